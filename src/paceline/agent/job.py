@@ -21,6 +21,7 @@ from . import (
     gloo,
     held,
     memory,
+    peers,
     procs,
     stackdump,
     title,
@@ -192,6 +193,8 @@ class NodeJob:
         self._received = b""
         self._store: Optional[procs.Process] = None
         self._runs_program = False  # not Python in the fork server's child
+        self._store_listener: Optional[socket.socket] = None  # the store's, to be kept to hosts
+        self._store_guard: Optional[peers.Guard] = None
         self._unstarted: Deque[Tuple[Rank, Message]] = deque()
         self._stopping: Optional[int] = None  # the signal that this attempt's ranks are to get
         self._kill_at: Optional[float] = None
@@ -277,7 +280,7 @@ class NodeJob:
         self._unstarted.clear()
         self._stopping, self._kill_at = None, None
         if store_listener is not None:
-            self.open_store(request["store"], store_listener)
+            self.open_store(request["store"], store_listener, _addresses(request["env"]))
         self._begin(request)
 
     def add(self, request: Message) -> None:
@@ -318,11 +321,25 @@ class NodeJob:
         for _ in range(UNDER_WAY):
             self._start_next()
 
-    def open_store(self, where: Message, listener: socket.socket) -> None:
-        """Starts a rendezvous store; one that this node held before has ended already."""
+    def open_store(self, where: Message, listener: socket.socket, addresses: str) -> None:
+        """Starts a rendezvous store; one that this node held before has ended already.
+
+        Args:
+            where: Its address and port.
+            listener: Its socket, which stays the caller's.
+            addresses: Of the job's hosts, as :data:`peers.VARIABLE` has them.
+        """
         if self._channel is None:
             raise RuntimeError("the fork server is gone")
+        self._store_listener = listener.dup()
+        self._store_guard = peers.Guard(listener, peers.parse_hosts(addresses) or peers.ANYBODY)
         self._order({"store": where}, [listener.fileno()])
+
+    def admit(self, addresses: str) -> None:
+        """Has the store take connections of these hosts from now on."""
+        if self._store_listener is not None and self._store_guard is not None:
+            hosts = peers.parse_hosts(addresses) or peers.ANYBODY
+            self._store_guard.admit(self._store_listener, hosts)
 
     def _without_yielded(self, env: Dict[str, str]) -> Dict[str, str]:
         return {name: value for name, value in env.items() if name not in self._yielded}
@@ -366,6 +383,8 @@ class NodeJob:
     def readers(self, take_output: bool) -> List[int]:
         """Descriptors to watch; without the ranks' output while nobody takes it."""
         fds = [] if self._channel is None else [self._channel.fileno()]
+        if self._store_guard is not None and self._store_guard.door is not None:
+            fds.append(self._store_guard.door.fileno())
         for rank in self.ranks:
             fds += [fd for fd, name in rank.fds.items() if take_output or name == "events"]
         return fds
@@ -402,6 +421,8 @@ class NodeJob:
             if fd in rank.fds:
                 self._read_rank(rank, fd)
                 return
+        if self._store_guard is not None and (address := self._store_guard.stranger()):
+            self._post({"event": "stranger at the store", "address": address})
 
     def _read_server(self) -> None:
         assert self._channel is not None
@@ -429,6 +450,7 @@ class NodeJob:
         elif "exited" in message and message.get("store"):
             if self._store is not None and self._store.pid == message["exited"]:
                 self._store = None
+                self._close_store_socket()
                 self._post({"event": "store ended", "time": message["time"]})
         elif "exited" in message:
             rank = self._rank(message["local_rank"])
@@ -460,6 +482,7 @@ class NodeJob:
         assert self._channel is not None
         self._channel.close()
         self._channel = self._store = None
+        self._close_store_socket()
         status = self._server.wait() if self._server is not None else 0
         died = {"event": "fork server died", "status": status, "time": time.monotonic()}
         if self._given_up:
@@ -741,10 +764,18 @@ class NodeJob:
 
     def end_store(self) -> None:
         """Ends the store of the last attempt and waits until its port is free."""
+        self._close_store_socket()
         if self._store is not None:
             procs.send(self._store, signal.SIGKILL)
             procs.await_end(self._store, STORE_END_S)
             self._store = None
+
+    def _close_store_socket(self) -> None:
+        if self._store_guard is not None:
+            self._store_guard.close()
+        if self._store_listener is not None:
+            self._store_listener.close()
+        self._store_guard = self._store_listener = None
 
     def rest(self) -> Optional[warm.Kept]:
         """Ends everything of the job on this node but the fork server, which may serve another.
@@ -770,6 +801,7 @@ class NodeJob:
 
     def close(self) -> None:
         """Ends everything of the job on this node, the fork server included."""
+        self._close_store_socket()
         if self._kept is not None:
             self._kept.close()
             self._kept = None
@@ -781,6 +813,11 @@ class NodeJob:
             self._server.wait()
             procs.kill_job(self.token, [os.getpid()], [])
             self._server = None
+
+
+def _addresses(env: Dict[str, str]) -> str:
+    """Of the job's hosts, as its ranks are told them."""
+    return env.get(peers.VARIABLE, "")
 
 
 def _until(deadline: float, so: Callable[[float], bool]) -> bool:

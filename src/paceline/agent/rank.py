@@ -18,6 +18,7 @@ from typing import Any, Callable, Dict, List
 from . import (
     collectives,
     forkserver,
+    gloo_peers,
     gradient_watch,
     master,
     procs,
@@ -226,6 +227,8 @@ def _fresh_randomness() -> None:
 def watch_world(events: int, *, any_world: bool = False) -> None:
     """Makes joining and leaving the world events, and checks that the world was planned.
 
+    Its groups of gloo take the connections of the job's hosts only.
+
     Args:
         events: Descriptor to which events are written.
         any_world: Other worlds than the planned one are well.
@@ -243,6 +246,11 @@ def watch_world(events: int, *, any_world: bool = False) -> None:
         _tell_world(distributed, events, any_world)
         return result
 
+    gloo_peers.watch(
+        distributed.distributed_c10d,
+        refused=lambda address: _tell(events, _stranger("stranger refused", address)),
+        found=lambda address: _tell(events, _stranger("stranger", address)),
+    )
     distributed.init_process_group = init_process_group
     distributed.distributed_c10d.init_process_group = init_process_group
     destroy = distributed.destroy_process_group
@@ -255,6 +263,10 @@ def watch_world(events: int, *, any_world: bool = False) -> None:
 
     distributed.destroy_process_group = destroy_process_group
     distributed.distributed_c10d.destroy_process_group = destroy_process_group
+
+
+def _stranger(event: str, address: str) -> Message:
+    return {"kind": "event", "event": event, "address": address, "time": time.monotonic()}
 
 
 def _tell_world(distributed: Any, events: int, any_world: bool) -> None:

@@ -27,6 +27,7 @@ from . import (
     facts,
     guard,
     lines,
+    peers,
     probe,
     procs,
     snapshot,
@@ -487,6 +488,7 @@ def reserve_port(agent: Agent, request: Message, _: bytes) -> None:
         holders = probe.who_listens(port) if port else []
         agent.reply(request, error=describe(error), holders=holders)
         return
+    peers.restrict(agent.reserved, peers.NOBODY)  # until the job's store serves it
     agent.reply(request, port=agent.reserved.getsockname()[1])
 
 
@@ -520,13 +522,23 @@ def kill_ranks(agent: Agent, request: Message, _: bytes) -> None:
 
 
 def open_store(agent: Agent, request: Message, _: bytes) -> None:
-    """A fresh rendezvous store on ``address``, beside the running ranks; answers its port."""
+    """A fresh rendezvous store on ``address``, beside the running ranks; answers its port.
+
+    ``addresses``: from which the job's hosts connect.
+    """
     agent.job.end_store()
     listener = probe.listen_outside_ephemeral(request["address"], facts.ephemeral_ports())
     with contextlib.closing(listener):  # the fork server has its own copy
         port = listener.getsockname()[1]
-        agent.job.open_store({"address": request["address"], "port": port}, listener)
+        where = {"address": request["address"], "port": port}
+        agent.job.open_store(where, listener, request["addresses"])
     agent.reply(request, port=port)
+
+
+def admit(agent: Agent, request: Message, _: bytes) -> None:
+    """Has the store here take connections from ``addresses``: a host has come to the job."""
+    agent.job.admit(request["addresses"])
+    agent.reply(request)
 
 
 def dump_stacks(agent: Agent, request: Message, _: bytes) -> None:
@@ -632,6 +644,7 @@ OPERATIONS: Dict[str, Callable[[Agent, Message, bytes], None]] = {
     "tell_ranks": tell_ranks,
     "kill_ranks": kill_ranks,
     "open_store": open_store,
+    "admit": admit,
     "dump_stacks": dump_stacks,
     "seen": seen,
     "stop": stop,

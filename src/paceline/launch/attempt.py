@@ -76,6 +76,8 @@ class Attempt:
         )
         self.recoveries = Recoveries(plan, members, fleet, self._start_request, stand_in, rejoin,
                                      self.fail, screen, recorder)  # fmt: skip
+        self.recoveries.admitted = self._addresses
+        self._strangers: set[str] = set()
         self._allowance = allowance
         limit = job.hang_timeout_s.value
         limit_s = None if isinstance(limit, str) else limit
@@ -130,6 +132,7 @@ class Attempt:
         env = {name: setting.value for name, setting in part.env.items()}
         env[jobenv.RUN_DIR] = node.run_folder
         env[jobenv.HOME_DIR] = self._recorder.shown_path
+        env[jobenv.ADDRESSES] = self._addresses()
         return {
             "entry": entry_json(part.entry),
             "workdir": part.workdir,
@@ -138,6 +141,10 @@ class Attempt:
             "any_world": self._job.any_world,
             "ranks": self.plan.ranks_json(part),
         }
+
+    def _addresses(self) -> str:
+        """From which the job's hosts connect at this moment."""
+        return self._fleet.addresses(self._job.environment.all().get(jobenv.ADDRESSES, ""))
 
     async def _see_hangs(self) -> None:
         try:
@@ -288,12 +295,17 @@ class Attempt:
             self._hangs.gone(node.name, rank)
         elif event.kind == "exception" and not event["hooked"]:
             self._screen.mute(node.name, rank)
+        elif event.kind in ("stranger refused", "stranger at the store"):
+            self._note_stranger(node.name, event["address"])
         elif event.kind == "node ended":
             node.running = False
             self._check_ended()
         self.recoveries.heard(event)
         failure = outcome.failure_of(event, self._fleet.lease_s)
         if failure is None:
+            return
+        if failure.kind == "stranger":  # whoever goes on would do so with them
+            self.fail(failure)
             return
         if event.kind == "asked to end" and self.recoveries.leaves(node, failure):
             return
@@ -328,6 +340,15 @@ class Attempt:
         """
         if not self._ended.is_set() and not self._early:
             self._recalled.set()
+
+    def _note_stranger(self, host: str, address: str) -> None:
+        """Tells of an address from which connections are refused, once."""
+        if address not in self._strangers:
+            self._strangers.add(address)
+            self._screen.note(
+                f"paceline: warning: {host} refused a connection from {address}, which is none of"
+                f" this job's hosts (if it is one: --env {jobenv.ADDRESSES}={address})"
+            )
 
     def _after(self, failure: Failure, now: float, step: int | None) -> Verdict:
         """Whether ranks go on in place after a failure of the program's own."""

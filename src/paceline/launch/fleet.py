@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from paceline.launch import outcome
 from paceline.launch.decide import Found
+from paceline.remote import network
 from paceline.remote.channel import Channel
 from paceline.remote.fanout import all_of
 from paceline.spec.errors import PacelineError
@@ -312,6 +313,18 @@ class Fleet:
     def facts(self) -> dict[str, Any]:
         """By host name, what the agents told of their machines."""
         return {node.name: node.facts for node in self.everyone}
+
+    def addresses(self, given: str = "") -> str:
+        """From which the job's hosts connect, as ``PACELINE_ADDRESSES`` has them.
+
+        Empty where a host has told none: nobody can be kept away then.
+
+        Args:
+            given: The user's, which go before them.
+        """
+        found = [network.sources(facts) for facts in self.facts().values()]
+        known = dict.fromkeys(address for own in found for address in own or ())
+        return ",".join([*filter(None, [given]), *known]) if all(found) else ""
 
     def _router(
         self, node: Node, on_event: Callable[[Node, Event], None]

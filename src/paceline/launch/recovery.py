@@ -84,6 +84,7 @@ class Recoveries:
         self._stand_in, self._rejoin = stand_in, rejoin
         self._fail = fail
         self._screen, self._recorder = screen, recorder
+        self.admitted: Callable[[], str] = lambda: ""  # from which the job's hosts connect
         self._parts = {part.host: part for part in plan.nodes}
         self._places = {rank.rank: part.host for part in plan.nodes for rank in part.ranks}
         self._store = {"address": plan.master_addr, "port": plan.master_port}
@@ -450,13 +451,15 @@ class Recoveries:
             for host in [self._places[slot]]
         ]
         return {"control": "regroup", "generation": group.generation, "members": members,
-                "store": self._store, "planned": group.planned, "holds": group.holds}  # fmt: skip
+                "store": self._store, "planned": group.planned, "holds": group.holds,
+                "addresses": self.admitted()}  # fmt: skip
 
     async def _open_store(self, host: str) -> bool:
         """A fresh store there; else it is decided again."""
         try:
             node, address = self._fleet.named(host), self._parts[host].address
-            opening = node.channel.request("open_store", address=address)
+            opening = node.channel.request("open_store", address=address,
+                                           addresses=self.admitted())  # fmt: skip
             answer = await asyncio.wait_for(opening, PATIENCE_S)
         except (PacelineError, ConnectionError, asyncio.TimeoutError):
             await asyncio.sleep(PAUSE_S)
@@ -482,6 +485,7 @@ class Recoveries:
             if spec["rank"] in action.slots
         ]
         try:
+            await self._admit()
             starting = node.channel.request("add_ranks", **{**request, "ranks": ranks})
             await asyncio.wait_for(starting, PATIENCE_S)
             node.running = True
@@ -492,6 +496,13 @@ class Recoveries:
                 self._note_newcomer(slot, action.host, why)
             self._members.start_failed(action.host, action.slots, time.monotonic(), why)
             self.act()
+
+    async def _admit(self) -> None:
+        """Has the store take connections from hosts that were not there when it was opened."""
+        host, addresses = self.host_at(self._store["address"]), self.admitted()
+        if host and addresses:
+            admitting = self._fleet.named(host).channel.request("admit", addresses=addresses)
+            await asyncio.wait_for(admitting, PATIENCE_S)
 
     async def _prepare(self, host: str) -> None:
         """Starts a fork server until one is up; says what stands in its way."""

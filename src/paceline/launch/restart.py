@@ -64,6 +64,9 @@ class Restarts:
         self._least, self._patience_s = self._request.least, job.wait_for_nodes_s.value
         if outset is None or outset.over:
             self.allowance.began()
+        if failure.kind == "stranger":
+            self._note("paceline: the job is not started again while somebody interferes with it")
+            return False
         if self._request.elastic and await self._lost_some(failure, leaving):
             return True
         if why := await full_disk(self._fleet, failure):

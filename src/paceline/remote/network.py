@@ -52,6 +52,15 @@ class NodeNetwork:
 LOOPBACK = NodeNetwork("127.0.0.1", "lo", "the job stays on one machine")
 
 
+def sources(facts: Facts) -> list[str] | None:
+    """The addresses from which a host may connect to another; ``None`` if it told none."""
+    links = facts["interfaces"]
+    if not links:
+        return None
+    return [str(a["address"]) for link in links for a in link["addresses"]
+            if a["scope"] == "global"]  # fmt: skip
+
+
 def candidates(
     hosts: Sequence[Host], facts: Mapping[str, Facts], interface: str | None
 ) -> tuple[dict[str, list[Candidate]], list[str]]:

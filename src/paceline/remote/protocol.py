@@ -146,6 +146,7 @@ ANSWERS: dict[str, Shape] = {
     "tell_ranks": _DONE,
     "kill_ranks": record(killed=SIZE),
     "open_store": record(port=PORT),
+    "admit": _DONE,
     "dump_stacks": _DONE,
     "seen": record(ranks=each(
         record(_NONE, rank=RANK, cpu_s=number, moved=number, sent=number, switches=SIZE,

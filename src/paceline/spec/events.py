@@ -21,6 +21,7 @@ from paceline.spec.shapes import (
     SIZE,
     SMALL,
     Shape,
+    address,
     each,
     fits,
     flag,
@@ -55,6 +56,7 @@ PARTS = tuple(PART_NAMES)
 
 # By name: what it may be, and in which unit. A field means the same in every kind of event.
 FIELDS: dict[str, Shape] = {
+    "address": address,
     "able": flag,  # whether the training can go on without ranks that are lost
     "attempt": whole(),  # number of the start, from 0
     "before": number,  # seconds of a step
@@ -200,6 +202,8 @@ KINDS: dict[str, Kind] = {
     "slow rank": _kind("rank", may="warning"),
     "warning": _kind("rank", may="warning"),
     "failed": _kind("rank", may="error"),
+    "stranger": _kind("rank", "address time"),  # a connection of its group leads there
+    "stranger refused": _kind("rank", "address", may="time"),  # it is none of the job's hosts
     "exception": _kind("rank", "type message traceback time", "hooked origin code"),
     "returned": _kind("rank", "bytes sha256"),  # what a function returned lies in its file
     "raised": _kind("rank", "bytes sha256"),  # the same of what it raised
@@ -224,6 +228,7 @@ KINDS: dict[str, Kind] = {
     "rank started": _kind("agent", "rank pid"),
     "output": _kind("agent", "rank stream", written=False),  # to the rank's log; with bytes
     "rank ended": _kind("agent", "rank code signal time peak_bytes", "memory seen"),
+    "stranger at the store": _kind("agent", "address"),  # and refused
     "store ended": _kind("agent", "time", written=False),  # not by us
     "rank frozen": _kind("agent", "rank how seconds on pid"),
     "rank thawed": _kind("agent", "rank"),

@@ -16,9 +16,10 @@ from paceline.spec.shapes import LONG_TEXT, RANK, Shape, fits, maybe, one_of, te
 
 # "agent": it left by itself; "lease": because it heard nothing of the launcher; "launcher": which
 # was away; "early": a rank that ended in order while others needed it; "hang": nothing went on;
-# "record": the run directory takes no more; "forkserver": it died, and the ranks with it
+# "record": the run directory takes no more; "forkserver": it died, and the ranks with it;
+# "stranger": somebody on the network pretends to be a rank
 Kind = Literal["exception", "exit", "signal", "lost", "forkserver", "record", "agent", "lease",
-               "launcher", "early", "hang"]  # fmt: skip
+               "launcher", "early", "hang", "stranger"]  # fmt: skip
 HERE = "this machine"
 # So says a process that joins others and does more than they did before their first batch
 UNLIKE = "this process began in another way than the ranks that it comes to"

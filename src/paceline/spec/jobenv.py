@@ -19,6 +19,10 @@ RUN_ID = "PACELINE_RUN_ID"
 ATTEMPT = "PACELINE_ATTEMPT"
 HOST = "PACELINE_HOST"  # the host's name in the description
 HOSTS = "PACELINE_HOSTS"  # names of all hosts that the job may run on, with commas between
+ADDRESSES = "PACELINE_ADDRESSES"
+"""Addresses and networks from which the job's hosts connect, with commas between. Set by the
+launcher, with yours before them (``--env``); connections from elsewhere are refused. Empty when a
+host could not tell its addresses: then nothing is refused."""
 PLANNED_WORLD = "PACELINE_WORLD_SIZE"  # asserted by every rank after it has joined
 RUN_DIR = "PACELINE_RUN_DIR"
 """Folder on this node for the run's files. What rank 0 leaves there is brought back to the
@@ -59,8 +63,8 @@ do when ranks are lost and come back, and when a person asks for it. Every line 
 
 ``regroup``   ``{"control": "regroup", "generation": int, "members": [{"slot": int, "host": str,
               "local_rank": int, "local_size": int}, …], "store": {"address": str, "port": int},
-              "planned": bool, "holds": bool}``: make a new group of these members, in this order,
-              under the prefix ``generation/N`` of that store. Planned: between two steps, for
+              "planned": bool, "holds": bool, "addresses": str}``: make a new group of these members,
+              in this order, under the prefix ``generation/N`` of that store. Planned: between two steps, for
               somebody joins. Not planned: at once, for somebody is gone. Holds: no batch is begun
               in it, for too few nodes are there; who joins gets the state
 ``save``      ``{"control": "save", "number": int}``: make a checkpoint, all at the same step,

@@ -117,6 +117,7 @@ class Word:
         address, port: Of the store by which they meet.
         planned: Nobody is lost: somebody joins between two steps.
         holds: Too few nodes are there to train: no batch is begun in this group.
+        addresses: From which the job's hosts connect; empty: not known.
     """
 
     generation: int
@@ -125,6 +126,7 @@ class Word:
     port: int
     planned: bool
     holds: bool = False
+    addresses: str = ""
 
     @property
     def alone(self) -> bool:
@@ -183,6 +185,7 @@ def understood(line: str) -> Word | Save | Alone | str:
             int(store["port"]),
             bool(said["planned"]),
             bool(said.get("holds")),
+            str(said.get("addresses", "")),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(line) from error
@@ -911,7 +914,7 @@ class Recovery:
         os.environ.update({
             jobenv.RANK: str(place.rank), jobenv.WORLD_SIZE: str(place.size),
             jobenv.LOCAL_RANK: str(place.local_rank),
-            jobenv.LOCAL_WORLD_SIZE: str(place.local_size),
+            jobenv.LOCAL_WORLD_SIZE: str(place.local_size), jobenv.ADDRESSES: word.addresses,
         })  # fmt: skip
         if jobenv.PLANNED_WORLD in os.environ:
             os.environ[jobenv.PLANNED_WORLD] = str(place.size)

@@ -1,0 +1,232 @@
+"""Whom gloo's connections of a rank lead to: none but the job's hosts.
+
+The ranks of a group find each other through a store that anybody on the network may write to, and
+gloo through a number that anybody can guess. So each device that gloo makes listens to the job's
+hosts only, to nobody once its group is complete, and before a group is used the far ends of all its
+connections are compared with the addresses of the job's hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Callable, Iterator, List, Optional, Tuple
+
+from . import peers
+
+_TIMEOUT = timedelta(minutes=30)  # torch's own
+_REGISTERED = re.compile(r"^tfd: +(\d+) .* ino:([0-9a-f]+)", re.MULTILINE)
+
+
+class StrangerError(RuntimeError):
+    """A connection of a group leads to an address that is none of the job's hosts'."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(
+            "gloo has a connection with %s, which is none of this job's hosts: somebody pretends to"
+            " be one of its ranks. Nothing was exchanged with it" % address
+        )
+        self.address = address
+
+
+@dataclass
+class _Device:
+    """One device of gloo: what it listens on, and what watches all its connections.
+
+    ``epoll`` and ``listener`` are gloo's own descriptors, which it closes with its last group.
+    """
+
+    epoll: int
+    listener: int
+    inode: int
+    guard: Optional[peers.Guard] = None
+
+    @contextlib.contextmanager
+    def held_listener(self) -> Iterator[Optional[socket.socket]]:
+        """The listening socket under a descriptor of its own; ``None`` when gloo has closed it."""
+        held = _hold(self.listener, self.inode)
+        with held or contextlib.nullcontext():
+            yield held
+
+    def connections(self) -> Iterator[Tuple[str, bool]]:
+        """Of each connection the far end's address, and whether it was the one that called."""
+        with self.held_listener() as listener:
+            port = listener.getsockname()[1] if listener is not None else 0
+        for fd, inode in _registered(self.epoll):
+            connection = None if inode == self.inode else _hold(fd, inode)
+            if connection is None:
+                continue
+            with connection, contextlib.suppress(OSError):  # a pipe, or it has ended
+                address, called = str(connection.getpeername()[0]), False
+                if connection.getsockname()[1] == port:
+                    called = True
+                    peers.lift(connection)
+                yield address, called
+
+    def admit(self, hosts: peers.Hosts) -> None:
+        with self.held_listener() as listener:
+            if listener is not None and self.guard is not None:
+                self.guard.admit(listener, hosts)
+
+
+def _registered(epoll: int) -> List[Tuple[int, int]]:
+    """Descriptors that an epoll watches, with their inodes; none where the kernel tells less."""
+    try:
+        with open("/proc/self/fdinfo/%d" % epoll) as file:
+            found = _REGISTERED.findall(file.read())
+    except OSError:
+        return []
+    return [(int(fd), int(inode, 16)) for fd, inode in found]
+
+
+def _hold(fd: int, inode: int) -> Optional[socket.socket]:
+    """The socket that gloo knows by this number, under another; ``None`` when it is no longer."""
+    with contextlib.suppress(OSError):
+        held = os.dup(fd)
+        if os.fstat(held).st_ino == inode:
+            with contextlib.suppress(OSError):
+                return socket.socket(fileno=held)
+        os.close(held)
+    return None
+
+
+def _epolls() -> List[int]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink("/proc/self/fd/" + name) == "anon_inode:[eventpoll]":
+                found.append(int(name))
+    return found
+
+
+def _new_device(before: List[int]) -> Optional[_Device]:
+    """The device that was made just now; ``None`` where it cannot be seen."""
+    for epoll in set(_epolls()) - set(before):
+        for fd, inode in _registered(epoll):
+            held = _hold(fd, inode)
+            if held is None:
+                continue
+            with held, contextlib.suppress(OSError):
+                if held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    return _Device(epoll, fd, inode)
+    return None
+
+
+class Watch:
+    """Guards the groups that gloo makes in this process.
+
+    Args:
+        gloo: torch's ``ProcessGroupGloo``.
+        refused: Told of the address of each stranger that a device has not let in.
+        found: Told of one that a group is connected with, before that raises.
+    """
+
+    def __init__(self, gloo: Any, refused: peers.Tell, found: peers.Tell) -> None:
+        self._gloo, self._found = gloo, found
+        self._doors = peers.DoorKeeper(refused)
+        self._devices: List[_Device] = []
+
+    def options(self, timeout: timedelta, hosts: peers.Hosts) -> Tuple[Any, List[_Device]]:
+        """What gloo makes by itself, but that nobody else can connect to its devices."""
+        interfaces = [one for one in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if one]
+        options, devices = self._gloo._Options(), []
+        for interface in interfaces or [""]:
+            before = _epolls()
+            if interface:
+                made = self._gloo.create_device(interface=interface)
+            else:
+                made = self._gloo.create_default_device()
+            options._devices = [*options._devices, made]
+            device = _new_device(before)
+            if device is not None:
+                devices.append(device)
+                self._guard(device, hosts)
+        options._timeout = timeout
+        options._threads = 2 * len(options._devices)
+        return options, devices
+
+    def _guard(self, device: _Device, hosts: peers.Hosts) -> None:
+        with device.held_listener() as listener:
+            if listener is not None:
+                device.guard = peers.Guard(listener, hosts)
+                self._doors.watch(device.guard, device.listener)
+
+    def complete(self, devices: List[_Device], hosts: peers.Hosts, ranks: int) -> None:
+        """Looks at the connections of a group of so many ranks; then nobody else can connect.
+
+        Raises:
+            StrangerError: One of them is a stranger's.
+        """
+        for device in devices:
+            others = list(device.connections())
+            strangers = [one for one in others if one[0] not in hosts]
+            known = len(others) - len(strangers)
+            for address, called in strangers:
+                # Where the kernel keeps nobody away, somebody may have called and said nothing.
+                if not called or known < ranks - 1:
+                    address = str(peers.parse_address(address))
+                    self._found(address)
+                    raise StrangerError(address)
+            if known >= ranks - 1:  # else its ranks connect when they first send something
+                device.admit(peers.NOBODY)
+        self._devices = [one for one in self._devices if _registered(one.epoll)]
+        self._devices += [one for one in devices if one not in self._devices]
+
+    @contextlib.contextmanager
+    def reopened(self, hosts: peers.Hosts) -> Iterator[None]:
+        """Within it groups are made over devices that are there already, as torch splits groups."""
+        devices = [*self._devices]
+        for device in devices:
+            device.admit(hosts)
+        yield
+        self.complete(devices, hosts, 0)
+
+
+def watch(c10d: Any, refused: peers.Tell, found: peers.Tell) -> None:
+    """Has all groups of gloo that this process makes guarded.
+
+    Args:
+        c10d: The module ``torch.distributed.distributed_c10d``.
+        refused, found: As for :class:`Watch`.
+    """
+    gloo = getattr(c10d, "ProcessGroupGloo", None)
+    if gloo is None or not all(hasattr(gloo, name) for name in ("_Options", "create_device")):
+        return
+    original, watching = gloo.__init__, Watch(gloo, refused, found)
+
+    @functools.wraps(original)
+    def init(self: Any, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> None:
+        hosts = job_hosts()
+        given = {"timeout": args[0]} if args else kwargs
+        timeout = given.get("timeout", given.get("options", _TIMEOUT))
+        if hosts is None or not isinstance(timeout, timedelta):  # it brings devices of its own
+            original(self, store, rank, size, *args, **kwargs)
+            return
+        options, devices = watching.options(timeout, hosts)
+        original(self, store, rank, size, options)
+        watching.complete(devices, hosts, size)
+
+    gloo.__init__ = init
+    for name in ("split_group", "merge_remote_group"):
+        if hasattr(c10d.ProcessGroup, name):
+            setattr(c10d.ProcessGroup, name, _reopening(getattr(c10d.ProcessGroup, name), watching))
+
+
+def _reopening(method: Callable[..., Any], watching: Watch) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hosts = job_hosts()
+        with contextlib.nullcontext() if hosts is None else watching.reopened(hosts):
+            return method(self, *args, **kwargs)
+
+    return wrapped
+
+
+def job_hosts() -> Optional[peers.Hosts]:
+    """The job's hosts as they are now; ``None`` when nobody knows from where they connect."""
+    return peers.parse_hosts(os.environ.get(peers.VARIABLE, ""))

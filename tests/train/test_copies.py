@@ -71,7 +71,7 @@ def taker(tmp_path: Path) -> Iterator[Receiver]:
 
 def offer(taker: Receiver, store: Store, name: str, *, key: bytes = KEY, keep: int = 2) -> int:
     with socket.create_connection(taker.place, 5) as connection:
-        return send(Talk(connection, key, calls=True), store, name, keep, lambda _: None)
+        return send(Talk.called(connection, key), store, name, keep, lambda _: None)
 
 
 def test_a_copy_is_whole_and_pruned_as_the_original(
@@ -124,12 +124,31 @@ def test_strangers_are_told_nothing_and_change_nothing(
     assert offer(taker, writer, name) > 0
 
 
+def test_silent_and_slow_callers_delay_no_copy(writer: Store, taker: Receiver) -> None:
+    name = make(writer, 10)
+    with contextlib.ExitStack() as opened:
+        for said in (b"", b"A", b"A" * 47) * 30:  # more than greet at once
+            caller = opened.enter_context(socket.create_connection(taker.place, 5))
+            caller.sendall(said)
+        assert offer(taker, writer, name) > 0
+
+
+def test_nothing_is_read_before_a_proof(writer: Store, taker: Receiver) -> None:
+    with socket.create_connection(taker.place, 5) as connection:
+        connection.settimeout(5)
+        connection.sendall(os.urandom(48) + (1 << 24).to_bytes(4, "big"))
+        with pytest.raises(ConnectionError):  # at once, not after what was announced
+            while connection.recv(16):
+                pass
+            raise ConnectionResetError
+
+
 @pytest.mark.parametrize("name", ["../x", "/tmp/x", "10/../../x", "11", "10.3", ".10", ""])
 def test_no_other_name_is_taken(tmp_path: Path, writer: Store, taker: Receiver, name: str) -> None:
     make(writer, 10)
     raw = (writer.root / "10/manifest.json").read_text()
     with socket.create_connection(taker.place, 5) as connection:
-        talk = Talk(connection, KEY, calls=True)
+        talk = Talk.called(connection, KEY)
         talk.say(name=name, manifest=raw, token=1, keep=2)
         with pytest.raises(Refused, match="no name of this checkpoint"):
             talk.hear()
@@ -140,7 +159,7 @@ def test_files_stay_inside(tmp_path: Path, taker: Receiver) -> None:
     for name in ("../x", "/tmp/x", "a/../../x"):
         raw = Manifest(10, {name: Entry("0" * 64, 1)}, {}).encode().decode()
         with socket.create_connection(taker.place, 5) as connection:
-            talk = Talk(connection, KEY, calls=True)
+            talk = Talk.called(connection, KEY)
             talk.say(name="10", manifest=raw, token=1, keep=2)
             with pytest.raises(Refused, match="no file of a checkpoint"):
                 talk.hear()
@@ -170,7 +189,7 @@ def cut_off(taker: Receiver, store: Store, name: str, pieces: int) -> None:
                 connection.shutdown(socket.SHUT_RDWR)
 
         with pytest.raises(OSError):
-            send(Talk(connection, KEY, calls=True), store, name, 2, cut)
+            send(Talk.called(connection, KEY), store, name, 2, cut)
 
 
 def test_a_copy_that_was_cut_off_again_and_again_comes_to_its_end(
@@ -208,7 +227,7 @@ def test_a_lost_writer_keeps_no_other_waiting(
     """Its host is off: it is in the midst of a copy, and its connection does not end."""
     name = make(writer, 10)
     with socket.create_connection(taker.place, 5) as connection:
-        talk = Talk(connection, KEY, calls=True)
+        talk = Talk.called(connection, KEY)
         raw = (writer.root / name / MANIFEST).read_text()
         talk.say(name=name, manifest=raw, token=writer.token, keep=2)
         assert talk.hear() == {"send": True, "have": {}}

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group
 
 from paceline.spec.failure import GIVEN_UP
-from paceline.train import waits
+from paceline.train import greetings, waits
 
 MANY = 64
 """Ranks up to which each of them has a connection to each other."""
@@ -386,21 +386,7 @@ class _Group:
     mesh: Mesh | None = field(default=None, repr=False)
 
 
-class _Known:
-    """What this process knows of its groups.
-
-    Attributes:
-        in_vain: No mesh could be made although all ranks were there: not tried again.
-    """
-
-    def __init__(self) -> None:
-        self.groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Group] = (
-            weakref.WeakKeyDictionary()
-        )
-        self.in_vain = False
-
-
-_known = _Known()
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Group] = weakref.WeakKeyDictionary()
 
 
 def mesh_of(group: dist.ProcessGroup | None, *, large: bool = False) -> Mesh | None:
@@ -416,7 +402,7 @@ def mesh_of(group: dist.ProcessGroup | None, *, large: bool = False) -> Mesh | N
         RuntimeError: A rank was lost while they were made.
     """
     group = group or _get_default_group()
-    known = _known.groups.setdefault(group, _Group())
+    known = _groups.setdefault(group, _Group())
     known.asked, known.large = known.asked + 1, known.large or large
     if known.asked == _USUAL and group.size() <= MANY:
         known.mesh = _made(group, large=known.large)
@@ -425,7 +411,7 @@ def mesh_of(group: dist.ProcessGroup | None, *, large: bool = False) -> Mesh | N
 
 def leave(group: dist.ProcessGroup | None) -> None:
     """Ends the connections of a group that is over."""
-    known = None if group is None else _known.groups.pop(group, None)
+    known = None if group is None else _groups.pop(group, None)
     if known is not None and known.mesh is not None:
         known.mesh.close()
 
@@ -434,7 +420,7 @@ def _made(group: dist.ProcessGroup, *, large: bool) -> Mesh | None:
     """A collective."""
     cuts, ranks = _open.cuts, group.size()
     key = secrets.token_bytes(_KEY)
-    listening = None if _known.in_vain else _listening(cuts, ranks)
+    listening = _listening(cuts, ranks)
     with listening or contextlib.nullcontext():
         places = [_place(one) for one in _all_gathered(_card(listening, key), group)]
         if listening is None or not all(port for _, port, _ in places):
@@ -447,8 +433,7 @@ def _made(group: dist.ProcessGroup, *, large: bool) -> Mesh | None:
         if all(map(any, _all_gathered(bytes([len(sockets) == ranks - 1]), group))):
             return Mesh(group, sockets, cuts, large=large)
     _close(sockets)
-    _known.in_vain = True
-    return None
+    return None  # of this group; the next one may have more luck
 
 
 def _listening(cuts: int, ranks: int) -> socket.socket | None:
@@ -456,7 +441,10 @@ def _listening(cuts: int, ranks: int) -> socket.socket | None:
     with contextlib.suppress(OSError):
         address = own_address()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return _open.add(socket.create_server((address, 0), family=family, backlog=ranks), cuts)
+        backlog = ranks + greetings.MOST
+        listening = socket.create_server((address, 0), family=family, backlog=backlog)
+        greetings.guard(listening)
+        return _open.add(listening, cuts)
     return None
 
 
@@ -492,21 +480,19 @@ def _connected(
             made[one] = _open.add(_prepared(calling, until), cuts)
             calling.connect((address, port))
             calling.sendall(key + rank.to_bytes(4, "big"))
-        while len(made) < len(places) - 1:
-            listening.settimeout(_remaining(until))
-            answering, _ = listening.accept()
-            said = bytes(_KEY + 4)
-            with contextlib.suppress(OSError):  # a stranger may do whatever it likes
-                said = _exactly(_open.add(_prepared(answering, until), cuts), _KEY + 4)
-            one = int.from_bytes(said[_KEY:], "big")
-            if secrets.compare_digest(said[:_KEY], own) and rank < one < len(places):
-                made[one] = answering
-                answering.sendall(places[one][2])
-            else:
-                answering.close()
+        callers = greetings.greetings(listening, _KEY + 4, _MAKING_S, until=until)
+        with contextlib.closing(callers):
+            while len(made) < len(places) - 1:
+                caller = next(callers)
+                answering, said = caller.connection, bytes(caller.greeting)
+                one = int.from_bytes(said[_KEY:], "big")
+                if secrets.compare_digest(said[:_KEY], own) and rank < one < len(places):
+                    made[one] = _open.add(_prepared(answering, until), cuts)
+                    answering.sendall(places[one][2])
+                else:
+                    answering.close()
         for one in range(rank):
-            made[one].settimeout(_remaining(until))
-            if not secrets.compare_digest(_exactly(made[one], _KEY), own):
+            if not secrets.compare_digest(greetings.read_exactly(made[one], _KEY, until), own):
                 raise ConnectionError("somebody else answers there")
     except OSError:
         _close(made)
@@ -539,14 +525,6 @@ def _widen(sockets: Mapping[int, socket.socket]) -> None:
 
 def _remaining(until: float) -> float:
     return max(0.01, until - time.monotonic())
-
-
-def _exactly(one: socket.socket, count: int) -> bytes:
-    """So many bytes; fewer where the connection ends."""
-    said = b""
-    while len(said) < count and (part := one.recv(count - len(said))):
-        said += part
-    return said.ljust(count, b"\0")
 
 
 def _all_gathered(content: bytes, group: dist.ProcessGroup) -> list[bytes]:

@@ -150,6 +150,7 @@ class Copies:
                 self._receiver = Receiver(self._store.root, self._key, own_address())
         if self._receiver is None:
             return None
+        self._receiver.admit()
         self._receiver.drop()  # who sent until now sends no more, or is lost
         self._receiver.token = self._store.token
         return self._receiver.place
@@ -287,7 +288,7 @@ class _Sender:
         with socket.create_connection(peer.place, _CONNECT_S) as connection:
             trip = time.monotonic() - begun
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            talk = Talk(connection, self._key, calls=True)
+            talk = Talk.called(connection, self._key)
             return send(talk, self._store, name, self._keep, lambda took: self._rest(took - trip))
 
     def _rest(self, took: float) -> None:

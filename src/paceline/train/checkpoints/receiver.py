@@ -26,6 +26,7 @@ from paceline.spec.rundir import is_frozen_file, version_of
 from paceline.train import files
 from paceline.train.checkpoints.format import MANIFEST, Damaged, Entry, Manifest, parse_manifest
 from paceline.train.checkpoints.store import Fenced, Store
+from paceline.train.greetings import Caller, greetings, guard, job_hosts, read_exactly
 
 PIECE = 1 << 18  # bytes after which the writer waits for a sign
 GOOD, BAD = b"+", b"-"  # the sign
@@ -36,6 +37,7 @@ _NONCE, _MAC = 16, 32
 _LONGEST = 1 << 24  # bytes of a message: a manifest of thousands of files
 _GREETING_S = 5.0
 _PATIENCE_S = 60.0
+_END_S = 1.0  # for a writer to notice that nothing more is taken
 
 
 class Refused(Exception):
@@ -45,28 +47,48 @@ class Refused(Exception):
 class Talk:
     """A connection on which each message is proven to come from who knows the key, in order.
 
-    What is between messages (the content of files) is proven by the hashes in the manifest.
+    What is between messages (the content of files) is proven by the hashes in the manifest. It
+    begins with a nonce of the side that was called, and a nonce and a proof of the caller's.
 
     Args:
         connection: Closed by its owner.
         key: Of the job.
-        calls: On the side that has connected.
+        hello: The nonce of the side that was called.
+        nonce: The caller's.
+        calls: This is the caller's side.
 
     Raises:
-        OSError: The connection ends, or nothing comes.
+        OSError: By all methods: the connection ends, or nothing comes.
         Refused: By ``hear``: the other side does not know the key.
     """
 
-    def __init__(self, connection: socket.socket, key: bytes, *, calls: bool) -> None:
+    def __init__(
+        self, connection: socket.socket, key: bytes, hello: bytes, nonce: bytes, *, calls: bool
+    ) -> None:
         self.connection = connection
-        connection.settimeout(_GREETING_S)
-        mine = secrets.token_bytes(_NONCE)
-        connection.sendall(mine)
-        theirs = self.exactly(_NONCE)
-        both = mine + theirs if calls else theirs + mine
-        self._key = hmac.digest(key, b"paceline checkpoints" + both, "sha256")
+        connection.settimeout(_PATIENCE_S)
+        self._key = hmac.digest(key, b"paceline checkpoints" + nonce + hello, "sha256")
         self._mine, self._theirs = (b"c", b"s") if calls else (b"s", b"c")
         self._said = self._heard = 0
+
+    @classmethod
+    def called(cls, connection: socket.socket, key: bytes) -> Talk:
+        """The caller's side, which greets."""
+        until = time.monotonic() + _GREETING_S
+        hello, nonce = read_exactly(connection, _NONCE, until), secrets.token_bytes(_NONCE)
+        talk = cls(connection, key, hello, nonce, calls=True)
+        connection.sendall(nonce + talk._proof())
+        return talk
+
+    @classmethod
+    def answered(cls, caller: Caller, key: bytes) -> Talk | None:
+        """The other side; ``None`` where the caller does not know the key."""
+        nonce, proof = bytes(caller.greeting[:_NONCE]), bytes(caller.greeting[_NONCE:])
+        talk = cls(caller.connection, key, caller.hello, nonce, calls=False)
+        return talk if hmac.compare_digest(proof, talk._proof()) else None
+
+    def _proof(self) -> bytes:
+        return hmac.digest(self._key, b"greeting", "sha256")
 
     def say(self, **message: Any) -> None:
         body = json.dumps(message).encode()
@@ -83,7 +105,6 @@ class Talk:
         if not hmac.compare_digest(mac, self._mac(self._theirs, self._heard, body)):
             raise Refused("it does not know this job's key")
         self._heard += 1
-        self.connection.settimeout(_PATIENCE_S)
         message = json.loads(body)
         if problem := message.get("problem"):
             raise Refused(str(problem))
@@ -91,14 +112,7 @@ class Talk:
 
     def exactly(self, count: int) -> bytes:
         """So many bytes."""
-        parts = []
-        while count:
-            part = self.connection.recv(min(count, PIECE))
-            if not part:
-                raise ConnectionResetError("the connection has ended")
-            parts.append(part)
-            count -= len(part)
-        return b"".join(parts)
+        return read_exactly(self.connection, count, time.monotonic() + _PATIENCE_S)
 
     def _mac(self, side: bytes, number: int, body: bytes) -> bytes:
         return hmac.digest(self._key, side + number.to_bytes(8, "big") + body, "sha256")
@@ -122,8 +136,9 @@ class Receiver:
         self.token = 0
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=4)
+        self._guard = guard(self._listener)
         self.place: tuple[str, int] = self._listener.getsockname()[:2]
-        self._open, self._receiving = True, False
+        self._open, self._taking = True, threading.Lock()
         self._serves: socket.socket | None = None
         self._thread = threading.Thread(target=self._serve, name="paceline-copies", daemon=True)
         self._thread.start()
@@ -132,6 +147,13 @@ class Receiver:
     def alive(self) -> bool:
         """False when its socket was cut, as a rank's sockets are that is to leave a collective."""
         return self._thread.is_alive()
+
+    def admit(self) -> None:
+        """Takes the calls of the job's hosts as they are now."""
+        hosts = job_hosts()
+        if self._guard is not None and hosts is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                self._guard.admit(self._listener, hosts)
 
     def drop(self) -> None:
         """Hears no more of who sends now, which may be lost: whoever comes next is served."""
@@ -144,9 +166,7 @@ class Receiver:
         self._open = False
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._listener.close()
-        if not self._receiving:
-            self._clear()
+        self._thread.join(_END_S)
 
     def _clear(self, but: Path | None = None) -> None:
         """Removes what was left half there."""
@@ -155,17 +175,28 @@ class Receiver:
                 shutil.rmtree(left, ignore_errors=True)
 
     def _serve(self) -> None:
-        while self._open:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            self._serves, self._receiving = connection, True
-            # whoever it is and whatever is wrong with it, the next one is served
-            with connection, contextlib.suppress(OSError, ValueError, Refused):
-                self._receive(Talk(connection, self._key, calls=False))
-            self._receiving = False
-        self._clear()
+        callers = greetings(
+            self._listener, _NONCE + _MAC, _GREETING_S, hello=lambda: secrets.token_bytes(_NONCE)
+        )
+        with self._listener, contextlib.suppress(OSError), contextlib.closing(callers):
+            for caller in callers:
+                talk = Talk.answered(caller, self._key)
+                if talk is None:
+                    caller.connection.close()
+                    continue
+                self.drop()  # who proves itself now is the only one that still writes
+                self._serves = caller.connection
+                threading.Thread(
+                    target=self._serve_writer, args=(talk,), name="paceline-copy", daemon=True
+                ).start()
+        if not self._open:
+            with self._taking:
+                self._clear()
+
+    def _serve_writer(self, talk: Talk) -> None:
+        # whatever is wrong with one, the next is served
+        with talk.connection, self._taking, contextlib.suppress(OSError, ValueError, Refused):
+            self._receive(talk)
 
     def _receive(self, talk: Talk) -> None:
         offer = talk.hear()

@@ -1,0 +1,184 @@
+"""Calls at this rank's own listening sockets: from the job's hosts, many at once, bounded in time.
+
+Until it has sent its whole greeting, a caller has a place among :data:`MOST` and nothing else:
+whoever is slow or silent delays nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from paceline.agent import peers
+from paceline.spec import jobenv
+
+MOST = 64
+"""Callers whose greetings are waited for at once; one more takes the place of the oldest."""
+
+
+@dataclass(slots=True)
+class Caller:
+    """A connection at which somebody greets.
+
+    Attributes:
+        connection: Whose owner is who takes this from :func:`greetings`; blocking then.
+        hello: What it was sent first.
+        greeting: What has come of it.
+        deadline: Of the whole greeting, on the monotonic clock.
+    """
+
+    connection: socket.socket
+    hello: bytes
+    deadline: float
+    greeting: bytearray = field(default_factory=bytearray)
+
+
+def job_hosts() -> peers.Hosts | None:
+    """From which connections are taken at this moment; ``None``: from all."""
+    return peers.parse_hosts(os.environ.get(jobenv.ADDRESSES, ""))
+
+
+_told: set[str] = set()
+
+
+def _tell(address: str) -> None:
+    """Tells the launcher of a stranger, once."""
+    events = os.environ.get(jobenv.EVENT_FD, "")
+    if events.isdecimal() and address not in _told:
+        _told.add(address)
+        about = {"kind": "event", "event": "stranger refused", "address": address}
+        with contextlib.suppress(OSError):
+            os.write(int(events), json.dumps(about).encode() + b"\n")
+
+
+_doors = peers.DoorKeeper(_tell)
+
+
+def guard(listener: socket.socket) -> peers.Guard | None:
+    """Has the kernel keep everybody but the job's hosts from a listening socket.
+
+    ``None`` where the hosts are not known.
+    """
+    hosts = job_hosts()
+    if hosts is None:
+        return None
+    made = peers.Guard(listener, hosts)
+    _doors.watch(made, listener.fileno())
+    return made
+
+
+def greetings(
+    listener: socket.socket,
+    size: int,
+    limit_s: float,
+    *,
+    until: float = math.inf,
+    hello: Callable[[], bytes] = bytes,
+) -> Iterator[Caller]:
+    """Each caller that sends its whole greeting in time; all others are closed.
+
+    Args:
+        listener: Which becomes non-blocking.
+        size: Bytes of a greeting.
+        limit_s: For one, from the call on.
+        until: When all of them have to have come, on the monotonic clock.
+        hello: What a caller is sent first: a few bytes.
+
+    Raises:
+        TimeoutError: It is ``until``.
+        OSError: The listening socket has ended.
+    """
+    listener.setblocking(False)
+    waiting: dict[int, Caller] = {}  # oldest first
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+
+        def let_go(caller: Caller, *, close: bool = True) -> None:
+            selector.unregister(caller.connection)
+            del waiting[caller.connection.fileno()]
+            if close:
+                caller.connection.close()
+
+        try:
+            while (now := time.monotonic()) < until:
+                for caller in [one for one in waiting.values() if one.deadline <= now]:
+                    let_go(caller)
+                first = min([until, *(one.deadline for one in waiting.values())])
+                for key, _ in selector.select(None if first == math.inf else first - now):
+                    caller = waiting.get(key.fd)
+                    if caller is not None:
+                        if _read(caller, size):
+                            whole = len(caller.greeting) == size
+                            let_go(caller, close=not whole)
+                            if whole:
+                                caller.connection.setblocking(True)
+                                yield caller
+                    elif (caller := _accepted(listener, limit_s, hello)) is not None:
+                        if len(waiting) >= MOST:
+                            let_go(next(iter(waiting.values())))
+                        waiting[caller.connection.fileno()] = caller
+                        selector.register(caller.connection, selectors.EVENT_READ)
+        finally:
+            for caller in waiting.values():
+                caller.connection.close()
+    raise TimeoutError("not all have called in time")
+
+
+def _accepted(
+    listener: socket.socket, limit_s: float, hello: Callable[[], bytes]
+) -> Caller | None:
+    try:
+        connection, (address, *_) = listener.accept()
+    except (BlockingIOError, ConnectionAbortedError):
+        return None
+    peers.lift(connection)
+    hosts = job_hosts()
+    if hosts is not None and address not in hosts:  # where the kernel does not keep it away
+        _tell(str(peers.parse_address(address)))
+        connection.close()
+        return None
+    connection.setblocking(False)
+    said = hello()
+    try:
+        if said:
+            connection.send(said)
+    except OSError:
+        connection.close()
+        return None
+    return Caller(connection, said, time.monotonic() + limit_s)
+
+
+def _read(caller: Caller, size: int) -> bool:
+    """Takes what has come; whether nothing more is waited for."""
+    try:
+        part = caller.connection.recv(size - len(caller.greeting))
+    except BlockingIOError:
+        return False
+    except OSError:
+        part = b""
+    caller.greeting += part
+    return not part or len(caller.greeting) == size
+
+
+def read_exactly(connection: socket.socket, size: int, until: float) -> bytes:
+    """So many bytes by that moment of the monotonic clock.
+
+    Raises:
+        OSError: They do not come in time, or the connection ends.
+    """
+    parts = []
+    while size:
+        connection.settimeout(max(0.01, until - time.monotonic()))
+        part = connection.recv(min(size, 1 << 18))
+        if not part:
+            raise ConnectionResetError("the connection has ended")
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)

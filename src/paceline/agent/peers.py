@@ -269,6 +269,13 @@ class DoorKeeper:
         self._guards[guard.door.fileno()] = guard, listener, os.fstat(listener).st_ino
         self._epoll.register(guard.door.fileno(), select.EPOLLIN)
 
+    def end(self) -> None:
+        """Closes all doors, and ends the thread."""
+        self._epoll = None
+        for guard, _, _ in self._guards.values():
+            if guard.door is not None:
+                guard.door.shutdown(socket.SHUT_RDWR)  # wakes it
+
     def _close_orphans(self, epoll: select.epoll) -> None:
         """Closes the doors of sockets that are closed."""
         for door, (guard, listener, inode) in list(self._guards.items()):
@@ -281,8 +288,11 @@ class DoorKeeper:
 
     def _keep(self, epoll: select.epoll, guards: Dict[int, Tuple[Guard, int, int]]) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # for the main thread
-        while True:
+        while self._epoll is epoll:
             for door, _ in epoll.poll():
                 guard, _, _ = guards.get(door, (None, 0, 0))
                 if guard is not None and (address := guard.stranger()):
                     self._tell(address)
+        for guard, _, _ in guards.values():
+            guard.close()
+        epoll.close()

@@ -63,8 +63,9 @@ do when ranks are lost and come back, and when a person asks for it. Every line 
 
 ``regroup``   ``{"control": "regroup", "generation": int, "members": [{"slot": int, "host": str,
               "local_rank": int, "local_size": int}, …], "store": {"address": str, "port": int},
-              "planned": bool, "holds": bool, "addresses": str}``: make a new group of these members,
-              in this order, under the prefix ``generation/N`` of that store. Planned: between two steps, for
+              "planned": bool, "holds": bool, "addresses": str}``: make a new group of these
+              members, in this order, under the prefix ``generation/N`` of that store.
+              ``addresses`` replaces ``PACELINE_ADDRESSES``. Planned: between two steps, for
               somebody joins. Not planned: at once, for somebody is gone. Holds: no batch is begun
               in it, for too few nodes are there; who joins gets the state
 ``save``      ``{"control": "save", "number": int}``: make a checkpoint, all at the same step,

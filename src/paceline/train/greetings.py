@@ -131,9 +131,7 @@ def greetings(
     raise TimeoutError("not all have called in time")
 
 
-def _accepted(
-    listener: socket.socket, limit_s: float, hello: Callable[[], bytes]
-) -> Caller | None:
+def _accepted(listener: socket.socket, limit_s: float, hello: Callable[[], bytes]) -> Caller | None:
     try:
         connection, (address, *_) = listener.accept()
     except (BlockingIOError, ConnectionAbortedError):

@@ -1,0 +1,170 @@
+"""Who is let in at a job's listening sockets, and who is named."""
+
+from __future__ import annotations
+
+import ipaddress
+import select
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from paceline.agent import peers
+from paceline.agent.peers import Guard, Hosts, parse_hosts
+
+OURS, OTHER = "127.0.0.2", "127.0.0.3"
+MOST = peers.MOST_INSTRUCTIONS * 8  # bytes
+
+
+def of(*networks: str) -> Hosts:
+    return Hosts(map(ipaddress.ip_network, networks))
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        made.settimeout(5)
+        yield made
+
+
+def call(listener: socket.socket, source: str, wait_s: float = 5.0) -> socket.socket:
+    return socket.create_connection(listener.getsockname()[:2], wait_s, (source, 0))
+
+
+def wait_at(door: socket.socket) -> None:
+    assert select.select([door], [], [], 5)[0]
+
+
+def test_hosts_are_those_of_the_list_and_this_one() -> None:
+    hosts = parse_hosts("10.0.0.1, 2001:db8::7,10.9.0.0/16,nonsense")
+    assert hosts is not None
+    for address in ("10.0.0.1", "2001:db8::7", "10.9.8.7", "::ffff:10.0.0.1", "127.0.0.1", "::1"):
+        assert address in hosts
+    for address in ("10.0.0.2", "2001:db8::8", "::ffff:10.0.0.2", "fe80::1%eth0"):
+        assert address not in hosts
+    assert parse_hosts("") is None
+
+
+def test_ours_come_in_and_a_stranger_is_named_once(listener: socket.socket) -> None:
+    guard = Guard(listener, of(OURS))
+    assert guard.holds
+    assert guard.door is not None
+    with call(listener, OURS), listener.accept()[0] as taken:
+        assert taken.getpeername()[0] == OURS
+    with call(listener, OTHER) as calling:
+        wait_at(guard.door)
+        assert guard.stranger() == OTHER
+        with pytest.raises(ConnectionError):
+            calling.recv(1)
+            raise ConnectionResetError
+    with pytest.raises(TimeoutError):  # the kernel drops what else it sends
+        call(listener, OTHER, 0.3)
+    assert guard.stranger() == ""
+    with call(listener, OURS), listener.accept()[0]:
+        pass
+    guard.close()
+    with pytest.raises(TimeoutError):
+        call(listener, OTHER, 0.3)
+
+
+def test_others_are_admitted_and_in_the_end_nobody(listener: socket.socket) -> None:
+    guard = Guard(listener, of(OURS))
+    guard.admit(listener, of(OURS, OTHER))
+    with call(listener, OTHER), listener.accept()[0] as taken:
+        guard.admit(listener, peers.NOBODY)
+        assert guard.door is not None
+        with call(listener, OURS):
+            wait_at(guard.door)
+            assert guard.stranger() == OURS
+        taken.sendall(b"x")  # what was accepted goes on
+    guard.close()
+
+
+@pytest.mark.parametrize("address", ["::1", "::"])
+def test_both_families_go_by_one_filter(address: str) -> None:
+    with socket.create_server((address, 0), family=socket.AF_INET6) as listener:
+        listener.settimeout(5)
+        guard = Guard(listener, of(OURS, "::1/128", "2001:db8::/32"))
+        assert guard.door is not None
+        port = listener.getsockname()[1]
+        with socket.create_connection(("::1", port), 5), listener.accept()[0]:
+            pass
+        guard.admit(listener, of("2001:db8::1"))
+        with socket.create_connection(("::1", port), 5):
+            wait_at(guard.door)
+            assert guard.stranger() == "::1"
+        guard.close()
+
+
+def test_ipv4_callers_of_an_ipv6_socket_are_known_by_their_own_address() -> None:
+    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as listener:
+        listener.settimeout(5)
+        guard = Guard(listener, of(OURS))
+        assert guard.door is not None
+        there = ("127.0.0.1", listener.getsockname()[1])
+        with socket.create_connection(there, 5, (OURS, 0)), listener.accept()[0]:
+            pass
+        with socket.create_connection(there, 5, (OTHER, 0)):
+            wait_at(guard.door)
+            assert guard.stranger() == OTHER
+        guard.close()
+
+
+def test_no_other_socket_gets_the_port_of_a_guarded_one(listener: socket.socket) -> None:
+    guard = Guard(listener, of(OURS))
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(listener.getsockname())
+    guard.close()
+
+
+def test_a_filter_of_very_many_hosts_stays_small_and_lets_all_of_them_in() -> None:
+    four = [str(ipaddress.ip_address("10.0.0.0") + 7 * number) for number in range(3000)]
+    six = [str(ipaddress.ip_address("2001:db8::") + (number << 70)) for number in range(500)]
+    hosts = of(*four, *six)
+    assert len(hosts.program(1, 0)) <= MOST
+    assert four[-1] in hosts
+    assert "10.0.0.1" not in hosts
+
+
+def test_a_sandbox_that_takes_no_filter_is_no_obstacle(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(peers, "_attach", refuse)
+    guard = Guard(listener, of(OURS))
+    assert not guard.holds
+    assert guard.door is None
+    with call(listener, OTHER), listener.accept()[0]:
+        pass
+
+
+def test_a_keeper_tells_of_a_flood_once(listener: socket.socket) -> None:
+    told: list[str] = []
+    came = threading.Event()
+
+    def tell(address: str) -> None:
+        told.append(address)
+        came.set()
+
+    guard, keeper = Guard(listener, of(OURS)), peers.DoorKeeper(tell)
+    keeper.watch(guard, listener.fileno())
+    calling = [socket.socket() for _ in range(50)]
+    for one in calling:
+        one.setblocking(False)
+        one.bind((OTHER, 0))
+        one.connect_ex(listener.getsockname())
+    assert came.wait(5)
+    with call(listener, OURS), listener.accept()[0]:  # and ours still come in
+        pass
+    for one in calling:
+        one.close()
+    assert told == [OTHER]
+    listener.close()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        keeper.watch(Guard(other, of(OURS)), other.fileno())
+        assert guard.door is None  # that of a socket which is closed is closed, too
+        keeper.end()

@@ -177,6 +177,7 @@ TOLD: dict[str, list[dict[str, Any]]] = {
     "rank frozen": [{"rank": 0, "how": "disk", "seconds": 10.2, "on": "read /a (nfs4)", "pid": 9}],
     "rank thawed": [{"rank": 0}],
     "leftovers killed": [{"count": 1}],
+    "stranger at the store": [{"address": "10.0.0.9"}],
     "node ended": [{"time": 5.0}],
     "asked to end": [{"time": 5.0}],
     "leaving": [{"reason": "lease", "why": "it ran out", "time": 5.0}],

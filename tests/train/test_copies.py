@@ -137,10 +137,9 @@ def test_nothing_is_read_before_a_proof(writer: Store, taker: Receiver) -> None:
     with socket.create_connection(taker.place, 5) as connection:
         connection.settimeout(5)
         connection.sendall(os.urandom(48) + (1 << 24).to_bytes(4, "big"))
-        with pytest.raises(ConnectionError):  # at once, not after what was announced
+        with contextlib.suppress(ConnectionError):  # it ends, and does not wait for 16 MiB
             while connection.recv(16):
                 pass
-            raise ConnectionResetError
 
 
 @pytest.mark.parametrize("name", ["../x", "/tmp/x", "10/../../x", "11", "10.3", ".10", ""])

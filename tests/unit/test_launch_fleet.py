@@ -1145,3 +1145,45 @@ def test_no_start_again_on_a_disk_that_is_still_full(headline: str, free: int, t
     why = asyncio.run(scene())
     assert why.startswith(told)
     assert bool(why) == bool(told)
+
+
+def card(name: str, *addresses: str) -> dict[str, Any]:
+    own = [{"address": one, "family": 4, "prefix": 24, "usable": True,
+            "scope": "link" if ":" in one else "global"} for one in addresses]  # fmt: skip
+    return {"name": name, "kind": "hardware", "state": "up", "speed": 1000, "addresses": own}
+
+
+def test_hosts_connect_from_all_their_addresses_or_nobody_knows_from_where() -> None:
+    async def scene() -> None:
+        one, other = Agent("n1"), Agent("n2")
+        one.facts = {"interfaces": [card("eth0", "10.0.0.5", "fe80::5"), card("eth1", "10.9.0.5")]}
+        other.facts = {"interfaces": [card("eth0", "10.0.0.6")]}
+        fleet, _, _ = fleet_of(one, other, lease_s=5.0)
+        assert fleet.addresses() == "10.0.0.5,10.9.0.5,10.0.0.6"
+        assert fleet.addresses("10.7.0.0/16") == "10.7.0.0/16,10.0.0.5,10.9.0.5,10.0.0.6"
+        other.facts = {"interfaces": None}
+        assert fleet.addresses("10.7.0.0/16") == ""
+        await fleet.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 10))
+
+
+def test_nothing_starts_again_beside_a_stranger() -> None:
+    job = Job("a", ENTRY, "/", "python3", max_restarts=Setting(3), nnodes=Setting(nodes_of("1:2")))
+
+    async def scene() -> None:
+        notes: list[str] = []
+        fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
+        restarts = Restarts(
+            request_for(job, Dialling(comes_back=True), "n1", "n2"), fleet, notes.append
+        )
+        stranger = Event("stranger", "n1", 0, 1.0, {"address": "10.0.0.9"})
+        failure = outcome.failure_of(stranger, 10.0)
+        assert failure is not None
+        assert failure.status == 1
+        assert "connection with 10.0.0.9, which is none of this job's hosts" in failure.headline
+        assert not await restarts.allowed(failure, [], 1.0, Outset(job, 2))
+        assert "not started again" in notes[0]
+        await fleet.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 10))

@@ -187,7 +187,8 @@ def test_what_nodes_get_of_this_package_is_what_recipes_need() -> None:
     sent = {Path(str(entry[0])).relative_to("paceline").as_posix() for entry in tree.manifest}
     needed = {name for file in sent if file.endswith(".py")
               for name in imports_of(tree.root / "paceline" / file)}  # fmt: skip
-    assert needed <= {Path(part).stem for part in prepare.OF_RECIPES}
+    assert needed <= {Path(part).parts[0].removesuffix(".py") for part in prepare.OF_RECIPES}
+    assert {file for file in sent if file.startswith("agent/")} == {*prepare.OF_RECIPES[-2:]}
     assert {"__init__.py", "py.typed", "train/__init__.py", "recipes/image.py"} <= sent
     assert not any(file.startswith(("report/", "lab/", "cli/", "launch/")) for file in sent)
     assert tree.size < 2 << 20

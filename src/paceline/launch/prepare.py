@@ -41,7 +41,8 @@ Package = bool | tuple[str, ...]
 Networks = dict[str, network.NodeNetwork]
 
 # of the package, all that a recipe needs in a rank
-OF_RECIPES = ("__init__.py", "program.py", "progress.py", "py.typed", "recipes", "spec", "train")
+OF_RECIPES = ("__init__.py", "program.py", "progress.py", "py.typed", "recipes", "spec", "train",
+              "agent/__init__.py", "agent/peers.py")  # fmt: skip
 DYING_S = 2.0  # who holds a port and cannot be named: the kernel is ending it, or a stranger
 BACK_S = 30.0  # for a host that is needed and was lost before the first step
 LEAVING_S = 5.0  # an agent without launcher and its ranks are gone by then

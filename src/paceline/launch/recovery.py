@@ -499,7 +499,7 @@ class Recoveries:
 
     async def _admit(self) -> None:
         """Has the store take connections from hosts that were not there when it was opened."""
-        host, addresses = self.host_at(self._store["address"]), self.admitted()
+        host, addresses = self.host_at(str(self._store["address"])), self.admitted()
         if host and addresses:
             admitting = self._fleet.named(host).channel.request("admit", addresses=addresses)
             await asyncio.wait_for(admitting, PATIENCE_S)

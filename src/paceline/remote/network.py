@@ -54,7 +54,7 @@ LOOPBACK = NodeNetwork("127.0.0.1", "lo", "the job stays on one machine")
 
 def sources(facts: Facts) -> list[str] | None:
     """The addresses from which a host may connect to another; ``None`` if it told none."""
-    links = facts["interfaces"]
+    links = facts.get("interfaces")
     if not links:
         return None
     return [str(a["address"]) for link in links for a in link["addresses"]

@@ -108,8 +108,8 @@ def greetings(
 
         try:
             while (now := time.monotonic()) < until:
-                for caller in [one for one in waiting.values() if one.deadline <= now]:
-                    let_go(caller)
+                for late in [one for one in waiting.values() if one.deadline <= now]:
+                    let_go(late)
                 first = min([until, *(one.deadline for one in waiting.values())])
                 for key, _ in selector.select(None if first == math.inf else first - now):
                     caller = waiting.get(key.fd)

@@ -171,7 +171,7 @@ def _demand_depth(root: Path, files: Iterable[str]) -> None:
 
 
 def _is_within(path: str, parts: Sequence[str]) -> bool:
-    return not parts or path.split("/")[0] in parts
+    return not parts or path in parts or path.split("/")[0] in parts
 
 
 def _hashed(root: Path, files: Sequence[str]) -> Tree:

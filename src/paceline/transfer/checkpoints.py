@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from pathlib import Path

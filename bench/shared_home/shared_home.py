@@ -46,7 +46,7 @@ def starts(lab, home: Path, folder: Path, verb: str, times: int) -> str:
         verb: ``run`` or ``check``.
         times: How many.
     """
-    good, seconds = 0, []
+    good, unreached, seconds = 0, 0, []
     for number in range(times):
         cache = home / ".cache" / "paceline"
         if number % 2 == 0:
@@ -54,9 +54,14 @@ def starts(lab, home: Path, folder: Path, verb: str, times: int) -> str:
         words = [word.format(run=folder.parent / f"run{number}") for word in VERBS[verb]]
         argv = [sys.executable, "-m", "paceline", verb, "-H", str(lab.hostfile),
                 "--ssh-config", str(lab.ssh_config), *words]  # fmt: skip
-        begun = time.monotonic()
-        done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=False)
-        seconds.append(time.monotonic() - begun)
+        for _ in range(3):
+            begun = time.monotonic()
+            done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=False)
+            seconds.append(time.monotonic() - begun)
+            if "sshd does not speak" not in done.stderr:  # on a busy machine it may take too long
+                break
+            unreached += 1
+            shutil.rmtree(folder.parent / f"run{number}", ignore_errors=True)
         ranks = sorted(map(int, re.findall(r"rank (\d+) 12$", done.stdout, re.MULTILINE)))
         right = verb != "run" or ranks == list(range(len(lab.names)))
         left = list(left_in(cache))
@@ -66,7 +71,7 @@ def starts(lab, home: Path, folder: Path, verb: str, times: int) -> str:
             print(f"{done.returncode} {left}\n{done.stdout}{done.stderr}", flush=True)
         shutil.rmtree(folder.parent / f"run{number}", ignore_errors=True)
     median = sorted(seconds)[len(seconds) // 2]
-    return f"{len(lab.names)} | `{verb}` | {good} of {times} | {median:.1f}"
+    return f"{len(lab.names)} | `{verb}` | {good} of {times} | {unreached} | {median:.1f}"
 
 
 def left_in(cache: Path) -> Iterator[str]:
@@ -92,7 +97,7 @@ def on_nfs(hosts: int, times: int, verbs: Sequence[str]) -> Iterator[str]:
     import uml
 
     if reason := uml.missing(["exportfs", "rpc.nfsd", "rpc.mountd"]):
-        yield f"| NFS | {hosts} | not tried | {reason} | |"
+        yield f"| NFS | {hosts} | not tried | {reason} | | |"
         return
     words = ("inside", str(hosts), str(times), *verbs)
     with tempfile.TemporaryDirectory() as folder:
@@ -100,8 +105,7 @@ def on_nfs(hosts: int, times: int, verbs: Sequence[str]) -> Iterator[str]:
         said = uml.boot(Path(folder), *words, program=Path(__file__), memory="3G", timeout=limit_s)
     rows = re.findall(r"^ROW (.*?)\r?$", said["all"], re.MULTILINE)
     yield from (f"| NFS 4.2 | {row} |" for row in rows)
-    if len(rows) < len(verbs) or " 0 of " in str(rows):
-        print(said["all"][-5000:])
+    print(said["all"][-20_000:])
 
 
 def inside(hosts: int, times: int, verbs: Sequence[str]) -> None:
@@ -146,7 +150,10 @@ def main() -> None:
     verbs = options.verbs.split(",")
     machine = platform.processor() or platform.machine()
     lines = [f"# One home for all hosts, {datetime.date.today()}", "", machine, ""]
-    lines += ["| home | hosts | verb | succeeded | seconds (median) |", "|---|---|---|---|---|"]
+    lines += [
+        "| home | hosts | verb | succeeded | typed again as sshd was too slow | seconds (median) |",
+        "|---|---|---|---|---|---|",
+    ]
     if options.times:
         lines += on_this_machine(options.hosts, options.times, verbs)
     if options.nfs_times:

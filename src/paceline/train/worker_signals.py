@@ -18,8 +18,8 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
-from torch.utils.data._utils import signal_handling
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -49,8 +49,9 @@ def protect_data_workers() -> None:
         _end_by_kill(iterator._workers, id(iterator))
         return iterator
 
-    start_protected.protects_workers = True  # type: ignore[attr-defined]
-    DataLoader._get_iterator = start_protected  # type: ignore[method-assign]
+    patched: Any = start_protected
+    patched.protects_workers = True
+    DataLoader._get_iterator = patched  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,6 @@ def _end_by_kill(workers: Iterable[BaseProcess], iterator: int) -> None:
 
 def _kill(reference: weakref.ref[Any], iterator: int) -> None:
     with contextlib.suppress(ValueError):  # torch has forgotten them already
-        signal_handling._remove_worker_pids(iterator)  # or it would report their end as a failure
+        torch._C._remove_worker_pids(iterator)  # or it would report their end as a failure
     if (process := reference()) is not None:
         process.kill()

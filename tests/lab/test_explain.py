@@ -113,14 +113,17 @@ def test_names_rank_host_and_cause(site: Site, rule: str) -> None:
     assert f"[{rule}]" in shown or rule == "exception"
 
 
-def test_a_rank_that_ran_out_of_data(site: Site) -> None:
+@pytest.mark.parametrize("end", [
+    "os._exit(0)\n",
+    "dist.destroy_process_group()\nimport time; time.sleep(20)\n",  # or saves, for that long
+])  # fmt: skip
+def test_a_rank_that_ran_out_of_data(site: Site, end: str) -> None:
     text = (
         "import os, datetime, torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=5))\n"
         "for step in range(3 if os.environ['RANK'] == '1' else 5):\n"
         "    print('step', step, flush=True)\n    dist.all_reduce(torch.ones(4))\n"
-        "os._exit(0)\n"
-    )
+    ) + end
     directory, _ = site.run(text)
     _, said = explain(directory)
     assert said["causes"][0]["rule"] == "uneven-data", said

@@ -229,7 +229,7 @@ def test_a_lost_writer_keeps_no_other_waiting(
         talk = Talk.called(connection, KEY)
         raw = (writer.root / name / MANIFEST).read_text()
         talk.say(name=name, manifest=raw, token=writer.token, keep=2)
-        assert talk.hear() == {"send": True, "have": {}}
+        assert talk.hear() == {"send": True, "have": {}, "shared": []}
         taker.drop()  # there is a new group
         assert offer(taker, writer, name) > 0
     assert intact(tmp_path / "taker") == ["10"]

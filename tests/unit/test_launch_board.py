@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from paceline.cli.runs import loads, whereabouts
 from paceline.launch.board import MOST_POINTS, Board, Curve, Waiting, time_of
+from paceline.launch.live import Live
 from paceline.spec.events import PARTS, Event
 
 
@@ -173,3 +175,29 @@ def test_a_lost_host_and_what_is_done_about_it_are_told_in_the_plans_order() -> 
     told(board, "rank started", "n2", 1, pid=6)
     board.called({})
     assert loads(board.to_json(2.0, 2001.0)["hosts"]) == []
+
+
+def test_a_start_without_a_lost_host_is_one_line() -> None:
+    """Ranks that were stopped for it need no attention."""
+    board = training(2)
+    told(board, "lost", "n2", why="silent for 6.5 s")
+    told(board, "rank ended", "n1", 0, code=None, signal=15)
+    told(board, "ended", attempt=0, exit_code=1)
+    told(board, "started", attempt=1, world_size=1)
+    assert [one.text for one in board.news] == [
+        "lost n2: silent for 6.5 s", "second start; stopped all ranks to go on with n1 alone",
+    ]  # fmt: skip
+    told(board, "rank ended", "n1", 0, code=None, signal=15)  # by somebody else
+    assert board.news[-1].text == "rank 0 on n1 was ended by SIGTERM"
+
+
+def test_a_checkpoint_is_offered_where_the_script_keeps_some() -> None:
+    live = Live(board := training(1), cast(Any, io.StringIO()))
+    live._key("s")
+    assert "session.checkpoints" in live._notice
+    live._key("?")
+    assert not any("save a checkpoint" in line for line in live._page)
+    live._key("escape")
+    told(board, "keeps checkpoints", "n1", 0, keep=3)
+    live._key("?")
+    assert any("save a checkpoint" in line for line in live._page)

@@ -165,7 +165,7 @@ def test_a_lost_host_and_what_is_done_about_it_are_told_in_the_plans_order() -> 
     for rank in (2, 0, 1):  # as they happen to speak
         told(board, "rank started", f"n{rank + 1}", rank, pid=5)
     told(board, "lost", "n2", why="no route to host")
-    board.called({"n2": "dialled again: no route to host", "n9": "dialled again"})
+    board.called({"n2": "lost, dialled again: no route to host", "n9": "x"})
     said = board.to_json(1.0, 2000.0)
     assert [one["name"] for one in said["hosts"]] == ["n1", "n2", "n3"]
     assert loads(said["hosts"]) == ["n2: lost, dialled again: no route to host"]

@@ -400,7 +400,7 @@ def loads(hosts: Sequence[Mapping[str, Any]]) -> list[str]:
         parts += [f"{way} {bit_rate(rate)}" for way, rate in moved if rate is not None]
         said = ", ".join(parts)
         if one.get("state") == "lost":
-            said = f"lost, {one['trouble']}" if one.get("trouble") else "lost"
+            said = str(one.get("trouble") or "lost")
         if said:
             lines.append(f"{one['name']}: {said}")
     if lines and len(hosts) > _NAMED:

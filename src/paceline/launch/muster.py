@@ -195,7 +195,7 @@ class Muster:
         """By host that is called: what stands in its way, in words that follow its name."""
         return {
             name: "back, getting ready" if call.channel is not None
-            else "dialled again" + (f": {call.why}" if call.why else "")
+            else "lost, dialled again" + (f": {call.why}" if call.why else "")
             for name, call in self._calls.items()
         }  # fmt: skip
 

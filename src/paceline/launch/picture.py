@@ -338,7 +338,7 @@ class _Drawing:
 
     def _load(self, host: HostState) -> Text:
         if host.state == "lost":
-            return Text("  lost" + (f", {host.trouble}" if host.trouble else ""), _BAD)
+            return Text(f"  {host.trouble or 'lost'}", _BAD)
         line = Text()
         for used in (host.cpu, host.memory):
             style = "yellow" if used is not None and used > 0.95 else ""

@@ -16,6 +16,7 @@ import pytest
 
 from paceline.agent.frames import Decoder
 from paceline.remote.agent_code import agent_code
+from paceline.remote.openssh import agent_command
 
 PYTHON = "/usr/bin/python3"  # any user may run it
 MARK = b"\xf5PLboot "
@@ -41,7 +42,7 @@ def users() -> list[int]:
 def boot(base: Path, folder: Path, user: int) -> str:
     """Starts an agent as ``user`` and ends it; the word that it said first."""
     code = agent_code()
-    argv = [PYTHON, "-I", "-c", "import sys;exec(sys.stdin.buffer.raw.readline())", "python3"]
+    argv = agent_command(PYTHON)
     environment = {"XDG_CACHE_HOME": str(base), "TMPDIR": str(folder / "tmp"), "PATH": os.defpath,
                    "HOME": str(folder)}  # fmt: skip
     environment |= {name: os.environ[name] for name in os.environ if name.startswith("PACELINE_T")}

@@ -126,6 +126,10 @@ RECORDED = [
     ("exec request failed on channel 0\n", "no room for a process", "ulimit -u"),
     ("Could not chdir to home directory /home/me: Permission denied\n",
      "its home folder is missing", "ls -ld ~"),
+    ("paceline-boot: broken Python: /tmp/lib/libz.so.1: file too short\nLD_LIBRARY_PATH=/tmp/lib\n",
+     "Python fails there", "env | grep"),
+    ("/py: error while loading shared libraries: libpython3.11.so.1.0: cannot open shared object "
+     "file: No such file or directory\n", "Python fails there", "env | grep"),
     ("paceline-boot: another shell\n", "its start-up file starts another shell", "case $- in"),
     ("paceline-boot: input\n", "its start-up file reads standard input", "StdinNull"),
     ("open terminal failed: not a terminal\n", "its start-up file needs a terminal", "tmux"),

@@ -125,6 +125,16 @@ def unpack(folder, archive, digest):
             shutil.rmtree(old, True) if plain else os.unlink(old)
 
 def boot(digest, chosen):
+    try:
+        start(digest, chosen)
+    except ImportError as problem:
+        names = ("LD_LIBRARY_PATH", "LD_PRELOAD", "LD_AUDIT")
+        settings = ["%s=%s" % (name, os.environ[name]) for name in names if name in os.environ]
+        text = "paceline-boot: broken Python: %s\n%s\n" % (problem, " ".join(settings))
+        os.write(2, text.encode("utf-8", "replace"))
+        sys.exit(1)
+
+def start(digest, chosen):
     if sys.version_info < (3, 9):
         say("old %d.%d %s" % (sys.version_info[0], sys.version_info[1], sys.executable))
         sys.exit(1)

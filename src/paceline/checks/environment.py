@@ -10,13 +10,8 @@ noexec.
 from __future__ import annotations
 
 from paceline.checks.check import Check, Scene, failed, passed, warned
-from paceline.remote.agreement import odd_ones
+from paceline.remote.agreement import LOADING, odd_ones
 from paceline.spec.finding import Finding
-
-LOADING = (
-    "PYTHONPATH", "PYTHONUSERBASE", "PYTHONNOUSERSITE", "PYTHONSAFEPATH", "PYTHONWARNINGS",
-    "PYTHONOPTIMIZE", "LD_LIBRARY_PATH", "LD_PRELOAD", "LD_AUDIT",
-)  # fmt: skip
 
 
 def judge(scene: Scene) -> list[Finding]:

@@ -128,9 +128,9 @@ def main(argv: list[str] | None = None) -> None:
     except PacelineError as error:
         _refuse(error)
     except FileNotFoundError as missing:
-        if (error := _explained(missing)) is None:
+        if (explained := _explained(missing)) is None:
             raise
-        _refuse(error)
+        _refuse(explained)
     finally:  # all is said; a further Ctrl-C while the interpreter ends shall not change the status
         with contextlib.suppress(ValueError):  # only a main thread may say so
             signal.signal(signal.SIGINT, signal.SIG_IGN)

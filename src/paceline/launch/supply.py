@@ -15,6 +15,7 @@ from paceline.launch import decide
 from paceline.launch.decide import Supplies
 from paceline.launch.fleet import Fleet, Node, Trouble, together
 from paceline.launch.prepare import Request, went_away
+from paceline.remote import agreement
 from paceline.remote.channel import AgentRefusal
 from paceline.rundir.directory import RunDirectory
 from paceline.spec import rundir as names
@@ -281,11 +282,12 @@ def _no_fork_server(fleet: Fleet, node: Node, trouble: Trouble, job: Job) -> Nod
         return NodeError(
             f"{node.name} could not start its ranks", found=f"{trouble.text} while starting"
         )
-    return NodeError(
-        f"{node.name} cannot import {modules}",
-        found="\n".join(trouble.text.strip().splitlines()[-8:]),
-        remedy=f"Look there: {python} -c 'import {modules}'",
-    )
+    found = "\n".join(trouble.text.strip().splitlines()[-8:])
+    remedy = f"Look there: {python} -c 'import {modules}'"
+    if variables := agreement.loading_variables(node.facts):
+        found += f"\nthe login on {node.name} sets {variables}"
+        remedy += "\nIf a variable above is to blame, hide it from the job: --unset NAME"
+    return NodeError(f"{node.name} cannot import {modules}", found=found, remedy=remedy)
 
 
 def _no_backend(node: Node, wanted: str, backends: Sequence[str]) -> NodeError:

@@ -59,6 +59,19 @@ def torch_problem(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> NodeErro
     return None
 
 
+LOADING = (
+    "PYTHONPATH", "PYTHONUSERBASE", "PYTHONNOUSERSITE", "PYTHONSAFEPATH", "PYTHONWARNINGS",
+    "PYTHONOPTIMIZE", "LD_LIBRARY_PATH", "LD_PRELOAD", "LD_AUDIT",
+)  # fmt: skip
+"""Variables that decide which modules and libraries Python loads, or what it makes of them."""
+
+
+def loading_variables(facts: Facts) -> str:
+    """``NAME=value`` of each such variable that the login on a host sets; empty for none."""
+    login = facts.get("environment") or {}
+    return " ".join(f"{name}={login[name]}" for name in LOADING if name in login)
+
+
 def usual(values: Mapping[str, str | None]) -> str | None:
     """What most have; of equally many, what the first has."""
     return Counter(values.values()).most_common(1)[0][0]

@@ -159,6 +159,14 @@ CAUSES: tuple[_Cause, ...] = (
         'python = "/path/to/python" under [hosts.{name}] in paceline.toml',
     ),
     _Cause(
+        "Python fails there",
+        r"paceline-boot: broken Python|error while loading shared libraries|symbol lookup error|"
+        r"Fatal Python error",
+        "Python on {name} cannot load its own parts. See what the login there sets: "
+        "env | grep -E '^(LD_|PYTHON)'; remove it from the start-up file, or name another "
+        'interpreter: python = "/path/to/python" under [hosts.{name}] in paceline.toml',
+    ),
+    _Cause(
         "not Linux",
         r"paceline-boot: not Linux",
         "A job's processes run on Linux only; paceline itself may be typed elsewhere. Name Linux "
@@ -425,7 +433,7 @@ def clean(stderr: str) -> str:
 
 def _essence(text: str) -> str:
     lines = [
-        re.sub("^paceline-boot: (not Linux: |no room: )?", "", line)
+        re.sub("^paceline-boot: (not Linux: |no room: |broken Python: )?", "", line)
         for line in text.splitlines()
         if not re.fullmatch("paceline-boot: (another shell|input)", line)
     ]

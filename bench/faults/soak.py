@@ -47,7 +47,7 @@ LONGEST_S = 600.0  # that a job may take after its last fault
 SETTLE_S = 20.0  # at most, from a fault to further steps of all ranks
 MOST_DIFFERENCE = 1e-10
 RANK = re.compile(r"\[rank (\d+) of \d+")
-AGENT = "exec(sys.stdin.buffer.raw.readline()"  # of the first line by which one is started over SSH
+AGENT = "sys.stdin.buffer.raw.readline"  # of the first line by which one is started over SSH
 
 
 @dataclass(frozen=True)

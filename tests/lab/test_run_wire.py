@@ -38,6 +38,7 @@ def dumps(message, **more):
     return real(message, **more)
 json.dumps = dumps
 sys.argv = ["-c", sys.argv[-1]]
+sys.stdin.buffer.raw.readline()  # the guard's line
 exec(sys.stdin.buffer.raw.readline())
 """
 

@@ -231,3 +231,24 @@ def test_what_was_read_is_unchanged(folder: Path) -> None:
     assert [h.name for h in read("tlt:tlt", folder).hosts] == ["10.0.0.1", "10.0.0.2"]
     assert (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns) == before
     assert sorted(p.name for p in folder.iterdir()) == ["hostfile", "machines.txt", "tlt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hosts.yaml", "n1:\n  slots: 2\nn2:\n  slots: 2\n"),
+        ("hosts.yml", "workers: [n1 slots=2, n2 slots=2]\n"),
+        ("hosts.json", '{"n1": 2, "n2": 2}'),
+        ("inventory.ini", "[gpu]\nn[1:2] slots=2\n"),
+        ("hosts.csv", "host,slots\nn1,2\nn2,2\n"),
+    ],
+)
+def test_lists_of_other_programs(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    assert slots(read(name, tmp_path)) == {"n1": 2, "n2": 2}
+
+
+def test_a_file_that_another_names_and_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("num_machines: 2\ndeepspeed_hostfile: /nowhere/hosts\n")
+    with pytest.raises(HostsError, match=r"c\.yaml .* names the host file /nowhere/hosts"):
+        read("c.yaml", tmp_path)

@@ -42,6 +42,10 @@ def check_address(text: str) -> str:
     if ":" in text:
         if not _is_v6(text):
             raise UnreadableError("an IPv6 address (`fd00::1`, with a number `[fd00::1]:2`)")
+    elif text.isdigit():
+        raise UnreadableError(f"a host, or `slots={text}` instead of `{text}`")
+    elif re.fullmatch(r"[0-9]+\.[0-9.]+-[0-9.]+", text):
+        raise UnreadableError("`10.0.0.[3-6]` for a range of addresses")
     elif re.fullmatch(r"[0-9.]+", text):
         if not _is_v4(text):
             plain = re.sub(r"\b0+(?=[0-9])", "", text)
@@ -50,7 +54,19 @@ def check_address(text: str) -> str:
             raise UnreadableError("an IPv4 address of four numbers from 0 to 255")
     elif not _NAME.fullmatch(text):
         raise UnreadableError(A_HOST)
+    _check_leads_somewhere(text)
     return text
+
+
+def _check_leads_somewhere(text: str) -> None:
+    try:
+        ip = ipaddress.ip_address(text)
+    except ValueError:
+        return
+    if ip.is_unspecified or text == "255.255.255.255":
+        raise UnreadableError(f"an address of one machine, not `{text}`")
+    if isinstance(ip, ipaddress.IPv6Address) and ip.is_link_local and not ip.scope_id:
+        raise UnreadableError(f"an interface behind a link-local address: `{text}%eth0`")
 
 
 def check_user(user: str) -> str:

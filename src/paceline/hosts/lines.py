@@ -40,12 +40,15 @@ from paceline.spec.hosts import Host
 MOST_SLOTS = 4096
 """More processes on one host than this are taken for a mistake."""
 
-_KEYS = {
+KEYS = {
     "slots": "slots",
     "slot": "slots",
     "count": "slots",
     "cpu": "slots",
     "cpus": "slots",
+    "gpu": "slots",
+    "gpus": "slots",
+    "num_gpus": "slots",
     "user": "user",
     "username": "user",
     "user_name": "user",
@@ -67,7 +70,7 @@ _KEYS = {
     "slots_max": "",
     "binding": "",
 }  # what other programs write → field of Mention; "" is accepted, noted and not used
-_FIELDS = frozenset(_KEYS.values())
+_FIELDS = frozenset(KEYS.values())
 _LEGAL = ("slots", "max_slots", "user", "port", "interface", "address", "key")
 _FORM = "a list with commas (`n1,n2`) or a line `[user@]host[:n] [slots=n]`"
 
@@ -98,7 +101,7 @@ _FOREIGN_FORMS = (
         "pdsh. Give FILE to -H, and leave out the hosts that `-x` excludes",
     ),
     (
-        re.compile(r"@[\w*:.-]+(\s|$)|[%*]\w*$"),
+        re.compile(r"@[\w*:.-]+(\s|$)"),
         "a login name before the `@`; of a group its hosts, which `nodeset -e @gpu` prints",
     ),
     (
@@ -109,7 +112,11 @@ _FOREIGN_FORMS = (
         re.compile(r"\S+ (ssh-|ecdsa-|sk-)"),
         "host names only: this is a known_hosts file, whose first column holds them",
     ),
-    (re.compile(r"(export\s+)?[A-Za-z_]\w*=\S"), "a host before the first `key=value`"),
+    (
+        re.compile(r"(export\s+)?[A-Za-z_][\w.-]*=\S"),
+        "a host before the first `key=value` (`n1 slots=2`), or a list (`n1,n2`)",
+    ),
+    (re.compile(r"[A-Za-z]+://"), "a host: `n1`, `me@n1:2222` or `ssh://me@n1:2222`"),
     (re.compile(r"<[?!A-Za-z]"), "one host a line: this is XML or a web page"),
 )
 """Lines of other programs' files, and what to write instead."""
@@ -253,11 +260,11 @@ def _options(words: list[str]) -> dict[str, str]:
         if not equals or not value:
             raise UnreadableError(_expected_after_host(word))
         field = key.lower().replace("-", "_")
-        if field not in _KEYS and not field.startswith("ansible_"):
+        if field not in KEYS and not field.startswith("ansible_"):
             raise UnreadableError(f"for the key `{key}` {did_you_mean(key, _LEGAL)}")
-        meaning = _KEYS.get(field) or field
+        meaning = KEYS.get(field) or field
         if meaning in found:
-            raise UnreadableError(f"`{key}` once on a line")
+            raise UnreadableError(f"`{key}` once on a line, and one host a line")
         found[meaning] = value
     return found
 

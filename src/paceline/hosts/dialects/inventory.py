@@ -1,4 +1,4 @@
-"""Lists of hosts in JSON or YAML, and Ansible's inventories (INI, YAML, JSON).
+"""Lists of hosts in JSON, YAML or CSV, and Ansible's inventories (INI, YAML, JSON).
 
 All are read as groups that hold hosts and other groups. A host's keys are those of the line
 grammar. All hosts are taken, in the order of the file, each once.
@@ -6,6 +6,7 @@ grammar. All hosts are taken, in the order of the file, each once.
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from paceline.hosts.dialect import (
     shown,
 )
 from paceline.hosts.dialects.accelerate import MARK as ACCELERATE
-from paceline.hosts.lines import Mention, bare, hosts_of, read_line, split_lines
+from paceline.hosts.lines import KEYS, Mention, bare, hosts_of, read_line, split_lines
 from paceline.spec.errors import HostsError
 
 _INI_HEADER = re.compile(r"\[([A-Za-z_][\w.-]*)(?::(vars|children))?\]")
@@ -45,8 +46,8 @@ class _Group:
 
 
 def detect(reading: Reading) -> bool:
-    """A JSON list or object, a YAML list, or headers as in an Ansible inventory."""
-    if _JSON.match(reading.text):
+    """A JSON list or object, a YAML list, a table, or headers as in an Ansible inventory."""
+    if _JSON.match(reading.text) or _columns(reading.text):
         return True
     if any(_INI_HEADER.fullmatch(bare(line)) for line in split_lines(reading.text)):
         return True
@@ -57,7 +58,10 @@ def detect(reading: Reading) -> bool:
 def parse(reading: Reading) -> Parsed:
     """The hosts of all groups, each once."""
     is_ini = any(_INI_HEADER.fullmatch(bare(line)) for line in split_lines(reading.text))
-    groups = _ini_groups(reading) if is_ini else _document_groups(reading)
+    if columns := _columns(reading.text):
+        groups = {"": _Group([*_entries(reading, _rows(reading.text, columns))])}
+    else:
+        groups = _ini_groups(reading) if is_ini else _document_groups(reading)
     mentions: dict[tuple[str, int | None], Mention] = {}
     for name in groups:
         for host, keys in groups[name].hosts:
@@ -74,9 +78,10 @@ def parse(reading: Reading) -> Parsed:
 
 def _mentions(reading: Reading, host: str, keys: Mapping[str, str]) -> list[Mention]:
     """The host read as a line; in INI files it may already hold keys."""
-    line = " ".join([host, *(f"{key}={value}" for key, value in keys.items())])
+    known = {key: value if key in KEYS else "…" for key, value in keys.items()}
+    line = " ".join([host, *(f"{key}={value}" for key, value in known.items())])
     try:
-        if any(re.search(r"\s", value) for value in keys.values()):
+        if any(re.search(r"\s", value) for key, value in keys.items() if key in KEYS):
             raise UnreadableError("values without blanks")
         return [m for m in read_line(bare(line)) if m.address] if bare(line) else []
     except UnreadableError as problem:
@@ -95,6 +100,27 @@ def _inherited(groups: Mapping[str, _Group], name: str, depth: int = 0) -> dict[
             if name in group.children:
                 keys.update(_inherited(groups, outer, depth + 1))
     return {**keys, **groups[name].keys}
+
+
+# --- CSV
+
+
+def _columns(text: str) -> list[str]:
+    """The names in the first line, if they are those of columns; else none."""
+    first = next((line for line in split_lines(text) if bare(line)), "")
+    names = [name.strip().strip('"').lower() for name in re.split(r"[,;\t]", first)]
+    known = {*_NAMES, *KEYS}
+    return names if len(names) > 1 and names[0] in _NAMES and set(names) <= known else []
+
+
+def _rows(text: str, columns: list[str]) -> list[dict[str, str]]:
+    lines = [line for line in split_lines(text) if bare(line)]
+    delimiter = next(char for char in ",;\t" if char in lines[0])
+    rows = csv.reader(lines[1:], delimiter=delimiter, skipinitialspace=True)
+    return [
+        {key: value.strip() for key, value in zip(columns, row, strict=False) if value.strip()}
+        for row in rows
+    ]
 
 
 # --- INI
@@ -182,11 +208,19 @@ def _add_group(reading: Reading, groups: dict[str, _Group], name: str, node: Any
 
 
 def _is_table(node: Any) -> bool:
-    """``{"n1": 2, "n2": 2}``: names with numbers of processes."""
-    return (
-        isinstance(node, Mapping) and bool(node) and not set(node) & {*_LISTS, "num_machines"}
-        and all(isinstance(value, int) and not isinstance(value, bool) for value in node.values())
-    )  # fmt: skip
+    """``{"n1": 2, "n2": {"slots": 2}}``: names with numbers of processes, or with keys."""
+    if not isinstance(node, Mapping) or set(node) & {
+        *_LISTS,
+        "all",
+        "children",
+        "vars",
+        "num_machines",
+    }:
+        return False
+    return bool(node) and all(
+        set(value) <= set(KEYS) if isinstance(value, Mapping) else type(value) is int
+        for value in node.values()
+    )
 
 
 def _entries(reading: Reading, node: Any) -> Iterator[tuple[str, dict[str, str]]]:

@@ -64,7 +64,9 @@ def hosts_from_ends(
     if nodes == 1:
         return (Host(here, slots=slots, local=True),)
     if nodes == 2 and rank == 1 and first:
-        return (Host(_checked(label, first), slots=slots), Host(here, slots=slots, local=True))
+        user, _, address = first.rpartition("@")
+        head = Host(_checked(label, address), slots=slots, user=user or None)
+        return (head, Host(here, slots=slots, local=True))
     unnamed = nodes - len({name for name in (first, here if rank else "") if name})
     raise HostsError(
         f"{label}: {unnamed} of {nodes} hosts have no name in it",

@@ -14,7 +14,7 @@ OURS = frozenset({
     "--env", "--iface", "--python", "--max-restarts", "--check", "--plan", "--via", "--detach",
     "--keep", "--data", "--screen", "--ship", "--no-torch", "--hang-timeout",
 })  # fmt: skip
-_REFUSED = re.compile(r"(?P<script>\S+): error: unrecognized arguments: (?P<words>.+)")
+_REFUSED = re.compile(r"(?P<script>\S{1,300}): error: unrecognized arguments: (?P<words>.+)")
 
 
 def match(evidence: Evidence) -> Match | None:

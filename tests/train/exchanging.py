@@ -21,6 +21,11 @@ def train(how: str, rank: int, world_size: int) -> None:
         model = DistributedDataParallel(model)
     elif how == "fsdp":
         fully_shard(model)
+    if how == "send without training":
+        tensor = torch.ones(4)
+        dist.send(tensor, 1) if rank == 0 else dist.recv(tensor, 0)
+        dist.destroy_process_group()
+        return
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
         model(torch.ones(4, 2)).sum().backward()

@@ -31,6 +31,7 @@ def run(folder: Path, how: str, processes: str, *options: str) -> str:
         ("own", "ranks"),
         ("average at the end", "ranks"),
         ("send", "ranks"),
+        ("send without training", "ranks"),
     ],
 )
 def test_ranks_that_exchange_gradients_are_not_warned(

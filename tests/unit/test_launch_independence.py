@@ -22,7 +22,6 @@ def report(rank: int, **fields: Any) -> Event:
         [report(0, optimizer_steps=3), report(1, optimizer_steps=3, exchanges=True)],
         [report(0, calls=1), report(1, calls=1)],  # an evaluation
         [report(0, in_children=True), report(1)],  # programs of its own
-        [report(0, optimizer_steps=3), report(1, optimizer_steps=3), Event("prepared", "n1", 0)],
         [report(0, optimizer_steps=3, calls=2), report(1, calls=2)],  # the other one evaluates
     ],
 )

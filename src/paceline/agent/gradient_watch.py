@@ -22,7 +22,8 @@ from typing import Any, Callable, Dict, List, Optional
 EVENT = "gradient exchange"
 ENOUGH_ELEMENTS = 32  # in one collective: metrics have fewer, gradients of real models have more
 NOT_GRADIENTS = ("Byte", "Long")  # pickled objects, sizes and counts
-OTHER_LIBRARIES = ("mpi4py.MPI", "horovod", "torchft")  # exchange gradients without c10d's groups
+# exchange gradients without c10d's groups; our sessions compare the ranks' weights themselves
+OTHER_LIBRARIES = ("mpi4py.MPI", "horovod", "torchft", "paceline.train.session")
 LAST_FINALIZER = -100  # priority: after those of the script
 
 try:
@@ -125,10 +126,15 @@ class GradientWatch:
         rpc: Any = sys.modules.get("torch.distributed.rpc.api")
         if rpc is not None and (rpc._ALL_WORKER_NAMES or rpc._is_current_rpc_agent_set()):
             return True
-        entries = [e for e in _recorded() if e.get("time_created_ns", 0) >= self._since_ns]
+        if os.environ.get("TORCH_FR_BUFFER_SIZE") == "0":  # the recorder is off
+            return True
+        dumps = _recorder_dumps()
+        entries = [entry for dump in dumps for entry in dump.get("entries", ())]
+        entries = [e for e in entries if e.get("time_created_ns", 0) >= self._since_ns]
         self._calls = max(self._calls, len(entries))
         self._largest_call = max([self._largest_call, *map(_elements, entries)])
-        if any(entry.get("is_p2p") for entry in entries) or _is_incomplete(entries):
+        has_groups = any(dump.get("pg_config") for dump in dumps)
+        if any(entry.get("is_p2p") for entry in entries) or _is_incomplete(entries, has_groups):
             return True
         return self._largest_call >= max(1, min(self._largest_parameter, ENOUGH_ELEMENTS))
 
@@ -207,14 +213,11 @@ def _after_import(callbacks: Dict[str, Callable[[Any], None]]) -> None:
         sys.meta_path.insert(0, _ImportHook(missing))
 
 
-def _recorded() -> List[Dict[str, Any]]:
-    """The latest collectives of all groups, as torch has recorded them."""
+def _recorder_dumps() -> List[Dict[str, Any]]:
+    """What torch's recorders say of groups and of their latest collectives."""
     c10d: Any = sys.modules.get("torch._C._distributed_c10d")
-    entries: List[Dict[str, Any]] = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        if hasattr(c10d, name):
-            entries += json.loads(getattr(c10d, name)(True, False)).get("entries", [])
-    return entries
+    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    return [json.loads(getattr(c10d, name)(True, False)) for name in names if hasattr(c10d, name)]
 
 
 def _elements(entry: Dict[str, Any]) -> int:
@@ -227,12 +230,12 @@ def _elements(entry: Dict[str, Any]) -> int:
     )
 
 
-def _is_incomplete(entries: List[Dict[str, Any]]) -> bool:
-    """Whether a group has done more than was recorded, such as sends and receives of gloo."""
+def _is_incomplete(entries: List[Dict[str, Any]], has_groups: bool) -> bool:
+    """Whether a group has done, or may have done, more than was recorded, such as gloo's sends."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     world = getattr(c10d, "_world", None)
-    if world is None:
-        return False
+    if world is None or not world.pg_names:
+        return has_groups and not entries  # it was destroyed, and nobody knows what it has sent
     recorded: Dict[str, int] = {}
     for entry in entries:
         group = str(entry["process_group"][0])

@@ -285,7 +285,7 @@ class Attempt:
         rank = -1 if event.rank is None else event.rank
         self.outset.heard(event)
         self._arrivals.starts.heard(event, time.monotonic())
-        if event.kind in (independence.REPORT, "prepared"):
+        if event.kind == independence.REPORT:
             self._reports.append(event)
         elif event.kind in ("rank frozen", "rank thawed"):
             self._hangs.frozen(event)

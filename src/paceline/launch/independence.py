@@ -12,7 +12,7 @@ HOW_TO_TRAIN_ONE = (
 )
 
 
-def describe_independence(world_size: int, events: Sequence[Event]) -> str:
+def describe_independence(world_size: int, reports: Sequence[Event]) -> str:
     """One sentence if the ranks trained separate models or exchanged nothing, else empty.
 
     It is empty, too, if one rank did not report: it exchanged gradients, runs a program that is not
@@ -20,11 +20,8 @@ def describe_independence(world_size: int, events: Sequence[Event]) -> str:
 
     Args:
         world_size: Ranks of the attempt.
-        events: What its ranks told.
+        reports: What its ranks, and processes that they started, told at their end.
     """
-    if any(event.kind == "prepared" for event in events):  # a session compares the weights itself
-        return ""
-    reports = [event for event in events if event.kind == REPORT]
     if world_size < 2 or len({event.rank for event in reports}) < world_size:
         return ""
     if any(event["exchanges"] for event in reports):

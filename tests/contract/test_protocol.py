@@ -140,6 +140,8 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any], bytes]] = {
     "unanswered": ({}, {"connections": [["10.0.0.2", 4711, 3]]}, b""),
     "hear": ({"address": "10.0.0.1", "seconds": 5.0}, {"port": 7}, b""),
     "packages": ({}, {"packages": {"torch": "2.13.0"}}, b""),
+    "mpi": ({}, {"mpi": {"mpiexec": "/usr/bin/mpiexec.hydra", "setvars": "", "libfabric": "",
+                         "missing_folders": {"FI_PROVIDER_PATH": "/opt/gone"}}}, b""),
     "vitals": ({"interfaces": ["eth0"]}, {"time": 1.5, "cpu": [3, 9], "memory": [8, 2],
                                           "links": {"eth0": [5, 6]}, "gpus": [0.5]}, b""),
 }  # fmt: skip

@@ -212,6 +212,8 @@ ANSWERS: dict[str, Shape] = {
     "vitals": record(time=number, cpu=row(SIZE, SIZE), memory=row(SIZE, SIZE),
                      links=table(row(SIZE, SIZE), SMALL, 1000), gpus=each(number, 1000)),
     "packages": record(packages=table(SMALL, text())),
+    "mpi": record(mpi=record(mpiexec=text(), setvars=text(), libfabric=text(),
+                             missing_folders=table(text(), SMALL))),
 }  # fmt: skip
 _REFUSAL = record({"holders": HOLDERS, "activating": flag}, error=text(LONG_TEXT))
 

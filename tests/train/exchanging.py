@@ -42,17 +42,16 @@ def train(how: str, rank: int, world_size: int) -> None:
             dist.all_reduce(torch.ones(1))
         optimizer.step()
         optimizer.zero_grad()
-    if how != "no group":
-        dist.destroy_process_group()
+    # No group is destroyed: on a busy machine that may wait for ever for a thread of gloo.
 
 
 def spawned(index: int, how: str) -> None:
-    train(how, 2 * int(os.environ["RANK"]) + index, 4)
+    train(how, int(os.environ["RANK"]) + index, 2)
 
 
 if __name__ == "__main__":
     how, processes = sys.argv[1:]
     if processes == "spawned":
-        mp.spawn(spawned, (how,), 2)
+        mp.spawn(spawned, (how,), 1)
     elif how != "nothing":
         train(how, int(os.environ["RANK"]), 2)

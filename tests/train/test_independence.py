@@ -17,7 +17,7 @@ INDEPENDENT = "paceline: note: the ranks exchanged nothing: each worked independ
 def run(folder: Path, how: str, processes: str, *options: str) -> str:
     words = ["run", "-p", "2", "--run-dir", "run", *options, str(SCRIPT), how, processes]
     argv = [sys.executable, "-m", "paceline", *words]
-    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=140)
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     return done.stderr
 

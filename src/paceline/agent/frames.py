@@ -33,6 +33,7 @@ _HEADER = struct.Struct(">4sII")
 MAX_JSON = 64 * 1024 * 1024  # bytes
 MAX_BLOB = 64 * 1024 * 1024
 MAX_ANSWER = 12 * 1024 * 1024  # of JSON from a node: parsed, it may take twenty times as much
+MAX_HELLO = 2 * 1024 * 1024  # of JSON before a node has said who it is
 MAX_ANSWER_BLOB = 2 * 1024 * 1024
 MOST_DIGITS = 20  # of a whole number
 MOST_WASTED = 64 * 1024 * 1024  # bytes of what looked like frames and was none
@@ -96,6 +97,10 @@ class Decoder:
         self._max_json, self._max_blob = max_json, max_blob
         self._wasted = 0
         self.noise = bytearray()
+
+    def allow(self, max_json: int) -> None:
+        """Takes messages up to this length from now on."""
+        self._max_json = max_json
 
     @property
     def halfway(self) -> bool:

@@ -14,6 +14,7 @@ import secrets
 import shutil
 import stat
 import subprocess
+import tempfile
 import time
 import unicodedata
 from typing import Dict, Iterator, List, Tuple
@@ -207,11 +208,34 @@ def open_file(root: str, path: str, flags: int) -> int:
 
 def _open_plain(folder: int, name: str, flags: int) -> int:
     # O_NONBLOCK: a named pipe must not keep us waiting for its other end
-    found = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666, dir_fd=folder)
+    # 0o664: with a umask of 000, too, nobody else may write it
+    found = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o664, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(found).st_mode):
         os.close(found)
         raise OSError(errno.EINVAL, "not a plain file")
     return found
+
+
+def own_folder(name: str, otherwise: str) -> str:
+    """A folder below /tmp that only this user can write; ``otherwise`` where that name is taken.
+
+    Anybody can make a folder of any name below /tmp, and own what others then put into it.
+    """
+    path = os.path.join(tempfile.gettempdir(), name)
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        about = os.lstat(path)
+        if (
+            stat.S_ISDIR(about.st_mode)
+            and about.st_uid == os.getuid()
+            and not (stat.S_IMODE(about.st_mode) & 0o022)
+        ):
+            return path
+    except OSError:
+        pass
+    os.makedirs(otherwise, 0o700, exist_ok=True)
+    return otherwise
 
 
 def write_all(file: int, data: bytes) -> None:

@@ -20,9 +20,11 @@ from . import (
     forkserver,
     gloo,
     held,
+    inside,
     memory,
     peers,
     procs,
+    snapshot,
     stackdump,
     title,
     warm,
@@ -31,6 +33,7 @@ from . import (
 Message = Dict[str, Any]
 Post = Callable[..., None]
 CHUNK = 1 << 16
+INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"  # what torch keeps of compiled code
 DRAIN_S = 1.0  # how long after a rank's end its pipes may stay open (grandchildren hold them)
 MAX_LINE = 1 << 20
 STORE_END_S = 1.0
@@ -840,5 +843,10 @@ def environment(base: Dict[str, str], request: Message) -> Dict[str, str]:
         folder = str(Path(request["python"]).parent)
         env["PATH"] = os.pathsep.join([folder, env.get("PATH", os.defpath)])
     env.update(request["env"])
+    if INDUCTOR not in (*env, *request.get("unset", ())):
+        # torch's own choice is /tmp/torchinductor_USER, which anybody can make first
+        cache = snapshot.cache_folder() / "torchinductor"
+        with contextlib.suppress(OSError):
+            env[INDUCTOR] = inside.own_folder("paceline-inductor-%d" % os.getuid(), str(cache))
     env["PACELINE_JOB_TOKEN"] = request["token"]
     return env

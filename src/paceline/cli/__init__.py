@@ -115,6 +115,7 @@ def program() -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """The program. Prints handled errors without traceback and exits with their status."""
+    os.umask(os.umask(0o077) | 0o002)  # whatever the login's: others write none of our files
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # started with it closed, as by some daemons
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123

@@ -18,6 +18,7 @@ from paceline.agent.caller import ENDED
 from paceline.agent.frames import (
     MAX_ANSWER,
     MAX_ANSWER_BLOB,
+    MAX_HELLO,
     SAY_HEARD,
     Decoder,
     FrameError,
@@ -110,11 +111,11 @@ class Channel:
         self._unheard = Unheard()
         self._lanes = Lanes()  # what waits for room on the line
         self._pace = Pace()
-        self._joiner = Joiner(MAX_ANSWER + MAX_ANSWER_BLOB)
+        self._joiner = Joiner(MAX_HELLO)
         self._heard = 0  # frames
         self._untold = 0  # bytes heard since we said anything
         self.trouble = ""
-        self._decoder = _decoder()
+        self._decoder = _decoder(max_json=MAX_HELLO)
         self._conversation = protocol.Conversation()
         self._early = b""  # came with the first line
         self._ids = itertools.count(1)
@@ -452,6 +453,8 @@ class Channel:
         elif message["event"] == "hello":
             self.facts, self.identity = message["facts"], message["identity"]
             self.chosen_python = message["chosen_python"]
+            self._decoder.allow(MAX_ANSWER)
+            self._joiner = Joiner(MAX_ANSWER + MAX_ANSWER_BLOB)
             if not self._hello.done():
                 self._hello.set_result(None)
         else:
@@ -603,9 +606,9 @@ class Channel:
             await found.link.cut()
 
 
-def _decoder(noise: bytes = b"") -> Decoder:
+def _decoder(noise: bytes = b"", max_json: int = MAX_ANSWER) -> Decoder:
     """For what an agent says; begins with what an earlier link held beside it."""
-    decoder = Decoder(max_json=MAX_ANSWER, max_blob=MAX_ANSWER_BLOB)
+    decoder = Decoder(max_json=max_json, max_blob=MAX_ANSWER_BLOB)
     decoder.take_noise(noise)
     return decoder
 

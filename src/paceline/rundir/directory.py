@@ -46,7 +46,7 @@ class RunDirectory:
         self._files: dict[str, IO[bytes]] = {}  # the last used at the end
         self.begins: dict[str, int] = {}  # bytes that earlier runs left in a file
         with self._explained():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(mode=0o775, parents=True, exist_ok=True)
             self.path.mkdir(mode=0o700, exist_ok=True)
             self._read_key()
             self._own()
@@ -119,6 +119,14 @@ class RunDirectory:
         with contextlib.suppress(OSError):  # a disk that is full by now is told of at once
             room = os.urandom(ROOM_BYTES)  # which no file system makes smaller
             inside.write_file(str(self.path), names.ROOM, room, durable=False)
+
+    @property
+    def is_there(self) -> bool:
+        """False once somebody has removed the folder, or what marks it as ours."""
+        with contextlib.suppress(OSError):
+            mark = os.fstat(self._mark.fileno())
+            return os.path.samestat(mark, (self.path / names.PROBE).lstat())
+        return False
 
     def make_room(self) -> None:
         """Gives away what was kept on the disk for the run's end: its result is written now."""

@@ -28,7 +28,7 @@ def open_plain(path: Path, flags: int) -> IO[bytes]:
 
     A run directory may come from a stranger: what it links to is not ours to change.
     """
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o664)
     return os.fdopen(descriptor, "ab" if flags & os.O_APPEND else "rb+")
 
 

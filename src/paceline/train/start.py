@@ -108,6 +108,7 @@ def join(
     if comes is None:
         world.check_planned(place, os.environ)
     devices.seed_all(seed)
+    os.umask(os.umask(0o077) | 0o002)  # others write no checkpoint, whatever the login's umask
     folder = _folder(name, run_dir)
     reporter = report.reporter(os.environ, place.rank, folder, quiet=quiet)
     often = log_every, check_every

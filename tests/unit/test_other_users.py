@@ -1,0 +1,123 @@
+"""Other users of a machine: what they may write, and what they may have made before us."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.agent import inside
+from paceline.agent.frames import MAX_HELLO, Decoder, encode
+from paceline.agent.job import INDUCTOR, environment
+from paceline.agent.lanes import FILES, Joiner
+from paceline.cli import main
+from paceline.rundir.directory import RunDirectory
+from paceline.train import files
+
+
+@pytest.fixture(params=[0o000, 0o077])
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def modes(folder: Path) -> dict[str, int]:
+    found = {}
+    for above, folders, names in inside.walk(str(folder)):
+        for name in (*folders, *names):
+            found[f"{above}/{name}"] = stat.S_IMODE((folder / above / name).lstat().st_mode)
+    return found
+
+
+def test_nobody_else_writes_a_run_directory(tmp_path: Path, umask: int) -> None:
+    directory = RunDirectory(tmp_path / "runs" / "one")
+    assert directory.key
+    directory.event("begin")
+    directory.write_json("plan.json", {})
+    directory.append_bytes("logs/n1/0.log", b"x")
+    files.write_json(directory.path / "model" / "config.json", {})
+    assert stat.S_IMODE(directory.path.lstat().st_mode) == 0o700
+    for name, mode in modes(tmp_path).items():
+        assert not mode & 0o002 or name.endswith("/model"), (name, oct(mode))
+        assert not mode & umask, (name, oct(mode))
+    directory.close()
+
+
+def test_the_program_makes_nothing_that_others_may_write(umask: int) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert os.umask(umask) == umask | 0o002
+
+
+# --- compiled code
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "tmp").mkdir()
+    return tmp_path
+
+
+def test_compiled_code_lies_in_a_folder_of_the_user(places: Path) -> None:
+    for _ in range(2):
+        env = environment({}, {"python": "python3", "env": {}, "token": "t"})
+        folder = Path(env[INDUCTOR])
+        assert folder.parent == places / "tmp"
+        assert stat.S_IMODE(folder.lstat().st_mode) == 0o700
+    own = {"python": "python3", "env": {INDUCTOR: "/scratch"}, "token": "t"}
+    assert environment({}, own)[INDUCTOR] == "/scratch"
+    unset = {"python": "python3", "env": {}, "token": "t", "unset": [INDUCTOR]}
+    assert INDUCTOR not in environment({INDUCTOR: "/x"}, unset)
+
+
+@pytest.mark.parametrize("made", ["link", "file", "open to others", "of another user"])
+def test_a_folder_that_somebody_else_made_is_not_used(
+    places: Path, made: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = places / "tmp" / f"paceline-inductor-{os.getuid()}"
+    if made == "link":
+        taken.symlink_to(places)
+    elif made == "file":
+        taken.touch()
+    else:
+        taken.mkdir(0o700)
+        taken.chmod(0o777 if made == "open to others" else 0o700)
+    if made == "of another user":
+        other = os.getuid() + 1
+        monkeypatch.setattr(os, "getuid", lambda: other)
+        taken.rename(taken.with_name(f"paceline-inductor-{other}"))
+    env = environment({}, {"python": "python3", "env": {}, "token": "t"})
+    assert Path(env[INDUCTOR]) == places / "cache" / "paceline" / "torchinductor"
+    assert stat.S_IMODE(Path(env[INDUCTOR]).lstat().st_mode) == 0o700
+
+
+# --- a folder that goes, a greeting that is long
+
+
+def test_a_folder_that_was_removed_is_noticed(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    assert directory.is_there
+    inside.remove_all(str(directory.path))
+    assert not directory.is_there
+    other = RunDirectory(tmp_path / "run")  # of somebody else's run by now
+    assert other.is_there
+    assert not directory.is_there
+    other.close()
+
+
+def test_a_greeting_is_short() -> None:
+    hello = encode({"event": "hello", "facts": [{}] * 1_000_000})
+    decoder = Decoder(max_json=MAX_HELLO)
+    assert not decoder.feed(hello)
+    decoder.allow(len(hello))
+    assert len(decoder.feed(hello)) == 1
+    with pytest.raises(ValueError, match="more than 2 MiB"):
+        list(Joiner(MAX_HELLO).add({"part": FILES, "more": 1}, json.dumps([{}] * 1_000_000).encode()))

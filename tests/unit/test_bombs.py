@@ -224,8 +224,8 @@ def test_codes_of_another_rank_fill_their_place_and_no_more() -> None:
     packed = press.compress(bytes(1 << 26)) + press.flush()
     came = np.frombuffer(struct.pack("<q", len(packed)).ljust(wire._HEAD, b"\0") + packed, np.uint8)
     message = torch.zeros(1000, dtype=torch.uint8)
-    wire.unpack(torch.from_numpy(came.copy()), 1000, message)
-    assert not message.any()
+    with pytest.raises(RuntimeError, match="holds 1001 bytes of codes, not 1000"):
+        wire.unpack(torch.from_numpy(came.copy()), 1000, message)
 
 
 # --- texts

@@ -195,7 +195,8 @@ def unpack(came: Tensor, codes: int, message: Tensor) -> None:
         whole[:] = room[_HEAD : _HEAD + len(whole)]
         return
     try:
-        found = zlib.decompressobj(-15).decompress(room[_HEAD : _HEAD + packed].data, codes)
+        # a byte more than belongs there, and no more, however much it stands for
+        found = zlib.decompressobj(-15).decompress(room[_HEAD : _HEAD + packed].data, codes + 1)
     except zlib.error as error:
         raise RuntimeError(f"a rank's message cannot be read: {error}") from None
     if len(found) != codes:

@@ -693,8 +693,8 @@ def _to_the_end(request: Request, screen: Screen, directory: RunDirectory,
         result = _for_reader(result, screen.homes, directory)
         if result.failure is None and not directory.is_there:
             headline = f"the run directory {directory.path} was removed while the run went on"
-            failure = Failure("record", HERE, None, time.monotonic(), headline=headline)
-            result = replace(result, exit_code=result.exit_code or 1, failure=failure)
+            removed = Failure("record", HERE, None, time.monotonic(), headline=headline)
+            result = replace(result, exit_code=result.exit_code or 1, failure=removed)
         write_result(directory, run_id, result, began, launcher.recorder.metrics)
     finally:
         screen.close()

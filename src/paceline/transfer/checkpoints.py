@@ -143,7 +143,7 @@ def damage_of(folder: Path, name: str, hashes: Mapping[str, str]) -> str:
     return ""
 
 
-async def _refusal_of(work: Awaitable[None]) -> AgentRefusal | None:
+async def _refusal_of(work: Awaitable[object]) -> AgentRefusal | None:
     try:
         await work
     except AgentRefusal as refusal:

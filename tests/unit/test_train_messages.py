@@ -15,7 +15,7 @@ from paceline.spec.errors import JobError
 from paceline.spec.shapes import row, text, whole
 from paceline.train import comms as ranks
 from paceline.train import disks
-from paceline.train.checkpoints import resume
+from paceline.train.checkpoints import handover, resume
 from paceline.train.checkpoints.store import Store
 from paceline.train.comms import Comms, checked
 from paceline.train.recovery import _passed_on
@@ -131,6 +131,19 @@ def test_a_checkpoint_of_another_rank_is_made_of_tensors(shapes: Any) -> None:
 def test_a_state_of_another_rank_is_one(head: Any) -> None:
     with pytest.raises(JobError, match="rank 1 sent"):
         resume._read(said(json.dumps(head)), 1, None, sharded=False)
+
+
+@pytest.mark.parametrize("head", [[], {"tensors": 3}, {"tensors": {"w": ["nn", [2]]}}, {"x": 1},
+                                  {"tensors": {"w": ["float32", [-1]]}}])  # fmt: skip
+def test_a_state_that_another_rank_hands_over_is_made_of_tensors(head: Any) -> None:
+    with pytest.raises(JobError, match="rank 2 sent"):
+        handover._said(json.dumps(head), 2)
+
+
+def test_a_state_that_is_handed_over_is_taken() -> None:
+    head = {"training": {"any": [1]}, "tensors": {"w": ["float32", [2, 3]], "s": ["int64", []]}}
+    assert handover._said(json.dumps(head), 1) == head
+    assert handover._said("{}", 1) == {}
 
 
 def test_marks_that_ranks_make_are_such_names(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ _MANY = 64  # of them: the last rank has all when the first could, and a few pie
 _UNDER_WAY = 4  # messages
 _LARGEST = 1 << 28  # bytes of a message that is sent at once
 _LONGEST = 1 << 28  # bytes of a text
+TENSOR_TYPE = r"bool|bfloat16|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)"
 
 
 class Mender(Protocol):

@@ -61,7 +61,7 @@ from paceline.spec.errors import JobError
 from paceline.spec.failure import ECHO, silent_peer
 from paceline.spec.shapes import each, form, maybe, row, whole
 from paceline.train import direct, gloo, waits
-from paceline.train.comms import Comms, checked
+from paceline.train.comms import TENSOR_TYPE, Comms, checked
 from paceline.train.stop import wait_for_idle_workers
 from paceline.train.world import World
 
@@ -85,8 +85,7 @@ def _any(value: object, where: str) -> None:
 
 
 # of a tensor its shape and type, else the result itself
-_TYPE = r"(|bool|bfloat16|u?int(8|16|32|64)|float(16|32|64)|complex(64|128))"
-_RESULT = row(maybe(each(whole(), 64)), form(_TYPE, "a type"), _any)
+_RESULT = row(maybe(each(whole(), 64)), form(f"({TENSOR_TYPE})?", "a type"), _any)
 
 
 class At(IntEnum):

@@ -37,7 +37,7 @@ Files = dict[str, dict[str, Tensor]]
 _MANIFEST_FORMAT = 1
 # no HEAD: git takes a folder with one for a repository
 _FILE = re.compile(r"(\w[\w.-]{0,99}/){0,3}(?!(?i:head)\Z)\w[\w.-]{0,99}", re.ASCII)
-DTYPES = {
+_DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -256,7 +256,7 @@ def _header(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> bytes:
     for name, tensor in tensors.items():
         end = start + tensor.numel() * tensor.element_size()
         entries[name] = {
-            "dtype": DTYPES[tensor.dtype],
+            "dtype": _DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }

@@ -16,17 +16,20 @@ import torch
 from torch import Tensor
 
 from paceline.spec.errors import JobError, PacelineError, SettingError
+from paceline.spec.shapes import LONG_TEXT, each, form, row, table, text, whole
 from paceline.train import parallel
 from paceline.train.checkpoints.capture import Training, described
 from paceline.train.checkpoints.format import pack, ties, unpack
 from paceline.train.checkpoints.resume import stand
-from paceline.train.comms import Comms
+from paceline.train.comms import TENSOR_TYPE, Comms, checked
 from paceline.train.device import seed_all
 from paceline.train.journal import Journal
 from paceline.train.models import Models
 
 PIECE = 8 << 20
 """Bytes that travel at once."""
+_DESCRIBED = table(lambda value, where: None, text())
+_TENSORS = table(row(form(TENSOR_TYPE, "a type"), each(whole(), 64)), text(LONG_TEXT))
 _HEADER = 1 << 14  # bytes of what describes the state, of most models
 
 
@@ -69,7 +72,7 @@ def give(
     if rank == source or (taking and afresh):
         state, own = _own(training, extras)
     mine = json.dumps(_header(training, state, own)) if rank == source else ""
-    said = json.loads(comms.text_of(source, mine, _HEADER))
+    said = _said(comms.text_of(source, mine, _HEADER), source)
     _taken(comms, lambda: _check(training, said) if taking else None, alone=taking and afresh)
     tensors = own if rank == source else _room(said, own) if taking else {}
     digest = _travel(comms, source, _sizes(said), list(tensors.values()))
@@ -113,7 +116,7 @@ def give_models(models: Models, comms: Comms, source: int, takers: Collection[in
             once, tied = _once(parallel.whole_state(models.module))
             tensors |= once
             header = json.dumps({"training": packed, "tensors": _shapes(tensors), "tied": tied})
-        said = json.loads(comms.text_of(source, header, _HEADER))
+        said = _said(comms.text_of(source, header, _HEADER), source)
         if not said:
             raise JobError(
                 "the ranks that are left are too far apart to train on together",
@@ -196,6 +199,20 @@ def _check(training: Training, said: dict[str, Any]) -> None:
             found="\n".join(differing),
             remedy="give every node the same files and the same options",
         )
+
+
+def _said(text: str, source: int) -> dict[str, Any]:
+    """What the source says of its state; empty if it has none to give."""
+    found: dict[str, Any] = checked([""] * source + [text], _state)[source]
+    return found
+
+
+def _state(value: Any, where: str) -> None:
+    if value is None:  # of another rank
+        return
+    _DESCRIBED(value, where)
+    if value:
+        _TENSORS(value.get("tensors"), where)
 
 
 def _room(said: dict[str, Any], own: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -14,11 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.spec.errors import DataError, JobError, PacelineError, SettingError
-from paceline.spec.shapes import LONG_TEXT, each, maybe, one_of, record, row, table, text, whole
+from paceline.spec.shapes import LONG_TEXT, each, form, maybe, record, row, table, text, whole
 from paceline.train import parallel
 from paceline.train.checkpoints.capture import Training, set_generators, shards_of
 from paceline.train.checkpoints.format import (
-    DTYPES,
     OPTIMIZER,
     OPTIMIZER_SHARDS,
     RANDOM,
@@ -33,7 +32,7 @@ from paceline.train.checkpoints.format import (
     whole_weights,
 )
 from paceline.train.checkpoints.store import WANTS, Found, Store
-from paceline.train.comms import Comms, checked
+from paceline.train.comms import TENSOR_TYPE, Comms, checked
 from paceline.train.device import seed_all
 from paceline.train.disks import folder_of_all
 
@@ -46,7 +45,7 @@ def _any(value: Any, where: str) -> None:
 
 # what the rank that has the checkpoint tells the others
 _HEAD = record(problem=text(LONG_TEXT), state=_any, source=text(), host=text())
-_TENSOR = row(one_of(*(str(one).removeprefix("torch.") for one in DTYPES)), each(whole(), 64))
+_TENSOR = row(form(TENSOR_TYPE, "a type"), each(whole(), 64))
 _SHAPES = table(table(_TENSOR, text(LONG_TEXT)))
 
 

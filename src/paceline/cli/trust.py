@@ -37,6 +37,7 @@ GUARDED = {
     "activate": "is run",
     "env": "can make programs load other code, and hand out variables of yours",
     "data": "sends a folder of this machine to the hosts",
+    "follow-links": "sends files from outside of the project to the hosts",
     "notify": "is started, or told of your runs",
     "rdzv": "lets another machine start programs here",
     "accept-new-host-keys": "trusts hosts never met before",

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 SCRIPT = Path(__file__).with_name("strangers.py")
+OURS, STRANGER = "127.0.0.1", "127.0.0.2"
+JOINS = """
+import os, sys
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from paceline.agent import gloo_peers, peers
+
+peers._LOOPBACK = ()
+gloo_peers.watch(distributed_c10d, lambda address: print(address, flush=True), print)
+place, rank = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"tcp://{place}", rank=rank, world_size=2)
+print("joined", flush=True)
+os._exit(0)
+"""
 
 
 def test_a_stranger_in_the_middle_is_named_before_anything_is_exchanged() -> None:
@@ -20,3 +37,34 @@ def test_a_stranger_in_the_middle_is_named_before_anything_is_exchanged() -> Non
         assert rank["found"] == ["127.0.0.2"]
         assert "connection with 127.0.0.2, which is none of this job's hosts" in rank["error"]
         assert "sum" not in rank
+
+
+def is_shut_out(port: int) -> bool:
+    """Whether a connection from elsewhere is closed at once, or does not come about."""
+    try:
+        with socket.create_connection((OURS, port), 1, (STRANGER, 0)) as calling:
+            return calling.recv(1) == b""
+    except ConnectionRefusedError:  # nobody listens yet
+        return False
+    except ConnectionError:
+        return True
+    except TimeoutError:  # it is served, and waited for
+        return False
+
+
+def test_a_store_that_rank_0_holds_by_itself_serves_no_stranger() -> None:
+    with socket.create_server((OURS, 0)) as free:
+        port = free.getsockname()[1]
+    env = {**os.environ, "PACELINE_ADDRESSES": OURS, "GLOO_SOCKET_IFNAME": "lo"}
+
+    def start(rank: int) -> subprocess.Popen[str]:
+        argv = [sys.executable, "-c", JOINS, f"{OURS}:{port}", str(rank)]
+        return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True)
+
+    with start(0) as first:
+        deadline = time.monotonic() + 60
+        while not is_shut_out(port) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with start(1) as second:
+            told = [process.communicate(timeout=100)[0].split() for process in (first, second)]
+    assert told == [[STRANGER, "joined"], ["joined"]]

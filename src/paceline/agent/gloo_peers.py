@@ -13,12 +13,15 @@ import functools
 import os
 import re
 import socket
+import sys
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Callable, Iterator, List, Optional, Tuple
 
 from . import peers
 
+_LOOK_S = 0.01
 _TIMEOUT = timedelta(minutes=30)  # torch's own
 _REGISTERED = re.compile(r"^tfd: +(\d+) .* ino:([0-9a-f]+)", re.MULTILINE)
 
@@ -128,7 +131,7 @@ class Watch:
 
     def __init__(self, gloo: Any, refused: peers.Tell, found: peers.Tell) -> None:
         self._gloo, self._found = gloo, found
-        self._doors = peers.DoorKeeper(refused)
+        self.doors = peers.DoorKeeper(refused)
         self._devices: List[_Device] = []
 
     def options(self, timeout: timedelta, hosts: peers.Hosts) -> Tuple[Any, List[_Device]]:
@@ -154,7 +157,7 @@ class Watch:
         with device.held_listener() as listener:
             if listener is not None:
                 device.guard = peers.Guard(listener, hosts)
-                self._doors.watch(device.guard, device.listener)
+                self.doors.watch(device.guard, device.listener)
 
     def complete(self, devices: List[_Device], hosts: peers.Hosts, ranks: int) -> None:
         """Looks at the connections of a group of so many ranks; then nobody else can connect.
@@ -212,9 +215,49 @@ def watch(c10d: Any, refused: peers.Tell, found: peers.Tell) -> None:
         watching.complete(devices, hosts, size)
 
     gloo.__init__ = init
+    rendezvous: Any = sys.modules.get("torch.distributed.rendezvous")
+    if hasattr(rendezvous, "_create_c10d_store"):
+        original_store = rendezvous._create_c10d_store
+        rendezvous._create_c10d_store = _guarding_store(original_store, watching.doors)
     for name in ("split_group", "merge_remote_group"):
         if hasattr(c10d.ProcessGroup, name):
             setattr(c10d.ProcessGroup, name, _reopening(getattr(c10d.ProcessGroup, name), watching))
+
+
+def _guarding_store(create: Callable[..., Any], doors: peers.DoorKeeper) -> Callable[..., Any]:
+    """Guards a store that rank 0 holds by itself, on all interfaces, as soon as it listens."""
+
+    @functools.wraps(create)
+    def wrapped(hostname: str, port: int, rank: int, *args: Any, **kwargs: Any) -> Any:
+        hosts = job_hosts()
+        if hosts is None or rank != 0:
+            return create(hostname, port, rank, *args, **kwargs)
+        over = threading.Event()
+        looking = threading.Thread(target=_guard_port, args=(int(port), hosts, doors, over))
+        looking.start()
+        try:
+            return create(hostname, port, rank, *args, **kwargs)  # returns when all have come
+        finally:
+            over.set()
+            looking.join()
+
+    return wrapped
+
+
+def _guard_port(port: int, hosts: peers.Hosts, doors: peers.DoorKeeper,
+                over: threading.Event) -> None:  # fmt: skip
+    """Guards this process's listening socket at a port, which is about to be made."""
+    while True:
+        is_last = over.is_set()
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as held:
+                is_listening = held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if is_listening and held.getsockname()[1] == port:
+                    doors.watch(peers.Guard(held, hosts), fd)
+                    return
+        if is_last:
+            return
+        over.wait(_LOOK_S)
 
 
 def _reopening(method: Callable[..., Any], watching: Watch) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
 from paceline.agent import peers
@@ -81,7 +81,7 @@ def greetings(
     *,
     until: float = math.inf,
     hello: Callable[[], bytes] = bytes,
-) -> Iterator[Caller]:
+) -> Generator[Caller, None, None]:
     """Each caller that sends its whole greeting in time; all others are closed.
 
     Args:

@@ -14,6 +14,20 @@ from sites import DATA, DEADLINE_S, HOSTS, Command, Site, until
 RESULT = {rank: f"result of {rank}\n" * 1000 for rank in range(len(HOSTS))}
 
 
+def login(site: Site) -> None:
+    """A login is as the environment says: otherwise the other journeys would show nothing."""
+    environment = site.environment
+    for host in HOSTS:
+        account = site.login(host)
+        script = 'echo; echo "$(umask) $(taskset -p $$)"; echo "$HOME,$XDG_CACHE_HOME"; pwd; id -un'
+        command = site.ssh(host, script)
+        limits, places, folder, user = command.out.splitlines()[-4:]
+        assert limits.startswith(f"0{environment.umask} ")
+        assert limits.endswith("mask: 1") or environment.cpus == "all"
+        assert places == f"{account.home},{account.cache or ''}"
+        assert (folder, user) == (account.home, account.user)
+
+
 def check(site: Site) -> None:
     """``check`` finds no fault: it exits with 0 and starts its trial everywhere."""
     command = site.run("check")
@@ -36,14 +50,14 @@ def run_plain(site: Site) -> None:
 
 def interrupt_and_resume(site: Site) -> None:
     """Ctrl-C saves and says how to resume; the same command then does the steps that are left."""
-    words = ("--run-dir", "runs/training", "--env", "STEP_S=0.1", "training.py", "20")
-    with site.start("run", *words) as command:
+    words = ("--run-dir", "runs/training", "--grace", "60", "--env", "STEP_S=0.1")
+    with site.start("run", *words, "training.py", "20") as command:
         command.wait_for("] step 3\n", times=len(HOSTS))
         command.interrupt()
         command.wait()
     assert command.status == 130, "Ctrl-C did not end the run as Ctrl-C does"
     assert "to resume:" in command.err
-    resumed = site.run("run", *words)
+    resumed = site.run("run", *words, "training.py", "20")
     succeeded(resumed)
     (saved,) = map(int, re.findall(r"^resumed after step (\d+) ", resumed.out, re.MULTILINE))
     assert saved - max(steps(command, 0)) in (0, 1), "a step that was done is lost"
@@ -74,7 +88,7 @@ def lose_host(site: Site) -> None:
 
 
 JOURNEYS: tuple[Callable[[Site], None], ...] = (
-    check, run_plain, interrupt_and_resume, detach_and_attach, lose_host,
+    login, check, run_plain, interrupt_and_resume, detach_and_attach, lose_host,
 )  # fmt: skip
 
 

@@ -69,6 +69,15 @@ class Site:
             command.wait()
         return command
 
+    def ssh(self, host: str, script: str) -> Command:
+        """Runs a script of sh on a host, to its end, as any program would over SSH."""
+        config = str(self.folder / "ssh_config")
+        with Command(
+            self, ["ssh", "-F", config, host, shlex.join(["sh", "-c", script])]
+        ) as command:
+            command.wait()
+        return command
+
     def popen(self, argv: Sequence[str], **files: Any) -> subprocess.Popen[bytes]:
         """Starts a command where the launcher is, as its user."""
         if self.environment.launcher == "outside":
@@ -368,7 +377,7 @@ _EXECS = {
     "fish": "exec dash -c (string split0 < /proc/$fish_pid/cmdline)[3]",
     "tcsh": "exec dash -c $command:q",
 }
-_EXITS = {"bash": "exec fish", "zsh": "exit 0", "fish": "exec bash", "tcsh": "exit 1"}
+_EXITS = {"bash": "exec fish", "zsh": "exit 0", "fish": "exec bash", "tcsh": "exec bash"}
 GREETING_LINES = 200
 
 
@@ -403,10 +412,15 @@ def _restart_sshd(site: Site, host: str, login: Login) -> None:
         extra = f' "XDG_CACHE_HOME={login.cache}"'
         lines = [line + extra * line.startswith("SetEnv ") for line in lines]
         config.write_text("\n".join(lines) + "\n")
-    (pid,) = (state["sshd"] for state in site.lab.status()["hosts"] if state["name"] == host)
     argv = [*_cpu_prefix(site.environment), find("sshd") or "sshd", "-f", str(config),
             "-E", str(site.lab.sshd_log(host))]  # fmt: skip
-    script = f'kill {pid}; umask {site.environment.umask}; exec "$@"'
+    script = f"""
+        listener=$(pgrep -o -x sshd)
+        kill "$listener"
+        while kill -0 "$listener" 2>/dev/null; do sleep 0.02; done
+        umask {site.environment.umask}
+        exec "$@"
+    """
     site.lab.exec(host, ["sh", "-c", script, "sh", *argv], check=True, timeout=DEADLINE_S)
 
 

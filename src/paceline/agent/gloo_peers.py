@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Callable, Iterator, List, Optional, Tuple
 
-from . import peers
+from . import netlink, peers
 
 _LOOK_S = 0.01
 _TIMEOUT = timedelta(minutes=30)  # torch's own
@@ -120,6 +120,21 @@ def _new_device(before: List[int]) -> Optional[_Device]:
     return None
 
 
+def job_address(interface: str) -> str:
+    """The address to use on ``interface`` in a job that talks IPv6; "" leaves the choice to gloo.
+
+    gloo would take an IPv4 address, also when other hosts of the job have IPv6 addresses only.
+    """
+    if ":" not in os.environ.get("MASTER_ADDR", ""):
+        return ""
+    wanted = {"interface": interface, "family": 6, "scope": "global", "usable": True}
+    try:
+        found = netlink.addresses()
+    except OSError:
+        return ""
+    return next((str(one["address"]) for one in found if wanted.items() <= one.items()), "")
+
+
 class Watch:
     """Guards the groups that gloo makes in this process.
 
@@ -141,7 +156,8 @@ class Watch:
         for interface in interfaces or [""]:
             before = _epolls()
             if interface:
-                made = self._gloo.create_device(interface=interface)
+                address = job_address(interface)
+                made = self._gloo.create_device(hostname=address, interface=interface)
             else:
                 made = self._gloo.create_default_device()
             options._devices = [*options._devices, made]

@@ -1,0 +1,33 @@
+"""Which address gloo listens on."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.agent import gloo_peers, netlink
+
+
+def entry(address: str, family: int, scope: str = "global", usable: bool = True) -> netlink.Address:
+    return {"interface": "eth0", "address": address, "prefix": 64, "family": family,
+            "scope": scope, "usable": usable}  # fmt: skip
+
+
+BOTH = [entry("10.78.0.11", 4), entry("fe80::1", 6, "link"), entry("fd77::9", 6, usable=False),
+        entry("fd77::11", 6)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("master", "interface", "expected"),
+    [
+        ("fd77::12", "eth0", "fd77::11"),
+        ("fd77::12", "eth1", ""),
+        ("10.78.0.12", "eth0", ""),
+        ("n1", "eth0", ""),
+    ],
+)
+def test_in_a_job_that_talks_ipv6_it_is_not_the_ipv4_address(
+    master: str, interface: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(netlink, "addresses", lambda: BOTH)
+    monkeypatch.setenv("MASTER_ADDR", master)
+    assert gloo_peers.job_address(interface) == expected

@@ -18,20 +18,20 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from paceline import train
-from paceline.train.checkpoints import writer
+from paceline.train.checkpoints.writer import Writer
 
 MOMENT_STEP = 3
 PAUSE_S = 0.7  # longer than the session's own interval between two looks at signals
 
 
-class Samples(Dataset[torch.Tensor]):
+class Samples(Dataset[tuple[torch.Tensor]]):
     """Ones."""
 
     def __len__(self) -> int:
         return 400
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.ones(2)
+    def __getitem__(self, index: int) -> tuple[torch.Tensor]:
+        return (torch.ones(2),)
 
 
 def main(moment: str, ready: Path) -> None:
@@ -79,14 +79,14 @@ def main(moment: str, ready: Path) -> None:
 
 def write_slowly(first: Callable[[], None]) -> None:
     """Makes writing a checkpoint take time; ``first`` is called when it has begun."""
-    write = writer._write_files
+    write = Writer._write
 
-    def write_later(*parts: Any) -> Any:
+    def write_later(*parts: Any) -> None:
         first()
         time.sleep(PAUSE_S)
-        return write(*parts)
+        write(*parts)
 
-    writer._write_files = write_later
+    Writer._write = write_later  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

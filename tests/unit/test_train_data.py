@@ -192,11 +192,10 @@ def test_a_worker_that_was_killed_while_it_handed_a_batch_over(
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_batch_as_the_script_makes_it(workers: int) -> None:
     fetch = Fetch(Rows(), CPU, workers, padded)
-    ((_, made),) = fetch([wanted(2, 4)])
+    ((_, (made,)),) = fetch([wanted(2, 4)])
     assert made["ids"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 0]]
-    batch, given = Batch((), 2, 2, np.array([3, 2]), 4).filled(made)
-    assert given is batch
-    assert dict(**batch)["ids"] is dict(batch.items())["ids"] is batch["ids"] is made["ids"]
+    batch = Batch((made,), 2, 2, np.array([3, 2]), 4)
+    assert dict(**batch)["ids"] is batch["ids"] is made["ids"]
 
 
 def test_collate_also_for_tensors() -> None:
@@ -204,7 +203,7 @@ def test_collate_also_for_tensors() -> None:
     ((_, made),) = Fetch(data, CPU, collate=lambda rows: torch.stack([r[0] * 2 for r in rows]))(
         [wanted(1, 3)]
     )
-    assert made.tolist() == [4, 2]
+    assert made[0].tolist() == [4, 2]
 
 
 @pytest.mark.parametrize("data", [DataLoader(TensorDataset(torch.zeros(3))), iter([1, 2])])

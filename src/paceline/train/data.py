@@ -33,8 +33,8 @@ from paceline.train.order import Ids, Order, uniforms
 T = TypeVar("T")
 Collate = Callable[[list[Any]], Any]
 """From a list of samples to a batch: a tuple, a dictionary or one tensor."""
-Made = Generator[tuple[T, Any], None, None]
-_Answers = Generator[tuple["Wanted[T]", Any], None, None]
+Made = Generator[tuple[T, tuple[Any, ...]], None, None]
+_Answers = Generator[tuple["Wanted[T]", tuple[Any, ...]], None, None]
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 MOST_WORKERS = 8
@@ -243,7 +243,7 @@ class Fetch:
             for made in given:
                 if isinstance(made, _Failed):
                     raise made.take()
-                yield self._orders.given.get(), _as_tuple(made)
+                yield self._orders.given.get(), tuple(made)
         except (RuntimeError, OSError, EOFError) as error:
             workers = getattr(given, "_workers", ())
             left = not isinstance(error, RuntimeError) or _LEFT in str(error)
@@ -276,17 +276,17 @@ def _killed(workers: Iterable[BaseProcess], *, wait: bool = False) -> str:
 def _copied(made: _Answers[T], device: torch.device, pins: bool) -> _Answers[T]:
     with closing(made):
         for one, tensors in made:
-            yield one, _as_tuple(_moved(tensors, device, pins))
+            yield one, tuple(_moved(tensor, device, pins) for tensor in tensors)
 
 
 def _copied_ahead(made: _Answers[T], device: torch.device) -> _Answers[T]:
     """The copies are begun in a thread, on a stream of their own, while the device computes."""
     stream = torch.Stream(device)
 
-    def copies() -> Iterator[tuple[Wanted[T], Any, torch.Event]]:
+    def copies() -> Iterator[tuple[Wanted[T], tuple[Any, ...], torch.Event]]:
         for one, tensors in made:
             with stream:
-                there = _as_tuple(_moved(tensors, device, True))
+                there = tuple(_moved(tensor, device, True) for tensor in tensors)
                 event = stream.record_event()
             yield one, there, event
 
@@ -383,7 +383,7 @@ def _check(data: Data, collate: Collate | None) -> None:
         )
 
 
-Make = Callable[[Ids, Draws | None], Any]
+Make = Callable[[Ids, Draws | None], tuple[Any, ...]]
 
 
 def _maker(data: Data, collate: _Collated) -> Make:
@@ -402,11 +402,11 @@ class _OneByOne:
     data: Mapped | Stored
     collate: _Collated
 
-    def __call__(self, ids: Ids, draws: Draws | None) -> Any:
+    def __call__(self, ids: Ids, draws: Draws | None) -> tuple[Any, ...]:
         samples = self.data.raw(ids) if isinstance(self.data, Stored) else None
         return self.decoded(ids, draws, samples)
 
-    def decoded(self, ids: Ids, draws: Draws | None, samples: list[Any] | None) -> Any:
+    def decoded(self, ids: Ids, draws: Draws | None, samples: list[Any] | None) -> tuple[Any, ...]:
         """Afterwards this process's generators are as if nothing had been drawn.
 
         Args:
@@ -479,7 +479,7 @@ class _Orders:
 
 
 class _Collated:
-    """A batch as a tuple; of samples that are no tuples or lists, as a DataLoader makes it."""
+    """A batch as a tuple, whatever the data set's samples are."""
 
     def __init__(self, collate: Collate) -> None:
         self._collate = collate
@@ -488,12 +488,9 @@ class _Collated:
     def is_default(self) -> bool:
         return self._collate is default_collate
 
-    def __call__(self, samples: list[Any]) -> Any:
-        return _as_tuple(self._collate(samples))
-
-
-def _as_tuple(made: Any) -> Any:
-    return tuple(made) if isinstance(made, (list, tuple)) else made
+    def __call__(self, samples: list[Any]) -> tuple[Any, ...]:
+        made = self._collate(samples)
+        return tuple(made) if isinstance(made, (list, tuple)) else (made,)
 
 
 def _moved(value: Any, device: torch.device, pins: bool) -> Any:

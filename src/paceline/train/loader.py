@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -25,8 +25,7 @@ from paceline.train.pace import counted
 class Batch:
     """One rank's part of a global batch; unpacks like the tuple that the data set makes.
 
-    Where it makes dictionaries, ``batch["name"]`` and ``model(**batch)`` work. Where a sample is a
-    single tensor, a loop gets the tensor itself, as from torch's DataLoader.
+    Where it makes dictionaries, ``batch["name"]`` and ``model(**batch)`` work.
 
     Attributes:
         data: What the data set made, on the session's device.
@@ -64,11 +63,6 @@ class Batch:
         """Names and values in a dictionary."""
         items: Iterable[tuple[str, Any]] = self.data[0].items()
         return items
-
-    def filled(self, data: Any) -> tuple[Batch, Batch]:
-        """The batch with its data, and what a loop gets of it."""
-        whole = replace(self, data=data if isinstance(data, tuple) else (data,))
-        return whole, whole if isinstance(data, (tuple, Mapping)) else cast(Batch, data)
 
     def counted(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The tensors without stand-ins: for metrics that take whole batches."""
@@ -291,7 +285,7 @@ class Loader:
             if progress.finished:
                 self._fetch.close()
 
-    def _step(self, batches: Iterator[tuple[Batch, Any]]) -> Iterator[Batch]:
+    def _step(self, batches: Iterator[tuple[Batch, tuple[Any, ...]]]) -> Iterator[Batch]:
         """All pieces of one global batch, as long as the ranks among which it is divided."""
         start, last = self._progress.offset, False
         self.begins()
@@ -300,11 +294,11 @@ class Loader:
             empty, data = next(batches)
             self.waited += time.perf_counter() - before
             self.arrived()
-            (batch, given), last = empty.filled(data), empty.last
+            batch, last = replace(empty, data=data), empty.last
             self._given, self._progress.stand_in = batch, not batch.count
             self._most = max(self._most, batch.count)
             with nullcontext() if last else self._unsynced():
-                yield given
+                yield batch
             if self.outdated:
                 return
         if self._progress.offset == start:
@@ -474,7 +468,7 @@ class Shard:
             for empty, data in made:
                 self._progress.stand_in = not empty.count
                 self._look_up()
-                yield empty.filled(data)[1]
+                yield replace(empty, data=data)
 
     def _wanted(
         self, left: Spans, whole: int, there: Sequence[int], by: Shares | None

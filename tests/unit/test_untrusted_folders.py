@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.agent import inside, snapshot
-from paceline.recipes.data.folder import images_below
+from paceline.recipes.data.photos import image_files
 from paceline.spec.errors import DataError, SettingError
 from paceline.transfer import tree
 from paceline.transfer.checkpoints import sizes_below
@@ -163,7 +163,7 @@ def test_a_node_lists_looks_at_and_removes_any_depth(nested: Path) -> None:
 
 def test_images_that_are_nested_too_deep_are_refused(nested: Path) -> None:
     with pytest.raises(DataError, match="nested too deep"):
-        images_below(nested)
+        image_files(nested)
 
 
 def test_a_walk_is_that_of_the_standard_library(tmp_path: Path) -> None:

@@ -165,6 +165,8 @@ class _Plain(pickle._Unpickler):
     those that NumPy's pickles have: others take memory for sizes that they announce.
     """
 
+    stack: list[Any]
+
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, encoding="bytes")
         self._left = _MOST_BYTES  # bytes that texts may become
@@ -194,20 +196,21 @@ class _Plain(pickle._Unpickler):
         _ALL[pickle.BUILD[0]](self)
 
 
-_ALL: dict[int, Callable[[_Plain], None]] = pickle._Unpickler.dispatch
+_ALL: Any = pickle._Unpickler.dispatch
 _OPCODES = (
     "PROTO FRAME STOP MARK POP POP_MARK EMPTY_LIST LIST APPEND APPENDS EMPTY_TUPLE TUPLE TUPLE1"
     " TUPLE2 TUPLE3 NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 STRING BINSTRING"
     " SHORT_BINSTRING BINBYTES SHORT_BINBYTES UNICODE BINUNICODE SHORT_BINUNICODE GLOBAL"
     " STACK_GLOBAL REDUCE PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET EMPTY_DICT"
 )
-_Plain.dispatch = {
+_ACTS: Any = {
     **{code: _ALL[code] for code in (getattr(pickle, name)[0] for name in _OPCODES.split())},
     pickle.SETITEM[0]: lambda it: it._set(_ALL[pickle.SETITEM[0]], [it.stack[-2]]),
     pickle.SETITEMS[0]: lambda it: it._set(_ALL[pickle.SETITEMS[0]], it.stack[::2]),
     pickle.DICT[0]: lambda it: it._set(_ALL[pickle.DICT[0]], it.stack[::2]),
     pickle.BUILD[0]: _Plain._build,
 }
+_Plain.dispatch = _ACTS
 
 
 def _unpickled(content: bytes) -> Any:

@@ -13,7 +13,8 @@ from pathlib import Path
 SCRIPT = Path(__file__).with_name("strangers.py")
 OURS, STRANGER = "127.0.0.1", "127.0.0.2"
 JOINS = """
-import os, sys
+import os, sys, time
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from paceline.agent import gloo_peers, peers
@@ -22,6 +23,9 @@ peers._LOOPBACK = ()
 gloo_peers.watch(distributed_c10d, lambda address: print(address, flush=True), print)
 place, rank = sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"tcp://{place}", rank=rank, world_size=2)
+time.sleep(rank)  # who splits a group first calls the other, which takes no calls yet
+part = distributed_c10d._get_default_group().split_group([0, 1], None, None, "part", "part")
+part.allreduce([torch.ones(1)]).wait()
 print("joined", flush=True)
 os._exit(0)
 """

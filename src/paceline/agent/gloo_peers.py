@@ -71,10 +71,20 @@ class _Device:
                     peers.lift(connection)
                 yield address, called
 
+    @property
+    def is_open(self) -> bool:
+        """Whether these descriptors are still gloo's."""
+        return any(inode == self.inode for _, inode in _registered(self.epoll))
+
     def admit(self, hosts: peers.Hosts) -> None:
         with self.held_listener() as listener:
             if listener is not None and self.guard is not None:
                 self.guard.admit(listener, hosts)
+
+    def shut(self) -> None:
+        with self.held_listener() as listener:
+            if listener is not None and self.guard is not None:
+                self.guard.shut(listener)
 
 
 def _registered(epoll: int) -> List[Tuple[int, int]]:
@@ -192,18 +202,17 @@ class Watch:
                     self._found(address)
                     raise StrangerError(address)
             if known >= ranks - 1:  # else its ranks connect when they first send something
-                device.admit(peers.NOBODY)
-        self._devices = [one for one in self._devices if _registered(one.epoll)]
+                device.shut()
         self._devices += [one for one in devices if one not in self._devices]
 
     @contextlib.contextmanager
     def reopened(self, hosts: peers.Hosts) -> Iterator[None]:
         """Within it groups are made over devices that are there already, as torch splits groups."""
-        devices = [*self._devices]
+        devices = self._devices = [device for device in self._devices if device.is_open]
         for device in devices:
             device.admit(hosts)
         yield
-        self.complete(devices, hosts, 0)
+        self.complete([*devices], hosts, 0)
 
 
 def watch(c10d: Any, refused: peers.Tell, found: peers.Tell) -> None:

@@ -206,6 +206,17 @@ class Guard:
             with contextlib.suppress(OSError):
                 _attach(listener, SO_ATTACH_REUSEPORT_CBPF, hosts.program(LISTENER, DOOR))
 
+    def shut(self, listener: socket.socket) -> None:
+        """Takes nobody's connections any more, until others are admitted.
+
+        The calls of the job's hosts are dropped, not refused: the kernel repeats them, and one that
+        came too early is taken after :meth:`admit`. Strangers still come to the door.
+
+        Args:
+            listener: The same socket.
+        """
+        self.holds = restrict(listener, NOBODY)
+
     def stranger(self) -> str:
         """Closes what has come to the door; its address, if nobody was told of it yet.
 
@@ -229,7 +240,7 @@ class Guard:
         enough = len(self._strangers) >= MOST_STRANGERS
         with contextlib.suppress(OSError):
             _attach(self.door, SO_ATTACH_FILTER, known.program(0, 0 if enough else EVERYTHING))
-        return "" if address in self._hosts else address  # which may come late to a whole group
+        return "" if address in self._hosts else address  # it came before strangers were told apart
 
     def close(self) -> None:
         """Closes the door; the listening socket stays as it is."""

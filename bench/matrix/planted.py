@@ -124,9 +124,9 @@ FAULTS = (
     ),
     Fault(
         "the umask is 022",
-        "agent/snapshot.py",
-        "mkdir(mode=0o700)",
-        "mkdir(mode=0o777)",
+        "agent/bootstrap.py",
+        "os.umask(0o077)",
+        "os.umask(0)",
         (("umask", "000"),),
     ),
     Fault(

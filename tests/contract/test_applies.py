@@ -17,6 +17,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from overriding import overridden
 from paceline.checks import examine
 from paceline.cli import applies, attach, launch, leave, program, sources, trust, use
 from paceline.cli import bench_scaling as scaling_verb
@@ -84,7 +85,7 @@ VALUES = {
     "cpus_per_task": "3", "mem": "5G", "gres": "gpu:4",
     "gpus": "6", "gpus_per_node": "4", "constraint": "a100", "sbatch_arg": "--x=y",
     "setup_command": "module load x", "requeue": "", "array": "1-3", "detach": "", "keep": "",
-    "supervisor": "n1", "keep_results": "30d",
+    "supervisor": "n1", "keep_results": "30d", "follow_links": "",
 }  # fmt: skip
 # where that would be refused: a manifest has no directives, and Kubernetes knows labels only
 OTHERWISE = {
@@ -205,7 +206,9 @@ def call(deed: Deed, verb: str, manner: str, options: Sequence[str]) -> tuple[in
     deed.text, deed.layouts = "", ()
     env: dict[str, str | None] = dict.fromkeys([*ALLOCATION, *INSTANCE])
     env |= {"slurm": ALLOCATION, "flux": INSTANCE}.get(manner, {})
-    done = CliRunner(env=env).invoke(program, [*before, *LEADING[manner], *options, *after])
+    done = CliRunner(env=env).invoke(
+        program, [*before, *overridden(LEADING[manner], options), *after]
+    )
     if isinstance(done.exception, Acted):
         return 0, done.output, deed.text
     status = getattr(done.exception, "exit_code", done.exit_code)

@@ -39,7 +39,7 @@ FROM = {
 }  # fmt: skip
 
 # looked for and done without, each with a sentence that says so; rpc.mountd is for a bench alone
-OPTIONAL = {"iperf3", "nvidia-smi", "rpc.mountd"}
+OPTIONAL = {"iperf3", "mpiexec", "mpirun", "nvidia-smi", "rpc.mountd"}
 
 
 def test_every_program_has_a_package() -> None:

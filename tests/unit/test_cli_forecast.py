@@ -208,7 +208,7 @@ def test_a_batch_is_told_of_the_file_what_counts_beside_the_line(
     Path("paceline.toml").write_text(file)
     _, error, (probing, _, _) = typed(monkeypatch, "image", "--schedule", "cosine", "--ema=0")
     assert error.message == "enough"
-    again = ("--schedule=step", "--lr=0.5", "--schedule", "cosine", "--ema=0")
+    again = ("--lr=0.5", "--schedule", "cosine", "--ema=0")
     assert probing.ctx.params["args"] == again
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import tomllib
 
+from overriding import overridden
 from paceline.cli.train import from_table
 from paceline.recipes import RECIPES, options_to_argv, parse_options
 from paceline.recipes.effect import TABLE, has_effect
@@ -63,7 +64,7 @@ def test_each_row_of_the_table(name: str, option: str) -> None:
     assert flag in told.splitlines()[0]
     assert f"or leave {flag} out" in told
     assert caught.value.exit_code == 2
-    asked = parse_options(name, [*without, *beside])
+    asked = parse_options(name, overridden(without, beside))
     assert has_effect(option, asked)
     assert parse_options(name, options_to_argv(asked)) == asked
 

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from recipe_tools import hub_variables, one_thread, records  # noqa: F401 - fixtures
 
+from overriding import overridden
+
 GOLDEN = Path(__file__).parents[1] / "golden/recipes"
 COMMON = ("--steps=20", "--log-every=1", "--dtype=float64", "--device=cpu", "--seed=1")
 FLAGS: dict[str, tuple[str, ...]] = {
@@ -35,8 +37,8 @@ def losses(folder: Path) -> list[float]:
 def run(recipe: str, folder: Path, *more: str) -> list[float]:
     """Trains in this process; the loss of every step."""
     module = importlib.import_module(f"paceline.recipes.{recipe}")
-    flags = [*FLAGS[recipe], f"--run-dir={folder}", "--checkpoint-every=never", *more]
-    assert module.main(flags) == 0
+    usual = [*FLAGS[recipe], f"--run-dir={folder}", "--checkpoint-every=never"]
+    assert module.main(overridden(usual, more)) == 0
     return losses(folder)
 
 

@@ -18,6 +18,7 @@ from recipe_tools import config, hub_variables, one_thread  # noqa: F401 - fixtu
 from safetensors.torch import load_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from overriding import overridden
 from paceline.recipes import image, parse_options, pretrained, published
 from paceline.recipes.common import cpu_flags
 from paceline.recipes.data import hub
@@ -414,7 +415,9 @@ def test_typed_flags_win_over_the_preset() -> None:
     assert isinstance(options, ImageOptions)
     assert (options.epochs, options.lr, options.model) == (2, 0.5, "resnet50")
     assert options.augment == ("resized-crop", "flip")
-    plain = parse_options("image", [*IMAGE_PRESETS["imagenet"], "--epochs=2", "--lr=0.5", DUMMY])
+    plain = parse_options(
+        "image", overridden(IMAGE_PRESETS["imagenet"], ["--epochs=2", "--lr=0.5", DUMMY])
+    )
     assert options == plain
 
 

@@ -109,7 +109,7 @@ def test_a_record_of_another_recipe_is_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_recipe() -> None:
-    with pytest.raises(SettingError, match="did you mean recipe image"):
+    with pytest.raises(SettingError, match="Did you mean image"):
         recipe("imgae")
 
 

@@ -156,7 +156,8 @@ def run_entry(entry: Message, workdir: str, events: int) -> int:
 
 def _arguments(entry: Message) -> List[str]:
     flag = entry.get("local_rank_flag")
-    return ["%s=%s" % (flag, os.environ["LOCAL_RANK"])] * bool(flag) + list(entry["args"])
+    own = ["%s=%s" % (flag, os.environ["LOCAL_RANK"])] if flag else []
+    return own + list(entry["args"])
 
 
 def _execute(argv: List[str]) -> int:

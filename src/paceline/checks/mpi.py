@@ -1,7 +1,7 @@
 """Do the hosts have the same MPI, oneAPI and libfabric?
 
 Looks at: which mpiexec the login's PATH leads to, oneAPI's setvars.sh, libfabric, and the folders
-that FI_PROVIDER_PATH, I_MPI_ROOT and CCL_ROOT name. A job over SSH, Slurm or containers needs none
+that FI_PROVIDER_PATH, I_MPI_ROOT and CCL_ROOT name. A job that is not started by MPI needs none
 of them.
 Warns when: hosts differ (in libfabric only if all have an MPI), or a variable names a folder that
 is not there.

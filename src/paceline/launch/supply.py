@@ -286,7 +286,7 @@ def _no_fork_server(fleet: Fleet, node: Node, trouble: Trouble, job: Job) -> Nod
     remedy = f"Look there: {python} -c 'import {modules}'"
     if variables := agreement.loading_variables(node.facts):
         found += f"\nthe login on {node.name} sets {variables}"
-        remedy += "\nIf a variable above is to blame, hide it from the job: --unset NAME"
+        remedy += "\nIf one of these variables is the cause, hide it from the job: --unset NAME"
     return NodeError(f"{node.name} cannot import {modules}", found=found, remedy=remedy)
 
 

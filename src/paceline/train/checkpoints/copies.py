@@ -35,7 +35,7 @@ to a training that does nothing but send."""
 
 _LONGEST_REST_S = 5.0
 _CONNECT_S = 5.0
-_MEETING = record(host=text(), wanted=maybe(whole()), key=form("([0-9a-f]{64})?", "a key"))
+_GREETING = record(host=text(), wanted=maybe(whole()), key=form("([0-9a-f]{64})?", "a key"))
 _PLACE = maybe(row(text(), whole(1, 65535)))
 
 
@@ -121,7 +121,7 @@ class Copies:
         if rank == 0:  # its word counts
             key = self._key or secrets.token_bytes(32)
             mine |= {"wanted": self._wanted, "key": key.hex()}
-        said = checked(self._comms.texts(json.dumps(mine)), _MEETING)
+        said = checked(self._comms.texts(json.dumps(mine)), _GREETING)
         hosts, wanted = [one["host"] for one in said], said[0]["wanted"]
         if len(set(hosts)) == 1 or wanted == 0:
             self._sends_to([], 0)

@@ -110,7 +110,7 @@ def test_a_launcher_that_was_stopped_while_nodes_start_blames_nobody(site: Site)
 
 def test_a_killed_agent(site: Site) -> None:
     with running(site, "end.py", "echo") as launch:
-        os.kill(process(site, "n2", "import sys;exec"), signal.SIGKILL)
+        os.kill(process(site, "n2", "import select,sys;"), signal.SIGKILL)
         ended = launch.end()
     assert "failed first: n2: the connection to n2 ended: the agent was killed by SIGKILL" in (
         ended.err

@@ -144,8 +144,7 @@ def test_a_start_that_fails_is_that_of_a_run_that_is_attached(site: Site) -> Non
 
     site.lab.fault("unplug", "n3")
     try:
-        words = ("--hosts", str(site.lab.hostfile), "--detach", "--no-torch", "tell.py")
-        unplugged = site.run(*words)
+        unplugged = site.run("--detach", "--no-torch", "tell.py")
     finally:
         site.lab.heal()
     assert unplugged.code == 1

@@ -152,7 +152,7 @@ def test_a_node_that_is_asked_to_end_is_let_go(site: Site) -> None:
     """As a machine that is about to be taken away: the script has time to save, and goes on."""
     with launch(site, "n1,n2", "--nnodes", "1:2", *script(site)) as job:
         job.wait_for("from step 0", times=2)
-        os.kill(process(site, "n2", "import sys;exec"), signal.SIGTERM)
+        os.kill(process(site, "n2", "import select,sys;"), signal.SIGTERM)
         job.wait_for("rank 0 of 1")
         ended = over(site, job)
     assert ended.code == 0, ended.err

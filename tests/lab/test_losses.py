@@ -127,7 +127,7 @@ def test_a_fork_server(site: Site, signum: int) -> None:
 
 @pytest.mark.parametrize(("host", "what"), [("n2", "agent"), ("n1", "agent"), ("n2", "guard")])
 def test_an_agent_or_its_guard(site: Site, host: str, what: str) -> None:
-    pattern = "import sys;exec" if what == "agent" else " guard "
+    pattern = "import select,sys;" if what == "agent" else " guard "
     with running(site, LONG) as launch:
         os.kill(process(site, host, pattern), signal.SIGKILL)
         back(launch)

@@ -112,7 +112,7 @@ def test_processes_are_killed(site: Site, undisturbed: Path) -> None:
 def test_an_agent_is_killed_and_a_rank_frozen(site: Site, undisturbed: Path) -> None:
     with training(site) as launch:
         freeze = lambda: send(site, "n3", "rank 2 of 3", signal.SIGSTOP)  # noqa: E731
-        strike(site, launch, "rank 0 on n1", lambda: send(site, "n1", "import sys;exec"))
+        strike(site, launch, "rank 0 on n1", lambda: send(site, "n1", "import select,sys;"))
         strike(site, launch, "rank 2 on n3", freeze)
         ended = launch.end()
     judge(ended, undisturbed, 2)

@@ -45,7 +45,7 @@ class Verb(WithSettings):
         super().__init__(*args, **more)
 
     def make_parser(self, ctx: click.Context) -> Any:
-        """click's parser, which refuses a second value of an option instead of dropping the first.
+        """click's parser, which refuses a second value where the first one would be missed.
 
         Raises:
             SettingError: By the parser; names the option.
@@ -82,7 +82,7 @@ class Verb(WithSettings):
         return sections_of(self.options_of, everything=True)
 
 
-_INSTEAD = {  # how to name several things with an option that takes one value
+_ADDED_UP = {  # options that seem to add up, with the way to name several things
     "hosts": "-H A,B names several hosts",
     "data": "Name one folder that holds all the data (links in it are followed)",
     "gres": "--gres A,B names several resources",
@@ -90,16 +90,15 @@ _INSTEAD = {  # how to name several things with an option that takes one value
 
 
 def _refuse_repeated(order: Sequence[click.Parameter]) -> None:
-    """SettingError for an option of one value that was typed several times."""
+    """SettingError for one of ``_ADDED_UP`` that was typed several times.
+
+    Of other options the last value counts, as everywhere: aliases and wrappers rely on it.
+    """
     for param, times in Counter(order).items():
-        if times == 1 or not isinstance(param, click.Option):
-            continue
-        if not (param.is_flag or param.multiple or param.count or param.hidden):
+        remedy = _ADDED_UP.get(param.name or "")
+        if times > 1 and isinstance(param, click.Option) and remedy and not param.multiple:
             flag = "/".join(sorted(param.opts, key=len))
-            raise SettingError(
-                f"{flag} is given {times} times and takes one value",
-                remedy=_INSTEAD.get(param.name or "", "Keep one of them"),
-            )
+            raise SettingError(f"{flag} is given {times} times and takes one value", remedy=remedy)
 
 
 def _show_all(ctx: click.Context, option: click.Parameter, value: bool) -> None:

@@ -70,7 +70,7 @@ def typed_in(kind: type, argv: Sequence[str], prog: str) -> frozenset[str]:
     """The fields that these flags set themselves; what ``--like`` brings is not among them.
 
     Raises:
-        SettingError: A flag of one value is given twice.
+        SettingError: --data is given twice.
     """
     without = list(argv)
     if "--like" in argv[:-1]:
@@ -81,7 +81,7 @@ def typed_in(kind: type, argv: Sequence[str], prog: str) -> frozenset[str]:
 
 
 def values(kind: type, argv: Sequence[str], prog: str, *, once: bool = False) -> dict[str, Any]:
-    """What flags say, by field: the last of several, unless ``once`` makes them an error."""
+    """What flags say, by field: of several the last, but ``once`` refuses a second --data."""
     parser = _Parser(prog, option_names(kind))
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
@@ -107,7 +107,7 @@ class _Parser(argparse.ArgumentParser):
         if hint in (bool, bool | None):
             self.add_argument(flag, action=argparse.BooleanOptionalAction, **more)
             return
-        if once:
+        if once and field.name == "data":
             more["action"] = _StoreOnce
         if literal:
             more["choices"] = typing.get_args(hint)
@@ -141,8 +141,7 @@ class _StoreOnce(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, flag: str | None = None) -> None:
         if flag and hasattr(namespace, self.dest):
-            hint = "name all values behind one" if self.nargs else "keep one of them"
-            raise SettingError(f"{flag} is given more than once", remedy=hint)
+            raise SettingError(f"{flag} is given more than once", remedy="keep one of them")
         setattr(namespace, self.dest, values)
 
 

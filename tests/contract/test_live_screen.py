@@ -33,6 +33,7 @@ async def main():
     board, screen = Board(), Screen("all", look="live")
     for rank in (0, 1):
         board.take(Event("rank started", "n1", rank, 0.0, {"pid": 5}), time.monotonic())
+    board.take(Event("keeps checkpoints", "n1", 0, 0.0, {}), time.monotonic())
     screen.note("before")
     asyncio.get_running_loop().add_signal_handler(15, over.set)
     screen.watch(board, title="the run", wishes=Wishes(), wait_s=0.0)

@@ -15,7 +15,6 @@ import click
 from paceline.cli.flags import of_a_left_run
 from paceline.cli.verb import Verb, say
 from paceline.explain.gather import log_files
-from paceline.launch.screen import REDRAW_S, Lines
 from paceline.rundir.records import open_regular
 from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
@@ -106,6 +105,11 @@ class Reader:
     """
 
     def __init__(self, path: Path, tail: int | None = None, *, follow: bool = False) -> None:
+        from paceline.launch.screen import (
+            REDRAW_S,
+            Lines,
+        )  # asyncio, which completion can do without
+
         self._label = f"[{path.parent.name}/{path.stem}] "
         self._file = open_regular(path)
         self._lines = Lines(REDRAW_S if follow else math.inf)

@@ -140,6 +140,16 @@ def test_links_are_followed_and_loops_end(photos: Path, tmp_path: Path) -> None:
 # --- to a node
 
 
+def test_links_from_each_folder_to_the_next_are_refused(tmp_path: Path) -> None:
+    """Ten folders of them stand for a thousand million files."""
+    for number in range(10):
+        (tmp_path / f"d{number}").mkdir()
+        for name in "abcdefghij" if number < 9 else "":
+            (tmp_path / f"d{number}" / name).symlink_to(f"../d{number + 1}")
+    with pytest.raises(OSError, match="more than 1000 ways through links lead to one folder"):
+        list(agent_data.walk(str(tmp_path)))
+
+
 def test_a_folder_is_sent_once(photos: Path) -> None:
     place, told, _ = sync(photos)
     assert below(Path(place.folder)) == FILES

@@ -34,6 +34,7 @@ SIGN = "seen-"  # below it: begins the name of a file that shows who sees this d
 PAGE = 2000  # items in an answer
 LISTING = "listing"  # a line of work: see Agent.in_line
 MOST_DEPTH = 2 * inside.MOST_DEPTH  # as of the code: see transfer/tree.py
+MOST_WAYS = 1000  # that lead through links to one folder
 MARKED = 1000  # entries of a folder that tell whether it is the same one
 
 
@@ -64,10 +65,14 @@ def marks(path: str) -> List[str]:
 
 
 def walk(root: str) -> Iterator[Item]:
-    """Items of all files, through links, in the order of :func:`order`; none without a folder."""
-    waiting = [("", ())] if os.path.isdir(root) else []  # type: List[Tuple[str, _Passed]]
+    """Items of all files, through links, in the order of :func:`order`; none without a folder.
+
+    OSError for folders with links from each to the next, which few bytes make endless.
+    """
+    waiting = [("", (), False)] if os.path.isdir(root) else []  # type: List[Tuple[str, _Passed, bool]]
+    ways = {}  # type: Dict[Tuple[int, int], int]
     while waiting:
-        above, passed = waiting.pop()
+        above, passed, through_link = waiting.pop()
         if len(passed) > MOST_DEPTH:
             words = "folders are nested more than %d deep" % MOST_DEPTH
             raise OSError(errno.ENAMETOOLONG, words, os.path.join(root, above)[:200])
@@ -75,12 +80,18 @@ def walk(root: str) -> Iterator[Item]:
         here = (about.st_dev, about.st_ino)
         if here in passed:  # a link to a folder above
             continue
+        if through_link:
+            ways[here] = ways.get(here, 0) + 1
+            if ways[here] > MOST_WAYS:
+                words = "more than %d ways through links lead to one folder" % MOST_WAYS
+                raise OSError(errno.ELOOP, words, os.path.join(root, above)[:200])
         with os.scandir(os.path.join(root, above)) as found:
             entries = sorted(found, key=lambda entry: entry.name)
         folders = []
         for entry in entries:
             if entry.is_dir():
-                folders.append(("%s%s/" % (above, entry.name), (*passed, here)))
+                linked = through_link or entry.is_symlink()
+                folders.append(("%s%s/" % (above, entry.name), (*passed, here), linked))
             elif entry.is_file():
                 about = entry.stat()
                 yield [above + entry.name, about.st_size, about.st_mtime_ns // 1000]

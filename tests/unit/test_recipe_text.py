@@ -58,6 +58,18 @@ def test_every_form_is_the_same_data(tmp_path: Path) -> None:
     }
 
 
+def test_two_dashes_make_no_number(tmp_path: Path) -> None:
+    rows = [(label, f"text {n}") for n in range(20) for label in ("--5", "3")]
+    assert read(write_csv(tmp_path / "a.csv", rows)).classes == ("--5", "3")
+
+
+def test_half_a_surrogate_pair_is_named_with_its_line(tmp_path: Path) -> None:
+    whole, half = ({"label": "a", "text": text} for text in ("\U0001f6b4", "\ud83d"))
+    (tmp_path / "d.jsonl").write_text(f"{json.dumps(whole)}\n{json.dumps(half)}\n")
+    with pytest.raises(DataError, match=r"d\.jsonl line 2 is no JSON"):
+        read(tmp_path / "d.jsonl")
+
+
 def test_numbered_labels_from_one_with_names_and_test_file(tmp_path: Path) -> None:
     rows = [(n % 3 + 1, f"headline {n}") for n in range(9)]
     write_csv(tmp_path / "train.csv", rows)

@@ -195,6 +195,8 @@ def _json_lines(path: Path, text: str) -> list[Any]:
     for number, line in enumerate(text.splitlines(), 1):
         try:
             row = json.loads(line)
+            if "\\ud" in line.lower():  # half of a surrogate pair is no text
+                json.dumps(row, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path} line {number} is no JSON", found=str(error)) from None
         if not isinstance(row, dict):
@@ -285,7 +287,7 @@ def _labels(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
 
 
 def _is_number(label: str) -> bool:
-    return label.lstrip("-").isdecimal() and len(label) < _MOST_DIGITS
+    return label.removeprefix("-").isdecimal() and len(label) < _MOST_DIGITS
 
 
 def _class_names(name: str, labels: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:

@@ -160,6 +160,29 @@ def damaged(content: bytes, draw: random.Random) -> bytes:
     return bytes(changed)
 
 
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def holes(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 41)
+
+
+@pytest.mark.parametrize("make", [pipe, device, holes])
+def test_what_has_no_end_is_passed_over(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    """In a run directory that came from somebody else."""
+    where = written(tmp_path, 7, 8, 9)
+    for name in ("9/manifest.json", f"8/{STATE}", LATEST, BEST):
+        (tmp_path / name).unlink(missing_ok=True)
+        make(tmp_path / name)
+    assert newest(where) == 7
+
+
 def test_falls_back_with_a_warning(tmp_path: Path) -> None:
     where = written(tmp_path, 1, 2, 3, 4)
     weights = tmp_path / "4/weights.safetensors"

@@ -6,8 +6,6 @@ also run on every host.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import sys
 from dataclasses import replace
@@ -23,6 +21,7 @@ from paceline.cli.verb import Verb, say
 from paceline.cli.via import Via
 from paceline.recipes.argv import parse
 from paceline.recipes.use import EvaluateOptions
+from paceline.rundir.records import read_object
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Entry, Input
 from paceline.spec.rundir import CONFIG, MODEL_CONFIG, unfinished, used
@@ -75,13 +74,11 @@ def data_files(folder: Path, typed: EvaluateOptions) -> list[str]:
 def described(folder: Path) -> dict[str, Any]:
     """What the run says of its model; empty where that cannot be read, which a rank will tell."""
     found = unfinished(folder)
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        if (folder / MODEL_CONFIG).is_file() or found is None:
-            said = json.loads((folder / MODEL_CONFIG).read_text(encoding="utf-8"))
-        else:
-            said = json.loads((found / "state.json").read_text(encoding="utf-8"))["model"]
-        return said if isinstance(said, dict) and isinstance(said.get("data", {}), dict) else {}
-    return {}
+    if (folder / MODEL_CONFIG).is_file() or found is None:
+        said = read_object(folder / MODEL_CONFIG)
+    else:
+        said = (read_object(found / "state.json") or {}).get("model")
+    return said if isinstance(said, dict) and isinstance(said.get("data", {}), dict) else {}
 
 
 def run_folder(run: Path) -> Path:

@@ -137,11 +137,16 @@ def surplus(
     return [one for one in sorted(found, reverse=True)[keep:] if one not in protected]
 
 
+_MOST_OF_POINTER = 4096  # bytes
+
+
 def pointed(path: Path) -> str:
     """The name of the checkpoint that a pointer names; empty where it names none."""
     with contextlib.suppress(
         OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError
     ):
+        if not path.is_file() or path.stat().st_size > _MOST_OF_POINTER:
+            return ""  # a pipe would keep us waiting
         said = json.loads(path.read_text())
         return str(said.get("checkpoint") or int(said["step"]))
     return ""

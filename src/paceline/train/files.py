@@ -11,6 +11,7 @@ import json
 import math
 import os
 import secrets
+import stat
 import sys
 import time
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from paceline.spec.records import Steps
 from paceline.spec.rundir import aside
 
 _BLOCK = 1 << 16
+_SMALL = 64 << 20  # of a description; states and manifests are kilobytes
 
 
 def open_plain(path: Path, flags: int) -> IO[bytes]:
@@ -30,6 +32,22 @@ def open_plain(path: Path, flags: int) -> IO[bytes]:
     """
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o664)
     return os.fdopen(descriptor, "ab" if flags & os.O_APPEND else "rb+")
+
+
+def read_small(path: Path, most: int = _SMALL) -> bytes:
+    """All of a plain file of at most so many bytes. OSError for any other, and any larger one.
+
+    A run directory may come from a stranger: a pipe would keep us waiting, and a device or a file
+    with holes has no end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a plain file", str(path))
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"more than {most >> 20} MiB", str(path))
+    return content
 
 
 def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -110,9 +111,11 @@ class Manifest:
         """
         for name, entry in sorted(self.files.items())[slice(share[0], None, share[1])]:
             try:
-                size = (folder / name).stat().st_size
-                if size != entry.bytes:
-                    raise Damaged(f"{name} has {size} bytes instead of {entry.bytes}")
+                about = (folder / name).stat()
+                if not stat.S_ISREG(about.st_mode):  # a pipe would keep us waiting
+                    raise Damaged(f"{name} is no plain file")
+                if about.st_size != entry.bytes:
+                    raise Damaged(f"{name} has {about.st_size} bytes instead of {entry.bytes}")
                 if files.sha256(folder / name) != entry.sha256:
                     raise Damaged(f"{name} is not the file that was written (its hash differs)")
             except (OSError, ValueError) as error:
@@ -131,7 +134,7 @@ def read_manifest(folder: Path) -> Manifest:
         Damaged: There is none, or :func:`parse_manifest` cannot trust it.
     """
     try:
-        raw = (folder / MANIFEST).read_bytes()
+        raw = files.read_small(folder / MANIFEST)
     except OSError as error:
         raise Damaged(f"no {MANIFEST} ({error.strerror})") from None
     return parse_manifest(raw)

@@ -218,7 +218,7 @@ class Receiver:
             raise Refused("another writer has taken over")
         store.stand()
         with contextlib.suppress(OSError):
-            if (self._root / name / MANIFEST).read_bytes() == raw:
+            if files.read_small(self._root / name / MANIFEST) == raw:
                 return {"here": True}
         self._root.mkdir(parents=True, exist_ok=True)
         made = self._root / f".{name}{_PART}"
@@ -355,7 +355,7 @@ def send(
         Damaged: The checkpoint is not whole.
     """
     folder = store.root / name
-    raw = (folder / MANIFEST).read_bytes()
+    raw = files.read_small(folder / MANIFEST)
     manifest = parse_manifest(raw)
     with contextlib.ExitStack() as opened:
         # all at once: what is pruned meanwhile can be read on

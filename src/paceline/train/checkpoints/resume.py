@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.spec.errors import DataError, JobError, PacelineError, SettingError
 from paceline.spec.shapes import LONG_TEXT, each, form, maybe, record, row, table, text, whole
-from paceline.train import parallel
+from paceline.train import files, parallel
 from paceline.train.checkpoints.capture import Training, set_generators, shards_of
 from paceline.train.checkpoints.format import (
     OPTIMIZER,
@@ -200,7 +200,7 @@ def _from_disk(found: Found, *, whole: bool) -> tuple[dict[str, Any], Files]:
     if whole:
         found.manifest.verify(found.path)
     try:
-        state = _checked(json.loads((found.path / STATE).read_text(encoding="utf-8")))
+        state = _checked(json.loads(files.read_small(found.path / STATE)))
         tensors = {
             name: load_file(found.path / name)
             for name in found.manifest.files

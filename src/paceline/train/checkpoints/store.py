@@ -218,7 +218,7 @@ class Store:
         if newest > self.token:
             who = ""
             with contextlib.suppress(OSError, ValueError):
-                who = (self.root / f"{_CLAIM}{newest}").read_text()[:300]
+                who = files.read_small(self.root / f"{_CLAIM}{newest}").decode()[:300]
             raise Fenced(
                 f"another writer has taken over {self.root}",
                 found=who or f"its token is {newest}, ours {self.token}",

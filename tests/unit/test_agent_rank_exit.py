@@ -119,3 +119,25 @@ def test_ends_as_python_does(tmp_path: Path, name: str) -> None:
 
 def test_the_trap_is_one(tmp_path: Path) -> None:
     assert ended(tmp_path / "trapped", "-c", TRAP)[0] == -signal.SIGABRT
+
+
+MODULE = """
+import runpy, sys
+sys.path[:] = [{source!r}, *sys.path[1:]]
+from paceline.agent import rank
+runpy._run_module_as_main = lambda name: print([path for path in sys.path if path == {folder!r}])
+rank._run_python({{"kind": "module", "target": {target!r}, "args": []}})
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "imports_from_there"),
+    [("paceline.bench.collectives_job", False), ("paceline.recipes.image", True), ("mine", True)],
+)
+def test_what_we_measure_imports_nothing_from_the_folder(
+    tmp_path: Path, target: str, imports_from_there: bool
+) -> None:
+    """``paceline check`` may be typed in a project that came from somebody else."""
+    code = MODULE.format(source=SOURCE, folder=str(tmp_path / "a"), target=target)
+    status, output, errors, _ = ended(tmp_path / "a", "-c", code)
+    assert (status, output.strip()) == (0, f"{[str(tmp_path / 'a')][:imports_from_there]}"), errors

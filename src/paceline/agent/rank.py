@@ -33,6 +33,7 @@ USUAL = (  # what the agent, or the background of whoever started it, ignores
     signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1,
     signal.SIGUSR2,
 )  # fmt: skip
+_MEASUREMENTS = "paceline.bench."  # what check and bench start; nothing of a project's own is meant
 TRACEBACK_LIMIT = 16000  # characters; a pipe holds 64 KiB
 
 
@@ -183,7 +184,8 @@ def _run_python(entry: Message, call: Any = None) -> None:
     if call is not None:
         call.run()
     elif entry["kind"] == "module":
-        sys.path.insert(0, os.getcwd())
+        if not target.startswith(_MEASUREMENTS):
+            sys.path.insert(0, os.getcwd())
         runpy._run_module_as_main(target)  # type: ignore[attr-defined]
     elif os.path.isdir(target) or zipfile.is_zipfile(target):
         runpy.run_path(target, run_name="__main__")

@@ -122,9 +122,10 @@ def test_the_trap_is_one(tmp_path: Path) -> None:
 
 
 MODULE = """
-import runpy, sys
+import os, runpy, sys
 sys.path[:] = [{source!r}, *sys.path[1:]]
 from paceline.agent import rank
+os.environ["LOCAL_RANK"] = "0"
 runpy._run_module_as_main = lambda name: print([path for path in sys.path if path == {folder!r}])
 rank._run_python({{"kind": "module", "target": {target!r}, "args": []}})
 """

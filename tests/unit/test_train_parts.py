@@ -246,6 +246,16 @@ def test_no_model(tmp_path: Path) -> None:
         weights.load_config(tmp_path)
 
 
+def test_a_description_with_no_end_is_refused(tmp_path: Path) -> None:
+    """In a run directory that came from somebody else."""
+    weights.save_model(tmp_path, nn.Linear(3, 2).state_dict(), {})
+    with (tmp_path / "model/config.json").open("wb") as file:
+        file.truncate(1 << 41)
+    with pytest.raises(DataError, match=r"config\.json cannot be read") as refused:
+        weights.load_config(tmp_path)
+    assert "more than 64 MiB" in refused.value.found
+
+
 def test_precision_names() -> None:
     assert precision("bf16").compute is torch.bfloat16
     assert precision("float64").scaler(CPU) is None

@@ -14,6 +14,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 from paceline.spec import rundir
 from paceline.spec.errors import SettingError
+from paceline.train.files import read_small
 
 O = TypeVar("O")  # noqa: E741
 
@@ -190,7 +191,7 @@ def recorded(kind: type[O], path: Path) -> O:
     """
     file = path / rundir.CONFIG if path.is_dir() else path
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))["options"]
+        values = json.loads(read_small(file))["options"]
         values.pop("run_dir", None)  # a repetition is a run of its own
         hints = typing.get_type_hints(kind)
         known_names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]

@@ -104,7 +104,7 @@ def load_config(folder: Path) -> dict[str, Any]:
     if not path.is_file() and found is not None:
         return _of_checkpoint(found)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(files.read_small(path))
     except FileNotFoundError:
         raise DataError(
             f"{folder} holds no trained model",
@@ -121,7 +121,7 @@ def load_config(folder: Path) -> dict[str, Any]:
 def _of_checkpoint(path: Path) -> dict[str, Any]:
     try:
         read_manifest(path).verify(path)
-        config = json.loads((path / STATE).read_text(encoding="utf-8"))["model"]
+        config = json.loads(files.read_small(path / STATE))["model"]
         if isinstance(config, dict) and config:
             return config
     except (Damaged, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -194,7 +194,7 @@ def _checkpointed(path: Path) -> dict[str, Tensor]:
 
 def _weights(path: Path) -> dict[str, Tensor]:
     """The state of a model that is not sharded, with its frozen and tied weights."""
-    tied = json.loads((path / STATE).read_text(encoding="utf-8")).get("tied", {})
+    tied = json.loads(files.read_small(path / STATE)).get("tied", {})
     names = [WEIGHTS, *(name for name in read_manifest(path).files if is_frozen_file(name))]
     return whole_weights({name: load_file(path / name) for name in names}, tied)
 

@@ -5,6 +5,7 @@ The ranks are at 127.0.0.1, the stranger at 127.0.0.2. What each rank met is a l
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -40,12 +41,13 @@ def rank(number: int, port: int) -> None:
     client = dist.TCPStore("127.0.0.1", port, None, False, PATIENCE)
     try:
         dist.init_process_group("gloo", store=client, rank=number, world_size=2, timeout=PATIENCE)
-    except gloo_peers.StrangerError as error:
-        told["error"] = str(error)
-    else:
         total = torch.ones(2)
         dist.all_reduce(total)
         told["sum"] = total.tolist()
+    except gloo_peers.StrangerError as error:
+        told["error"] = str(error)
+    except RuntimeError as error:  # the other rank has ended
+        told["error"] = str(error)
     print(json.dumps(told), flush=True)
     os._exit(0)
 
@@ -120,7 +122,31 @@ def main() -> None:
             pump.join()
 
 
+def call_first(*, says_numbers: bool) -> None:
+    """Calls rank 0's device before rank 1 does, and may say the numbers that it waits for."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, PATIENCE, wait_for_workers=False)
+
+    def start(number: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, __file__, str(number), str(store.port)])
+
+    with contextlib.ExitStack() as held:
+        running = [start(0)]
+        published = wait_for(store, KEYS[0])
+        (port,) = struct.unpack_from(">H", published, place(published))
+        for number in range(4):
+            there = socket.create_connection(("127.0.0.1", port), 10, (STRANGER, 0))
+            held.enter_context(there)
+            if says_numbers:
+                there.sendall(number.to_bytes(8, "little"))
+        running.append(start(1))
+        for process in running:
+            process.wait(100)
+
+
 if __name__ == "__main__":
-    if sys.argv[1:]:
+    if sys.argv[1:2] in (["first"], ["silent"]):
+        call_first(says_numbers=sys.argv[1] == "first")
+    elif sys.argv[1:]:
         rank(int(sys.argv[1]), int(sys.argv[2]))
-    main()
+    else:
+        main()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 SCRIPT = Path(__file__).with_name("strangers.py")
 OURS, STRANGER = "127.0.0.1", "127.0.0.2"
@@ -41,6 +42,26 @@ def test_a_stranger_in_the_middle_is_named_before_anything_is_exchanged() -> Non
         assert rank["found"] == ["127.0.0.2"]
         assert "connection with 127.0.0.2, which is none of this job's hosts" in rank["error"]
         assert "sum" not in rank
+
+
+def results(what: str) -> dict[int, dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), what], capture_output=True, text=True, timeout=140
+    )
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(told) == 2, done.stderr
+    return {one["rank"]: one for one in told}
+
+
+def test_a_stranger_that_called_first_is_taken_for_no_rank() -> None:
+    told = results("first")
+    assert told[0]["found"] == [STRANGER]
+    assert f"connection with {STRANGER}, which is none of this job's hosts" in told[0]["error"]
+    assert not any("sum" in one for one in told.values())
+
+
+def test_a_stranger_that_called_first_and_says_nothing_is_hung_up_on() -> None:
+    assert [one.get("sum") for one in results("silent").values()] == [[2.0, 2.0]] * 2
 
 
 def is_shut_out(port: int) -> bool:

@@ -13,6 +13,7 @@ import functools
 import os
 import re
 import socket
+import struct
 import sys
 import threading
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from . import netlink, peers
 
 _LOOK_S = 0.01
 _TIMEOUT = timedelta(minutes=30)  # torch's own
+_BYTES_RECEIVED = struct.Struct("=128xQ")  # of struct tcp_info in linux/tcp.h
 _REGISTERED = re.compile(r"^tfd: +(\d+) .* ino:([0-9a-f]+)", re.MULTILINE)
 
 
@@ -56,8 +58,11 @@ class _Device:
         with held or contextlib.nullcontext():
             yield held
 
-    def connections(self) -> Iterator[Tuple[str, bool]]:
-        """Of each connection the far end's address, and whether it was the one that called."""
+    def connections(self, hosts: peers.Hosts) -> Iterator[Tuple[str, bool]]:
+        """Of each connection the far end's address, and whether that called and said nothing.
+
+        Who is none of the hosts can say nothing from then on.
+        """
         with self.held_listener() as listener:
             port = listener.getsockname()[1] if listener is not None else 0
         for fd, inode in _registered(self.epoll):
@@ -65,11 +70,13 @@ class _Device:
             if connection is None:
                 continue
             with connection, contextlib.suppress(OSError):  # a pipe, or it has ended
-                address, called = str(connection.getpeername()[0]), False
+                address, is_silent = str(connection.getpeername()[0]), False
                 if connection.getsockname()[1] == port:
-                    called = True
                     peers.lift(connection)
-                yield address, called
+                    if address not in hosts:
+                        connection.shutdown(socket.SHUT_RDWR)
+                        is_silent = not _received(connection)
+                yield address, is_silent
 
     @property
     def is_open(self) -> bool:
@@ -85,6 +92,12 @@ class _Device:
         with self.held_listener() as listener:
             if listener is not None and self.guard is not None:
                 self.guard.shut(listener)
+
+
+def _received(connection: socket.socket) -> int:
+    """How many bytes have come by a connection, also those that were read; 1 if nobody knows."""
+    about = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
+    return int(_BYTES_RECEIVED.unpack(about)[0]) if len(about) == _BYTES_RECEIVED.size else 1
 
 
 def _registered(epoll: int) -> List[Tuple[int, int]]:
@@ -192,12 +205,13 @@ class Watch:
             StrangerError: One of them is a stranger's.
         """
         for device in devices:
-            others = list(device.connections())
+            others = list(device.connections(hosts))
             strangers = [one for one in others if one[0] not in hosts]
             known = len(others) - len(strangers)
-            for address, called in strangers:
-                # Where the kernel keeps nobody away, somebody may have called and said nothing.
-                if not called or known < ranks - 1:
+            for address, is_silent in strangers:
+                # Somebody may have called, before the kernel kept strangers away, and said nothing.
+                # Who has said the number of a connection may have been taken for a rank.
+                if not is_silent:
                     address = str(peers.parse_address(address))
                     self._found(address)
                     raise StrangerError(address)

@@ -16,6 +16,8 @@ import psutil
 import pytest
 from launches import PATIENCE_S, SOURCE, TEST_LIMIT_S, Launch, Site, eventually, project_at
 
+from paceline.launch.interrupts import ECHO_S
+
 pytestmark = pytest.mark.lab
 
 LEASE_S = 4.0
@@ -134,6 +136,7 @@ def test_twice_means_now(site: Site) -> None:
         launch.signal(signal.SIGINT)
         assert eventually(lambda: "once more to stop at once" in launch.err), launch.err
         assert launch.process.poll() is None
+        time.sleep(2 * ECHO_S)  # two at once are one wish
         launch.signal(signal.SIGINT)
         ended = launch.end()
         assert site.leftovers() == ""

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -312,6 +312,30 @@ def test_a_run_in_a_thread_takes_no_signals() -> None:
     thread.start()
     thread.join()
     assert found == [[]]
+
+
+@pytest.mark.parametrize(
+    ("later_s", "signum", "count"),
+    [(0.0, signal.SIGINT, 1), (0.0, signal.SIGTERM, 1), (1.0, signal.SIGINT, 2),
+     (1.0, signal.SIGHUP, 1)],
+)  # fmt: skip
+def test_an_echo_of_a_signal_is_no_second_wish(
+    monkeypatch: pytest.MonkeyPatch, later_s: float, signum: signal.Signals, count: int
+) -> None:
+    """`timeout` and `uv run` pass Ctrl-C on to whoever had it; a terminal's end is told twice."""
+    clock = [100.0]
+    monkeypatch.setattr(interrupts, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    async def listening() -> int:
+        with interrupts.Interrupts(lambda: None) as heard:
+            signal.raise_signal(signal.SIGINT)
+            await heard.wait()
+            clock[0] += later_s
+            signal.raise_signal(signum)
+            await asyncio.sleep(0.05)  # handlers are called by the loop
+            return len(heard.received)
+
+    assert asyncio.run(listening()) == count
 
 
 def test_signals_beside_a_running_loop_reach_the_run() -> None:

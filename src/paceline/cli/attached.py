@@ -18,6 +18,7 @@ from paceline.cli.logs import logs_of
 from paceline.cli.runs import called, describe, look_at
 from paceline.cli.verb import say
 from paceline.launch.board import Board
+from paceline.launch.interrupts import Echoes
 from paceline.launch.keys import Keys
 from paceline.launch.screen import Screen
 from paceline.launch.summary import RunOutcome, is_resumable, report_failure, report_success
@@ -82,6 +83,7 @@ class _Attached:
         self._feed = Feed(way.path, self._screen)
         self._left = asyncio.Event()
         self._interrupts, self._command = 0, tuple[str, ...]()
+        self._echoes = Echoes()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
@@ -138,6 +140,8 @@ class _Attached:
             keys.begin()
 
     def _interrupted(self) -> None:
+        if self._echoes.echoes(signal.SIGINT):
+            return
         self._interrupts += 1
         now = self._interrupts > 1
         self._screen.note("paceline: stopping at once" if now else

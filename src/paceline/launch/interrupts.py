@@ -11,6 +11,7 @@ import concurrent.futures
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType, TracebackType
 from typing import Any, Generic, TypeVar
@@ -19,6 +20,27 @@ T = TypeVar("T")
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # USR1: of batch systems
 LEFT_IGNORED = (signal.SIGINT, signal.SIGHUP)
 WAKE_S = 0.5
+ECHO_S = 0.25  # nobody types Ctrl-C twice as fast; a parent that passes it on is faster
+
+
+class Echoes:
+    """Tells a second wish from an echo of the first.
+
+    Ctrl-C goes to all processes of a terminal, and what started this one (``timeout``, ``uv run``)
+    passes it on. A closed terminal says so twice, by the shell and by the kernel; a service manager
+    sends two signals at once.
+    """
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+
+    def echoes(self, signum: int) -> bool:
+        """Whether this signal says no more than an earlier one; called once for each signal."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now
+            return False
+        return signum == signal.SIGHUP or now - self._first < ECHO_S
 
 
 class Interrupts:
@@ -34,17 +56,18 @@ class Interrupts:
     def __init__(self, on_signal: Callable[[], None]) -> None:
         self.received: list[int] = []
         self._on_signal = on_signal
+        self._echoes = Echoes()
         self._changed = asyncio.Event()
         self._before: dict[signal.Signals, Any] = {}  # the handlers of whoever called us
 
     def __enter__(self) -> Interrupts:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._heed)
-        _told[loop] = self.take
+        _told[loop] = self._signalled
         if threading.current_thread() is threading.main_thread():
             self._before = {one: signal.getsignal(one) for one in wanted()}
             for signum in self._before:
-                loop.add_signal_handler(signum, self.take, signum)
+                loop.add_signal_handler(signum, self._signalled, signum)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
@@ -62,8 +85,12 @@ class Interrupts:
         if not self.received:
             loop.default_exception_handler(context)
 
+    def _signalled(self, signum: int) -> None:
+        if not self._echoes.echoes(signum):
+            self.take(signum)
+
     def take(self, signum: int) -> None:
-        """A signal has come, or somebody asks for what it asks for."""
+        """Somebody asks for what a signal asks for."""
         self.received.append(signum)
         self._changed.set()
         self._changed = asyncio.Event()

@@ -190,12 +190,17 @@ class Stopper:
         self._job = job
         import asyncio
 
+        from paceline.launch.interrupts import Echoes
+
         self._cancel = cancel
+        self._echoes = Echoes()
         self._received = asyncio.Event()
         for one in _SIGNALS:
             asyncio.get_running_loop().add_signal_handler(one, self._take, one)
 
     def _take(self, signum: int) -> None:
+        if self._echoes.echoes(signum):
+            return
         again = self.exit_code != 0
         self.exit_code = 128 + signum
         self.left = not self._cancel

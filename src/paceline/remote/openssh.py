@@ -174,7 +174,8 @@ CAUSES: tuple[_Cause, ...] = (
     ),
     _Cause(
         "the ssh config's proxy fails",
-        r"(?:^|\n)(?!kex_exchange|ssh_exchange|Connection |banner exchange)[^\n]{1,300}"
+        r"(?:^|\n)(?!kex_exchange|ssh_exchange|Connection |banner exchange|mm_receive_fd|"
+        r"ssh: connect to host [^\n]{1,300}\nmm_receive_fd)[^\n]{1,300}"  # a lab's own answer
         r"\n(?:[^\n]{0,300}\n){0,2}?[^\n]{0,100}"
         r"(?:UNKNOWN port 65535|proxy dialer did not pass back)|stdio forwarding failed",
         "The login to its jump host, or its ProxyCommand, fails as the words above say. "

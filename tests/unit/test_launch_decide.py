@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from paceline.cli.run import data_of
 from paceline.launch import decide, view
 from paceline.launch.decide import Found, Place, Supplies
 from paceline.launch.entry import entry_argv, local_rank_flag
@@ -474,6 +475,18 @@ def test_data_that_a_node_lacks_are_sent_and_found() -> None:
     env = decide.data_env(job(data=PHOTOS), place)
     assert {name: one.value for name, one in env.items()} == {
         "PACELINE_DATA_DIR": COPY, "PACELINE_DATA_HOME": "/w/photos"}  # fmt: skip
+
+
+def test_what_lies_in_the_data_is_found_there_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos/tiny").mkdir(parents=True)
+    args = ("./photos/tiny/", "--a=photos/tiny", f"{tmp_path}/photos/tiny", "photos/../photos/tiny",
+            "--out=./photos/new", "./photostiny")  # fmt: skip
+    data = data_of(Path("photos"), args, here=True)
+    assert [data.on_node(arg, COPY) for arg in args] == [
+        f"{COPY}/tiny", f"--a={COPY}/tiny", f"{COPY}/tiny", *args[3:]]  # fmt: skip
 
 
 def test_data_that_a_node_has_stay_in_place() -> None:

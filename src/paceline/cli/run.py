@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,16 +68,17 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
         own_store=opens_store(entry),
         needs_torch=torch,
         any_world=any_world,
-        data=data_of(data, here=via.kind != "join") if data else None,
+        data=data_of(data, entry.args, here=via.kind != "join") if data else None,
     )
     ctx.exit(launch(ctx, job, cluster, via))
 
 
-def data_of(folder: Path, here: bool) -> Data:
-    """The folder, and the arguments that mean it: its paths, but no single word.
+def data_of(folder: Path, args: Sequence[str], here: bool) -> Data:
+    """The folder, and the arguments that mean it or what it holds: paths, but no single word.
 
     Args:
         folder: As typed.
+        args: Those of the script.
         here: It is sent from here: SettingError where there is none.
     """
     if here and not folder.is_dir():
@@ -88,4 +90,12 @@ def data_of(folder: Path, here: bool) -> Data:
     whole = os.path.abspath(folder)  # noqa: PTH100 - a link stays one
     words = {whole, whole + "/"}
     words |= {f"{folder}", f"{folder}/"} if "/" in f"{folder}" else {f"./{folder}", f"{folder}/"}
+    values = {arg.partition("=")[2] if arg.startswith("-") else arg for arg in args}
+    words |= {one for one in values if _is_inside(one, words)}
     return Data(whole, tuple(sorted(words)))
+
+
+def _is_inside(value: str, roots: Set[str]) -> bool:
+    """Whether this is a path of something that the folder holds: of a result to be, it is not."""
+    starts = tuple(f"{root.rstrip('/')}/" for root in roots)
+    return value.startswith(starts) and ".." not in Path(value).parts and Path(value).exists()

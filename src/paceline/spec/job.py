@@ -121,19 +121,24 @@ class Data:
 
     Attributes:
         path: Its absolute path.
-        words: Arguments that mean it, and become its path on the node.
+        words: Arguments that mean it, or what is in it, and become that path on the node.
     """
 
     path: str
     words: tuple[str, ...] = ()
 
     def on_node(self, arg: str, folder: str) -> str:
-        """An argument as a node gets it: the folder, or an option with it behind ``=``."""
+        """An argument as a node gets it: a path, or an option with one behind ``=``."""
         option, equals, value = arg.partition("=")
         if arg in self.words:
-            return folder
+            return folder + self._inside(arg)
         joined = equals and option.startswith("-") and value in self.words
-        return f"{option}={folder}" if joined else arg
+        return f"{option}={folder}{self._inside(value)}" if joined else arg
+
+    def _inside(self, word: str) -> str:
+        roots = sorted((one.rstrip("/") for one in self.words), key=len)
+        root = next(one for one in roots if f"{word}/".startswith(f"{one}/"))
+        return word[len(root) :].rstrip("/")
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,8 +241,9 @@ def _too_large(root: Path, sizes: Mapping[str, int]) -> SettingError:
         found=f"{counted(len(sizes), 'file')}, {sum(sizes.values()) >> 20} MiB (at most"
         f" {MAX_FILES} and {MAX_BYTES >> 20} MiB); most of it is {largest}:"
         f" {counted(len(inside), 'file')}, {sum(inside) >> 20} MiB",
-        remedy="Start from a folder that holds only the code, or keep data out by .gitignore, or "
-        "put the code at the same path on every host and add --ship never",
+        remedy=f"Keep {largest} out by .gitignore; if ranks need it, add --data {largest}, which "
+        "sends it once. Or start from a folder that holds only the code, or put the code at the "
+        "same path on every host and add --ship never",
     )
 
 

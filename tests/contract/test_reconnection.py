@@ -752,3 +752,20 @@ def test_a_host_is_given_up_whose_pipe_has_closed_by_itself() -> None:
         return channel.lost.is_set()
 
     assert asyncio.run(asyncio.wait_for(scene(), 10))
+
+
+def test_a_shell_that_reads_all_its_input_may_say_what_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("paceline.remote.channel.HELLO_TIMEOUT_S", 0.2)
+    shell = "cat >/dev/null; sleep 0.2; echo 'fish: Missing end to balance this' >&2"
+
+    async def scene() -> None:
+        pipe = subprocess.PIPE
+        child = await asyncio.create_subprocess_exec(
+            "sh", "-c", shell, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        )
+        await Channel(Host("n1"), ProcessLink(child)).open()
+
+    with pytest.raises(LoginRefused, match="another shell"):
+        asyncio.run(asyncio.wait_for(scene(), 30))

@@ -50,6 +50,7 @@ Message = dict[str, Any]
 STDERR_KEPT = 64 * 1024
 LAST_WORDS_S = 0.5
 HELLO_TIMEOUT_S = 30.0
+END_OF_INPUT_S = 3.0  # for a shell that reads all of its input first, such as fish
 REST_S = 5.0  # for an agent to be done with a job
 MEET_S = 5.0  # for one that waits to be there
 STALL_S = 5.0  # for the rest of a greeting that has begun
@@ -155,7 +156,7 @@ class Channel:
             raise LoginRefused(self.host, self._not_our_agent()) from None
         except (OSError, EOFError, asyncio.TimeoutError) as error:
             timed_out = isinstance(error, asyncio.TimeoutError)
-            await self.close()
+            await self.close(END_OF_INPUT_S if timed_out else 0.0)
             raise LoginRefused(self.host, self._refusal(timed_out)) from None
         if newly_pinned(self.stderr):
             self.fingerprint = pinned_key(self.stderr)

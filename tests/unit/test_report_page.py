@@ -219,6 +219,26 @@ def test_a_start_without_a_lost_host_is_no_loss_of_the_others(tmp_path: Path) ->
     assert "Rank 0 on n1 failed; rank 1 on n2 was lost for good" in visible(text_of(path))
 
 
+def test_a_rank_that_moved_is_named_by_its_hosts_in_their_order(tmp_path: Path) -> None:
+    """The plan in the folder is that of the last start, on n3 in the place of n2."""
+    path = made(tmp_path / "run")
+    plan = json.loads((path / names.PLAN).read_text())
+    plan["nodes"] = [
+        {"host": host, "ranks": [{"rank": rank}]} for rank, host in enumerate(("n1", "n3"))
+    ]
+    (path / names.PLAN).write_text(json.dumps(plan))
+    events = path / names.EVENTS
+    told = [json.loads(line) for line in events.read_text().splitlines()]
+    told = [one for one in told if one["time"] < BEGAN + 12] + [
+        {"time": BEGAN + 12, "event": "lost", "host": "n2", "why": "switched off"},
+        {"time": BEGAN + 14, "event": "started", "attempt": 1, "world_size": 2},
+        {"time": BEGAN + 15, "event": "rank started", "host": "n3", "rank": 1, "pid": 11},
+    ]
+    lines(events, told)
+    assert [row.label for row in run_in(path).line.rows] == [
+        "rank 0 on n1", "rank 1 on n2, then n3"]  # fmt: skip
+
+
 def test_the_share_of_computing_is_that_of_the_terminal(tmp_path: Path) -> None:
     path = made(tmp_path / "run")
     assert "76% of a step (mean of all ranks)" in visible(text_of(path))

@@ -116,13 +116,17 @@ class Evidence:
     def losses(self) -> tuple[str, ...]:
         """What was lost and what came back while the others went on, in the screen's words."""
         told = []
+        lost: dict[str, str] = {}  # since the last start
         for event in self.events:
-            if event.kind in ("recovery", "newcomer late"):
+            if event.kind == "lost":
+                lost[event.host or ""] = f"{event.where}: {event['why']}; "
+            elif event.kind in ("recovery", "newcomer late"):
                 told.append(str(event["text"] or ""))
             elif event.kind == "newcomer lost":
                 told.append(f"{event.where} was lost before it had joined: {event['why']}")
             elif event.kind == "started" and event["attempt"]:
-                told.append("all ranks were started again")
+                told.append(f"{''.join(lost.values())}all ranks were started again")
+                lost = {}
         return tuple(told)
 
     @property
@@ -134,7 +138,11 @@ class Evidence:
     def again(self) -> str:
         """What starting the same command again would do, as the end of a sentence."""
         if self.checkpoint is None:
-            return "it begins anew, for it has made no checkpoint"
+            return (
+                "it begins anew, for it has made no checkpoint of paceline.train. Where the script"
+                " has its own and they came home to files/HOST of the run directory, copy them from"
+                " there into the project first"
+            )
         return f"training resumes from the checkpoint of step {self.checkpoint}"
 
     def search(self, pattern: re.Pattern[str]) -> Iterator[tuple[Log, int, re.Match[str]]]:

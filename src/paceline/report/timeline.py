@@ -246,6 +246,7 @@ class _Scene:
         self.began, self.seconds = began, seconds
         self.tracks: dict[int, _Track] = {}
         self.hosts: dict[int, str] = {}
+        self._planned: set[int] = set()  # known from the plan alone, which is the last start's
         # who was in the group from when on: the order of a record's ranks
         self.members: list[tuple[float, tuple[int, ...]]] = []
         nodes = plan.get("nodes")
@@ -256,13 +257,16 @@ class _Scene:
                 if rank is not None:
                     self._track(rank, words(node.get("host"), 255)).now(0.0, "starting")
         self.world = tuple(sorted(self.tracks))
+        self._planned = set(self.tracks)
 
     def _track(self, rank: int, host: str) -> _Track:
         track = self.tracks.setdefault(rank, _Track(place(host, rank)))
         if host and self.hosts.get(rank, host) != host:
-            track.label += f", then {host}"
+            planned = rank in self._planned
+            track.label = place(host, rank) if planned else f"{track.label}, then {host}"
         if host:
             self.hosts[rank] = host
+            self._planned.discard(rank)
         return track
 
     def _on(self, host: str) -> list[_Track]:

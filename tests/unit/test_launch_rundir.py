@@ -256,6 +256,22 @@ def test_fresh_names(tmp_path: Path) -> None:
     assert one != two
 
 
+def test_runs_of_the_same_second_do_not_meet(tmp_path: Path) -> None:
+    """The folder is taken before anything is written into it, and goes if nothing is."""
+    parent = tmp_path / "runs"
+    with rundir.claimed(parent, "job") as one:
+        with rundir.claimed(parent, "job") as two, rundir.claimed(parent, "job") as three:
+            (two / "plan.json").touch()
+            assert len({one, two, three}) == 3
+        assert {*parent.iterdir()} == {one, two}
+    with rundir.claimed(tmp_path / "none", "job") as empty:
+        assert empty.is_dir()
+    assert not (tmp_path / "none").exists()
+    (tmp_path / "file").touch()
+    with rundir.claimed(tmp_path / "file", "job") as only_a_name:
+        assert not only_a_name.exists()
+
+
 def test_the_last_lines_are_of_this_run(tmp_path: Path) -> None:
     """What an earlier run left in a log of the same folder is not this failure's."""
     for text in (b"of the first run\n", b"of the second run\n"):

@@ -221,7 +221,7 @@ def launch(
         parent: Folder of run directories when the user named none.
         after: Called with the run directory once the job has ended well.
     """
-    from paceline.rundir.directory import fresh_path
+    from paceline.rundir.directory import claimed, fresh_path
 
     if via.kind == "submit":
         directory = ctx.params["run_dir"] or fresh_path(parent, job.name)
@@ -240,7 +240,9 @@ def launch(
         say(wrapped(f"paceline: {why}", 80), err=True)
     via.agree_on(job)
     plan_only = ctx.params["plan_only"]
-    run_dir = None if plan_only else ctx.params["run_dir"] or fresh_path(parent, job.name)
+    run_dir = None
+    if not plan_only:
+        run_dir = ctx.params["run_dir"] or ctx.with_resource(claimed(parent, job.name))
     inspect = inspection(ctx, job, cluster, via, run_dir)
     if run_dir is None:
         as_json, verbose = ctx.params["as_json"], ctx.params["verbose"]

@@ -20,7 +20,7 @@ from paceline.agent import pickles
 from paceline.launch.entry import COMPILER, preload_of
 from paceline.launch.prepare import Inspect
 from paceline.launch.summary import RunOutcome, last_lines
-from paceline.rundir.directory import fresh_path, short
+from paceline.rundir.directory import claim, short
 from paceline.spec import rundir as names
 from paceline.spec.errors import JobError, NodeError, SettingError
 from paceline.spec.events import Event
@@ -414,7 +414,7 @@ def folder_for(run_dir: Path | None, name: str) -> Iterator[Path]:
 
     At the end what only served the call is gone: it may be large, and is in memory by then.
     """
-    path = (run_dir or _fresh(name)).absolute()
+    path = (run_dir or claim(Path(names.DEFAULT_PARENT), name)).absolute()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         yield path
@@ -424,12 +424,3 @@ def folder_for(run_dir: Path | None, name: str) -> Iterator[Path]:
         for folder in (path / names.RETURNED, path):
             with suppress(OSError):  # there is more in it
                 folder.rmdir()
-
-
-def _fresh(name: str) -> Path:
-    Path(names.DEFAULT_PARENT).mkdir(exist_ok=True)
-    while True:
-        path = fresh_path(Path(names.DEFAULT_PARENT), name)
-        with suppress(FileExistsError):  # a thread beside this one was quicker
-            path.mkdir(mode=0o700)
-            return path

@@ -253,6 +253,36 @@ def fresh_path(parent: Path, name: str) -> Path:
     raise SettingError(f"{parent} holds too many runs of this second")
 
 
+def claim(parent: Path, name: str) -> Path:
+    """Makes a fresh folder, which nobody else gets that starts in the same second."""
+    parent.mkdir(mode=0o775, parents=True, exist_ok=True)
+    while True:
+        path = fresh_path(parent, name)
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+            return path
+
+
+@contextlib.contextmanager
+def claimed(parent: Path, name: str) -> Iterator[Path]:
+    """A fresh folder, which goes again if nothing came into it.
+
+    Where none can be made it is only a name: whoever writes there explains it better.
+    """
+    was_there = parent.exists()
+    try:
+        path = claim(parent, name)
+    except OSError:
+        path = fresh_path(parent, name)
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(OSError):
+            path.rmdir()
+            if not was_there:
+                parent.rmdir()
+
+
 _called: dict[Path, str] = {}
 
 

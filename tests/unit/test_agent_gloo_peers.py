@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import threading
+from pathlib import Path
+
 import pytest
 
-from paceline.agent import gloo_peers, netlink
+from paceline.agent import gloo_peers, netlink, peers
 
 
 def entry(address: str, family: int, scope: str = "global", usable: bool = True) -> netlink.Address:
@@ -31,3 +36,20 @@ def test_in_a_job_that_talks_ipv6_it_is_not_the_ipv4_address(
     monkeypatch.setattr(netlink, "addresses", lambda: BOTH)
     monkeypatch.setenv("MASTER_ADDR", master)
     assert gloo_peers.job_address(interface) == expected
+
+
+def test_looking_for_a_store_that_never_listens_leaves_no_descriptors_behind() -> None:
+    def opened() -> int:
+        return len([*Path("/proc/self/fd").iterdir()])
+
+    over, doors = threading.Event(), peers.DoorKeeper(lambda address: None)
+    with Path(os.devnull).open(), socket.create_server(("127.0.0.1", 0)) as other:
+        before, port = opened(), other.getsockname()[1] ^ 1
+        looking = threading.Thread(
+            target=gloo_peers._guard_port, args=(port, peers.ANYBODY, doors, over)
+        )
+        looking.start()
+        over.wait(5 * gloo_peers._LOOK_S)
+        over.set()
+        looking.join()
+        assert opened() == before

@@ -112,12 +112,21 @@ def _registered(epoll: int) -> List[Tuple[int, int]]:
 
 def _hold(fd: int, inode: int) -> Optional[socket.socket]:
     """The socket that gloo knows by this number, under another; ``None`` when it is no longer."""
+    held = _hold_any(fd)
+    if held is not None and os.fstat(held.fileno()).st_ino != inode:
+        held.close()
+        return None
+    return held
+
+
+def _hold_any(fd: int) -> Optional[socket.socket]:
+    """A socket under another descriptor; ``None`` for what is none."""
     with contextlib.suppress(OSError):
         held = os.dup(fd)
-        if os.fstat(held).st_ino == inode:
-            with contextlib.suppress(OSError):
-                return socket.socket(fileno=held)
-        os.close(held)
+        try:
+            return socket.socket(fileno=held)
+        except OSError:
+            os.close(held)
     return None
 
 
@@ -289,7 +298,10 @@ def _guard_port(port: int, hosts: peers.Hosts, doors: peers.DoorKeeper,
     while True:
         is_last = over.is_set()
         for fd in map(int, os.listdir("/proc/self/fd")):
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as held:
+            held = _hold_any(fd)
+            if held is None:
+                continue
+            with held, contextlib.suppress(OSError):
                 is_listening = held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                 if is_listening and held.getsockname()[1] == port:
                     doors.watch(peers.Guard(held, hosts), fd)

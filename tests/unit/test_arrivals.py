@@ -183,3 +183,25 @@ def test_a_damaged_record_makes_a_folder_nobodys(tmp_path: Path, line: str) -> N
     (tmp_path / names.BROUGHT).write_text(f"{line}\n" * 3)
     (tmp_path / "mine").touch()
     assert Arrivals(tmp_path).place("mine", "n1") == "files/n1/mine"
+
+
+def test_what_stays_on_a_node_is_not_removed_with_the_job(tmp_path: Path, cache: Path) -> None:
+    """Told with its folder, also what is hidden or has a name of the run's own records."""
+    home, noted = tmp_path / "run", list[str]()
+    RunDirectory(home).close()
+
+    async def work(served: Any) -> None:
+        channel, fetcher = served.node.channel, Fetcher(home, noted.append)
+        answer = await channel.request("build_tree", folder="job", name="code", manifest=[],
+                                       first=True, last=True)  # fmt: skip
+        there = Path(answer["root"])
+        fill(there, {"a/HEAD": b"x", ".hydra/config.yaml": b"x", "plan.json": b"x", "b": b"x",
+                     ".paceline-run": b""})  # fmt: skip
+        await fetcher.fetch(channel, str(there), None, home, leave=names.is_brought_apart,
+                            refuse=names.why_reserved)  # fmt: skip
+        assert fetcher.left_on == {"n1"}
+        assert content(home) == {"b": b"x"}
+        assert f"3 files stayed on n1 in {there}" in noted[0]
+
+    run(work)
+    assert (cache / "jobs/job/code/a/HEAD").exists()

@@ -232,6 +232,13 @@ def discard_run_folder(agent: Agent, request: Message, _: bytes) -> None:
     agent.reply(request)
 
 
+def keep_folder(agent: Agent, request: Message, _: bytes) -> None:
+    """Leaves the job's folder that holds ``root`` at the end: some of it was not taken away."""
+    root = Path(request["root"])
+    agent.folders[:] = [one for one in agent.folders if one not in (root, *root.parents)]
+    agent.reply(request)
+
+
 def list_results(agent: Agent, request: Message, _: bytes) -> None:
     """Files under ``root`` that are new or changed against ``manifest``."""
     agent.in_thread(
@@ -262,6 +269,7 @@ OPERATIONS: "Dict[str, Callable[[Agent, Message, bytes], None]]" = {
     "place": place,
     "run_folder": run_folder,
     "discard_run_folder": discard_run_folder,
+    "keep_folder": keep_folder,
     "list_results": list_results,
     "read_block": read_block,
 }

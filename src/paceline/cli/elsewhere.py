@@ -187,17 +187,18 @@ class There:
         """Everything comes; with its last follower the run's folder on the other host goes."""
         if self._follower is None or self._standing is None:
             raise ConnectError(f"{self._detached.host} cannot be asked now", found=self.trouble)
+        is_whole = True
         if detached_of(self.path) is not None:  # else another follower has done it
             if self._standing.word == "lost":
                 await self._ranks_ended()
             try:
-                await self._follower.finish(self._standing.word)
+                is_whole = await self._follower.finish(self._standing.word, _note)
             except (ConnectionError, Silent) as problem:
                 raise self._cut_off(problem) from None
         about = self._standing.about
         with contextlib.suppress(NodeError, ConnectionError):
             await self._follower.discard(
-                fetched=about is not None and started_here(about, self.path)
+                fetched=is_whole and about is not None and started_here(about, self.path)
             )
 
     async def _ranks_ended(self) -> None:
@@ -221,6 +222,10 @@ class There:
         follower, self._follower = self._follower, None
         if follower is not None:
             await follower.channel.close()
+
+
+def _note(text: str) -> None:
+    say(for_reader(text, sys.stderr), err=True)
 
 
 def understood(answer: dict[str, Any] | None) -> dict[str, Any]:

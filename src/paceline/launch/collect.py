@@ -138,7 +138,8 @@ class Results:
     async def clear(self, fleet: Fleet) -> None:
         """The nodes' own run folders have served; they stay unless all of rank 0's is at home.
 
-        The others' stay, too, where there is more in them than copies of checkpoints.
+        The others' stay, too, where there is more in them than copies of checkpoints, and so does
+        rank 0's where something was refused.
         """
         first = self.first
         if first is None or first.lost or not (self._all_home or first.shared_run_dir):
@@ -148,7 +149,8 @@ class Results:
         for node in fleet.nodes:
             if node.lost or node.running or node.shared_run_dir:
                 continue
-            only = None if node is first else [names.CHECKPOINTS, names.CALL, names.RETURNED]
+            whole = node is first and node.name not in self._fetcher.left_on
+            only = None if whole else [names.CHECKPOINTS, names.CALL, names.RETURNED]
             with contextlib.suppress(PacelineError, ConnectionError):
                 await node.channel.request("discard_run_folder", key=self._directory.key, only=only)
 
@@ -163,11 +165,15 @@ class Results:
             await self._checkpoints.finish()
             await self._checkpoints.sync()
             await self._fetcher.fetch(
-                node.channel, node.run_folder, None, target, leave=names.is_reserved
-            )
+                node.channel, node.run_folder, None, target,
+                leave=names.is_brought_apart, refuse=names.why_reserved,
+            )  # fmt: skip
             self._all_home = True
         for there in [where for who, where in self._elsewhere if who is node]:
-            await self._fetcher.fetch(node.channel, there, None, target, leave=names.is_reserved)
+            await self._fetcher.fetch(
+                node.channel, there, None, target,
+                leave=names.is_brought_apart, refuse=names.why_reserved,
+            )  # fmt: skip
             self._note(
                 f"paceline: the model came home from {there} on {node.name}; remove it there"
             )

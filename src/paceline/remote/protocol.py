@@ -164,6 +164,7 @@ ANSWERS: dict[str, Shape] = {
     "build_tree": record(root=text(), damaged=each(SHA256)),
     "run_folder": record(shared=flag, folder=text()),
     "discard_run_folder": _DONE,
+    "keep_folder": _DONE,
     "look": record(paths=each(_LOOKED)),
     "which": record(path=maybe(text())),
     "disk": record(disks=each(_DISK)),

@@ -211,4 +211,16 @@ def is_reserved(path: str) -> bool:
 
     Programs read hidden files by themselves: .envrc, .netrc, .bashrc.
     """
-    return is_ours(path) or path.startswith(".")
+    return bool(why_reserved(path)) or is_brought_apart(path)
+
+
+def is_brought_apart(path: str) -> bool:
+    """Whether a path in a node's own run folder is ours, and comes home in another way or not."""
+    return path.split("/")[0] in (CHECKPOINTS, CALL, RETURNED) or path.startswith(".paceline")
+
+
+def why_reserved(path: str) -> str:
+    """Why a rank may not write a path in the run directory; empty if it may."""
+    if is_ours(path):
+        return "a name that the run itself uses"
+    return "a hidden file" if path.startswith(".") else ""

@@ -236,6 +236,7 @@ class CheckpointFetcher:
         hashes |= {path.partition("/")[2]: sha256 for path, sha256 in arrived.items()}
         if problem := await asyncio.to_thread(damage_of, arriving / name, name, hashes):
             await asyncio.to_thread(shutil.rmtree, arriving, ignore_errors=True)
+            self._fetcher.left_on.add(self._channel.host.name)
             if name not in self._noted:
                 self._noted.add(name)
                 where = f"checkpoint {name} of {self._channel.host.name}"

@@ -13,7 +13,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -222,11 +222,16 @@ class Follower:
         there = await self._read(path, here - count, count)
         return there == os.pread(fd, count, here - count)
 
-    async def finish(self, word: str = "ended") -> None:
+    async def finish(self, word: str = "ended",
+                     note: Callable[[str], None] = lambda text: None) -> bool:  # fmt: skip
         """After the end: brings all that is not here yet, and notes that everything is.
 
         Args:
             word: How it stands: ``ended`` or ``lost``.
+            note: Tells the user.
+
+        Returns:
+            False when something was refused and stays there.
 
         Raises:
             NodeError: It is too much, or cannot be written.
@@ -234,11 +239,12 @@ class Follower:
         """
         self._afresh = True
         await self.refresh()
-        fetcher = Fetcher(self._path)
-        await CheckpointFetcher(self.channel, self._root, self._path, fetcher).sync()
+        fetcher = Fetcher(self._path, note)
+        await CheckpointFetcher(self.channel, self._root, self._path, fetcher, note=note).sync()
         await fetcher.fetch(
-            self.channel, self._root, None, self._path, leave=self._leaves, supervisor=True
-        )
+            self.channel, self._root, None, self._path, leave=self._leaves,
+            refuse=lambda path: "" if foreign(path) else names.why_reserved(path), supervisor=True,
+        )  # fmt: skip
         if self._owed:
             raise NodeError(f"{', '.join(sorted(self._owed)[:5])} did not come as they are there")
         said = records.read_object(self._path / DETACHED) or {}
@@ -246,10 +252,12 @@ class Follower:
         await asyncio.to_thread(inside.write_file, str(self._path), DETACHED, text.encode() + b"\n")
         with contextlib.suppress(OSError):  # another follower still has something on its way
             (self._path / inside.INCOMING).rmdir()
+        return not fetcher.left_on
 
     def _leaves(self, path: str) -> bool:
-        """What came already, in its own way."""
-        return not foreign(path) or grows(path) or path.split("/")[0] == names.CHECKPOINTS
+        """What came already, in its own way, and what only the supervisor needs."""
+        own = path in _OURS or names.is_brought_apart(path)
+        return own or grows(path)
 
     async def ask(self, wish: Mapping[str, Any]) -> dict[str, Any] | None:
         """What the supervisor answers to a wish (see ``launch/control.py``); ``None``: it is gone.

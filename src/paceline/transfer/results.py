@@ -24,14 +24,19 @@ class Fetcher:
     Args:
         directory: The run directory: no link inside it is followed.
         note: Tells the user.
+
+    Attributes:
+        left_on: Hosts on which something has stayed: its folder there may not be removed.
     """
 
     def __init__(self, directory: Path, note: Callable[[str], None] = lambda text: None) -> None:
         self._directory, self._note = directory, note
+        self.left_on: set[str] = set()
 
     async def fetch(self, channel: Channel, root: str, manifest: Manifest | None, target: Path,
                     leave: Callable[[str], bool] = lambda path: False,
-                    *, supervisor: bool = False) -> list[str]:  # fmt: skip
+                    *, refuse: Callable[[str], str] = lambda path: "",
+                    supervisor: bool = False) -> list[str]:  # fmt: skip
         """Brings the new and changed files below ``root`` of a node to ``target``.
 
         Args:
@@ -39,7 +44,8 @@ class Fetcher:
             root: Folder there.
             manifest: What was there before the job; ``None`` when nothing was.
             target: Folder here, in the run directory.
-            leave: True for paths that stay there.
+            leave: True for paths that stay there, untold.
+            refuse: Why a path stays there besides those that are never brought; empty if it comes.
             supervisor: The launcher of the run is there: it writes the run's records.
 
         Returns:
@@ -47,7 +53,8 @@ class Fetcher:
         """
         answer = await channel.request("list_results", root=root, manifest=manifest)
         listed = {str(f["path"]): int(f["size"]) for f in answer["files"] if not leave(f["path"])}
-        refused = {path: why for path in listed if (why := why_refused(self._below(target, path)))}
+        refused = {path: why for path in listed
+                   if (why := why_refused(self._below(target, path)) or refuse(path))}  # fmt: skip
         files = {path: size for path, size in listed.items() if path not in refused}
         total = sum(files.values())
         if total > RESULT_LIMIT:
@@ -58,8 +65,11 @@ class Fetcher:
             )
         host = channel.host.name
         if refused:
+            self.left_on.add(host)
+            await channel.request("keep_folder", root=root)
             shown = "; ".join(f"{path:.100} ({why})" for path, why in [*refused.items()][:3])
-            self._note(f"paceline: {counted(len(refused), 'file')} stayed on {host}: {shown}")
+            said = f"{counted(len(refused), 'file')} stayed on {host} in {root}: {shown}"
+            self._note(f"paceline: {said}")
         arrivals, moved = Arrivals(self._directory), list[str]()
         for path, size in files.items():
             name = self._below(target, path)

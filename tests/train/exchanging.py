@@ -27,9 +27,10 @@ def train(how: str, rank: int, world_size: int) -> None:
         dist.destroy_process_group()
         return
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    take_step = torch.compile(lambda: optimizer.step(), backend="eager")
     for step in range(STEPS):
         model(torch.ones(4, 2)).sum().backward()
-        if how == "own":
+        if how in ("own", "compiled"):
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
         elif how == "average at the end" and step == STEPS - 1:
@@ -40,7 +41,10 @@ def train(how: str, rank: int, world_size: int) -> None:
             dist.send(activations, 1) if rank == 0 else dist.recv(activations, 0)
         elif how == "metrics":
             dist.all_reduce(torch.ones(1))
-        optimizer.step()
+        elif how == "objects":
+            models: list[object] = [None, None]
+            dist.all_gather_object(models, model.state_dict())
+        take_step() if how == "compiled" else optimizer.step()
         optimizer.zero_grad()
     # No group is destroyed: on a busy machine that may wait for ever for a thread of gloo.
 

@@ -29,6 +29,8 @@ def run(folder: Path, how: str, processes: str, *options: str) -> str:
         ("ddp", "spawned"),
         ("fsdp", "ranks"),
         ("own", "ranks"),
+        ("compiled", "ranks"),
+        ("objects", "ranks"),
         ("average at the end", "ranks"),
         ("send", "ranks"),
         ("send without training", "ranks"),

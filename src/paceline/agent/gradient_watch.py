@@ -22,6 +22,7 @@ from typing import Any, Callable, Dict, List, Optional
 EVENT = "gradient exchange"
 ENOUGH_ELEMENTS = 32  # in one collective: metrics have fewer, gradients of real models have more
 NOT_GRADIENTS = ("Byte", "Long")  # pickled objects, sizes and counts
+LARGE_OBJECT = 1024  # bytes; one as large as the largest parameter may hold models or codes of them
 # exchange gradients without c10d's groups; our sessions compare the ranks' weights themselves
 OTHER_LIBRARIES = ("mpi4py.MPI", "horovod", "torchft", "paceline.train.session")
 LAST_FINALIZER = -100  # priority: after those of the script
@@ -70,7 +71,14 @@ class GradientWatch:
         )
 
     def _watch_optimizers(self, module: Any) -> None:
-        self._hook = module.register_optimizer_step_post_hook(self._after_step)
+        torch: Any = sys.modules["torch"]  # which is being imported
+
+        def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+            # Traced where a step is compiled: no names of this module, which cannot be imported.
+            if not torch.compiler.is_compiling():
+                self._after_step(optimizer)
+
+        self._hook = module.register_optimizer_step_post_hook(after_step)
 
     def _watch_children(self, module: Any) -> None:
         module.register_after_fork(self, GradientWatch._tell_at_child_end)
@@ -92,11 +100,9 @@ class GradientWatch:
         util: Any = sys.modules["multiprocessing.util"]
         util.Finalize(None, self.tell, exitpriority=LAST_FINALIZER)
 
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _after_step(self, optimizer: Any) -> None:
         """Looks after 1, 2, 4, 8, … steps, until gradients have been exchanged."""
         torch: Any = sys.modules["torch"]
-        if torch.compiler.is_compiling():  # it would become part of the compiled step
-            return
         self._steps += 1
         if self._steps & (self._steps - 1):
             return
@@ -132,7 +138,8 @@ class GradientWatch:
         entries = [entry for dump in dumps for entry in dump.get("entries", ())]
         entries = [e for e in entries if e.get("time_created_ns", 0) >= self._since_ns]
         self._calls = max(self._calls, len(entries))
-        self._largest_call = max([self._largest_call, *map(_elements, entries)])
+        large = max(LARGE_OBJECT, self._largest_parameter)
+        self._largest_call = max([self._largest_call, *(_elements(e, large) for e in entries)])
         has_groups = any(dump.get("pg_config") for dump in dumps)
         if any(entry.get("is_p2p") for entry in entries) or _is_incomplete(entries, has_groups):
             return True
@@ -220,14 +227,12 @@ def _recorder_dumps() -> List[Dict[str, Any]]:
     return [json.loads(getattr(c10d, name)(True, False)) for name in names if hasattr(c10d, name)]
 
 
-def _elements(entry: Dict[str, Any]) -> int:
-    """Size of the largest tensor in a collective that may hold gradients."""
+def _elements(entry: Dict[str, Any], large: int) -> int:
+    """Size of the largest tensor in a collective that may hold gradients: any of ``large``."""
     sizes = entry["input_sizes"] + entry["output_sizes"]
     dtypes = entry["input_dtypes"] + entry["output_dtypes"]
-    tensors = zip(sizes, dtypes)
-    return max(
-        (math.prod(size) for size, dtype in tensors if dtype not in NOT_GRADIENTS), default=0
-    )
+    tensors = [(math.prod(size), dtype) for size, dtype in zip(sizes, dtypes)]
+    return max((n for n, dtype in tensors if n >= large or dtype not in NOT_GRADIENTS), default=0)
 
 
 def _is_incomplete(entries: List[Dict[str, Any]], has_groups: bool) -> bool:

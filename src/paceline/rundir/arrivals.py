@@ -36,6 +36,7 @@ class Arrivals:
                 lines = file.read(_MOST_BYTES).split(b"\n")
         except FileNotFoundError:
             self._write({"own": self._own})
+            self._take_over()
             return
         for line in lines:
             said = records.parsed(line.decode("utf-8", "replace"))
@@ -50,6 +51,16 @@ class Arrivals:
             path.name in ours or names.is_ours(path.name) or _INPUT.fullmatch(path.name)
             for path in self._folder.iterdir()
         )
+
+    def _take_over(self) -> None:
+        """Of a run without a record, as earlier versions left them, the model was brought."""
+        described = records.read_object(self._folder / names.MODEL_CONFIG) or {}
+        if (self._folder / names.EVENTS).exists() and "sha256" in described:
+            for file in (self._folder / names.MODEL).iterdir():
+                path = f"{names.MODEL}/{file.name}"
+                if names.is_product(path):
+                    self._brought.add(path)
+                    self._write(path)
 
     def place(self, path: str, host: str) -> str:
         """Where below the folder a file of a host is to be.

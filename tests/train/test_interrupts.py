@@ -57,6 +57,12 @@ def stops(_: Terminal, run: Path) -> None:
     subprocess.run([*PACELINE, "stop", str(run)], check=True, capture_output=True)
 
 
+def signals_to_save(terminal: Terminal, run: Path) -> None:
+    """SIGUSR2 to launcher and ranks, which save and go on; then the launcher is ended."""
+    signals_all(signal.SIGUSR2)(terminal, run)
+    terminal.program.send_signal(signal.SIGTERM)
+
+
 INTERRUPTS: dict[str, tuple[Interrupt, int]] = {  # with the exit status
     "SIGINT": (signals_launcher(signal.SIGINT), 130),
     "SIGTERM": (signals_launcher(signal.SIGTERM), 143),
@@ -66,6 +72,7 @@ INTERRUPTS: dict[str, tuple[Interrupt, int]] = {  # with the exit status
     "paceline stop": (stops, 143),
     "SIGTERM to all": (signals_all(signal.SIGTERM), 143),
     "SIGUSR1 to all": (signals_all(signal.SIGUSR1), 138),
+    "SIGUSR2 to all, SIGTERM": (signals_to_save, 143),
 }
 
 

@@ -84,7 +84,7 @@ class Verb(WithSettings):
 
 _ADDED_UP = {  # options that seem to add up, with the way to name several things
     "hosts": "-H A,B names several hosts",
-    "data": "Name one folder that holds all the data (links in it are followed)",
+    "data": "Name one folder that holds all the data, or links to it (--follow-links)",
     "gres": "--gres A,B names several resources",
 }
 

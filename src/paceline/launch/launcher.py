@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import importlib
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -91,6 +93,8 @@ class Launcher:
         assert task is not None
         with Interrupts(lambda: self._interrupted(task)) as interrupts:
             status, self.actions.interrupts = 1, interrupts
+            if threading.current_thread() is threading.main_thread():
+                asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, self._save)
             try:
                 async with Control(self.actions):
                     result = await self._run(interrupts)
@@ -103,6 +107,17 @@ class Launcher:
                 return Result(128 + signum, self._failure, interrupted=signum)
             finally:
                 await self._request.transport.close(status)
+
+    def _save(self) -> None:
+        """SIGUSR2 means to a launcher what it means to ranks: save and go on."""
+
+        async def save() -> None:
+            try:
+                await self.actions.save()  # which tells of it
+            except PacelineError as error:
+                self._screen.note(f"paceline: SIGUSR2: {error}")
+
+        self._asked.add(asyncio.ensure_future(save()))
 
     async def _run(self, interrupts: Interrupts) -> Result:
         # while hosts are waited for, somebody may still edit what they get

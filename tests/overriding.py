@@ -1,24 +1,19 @@
-"""Options that stand for others: Paceline refuses an option of one value that is given twice."""
+"""Command lines that are put together: a second --hosts or --data would be refused."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-_LONG = {"-H": "--hosts"}
+_ONCE = {"-H": "--hosts", "--hosts": "--hosts", "--data": "--data"}
 
 
 def overridden(words: Sequence[str], by: Sequence[str]) -> list[str]:
-    """``words`` with their values, without the options that ``by`` gives anew."""
-    given = {_option(word) for word in by if word.startswith("-")}
+    """``words`` and ``by``, of which the latter's hosts and data count."""
+    given = {_ONCE.get(word.partition("=")[0]) for word in by} - {None}
     kept, drop = [], False
     for word in words:
         if word.startswith("-"):
-            drop = _option(word) in given
+            drop = _ONCE.get(word.partition("=")[0]) in given
         if not drop:
             kept.append(word)
     return [*kept, *by]
-
-
-def _option(word: str) -> str:
-    name = word.partition("=")[0]
-    return _LONG.get(name, name)

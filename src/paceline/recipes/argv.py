@@ -14,7 +14,6 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 from paceline.spec import rundir
 from paceline.spec.errors import SettingError
-from paceline.train.files import read_small
 
 O = TypeVar("O")  # noqa: E741
 
@@ -183,6 +182,9 @@ def _from_record(kind: type[O], argv: list[str]) -> tuple[list[str], O | None]:
     return argv[:place] + argv[place + 2 :], recorded(kind, Path(argv[place + 1]))
 
 
+_MOST_BYTES = 16 << 20  # of a run's config.json, which has kilobytes
+
+
 def recorded(kind: type[O], path: Path) -> O:
     """The options of an earlier run, from its config.json or its directory.
 
@@ -191,7 +193,10 @@ def recorded(kind: type[O], path: Path) -> O:
     """
     file = path / rundir.CONFIG if path.is_dir() else path
     try:
-        values = json.loads(read_small(file))["options"]
+        if not file.is_file():  # a pipe would keep us waiting
+            raise ValueError(f"{file} is no file")
+        with file.open("rb") as stream:
+            values = json.loads(stream.read(_MOST_BYTES))["options"]
         values.pop("run_dir", None)  # a repetition is a run of its own
         hints = typing.get_type_hints(kind)
         known_names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]

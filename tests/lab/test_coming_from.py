@@ -139,7 +139,7 @@ SAYS = {  # how a command begins → what it says
     "paceline run -p 2 train.py": trained_as(2),
     "paceline run -H hostfile -p 2 train.py": trained_as(4),
     "paceline run --rdzv n1:48123 --rdzv-id 456 --nnodes 1": trained_as(2),
-    "paceline setup accelerate -H hostfile -p 2": ["num_machines: 2", "accelerate launch"],
+    "paceline setup accelerate -H hostfile -p 2": ["2 machines, 2 processes each"],
     "paceline run -p 1 train.py": trained_as(1),
     "paceline run --via slurm --nnodes 2 --gpus v100:4": trained_as(4),
 }

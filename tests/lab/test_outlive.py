@@ -152,7 +152,7 @@ def test_it_is_stopped_at_the_moment_of_a_loss(site: Site) -> None:
         launch.signal(signal.SIGINT)
         ended = launch.end()
     assert ended.code == 130
-    assert "the other 2 save and stop" in ended.err
+    assert "the other 2 ranks save and stop" in ended.err
     assert "to resume:" in ended.err
     assert (ended.directory / "checkpoints/latest.json").exists(), ended.err
 

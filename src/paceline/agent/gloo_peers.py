@@ -252,7 +252,7 @@ def watch(c10d: Any, refused: peers.Tell, found: peers.Tell) -> None:
 
     @functools.wraps(original)
     def init(self: Any, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> None:
-        hosts = job_hosts()
+        hosts = peers.job_hosts()
         given = {"timeout": args[0]} if args else kwargs
         timeout = given.get("timeout", given.get("options", _TIMEOUT))
         if hosts is None or not isinstance(timeout, timedelta):  # it brings devices of its own
@@ -277,7 +277,7 @@ def _guarding_store(create: Callable[..., Any], doors: peers.DoorKeeper) -> Call
 
     @functools.wraps(create)
     def wrapped(hostname: str, port: int, rank: int, *args: Any, **kwargs: Any) -> Any:
-        hosts = job_hosts()
+        hosts = peers.job_hosts()
         if hosts is None or rank != 0:
             return create(hostname, port, rank, *args, **kwargs)
         over = threading.Event()
@@ -314,13 +314,8 @@ def _guard_port(port: int, hosts: peers.Hosts, doors: peers.DoorKeeper,
 def _reopening(method: Callable[..., Any], watching: Watch) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        hosts = job_hosts()
+        hosts = peers.job_hosts()
         with contextlib.nullcontext() if hosts is None else watching.reopened(hosts):
             return method(self, *args, **kwargs)
 
     return wrapped
-
-
-def job_hosts() -> Optional[peers.Hosts]:
-    """The job's hosts as they are now; ``None`` when nobody knows from where they connect."""
-    return peers.parse_hosts(os.environ.get(peers.VARIABLE, ""))

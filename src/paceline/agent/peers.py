@@ -90,6 +90,11 @@ def parse_hosts(text: str) -> Optional[Hosts]:
     return Hosts([*networks, *map(ipaddress.ip_network, _LOOPBACK)]) if networks else None
 
 
+def job_hosts() -> Optional[Hosts]:
+    """The job's hosts as this process is told them; ``None`` if connections of all are taken."""
+    return parse_hosts(os.environ.get(VARIABLE, ""))
+
+
 # --- programs for the kernel: linux/filter.h, linux/bpf_common.h --------------------------------
 
 _INSTRUCTION = struct.Struct("=HBBI")

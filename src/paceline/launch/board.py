@@ -580,7 +580,7 @@ def _told(event: Event) -> tuple[str, bool]:
         return f"{who} is held up ({event['how']})", True
     if event.kind == "started" and event["attempt"]:
         number = event["attempt"] + 1
-        return f"{ {2: 'second', 3: 'third'}.get(number) or f'{number}th' } start", False
+        return {2: "second start", 3: "third start"}.get(number, f"start {number}"), False
     if event.kind == "connection restored":
         return f"the connection to {event.host} is back", False
     if event.kind == "hang over":

@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
 from paceline.agent import peers
+from paceline.agent.peers import job_hosts as job_hosts
 from paceline.spec import jobenv
 
 MOST = 64
@@ -38,11 +39,6 @@ class Caller:
     hello: bytes
     deadline: float
     greeting: bytearray = field(default_factory=bytearray)
-
-
-def job_hosts() -> peers.Hosts | None:
-    """From which connections are taken at this moment; ``None``: from all."""
-    return peers.parse_hosts(os.environ.get(jobenv.ADDRESSES, ""))
 
 
 _told: set[str] = set()

@@ -47,8 +47,9 @@ class Following:
         assert isinstance(answer, Standing)
         return answer
 
-    async def finish(self, _: str) -> None:
+    async def finish(self, _: str, note: Any) -> bool:
         await self.refresh()
+        return True
 
     async def discard(self, *, fetched: bool) -> None:
         """Nothing lies there."""

@@ -39,10 +39,14 @@ def test_ctrl_c_in_the_explanation_leaves_the_exit_status_to_us(
         exec("import signal; signal.raise_signal(signal.SIGINT)")
 
     monkeypatch.setattr(explain, "after_failure", interrupted)
-    with pytest.raises(KeyboardInterrupt) as caught:
-        launch.explain_run(tmp_path, Result(1), (), shown=True)
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            launch.explain_run(tmp_path, Result(1), (), shown=True)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     assert caught.type is not KeyboardInterrupt
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_refusal_is_explained_where_it_belongs(tmp_path: Path) -> None:

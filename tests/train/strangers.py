@@ -35,9 +35,9 @@ def rank(number: int, port: int) -> None:
     """One of the job's two; the kernel does not keep the stranger away."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo", PACELINE_ADDRESSES="127.0.0.1")
     peers._LOOPBACK = ()
-    peers.restrict = lambda *_: False
+    peers.attach_filter = lambda *_: False
     told: dict[str, Any] = {"rank": number, "found": []}
-    gloo_peers.watch(distributed_c10d, refused=lambda _: None, found=told["found"].append)
+    gloo_peers.install(distributed_c10d, on_refused=lambda _: None, on_found=told["found"].append)
     client = dist.TCPStore("127.0.0.1", port, None, False, PATIENCE)
     try:
         dist.init_process_group("gloo", store=client, rank=number, world_size=2, timeout=PATIENCE)

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from paceline.agent import gloo_peers, peers
 
 peers._LOOPBACK = ()
-gloo_peers.watch(distributed_c10d, lambda address: print(address, flush=True), print)
+gloo_peers.install(distributed_c10d, lambda address: print(address, flush=True), print)
 place, rank = sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"tcp://{place}", rank=rank, world_size=2)
 time.sleep(rank)  # who splits a group first calls the other, which takes no calls yet

@@ -42,11 +42,11 @@ def test_looking_for_a_store_that_never_listens_leaves_no_descriptors_behind() -
     def opened() -> int:
         return len([*Path("/proc/self/fd").iterdir()])
 
-    over, doors = threading.Event(), peers.DoorKeeper(lambda address: None)
+    over, rejects = threading.Event(), peers.RejectWatcher(lambda address: None)
     with Path(os.devnull).open(), socket.create_server(("127.0.0.1", 0)) as other:
         before, port = opened(), other.getsockname()[1] ^ 1
         looking = threading.Thread(
-            target=gloo_peers._guard_port, args=(port, peers.ANYBODY, doors, over)
+            target=gloo_peers._filter_port, args=(port, peers.ALL_HOSTS, rejects, over)
         )
         looking.start()
         over.wait(5 * gloo_peers._LOOK_S)

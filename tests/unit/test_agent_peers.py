@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import pytest
 
 from paceline.agent import peers
-from paceline.agent.peers import Guard, Hosts, parse_hosts
+from paceline.agent.peers import Hosts, PeerFilter, parse_hosts
 
 OURS, OTHER = "127.0.0.2", "127.0.0.3"
-MOST = peers.MOST_INSTRUCTIONS * 8  # bytes
+MOST = peers.MAX_INSTRUCTIONS * 8  # bytes
 
 
 def of(*networks: str) -> Hosts:
@@ -33,8 +33,8 @@ def call(listener: socket.socket, source: str, wait_s: float = 5.0) -> socket.so
     return socket.create_connection(listener.getsockname()[:2], wait_s, (source, 0))
 
 
-def wait_at(door: socket.socket) -> None:
-    assert select.select([door], [], [], 5)[0]
+def wait_at(reject_socket: socket.socket) -> None:
+    assert select.select([reject_socket], [], [], 5)[0]
 
 
 def test_hosts_are_those_of_the_list_and_this_one() -> None:
@@ -48,77 +48,77 @@ def test_hosts_are_those_of_the_list_and_this_one() -> None:
 
 
 def test_ours_come_in_and_a_stranger_is_named_once(listener: socket.socket) -> None:
-    guard = Guard(listener, of(OURS))
-    assert guard.holds
-    assert guard.door is not None
+    peer_filter = PeerFilter(listener, of(OURS))
+    assert peer_filter.is_attached
+    assert peer_filter.reject_socket is not None
     with call(listener, OURS), listener.accept()[0] as taken:
         assert taken.getpeername()[0] == OURS
     with call(listener, OTHER) as calling:
-        wait_at(guard.door)
-        assert guard.stranger() == OTHER
+        wait_at(peer_filter.reject_socket)
+        assert peer_filter.accept_rejected() == OTHER
         with contextlib.suppress(ConnectionError):
             assert calling.recv(1) == b""
     with pytest.raises(TimeoutError):  # the kernel drops what else it sends
         call(listener, OTHER, 0.3)
-    assert guard.stranger() == ""
+    assert peer_filter.accept_rejected() == ""
     with call(listener, OURS), listener.accept()[0]:
         pass
-    guard.close()
+    peer_filter.close()
     with pytest.raises(TimeoutError):
         call(listener, OTHER, 0.3)
 
 
 def test_others_are_admitted_and_in_the_end_nobody(listener: socket.socket) -> None:
-    guard = Guard(listener, of(OURS))
-    guard.admit(listener, of(OURS, OTHER))
+    peer_filter = PeerFilter(listener, of(OURS))
+    peer_filter.admit(listener, of(OURS, OTHER))
     with call(listener, OTHER), listener.accept()[0] as taken:
-        guard.shut(listener)
+        peer_filter.block(listener)
         with pytest.raises(TimeoutError):  # and not refused: who splits a group may come early
             call(listener, OURS, 0.3)
         taken.sendall(b"x")  # what was accepted goes on
-        guard.admit(listener, of(OURS))
+        peer_filter.admit(listener, of(OURS))
         with call(listener, OURS), listener.accept()[0]:
             pass
-    guard.close()
+    peer_filter.close()
 
 
 @pytest.mark.parametrize("address", ["::1", "::"])
 def test_both_families_go_by_one_filter(address: str) -> None:
     with socket.create_server((address, 0), family=socket.AF_INET6) as listener:
         listener.settimeout(5)
-        guard = Guard(listener, of(OURS, "::1/128", "2001:db8::/32"))
-        assert guard.door is not None
+        peer_filter = PeerFilter(listener, of(OURS, "::1/128", "2001:db8::/32"))
+        assert peer_filter.reject_socket is not None
         port = listener.getsockname()[1]
         with socket.create_connection(("::1", port), 5), listener.accept()[0]:
             pass
-        guard.admit(listener, of("2001:db8::1"))
+        peer_filter.admit(listener, of("2001:db8::1"))
         with socket.create_connection(("::1", port), 5):
-            wait_at(guard.door)
-            assert guard.stranger() == "::1"
-        guard.close()
+            wait_at(peer_filter.reject_socket)
+            assert peer_filter.accept_rejected() == "::1"
+        peer_filter.close()
 
 
 def test_ipv4_callers_of_an_ipv6_socket_are_known_by_their_own_address() -> None:
     with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as listener:
         listener.settimeout(5)
-        guard = Guard(listener, of(OURS))
-        assert guard.door is not None
+        peer_filter = PeerFilter(listener, of(OURS))
+        assert peer_filter.reject_socket is not None
         there = ("127.0.0.1", listener.getsockname()[1])
         with socket.create_connection(there, 5, (OURS, 0)), listener.accept()[0]:
             pass
         with socket.create_connection(there, 5, (OTHER, 0)):
-            wait_at(guard.door)
-            assert guard.stranger() == OTHER
-        guard.close()
+            wait_at(peer_filter.reject_socket)
+            assert peer_filter.accept_rejected() == OTHER
+        peer_filter.close()
 
 
 def test_no_other_socket_gets_the_port_of_a_guarded_one(listener: socket.socket) -> None:
-    guard = Guard(listener, of(OURS))
+    peer_filter = PeerFilter(listener, of(OURS))
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with pytest.raises(OSError, match="in use"):
             other.bind(listener.getsockname())
-    guard.close()
+    peer_filter.close()
 
 
 def test_a_filter_of_very_many_hosts_stays_small_and_lets_all_of_them_in() -> None:
@@ -137,14 +137,14 @@ def test_a_sandbox_that_takes_no_filter_is_no_obstacle(
         raise PermissionError
 
     monkeypatch.setattr(peers, "_attach", refuse)
-    guard = Guard(listener, of(OURS))
-    assert not guard.holds
-    assert guard.door is None
+    peer_filter = PeerFilter(listener, of(OURS))
+    assert not peer_filter.is_attached
+    assert peer_filter.reject_socket is None
     with call(listener, OTHER), listener.accept()[0]:
         pass
 
 
-def test_a_keeper_tells_of_a_flood_once(listener: socket.socket) -> None:
+def test_a_watcher_tells_of_a_flood_once(listener: socket.socket) -> None:
     told: list[str] = []
     came = threading.Event()
 
@@ -152,8 +152,8 @@ def test_a_keeper_tells_of_a_flood_once(listener: socket.socket) -> None:
         told.append(address)
         came.set()
 
-    guard, keeper = Guard(listener, of(OURS)), peers.DoorKeeper(tell)
-    keeper.watch(guard, listener.fileno())
+    peer_filter, watcher = PeerFilter(listener, of(OURS)), peers.RejectWatcher(tell)
+    watcher.watch(peer_filter, listener.fileno())
     calling = [socket.socket() for _ in range(50)]
     for one in calling:
         one.setblocking(False)
@@ -167,6 +167,6 @@ def test_a_keeper_tells_of_a_flood_once(listener: socket.socket) -> None:
     assert told == [OTHER]
     listener.close()
     with socket.create_server(("127.0.0.1", 0)) as other:
-        keeper.watch(Guard(other, of(OURS)), other.fileno())
-        assert guard.door is None  # that of a socket which is closed is closed, too
-        keeper.end()
+        watcher.watch(PeerFilter(other, of(OURS)), other.fileno())
+        assert peer_filter.reject_socket is None  # that of a socket which is closed is closed, too
+        watcher.end()

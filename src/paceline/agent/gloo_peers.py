@@ -49,12 +49,12 @@ class _Device:
     epoll: int
     listener: int
     inode: int
-    guard: Optional[peers.Guard] = None
+    peer_filter: Optional[peers.PeerFilter] = None
 
     @contextlib.contextmanager
-    def held_listener(self) -> Iterator[Optional[socket.socket]]:
+    def dup_listener(self) -> Iterator[Optional[socket.socket]]:
         """The listening socket under a descriptor of its own; ``None`` when gloo has closed it."""
-        held = _hold(self.listener, self.inode)
+        held = _dup_socket(self.listener, self.inode)
         with held or contextlib.nullcontext():
             yield held
 
@@ -63,16 +63,16 @@ class _Device:
 
         Who is none of the hosts can say nothing from then on.
         """
-        with self.held_listener() as listener:
+        with self.dup_listener() as listener:
             port = listener.getsockname()[1] if listener is not None else 0
         for fd, inode in _registered(self.epoll):
-            connection = None if inode == self.inode else _hold(fd, inode)
+            connection = None if inode == self.inode else _dup_socket(fd, inode)
             if connection is None:
                 continue
             with connection, contextlib.suppress(OSError):  # a pipe, or it has ended
                 address, is_silent = str(connection.getpeername()[0]), False
                 if connection.getsockname()[1] == port:
-                    peers.lift(connection)
+                    peers.detach_filter(connection)
                     if address not in hosts:
                         connection.shutdown(socket.SHUT_RDWR)
                         is_silent = not _received(connection)
@@ -84,14 +84,14 @@ class _Device:
         return any(inode == self.inode for _, inode in _registered(self.epoll))
 
     def admit(self, hosts: peers.Hosts) -> None:
-        with self.held_listener() as listener:
-            if listener is not None and self.guard is not None:
-                self.guard.admit(listener, hosts)
+        with self.dup_listener() as listener:
+            if listener is not None and self.peer_filter is not None:
+                self.peer_filter.admit(listener, hosts)
 
-    def shut(self) -> None:
-        with self.held_listener() as listener:
-            if listener is not None and self.guard is not None:
-                self.guard.shut(listener)
+    def block(self) -> None:
+        with self.dup_listener() as listener:
+            if listener is not None and self.peer_filter is not None:
+                self.peer_filter.block(listener)
 
 
 def _received(connection: socket.socket) -> int:
@@ -110,16 +110,16 @@ def _registered(epoll: int) -> List[Tuple[int, int]]:
     return [(int(fd), int(inode, 16)) for fd, inode in found]
 
 
-def _hold(fd: int, inode: int) -> Optional[socket.socket]:
+def _dup_socket(fd: int, inode: int) -> Optional[socket.socket]:
     """The socket that gloo knows by this number, under another; ``None`` when it is no longer."""
-    held = _hold_any(fd)
+    held = _dup_if_socket(fd)
     if held is not None and os.fstat(held.fileno()).st_ino != inode:
         held.close()
         return None
     return held
 
 
-def _hold_any(fd: int) -> Optional[socket.socket]:
+def _dup_if_socket(fd: int) -> Optional[socket.socket]:
     """A socket under another descriptor; ``None`` for what is none."""
     with contextlib.suppress(OSError):
         held = os.dup(fd)
@@ -143,7 +143,7 @@ def _new_device(before: List[int]) -> Optional[_Device]:
     """The device that was made just now; ``None`` where it cannot be seen."""
     for epoll in set(_epolls()) - set(before):
         for fd, inode in _registered(epoll):
-            held = _hold(fd, inode)
+            held = _dup_socket(fd, inode)
             if held is None:
                 continue
             with held, contextlib.suppress(OSError):
@@ -167,21 +167,21 @@ def job_address(interface: str) -> str:
     return next((str(one["address"]) for one in found if wanted.items() <= one.items()), "")
 
 
-class Watch:
-    """Guards the groups that gloo makes in this process.
+class GlooFilter:
+    """Restricts the groups that gloo makes in this process to the job's hosts.
 
     Args:
         gloo: torch's ``ProcessGroupGloo``.
-        refused: Told of the address of each stranger that a device has not let in.
-        found: Told of one that a group is connected with, before that raises.
+        on_refused: Told of the address of each stranger that a device has not let in.
+        on_found: Told of one that a group is connected with, before that raises.
     """
 
-    def __init__(self, gloo: Any, refused: peers.Tell, found: peers.Tell) -> None:
-        self._gloo, self._found = gloo, found
-        self.doors = peers.DoorKeeper(refused)
+    def __init__(self, gloo: Any, on_refused: peers.Report, on_found: peers.Report) -> None:
+        self._gloo, self._on_found = gloo, on_found
+        self.rejects = peers.RejectWatcher(on_refused)
         self._devices: List[_Device] = []
 
-    def options(self, timeout: timedelta, hosts: peers.Hosts) -> Tuple[Any, List[_Device]]:
+    def make_options(self, timeout: timedelta, hosts: peers.Hosts) -> Tuple[Any, List[_Device]]:
         """What gloo makes by itself, but that nobody else can connect to its devices."""
         interfaces = [one for one in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if one]
         options, devices = self._gloo._Options(), []
@@ -196,18 +196,18 @@ class Watch:
             device = _new_device(before)
             if device is not None:
                 devices.append(device)
-                self._guard(device, hosts)
+                self._attach(device, hosts)
         options._timeout = timeout
         options._threads = 2 * len(options._devices)
         return options, devices
 
-    def _guard(self, device: _Device, hosts: peers.Hosts) -> None:
-        with device.held_listener() as listener:
+    def _attach(self, device: _Device, hosts: peers.Hosts) -> None:
+        with device.dup_listener() as listener:
             if listener is not None:
-                device.guard = peers.Guard(listener, hosts)
-                self.doors.watch(device.guard, device.listener)
+                device.peer_filter = peers.PeerFilter(listener, hosts)
+                self.rejects.watch(device.peer_filter, device.listener)
 
-    def complete(self, devices: List[_Device], hosts: peers.Hosts, ranks: int) -> None:
+    def verify(self, devices: List[_Device], hosts: peers.Hosts, ranks: int) -> None:
         """Looks at the connections of a group of so many ranks; then nobody else can connect.
 
         Raises:
@@ -222,10 +222,10 @@ class Watch:
                 # Who has said the number of a connection may have been taken for a rank.
                 if not is_silent:
                     address = str(peers.parse_address(address))
-                    self._found(address)
+                    self._on_found(address)
                     raise StrangerError(address)
             if known >= ranks - 1:  # else its ranks connect when they first send something
-                device.shut()
+                device.block()
         self._devices += [one for one in devices if one not in self._devices]
 
     @contextlib.contextmanager
@@ -235,20 +235,20 @@ class Watch:
         for device in devices:
             device.admit(hosts)
         yield
-        self.complete([*devices], hosts, 0)
+        self.verify([*devices], hosts, 0)
 
 
-def watch(c10d: Any, refused: peers.Tell, found: peers.Tell) -> None:
+def install(c10d: Any, on_refused: peers.Report, on_found: peers.Report) -> None:
     """Has all groups of gloo that this process makes guarded.
 
     Args:
         c10d: The module ``torch.distributed.distributed_c10d``.
-        refused, found: As for :class:`Watch`.
+        on_refused, on_found: As for :class:`GlooFilter`.
     """
     gloo = getattr(c10d, "ProcessGroupGloo", None)
     if gloo is None or not all(hasattr(gloo, name) for name in ("_Options", "create_device")):
         return
-    original, watching = gloo.__init__, Watch(gloo, refused, found)
+    original, gloo_filter = gloo.__init__, GlooFilter(gloo, on_refused, on_found)
 
     @functools.wraps(original)
     def init(self: Any, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> None:
@@ -258,21 +258,25 @@ def watch(c10d: Any, refused: peers.Tell, found: peers.Tell) -> None:
         if hosts is None or not isinstance(timeout, timedelta):  # it brings devices of its own
             original(self, store, rank, size, *args, **kwargs)
             return
-        options, devices = watching.options(timeout, hosts)
+        options, devices = gloo_filter.make_options(timeout, hosts)
         original(self, store, rank, size, options)
-        watching.complete(devices, hosts, size)
+        gloo_filter.verify(devices, hosts, size)
 
     gloo.__init__ = init
     rendezvous: Any = sys.modules.get("torch.distributed.rendezvous")
     if hasattr(rendezvous, "_create_c10d_store"):
         original_store = rendezvous._create_c10d_store
-        rendezvous._create_c10d_store = _guarding_store(original_store, watching.doors)
+        rendezvous._create_c10d_store = _filtering_store(original_store, gloo_filter.rejects)
     for name in ("split_group", "merge_remote_group"):
         if hasattr(c10d.ProcessGroup, name):
-            setattr(c10d.ProcessGroup, name, _reopening(getattr(c10d.ProcessGroup, name), watching))
+            setattr(
+                c10d.ProcessGroup, name, _reopening(getattr(c10d.ProcessGroup, name), gloo_filter)
+            )
 
 
-def _guarding_store(create: Callable[..., Any], doors: peers.DoorKeeper) -> Callable[..., Any]:
+def _filtering_store(
+    create: Callable[..., Any], rejects: peers.RejectWatcher
+) -> Callable[..., Any]:
     """Guards a store that rank 0 holds by itself, on all interfaces, as soon as it listens."""
 
     @functools.wraps(create)
@@ -281,7 +285,7 @@ def _guarding_store(create: Callable[..., Any], doors: peers.DoorKeeper) -> Call
         if hosts is None or rank != 0:
             return create(hostname, port, rank, *args, **kwargs)
         over = threading.Event()
-        looking = threading.Thread(target=_guard_port, args=(int(port), hosts, doors, over))
+        looking = threading.Thread(target=_filter_port, args=(int(port), hosts, rejects, over))
         looking.start()
         try:
             return create(hostname, port, rank, *args, **kwargs)  # returns when all have come
@@ -292,30 +296,30 @@ def _guarding_store(create: Callable[..., Any], doors: peers.DoorKeeper) -> Call
     return wrapped
 
 
-def _guard_port(port: int, hosts: peers.Hosts, doors: peers.DoorKeeper,
+def _filter_port(port: int, hosts: peers.Hosts, rejects: peers.RejectWatcher,
                 over: threading.Event) -> None:  # fmt: skip
     """Guards this process's listening socket at a port, which is about to be made."""
     while True:
         is_last = over.is_set()
         for fd in map(int, os.listdir("/proc/self/fd")):
-            held = _hold_any(fd)
+            held = _dup_if_socket(fd)
             if held is None:
                 continue
             with held, contextlib.suppress(OSError):
                 is_listening = held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                 if is_listening and held.getsockname()[1] == port:
-                    doors.watch(peers.Guard(held, hosts), fd)
+                    rejects.watch(peers.PeerFilter(held, hosts), fd)
                     return
         if is_last:
             return
         over.wait(_LOOK_S)
 
 
-def _reopening(method: Callable[..., Any], watching: Watch) -> Callable[..., Any]:
+def _reopening(method: Callable[..., Any], gloo_filter: GlooFilter) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         hosts = peers.job_hosts()
-        with contextlib.nullcontext() if hosts is None else watching.reopened(hosts):
+        with contextlib.nullcontext() if hosts is None else gloo_filter.reopened(hosts):
             return method(self, *args, **kwargs)
 
     return wrapped

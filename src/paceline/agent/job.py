@@ -197,7 +197,7 @@ class NodeJob:
         self._store: Optional[procs.Process] = None
         self._runs_program = False  # not Python in the fork server's child
         self._store_listener: Optional[socket.socket] = None  # the store's, to be kept to hosts
-        self._store_guard: Optional[peers.Guard] = None
+        self._store_filter: Optional[peers.PeerFilter] = None
         self._unstarted: Deque[Tuple[Rank, Message]] = deque()
         self._stopping: Optional[int] = None  # the signal that this attempt's ranks are to get
         self._kill_at: Optional[float] = None
@@ -335,14 +335,16 @@ class NodeJob:
         if self._channel is None:
             raise RuntimeError("the fork server is gone")
         self._store_listener = listener.dup()
-        self._store_guard = peers.Guard(listener, peers.parse_hosts(addresses) or peers.ANYBODY)
+        self._store_filter = peers.PeerFilter(
+            listener, peers.parse_hosts(addresses) or peers.ALL_HOSTS
+        )
         self._order({"store": where}, [listener.fileno()])
 
     def admit(self, addresses: str) -> None:
         """Has the store take connections of these hosts from now on."""
-        if self._store_listener is not None and self._store_guard is not None:
-            hosts = peers.parse_hosts(addresses) or peers.ANYBODY
-            self._store_guard.admit(self._store_listener, hosts)
+        if self._store_listener is not None and self._store_filter is not None:
+            hosts = peers.parse_hosts(addresses) or peers.ALL_HOSTS
+            self._store_filter.admit(self._store_listener, hosts)
 
     def _without_yielded(self, env: Dict[str, str]) -> Dict[str, str]:
         return {name: value for name, value in env.items() if name not in self._yielded}
@@ -386,8 +388,8 @@ class NodeJob:
     def readers(self, take_output: bool) -> List[int]:
         """Descriptors to watch; without the ranks' output while nobody takes it."""
         fds = [] if self._channel is None else [self._channel.fileno()]
-        if self._store_guard is not None and self._store_guard.door is not None:
-            fds.append(self._store_guard.door.fileno())
+        if self._store_filter is not None and self._store_filter.reject_socket is not None:
+            fds.append(self._store_filter.reject_socket.fileno())
         for rank in self.ranks:
             fds += [fd for fd, name in rank.fds.items() if take_output or name == "events"]
         return fds
@@ -424,7 +426,7 @@ class NodeJob:
             if fd in rank.fds:
                 self._read_rank(rank, fd)
                 return
-        if self._store_guard is not None and (address := self._store_guard.stranger()):
+        if self._store_filter is not None and (address := self._store_filter.accept_rejected()):
             self._post({"event": "stranger at the store", "address": address})
 
     def _read_server(self) -> None:
@@ -774,11 +776,11 @@ class NodeJob:
             self._store = None
 
     def _close_store_socket(self) -> None:
-        if self._store_guard is not None:
-            self._store_guard.close()
+        if self._store_filter is not None:
+            self._store_filter.close()
         if self._store_listener is not None:
             self._store_listener.close()
-        self._store_guard = self._store_listener = None
+        self._store_filter = self._store_listener = None
 
     def rest(self) -> Optional[warm.Kept]:
         """Ends everything of the job on this node but the fork server, which may serve another.

@@ -3,7 +3,7 @@
 What listens in a job (the rendezvous store, gloo's devices) believes whoever connects, and the
 whole network reaches it. So the kernel drops at the socket what other addresses send
 (``SO_ATTACH_FILTER``, which needs no privileges). A stranger's connection goes to a second socket
-on the same port, the door (``SO_ATTACH_REUSEPORT_CBPF``), which learns the address and closes it.
+on the same port (``SO_ATTACH_REUSEPORT_CBPF``), which learns the address and closes it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import threading
 from typing import Callable, Dict, FrozenSet, Iterable, List, Optional, Tuple, Union
 
 VARIABLE = "PACELINE_ADDRESSES"  # as in spec/jobenv.py
-MOST_STRANGERS = 16  # that a door tells of
-MOST_INSTRUCTIONS = 1000  # of a filter, which goes over them for each connection
+MAX_REPORTED = 16  # addresses for each socket
+MAX_INSTRUCTIONS = 1000  # of a filter, which goes over them for each connection
 BACKLOG = 4
 SO_ATTACH_FILTER, SO_DETACH_FILTER, SO_ATTACH_REUSEPORT_CBPF = 26, 27, 51  # Python has no names
 EVERYTHING = 0xFFFFFFFF  # bytes of a packet that are kept
-LISTENER, DOOR = 0, 1  # in the order in which they began to listen
+LISTENER_INDEX, REJECT_INDEX = 0, 1  # in the order in which they began to listen
 
 Address = Union[ipaddress.IPv4Address, ipaddress.IPv6Address]
 Network = Union[ipaddress.IPv4Network, ipaddress.IPv6Network]
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 def parse_address(text: str) -> Address:
@@ -67,13 +67,13 @@ class Hosts:
         """
         for dropped_bits in range(0, 33, 8):
             code = _program(_widened(self.networks, dropped_bits), of_these, of_others)
-            if len(code) <= MOST_INSTRUCTIONS * _INSTRUCTION.size:
+            if len(code) <= MAX_INSTRUCTIONS * _INSTRUCTION.size:
                 break
         return code
 
 
-NOBODY = Hosts(())
-ANYBODY = Hosts(map(ipaddress.ip_network, ("0.0.0.0/0", "::/0")))
+NO_HOSTS = Hosts(())
+ALL_HOSTS = Hosts(map(ipaddress.ip_network, ("0.0.0.0/0", "::/0")))
 _LOOPBACK = ("127.0.0.0/8", "::1/128")
 
 
@@ -144,8 +144,8 @@ def _attach(listener: socket.socket, option: int, program: bytes) -> None:
     listener.setsockopt(socket.SOL_SOCKET, option, about)
 
 
-def restrict(listener: socket.socket, hosts: Hosts) -> bool:
-    """Has the kernel drop what others send to a socket; whether it does."""
+def attach_filter(listener: socket.socket, hosts: Hosts) -> bool:
+    """Makes the kernel drop what other hosts send to a socket; False if it cannot."""
     try:
         _attach(listener, SO_ATTACH_FILTER, hosts.program(EVERYTHING, 0))
     except OSError:  # no Linux, or a sandbox that refuses it
@@ -153,50 +153,54 @@ def restrict(listener: socket.socket, hosts: Hosts) -> bool:
     return True
 
 
-def lift(connection: socket.socket) -> None:
+def detach_filter(connection: socket.socket) -> None:
     """Removes from an accepted connection the filter that it has of its listening socket."""
     with contextlib.suppress(OSError):  # it has none
         connection.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
 
 
-class Guard:
-    """Keeps a listening socket to some hosts, and tells of others that try.
+class PeerFilter:
+    """Restricts a listening socket to some hosts and learns which other addresses try.
 
     Args:
         listener: TCP, listening.
         hosts: From which connections are taken.
 
     Attributes:
-        holds: The kernel drops all other connections.
-        door: To which strangers come; ``None`` when there is none.
+        is_attached: Whether the kernel drops all other connections.
+        reject_socket: Takes refused connections; ``None`` when there is none.
     """
 
     def __init__(self, listener: socket.socket, hosts: Hosts) -> None:
-        self.holds = restrict(listener, hosts)
-        self.door: Optional[socket.socket] = None
+        self.is_attached = attach_filter(listener, hosts)
+        self.reject_socket: Optional[socket.socket] = None
         self._hosts = hosts
-        self._strangers: List[str] = []
-        if self.holds:
+        self._rejected: List[str] = []
+        if self.is_attached:
             with contextlib.suppress(OSError):  # an old kernel
-                self._open_door(listener)
+                self._open_reject_socket(listener)
 
-    def _open_door(self, listener: socket.socket) -> None:
-        door = socket.socket(listener.family, socket.SOCK_STREAM)
+    def _open_reject_socket(self, listener: socket.socket) -> None:
+        reject_socket = socket.socket(listener.family, socket.SOCK_STREAM)
         try:
             if listener.family == socket.AF_INET6:
                 only = listener.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
-                door.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, only)
-            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            for one in (listener, door):
+                reject_socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, only)
+            reject_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            for one in (listener, reject_socket):
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            door.bind(listener.getsockname())
-            door.listen(BACKLOG)
-            door.setblocking(False)
-            _attach(listener, SO_ATTACH_REUSEPORT_CBPF, self._hosts.program(LISTENER, DOOR))
+            reject_socket.bind(listener.getsockname())
+            reject_socket.listen(BACKLOG)
+            reject_socket.setblocking(False)
+            _attach(
+                listener,
+                SO_ATTACH_REUSEPORT_CBPF,
+                self._hosts.program(LISTENER_INDEX, REJECT_INDEX),
+            )
         except OSError:
-            door.close()
+            reject_socket.close()
             raise
-        self.door = door
+        self.reject_socket = reject_socket
 
     def admit(self, listener: socket.socket, hosts: Hosts) -> None:
         """Takes the connections of other hosts from now on.
@@ -206,31 +210,33 @@ class Guard:
             hosts: Instead of those before.
         """
         self._hosts = hosts
-        self.holds = restrict(listener, hosts)
-        if self.door is not None:
+        self.is_attached = attach_filter(listener, hosts)
+        if self.reject_socket is not None:
             with contextlib.suppress(OSError):
-                _attach(listener, SO_ATTACH_REUSEPORT_CBPF, hosts.program(LISTENER, DOOR))
+                _attach(
+                    listener, SO_ATTACH_REUSEPORT_CBPF, hosts.program(LISTENER_INDEX, REJECT_INDEX)
+                )
 
-    def shut(self, listener: socket.socket) -> None:
+    def block(self, listener: socket.socket) -> None:
         """Takes nobody's connections any more, until others are admitted.
 
         The calls of the job's hosts are dropped, not refused: the kernel repeats them, and one that
-        came too early is taken after :meth:`admit`. Strangers still come to the door.
+        came too early is taken after :meth:`admit`. Strangers still reach the reject socket.
 
         Args:
             listener: The same socket.
         """
-        self.holds = restrict(listener, NOBODY)
+        self.is_attached = attach_filter(listener, NO_HOSTS)
 
-    def stranger(self) -> str:
-        """Closes what has come to the door; its address, if nobody was told of it yet.
+    def accept_rejected(self) -> str:
+        """Closes one refused connection; returns its address the first time it is seen, else "".
 
         The kernel drops what that address sends from then on: a flood costs nothing.
         """
-        if self.door is None:
+        if self.reject_socket is None:
             return ""
         try:
-            connection, (address, *_) = self.door.accept()
+            connection, (address, *_) = self.reject_socket.accept()
         except OSError:
             return ""
         with contextlib.suppress(OSError):  # nothing stays of it
@@ -238,77 +244,84 @@ class Guard:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         connection.close()
         address = str(parse_address(str(address)))
-        if address in self._strangers:
+        if address in self._rejected:
             return ""
-        self._strangers.append(address)
-        known = Hosts(map(ipaddress.ip_network, self._strangers))
-        enough = len(self._strangers) >= MOST_STRANGERS
+        self._rejected.append(address)
+        known = Hosts(map(ipaddress.ip_network, self._rejected))
+        enough = len(self._rejected) >= MAX_REPORTED
         with contextlib.suppress(OSError):
-            _attach(self.door, SO_ATTACH_FILTER, known.program(0, 0 if enough else EVERYTHING))
+            _attach(
+                self.reject_socket, SO_ATTACH_FILTER, known.program(0, 0 if enough else EVERYTHING)
+            )
         return "" if address in self._hosts else address  # it came before strangers were told apart
 
     def close(self) -> None:
-        """Closes the door; the listening socket stays as it is."""
-        if self.door is not None:
-            self.door.close()
-            self.door = None
+        """Closes the reject socket; the listening socket stays as it is."""
+        if self.reject_socket is not None:
+            self.reject_socket.close()
+            self.reject_socket = None
 
 
-class DoorKeeper:
-    """Tells of strangers at the doors of this process, in a thread of its own.
+class RejectWatcher:
+    """Reports refused addresses at all reject sockets of this process, in a thread of its own.
 
     Args:
-        tell: Called with each stranger's address, once for each socket.
+        report: Called with each stranger's address, once for each socket.
     """
 
-    def __init__(self, tell: Tell) -> None:
-        self._tell = tell
-        self._pid = 0  # a fork has descriptors of this one's doors, and no thread
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._pid = 0  # a fork inherits the sockets, but not the thread
         self._epoll: Optional[select.epoll] = None
-        self._guards: Dict[int, Tuple[Guard, int, int]] = {}  # by door; listener and its inode
+        # by reject socket: its filter, the listener and the listener's inode
+        self._filters: Dict[int, Tuple[PeerFilter, int, int]] = {}
 
-    def watch(self, guard: Guard, listener: int) -> None:
-        """Watches one more door until its listening socket is closed.
+    def watch(self, peer_filter: PeerFilter, listener: int) -> None:
+        """Watches one more reject socket until its listening socket is closed.
 
         Args:
-            guard: Whose door it is.
+            peer_filter: Owner of the reject socket.
             listener: Descriptor of the listening socket.
         """
-        if guard.door is None:
+        if peer_filter.reject_socket is None:
             return
         if self._epoll is None or self._pid != os.getpid():
-            self._epoll, self._pid, self._guards = select.epoll(), os.getpid(), {}
-            about = (self._epoll, self._guards)
-            threading.Thread(target=self._keep, args=about, name="paceline-doors",
+            self._epoll, self._pid, self._filters = select.epoll(), os.getpid(), {}
+            about = (self._epoll, self._filters)
+            threading.Thread(target=self._keep, args=about, name="paceline-rejects",
                              daemon=True).start()  # fmt: skip
         self._close_orphans(self._epoll)
-        self._guards[guard.door.fileno()] = guard, listener, os.fstat(listener).st_ino
-        self._epoll.register(guard.door.fileno(), select.EPOLLIN)
+        self._filters[peer_filter.reject_socket.fileno()] = (
+            peer_filter,
+            listener,
+            os.fstat(listener).st_ino,
+        )
+        self._epoll.register(peer_filter.reject_socket.fileno(), select.EPOLLIN)
 
     def end(self) -> None:
-        """Closes all doors, and ends the thread."""
+        """Closes all reject sockets and ends the thread."""
         self._epoll = None
-        for guard, _, _ in self._guards.values():
-            if guard.door is not None:
-                guard.door.shutdown(socket.SHUT_RDWR)  # wakes it
+        for peer_filter, _, _ in self._filters.values():
+            if peer_filter.reject_socket is not None:
+                peer_filter.reject_socket.shutdown(socket.SHUT_RDWR)  # wakes it
 
     def _close_orphans(self, epoll: select.epoll) -> None:
-        """Closes the doors of sockets that are closed."""
-        for door, (guard, listener, inode) in list(self._guards.items()):
+        """Closes reject sockets whose listening socket is closed."""
+        for reject_socket, (peer_filter, listener, inode) in list(self._filters.items()):
             with contextlib.suppress(OSError):
                 if os.fstat(listener).st_ino == inode:
                     continue
-            del self._guards[door]
-            epoll.unregister(door)  # a forked child may still have it
-            guard.close()
+            del self._filters[reject_socket]
+            epoll.unregister(reject_socket)  # a forked child may still have it
+            peer_filter.close()
 
-    def _keep(self, epoll: select.epoll, guards: Dict[int, Tuple[Guard, int, int]]) -> None:
+    def _keep(self, epoll: select.epoll, filters: Dict[int, Tuple[PeerFilter, int, int]]) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # for the main thread
         while self._epoll is epoll:
-            for door, _ in epoll.poll():
-                guard, _, _ = guards.get(door, (None, 0, 0))
-                if guard is not None and (address := guard.stranger()):
-                    self._tell(address)
-        for guard, _, _ in guards.values():
-            guard.close()
+            for reject_socket, _ in epoll.poll():
+                peer_filter, _, _ = filters.get(reject_socket, (None, 0, 0))
+                if peer_filter is not None and (address := peer_filter.accept_rejected()):
+                    self._report(address)
+        for peer_filter, _, _ in filters.values():
+            peer_filter.close()
         epoll.close()

@@ -249,10 +249,10 @@ def watch_world(events: int, *, any_world: bool = False) -> None:
         _tell_world(distributed, events, any_world)
         return result
 
-    gloo_peers.watch(
+    gloo_peers.install(
         distributed.distributed_c10d,
-        refused=lambda address: _tell(events, _stranger("stranger refused", address)),
-        found=lambda address: _tell(events, _stranger("stranger", address)),
+        on_refused=lambda address: _tell(events, _stranger("stranger refused", address)),
+        on_found=lambda address: _tell(events, _stranger("stranger", address)),
     )
     distributed.init_process_group = init_process_group
     distributed.distributed_c10d.init_process_group = init_process_group

@@ -488,7 +488,7 @@ def reserve_port(agent: Agent, request: Message, _: bytes) -> None:
         holders = probe.who_listens(port) if port else []
         agent.reply(request, error=describe(error), holders=holders)
         return
-    peers.restrict(agent.reserved, peers.NOBODY)  # until the job's store serves it
+    peers.attach_filter(agent.reserved, peers.NO_HOSTS)  # until the job's store serves it
     agent.reply(request, port=agent.reserved.getsockname()[1])
 
 

@@ -1,7 +1,7 @@
 """Calls at this rank's own listening sockets: from the job's hosts, many at once, bounded in time.
 
-Until it has sent its whole greeting, a caller has a place among :data:`MOST` and nothing else:
-whoever is slow or silent delays nobody.
+Until it has sent its whole greeting, a caller only takes one of :data:`MAX_CALLERS` places, so a
+slow or silent caller delays nobody.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.agent import peers
 from paceline.agent.peers import job_hosts as job_hosts
 from paceline.spec import jobenv
 
-MOST = 64
+MAX_CALLERS = 64
 """Callers whose greetings are waited for at once; one more takes the place of the oldest."""
 
 
@@ -41,23 +41,23 @@ class Caller:
     greeting: bytearray = field(default_factory=bytearray)
 
 
-_told: set[str] = set()
+_reported: set[str] = set()
 
 
-def _tell(address: str) -> None:
+def _report(address: str) -> None:
     """Tells the launcher of a stranger, once."""
     events = os.environ.get(jobenv.EVENT_FD, "")
-    if events.isdecimal() and address not in _told:
-        _told.add(address)
+    if events.isdecimal() and address not in _reported:
+        _reported.add(address)
         about = {"kind": "event", "event": "stranger refused", "address": address}
         with contextlib.suppress(OSError):
             os.write(int(events), json.dumps(about).encode() + b"\n")
 
 
-_doors = peers.DoorKeeper(_tell)
+_rejects = peers.RejectWatcher(_report)
 
 
-def guard(listener: socket.socket) -> peers.Guard | None:
+def guard(listener: socket.socket) -> peers.PeerFilter | None:
     """Has the kernel keep everybody but the job's hosts from a listening socket.
 
     ``None`` where the hosts are not known.
@@ -65,8 +65,8 @@ def guard(listener: socket.socket) -> peers.Guard | None:
     hosts = job_hosts()
     if hosts is None:
         return None
-    made = peers.Guard(listener, hosts)
-    _doors.watch(made, listener.fileno())
+    made = peers.PeerFilter(listener, hosts)
+    _rejects.watch(made, listener.fileno())
     return made
 
 
@@ -117,7 +117,7 @@ def greetings(
                                 caller.connection.setblocking(True)
                                 yield caller
                     elif (caller := _accepted(listener, limit_s, hello)) is not None:
-                        if len(waiting) >= MOST:
+                        if len(waiting) >= MAX_CALLERS:
                             let_go(next(iter(waiting.values())))
                         waiting[caller.connection.fileno()] = caller
                         selector.register(caller.connection, selectors.EVENT_READ)
@@ -132,10 +132,10 @@ def _accepted(listener: socket.socket, limit_s: float, hello: Callable[[], bytes
         connection, (address, *_) = listener.accept()
     except (BlockingIOError, ConnectionAbortedError):
         return None
-    peers.lift(connection)
+    peers.detach_filter(connection)
     hosts = job_hosts()
     if hosts is not None and address not in hosts:  # where the kernel does not keep it away
-        _tell(str(peers.parse_address(address)))
+        _report(str(peers.parse_address(address)))
         connection.close()
         return None
     connection.setblocking(False)

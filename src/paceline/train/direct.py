@@ -441,7 +441,7 @@ def _listening(cuts: int, ranks: int) -> socket.socket | None:
     with contextlib.suppress(OSError):
         address = own_address()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        backlog = ranks + greetings.MOST
+        backlog = ranks + greetings.MAX_CALLERS
         listening = socket.create_server((address, 0), family=family, backlog=backlog)
         greetings.guard(listening)
         return _open.add(listening, cuts)

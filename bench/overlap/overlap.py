@@ -131,7 +131,6 @@ def by_session(make: Any, samples: int, steps: int) -> tuple[list[float], dict[s
         session = train.join(run_dir=folder, check_every=10**9, log_every=10**9, device="cpu")
         module = make()
         model = session.prepare(module, optimizer_of(module), overlap="auto")
-        # One epoch: at the end of each, updates that come late are taken, and nothing is hidden.
         samples_in_all = steps * samples * session.world.size
         data = TensorDataset(torch.randint(0, 256, (samples_in_all, 129)))
         loader = session.loader(data, samples * session.world.size, workers=0)
@@ -204,7 +203,7 @@ def main() -> int:
             row = [
                 f"{what}, {rate}", str(size), f"{every[0]['MB']:.1f}", ms["C"], ms["W"], ms["ddp"],
                 f"{found['ddp'] / bound:.2f}", ms["ours"], f"**{found['ours'] / bound:.2f}**",
-                chosen + (", late" if about["late"] else ""),
+                chosen,
             ]  # fmt: skip
             print(f"| {' | '.join(row)} |", flush=True)
     if options.verbose:

@@ -155,23 +155,3 @@ def test_it_is_stopped_at_the_moment_of_a_loss(site: Site) -> None:
     assert "the other 2 ranks save and stop" in ended.err
     assert "to resume:" in ended.err
     assert (ended.directory / "checkpoints/latest.json").exists(), ended.err
-
-
-def test_who_asks_for_late_updates_starts_again_from_a_checkpoint(site: Site) -> None:
-    """They come late under the launcher, too, and the bits are those of any other way."""
-    site.lab.fault("slow", "n1", "150mbit")
-    words = ("--max-restarts", "1", "put_off.py", "70")
-    usual = site.run(*words, "auto", hosts="n1,n2")
-    assert usual.code == 0, usual.err
-    with site.start(*words, "late", hosts="n1,n2") as launch:
-        launch.wait_for("] step 55\n", times=2)
-        send(site, "n2", "rank 1 of 2")
-        ended = launch.end()
-    assert ended.code == 0, ended.err
-    for run, late in ((usual, False), (ended, True)):
-        assert {one["late"] for one in run.events("overlap settled")} == {late}
-    (why,) = {one["why"] for one in ended.events("recoverable")}
-    assert "--overlap late" in why
-    assert "starting all nodes again" in ended.err
-    assert {int(line.split()[1]) for line in ended.lines(0)} == set(range(1, 71))
-    assert largest_difference(usual.directory, ended.directory) == 0

@@ -19,7 +19,6 @@ from torch.utils.data import TensorDataset
 
 from paceline import train
 from paceline.train.communication import METHODS, wire
-from paceline.train.late import Late
 
 STEPS = 30
 FIRST = 130  # of which a tenth is said in 8 bits: more than come before the resumed checkpoint
@@ -52,7 +51,6 @@ def training(
     resume: str = "auto",
     steps: int = STEPS,
     unused: bool = False,
-    late: bool = False,
     compiled: bool = False,
     launched: bool = False,
     looks: bool = False,
@@ -60,18 +58,14 @@ def training(
     """Leaves its parameters and losses in the folder.
 
     Args:
-        late: Updates come late from the fourth of its steps on, and the first layer's come first.
         looks: For a learning rate, before it goes on.
-        launched: With a launcher that would mend a lost rank in place, which late updates replace.
+        launched: With a launcher that would mend a lost rank in place.
     """
     torch.manual_seed(1)
     with train.join(run_dir=folder, seed=4, check_every=7, log_every=5, quiet=True) as session:
         network = session.place(Net())
         made = torch.optim.AdamW(network.parameters(), 3e-3)
-        overlap = "late" if launched and late else "auto"
-        model = session.prepare(
-            network, made, communication=asked, unused=unused, compile=compiled, overlap=overlap
-        )
+        model = session.prepare(network, made, communication=asked, unused=unused, compile=compiled)
         assert (session._recovery is not None) == launched
         if launched and session._overlap is not None:
             session._overlap.done = True  # no other sizes are tried
@@ -92,9 +86,6 @@ def training(
                 given = cross_entropy(model(inputs, rarely), targets, reduction="none")
                 losses.append(float(given.detach().mean()))
                 session.step(given)
-                if late and exchange is not None and len(losses) >= 4 and exchange.late is None:
-                    order = [0, *range(len(exchange.times) - 1, 0, -1)]
-                    exchange.put_off(Late(network, made, exchange.stood), order)
         session.verify()
         state = network.state_dict()
         if session.world.rank == 0:
@@ -119,13 +110,13 @@ def every_way(root: Path) -> None:
         whole, parts = root / asked / "whole", root / asked / "parts"
         training(whole, asked)
         if dist.get_rank() == 0:
-            for copy in [parts, root / "late"][: 1 + (asked == "int4")]:
+            for copy in [parts, root / "packed"][: 1 + (asked == "int4")]:
                 shutil.copytree(whole / "checkpoints", copy / "checkpoints")
         dist.barrier()
         training(parts, asked, resume="11", looks=True)
         if asked == "int4":
             wire._SLOW = 0.0  # codes are packed, as on a slow line
-            training(root / "late", asked, resume="11", late=True)
+            training(root / "packed", asked, resume="11")
     whole, parts = root / "first" / "whole", root / "first" / "parts"
     training(whole, "int4", steps=FIRST)
     if dist.get_rank() == 0:
@@ -134,37 +125,11 @@ def every_way(root: Path) -> None:
     training(parts, "int4", resume="11", steps=FIRST)
 
 
-def launched(folder: Path, asked: str, late: bool) -> None:
+def launched(folder: Path, asked: str) -> None:
     """Under a launcher; what its codes leave out counts in the next step there, too."""
     torch.set_num_threads(1)
     wire._SLOW = 0.0
-    training(folder, asked, late=late, launched=True)
-
-
-def rate_looked_for(root: Path) -> None:
-    """A learning rate is looked for while updates come late, as if they did not."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for late in (False, True):
-        torch.manual_seed(1)
-        with train.join(run_dir=root / f"rate {late}", seed=4, quiet=True) as session:
-            network = session.place(Net())
-            made = torch.optim.AdamW(network.parameters(), 3e-3)
-            model = session.prepare(network, made, overlap="late")
-            exchange = session.models.first.exchange
-            assert exchange is not None
-            if late:
-                exchange.put_off(Late(network, made, exchange.stood))
-            before = {name: one.clone() for name, one in network.state_dict().items()}
-
-            def compute(batch: train.Batch, model: nn.Module = model) -> torch.Tensor:
-                inputs, targets = batch.data
-                return cross_entropy(model(inputs, True), targets, reduction="none")
-
-            train.find_lr(session, session.loader(data(), 32), compute, steps=20)
-            assert (exchange.late is not None) == late
-            after = network.state_dict()
-            assert all(torch.equal(before[name], after[name]) for name in before)
+    training(folder, asked, launched=True)
 
 
 def compiled(root: Path) -> None:
@@ -179,17 +144,16 @@ def seldom(root: Path, steps: int) -> None:
     """Parameters that some steps leave out, in 4 bits."""
     torch.set_num_threads(1)
     wire._SLOW = 0.0
-    training(root / "seldom", "int4", steps=steps, unused=True, late=steps > 12)
+    training(root / "seldom", "int4", steps=steps, unused=True)
 
 
 def main() -> None:
     root = Path(sys.argv[1])
     forking.run_ok(2, lambda: every_way(root))
-    by_launcher = [(asked, late) for asked in ("int4", "int8", "bf16") for late in (False, True)]
-    for asked, late in by_launcher:
-        folder = root / "launched" / f"{asked} {late}"
-        Job(lambda f=folder, a=asked, late=late: launched(f, a, late), 2, folder).run().ended_well()
-    forking.run_ok(2, lambda: rate_looked_for(root))
+    by_launcher = ("int4", "int8", "bf16")
+    for asked in by_launcher:
+        folder = root / "launched" / asked
+        Job(lambda f=folder, a=asked: launched(f, a), 2, folder).run().ended_well()
     forking.run_ok(2, lambda: compiled(root))
     forking.run_ok(3, lambda: seldom(root, 12))
     forking.run_ok(2, lambda: seldom(root, 15))
@@ -204,18 +168,16 @@ def main() -> None:
         "equal": equal(root / "first" / "whole", root / "first" / "parts"),
         "loss": end(root / "first" / "whole")[1],
     }
-    found["late"] = {
-        "equal": equal(root / "int4" / "whole", root / "late"),
-        "loss": end(root / "late")[1],
+    found["packed"] = {
+        "equal": equal(root / "int4" / "whole", root / "packed"),
+        "loss": end(root / "packed")[1],
     }
-    for asked, late in by_launcher:
-        folder = root / "launched" / f"{asked} {late}"
-        found[f"launched {asked}{' late' * late}"] = {
+    for asked in by_launcher:
+        folder = root / "launched" / asked
+        found[f"launched {asked}"] = {
             "equal": equal(root / asked / "whole", folder),
             "loss": end(folder)[1],
         }
-    tables = [(root / f"rate {late}" / "lr-range.csv").read_text() for late in (False, True)]
-    assert tables[0] == tables[1]
     found["compiled"] = {
         "equal": equal(root / "int8" / "whole", root / "compiled"),
         "loss": end(root / "compiled")[1],

@@ -24,7 +24,6 @@ from paceline import train
 from paceline.spec.errors import DataError, JobError
 from paceline.train import little, parallel
 from paceline.train.exchange import Exchange
-from paceline.train.late import Late
 from paceline.train.update import Updater
 
 
@@ -79,6 +78,17 @@ class Backwards(nn.Sequential):
         return inputs
 
 
+class Counting(Exchange):
+    """Counts the buckets that a pass gives to a method."""
+
+    count = 0
+
+    def take(self, given):
+        if self._method or self._directly:
+            self.count = given.index() + 1
+        return super().take(given)
+
+
 def exchanged(session: train.Session, most: int) -> dict[str, list[float]]:
     """Weights after some steps, by the way in which gradients came together.
 
@@ -88,7 +98,7 @@ def exchanged(session: train.Session, most: int) -> dict[str, list[float]]:
     found, places, usual = {}, {}, little.MOST
     little.MOST = most
     of_two = Exchange._of_two
-    ways = ("by ddp", "hook", "as made", "laid out", "laid out, hook", "laid out, late")
+    ways = ("by ddp", "hook", "as made", "laid out", "laid out, hook")
     for way in (*ways, "unused", "unused, hook", "unused, as made"):
         torch.manual_seed(7)
         layers = [layer for _ in range(4) for layer in (nn.Linear(9, 9), nn.Tanh())]
@@ -98,41 +108,35 @@ def exchanged(session: train.Session, most: int) -> dict[str, list[float]]:
         )
         if way in OF_DDP.values():  # two ranks exchange by themselves otherwise
             Exchange._of_two = property(lambda self: False)  # type: ignore[assignment]
-        exchange = Exchange(replica, session.comms)
+        exchange = Counting(replica, session.comms)
         directly = exchange._directly is not None
         assert directly == (session.world.size == 2 or bool(most)) or way in OF_DDP.values()
         if "hook" in way:
-            exchange.watched()
+            exchange.method = exchange._exact()
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
         updater = Updater(network, optimizer, LambdaLR(optimizer, lambda n: 0.9**n), None, None)
         updater.exchange = exchange
         for step in range(8):
             if "laid out" in way and step in (1, 3):
                 exchange.buckets(600, 200)
-            if "as made" in way and step in (1, 3):
-                exchange.watched() if step == 1 else exchange.as_made()
-            if "late" in way and step in (1, 3):
-                exchange.put_off(Late(network, optimizer, exchange.stood), [0, 2, 1])
+            if "as made" in way and step == 1:
+                exchange.method = exchange._exact()
+            if "as made" in way and step == 3:
+                exchange.as_made()
+                exchange.count = 0
             torch.manual_seed(10 * step + session.world.rank)
             updater.backward(replica(torch.randn(5, 9)).square().mean())
-            if step in (3, 7) and "late" not in way:
+            if step in (3, 7):
                 lying = [one.grad.storage_offset() for one in network.parameters()]
                 assert "as made" not in way or lying == places[OF_DDP[way]]
                 places[way] = lying
             updater.update(measured=step == 6)
-            assert ("late" in way and step in (5, 7)) == bool(exchange.late and exchange.late._owed)
         exchange.close()
-        assert all(type(one._parameters) is dict for one in network.modules())
-        buckets = len(exchange.times)
-        assert all(one.ready <= one.begun <= one.done for one in exchange.times)
-        assert buckets == {
-            "hook": 1,
-            "unused, hook": 1,
-            "laid out, hook": 3,
-            "laid out, late": 3,
-        }.get(way, (3 if "laid out" in way else 1) if directly else 0)
+        buckets = {"hook": 1, "unused, hook": 1, "laid out, hook": 3}
+        by_itself = (3 if "laid out" in way else 1) if directly else 0
+        assert exchange.count == buckets.get(way, by_itself)
         former = weakref.ref(replica.reducer)
-        exchange.buckets(600, 200, plain=True)
+        exchange.buckets(600, 200)
         assert former() is None  # and its buckets with it
         found[way] = torch.cat([one.detach().flatten() for one in network.parameters()]).tolist()
         Exchange._of_two = of_two  # type: ignore[method-assign]

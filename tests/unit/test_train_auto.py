@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.train.comms import Comms
-from paceline.train.communication import METHODS, auto, forecast
+from paceline.train.communication import METHODS, auto
 from paceline.train.communication.auto import Auto
 from paceline.train.communication.choice import Communication
 from paceline.train.communication.forecast import CANDIDATES, Measured, chosen
@@ -52,18 +52,6 @@ def test_a_forecast_is_never_above_plain_exact_averages() -> None:
         for computing in (0.001, 0.1, 10.0):
             one = chosen(measured(megabits, computing=computing))
             assert one.seconds[one.way] <= one.seconds["exact"] * 1.0001 or one.way == "exact"
-
-
-def test_late_updates_hide_more_so_less_is_left_out() -> None:
-    every = frozenset(CANDIDATES)
-    one = measured(670)
-    assert (chosen(one).way, chosen(replace(one, late=every)).way) == ("fp16", "exact")
-    for megabits in (1, 20, 100, 300, 1_000, 10_000):
-        one = measured(megabits)
-        late = replace(one, late=every)
-        for way in CANDIDATES:
-            bound = max(one.computing, one.sent[way] / one.rate)
-            assert bound < late.best(way)[1] <= one.best(way)[1]
 
 
 def test_slow_coding_is_not_taken() -> None:
@@ -111,10 +99,6 @@ class Standing:
 
     def as_made(self) -> None:
         self.layout, self.method = (0, 0), None
-
-    def put_off(self, late: None) -> None: ...
-
-    def flush(self) -> None: ...
 
 
 class Both:
@@ -278,28 +262,6 @@ def test_auto_judges_4_bits_by_steps_that_are_said_so(network: dict[str, float])
     assert found[-1] == ("int4", True)
 
 
-def test_what_late_updates_did_not_win_is_not_counted_on(
-    network: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Chosen with them in mind; they are tried, and no better: so it chooses once more, at once."""
-    monkeypatch.setattr(forecast, "_WON", 1.0)
-    network["rate"] = 600e6 / 8
-
-    def body(rank: int, told: Both) -> list[str]:
-        one, exchange = made(rank, told)
-        hoped = {*CANDIDATES}
-        one.late = lambda way: way in hoped
-        ways = []
-        for number in range(4):
-            one.looked(look(5 * number, 0.14, 0.02 if exchange.method else 0.07))
-            ways.append(exchange.method.name if exchange.method else "exact")
-            if number:
-                hoped.discard("exact")
-        return ways
-
-    assert both(body) == [["exact", "exact", "exact", "fp16"]] * 2
-
-
 def test_a_resumed_run_measures_the_line_once_before_its_first_look(
     network: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -445,14 +407,6 @@ def test_who_asks_for_nothing_is_told_what_there_is() -> None:
     assert len(said) == 1
     assert said[0].startswith("81% of each 0.74 s step goes into sending gradients. session.prep")
     assert 'communication="int8") would make a step about 0.292 s at best' in said[0]
-    assert "--overlap late" not in said[0]
-
-    def forgoes(rank: int, told: Both) -> list[str]:
-        one, _ = made(rank, told, "exact")
-        one.forgone = lambda: True
-        return [one.looked(look(5 * number, 0.14, 0.6)) for number in range(6)]
-
-    assert any('With overlap="late"' in one for one in both(forgoes)[0])
     assert not any(
         both(lambda rank, told: made(rank, told, "exact")[0].looked(look(0, 0.2, 0.02, 20)))
     )

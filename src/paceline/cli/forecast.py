@@ -190,11 +190,6 @@ def job_for(ctx: click.Context, what: str, args: tuple[str, ...], module: bool,
                 " hosts, and this forecast would be of the same on all",
                 remedy="--weak, or --global-batch in its place",
             )
-        if options.overlap == "late":
-            say(
-                "paceline: what --overlap late hides is not forecast: steps may be shorter",
-                err=True,
-            )
         if options.drop_slow:
             say("paceline: --drop-slow is not forecast: every host has its share", err=True)
         with training(ctx, what, options) as job:

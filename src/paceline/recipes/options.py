@@ -16,7 +16,6 @@ from paceline.recipes.data import NAMED, PAIRS, TEXTS, HubSource, is_path
 from paceline.recipes.published import FILES, IMAGENET
 from paceline.spec import balance, communication, overlap
 from paceline.spec.errors import SettingError
-from paceline.spec.overlap import OverlapName
 
 Dtype = Literal["float32", "float64", "bf16", "fp16"]
 Device = Literal["auto", "cpu", "cuda", "xpu"]
@@ -112,11 +111,9 @@ class Options:
     """How gradients are averaged over the processes: exact, or for slow links fp16 and bf16 (half
     the bytes), int8 (a quarter), int4 (a fifth; an eighth between two processes), powersgd,
     local (steps apart; costs loss), or auto, which measures and chooses."""
-    overlap: OverlapName = "auto"
-    """What the exchange of gradients may run beside: the backward pass only, also the next forward
-    pass where that is quicker and ranks that are lost are not recovered from in place (auto), or
-    where that is quicker and they could be, so that the job starts again from its newest checkpoint
-    when a rank is lost (late)."""
+    overlap: str = "auto"
+    """How gradients are divided for their exchange beside the backward pass: two processes on CPUs
+    try some sizes in the first steps and keep the quickest (auto), or the sizes stay (backward)."""
     run_dir: str = ""
     """Folder for the run's files (default: runs/NAME-DATE-TIME)."""
     checkpoint_every: str = "epoch,10m"
@@ -205,15 +202,7 @@ class Options:
             scaled=self.dtype == "fp16",
             averaged=bool(self.ema),
         )
-        overlap.refuse(
-            self.overlap,
-            communication=self.communication,
-            sharded=self.shard,
-            compiled=self.compile,
-            clipped=bool(self.clip_norm),
-            scaled=self.dtype == "fp16",
-            averaged=bool(self.ema),
-        )
+        overlap.refuse(self.overlap)
         at_least("--watch", self.watch, 0)
         at_least("--evaluate-every", self.evaluate_every, 0)
         at_least("--patience", self.patience, 0)

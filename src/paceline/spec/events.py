@@ -89,7 +89,6 @@ FIELDS: dict[str, Shape] = {
     "in_children": flag,  # programs that it started have done most of its work
     "its_host": text(255),  # of the rank that it is about
     "largest_call": SIZE,  # elements of the largest tensor in a collective
-    "late": flag,  # a layer takes its step when its next forward pass asks for it
     "megabytes": number,  # 10**6 bytes
     "memory": MEMORY,  # what the memory killer left: see agent/memory.py
     "members": each(RANK),  # of a generation, in the order of their ranks in it
@@ -186,7 +185,7 @@ KINDS: dict[str, Kind] = {
     "checkpoint failed": _kind("rank", may="step problem warning"),
     "checkpoint skipped": _kind("rank", may="warning"),
     "overlap settled": _kind(
-        "rank", may="step bucket_bytes first_bytes late seconds before tried"
+        "rank", may="step bucket_bytes first_bytes seconds before tried"
     ),  # of the exchange of gradients with computing
     "stopped": _kind("rank", may="step why saved"),  # for it was asked to
     "straggler": _kind("rank", may="straggler its_host cause seconds part text"),  # by rank 0

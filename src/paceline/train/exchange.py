@@ -16,9 +16,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, cast
 
@@ -32,7 +30,6 @@ from torch.futures import Future
 from paceline.spec import jobenv
 from paceline.train import direct, little, waits
 from paceline.train.comms import Comms
-from paceline.train.late import Late
 from paceline.train.parallel import Replica, bucket_megabytes, moving_buffers, settle_buckets
 
 
@@ -116,23 +113,6 @@ class Method(Protocol):
         """Bytes that this rank sends for so many elements of gradients."""
 
 
-@dataclass(slots=True)
-class Times:
-    """Of one bucket, by ``time.perf_counter``; on an accelerator when it was told to.
-
-    Attributes:
-        ready: Its gradients were complete.
-        begun: Its turn came.
-        done: Its mean was there.
-        sent: Bytes that this rank sent for it.
-    """
-
-    ready: float
-    begun: float = 0.0
-    done: float = 0.0
-    sent: int = 0
-
-
 class Exchange:
     """The exchange of one replica's gradients. Every rank has one and changes it alike.
 
@@ -141,8 +121,6 @@ class Exchange:
         comms: Of all ranks.
 
     Attributes:
-        times: Of the last step's buckets in their order; empty where DDP works alone.
-        late: The updates that come late; ``None``: DDP waits for all gradients.
         usual: Bytes of a bucket and of the first, as the replica was made with.
         left: The method of a former group of ranks, until another one has followed it.
     """
@@ -155,11 +133,7 @@ class Exchange:
         self.usual = usual_buckets(model.exchanged, over_gloo=self._over_gloo)
         self._group: dist.ProcessGroup | None = None
         self._hooked: object = None
-        self.times: list[Times] = []
-        self.late: Late | None = None
         self.left: Method | None = None
-        self._order: list[int] = []
-        self._passes = self._count = 0  # since buckets were laid out; buckets of the last
         self._directly = self._exact() if self._is_little or self._of_two else None
         self._hook()
 
@@ -188,7 +162,7 @@ class Exchange:
         exchanged = {*self._model.exchanged}
         every = self._model.module.named_parameters()
         names = {one: name for name, one in every if one in exchanged}
-        world, void = self._comms.world, self._model.may_be_void
+        world, void = self._comms.world, self._model.recovery is not None
         unused = self._model.find_unused_parameters
         width = self.nbytes / self.elements
         return Line(self._group, world.rank, world.size, names, void, unused, width)
@@ -199,27 +173,20 @@ class Exchange:
         return self._method
 
     @method.setter
-    def method(self, method: Method | None) -> None:
+    def method(self, method: Method) -> None:
         """To be set between two steps."""
-        plain = not (self._may_end or self._directly)
-        if method is None and self._hooked is self._model.reducer and plain:
-            method = self._exact()  # a hook can only be added
         self._method = method
         self._hook()
 
-    def buckets(self, size: int, first: int, *, plain: bool = False) -> None:
+    def buckets(self, size: int, first: int) -> None:
         """Lays the buckets out anew; to be called between two steps. Nothing is sent.
 
         Args:
             size: Bytes of a bucket, at least; a parameter is not divided.
             first: Bytes of the bucket that is full first.
-            plain: By DDP's own exact way, without a hook.
         """
         self._hooked = None  # the old reducer takes its hooks away when nobody holds it
         lay_out(self._model, size, first)
-        self._passes = 0
-        if plain:
-            self._method, self.times = None, []
         self._hook()
 
     def as_made(self) -> None:
@@ -230,7 +197,7 @@ class Exchange:
         """
         self._hooked = None
         self._comms.meet(self._lay_out_as_made)
-        self._passes, self._method, self.times = 0, None, []
+        self._method = None
 
     def _lay_out_as_made(self) -> None:
         if not self._comms.stale:  # else all will be made anew
@@ -244,7 +211,6 @@ class Exchange:
         self._model.aligned()
         self._leave_method()
         lay_out(self._model, *self.usual, as_made=True, made=self._hook)
-        self._passes, self.times = 0, []
 
     @property
     def thawed(self) -> bool:
@@ -256,11 +222,9 @@ class Exchange:
         self._model.widen()
         self._leave_method()
         self.buckets(*self.usual)
-        self.times = []
 
     def _leave_method(self) -> None:
         """Goes back to what the present group and parameters begin with."""
-        self.put_off(None)
         self.usual = usual_buckets(self._model.exchanged, over_gloo=self._over_gloo)
         self.left, self._method = self.left or self._method, None
         self._directly = self._exact() if self._is_little or self._of_two else None
@@ -268,11 +232,6 @@ class Exchange:
     @property
     def _over_gloo(self) -> bool:
         return self._comms.device.type == "cpu"
-
-    def watched(self) -> None:
-        """Sees to it that there are :attr:`times`, also of exact averages; between two steps."""
-        if self._method is None:
-            self.method = self._exact()
 
     def _exact(self) -> Method:
         from paceline.train.communication.exact import Exact  # which is made for what is here
@@ -303,36 +262,6 @@ class Exchange:
         """This moment, of the clock by which :meth:`stood` is told."""
         return self._model.mark()
 
-    def put_off(self, late: Late | None, order: Sequence[int] = ()) -> None:
-        """Has updates come late from now on, or no longer; between two steps, on CPUs.
-
-        Args:
-            late: What takes them.
-            order: In which buckets are sent, by number; the same on every rank.
-        """
-        if self.late is not None:
-            self.late.end()
-        self.late = late
-        self._order = list(order)
-        if late is not None:
-            self.watched()
-            late.begin()
-
-    @contextmanager
-    def in_time(self) -> Iterator[None]:
-        """Within it no update comes late; to be entered and left between two steps."""
-        late, order = self.late, self._order
-        self.put_off(None)
-        try:
-            yield
-        finally:
-            self.put_off(late, order)
-
-    def flush(self) -> None:
-        """Takes the updates that are still to come: nothing is on its way any more."""
-        if self.late is not None:
-            self.late.flush()
-
     @property
     def _may_end(self) -> bool:
         """Whether ranks may be lost while DDP waits: it waits for promises then."""
@@ -355,26 +284,11 @@ class Exchange:
         owners = cast(list[nn.Parameter], given.parameters())
         flat, parts = given.buffer(), given.gradients()
         bucket = Bucket(given.index(), flat, owners, parts, given.is_last())
-        now = Times(time.perf_counter())
-        # DDP lays new buckets out once more, before the second pass, and none may be on its way.
-        late = self.late if self._passes > 1 else None
-        if not bucket.number:
-            self.times = []
-        self.times.append(now)
-        if bucket.last:
-            self._passes, self._count = self._passes + 1, bucket.number + 1
         if self._mover is None:
-            return self._on_stream(bucket, now)
+            return self._on_stream(bucket)
         future: Future[Tensor] = Future()
-        ordered = late is not None and len(self._order) == self._count
-        order = self._order if ordered else []
-        self._mover.give(_Job(method, bucket, now, future, order))
-        if late is None:
-            return future
-        late.sent(bucket.number, owners, future)
-        nothing: Future[Tensor] = Future()  # DDP need not wait: who reads a parameter does
-        nothing.set_result(flat)
-        return nothing
+        self._mover.give(_Job(method, bucket, future))
+        return future
 
     def _as_ddp(self, flat: Tensor) -> Future[Tensor]:
         """By DDP's own exact way, to the bit."""
@@ -382,7 +296,7 @@ class Exchange:
         flat.mul_(1.0 / dist.get_world_size(group))
         return waits.promised(dist.all_reduce(flat, group=group, async_op=True), flat)
 
-    def _on_stream(self, bucket: Bucket, now: Times) -> Future[Tensor]:
+    def _on_stream(self, bucket: Bucket) -> Future[Tensor]:
         """The host only says what is to be done, in the right order; the device does it."""
         assert self._method is not None
         assert self._stream is not None
@@ -391,7 +305,8 @@ class Exchange:
         self._stream.wait_stream(torch.accelerator.current_stream(device))
         with self._stream:
             bucket.flat.record_stream(self._stream)
-            _average(self._method, bucket, now)
+            with torch.no_grad():
+                self._method.average(bucket)
             future.set_result(bucket.flat)
         return future
 
@@ -409,7 +324,6 @@ class Exchange:
 
     def close(self) -> None:
         """Ends the mover's thread; no backward pass may be running."""
-        self.put_off(None)
         if self._mover is not None:
             self._mover.close()
 
@@ -422,25 +336,16 @@ def _on_bucket(exchange: Exchange, bucket: GradBucket) -> Future[Tensor]:
 _on_bucket.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
 
 
-def _average(method: Method, bucket: Bucket, now: Times) -> None:
-    ranks = dist.get_world_size()
-    now.begun, now.sent = time.perf_counter(), method.sent(bucket.flat.numel(), ranks)
-    with torch.no_grad():
-        method.average(bucket)
-    now.done = time.perf_counter()
-
-
 @dataclass(slots=True)
 class _Job:
     method: Method
     bucket: Bucket
-    now: Times
     mean: Future[Tensor]
-    order: list[int]  # in which the buckets of its pass are to be sent; empty: as they come
 
     def do(self) -> None:
         try:
-            _average(self.method, self.bucket, self.now)
+            with torch.no_grad():
+                self.method.average(self.bucket)
             self.mean.set_result(self.bucket.flat)
         except Exception as error:  # raised by who waits for it
             self.mean.set_exception(error)  # type: ignore[arg-type]
@@ -466,49 +371,13 @@ class _Mover:
         torch.get_num_threads()  # or torch would begin later with what holds for others
         torch.set_num_threads(1)
         self._alone.set()
-        held: dict[int, _Job] = {}
-        left: list[int] = []
         while (job := self._waiting.get()) is not None:
-            held[job.bucket.number] = job
-            left = left or [*job.order] or [*held]
+            job.do()
             del job  # none is held while waiting for the next
-            while left and left[0] in held:
-                held.pop(left.pop(0)).do()
 
     def close(self) -> None:
         self._waiting.put(None)
         self._thread.join()
-
-
-def last_first(ready: Sequence[float], seconds: Sequence[float], step: float = 0.0) -> list[int]:
-    """The order in which buckets are sent when the one that is needed first goes first.
-
-    The forward pass needs the parameters of the last bucket first. So of those that are ready the
-    last one is always sent; the same order then holds for every step, whatever each takes. Where
-    the network has time to spare, it waits for the very last and is not busy when that is ready.
-
-    Args:
-        ready: Moment at which each bucket is complete.
-        seconds: For which each is on its way.
-        step: Seconds of a step that waits for no bytes. A network that is busy for longer has
-            nothing to spare, and each moment for which it waits makes every step longer.
-    """
-    order: list[int] = []
-    left, now = set(range(len(ready))), ready[0] if ready else 0.0
-    spare = step - sum(seconds)
-    while left:
-        there = [one for one in left if ready[one] <= now]
-        if not there:
-            now = min(ready[one] for one in left)
-            continue
-        chosen, wait = max(there), ready[-1] - now
-        if 0 < wait < min(seconds[chosen], spare):
-            now, spare = ready[-1], spare - wait
-            continue
-        order.append(chosen)
-        left.remove(chosen)
-        now += seconds[chosen]
-    return order
 
 
 def lay_out(

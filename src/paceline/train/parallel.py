@@ -23,7 +23,6 @@ from paceline.spec import jobenv
 from paceline.spec.errors import JobError, SettingError
 from paceline.train import compiler, waits
 from paceline.train.comms import Comms
-from paceline.train.late import as_they_are
 from paceline.train.recovery import Recovery
 
 _NAMED = 5  # parameters in a message, at most
@@ -79,19 +78,15 @@ class Replica(DistributedDataParallel):
         stood: Beginnings and ends of these exchanges; whoever reads them clears them.
         mark: Gives a moment: of the CPU, or of an accelerator's stream.
         recovery: What makes good that a rank is lost; ``None``: nothing does.
-        may_be_void: What was exchanged may turn out not to count: a step is done once more then.
         exchanged: The parameters whose gradients are averaged: those that were trained when this
             was made or later (:meth:`widen`), also while a script has frozen some of them.
-        compiled: Its forward pass has been a part of compiled code.
         some_idle: Says whether some rank has nothing to compute in this step. It does not know how
             often the others call the model, so buffers are sent once in such a step.
     """
 
     mark: Callable[[], Any] = staticmethod(time.perf_counter)
     recovery: Recovery | None = None
-    may_be_void = False
     some_idle: Callable[[], bool] = staticmethod(lambda: False)
-    compiled = False
     _touches = _sent = False
 
     def __init__(self, *args: Any, **named: Any) -> None:
@@ -170,8 +165,6 @@ class Replica(DistributedDataParallel):
     def _pre_forward(self, *inputs: Any, **named: Any) -> Any:
         """Sends buffers. Where a rank is lost the pass is one of the module alone: its batch does
         not count, but a script is not to see an error."""
-        if torch.compiler.is_compiling():
-            self.compiled = True
         if self.recovery is None:
             return super()._pre_forward(*inputs, **named)  # type: ignore[no-untyped-call]
         if not self.recovery.stale:
@@ -237,8 +230,7 @@ def moving_buffers(module: nn.Module) -> list[Tensor]:
 
 
 def _moves(part: nn.Module) -> bool:
-    own = (p for one in part.modules() for p in as_they_are(one))
-    return part.training or any(p.requires_grad for p in own)
+    return part.training or any(p.requires_grad for p in part.parameters())
 
 
 def _only_writes(part: nn.Module) -> bool:

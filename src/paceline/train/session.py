@@ -25,7 +25,6 @@ from paceline.spec.balance import refuse_limits
 from paceline.spec.communication import refuse
 from paceline.spec.errors import JobError, SettingError
 from paceline.spec.failure import ASTRAY
-from paceline.spec.overlap import OverlapName
 from paceline.train import device as devices
 from paceline.train import parallel, report, weights, world
 from paceline.train.average import Average
@@ -58,7 +57,7 @@ from paceline.train.newcomer import (
     sources,
 )
 from paceline.train.order import Stated, by_length, stated
-from paceline.train.overlap import Overlap, check_late
+from paceline.train.overlap import Overlap
 from paceline.train.pace import Look, Pace, counted
 from paceline.train.probe import Probe, asked
 from paceline.train.recovery import Control, Exchanged, Recovery
@@ -102,7 +101,6 @@ class Session(Member):
         self._proof: Proof | None = None
         self._pace = Pace(self.comms, self.models.module, self.device)
         self._lookout = Lookout(self)
-        self._late = False  # updates may come late although lost ranks could be recovered from
         self._recovery: Recovery | None = None
         self._control: Control | None = None
         self._start: Recording | Replay | None = None
@@ -142,7 +140,7 @@ class Session(Member):
         compile: bool = False,
         unused: bool = False,
         communication: str = "exact",
-        overlap: OverlapName = "backward",
+        overlap: str = "auto",
         name: str = "",
     ) -> nn.Module:
         """Makes the model train as one over all ranks and proves that all start equal.
@@ -162,12 +160,8 @@ class Session(Member):
                 ``int8``, ``int4``, ``powersgd``, ``local``, or ``auto``, which measures and
                 chooses. With ``local`` ranks have the same model at evaluations, checkpoints and
                 ends of epochs, and different ones between.
-            overlap: What the exchange of gradients may run beside: ``backward``, the backward pass,
-                or ``auto``, also the next forward pass, where that is quicker. A layer's step is
-                then taken when the module reads its parameters again: for scripts that reach
-                parameters through the module, not by a list that they keep. Where a lost rank is
-                recovered from in place, no step is taken so late; with ``late`` it is, and the job
-                starts again from its newest checkpoint instead.
+            overlap: With ``auto`` two ranks on CPUs try some sizes of gradient buckets in their
+                first steps, and keep the quickest. With ``backward`` the sizes stay.
             name: Of one of several models: in losses, records and checkpoints.
 
         Returns:
@@ -192,22 +186,9 @@ class Session(Member):
             name=name,
             scaled=scaler is not None,
         )
-        overlaps.refuse(
-            overlap,
-            communication=communication,
-            sharded=parallel.is_sharded(module),
-            several=bool(name),
-            compiled=compile,
-            clipped=clip_norm is not None,
-            scaled=scaler is not None,
-        )
+        overlaps.refuse(overlap)
         self._overlap = None
         self.models.leave(name)
-        self._late = overlap == "late"
-        if self._late:
-            check_late(module, optimizer, self.device)
-            if self._recovery is not None and self._recovery.told and self._recovery.able:
-                self._say_recoverable(self._recovery)
         updater = Updater(module, optimizer, schedule, scaler, clip_norm)
         self.models.add(name, updater)
         if not self.comms.alone:
@@ -218,18 +199,14 @@ class Session(Member):
                     module, self.device, self.comms, unused=unused, apart=bool(name)
                 )
                 replica.recovery = self._recovery
-                replica.may_be_void = self._recovery is not None and not self._late
                 updater.model, updater.exchange = replica, Exchange(replica, self.comms)
                 updater.communication = Communication(
                     communication, updater.exchange, self.comms, optimizer
                 )
             self._proof = Proof(self.comms, self.models.module)
-        if updater.exchange is not None and not (name or compile or self._probe):
-            recovers = self._recovery is not None
-            self._overlap = Overlap(updater, self.comms, overlap, recovers=recovers)
-            if updater.communication is not None:
-                updater.communication.late = self._overlap.may_be_late_by
-                updater.communication.forgone = self._overlap.forgone
+        tries = overlap == "auto" and not (name or compile or self._probe)
+        if updater.exchange is not None and tries:
+            self._overlap = Overlap(updater.exchange, self.comms)
         self.verify()
         self._pace = Pace(self.comms, self.models.first.model, self.device)
         self._lookout = Lookout(self)
@@ -256,7 +233,6 @@ class Session(Member):
         """
         updater = self.models[name]
         self._changes("average")
-        overlaps.refuse("late" if self._late else "auto", averaged=True)
         if updater.communication is not None:
             refuse(updater.communication.asked.name, averaged=True)
         updater.average = Average(updater.module, self.comms, decay, start, self._settle)
@@ -647,8 +623,6 @@ class Session(Member):
             return "recovery over NCCL has not been tried on a GPU"
         if parallel.is_sharded(self.models.module):
             return "parameters are spread over the ranks (FSDP)"
-        if self._late:
-            return overlaps.NOT_RECOVERED
         if self._aside:
             return "the script trains from two loaders at once, of which one would be divided anew"
         if any(isinstance(one, nn.SyncBatchNorm) for one in self.models.module.modules()):
@@ -1082,12 +1056,6 @@ class Session(Member):
         first = 0 if only is None else only.first
         if self._overlap.looked(look, self.progress.step, first):
             self.event("overlap settled", step=self.progress.step, **self._overlap.about())
-            if self._late and not self._overlap.way.late:
-                gained = "; without --overlap late lost ranks are recovered from in place"
-                self.say(
-                    "overlap: steps are no shorter with late updates here"
-                    + gained * (self._recovery is not None)
-                )
 
     @property
     def _saved(self) -> float:

@@ -29,8 +29,6 @@ def untouched(models: Models, device: torch.device, precision: Precision) -> Ite
     """
     real = models[ALONE]
     with ExitStack() as within:
-        if real.exchange is not None:
-            within.enter_context(real.exchange.in_time())
         if real.communication is not None:
             within.enter_context(real.communication.set_aside())
         yield from _untouched(real, device, precision)

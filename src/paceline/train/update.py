@@ -14,7 +14,6 @@ from paceline.train import parallel
 from paceline.train.average import Average
 from paceline.train.communication.choice import Communication
 from paceline.train.exchange import Exchange
-from paceline.train.late import Late
 from paceline.train.loader import Batch
 from paceline.train.norms import Norms
 
@@ -93,7 +92,6 @@ class Updater:
             only: The parameters that get a gradient; ``None``: all that the loss depends on.
             again: Another loss that shares a part of the way comes after this one.
         """
-        self.flush()
         scaled = self.scaler.scale(loss) if self.scaler else loss
         scaled.backward(inputs=only, retain_graph=again or None)  # type: ignore[no-untyped-call]
 
@@ -103,12 +101,6 @@ class Updater:
         Args:
             measured: Returns what :class:`Norms` says of the step; otherwise nothing.
         """
-        late = self._late
-        if late is not None and late.pending:
-            if not measured and self.clip_norm is None and not (self.scaler or self.average):
-                self._step_late(late)
-                return {}
-            late.arrive()
         if self.scaler and (measured or self.clip_norm is not None):
             self.scaler.unscale_(self.optimizer)
         norms = Norms(self.optimizer) if measured else None
@@ -130,22 +122,6 @@ class Updater:
             self.average.update()
         return norms.figures() if norms else {}
 
-    @property
-    def _late(self) -> Late | None:
-        return None if self.exchange is None else self.exchange.late
-
-    def _step_late(self, late: Late) -> None:
-        if self.before_step is not None:
-            self.before_step()
-        late.step()
-        if self.schedule is not None:
-            self.schedule.step()
-
-    def flush(self) -> None:
-        """Has late updates taken now."""
-        if self._late is not None:
-            self._late.flush()
-
     def state(self, *, whole: bool = True, alone: bool = False) -> dict[str, Any]:
         """States of optimizer, schedule, scaler and average.
 
@@ -155,7 +131,6 @@ class Updater:
             whole: Puts shards together.
             alone: Only what all ranks have alike: no collective.
         """
-        self.flush()
         optimizer = parallel.optimizer_state(self.module, self.optimizer, whole=whole)
         more = {"average": self.average.state(whole=whole)} if self.average else {}
         if self.communication is not None:
@@ -177,7 +152,6 @@ class Updater:
 
     def load_state(self, state: dict[str, Any], *, whole: bool = True, alone: bool = False) -> None:
         """Takes a state of :meth:`state`; the module has its weights already."""
-        self.flush()
         parallel.load_optimizer_state(self.module, self.optimizer, state["optimizer"], whole=whole)
         if self.schedule and state["schedule"]:
             self.schedule.load_state_dict(state["schedule"])

@@ -49,7 +49,6 @@ class Auto:
         exchange: Whose method it sets.
         comms: Of all ranks.
         take: Sets a method by its name, with what the last one has not said.
-        late: Says whether updates may come late by a way; the same on every rank.
         first: Says how many steps of the training send more than later ones by the way in use.
 
     Attributes:
@@ -63,12 +62,10 @@ class Auto:
         exchange: Exchange,
         comms: Comms,
         take: Callable[[str], None],
-        late: Callable[[str], bool] = lambda way: False,
         first: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._exchange, self._comms, self._take, self._late = exchange, comms, take, late
+        self._exchange, self._comms, self._take = exchange, comms, take
         self._first_steps = first
-        self._counts_on_late = False  # the choice does
         self._wire, self._worked = Wire(exchange.line()), 0.0  # CPU seconds of the last sum
         self.choice: Choice | None = None
         self.settled, self.since = False, 0
@@ -93,9 +90,7 @@ class Auto:
         self._early.append(slowest)
         if slowest > 0:
             least = min(one for one in self._early if one > 0)
-            choice = chosen(
-                replace(self._line, computing=least, late=self._lates(), each=self._each)
-            )
+            choice = chosen(replace(self._line, computing=least, each=self._each))
             if choice.way != self.way:
                 self._use(choice)
                 self._since = len(self._early)
@@ -126,15 +121,14 @@ class Auto:
         first, now = not self.settled, self._now_used
         still = steps[:, :, _MOVING] + steps[:, :, _WAITING]
         computing = float((steps.sum(2) - still).median(1).values.max())
-        if not (first or self._fresh or self._in_vain):
-            self._exchange.flush()  # late buckets are sent on the same connections
+        if not (first or self._fresh):
             least = self._line.handling  # other threads of a rank may be at work by now
             self._line = self._measured()
             self._line = replace(self._line, handling=min(least, self._line.handling))
         self._fresh = False
         # while a CPU has to do with messages, it computes less
         pure = max(computing - self._line.own(self.way), 1e-6)
-        measured = replace(self._line, computing=pure, late=self._lates(), each=self._each)
+        measured = replace(self._line, computing=pure, each=self._each)
         if first:
             # Bytes move on all ranks at once; who waits for whom may change from step to step.
             a_step = computing + float(steps[0, :, _MOVING].median())
@@ -145,7 +139,6 @@ class Auto:
                 return ""
         else:
             choice = chosen(measured, self.way, self._off)
-        self._counts_on_late = choice.way in measured.late
         a_step = max(float(steps.sum(2).mean()), 1e-6)
         self._again = last + max(100, int(self._spent / _COST / a_step))
         self._usual, self._since, self.since = None, last, self._since
@@ -172,16 +165,15 @@ class Auto:
         Returns:
             What is known now, the choice, and whether it is to stay.
         """
-        now, plain = self._now_used, replace(measured, late=frozenset())
+        now = self._now_used
         if now[0] != "exact":
             corrected = measured.corrected(*now, seconds)
             # the most that was seen: it is not the same in all numbers
             each = max(corrected.each, measured.each if self._tried else 0.0)
             measured, self._each = replace(measured, each=each), each
-            won = plain.seconds(*now) - measured.seconds(*now) if now[0] in measured.late else 0.0
-            self._tried[now] = seconds - max(0.0, won)
-        elif seconds < plain.best("exact")[1]:  # otherwise other buckets may yet be better
-            self._off["exact"] = seconds / plain.best("exact")[1]
+            self._tried[now] = seconds
+        elif seconds < measured.best("exact")[1]:  # otherwise other buckets may yet be better
+            self._off["exact"] = seconds / measured.best("exact")[1]
         choice = chosen(measured, off=self._off)
         if choice.way == "exact":
             return measured, choice, True
@@ -196,21 +188,11 @@ class Auto:
 
     def _due(self, steps: Tensor, last: int) -> bool:
         """Whether the network is to be measured again."""
-        if self._in_vain:
-            return True
         moving = float(steps[:, :, _MOVING].mean() / steps.sum(2).mean().clamp(min=1e-9))
         if self._usual is None:
             self._usual = moving
         self._changed = self._changed + 1 if abs(moving - self._usual) > _CHANGED else 0
         return self._changed >= 2 or last >= self._again
-
-    @property
-    def _in_vain(self) -> bool:
-        """The choice counts on late updates, which were tried since, and are no quicker."""
-        return self._counts_on_late and not self._late(self.way)
-
-    def _lates(self) -> frozenset[str]:
-        return frozenset(way for way in forecast.CANDIDATES if self._late(way))
 
     def _measured(self) -> Measured:
         """Line and coding, by the slowest; computing is not known here. A collective."""
@@ -296,7 +278,6 @@ class Auto:
 
     def _use(self, choice: Choice) -> None:
         self.choice = choice
-        self._exchange.put_off(None)
         if choice.way == "exact":  # DDP's own way costs least, and is what Overlap begins with
             self._exchange.as_made()
             return

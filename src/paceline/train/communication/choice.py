@@ -54,10 +54,6 @@ class Communication:
         exchange: Of the model's gradients.
         comms: Of all ranks.
         optimizer: Of the model.
-
-    Attributes:
-        late: Says whether updates may come late by a way: then more bytes can be hidden.
-        forgone: Says whether they could if lost ranks were not recovered from in place.
     """
 
     def __init__(
@@ -65,8 +61,6 @@ class Communication:
     ) -> None:
         self.asked, self._exchange, self._comms = communication.asked(text), exchange, comms
         self._optimizer = optimizer
-        self.late: Callable[[str], bool] = lambda way: False
-        self.forgone: Callable[[], bool] = lambda: False
         self._auto: Auto | None = None
         self._seen: list[tuple[float, float]] = []  # of a step: communication, all of it
         self._told, self._steps, self._step = False, 0, 0
@@ -80,8 +74,7 @@ class Communication:
             exchange.send_buffers(False)
 
     def _automatic(self) -> Auto:
-        late, first = lambda way: self.late(way), lambda: self.first
-        return Auto(self._exchange, self._comms, self._take, late, first)
+        return Auto(self._exchange, self._comms, self._take, lambda: self.first)
 
     def _as_asked(self) -> None:
         if self.asked.name == "exact":
@@ -133,7 +126,6 @@ class Communication:
         before = self._finer
         self._at(steps, step)
         if self._finer != before and self._way == _COARSE and self._exchange.method is not None:
-            self._exchange.flush()  # by the method that is left
             self._take(_COARSE)
 
     @contextmanager
@@ -284,16 +276,10 @@ class Communication:
         line = Line(None, self._comms.world.rank, ranks, width=self._exchange.nbytes / count)
         sent = {way: METHODS[way](line).sent(count, ranks) for way in ("exact", "int8")}
         shorter = lasting(whole - moving * (1 - sent["int8"] / sent["exact"]))
-        said = (
+        return (
             f'{so_much}. session.prepare(…, communication="int8") would make a step about {shorter}'
             ' at best, "auto" measures and chooses (--communication auto of a recipe)'
         )
-        if self.forgone():
-            said += (
-                '. With overlap="late" (--overlap late of a recipe) gradients travel during the'
-                " next forward pass, too; a lost rank then needs --max-restarts"
-            )
-        return said
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps; a collective. Nothing where averages are exact."""

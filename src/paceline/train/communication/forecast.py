@@ -15,7 +15,6 @@ _FORWARD = 1 / 3  # part of computing in which no gradient is ready
 _BUCKETS = (1, 2, 4, 8, 16)
 _AS_QUICK = 1.03  # so near to the quickest, fewer buckets are taken
 _LEAST_BUCKET = 1 << 16  # bytes
-_WON = 0.5  # part of what late updates could save at best that is counted on (bench/overlap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,6 @@ class Measured:
         rate: Bytes a second that a rank can send while it receives as many.
         sent: Bytes that a rank sends in a step, by way.
         coding: Seconds of a step for making and reading messages, by way.
-        late: Ways by which updates may come late: bytes pass beside the next forward pass, too.
         each: Seconds that a bucket of codes takes beyond its latency, its bytes and their coding:
             who codes and sends waits for a processor that computes, on every rank.
         handling: Seconds for which a processor that would compute handles a byte that is sent,
@@ -42,30 +40,11 @@ class Measured:
     rate: float
     sent: Mapping[str, int]
     coding: Mapping[str, float]
-    late: frozenset[str] = frozenset()
     each: float = 0.0
     handling: float = 0.0
 
     def seconds(self, way: str, buckets: int) -> float:
-        """Of a step in so many buckets; by the better of two ways to hide them."""
-        in_time = self._in_time(way, buckets)
-        if way not in self.late:
-            return in_time
-        return in_time - _WON * max(0.0, in_time - self._late(way, buckets))
-
-    def _late(self, way: str, buckets: int) -> float:
-        """At best: the line has nearly the whole step for its bytes.
-
-        Either all is computed and one bucket is waited for, or the line is always busy but while
-        the first bucket of a step is computed.
-        """
-        line, latency = self.sent[way] / self.rate, self._latency(way)
-        computed = self.computing + line / buckets + latency
-        sent = line + buckets * latency + self.computing / buckets
-        return self.own(way) + max(computed, sent)
-
-    def _in_time(self, way: str, buckets: int) -> float:
-        """A bucket is sent while the gradients of the next are computed."""
+        """Of a step: each of so many buckets is sent while the next gradients are computed."""
         apart, last, busy = self._ends(way, buckets)
         latency = self._latency(way)
         return apart + max(last + latency, busy + buckets * latency)
@@ -89,7 +68,7 @@ class Measured:
         return self.latency if way == "exact" else self.latency + self.each
 
     def corrected(self, way: str, buckets: int, seconds: float) -> Measured:
-        """With what is known since a step by codes, not a late one, took so many seconds."""
+        """With what is known since a step by codes took so many seconds."""
         plain = replace(self, each=0.0)
         apart, last, busy = plain._ends(way, buckets)
         ends = seconds - apart

@@ -326,9 +326,9 @@ def test_who_is_not_freed_says_so(monkeypatch: pytest.MonkeyPatch, idle: bool) -
     """It does nothing in a collective whose connections are cut; who computes is waited for."""
     monkeypatch.setattr(recovery, "_STUCK_S", 0.6)
     read, write = os.pipe()
-    control = recovery.Control(read, recovery.Nccl())
+    control = recovery.Control(read, recovery.Gloo())
     comms = Comms(World(0, 2, 0, 2, "n1", True), torch.device("cpu"))
-    one = recovery.Recovery(0, comms, control, recovery.Nccl(), None, lambda *_: None)
+    one = recovery.Recovery(0, comms, control, recovery.Gloo(), None, lambda *_: None)
     one.able, said, told = True, [], threading.Event()
 
     def say(name: str, **details: Any) -> None:
@@ -363,7 +363,7 @@ def test_a_store_that_is_gone_is_called_until_later_word_comes() -> None:
     said: list[recovery.Word] = []
     control = cast(Any, SimpleNamespace(newer=lambda _: said[0] if said else None))
     comms = Comms(World(0, 2, 0, 2, "n1", True), torch.device("cpu"))
-    one = recovery.Recovery(0, comms, control, recovery.Nccl(), None, lambda *_: None)
+    one = recovery.Recovery(0, comms, control, recovery.Gloo(), None, lambda *_: None)
     members = (0, "n1", 0, 1), (1, "n2", 0, 1)
     first = recovery.Word(1, members, "127.0.0.1", port, planned=False)
     caught: list[BaseException] = []
@@ -393,7 +393,7 @@ def test_no_group_is_made_of_which_a_member_is_known_to_be_lost(
     words = [recovery.Word(one, ((0, "n1", 0, 1),), "127.0.0.1", 1, False) for one in (1, 2)]
     control = cast(Any, SimpleNamespace(newer=lambda than: words[1] if than < 2 else None))
     comms = Comms(World(0, 2, 0, 2, "n1", True), torch.device("cpu"))
-    one = recovery.Recovery(0, comms, control, recovery.Nccl(), None, lambda *_: None)
+    one = recovery.Recovery(0, comms, control, recovery.Gloo(), None, lambda *_: None)
     with pytest.raises(recovery.Overtaken):
         one._form(words[0])
 
@@ -402,7 +402,7 @@ def test_a_wait_in_the_next_group_is_not_given_up(monkeypatch: pytest.MonkeyPatc
     """The look that says so may have begun before that group was made."""
     control = cast(Any, SimpleNamespace(newer=lambda _: None))
     comms = Comms(World(0, 2, 0, 2, "n1", True), torch.device("cpu"))
-    one = recovery.Recovery(0, comms, control, recovery.Nccl(), None, lambda *_: None)
+    one = recovery.Recovery(0, comms, control, recovery.Gloo(), None, lambda *_: None)
     looked, given_up = threading.Event(), []
 
     def asleep() -> bool:
@@ -411,7 +411,7 @@ def test_a_wait_in_the_next_group_is_not_given_up(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(recovery.waits, "asleep", asleep)
     monkeypatch.setattr(recovery.waits, "give_up", lambda: given_up.append(one.generation))
-    monkeypatch.setattr(recovery, "_MANY_LOOKS", 1)
+    monkeypatch.setattr(recovery, "_LOOKS", 1)
     with one._forming:
         control.freed(1)
         assert looked.wait(20)
@@ -427,7 +427,7 @@ def test_a_wait_is_given_up_where_a_thread_of_gloos_never_sleeps(
     """It wakes again and again for the rest of a message that nobody takes."""
     control = cast(Any, SimpleNamespace(newer=lambda _: None))
     comms = Comms(World(0, 2, 0, 2, "n1", True), torch.device("cpu"))
-    one = recovery.Recovery(0, comms, control, recovery.Nccl(), None, lambda *_: None)
+    one = recovery.Recovery(0, comms, control, recovery.Gloo(), None, lambda *_: None)
     given_up = threading.Event()
     monkeypatch.setattr(recovery.waits, "asleep", lambda: False)
     monkeypatch.setattr(recovery.waits, "give_up", given_up.set)

@@ -22,7 +22,7 @@ from paceline.spec.errors import SettingError
 from paceline.train import waits
 from paceline.train.models import ALONE
 from paceline.train.newcomer import Recording
-from paceline.train.recovery import Exchanged, Nccl, Recovery
+from paceline.train.recovery import Exchanged, Gloo, Recovery
 
 
 @pytest.fixture
@@ -269,7 +269,7 @@ def able(session: train.Session, monkeypatch: pytest.MonkeyPatch) -> Iterator[tr
     """A session whose events are kept, as under a launcher that can recover."""
     monkeypatch.setattr(waits, "arm", Mock())  # for good, in this process
     control = Mock(newer=Mock(return_value=None))
-    recovery = Recovery(0, session.comms, control, Nccl(), HashStore(), lambda *_: None)
+    recovery = Recovery(0, session.comms, control, Gloo(), HashStore(), lambda *_: None)
     session.recovers(recovery, Recording(recovery, {"ranks": 2}))
     session.leaves_group, session.event = True, Mock()  # type: ignore[method-assign]
     yield session

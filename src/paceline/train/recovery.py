@@ -190,26 +190,6 @@ def understood(line: str) -> Word | Save | Alone | str:
         raise ValueError(line) from error
 
 
-class Links(Protocol):
-    """The connections of a group, as far as a rank can be freed from a collective over them."""
-
-    def watched(self, ranks: int) -> contextlib.AbstractContextManager[None]:
-        """Within it connections of a group of so many ranks are made."""
-
-    def store_met(self) -> None:
-        """What was made so far is the connection to the store of the group."""
-
-    def cut(self, *, former: bool = False) -> None:
-        """Frees whoever waits in a collective, from another thread; may be called again.
-
-        Args:
-            former: Only what was there before the group that is being made.
-        """
-
-    def ended(self) -> bool:
-        """Whether all that was cut is closed: nothing comes any more, and nothing goes."""
-
-
 class Gloo:
     """gloo's connections: the sockets that appear while a group is made.
 
@@ -235,6 +215,7 @@ class Gloo:
 
     @contextlib.contextmanager
     def watched(self, ranks: int) -> Iterator[None]:
+        """Within it connections of a group of so many ranks are made."""
         with self._lock:
             self._before, self._ranks = _sockets(), ranks
         try:
@@ -254,10 +235,16 @@ class Gloo:
         return {fd: what for fd, what in _sockets().items() if self._before.get(fd) != what}
 
     def store_met(self) -> None:
+        """What was made so far is the connection to the store of the group."""
         with self._lock:
             self._of_stores |= self._new()
 
     def cut(self, *, former: bool = False) -> None:
+        """Frees whoever waits in a collective, from another thread; may be called again.
+
+        Args:
+            former: Only what was there before the group that is being made.
+        """
         direct.cut()  # none is made before a group is whole
         with self._lock:
             known = {**self._known, **({} if former else self._new())}
@@ -272,6 +259,7 @@ class Gloo:
                 made.start()
 
     def ended(self) -> bool:
+        """Whether all that was cut is closed: nothing comes any more, and nothing goes."""
         with self._lock:
             now = _sockets().items()
             self._of_stores = dict(self._of_stores.items() & now)
@@ -366,24 +354,6 @@ def _is_connection(one: socket.socket) -> bool:
     return state not in _NO_CONNECTION
 
 
-class Nccl:
-    """NCCL's communicators, which have an end of their own. Not tried on a GPU yet."""
-
-    @contextlib.contextmanager
-    def watched(self, ranks: int) -> Iterator[None]:
-        yield
-
-    def store_met(self) -> None:
-        pass
-
-    def cut(self, *, former: bool = False) -> None:
-        with contextlib.suppress(Exception):  # another thread may have ended them
-            dist.distributed_c10d._abort_process_group()
-
-    def ended(self) -> bool:
-        return False  # its own end wakes whoever waits
-
-
 class Talk:
     """Whether the computing thread is in something that may talk to other ranks."""
 
@@ -437,7 +407,7 @@ class Control:
         freed: Called when connections were cut for this generation.
     """
 
-    def __init__(self, descriptor: int, links: Links) -> None:
+    def __init__(self, descriptor: int, links: Gloo) -> None:
         self._descriptor, self._links = descriptor, links
         self._changed = threading.Condition()
         self._word: Word | None = None
@@ -559,7 +529,7 @@ class Recovery:
         slot: int,
         comms: Comms,
         control: Control,
-        links: Links,
+        links: Gloo,
         store: Any,
         make: Make,
         timeout: timedelta | None = None,

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -619,8 +620,9 @@ class Session(Member):
             return "it is a few measured steps"
         if not self.leaves_group:
             return "the script has made the process group"
-        if self.device.type != "cpu" and not self.comms.mixed:
-            return "recovery over NCCL has not been tried on a GPU"
+        on_cpus = self.device.type == "cpu" or self.comms.mixed
+        if not on_cpus or (dist.is_initialized() and dist.get_backend() != "gloo"):
+            return "only ranks that train on CPUs over gloo can go on without a lost one"
         if parallel.is_sharded(self.models.module):
             return "parameters are spread over the ranks (FSDP)"
         if self._aside:

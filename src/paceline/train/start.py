@@ -20,7 +20,7 @@ from paceline.spec import jobenv, launched, rundir
 from paceline.train import compiler, newcomer, report, world
 from paceline.train import device as devices
 from paceline.train.newcomer import Recording
-from paceline.train.recovery import Control, Gloo, Nccl, Recovery
+from paceline.train.recovery import Control, Gloo, Recovery
 from paceline.train.session import Session
 
 _DESCRIPTORS = 65_536  # at most
@@ -102,8 +102,9 @@ def join(
                 world_size=place.size,
             )
 
-        links = gloo if chosen == "gloo" else Nccl()
-        with links.watched(place.size), newcomer.group_of_one() if comes else nullcontext():
+        links = gloo if chosen == "gloo" else Gloo()  # which cuts no connection of another backend
+        watched = links.watched(place.size) if chosen == "gloo" else nullcontext()
+        with watched, newcomer.group_of_one() if comes else nullcontext():
             dist.init_process_group(chosen, timeout=timeout, device_id=bound, **store)
     if comes is None:
         world.check_planned(place, os.environ)

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 import paceline.checks
-from paceline.explain.conclude import conclude
-from paceline.explain.gather import from_log
+from paceline.explain.conclusion import conclude
+from paceline.explain.evidence_reader import from_log
 from paceline.explain.libraries import FACTS
 from paceline.explain.rules import codes, load, load_all
 from paceline.remote.openssh import CAUSES
@@ -29,7 +29,7 @@ BOUND_S = 3.0  # of CPU time; a linear pattern takes hundredths, a quadratic one
 EVERYWHERE = ["a", "a@", "@a", "a.", "a:", ": ", " ", "0", "(", "[", "[0]", "/", "-", "-a", "'",
               '"', "=", "a=", "://", "\x1b[", "\x1b]"]  # fmt: skip
 READERS = [
-    "paceline.explain.gather", "paceline.explain.stacks", "paceline.explain.rule",
+    "paceline.explain.evidence_reader", "paceline.explain.stacks", "paceline.explain.rule",
     "paceline.launch.outcome", "paceline.launch.screen", "paceline.report.bundle",
     "paceline.spec.failure", "paceline.spec.libraries", "paceline.explain.libraries",
     "paceline.spec.terminal", "paceline.remote.openssh",

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.explain.conclude import conclude, to_findings
+from paceline.explain.conclusion import conclude, to_findings
 from paceline.explain.evidence import Evidence, Log
-from paceline.explain.gather import from_log, from_run, read
-from paceline.explain.rule import SECTIONS, FrontMatter, Rule, from_page
+from paceline.explain.evidence_reader import from_log, from_run, read_log
+from paceline.explain.rule import SECTIONS, FrontMatter, Rule, parse_page
 from paceline.explain.rules import codes, load, load_all
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "rules"
@@ -32,11 +32,11 @@ PAGE = "---\n{}\n---\n\n# T\n\n" + "".join(f"## {name}\n\nx\n\n" for name in SEC
 
 
 def rule_of(front: str, page: str = PAGE) -> Rule:
-    return from_page("x", page.format(front), lambda: lambda _: None)
+    return parse_page("x", page.format(front), lambda: lambda _: None)
 
 
 def evidence(path: Path) -> Evidence:
-    return from_run(path) if path.is_dir() else from_log(read(path))
+    return from_run(path) if path.is_dir() else from_log(read_log(path))
 
 
 def case_id(path: Path) -> str:
@@ -46,18 +46,18 @@ def case_id(path: Path) -> str:
 @pytest.mark.parametrize("path", HITS, ids=case_id)
 def test_is_the_conclusion_of_its_hits(path: Path) -> None:
     found = conclude(evidence(path), ALL)
-    assert found.known
-    assert found.found[0][0].code == path.parent.name, found.text
+    assert found.matches
+    assert found.matches[0][0].code == path.parent.name, found.text
 
 
 def test_a_crash_of_torchs_own_debugging_has_a_remedy_of_its_own() -> None:
     """Told by the stack, or by what ``--debug`` kept of a level that the user set."""
-    stack = from_log(read(FOLDER / "crashed" / "hit_3.log"))
+    stack = from_log(read_log(FOLDER / "crashed" / "hit_3.log"))
     kept = Log("n1", 0, ("[c10d] The debug level is set to DETAIL.",))
     level = replace(from_log("Segmentation fault\n"), debug=(kept,))
-    other = from_log(read(FOLDER / "crashed" / "hit_2.log"))
+    other = from_log(read_log(FOLDER / "crashed" / "hit_2.log"))
     for found, told in ((stack, True), (level, True), (other, False)):
-        (_, match), *_ = conclude(found, ALL).found
+        (_, match), *_ = conclude(found, ALL).matches
         assert ("or set INFO" in match.remedy) is told
 
 
@@ -76,14 +76,14 @@ def test_is_silent_on_near_misses(path: Path) -> None:
 @pytest.mark.parametrize("path", UNRELATED, ids=lambda path: path.stem)
 def test_unrelated_failures_are_unknown(path: Path) -> None:
     found = conclude(evidence(path), ALL)
-    assert not found.known, found.text
+    assert not found.matches, found.text
     assert to_findings(found)[0].outcome == "unknown"
 
 
 @pytest.mark.parametrize(("name", "answer"), ANSWERS)
 def test_real_failures_of_other_programs_are_not_claimed(name: str, answer: str) -> None:
     found = conclude(evidence(REAL / f"{name}.log"), ALL)
-    assert [rule.code for rule, _ in found.found] == [answer] * (answer != "unknown"), found.text
+    assert [rule.code for rule, _ in found.matches] == [answer] * (answer != "unknown"), found.text
 
 
 def test_every_real_log_is_judged() -> None:
@@ -148,7 +148,7 @@ def test_a_page_that_helps_nobody_is_refused(front: str, page: str, said: str) -
 def test_the_module_is_asked_before_patterns_are_looked_for() -> None:
     asked: list[Evidence] = []
     front = "patterns: known\nsays: told\ncomputed: true"
-    rule = from_page("x", PAGE.format(front), lambda: asked.append)
+    rule = parse_page("x", PAGE.format(front), lambda: asked.append)
     assert rule.match(from_log("known\n")) is not None
     assert len(asked) == 1
     assert rule.match(from_log("else\n")) is None
@@ -174,12 +174,12 @@ def test_words_of_several_patterns_may_share_a_name() -> None:
 
 def test_an_option_of_ours_behind_the_script_is_put_where_it_belongs() -> None:
     from paceline.cli.run import command
-    from paceline.explain.rules.wrong_arguments import OURS, match
+    from paceline.explain.rules.wrong_arguments import PACELINE_OPTIONS, match
 
-    assert {flag for option in command.params for flag in option.opts} >= OURS
-    log = Log.of("n1", 0, "usage: x\ntrain.py: error: unrecognized arguments: -H a,b\n")
+    assert {flag for option in command.params for flag in option.opts} >= PACELINE_OPTIONS
+    log = Log.from_text("n1", 0, "usage: x\ntrain.py: error: unrecognized arguments: -H a,b\n")
     found = match(Evidence((log,)))
     assert found is not None
     assert found.remedy == "-H is an option of paceline: paceline run -H a,b train.py"
-    log = Log.of("n1", 0, "train.py: error: unrecognized arguments: --learning_rate 1\n")
+    log = Log.from_text("n1", 0, "train.py: error: unrecognized arguments: --learning_rate 1\n")
     assert match(Evidence((log,))) is None

@@ -70,9 +70,9 @@ def test_who_waits_there_is_seen_to_wait() -> None:
         'File "/x/paceline/train/comms.py", line 206 in barrier',
         'File "/home/me/train.py", line 40 in <module>',
     ]
-    stand = stacks.Stand("n1", 0, "S", stacks.parse(stack))
-    assert stacks.waits(stand)
-    assert stacks.where(stand) == "barrier (train.py, line 40)"
+    stand = stacks.RankStack("n1", 0, "S", stacks.parse_frames(stack))
+    assert stacks.is_waiting(stand)
+    assert stacks.describe_position(stand) == "barrier (train.py, line 40)"
 
 
 @pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ECONNABORTED])

@@ -266,14 +266,14 @@ def test_pointers(tmp_path: Path) -> None:
 
 def test_what_starting_again_would_do(tmp_path: Path) -> None:
     """Nobody is promised a resume from a checkpoint that there is not."""
-    from paceline.explain.gather import from_run
+    from paceline.explain.evidence_reader import from_run
     from paceline.explain.rules import load
 
     (tmp_path / "result.json").write_text('{"interrupted": 2, "exit_code": 130}')
     rule = load("interrupted")
     match = rule.match(from_run(tmp_path))
     assert match is not None
-    assert "it begins anew" in match.remedy
+    assert "training starts from step 0" in match.remedy
     assert "files/HOST" in match.remedy  # a script's own
     for step in ("20", "100", "7"):
         (tmp_path / "checkpoints" / step).mkdir(parents=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import hostile
-from paceline.explain.evidence import LINE_CHARS, LINES, lines_of
-from paceline.explain.gather import from_run, read_given
+from paceline.explain.evidence import MAX_LINE_CHARS, MAX_LINES, lines_of
+from paceline.explain.evidence_reader import from_run, read_named
 from paceline.rundir.records import open_regular, read_object, read_records
 from paceline.spec import rundir as names
 
@@ -70,15 +70,15 @@ def test_huge_files_are_read_in_part(tmp_path: Path) -> None:
 
 def test_rules_see_bounded_lines() -> None:
     (line,) = lines_of("a" * 50_000_000 + "ValueError: the end")
-    assert len(line) < LINE_CHARS + 20
+    assert len(line) < MAX_LINE_CHARS + 20
     assert line.endswith("ValueError: the end")
-    assert len(lines_of("x\n" * 3 * LINES)) == LINES
+    assert len(lines_of("x\n" * 3 * MAX_LINES)) == MAX_LINES
 
 
 def test_a_log_may_come_through_a_pipe_or_never_end(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.write(write, b"one\ntwo\n")
     os.close(write)
-    assert read_given(Path(f"/dev/fd/{read}")) == "one\ntwo\n"
+    assert read_named(Path(f"/dev/fd/{read}")) == "one\ntwo\n"
     os.close(read)
-    assert len(read_given(Path("/dev/zero"))) < 1 << 20
+    assert len(read_named(Path("/dev/zero"))) < 1 << 20

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.explain.stacks import Frame, Stand
+from paceline.explain.stacks import Frame, RankStack
 from paceline.launch.control import Actions, stacks_text
 from paceline.launch.verdict import Look
 from paceline.spec.errors import NodeError, SettingError
@@ -156,8 +156,8 @@ def test_a_stop_is_a_signal_and_a_stop_at_once_two() -> None:
 def test_stacks_are_written_into_the_run_directory() -> None:
     frames = (Frame("/lib/torch/x.py", 9, "wait"), Frame("train.py", 3, "main"))
     looks = [
-        Look(Stand("n2", 1, "S", ()), 0.0, 12),
-        Look(Stand("n1", 0, "R", frames), 0.0, 11),
+        Look(RankStack("n2", 1, "S", ()), 0.0, 12),
+        Look(RankStack("n1", 0, "R", frames), 0.0, 11),
     ]
 
     async def run() -> None:

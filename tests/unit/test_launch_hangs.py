@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from paceline.cli.runs import whereabouts
-from paceline.explain.conclude import conclude
+from paceline.explain.conclusion import conclude
 from paceline.explain.evidence import Evidence
 from paceline.explain.rules import load_all
-from paceline.explain.stacks import Frame, Stand
+from paceline.explain.stacks import Frame, RankStack
 from paceline.launch import hangs
 from paceline.launch.beats import Beat, Heartbeats, aside, told
 from paceline.launch.fleet import Fleet
@@ -48,7 +48,7 @@ ASLEEP = (Frame("/home/me/train.py", 21, "fetch"),)
 
 
 def look(rank: int, frames: tuple[Frame, ...], cpu_s: float = 1.0, state: str = "S") -> Look:
-    return Look(Stand(f"n{rank + 1}", rank, state, frames), cpu_s)
+    return Look(RankStack(f"n{rank + 1}", rank, state, frames), cpu_s)
 
 
 def judged(

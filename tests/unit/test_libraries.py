@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.explain.gather import from_log
-from paceline.explain.libraries import summary
+from paceline.explain.evidence_reader import from_log
+from paceline.explain.libraries import summarize
 from paceline.launch import decide
 from paceline.launch.recorder import MAX_PARTIAL, Sieve
 from paceline.report import explanation
@@ -44,7 +44,7 @@ SAID = {
 
 
 def told(name: str) -> list[str]:
-    return summary(from_log((FOLDER / f"{name}.log").read_text()).debug)
+    return summarize(from_log((FOLDER / f"{name}.log").read_text()).debug)
 
 
 @pytest.mark.parametrize("name", SAID)

@@ -15,8 +15,8 @@ from click.testing import CliRunner, Result
 from paceline.cli import program, report, runs
 from paceline.cli.logs import seek_lines
 from paceline.cli.runs import describe
-from paceline.explain.conclude import conclude
-from paceline.explain.gather import from_run
+from paceline.explain.conclusion import conclude
+from paceline.explain.evidence_reader import from_run
 from paceline.explain.rules import load_all
 from paceline.launch.board import Waiting
 from paceline.report import explanation
@@ -209,12 +209,12 @@ def test_a_run_that_goes_on_elsewhere_has_no_cause_yet() -> None:
     folder = left_elsewhere("one")
     said = conclude(from_run(folder), load_all())
     assert said.text.startswith("the run has not ended: its supervisor is on n2, since ")
-    assert not said.known
+    assert not said.matches
     shown = explanation.lines(said, from_run(folder))
     assert "`paceline status` says where its ranks are." in shown
     report.explained(folder)
     assert not (folder / "findings.json").exists()
-    said = conclude(from_run(folder, asked=False), load_all())
+    said = conclude(from_run(folder, confirmed=False), load_all())
     assert said.text.startswith("the supervisor on n2 still runs or was killed")
     (folder / "result.json").write_text('{"exit_code": 0}')  # it has come since
     assert conclude(from_run(folder), load_all()).text.startswith("nothing went wrong")
@@ -224,7 +224,7 @@ def test_a_supervisor_that_died_without_a_word_is_the_cause() -> None:
     folder = left_elsewhere("one", **{HOME: 2000.0, STANDS: "lost"})
     said = conclude(from_run(folder), load_all())
     assert said.text.startswith("the supervisor was killed or its host n2 restarted")
-    assert [rule.code for rule, _ in said.found] == ["launcher-killed"]
+    assert [rule.code for rule, _ in said.matches] == ["launcher-killed"]
 
 
 def test_of_a_run_whose_supervisor_died_it_is_said_since_when_and_how_it_goes_on() -> None:

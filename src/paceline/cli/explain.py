@@ -15,9 +15,9 @@ from paceline.cli.flags import of_a_left_run
 from paceline.cli.runs import named_run
 from paceline.cli.sources import setting
 from paceline.cli.verb import Verb, say
-from paceline.explain.conclude import Conclusion, conclude, to_findings
+from paceline.explain.conclusion import Conclusion, conclude, to_findings
 from paceline.explain.evidence import Evidence
-from paceline.explain.gather import from_log, from_run, of_run, read, read_given
+from paceline.explain.evidence_reader import from_log, from_result, from_run, read_log, read_named
 from paceline.explain.rules import load_all
 from paceline.report import explanation
 from paceline.rundir.records import is_regular, read_object
@@ -62,12 +62,12 @@ def command(ctx: click.Context, /, log: Path | None, as_json: bool,
     if log is not None:
         if ctx.params["run"] is not None:
             raise SettingError("RUN and --log exclude each other")
-        evidence = from_log(read_given(log))
+        evidence = from_log(read_named(log))
     else:
         from paceline.cli.elsewhere import as_far_as_possible
 
         run = _meant(ctx)
-        evidence = from_run(run, asked=as_far_as_possible(run))
+        evidence = from_run(run, confirmed=as_far_as_possible(run))
     found = conclude(evidence, load_all())
     goes_on = evidence.launcher is not None and evidence.launcher.alive
     if run is not None and not well(evidence) and not goes_on:
@@ -75,7 +75,7 @@ def command(ctx: click.Context, /, log: Path | None, as_json: bool,
     if bundle is not None:
         pack(bundle, run, evidence, found)
     show(found, evidence, as_json)
-    ctx.exit(0 if found.known or well(evidence) else 2)
+    ctx.exit(0 if found.matches or well(evidence) else 2)
 
 
 def _meant(ctx: click.Context) -> Path:
@@ -122,7 +122,7 @@ def to_json(found: Conclusion) -> dict[str, Any]:
             "confirm": match.confirm or rule.sections["Confirm"],
             "remedy": match.remedy or rule.sections["Remedy"],
         }
-        for rule, match in found.found
+        for rule, match in found.matches
     ]
     return {"conclusion": found.text, "causes": causes}
 
@@ -158,7 +158,7 @@ def pack(bundle: Path, run: Path | None, evidence: Evidence, found: Conclusion) 
         contents[names.log_file(log.host or "job", who)] = log.text
     for name in (names.PLAN, names.EVENTS, names.RESULT, names.HOSTS, names.METRICS):
         if run is not None and is_regular(run / name):
-            contents[name] = read(run / name, WHOLE)
+            contents[name] = read_log(run / name, WHOLE)
     write(bundle, contents)
     say(f"paceline: wrote {bundle}", err=True)
 
@@ -172,9 +172,9 @@ def after_failure(run: Path, result: Result, events: tuple[Event, ...]) -> str:
         run: The run directory.
         result, events: How it ended and what happened, as its launcher knows it.
     """
-    found = conclude(of_run(run, result, events), load_all())
+    found = conclude(from_result(run, result, events), load_all())
     keep(run, found)
-    if not found.known or found.found[0][0].code in SHOWN_ANYWAY:
+    if not found.matches or found.matches[0][0].code in SHOWN_ANYWAY:
         return ""
     return "\n".join(
         f"paceline: {line}" if at == 0 else f"  {line}"

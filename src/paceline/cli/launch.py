@@ -466,12 +466,12 @@ def report_run(job: Job, run_dir: Path) -> None:
 
 def tell_libraries(run_dir: Path) -> None:
     """Shows what the libraries' debugging says that matters, and where all of it is."""
-    from paceline.explain.gather import debug_logs
-    from paceline.explain.libraries import summary
+    from paceline.explain.evidence_reader import debug_logs
+    from paceline.explain.libraries import summarize
     from paceline.rundir.directory import short
 
     with contextlib.suppress(PacelineError, OSError, ValueError):
-        lines = summary(debug_logs(run_dir, ())) or ["nothing"]
+        lines = summarize(debug_logs(run_dir, ())) or ["nothing"]
         folder = short(run_dir / DEBUG)
         text = "\n".join([f"paceline: the libraries said ({folder}/HOST/RANK.log):",
                           *(f"  {line}" for line in lines)])  # fmt: skip

@@ -14,7 +14,7 @@ import click
 
 from paceline.cli.flags import of_a_left_run
 from paceline.cli.verb import Verb, say
-from paceline.explain.gather import log_files
+from paceline.explain.evidence_reader import log_files
 from paceline.rundir.records import open_regular
 from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError

@@ -99,8 +99,8 @@ def command(ctx: click.Context, /, runs: tuple[str, ...], goals: tuple[Goal, ...
 def explained(path: Path) -> None:
     """Looks for the cause of a failure that nobody has looked into yet; the report shows it."""
     from paceline.cli.explain import keep, well
-    from paceline.explain.conclude import conclude
-    from paceline.explain.gather import from_run
+    from paceline.explain.conclusion import conclude
+    from paceline.explain.evidence_reader import from_run
     from paceline.explain.rules import load_all
     from paceline.rundir.records import read_object
 

@@ -78,12 +78,12 @@ def trial_job(job: Job) -> Job:
 
 def _result(outcome: RunOutcome) -> dict[str, Any]:
     if outcome.result.exit_code:
-        from paceline.explain.conclude import conclude
-        from paceline.explain.gather import of_run
+        from paceline.explain.conclusion import conclude
+        from paceline.explain.evidence_reader import from_result
         from paceline.explain.rules import load_all
 
-        found = conclude(of_run(outcome.path, outcome.result, outcome.events), load_all())
-        rule, match = found.found[0] if found.known else (None, None)
+        found = conclude(from_result(outcome.path, outcome.result, outcome.events), load_all())
+        rule, match = found.matches[0] if found.matches else (None, None)
         remedy = (match.remedy or rule.sections["Remedy"]) if match and rule else ""
         hosts = list(match.hosts) if match else []
         return {"rows": [], "error": found.text, "remedy": remedy, "hosts": hosts}

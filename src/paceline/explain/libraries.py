@@ -9,8 +9,8 @@ from paceline.explain.evidence import Log
 from paceline.spec.libraries import level
 
 WIDTH = 180
-MOST_WARNINGS = 6
-MOST_VALUES = 6
+MAX_WARNINGS = 6
+MAX_VALUES = 6
 Who = tuple[str, int | None]
 # library, what it is, and the line that says it; in the order in which people ask
 FACTS = tuple(
@@ -40,62 +40,62 @@ FACTS = tuple(
         ("oneCCL", "provider", r"\|CCL_INFO\|.{0,200}prov(?:ider)?(?:_name)?: ([\w;]+)"),
     )
 )  # fmt: skip
-_MOVING = re.compile(r"0x[0-9a-f]+|\d+")  # what differs between the same words of two ranks
+_VARYING = re.compile(r"0x[0-9a-f]+|\d+")  # what differs between the same words of two ranks
 
 
-def summary(logs: Sequence[Log]) -> list[str]:
+def summarize(logs: Sequence[Log]) -> list[str]:
     """The warnings, then a line for each fact with the hosts for which it holds.
 
     Args:
         logs: What the ranks' libraries wrote; other lines are passed over.
     """
-    ours = [(log, [line for line in log.lines if level(line)]) for log in logs]
-    warned = _warnings(ours)
-    told: dict[tuple[str, str], dict[str, list[Log]]] = {}
-    for log, lines in ours:
+    library_lines = [(log, [line for line in log.lines if level(line)]) for log in logs]
+    warnings = _warnings(library_lines)
+    facts: dict[tuple[str, str], dict[str, list[Log]]] = {}
+    for log, lines in library_lines:
         for key, value in dict.fromkeys(_facts(lines)):
-            told.setdefault(key, {}).setdefault(value, []).append(log)
+            facts.setdefault(key, {}).setdefault(value, []).append(log)
     order = list(dict.fromkeys(fact[:2] for fact in FACTS))
-    hosts = {log.host for log, lines in ours if lines}
-    return warned + [
-        f"{library} {what}: {_spread(told[library, what], len(hosts))}"
+    hosts = {log.host for log, lines in library_lines if lines}
+    return warnings + [
+        f"{library} {what}: {_join_values(facts[library, what], len(hosts))}"
         for library, what in order
-        if (library, what) in told
+        if (library, what) in facts
     ]
 
 
 def _facts(lines: Sequence[str]) -> Iterator[tuple[tuple[str, str], str]]:
     for line in lines:
-        for library, what, pattern in FACTS:
-            if found := pattern.search(line):
-                yield (library, what), found[1].strip().replace("]:", ":")
+        for library, fact, pattern in FACTS:
+            if match := pattern.search(line):
+                yield (library, fact), match[1].strip().replace("]:", ":")
 
 
-def _warnings(ours: Sequence[tuple[Log, Sequence[str]]]) -> list[str]:
+def _warnings(library_lines: Sequence[tuple[Log, Sequence[str]]]) -> list[str]:
     """Each different warning once, with who said it first and how many others did."""
     seen: dict[str, tuple[str, str, int]] = {}
-    for log, lines in ours:
+    for log, lines in library_lines:
         for line in lines:
             if level(line) != "warned":
                 continue
-            key = _MOVING.sub("#", line)
-            where, text, count = seen.get(key, (log.where, line, 0))
-            seen[key] = (where, text, count + 1)
-    shown = [
-        f"warning: {where}: {text[:WIDTH]}{f' (and {count - 1} more like it)' if count > 1 else ''}"
-        for where, text, count in list(seen.values())[:MOST_WARNINGS]
+            key = _VARYING.sub("#", line)
+            label, text, count = seen.get(key, (log.label, line, 0))
+            seen[key] = (label, text, count + 1)
+    messages = [
+        f"warning: {label}: {text[:WIDTH]}{f' (and {count - 1} more like it)' if count > 1 else ''}"
+        for label, text, count in list(seen.values())[:MAX_WARNINGS]
     ]
-    more = len(seen) - len(shown)
-    return shown + ([f"warning: … and {more} other warnings"] if more > 0 else [])
+    num_hidden = len(seen) - len(messages)
+    return messages + ([f"warning: … and {num_hidden} other warnings"] if num_hidden > 0 else [])
 
 
-def _spread(values: Mapping[str, Sequence[Log]], hosts: int) -> str:
+def _join_values(values: Mapping[str, Sequence[Log]], hosts: int) -> str:
     """``eth0 on n1, ens3 on n2``; a value that holds everywhere stands alone."""
     parts = []
-    for value, logs in list(values.items())[:MOST_VALUES]:
-        names = list(dict.fromkeys(log.host or log.where for log in logs))
+    for value, logs in list(values.items())[:MAX_VALUES]:
+        names = list(dict.fromkeys(log.host or log.label for log in logs))
         everywhere = len(names) >= hosts
-        some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        parts.append(value if everywhere else f"{value} on {some}")
-    more = len(values) - len(parts)
-    return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")
+        host_list = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        parts.append(value if everywhere else f"{value} on {host_list}")
+    num_hidden = len(values) - len(parts)
+    return "; ".join(parts) + (f"; and {num_hidden} more" if num_hidden > 0 else "")

@@ -1,28 +1,27 @@
-"""What a rule is, and how its page is read."""
+"""The rules of ``paceline explain``: their data types and the parser of their pages."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from paceline.explain.evidence import Evidence, Log
+from paceline.explain.evidence import Evidence
 
 SECTIONS = ("Meaning", "Cause", "Confirm", "Remedy", "Source")
-AROUND = 2  # lines shown before and after
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What a rule says of the evidence.
+    """The result of a rule that matches the evidence.
 
     Attributes:
-        cause: One sentence with who and where.
+        cause: One sentence that names the ranks and hosts.
         hosts: The hosts that it names; empty when not known.
-        rank: The rank; ``None`` when a host or the job is meant.
-        confidence: 0 … 1.
-        lines: The evidence, as found.
-        remedy, confirm: In place of the rule's own, when they can be more exact.
+        rank: The rank; ``None`` when the cause concerns a host or the job.
+        confidence: From 0 to 1.
+        lines: The lines that matched.
+        remedy, confirm: More exact texts that replace the rule's own.
     """
 
     cause: str
@@ -39,18 +38,18 @@ Matcher = Callable[[Evidence], Match | None]
 
 @dataclass(frozen=True, slots=True)
 class FrontMatter:
-    """What stands above a rule's page.
+    """The YAML block above a rule's page.
 
     Attributes:
-        patterns: Regular expressions, one a line: any of them, in one line of any rank's log.
-            Named groups can be used in ``says``.
+        patterns: Regular expressions, one a line. One of them must match one line of any log.
+            ``says`` can use their named groups.
         says: The cause, as one sentence; ``{where}`` is the rank and host.
-        confidence: 0 … 1, of what the patterns find.
-        unless: Words anywhere in the logs that speak against it.
-        also: Words that must stand in the same log, too.
-        symptom: True for what other failures cause, too: speaks only when no cause is known.
-        computed: ``match`` of the module of the same name is asked where no pattern is found.
-        place: Of two rules that are equally sure, the one with the lower place speaks first.
+        confidence: From 0 to 1, of a match by the patterns.
+        unless: A pattern that excludes the rule if any log contains it.
+        also: A pattern that the same log must contain, too.
+        symptom: Whether other failures cause this one. Symptoms count only when no cause is known.
+        computed: Whether the module of the same name has a ``match``. It is tried first.
+        place: Position among rules of equal confidence; the lower comes first.
     """
 
     patterns: str = ""
@@ -65,14 +64,14 @@ class FrontMatter:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One failure that we know.
+    """One known failure.
 
     Attributes:
-        code: Its name; also that of its page.
+        code: Its name, and that of its page.
         title: The heading of its page.
-        sections: Meaning, Cause, Confirm, Remedy, Source.
-        match: What it says of the evidence, ``None`` when it does not fit. Pure.
-        symptom, place: As in :class:`FrontMatter`.
+        sections: Texts by the names in :data:`SECTIONS`.
+        match: Returns ``None`` when the rule does not fit the evidence. Pure.
+        symptom, place: See :class:`FrontMatter`.
     """
 
     code: str
@@ -83,16 +82,16 @@ class Rule:
     place: int = 1000
 
 
-def from_page(code: str, page: str, computed: Callable[[], Matcher]) -> Rule:
-    """The rule that a page describes.
+def parse_page(code: str, page: str, load_matcher: Callable[[], Matcher]) -> Rule:
+    """Parses the page of a rule.
 
     Args:
         code: The page's name.
-        page: Its text: YAML between two lines of dashes, then Markdown.
-        computed: Brings ``match`` of its module; called only where the page says that it has one.
+        page: YAML between two lines of dashes, then Markdown.
+        load_matcher: Imports ``match`` of the rule's module; called if the page is ``computed``.
 
-    ValueError when nothing could match, and when a section is missing: a rule without remedy or
-    source helps nobody.
+    Raises:
+        ValueError: A field is unknown, a section is missing, or there is nothing to match.
     """
     import yaml
 
@@ -101,64 +100,53 @@ def from_page(code: str, page: str, computed: Callable[[], Matcher]) -> Rule:
         head = FrontMatter(**yaml.safe_load(front))
     except TypeError as error:
         raise ValueError(f"rule {code}: {error}") from None
-    title, sections = _parts(body)
+    heading, *parts = re.split(r"^## ", body, flags=re.MULTILINE)
+    sections = {name: " ".join(text.split()) for name, text in (p.split("\n", 1) for p in parts)}
     if missing := [name for name in SECTIONS if not sections.get(name)]:
         raise ValueError(f"rule {code} lacks {missing}")
-    ways = [computed()] if head.computed else []  # it sees more than lines of a log
-    ways += [in_logs(head)] if head.patterns else []
-    if not ways:
+    matchers = [load_matcher()] if head.computed else []
+    matchers += [log_matcher(head)] if head.patterns else []
+    if not matchers:
         raise ValueError(f"rule {code} has no patterns and is not computed")
 
     def match(evidence: Evidence) -> Match | None:
-        return next((found for way in ways if (found := way(evidence)) is not None), None)
+        results = (matcher(evidence) for matcher in matchers)
+        return next((result for result in results if result is not None), None)
 
+    title = heading.strip().removeprefix("# ")
     return Rule(code, title, sections, match, head.symptom, head.place)
 
 
-def _parts(body: str) -> tuple[str, dict[str, str]]:
-    """Title and sections of a page; the lines of a section are joined."""
-    heading, *rest = re.split(r"^## ", body, flags=re.MULTILINE)
-    pairs = (part.split("\n", 1) for part in rest)
-    return heading.strip().removeprefix("# "), {name: " ".join(t.split()) for name, t in pairs}
-
-
-def in_logs(head: FrontMatter) -> Matcher:
-    """Looks for the patterns of a page in the logs."""
-    patterns = head.patterns.splitlines()
-    wanted = re.compile("|".join(f"(?:{p})" for p in _with_own_groups(patterns)))
-    against = re.compile(head.unless) if head.unless else None
-    needed = re.compile(head.also) if head.also else None
+def log_matcher(head: FrontMatter) -> Matcher:
+    """Makes a matcher that searches the logs for the patterns of a page."""
+    # a group name may occur in one alternative only, so each alternative numbers its own
+    numbered = (
+        re.sub(r"\(\?P<(\w+)>", rf"(?P<\1_{number}>", pattern)
+        for number, pattern in enumerate(head.patterns.splitlines())
+    )
+    pattern = re.compile("|".join(f"(?:{alternative})" for alternative in numbered))
+    excluded = re.compile(head.unless) if head.unless else None
+    required = re.compile(head.also) if head.also else None
 
     def match(evidence: Evidence) -> Match | None:
-        if against is not None and evidence.says(against):
+        if excluded is not None and evidence.contains(excluded):
             return None
-        for log, at, found in evidence.search(wanted):
-            if needed is None or needed.search(log.text):
-                return _match(head, log, at, found)
+        for log, index, found in evidence.search(pattern):
+            if required is None or required.search(log.text):
+                groups = {
+                    name.rsplit("_", 1)[0]: text for name, text in found.groupdict().items() if text
+                }
+                cause = fill_template(head.says, {**groups, "where": log.label})
+                return Match(cause, log.hosts, log.rank, head.confidence, log.context(index))
         return None
 
     return match
 
 
-def _with_own_groups(patterns: Sequence[str]) -> list[str]:
-    """Group names may stand in one alternative only: those of the others get a number."""
-    return [
-        re.sub(r"\(\?P<(\w+)>", rf"(?P<\1_{at}>", pattern) for at, pattern in enumerate(patterns)
-    ]
-
-
-def _match(head: FrontMatter, log: Log, at: int, found: re.Match[str]) -> Match:
-    groups = {name.rsplit("_", 1)[0]: value for name, value in found.groupdict().items() if value}
-    says = filled(head.says, {**groups, "where": log.where})
-    hosts = (log.host,) if log.host else ()
-    lines = log.lines[max(0, at - AROUND) : at + AROUND + 1]
-    return Match(says, hosts, log.rank, head.confidence, tuple(lines))
-
-
-def filled(says: str, values: Mapping[str, str]) -> str:
-    """The sentence with its values; what leads to one that was not found is left out."""
-    for name in re.findall(r"\{(\w+)\}", says):
+def fill_template(template: str, values: Mapping[str, str]) -> str:
+    """Fills in the values; a missing one is left out with the words that lead to it."""
+    for name in re.findall(r"\{(\w+)\}", template):
         if name not in values:
             lead = r"(?: to|, writing|:)? ?\(?"
-            says = re.sub(rf"{lead}\{{{name}\}}\)?", "", says, count=1)
-    return says.format_map(values)
+            template = re.sub(rf"{lead}\{{{name}\}}\)?", "", template, count=1)
+    return template.format_map(values)

@@ -1,13 +1,13 @@
-"""Stacks: which line of the user's a rank stood in, and which collective it had called. Pure."""
+"""Stacks of ranks: the script's line that a rank was at, and the collective it was in. Pure."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from paceline.explain.evidence import Evidence, Log
+from paceline.explain.evidence import Evidence
 from paceline.spec.failure import place
 
 _FRAME = re.compile(
@@ -15,41 +15,41 @@ _FRAME = re.compile(
 )
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen|/paceline(_agent)?/|\.pyz/")
 _COLLECTIVES = re.compile(r"/torch/(distributed|nn/parallel)/")
-_WAITS = ("_engine_run_backward", "run_backward")  # gradients are exchanged inside
+_BACKWARD_FUNCTIONS = ("_engine_run_backward", "run_backward")  # gradients are exchanged inside
 _WRAPPERS = {"wrapper", "inner", "_call_impl", "_wrapped_call_impl"}
-_OURS = "/paceline/train/"
-_OUR_WAITS = re.compile(rf"{_OURS}(waits|direct)\.py")
-# what stands around a model's own code, or around files, waits for nobody by itself
-_AROUND = {"forward", "_run_ddp_forward", "inner_forward"}
-_WORK = re.compile(
+_TRAIN_PACKAGE = "/paceline/train/"
+_WAITING_MODULES = re.compile(rf"{_TRAIN_PACKAGE}(waits|direct)\.py")
+# functions around a model's own code; they do not wait for other ranks
+_FORWARD_FUNCTIONS = {"forward", "_run_ddp_forward", "inner_forward"}
+_LOCAL_WORK = re.compile(
     r"/torch/distributed/checkpoint/|/torch/nn/modules/(?!module\.)|/paceline/recipes/"
 )
-# operations for which each rank brings as many numbers; of others ranks have different parts
-_ALIKE = {"all_reduce", "allreduce", "broadcast", "reduce", "_all_gather_base",
-          "_reduce_scatter_base"}  # fmt: skip
-_SIZES = re.compile(r"\[([\d,]*)\]")
+# operations to which each rank brings the same number of elements
+_SAME_SIZE_OPERATIONS = {"all_reduce", "allreduce", "broadcast", "reduce", "_all_gather_base",
+                         "_reduce_scatter_base"}  # fmt: skip
+_SHAPE = re.compile(r"\[([\d,]*)\]")
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One line of a stack."""
+    """One frame of a stack."""
 
     file: str
     line: int
     function: str
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         return f"{self.file.rsplit('/', 1)[-1]}, line {self.line}"
 
 
 @dataclass(frozen=True, slots=True)
-class Stand:
-    """Where a rank stood.
+class RankStack:
+    """The stack of one rank.
 
     Attributes:
-        host, rank: Who.
-        state: Its process's, as ``ps`` shows it; empty for one that ended by itself.
+        host, rank: The rank.
+        state: Its process's state, as ``ps`` shows it; empty if it ended by itself.
         frames: Innermost first; may be empty.
     """
 
@@ -59,161 +59,151 @@ class Stand:
     frames: tuple[Frame, ...]
 
     @property
-    def who(self) -> str:
+    def label(self) -> str:
         return place(self.host, self.rank)
 
     @property
-    def own(self) -> Frame | None:
-        """The innermost line that is the user's own."""
+    def script_frame(self) -> Frame | None:
+        """The innermost frame of the user's own code."""
         return next((frame for frame in self.frames if not _LIBRARY.search(frame.file)), None)
 
     @property
-    def inner(self) -> tuple[Frame, ...]:
-        """The frames inside of that line: what libraries do for it."""
-        own = self.own
-        return self.frames if own is None else self.frames[: self.frames.index(own)]
+    def library_frames(self) -> tuple[Frame, ...]:
+        """The frames of libraries that the user's innermost line has called."""
+        frame = self.script_frame
+        return self.frames if frame is None else self.frames[: self.frames.index(frame)]
 
     @property
     def collective(self) -> str:
-        """The operation that it waited in, as its script calls it; empty when in none.
+        """The collective that it waited in, by the script's name for it.
 
-        Empty, too, in a backward pass.
+        Empty if it waited in none, or in a backward pass.
         """
-        if not waits(self):
+        if not is_waiting(self):
             return ""
-        inside = [frame for frame in self.inner if _COLLECTIVES.search(frame.file)]
-        if not inside and not any(frame.function in _WAITS for frame in self.inner):
-            inside = [frame for frame in self.inner if _OURS in frame.file]
-        named = [frame.function for frame in inside if frame.function not in _WRAPPERS]
-        return named[-1] if named else ""
+        inner = self.library_frames
+        frames = [frame for frame in inner if _COLLECTIVES.search(frame.file)]
+        if not frames and not any(frame.function in _BACKWARD_FUNCTIONS for frame in inner):
+            frames = [frame for frame in inner if _TRAIN_PACKAGE in frame.file]
+        functions = [frame.function for frame in frames if frame.function not in _WRAPPERS]
+        return functions[-1] if functions else ""
 
 
-def waits(stand: Stand) -> bool:
-    """Whether it stood in a collective, or in a backward pass, in which gradients are exchanged.
+def is_waiting(stack: RankStack) -> bool:
+    """Whether a rank was in a collective, or in a backward pass, which exchanges gradients.
 
-    Not where one of them is only around what it stood in: a model's own code, or a file.
+    False if that only encloses local work, such as a model's own code or a file.
     """
-    for frame in stand.inner:
-        if _WORK.search(frame.file):
+    for frame in stack.library_frames:
+        if _LOCAL_WORK.search(frame.file):
             return False
         if _COLLECTIVES.search(frame.file) and frame.function not in _WRAPPERS:
-            return frame.function not in _AROUND
-        if frame.function in _WAITS or _OUR_WAITS.search(frame.file) or _begins_anew(frame):
+            return frame.function not in _FORWARD_FUNCTIONS
+        if (frame.function in _BACKWARD_FUNCTIONS or _WAITING_MODULES.search(frame.file)
+                or _is_regroup_frame(frame)):  # fmt: skip
             return True
     return False
 
 
-def begins_anew(stand: Stand) -> bool:
-    """Whether it waits for all others to come to a new group, after another rank was lost."""
-    return any(map(_begins_anew, stand.inner))
+def is_regrouping(stack: RankStack) -> bool:
+    """Whether a rank waits for a new process group, after another rank was lost."""
+    return any(map(_is_regroup_frame, stack.library_frames))
 
 
-def _begins_anew(frame: Frame) -> bool:
-    return frame.function == "_all_here" and frame.file.endswith(f"{_OURS}recovery.py")
+def _is_regroup_frame(frame: Frame) -> bool:
+    return frame.function == "_all_here" and frame.file.endswith(f"{_TRAIN_PACKAGE}recovery.py")
 
 
-def where(stand: Stand) -> str:
-    """``all_reduce (train.py, line 40, in step)``, or the user's own line alone."""
-    own = line(stand.own)
-    if stand.collective:
-        return f"{stand.collective}{own and f' ({own})'}"
-    if waits(stand):
-        return f"the backward pass{own and f' ({own})'}"
-    return f"at {own}" if own else "somewhere outside the script"
+def describe_position(stack: RankStack) -> str:
+    """``all_reduce (train.py, line 40, in step)``, or ``at`` the script's line alone."""
+    position = describe_frame(stack.script_frame)
+    if stack.collective:
+        return f"{stack.collective}{position and f' ({position})'}"
+    if is_waiting(stack):
+        return f"the backward pass{position and f' ({position})'}"
+    return f"at {position}" if position else "somewhere outside the script"
 
 
-def line(frame: Frame | None) -> str:
+def describe_frame(frame: Frame | None) -> str:
     """``train.py, line 40, in step``."""
     if frame is None:
         return ""
-    inside = "" if frame.function == "<module>" else f", in {frame.function}"
-    return f"{frame.where}{inside}"
+    function = "" if frame.function == "<module>" else f", in {frame.function}"
+    return f"{frame.location}{function}"
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first collective in which ranks are not together.
+    """The first collective that ranks called differently.
 
     Attributes:
-        number: Of the collective, from 1, in its group.
-        what: By rank what it has called.
+        number: Of the collective in its group, from 1.
+        calls: Rank and call.
     """
 
     number: int
-    what: tuple[tuple[int, str], ...]
+    calls: tuple[tuple[int, str], ...]
 
 
 def first_difference(calls: dict[int, tuple[str, ...]]) -> Difference | None:
-    """The first of the recorded collectives that is not the same on all ranks, if there is one.
+    """Finds the first recorded collective that is not the same on all ranks.
 
     Args:
-        calls: By rank, lines ``GROUP NUMBER OPERATION of SIZES`` in their order. A rank that has
-            not come to a collective yet is not one that differs, so they may be of different
-            moments.
+        calls: By rank, lines ``GROUP NUMBER OPERATION of SIZES`` in their order. They may be of
+            different moments: a rank that has not reached a collective does not differ in it.
     """
-    by_place: dict[tuple[str, int], dict[int, str]] = {}
+    by_number: dict[tuple[int, str], dict[int, str]] = {}
     for rank, lines in calls.items():
         for line in lines:
-            group, _, rest = line.partition(" ")
-            number, _, what = rest.partition(" ")
+            group, _, numbered = line.partition(" ")
+            number, _, call = numbered.partition(" ")
             if number.isdigit():
-                by_place.setdefault((group, int(number)), {})[rank] = what
-    for (_, at), called in sorted(by_place.items(), key=lambda item: item[0][1]):
-        if len({agreed(what) for what in called.values()}) > 1:
-            return Difference(at, tuple(sorted(called.items())))
+                by_number.setdefault((int(number), group), {})[rank] = call
+    for (index, _), by_rank in sorted(by_number.items(), key=lambda item: item[0][0]):
+        if len(set(map(comparable_call, by_rank.values()))) > 1:
+            return Difference(index, tuple(sorted(by_rank.items())))
     return None
 
 
-def agreed(what: str) -> tuple[str, int | str]:
-    """The part of a call that is the same on all ranks: a scatter has an input on one of them."""
-    operation, _, sizes = what.partition(" of ")
-    if operation not in _ALIKE:
+def comparable_call(call: str) -> tuple[str, int | str]:
+    """The part of a call that is the same on all ranks, e.g. without the input of a scatter."""
+    operation, _, sizes = call.partition(" of ")
+    if operation not in _SAME_SIZE_OPERATIONS:
         return operation, 0
-    shapes = _SIZES.findall(sizes)
+    shapes = _SHAPE.findall(sizes)
     if ",".join(f"[{shape}]" for shape in shapes) != sizes:
-        return operation, sizes  # it was cut, or nothing is known
+        return operation, sizes  # cut off, or not known
     return operation, sum(math.prod(int(n) for n in shape.split(",") if n) for shape in shapes)
 
 
-def parse(lines: Iterable[str]) -> tuple[Frame, ...]:
-    """The frames in lines of a stack, in the order of the lines."""
-    found = (_FRAME.match(line) for line in lines)
-    return tuple(Frame(m["file"], int(m["line"]), m["in"]) for m in found if m)
+def parse_frames(lines: Iterable[str]) -> tuple[Frame, ...]:
+    """Parses the frames in lines of a stack, in the order of the lines."""
+    matches = (_FRAME.match(line) for line in lines)
+    return tuple(Frame(m["file"], int(m["line"]), m["in"]) for m in matches if m)
 
 
-def seen(evidence: Evidence) -> list[Stand]:
-    """Where the ranks stood that were alive when another failed."""
+def stacks_at_failure(evidence: Evidence) -> list[RankStack]:
+    """The stacks of the ranks that were alive when another failed."""
     return [
-        Stand(end.host, end.rank, end["seen"]["state"], parse(end["seen"]["stack"]))
-        for end in evidence.ends
+        RankStack(end.host, end.rank, end["seen"]["state"], parse_frames(end["seen"]["stack"]))
+        for end in evidence.exits
         if end["seen"] and end.rank is not None
     ]
 
 
-def failed(evidence: Evidence, wanted: re.Pattern[str]) -> list[Stand]:
-    """Where the ranks stood whose traceback ends with words like these."""
-    return [
-        Stand(log.host, log.rank, "", _before(log.lines, at))
-        for log, at in _firsts(evidence, wanted)
-        if log.rank is not None
-    ]
+def stacks_at_error(evidence: Evidence, pattern: re.Pattern[str]) -> list[RankStack]:
+    """The stacks of the ranks whose traceback ends with a line that matches, one a log."""
+    stacks: dict[int, RankStack] = {}
+    for log, index, _ in evidence.search(pattern):
+        if log.rank is not None and id(log) not in stacks:
+            above = range(index, -1, -1)
+            start = next((n for n in above if "Traceback (most recent" in log.lines[n]), index)
+            frames = tuple(reversed(parse_frames(log.lines[start:index])))
+            stacks[id(log)] = RankStack(log.host, log.rank, "", frames)
+    return list(stacks.values())
 
 
-def _firsts(evidence: Evidence, wanted: re.Pattern[str]) -> Iterable[tuple[Log, int]]:
-    done: set[int] = set()
-    for log, at, _ in evidence.search(wanted):
-        if id(log) not in done:
-            done.add(id(log))
-            yield log, at
-
-
-def _before(lines: Sequence[str], at: int) -> tuple[Frame, ...]:
-    """The traceback above a line, innermost frame first."""
-    start = next((n for n in range(at, -1, -1) if "Traceback (most recent" in lines[n]), at)
-    return tuple(reversed(parse(lines[start:at])))
-
-
-def calls(evidence: Evidence) -> dict[int, tuple[str, ...]]:
-    """By rank, the collectives that it has begun last, where they were told."""
-    return {end.rank: tuple(end["seen"]["calls"]) for end in evidence.ends
+def last_calls(evidence: Evidence) -> dict[int, tuple[str, ...]]:
+    """By rank, the collectives that it started last, if they were recorded."""
+    return {end.rank: tuple(end["seen"]["calls"]) for end in evidence.exits
             if end.rank is not None and end["seen"] and end["seen"].get("calls")}  # fmt: skip

@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 from paceline.explain.stacks import (
     Frame,
-    Stand,
-    agreed,
-    begins_anew,
+    RankStack,
+    comparable_call,
+    describe_frame,
+    describe_position,
     first_difference,
-    line,
-    parse,
-    waits,
-    where,
+    is_regrouping,
+    is_waiting,
+    parse_frames,
 )
 from paceline.spec.failure import place
 
@@ -83,7 +83,7 @@ class Look:
         calls: The collectives that it has begun last, as torch's flight recorder has them.
     """
 
-    stand: Stand
+    stand: RankStack
     cpu_s: float
     pid: int = 0
     moved: float = 0.0
@@ -96,9 +96,9 @@ class Look:
     @classmethod
     def told(cls, host: str, said: dict[str, Any]) -> Look:
         """Of what an agent answers to ``seen``."""
-        stand = Stand(host, int(said["rank"]), str(said["state"]), parse(said["stack"]))
+        stand = RankStack(host, int(said["rank"]), str(said["state"]), parse_frames(said["stack"]))
         children = tuple(
-            Child(int(one["pid"]), str(one["name"]), _waits(one), parse(one["stack"]))
+            Child(int(one["pid"]), str(one["name"]), _waits(one), parse_frames(one["stack"]))
             for one in said["children"]
         )
         return cls(stand, float(said["cpu_s"]), int(said["pid"]), float(said["moved"]),
@@ -161,10 +161,10 @@ def stays(hang: Hang, looks: Sequence[Look]) -> bool:
     known = [look for look in looks if look.stand.frames or _held(look)]
     theirs = [look for look in known if hang.rank in (None, look.stand.rank)]
     if hang.kind in ("still", "last"):
-        return all(where(look.stand) == hang.at for look in theirs)
+        return all(describe_position(look.stand) == hang.at for look in theirs)
     if hang.kind == "frozen":
         return all(_held(look) for look in theirs)
-    return hang.kind != "busy" and all(waits(look.stand) for look in known)
+    return hang.kind != "busy" and all(is_waiting(look.stand) for look in known)
 
 
 def judge(before: Sequence[Look], after: Sequence[Look], between_s: float, silent_s: float,
@@ -206,16 +206,16 @@ def _how(was: Look, look: Look, between_s: float) -> str:
     """
     if _held(was) or _held(look):
         return "still" if _held(was) and _held(look) else ""
-    if not look.stand.frames or waits(look.stand) != waits(was.stand):
+    if not look.stand.frames or is_waiting(look.stand) != is_waiting(was.stand):
         return ""
-    if waits(look.stand):
+    if is_waiting(look.stand):
         moves = (
             look.cpu_s - was.cpu_s > WORKS * between_s or look.sent - was.sent > SENDS * between_s
         )
         return "" if moves else "waits"
     if _works(was, look, between_s):
         return "busy"
-    return "still" if was.stand.own == look.stand.own else ""
+    return "still" if was.stand.script_frame == look.stand.script_frame else ""
 
 
 def stands_still(was: Look, look: Look, between_s: float) -> str:
@@ -225,7 +225,7 @@ def stands_still(was: Look, look: Look, between_s: float) -> str:
         was, look: At two moments.
         between_s: Seconds between the two.
     """
-    moved = was.stand.own != look.stand.own or _held(was) != _held(look)
+    moved = was.stand.script_frame != look.stand.script_frame or _held(was) != _held(look)
     return "" if moved or _works(was, look, between_s) else _stands_still(look)
 
 
@@ -238,7 +238,9 @@ def _stays(look: Look, later: Look) -> bool:
     """Whether it is still where it was: else what is known of it now is of another moment."""
     if _held(look) or _held(later):
         return _held(look) and _held(later)
-    return waits(look.stand) == waits(later.stand) and where(look.stand) == where(later.stand)
+    return is_waiting(look.stand) == is_waiting(later.stand) and describe_position(
+        look.stand
+    ) == describe_position(later.stand)
 
 
 def _with(look: Look, closely: Look | None) -> Look:
@@ -253,26 +255,31 @@ def _verdict(waiting: Sequence[Look], still: Sequence[Look], busy: Sequence[Look
     if not waiting:
         return None if busy else _last(still, ended, sure)
     # Connections of the former group were cut: who waits on there waits for nobody.
-    if anew := [look for look in waiting if begins_anew(look.stand)]:
-        still = [*still, *(look for look in waiting if not begins_anew(look.stand))]
+    if anew := [look for look in waiting if is_regrouping(look.stand)]:
+        still = [*still, *(look for look in waiting if not is_regrouping(look.stand))]
         waiting = anew
     stands = [look.stand for look in waiting]
-    for_it = f"{_names(stands)} {_verb(stands)} for it in {where(stands[0])}"
+    for_it = f"{_names(stands)} {_verb(stands)} for it in {describe_position(stands[0])}"
     if still:
         look = min(still, key=lambda one: one.stand.state != "T")
         one, frozen = look.stand, _held(look)
         others = [other for other in still if other is not look][:3]
         also = "".join(
-            f"; {other.stand.who} stands still, too, {_place(other)}" for other in others
+            f"; {other.stand.label} stands still, too, {_place(other)}" for other in others
         )
-        text = f"{one.who} {_stands_still(look)} while {for_it}{also}"
+        text = f"{one.label} {_stands_still(look)} while {for_it}{also}"
         kind: Kind = "frozen" if frozen else "still"
-        return Hang(one.host, one.rank, text, kind, sure, "" if frozen else where(one))
+        return Hang(one.host, one.rank, text, kind, sure, "" if frozen else describe_position(one))
     if busy:
         one = busy[0].stand
         if silent_s < BUSY_S:
             return None
-        return Hang(one.host, one.rank, f"{one.who} is busy {where(one)} while {for_it}", "busy")
+        return Hang(
+            one.host,
+            one.rank,
+            f"{one.label} is busy {describe_position(one)} while {for_it}",
+            "busy",
+        )
     if ended:
         host, rank = ended[0]
         text = f"rank {rank} on {host} ended with status 0 while {for_it}"
@@ -286,16 +293,16 @@ def _last(still: Sequence[Look], ended: Sequence[tuple[str, int]], sure: bool) -
     if not still or left.issuperset(ended):
         return None
     one, frozen = still[0].stand, _held(still[0])
-    also = "".join(f"; {look.stand.who} stands still, too, {_place(look)}" for look in still[1:4])
-    text = f"{one.who} {_stands_still(still[0])}, and all others have ended{also}"
-    return Hang(one.host, one.rank, text, "last", sure, "" if frozen else where(one))
+    also = "".join(f"; {look.stand.label} stands still, too, {_place(look)}" for look in still[1:4])
+    text = f"{one.label} {_stands_still(still[0])}, and all others have ended{also}"
+    return Hang(one.host, one.rank, text, "last", sure, "" if frozen else describe_position(one))
 
 
 def _all_wait(waiting: Sequence[Look]) -> Hang:
     """Nobody is elsewhere: they came to different collectives, or do not hear each other."""
     stands = [look.stand for look in waiting]
     called = first_difference({look.stand.rank: look.calls for look in waiting})
-    what = dict(called.what) if called else {}
+    what = dict(called.calls) if called else {}
     if called is None and (inside := _together(waiting)):
         text = f"{_names(stands)} wait for each other in {inside}: what one sends "
         text += "does not reach the other (paceline check tries each direction)"
@@ -303,13 +310,18 @@ def _all_wait(waiting: Sequence[Look]) -> Hang:
     since = f": they differ from collective {called.number} on" if called else ""
     since = since or ": they do not wait for the same"
 
-    def at(one: Stand) -> str:
+    def at(one: RankStack) -> str:
         call = what.get(one.rank)
-        return where(one) + (f", its call {called.number} was {call}" if called and call else "")
+        return describe_position(one) + (
+            f", its call {called.number} was {call}" if called and call else ""
+        )
 
     # who has not come to that call may be right or wrong
     came = [one for one in stands if not called or one.rank in what]
-    places = {one.rank: agreed(what[one.rank]) if called else where(one) for one in came}
+    places = {
+        one.rank: comparable_call(what[one.rank]) if called else describe_position(one)
+        for one in came
+    }
     by_place: dict[object, list[int]] = {}
     for one in stands:
         by_place.setdefault(places.get(one.rank, ""), []).append(one.rank)
@@ -318,9 +330,9 @@ def _all_wait(waiting: Sequence[Look]) -> Hang:
     many = [one for one in came if places[one.rank] == common]
     lone = next((one for one in came if places[one.rank] != common), None)
     if lone is None or 2 * count <= len(stands):  # nobody knows who is right
-        told = "; ".join(f"{one.who} waits in {at(one)}" for one in came[:4])
+        told = "; ".join(f"{one.label} waits in {at(one)}" for one in came[:4])
         return Hang("", None, told + since, "apart", sides=sides)
-    text = f"{lone.who} waits in {at(lone)} while {_names(many)} {_verb(many)} in {at(many[0])}"
+    text = f"{lone.label} waits in {at(lone)} while {_names(many)} {_verb(many)} in {at(many[0])}"
     return Hang(lone.host, lone.rank, text + since, "apart", sides=sides)
 
 
@@ -328,7 +340,7 @@ def _together(waiting: Sequence[Look]) -> str:
     """The collective that all wait in; empty where it is not the same, or is not known."""
     last = {look.calls[-1] if look.calls else "" for look in waiting}
     same = len(last) == 1 and "" not in last
-    places = {where(look.stand) for look in waiting}
+    places = {describe_position(look.stand) for look in waiting}
     if len(places) == 1:
         return places.pop()
     if not same:
@@ -354,24 +366,24 @@ def _stands_still(look: Look) -> str:
     if one.state == "t":
         return "is held by a debugger"
     if any(_FETCHES in frame.file for frame in one.frames):
-        return f"waits for its data {where(one)}{_of_workers(look.children)}"
+        return f"waits for its data {describe_position(one)}{_of_workers(look.children)}"
     why = because(look)
-    return f"stands still {where(one)}{why and f' ({why})'}"
+    return f"stands still {describe_position(one)}{why and f' ({why})'}"
 
 
 def _place(look: Look) -> str:
-    return "held up from outside" if _held(look) else where(look.stand)
+    return "held up from outside" if _held(look) else describe_position(look.stand)
 
 
 def _of_workers(children: Sequence[Child]) -> str:
     """What the processes do that make the data."""
     workers = [one for one in children if any(_LOADER in frame.file for frame in one.frames)]
     for one in workers:
-        own = Stand("", 0, "", one.frames).own
+        own = RankStack("", 0, "", one.frames).script_frame
         if own is not None and not any(one.frames[0].file.endswith(end) for end in _IDLE):
             why = _call_words(one.waits, one.pid)
-            return (f": its data loader's worker, process {one.pid}, stands still at {line(own)}"
-                    f"{why and f' ({why})'}")  # fmt: skip
+            return (f": its data loader's worker, process {one.pid}, stands still at"
+                    f" {describe_frame(own)}{why and f' ({why})'}")  # fmt: skip
     if stuck := next((one for one in children if one.waits.call), None):
         return f": its process {stuck.pid} ({stuck.name}) {_call_words(stuck.waits, stuck.pid)}"
     return ""
@@ -382,7 +394,7 @@ def because(look: Look) -> str:
     if look.waits.call in ("wait4", "waitid", "read", "poll", "select"):
         for child in look.children:
             if child.waits.call == "write" and child.waits.on.startswith("pipe:"):
-                ends = _readers(child.waits.readers, child.pid, look.pid, look.stand.who)
+                ends = _readers(child.waits.readers, child.pid, look.pid, look.stand.label)
                 return f"its child, process {child.pid} ({child.name}), writes to a full pipe{ends}"
         if look.children and look.waits.call in ("wait4", "waitid"):
             first = look.children[0]
@@ -424,12 +436,12 @@ def _call_words(waits: Waits, pid: int) -> str:
 # --- words --------------------------------------------------------------------------------------
 
 
-def _names(stands: Sequence[Stand]) -> str:
-    few = ", ".join(stand.who for stand in stands[:3])
+def _names(stands: Sequence[RankStack]) -> str:
+    few = ", ".join(stand.label for stand in stands[:3])
     return few if len(stands) <= 3 else f"{few} and {len(stands) - 3} more"
 
 
-def _verb(stands: Sequence[Stand]) -> str:
+def _verb(stands: Sequence[RankStack]) -> str:
     return "waits" if len(stands) == 1 else "wait"
 
 

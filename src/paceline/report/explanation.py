@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.explain.conclude import Conclusion, success
+from paceline.explain.conclusion import Conclusion, describe_success
 from paceline.explain.evidence import Evidence
-from paceline.explain.libraries import summary
+from paceline.explain.libraries import summarize
 from paceline.explain.rule import Match, Rule
 
 WIDTH = 200
@@ -16,9 +16,9 @@ LOSSES = 20
 
 def short(conclusion: Conclusion) -> list[str]:
     """For the end of a failed run: the cause and the remedy."""
-    if not conclusion.known:
+    if not conclusion.matches:
         return [f"cause: {conclusion.text}"]
-    rule, match = conclusion.found[0]
+    rule, match = conclusion.matches[0]
     remedy = _lines("remedy: ", match.remedy or rule.sections["Remedy"])
     return [f"cause: {match.cause} [{rule.code}]", *remedy]
 
@@ -32,9 +32,9 @@ def lines(conclusion: Conclusion, evidence: Evidence, rules_page: str = "") -> l
         rules_page: Where the rules' pages are; empty leaves that out.
     """
     text = [conclusion.text]
-    if conclusion.known:
-        text += _first(*conclusion.found[0], rules_page)
-        text += _others(conclusion.found[1 : OTHERS + 1])
+    if conclusion.matches:
+        text += _first(*conclusion.matches[0], rules_page)
+        text += _others(conclusion.matches[1 : OTHERS + 1])
     else:
         goes_on = evidence.launcher is not None and evidence.launcher.alive
         more = "`paceline status` says where its ranks are."
@@ -48,12 +48,12 @@ def of_success(evidence: Evidence) -> list[str]:
     told = evidence.losses
     more = [f"    and {len(told) - LOSSES} more, in events.jsonl"] if len(told) > LOSSES else []
     lost = [f"    {line[:WIDTH]}" for line in told[:LOSSES]]
-    return [success(evidence), *lost, *more, *libraries(evidence)]
+    return [describe_success(evidence), *lost, *more, *libraries(evidence)]
 
 
 def libraries(evidence: Evidence) -> list[str]:
     """What the libraries under the job told that matters; empty where they told nothing."""
-    told = summary(evidence.debug)
+    told = summarize(evidence.debug)
     return ["", "the libraries said:", *(f"    {line}" for line in told)] if told else []
 
 
@@ -86,5 +86,5 @@ def _last_words(evidence: Evidence) -> list[str]:
     for log in evidence.logs:
         words = [line for line in log.lines if line.strip()][-8:]
         if words:
-            return ["", f"last lines of {log.where}:", *(f"    {w[:WIDTH]}" for w in words)]
+            return ["", f"last lines of {log.label}:", *(f"    {w[:WIDTH]}" for w in words)]
     return []

@@ -1,8 +1,8 @@
-"""The rules: each is a page that people read, and that ``paceline explain`` works by.
+"""The rules of ``paceline explain``: each is a page that is also documentation.
 
-A new rule is one file, ``NAME.md``: what to look for stands above the page
-(:class:`~paceline.explain.rule.FrontMatter`). One that has to compute says ``computed: true``, and
-has ``match(evidence)`` in ``NAME.py`` beside it. Nothing is read before somebody asks for a rule.
+A new rule is one file, ``NAME.md``, with front matter
+(:class:`~paceline.explain.rule.FrontMatter`) above the page. A rule that needs code sets
+``computed: true`` and has ``match(evidence)`` in ``NAME.py``. Rules are read when they are needed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from importlib.resources import files
 
-from paceline.explain.rule import Matcher, Rule, from_page
+from paceline.explain.rule import Matcher, Rule, parse_page
 
 
 def codes() -> list[str]:
@@ -20,15 +20,15 @@ def codes() -> list[str]:
 
 
 def load(code: str) -> Rule:
-    """The rule of that name, read now."""
+    """Reads one rule."""
 
     def computed() -> Matcher:
         matcher: Matcher = importlib.import_module(f"{__name__}.{code.replace('-', '_')}").match
         return matcher
 
-    return from_page(code, files(__name__).joinpath(f"{code}.md").read_text("utf-8"), computed)
+    return parse_page(code, files(__name__).joinpath(f"{code}.md").read_text("utf-8"), computed)
 
 
 def load_all() -> list[Rule]:
-    """Every rule; of two that are equally sure, the one that stands first speaks first."""
+    """Reads all rules, ordered by ``place``, then by name."""
     return sorted(map(load, codes()), key=lambda rule: (rule.place, rule.code))

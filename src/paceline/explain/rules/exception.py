@@ -11,65 +11,73 @@ from paceline.spec.failure import PEER_GONE
 
 _START = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^ +File "(?P<file>[^"]{1,1000})", line (?P<line>\d+)')
-_LAST = re.compile(r"^(?P<kind>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Failure))"
-                   r"(?::|$)")  # fmt: skip
-_LAUNCHERS = ("ChildFailedError", "CalledProcessError", "SignalException", "SystemExit")
-_LIBRARY = ("site-packages", "/lib/python", "<frozen", "<string>")
-_LOGGED = re.compile(r"\b(?:DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL)\b")
-LINES = 12
+_EXCEPTION_LINE = re.compile(
+    r"^(?P<kind>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Failure))(?::|$)"
+)
+_LAUNCHER_EXCEPTIONS = ("ChildFailedError", "CalledProcessError", "SignalException", "SystemExit")
+_LIBRARY_PATHS = ("site-packages", "/lib/python", "<frozen", "<string>")
+_LOG_LEVEL = re.compile(r"\b(?:DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL)\b")
+MAX_LINES = 12
 
 
 def match(evidence: Evidence) -> Match | None:
-    first = evidence.first
-    if first is not None and first.kind == "exception" and first.traceback:
-        own = Log.of(first.host, first.rank, first.traceback)
-        return _of_log(own) or _headline(first.headline, own)
-    found = (_of_log(log) for log in evidence.logs)
-    return next((match for match in found if match is not None), None)
+    first_failure = evidence.first_failure
+    if first_failure is not None and first_failure.kind == "exception" and first_failure.traceback:
+        traceback = Log.from_text(first_failure.host, first_failure.rank, first_failure.traceback)
+        return _last_traceback(traceback) or _headline_match(first_failure.headline, traceback)
+    matches = (_last_traceback(log) for log in evidence.logs)
+    return next((match for match in matches if match is not None), None)
 
 
-def _headline(headline: str, log: Log) -> Match | None:
+def _headline_match(headline: str, log: Log) -> Match | None:
     if PEER_GONE.search(headline):
         return None
-    return Match(f"{log.where} raised {headline}", (log.host,), log.rank, 0.8, log.lines[-LINES:])
+    return Match(
+        f"{log.label} raised {headline}", (log.host,), log.rank, 0.8, log.lines[-MAX_LINES:]
+    )
 
 
-def _of_log(log: Log) -> Match | None:
-    """The last uncaught traceback of a rank: nothing but its own output's end may follow."""
-    starts = [at for at, line in enumerate(log.lines) if line.strip() == _START]
+def _last_traceback(log: Log) -> Match | None:
+    """Finds the last uncaught traceback in a log."""
+    starts = [index for index, line in enumerate(log.lines) if line.strip() == _START]
     for start in reversed(starts):
-        end = _end(log.lines, start)
+        end = _traceback_end(log.lines, start)
         if end is None:
             continue
-        kind = _LAST.match(log.lines[end].strip())
-        if kind is None or kind["kind"].rpartition(".")[2] in _LAUNCHERS:
+        kind = _EXCEPTION_LINE.match(log.lines[end].strip())
+        if kind is None or kind["kind"].rpartition(".")[2] in _LAUNCHER_EXCEPTIONS:
             continue
-        if PEER_GONE.search(log.lines[end]) or _handled(log.lines, start, end):
+        if PEER_GONE.search(log.lines[end]) or _was_logged(log.lines, start, end):
             continue
-        place = _place(log.lines[start:end])
-        hosts = (log.host,) if log.host else ()
-        lines = log.lines[max(start, end - LINES) : end + 1]
-        cause = f"{log.where} raised {log.lines[end].strip()[:200]}{place}"
-        return Match(cause, hosts, log.rank, 0.8, lines)
+        script_line = _script_line(log.lines[start:end])
+        lines = log.lines[max(start, end - MAX_LINES) : end + 1]
+        cause = f"{log.label} raised {log.lines[end].strip()[:200]}{script_line}"
+        return Match(cause, log.hosts, log.rank, 0.8, lines)
     return None
 
 
-def _end(lines: Sequence[str], start: int) -> int | None:
-    for at in range(start + 1, len(lines)):
-        if lines[at] and not lines[at].startswith(" "):
-            return at
+def _traceback_end(lines: Sequence[str], start: int) -> int | None:
+    for index in range(start + 1, len(lines)):
+        if lines[index] and not lines[index].startswith(" "):
+            return index
     return None
 
 
-def _handled(lines: Sequence[str], start: int, end: int) -> bool:
-    """Whether a logger wrote the traceback and the program went on."""
-    before = lines[start - 1] if start else ""
-    went_on = any(line.strip() for line in lines[end + 1 :])
-    return went_on and _LOGGED.search(before) is not None
+def _was_logged(lines: Sequence[str], start: int, end: int) -> bool:
+    """Whether a logger wrote the traceback and the program continued."""
+    preceding = lines[start - 1] if start else ""
+    continued = any(line.strip() for line in lines[end + 1 :])
+    return continued and _LOG_LEVEL.search(preceding) is not None
 
 
-def _place(lines: Sequence[str]) -> str:
-    """The innermost frame that is the user's own."""
-    frames = [found for line in lines if (found := _FRAME.match(line))]
-    own = [f for f in frames if not any(mark in f["file"] for mark in _LIBRARY)] or frames
-    return f" ({own[-1]['file'].rpartition('/')[2]}, line {own[-1]['line']})" if own else ""
+def _script_line(lines: Sequence[str]) -> str:
+    """File and line of the innermost frame in the user's own code."""
+    frames = [match for line in lines if (match := _FRAME.match(line))]
+    script_frames = [
+        frame for frame in frames if not any(mark in frame["file"] for mark in _LIBRARY_PATHS)
+    ] or frames
+    return (
+        f" ({script_frames[-1]['file'].rpartition('/')[2]}, line {script_frames[-1]['line']})"
+        if script_frames
+        else ""
+    )

@@ -1,4 +1,4 @@
-"""The job hung, and was ended for it."""
+"""The job hung and was stopped for that reason."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from paceline.explain.rule import Match
 
 
 def match(evidence: Evidence) -> Match | None:
-    first = evidence.first
-    if first is None or first.kind != "hang":
+    failure = evidence.first_failure
+    if failure is None or failure.kind != "hang":
         return None
-    who = first.where if first.rank is not None else "the job"
-    hosts = (first.host,) if first.rank is not None else ()
-    return Match(f"{who} {first.headline}", hosts, first.rank, 0.98)
+    subject = failure.where if failure.rank is not None else "the job"
+    hosts = (failure.host,) if failure.rank is not None else ()
+    return Match(f"{subject} {failure.headline}", hosts, failure.rank, 0.98)

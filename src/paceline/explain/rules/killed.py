@@ -9,16 +9,16 @@ from paceline.explain.evidence import Evidence
 from paceline.explain.rule import Match
 from paceline.spec.events import Event
 
-_WORDS = re.compile(
+_KILLED = re.compile(
     r"exitcode: -9|exit ?code:? (?:-9|137)\b|Signal 9 \(SIGKILL\)|died with <Signals.SIGKILL: 9>"
     r"|signal 9 \(Killed\)|: Killed$"
 )
 
 
-def _without_memory_killer(end: Event) -> tuple[str, str]:
-    """How to confirm and what to do where the kernel has told that it killed nothing."""
-    left = end["memory"] or {}
-    if left.get("kills") != 0 or left.get("kernel"):
+def _exclude_oom_killer(end: Event) -> tuple[str, str]:
+    """Texts for confirm and remedy if the kernel reports that it killed nothing."""
+    memory = end["memory"] or {}
+    if memory.get("kills") != 0 or memory.get("kernel"):
         return "", ""
     return (
         f"On {end.host}: journalctl around that time; the scheduler's accounting "
@@ -29,23 +29,22 @@ def _without_memory_killer(end: Event) -> tuple[str, str]:
 
 
 def match(evidence: Evidence) -> Match | None:
-    if evidence.first is not None and evidence.first.kind not in ("signal", "exit"):
+    if evidence.first_failure is not None and evidence.first_failure.kind not in ("signal", "exit"):
         return None
-    for end in evidence.ends:
-        known = evidence.first is None or (end.host, end.rank) == (
-            evidence.first.host,
-            evidence.first.rank,
+    for end in evidence.exits:
+        is_first_failure = evidence.first_failure is None or (end.host, end.rank) == (
+            evidence.first_failure.host,
+            evidence.first_failure.rank,
         )
-        if end["signal"] == signal.SIGKILL and known:
-            where = end.where
-            cause = f"{where} was killed from outside (SIGKILL)"
+        if end["signal"] == signal.SIGKILL and is_first_failure:
+            label = end.where
+            cause = f"{label} was killed from outside (SIGKILL)"
             hosts = (end.host,) if end.host else ()
-            confirm, remedy = _without_memory_killer(end)
+            confirm, remedy = _exclude_oom_killer(end)
             return Match(cause, hosts, end.rank, 0.6, (), remedy, confirm)
-    if not evidence.ends:
-        for log, at, _ in evidence.search(_WORDS):
-            hosts = (log.host,) if log.host else ()
-            lines = log.lines[max(0, at - 2) : at + 3]
-            return Match(f"{log.where} was killed from outside (SIGKILL)", hosts, log.rank, 0.6,
+    if not evidence.exits:
+        for log, index, _ in evidence.search(_KILLED):
+            lines = log.context(index)
+            return Match(f"{log.label} was killed from outside (SIGKILL)", log.hosts, log.rank, 0.6,
                          lines)  # fmt: skip
     return None

@@ -1,4 +1,4 @@
-"""A node went away while the job ran."""
+"""A node was lost while the job ran."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from paceline.explain.rule import Match
 
 
 def match(evidence: Evidence) -> Match | None:
-    first = evidence.first
-    if first is None or first.kind != "lost":
+    failure = evidence.first_failure
+    if failure is None or failure.kind != "lost":
         return None
-    return Match(f"{first.host} went away: {first.headline}", (first.host,), None, 0.97)
+    return Match(f"{failure.host} went away: {failure.headline}", (failure.host,), None, 0.97)

@@ -7,7 +7,7 @@ import re
 from paceline.explain.evidence import Evidence
 from paceline.explain.rule import Match
 
-_PARTS = re.compile(r"^  (found|remedy): +([^\n]*(?:\n   [^\n]*)*)", re.MULTILINE)
+_FIELD = re.compile(r"^  (found|remedy): +([^\n]*(?:\n   [^\n]*)*)", re.MULTILINE)
 
 
 def match(evidence: Evidence) -> Match | None:
@@ -15,11 +15,11 @@ def match(evidence: Evidence) -> Match | None:
     if not error:
         return None
     message = error.splitlines()[0].removeprefix("paceline: ")
-    parts = {name: _joined(text) for name, text in _PARTS.findall(error)}
-    found = f": {parts['found'].splitlines()[0]}" if parts.get("found") else ""
+    parts = {name: _dedent(text) for name, text in _FIELD.findall(error)}
+    details = f": {parts['found'].splitlines()[0]}" if parts.get("found") else ""
     lines = tuple(error.splitlines())
-    return Match(f"{message}{found}", (), None, 0.99, lines, remedy=parts.get("remedy", ""))
+    return Match(f"{message}{details}", (), None, 0.99, lines, remedy=parts.get("remedy", ""))
 
 
-def _joined(text: str) -> str:
+def _dedent(text: str) -> str:
     return "\n".join(line.strip() for line in text.splitlines())

@@ -1,11 +1,11 @@
-"""A rank did not come to a collective: it was busy elsewhere, or stopped."""
+"""A rank did not reach a collective, because it was busy or stopped."""
 
 from __future__ import annotations
 
 from paceline.explain import stacks
 from paceline.explain.evidence import Evidence
 from paceline.explain.rule import Match
-from paceline.explain.stacks import Stand
+from paceline.explain.stacks import RankStack
 from paceline.spec.failure import WAITED
 
 _STATES = {"T": "is stopped (SIGSTOP, or Ctrl-Z)", "D": "waits for a disk or a network folder"}
@@ -16,27 +16,30 @@ def match(evidence: Evidence) -> Match | None:
     if waiting is None:
         return None
     victims = {log.rank for log, _, _ in evidence.search(WAITED)}
-    alive = [stand for stand in stacks.seen(evidence) if stand.rank not in victims]
-    absent = [stand for stand in alive if doing(stand)]
+    others = [stand for stand in stacks.stacks_at_failure(evidence) if stand.rank not in victims]
+    absent = [stand for stand in others if describe_activity(stand)]
     if not absent:
         return None
-    first, log = absent[0], waiting[0]
-    cause = f"{first.who} {doing(first)} while {log.where} waited for it in vain"
-    lines = tuple(f'File "{f.file}", line {f.line} in {f.function}' for f in first.frames[:5])
-    return Match(cause, (first.host,), None, 0.95, lines, remedy=_remedy(first))
+    absent_rank, log = absent[0], waiting[0]
+    activity = describe_activity(absent_rank)
+    cause = f"{absent_rank.label} {activity} while {log.label} waited for it in vain"
+    lines = tuple(f'File "{f.file}", line {f.line} in {f.function}' for f in absent_rank.frames[:5])
+    return Match(cause, (absent_rank.host,), None, 0.95, lines, remedy=_remedy(absent_rank))
 
 
-def doing(stand: Stand) -> str:
-    """What it did instead of the collective; empty when it waited, too, or nothing is known."""
-    if stand.state in _STATES:
-        return _STATES[stand.state]
-    if stacks.waits(stand) or stand.own is None:
+def describe_activity(stack: RankStack) -> str:
+    """What a rank did instead of the collective; empty if it waited, too, or nothing is known."""
+    if stack.state in _STATES:
+        return _STATES[stack.state]
+    if stacks.is_waiting(stack) or stack.script_frame is None:
         return ""
-    function = "" if stand.own.function == "<module>" else f"in {stand.own.function}, "
-    return f"was {function or 'at '}{stand.own.where}"
+    function = (
+        "" if stack.script_frame.function == "<module>" else f"in {stack.script_frame.function}, "
+    )
+    return f"was {function or 'at '}{stack.script_frame.location}"
 
 
-def _remedy(stand: Stand) -> str:
-    if stand.state == "T":
-        return f"Find out who stops processes on {stand.host} (a debugger, kill -STOP), run again"
+def _remedy(stack: RankStack) -> str:
+    if stack.state == "T":
+        return f"Find out who stops processes on {stack.host} (a debugger, kill -STOP), run again"
     return ""

@@ -1,38 +1,33 @@
-"""A rank said itself why it ended."""
+"""A rank reported itself why it ended."""
 
 from __future__ import annotations
 
 import re
+from itertools import takewhile
 
 from paceline.explain.evidence import Evidence, Log
 from paceline.explain.rule import Match
 
-_HEAD = re.compile(r"^paceline: (?P<message>\S.*)$")
-_PART = re.compile(r"^  (?P<name>found|remedy): +(?P<text>.*)$")
+_MESSAGE = re.compile(r"^paceline: (?P<message>\S.*)$")
+_FIELD = re.compile(r"^  (?P<name>found|remedy): +(?P<text>.*)$")
 
 
 def match(evidence: Evidence) -> Match | None:
-    said = (_of_log(log) for log in evidence.logs)
-    return next((match for match in said if match is not None), None)
+    matches = (_last_message(log) for log in evidence.logs)
+    return next((match for match in matches if match is not None), None)
 
 
-def _of_log(log: Log) -> Match | None:
-    """The last of its messages, if it has parts: notes have none."""
-    heads = [at for at, line in enumerate(log.lines) if _HEAD.match(line)]
-    for at in reversed(heads):
-        end = next(
-            (n for n in range(at + 1, len(log.lines)) if not log.lines[n].startswith("  ")),
-            len(log.lines),
-        )
-        parts = {
-            m["name"]: m["text"] for line in log.lines[at + 1 : end] if (m := _PART.match(line))
-        }
-        if not parts:
+def _last_message(log: Log) -> Match | None:
+    """Finds the last message of a rank that has details; mere notes have none."""
+    starts = [start for start, line in enumerate(log.lines) if _MESSAGE.match(line)]
+    for start in reversed(starts):
+        indented = takewhile(lambda line: line.startswith("  "), log.lines[start + 1 :])
+        lines = (log.lines[start], *indented)
+        fields = {field["name"]: field["text"] for line in lines if (field := _FIELD.match(line))}
+        if not fields:
             continue
-        found = f": {parts['found']}" if parts.get("found") else ""
-        message = log.lines[at].removeprefix("paceline: ")
-        hosts = (log.host,) if log.host else ()
-        lines = log.lines[at:end]
-        remedy = parts.get("remedy", "")
-        return Match(f"{log.where}: {message}{found}", hosts, log.rank, 0.85, lines, remedy)
+        details = f": {fields['found']}" if fields.get("found") else ""
+        message = log.lines[start].removeprefix("paceline: ")
+        remedy = fields.get("remedy", "")
+        return Match(f"{log.label}: {message}{details}", log.hosts, log.rank, 0.85, lines, remedy)
     return None

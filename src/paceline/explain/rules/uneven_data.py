@@ -1,4 +1,4 @@
-"""One rank had less to do than the others."""
+"""One rank had fewer steps than the others."""
 
 from __future__ import annotations
 
@@ -10,48 +10,44 @@ from paceline.explain.rule import Match
 from paceline.spec.events import Event
 from paceline.spec.failure import PEER_GONE
 
-APART_S = 0.5  # between two hosts' words of the same moment: their clocks, and busy agents
+CLOCK_TOLERANCE_S = 0.5  # between two hosts' times of one moment
 _STEP = re.compile(r"(?i)\bstep\D{0,3}(\d+)")
 
 
 def match(evidence: Evidence) -> Match | None:
-    early = _ended_well_before_others(evidence)
+    early = _early_exit(evidence)
     waiting = next(evidence.search(PEER_GONE), None)
-    if (
-        early is None
-        or waiting is None
-        or (waiting[0].host, waiting[0].rank)
-        == (
-            early.host,
-            early.rank,
-        )
-    ):
+    if early is None or waiting is None:
         return None
-    where = early.where
-    at = _last_step(evidence, early)
-    step = f" after step {at}" if at else ""
-    cause = f"{where} ended its work{step} while {waiting[0].where} still waited for it"
-    return Match(cause, (early.host,), early.rank, 0.93, waiting[0].lines[waiting[1] :][:1])
+    log, index, _ = waiting
+    if (log.host, log.rank) == (early.host, early.rank):
+        return None
+    last_step = _last_step(evidence, early)
+    step_text = f" after step {last_step}" if last_step else ""
+    cause = f"{early.where} ended its work{step_text} while {log.label} still waited for it"
+    return Match(cause, (early.host,), early.rank, 0.93, log.lines[index : index + 1])
 
 
-def _ended_well_before_others(evidence: Evidence) -> Event | None:
+def _early_exit(evidence: Evidence) -> Event | None:
     """The first rank that ended well, or left its group, before the first one failed."""
-    bad = [end.time for end in evidence.ends if end["code"] != 0]
-    if not bad:
+    failure_times = [end.time for end in evidence.exits if end["code"] != 0]
+    if not failure_times:
         return None
-    # Before the first that failed: newcomers to a job that is over end well, too.
-    until = min(bad) + APART_S
-    good = [end for end in evidence.ends if end["code"] == 0]
-    return next((event for event in [*good, *_left(evidence)] if event.time < until), None)
+    # ranks that join a job that is over also exit with status 0
+    deadline = min(failure_times) + CLOCK_TOLERANCE_S
+    clean_exits = [end for end in evidence.exits if end["code"] == 0]
+    return next(
+        (event for event in [*clean_exits, *_group_leaves(evidence)] if event.time < deadline), None
+    )
 
 
-def _left(evidence: Evidence) -> list[Event]:
-    """By whom a group was destroyed that then ended well, or only because it was told to."""
-    last = {e.rank: e for e in evidence.events if e.kind in ("world joined", "world left")}
-    wished = {end.rank for end in evidence.ends if end["code"] == 0 or end["signal"] == SIGTERM}
+def _group_leaves(evidence: Evidence) -> list[Event]:
+    """Events of ranks that destroyed their group and did not fail by themselves."""
+    last_events = {e.rank: e for e in evidence.events if e.kind in ("world joined", "world left")}
+    intended = {end.rank for end in evidence.exits if end["code"] == 0 or end["signal"] == SIGTERM}
     raised = {e.rank for e in evidence.events if e.kind == "exception"}
-    return [event for rank, event in last.items()
-            if event.kind == "world left" and rank in wished - raised]  # fmt: skip
+    return [event for rank, event in last_events.items()
+            if event.kind == "world left" and rank in intended - raised]  # fmt: skip
 
 
 def _last_step(evidence: Evidence, end: Event) -> str:

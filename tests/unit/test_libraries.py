@@ -119,9 +119,9 @@ def test_what_is_redrawn_or_endless_does_not_wait() -> None:
 
 def test_explain_shows_it_below_its_conclusion() -> None:
     evidence = from_log((FOLDER / "nccl-socket.log").read_text())
-    lines = explanation.libraries(evidence)
+    lines = explanation.library_lines(evidence)
     assert lines[:2] == ["", "the libraries said:"]
-    assert explanation.libraries(from_log("step 1\n")) == []
+    assert explanation.library_lines(from_log("step 1\n")) == []
 
 
 def test_ranks_are_told_to_tell_but_for_what_the_user_set() -> None:

@@ -15,12 +15,12 @@ from click.testing import CliRunner
 
 from chromium import PROGRAM, Chromium
 from paceline.cli import program
-from paceline.report import compare, story
-from paceline.report.compare import Goal
-from paceline.report.curves import Point, thinned
+from paceline.report import comparison_page, run_page
+from paceline.report.comparison_page import Goal
+from paceline.report.curves import Point, thin_points
 from paceline.report.page import Page, Section, Table, html
-from paceline.report.timeline import INTERVALS, SPANS
-from paceline.report.write import at_end, run_in
+from paceline.report.timeline import MAX_CELLS, MAX_SPANS
+from paceline.report.writer import read_run, write_at_end
 from paceline.rundir.records import sampled_records
 from paceline.spec import rundir as names
 
@@ -133,7 +133,7 @@ def made(folder: Path, *, slow: bool = False, lost: bool = False, failed: bool =
 
 
 def text_of(folder: Path) -> str:
-    return html(story.page_of(run_in(folder)))
+    return html(run_page.build_page(read_run(folder)))
 
 
 def visible(page: str) -> str:
@@ -159,19 +159,19 @@ def test_who_was_slow_is_told(tmp_path: Path) -> None:
     assert "its CPU, for 15 s" in said
     assert "its CPU → End the other programs on its host" in said
     assert "keeps up again" not in said.split("Every event", 1)[0]
-    (row,) = [row for row in run_in(tmp_path / "run").line.rows if row.slow]
-    assert (row.rank, row.slow[0].begin) == (1, pytest.approx(15, abs=1))
+    (row,) = [row for row in read_run(tmp_path / "run").timeline.rows if row.slowdowns]
+    assert (row.rank, row.slowdowns[0].start) == (1, pytest.approx(15, abs=1))
 
 
 def test_a_loss_is_told_where_it_was(tmp_path: Path) -> None:
-    run = run_in(made(tmp_path / "run", lost=True))
-    first, second = run.line.rows
-    gone = [span for span in second.spans if span.doing == "gone"]
-    assert [round(span.end - span.begin) for span in gone] == [6]
-    assert not [span for span in first.spans if span.doing == "gone"]
-    assert [mark.what for mark in second.marks] == ["lost", "back"]
-    assert [moment.kind for moment in run.line.moments] == ["bad", "good"]
-    assert all(not (cell.begin < gone[0].end and cell.end > gone[0].begin) for cell in second.cells)
+    run = read_run(made(tmp_path / "run", lost=True))
+    first, second = run.timeline.rows
+    gone = [span for span in second.spans if span.activity == "gone"]
+    assert [round(span.end - span.start) for span in gone] == [6]
+    assert not [span for span in first.spans if span.activity == "gone"]
+    assert [mark.kind for mark in second.marks] == ["lost", "back"]
+    assert [moment.severity for moment in run.timeline.moments] == ["bad", "good"]
+    assert all(not (cell.start < gone[0].end and cell.end > gone[0].start) for cell in second.cells)
     said = visible(text_of(tmp_path / "run"))
     assert "the others trained on after the loss of n2, which came back." in said
     assert "Rank 1 on n2 was lost once, and came back (away for 6 s)" in said
@@ -207,11 +207,13 @@ def test_a_start_without_a_lost_host_is_no_loss_of_the_others(tmp_path: Path) ->
     result = json.loads((path / names.RESULT).read_text())
     result["first_failure"] |= rank_0
     (path / names.RESULT).write_text(json.dumps(result))
-    run = run_in(path)
-    first, second = run.line.rows
-    assert [mark.what for mark in first.marks] == ["failed"]
-    assert [mark.what for mark in second.marks] == ["lost"]
-    assert [(round(one.at - run.line.moments[0].at), one.text) for one in run.line.moments] == [
+    run = read_run(path)
+    first, second = run.timeline.rows
+    assert [mark.kind for mark in first.marks] == ["failed"]
+    assert [mark.kind for mark in second.marks] == ["lost"]
+    assert [
+        (round(one.at - run.timeline.moments[0].at), one.text) for one in run.timeline.moments
+    ] == [
         (0, "lost n2: switched off"),
         (2, "all ranks were started again (attempt 2)"),
         (26, "rank 0 on n1: ValueError: boom"),
@@ -235,7 +237,7 @@ def test_a_rank_that_moved_is_named_by_its_hosts_in_their_order(tmp_path: Path) 
         {"time": BEGAN + 15, "event": "rank started", "host": "n3", "rank": 1, "pid": 11},
     ]
     lines(events, told)
-    assert [row.label for row in run_in(path).line.rows] == [
+    assert [row.label for row in read_run(path).timeline.rows] == [
         "rank 0 on n1", "rank 1 on n2, then n3"]  # fmt: skip
 
 
@@ -255,10 +257,12 @@ def test_steps_are_not_taken_for_evaluations(tmp_path: Path) -> None:
     records = [json.loads(line) for line in (folder / names.METRICS).read_text().splitlines()]
     kept = [one for one in records if one["split"] != "pace" or one["epoch"] % 3 == 0]
     lines(folder / names.METRICS, kept)
-    for row in run_in(folder).line.rows:
-        evaluated = sum(span.end - span.begin for span in row.spans if span.doing == "evaluating")
+    for row in read_run(folder).timeline.rows:
+        evaluated = sum(
+            span.end - span.start for span in row.spans if span.activity == "evaluating"
+        )
         assert evaluated == pytest.approx(15 * 0.4)
-        divided = sum(cell.end - cell.begin for cell in row.cells)
+        divided = sum(cell.end - cell.start for cell in row.cells)
         assert divided == pytest.approx(15 * 2 - 14 * 0.4, abs=0.1)
 
 
@@ -278,15 +282,15 @@ def test_a_long_run_is_drawn_to_its_end(tmp_path: Path) -> None:
                     {"step": at, **pace, "time": when},
                     {"step": at, "split": "test", "loss": 1.0, "time": when + 2}]  # fmt: skip
     lines(folder / names.METRICS, records)
-    rows = run_in(folder).line.rows
+    rows = read_run(folder).timeline.rows
     assert rows[0].cells[-1].end == pytest.approx(1250 + 1499 * 5.5, abs=30)
     for row in rows:
-        assert len(row.spans) <= 2 * SPANS
-        assert len(row.cells) <= 3 * INTERVALS
-        gone = [span for span in row.spans if span.doing == "gone"]
+        assert len(row.spans) <= 2 * MAX_SPANS
+        assert len(row.cells) <= 3 * MAX_CELLS
+        gone = [span for span in row.spans if span.activity == "gone"]
         assert len(gone) == (row.rank == 1)
         for span in gone:
-            assert all(not (one.begin < span.end and one.end > span.begin) for one in row.cells)
+            assert all(not (one.start < span.end and one.end > span.start) for one in row.cells)
 
 
 def test_a_straggler_is_drawn_in_its_own_row_after_a_loss(tmp_path: Path) -> None:
@@ -301,8 +305,8 @@ def test_a_straggler_is_drawn_in_its_own_row_after_a_loss(tmp_path: Path) -> Non
         {"time": BEGAN + 20, **where, "event": "straggler", **about},
     ]
     lines(folder / names.EVENTS, sorted(told, key=lambda one: one["time"]))
-    rows = run_in(folder).line.rows
-    assert [row.rank for row in rows if row.slow] == [1]
+    rows = read_run(folder).timeline.rows
+    assert [row.rank for row in rows if row.slowdowns] == [1]
     assert [row.label for row in rows] == ["rank 0 on n1", "rank 1 on n2"]
 
 
@@ -366,7 +370,7 @@ def test_what_is_missing_is_named(tmp_path: Path, broken: str, how: str) -> None
         cut = path.read_text()[:30] if how == "cut" else ""
         path.write_text({"list": "[1, 2]", "numbers": "1e999 nan"}.get(how, cut))
     said = visible(text_of(path.parent))
-    assert f"{broken} {'is not there' if how == 'missing' else 'cannot be read'}" in said
+    assert f"{broken} {'is missing' if how == 'missing' else 'cannot be read'}" in said
 
 
 def test_odd_values_are_no_crash(tmp_path: Path) -> None:
@@ -393,17 +397,17 @@ def test_a_training_of_many_steps_is_thinned(tmp_path: Path) -> None:
     with (folder / names.METRICS).open("w") as file:
         for step in range(40_000):
             file.write(f'{{"step": {step}, "split": "train", "loss": {1 / (step + 1)}}}\n' * 2)
-    run = run_in(folder)
+    run = read_run(folder)
     assert len(run.curves[0].points) <= 600
     assert run.curves[0].last.step == 39_999
-    page = html(story.page_of(run))
+    page = html(run_page.build_page(run))
     assert len(page) < 1_200_000
     assert "metrics.jsonl is very long" in visible(page)
 
 
 def test_highs_and_lows_survive_thinning() -> None:
     points = [Point(step, None, 5.0 if step == 777 else math.sin(step)) for step in range(5000)]
-    kept = thinned(points, 100)
+    kept = thin_points(points, 100)
     assert len(kept) <= 102
     assert points[777] in kept
     assert (kept[0], kept[-1]) == (points[0], points[-1])
@@ -421,8 +425,8 @@ def test_a_long_file_is_read_at_places_all_over_it(tmp_path: Path) -> None:
 
 
 def test_runs_are_compared(tmp_path: Path) -> None:
-    runs = [run_in(made(tmp_path / "a")), run_in(made(tmp_path / "b", lr=0.5, slow=True))]
-    said = visible(html(compare.page_of(runs, [Goal("accuracy", 0.8)])))
+    runs = [read_run(made(tmp_path / "a")), read_run(made(tmp_path / "b", lr=0.5, slow=True))]
+    said = visible(html(comparison_page.build_page(runs, [Goal("accuracy", 0.8)])))
     assert "First to reach it: a, after 8.9 s" in said
     assert re.search(r"arguments\s+0\.1\s+0\.5", said)
     assert "accuracy, test, over time" in said
@@ -431,9 +435,9 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     records = (tmp_path / "b" / names.METRICS).read_text()
     last = json.loads(records.splitlines()[-1])
     (tmp_path / "b" / names.METRICS).write_text(records + json.dumps({**last, "step": 600}) + "\n")
-    longer = visible(html(compare.page_of([runs[0], run_in(tmp_path / "b")], [])))
+    longer = visible(html(comparison_page.build_page([runs[0], read_run(tmp_path / "b")], [])))
     assert "a trained 150 steps in 40 s; b trained 600 steps in 40 s" in longer
-    rows = compare.differences([compare.configuration(run) for run in runs])
+    rows = comparison_page.differences([comparison_page.configuration(run) for run in runs])
     assert [row[0] for row in rows] == ["arguments"]
 
 
@@ -458,7 +462,7 @@ def test_the_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     folder = made(tmp_path / "run")
     (folder / names.REPORT).mkdir()
-    assert "cannot write the report" in at_end(folder)
+    assert "cannot write the report" in write_at_end(folder)
     assert not [*folder.glob(f".{names.REPORT}*")]
 
 
@@ -466,9 +470,9 @@ def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
 def test_a_browser_shows_it(tmp_path: Path) -> None:
     """On a phone and a desktop, light and dark: drawn, no error, no network, nothing cut off."""
     page = made(tmp_path / "run", slow=True, lost=True) / names.REPORT
-    assert at_end(page.parent) == ""
+    assert write_at_end(page.parent) == ""
     hostile = made(tmp_path / "evil", name=HOSTILE, failed=True) / names.REPORT
-    assert at_end(hostile.parent) == ""
+    assert write_at_end(hostile.parent) == ""
     with Chromium(tmp_path) as browser:
         for file, width, dark in ((page, 390, True), (page, 1280, False), (hostile, 390, False)):
             browser.show(file, width, dark=dark)

@@ -455,9 +455,9 @@ def report_run(job: Job, run_dir: Path) -> None:
         return
     try:
         with at_most(REPORT_S):
-            from paceline.report.write import at_end
+            from paceline.report.writer import write_at_end
 
-            warning = at_end(run_dir)
+            warning = write_at_end(run_dir)
     except TimeoutError as error:
         warning = f"the report was given up: {error}"
     text = f"warning: {warning}" if warning else f"report {short(run_dir / REPORT)}"

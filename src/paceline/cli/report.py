@@ -16,8 +16,8 @@ from paceline.spec import rundir as names
 from paceline.spec.errors import PacelineError, SettingError
 
 if TYPE_CHECKING:
-    from paceline.report.compare import Goal
-    from paceline.report.story import Run
+    from paceline.report.comparison_page import Goal
+    from paceline.report.run_page import Run
 
 COMPARISON = "comparison.html"
 MOST = 20  # runs on one page
@@ -30,7 +30,7 @@ class ToReach(click.ParamType):  # type: ignore[type-arg]
 
     def convert(self, value: object, param: click.Parameter | None,
                 ctx: click.Context | None) -> Goal:  # fmt: skip
-        from paceline.report.compare import Goal
+        from paceline.report.comparison_page import Goal
 
         if isinstance(value, Goal):
             return value
@@ -73,9 +73,9 @@ def command(ctx: click.Context, /, runs: tuple[str, ...], goals: tuple[Goal, ...
     The page needs no network, and may be passed on: it is one file, without secrets.
     """
     from paceline.cli.elsewhere import as_far_as_possible
-    from paceline.report import compare, story
+    from paceline.report import comparison_page, run_page
     from paceline.report.findings import draw
-    from paceline.report.write import run_in, write
+    from paceline.report.writer import read_run, write
     from paceline.rundir.directory import short
 
     ctx.params["run"] = runs[0] if len(runs) == 1 else None
@@ -87,13 +87,13 @@ def command(ctx: click.Context, /, runs: tuple[str, ...], goals: tuple[Goal, ...
     for path in paths:
         as_far_as_possible(path)  # it may go on, or have ended, on another host
         explained(path)
-    found: list[Run] = [run_in(path) for path in paths]
+    found: list[Run] = [read_run(path) for path in paths]
     if len(found) == 1:
-        page, target = story.page_of(found[0]), paths[0] / names.REPORT
+        page, target = run_page.build_page(found[0]), paths[0] / names.REPORT
     else:
-        page, target = compare.page_of(found, goals), paths[0].parent / COMPARISON
+        page, target = comparison_page.build_page(found, goals), paths[0].parent / COMPARISON
     write(page, out or target)
-    draw([page.outcome], page.open_tables, [short((out or target).absolute())], sys.stdout)
+    draw([page.outcome], page.terminal_tables, [short((out or target).absolute())], sys.stdout)
 
 
 def explained(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A support bundle: JSON and text files in one archive, secrets redacted."""
+"""Writes support bundles: JSON and text files in one archive, with secrets redacted."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from typing import Any
 import paceline
 from paceline.spec.errors import SettingError
 
-# Own patterns rather than a scanner such as detect-secrets: that one reports places in files for a
-# person to judge and brings an HTTP client and a YAML parser; here text is changed, at once and in
-# time that grows with its length only, which is why every repetition below is bounded.
+# Not a scanner such as detect-secrets, which reports places in files for review and needs an HTTP
+# client and a YAML parser. Every repetition below is bounded, so that the time is linear.
 _NAME = (
     r"(?:passw(?:or)?d|passphrase|passwd|pwd|secret|token(?!iz)|api[_-]?key|access[_-]?key"
     r"|private[_-]?key|auth[_-]?key|credential)"
 )
-_NAMED = re.compile(
+_ASSIGNMENT = re.compile(
     rf"(?i)({_NAME}[\w-]{{0,60}}[\"']?\s{{0,9}}[:=]\s{{0,9}}[\"']?)([^\s\"',}}]{{1,9999}})"
 )
-# --password x, and the same as two elements of a list
+# --password x, also as two elements of a list
 _OPTION = re.compile(
     rf"(?i)(--?(?:[a-z0-9]{{1,20}}[_-]){{0,5}}{_NAME}[\w-]{{0,60}}"
     r"(?:[ \t]{1,9}[\"']?|[\"'],\s{0,60}[\"']))([^\s\"',}-][^\s\"',}]{0,9999})"
 )
 _HEADER = re.compile(r"(?i)(\b(?:bearer|authorization:? {1,3}\w{1,20}) {1,9})([\w.~+/=-]{4,9999})")
-_KNOWN = re.compile(
+_TOKEN = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{20,200}|gh[pousr]_[A-Za-z0-9]{20,255}|github_pat_\w{20,255}"
     r"|glpat-[\w-]{20,255}|(?:AKIA|ASIA)[0-9A-Z]{16}|[sr]k[-_][\w-]{20,255}|xox[abeoprs]-[\w-]{10,255}"
     r"|AIza[\w-]{35}|ya29\.[\w-]{20,999}|npm_[A-Za-z0-9]{30,99}|pypi-[\w-]{40,999}|nvapi-[\w-]{20,255}"
@@ -40,45 +39,49 @@ _KNOWN = re.compile(
     r"|eyJ[\w-]{5,4000}\.[\w-]{5,4000}(?:\.[\w-]{0,4000})?)"
     r"|(?<=://)[^/\s:@]{0,200}:[^/\s@]{1,500}(?=@)"
 )
-_KEY_BEGIN = re.compile(r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----")
-_KEY_END = re.compile(r"-----END [A-Z ]{0,40}PRIVATE KEY-----")
+_KEY_HEADER = re.compile(r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----")
+_KEY_FOOTER = re.compile(r"-----END [A-Z ]{0,40}PRIVATE KEY-----")
 REDACTED = "[secret]"
 
 
 def redact(text: str) -> str:
-    """The text without what looks like a secret: by the name before it, or by its own shape."""
-    text = _KNOWN.sub(REDACTED, _without_keys(text))
-    for named in (_HEADER, _OPTION, _NAMED):
-        text = named.sub(rf"\1{REDACTED}", text)
+    """Redacts what looks like a secret, by the name before it or by its own format."""
+    text = _TOKEN.sub(REDACTED, _without_keys(text))
+    for pattern in (_HEADER, _OPTION, _ASSIGNMENT):
+        text = pattern.sub(rf"\1{REDACTED}", text)
     return text
 
 
 def _without_keys(text: str) -> str:
-    """Without private keys; one whose end was cut off takes the rest of the text with it."""
-    parts, at = [], 0
-    while begin := _KEY_BEGIN.search(text, at):
-        end = _KEY_END.search(text, begin.end())
-        parts += [text[at : begin.start()], REDACTED]
-        at = end.end() if end else len(text)
-    return "".join([*parts, text[at:]])
+    """Redacts private keys; one without an end is redacted to the end of the text."""
+    parts, position = [], 0
+    while header := _KEY_HEADER.search(text, position):
+        footer = _KEY_FOOTER.search(text, header.end())
+        parts += [text[position : header.start()], REDACTED]
+        position = footer.end() if footer else len(text)
+    return "".join([*parts, text[position:]])
 
 
 def write(path: Path, contents: Mapping[str, Any]) -> None:
     """Writes the archive, readable by its owner only.
 
     Args:
-        path: Where; ends in ``.tar.gz``.
-        contents: File name → text, or a value to be written as JSON.
+        path: Ends in ``.tar.gz``.
+        contents: By file name, a text or a value that becomes JSON.
 
     Raises:
         SettingError: It cannot be written there.
     """
-    about = {"paceline": paceline.__version__, "python": sys.version, "system": platform.platform()}
+    versions = {
+        "paceline": paceline.__version__,
+        "python": sys.version,
+        "system": platform.platform(),
+    }
     folder = path.name.removesuffix(".gz").removesuffix(".tar")
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(fd, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
-            for name, content in {"about.json": about, **contents}.items():
+            for name, content in {"about.json": versions, **contents}.items():
                 _add(archive, f"{folder}/{name}", content)
     except OSError as error:
         raise SettingError(f"cannot write the bundle {path}", found=str(error.strerror)) from None

@@ -1,33 +1,30 @@
-"""Curves out of a run's records: of every metric, of the throughput, of how steps divide. Pure."""
+"""Curves of a run's metrics and throughput, and how its steps divide, from metrics.jsonl. Pure."""
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.rundir.records import number, whole
 from paceline.spec.events import PARTS, Event
 
-POINTS = 600  # drawn of a curve
-CURVES = 60  # of a run
-RANKS = 256  # of which it is said how their steps divide
+MAX_POINTS = 600  # drawn of a curve
+MAX_CURVES = 60  # of a run
+MAX_RANKS = 256  # for which the division of steps is shown
 NOT_METRICS = {"step", "epoch", "split", "samples", "samples_per_s", "time", "event", "rank"}
-# better the lower; of others it is said by where a training begins
-_FALLS = ("loss", "perplexity", "error", "wer", "cer", "mse", "mae", "rmse", "seconds")
+_LOWER_IS_BETTER = ("loss", "perplexity", "error", "wer", "cer", "mse", "mae", "rmse", "seconds")
+_HIGHER_IS_BETTER = ("acc", "top", "bleu", "chrf", "f1", "score")
+# kinds of events that have both a step and a time
+_ANCHORS = {"checkpoint", "overlap settled", "regrouped", "interrupted", "trained", "stopped"}
+_Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A value.
-
-    Attributes:
-        step: Of the training.
-        seconds: Since the run began; ``None`` where that is not known.
-        value: Finite.
-    """
+    """A finite value at a step; ``seconds`` since the run began, ``None`` when not known."""
 
     step: int
     seconds: float | None
@@ -39,17 +36,21 @@ class Curve:
     """One metric of one split.
 
     Attributes:
-        metric, split: ``loss``, ``train``.
-        points: By step; at most :data:`POINTS`.
-        recorded: How many there were in the file.
-        broken: Values among them that were no finite numbers (a loss that was NaN).
+        metric, split: E.g. ``loss`` and ``train``.
+        points: By step; at most :data:`MAX_POINTS`.
+        num_recorded: How many points there are in the file.
+        num_nonfinite: How many values were not finite, such as a loss of NaN.
     """
 
     metric: str
     split: str
     points: tuple[Point, ...]
-    recorded: int
-    broken: int = 0
+    num_recorded: int
+    num_nonfinite: int = 0
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.metric, self.split
 
     @property
     def last(self) -> Point:
@@ -57,27 +58,29 @@ class Curve:
 
     @property
     def best(self) -> Point:
-        return (min if falls(self) else max)(self.points, key=lambda point: point.value)
+        select = min if self.lower_is_better else max
+        return select(self.points, key=lambda point: point.value)
+
+    @property
+    def lower_is_better(self) -> bool:
+        """By the metric's name, else by the direction in which the training went."""
+        name = self.metric.lower()
+        if any(word in name for word in _LOWER_IS_BETTER):
+            return True
+        if any(word in name for word in _HIGHER_IS_BETTER):
+            return False
+        return self.points[-1].value < self.points[0].value
 
 
-def falls(curve: Curve) -> bool:
-    """Whether less is better: by the name, else by the way that the training went."""
-    if any(word in curve.metric.lower() for word in _FALLS):
-        return True
-    if any(word in curve.metric.lower() for word in ("acc", "top", "bleu", "chrf", "f1", "score")):
-        return False
-    return curve.points[-1].value < curve.points[0].value
-
-
-def curves(records: Sequence[Mapping[str, Any]], began: float) -> list[Curve]:
-    """Every metric of every split, in the order in which they first came.
+def make_curves(records: Sequence[_Record], started_at: float) -> list[Curve]:
+    """The curves of all metrics and splits, in the order of their first records.
 
     Args:
         records: Of metrics.jsonl.
-        began: Seconds since 1970, from which the time of a point counts; 0 where not known.
+        started_at: Seconds since 1970 when the run began; 0 when not known.
     """
-    found: dict[tuple[str, str], list[Point]] = {}
-    broken: dict[tuple[str, str], int] = {}
+    points: dict[tuple[str, str], list[Point]] = {}
+    num_nonfinite: dict[tuple[str, str], int] = {}
     for record in records:
         step, split = whole(record.get("step")), record.get("split")
         if step is None or not isinstance(split, str) or split == "pace":
@@ -87,137 +90,139 @@ def curves(records: Sequence[Mapping[str, Any]], began: float) -> list[Curve]:
                 continue
             key = (name[:100], split[:50])
             if isinstance(value, (int, float)) and math.isfinite(value) and abs(value) < 1e300:
-                if key in found or len(found) < CURVES:
-                    point = Point(step, moment(record, began), float(value))
-                    found.setdefault(key, []).append(point)
+                if key in points or len(points) < MAX_CURVES:
+                    point = Point(step, _seconds(record, started_at), float(value))
+                    points.setdefault(key, []).append(point)
             elif value is None or isinstance(value, float):
-                broken[key] = broken.get(key, 0) + 1
-    return [
-        Curve(metric, split, tuple(thinned(points)), len(points), broken.get((metric, split), 0))
-        for (metric, split), points in found.items()
-    ]
+                num_nonfinite[key] = num_nonfinite.get(key, 0) + 1
+    return [Curve(*key, tuple(thin_points(of_key)), len(of_key), num_nonfinite.get(key, 0))
+            for key, of_key in points.items()]  # fmt: skip
 
 
-def timed(records: Sequence[Mapping[str, Any]],
-          events: Sequence[Event]) -> tuple[Sequence[Mapping[str, Any]], bool]:  # fmt: skip
-    """The records with the time of each, and whether that is only estimated.
+def add_times(records: Sequence[_Record],
+              events: Sequence[Event]) -> tuple[Sequence[_Record], bool]:  # fmt: skip
+    """Adds missing times to records, estimated from events that have both a step and a time.
 
-    Records that a rank kept without a launcher, or an older version, have none; then it is taken
-    from between events that name both a step and a time.
+    Records have no times if a rank wrote them without a launcher, or an older version did.
+
+    Returns:
+        The records, and whether their times are estimated.
     """
     if any(number(record.get("time")) for record in records):
         return records, False
-    known = [(0, event.time) for event in events if event.kind == "prepared"][:1]
+    anchors = [(0, event.time) for event in events if event.kind == "prepared"][:1]
     for event in events:
         step = event["steps"] if event.kind == "trained" else event["step"]
-        if known and event.kind in _ANCHORS and isinstance(step, int) and step > known[-1][0]:
-            known.append((step, event.time))
-    if len(known) < 2:
+        if anchors and event.kind in _ANCHORS and isinstance(step, int) and step > anchors[-1][0]:
+            anchors.append((step, event.time))
+    if len(anchors) < 2:
         return records, False
-    steps = [step for step, _ in known]
-    found = list[Mapping[str, Any]]()
+    steps = [step for step, _ in anchors]
+    timed = list[_Record]()
     for record in records:
         step = whole(record.get("step"))
         if step is None or not steps[0] <= step <= steps[-1]:
-            found.append(record)
+            timed.append(record)
             continue
-        at = min(bisect.bisect_left(steps, step, lo=1), len(known) - 1)
-        (first, begin), (last, end) = known[at - 1], known[at]
-        found.append({**record, "time": begin + (end - begin) * (step - first) / (last - first)})
-    return found, True
+        index = bisect.bisect_left(steps, step, lo=1)
+        (first, start), (last, end) = anchors[index - 1], anchors[index]
+        timed.append({**record, "time": start + (end - start) * (step - first) / (last - first)})
+    return timed, True
 
 
-_ANCHORS = {"checkpoint", "overlap settled", "regrouped", "interrupted", "trained", "stopped"}
+def _seconds(record: _Record, started_at: float) -> float | None:
+    """Seconds since the run began; ``None`` for a record without a plausible time."""
+    seconds = number(record.get("time")) - started_at
+    return round(seconds, 3) if started_at and 0 <= seconds < 10 * 365 * 86400 else None
 
 
-def moment(record: Mapping[str, Any], began: float) -> float | None:
-    """Seconds since the run began; ``None`` of a record without a time of ours."""
-    at = number(record.get("time")) - began
-    return round(at, 3) if began and 0 <= at < 10 * 365 * 86400 else None
-
-
-def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
-    """At most so many points: both ends, and the lowest and highest of each part between."""
-    if len(points) <= most:
+def thin_points(points: Sequence[Point], max_points: int = MAX_POINTS) -> list[Point]:
+    """Keeps both ends, and the lowest and highest point of each part between them."""
+    if len(points) <= max_points:
         return list(points)
-    parts = max(1, (most - 2) // 2)
-    kept = {0, len(points) - 1}
-    for part in range(parts):
-        begin, end = len(points) * part // parts, len(points) * (part + 1) // parts
-        inside = range(begin, max(end, begin + 1))
-        kept.add(min(inside, key=lambda at: points[at].value))
-        kept.add(max(inside, key=lambda at: points[at].value))
-    return [points[at] for at in sorted(kept)]
+    num_parts = max(1, (max_points - 2) // 2)
+    indices = {0, len(points) - 1}
+    for part in range(num_parts):
+        start, end = len(points) * part // num_parts, len(points) * (part + 1) // num_parts
+        part_indices = range(start, max(end, start + 1))
+        indices.add(min(part_indices, key=lambda index: points[index].value))
+        indices.add(max(part_indices, key=lambda index: points[index].value))
+    return [points[index] for index in sorted(indices)]
 
 
-def throughput(records: Sequence[Mapping[str, Any]], began: float) -> Curve | None:
-    """Samples a second of the training."""
+def throughput(records: Sequence[_Record], started_at: float) -> Curve | None:
+    """The training's samples per second."""
     points = [
-        Point(step, moment(record, began), speed)
+        Point(step, _seconds(record, started_at), rate)
         for record in records
         if record.get("split") == "train" and (step := whole(record.get("step"))) is not None
-        and (speed := number(record.get("samples_per_s"))) > 0
+        and (rate := number(record.get("samples_per_s"))) > 0
     ]  # fmt: skip
-    return Curve("samples_per_s", "train", tuple(thinned(points)), len(points)) if points else None
+    if not points:
+        return None
+    return Curve("samples_per_s", "train", tuple(thin_points(points)), len(points))
 
 
-def mean_rate(records: Sequence[Mapping[str, Any]]) -> float | None:
-    """Samples a second over the whole training, without evaluations."""
+def mean_rate(records: Sequence[_Record]) -> float | None:
+    """Samples per second over the whole training, without evaluations."""
     samples = seconds = 0.0
     for record in records:
-        count, speed = number(record.get("samples")), number(record.get("samples_per_s"))
-        if record.get("split") == "train" and count > 0 and speed > 0:
-            samples, seconds = samples + count, seconds + count / speed
+        count, rate = number(record.get("samples")), number(record.get("samples_per_s"))
+        if record.get("split") == "train" and count > 0 and rate > 0:
+            samples, seconds = samples + count, seconds + count / rate
     return samples / seconds if seconds > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
-class Divided:
-    """How the steps of a rank divided over the training.
+class StepDivision:
+    """How the mean step of a rank divides.
 
     Attributes:
-        rank: Of it; ``None`` for the mean of all.
-        seconds: Of a step in each of :data:`PARTS`.
+        rank: ``None`` for the mean of all ranks.
+        seconds: For each of :data:`PARTS`.
     """
 
     rank: int | None
     seconds: tuple[float, ...]
 
-    def part(self, name: str) -> float:
-        """Of the time of a step."""
-        return self.seconds[PARTS.index(name)] / max(sum(self.seconds), 1e-12)
+    @property
+    def step_s(self) -> float:
+        return sum(self.seconds)
+
+    def share(self, part: str) -> float:
+        """The share of a part in the step's time."""
+        return self.part_s(part) / max(self.step_s, 1e-12)
+
+    def part_s(self, part: str) -> float:
+        return self.seconds[PARTS.index(part)]
 
 
-def divided(records: Sequence[Mapping[str, Any]], group: Any) -> list[Divided]:
-    """How the steps of each rank divided, the mean of all first; empty where it is not known.
+def divide_steps(records: Sequence[_Record],
+                 group_of: Callable[[_Record], Iterable[int]]) -> list[StepDivision]:  # fmt: skip
+    """How the steps of each rank divided, the mean of all first; empty when not known.
 
     Args:
         records: Of metrics.jsonl.
-        group: Gives the ranks of a record, in its order.
+        group_of: Gives the ranks of a record, in its order.
     """
-    sums: dict[int | None, list[float]] = {}
+    sums: dict[int | None, list[float]] = {}  # seconds of each part, then the number of steps
+
+    def add(rank: int | None, seconds: Iterable[Any], num_steps: float) -> None:
+        total = sums.setdefault(rank, [0.0] * (len(PARTS) + 1))
+        for part, value in enumerate(seconds):
+            total[part] += max(0.0, number(value)) * num_steps
+        total[-1] += num_steps
+
     for record in records:
         if record.get("split") != "pace":
             continue
-        noted = max(1.0, number(record.get("noted")))
-        mean = [max(0.0, number(record.get(f"{name}_s"))) for name in PARTS]
-        _add(sums, None, mean, noted)
-        every = record.get("ranks_s")
-        rows = every[:RANKS] if isinstance(every, list) else []
-        for rank, row in zip(group(record), rows, strict=False):
+        num_steps = max(1.0, number(record.get("noted")))
+        add(None, (record.get(f"{part}_s") for part in PARTS), num_steps)
+        rows = record.get("ranks_s")
+        rows = rows[:MAX_RANKS] if isinstance(rows, list) else []
+        for rank, row in zip(group_of(record), rows, strict=False):
             if isinstance(row, list) and len(row) >= len(PARTS):
-                _add(sums, rank, [max(0.0, number(one)) for one in row[: len(PARTS)]], noted)
-    ordered = sorted(sums.items(), key=lambda one: (one[0] is not None, one[0] or 0))
-    return [
-        Divided(rank, tuple(one / row[-1] for one in row[:-1]))
-        for rank, row in ordered
-        if sum(row[:-1]) > 0
-    ]
-
-
-def _add(sums: dict[int | None, list[float]], rank: int | None, row: Iterable[float],
-         noted: float) -> None:  # fmt: skip
-    total = sums.setdefault(rank, [0.0] * (len(PARTS) + 1))
-    for at, one in enumerate(row):
-        total[at] += one * noted
-    total[-1] += noted
+                add(rank, row[: len(PARTS)], num_steps)
+    ordered = sorted(sums.items(), key=lambda item: (item[0] is not None, item[0] or 0))
+    return [StepDivision(rank, tuple(value / num_steps for value in seconds))
+            for rank, (*seconds, num_steps) in ordered if sum(seconds) > 0]  # fmt: skip

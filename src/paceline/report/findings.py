@@ -1,6 +1,6 @@
-"""Findings as people read them: the conclusion first, then what to do, then what is well.
+"""Renders findings for people: the conclusion, its remedy, then the other findings.
 
-Everything is plain lines; :func:`draw` adds colour where there is a terminal. Colour never stands
+Everything is plain lines; :func:`draw` adds colour on a terminal. No information is in the colour
 alone: every outcome is also a word.
 """
 
@@ -12,7 +12,7 @@ from typing import TextIO
 from paceline.spec.finding import Finding, Outcome
 from paceline.spec.terminal import clean, clean_line, for_reader
 
-WORDS: dict[Outcome, str] = {"fail": "FAIL", "unknown": "unknown", "warn": "warn", "pass": "ok"}
+LABELS: dict[Outcome, str] = {"fail": "FAIL", "unknown": "unknown", "warn": "warn", "pass": "ok"}
 STYLES: dict[Outcome, str] = {
     "fail": "bold red",
     "unknown": "magenta",
@@ -25,53 +25,50 @@ Cells = Sequence[Sequence[str]]
 
 
 def lines(conclusion: str, findings: Sequence[Finding], everything: bool = False) -> list[str]:
-    """The text: conclusion, then what to do about it, then the other findings that are not well.
-
-    The finding that the conclusion quotes is not said again.
+    """The conclusion with its remedy, then the other findings that did not pass.
 
     Args:
-        conclusion: One sentence.
-        findings: All of them.
-        everything: Also those that are well.
+        conclusion: One sentence. The finding that it quotes is not repeated.
+        findings: All findings.
+        everything: Include those that passed.
     """
-    shown = [f for f in findings if everything or f.outcome != "pass"]
-    ranked = sorted(shown, key=lambda finding: ORDER.index(finding.outcome))
+    selected = [finding for finding in findings if everything or finding.outcome != "pass"]
+    ranked = sorted(selected, key=lambda finding: ORDER.index(finding.outcome))
     quoted = next((finding for finding in ranked if finding.message in conclusion), None)
-    others = [finding for finding in ranked if finding is not quoted]
-    first = [conclusion, *(_remedy(quoted) if quoted is not None else [])]
-    return first + [line for finding in others for line in _finding(finding)]
-
-
-def _finding(finding: Finding) -> list[str]:
-    return [f"{WORDS[finding.outcome]:<8} {finding.check}: {finding.message}", *_remedy(finding)]
+    text = [conclusion, *(_remedy(quoted) if quoted is not None else [])]
+    for finding in ranked:
+        if finding is not quoted:
+            text.append(f"{LABELS[finding.outcome]:<8} {finding.check}: {finding.message}")
+            text += _remedy(finding)
+    return text
 
 
 def _remedy(finding: Finding) -> list[str]:
     lines = finding.remedy.splitlines()
-    return [f"         {'→' if at == 0 else ' '} {line}" for at, line in enumerate(lines)]
+    return [f"         {' ' if index else '→'} {line}" for index, line in enumerate(lines)]
 
 
 def grid(hosts: Sequence[str], findings: Sequence[Finding]) -> tuple[list[str], list[list[str]]]:
-    """Titles and rows of the table hosts × checks; a cell is the gravest outcome's word."""
+    """Titles and rows of a table of hosts and checks; a cell has the gravest outcome's label."""
     checks = list(dict.fromkeys(finding.check for finding in findings))
     rows = [[host, *(_cell(host, check, findings) for check in checks)] for host in hosts]
     return ["host", *checks], rows
 
 
 def _cell(host: str, check: str, findings: Sequence[Finding]) -> str:
-    said = [f.outcome for f in findings if f.check == check and host in f.hosts]
-    return WORDS[min(said, key=ORDER.index)] if said else "·"
+    outcomes = [f.outcome for f in findings if f.check == check and host in f.hosts]
+    return LABELS[min(outcomes, key=ORDER.index)] if outcomes else "·"
 
 
 def matrix(names: Sequence[str], rates: Mapping[tuple[str, str], str],
            title: str) -> tuple[list[str], list[list[str]]]:  # fmt: skip
-    """Titles and rows of a table from × to."""
-    rows = [[one, *(rates.get((one, two), "·") for two in names)] for one in names]
+    """Titles and rows of a table of rates from each name to each other."""
+    rows = [[source, *(rates.get((source, target), "·") for target in names)] for source in names]
     return [title, *names], rows
 
 
 def aligned(titles: Sequence[str], rows: Cells) -> list[str]:
-    """A table as lines of plain text, columns two blanks apart."""
+    """Formats a table as lines of plain text, with two blanks between columns."""
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -82,29 +79,27 @@ def aligned(titles: Sequence[str], rows: Cells) -> list[str]:
 def fitting(
     titles: list[str], rows: list[list[str]], width: int
 ) -> tuple[list[str], list[list[str]]]:
-    """The table, turned on its side where it is too wide so and narrower that way."""
-    turned = [list(column) for column in zip(titles, *rows, strict=True)]
-    if _width(titles, rows) <= width or _width(turned[0], turned[1:]) >= _width(titles, rows):
+    """Transposes a table that is too wide, if that makes it narrower."""
+    transposed = [list(column) for column in zip(titles, *rows, strict=True)]
+    table_width, transposed_width = (max(map(len, aligned(header, body)))
+                                     for header, *body in ([titles, *rows], transposed))  # fmt: skip
+    if table_width <= width or transposed_width >= table_width:
         return titles, rows
-    return turned[0], turned[1:]
-
-
-def _width(titles: Sequence[str], rows: Cells) -> int:
-    """Columns of text that a table takes, two blanks between its own."""
-    return max(map(len, aligned(titles, rows)))
+    return transposed[0], transposed[1:]
 
 
 def environment_lines(environment: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """The variables chosen, by host; what all hosts share stands once."""
+    """Lines with the chosen variables of each host, those of all hosts once."""
     if not environment:
         return []
     first, *others = environment.values()
-    common = {k: v for k, v in first.items() if all(other.get(k) == v for other in others)}
-    shown = [f"all hosts: {_assignments(common)}"] if common else []
+    common = {name: value for name, value in first.items()
+              if all(other.get(name) == value for other in others)}  # fmt: skip
+    lines = [f"all hosts: {_assignments(common)}"] if common else []
     for host, variables in environment.items():
-        own = {k: v for k, v in variables.items() if k not in common}
-        shown += [f"{host}: {_assignments(own)}"] if own else []
-    return shown
+        specific = {name: value for name, value in variables.items() if name not in common}
+        lines += [f"{host}: {_assignments(specific)}"] if specific else []
+    return lines
 
 
 def _assignments(variables: Mapping[str, str]) -> str:
@@ -113,7 +108,7 @@ def _assignments(variables: Mapping[str, str]) -> str:
 
 def draw(text: Sequence[str], tables: Sequence[tuple[list[str], list[list[str]]]],
          after: Sequence[str], out: TextIO) -> None:  # fmt: skip
-    """Writes lines, tables and lines; coloured where ``out`` is a terminal."""
+    """Writes lines, tables and lines, in colour if ``out`` is a terminal."""
     if not out.isatty():
         blocks = [text, *(aligned(*table) for table in tables), after]
         out.write(clean("\n\n".join("\n".join(block) for block in blocks if block)) + "\n")
@@ -128,13 +123,13 @@ def _draw_rich(text: Sequence[str], tables: Sequence[tuple[list[str], list[list[
     from rich.text import Text
 
     console = Console(file=out, highlight=False)
-    for at, line in enumerate(text):
-        style = "bold" if at == 0 else _style(line)
+    for index, line in enumerate(text):
+        style = _style(line.split(" ", 1)[0]) if index else "bold"
         console.print(Text(for_reader(line, out), style=style), soft_wrap=True)
     for titles, rows in (fitting(*table, console.width) for table in tables):
         drawn = Table(*titles, box=None, pad_edge=False, header_style="dim")
         for row in rows:
-            drawn.add_row(*(Text(clean_line(cell), style=_cell_style(cell)) for cell in row))
+            drawn.add_row(*(Text(clean_line(cell), style=_style(cell)) for cell in row))
         console.print()
         console.print(drawn)
     console.print()
@@ -142,10 +137,5 @@ def _draw_rich(text: Sequence[str], tables: Sequence[tuple[list[str], list[list[
         console.print(Text(for_reader(line, out), style="dim"), soft_wrap=True)
 
 
-def _cell_style(cell: str) -> str:
-    by_word = {WORDS[outcome]: STYLES[outcome] for outcome in ORDER}
-    return by_word.get(cell, "")
-
-
-def _style(line: str) -> str:
-    return _cell_style(line.split(" ", 1)[0])
+def _style(label: str) -> str:
+    return next((STYLES[outcome] for outcome in ORDER if LABELS[outcome] == label), "")

@@ -1,4 +1,4 @@
-"""The hosts of a run and the links between them, with what was measured of these. Pure."""
+"""The report's section about a run's hosts and the measured links between them. Pure."""
 
 from __future__ import annotations
 
@@ -6,150 +6,144 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from paceline.report.page import Part, Picture, Table, Words
-from paceline.report.record import Record, objects_in
+from paceline.report.page import Figure, Paragraph, Part, Table
+from paceline.report.record import Record, object_in, objects_in
 from paceline.rundir.records import number, whole, words
 from paceline.spec.figures import bit_rate
 from paceline.spec.helptext import counted
 
-HOSTS = 512  # in the table
-MAPPED = 8  # hosts with a map; of more a matrix says more
-MATRIX = 32
-
-Rates = dict[tuple[str, str], float]
+MAX_HOSTS = 512  # in the table
+MAX_MAP_HOSTS = 8  # drawn as a map; more are drawn as a matrix
+MAX_MATRIX_HOSTS = 32
 
 
 def machines(record: Record) -> list[Part]:
-    """What is known of the hosts and links; nothing where that is nothing."""
+    """What is known of the hosts and links; empty if nothing is known."""
     return [*_hosts(record), *_links(record)]
 
 
 def _hosts(record: Record) -> Iterator[Part]:
-    nodes = objects_in(record.plan.get("nodes"))
-    parts = {words(node.get("host"), 255): node for node in nodes}
-    named = list(dict.fromkeys([*parts, *map(str, record.hosts)]))
-    rows = [_host(name, record.hosts.get(name), parts.get(name)) for name in named[:HOSTS]]
-    if not rows:
-        return
-    cut = f", the first {HOSTS} of {len(named)}" if len(named) > HOSTS else ""
-    titles = ["host", "ranks", "processor", "CPUs", "memory", "accelerators", "interface"]
-    yield Table(titles, rows, f"Hosts{cut}", folded=False)
+    nodes = dict(zip(record.planned_hosts, record.nodes, strict=True))
+    hosts = list(dict.fromkeys([*nodes, *map(str, record.hosts)]))
+    rows = [_host_row(host, object_in(record.hosts, host), nodes.get(host, {}))
+            for host in hosts[:MAX_HOSTS]]  # fmt: skip
+    if rows:
+        note = f", the first {MAX_HOSTS} of {len(hosts)}" if len(hosts) > MAX_HOSTS else ""
+        titles = ["host", "ranks", "processor", "CPUs", "memory", "accelerators", "interface"]
+        yield Table(titles, rows, f"Hosts{note}", collapsed=False)
 
 
-def _host(name: str, facts: Any, node: Mapping[str, Any] | None) -> list[str]:
-    facts = facts if isinstance(facts, dict) else {}
-    cpu, memory, devices = (_object(facts, one) for one in ("cpu", "memory", "devices"))
+def _host_row(host: str, facts: Mapping[str, Any], node: Mapping[str, Any]) -> list[str]:
+    cpu = object_in(facts, "cpu")
     cores = cpu.get("cores")
     count = len(cores) if isinstance(cores, list) else 0
     quota = number(cpu.get("quota"))
-    cards = [words(one.get("name") or one.get("kind"), 100)
-             for one in objects_in(devices.get("gpus"))]  # fmt: skip
+    memory_bytes = number(object_in(facts, "memory").get("total"))
+    gpus = [words(gpu.get("name") or gpu.get("kind"), 100)
+            for gpu in objects_in(object_in(facts, "devices").get("gpus"))]  # fmt: skip
+    kinds = dict.fromkeys(filter(None, gpus))
     return [
-        name[:255], ranks_of(node or {}), words(cpu.get("model"), 200),
+        host[:255], ranks_of(node), words(cpu.get("model"), 200),
         (f"{quota:g} of " if quota else "") + (str(count) if count else ""),
-        f"{total / 2**30:.1f} GiB" if (total := number(memory.get("total"))) else "",
-        _cards(cards), _interface(facts, words((node or {}).get("interface"), 100)),
+        f"{memory_bytes / 2**30:.1f} GiB" if memory_bytes else "",
+        ", ".join(f"{gpus.count(kind)} × {kind}" for kind in kinds),
+        _describe_interface(facts, words(node.get("interface"), 100)),
     ]  # fmt: skip
 
 
 def ranks_of(node: Mapping[str, Any]) -> str:
-    """``rank 2`` or ``ranks 2 to 3``, by a plan's node."""
-    found = [whole(one.get("rank")) for one in objects_in(node.get("ranks"))]
-    ranks = sorted(rank for rank in found if rank is not None)
+    """``rank 2`` or ``ranks 2 to 3``, from a plan's node."""
+    values = [whole(entry.get("rank")) for entry in objects_in(node.get("ranks"))]
+    ranks = sorted(rank for rank in values if rank is not None)
     if len(ranks) < 2:
         return f"rank {ranks[0]}" if ranks else ""
     return f"ranks {ranks[0]} to {ranks[-1]}"
 
 
-def _object(facts: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = facts.get(name)
-    return found if isinstance(found, dict) else {}
-
-
-def _cards(cards: Sequence[str]) -> str:
-    kinds = dict.fromkeys(card for card in cards if card)
-    return ", ".join(f"{cards.count(card)} × {card}" for card in kinds)
-
-
-def _interface(facts: Mapping[str, Any], name: str) -> str:
-    """The interface with the speed that it says it has."""
-    if not name:
-        return ""
-    for one in objects_in(facts.get("interfaces")):
-        if one.get("name") == name and number(one.get("speed")) > 0:
-            return f"{name}, {bit_rate(number(one.get('speed')) * 1e6)} by its own account"
+def _describe_interface(facts: Mapping[str, Any], name: str) -> str:
+    """The interface with its nominal speed."""
+    for interface in objects_in(facts.get("interfaces")):
+        speed = number(interface.get("speed"))
+        if name and interface.get("name") == name and speed > 0:
+            return f"{name}, {bit_rate(speed * 1e6)} by its own account"
     return name
 
 
 def _links(record: Record) -> Iterator[Part]:
-    measured, by = _measured(record)
-    named = [words(node.get("host"), 255) for node in objects_in(record.plan.get("nodes"))]
-    hosts = list(dict.fromkeys([*named, *(one for pair in measured for one in pair)]))
+    measured, source = _measured_rates(record)
+    hosts = list(
+        dict.fromkeys([*record.planned_hosts, *(host for pair in measured for host in pair)])
+    )
     if len(hosts) < 2:
         return
     if not measured:
-        yield Words("Between these hosts nothing was measured before the run: --check full, or"
-                    " paceline bench collectives, does." + _moved(record), "small")  # fmt: skip
+        yield Paragraph("Nothing was measured between these hosts before the run. To measure, use"
+                        " --check full, or paceline bench collectives."
+                        + _describe_traffic(record), "small")  # fmt: skip
         return
-    middle = statistics.median(measured.values())
-    slow = [f"{one} → {other} ({bit_rate(rate)})" for (one, other), rate in sorted(
-        measured.items(), key=lambda item: item[1]) if rate < middle / 2]  # fmt: skip
-    says = (
-        f"{counted(len(measured), 'way')} between {counted(len(hosts), 'host')}, measured by {by}:"
-        f" from {bit_rate(min(measured.values()))} to {bit_rate(max(measured.values()))}."
-        + (f" Under half of the usual: {', '.join(slow[:8])}." if slow else "")
-        + _moved(record)
+    median = statistics.median(measured.values())
+    slow = [f"{sender} → {receiver} ({bit_rate(rate)})" for (sender, receiver), rate
+            in sorted(measured.items(), key=lambda item: item[1]) if rate < median / 2]  # fmt: skip
+    description = (
+        f"{counted(len(measured), 'direction')} between {counted(len(hosts), 'host')}, measured by"
+        f" {source}: from {bit_rate(min(measured.values()))} to {bit_rate(max(measured.values()))}."
+        + (f" Under half of the median: {', '.join(slow[:8])}." if slow else "")
+        + _describe_traffic(record)
     )
-    rows = [
-        [one, other, bit_rate(rate), f"{rate / 1e6:.1f}"] for (one, other), rate in measured.items()
-    ]
+    rows = [[*pair, bit_rate(rate), f"{rate / 1e6:.1f}"] for pair, rate in measured.items()]
     table = Table(["from", "to", "rate", "Mbit/s"], rows[:2000], "The numbers")
-    shown = hosts[:MATRIX]
-    devices = {words(node.get("host"), 255): words(node.get("devices"), 100)
-               for node in objects_in(record.plan.get("nodes"))}  # fmt: skip
+    drawn = hosts[:MAX_MATRIX_HOSTS]
+    devices = {host: words(node.get("devices"), 100)
+               for host, node in zip(record.planned_hosts, record.nodes, strict=True)}  # fmt: skip
     data = {
-        "hosts": [[name, devices.get(name, "")] for name in shown],
-        "rates": [[shown.index(one), shown.index(other), rate, bit_rate(rate)]
-                  for (one, other), rate in measured.items()
-                  if one in shown and other in shown],
-        "middle": middle,
+        "hosts": [[host, devices.get(host, "")] for host in drawn],
+        "rates": [[drawn.index(sender), drawn.index(receiver), rate, bit_rate(rate)]
+                  for (sender, receiver), rate in measured.items()
+                  if sender in drawn and receiver in drawn],
+        "middle": median,
     }  # fmt: skip
-    kind = "map" if len(hosts) <= MAPPED else "matrix"
-    yield Picture(kind, "Links, as measured", says, data, table,
-                  height=320 if kind == "map" else min(760, 120 + 26 * len(shown)))  # fmt: skip
+    kind, height = "map", 320
+    if len(hosts) > MAX_MAP_HOSTS:
+        kind, height = "matrix", min(760, 120 + 26 * len(drawn))
+    yield Figure(kind, "Links, as measured", description, data, table, height)
 
 
-def _measured(record: Record) -> tuple[Rates, str]:
-    """Bits a second from host to host, and who measured that."""
-    found: Rates = {}
-    for one in record.links:
-        source, target = words(one.get("from"), 255), words(one.get("to"), 255)
-        if source and target and (rate := number(one.get("bits_per_s"))) > 0:
-            found[source, target] = rate
-    if found:
-        return found, "TCP before the run"
-    ways = record.collectives.get("ways")
-    rates = ways.get("rates") if isinstance(ways, dict) else None
-    for row in rates[:10_000] if isinstance(rates, list) else []:
-        if isinstance(row, list) and len(row) == 3 and row[0] != row[1]:
-            source, target, rate = words(row[0], 255), words(row[1], 255), 8 * number(row[2])
-            if source and target and rate > 0:
-                found[source, target] = rate
+def _measured_rates(record: Record) -> tuple[dict[tuple[str, str], float], str]:
+    """Bits per second from host to host, and by what they were measured."""
+    triples = [(link.get("from"), link.get("to"), number(link.get("bits_per_s")))
+               for link in record.links]  # fmt: skip
+    if rates := _valid_rates(triples):
+        return rates, "TCP before the run"
+    rows = object_in(record.collectives, "ways").get("rates")
+    triples = [(row[0], row[1], 8 * number(row[2]))
+               for row in (rows[:10_000] if isinstance(rows, list) else [])
+               if isinstance(row, list) and len(row) == 3 and row[0] != row[1]]  # fmt: skip
     backend = words(record.collectives.get("backend"), 50)
-    return found, f"the collectives over {backend}" if backend else "the collectives"
+    return _valid_rates(
+        triples
+    ), f"the collectives over {backend}" if backend else "the collectives"
 
 
-def _moved(record: Record) -> str:
-    """What the training itself sent over the links, by its records."""
+def _valid_rates(triples: Sequence[tuple[Any, Any, float]]) -> dict[tuple[str, str], float]:
+    return {
+        (sender, receiver): rate
+        for source, target, rate in triples
+        if (sender := words(source, 255)) and (receiver := words(target, 255)) and rate > 0
+    }
+
+
+def _describe_traffic(record: Record) -> str:
+    """What the training itself sent over the links."""
     parameters = next((event["parameters"] for event in record.events
                        if event.kind == "prepared" and event["parameters"]), 0)  # fmt: skip
     ranks = whole(record.plan.get("world_size")) or 0
-    paces = [one for one in record.metrics if one.get("split") == "pace"]
-    moving = [moved for one in paces if (moved := number(one.get("moving_s"))) > 0]
-    if not (parameters and moving and ranks > 1):
+    exposed = [seconds for metric in record.metrics if metric.get("split") == "pace"
+               and (seconds := number(metric.get("moving_s"))) > 0]  # fmt: skip
+    if not (parameters and exposed and ranks > 1):
         return ""
     sent = 2 * (ranks - 1) / ranks * 4 * parameters
     return (
         f" In each step of the training a rank sent about {sent / 1e6:.3g} MB of gradients (at 4"
-        f" bytes each), for {1e3 * statistics.median(moving):.3g} ms of which nothing else went on."
+        f" bytes each), which took {1e3 * statistics.median(exposed):.3g} ms in which nothing else"
+        " was done."
     )

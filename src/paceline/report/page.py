@@ -1,9 +1,9 @@
-"""What a report's page says, as a value, and that value as one HTML file.
+"""The value of a report's page, and its rendering as one HTML file.
 
-The file opens without a network and may be passed on, so all of it is in there: styles, the script
-and the library that draws (Apache ECharts). Everything else is text, most of it of strangers, and
-gets into the page by :func:`escaped` and :func:`as_json` alone. Only our two scripts are allowed
-to run, by their hashes, whatever else should get in.
+The file works offline and may be passed on: it contains the styles, the script and the drawing
+library (Apache ECharts). All other content is untrusted text, which enters the page only through
+:func:`escaped` and :func:`as_json`. The content security policy allows only our two scripts, by
+their hashes.
 """
 
 from __future__ import annotations
@@ -23,73 +23,65 @@ from paceline.report.bundle import redact
 from paceline.spec.terminal import clean
 
 CELL = 2000  # characters of a cell
-TEXT = 50_000  # of a text
+TEXT = 50_000  # of a paragraph
 
-Mood = Literal["good", "bad", "unsure"]
+Status = Literal["good", "bad", "unsure"]
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of text.
-
-    Attributes:
-        titles: Of the columns.
-        rows: As many cells each.
-        about: What they say; stands above.
-        folded: Shown when it is asked for.
-    """
+    """A table of text with a caption; a collapsed one shows only the caption until it is opened."""
 
     titles: Sequence[str]
     rows: Sequence[Sequence[str]]
-    about: str
-    folded: bool = True
+    caption: str
+    collapsed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
-    """A drawing, with what it says in words.
+class Figure:
+    """A drawing with a description.
 
     Attributes:
-        kind: Which function of ``page.js`` draws it.
-        title: Above it.
-        says: What is to be seen in it.
-        data: For that function.
+        kind: Name of the drawing function in ``page.js``.
+        title: The heading.
+        description: What the drawing shows, in words.
+        data: Argument of the drawing function.
         table: The numbers behind it.
         height: In CSS pixels.
     """
 
     kind: str
     title: str
-    says: str
+    description: str
     data: Mapping[str, Any]
     table: Table | None = None
     height: int = 280
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """Sentences, numbered where pictures name their numbers.
-
-    Attributes:
-        items: Text and mood of each.
-        numbered: Begin each with its number.
-    """
+class ItemList:
+    """A list of pairs of CSS class and text; numbered if figures refer to the numbers."""
 
     items: Sequence[tuple[str, str]]
     numbered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
-    """A paragraph; of ``kind`` ``pre`` with its line ends, ``command`` to be typed."""
+class Paragraph:
+    """A paragraph; kind ``pre`` keeps line breaks, ``command`` is to be typed.
+
+    Attributes:
+        summary: If not empty, the text is collapsed below it, unless ``expanded``.
+    """
 
     text: str
     kind: Literal["", "pre", "command", "small"] = ""
-    folded: str = ""  # the words behind which it is hidden
-    opened: bool = False  # not until somebody wishes so
+    summary: str = ""
+    expanded: bool = False
 
 
-Part = Table | Picture | Listed | Words
+Part = Table | Figure | ItemList | Paragraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,73 +94,63 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A report.
-
-    Attributes:
-        title: The run's name.
-        mood: How it went.
-        outcome: In one sentence.
-        figures: Names and values that stand under it.
-        sections: In order.
-    """
+    """A report: title, outcome in one sentence, facts (names and values) and sections."""
 
     title: str
-    mood: Mood
+    status: Status
     outcome: str
-    figures: Sequence[tuple[str, str]] = ()
+    facts: Sequence[tuple[str, str]] = ()
     sections: Sequence[Section] = field(default_factory=tuple)
 
     @property
-    def open_tables(self) -> list[tuple[list[str], list[list[str]]]]:
-        """Titles and rows of what a terminal shows of it: the figures, else the tables that are
-        not folded away."""
-        if self.figures:
-            return [(["figure", "value"], [[*figure] for figure in self.figures])]
+    def terminal_tables(self) -> list[tuple[list[str], list[list[str]]]]:
+        """Titles and rows for a terminal: the facts, else all tables that are not collapsed."""
+        if self.facts:
+            return [(["figure", "value"], [[*fact] for fact in self.facts])]
         parts = [part for section in self.sections for part in section.parts]
         return [([*part.titles], [[*row] for row in part.rows])
-                for part in parts if isinstance(part, Table) and not part.folded]  # fmt: skip
+                for part in parts if isinstance(part, Table) and not part.collapsed]  # fmt: skip
 
 
 # -- as HTML -------------------------------------------------------------------------------
 
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?")
-_MOODS = {"good": "✓", "bad": "✕", "unsure": "?"}
+_STATUS_SIGNS = {"good": "✓", "bad": "✕", "unsure": "?"}
 
 
-def escaped(text: str, most: int = CELL) -> str:
-    """Text of whatever origin as HTML: without what would be obeyed, secrets, or endless length."""
+def escaped(text: str, max_chars: int = CELL) -> str:
+    """Escapes untrusted text for HTML, without control characters and secrets, and bounded."""
     text = str(text)
-    if _NUMBER.fullmatch(text[: most + 1]):  # most cells of most tables
-        return text[:most]
-    text = redact(clean(text[: most + 1]))
-    return escape(text[:most]) + "…" * (len(text) > most)
+    if _NUMBER.fullmatch(text[: max_chars + 1]):  # true for most cells, and quick
+        return text[:max_chars]
+    text = redact(clean(text[: max_chars + 1]))
+    return escape(text[:max_chars]) + "…" * (len(text) > max_chars)
 
 
 def as_json(value: Any) -> str:
-    """A value for a script block: nothing in it ends the block, or a line of a script."""
-    text = json.dumps(_plain(value), separators=(",", ":"), allow_nan=False)
+    """Encodes a value for a script block, which nothing in it can end."""
+    text = json.dumps(_redacted(value), separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _plain(value: Any) -> Any:
+def _redacted(value: Any) -> Any:
     if isinstance(value, str):
         return redact(clean(value[:CELL]))
     if isinstance(value, Mapping):
-        return {str(name): _plain(one) for name, one in value.items()}
+        return {str(name): _redacted(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [_redacted(entry) for entry in value]
     return value
 
 
 def html(page: Page) -> str:
-    """The file."""
+    """Renders the page as one file."""
     return "".join(_html(page))
 
 
 def _html(page: Page) -> Iterator[str]:
     library, script = _asset("echarts.js"), _asset("page.js")
-    allowed = " ".join(map(_hash_of, (library, script)))
-    drawn = any(isinstance(part, Picture) for section in page.sections for part in section.parts)
+    allowed = " ".join(map(_csp_hash, (library, script)))
     yield (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:;'
@@ -180,56 +162,56 @@ def _html(page: Page) -> Iterator[str]:
         f"<style>{_asset('page.css')}</style></head>\n<body>\n"
         '<a class="skip" href="#content">Skip to the content</a>\n<header>\n'
         f'<p class="name">{escaped(page.title)}</p>\n'
-        f'<h1 class="{page.mood}"><span class="sign" aria-hidden="true">{_MOODS[page.mood]}</span>'
-        f" {escaped(page.outcome)}</h1>\n"
+        f'<h1 class="{page.status}"><span class="sign" aria-hidden="true">'
+        f"{_STATUS_SIGNS[page.status]}</span> {escaped(page.outcome)}</h1>\n"
     )
-    if page.figures:
+    if page.facts:
         yield '<dl class="figures">'
-        for name, value in page.figures:
+        for name, value in page.facts:
             yield f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd></div>"
         yield "</dl>\n"
     yield '<nav aria-label="Sections"><ul>'
     for number, section in enumerate(page.sections):
         yield f'<li><a href="#s{number}">{escaped(section.title)}</a></li>'
     yield '</ul></nav>\n</header>\n<main id="content">\n'
-    pictures = list[Mapping[str, Any]]()
+    figures = list[Mapping[str, Any]]()
     for number, section in enumerate(page.sections):
         title = escaped(section.title)
         yield f'<section aria-labelledby="s{number}"><h2 id="s{number}">{title}</h2>\n'
         for part in section.parts:
-            yield from _part(part, pictures)
+            yield from _part(part, figures)
         yield "</section>\n"
     yield (
         "</main>\n<footer><p>Written by Paceline, from the files of the run directory."
         " Pictures are drawn by Apache ECharts (Apache License 2.0).</p></footer>\n"
     )
-    if drawn:
-        yield f'<script type="application/json" id="pictures">{as_json(pictures)}</script>\n'
+    if figures:
+        yield f'<script type="application/json" id="pictures">{as_json(figures)}</script>\n'
         yield f"<script>{library}</script>\n<script>{script}</script>\n"
     yield "</body></html>\n"
 
 
-def _part(part: Part, pictures: list[Mapping[str, Any]]) -> Iterator[str]:
+def _part(part: Part, figures: list[Mapping[str, Any]]) -> Iterator[str]:
     if isinstance(part, Table):
         yield from _table(part)
-    elif isinstance(part, Listed):
+    elif isinstance(part, ItemList):
         tag = "ol" if part.numbered else "ul"
         yield f'<{tag} class="listed">'
-        for mood, text in part.items:
-            yield f'<li class="{escape(mood)}">{escaped(text)}</li>'
+        for css_class, text in part.items:
+            yield f'<li class="{escape(css_class)}">{escaped(text)}</li>'
         yield f"</{tag}>\n"
-    elif isinstance(part, Words):
-        yield from _words(part)
+    elif isinstance(part, Paragraph):
+        yield from _paragraph(part)
     else:
-        number = len(pictures)
-        pictures.append({"kind": part.kind, "title": part.title, **part.data})
+        number = len(figures)
+        figures.append({"kind": part.kind, "title": part.title, **part.data})
         yield f"<figure><figcaption><h3>{escaped(part.title)}</h3>"
-        yield f'<p id="says{number}">{escaped(part.says)}</p></figcaption>'
+        yield f'<p id="says{number}">{escaped(part.description)}</p></figcaption>'
         yield (
             f'<div class="picture" id="p{number}" style="height:{part.height}px" tabindex="0"'
             f' role="img" aria-label="{escaped(part.title)}" aria-describedby="says{number}"></div>'
             f'<p class="readout" id="r{number}" aria-live="polite"></p>'
-            '<noscript><p class="small">The picture needs JavaScript; its numbers stand below.</p>'
+            '<noscript><p class="small">The picture needs JavaScript; its numbers are below.</p>'
             "</noscript>"
         )
         if part.table is not None:
@@ -237,7 +219,7 @@ def _part(part: Part, pictures: list[Mapping[str, Any]]) -> Iterator[str]:
         yield "</figure>\n"
 
 
-def _words(part: Words) -> Iterator[str]:
+def _paragraph(part: Paragraph) -> Iterator[str]:
     if part.kind in ("pre", "command"):
         label = "Command" if part.kind == "command" else "Text"
         text = (
@@ -246,40 +228,40 @@ def _words(part: Words) -> Iterator[str]:
         )
     else:
         text = f'<p class="{part.kind}">{escaped(part.text, TEXT)}</p>'
-    if part.folded:
-        how = " open" * part.opened
-        text = f"<details{how}><summary>{escaped(part.folded)}</summary>{text}</details>"
+    if part.summary:
+        state = " open" * part.expanded
+        text = f"<details{state}><summary>{escaped(part.summary)}</summary>{text}</details>"
     yield text + "\n"
 
 
 def _table(table: Table) -> Iterator[str]:
-    if table.folded:
-        yield f"<details><summary>{escaped(table.about)}</summary>"
+    if table.collapsed:
+        yield f"<details><summary>{escaped(table.caption)}</summary>"
     yield '<div class="table" tabindex="0" role="group" aria-label="Table"><table>'
-    yield f"<caption>{escaped(table.about)}</caption>" if not table.folded else ""
+    yield f"<caption>{escaped(table.caption)}</caption>" if not table.collapsed else ""
     yield "<thead><tr>"
-    numeric = [_numeric_column([row[at] for row in table.rows if at < len(row)])
-               for at in range(len(table.titles))]  # fmt: skip
-    for title, of_numbers in zip(table.titles, numeric, strict=True):
-        kind = ' class="number"' if of_numbers else ""
+    numeric = [_numeric_column([row[column] for row in table.rows if column < len(row)])
+               for column in range(len(table.titles))]  # fmt: skip
+    for title, is_numeric in zip(table.titles, numeric, strict=True):
+        kind = ' class="number"' if is_numeric else ""
         yield f'<th scope="col"{kind}>{escaped(title)}</th>'
     yield "</tr></thead><tbody>"
     for row in table.rows:
         yield "<tr>"
-        for at, cell in enumerate(row):
-            tag = "th scope=row" if at == 0 else "td"
-            kind = ' class="number"' if at < len(numeric) and numeric[at] else ""
+        for column, cell in enumerate(row):
+            tag = "td" if column else "th scope=row"
+            kind = ' class="number"' if column < len(numeric) and numeric[column] else ""
             yield f"<{tag}{kind}>{escaped(cell)}</{tag[:2]}>"
         yield "</tr>"
     yield "</tbody></table></div>"
-    yield "</details>" if table.folded else ""
+    yield "</details>" if table.collapsed else ""
     yield "\n"
 
 
 def _numeric_column(cells: Sequence[str]) -> bool:
-    """Whether a column has numbers, and nothing else."""
-    told = [str(cell) for cell in cells if cell]
-    return bool(told) and all(len(cell) < 24 and _NUMBER.fullmatch(cell) for cell in told)
+    """Whether a column contains numbers only."""
+    texts = [str(cell) for cell in cells if cell]
+    return bool(texts) and all(len(text) < 24 and _NUMBER.fullmatch(text) for text in texts)
 
 
 @cache
@@ -290,6 +272,6 @@ def _asset(name: str) -> str:
     return text
 
 
-def _hash_of(script: str) -> str:
+def _csp_hash(script: str) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return f"'sha256-{digest}'"

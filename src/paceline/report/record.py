@@ -1,7 +1,7 @@
-"""What the files of a run say, read for its report: a value, bounded whatever stands in them.
+"""Reads the files of a run for its report, as one bounded value.
 
-A run directory may come from a stranger, be damaged, or be that of a run under way. What is missing
-is named, so that a reader knows it from what did not happen.
+A run directory may come from a stranger, be damaged, or be that of a run that has not ended.
+Missing files are named, so that a reader can tell them from things that did not happen.
 """
 
 from __future__ import annotations
@@ -13,21 +13,28 @@ from typing import Any
 
 from paceline.rundir.directory import short
 from paceline.rundir.ownership import owner_alive, read_owner
-from paceline.rundir.records import is_regular, read_object, sampled_records
+from paceline.rundir.records import (
+    is_regular,
+    number,
+    read_object,
+    sampled_records,
+    whole,
+    words,
+)
 from paceline.spec import rundir as names
 from paceline.spec.events import Event, read_events
 from paceline.spec.failure import Result
 
-EVENTS_BYTES = 1536 << 10  # read of events.jsonl, of a longer one at places all over it
+EVENTS_BYTES = 1536 << 10  # read of events.jsonl; samples of a longer one
 METRICS_BYTES = 2 << 20
-NEEDED = (names.PLAN, names.HOSTS, names.EVENTS, names.METRICS, names.RESULT)
-WHAT = {
+_CONTENTS = {
     names.PLAN: "what ran where, and the settings",
     names.HOSTS: "the hosts",
     names.EVENTS: "what happened",
     names.METRICS: "curves",
     names.RESULT: "how it ended",
 }
+_Object = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,93 +43,109 @@ class Record:
 
     Attributes:
         path: The run directory.
-        plan, hosts, config: The objects of these files; empty where there is none.
-        events: What happened, in the order of time.
+        plan, hosts, config, forecast, collectives: Objects of these files; empty if missing.
+        events: In the order of time.
         metrics: The records of metrics.jsonl.
-        said: The object of result.json; ``None`` while there is none.
-        result: The same, as far as it can be believed.
-        findings, links: What the checks and the explanation found; what the links carried.
-        forecast: What was forecast, beside what came.
-        collectives: What ``paceline bench collectives`` measured.
-        ranks: Where everybody was last.
-        owner: Whose run it still is.
-        running: Its launcher lives.
-        missing: Files that are not there or cannot be read, each with what cannot be told so.
-        thinned: Files that were too long to be read whole.
+        has_result: Whether there is a result.json of this run.
+        duration_s: By result.json; 0 when not known.
+        num_recoveries: Losses that the run survived, by result.json.
+        result: Result by result.json, as far as it is valid.
+        findings, links: Findings of checks and explanation; measured rates of links.
+        owner: The process that owns the run.
+        is_running: Whether the owner lives.
+        missing: Files that are missing or unreadable, each with a sentence.
+        sampled: Names of files of which only samples were read.
     """
 
     path: Path
-    plan: Mapping[str, Any] = field(default_factory=dict)
-    hosts: Mapping[str, Any] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
+    plan: _Object = field(default_factory=dict)
+    hosts: _Object = field(default_factory=dict)
+    config: _Object = field(default_factory=dict)
     events: Sequence[Event] = ()
-    metrics: Sequence[Mapping[str, Any]] = ()
-    said: Mapping[str, Any] | None = None
+    metrics: Sequence[_Object] = ()
+    has_result: bool = False
+    duration_s: float = 0.0
+    num_recoveries: int = 0
     result: Result = field(default_factory=Result)
-    findings: Sequence[Mapping[str, Any]] = ()
-    links: Sequence[Mapping[str, Any]] = ()
-    forecast: Mapping[str, Any] = field(default_factory=dict)
-    collectives: Mapping[str, Any] = field(default_factory=dict)
-    ranks: Mapping[str, Any] = field(default_factory=dict)
-    owner: Mapping[str, Any] | None = None
-    running: bool = False
+    findings: Sequence[_Object] = ()
+    links: Sequence[_Object] = ()
+    forecast: _Object = field(default_factory=dict)
+    collectives: _Object = field(default_factory=dict)
+    owner: _Object | None = None
+    is_running: bool = False
     missing: Sequence[str] = ()
-    thinned: Sequence[str] = ()
+    sampled: Sequence[str] = ()
 
     @property
     def name(self) -> str:
-        """The run's, which is that of its folder where it was started."""
+        """The run's name, which is that of its folder on the launching machine."""
         return Path(short(self.path.absolute())).name
+
+    @property
+    def nodes(self) -> list[_Object]:
+        """The nodes of the plan."""
+        return objects_in(self.plan.get("nodes"))
+
+    @property
+    def planned_hosts(self) -> list[str]:
+        """The hosts that had ranks by the plan, in its order."""
+        return [words(node.get("host"), 255) for node in self.nodes]
 
 
 def read(path: Path) -> Record:
-    """Everything that a report is made of."""
+    """Reads everything that a report shows."""
     owner = read_owner(path)
-    running = owner is not None and owner_alive(owner)
+    is_running = owner is not None and owner_alive(owner)
     objects = {
         name: read_object(path / name)
         for name in (names.PLAN, names.HOSTS, names.CONFIG, names.RESULT, names.FINDINGS,
-                     names.FORECAST, names.COLLECTIVES, names.RANKS)
+                     names.FORECAST, names.COLLECTIVES)
     }  # fmt: skip
-    if owner is not None:  # what lies there is of the run before this one
+    if owner is not None:  # the file belongs to an earlier run in this folder
         objects[names.RESULT] = None
-    lines, all_events = sampled_records(path / names.EVENTS, EVENTS_BYTES)
-    metrics, all_metrics = sampled_records(path / names.METRICS, METRICS_BYTES)
-    there = {name for name, found in objects.items() if found is not None}
-    there |= {names.EVENTS} if lines else set()
-    there |= {names.METRICS} if metrics else set()
-    said = objects[names.RESULT]
-    found = objects[names.FINDINGS] or {}
+    events, has_all_events = sampled_records(path / names.EVENTS, EVENTS_BYTES)
+    metrics, has_all_metrics = sampled_records(path / names.METRICS, METRICS_BYTES)
+    present = {name for name, value in objects.items() if value is not None}
+    present |= {names.EVENTS} if events else set()
+    present |= {names.METRICS} if metrics else set()
+    present |= {names.RESULT} if is_running else set()
+    result, findings = objects[names.RESULT] or {}, objects[names.FINDINGS] or {}
     return Record(
         path=path,
         plan=objects[names.PLAN] or {},
         hosts=objects[names.HOSTS] or {},
         config=objects[names.CONFIG] or {},
-        events=sorted(read_events(lines), key=lambda event: event.time),
+        events=sorted(read_events(events), key=lambda event: event.time),
         metrics=metrics,
-        said=said,
-        result=Result.from_json(said or {}),
-        findings=objects_in(found.get("findings")),
-        links=objects_in(found.get("links")),
+        has_result=objects[names.RESULT] is not None,
+        duration_s=number(result.get("seconds")),
+        num_recoveries=whole(object_in(result, "recoveries").get("count")) or 0,
+        result=Result.from_json(result),
+        findings=objects_in(findings.get("findings")),
+        links=objects_in(findings.get("links")),
         forecast=objects[names.FORECAST] or {},
         collectives=objects[names.COLLECTIVES] or {},
-        ranks=objects[names.RANKS] or {},
         owner=owner,
-        running=running,
-        missing=[_absent(path, name) for name in NEEDED
-                 if name not in there and not (running and name == names.RESULT)],
-        thinned=[name for name, whole in ((names.EVENTS, all_events), (names.METRICS, all_metrics))
-                 if not whole],
+        is_running=is_running,
+        missing=[_describe_missing(path, name) for name in _CONTENTS if name not in present],
+        sampled=[name for name, is_whole in ((names.EVENTS, has_all_events),
+                                             (names.METRICS, has_all_metrics)) if not is_whole],
     )  # fmt: skip
 
 
-def _absent(path: Path, name: str) -> str:
-    how = "cannot be read" if is_regular(path / name) else "is not there"
-    return f"{name} {how}, so nothing is said of it here ({WHAT[name]})"
+def _describe_missing(path: Path, name: str) -> str:
+    state = "cannot be read" if is_regular(path / name) else "is missing"
+    return f"{name} {state}, so this page does not show {_CONTENTS[name]}"
 
 
-def objects_in(value: Any, most: int = 10_000) -> list[Mapping[str, Any]]:
-    """The objects in a list of them; none in anything else."""
+def objects_in(value: Any, limit: int = 10_000) -> list[_Object]:
+    """The objects in a list; an empty list for anything else."""
     if not isinstance(value, list):
         return []
-    return [one for one in value[:most] if isinstance(one, dict)]
+    return [entry for entry in value[:limit] if isinstance(entry, dict)]
+
+
+def object_in(value: _Object, name: str) -> _Object:
+    """The object in a field; an empty one for anything else."""
+    entry = value.get(name)
+    return entry if isinstance(entry, dict) else {}

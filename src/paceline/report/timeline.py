@@ -1,7 +1,7 @@
-"""When each rank did what: rows of spans, with the moments that matter. Pure.
+"""The timeline of a run: what each rank did when, and the moments that matter. Pure.
 
-What a rank did is told by events; how its steps divided meanwhile, by the records of the pace,
-each of which speaks of the time since the record before it.
+Events tell what a rank did. How its steps divided meanwhile comes from the ``pace`` records in
+metrics.jsonl, each of which covers the time since the record before it.
 """
 
 from __future__ import annotations
@@ -9,618 +9,655 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from paceline.report.record import Record, objects_in
 from paceline.rundir.records import number, whole, words
 from paceline.spec.events import PARTS, Event
-from paceline.spec.failure import place
+from paceline.spec.failure import Failure, place
 from paceline.spec.figures import lasting
 
-ROWS = 64  # ranks drawn; of more, those of whom there is most to tell
-BOXES = 8000  # parts of steps drawn, over all rows
-INTERVALS = 120  # in which a row's steps are divided, about
-SPANS = 400  # of a row
-MOMENTS = 40  # numbered in the picture
+MAX_ROWS = 64  # ranks drawn
+MAX_BOXES = 8000  # parts of steps drawn, over all rows
+MAX_CELLS = 120  # intervals of a row for which its steps are divided, about
+MAX_SPANS = 400  # of a row
+MAX_MOMENTS = 40
+MAX_MARKS = 200  # checkpoints, and other marks, of a row
+MAX_SLOWDOWNS = 100  # of a row
 
-# what a rank does, in the words of the legend
-Doing = Literal["starting", "running", "training", "evaluating", "regrouping", "frozen", "gone"]
-SAID: dict[Doing, str] = {
+Activity = Literal["starting", "running", "training", "evaluating", "regrouping", "frozen", "gone"]
+ACTIVITY_LABELS: dict[Activity, str] = {
     "starting": "starting: connecting, importing, joining",
     "running": "running",
     "training": "training; it is not known how the steps divide",
     "evaluating": "evaluating",
     "regrouping": "waiting for a new group",
-    "frozen": "frozen: stopped, or held up by its disk",
+    "frozen": "frozen: stopped, or blocked by its disk",
     "gone": "not there: lost, ended, or not back yet",
 }
 _STEPPING = ("training", "running", "evaluating")
-Kind = Literal["bad", "good", "slow", "note"]
+_SLOWDOWN_ENDS = ("straggler", "straggler over", "ended", "regroup")
+Severity = Literal["bad", "good", "slow", "note"]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A time in which a rank did one thing; times are seconds since the run began."""
+    """A period in which a rank did one thing, in seconds since the run began."""
 
-    begin: float
+    start: float
     end: float
-    doing: Doing
+    activity: Activity
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """How the steps of a rank divided in some time.
+    """How the steps of a rank divided in a period.
 
     Attributes:
-        begin, end: Seconds since the run began.
-        parts: Of the time, in the order of :data:`PARTS`.
+        start, end: Seconds since the run began.
+        shares: Shares of the time, in the order of :data:`PARTS`.
     """
 
-    begin: float
+    start: float
     end: float
-    parts: tuple[float, ...]
+    shares: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What happened to a rank at a moment: ``checkpoint``, ``lost``, ``back``, ``failed``."""
+    """An event of a rank at a moment: ``checkpoint``, ``lost``, ``back`` or ``failed``."""
 
     at: float
-    what: str
+    kind: str
 
 
 @dataclass(frozen=True, slots=True)
-class Slow:
-    """A time in which a rank held the others up, and the words in which it was told."""
+class Slowdown:
+    """A period in which a rank slowed the others down, with the event's text."""
 
-    begin: float
+    start: float
     end: float
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A rank."""
+    """The timeline of one rank."""
 
     rank: int
     label: str
     spans: tuple[Span, ...] = ()
     cells: tuple[Cell, ...] = ()
     marks: tuple[Mark, ...] = ()
-    slow: tuple[Slow, ...] = ()
+    slowdowns: tuple[Slowdown, ...] = ()
+
+    @property
+    def was_lost(self) -> bool:
+        return any(mark.kind in ("lost", "failed") for mark in self.marks)
+
+    @property
+    def came_back(self) -> bool:
+        return any(mark.kind == "back" for mark in self.marks)
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Something that is told in a sentence, and numbered in the picture."""
+    """Something that is described in a sentence, and numbered in the figure."""
 
     at: float
     text: str
-    kind: Kind
+    severity: Severity
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """All ranks over the time of a run.
+    """All ranks over the duration of a run.
 
     Attributes:
-        seconds: Of the whole run.
-        rows: Ranks in order, at most :data:`ROWS`.
-        moments: In the order of time, at most :data:`MOMENTS`.
-        left_out: Ranks that have no row, and moments that are not told.
-        began: Seconds since 1970.
+        duration_s: Of the whole run.
+        rows: In rank order, at most :data:`MAX_ROWS`.
+        moments: In the order of time, at most :data:`MAX_MOMENTS`.
+        hidden_ranks, hidden_moments: How many are beyond these limits.
+        started_at: Seconds since 1970.
     """
 
-    seconds: float = 0.0
+    duration_s: float = 0.0
     rows: tuple[Row, ...] = ()
     moments: tuple[Moment, ...] = ()
-    left_out: tuple[int, int] = (0, 0)
-    began: float = 0.0
+    hidden_ranks: int = 0
+    hidden_moments: int = 0
+    started_at: float = 0.0
 
 
-def timeline(events: Sequence[Event], records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any],
-             took: float = 0.0, failed: tuple[str, int | None, str] | None = None,
-             now: float = 0.0, asked: bool = False) -> Timeline:  # fmt: skip
-    """Puts a run together.
+def build_timeline(record: Record, metrics: Sequence[Mapping[str, Any]],
+                   now: float = 0.0) -> Timeline:  # fmt: skip
+    """Builds the timeline of a run.
 
     Args:
-        events: Of the run, in the order of time.
-        records: Of metrics.jsonl.
-        plan: Of plan.json.
-        took: Seconds from the call to the end, where that is known.
-        failed: Host, rank and headline of the first failure.
-        now: Seconds since 1970, of a run that has not ended; else 0.
-        asked: It ended because somebody stopped it.
+        record: The run's files.
+        metrics: The records of metrics.jsonl, with times.
+        now: Seconds since 1970 if the run has not ended, else 0.
     """
-    timed = [event for event in events if event.time > 0]
-    if not timed:
+    events = [event for event in record.events if event.time > 0]
+    if not events:
         return Timeline()
-    end = max(timed[-1].time, now)
-    began = min(timed[0].time, end - took if 0 < took < 30 * 86400 else end)
-    seconds = max(end - began, 1e-3)
-    scene = _Scene(began, seconds, plan)
-    after = _consequences(timed, failed, asked)
-    for at, event in enumerate(timed):
-        scene.take(event, at in after)
-    scene.finish()
-    rows = _divided(scene, records)
-    moments = sorted(_moments(timed, began, failed), key=lambda one: one.at)
-    chosen, told = _chosen(rows), _told(moments)
-    left = (len(rows) - len(chosen), len(moments) - len(told))
-    return Timeline(seconds, tuple(_bounded(chosen)), tuple(told), left, began)
+    end = max(events[-1].time, now)
+    taken = record.duration_s
+    started_at = min(events[0].time, end - taken if 0 < taken < 30 * 86400 else end)
+    duration_s = max(end - started_at, 1e-3)
+    builder = _Builder(started_at, duration_s, record.plan)
+    failure, interrupted = record.result.failure, record.result.interrupted is not None
+    consequences = _consequences(events, failure, interrupted)
+    for index, event in enumerate(events):
+        builder.add(event, index in consequences)
+    builder.finish()
+    rows = _make_rows(builder, metrics)
+    moments = sorted(_moments(events, started_at, failure), key=lambda moment: moment.at)
+    shown_rows, shown_moments = _select_rows(rows), _select_moments(moments)
+    return Timeline(
+        duration_s,
+        tuple(_limit_rows(shown_rows)),
+        tuple(shown_moments),
+        len(rows) - len(shown_rows),
+        len(moments) - len(shown_moments),
+        started_at,
+    )
 
 
-def _consequences(events: Sequence[Event], failed: tuple[str, int | None, str] | None,
-                  asked: bool) -> set[int]:  # fmt: skip
-    """Which ends of ranks were no losses: the last of an attempt that was stopped or failed."""
-    starts = [at for at, event in enumerate(events) if event.kind == "started"]
-    found = set[int]()
-    for begin, end in itertools.pairwise([-1, *starts, len(events)]):
-        is_last = end == len(events)
-        cause = _failure_in(events, failed) if is_last else _cause_of_end(events, begin, end)
-        if cause is not None or (is_last and asked):
-            found |= _told_to_end(events, begin, end, cause)
-    return found
+# -- which ends of ranks were losses -------------------------------------------------------
 
 
-def _settled(events: Sequence[Event], begin: int, end: int) -> int:
-    """The place in an attempt after which no loss was outlived."""
-    return max((at for at in range(begin + 1, end) if events[at].kind == "regroup"), default=begin)
+def _consequences(events: Sequence[Event], failure: Failure | None, interrupted: bool) -> set[int]:
+    """Indices of exits that were no losses, because their attempt was stopped or had failed."""
+    starts = [index for index, event in enumerate(events) if event.kind == "started"]
+    indices = set[int]()
+    for start, end in itertools.pairwise([-1, *starts, len(events)]):
+        is_final = end == len(events)
+        if is_final:
+            cause = _failure_index(events, failure)
+        else:
+            cause = _cause_of_restart(events, start, end)
+        if cause is not None or (is_final and interrupted):
+            indices |= _exits_due_to(events, start, end, cause)
+    return indices
 
 
-def _cause_of_end(events: Sequence[Event], begin: int, end: int) -> int | None:
-    """What ended an attempt that was followed by another: a lost host, else the first failure."""
-    tail = range(_settled(events, begin, end) + 1, end)
-    lost = [at for at in tail if events[at].kind == "lost"]
-    return min(lost or [at for at in tail if _ended_badly(events[at])], default=None)
+def _last_regroup(events: Sequence[Event], start: int, end: int) -> int:
+    """Index in an attempt after which the job survived no loss."""
+    indices = (index for index in range(start + 1, end) if events[index].kind == "regroup")
+    return max(indices, default=start)
 
 
-def _told_to_end(events: Sequence[Event], begin: int, end: int, cause: int | None) -> set[int]:
-    """The bad ends of an attempt that followed from its cause, or from a signal (``None``)."""
-    found, going, since = set[int](), set[int | None](), -math.inf
+def _cause_of_restart(events: Sequence[Event], start: int, end: int) -> int | None:
+    """Index of what ended an attempt before the last: a lost host, else the first failure."""
+    tail = range(_last_regroup(events, start, end) + 1, end)
+    lost = [index for index in tail if events[index].kind == "lost"]
+    return min(lost or [index for index in tail if _is_bad_end(events[index])], default=None)
+
+
+def _exits_due_to(events: Sequence[Event], start: int, end: int, cause: int | None) -> set[int]:
+    """Indices of the bad ends in an attempt that followed from its cause or from a signal."""
+    indices, restarted, not_before = set[int](), set[int | None](), -math.inf
     if cause is not None:
-        after_loss = events[cause].kind == "lost"  # which others may have felt before it was known
-        begin = _settled(events, begin, cause) if after_loss else begin
-        since = -math.inf if after_loss else events[cause].time - 0.5
-    for at in range(end - 1, begin, -1):
-        event = events[at]
+        if events[cause].kind == "lost":  # other ranks may have noticed before the launcher did
+            start = _last_regroup(events, start, cause)
+        else:
+            not_before = events[cause].time - 0.5
+    for index in range(end - 1, start, -1):
+        event = events[index]
         if event.kind == "rank started":
-            going.add(event.rank)
-        by_itself = cause is not None and event.where in (events[cause].where, events[cause].host)
-        if _ended_badly(event) and not by_itself and event.rank not in going:
-            found |= {at} if event.time >= since else set()
-    return found
+            restarted.add(event.rank)
+        is_cause = cause is not None and event.where in (events[cause].where, events[cause].host)
+        if (_is_bad_end(event) and not is_cause and event.rank not in restarted
+                and event.time >= not_before):  # fmt: skip
+            indices.add(index)
+    return indices
 
 
-def _ended_badly(event: Event) -> bool:
+def _is_bad_end(event: Event) -> bool:
     return event.kind == "exception" or (event.kind == "rank ended" and event["code"] != 0)
 
 
-def _failure_in(events: Sequence[Event],
-                failed: tuple[str, int | None, str] | None) -> int | None:  # fmt: skip
-    """The event that tells of the first failure: the first in the last life of its rank."""
+def _is_failure(event: Event, failure: Failure) -> bool:
+    if event.host != failure.host:
+        return False
+    if failure.rank is None:
+        return event.kind == "lost"
+    return event.rank == failure.rank and _is_bad_end(event)
+
+
+def _failure_index(events: Sequence[Event], failure: Failure | None) -> int | None:
+    """Index of the event of the first failure: the first after its rank's last start."""
+    if failure is None:
+        return None
     found = None
-    for at in range(len(events) - 1, -1, -1) if failed else ():
-        event = events[at]
-        if failed and _is_failure(event, failed):
-            found = at
-        begins = event.kind == "started" or (event.kind == "rank started" and failed
-                                             and event.rank == failed[1])  # fmt: skip
-        if found is not None and begins:
+    for index in range(len(events) - 1, -1, -1):
+        event = events[index]
+        if _is_failure(event, failure):
+            found = index
+        is_start = event.kind == "started" or (
+            event.kind == "rank started" and event.rank == failure.rank
+        )
+        if found is not None and is_start:
             break
     return found
+
+
+# -- rows ----------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _Track:
-    """What becomes known of one rank, in the order of time."""
+    """The timeline of one rank while events are added in the order of time."""
 
     label: str
     spans: list[Span] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
-    slow: list[Slow] = field(default_factory=list)
-    doing: Doing | None = None
-    since: float = 0.0
-    held: str = ""  # it holds the others up, in these words
-    held_since: float = 0.0
-    ended: bool = False  # in order
+    slowdowns: list[Slowdown] = field(default_factory=list)
+    activity: Activity | None = None
+    activity_start: float = 0.0
+    slow_text: str = ""  # not empty while it slows the others down
+    slow_start: float = 0.0
+    has_ended: bool = False  # normally
 
-    def now(self, at: float, doing: Doing | None) -> None:
-        if doing == self.doing:
+    def switch(self, at: float, activity: Activity | None) -> None:
+        if activity == self.activity:
             return
-        if self.doing is not None and at > self.since:
-            self.spans.append(Span(self.since, at, self.doing))
-        self.doing, self.since = doing, at
+        if self.activity is not None and at > self.activity_start:
+            self.spans.append(Span(self.activity_start, at, self.activity))
+        self.activity, self.activity_start = activity, at
 
-    def release(self, at: float) -> None:
-        if self.held:
-            self.slow.append(Slow(self.held_since, at, self.held))
-            self.held = ""
+    def end_slowdown(self, at: float) -> None:
+        if self.slow_text:
+            self.slowdowns.append(Slowdown(self.slow_start, at, self.slow_text))
+            self.slow_text = ""
+
+    def end(self, at: float) -> None:
+        self.has_ended = True
+        self.switch(at, None)
+
+    def fail(self, at: float, kind: str) -> None:
+        if self.has_ended or self.activity == "gone":
+            return
+        self.mark_failure(at, kind)
+        self.end_slowdown(at)
+        self.switch(at, "gone")
+
+    def mark_failure(self, at: float, kind: str) -> None:
+        if not any(mark.kind == "failed" for mark in self.marks[-1:]):
+            self.marks.append(Mark(at, kind))
 
 
-class _Scene:
-    """All ranks, as events tell of them."""
+class _Builder:
+    """Collects the tracks of all ranks from events."""
 
-    def __init__(self, began: float, seconds: float, plan: Mapping[str, Any]) -> None:
-        self.began, self.seconds = began, seconds
+    def __init__(self, started_at: float, duration_s: float, plan: Mapping[str, Any]) -> None:
+        self.started_at, self.duration_s = started_at, duration_s
         self.tracks: dict[int, _Track] = {}
-        self.hosts: dict[int, str] = {}
+        self._hosts: dict[int, str] = {}
         self._planned: set[int] = set()  # known from the plan alone, which is the last start's
-        # who was in the group from when on: the order of a record's ranks
-        self.members: list[tuple[float, tuple[int, ...]]] = []
-        nodes = plan.get("nodes")
-        for node in nodes if isinstance(nodes, list) else []:
-            ranks = node.get("ranks") if isinstance(node, dict) else None
-            for one in ranks if isinstance(ranks, list) else []:
-                rank = whole(one.get("rank")) if isinstance(one, dict) else None
-                if rank is not None:
-                    self._track(rank, words(node.get("host"), 255)).now(0.0, "starting")
-        self.world = tuple(sorted(self.tracks))
+        self._groups: list[tuple[float, tuple[int, ...]]] = []  # start, and members by group rank
+        for node in objects_in(plan.get("nodes")):
+            for planned in objects_in(node.get("ranks")):
+                if (rank := whole(planned.get("rank"))) is not None:
+                    self._track(rank, words(node.get("host"), 255)).switch(0.0, "starting")
+        self._world = tuple(sorted(self.tracks))
         self._planned = set(self.tracks)
 
     def _track(self, rank: int, host: str) -> _Track:
         track = self.tracks.setdefault(rank, _Track(place(host, rank)))
-        if host and self.hosts.get(rank, host) != host:
-            planned = rank in self._planned
-            track.label = place(host, rank) if planned else f"{track.label}, then {host}"
+        if host and self._hosts.get(rank, host) != host:
+            is_planned = rank in self._planned
+            track.label = place(host, rank) if is_planned else f"{track.label}, then {host}"
         if host:
-            self.hosts[rank] = host
+            self._hosts[rank] = host
             self._planned.discard(rank)
         return track
 
-    def _on(self, host: str) -> list[_Track]:
-        return [track for rank, track in self.tracks.items() if self.hosts.get(rank) == host]
-
-    def take(self, event: Event, ordered: bool) -> None:
-        """An event; ``ordered`` for the end of a rank that was told to end."""
-        at, kind = event.time - self.began, event.kind
+    def add(self, event: Event, is_consequence: bool) -> None:
+        """Adds an event; ``is_consequence`` if it is an exit that was no loss."""
+        at, kind = event.time - self.started_at, event.kind
         if kind == "started":
-            self.members.append((at, ()))
-            size = event["world_size"] or len(self.tracks)
-            for rank, track in self.tracks.items():
-                track.release(at)
-                if rank < size:
-                    track.ended = False
-                    track.now(at, "starting")
-                elif track.doing != "gone":  # an attempt with fewer ranks
-                    track.now(at, None)
+            self._restart(at, event["world_size"] or len(self.tracks))
         elif kind == "regroup":
-            members = event["members"] or ()
-            self.members.append((at, tuple(members)))
+            self._groups.append((at, tuple(event["members"] or ())))
         elif kind == "lost":
-            for track in self._on(event.host):
-                self._down(track, at, "lost")
+            for rank, track in self.tracks.items():
+                if self._hosts.get(rank) == event.host:
+                    track.fail(at, "lost")
         elif kind in ("straggler", "straggler over"):
-            self._straggler(event, at)
+            self._add_straggler(event, at)
         elif kind == "ended":
             for track in self.tracks.values():
-                track.release(at)
-        elif ordered and event.rank is not None:
-            track = self._track(event.rank, event.host)
-            track.ended = True
-            track.release(at)
-            track.now(at, None)
+                track.end_slowdown(at)
         elif event.rank is not None:
-            self._of_rank(self._track(event.rank, event.host), event, at)
-
-    def _of_rank(self, track: _Track, event: Event, at: float) -> None:
-        kind = event.kind
-        if kind == "rank started":
-            if track.doing == "gone" or any(one.what in ("lost", "failed") for one in track.marks):
-                track.marks.append(Mark(at, "back"))
-            track.ended = False
-            track.now(at, "starting")
-        elif kind == "rank ended":
-            if event["code"] == 0:
-                track.ended = True
-                track.now(at, None)
+            track = self._track(event.rank, event.host)
+            if is_consequence:
+                track.end_slowdown(at)
+                track.end(at)
             else:
-                self._down(track, at, "failed")
-        elif kind in ("prepared", "regrouped", "resumed", "rank thawed"):
-            if kind == "rank thawed" and track.doing != "frozen":
-                return
-            track.now(at, "training")
-        elif kind in ("world joined", "joined") and track.doing == "starting":
-            track.now(at, "running")
-        elif kind == "interrupted" and track.doing in ("training", "running"):
-            track.now(at, "regrouping")
-        elif kind == "rank frozen":
-            track.now(at, "frozen")
-        elif kind == "checkpoint":
-            track.marks.append(Mark(at, "checkpoint"))
-        elif kind == "exception" and not any(one.what == "failed" for one in track.marks[-1:]):
-            track.marks.append(Mark(at, "failed"))
+                _add_rank_event(track, event, at)
 
-    def _down(self, track: _Track, at: float, what: str) -> None:
-        if track.ended or track.doing == "gone":
-            return
-        if not any(mark.what == "failed" for mark in track.marks[-1:]):
-            track.marks.append(Mark(at, what))
-        track.release(at)
-        track.now(at, "gone")
-
-    def _straggler(self, event: Event, at: float) -> None:
-        who, group = event["straggler"], self.group_at(at)
-        if who is not None and who < len(group):
-            who = group[who]  # told by its number in the group, which has changed after a loss
+    def _restart(self, at: float, world_size: int) -> None:
+        self._groups.append((at, ()))
         for rank, track in self.tracks.items():
-            if event.kind == "straggler over" or rank != who:
-                track.release(at)
-        if event.kind == "straggler" and who is not None:
-            track = self._track(who, event["its_host"] or "")
-            track.release(at)
-            track.held, track.held_since = event["text"] or "it slows the others down", at
+            track.end_slowdown(at)
+            if rank < world_size:
+                track.has_ended = False
+                track.switch(at, "starting")
+            elif track.activity != "gone":  # an attempt with fewer ranks
+                track.switch(at, None)
+
+    def _add_straggler(self, event: Event, at: float) -> None:
+        rank, group = event["straggler"], self.group_at(at)
+        if rank is not None and rank < len(group):
+            rank = group[rank]  # the event has its rank in the group
+        for other, track in self.tracks.items():
+            if event.kind == "straggler over" or other != rank:
+                track.end_slowdown(at)
+        if event.kind == "straggler" and rank is not None:
+            track = self._track(rank, event["its_host"] or "")
+            track.end_slowdown(at)
+            track.slow_text = event["text"] or "it slows the others down"
+            track.slow_start = at
 
     def finish(self) -> None:
         for track in self.tracks.values():
-            track.release(self.seconds)
-            track.now(self.seconds, None)
+            track.end_slowdown(self.duration_s)
+            track.switch(self.duration_s, None)
 
-    def group_since(self, at: float) -> float:
+    def group_start(self, at: float) -> float:
         """When the group of that time was formed, in seconds since the run began."""
-        return max((since for since, _ in self.members if since <= at), default=0.0)
+        return max((start for start, _ in self._groups if start <= at), default=0.0)
 
     def group_at(self, at: float) -> tuple[int, ...]:
-        """The members of the group at that time, in the order of their ranks in it."""
-        known = [members for since, members in self.members if since <= at]
-        return (known[-1] if known else ()) or self.world or tuple(sorted(self.tracks))
+        """Members of the group at that time, by their rank in the group."""
+        groups = [members for start, members in self._groups if start <= at]
+        return (groups[-1] if groups else ()) or self._world or tuple(sorted(self.tracks))
 
 
-def _divided(scene: _Scene, records: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """The rows, with how the steps of each divided, and evaluations.
+def _add_rank_event(track: _Track, event: Event, at: float) -> None:
+    match event.kind:
+        case "rank started":
+            if track.activity == "gone" or any(
+                mark.kind in ("lost", "failed") for mark in track.marks
+            ):
+                track.marks.append(Mark(at, "back"))
+            track.has_ended = False
+            track.switch(at, "starting")
+        case "rank ended" if event["code"] == 0:
+            track.end(at)
+        case "rank ended":
+            track.fail(at, "failed")
+        case "prepared" | "regrouped" | "resumed":
+            track.switch(at, "training")
+        case "rank thawed" if track.activity == "frozen":
+            track.switch(at, "training")
+        case "world joined" | "joined" if track.activity == "starting":
+            track.switch(at, "running")
+        case "interrupted" if track.activity in ("training", "running"):
+            track.switch(at, "regrouping")
+        case "rank frozen":
+            track.switch(at, "frozen")
+        case "checkpoint":
+            track.marks.append(Mark(at, "checkpoint"))
+        case "exception":
+            track.mark_failure(at, "failed")
 
-    A record of the pace speaks of the steps since the one before it, which may be several epochs
-    back; an evaluation begins where the steps before it were recorded.
+
+def _make_rows(builder: _Builder, metrics: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Makes the rows, with evaluations and the division of steps.
+
+    A pace record covers the steps since the one before, which may be several epochs back. An
+    evaluation starts when the steps before it were recorded.
     """
-    cells: dict[int, list[Cell]] = {rank: [] for rank in scene.tracks}
-    evaluations, before, paced, trained = list[tuple[float, float]](), 0.0, 0.0, False
-    for record in records:
-        at = number(record.get("time")) - scene.began
-        if not 0 < at <= scene.seconds + 1:
+    cells: dict[int, list[Cell]] = {rank: [] for rank in builder.tracks}
+    evaluations, previous, last_pace, has_trained = list[tuple[float, float]](), 0.0, 0.0, False
+    for record in metrics:
+        at = number(record.get("time")) - builder.started_at
+        if not 0 < at <= builder.duration_s + 1:
             continue
         split = record.get("split")
         if split == "pace":
-            since = max(paced, scene.group_since(at))
-            if at > since:
-                for rank, parts in _parts_of(record, scene.group_at(at)):
+            start = max(last_pace, builder.group_start(at))
+            if at > start:
+                for rank, shares in _step_shares(record, builder.group_at(at)):
                     if rank in cells:
-                        cells[rank].append(Cell(since, at, parts))
-            paced = at
+                        cells[rank].append(Cell(start, at, shares))
+            last_pace = at
         elif split == "train":
-            trained = True
-        elif trained:
-            evaluations.append((before, at))
-        before = at
+            has_trained = True
+        elif has_trained:
+            evaluations.append((previous, at))
+        previous = at
     rows = []
-    for rank, track in sorted(scene.tracks.items()):
-        spans = _with(track.spans, evaluations)
-        inside = [part for cell in cells[rank] for part in _within(cell, spans)]
-        rows.append(Row(rank, track.label, tuple(spans), tuple(inside), tuple(track.marks),
-                        tuple(track.slow)))  # fmt: skip
+    for rank, track in sorted(builder.tracks.items()):
+        spans = _insert_evaluations(track.spans, evaluations)
+        clipped = [part for cell in cells[rank] for part in _clip_to_training(cell, spans)]
+        rows.append(Row(rank, track.label, tuple(spans), tuple(clipped), tuple(track.marks),
+                        tuple(track.slowdowns)))  # fmt: skip
     return rows
 
 
-def _parts_of(record: Mapping[str, Any],
-              group: Sequence[int]) -> Iterable[tuple[int, tuple[float, ...]]]:  # fmt: skip
-    """Rank and parts of its steps, of a record of the pace."""
-    every = record.get("ranks_s")
-    if not isinstance(every, list) or not every:
-        every = [[record.get(f"{name}_s") for name in PARTS]]
-    for rank, row in zip(group, every, strict=False):
+def _step_shares(record: Mapping[str, Any],
+                 group: Sequence[int]) -> Iterator[tuple[int, tuple[float, ...]]]:  # fmt: skip
+    """Yields each rank with the shares of its steps, from a pace record."""
+    rows = record.get("ranks_s")
+    if not isinstance(rows, list) or not rows:
+        rows = [[record.get(f"{name}_s") for name in PARTS]]
+    for rank, row in zip(group, rows, strict=False):
         if isinstance(row, list):
-            seconds = [max(0.0, number(one)) for one in row[: len(PARTS)]]
+            seconds = [max(0.0, number(part)) for part in row[: len(PARTS)]]
             total = sum(seconds)
             if total > 0 and len(seconds) == len(PARTS):
-                yield rank, tuple(round(one / total, 4) for one in seconds)
+                yield rank, tuple(round(part / total, 4) for part in seconds)
 
 
-def _with(spans: Sequence[Span], evaluations: Sequence[tuple[float, float]]) -> list[Span]:
-    """The spans, with evaluations inside those of training."""
-    begins = [begin for begin, _ in evaluations]
-    found = list[Span]()
+def _insert_evaluations(spans: Sequence[Span],
+                        evaluations: Sequence[tuple[float, float]]) -> list[Span]:  # fmt: skip
+    """Splits spans of training at evaluations."""
+    starts = [start for start, _ in evaluations]
+    split = list[Span]()
     for span in spans:
-        if span.doing != "training":
-            found.append(span)
+        if span.activity != "training":
+            split.append(span)
             continue
-        at = span.begin
-        for begin, end in evaluations[max(0, bisect.bisect_left(begins, span.begin) - 1) :]:
-            if begin >= span.end:
+        at = span.start
+        for start, end in evaluations[max(0, bisect.bisect_left(starts, span.start) - 1) :]:
+            if start >= span.end:
                 break
-            begin, end = max(begin, at), min(end, span.end)
-            if end > begin:
-                found += [Span(at, begin, "training")] * (begin > at)
-                found.append(Span(begin, end, "evaluating"))
+            start, end = max(start, at), min(end, span.end)
+            if end > start:
+                split += [Span(at, start, "training")] * (start > at)
+                split.append(Span(start, end, "evaluating"))
                 at = end
-        found += [Span(at, span.end, "training")] * (span.end > at)
-    return found
+        split += [Span(at, span.end, "training")] * (span.end > at)
+    return split
 
 
-def _within(cell: Cell, spans: Sequence[Span]) -> Iterator[Cell]:
-    """The parts of a cell in which its rank trained."""
-    for span in spans[max(0, bisect.bisect_right(spans, cell.begin, key=_begin) - 1) :]:
-        if span.begin >= cell.end:
+def _clip_to_training(cell: Cell, spans: Sequence[Span]) -> Iterator[Cell]:
+    """Yields the parts of a cell in which its rank trained."""
+    first = bisect.bisect_right(spans, cell.start, key=lambda span: span.start) - 1
+    for span in spans[max(0, first) :]:
+        if span.start >= cell.end:
             break
-        begin, end = max(cell.begin, span.begin), min(cell.end, span.end)
-        if span.doing in ("training", "running") and end > begin:
-            yield replace(cell, begin=begin, end=end)
+        start, end = max(cell.start, span.start), min(cell.end, span.end)
+        if span.activity in ("training", "running") and end > start:
+            yield replace(cell, start=start, end=end)
 
 
-def _begin(span: Span) -> float:
-    return span.begin
+# -- moments -------------------------------------------------------------------------------
 
 
-# -- what is told in words -----------------------------------------------------------------
-
-
-def _moments(events: Sequence[Event], began: float,
-             failed: tuple[str, int | None, str] | None) -> Iterable[Moment]:  # fmt: skip
-    lost_at, failure = -math.inf, _failure_in(events, failed)
-    told = [(event.time, str(event["text"])) for event in events if event.kind == "recovery"]
-    over = [event for event in events if event.kind in _SLOW_ENDS]
+def _moments(events: Sequence[Event], started_at: float,
+             failure: Failure | None) -> Iterator[Moment]:  # fmt: skip
+    failure_index, lost_at = _failure_index(events, failure), -math.inf
+    recoveries = [event for event in events if event.kind == "recovery"]
+    ends = [event.time for event in events if event.kind in _SLOWDOWN_ENDS]
     for index, event in enumerate(events):
-        at = event.time - began
-        if failed and index == failure:
-            yield Moment(at, f"{place(failed[0], failed[1])}: {failed[2]}", "bad")
+        at = event.time - started_at
         if event.kind == "lost":
             lost_at = at
-            outlived = any(0 <= when - event.time < 60 and event.host in text
-                           for when, text in told)  # fmt: skip
-            if not outlived and index != failure:
+        if failure is not None and index == failure_index:
+            yield Moment(at, f"{failure.where}: {failure.headline}", "bad")
+        elif event.kind == "lost":
+            if not _was_survived(event, recoveries):
                 yield Moment(at, f"lost {event.host}: {event['why']}", "bad")
-        elif event.kind == "started" and event["attempt"]:
-            yield Moment(
-                at, f"all ranks were started again (attempt {event['attempt'] + 1})", "good"
-            )
         elif event.kind == "recovery":
-            text = str(event["text"] or "")
-            back = " is back" in text or "joined" in text
-            at_loss = max(0.0, at - number(event["seconds"]))
-            at_loss = lost_at if at_loss - 60 < lost_at <= at else at_loss  # as in its row
-            yield Moment(at if back else at_loss, text, "good" if back else "bad")
-        elif event.kind == "newcomer late":
-            yield Moment(at, str(event["text"] or event.kind), "slow")
-        elif event.kind == "newcomer lost":
-            yield Moment(at, f"{event.where} was lost before it had joined: {event['why']}", "bad")
+            yield _recovery_moment(event, at, lost_at)
         elif event.kind == "straggler":
-            ends = next((one.time for one in over if one.time > event.time), None)
-            long = "" if ends is None else f", for {lasting(ends - event.time)}"
-            yield Moment(at, str(event["text"] or "a rank slows the others down") + long, "slow")
-        elif event.kind == "hang":
-            yield Moment(at, str(event["text"] or event.kind), "slow")
-        elif event.kind == "hang over":
-            text = event["text"] or f"it goes on after {lasting(number(event['seconds']))}"
-            yield Moment(at, str(text), "good")
-        elif event.kind == "rank frozen":
-            yield Moment(
-                at, f"{event.where} does not move: {event['how']} {event['on'] or ''}", "bad"
-            )
-        elif event.kind == "rank thawed":
-            yield Moment(at, f"{event.where} moves again", "good")
-        elif event.kind == "connection restored":
-            yield Moment(at, f"the connection to {event.host} was dialled again", "good")
-        elif event.kind in ("warning", "slow rank", "checkpoint skipped"):
-            yield Moment(at, f"{event.where}: {event['warning']}", "note")
-        elif event.kind in ("checkpoint failed", "checkpoint copy failed"):
-            why = event["problem"] or event["warning"] or ""
-            yield Moment(at, f"{event.where}: {event.kind}: {why}", "bad")
-        elif event.kind == "shares" and event["step"]:
-            yield Moment(at, f"the global batch is divided anew: {event['why'] or ''}", "note")
-        elif event.kind == "scheduler":
-            yield Moment(at, str(event["words"]), "note")
-        elif event.kind == "stopped early":
-            yield Moment(at, f"stopped early at step {event['step']}: {event['why']}", "note")
-        elif event.kind in ("resumed", "stopped") and event.rank == 0:
-            more = event["source"] if event.kind == "resumed" else event["why"]
-            yield Moment(
-                at, f"{event.kind} at step {event['step']}" + f": {more}" * bool(more), "note"
-            )
-    if failed and failure is None:
-        yield Moment(events[-1].time - began, f"{place(failed[0], failed[1])}: {failed[2]}", "bad")
+            end = next((end for end in ends if end > event.time), None)
+            duration = "" if end is None else f", for {lasting(end - event.time)}"
+            text = str(event["text"] or "a rank slows the others down")
+            yield Moment(at, text + duration, "slow")
+        elif (described := _describe(event)) is not None:
+            yield Moment(at, *described)
+    if failure is not None and failure_index is None:
+        at = events[-1].time - started_at
+        yield Moment(at, f"{failure.where}: {failure.headline}", "bad")
 
 
-_SLOW_ENDS = ("straggler", "straggler over", "ended", "regroup")
+def _was_survived(lost: Event, recoveries: Sequence[Event]) -> bool:
+    """Whether a recovery event describes the loss, too."""
+    return any(0 <= recovery.time - lost.time < 60 and lost.host in str(recovery["text"])
+               for recovery in recoveries)  # fmt: skip
 
 
-def _is_failure(event: Event, failed: tuple[str, int | None, str]) -> bool:
-    host, rank, _ = failed
-    if event.host != host:
-        return False
-    if rank is None:
-        return event.kind == "lost"
-    return event.rank == rank and (
-        event.kind == "exception" or (event.kind == "rank ended" and event["code"] != 0)
-    )
+def _recovery_moment(event: Event, at: float, lost_at: float) -> Moment:
+    """A rank that is back, at that time; else the loss, at the time of its row's mark."""
+    text = str(event["text"] or "")
+    if " is back" in text or "joined" in text:
+        return Moment(at, text, "good")
+    estimated = max(0.0, at - number(event["seconds"]))
+    return Moment(lost_at if estimated - 60 < lost_at <= at else estimated, text, "bad")
 
 
-def _told(moments: Sequence[Moment]) -> list[Moment]:
-    """Those that are told: no two of the same words at once, and of many the gravest."""
-    once = list[Moment]()
-    for one in moments:
-        if not any(one.text == other.text and one.at - other.at < 1.0 for other in once[-4:]):
-            once.append(one)
-    if len(once) <= MOMENTS:
-        return once
-    weight = {"bad": 0, "slow": 1, "good": 2, "note": 3}
-    gravest = sorted(once, key=lambda one: weight[one.kind])[:MOMENTS]
-    return sorted(gravest, key=lambda one: one.at)
+def _describe(event: Event) -> tuple[str, Severity] | None:
+    """Text and severity of an event that needs no other event to be described."""
+    match event.kind:
+        case "started" if event["attempt"]:
+            return f"all ranks were started again (attempt {event['attempt'] + 1})", "good"
+        case "newcomer late" | "hang":
+            return str(event["text"] or event.kind), "slow"
+        case "newcomer lost":
+            return f"{event.where} was lost before it had joined: {event['why']}", "bad"
+        case "hang over":
+            duration = lasting(number(event["seconds"]))
+            return str(event["text"] or f"it continues after {duration}"), "good"
+        case "rank frozen":
+            return f"{event.where} does not move: {event['how']} {event['on'] or ''}", "bad"
+        case "rank thawed":
+            return f"{event.where} moves again", "good"
+        case "connection restored":
+            return f"the connection to {event.host} was restored", "good"
+        case "warning" | "slow rank" | "checkpoint skipped":
+            return f"{event.where}: {event['warning']}", "note"
+        case "checkpoint failed" | "checkpoint copy failed":
+            reason = event["problem"] or event["warning"] or ""
+            return f"{event.where}: {event.kind}: {reason}", "bad"
+        case "shares" if event["step"]:
+            return f"the global batch is divided again: {event['why'] or ''}", "note"
+        case "scheduler":
+            return str(event["words"]), "note"
+        case "stopped early":
+            return f"stopped early at step {event['step']}: {event['why']}", "note"
+        case "resumed" | "stopped" if event.rank == 0:
+            reason = event["source"] if event.kind == "resumed" else event["why"]
+            return f"{event.kind} at step {event['step']}" + f": {reason}" * bool(reason), "note"
+    return None
 
 
-# -- bounded -------------------------------------------------------------------------------
+def _select_moments(moments: Sequence[Moment]) -> list[Moment]:
+    """Drops moments repeated within a second, and all but the gravest if there are too many."""
+    unique = list[Moment]()
+    for moment in moments:
+        if not any(moment.text == other.text and moment.at - other.at < 1.0
+                   for other in unique[-4:]):  # fmt: skip
+            unique.append(moment)
+    order = ("bad", "slow", "good", "note")
+    gravest = sorted(unique, key=lambda moment: order.index(moment.severity))[:MAX_MOMENTS]
+    return sorted(gravest, key=lambda moment: moment.at)
 
 
-def _chosen(rows: Sequence[Row]) -> list[Row]:
-    """The rows that are drawn: of many ranks those with most to tell, and then the first."""
-    if len(rows) <= ROWS:
+# -- limits of what is drawn ---------------------------------------------------------------
+
+
+def _select_rows(rows: Sequence[Row]) -> list[Row]:
+    """The rows to draw: of many ranks those with losses, slowdowns and least waiting."""
+    if len(rows) <= MAX_ROWS:
         return list(rows)
 
-    def tells(row: Row) -> tuple[bool, bool, float]:
-        bad = any(mark.what in ("lost", "failed", "back") for mark in row.marks)
-        waits = sum(cell.parts[PARTS.index("waiting")] for cell in row.cells)
-        return (not bad, not row.slow, waits / max(1, len(row.cells)))
+    def order(row: Row) -> tuple[bool, bool, float]:
+        waiting = sum(cell.shares[PARTS.index("waiting")] for cell in row.cells)
+        has_loss = row.was_lost or row.came_back
+        return (not has_loss, not row.slowdowns, waiting / max(1, len(row.cells)))
 
-    return sorted(sorted(rows, key=tells)[:ROWS], key=lambda row: row.rank)
-
-
-def _bounded(rows: Sequence[Row]) -> list[Row]:
-    """The rows with no more cells than can be drawn, and spans and marks likewise."""
-    each = max(12, min(INTERVALS, BOXES // (max(1, len(rows)) * len(PARTS))))
-    return [replace(row, cells=tuple(merged(row.cells, each, row.spans)), spans=_joined(row.spans),
-                    marks=_fewer(row.marks, 200), slow=row.slow[:100])
-            for row in rows]  # fmt: skip
+    return sorted(sorted(rows, key=order)[:MAX_ROWS], key=lambda row: row.rank)
 
 
-def _joined(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Of very many spans, those of training and evaluating that are too short to be seen join."""
-    if len(spans) <= SPANS:
+def _limit_rows(rows: Sequence[Row]) -> Iterator[Row]:
+    """Limits the cells, spans, marks and slowdowns of each row."""
+    max_cells = max(12, min(MAX_CELLS, MAX_BOXES // (max(1, len(rows)) * len(PARTS))))
+    for row in rows:
+        yield replace(row, cells=tuple(merge_cells(row.cells, max_cells, row.spans)),
+                      spans=_merge_spans(row.spans), marks=_thin_marks(row.marks),
+                      slowdowns=row.slowdowns[:MAX_SLOWDOWNS])  # fmt: skip
+
+
+def _merge_spans(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Merges spans of training and evaluating that are too short to be seen."""
+    if len(spans) <= MAX_SPANS:
         return tuple(spans)
-    least, found = (spans[-1].end - spans[0].begin) / SPANS, list[Span]()
+    min_length, merged = (spans[-1].end - spans[0].start) / MAX_SPANS, list[Span]()
     for span in spans:
-        both = span.doing in _STEPPING and found and found[-1].doing in _STEPPING
-        if both and min(span.end - span.begin, found[-1].end - found[-1].begin) < least:
-            longer = max(found[-1], span, key=lambda one: one.end - one.begin)
-            found[-1] = Span(found[-1].begin, span.end, longer.doing)
+        previous = merged[-1] if merged else span
+        can_merge = merged and span.activity in _STEPPING and previous.activity in _STEPPING
+        if can_merge and min(span.end - span.start, previous.end - previous.start) < min_length:
+            longer = max(previous, span, key=lambda span: span.end - span.start)
+            merged[-1] = Span(previous.start, span.end, longer.activity)
         else:
-            found.append(span)
-    return tuple(found[: 2 * SPANS])
+            merged.append(span)
+    return tuple(merged[: 2 * MAX_SPANS])
 
 
-def merged(cells: Sequence[Cell], most: int, spans: Sequence[Span] = ()) -> list[Cell]:
-    """About so many cells: neighbours become one, by the time that each took.
+def merge_cells(cells: Sequence[Cell], max_cells: int, spans: Sequence[Span] = ()) -> list[Cell]:
+    """Merges neighbouring cells to about ``max_cells``, weighted by their length.
 
-    Evaluations between them are too short to be seen then; losses, and whatever else the rank did,
+    Evaluations between them are then too short to be seen. Losses, and whatever else the rank did,
     are not covered.
     """
-    if len(cells) <= most:
+    if len(cells) <= max_cells:
         return list(cells)
-    size = math.ceil(len(cells) / most)
-    near = (cells[-1].end - cells[0].begin) / most
-    others = [span for span in spans if span.doing not in _STEPPING]
-    ends = [span.end for span in others]
+    max_group = math.ceil(len(cells) / max_cells)
+    max_gap = (cells[-1].end - cells[0].start) / max_cells
+    gaps = [span for span in spans if span.activity not in _STEPPING]
+    gap_ends = [span.end for span in gaps]
     groups = list[list[Cell]]()
     for cell in cells:
-        last = groups[-1][-1].end if groups else -math.inf
-        at = bisect.bisect_right(ends, last)
-        between = at < len(others) and others[at].begin < cell.begin
-        if not between and cell.begin - last <= near and len(groups[-1]) < size:
+        previous = groups[-1][-1].end if groups else -math.inf
+        index = bisect.bisect_right(gap_ends, previous)
+        has_gap = index < len(gaps) and gaps[index].start < cell.start
+        if not has_gap and cell.start - previous <= max_gap and len(groups[-1]) < max_group:
             groups[-1].append(cell)
         else:
             groups.append([cell])
-    found = []
-    for some in groups:
-        total = sum(one.end - one.begin for one in some)
-        parts = tuple(
-            round(sum(one.parts[part] * (one.end - one.begin) for one in some) / total, 4)
-            for part in range(len(PARTS))
-        )
-        found.append(Cell(some[0].begin, some[-1].end, parts))
-    return found
+    return [_mean_cell(group) for group in groups]
 
 
-def _fewer(marks: Sequence[Mark], most: int) -> tuple[Mark, ...]:
-    """Of many checkpoints each so-manieth; what matters stays."""
-    saved = [mark for mark in marks if mark.what == "checkpoint"]
-    others = [mark for mark in marks if mark.what != "checkpoint"][:most]
-    each = max(1, math.ceil(len(saved) / most))
-    kept = itertools.islice(saved, 0, None, each)
-    return tuple(sorted([*others, *kept], key=lambda mark: mark.at))
+def _mean_cell(cells: Sequence[Cell]) -> Cell:
+    total = sum(cell.end - cell.start for cell in cells)
+    shares = (
+        round(sum(cell.shares[part] * (cell.end - cell.start) for cell in cells) / total, 4)
+        for part in range(len(PARTS))
+    )
+    return Cell(cells[0].start, cells[-1].end, tuple(shares))
+
+
+def _thin_marks(marks: Sequence[Mark]) -> tuple[Mark, ...]:
+    """Drops evenly spaced checkpoints if there are too many; other marks stay."""
+    checkpoints = [mark for mark in marks if mark.kind == "checkpoint"]
+    others = [mark for mark in marks if mark.kind != "checkpoint"][:MAX_MARKS]
+    stride = max(1, math.ceil(len(checkpoints) / MAX_MARKS))
+    return tuple(sorted([*others, *checkpoints[::stride]], key=lambda mark: mark.at))

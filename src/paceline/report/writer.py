@@ -1,4 +1,4 @@
-"""Writes a report's file."""
+"""Writes the report of a run as a file."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ import secrets
 import time
 from pathlib import Path
 
-from paceline.report import story
+from paceline.report import run_page
 from paceline.report.page import Page, html
 from paceline.report.record import read
-from paceline.report.story import Run
+from paceline.report.run_page import Run
 from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
 
 
-def run_in(path: Path) -> Run:
-    """The run in a folder, as its report tells it."""
+def read_run(path: Path) -> Run:
+    """Reads the run in a folder."""
     record = read(path)
-    return story.run_of(record, time.time() if record.running else 0.0)
+    return run_page.make_run(record, time.time() if record.is_running else 0.0)
 
 
 def write(page: Page, out: Path) -> None:
-    """Writes the page, whole or not at all, in place of whatever has that name.
+    """Writes the page atomically, in place of whatever has that name.
 
     Raises:
         SettingError: It cannot be written there.
     """
-    new = out.with_name(f".{out.name}-{secrets.token_hex(8)}")
+    temporary = out.with_name(f".{out.name}-{secrets.token_hex(8)}")
     try:
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         with os.fdopen(fd, "w", encoding="utf-8") as file:
             file.write(html(page))
-        new.replace(out)
+        temporary.replace(out)
     except OSError as error:
         raise SettingError(
             f"cannot write the report {out}",
@@ -42,18 +42,18 @@ def write(page: Page, out: Path) -> None:
         ) from None
     finally:
         with contextlib.suppress(OSError):
-            new.unlink()
+            temporary.unlink()
 
 
-def at_end(run: Path) -> str:
-    """Writes the report of a run that has just ended, into its folder.
+def write_at_end(run: Path) -> str:
+    """Writes the report of a run that has just ended into its folder.
 
     Returns:
-        Why there is none, in one line; empty when it is there. Whatever the files of the run hold,
-        the run has ended as it has, so this raises nothing but what interrupts everything.
+        Why there is no report, in one line; empty if it was written. Errors are returned, not
+        raised, because the run's result does not depend on its report.
     """
     try:
-        write(story.page_of(run_in(run)), run / names.REPORT)
+        write(run_page.build_page(read_run(run)), run / names.REPORT)
     except SettingError as error:
         return f"{error.message} ({error.found})"
     except Exception as error:

@@ -1,0 +1,222 @@
+"""The page that compares several runs: outcomes, configurations, curves, time to a goal. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.report.curves import Curve, Point, mean_rate
+from paceline.report.page import Figure, ItemList, Page, Paragraph, Part, Section, Status, Table
+from paceline.report.record import object_in
+from paceline.report.run_page import (
+    MAX_ROWS,
+    Run,
+    curves_data,
+    format_last,
+    format_seconds,
+    format_setting,
+    format_value,
+    outcome_of,
+    settings_of,
+    stride_of,
+    versions_of,
+)
+from paceline.rundir.records import words
+from paceline.spec.figures import lasting
+
+_OVER_TIME = "The same over the seconds since each run began, its start included."
+_NOT_COMPARED = {"hosts", "master_port"}  # settings that are shown elsewhere or always differ
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A value of a metric to reach; an empty split stands for any, held-out data first."""
+
+    metric: str
+    value: float
+    split: str = ""
+
+
+def build_page(runs: Sequence[Run], goals: Sequence[Goal] = ()) -> Page:
+    """Builds the page that compares runs.
+
+    Args:
+        runs: At least two.
+        goals: Values to reach; without any, the best that all runs have reached.
+    """
+    names = [run.record.name for run in runs]
+    labels = [name if names.count(name) == 1 else f"{name} ({number})"
+              for number, name in enumerate(names, 1)]  # fmt: skip
+    labeled = list(zip(labels, runs, strict=True))
+    statuses: list[Status] = [outcome_of(run)[0] for run in runs]
+    sections = [
+        Section("Outcomes", [_outcomes(labeled)]),
+        Section("Time to a figure", [*_times_to_goals(labeled, goals or _common_goal(runs))]),
+        Section("What was different", [*_differences(labeled)]),
+        Section("Curves over each other", [*_curves(labeled)]),
+    ]
+    status = statuses[0] if len(set(statuses)) == 1 else "unsure"
+    with_parts = [section for section in sections if section.parts]
+    return Page(f"{len(runs)} runs compared", status, _conclusion(labeled), (), with_parts)
+
+
+_Labeled = Sequence[tuple[str, Run]]
+
+
+def _conclusion(runs: _Labeled) -> str:
+    finished = sorted((run.duration_s, label, run.last_step) for label, run in runs
+                      if outcome_of(run)[0] == "good")  # fmt: skip
+    if len(finished) == 1:
+        seconds, label, _ = finished[0]
+        return f"Only {label} of {len(runs)} runs ended well, after {lasting(seconds)}."
+    if not finished:
+        return f"0 of {len(runs)} runs ended well."
+    (shortest, first, first_steps), *_, (longest, last, last_steps) = finished
+    if first_steps == last_steps:
+        text = f"{first} was the quickest: {lasting(shortest)}, {last} took {lasting(longest)}"
+    else:  # the run that took longer may have been the quicker one
+        text = (f"{first} trained {first_steps:,} steps in {lasting(shortest)};"
+                f" {last} trained {last_steps:,} steps in {lasting(longest)}")  # fmt: skip
+    failed = len(runs) - len(finished)
+    return text + (f"; {failed} did not end well." if failed else ".")
+
+
+def _outcomes(runs: _Labeled) -> Table:
+    keys = dict.fromkeys(curve.key for _, run in runs for curve in run.main_curves)
+    titles = ["run", "outcome", "took", "hosts", "ranks", "samples/s",
+              *(f"{metric}, {split}" for metric, split in keys)]  # fmt: skip
+    rows = []
+    for label, run in runs:
+        curves, rate = {curve.key: curve for curve in run.curves}, mean_rate(run.metrics)
+        rows.append([
+            label, outcome_of(run)[1], lasting(run.duration_s), str(len(run.hosts) or ""),
+            str(run.num_ranks or ""), format_value(rate) if rate else "",
+            *(format_last(curves[key]) if key in curves else "" for key in keys),
+        ])  # fmt: skip
+    return Table(titles, rows, "Each run in a row", collapsed=False)
+
+
+# -- time to a goal ------------------------------------------------------------------------
+
+
+def _common_goal(runs: Sequence[Run]) -> list[Goal]:
+    """The best value that all runs have reached, of held-out data if there is any."""
+    for curve in runs[0].main_curves:
+        same = [other for run in runs for other in run.curves if other.key == curve.key]
+        if len(same) == len(runs):
+            bests = [other.best.value for other in same]
+            worst = max(bests) if curve.lower_is_better else min(bests)
+            return [Goal(curve.metric, worst, curve.split)]
+    return []
+
+
+def _times_to_goals(runs: _Labeled, goals: Sequence[Goal]) -> Iterator[Part]:
+    for goal in goals:
+        rows, times = [], []
+        for label, run in runs:
+            point, text = _reached(run, goal)
+            step = str(point.step) if point else ""
+            rows.append([label, format_seconds(point) if point else "", step, text])
+            if point is not None and point.seconds is not None:
+                times.append((point.seconds, label))
+        title = f"{goal.split} {goal.metric} of {goal.value:.6g}".lstrip()
+        text = f"{title}. "
+        if times:
+            seconds, label = min(times)
+            text += f"First to reach it: {label}, after {lasting(seconds)}."
+        yield Paragraph(text)
+        titles = ["run", "seconds", "step", "value"]
+        yield Table(titles, rows, f"Time to {title}", collapsed=False)
+
+
+def _reached(run: Run, goal: Goal) -> tuple[Point | None, str]:
+    """The first point at which a run reached a goal, and its value or why there is none."""
+    curve = _curve_of(run, goal)
+    if curve is None:
+        return None, f"it records no {goal.metric}"
+    sign = 1 if curve.lower_is_better else -1
+    for point in curve.points:
+        if sign * point.value <= sign * goal.value:
+            return point, f"{format_value(point.value)} in {curve.split}"
+    return None, f"not reached: best {format_value(curve.best.value)}"
+
+
+def _curve_of(run: Run, goal: Goal) -> Curve | None:
+    """The run's curve of a goal; of several splits one of held-out data."""
+    curves = [curve for curve in run.curves if curve.metric == goal.metric
+              and goal.split in ("", curve.split)]  # fmt: skip
+    return min(curves, key=lambda curve: curve.split == "train", default=None)
+
+
+# -- differences ---------------------------------------------------------------------------
+
+
+def _differences(runs: _Labeled) -> Iterator[Part]:
+    configurations = [configuration(run) for _, run in runs]
+    rows = differences(configurations)
+    if not rows:
+        yield Paragraph("Nothing that is recorded of their configuration differs.")
+        return
+    titles = ["", *(label for label, _ in runs)]
+    yield Table(titles, rows[:MAX_ROWS], "Configuration, where it differs", collapsed=False)
+    num_same = len(configurations[0].keys() - {row[0] for row in rows})
+    yield Paragraph(f"{num_same} other settings are the same in all of them.", "small")
+    missing = [("bad", f"{label}: {text}") for label, run in runs for text in run.record.missing]
+    if missing:
+        yield ItemList(missing)
+
+
+def configuration(run: Run) -> dict[str, str]:
+    """Everything that was chosen for a run, by name."""
+    plan, record = run.record.plan, run.record
+    values = {"hosts": ", ".join(run.hosts), "ranks": str(run.num_ranks)}
+    if entry := object_in(plan, "entry"):
+        args = entry.get("args")
+        values["program"] = words(entry.get("target"), 1000)
+        values["arguments"] = " ".join(map(str, args[:200])) if isinstance(args, list) else ""
+    values |= {name: value for name, value, _ in settings_of(plan) if name not in _NOT_COMPARED}
+    options: Any = record.config.get("options", record.config)
+    for prefix, group in (("option", options), ("variable", plan.get("environment"))):
+        if isinstance(group, dict):
+            values |= {f"{prefix} {name}": format_setting(value)
+                       for name, value in list(group.items())[:MAX_ROWS]}  # fmt: skip
+    for node in record.nodes:
+        values[f"devices of {words(node.get('host'), 255)}"] = words(node.get("devices"), 200)
+    for name, version, _ in versions_of(record):
+        values[name] = ", ".join(filter(None, [values.get(name, ""), version]))
+    return values
+
+
+def differences(configurations: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    """Name and values of what is not the same in all configurations."""
+    keys = dict.fromkeys(key for values in configurations for key in values)
+    rows = [[key, *(values.get(key, "–") for values in configurations)] for key in keys]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+# -- curves --------------------------------------------------------------------------------
+
+
+def _curves(runs: _Labeled) -> Iterator[Part]:
+    by_key: dict[tuple[str, str], list[tuple[str, Curve]]] = {}
+    for label, run in runs:
+        for curve in run.curves:
+            by_key.setdefault(curve.key, []).append((label, curve))
+    for (metric, split), pairs in by_key.items():
+        if len(pairs) < 2:
+            continue
+        labels, group = [label for label, _ in pairs], [curve for _, curve in pairs]
+        ends = "; ".join(
+            f"{label} ends at {format_value(curve.last.value)}"
+            + f", best {format_value(curve.best.value)}" * (metric != "lr")
+            for label, curve in pairs
+        )
+        rows = [[label, str(point.step), f"{point.value:.8g}", format_seconds(point)]
+                for label, curve in pairs for point in curve.points]  # fmt: skip
+        table = Table(["run", "step", "value", "seconds"], rows[:: stride_of(rows)], "The numbers")
+        data = curves_data(metric, group, labels)
+        yield Figure("curves", f"{metric}, {split}", f"{ends}.", data, table)
+        if metric != "lr" and all(curve.last.seconds is not None for curve in group):
+            over_time = curves_data(metric, group, labels, "seconds")
+            yield Figure("curves", f"{metric}, {split}, over time", _OVER_TIME, over_time)

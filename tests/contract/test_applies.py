@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from overriding import overridden
-from paceline.checks import examine
+from paceline.checks import runner
 from paceline.cli import applies, attach, launch, leave, program, sources, trust, use
 from paceline.cli import bench_scaling as scaling_verb
 from paceline.cli import forecast as forecast_verb
@@ -155,7 +155,7 @@ def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
     monkeypatch.setattr(launch, "show_plan", planned)
     monkeypatch.setattr(forecast_verb, "fastest_of",
                         lambda job, cluster, run: (Cluster(cluster.hosts[:1]), "so"))  # fmt: skip
-    monkeypatch.setattr(examine, "examine", examined)
+    monkeypatch.setattr(runner, "survey_hosts", examined)
     monkeypatch.setattr(forecast_verb, "links", lambda probing: ({}, {}))  # what it tries follows
     monkeypatch.setattr(leave, "leave", lambda leaving, _: done.is_done(
         "left", leaving.supervisor, leaving.options["keep_results"]))  # fmt: skip

@@ -1,6 +1,6 @@
 """What every check must do, over the registry and recorded cases.
 
-``fixtures/checks/healthy.json`` is the recorded scene of three well hosts. A case
+``fixtures/checks/healthy.json`` is the recorded survey of three well hosts. A case
 ``fixtures/checks/CHECK/OUTCOME_NAME.json`` says what is changed in it (``path.to.value``; a
 ``-`` in front removes) and what the check must find: outcome, hosts, words of the message and of
 the remedy.
@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from paceline.checks import CHECKS, examine, load
-from paceline.checks.check import LEVELS, Scene
-from paceline.checks.examine import applies, judge
+from paceline.checks import CHECKS, load, runner
+from paceline.checks.check import LEVELS, Survey
+from paceline.checks.runner import applies, evaluate
 from paceline.spec.finding import Finding
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "checks"
@@ -29,25 +29,25 @@ BLAMED = [
     for path in CASES
     if json.loads(path.read_text())["expect"][0]["outcome"] not in ("pass", "unknown")
 ]
-NOT_CHECKS = {"__init__", "check", "examine", "preflight", "attribution"}
+NOT_CHECKS = {"__init__", "check", "runner", "preflight", "attribution"}
 
 
 def healthy() -> dict[str, Any]:
-    scene: dict[str, Any] = json.loads((FOLDER / "healthy.json").read_text())
-    return scene
+    survey: dict[str, Any] = json.loads((FOLDER / "healthy.json").read_text())
+    return survey
 
 
-def changed(scene: dict[str, Any], change: dict[str, Any]) -> Scene:
+def changed(survey: dict[str, Any], change: dict[str, Any]) -> Survey:
     for path, value in change.items():
         *parents, last = path.removeprefix("-").split(".")
-        place = scene
+        place = survey
         for name in parents:
             place = place[name]
         if path.startswith("-"):
             del place[last]
         else:
             place[last] = value
-    return Scene.from_json(scene)
+    return Survey.from_json(survey)
 
 
 def case_id(path: Path) -> str:
@@ -58,7 +58,7 @@ def case_id(path: Path) -> str:
 def test_judges_as_recorded(path: Path) -> None:
     case = json.loads(path.read_text())
     check = load(path.parent.name)
-    found = check.judge(changed(healthy(), case["change"]))
+    found = check.evaluate(changed(healthy(), case["change"]))
     assert [(f.outcome, list(f.hosts)) for f in found] == [
         (one["outcome"], one["hosts"]) for one in case["expect"]
     ], found
@@ -73,8 +73,8 @@ def test_judges_as_recorded(path: Path) -> None:
 def test_the_conclusion_is_that_of_the_case(path: Path) -> None:
     """Nothing else in the registry blames somebody for what the case changed."""
     case = json.loads(path.read_text())
-    scene = changed(healthy(), case["change"])
-    first = examine.ranked(judge(scene, "full"))[0]
+    survey = changed(healthy(), case["change"])
+    first = runner.ranked(evaluate(survey, "full"))[0]
     assert first.check == path.parent.name, first
 
 
@@ -99,8 +99,8 @@ def test_is_what_it_is_called(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in CHECKS if load(name).probe is not None])
 def test_says_unknown_when_its_probe_fails(name: str) -> None:
-    scene = replace(changed(healthy(), {}), failures={name: "no answer in time"})
-    (found,) = [finding for finding in judge(scene, "full") if finding.check == name]
+    survey = replace(changed(healthy(), {}), failures={name: "no answer in time"})
+    (found,) = [finding for finding in evaluate(survey, "full") if finding.check == name]
     assert found.outcome == "unknown"
     assert "no answer in time" in found.message
 
@@ -111,37 +111,37 @@ def test_every_file_is_registered() -> None:
 
 
 def test_healthy_hosts_are_called_healthy() -> None:
-    found = judge(changed(healthy(), {}), "full")
+    found = evaluate(changed(healthy(), {}), "full")
     assert {finding.outcome for finding in found} == {"pass"}
-    assert examine.exit_status(found) == 0
-    assert examine.conclusion(found).startswith("all is well")
+    assert runner.exit_status(found) == 0
+    assert runner.conclusion(found).startswith("all is well")
 
 
 def test_a_lone_host_needs_no_network() -> None:
-    scene = changed(healthy(), {})
+    survey = changed(healthy(), {})
     alone = replace(
-        scene, hosts=scene.hosts[:1], facts={"n1": scene.facts["n1"]}, evidence={}, networks={}
+        survey, hosts=survey.hosts[:1], facts={"n1": survey.facts["n1"]}, evidence={}, networks={}
     )
-    assert {f.outcome for f in judge(alone, "facts")} == {"pass"}
+    assert {f.outcome for f in evaluate(alone, "facts")} == {"pass"}
     assert not applies(load("ports"), alone)
 
 
 def test_refused_hosts_do_not_silence_the_others() -> None:
     change = {"refusals": {"n2": {"cause": "refused", "found": "x", "remedy": "y"}}}
-    found = judge(changed(healthy(), {**change, "-facts.n2": None, "evidence": {}}), "facts")
+    found = evaluate(changed(healthy(), {**change, "-facts.n2": None, "evidence": {}}), "facts")
     assert found[0].outcome == "fail"
     assert [f for f in found if f.check == "torch" and f.outcome == "pass"]
 
 
 def test_one_machine_under_two_names_is_not_told_to_take_another_name() -> None:
-    scene = changed(healthy(), {})
-    twins = replace(scene, facts={**scene.facts, "n2": scene.facts["n1"]})
-    assert [f.outcome for f in load("names").judge(twins)] == ["pass"]
+    survey = changed(healthy(), {})
+    twins = replace(survey, facts={**survey.facts, "n2": survey.facts["n1"]})
+    assert [f.outcome for f in load("names").evaluate(twins)] == ["pass"]
 
 
 def test_a_scene_survives_json() -> None:
-    scene = changed(healthy(), {})
-    assert Scene.from_json(json.loads(json.dumps(scene.to_json()))) == scene
+    survey = changed(healthy(), {})
+    assert Survey.from_json(json.loads(json.dumps(survey.to_json()))) == survey
 
 
 def test_a_failure_needs_a_remedy() -> None:
@@ -152,7 +152,7 @@ def test_a_failure_needs_a_remedy() -> None:
 @pytest.mark.parametrize("path", CASES, ids=case_id)
 def test_remedies_that_are_commands_can_be_read_by_a_shell(path: Path) -> None:
     case = json.loads(path.read_text())
-    for finding in load(path.parent.name).judge(changed(healthy(), case["change"])):
+    for finding in load(path.parent.name).evaluate(changed(healthy(), case["change"])):
         for line in finding.remedy.splitlines():
             if ": sudo " in line or ": sed " in line:
                 shlex.split(line.partition(": ")[2])

@@ -11,9 +11,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.checks.attribution import faults, presumed
+from paceline.checks.attribution import faults, likely_addresses
 from paceline.checks.link import rounds
-from paceline.checks.ports import choose_ports, lost_by_chance, merged
+from paceline.checks.ports import choose_ports, merge_results, sporadic_losses
 from paceline.remote.network import Candidate
 
 PORTS = (29500, 40000)
@@ -91,7 +91,7 @@ def test_the_presumed_address_is_in_the_network_that_works_for_others() -> None:
         "n1": [{"address": "10.0.0.3", "ok": True}, {"address": "10.0.0.2", "ok": False}],
         "n3": [{"address": "10.0.0.1", "ok": True}, {"address": "10.66.0.1", "ok": False}],
     }
-    assert presumed(found, tried) == {name: f"10.0.0.{name[1:]}" for name in THREE}
+    assert likely_addresses(found, tried) == {name: f"10.0.0.{name[1:]}" for name in THREE}
 
 
 @given(st.integers(1024, 50000), st.integers(0, 1000))
@@ -116,13 +116,13 @@ def test_a_round_robin_meets_everybody_once(count: int) -> None:
 def test_a_packet_lost_by_chance_is_no_firewall() -> None:
     first = results(THREE, {("n1", "n3"): errno.ETIMEDOUT})["n1"]
     first[0] = {**first[0], "ok": False, "errno": errno.ETIMEDOUT}
-    assert lost_by_chance(first) == {("n2", PORTS[0])}  # n3 answered nowhere: no chance
+    assert sporadic_losses(first) == {("n2", PORTS[0])}  # n3 answered nowhere: no chance
     again = [{**first[0], "ok": True}]
-    assert [one["ok"] for one in merged(first, again)] == [True, True, False, False]
+    assert [one["ok"] for one in merge_results(first, again)] == [True, True, False, False]
 
 
 def test_a_connection_that_opened_and_stayed_silent_is_no_firewall() -> None:
     found = results(THREE, {})
     found["n1"][0] |= {"ok": False, "errno": errno.EBUSY, "error": "busy"}
-    assert lost_by_chance(found["n1"]) == {("n2", PORTS[0])}
+    assert sporadic_losses(found["n1"]) == {("n2", PORTS[0])}
     assert faults(found, {name: address(name) for name in THREE}, {}) == []

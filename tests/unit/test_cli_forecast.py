@@ -94,12 +94,12 @@ def test_every_host_on_request_and_the_batch_of_each_kept() -> None:
 def test_hosts_that_are_away_are_named_before_anything_is_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from paceline.checks import examine
+    from paceline.checks import runner
 
     async def examined(*_: Any, **__: Any) -> Any:
         return SimpleNamespace(refusals={"n3": {"found": "it did not answer"}}, evidence={})
 
-    monkeypatch.setattr(examine, "examine", examined)
+    monkeypatch.setattr(runner, "survey_hosts", examined)
     monkeypatch.setattr(forecast, "links", measured_links)
     hosts = tuple(map(Host, ("n1", "n2", "n3")))
     params = {"hosts": "n1,n2,n3", "python": None, "iface": None, "ssh_config": None,

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from paceline.checks import examine
+from paceline.checks import runner
 from paceline.report.findings import draw, fitting, grid, lines
 from paceline.spec.finding import Finding
 
@@ -36,14 +36,14 @@ def test_the_conclusion_is_said_once_with_what_to_do() -> None:
         Finding("clock", "warn", ("n1",), "n1 is 3 s ahead", "sudo chronyd -q"),
         Finding("ports", "fail", ("n2",), "n2's firewall drops", "On n2: sudo iptables -I x"),
     ]
-    text = lines(examine.conclusion(found), found)
+    text = lines(runner.conclusion(found), found)
     assert text == [
         "will fail: n2's firewall drops (and 1 more warning)",
         "         → On n2: sudo iptables -I x",
         "warn     clock: n1 is 3 s ahead",
         "         → sudo chronyd -q",
     ]
-    assert "ok       login: n1 lets us in" in lines(examine.conclusion(found), found, True)
+    assert "ok       login: n1 lets us in" in lines(runner.conclusion(found), found, True)
 
 
 class Terminal(io.StringIO):

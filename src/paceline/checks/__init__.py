@@ -1,7 +1,7 @@
-"""Preflight: what would go wrong, before it does.
+"""Preflight checks: problems that would make a job fail or run slowly.
 
-A new check is one module with a ``check`` and one line in ``CHECKS``. From cheap to dear, and
-within one price the cause before its consequences: the first failure is the conclusion.
+To add a check, write a module with a ``check`` and add one line to ``CHECKS``. Order matters: causes
+come before their consequences, because the first failure is the conclusion.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 
 from paceline.checks.check import LEVELS, Check, Level
 
-# name → (module, level): what is not due is not imported
+# name → (module, level); modules are imported on first use
 CHECKS: dict[str, tuple[str, Level]] = {
     "login": ("paceline.checks.login", "facts"),
     "interpreter": ("paceline.checks.interpreter", "facts"),
@@ -39,12 +39,16 @@ CHECKS: dict[str, tuple[str, Level]] = {
 
 
 def load(name: str) -> Check:
-    """The check of that name, imported now."""
+    """Imports and returns the check of that name."""
     check: Check = importlib.import_module(CHECKS[name][0]).check
     return check
 
 
-def due(level: Level) -> list[Check]:
-    """The checks of a level and of cheaper ones, in the order in which they are judged."""
-    most = LEVELS.index(level)
-    return [load(name) for name, (_, own) in CHECKS.items() if LEVELS.index(own) <= most]
+def checks_up_to(level: Level) -> list[Check]:
+    """Returns the checks of this level and of cheaper ones, in order of evaluation."""
+    max_level = LEVELS.index(level)
+    return [
+        load(name)
+        for name, (_, check_level) in CHECKS.items()
+        if LEVELS.index(check_level) <= max_level
+    ]

@@ -1,7 +1,7 @@
-"""Whose fault failed connections are. Pure.
+"""Attributes failed connections to hosts. Pure.
 
-A time-out alone does not say who does not hear whom: a host that hears nothing of its peer also
-gets no answer from it. Half-open connections tell: a host that saw the first packet hears.
+A time-out alone does not show which direction is blocked. Half-open connections do: a host with
+one has received the first packet.
 """
 
 from __future__ import annotations
@@ -22,66 +22,68 @@ _NO_ROUTE = {errno.EHOSTUNREACH, errno.ENETUNREACH}
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One host's fault towards some peers.
+    """A fault of one host towards some peers.
 
     Attributes:
-        kind: ``no route``: the host cannot send to the peers. ``stranger``: somebody else answers
-            at its address. ``refused`` and ``dropped``: it does not take what comes from them.
-            ``silent``: neither hears the other.
-        host: Whose fault it is.
-        peers: Towards whom, in order.
-        ports: Those of the tried ports that failed.
-        every_port: All that were tried.
-        words: The system's words, for ``no route``.
+        kind: ``no route``: the host cannot send to the peers. ``stranger``: another machine answers
+            at its address. ``refused`` and ``dropped``: it rejects or drops the peers' packets.
+            ``silent``: packets vanish in both directions.
+        host: The host at fault.
+        peers: The peers concerned, in order.
+        ports: The tried ports that failed.
+        is_every_port: Whether all tried ports failed.
+        error: The system's error message, for ``no route``.
     """
 
     kind: Kind
     host: str
     peers: tuple[str, ...]
     ports: tuple[int, ...] = ()
-    every_port: bool = True
-    words: str = ""
+    is_every_port: bool = True
+    error: str = ""
 
 
 @dataclass(slots=True)
-class _Way:
-    """What one host met when it tried another."""
+class _Link:
+    """Results of one host's connections to another."""
 
-    ok: list[int]
-    bad: dict[str, list[int]]  # kind -> ports
-    words: str = ""
+    open_ports: list[int]
+    failed_ports: dict[str, list[int]]  # kind -> ports
+    error: str = ""
 
 
 def faults(results: Results, addresses: Mapping[str, str],
            half_open: Mapping[str, Sequence[Sequence[Any]]]) -> list[Fault]:  # fmt: skip
-    """The faults behind the results, one a host and kind, gravest first.
+    """Returns the faults behind the results, one for each host and kind, gravest first.
 
     Args:
-        results: By connecting host, results of ``agent.probe.connect_all``.
-        addresses: By host, the address that was tried.
-        half_open: By host, ``[port, peer address]`` of connections begun and not completed.
+        results: Results of ``agent.probe.connect_all``, by connecting host.
+        addresses: The address that was tried, by host.
+        half_open: ``[port, peer address]`` of connections that were not completed, by host.
     """
-    ways = {
-        (source, target): way
+    links = {
+        (source, target): link
         for source, outcomes in results.items()
-        for target, way in _ways(outcomes).items()
+        for target, link in _links(outcomes).items()
     }
-    seen = {name: {str(peer) for _, peer in peers} for name, peers in half_open.items()}
-    single = [fault for pair in ways for fault in _of_pair(pair, ways, seen, addresses)]
-    return _merged(single)
+    observed_peers = {name: {str(peer) for _, peer in peers} for name, peers in half_open.items()}
+    pair_faults = [
+        fault for pair in links for fault in _pair_faults(pair, links, observed_peers, addresses)
+    ]
+    return _merge_faults(pair_faults)
 
 
-def _ways(outcomes: Sequence[Result]) -> dict[str, _Way]:
-    found: dict[str, _Way] = {}
+def _links(outcomes: Sequence[Result]) -> dict[str, _Link]:
+    links: dict[str, _Link] = {}
     for outcome in outcomes:
-        way = found.setdefault(outcome["host"], _Way([], {}))
+        link = links.setdefault(outcome["host"], _Link([], {}))
         if outcome["ok"] or outcome.get("errno") == errno.EBUSY:  # opened: no firewall drops it
-            way.ok.append(outcome["port"])
+            link.open_ports.append(outcome["port"])
             continue
-        kind, words = _kind(outcome)
-        way.bad.setdefault(kind, []).append(outcome["port"])
-        way.words = words or way.words
-    return found
+        failure, error = _kind(outcome)
+        link.failed_ports.setdefault(failure, []).append(outcome["port"])
+        link.error = error or link.error
+    return links
 
 
 def _kind(outcome: Result) -> tuple[Kind, str]:
@@ -93,107 +95,114 @@ def _kind(outcome: Result) -> tuple[Kind, str]:
     return ("refused", "") if code in (errno.ECONNREFUSED, errno.ECONNRESET) else ("dropped", "")
 
 
-def _of_pair(
+def _pair_faults(
     pair: tuple[str, str],
-    ways: Mapping[tuple[str, str], _Way],
-    seen: Mapping[str, set[str]],
+    links: Mapping[tuple[str, str], _Link],
+    observed_peers: Mapping[str, set[str]],
     addresses: Mapping[str, str],
 ) -> list[Fault]:
     source, target = pair
-    way, back = ways[pair], ways.get((target, source), _Way([], {}))
-    found = []
-    for kind, ports in way.bad.items():
+    link, reverse = links[pair], links.get((target, source), _Link([], {}))
+    faults = []
+    for kind, ports in link.failed_ports.items():
         if kind == "dropped":
-            found += _dropped(source, target, way, back, seen, addresses)
+            faults += _drop_faults(source, target, link, reverse, observed_peers, addresses)
         elif kind == "no route":
-            found.append(Fault("no route", source, (target,), tuple(ports), words=way.words))
+            faults.append(Fault("no route", source, (target,), tuple(ports), error=link.error))
         else:
             assert kind in ("refused", "stranger")
-            exact: Kind = "refused" if kind == "refused" else "stranger"
-            found.append(Fault(exact, target, (source,), tuple(sorted(ports)), not way.ok))
-    return found
+            fault_kind: Kind = "refused" if kind == "refused" else "stranger"
+            faults.append(
+                Fault(fault_kind, target, (source,), tuple(sorted(ports)), not link.open_ports)
+            )
+    return faults
 
 
-def _dropped(source: str, target: str, way: _Way, back: _Way, seen: Mapping[str, set[str]],
+def _drop_faults(source: str, target: str, link: _Link, reverse: _Link, observed_peers: Mapping[str, set[str]],
              addresses: Mapping[str, str]) -> list[Fault]:  # fmt: skip
-    """Who does not hear, when ``source`` got no answer from ``target``."""
-    ports = tuple(sorted(way.bad["dropped"]))
-    if "no route" in back.bad:
-        return []  # the target cannot answer: its own fault, told there
-    arrived = addresses.get(source) in seen.get(target, set())
-    if arrived and "dropped" in back.bad:
-        return []  # the target hears, the source does not: told from the other side
-    if arrived:
-        return [Fault("dropped", source, (target,), ports, not way.ok)]
-    deaf_too = "dropped" in back.bad and addresses.get(target) not in seen.get(source, set())
-    if deaf_too and not way.ok and not back.ok:
-        return [Fault("silent", *_ordered(source, target), ports, True)]
-    return [Fault("dropped", target, (source,), ports, not way.ok)]
+    """Returns whose firewall drops packets, if ``target`` did not answer ``source``."""
+    ports = tuple(sorted(link.failed_ports["dropped"]))
+    if "no route" in reverse.failed_ports:
+        return []  # the target cannot answer; reported as its own fault
+    target_receives = addresses.get(source) in observed_peers.get(target, set())
+    if target_receives and "dropped" in reverse.failed_ports:
+        return []  # the source drops the answers; reported for the reverse link
+    if target_receives:
+        return [Fault("dropped", source, (target,), ports, not link.open_ports)]
+    source_receives_nothing = "dropped" in reverse.failed_ports and addresses.get(
+        target
+    ) not in observed_peers.get(source, set())
+    if source_receives_nothing and not link.open_ports and not reverse.open_ports:
+        return [Fault("silent", min(source, target), (max(source, target),), ports, True)]
+    return [Fault("dropped", target, (source,), ports, not link.open_ports)]
 
 
-def _ordered(one: str, other: str) -> tuple[str, tuple[str, ...]]:
-    first, second = sorted((one, other))
-    return first, (second,)
-
-
-def _merged(single: Sequence[Fault]) -> list[Fault]:
-    """One fault a host and kind; what is silent towards several is that host's fault."""
+def _merge_faults(faults: Sequence[Fault]) -> list[Fault]:
+    """Merges the faults of each host and kind."""
     groups: dict[tuple[str, str], list[Fault]] = {}
-    for fault in dict.fromkeys(single):
+    for fault in dict.fromkeys(faults):
         groups.setdefault((fault.kind, fault.host), []).append(fault)
-    merged = [_one(group) for group in _without_echo(groups).values()]
+    merged = [_merge_group(group) for group in _group_silent_pairs(groups).values()]
     order = ("stranger", "no route", "refused", "dropped", "silent")
     return sorted(merged, key=lambda fault: (order.index(fault.kind), -len(fault.peers)))
 
 
-def _without_echo(groups: dict[tuple[str, str], list[Fault]]) -> dict[Any, list[Fault]]:
-    """Silent pairs that share a host are told once, of that host."""
+def _group_silent_pairs(groups: dict[tuple[str, str], list[Fault]]) -> dict[Any, list[Fault]]:
+    """Attributes silent pairs that share a host to that host."""
     pairs = [fault for (kind, _), group in groups.items() if kind == "silent" for fault in group]
-    rest = {key: group for key, group in groups.items() if key[0] != "silent"}
+    regrouped = {key: group for key, group in groups.items() if key[0] != "silent"}
     count: dict[str, int] = {}
     for fault in pairs:
         for name in (fault.host, *fault.peers):
             count[name] = count.get(name, 0) + 1
     for fault in pairs:
         names = (fault.host, *fault.peers)
-        guilty = max(names, key=lambda name: count[name])
-        other = tuple(name for name in names if name != guilty)
-        rest.setdefault(("silent", guilty), []).append(
-            Fault("silent", guilty, other, fault.ports, fault.every_port)
+        culprit = max(names, key=lambda name: count[name])
+        peers = tuple(name for name in names if name != culprit)
+        regrouped.setdefault(("silent", culprit), []).append(
+            Fault("silent", culprit, peers, fault.ports, fault.is_every_port)
         )
-    return rest
+    return regrouped
 
 
-def _one(group: Sequence[Fault]) -> Fault:
+def _merge_group(group: Sequence[Fault]) -> Fault:
     first = group[0]
     peers = tuple(dict.fromkeys(peer for fault in group for peer in fault.peers))
     ports = tuple(sorted({port for fault in group for port in fault.ports}))
     return Fault(
-        first.kind, first.host, peers, ports, all(f.every_port for f in group), first.words
+        first.kind, first.host, peers, ports, all(f.is_every_port for f in group), first.error
     )
 
 
-def presumed(found: Mapping[str, Sequence[Candidate]], tried: Results) -> dict[str, str]:
-    """The address by which each host most likely ought to be reached; hosts without are left out.
+def likely_addresses(
+    candidates_by_host: Mapping[str, Sequence[Candidate]], attempts: Results
+) -> dict[str, str]:
+    """Returns the address that most likely reaches each host; hosts without addresses are left out.
 
-    That which most others reached; else one in the network in which the others were reached;
-    else the first.
+    Prefers the address that most others reached, then one in the network where others were reached.
     """
-    reached: dict[str, int] = {}
-    for outcomes in tried.values():
+    successes: dict[str, int] = {}
+    for outcomes in attempts.values():
         for outcome in outcomes:
-            reached[outcome["address"]] = reached.get(outcome["address"], 0) + bool(outcome["ok"])
-    popular: dict[Any, int] = {}
-    for candidates in found.values():
+            successes[outcome["address"]] = successes.get(outcome["address"], 0) + bool(
+                outcome["ok"]
+            )
+    network_scores: dict[Any, int] = {}
+    for candidates in candidates_by_host.values():
         for candidate in candidates:
-            score = reached.get(candidate.address, 0)
-            popular[_network(candidate)] = popular.get(_network(candidate), 0) + score
+            score = successes.get(candidate.address, 0)
+            network_scores[_network(candidate)] = network_scores.get(_network(candidate), 0) + score
     return {
         name: max(
-            own, key=lambda c: (reached.get(c.address, 0), popular[_network(c)], c.kind != "bridge")
+            host_candidates,
+            key=lambda c: (
+                successes.get(c.address, 0),
+                network_scores[_network(c)],
+                c.kind != "bridge",
+            ),
         ).address
-        for name, own in found.items()
-        if own
+        for name, host_candidates in candidates_by_host.items()
+        if host_candidates
     }
 
 

@@ -1,7 +1,7 @@
-"""What a check is: a probe that asks the nodes, and a judge of the scene, all that is known.
+"""What a check is: a probe that queries the nodes, and a pure function from a survey to findings.
 
-The scene is a value, written to and read from JSON. A probe returns JSON and judges nothing; a
-judge does no I/O, and the remedies stand in what it says.
+A survey is everything that logins and probes found; it can be written as JSON and read back. Probes
+return JSON and draw no conclusions. Evaluation does no I/O; its findings carry the remedies.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ Facts = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """What the job that is to be checked for would need.
+class Requirements:
+    """What the job to be checked for needs.
 
     Attributes:
-        pythons: By host, the interpreter asked for.
-        workdirs: By host, the folder that the job would run in.
-        needs_torch: Whether it uses torch.
-        interface: The interface asked for on all hosts.
-        master_port: The rendezvous port asked for; 0 for any.
-        data: Paths that must hold the same on every host.
-        shared: Folders that must be the very same one on every host.
-        settled: Variables that the job sets or hides itself, whatever the login says.
+        pythons: Interpreter to use, by host.
+        workdirs: Folder the job would run in, by host.
+        needs_torch: Whether the job uses torch.
+        interface: Interface requested for all hosts.
+        master_port: Rendezvous port requested; 0 for any.
+        data: Paths that must have the same content on every host.
+        shared: Folders that must be one shared folder on all hosts.
+        settled: Variables that the job sets or hides, whatever the login sets.
     """
 
     pythons: Mapping[str, str] = field(default_factory=dict)
@@ -46,34 +46,34 @@ class Wishes:
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
-    """What was found out.
+class Survey:
+    """What the logins and the probes found.
 
     Attributes:
         hosts: All hosts, in rank order.
-        refusals: By host that did not let us in: ``cause``, ``found``, ``remedy``.
-        facts: By host that did, what its agent told.
-        chosen: By host, the interpreter that the agent really found.
-        noise: By host, what its shell start-up files printed.
-        wishes: What the job would need.
-        networks: By host, address and interface chosen; empty when none could be.
-        evidence: By check, what its probe found.
-        failures: By check, why its probe failed.
+        refusals: ``cause``, ``found`` and ``remedy``, by host that refused the login.
+        facts: What the agent reported, by host that accepted the login.
+        interpreters: Interpreter that runs the agent, by host.
+        shell_output: What the shell start-up files printed, by host.
+        requirements: What the job needs.
+        networks: Chosen address and interface, by host; empty if none could be chosen.
+        evidence: Results of the probes, by check.
+        failures: Why a probe failed, by check.
     """
 
     hosts: tuple[Host, ...]
     refusals: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     facts: Mapping[str, Facts] = field(default_factory=dict)
-    chosen: Mapping[str, str] = field(default_factory=dict)
-    noise: Mapping[str, str] = field(default_factory=dict)
-    wishes: Wishes = field(default_factory=Wishes)
+    interpreters: Mapping[str, str] = field(default_factory=dict)
+    shell_output: Mapping[str, str] = field(default_factory=dict)
+    requirements: Requirements = field(default_factory=Requirements)
     networks: Mapping[str, NodeNetwork] = field(default_factory=dict)
     evidence: Mapping[str, Any] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def present(self) -> tuple[Host, ...]:
-        """The hosts that let us in, in rank order."""
+        """The hosts that accepted the login, in rank order."""
         return tuple(host for host in self.hosts if host.name in self.facts)
 
     @property
@@ -81,77 +81,78 @@ class Scene:
         return tuple(host.name for host in self.present)
 
     def address(self, name: str) -> str:
-        """The host's chosen address, else the first that may be one, else what it is called."""
+        """The host's chosen address, else its first routable one, else its name."""
         if name in self.networks:
             return self.networks[name].address
         links = self.facts.get(name, {}).get("interfaces") or []
-        found = [a["address"] for link in links for a in link["addresses"] if usable(link, a)]
-        return str(found[0]) if found else name
+        addresses = [
+            a["address"] for link in links for a in link["addresses"] if is_routable(link, a)
+        ]
+        return str(addresses[0]) if addresses else name
 
-    def with_evidence(self, check: str, found: Any) -> Scene:
-        return replace(self, evidence={**self.evidence, check: found})
+    def with_evidence(self, check: str, result: Any) -> Survey:
+        return replace(self, evidence={**self.evidence, check: result})
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, for a bundle and for recorded cases."""
-        return asdict(self)
+        """Returns the survey for a bundle or a recorded case."""
+        document = asdict(self)
+        return {_JSON_KEYS.get(name, name): value for name, value in document.items()}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Scene:
-        """What :meth:`to_json` gave; parts may be missing."""
-        wishes = dict(data.get("wishes", {}))
-        for name in ("data", "shared", "settled"):
-            wishes[name] = tuple(wishes.get(name, ()))
-        rest = {
-            k: data[k]
-            for k in ("refusals", "facts", "chosen", "noise", "evidence", "failures")
-            if k in data
+    def from_json(cls, data: Mapping[str, Any]) -> Survey:
+        """Reads what :meth:`to_json` wrote; parts may be missing."""
+        values = {
+            name: data[key] for name in cls.__slots__ if (key := _JSON_KEYS.get(name, name)) in data
         }
-        return cls(
-            hosts=tuple(Host(**host) for host in data["hosts"]),
-            wishes=Wishes(**wishes),
-            networks={k: NodeNetwork(**v) for k, v in data.get("networks", {}).items()},
-            **rest,
-        )
+        values["hosts"] = tuple(Host(**host) for host in data["hosts"])
+        values["networks"] = {k: NodeNetwork(**v) for k, v in data.get("networks", {}).items()}
+        wishes = data.get("wishes", {})
+        lists = {name: tuple(wishes.get(name, ())) for name in ("data", "shared", "settled")}
+        values["requirements"] = Requirements(**{**wishes, **lists})
+        return cls(**values)
 
 
-def usable(link: Mapping[str, Any], address: Mapping[str, Any]) -> bool:
-    """True for an address that others may reach."""
+_JSON_KEYS = {"interpreters": "chosen", "shell_output": "noise", "requirements": "wishes"}
+
+
+def is_routable(link: Mapping[str, Any], address: Mapping[str, Any]) -> bool:
+    """Whether other hosts may reach this address of an interface."""
     return bool(link["kind"] != "loopback" and address["scope"] == "global" and address["usable"])
 
 
-PATIENCE_S = 20.0  # for one answer of one node
+REPLY_TIMEOUT_S = 20.0  # for one answer of one node
 
 
 @dataclass(slots=True)
-class Probing:
-    """The connected nodes, and what is known so far.
+class ProbeSession:
+    """The connected nodes and the survey so far.
 
     Attributes:
-        channels: By host, in rank order.
-        scene: What is known.
-        candidates: By host, the addresses that may carry the job's traffic.
-        networks: By host, the chosen ones; set by the probe of ``ports``.
+        channels: Connections by host, in rank order.
+        survey: Everything found so far.
+        candidates: Addresses that may carry the job's traffic, by host.
+        networks: Chosen address and interface, by host; set by the probe of ``ports``.
     """
 
     channels: Mapping[str, Channel]
-    scene: Scene
+    survey: Survey
     candidates: Mapping[str, Sequence[Candidate]] = field(default_factory=dict)
     networks: dict[str, NodeNetwork] = field(default_factory=dict)
 
-    async def ask(self, name: str, op: str, **fields: Any) -> dict[str, Any]:
-        """One answer of one node; TimeoutError when it does not come."""
+    async def request(self, name: str, op: str, **fields: Any) -> dict[str, Any]:
+        """Returns one node's reply; raises TimeoutError without one."""
         answer = self.channels[name].request(op, **fields)
-        return dict(await asyncio.wait_for(answer, PATIENCE_S))
+        return dict(await asyncio.wait_for(answer, REPLY_TIMEOUT_S))
 
-    async def each(self, op: str, **fields: Any) -> dict[str, dict[str, Any]]:
-        """The answers of all nodes, by host."""
-        answers = await every([self.ask(name, op, **fields) for name in self.channels])
+    async def request_all(self, op: str, **fields: Any) -> dict[str, dict[str, Any]]:
+        """Returns the replies of all nodes, by host."""
+        answers = await gather_all([self.request(name, op, **fields) for name in self.channels])
         return dict(zip(self.channels, answers, strict=True))
 
 
-async def every(work: Sequence[Awaitable[Any]]) -> list[Any]:
-    """All results; what is still under way after the first failure is cancelled."""
-    tasks = [asyncio.ensure_future(one) for one in work]
+async def gather_all(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+    """Returns all results; the first failure cancels what is still running."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         return await all_of(tasks)
     finally:
@@ -169,23 +170,23 @@ class Check:
     """One check.
 
     Attributes:
-        id: Its name in findings.
-        title: What it looks at, in a few words.
-        level: ``facts`` needs nothing that the login did not bring; ``quick`` asks the nodes,
-            in well under a second when all is well; ``full`` takes its time.
-        judge: What the scene says. Pure. Called only when the probe (if any) has succeeded.
-        probe: Asks the nodes; what it returns stands in the scene under ``id`` and must be JSON.
-        several: Makes sense only where two hosts or more let us in.
-        torch: Makes sense only for jobs that use torch.
+        id: Name in findings.
+        title: What it examines, in a few words.
+        level: ``facts`` needs only what the login returned; ``quick`` queries the nodes, normally
+            in well under a second; ``full`` may take longer.
+        evaluate: Pure function from a survey to findings; called only after the probe succeeded.
+        probe: Queries the nodes; its JSON result becomes ``survey.evidence[id]``.
+        needs_several_hosts: Applies only if at least two hosts accepted the login.
+        needs_torch: Applies only to jobs that use torch.
     """
 
     id: str
     title: str
     level: Level
-    judge: Callable[[Scene], list[Finding]]
-    probe: Callable[[Probing], Awaitable[Any]] | None = None
-    several: bool = False
-    torch: bool = False
+    evaluate: Callable[[Survey], list[Finding]]
+    probe: Callable[[ProbeSession], Awaitable[Any]] | None = None
+    needs_several_hosts: bool = False
+    needs_torch: bool = False
 
 
 def passed(check: str, hosts: tuple[str, ...] | list[str], message: str) -> Finding:
@@ -205,18 +206,18 @@ def unknown(check: str, hosts: tuple[str, ...] | list[str], message: str,
     return Finding(check, "unknown", tuple(hosts), message, remedy)
 
 
-def size(count: float) -> str:
-    """Bytes for people: ``1.5 GiB``."""
+def format_bytes(value: float) -> str:
+    """Formats a size for people: ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
 
 
-def listed(names: list[str] | tuple[str, ...], limit: int = 6) -> str:
-    """``n1, n2 and n3``; long lists are cut."""
-    shown = list(names[:limit])
+def join_names(names: list[str] | tuple[str, ...], limit: int = 6) -> str:
+    """Joins names as ``n1, n2 and n3``; long lists are cut."""
+    first_names = list(names[:limit])
     if len(names) > limit:
-        return f"{', '.join(shown)} and {len(names) - limit} more"
-    return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
+        return f"{', '.join(first_names)} and {len(names) - limit} more"
+    return " and ".join(filter(None, [", ".join(first_names[:-1]), *first_names[-1:]]))

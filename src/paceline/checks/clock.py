@@ -11,28 +11,28 @@ import asyncio
 import time
 from typing import Any
 
-from paceline.checks.check import Check, Probing, Scene, every, passed, warned
+from paceline.checks.check import Check, ProbeSession, Survey, gather_all, passed, warned
 from paceline.spec.finding import Finding
 
 ALLOWED_S = 2.0
 
 
-async def probe(probing: Probing) -> dict[str, Any]:
+async def probe(session: ProbeSession) -> dict[str, Any]:
     """By host, seconds by which its clock is ahead of ours."""
 
     async def offset(name: str) -> float:
         await asyncio.sleep(0)
         sent = time.time()
-        answer = await probing.ask(name, "clock")
+        answer = await session.request(name, "clock")
         return float(answer["time"]) - (sent + time.time()) / 2
 
-    found = await every([offset(name) for name in probing.channels])
-    return dict(zip(probing.channels, found, strict=True))
+    offsets = await gather_all([offset(name) for name in session.channels])
+    return dict(zip(session.channels, offsets, strict=True))
 
 
-def judge(scene: Scene) -> list[Finding]:
-    offsets = scene.evidence["clock"]
-    found = [
+def evaluate(survey: Survey) -> list[Finding]:
+    offsets = survey.evidence["clock"]
+    findings = [
         warned(
             "clock",
             [name],
@@ -43,8 +43,8 @@ def judge(scene: Scene) -> list[Finding]:
         for name, off in offsets.items()
         if abs(off) > ALLOWED_S
     ]
-    most = max((abs(off) for off in offsets.values()), default=0.0)
-    return found or [passed("clock", scene.names, f"clocks agree within {most:.2f} s")]
+    largest = max((abs(off) for off in offsets.values()), default=0.0)
+    return findings or [passed("clock", survey.names, f"clocks agree within {largest:.2f} s")]
 
 
-check = Check("clock", "Clocks", "quick", judge, probe)
+check = Check("clock", "Clocks", "quick", evaluate, probe)

@@ -10,50 +10,60 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.checks.check import Check, Probing, Scene, failed, listed, passed, size
+from paceline.checks.check import (
+    Check,
+    ProbeSession,
+    Survey,
+    failed,
+    format_bytes,
+    join_names,
+    passed,
+)
 from paceline.spec.finding import Finding
 
 
-async def probe(probing: Probing) -> dict[str, Any]:
+async def probe(session: ProbeSession) -> dict[str, Any]:
     """By path and host: exists, files, bytes, digest."""
     return {
-        path: await probing.each("digest_tree", path=path) for path in probing.scene.wishes.data
+        path: await session.request_all("digest_tree", path=path)
+        for path in session.survey.requirements.data
     }
 
 
-def judge(scene: Scene) -> list[Finding]:
-    return [f for path, found in scene.evidence["data"].items() for f in _path(path, found)]
+def evaluate(survey: Survey) -> list[Finding]:
+    return [f for path, trees in survey.evidence["data"].items() for f in _path(path, trees)]
 
 
-def _path(path: str, found: dict[str, Any]) -> list[Finding]:
-    missing = [name for name, tree in found.items() if not tree["exists"]]
-    there = {name: tree for name, tree in found.items() if tree["exists"]}
+def _path(path: str, trees: dict[str, Any]) -> list[Finding]:
+    missing = [name for name, tree in trees.items() if not tree["exists"]]
+    present = {name: tree for name, tree in trees.items() if tree["exists"]}
     if missing:
-        source = next(iter(there), "")
-        how = _copies(path, source, missing) if source else "Check the spelling"
-        return [failed("data", missing, f"{listed(missing)} {_has(missing)} no {path}", how)]
-    usual, _ = Counter(tree["digest"] for tree in there.values()).most_common(1)[0]
-    odd = [name for name, tree in there.items() if tree["digest"] != usual]
-    good = next(name for name, tree in there.items() if tree["digest"] == usual)
-    if odd:
-        told = ", ".join(
-            f"{n}: {_files(there[n])}, {size(there[n]['bytes'])}" for n in (good, *odd)
+        source = next(iter(present), "")
+        remedy = _copies(path, source, missing) if source else "Check the spelling"
+        return [failed("data", missing, f"{join_names(missing)} {_has(missing)} no {path}", remedy)]
+    common_digest, _ = Counter(tree["digest"] for tree in present.values()).most_common(1)[0]
+    deviating = [name for name, tree in present.items() if tree["digest"] != common_digest]
+    reference = next(name for name, tree in present.items() if tree["digest"] == common_digest)
+    if deviating:
+        sizes = ", ".join(
+            f"{n}: {_files(present[n])}, {format_bytes(present[n]['bytes'])}"
+            for n in (reference, *deviating)
         )
         return [
             failed(
                 "data",
-                odd,
-                f"{path} on {listed(odd)} is not what the others have ({told})",
-                "\n".join(f"On {name}: mv {path} {path}.old" for name in odd)
-                + f"\n{_copies(path, good, odd)}",
+                deviating,
+                f"{path} on {join_names(deviating)} is not what the others have ({sizes})",
+                "\n".join(f"On {name}: mv {path} {path}.old" for name in deviating)
+                + f"\n{_copies(path, reference, deviating)}",
             )
         ]
-    tree = there[good]
+    tree = present[reference]
     return [
         passed(
             "data",
-            tuple(there),
-            f"{path} is equal on all hosts: {_files(tree)}, {size(tree['bytes'])}",
+            tuple(present),
+            f"{path} is equal on all hosts: {_files(tree)}, {format_bytes(tree['bytes'])}",
         )
     ]
 
@@ -73,4 +83,4 @@ def _files(tree: Mapping[str, Any]) -> str:
     return f"{count} file{'s' * (count != 1)}"
 
 
-check = Check("data", "Data", "full", judge, probe)
+check = Check("data", "Data", "full", evaluate, probe)

@@ -12,47 +12,62 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.checks.check import Check, Probing, Scene, every, failed, passed, size, warned
+from paceline.checks.check import (
+    Check,
+    ProbeSession,
+    Survey,
+    failed,
+    format_bytes,
+    gather_all,
+    passed,
+    warned,
+)
 from paceline.spec.finding import Finding
 
-NOTHING = 50 << 20
-LITTLE = 1 << 30
+MIN_FREE_BYTES = 50 << 20
+LOW_FREE_BYTES = 1 << 30
 SHM = "/dev/shm"  # noqa: S108 - looked at, not written to
 
 
-async def probe(probing: Probing) -> dict[str, Any]:
+async def probe(session: ProbeSession) -> dict[str, Any]:
     """The work folders and data where they exist; the other places came with the login.
 
     For a folder that does not exist an agent looks at its nearest parent. Nothing is written
     there: code and data are sent to the cache.
     """
-    names = list(probing.channels)
-    paths = [[probing.scene.wishes.workdirs[name], *probing.scene.wishes.data] for name in names]
-    answers = await every(
-        [probing.ask(name, "disk", paths=own) for name, own in zip(names, paths, strict=True)]
+    names = list(session.channels)
+    paths = [
+        [session.survey.requirements.workdirs[name], *session.survey.requirements.data]
+        for name in names
+    ]
+    answers = await gather_all(
+        [
+            session.request(name, "disk", paths=host_paths)
+            for name, host_paths in zip(names, paths, strict=True)
+        ]
     )
     return {
-        name: [disk for path, disk in zip(own, answer["disks"], strict=True)
+        name: [disk for path, disk in zip(host_paths, answer["disks"], strict=True)
                if Path(path) == Path(disk["path"])]
-        for name, own, answer in zip(names, paths, answers, strict=True)
+        for name, host_paths, answer in zip(names, paths, answers, strict=True)
     }  # fmt: skip
 
 
-def judge(scene: Scene) -> list[Finding]:
-    found = _missing(scene)
-    for name in scene.names:
-        for path, disk in _places(scene, name).items():
-            known = scene.facts[name].get("disks") or {}
-            found += _place(name, path, disk, known)
-    return found or [passed("disk", scene.names, "room in work folder, cache and /tmp")]
+def evaluate(survey: Survey) -> list[Finding]:
+    findings = _missing_workdirs(survey)
+    for name in survey.names:
+        for path, disk in _disks(survey, name).items():
+            disks_by_use = survey.facts[name].get("disks") or {}
+            findings += _disk_findings(name, path, disk, disks_by_use)
+    return findings or [passed("disk", survey.names, "room in work folder, cache and /tmp")]
 
 
-def _missing(scene: Scene) -> list[Finding]:
+def _missing_workdirs(survey: Survey) -> list[Finding]:
     """Work folders named for a host: code is shipped elsewhere, but the job would start there."""
-    asked = scene.evidence.get("disk") or {}
-    there = {name: {disk["path"] for disk in asked.get(name, []) if "free" in disk}
-             for name in asked}  # fmt: skip
-    named = {host.name: host.workdir for host in scene.present if host.workdir}
+    probed = survey.evidence.get("disk") or {}
+    existing = {name: {disk["path"] for disk in probed.get(name, []) if "free" in disk}
+             for name in probed}  # fmt: skip
+    workdirs = {host.name: host.workdir for host in survey.present if host.workdir}
     return [
         failed(
             "disk",
@@ -61,59 +76,61 @@ def _missing(scene: Scene) -> list[Finding]:
             f"On {name}: mkdir -p {folder}\n"
             f"(or change workdir under [hosts.{name}] in paceline.toml)",
         )
-        for name, folder in named.items()
-        if name in there and folder not in there[name]
+        for name, folder in workdirs.items()
+        if name in existing and folder not in existing[name]
     ]
 
 
-def _places(scene: Scene, name: str) -> dict[str, Mapping[str, Any]]:
+def _disks(survey: Survey, name: str) -> dict[str, Mapping[str, Any]]:
     """By path, each once. The cache's path is that of its first folder that exists."""
-    known = scene.facts[name].get("disks") or {}
-    asked = (scene.evidence.get("disk") or {}).get(name, [])
-    return {disk["path"]: disk for disk in [*asked, *known.values()] if "free" in disk}
+    disks_by_use = survey.facts[name].get("disks") or {}
+    probed = (survey.evidence.get("disk") or {}).get(name, [])
+    return {disk["path"]: disk for disk in [*probed, *disks_by_use.values()] if "free" in disk}
 
 
-def _place(name: str, path: str, disk: Mapping[str, Any],
-           known: Mapping[str, Mapping[str, Any]]) -> list[Finding]:  # fmt: skip
+def _disk_findings(name: str, path: str, disk: Mapping[str, Any],
+           disks_by_use: Mapping[str, Mapping[str, Any]]) -> list[Finding]:  # fmt: skip
     free, total = disk["free"], disk["total"]
     variables = {"cache": "XDG_CACHE_HOME", "tmp": "TMPDIR"}
-    elsewhere = "".join(
+    alternative = "".join(
         f"\n(or set {variable} in your login there to a folder that can be written to)"
         for use, variable in variables.items()
-        if path == (known.get(use) or {}).get("path")
+        if path == (disks_by_use.get(use) or {}).get("path")
     )
     remedy = f"On {name}: free some space (du -xsh {path}/* | sort -h), or work on another disk"
     if path.startswith(SHM):
         return _shared_memory(name, path, free, total)
     if not disk["writable"]:
-        grant = "chmod 1777" if path == (known.get("tmp") or {}).get("path") else "chown $USER"
+        command = (
+            "chmod 1777" if path == (disks_by_use.get("tmp") or {}).get("path") else "chown $USER"
+        )
         return [
             failed(
                 "disk",
                 [name],
                 f"{path} on {name} cannot be written to",
-                f"On {name}: sudo {grant} {path} (or remount it: sudo mount -o remount,rw {path})"
-                f"{elsewhere}",
+                f"On {name}: sudo {command} {path} (or remount it: sudo mount -o remount,rw {path})"
+                f"{alternative}",
             )
         ]
-    if total < NOTHING and free > total // 2:
-        message = f"the disk at {path} on {name} is too small: it has {size(total)} in all"
-        return [failed("disk", [name], message, f"Work on another disk{elsewhere}")]
-    if free < NOTHING:
+    if total < MIN_FREE_BYTES and free > total // 2:
+        message = f"the disk at {path} on {name} is too small: it has {format_bytes(total)} in all"
+        return [failed("disk", [name], message, f"Work on another disk{alternative}")]
+    if free < MIN_FREE_BYTES:
         return [
             failed(
                 "disk",
                 [name],
-                f"the disk at {path} on {name} is full: {size(free)} of {size(total)} free",
-                remedy + elsewhere,
+                f"the disk at {path} on {name} is full: {format_bytes(free)} of {format_bytes(total)} free",
+                remedy + alternative,
             )
         ]
-    if free < min(LITTLE, total // 10):
+    if free < min(LOW_FREE_BYTES, total // 10):
         return [
             warned(
                 "disk",
                 [name],
-                f"the disk at {path} on {name} is nearly full: {size(free)} of {size(total)} free",
+                f"the disk at {path} on {name} is nearly full: {format_bytes(free)} of {format_bytes(total)} free",
                 remedy,
             )
         ]
@@ -122,11 +139,11 @@ def _place(name: str, path: str, disk: Mapping[str, Any],
 
 def _shared_memory(name: str, path: str, free: int, total: int) -> list[Finding]:
     """Data loaders with workers and NCCL need it; other jobs do without."""
-    if free >= NOTHING or total < NOTHING:
+    if free >= MIN_FREE_BYTES or total < MIN_FREE_BYTES:
         return []
-    message = f"{path} on {name} is full: {size(free)} of {size(total)} free"
+    message = f"{path} on {name} is full: {format_bytes(free)} of {format_bytes(total)} free"
     remedy = f"On {name}: ls -l {path}, and remove what processes that ended have left there"
     return [warned("disk", [name], message, remedy)]
 
 
-check = Check("disk", "Disk", "facts", judge, probe)
+check = Check("disk", "Disk", "facts", evaluate, probe)

@@ -9,47 +9,51 @@ noexec.
 
 from __future__ import annotations
 
-from paceline.checks.check import Check, Scene, failed, passed, warned
+from paceline.checks.check import Check, Survey, failed, passed, warned
 from paceline.remote.agreement import LOADING, odd_ones
 from paceline.spec.finding import Finding
 
 
-def judge(scene: Scene) -> list[Finding]:
-    found = [*_python_home(scene), *_differing(scene), *_noexec(scene)]
-    return found or [passed("environment", scene.names, "logins set no harmful variables")]
+def evaluate(survey: Survey) -> list[Finding]:
+    findings = [*_python_home(survey), *_differing(survey), *_noexec(survey)]
+    return findings or [passed("environment", survey.names, "logins set no harmful variables")]
 
 
-def _variables(scene: Scene, host: str) -> dict[str, str]:
+def _variables(survey: Survey, host: str) -> dict[str, str]:
     """What ranks there get from the login."""
-    own = next(h.env for h in scene.hosts if h.name == host)
-    known = scene.facts[host].get("environment") or {}
-    return {n: v for n, v in known.items() if n not in own and n not in scene.wishes.settled}
+    host_variables = next(h.env for h in survey.hosts if h.name == host)
+    login_variables = survey.facts[host].get("environment") or {}
+    return {
+        n: v
+        for n, v in login_variables.items()
+        if n not in host_variables and n not in survey.requirements.settled
+    }
 
 
-def _python_home(scene: Scene) -> list[Finding]:
-    found = []
-    for name in scene.names:
-        home = _variables(scene, name).get("PYTHONHOME", "")
-        python = scene.facts[name]["python"]
-        if home and home != python.get("prefix"):
+def _python_home(survey: Survey) -> list[Finding]:
+    findings = []
+    for name in survey.names:
+        python_home = _variables(survey, name).get("PYTHONHOME", "")
+        python = survey.facts[name]["python"]
+        if python_home and python_home != python.get("prefix"):
             message = (
-                f"PYTHONHOME={home} is set on {name}, which is not the home of "
+                f"PYTHONHOME={python_home} is set on {name}, which is not the home of "
                 f"{python['executable']} ({python.get('prefix')}): Python cannot start"
             )
-            found.append(failed("environment", [name], message, _unset(name, "PYTHONHOME")))
-    return found
+            findings.append(failed("environment", [name], message, _unset(name, "PYTHONHOME")))
+    return findings
 
 
-def _differing(scene: Scene) -> list[Finding]:
-    found = []
-    by_host = {name: _variables(scene, name) for name in scene.names}
+def _differing(survey: Survey) -> list[Finding]:
+    findings = []
+    by_host = {name: _variables(survey, name) for name in survey.names}
     for variable in LOADING:
-        values = {name: own.get(variable) for name, own in by_host.items()}
+        values = {name: variables.get(variable) for name, variables in by_host.items()}
         for name in odd_ones(values) if len(set(values.values())) > 1 else ():
-            told = f"{variable}={values[name]}" if values[name] else f"no {variable}"
-            message = f"{name} has {told}, unlike the other hosts: it may load other libraries"
-            found.append(warned("environment", [name], message, _unset(name, variable)))
-    return found
+            setting = f"{variable}={values[name]}" if values[name] else f"no {variable}"
+            message = f"{name} has {setting}, unlike the other hosts: it may load other libraries"
+            findings.append(warned("environment", [name], message, _unset(name, variable)))
+    return findings
 
 
 def _unset(host: str, variable: str) -> str:
@@ -59,8 +63,8 @@ def _unset(host: str, variable: str) -> str:
     )
 
 
-def _noexec(scene: Scene) -> list[Finding]:
-    folders = {n: (scene.facts[n].get("disks") or {}).get("tmp") or {} for n in scene.names}
+def _noexec(survey: Survey) -> list[Finding]:
+    folders = {n: (survey.facts[n].get("disks") or {}).get("tmp") or {} for n in survey.names}
     return [
         warned(
             "environment",
@@ -71,9 +75,9 @@ def _noexec(scene: Scene) -> list[Finding]:
             f"{folder['path']}; or for this job: --env TMPDIR=FOLDER",
         )
         for name, folder in folders.items()
-        if folder.get("noexec") and scene.wishes.needs_torch
-        and "TMPDIR" not in scene.wishes.settled
+        if folder.get("noexec") and survey.requirements.needs_torch
+        and "TMPDIR" not in survey.requirements.settled
     ]  # fmt: skip
 
 
-check = Check("environment", "Login environment", "facts", judge)
+check = Check("environment", "Login environment", "facts", evaluate)

@@ -12,72 +12,82 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.checks.check import Check, Probing, Scene, every, failed, listed, passed
+from paceline.checks.check import (
+    Check,
+    ProbeSession,
+    Survey,
+    failed,
+    gather_all,
+    join_names,
+    passed,
+)
 from paceline.spec.finding import Finding
 
 
-async def probe(probing: Probing) -> dict[str, Any]:
+async def probe(session: ProbeSession) -> dict[str, Any]:
     """By folder (``workdir`` for the work folders): what each host wrote and saw."""
-    wishes = probing.scene.wishes
-    places = {"workdir": dict(wishes.workdirs)}
-    places |= {path: dict.fromkeys(probing.channels, path) for path in wishes.shared}
-    return {label: await _place(probing, folders) for label, folders in places.items()}
+    requirements = session.survey.requirements
+    places = {"workdir": dict(requirements.workdirs)}
+    places |= {path: dict.fromkeys(session.channels, path) for path in requirements.shared}
+    return {label: await _probe_folder(session, folders) for label, folders in places.items()}
 
 
-async def _place(probing: Probing, folders: Mapping[str, str]) -> dict[str, Any]:
+async def _probe_folder(session: ProbeSession, folders: Mapping[str, str]) -> dict[str, Any]:
     mark = secrets.token_hex(6)
-    files = {name: f".paceline-{mark}-{at}" for at, name in enumerate(probing.channels)}
-    left = await every(
+    files = {name: f".paceline-{mark}-{at}" for at, name in enumerate(session.channels)}
+    written = await gather_all(
         [
-            probing.ask(n, "leave_token", folder=folders[n], file=files[n], content=mark)
-            for n in probing.channels
+            session.request(n, "leave_token", folder=folders[n], file=files[n], content=mark)
+            for n in session.channels
         ]
     )
     try:
-        seen = await every(
+        seen = await gather_all(
             [
-                probing.ask(n, "see_tokens", folder=folders[n], names=list(files.values()))
-                for n in probing.channels
+                session.request(n, "see_tokens", folder=folders[n], names=list(files.values()))
+                for n in session.channels
             ]
         )
     finally:
-        await every(
+        await gather_all(
             [
-                probing.ask(n, "take_token", folder=folders[n], file=files[n])
-                for n in probing.channels
+                session.request(n, "take_token", folder=folders[n], file=files[n])
+                for n in session.channels
             ]
         )
-    found = {}
-    for name, wrote, saw in zip(probing.channels, left, seen, strict=True):
-        sees = [other for other, file in files.items() if saw["seen"].get(file) == mark]
+    result = {}
+    for name, wrote, reply in zip(session.channels, written, seen, strict=True):
+        sees = [writer for writer, file in files.items() if reply["seen"].get(file) == mark]
         wrote = {key: value for key, value in wrote.items() if key != "re"}
-        found[name] = {
+        result[name] = {
             "folder": folders[name],
             "wrote": wrote,
             "sees": sees,
-            "exists": saw["exists"],
-            "type": saw["type"],
+            "exists": reply["exists"],
+            "type": reply["type"],
         }
-    return found
+    return result
 
 
-def judge(scene: Scene) -> list[Finding]:
-    found: list[Finding] = []
-    for label, places in scene.evidence["folders"].items():
-        found += _shared(label, places) if label != "workdir" else [_work(places)]
-    return found
+def evaluate(survey: Survey) -> list[Finding]:
+    findings: list[Finding] = []
+    for label, places in survey.evidence["folders"].items():
+        findings += (
+            _shared_findings(label, places) if label != "workdir" else [_workdir_finding(places)]
+        )
+    return findings
 
 
-def _shared(path: str, places: Mapping[str, Any]) -> list[Finding]:
+def _shared_findings(path: str, places: Mapping[str, Any]) -> list[Finding]:
     missing = [name for name, place in places.items() if not place["exists"]]
     if missing:
         return [
             failed(
                 "folders",
                 missing,
-                f"{path} does not exist on {listed(missing)}",
+                f"{path} does not exist on {join_names(missing)}",
                 f"Mount it there: paceline setup mounts prints the lines; on "
-                f"{listed(missing)}: sudo mkdir -p {path} first",
+                f"{join_names(missing)}: sudo mkdir -p {path} first",
             )
         ]
     for name, place in places.items():
@@ -93,24 +103,24 @@ def _shared(path: str, places: Mapping[str, Any]) -> list[Finding]:
             ]
     groups = storage_groups(places)
     if len(groups) > 1:
-        odd = [name for group in sorted(groups, key=len)[:-1] for name in group]
+        deviating = [name for group in sorted(groups, key=len)[:-1] for name in group]
         kinds = ", ".join(f"{name} {places[name]['type'] or 'unknown'}" for name in places)
         return [
             failed(
                 "folders",
-                odd,
-                f"{path} on {listed(odd)} is not the folder that the others see ({kinds})",
-                f"On {listed(odd)}: mount | grep {path}; the exact lines: paceline setup mounts",
+                deviating,
+                f"{path} on {join_names(deviating)} is not the folder that the others see ({kinds})",
+                f"On {join_names(deviating)}: mount | grep {path}; the exact lines: paceline setup mounts",
             )
         ]
     return [passed("folders", tuple(places), f"{path} is one folder on all hosts")]
 
 
-def _work(places: Mapping[str, Any]) -> Finding:
+def _workdir_finding(places: Mapping[str, Any]) -> Finding:
     groups = [group for group in storage_groups(places) if places[group[0]]["exists"]]
     if len(groups) == 1 and len(groups[0]) == len(places):
         return passed("folders", tuple(places), "all hosts see one work folder")
-    shared = [listed(group) for group in groups if len(group) > 1]
+    shared = [join_names(group) for group in groups if len(group) > 1]
     text = f"; shared by {'; by '.join(shared)}" if shared else ""
     return passed(
         "folders",
@@ -132,4 +142,4 @@ def storage_groups(places: Mapping[str, Any]) -> list[list[str]]:
     return groups
 
 
-check = Check("folders", "Folders", "full", judge, probe)
+check = Check("folders", "Folders", "full", evaluate, probe)

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.checks.check import Check, Probing, Scene, failed, passed, unknown, warned
+from paceline.checks.check import Check, ProbeSession, Survey, failed, passed, unknown, warned
 from paceline.spec.finding import Finding
 
 BUSY_MIB = 500
 
 
-async def probe(probing: Probing) -> dict[str, Any]:
+async def probe(session: ProbeSession) -> dict[str, Any]:
     """By host, what nvidia-smi said."""
-    return await probing.each("gpus")
+    return await session.request_all("gpus")
 
 
 def parse(text: str) -> list[dict[str, str]]:
@@ -27,53 +27,53 @@ def parse(text: str) -> list[dict[str, str]]:
     return [dict(zip(names, row, strict=False)) for row in rows]
 
 
-def judge(scene: Scene) -> list[Finding]:
-    found: list[Finding] = []
+def evaluate(survey: Survey) -> list[Finding]:
+    findings: list[Finding] = []
     kinds: dict[str, str] = {}
-    for name, said in scene.evidence["gpu"].items():
-        if said.get("missing"):
-            found += _without_tool(scene, name)
+    for name, report in survey.evidence["gpu"].items():
+        if report.get("missing"):
+            findings += _missing_tool_findings(survey, name)
             kinds[name] = "none"
-        elif "broken" in said:
-            found.append(
+        elif "broken" in report:
+            findings.append(
                 failed(
                     "gpu",
                     [name],
-                    f"nvidia-smi on {name} fails: {said['broken']}",
+                    f"nvidia-smi on {name} fails: {report['broken']}",
                     f"On {name}: sudo dmesg | grep -i nvrm; reboot, or reinstall the "
                     "driver that matches the kernel module",
                 )
             )
         else:
-            cards = parse(said["gpus"])
+            cards = parse(report["gpus"])
             kinds[name] = f"{len(cards)} × {', '.join(sorted({c['name'] for c in cards}))}"
-            found += [f for card in cards for f in _card(name, card)]
-            found += _used(name, cards, said["apps"])
+            findings += [f for card in cards for f in _gpu_findings(name, card)]
+            findings += _busy_findings(name, cards, report["apps"])
     if len(set(kinds.values())) > 1:
-        told = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
-        found.append(
+        summary = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
+        findings.append(
             warned(
                 "gpu",
                 tuple(kinds),
-                f"the GPUs differ: {told}",
+                f"the GPUs differ: {summary}",
                 "Every step waits for the slowest; give slots per host, or leave the odd one out",
             )
         )
-    if not found:
-        found = [
+    if not findings:
+        findings = [
             passed(
                 "gpu",
-                scene.names,
+                survey.names,
                 "no GPUs"
                 if set(kinds.values()) == {"none"}
                 else f"healthy and idle: {next(iter(kinds.values()))}",
             )
         ]
-    return found
+    return findings
 
 
-def _without_tool(scene: Scene, name: str) -> list[Finding]:
-    gpus = (scene.facts[name].get("devices") or {}).get("gpus") or []
+def _missing_tool_findings(survey: Survey, name: str) -> list[Finding]:
+    gpus = (survey.facts[name].get("devices") or {}).get("gpus") or []
     if not any(gpu["maker"] == "nvidia" for gpu in gpus):
         return []
     return [
@@ -86,7 +86,7 @@ def _without_tool(scene: Scene, name: str) -> list[Finding]:
     ]
 
 
-def _card(name: str, card: dict[str, str]) -> list[Finding]:
+def _gpu_findings(name: str, card: dict[str, str]) -> list[Finding]:
     label = f"GPU {card['index']} of {name}"
     if card.get("ecc", "0").isdigit() and int(card["ecc"]) > 0:
         return [
@@ -110,22 +110,22 @@ def _card(name: str, card: dict[str, str]) -> list[Finding]:
     return []
 
 
-def _used(name: str, cards: list[dict[str, str]], apps: str) -> list[Finding]:
+def _busy_findings(name: str, cards: list[dict[str, str]], apps: str) -> list[Finding]:
     busy = [card for card in cards if card["used"].isdigit() and int(card["used"]) > BUSY_MIB]
     if not busy:
         return []
     pids = [line.split(",")[1].strip() for line in apps.splitlines() if line.count(",") >= 2]
-    told = ", ".join(f"{card['index']}: {card['used']} MiB" for card in busy)
-    who = f" by process {', '.join(pids)}" if pids else ""
+    usage = ", ".join(f"{card['index']}: {card['used']} MiB" for card in busy)
+    processes = f" by process {', '.join(pids)}" if pids else ""
     return [
         warned(
             "gpu",
             [name],
-            f"GPUs of {name} are in use{who} ({told})",
+            f"GPUs of {name} are in use{processes} ({usage})",
             f"On {name}: ps -fp {','.join(pids) or 'PID'}; wait for them, or choose others: "
             "--env CUDA_VISIBLE_DEVICES=…",
         )
     ]
 
 
-check = Check("gpu", "GPUs", "full", judge, probe)
+check = Check("gpu", "GPUs", "full", evaluate, probe)

@@ -6,31 +6,33 @@ Fails when: there is nothing at that path. Warns when the minor versions differ.
 
 from __future__ import annotations
 
-from paceline.checks.check import Check, Scene, failed, passed, warned
+from paceline.checks.check import Check, Survey, failed, passed, warned
 from paceline.remote.agreement import differences, interpreter_problem
 from paceline.spec.finding import Finding
 
 
-def judge(scene: Scene) -> list[Finding]:
-    found = []
-    for host in scene.present:
-        wanted = scene.wishes.pythons.get(host.name, scene.chosen[host.name])
-        problem = interpreter_problem(host, wanted, scene.chosen[host.name], scene.facts[host.name])
+def evaluate(survey: Survey) -> list[Finding]:
+    findings = []
+    for host in survey.present:
+        requested = survey.requirements.pythons.get(host.name, survey.interpreters[host.name])
+        problem = interpreter_problem(
+            host, requested, survey.interpreters[host.name], survey.facts[host.name]
+        )
         if problem is not None:
             message = f"{problem.message}; found {problem.found}"
-            found.append(failed("interpreter", [host.name], message, problem.remedy))
-    return found or _versions(scene)
+            findings.append(failed("interpreter", [host.name], message, problem.remedy))
+    return findings or _versions(survey)
 
 
-def _versions(scene: Scene) -> list[Finding]:
-    versions = {name: str(scene.facts[name]["python"]["version"]) for name in scene.names}
+def _versions(survey: Survey) -> list[Finding]:
+    versions = {name: str(survey.facts[name]["python"]["version"]) for name in survey.names}
     if differing := differences("Python", versions):
         minor = {version.rsplit(".", 1)[0] for version in versions.values()}
         if len(minor) > 1:
             remedy = "Install one Python version on all hosts, or name equal ones with --python"
-            return [warned("interpreter", scene.names, differing[0], remedy)]
+            return [warned("interpreter", survey.names, differing[0], remedy)]
     kinds = " and ".join(sorted(set(versions.values())))
-    return [passed("interpreter", scene.names, f"Python {kinds}")]
+    return [passed("interpreter", survey.names, f"Python {kinds}")]
 
 
-check = Check("interpreter", "Python", "facts", judge)
+check = Check("interpreter", "Python", "facts", evaluate)

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.checks.check import Check, Probing, Scene, listed, passed, warned
+from paceline.checks.check import Check, ProbeSession, Survey, join_names, passed, warned
 from paceline.spec.finding import Finding
 
 
-async def probe(probing: Probing) -> dict[str, Any]:
+async def probe(session: ProbeSession) -> dict[str, Any]:
     """By host, processes with a token."""
-    answers = await probing.each("token_processes")
+    answers = await session.request_all("token_processes")
     return {name: answer["processes"] for name, answer in answers.items()}
 
 
-def judge(scene: Scene) -> list[Finding]:
-    found: list[Finding] = []
+def evaluate(survey: Survey) -> list[Finding]:
+    findings: list[Finding] = []
     busy: list[str] = []
     ready: list[str] = []
-    for name, processes in scene.evidence["leftovers"].items():
+    for name, processes in survey.evidence["leftovers"].items():
         orphans = [process for process in processes if not process["owned"]]
         warm = [process for process in processes if process["owned"] and process.get("warm")]
         busy += [name] if len(orphans) + len(warm) < len(processes) else []
@@ -31,7 +31,7 @@ def judge(scene: Scene) -> list[Finding]:
         if orphans:
             pids = " ".join(str(process["pid"]) for process in orphans)
             age = max(process["age"] for process in orphans)
-            found.append(
+            findings.append(
                 warned(
                     "leftovers",
                     [name],
@@ -40,12 +40,12 @@ def judge(scene: Scene) -> list[Finding]:
                     f"On {name}: kill -9 {pids}",
                 )
             )
-    if found:
-        return found
-    told = [f"a job of yours is running on {listed(busy)}"] if busy else []
-    told += [f"kept ready: {listed(ready)} (paceline warm status)"] if ready else []
-    text = "; ".join(told) or "none"
-    return [passed("leftovers", scene.names, f"left-over processes of ours: {text}")]
+    if findings:
+        return findings
+    notes = [f"a job of yours is running on {join_names(busy)}"] if busy else []
+    notes += [f"kept ready: {join_names(ready)} (paceline warm status)"] if ready else []
+    text = "; ".join(notes) or "none"
+    return [passed("leftovers", survey.names, f"left-over processes of ours: {text}")]
 
 
-check = Check("leftovers", "Left-overs", "full", judge, probe)
+check = Check("leftovers", "Left-overs", "full", evaluate, probe)

@@ -7,25 +7,25 @@ get 64 MiB unless told otherwise; NCCL and data loaders need more).
 
 from __future__ import annotations
 
-from paceline.checks.check import Check, Scene, passed, size, warned
+from paceline.checks.check import Check, Survey, format_bytes, passed, warned
 from paceline.spec.finding import Finding
 
-FILES = 1024
-SHARED_MEMORY = 256 << 20
+MIN_OPEN_FILES = 1024
+MIN_SHM_BYTES = 256 << 20
 SHM = "/dev/shm"  # noqa: S108 - looked at, not written to
 
 
-def judge(scene: Scene) -> list[Finding]:
-    found = [finding for name in scene.names for finding in _host(scene, name)]
-    return found or [passed("limits", scene.names, "open files and /dev/shm suffice")]
+def evaluate(survey: Survey) -> list[Finding]:
+    findings = [finding for name in survey.names for finding in _host(survey, name)]
+    return findings or [passed("limits", survey.names, "open files and /dev/shm suffice")]
 
 
-def _host(scene: Scene, name: str) -> list[Finding]:
-    limits = scene.facts[name]["limits"] or {}
-    found = []
-    files, memory = limits.get("nofile", -1), limits.get("shm", SHARED_MEMORY)
-    if 0 <= files < FILES:
-        found.append(
+def _host(survey: Survey, name: str) -> list[Finding]:
+    limits = survey.facts[name]["limits"] or {}
+    findings = []
+    files, memory = limits.get("nofile", -1), limits.get("shm", MIN_SHM_BYTES)
+    if 0 <= files < MIN_OPEN_FILES:
+        findings.append(
             warned(
                 "limits",
                 [name],
@@ -33,16 +33,16 @@ def _host(scene: Scene, name: str) -> list[Finding]:
                 f"On {name}: add `* soft nofile 65536` to /etc/security/limits.conf, log in again",
             )
         )
-    if memory < SHARED_MEMORY:
-        found.append(
+    if memory < MIN_SHM_BYTES:
+        findings.append(
             warned(
                 "limits",
                 [name],
-                f"{SHM} on {name} has {size(memory)}: too little for data loaders and NCCL",
+                f"{SHM} on {name} has {format_bytes(memory)}: too little for data loaders and NCCL",
                 f"On {name}: sudo mount -o remount,size=2g {SHM}\n(Docker: --shm-size=2g)",
             )
         )
-    return found
+    return findings
 
 
-check = Check("limits", "Limits", "facts", judge)
+check = Check("limits", "Limits", "facts", evaluate)

@@ -9,33 +9,33 @@ from __future__ import annotations
 
 import re
 
-from paceline.checks.check import Check, Scene, failed, listed, passed
+from paceline.checks.check import Check, Survey, failed, join_names, passed
 from paceline.remote.openssh import CAUSES
 from paceline.spec.finding import Finding
 
 
-def judge(scene: Scene) -> list[Finding]:
-    found = [
+def evaluate(survey: Survey) -> list[Finding]:
+    findings = [
         failed(
             "login",
             [host.name],
-            f"cannot log in to {host.name}: {said['cause']}: {_line(said['cause'], said['found'])}",
-            said["remedy"],
+            f"cannot log in to {host.name}: {refusal['cause']}: {_line(refusal['cause'], refusal['found'])}",
+            refusal["remedy"],
         )
-        for host in scene.hosts
-        if (said := scene.refusals.get(host.name))
+        for host in survey.hosts
+        if (refusal := survey.refusals.get(host.name))
     ]
-    if scene.names:
-        found.append(passed("login", scene.names, f"logged in to {listed(scene.names)}"))
-    return found
+    if survey.names:
+        findings.append(passed("login", survey.names, f"logged in to {join_names(survey.names)}"))
+    return findings
 
 
 def _line(cause: str, text: str) -> str:
     """The line of ssh's words by which the cause was known, else the last."""
-    pattern = next((known.pattern for known in CAUSES if known.name == cause), "$^")
+    pattern = next((cause_rule.pattern for cause_rule in CAUSES if cause_rule.name == cause), "$^")
     lines = [line for line in text.splitlines() if line.strip()]
-    telling = [line for line in lines if re.search(pattern, line)]
-    return (telling or lines or ["no word"])[-1]
+    matching = [line for line in lines if re.search(pattern, line)]
+    return (matching or lines or ["no word"])[-1]
 
 
-check = Check("login", "Login", "facts", judge)
+check = Check("login", "Login", "facts", evaluate)

@@ -7,22 +7,22 @@ then kills a rank, or somebody else's process.
 
 from __future__ import annotations
 
-from paceline.checks.check import Check, Scene, passed, size, warned
+from paceline.checks.check import Check, Survey, format_bytes, passed, warned
 from paceline.spec.finding import Finding
 
-ENOUGH = 1 << 30  # bytes
+MIN_AVAILABLE_BYTES = 1 << 30  # bytes
 
 
-def judge(scene: Scene) -> list[Finding]:
-    found = []
-    for name in scene.names:
-        memory = scene.facts[name]["memory"]
-        if memory and memory["total"] and memory["available"] < ENOUGH:
-            left = f"{size(memory['available'])} of {size(memory['total'])}"
-            text = f"{name} has {left} of memory left: the kernel may kill a rank"
+def evaluate(survey: Survey) -> list[Finding]:
+    findings = []
+    for name in survey.names:
+        memory = survey.facts[name]["memory"]
+        if memory and memory["total"] and memory["available"] < MIN_AVAILABLE_BYTES:
+            available = f"{format_bytes(memory['available'])} of {format_bytes(memory['total'])}"
+            text = f"{name} has {available} of memory left: the kernel may kill a rank"
             remedy = f"See what holds it, on {name}: ps axo rss,pid,user,args | sort -n"
-            found.append(warned("memory", [name], text, remedy))
-    return found or [passed("memory", scene.names, "memory is left")]
+            findings.append(warned("memory", [name], text, remedy))
+    return findings or [passed("memory", survey.names, "memory is left")]
 
 
-check = Check("memory", "Memory", "facts", judge)
+check = Check("memory", "Memory", "facts", evaluate)

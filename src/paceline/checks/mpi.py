@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.checks.check import Check, Probing, Scene, listed, passed, warned
+from paceline.checks.check import Check, ProbeSession, Survey, join_names, passed, warned
 from paceline.spec.finding import Finding
 
 # what a host may have → its name, and what needs it on all hosts
@@ -23,15 +23,15 @@ PARTS = {
 }
 
 
-async def probe(probing: Probing) -> dict[str, Any]:
+async def probe(session: ProbeSession) -> dict[str, Any]:
     """By host, the path of each part (empty: not there), and folders that variables misname."""
-    answers = await probing.each("mpi")
+    answers = await session.request_all("mpi")
     return {name: answer["mpi"] for name, answer in answers.items()}
 
 
-def judge(scene: Scene) -> list[Finding]:
-    hosts: Mapping[str, Mapping[str, Any]] = scene.evidence["mpi"]
-    found = [
+def evaluate(survey: Survey) -> list[Finding]:
+    hosts: Mapping[str, Mapping[str, Any]] = survey.evidence["mpi"]
+    findings = [
         warned(
             "mpi",
             [name],
@@ -46,17 +46,19 @@ def judge(scene: Scene) -> list[Finding]:
         if part == "libfabric" and not all(parts["mpiexec"] for parts in hosts.values()):
             continue  # nobody uses it
         if len(set(places.values())) > 1:
-            where = ", ".join(f"{name} {path or 'none'}" for name, path in places.items())
-            found.append(warned("mpi", list(hosts), f"{title} differs: {where}", need))
-    return found or [passed("mpi", scene.names, _inventory(hosts))]
+            paths_text = ", ".join(f"{name} {path or 'none'}" for name, path in places.items())
+            findings.append(warned("mpi", list(hosts), f"{title} differs: {paths_text}", need))
+    return findings or [passed("mpi", survey.names, _inventory(hosts))]
 
 
 def _inventory(hosts: Mapping[str, Mapping[str, Any]]) -> str:
     parts = next(iter(hosts.values()))
-    there = [f"{title} ({parts[part]})" for part, (title, _) in PARTS.items() if parts[part]]
-    lacking = [title for part, (title, _) in PARTS.items() if not parts[part]]
-    text = listed(there) if there else "no MPI, oneAPI or libfabric"
-    return f"{text}; {listed(lacking)} not there and not needed" if there and lacking else text
+    present = [f"{title} ({parts[part]})" for part, (title, _) in PARTS.items() if parts[part]]
+    missing = [title for part, (title, _) in PARTS.items() if not parts[part]]
+    text = join_names(present) if present else "no MPI, oneAPI or libfabric"
+    return (
+        f"{text}; {join_names(missing)} not there and not needed" if present and missing else text
+    )
 
 
-check = Check("mpi", "MPI and oneAPI", "full", judge, probe)
+check = Check("mpi", "MPI and oneAPI", "full", evaluate, probe)

@@ -5,27 +5,27 @@ Warns when: the MTUs differ. Small messages then pass and large ones hang or cra
 
 from __future__ import annotations
 
-from paceline.checks.check import Check, Scene, passed, warned
+from paceline.checks.check import Check, Survey, passed, warned
 from paceline.spec.finding import Finding
 
 
-def judge(scene: Scene) -> list[Finding]:
-    sizes = {name: _mtu(scene, name) for name in scene.names if name in scene.networks}
+def evaluate(survey: Survey) -> list[Finding]:
+    sizes = {name: _mtu(survey, name) for name in survey.names if name in survey.networks}
     if len(set(sizes.values())) > 1:
-        told = ", ".join(f"{n} {scene.networks[n].interface} {mtu}" for n, mtu in sizes.items())
+        summary = ", ".join(f"{n} {survey.networks[n].interface} {mtu}" for n, mtu in sizes.items())
         low = min(sizes.values())
         high = [name for name, mtu in sizes.items() if mtu > low]
         commands = "\n".join(
-            f"On {n}: sudo ip link set {scene.networks[n].interface} mtu {low}" for n in high
+            f"On {n}: sudo ip link set {survey.networks[n].interface} mtu {low}" for n in high
         )
-        return [warned("mtu", tuple(sizes), f"the MTU differs: {told}", commands)]
+        return [warned("mtu", tuple(sizes), f"the MTU differs: {summary}", commands)]
     return [passed("mtu", tuple(sizes), f"MTU {n}") for n in set(sizes.values())]
 
 
-def _mtu(scene: Scene, name: str) -> int:
-    chosen = scene.networks[name].interface
-    links = scene.facts[name]["interfaces"] or []
-    return next((int(link["mtu"]) for link in links if link["name"] == chosen), 0)
+def _mtu(survey: Survey, name: str) -> int:
+    interface = survey.networks[name].interface
+    links = survey.facts[name]["interfaces"] or []
+    return next((int(link["mtu"]) for link in links if link["name"] == interface), 0)
 
 
-check = Check("mtu", "MTU", "quick", judge, several=True)
+check = Check("mtu", "MTU", "quick", evaluate, needs_several_hosts=True)

@@ -14,131 +14,146 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.checks.check import Check, Scene, listed, passed, warned
+from paceline.checks.check import Check, Survey, join_names, passed, warned
 from paceline.remote.network import same_machine
 from paceline.setup import lines as hosts_file
 from paceline.spec.finding import Finding
 
-HARMLESS_HERE = "paceline sets each node's interface itself, other launchers do not"
+PACELINE_UNAFFECTED = "paceline sets each node's interface itself, other launchers do not"
 
 
-def judge(scene: Scene) -> list[Finding]:
-    if len(scene.names) < 2:
-        return [passed("names", scene.names, "one host: its name is not needed")]
-    found = [*_unknown(scene), *_loopback(scene), *_elsewhere(scene), *_same_names(scene)]
-    return found or [passed("names", scene.names, "each host's name is its own address there")]
+def evaluate(survey: Survey) -> list[Finding]:
+    if len(survey.names) < 2:
+        return [passed("names", survey.names, "one host: its name is not needed")]
+    found = [
+        *_unresolved(survey),
+        *_loopback(survey),
+        *_wrong_address(survey),
+        *_duplicate_names(survey),
+    ]
+    return found or [passed("names", survey.names, "each host's name is its own address there")]
 
 
-def _unknown(scene: Scene) -> list[Finding]:
-    found = []
-    for name in scene.names:
-        about = scene.facts[name]["name"]
-        if not about["resolves_to"]:
-            slow = about["resolves_to"] is None
-            why = "its name server does not answer" if slow else "it resolves to nothing"
-            message = f"on {name}, the host name {about['hostname']}: {why} ({HARMLESS_HERE})"
-            found.append(warned("names", [name], message, _add_line(scene, name)))
-    return found
+def _unresolved(survey: Survey) -> list[Finding]:
+    findings = []
+    for name in survey.names:
+        name_facts = survey.facts[name]["name"]
+        if not name_facts["resolves_to"]:
+            timed_out = name_facts["resolves_to"] is None
+            reason = "its name server does not answer" if timed_out else "it resolves to nothing"
+            message = f"on {name}, the host name {name_facts['hostname']}: {reason} ({PACELINE_UNAFFECTED})"
+            findings.append(warned("names", [name], message, _add_line(survey, name)))
+    return findings
 
 
-def _loopback(scene: Scene) -> list[Finding]:
+def _loopback(survey: Survey) -> list[Finding]:
     """One finding for all hosts: it is one mistake, made by one installer."""
-    guilty: dict[str, str] = {}
-    for name in scene.names:
-        for address in scene.facts[name]["name"]["resolves_to"] or []:
+    addresses: dict[str, str] = {}
+    for name in survey.names:
+        for address in survey.facts[name]["name"]["resolves_to"] or []:
             if ipaddress.ip_address(address).is_loopback:
-                guilty.setdefault(name, address)
-    if not guilty:
+                addresses.setdefault(name, address)
+    if not addresses:
         return []
-    told = "; ".join(
-        f"{name}: {address}{_lines(scene.facts[name]['name']['hosts_lines'], [address])}"
-        for name, address in guilty.items()
+    details = "; ".join(
+        f"{name}: {address}{_hosts_line_text(survey.facts[name]['name']['hosts_lines'], [address])}"
+        for name, address in addresses.items()
     )
-    remedy = "\n".join(_mend(scene, name, [address]) for name, address in guilty.items())
-    message = f"the own host name is a loopback address on {listed(list(guilty))} ({told})"
-    return [warned("names", list(guilty), f"{message}: {HARMLESS_HERE}", remedy)]
+    remedy = "\n".join(
+        _replace_line(survey, name, [address]) for name, address in addresses.items()
+    )
+    message = (
+        f"the own host name is a loopback address on {join_names(list(addresses))} ({details})"
+    )
+    return [warned("names", list(addresses), f"{message}: {PACELINE_UNAFFECTED}", remedy)]
 
 
-def _elsewhere(scene: Scene) -> list[Finding]:
+def _wrong_address(survey: Survey) -> list[Finding]:
     """The name means an address that the host lacks, or that others tried in vain."""
-    found = []
-    tried = (scene.evidence.get("ports") or {}).get("tried", {})
-    dead = _unreached(tried) if scene.networks else set()
-    for name in scene.names:
-        about = scene.facts[name]["name"]
-        own = _own(scene, name)
-        for address in about["resolves_to"] or []:
+    findings = []
+    attempts = (survey.evidence.get("ports") or {}).get("tried", {})
+    unreached = _unreached(attempts) if survey.networks else set()
+    for name in survey.names:
+        name_facts = survey.facts[name]["name"]
+        interfaces = _interfaces(survey, name)
+        for address in name_facts["resolves_to"] or []:
             loopback = ipaddress.ip_address(address).is_loopback
-            if loopback or (address in own and address not in dead):
+            if loopback or (address in interfaces and address not in unreached):
                 continue
-            where = _lines(about["hosts_lines"], [address])
-            place = f"{address} on {own[address]}" if address in own else address
-            why = "other hosts do not reach" if address in own else "the host does not have"
-            message = (
-                f"on {name}, the host name {about['hostname']} is {place}{where}, which {why} "
-                f"({HARMLESS_HERE})"
+            hosts_line = _hosts_line_text(name_facts["hosts_lines"], [address])
+            place = f"{address} on {interfaces[address]}" if address in interfaces else address
+            reason = (
+                "other hosts do not reach" if address in interfaces else "the host does not have"
             )
-            found.append(warned("names", [name], message, _mend(scene, name, [address])))
-    return found
+            message = (
+                f"on {name}, the host name {name_facts['hostname']} is {place}{hosts_line}, which {reason} "
+                f"({PACELINE_UNAFFECTED})"
+            )
+            findings.append(
+                warned("names", [name], message, _replace_line(survey, name, [address]))
+            )
+    return findings
 
 
-def _unreached(tried: Mapping[str, list[Mapping[str, Any]]]) -> set[str]:
-    results = [outcome for outcomes in tried.values() for outcome in outcomes]
-    reached = {outcome["address"] for outcome in results if outcome["ok"]}
-    return {outcome["address"] for outcome in results} - reached
+def _unreached(attempts: Mapping[str, list[Mapping[str, Any]]]) -> set[str]:
+    results = [outcome for outcomes in attempts.values() for outcome in outcomes]
+    answered = {outcome["address"] for outcome in results if outcome["ok"]}
+    return {outcome["address"] for outcome in results} - answered
 
 
-def _own(scene: Scene, name: str) -> dict[str, str]:
+def _interfaces(survey: Survey, name: str) -> dict[str, str]:
     """Interface by address."""
-    links = scene.facts[name]["interfaces"] or []
+    links = survey.facts[name]["interfaces"] or []
     return {a["address"]: link["name"] for link in links for a in link["addresses"]}
 
 
-def _lines(lines: list[str], addresses: list[str]) -> str:
-    guilty = [line for line in lines if line.split(": ", 1)[1].split()[0] in addresses]
-    return f", by line {guilty[0]} of /etc/hosts" if guilty else ""
+def _hosts_line_text(lines: list[str], addresses: list[str]) -> str:
+    matches = [line for line in lines if line.split(": ", 1)[1].split()[0] in addresses]
+    return f", by line {matches[0]} of /etc/hosts" if matches else ""
 
 
-def _mend(scene: Scene, name: str, addresses: list[str]) -> str:
+def _replace_line(survey: Survey, name: str, addresses: list[str]) -> str:
     """Replaces the address in the guilty line."""
-    guilty = [
+    matches = [
         line
-        for line in scene.facts[name]["name"]["hosts_lines"]
+        for line in survey.facts[name]["name"]["hosts_lines"]
         if line.split(": ", 1)[1].split()[0] in addresses
     ]
-    if not guilty:
-        return _add_line(scene, name)
-    number, _, text = guilty[0].partition(": ")
-    new = " ".join([scene.address(name), *hosts_file.plain_names(text)])
-    return f"On {name}: {hosts_file.edit_command(f'{number}s/.*/{new}/')}"
+    if not matches:
+        return _add_line(survey, name)
+    number, _, text = matches[0].partition(": ")
+    entry = " ".join([survey.address(name), *hosts_file.plain_names(text)])
+    return f"On {name}: {hosts_file.edit_command(f'{number}s/.*/{entry}/')}"
 
 
-def _add_line(scene: Scene, name: str) -> str:
-    line = f"{scene.address(name)} {scene.facts[name]['name']['hostname']}"
+def _add_line(survey: Survey, name: str) -> str:
+    line = f"{survey.address(name)} {survey.facts[name]['name']['hostname']}"
     return f"On {name}: echo '{line}' | sudo tee -a /etc/hosts"
 
 
-def _same_names(scene: Scene) -> list[Finding]:
-    own = {name: scene.facts[name]["name"]["hostname"] for name in scene.names}
-    repeated = [word for word, times in Counter(own.values()).items() if times > 1]
-    machines = {name: scene.facts[name] for name in scene.names}
+def _duplicate_names(survey: Survey) -> list[Finding]:
+    hostnames = {name: survey.facts[name]["name"]["hostname"] for name in survey.names}
+    repeated = [hostname for hostname, count in Counter(hostnames.values()).items() if count > 1]
+    machines = {name: survey.facts[name] for name in survey.names}
     return [
         warned(
             "names",
-            [name for name in own if own[name] == word],
-            f"{listed([name for name in own if own[name] == word])} are all called {word}: "
+            [name for name in hostnames if hostnames[name] == hostname],
+            f"{join_names([name for name in hostnames if hostnames[name] == hostname])} are all called {hostname}: "
             "NCCL may take them for one host",
             f"Give each its own name: sudo hostnamectl set-hostname NAME "
-            f"(on {listed([name for name in own if own[name] == word][1:])})",
+            f"(on {join_names([name for name in hostnames if hostnames[name] == hostname][1:])})",
         )
-        for word in repeated
-        if not _is_one_machine([machines[name] for name in own if own[name] == word])
+        for hostname in repeated
+        if not _is_same_machine(
+            [machines[name] for name in hostnames if hostnames[name] == hostname]
+        )
     ]
 
 
-def _is_one_machine(facts: list[Mapping[str, Any]]) -> bool:
+def _is_same_machine(facts: list[Mapping[str, Any]]) -> bool:
     """The check of the ports says so: another name for it would not help."""
-    return any(same_machine(facts[0], other) for other in facts[1:])
+    return any(same_machine(facts[0], second) for second in facts[1:])
 
 
-check = Check("names", "Own names", "facts", judge)
+check = Check("names", "Own names", "facts", evaluate)

@@ -17,7 +17,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.checks import attribution
-from paceline.checks.check import Check, Probing, Scene, every, failed, listed, passed, warned
+from paceline.checks.check import (
+    Check,
+    ProbeSession,
+    Survey,
+    failed,
+    gather_all,
+    join_names,
+    passed,
+    warned,
+)
 from paceline.remote import connectivity, network
 from paceline.spec.errors import PacelineError
 from paceline.spec.finding import Finding
@@ -25,77 +34,79 @@ from paceline.spec.finding import Finding
 STRATA = 8
 DEFAULT_PORT = 29500
 TIMEOUT_S = 2.0
-TRIES = 2  # further ones, for what may have been lost by chance
+RETRIES = 2  # further ones, for what may have been lost by chance
 
 
-async def probe(probing: Probing) -> dict[str, Any]:
+async def probe(session: ProbeSession) -> dict[str, Any]:
     """Chooses the addresses, then tries the ports on them."""
-    hosts, scene = probing.scene.present, probing.scene
+    hosts, survey = session.survey.present, session.survey
     try:
-        found, notes = network.candidates(hosts, scene.facts, scene.wishes.interface)
+        candidates, notes = network.candidates(hosts, survey.facts, survey.requirements.interface)
     except PacelineError as error:  # what was asked for cannot be had on some host
         return {"refused": [error.message, error.found, error.remedy]}
-    probing.candidates = found
-    tried = await connectivity.try_addresses(list(probing.channels.values()), found, every)
+    session.candidates = candidates
+    attempts = await connectivity.try_addresses(
+        list(session.channels.values()), candidates, gather_all
+    )
     reachable = True
     try:
-        probing.networks, more = network.decide(hosts, found, tried)
-        notes = [*notes, *more]
-        chosen = {name: own.address for name, own in probing.networks.items()}
+        session.networks, decision_notes = network.decide(hosts, candidates, attempts)
+        notes = [*notes, *decision_notes]
+        addresses = {name: node_network.address for name, node_network in session.networks.items()}
     except PacelineError:
         reachable = False
-        chosen = attribution.presumed(found, tried)
-    results, half_open, rejects = await _try_ports(probing, chosen)
+        addresses = attribution.likely_addresses(candidates, attempts)
+    results, half_open, rejects = await _try_ports(session, addresses)
     return {
         "reachable": reachable,
         "notes": notes,
-        "addresses": chosen,
-        "tried": tried,
+        "addresses": addresses,
+        "tried": attempts,
         "results": results,
         "half_open": half_open,
         "rejects": rejects,
-        "duplicates": _duplicates(found, scene),
+        "duplicates": _duplicates(candidates, survey),
     }
 
 
-def _duplicates(found: Mapping[str, Sequence[network.Candidate]], scene: Scene) -> list[str]:
+def _duplicates(candidates: Mapping[str, Sequence[network.Candidate]], survey: Survey) -> list[str]:
     """Hosts all of whose addresses were left out, because others have them too."""
-    return [name for name in scene.names if not found[name]]
+    return [name for name in survey.names if not candidates[name]]
 
 
-async def _try_ports(probing: Probing, chosen: Mapping[str, str]) -> tuple[Any, Any, Any]:
+async def _try_ports(session: ProbeSession, addresses: Mapping[str, str]) -> tuple[Any, Any, Any]:
     async def listen(name: str) -> list[int]:
-        ports = choose_ports(probing.scene.facts[name]["ephemeral_ports"])
-        answer = await probing.ask(name, "open_ports", address=chosen[name], ports=ports)
+        ports = choose_ports(session.survey.facts[name]["ephemeral_ports"])
+        answer = await session.request(name, "open_ports", address=addresses[name], ports=ports)
         return list(answer["opened"])
 
-    names = list(chosen)
-    opened = dict(zip(names, await every([listen(name) for name in names]), strict=True))
+    names = list(addresses)
+    opened = dict(zip(names, await gather_all([listen(name) for name in names]), strict=True))
 
-    async def attempt(name: str, others: list[str]) -> list[dict[str, Any]]:
+    async def attempt(name: str, peers: list[str]) -> list[dict[str, Any]]:
         targets = [
             {
-                "host": other,
-                "address": chosen[other],
+                "host": peer,
+                "address": addresses[peer],
                 "port": port,
-                "identity": probing.channels[other].identity,
+                "identity": session.channels[peer].identity,
             }
-            for other in others
-            for port in opened[other]
+            for peer in peers
+            for port in opened[peer]
         ]
-        results = await _connect(probing, name, targets)
-        for _ in range(TRIES):
-            lost = lost_by_chance(results)
-            again = [t for t in targets if (t["host"], t["port"]) in lost]
-            if not again:
+        results = await _connect(session, name, targets)
+        for _ in range(RETRIES):
+            lost_connections = sporadic_losses(results)
+            retries = [t for t in targets if (t["host"], t["port"]) in lost_connections]
+            if not retries:
                 break
-            results = merged(results, await _connect(probing, name, again))
+            results = merge_results(results, await _connect(session, name, retries))
         return results
 
     pairs = network.pairs(names)
-    results = await every([attempt(name, others) for name, others in pairs.items()])
-    answers = {name: await probing.ask(name, "half_open") for name in names}
-    await every([probing.ask(name, "stop_listening") for name in names])
+    results = await gather_all([attempt(name, peers) for name, peers in pairs.items()])
+    answers = {name: await session.request(name, "half_open") for name in names}
+    await gather_all([session.request(name, "stop_listening") for name in names])
     return (
         dict(zip(pairs, results, strict=True)),
         {name: answer["peers"] for name, answer in answers.items()},
@@ -103,8 +114,10 @@ async def _try_ports(probing: Probing, chosen: Mapping[str, str]) -> tuple[Any, 
     )
 
 
-async def _connect(probing: Probing, name: str, targets: Sequence[Any]) -> list[dict[str, Any]]:
-    answer = await probing.ask(
+async def _connect(
+    session: ProbeSession, name: str, targets: Sequence[Any]
+) -> list[dict[str, Any]]:
+    answer = await session.request(
         name, "connect", targets=targets, timeout_s=TIMEOUT_S, settle_s=TIMEOUT_S
     )
     return list(answer["results"])
@@ -113,7 +126,7 @@ async def _connect(probing: Probing, name: str, targets: Sequence[Any]) -> list[
 Results = Sequence[Mapping[str, Any]]
 
 
-def lost_by_chance(results: Results) -> set[tuple[str, int]]:
+def sporadic_losses(results: Results) -> set[tuple[str, int]]:
     """Host and port of time-outs on ways where other ports answered: tried again, a few times.
 
     A link that loses packets loses some first packets twice; a firewall drops them every time.
@@ -128,74 +141,84 @@ def lost_by_chance(results: Results) -> set[tuple[str, int]]:
     }
 
 
-def merged(results: Results, again: Results) -> list[dict[str, Any]]:
+def merge_results(results: Results, retried: Results) -> list[dict[str, Any]]:
     """The results, those tried again replaced."""
-    newer = {(result["host"], result["port"]): result for result in again}
-    return [dict(newer.get((one["host"], one["port"]), one)) for one in results]
+    replacements = {(result["host"], result["port"]): result for result in retried}
+    return [
+        dict(replacements.get((original["host"], original["port"]), original))
+        for original in results
+    ]
 
 
-def choose_ports(ephemeral: Sequence[int], pick: random.Random | None = None) -> list[int]:
+def choose_ports(
+    ephemeral: Sequence[int], random_generator: random.Random | None = None
+) -> list[int]:
     """A random port in each eighth of the ephemeral range, two outside of it, and 29500."""
-    chance = pick or random.Random()  # noqa: S311 - not a secret
+    generator = random_generator or random.Random()  # noqa: S311 - not a secret
     low, high = ephemeral
     step = max(1, (high - low) // STRATA)
-    ports = [chance.randrange(low + at * step, low + (at + 1) * step) for at in range(STRATA)]
+    ports = [
+        generator.randrange(low + stratum * step, low + (stratum + 1) * step)
+        for stratum in range(STRATA)
+    ]
     outside = [*range(20000, low), *range(high + 1, 65000)]
-    ports += chance.sample(outside, 2) if len(outside) > 2 else []
+    ports += generator.sample(outside, 2) if len(outside) > 2 else []
     return [*dict.fromkeys([*ports, DEFAULT_PORT])]
 
 
-def judge(scene: Scene) -> list[Finding]:
-    found = scene.evidence["ports"]
-    if "refused" in found:
-        return [_refused(scene, *found["refused"])]
-    lonely = [_lonely(scene, name) for name in found["duplicates"]]
-    faults = attribution.faults(found["results"], found["addresses"], found["half_open"])
-    findings = lonely + [_finding(scene, fault) for fault in faults]
-    if not found["reachable"] and not findings:
-        findings = [_unreachable(scene, found)]
-    return findings or [_good(scene, found)]
+def evaluate(survey: Survey) -> list[Finding]:
+    evidence = survey.evidence["ports"]
+    if "refused" in evidence:
+        return [_unusable_interface(survey, *evidence["refused"])]
+    unaddressed = [_missing_address(survey, name) for name in evidence["duplicates"]]
+    faults = attribution.faults(evidence["results"], evidence["addresses"], evidence["half_open"])
+    findings = unaddressed + [_fault_finding(survey, fault) for fault in faults]
+    if not evidence["reachable"] and not findings:
+        findings = [_unreachable(survey, evidence)]
+    return findings or [_connections_passed(survey, evidence)]
 
 
-def _refused(scene: Scene, message: str, found: str, remedy: str) -> Finding:
-    hosts = [name for name in scene.names if name in message.split()]
-    return failed("ports", hosts or scene.names, f"{message}: {found}", remedy)
+def _unusable_interface(survey: Survey, message: str, found: str, remedy: str) -> Finding:
+    hosts = [name for name in survey.names if name in message.split()]
+    return failed("ports", hosts or survey.names, f"{message}: {found}", remedy)
 
 
-def _lonely(scene: Scene, name: str) -> Finding:
+def _missing_address(survey: Survey, name: str) -> Finding:
     addresses = [
         f"{link['name']} {a['address']}"
-        for link in scene.facts[name]["interfaces"] or []
+        for link in survey.facts[name]["interfaces"] or []
         for a in link["addresses"]
         if link["kind"] != "loopback" and a["scope"] == "global"
     ]
-    has = f"only {listed(addresses)}, which other hosts have too" if addresses else "none"
+    description = (
+        f"only {join_names(addresses)}, which other hosts have too" if addresses else "none"
+    )
     return failed(
         "ports",
         [name],
-        f"{name} has no address of its own: {has}",
+        f"{name} has no address of its own: {description}",
         f"Bring up a network interface on {name} that the other hosts reach: "
         "ip addr; sudo ip link set NAME up",
     )
 
 
-def _finding(scene: Scene, fault: attribution.Fault) -> Finding:
-    where = _interface(scene, fault.host, scene.evidence["ports"]["addresses"])
-    ports = describe_ports(fault.ports, fault.every_port)
-    peers = listed(fault.peers)
+def _fault_finding(survey: Survey, fault: attribution.Fault) -> Finding:
+    interface = _interface(survey, fault.host, survey.evidence["ports"]["addresses"])
+    ports = describe_ports(fault.ports, fault.is_every_port)
+    peers = join_names(fault.peers)
     if fault.kind == "no route":
         return failed(
             "ports",
             [fault.host, *fault.peers],
             f"{fault.host} has no route to {peers} "
-            f"({_addresses(scene, fault.peers)}): {fault.words}",
-            _route_remedy(scene, fault),
+            f"({_addresses(survey, fault.peers)}): {fault.error}",
+            _route_remedy(survey, fault),
         )
     if fault.kind == "stranger":
         return failed(
             "ports",
             [fault.host, *fault.peers],
-            f"another machine answers at {_address(scene, fault.host)}, the address of "
+            f"another machine answers at {_address(survey, fault.host)}, the address of "
             f"{fault.host}, when {peers} connects",
             f"Give {fault.host} an address of its own, or name another interface with --iface",
         )
@@ -204,80 +227,84 @@ def _finding(scene: Scene, fault: attribution.Fault) -> Finding:
         return failed(
             "ports",
             [fault.host, *fault.peers],
-            f"{fault.host} and {peers} do not hear each other over TCP ({where}): "
+            f"{fault.host} and {peers} do not hear each other over TCP ({interface}): "
             f"packets vanish both ways on {ports}",
-            _allow(scene, fault),
+            _firewall_remedy(survey, fault),
         )
     outcome = (
-        f"{fault.host} {verb} TCP from {peers} on {ports} ({where}): a firewall on "
+        f"{fault.host} {verb} TCP from {peers} on {ports} ({interface}): a firewall on "
         f"{fault.host} or on the way"
     )
     if fault.ports == (DEFAULT_PORT,):
-        return warned("ports", [fault.host, *fault.peers], outcome, _allow(scene, fault))
-    return failed("ports", [fault.host, *fault.peers], outcome, _allow(scene, fault))
+        return warned("ports", [fault.host, *fault.peers], outcome, _firewall_remedy(survey, fault))
+    return failed("ports", [fault.host, *fault.peers], outcome, _firewall_remedy(survey, fault))
 
 
-def describe_ports(ports: Sequence[int], every_port: bool) -> str:
+def describe_ports(ports: Sequence[int], is_every_port: bool) -> str:
     """``all 11 ports tried``, or from which to which."""
-    if every_port:
+    if is_every_port:
         return f"all {len(ports)} ports tried ({min(ports)}–{max(ports)})"
     if len(ports) == 1:
         return f"port {ports[0]}"
     return f"{len(ports)} of the ports tried ({min(ports)}–{max(ports)})"
 
 
-def _address(scene: Scene, name: str) -> str:
-    return str(scene.evidence["ports"]["addresses"].get(name, scene.address(name)))
+def _address(survey: Survey, name: str) -> str:
+    return str(survey.evidence["ports"]["addresses"].get(name, survey.address(name)))
 
 
-def _addresses(scene: Scene, names: Sequence[str]) -> str:
-    return ", ".join(_address(scene, name) for name in names)
+def _addresses(survey: Survey, names: Sequence[str]) -> str:
+    return ", ".join(_address(survey, name) for name in names)
 
 
-def _interface(scene: Scene, name: str, addresses: Mapping[str, str]) -> str:
-    for link in scene.facts[name]["interfaces"] or []:
+def _interface(survey: Survey, name: str, addresses: Mapping[str, str]) -> str:
+    for link in survey.facts[name]["interfaces"] or []:
         if any(a["address"] == addresses.get(name) for a in link["addresses"]):
             return f"{link['name']} {addresses[name]}"
     return addresses.get(name, name)
 
 
-def _route_remedy(scene: Scene, fault: attribution.Fault) -> str:
-    rejects = scene.evidence["ports"]["rejects"].get(fault.host, [])
-    barred = [_address(scene, peer) for peer in fault.peers if _address(scene, peer) in rejects]
-    if barred:
-        commands = " && ".join(f"sudo ip route del unreachable {address}" for address in barred)
+def _route_remedy(survey: Survey, fault: attribution.Fault) -> str:
+    rejects = survey.evidence["ports"]["rejects"].get(fault.host, [])
+    rejected = [_address(survey, peer) for peer in fault.peers if _address(survey, peer) in rejects]
+    if rejected:
+        commands = " && ".join(f"sudo ip route del unreachable {address}" for address in rejected)
         return f"On {fault.host}: {commands}"
     return (
-        f"On {fault.host}, look: ip route get {_address(scene, fault.peers[0])}; then add a "
+        f"On {fault.host}, look: ip route get {_address(survey, fault.peers[0])}; then add a "
         "route through the interface that leads there, or name another with --iface"
     )
 
 
-def _allow(scene: Scene, fault: attribution.Fault) -> str:
-    return f"On {fault.host}: {network.allow_from([_address(scene, p) for p in fault.peers])}"
+def _firewall_remedy(survey: Survey, fault: attribution.Fault) -> str:
+    return f"On {fault.host}: {network.allow_from([_address(survey, p) for p in fault.peers])}"
 
 
-def _unreachable(scene: Scene, found: Mapping[str, Any]) -> Finding:
+def _unreachable(survey: Survey, evidence: Mapping[str, Any]) -> Finding:
     """No address was reached by all although the presumed ones work: families do not match."""
-    codes = Counter(r.get("errno") for tried in found["tried"].values() for r in tried)
+    codes = Counter(r.get("errno") for attempts in evidence["tried"].values() for r in attempts)
     refused = "refused" if codes.get(errno.ECONNREFUSED) else "not answered"
     return failed(
         "ports",
-        scene.names,
+        survey.names,
         f"the hosts have no address family in common on which all reach each other ({refused})",
         "Give every host an address of one family (IPv4 or IPv6), or name interfaces "
         "that reach each other with --iface",
     )
 
 
-def _good(scene: Scene, found: Mapping[str, Any]) -> Finding:
-    networks = scene.networks
-    where = ", ".join(f"{n} {networks[n].interface} {networks[n].address}" for n in scene.names)
-    notes = "".join(f"; {note}" for note in found["notes"])
-    count = sum(len(results) for results in found["results"].values())
+def _connections_passed(survey: Survey, evidence: Mapping[str, Any]) -> Finding:
+    networks = survey.networks
+    addresses = ", ".join(
+        f"{n} {networks[n].interface} {networks[n].address}" for n in survey.names
+    )
+    notes = "".join(f"; {note}" for note in evidence["notes"])
+    count = sum(len(results) for results in evidence["results"].values())
     return passed(
-        "ports", scene.names, f"{count} connections on random ports, all answered: {where}{notes}"
+        "ports",
+        survey.names,
+        f"{count} connections on random ports, all answered: {addresses}{notes}",
     )
 
 
-check = Check("ports", "Addresses and ports", "quick", judge, probe, several=True)
+check = Check("ports", "Addresses and ports", "quick", evaluate, probe, needs_several_hosts=True)

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.checks import examine
-from paceline.checks.check import Scene, Wishes
-from paceline.checks.link import bits
+from paceline.checks import runner
+from paceline.checks.check import Requirements, Survey
+from paceline.checks.link import bits_per_s
 from paceline.launch import decide
 from paceline.launch.prepare import Inspect
 from paceline.remote.openssh import SshOptions
@@ -22,7 +22,7 @@ from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Job
 
 # of the warnings, these matter to a job of ours; the others are for `paceline check`
-TOLD = {"limits", "disk", "torch"}
+REPORTED_CHECKS = {"limits", "disk", "torch"}
 
 
 def preflight(job: Job, cluster: Cluster,
@@ -32,16 +32,18 @@ def preflight(job: Job, cluster: Cluster,
     NodeError when something fails.
     """
     hosts = decide.choose_hosts(job, cluster)
-    scene = asyncio.run(examine.examine(hosts, ssh, wishes_of(job, hosts), "full"))
-    found = examine.judge(scene, "full")
-    refuse(found)
-    return [finding.message for finding in found if finding.outcome == "warn"], links_of(scene)
+    survey = asyncio.run(runner.survey_hosts(hosts, ssh, requirements_of(job, hosts), "full"))
+    findings = runner.evaluate(survey, "full")
+    raise_failures(findings)
+    return [finding.message for finding in findings if finding.outcome == "warn"], link_rates(
+        survey
+    )
 
 
-def links_of(scene: Scene) -> list[dict[str, Any]]:
+def link_rates(survey: Survey) -> list[dict[str, Any]]:
     """Bits a second of each way between two hosts, as findings.json holds them."""
-    pairs = (scene.evidence.get("link") or {}).get("pairs", ())
-    return [{"from": pair["source"], "to": pair["target"], "bits_per_s": round(bits(pair))}
+    pairs = (survey.evidence.get("link") or {}).get("pairs", ())
+    return [{"from": pair["source"], "to": pair["target"], "bits_per_s": round(bits_per_s(pair))}
             for pair in pairs if pair.get("bytes") and pair["seconds"] > 0]  # fmt: skip
 
 
@@ -57,20 +59,20 @@ def inspector(job: Job, run_dir: Path | None = None,
 
     def inspect(hosts: Sequence[Host], facts: Mapping[str, Any],
                 noise: Mapping[str, str]) -> list[str]:  # fmt: skip
-        wishes = wishes_of(job, hosts)
-        scene = Scene(tuple(hosts), {}, facts, dict(wishes.pythons), noise, wishes)
-        found = examine.judge(scene, "facts")
+        requirements = requirements_of(job, hosts)
+        survey = Survey(tuple(hosts), {}, facts, dict(requirements.pythons), noise, requirements)
+        findings = runner.evaluate(survey, "facts")
         if run_dir is not None:
-            _write(run_dir, found, links)
-        refuse(found)
-        return [f.message for f in found if f.outcome == "warn" and f.check in TOLD]
+            _write(run_dir, findings, links)
+        raise_failures(findings)
+        return [f.message for f in findings if f.outcome == "warn" and f.check in REPORTED_CHECKS]
 
     return inspect
 
 
-def wishes_of(job: Job, hosts: Sequence[Host]) -> Wishes:
+def requirements_of(job: Job, hosts: Sequence[Host]) -> Requirements:
     """What the checks need to know of the job."""
-    return Wishes(
+    return Requirements(
         pythons={host.name: decide.python_of(job, host) for host in hosts},
         workdirs={host.name: host.workdir or job.workdir for host in hosts},
         needs_torch=job.needs_torch,
@@ -80,20 +82,20 @@ def wishes_of(job: Job, hosts: Sequence[Host]) -> Wishes:
     )
 
 
-def refuse(found: Sequence[Finding]) -> None:
+def raise_failures(findings: Sequence[Finding]) -> None:
     """NodeError for what would fail."""
-    failed = [finding for finding in found if finding.outcome == "fail"]
-    if failed:
+    failures = [finding for finding in findings if finding.outcome == "fail"]
+    if failures:
         raise NodeError(
-            f"the checks found what would fail: {failed[0].message}",
-            found="\n".join(finding.message for finding in failed[1:]),
-            remedy="\n".join(dict.fromkeys(finding.remedy for finding in failed)),
+            f"the checks found what would fail: {failures[0].message}",
+            found="\n".join(finding.message for finding in failures[1:]),
+            remedy="\n".join(dict.fromkeys(finding.remedy for finding in failures)),
         )
 
 
-def _write(run_dir: Path, found: Sequence[Finding], links: Sequence[Mapping[str, Any]]) -> None:
+def _write(run_dir: Path, findings: Sequence[Finding], links: Sequence[Mapping[str, Any]]) -> None:
     measured = {"links": links} if links else {}
-    both = {"findings": [finding.to_json() for finding in found], **measured}
-    text = json.dumps(both, indent=2)
+    document = {"findings": [finding.to_json() for finding in findings], **measured}
+    text = json.dumps(document, indent=2)
     with contextlib.suppress(OSError):  # a full disk is told where the run itself meets it
         (run_dir / names.FINDINGS).write_text(text + "\n", encoding="utf-8")

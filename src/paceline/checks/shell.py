@@ -7,12 +7,12 @@ it as data.
 
 from __future__ import annotations
 
-from paceline.checks.check import Check, Scene, passed, warned
+from paceline.checks.check import Check, Survey, passed, warned
 from paceline.spec.finding import Finding
 
 
-def judge(scene: Scene) -> list[Finding]:
-    found = [
+def evaluate(survey: Survey) -> list[Finding]:
+    findings = [
         warned(
             "shell",
             [name],
@@ -21,10 +21,10 @@ def judge(scene: Scene) -> list[Finding]:
             f"On {name}, in ~/.bashrc (or ~/.profile) move the printing below a line "
             "`case $- in *i*) ;; *) return ;; esac`",
         )
-        for name in scene.names
-        if (text := scene.noise.get(name, "").strip())
+        for name in survey.names
+        if (text := survey.shell_output.get(name, "").strip())
     ]
-    return found or [passed("shell", scene.names, "shell start-up files are quiet")]
+    return findings or [passed("shell", survey.names, "shell start-up files are quiet")]
 
 
 def _quoted(text: str) -> str:
@@ -32,4 +32,4 @@ def _quoted(text: str) -> str:
     return repr(line if len(line) <= 60 else line[:59] + "…")
 
 
-check = Check("shell", "Shell start-up", "facts", judge)
+check = Check("shell", "Shell start-up", "facts", evaluate)

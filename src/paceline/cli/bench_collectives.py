@@ -26,7 +26,7 @@ from paceline.spec.hosts import Cluster
 from paceline.spec.job import Entry
 
 if TYPE_CHECKING:
-    from paceline.checks.check import Scene
+    from paceline.checks.check import Survey
 
 MODULE = "paceline.bench.collectives_job"
 RESULT = "collectives.json"
@@ -209,26 +209,26 @@ def measure_links(ctx: click.Context, cluster: Cluster, via: Via) -> Links:
     """
     import asyncio
 
-    from paceline.checks.link import bits
-    from paceline.checks.link import judge as judge_link
+    from paceline.checks.link import bits_per_s
+    from paceline.checks.link import evaluate as evaluate_link
     from paceline.remote.openssh import SshOptions
 
     if len(cluster.hosts) < 2 or not via.scheduler.direct:
         return {}, {}, None
     ssh = SshOptions(ctx.params["ssh_config"], ctx.params["accept_new_host_keys"])
-    scene = asyncio.run(_examine(ctx, cluster, ssh))
-    pairs = (scene.evidence.get("link") or {}).get("pairs", [])
+    survey = asyncio.run(_examine(ctx, cluster, ssh))
+    pairs = (survey.evidence.get("link") or {}).get("pairs", [])
     rates: dict[tuple[str, str], float] = {}
     for pair in (pair for pair in pairs if "bytes" in pair):  # some were measured several times
         way = (pair["source"], pair["target"])
-        rates[way] = max(bits(pair), rates.get(way, 0.0))
-    slow = judge_link(scene) if pairs else []
+        rates[way] = max(bits_per_s(pair), rates.get(way, 0.0))
+    slow = evaluate_link(survey) if pairs else []
     words = {host: one.message for one in slow if one.outcome != "pass" for host in one.hosts}
-    second = asyncio.run(_second_opinion(scene, ssh, rates)) if rates else None
+    second = asyncio.run(_second_opinion(survey, ssh, rates)) if rates else None
     return rates, words, second
 
 
-async def _second_opinion(scene: Scene, ssh: Any,
+async def _second_opinion(survey: Survey, ssh: Any,
                           rates: Mapping[tuple[str, str], float]) -> Any:  # fmt: skip
     """What iperf3 says of the slowest way; ``None`` where a host lacks it or it fails."""
     import asyncio
@@ -237,11 +237,11 @@ async def _second_opinion(scene: Scene, ssh: Any,
     from paceline.remote.fanout import connect_all
 
     source, target = min(rates, key=rates.__getitem__)
-    by_name = {host.name: host for host in scene.present}
+    by_name = {host.name: host for host in survey.present}
     hosts = [by_name[source], by_name[target]]
-    channels = await connect_all(hosts, [scene.chosen[host.name] for host in hosts], ssh)
+    channels = await connect_all(hosts, [survey.interpreters[host.name] for host in hosts], ssh)
     try:
-        bits = await iperf3.measure(channels[0], channels[1], scene.networks[target].address)
+        bits = await iperf3.measure(channels[0], channels[1], survey.networks[target].address)
     except (PacelineError, ConnectionError, asyncio.TimeoutError):
         return None
     finally:
@@ -249,18 +249,18 @@ async def _second_opinion(scene: Scene, ssh: Any,
     return (source, target, bits) if bits else None
 
 
-async def _examine(ctx: click.Context, cluster: Cluster, ssh: Any) -> Scene:
-    from paceline.checks.check import Wishes
-    from paceline.checks.examine import examine
+async def _examine(ctx: click.Context, cluster: Cluster, ssh: Any) -> Survey:
+    from paceline.checks.check import Requirements
+    from paceline.checks.runner import survey_hosts
 
     hosts = cluster.hosts[: ctx.params["nnodes"] or len(cluster.hosts)]
     python = ctx.params["python"] or this_machine.default_python()
-    wishes = Wishes(
+    requirements = Requirements(
         pythons={host.name: host.python or python for host in hosts},
         workdirs={host.name: host.workdir or str(Path.cwd()) for host in hosts},
         interface=ctx.params["iface"],
     )
-    return await examine(hosts, ssh, wishes, "full", only=("ports", "link"))
+    return await survey_hosts(hosts, ssh, requirements, "full", only=("ports", "link"))
 
 
 def run(ctx: click.Context, cluster: Cluster, via: Via,

@@ -37,7 +37,7 @@ from paceline.spec.job import Entry, Job, recorded
 from paceline.spec.terminal import clean
 
 if TYPE_CHECKING:
-    from paceline.checks.check import Level, Scene
+    from paceline.checks.check import Level, Survey
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -78,36 +78,36 @@ def command(ctx: click.Context, /, as_json: bool, plain: bool, bundle: Path | No
     """
     import asyncio
 
-    from paceline.checks.examine import examine, exit_status, judge
-    from paceline.checks.preflight import wishes_of
+    from paceline.checks.preflight import requirements_of
+    from paceline.checks.runner import evaluate, exit_status, survey_hosts
 
     level: Level = "quick" if ctx.params["quick"] else "full"
     hosts, job, ssh = subject(ctx)
     paths = {name: ctx.params[name] for name in ("data", "shared")}
-    wishes = replace(wishes_of(job, hosts), **paths)
+    requirements = replace(requirements_of(job, hosts), **paths)
     with progress(quiet=as_json or plain) as say:
-        scene = asyncio.run(examine(hosts, ssh, wishes, level, say))
-        findings = judge(scene, level)
-        if ctx.params["trial"] and worth_a_trial(scene, findings, level):
+        survey = asyncio.run(survey_hosts(hosts, ssh, requirements, level, say))
+        findings = evaluate(survey, level)
+        if ctx.params["trial"] and worth_a_trial(survey, findings, level):
             from paceline.cli.trial import attempt
 
             say("collectives")
-            scene = scene.with_evidence("trial", attempt(scene, job, ssh))
-            findings = judge(scene, level)
-    environment = environment_of(job, scene)
+            survey = survey.with_evidence("trial", attempt(survey, job, ssh))
+            findings = evaluate(survey, level)
+    environment = environment_of(job, survey)
     if bundle is not None:
-        write_bundle(bundle, scene, findings, environment)
+        write_bundle(bundle, survey, findings, environment)
     if as_json:
         click.echo(json.dumps(to_json(findings, environment), indent=2))
     else:
-        show(scene, findings, environment, plain)
+        show(survey, findings, environment, plain)
     ctx.exit(exit_status(findings))
 
 
-def worth_a_trial(scene: Scene, findings: Sequence[Finding], level: Level) -> bool:
+def worth_a_trial(survey: Survey, findings: Sequence[Finding], level: Level) -> bool:
     """Whether a job could run at all: where something fails already, it would only fail too."""
     well = all(finding.outcome != "fail" for finding in findings)
-    return level == "full" and well and scene.wishes.needs_torch and len(scene.names) > 1
+    return level == "full" and well and survey.requirements.needs_torch and len(survey.names) > 1
 
 
 def subject(ctx: click.Context) -> tuple[tuple[Host, ...], Job, SshOptions]:
@@ -130,16 +130,16 @@ def subject(ctx: click.Context) -> tuple[tuple[Host, ...], Job, SshOptions]:
     return choose_hosts(job, cluster), job, ssh
 
 
-def environment_of(job: Job, scene: Scene) -> dict[str, dict[str, str]]:
+def environment_of(job: Job, survey: Survey) -> dict[str, dict[str, str]]:
     """By host, what ``run`` sets there: the same function makes the plan."""
     from paceline.launch import decide
 
-    if not scene.networks or scene.refusals:  # a run would have other nodes
+    if not survey.networks or survey.refusals:  # a run would have other nodes
         return {}
-    head = scene.networks[scene.names[0]].address
+    head = survey.networks[survey.names[0]].address
     found = {}
-    for host in scene.present:
-        facts, network = scene.facts[host.name], scene.networks[host.name]
+    for host in survey.present:
+        facts, network = survey.facts[host.name], survey.networks[host.name]
         processes = decide.processes_on(job, host, facts).value
         variables = decide.node_env(job, host, facts, processes, network)
         found[host.name] = {
@@ -157,14 +157,14 @@ def to_json(findings: Sequence[Finding],
     return {"findings": [finding.to_json() for finding in findings], "environment": environment}
 
 
-def show(scene: Scene, findings: Sequence[Finding], environment: Mapping[str, Mapping[str, str]],
+def show(survey: Survey, findings: Sequence[Finding], environment: Mapping[str, Mapping[str, str]],
          plain: bool) -> None:  # fmt: skip
     """Conclusion, what to do, hosts × checks, the matrix of pairs, the environment."""
-    from paceline.checks.examine import conclusion
+    from paceline.checks.runner import conclusion
 
     text = report.lines(conclusion(findings), findings, everything=plain)
-    names = [host.name for host in scene.hosts]
-    tables = [report.grid(names, findings), *_rates(scene)]
+    names = [host.name for host in survey.hosts]
+    tables = [report.grid(names, findings), *_rates(survey)]
     after = report.environment_lines(environment)
     if plain:
         blocks = [text, *(report.aligned(*table) for table in tables), after]
@@ -173,25 +173,27 @@ def show(scene: Scene, findings: Sequence[Finding], environment: Mapping[str, Ma
         report.draw(text, tables, after, sys.stdout)
 
 
-def _rates(scene: Scene) -> list[tuple[list[str], list[list[str]]]]:
-    from paceline.checks.link import bits
+def _rates(survey: Survey) -> list[tuple[list[str], list[list[str]]]]:
+    from paceline.checks.link import bits_per_s
 
-    pairs = (scene.evidence.get("link") or {}).get("pairs", [])
+    pairs = (survey.evidence.get("link") or {}).get("pairs", [])
     rates = {
-        (pair["source"], pair["target"]): bit_rate(bits(pair)) if "bytes" in pair else "nothing"
+        (pair["source"], pair["target"]): bit_rate(bits_per_s(pair))
+        if "bytes" in pair
+        else "nothing"
         for pair in pairs
     }
-    return [report.matrix(scene.names, rates, "from \\ to")] if rates else []
+    return [report.matrix(survey.names, rates, "from \\ to")] if rates else []
 
 
-def write_bundle(path: Path, scene: Scene, findings: Sequence[Finding],
+def write_bundle(path: Path, survey: Survey, findings: Sequence[Finding],
                  environment: Mapping[str, Mapping[str, str]]) -> None:  # fmt: skip
     """Everything that support needs, as JSON files in one archive. Facts hold no secrets."""
     from paceline.report.bundle import write
 
     contents = {
         "findings.json": to_json(findings, environment),
-        "scene.json": scene.to_json(),
+        "scene.json": survey.to_json(),
     }
     write(path, contents)
     say(f"paceline: wrote {path}", err=True)

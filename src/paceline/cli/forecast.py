@@ -399,28 +399,30 @@ def links(probing: Probing) -> tuple[dict[tuple[str, str], float], dict[str, str
         return {}, {}
     import asyncio
 
-    from paceline.checks.check import Wishes
-    from paceline.checks.examine import all_there, examine
-    from paceline.checks.link import bits
+    from paceline.checks.check import Requirements
+    from paceline.checks.link import bits_per_s
+    from paceline.checks.runner import require_all_reachable, survey_hosts
     from paceline.remote.openssh import SshOptions
 
     say(f"paceline: the links between {len(hosts)} hosts", err=True)
     python = ctx.params["python"] or this_machine.default_python()
-    wishes = Wishes(
+    requirements = Requirements(
         pythons={host.name: host.python or python for host in hosts},
         workdirs={host.name: host.workdir or str(Path.cwd()) for host in hosts},
         interface=ctx.params["iface"],
     )
     ssh = SshOptions(ctx.params["ssh_config"], ctx.params["accept_new_host_keys"])
-    scene = asyncio.run(examine(hosts, ssh, wishes, "full", only=("ports", "link")))
-    left = [host.name for host in hosts if host.name not in scene.refusals]
+    survey = asyncio.run(survey_hosts(hosts, ssh, requirements, "full", only=("ports", "link")))
+    left = [host.name for host in hosts if host.name not in survey.refusals]
     typed = (ctx.params["hosts"] or "").split(",")  # not where a file or a lab describes them
     listed = left and set(left).issubset(typed)
-    all_there(scene, f"; without them: -H {','.join(left)}" if listed else "; or leave them out")
-    pairs = (scene.evidence.get("link") or {}).get("pairs", [])
-    rates = {(p["source"], p["target"]): bits(p) for p in pairs
+    require_all_reachable(
+        survey, f"; without them: -H {','.join(left)}" if listed else "; or leave them out"
+    )
+    pairs = (survey.evidence.get("link") or {}).get("pairs", [])
+    rates = {(p["source"], p["target"]): bits_per_s(p) for p in pairs
              if "bytes" in p and p["seconds"] > 0}  # fmt: skip
-    return rates, {name: kind_of(facts) for name, facts in scene.facts.items()}
+    return rates, {name: kind_of(facts) for name, facts in survey.facts.items()}
 
 
 def kind_of(facts: Mapping[str, Any]) -> str:

@@ -458,18 +458,18 @@ def names(ctx: click.Context, /, **_: object) -> None:
     """Print lines for /etc/hosts, and what is wrong with those that are there. Changes nothing."""
     import asyncio
 
-    from paceline.checks.check import Wishes
-    from paceline.checks.examine import examine
+    from paceline.checks.check import Requirements
+    from paceline.checks.runner import survey_hosts
 
     hosts, ssh = cluster_hosts(ctx)
     pythons = {host.name: host.python or this_machine.default_python() for host in hosts}
-    wishes = Wishes(pythons, dict.fromkeys(pythons, str(Path.cwd())))
-    scene = asyncio.run(examine(hosts, ssh, wishes, "quick"))
-    addresses = {name: scene.address(name) for name in scene.names}
+    requirements = Requirements(pythons, dict.fromkeys(pythons, str(Path.cwd())))
+    survey = asyncio.run(survey_hosts(hosts, ssh, requirements, "quick"))
+    addresses = {name: survey.address(name) for name in survey.names}
     say("# the same lines for /etc/hosts of every host:")
-    say("\n".join(lines.hosts_lines(addresses, scene.facts)))
-    for name in scene.names:
-        for line in lines.loopback_lines(scene.facts[name]):
+    say("\n".join(lines.hosts_lines(addresses, survey.facts)))
+    for name in survey.names:
+        for line in lines.loopback_lines(survey.facts[name]):
             say(f"# on {name}, take the own name off line {line}")
 
 

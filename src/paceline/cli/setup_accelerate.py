@@ -21,24 +21,26 @@ if TYPE_CHECKING:
 
 def write(hosts: Sequence[Host], ssh: SshOptions, given: Mapping[str, Any]) -> None:
     """Looks at the hosts and writes a file for each; ConnectError for those that refuse."""
-    from paceline.checks.check import Wishes
-    from paceline.checks.examine import all_there, examine
+    from paceline.checks.check import Requirements
+    from paceline.checks.runner import require_all_reachable, survey_hosts
     from paceline.launch.affinity import gpus_seen
 
     pythons = {host.name: host.python or this_machine.default_python() for host in hosts}
-    wishes = Wishes(pythons, dict.fromkeys(pythons, str(Path.cwd())), interface=given["iface"])
-    scene = asyncio.run(examine(hosts, ssh, wishes, "quick"))
-    all_there(scene)
+    requirements = Requirements(
+        pythons, dict.fromkeys(pythons, str(Path.cwd())), interface=given["iface"]
+    )
+    survey = asyncio.run(survey_hosts(hosts, ssh, requirements, "quick"))
+    require_all_reachable(survey)
     machines = []
     for host in hosts:
-        facts = scene.facts[host.name]
+        facts = survey.facts[host.name]
         makers = [gpu["maker"] for gpu in gpus_seen(facts, facts.get("environment") or {})]
-        network = scene.networks.get(host.name)
+        network = survey.networks.get(host.name)
         interface = network.interface if network else ""
         cpus = len((facts.get("cpu") or {}).get("available", ()))
         asked = given["nproc_per_node"]
         machines.append(accelerate.machine(host, makers, cpus, asked, interface))
-    address = scene.address(hosts[0].name)
+    address = survey.address(hosts[0].name)
     texts = accelerate.files(machines, address, given["port"], given["mixed_precision"])
     for line in _placed(machines, texts, ssh, given):
         say(line)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.bandwidth import COLLECTIVES, PARTS
-from paceline.checks.check import Scene
+from paceline.checks.check import Survey
 from paceline.launch.launcher import run_job
 from paceline.launch.screen import Screen
 from paceline.launch.summary import RunOutcome
@@ -38,14 +38,14 @@ class Silent(Screen):
         """Ours says that collectives are tried."""
 
 
-def attempt(scene: Scene, job: Job, ssh: SshOptions) -> dict[str, Any]:
+def attempt(survey: Survey, job: Job, ssh: SshOptions) -> dict[str, Any]:
     """Evidence for the check ``trial``: loaded versions by host, rows, or why it failed."""
     with tempfile.TemporaryDirectory(prefix="paceline-trial-") as folder:
         path = Path(folder) / "run"
         try:
             outcome = run_job(
                 trial_job(job),
-                Cluster(scene.present),
+                Cluster(survey.present),
                 load(DEFAULT).start(Options(ssh=ssh)),
                 Silent("none"),
                 run_dir=path,

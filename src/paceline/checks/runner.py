@@ -1,4 +1,4 @@
-"""Runs the checks: log in, ask, judge, conclude.
+"""Runs the checks: log in, ask, evaluate, conclude.
 
 The asking decides nothing; the judging and the conclusion do no I/O.
 """
@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paceline.checks import due
-from paceline.checks.check import Check, Level, Probing, Scene, Wishes, unknown
+from paceline.checks import checks_up_to
+from paceline.checks.check import Check, Level, ProbeSession, Requirements, Survey, unknown
 from paceline.remote.channel import Channel
 from paceline.remote.fanout import reach_all
 from paceline.remote.network import LOOPBACK
@@ -21,26 +21,26 @@ from paceline.spec.finding import Finding, Outcome
 from paceline.spec.helptext import counted
 from paceline.spec.hosts import Host
 
-GOODBYE_S = 2.0
+CLOSE_TIMEOUT_S = 2.0
 
 Progress = Callable[[str], None]
 
 
-async def examine(hosts: Sequence[Host], ssh: SshOptions, wishes: Wishes, level: Level,
+async def survey_hosts(hosts: Sequence[Host], ssh: SshOptions, requirements: Requirements, level: Level,
                   progress: Progress = lambda text: None,
-                  only: Sequence[str] = ()) -> Scene:  # fmt: skip
+                  only: Sequence[str] = ()) -> Survey:  # fmt: skip
     """Logs in to all hosts and asks those that let us in.
 
     Args:
         hosts: In rank order.
         ssh: How to log in.
-        wishes: What the job would need.
+        requirements: What the job would need.
         level: How much to ask.
         progress: Told what is being looked at.
         only: Probes of these checks alone; empty for all that are due.
     """
     progress(f"logging in to {len(hosts)} host{'s' * (len(hosts) > 1)}")
-    pythons = [wishes.pythons[host.name] for host in hosts]
+    pythons = [requirements.pythons[host.name] for host in hosts]
     outcomes = await reach_all(hosts, pythons, ssh)
     channels = {o.host.name: o for o in outcomes if isinstance(o, Channel)}
     refusals = {
@@ -52,100 +52,100 @@ async def examine(hosts: Sequence[Host], ssh: SshOptions, wishes: Wishes, level:
         for o in outcomes
         if not isinstance(o, Channel)
     }
-    scene = Scene(
+    survey = Survey(
         hosts=tuple(hosts),
         refusals=refusals,
         facts={name: channel.facts for name, channel in channels.items()},
-        chosen={name: channel.chosen_python for name, channel in channels.items()},
-        noise={name: channel.noise for name, channel in channels.items()},
-        wishes=wishes,
+        interpreters={name: channel.chosen_python for name, channel in channels.items()},
+        shell_output={name: channel.noise for name, channel in channels.items()},
+        requirements=requirements,
     )
     try:
-        return await ask(channels, scene, level, progress, only)
+        return await run_probes(channels, survey, level, progress, only)
     finally:
-        await asyncio.gather(*(channel.close(GOODBYE_S) for channel in channels.values()))
+        await asyncio.gather(*(channel.close(CLOSE_TIMEOUT_S) for channel in channels.values()))
 
 
-def all_there(scene: Scene, remedy: str = "") -> None:
+def require_all_reachable(survey: Survey, remedy: str = "") -> None:
     """ConnectError that names the hosts that did not let us in, where there are some."""
-    if away := scene.refusals:
+    if refusals := survey.refusals:
         raise ConnectError(
-            f"{counted(len(away), 'host')} cannot be reached: {', '.join(away)}",
-            found="\n".join(f"{name}: {said['found']}" for name, said in away.items()),
+            f"{counted(len(refusals), 'host')} cannot be reached: {', '.join(refusals)}",
+            found="\n".join(f"{name}: {refusal['found']}" for name, refusal in refusals.items()),
             remedy=f"paceline check names the cause of each{remedy}",
         )
 
 
-async def ask(channels: Mapping[str, Channel], scene: Scene, level: Level,
+async def run_probes(channels: Mapping[str, Channel], survey: Survey, level: Level,
               progress: Progress = lambda text: None,
-              only: Sequence[str] = ()) -> Scene:  # fmt: skip
-    """The scene with the evidence of every probe that is due."""
+              only: Sequence[str] = ()) -> Survey:  # fmt: skip
+    """The survey with the evidence of every probe that is due."""
     if not channels or level == "facts":
-        return scene
-    probing = Probing(channels, scene)
+        return survey
+    session = ProbeSession(channels, survey)
     if len(channels) == 1:
-        probing.networks = dict.fromkeys(channels, LOOPBACK)
-    for check in due(level):
-        wanted = not only or check.id in only
-        if wanted and check.probe is not None and applies(check, scene):
+        session.networks = dict.fromkeys(channels, LOOPBACK)
+    for check in checks_up_to(level):
+        is_selected = not only or check.id in only
+        if is_selected and check.probe is not None and applies(check, survey):
             progress(check.title.lower())
-            await _ask_one(probing, check)
-    return probing.scene
+            await _run_probe(session, check)
+    return session.survey
 
 
-def applies(check: Check, scene: Scene) -> bool:
+def applies(check: Check, survey: Survey) -> bool:
     """Whether the check makes sense for these hosts and this job."""
-    if check.several and len(scene.names) < 2:
+    if check.needs_several_hosts and len(survey.names) < 2:
         return False
-    return scene.wishes.needs_torch or not check.torch
+    return survey.requirements.needs_torch or not check.needs_torch
 
 
-async def _ask_one(probing: Probing, check: Check) -> None:
+async def _run_probe(session: ProbeSession, check: Check) -> None:
     assert check.probe is not None
     try:
-        found = await check.probe(probing)
+        result = await check.probe(session)
     except (PacelineError, ConnectionError, asyncio.TimeoutError, OSError) as error:
-        failures = {**probing.scene.failures, check.id: _words(error)}
-        probing.scene = replace(probing.scene, failures=failures)
+        failures = {**session.survey.failures, check.id: _error_text(error)}
+        session.survey = replace(session.survey, failures=failures)
         return
-    scene = probing.scene.with_evidence(check.id, _plain(found))
-    probing.scene = replace(scene, networks=dict(probing.networks))
+    survey = session.survey.with_evidence(check.id, _without_request_ids(result))
+    session.survey = replace(survey, networks=dict(session.networks))
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     if isinstance(error, PacelineError):
         return f"{error.message}: {error.found}" if error.found else error.message
     return str(error) or "no answer in time"
 
 
-def _plain(found: Any) -> Any:
+def _without_request_ids(result: Any) -> Any:
     """Without the numbers of the requests."""
-    if isinstance(found, dict):
-        return {key: _plain(value) for key, value in found.items() if key != "re"}
-    return [_plain(value) for value in found] if isinstance(found, list) else found
+    if isinstance(result, dict):
+        return {key: _without_request_ids(item) for key, item in result.items() if key != "re"}
+    return [_without_request_ids(item) for item in result] if isinstance(result, list) else result
 
 
-def judge(scene: Scene, level: Level) -> list[Finding]:
+def evaluate(survey: Survey, level: Level) -> list[Finding]:
     """Every finding, in the order of the registry. Pure."""
-    found: list[Finding] = []
-    for check in due(level):
-        if check.id == "login" or (scene.names and applies(check, scene)):
-            found += _judge_one(check, scene, level)
-    return found
+    findings: list[Finding] = []
+    for check in checks_up_to(level):
+        if check.id == "login" or (survey.names and applies(check, survey)):
+            findings += _evaluate_check(check, survey, level)
+    return findings
 
 
-def _judge_one(check: Check, scene: Scene, level: Level) -> list[Finding]:
-    if check.id in scene.failures:
+def _evaluate_check(check: Check, survey: Survey, level: Level) -> list[Finding]:
+    if check.id in survey.failures:
         return [
             unknown(
                 check.id,
-                scene.names,
-                f"{check.title.lower()} could not be checked: {scene.failures[check.id]}",
+                survey.names,
+                f"{check.title.lower()} could not be checked: {survey.failures[check.id]}",
             )
         ]
-    if check.probe is not None and check.id not in scene.evidence and level != "facts":
+    if check.probe is not None and check.id not in survey.evidence and level != "facts":
         return []
-    return check.judge(scene)
+    return check.evaluate(survey)
 
 
 SEVERITY: tuple[Outcome, ...] = ("fail", "unknown", "warn", "pass")
@@ -168,24 +168,24 @@ def ranked(findings: Sequence[Finding]) -> list[Finding]:
 
 def conclusion(findings: Sequence[Finding]) -> str:
     """The first line: the gravest finding, or that all is well."""
-    counts = {outcome: len(with_outcome(findings, outcome)) for outcome in SEVERITY}
+    totals = {outcome: len(with_outcome(findings, outcome)) for outcome in SEVERITY}
     if not findings:
         return "nothing was checked"
     gravest = ranked(findings)[0]
     if gravest.outcome == "pass":
-        return f"all is well: {counts['pass']} checks passed"
+        return f"all is well: {totals['pass']} checks passed"
     label = {"fail": "will fail", "unknown": "could not be checked", "warn": "warning"}
-    more = _and_more(counts, gravest.outcome)
-    return f"{label[gravest.outcome]}: {gravest.message}{more}"
+    suffix = _remaining_text(totals, gravest.outcome)
+    return f"{label[gravest.outcome]}: {gravest.message}{suffix}"
 
 
-def _and_more(counts: dict[Outcome, int], gravest: Outcome) -> str:
+def _remaining_text(totals: dict[Outcome, int], gravest: Outcome) -> str:
     nouns: dict[Outcome, str] = {
         "fail": "failure",
         "unknown": "unknown",
         "warn": "warning",
         "pass": "pass",
     }
-    left = {o: counts[o] - (o == gravest) for o in SEVERITY[:3]}
-    parts = [f"{n} more {nouns[o]}{'s' * (n > 1)}" for o, n in left.items() if n]
+    remaining = {o: totals[o] - (o == gravest) for o in SEVERITY[:3]}
+    parts = [f"{n} more {nouns[o]}{'s' * (n > 1)}" for o, n in remaining.items() if n]
     return f" (and {', '.join(parts)})" if parts else ""

@@ -287,9 +287,12 @@ class _Growing:
                 continue
             with contextlib.suppress(OSError):  # in use, or another agent was faster
                 if path == self._left or self._is_abandoned(path, now):
-                    inside.rename(self._root, path, self._part, durable=False)
+                    # under a new name: SMB replaces no file that somebody has open
+                    taken = "%s-%s" % (self._left, secrets.token_hex(8))
+                    inside.rename(self._root, path, taken, durable=False)
                     os.close(self._file)
-                    self._file = _locked(self._root, self._part)
+                    os.unlink(os.path.join(self._root, self._part))
+                    self._part, self._file = taken, _locked(self._root, taken)
                     return
 
     def _is_abandoned(self, path: str, now: float) -> bool:

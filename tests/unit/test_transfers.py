@@ -200,9 +200,9 @@ def test_an_empty_tree_is_a_folder(tmp_path: Path) -> None:
 def test_messages_of_small_files_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "BLOCK", 10 * files.SMALLEST)
     sizes = {**{f"e{at}": 0 for at in range(25)}, "l": 8 * files.SMALLEST, "m": 50}
-    handfuls = list(files._handfuls(list(sizes), sizes))
-    assert [name for handful in handfuls for name in handful] == list(sizes)
-    assert [len(handful) for handful in handfuls] == [10, 10, 6, 1]
+    groups = list(files.grouped(list(sizes), sizes.__getitem__))
+    assert [name for group in groups for name in group] == list(sizes)
+    assert [len(group) for group in groups] == [10, 10, 6, 1]
 
 
 def test_a_damaged_cache_is_filled_again(tmp_path: Path, cache: Path) -> None:

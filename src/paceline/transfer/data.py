@@ -17,7 +17,7 @@ from paceline.agent.snapshot import BLOCK, hash_file
 from paceline.remote.channel import AgentRefusal, Channel
 from paceline.spec.errors import NodeError
 from paceline.spec.helptext import counted
-from paceline.transfer.files import SMALL, SMALLEST, Window, is_out_of_space
+from paceline.transfer.files import SMALL, Window, grouped, is_out_of_space
 from paceline.transfer.links import OutwardLinks
 
 Item = Sequence[Any]  # path, size, mtime in microseconds
@@ -299,27 +299,13 @@ async def _send_small(
     sent: Callable[[int], None],
 ) -> None:
     async with Window() as window:
-        for handful in _handfuls(items):
+        for handful in grouped(items, lambda item: item[1]):
             content = await asyncio.to_thread(_read, folder.place, handful)
             if window.full:
                 await window.next()
             window.add(channel.request("put_data_files", items=handful, blob=content, **about))
             sent(len(content))
         await window.rest()
-
-
-def _handfuls(items: Sequence[Item]) -> Iterator[list[Item]]:
-    """Files in groups of about a block."""
-    handful: list[Item] = []
-    room = BLOCK
-    for item in items:
-        handful.append(item)
-        room -= item[1] + SMALLEST
-        if room <= 0:
-            yield handful
-            handful, room = [], BLOCK
-    if handful:
-        yield handful
 
 
 def _read(root: Path, items: Sequence[Item]) -> bytes:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from paceline.agent.inside import Arriving
 from paceline.agent.snapshot import BLOCK
 from paceline.remote.channel import Channel
 from paceline.spec.errors import NodeError
+
+T = TypeVar("T")
 
 TRIES = 3  # for a node whose cache turns out to be damaged
 Entry = Sequence[object]
@@ -117,7 +119,7 @@ async def _send_contents(channel: Channel, entries: Sequence[Entry],
     sizes = {str(entry[1]): int(str(entry[3])) for entry in entries}
     small = [digest for digest in paths if sizes[digest] <= SMALL]
     async with Window() as window:
-        for digests in _handfuls(small, sizes):
+        for digests in grouped(small, sizes.__getitem__):
             contents = await asyncio.to_thread(_read, [paths[digest] for digest in digests])
             if window.full:
                 await window.next()
@@ -132,18 +134,18 @@ def _read(paths: Sequence[Path]) -> list[bytes]:
     return [path.read_bytes() for path in paths]
 
 
-def _handfuls(digests: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Contents in groups of about a block."""
-    handful: list[str] = []
+def grouped(items: Sequence[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Items in groups whose contents are about a block."""
+    group: list[T] = []
     room = BLOCK
-    for digest in digests:
-        handful.append(digest)
-        room -= sizes[digest] + SMALLEST
+    for item in items:
+        group.append(item)
+        room -= size(item) + SMALLEST
         if room <= 0:
-            yield handful
-            handful, room = [], BLOCK
-    if handful:
-        yield handful
+            yield group
+            group, room = [], BLOCK
+    if group:
+        yield group
 
 
 async def send_file(channel: Channel, digest: str, path: Path) -> None:

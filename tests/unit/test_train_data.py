@@ -111,12 +111,13 @@ def test_leaving_early_ends_the_thread() -> None:
     items.close()
 
 
-def test_cpus(tmp_path: Path) -> None:
+def test_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quota = tmp_path / "cpu.max"
+    monkeypatch.setattr(data, "_QUOTA", quota)
     quota.write_text("100000 100000\n")
-    assert allowed(quota) == 1
+    assert allowed() == 1
     quota.write_text("max 100000\n")
-    assert allowed(quota) == len(os.sched_getaffinity(0))
+    assert allowed() == len(os.sched_getaffinity(0))
     assert [loader_workers(cpus, ranks) for cpus, ranks in ((1, 1), (2, 2), (16, 4), (64, 1))] == [
         0, 0, 3, 8,
     ]  # fmt: skip

@@ -27,8 +27,6 @@ ATTRIBUTE = "_dynamo"
 DYNAMO = f"torch.{ATTRIBUTE}"
 UNMARKED = "__dynamo_disable"  # where PyTorch keeps what it made of a function not to be compiled
 
-Function = Callable[..., Any]
-
 
 def put_off() -> None:
     """From here on optimizers and DDP do without the compiler, until something imports it."""

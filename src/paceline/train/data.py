@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -332,9 +332,9 @@ def foretold(
         now, then = then, more()
 
 
-def ahead(items: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
-    """The same items, made in a thread up to ``depth`` in advance."""
-    ready: queue.Queue[tuple[str, Any]] = queue.Queue(depth)
+def ahead(items: Iterator[T]) -> Generator[T, None, None]:
+    """The same items, made in a thread up to two in advance."""
+    ready: queue.Queue[tuple[str, Any]] = queue.Queue(2)
     unwanted = threading.Event()
 
     def work() -> None:
@@ -513,21 +513,16 @@ def _moved(value: Any, device: torch.device, pins: bool) -> Any:
     return value.to(device)
 
 
-def allowed(quota_file: Path = _QUOTA) -> int:
+def allowed() -> int:
     """CPUs by affinity and by the container's quota, at least 1."""
     try:
         count = len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS
         count = os.cpu_count() or 1
-    return max(1, min(count, _quota(quota_file, count)))
-
-
-def _quota(file: Path, otherwise: int) -> int:
-    try:
-        quota, period = file.read_text().split()
-        return int(quota) // int(period)
-    except (OSError, ValueError):  # no control groups, or "max"
-        return otherwise
+    with suppress(OSError, ValueError):  # no control groups, or "max"
+        quota, period = _QUOTA.read_text().split()
+        count = min(count, int(quota) // int(period))
+    return max(1, count)
 
 
 def loader_workers(cpus: int, local_ranks: int) -> int:

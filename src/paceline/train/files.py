@@ -34,8 +34,8 @@ def open_plain(path: Path, flags: int) -> IO[bytes]:
     return os.fdopen(descriptor, "ab" if flags & os.O_APPEND else "rb+")
 
 
-def read_small(path: Path, most: int = _SMALL) -> bytes:
-    """All of a plain file of at most so many bytes. OSError for any other, and any larger one.
+def read_small(path: Path) -> bytes:
+    """All of a plain file of at most 64 MiB. OSError for any other, and any larger one.
 
     A run directory may come from a stranger: a pipe would keep us waiting, and a device or a file
     with holes has no end.
@@ -44,9 +44,9 @@ def read_small(path: Path, most: int = _SMALL) -> bytes:
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a plain file", str(path))
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise OSError(errno.EFBIG, f"more than {most >> 20} MiB", str(path))
+        content = file.read(_SMALL + 1)
+    if len(content) > _SMALL:
+        raise OSError(errno.EFBIG, f"more than {_SMALL >> 20} MiB", str(path))
     return content
 
 

@@ -608,9 +608,9 @@ def test_the_mover_computes_alone() -> None:
     torch.set_num_threads(2)
     try:
         mover = _Mover()
-        job = SimpleNamespace(bucket=SimpleNamespace(number=0), order=[])
-        job.do = lambda: seen.append(torch.get_num_threads())
-        mover.give(cast(Any, job))
+        method = SimpleNamespace(average=lambda _: seen.append(torch.get_num_threads()))
+        bucket = SimpleNamespace(flat=torch.zeros(1))
+        mover.average(cast(Any, method), cast(Any, bucket)).wait()
         mover.close()
         other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
         other.start()

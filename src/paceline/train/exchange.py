@@ -286,9 +286,7 @@ class Exchange:
         bucket = Bucket(given.index(), flat, owners, parts, given.is_last())
         if self._mover is None:
             return self._on_stream(bucket)
-        future: Future[Tensor] = Future()
-        self._mover.give(_Job(method, bucket, future))
-        return future
+        return self._mover.average(method, bucket)
 
     def _as_ddp(self, flat: Tensor) -> Future[Tensor]:
         """By DDP's own exact way, to the bit."""
@@ -336,26 +334,12 @@ def _on_bucket(exchange: Exchange, bucket: GradBucket) -> Future[Tensor]:
 _on_bucket.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
 
 
-@dataclass(slots=True)
-class _Job:
-    method: Method
-    bucket: Bucket
-    mean: Future[Tensor]
-
-    def do(self) -> None:
-        try:
-            with torch.no_grad():
-                self.method.average(self.bucket)
-            self.mean.set_result(self.bucket.flat)
-        except Exception as error:  # raised by who waits for it
-            self.mean.set_exception(error)  # type: ignore[arg-type]
-
-
 class _Mover:
     """The thread that averages buckets, one after the other."""
 
     def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[Method, Bucket, Future[Tensor]] | None]
+        self._waiting = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="gradients", daemon=True)
         # In it torch is to have no further threads: those that compute would keep them waiting.
         # That is a thread's own number, but also the one that later threads begin with.
@@ -364,16 +348,25 @@ class _Mover:
         self._alone.wait()
         torch.set_num_threads(usual)
 
-    def give(self, job: _Job) -> None:
-        self._waiting.put(job)
+    def average(self, method: Method, bucket: Bucket) -> Future[Tensor]:
+        """Has the bucket averaged when its turn comes; the future holds the mean, or the error."""
+        mean: Future[Tensor] = Future()
+        self._waiting.put((method, bucket, mean))
+        return mean
 
     def _work(self) -> None:
         torch.get_num_threads()  # or torch would begin later with what holds for others
         torch.set_num_threads(1)
         self._alone.set()
         while (job := self._waiting.get()) is not None:
-            job.do()
-            del job  # none is held while waiting for the next
+            method, bucket, mean = job
+            try:
+                with torch.no_grad():
+                    method.average(bucket)
+                mean.set_result(bucket.flat)
+            except Exception as error:  # raised by who waits for it
+                mean.set_exception(error)  # type: ignore[arg-type]
+            del job, method, bucket, mean  # none is held while waiting for the next
 
     def close(self) -> None:
         self._waiting.put(None)

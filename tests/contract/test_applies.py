@@ -28,7 +28,7 @@ from paceline.remote.channel import command_for
 from paceline.remote.openssh import ssh_command
 from paceline.rendezvous.started import StartedTransport
 from paceline.rendezvous.typed import TypedTransport
-from paceline.schedulers import commands, flux, mpi, submission
+from paceline.schedulers import commands, mpi, submission
 from paceline.schedulers.container import ContainerTransport, Probe, container_for
 from paceline.schedulers.ssh import SshTransport
 from paceline.spec.errors import SettingError
@@ -37,20 +37,17 @@ from paceline.spec.rundir import MODEL_CONFIG
 
 HOSTS = (Host("n1"), Host("n2", "10.0.0.2"))
 ALLOCATION = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
-INSTANCE = {"FLUX_URI": "local:///run/flux", "FLUX_ENCLOSING_ID": "ƒ7"}
 # manner → options that lead to it
 LEADING: dict[str, tuple[str, ...]] = {
     "ssh": ("--via", "ssh", "-H", "n1,n2"),
     "local": ("--via", "local"),
     "mpi": ("--via", "mpi", "-H", "n1,n2"),
     "slurm": ("--via", "slurm"),
-    "flux": ("--via", "flux"),
     "docker": ("--image", "i:1", "-H", "n1,n2"),
     "podman": ("--via", "podman", "--image", "i:1", "-H", "n1,n2"),
     "apptainer": ("--via", "apptainer", "--image", "i.sif", "-H", "n1,n2"),
     "rdzv": ("--rdzv", "127.0.0.1", "--nnodes", "2", "--node-rank", "0"),
     "slurm script": ("--via", "slurm", "--nnodes", "3", "--plan"),
-    "flux script": ("--via", "flux", "--nnodes", "3", "--plan"),
     "pbs script": ("--via", "pbs", "--nnodes", "3"),
     "lsf script": ("--via", "lsf", "--nnodes", "3"),
     "kubernetes script": (
@@ -163,7 +160,6 @@ def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
     monkeypatch.setattr(submission, "hand_in", written)
     monkeypatch.setattr(this_machine, "own_names", lambda: set[str]())
     monkeypatch.setattr(mpi, "find", lambda chosen: mpi.Mpi("mpich", "4", chosen or "mpiexec"))
-    monkeypatch.setattr(flux.Flux, "hosts", lambda *_: "n[1-2]")
     monkeypatch.setattr(commands.shutil, "which", lambda name, **_: f"/bin/{name}")
     monkeypatch.setattr("paceline.rundir.directory.fresh_path", lambda parent, name: parent / name)
     monkeypatch.setattr("time.strftime", lambda *_: "now")
@@ -204,8 +200,8 @@ def call(deed: Deed, verb: str, manner: str, options: Sequence[str]) -> tuple[in
     """Exit status, what was said, and what was done."""
     before, after = VERBS[verb]
     deed.text, deed.layouts = "", ()
-    env: dict[str, str | None] = dict.fromkeys([*ALLOCATION, *INSTANCE])
-    env |= {"slurm": ALLOCATION, "flux": INSTANCE}.get(manner, {})
+    env: dict[str, str | None] = dict.fromkeys(ALLOCATION)
+    env |= ALLOCATION if manner == "slurm" else {}
     done = CliRunner(env=env).invoke(
         program, [*before, *overridden(LEADING[manner], options), *after]
     )
@@ -259,7 +255,7 @@ def test_no_option_is_accepted_and_ignored(deed: Deed, verb: str, manner: str) -
             beside = ()
         value = OTHERWISE.get((manner, name), VALUES[name])
         words = [*beside, flag, *([value] if value else [])]
-        if name == "detach" and manner in ("slurm script", "flux script"):
+        if name == "detach" and manner == "slurm script":
             continue  # shown below: it has to do with what follows the submission
         if name == "plan_only" and (manner.endswith(" script") or several):
             continue  # what these do at all, but for Slurm's, is to print; a ladder has no plan
@@ -282,6 +278,12 @@ def test_no_option_is_accepted_and_ignored(deed: Deed, verb: str, manner: str) -
         fits = verb in where.verbs_of(how) and (not where.chosen or how.takes(name))
         assert refused or (status == 0 and did != before[2]), (verb, manner, words, said, did)
         assert refused is not fits, (verb, manner, words, said)
+
+
+def test_flux_is_refused_with_what_to_type_instead(deed: Deed) -> None:
+    status, said, _ = call(deed, "run", "ssh", ("--via", "flux"))
+    assert status == 2
+    assert '-H "$(flux getattr hostlist)"' in said
 
 
 @pytest.mark.parametrize("manner", LEADING)

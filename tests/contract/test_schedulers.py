@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import shlex
 import signal
@@ -18,13 +17,12 @@ from typing import Any
 
 import pytest
 
-from paceline.schedulers import SCHEDULERS, flux, inside, load, mpi, slurm, submission
+from paceline.schedulers import SCHEDULERS, inside, load, mpi, slurm, submission
 from paceline.schedulers.scheduler import Options
 from paceline.schedulers.script import BatchRequest
 from paceline.schedulers.slurm import parse_job
-from paceline.spec.errors import GoneError, PacelineError, SettingError
+from paceline.spec.errors import GoneError, SettingError
 from paceline.spec.hosts import Host
-from paceline.spec.launched import translated
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "schedulers"
 HOSTILE = ("a,b", "it's", '"q"', "$HOME", "a b", "64(x2)", "new\nline", "`id`", "\\", "ä", "")
@@ -129,7 +127,6 @@ def commands_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 # scheduler → the commands that it runs, what they say of a submitted job and of an unknown state
 SAID: dict[str, tuple[tuple[str, ...], dict[str, str], str]] = {
     "slurm": (("sbatch", "scontrol", "scancel"), {"sbatch": "12;cluster"}, "unknown-word.job.txt"),
-    "flux": (("flux",), {"flux": "ƒM7Zq9AKHno"}, "unknown-word.job.txt"),
 }
 
 
@@ -216,7 +213,7 @@ def test_a_hostile_record_of_a_job_is_none(name: str, job: object, tmp_path: Pat
     record = {"scheduler": name, "job": job, "output": "../../etc/passwd"}
     (tmp_path / submission.BATCH_FILE).write_text(json.dumps(record))
     found = submission.found_in(tmp_path)
-    assert found is None or re.fullmatch(r"[\wƒ][\w.+\[\]-]*", found.job)
+    assert found is None or re.fullmatch(r"\w[\w.+\[\]-]*", found.job)
     assert found is None or found.outputs == ()
 
 
@@ -224,7 +221,6 @@ def test_a_hostile_record_of_a_job_is_none(name: str, job: object, tmp_path: Pat
 # its dialect of host lists, in the variables of its tasks, and in the words of people and programs.
 OWN_WORDS = {
     "slurm": r"slurm|sbatch|srun|scontrol|scancel|squeue|sinfo|sacct|salloc",
-    "flux": r"\bflux\b|FLUX_",
     "pbs": r"qsub|qdel|qstat",
     "lsf": r"bsub|bkill|bjobs|LSB_",
     "kubernetes": r"kubectl|jobset",
@@ -348,7 +344,7 @@ def test_a_warned_batch_goes_back_into_the_queue(
     assert code == (1 if warned and phase == "set-up" else status)
 
 
-INJECTED = "x\n# flux: --queue=stolen\n#PBS -q stolen\n#BSUB -q stolen\n#SBATCH --partition=stolen"
+INJECTED = "x\n#PBS -q stolen\n#BSUB -q stolen\n#SBATCH --partition=stolen"
 
 
 @pytest.mark.parametrize("name", SHELL)
@@ -357,9 +353,7 @@ def test_no_word_becomes_a_directive(name: str) -> None:
     request = replace(REQUEST, words=(INJECTED,), workdir=f"/w/{INJECTED}", name=INJECTED)
     lines = render(name, request).splitlines()
     assert [line for line in lines if line.startswith("#") and "stolen" in line.split()] == []
-    assert [
-        line for line in lines if re.match(r"#(PBS|BSUB|SBATCH| flux:) .*[= ]stolen$", line)
-    ] == []
+    assert [line for line in lines if re.match(r"#(PBS|BSUB|SBATCH) .*[= ]stolen$", line)] == []
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -369,7 +363,7 @@ def test_a_hostile_run_directory_is_refused(name: str, folder: str) -> None:
         render(name, replace(REQUEST, run_dir=f"/runs/{folder}"))
 
 
-@pytest.mark.parametrize("name", ["pbs", "lsf", "kubernetes", "flux"])
+@pytest.mark.parametrize("name", ["pbs", "lsf", "kubernetes"])
 @pytest.mark.parametrize("gres", ["gpu:v100:2", "gpu", "license:1", "gpu:2,tmpdir:1"])
 def test_resources_that_cannot_be_written_are_refused(name: str, gres: str) -> None:
     with pytest.raises(SettingError, match="cannot be written for this batch system"):
@@ -413,10 +407,9 @@ def test_gpus_are_shared_out_and_counted(case: str) -> None:
         ({"constraint": "`id`"}, "cannot stand in a batch script"),
     ],
 )
-@pytest.mark.parametrize("name", ["slurm", "flux"])
-def test_wishes_that_cannot_be_are_refused(name: str, asked: dict[str, str], message: str) -> None:
+def test_wishes_that_cannot_be_are_refused(asked: dict[str, str], message: str) -> None:
     with pytest.raises(SettingError, match=message):
-        render(name, replace(REQUEST, **{"gres": "", **asked}))
+        render("slurm", replace(REQUEST, **{"gres": "", **asked}))
 
 
 def test_a_number_of_gpus_for_every_batch_system() -> None:
@@ -434,7 +427,6 @@ def test_a_number_of_gpus_for_every_batch_system() -> None:
 def test_features_that_the_nodes_must_have() -> None:
     request = replace(REQUEST, constraint="(v100|a100)&hdr")
     assert "\n#SBATCH --constraint=(v100|a100)&hdr\n" in render("slurm", request)
-    assert "\n# flux: --requires='(v100|a100)&hdr'\n" in render("flux", request)
 
 
 def as_kubernetes_reads(word: str) -> str:
@@ -797,115 +789,3 @@ def test_what_srun_says_is_explained(
     assert "n2" in error.message
     assert words in error.found
     assert error.remedy
-
-
-# --- Flux
-
-
-FLUX_JOBS = {  # file → word, over, exit status
-    "pending": ("SCHED", False, 1),
-    "running": ("RUN", False, 1),
-    "completed": ("COMPLETED", True, 0),
-    "failed": ("FAILED", True, 7),
-    "killed": ("FAILED", True, 128 + 9),
-    "cancelled": ("CANCELED", True, 128 + 15),
-    "never-ran": ("CANCELED", True, 128),
-    "timeout": ("TIMEOUT", True, 142),
-    "unknown-word": ("TELEPORTED", False, 1),
-}
-
-
-@pytest.mark.parametrize("name", FLUX_JOBS)
-def test_a_job_of_flux_is_read(name: str) -> None:
-    state = flux.parse_job((FIXTURES / "flux" / f"{name}.job.txt").read_text())
-    assert state is not None
-    assert (state.word, state.over) == FLUX_JOBS[name][:2]
-    assert not state.over or state.exit_code == FLUX_JOBS[name][2]
-
-
-def test_a_job_that_flux_does_not_know() -> None:
-    assert flux.parse_job("") is None
-
-
-def test_a_node_of_flux_is_read() -> None:
-    assert (
-        flux.parse_node((FIXTURES / "flux" / "drained.node.txt").read_text()) == "drained* (disk)"
-    )
-    assert flux.parse_node("") == ""
-
-
-def test_the_command_of_flux_run() -> None:
-    words = flux.step("flux", HOSTS, ("--setopt=verbose",))
-    assert words[:4] == ["flux", "run", "--nodes=2", "--ntasks=2"]
-    assert "--requires=hosts:n1,10.0.0.2" in words
-    assert words[-1] == "--setopt=verbose"
-
-
-@pytest.mark.parametrize(
-    ("time", "written"),
-    [("1:30:00", "5400s"), ("90", "90"), ("2h", "2h"), ("0:00:30", "30s")],
-)
-def test_a_time_for_flux(time: str, written: str) -> None:
-    assert f"# flux: --time-limit={written}\n" in render("flux", replace(REQUEST, time=time))
-
-
-INSTANCE = {"FLUX_URI": "local:///run/flux", "FLUX_ENCLOSING_ID": "ƒ1"}
-
-
-@pytest.mark.parametrize(
-    ("more", "job"),
-    [
-        ({}, "ƒ1"),
-        ({"FLUX_JOB_ID": "ƒ2"}, None),  # one of the tasks of a job
-        ({"FLUX_ENCLOSING_ID": ""}, None),  # an instance that is the whole cluster's
-        ({"FLUX_URI": ""}, None),
-    ],
-)
-def test_an_allocation_of_flux(more: dict[str, str], job: str | None) -> None:
-    assert load("flux").allocation({**INSTANCE, **more}) == job
-    around = inside({**INSTANCE, **more})
-    assert (around.name if around else None) == ("flux" if job else None)
-
-
-def test_the_nodes_of_an_allocation_of_flux(commands_of: Callable[..., None]) -> None:
-    commands_of(flux="gpu[1-2]")
-    assert load("flux").hosts(dict(os.environ)) == "gpu[1-2]"
-    commands_of(status=1, flux="")
-    with pytest.raises(PacelineError, match="does not say which nodes"):
-        load("flux").hosts(dict(os.environ))
-
-
-@pytest.mark.parametrize(
-    ("words", "cause"),
-    [
-        ("flux-run: ERROR: [Errno 22] unsatisfiable request: need 3 node(s)", "has not these"),
-        ("flux-run: ERROR: Unable to connect to Flux", "allocation is over"),
-        ("paceline-call: n2: 10.0.0.1 port 4: timed out", "could not connect back"),
-        ("something new", "flux run did not start the agent"),
-    ],
-)
-def test_what_flux_says_is_explained(
-    words: str, cause: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    error = asyncio.run(flux.FluxStarter("flux", (), "ƒ1").explain(HOSTS, HOSTS[1:], 1, words))
-    assert cause in error.message
-    assert words in error.found
-    assert error.remedy
-
-
-def test_double_braces_are_fluxs_own() -> None:
-    with pytest.raises(SettingError, match="cannot stand in a batch script"):
-        render("flux", replace(REQUEST, run_dir="/runs/{{id}}"))
-
-
-def test_the_place_of_a_task_of_flux() -> None:
-    place = {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1",
-             "FLUX_JOB_NNODES": "2", "FLUX_JOB_ID": "ƒ2", "PMI_RANK": "3", "PMI_SIZE": "4",
-             "MASTER_ADDR": "10.0.0.1"}  # fmt: skip
-    found = translated(place, 1)
-    assert (found["RANK"], found["WORLD_SIZE"]) == ("3", "4")
-    assert (found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]) == ("1", "2")
-    assert found["MASTER_PORT"] == translated({**place, "FLUX_TASK_RANK": "0"}, 2)["MASTER_PORT"]
-    with pytest.raises(SettingError, match="as many ranks on each node"):
-        translated({**place, "FLUX_JOB_SIZE": "5"}, 1)

@@ -34,8 +34,6 @@ sys.exit(max(one.wait() for one in every))
 class Fan:
     """Starts callers on this machine, under the hosts' names."""
 
-    again = True
-
     def __init__(self, *, apart: bool = False) -> None:
         self.apart = apart
         self.fails = ""  # instead of starting anything

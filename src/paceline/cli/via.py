@@ -26,8 +26,21 @@ if TYPE_CHECKING:
     from paceline.rendezvous.endpoint import Endpoint
     from paceline.schedulers.script import BatchRequest
 
+
+class SchedulerName(click.Choice[str]):
+    """The name of a scheduler; one that was removed is refused with what replaces it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value == "flux":
+            self.fail(
+                'flux was removed: inside an allocation of Flux, start the nodes over SSH with'
+                ' -H "$(flux getattr hostlist)"', param, ctx,
+            )  # fmt: skip
+        return super().convert(value, param, ctx)
+
+
 VIA_OPTIONS = [
-    click.option("--via", type=click.Choice([name for name in SCHEDULERS if name != BY_HAND]),
+    click.option("--via", type=SchedulerName([name for name in SCHEDULERS if name != BY_HAND]),
                  help="What starts the nodes. Default: in an allocation its scheduler, else ssh."),
     click.option("--via-arg", multiple=True, metavar="FLAG",
                  help="One more word for the program that starts the nodes, passed through."),

@@ -57,12 +57,10 @@ class Starter(Protocol):
     """What differs between the schedulers; :class:`StartedTransport` does the rest.
 
     Attributes:
-        again: A further command for a host whose agent was lost can be had beside those that run.
         apart: Each host has a command of its own from the beginning: one for all would be ended on
             all of them when one is lost.
     """
 
-    again: bool
     apart: bool
 
     async def start(self, hosts: Sequence[Host]) -> Start:
@@ -106,11 +104,12 @@ class StartedTransport:
         dialects: Whose names for a rank's place its ranks find, too.
     """
 
+    redials = True
+
     def __init__(self, starter: Starter, interface: str | None = None,
                  why: Callable[[Host], Awaitable[str]] | None = None,
                  dialects: tuple[str, ...] = ()) -> None:  # fmt: skip
         self._starter = starter
-        self.redials = starter.again
         self._interface = interface
         self._why = why
         self.dialects = dialects

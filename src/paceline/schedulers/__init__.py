@@ -17,7 +17,6 @@ SCHEDULERS = (
     "local",
     "mpi",
     "slurm",
-    "flux",
     "docker",
     "podman",
     "apptainer",

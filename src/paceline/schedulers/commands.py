@@ -1,4 +1,4 @@
-"""Commands of schedulers: asked for words, submitting scripts, and what their failures mean."""
+"""Runs commands of schedulers: to ask them something and to submit scripts."""
 
 from __future__ import annotations
 
@@ -6,18 +6,14 @@ import asyncio
 import re
 import shutil
 import subprocess
-from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.remote.link import ended
-from paceline.rendezvous.started import Starter
 from paceline.schedulers.scheduler import Scheduler
-from paceline.spec.errors import ConnectError, GoneError, PacelineError, SettingError
-from paceline.spec.hosts import Host
+from paceline.spec.errors import SettingError
 
 ASK_PATIENCE_S = 10.0
-ALLOCATION_OVER = "the allocation is over"  # no step can be had in it any more
 
 
 async def ask(*argv: str, patience_s: float = ASK_PATIENCE_S) -> str:
@@ -76,65 +72,3 @@ def tail(words: str, lines: int = 6) -> str:
     """The end of what a program said, without its decoration."""
     kept = [line.strip() for line in words.splitlines() if line.strip(" -=\t|:")]
     return "\n".join(kept[-lines:])
-
-
-class StepStarter(Starter):
-    """Has a command inside an allocation start one agent a node; a scheduler says how it does.
-
-    Args:
-        path: Of the command.
-        arguments: The user's own words for it.
-        job: The allocation's id.
-    """
-
-    command: str  # what people call it
-    scheduler: str
-    causes: Sequence[tuple[str, str, str]]
-    """Pattern of the words, cause, and remedy, in which ``{count}`` and ``{job}`` are filled in."""
-    final: Sequence[str] = (ALLOCATION_OVER,)  # causes that no further try can remove
-    otherwise: str  # remedy when no pattern is found
-    again, apart = True, False
-
-    def __init__(self, path: str, arguments: Sequence[str], job: str) -> None:
-        self._path, self._arguments, self._job = path, arguments, job
-
-    @abstractmethod
-    async def state_of(self, host: Host) -> str:
-        """What the scheduler says of a node; empty when it says nothing."""
-
-    def hopeless(self, words: str) -> bool:
-        """The command ends by itself when it cannot start."""
-        return False
-
-    def end(self) -> None:
-        """Nothing was made: what was started ends with its agents."""
-
-    async def explain(self, hosts: Sequence[Host], missing: Sequence[Host], status: int | None,
-                      words: str) -> PacelineError:  # fmt: skip
-        """With what the scheduler says of the nodes that are missing."""
-        lines = [words]
-        for host in missing:
-            if state := await self.state_of(host):
-                lines.append(f"{host.name} is {state}")
-        said = "\n".join(lines)
-        cause, remedy = f"{self.command} did not start the agent", self.otherwise
-        for pattern, found, advice in self.causes:
-            if re.search(pattern, said):
-                cause, remedy = found, advice
-                break
-        names = ", ".join(host.name for host in missing)
-        ended = "is still waiting" if status is None else f"ended with status {status}"
-        kind = GoneError if cause in self.final else ConnectError
-        return kind(
-            f"no agent on {len(missing)} of {len(hosts)} nodes of {self.scheduler}'s job "
-            f"{self._job} ({names}): {cause}",
-            found=f"{self.command} {ended}\n{tail(said)}".strip(),
-            remedy=remedy.format(count=len(hosts), job=self._job),
-            brief=f"{cause}: {_first_error(words) or f'{self.command} {ended}'}",
-        )
-
-
-def _first_error(words: str) -> str:
-    """The first line of a program's words that says so; the last for none."""
-    lines = tail(words).splitlines() or [""]
-    return next((line for line in lines if "error" in line.lower()), lines[-1])

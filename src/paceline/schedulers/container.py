@@ -101,7 +101,6 @@ class Engine(Scheduler):
     """
 
     probe: str
-    fixed = ""
     starting = NOW | LOGIN | LEAVE | {"via_arg", "image", "mount", "shm_size", "wait_for_nodes"}
 
     def wrap(self, command: Sequence[str], container: Container) -> list[str]:

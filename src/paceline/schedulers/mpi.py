@@ -335,7 +335,7 @@ class MpiStarter:
     Their ssh config lives in a folder of its own until the end.
     """
 
-    again, apart = True, False
+    apart = False
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -448,7 +448,6 @@ class MpiExec(Scheduler):
     name, title = "mpi", "MPI"
     starting = NOW | LOGIN | {"via_arg", "mpiexec", "wait_for_nodes"}
     calls_back = True
-    fixed = ""
 
     def start(self, options: Options) -> Transport:
         return StartedTransport(MpiStarter(options), options.interface, dialects=MPI_DIALECTS)

@@ -139,7 +139,7 @@ class Scheduler:
     direct: bool = False
     calls_back: bool = False
     knows_hosts: bool = True
-    fixed: str = "it starts all nodes at once, and none of them again"
+    fixed: str = ""
 
     def __init_subclass__(cls) -> None:
         if not cls.typed and hasattr(cls, "name"):

@@ -10,8 +10,8 @@ from datetime import datetime
 from pathlib import Path
 
 from paceline.remote.transport import Transport
-from paceline.rendezvous.started import Start, StartedTransport
-from paceline.schedulers.commands import ALLOCATION_OVER, StepStarter, ask, program, submitted
+from paceline.rendezvous.started import Start, StartedTransport, Starter
+from paceline.schedulers.commands import ask, program, submitted, tail
 from paceline.schedulers.scheduler import NOW, SCRIPT, JobState, Options, Scheduler
 from paceline.schedulers.script import (
     OWNER_FILE,
@@ -24,7 +24,7 @@ from paceline.schedulers.script import (
     prologue,
     run_dir_of,
 )
-from paceline.spec.errors import SettingError
+from paceline.spec.errors import ConnectError, GoneError, PacelineError, SettingError
 from paceline.spec.hosts import Host
 from paceline.spec.launched import PROCESS_VARIABLES, SRUN_DIALECTS
 from paceline.spec.rundir import RESULT
@@ -65,7 +65,6 @@ class Slurm(Scheduler):
     name, title = "slurm", "Slurm"
     starting = NOW | {"via_arg", "wait_for_nodes"}
     calls_back = True
-    fixed = ""
     submitting = SCRIPT | {"via_arg", "constraint", "cpus_per_task", "requeue", "detach",
                            "wait_for_nodes"}  # fmt: skip
     script = "job.sbatch"
@@ -252,7 +251,9 @@ def step(srun: str, hosts: Sequence[Host], arguments: Sequence[str]) -> list[str
     ]
 
 
-# Slurm takes a node that it has declared down out of the allocations that live on.
+# Causes that no further srun in this allocation can remove. Slurm takes a node that it has declared
+# down out of the allocations that live on.
+ALLOCATION_OVER = "the allocation is over"
 NOT_THERE = "the allocation has not, or no longer, such a node"
 _CAUSES = (
     (
@@ -304,25 +305,61 @@ async def state_of_node(host: Host) -> str:
     return parse_node(await ask("scontrol", "show", "node", "-o", host.address))
 
 
-class SlurmStarter(StepStarter):
-    """A step for each node.
+class SlurmStarter(Starter):
+    """Starts agents by an srun for each node inside an allocation.
 
-    One of several nodes is ended by Slurm on all of them, in spite of ``--no-kill``, when one that
-    had lost its power is back and its slurmd does not know the step any more.
+    Slurm ends a step of several nodes on all of them, in spite of ``--no-kill``, when one that had
+    lost its power is back and its slurmd does not know the step any more.
+
+    Args:
+        path: Of srun.
+        arguments: Further flags for srun.
+        job: The allocation's id.
     """
 
-    command, scheduler = "srun", "Slurm"
     apart = True
-    causes, otherwise = _CAUSES, "Try: srun --jobid={job} hostname"
-    final = (ALLOCATION_OVER, NOT_THERE)
+
+    def __init__(self, path: str, arguments: Sequence[str], job: str) -> None:
+        self._path, self._arguments, self._job = path, arguments, job
 
     async def start(self, hosts: Sequence[Host]) -> Start:
         """The srun call."""
         argv = step(self._path, hosts, self._arguments)
         return Start(tuple(argv), dict.fromkeys(_UNSET), PLACES, STRIP, NAMES)
 
-    async def state_of(self, host: Host) -> str:
-        return await state_of_node(host)
+    def hopeless(self, words: str) -> bool:
+        """False: srun ends by itself when it cannot start."""
+        return False
+
+    def end(self) -> None:
+        """Does nothing: a step ends with its agent."""
+
+    async def explain(self, hosts: Sequence[Host], missing: Sequence[Host], status: int | None,
+                      words: str) -> PacelineError:  # fmt: skip
+        """The error for nodes without an agent, with what Slurm says of them."""
+        states = [(host.name, await state_of_node(host)) for host in missing]
+        output = "\n".join([words, *(f"{name} is {state}" for name, state in states if state)])
+        cause, remedy = "srun did not start the agent", "Try: srun --jobid={job} hostname"
+        for pattern, explanation, advice in _CAUSES:
+            if re.search(pattern, output):
+                cause, remedy = explanation, advice
+                break
+        names = ", ".join(host.name for host in missing)
+        ending = "srun is still waiting" if status is None else f"srun ended with status {status}"
+        kind = GoneError if cause in (ALLOCATION_OVER, NOT_THERE) else ConnectError
+        return kind(
+            f"no agent on {len(missing)} of {len(hosts)} nodes of Slurm's job {self._job}"
+            f" ({names}): {cause}",
+            found=f"{ending}\n{tail(output)}".strip(),
+            remedy=remedy.format(count=len(hosts), job=self._job),
+            brief=f"{cause}: {_first_error(words) or ending}",
+        )
+
+
+def _first_error(words: str) -> str:
+    """The first line of srun's output that mentions an error; the last line if none does."""
+    lines = tail(words).splitlines() or [""]
+    return next((line for line in lines if "error" in line.lower()), lines[-1])
 
 
 SCHEDULER = Slurm()

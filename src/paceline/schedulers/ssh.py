@@ -39,7 +39,6 @@ class Ssh(Scheduler):
     typed = "--via ssh (the default)"
     starting = NOW | LOGIN | LEAVE | {"check_level", "wait_for_nodes", "keep_warm"}
     direct = True
-    fixed = ""
 
     def start(self, options: Options) -> Transport:
         return SshTransport(options)

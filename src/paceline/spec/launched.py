@@ -30,7 +30,6 @@ class Dialect:
         job: Variables whose values together tell this job from others on the machine.
         counts: Variable with the tasks of each node (``2(x3),1``), where no local size is told.
         node: Variable with this node's place in that list.
-        spread: Variable with the number of nodes, where all have as many tasks.
         nodes: Variables with a node list (``a[03-07,9],b``), the first that is set wins.
     """
 
@@ -42,7 +41,6 @@ class Dialect:
     job: tuple[str, ...]
     counts: str = ""
     node: str = ""
-    spread: str = ""
     nodes: tuple[str, ...] = ()
 
 
@@ -74,17 +72,7 @@ DIALECTS = (
         ("SLURM_JOB_ID", "SLURM_STEP_ID"),
         "SLURM_STEP_TASKS_PER_NODE",
         "SLURM_NODEID",
-        "",
         ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
-    ),
-    Dialect(
-        "flux run",
-        "FLUX_TASK_RANK",
-        "FLUX_JOB_SIZE",
-        "FLUX_TASK_LOCAL_ID",
-        "",
-        ("FLUX_JOB_ID_PATH", "FLUX_JOB_ID"),
-        spread="FLUX_JOB_NNODES",
     ),
     Dialect(
         "MPICH or Intel MPI",
@@ -146,27 +134,13 @@ def translated(environ: Mapping[str, str], parent: int) -> dict[str, str]:
 
 
 def _place(environ: Mapping[str, str], dialect: Dialect) -> dict[str, str]:
-    sizes = environ.get(dialect.local_size) or _share(environ, dialect) or _tasks_here(environ)
+    sizes = environ.get(dialect.local_size) or _tasks_here(environ)
     return {
         jobenv.RANK: environ[dialect.rank],
         jobenv.WORLD_SIZE: environ[dialect.size],
         jobenv.LOCAL_RANK: environ.get(dialect.local_rank, "0"),
         jobenv.LOCAL_WORLD_SIZE: sizes,
     }
-
-
-def _share(environ: Mapping[str, str], dialect: Dialect) -> str:
-    """Tasks on each node, where only the number of nodes is told."""
-    if dialect.spread not in environ:
-        return ""
-    size, nodes = int(environ[dialect.size]), int(environ[dialect.spread])
-    if size % nodes:
-        raise SettingError(
-            f"{dialect.name} has not started as many ranks on each node",
-            found=f"{dialect.size}={size}, {dialect.spread}={nodes}",
-            remedy="Ask for a number of tasks that all nodes can share",
-        )
-    return str(size // nodes)
 
 
 def _tasks_here(environ: Mapping[str, str]) -> str:

@@ -27,7 +27,7 @@ from paceline import train
 from paceline.recipes.optimization import Curve, scheduled
 
 ROOT = Path(__file__).parents[2]
-WAYS = ("exact", "fp16", "bf16", "int8", "int4", "powersgd", "powersgd:8", "local:10")
+WAYS = ("exact", "fp16", "bf16", "int8", "int4", "local:10")
 LENGTH = 64
 
 

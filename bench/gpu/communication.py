@@ -213,7 +213,7 @@ def two(device: str) -> dict[str, str]:
             said = f"loss {whole[1]:.4f} (exact {exact:.4f})"
             found[asked] = f"{said}, resumed {'to the bit' if equal else 'with other bits'}"
             assert equal or asked == "auto", found[asked]
-            assert abs(whole[1] - exact) < (0.3 if asked in ("local", "powersgd") else 0.05), said
+            assert abs(whole[1] - exact) < (0.3 if asked == "local" else 0.05), said
     return found
 
 

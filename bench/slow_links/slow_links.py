@@ -72,7 +72,7 @@ LINKS = {  # bits a second (0: as fast as memory), seconds of delay one way
     "100 Mbit/s, 20 ms": (100_000_000, 0.010),
 }
 SHAPED = tuple(LINKS)[1:]
-OURS = ("exact", "int8", "int4", "powersgd")
+OURS = ("exact", "int8", "int4")
 PEERS = ("ddp", "fp16 hook", "diloco 10 0.7 0.9", "diloco 10 0.9 0.5")
 
 
@@ -146,10 +146,9 @@ class Plan:
             rest = dataclasses.replace(self, seeds=self.seeds[1:])
             others = [*rest.of("auto", have), *rest.of("curves", have)]
             judged = [job for job in others if job.method in ("ddp", *self.auto)]
-            last = [job for job in others if job.method == "ours powersgd"]
-            between = [job for job in others if job not in judged and job not in last]
+            between = [job for job in others if job not in judged]
             first = [*one.of("auto", have), *one.of("curves", have), *one.of("paces", have)]
-            for part in (first, judged, between, last):
+            for part in (first, judged, between):
                 yield from sorted(part, key=guess, reverse=True)
         else:
             raise SystemExit(f"no stage {stage}: line, rates, curves, paces, auto, all")
@@ -175,7 +174,7 @@ class Plan:
 
 
 SENT = {"ddp": 1.0, "ours exact": 1.0, "alone": 0.0, "ours int8": 0.26}
-SENT |= {"ours int4": 0.11, "ours powersgd": 0.15, "ours auto": 0.12}
+SENT |= {"ours int4": 0.11, "ours auto": 0.12}
 
 
 COST = {"lm": (0.13, 9.6), "cnn": (0.05, 4.6), "translation": (0.05, 4.3)}  # seconds, MB a step
@@ -640,9 +639,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--models", default=",".join(work.MODELS))
     made.add_argument("--methods", default=",".join((*PEERS, *(f"ours {o}" for o in OURS))))
     made.add_argument("--auto", default="ours auto", help="methods of the stage auto")
-    made.add_argument(
-        "--tuned", default=",".join((*(p for p in PEERS if p != "fp16 hook"), "ours powersgd"))
-    )
+    made.add_argument("--tuned", default=",".join(p for p in PEERS if p != "fp16 hook"))
     made.add_argument("--links", default=";".join(SHAPED))
     made.add_argument("--seeds", type=int, default=3)
     made.add_argument("--steps", type=int, default=150)

@@ -6,7 +6,6 @@ each process leaves what it computed, and what it had left to say when it ended 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import time
@@ -22,7 +21,6 @@ from torch.utils.data import TensorDataset
 from paceline import train
 from paceline.train.communication import auto, choice, forecast
 from paceline.train.communication.coded import Coded
-from paceline.train.communication.powersgd import PowerSgd
 from paceline.train.communication.wire import Wire
 from paceline.train.exchange import Bucket
 
@@ -39,21 +37,11 @@ class Account:
         self._path = session.folder / f"{os.environ['PACELINE_HOST']}.{os.getpid()}"
         self._computed = [torch.zeros_like(one, requires_grad=False) for one in self.parameters]
         self._gradients: dict[int, Tensor] = {}
-        self._digests: list[tuple[int, str]] = []
         for number, one in enumerate(self.parameters):
             one.register_hook(lambda gradient, number=number: self._take(number, gradient))
 
     def _take(self, number: int, gradient: Tensor) -> None:
         self._gradients[number] = gradient.detach().clone()
-
-    def given(self) -> None:
-        """The factors of this moment, by the step."""
-        method = self._method
-        if isinstance(method, PowerSgd):
-            every = [method._factors[name] for name in sorted(method._factors)]
-            raw = b"".join(one.numpy().tobytes() for one in every)
-            digest = f"{method._steps} {len(every)} {hashlib.sha256(raw).hexdigest()}"
-            self._digests.append((self._session.progress.step, digest))
 
     def stepped(self, counts: bool, ranks: int) -> None:
         if counts:
@@ -69,12 +57,12 @@ class Account:
     def leave(self, ranks: int, *, ended: bool = True) -> None:
         method, updater = self._method, self._session.models.first
         owed = [torch.zeros_like(one, requires_grad=False) for one in self.parameters]
-        if isinstance(method, Coded | PowerSgd):
+        if isinstance(method, Coded):
             names = [name for name, _ in updater.module.named_parameters()]
             for name, one in zip(names, owed, strict=True):
                 if name in method._kept._of:
                     one += method._kept._of[name].own.detach() / ranks
-        found = {"ended": ended, "digests": self._digests}
+        found = {"ended": ended}
         found |= {"computed": flat(self._computed), "owed": flat(owed)}
         torch.save(found, f"{self._path}.pt")
 
@@ -145,7 +133,6 @@ def owing(folder: Path, asked: str, dies: int, again: int, behind: int | None) -
                 time.sleep(SLOW)
                 while again and session.progress.step == WAITS_AT and not ready(folder).exists():
                     time.sleep(0.01)
-                account.given()
                 ranks = session.world.size
                 losses = cross_entropy(model(batch.data[0]), batch.data[1], reduction="none")
                 account.stepped(session.step(losses), ranks)
@@ -156,20 +143,21 @@ def owing(folder: Path, asked: str, dies: int, again: int, behind: int | None) -
 
 
 def _cut_short(session: train.Session) -> None:
-    """The last sum of one exchange fails here, after its bytes have gone to all others."""
-    average, add, last = PowerSgd.average, Wire.sum, False
+    """The last message of one exchange fails here, after its bytes have gone to all others."""
+    average, share, last = Coded.average, Wire.share, False
 
-    def averages(self: PowerSgd, bucket: Bucket) -> None:
+    def averages(self: Coded, bucket: Bucket) -> None:
         nonlocal last
         last = bucket.last and session.progress.step == DIES_AT
         average(self, bucket)
 
-    def sums(self: Wire, tensor: Tensor) -> None:
-        add(self, tensor)
+    def shares(self: Wire, message: Tensor, codes: int = 0) -> Tensor:
+        rows = share(self, message, codes)
         if last:
             raise RuntimeError("Connection closed by peer")
+        return rows
 
-    PowerSgd.average, Wire.sum = averages, sums  # type: ignore[method-assign]
+    Coded.average, Wire.share = averages, shares  # type: ignore[method-assign]
 
 
 def ready(folder: Path) -> Path:
@@ -178,8 +166,7 @@ def ready(folder: Path) -> Path:
 
 WORLDS: dict[str, dict[str, Any]] = {
     "int4": {"size": 3, "asked": "int4", "dies": 1},
-    "powersgd": {"size": 3, "asked": "powersgd", "dies": 0},
-    "powersgd behind": {"size": 3, "asked": "powersgd", "dies": 1, "again": 0, "behind": 2},
+    "int4 behind": {"size": 3, "asked": "int4", "dies": 1, "again": 0, "behind": 2},
     "auto": {"size": 2, "asked": "auto", "dies": 1},  # one is alone, until another comes
 }
 
@@ -211,5 +198,4 @@ def world(
         "off": float((got - (computed - owed - lost)).norm()),
         "lost": float(lost.norm()),
         "owed": float(owed.norm()),
-        "digests": [one["digests"] for one in left.values()],
     }

@@ -39,7 +39,7 @@ def test_resumed_to_the_bit(found: Any) -> None:
 
 def test_the_loss_is_that_of_exact_averages(found: Any) -> None:
     exact = found["exact"]["loss"]
-    for name in ("fp16", "bf16", "int8", "int4", "powersgd"):
+    for name in ("fp16", "bf16", "int8", "int4"):
         assert found[name]["loss"] == pytest.approx(exact, abs=0.05), name
     assert found["local"]["loss"] == pytest.approx(exact, abs=0.5)  # and says so
 
@@ -51,15 +51,3 @@ def test_only_what_a_lost_rank_had_not_said_is_lost(owing: Any) -> None:
         assert one["off"] < 0.1 * one["lost"], name  # half a percent of it is bfloat16's
         assert one["owed"] > 0, name
         assert len(one["joined"]) == ("behind" not in name), name
-
-
-def test_ranks_go_on_with_the_same_factors(owing: Any) -> None:
-    """Those of the last step that counted, also where somebody died amid the next, or joins."""
-    for name in ("powersgd", "powersgd behind"):
-        every: dict[int, set[str]] = {}
-        for step, digest in (one for some in owing[name]["digests"] for one in some):
-            every.setdefault(step, set()).add(digest)
-        assert sorted(every) == list(range(36))
-        for step, digests in every.items():
-            (digest,) = digests
-            assert digest.startswith(f"{step} {3 if step > 3 else 0} ")

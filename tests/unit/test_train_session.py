@@ -242,7 +242,7 @@ def test_ways_to_communicate_that_there_are_not(session: train.Session) -> None:
     with pytest.raises(SettingError, match="int9: there is no such way") as error:
         session.prepare(network, optimizer, communication="int9")
     assert "int8" in error.value.remedy
-    for wrong in ("int8:4", "powersgd:0", "powersgd:x"):
+    for wrong in ("int8:4", "local:1", "local:x", "powersgd", "powersgd:8"):
         with pytest.raises(SettingError, match=wrong):
             session.prepare(network, optimizer, communication=wrong)
 

@@ -109,8 +109,8 @@ class Options:
     """Communication backend."""
     communication: str = "exact"
     """How gradients are averaged over the processes: exact, or for slow links fp16 and bf16 (half
-    the bytes), int8 (a quarter), int4 (a fifth; an eighth between two processes), powersgd,
-    local (steps apart; costs loss), or auto, which measures and chooses."""
+    the bytes), int8 (a quarter), int4 (a fifth; an eighth between two processes), local
+    (steps apart; costs loss), or auto, which measures and chooses."""
     overlap: str = "auto"
     """How gradients are divided for their exchange beside the backward pass: two processes on CPUs
     try some sizes in the first steps and keep the quickest (auto), or the sizes stay (backward)."""

@@ -13,14 +13,13 @@ WAYS: dict[str, str] = {
     "bf16": "half the bytes",
     "int8": "a quarter of the bytes",
     "int4": "a fifth of the bytes; an eighth between two processes",
-    "powersgd": "products of thin matrices (powersgd:8 has eight columns, otherwise four)",
     "local": "steps apart and a mean now and then (local:20 takes 20, otherwise 10); costs loss",
     "auto": "measures, and takes the way that leaves out least and hides its bytes",
 }
 """Each way by its name."""
 ALONE = ("auto", "local")
 """Those for a session's only model."""
-NUMBERED = {"powersgd": (1, 256), "local": (2, 10_000)}
+NUMBERED = {"local": (2, 10_000)}
 """Those that take a number behind a colon, and between what."""
 
 
@@ -38,11 +37,17 @@ class Asked:
 
 
 def asked(text: str) -> Asked:
-    """From ``int8`` or ``powersgd:8``.
+    """From ``int8`` or ``local:20``.
 
     Raises:
         SettingError: There is no such way, or no such number.
     """
+    if re.match(r"powersgd\b", str(text)):
+        raise SettingError(
+            f"--communication {text}: powersgd was removed",
+            remedy="--communication int4, or auto; in a script with a DDP of its own, torch's "
+            "powerSGD_hook",
+        )
     found = re.fullmatch(r"([a-z0-9]+)(?::(\d{1,9}))?", str(text))
     if found is None or found[1] not in WAYS:
         raise SettingError(

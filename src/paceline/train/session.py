@@ -158,9 +158,9 @@ class Session(Member):
             unused: Some steps leave parameters without gradient (branches, frozen parts that
                 still require one); DDP then looks for them at every step, which costs time.
             communication: How gradients are averaged over the ranks: ``exact``, ``fp16``, ``bf16``,
-                ``int8``, ``int4``, ``powersgd``, ``local``, or ``auto``, which measures and
-                chooses. With ``local`` ranks have the same model at evaluations, checkpoints and
-                ends of epochs, and different ones between.
+                ``int8``, ``int4``, ``local``, or ``auto``, which measures and chooses. With
+                ``local`` ranks have the same model at evaluations, checkpoints and ends of epochs,
+                and different ones between.
             overlap: With ``auto`` two ranks on CPUs try some sizes of gradient buckets in their
                 first steps, and keep the quickest. With ``backward`` the sizes stay.
             name: Of one of several models: in losses, records and checkpoints.

@@ -14,7 +14,6 @@ from paceline.train.communication.fp16 import Fp16
 from paceline.train.communication.int4 import Int4
 from paceline.train.communication.int8 import Int8
 from paceline.train.communication.local import Local
-from paceline.train.communication.powersgd import PowerSgd
 from paceline.train.communication.wire import Wire
 from paceline.train.exchange import Line, Method
 
@@ -25,6 +24,4 @@ class Maker(Protocol):
     def __call__(self, line: Line, wire: Wire | None = None) -> Method: ...
 
 
-METHODS: dict[str, Maker] = {
-    one.name: one for one in (Exact, Fp16, Bf16, Int8, Int4, PowerSgd, Local)
-}
+METHODS: dict[str, Maker] = {one.name: one for one in (Exact, Fp16, Bf16, Int8, Int4, Local)}

@@ -17,7 +17,6 @@ from paceline.train.communication import METHODS, coded
 from paceline.train.communication.auto import Auto
 from paceline.train.communication.exact import Exact
 from paceline.train.communication.local import Local
-from paceline.train.communication.powersgd import PowerSgd
 from paceline.train.exchange import Exchange, Line, Method
 from paceline.train.pace import PARTS, Look
 
@@ -171,7 +170,7 @@ class Communication:
         """Says how many steps the training has, and are done; returns what is to be told."""
         self._go_on(steps, step)
         method = self._exchange.method
-        if not isinstance(method, (PowerSgd, Local)):
+        if not isinstance(method, Local):
             return ""
         said = method.begin(steps)
         return f"communication: {method.name}: {said}" if said else ""

@@ -12,6 +12,8 @@ from torch import Tensor
 from paceline.train.communication.wire import Wire
 from paceline.train.exchange import Bucket, Line
 
+_DTYPE = torch.bfloat16  # its own error is a five-hundredth of what is a hundredth of a gradient
+
 
 @dataclass(slots=True)
 class Rests:
@@ -52,12 +54,10 @@ class Kept:
     Args:
         wire: Of all ranks.
         line: Of the method whose rests they are.
-        kind: In which they are kept. Of codes bfloat16 will do: its own error is a five-hundredth
-            of what is a hundredth of a gradient.
     """
 
-    def __init__(self, wire: Wire, line: Line, kind: torch.dtype = torch.bfloat16) -> None:
-        self._wire, self._names, self._kind = wire, line.names, kind
+    def __init__(self, wire: Wire, line: Line) -> None:
+        self._wire, self._names = wire, line.names
         self._twice = line.void
         self._of: dict[str, _Place] = {}
         self._said: list[Rests] = []
@@ -66,7 +66,7 @@ class Kept:
 
     def of(self, bucket: Bucket, length: int) -> Rests:
         """Those of a bucket whose layout is new; at least as long as it."""
-        flat = torch.zeros(length, dtype=self._kind, device=bucket.flat.device)
+        flat = torch.zeros(length, dtype=_DTYPE, device=bucket.flat.device)
         rests = Rests(flat, torch.zeros_like(flat) if self._twice else flat)
         start, self._device, self._loaded = bucket.flat.storage_offset(), flat.device, None
         for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
@@ -121,7 +121,7 @@ class Kept:
         if every is None:
             return {}
         sizes = [shape.numel() for shape in shapes.values()]
-        parts = torch.split(every.view(self._kind), sizes, dim=1)
+        parts = torch.split(every.view(_DTYPE), sizes, dim=1)
         return {
             name: part.reshape(self._wire.ranks, *shape).clone()
             for (name, shape), part in zip(shapes.items(), parts, strict=True)
@@ -130,7 +130,7 @@ class Kept:
     def _own(self, name: str, shape: torch.Size) -> Tensor:
         """This rank's rest of a parameter, in one row."""
         if name not in self._of:
-            return torch.zeros(shape.numel(), dtype=self._kind, device=self._device)
+            return torch.zeros(shape.numel(), dtype=_DTYPE, device=self._device)
         # what a checkpoint had and no bucket has had since is still where it was read
         return self._of[name].own.reshape(-1).to(self._device)
 

@@ -149,14 +149,6 @@ class Wire:
             assert work is not None  # this rank is in the group
             work.wait()
 
-    def at_first(self, tensor: Tensor) -> None:
-        """The sum over all ranks, on rank 0 only, in place."""
-        wait(dist.reduce(tensor, 0, group=self._group, async_op=True), tensor)
-
-    def from_first(self, tensor: Tensor) -> None:
-        """What rank 0 has, on every rank, in place."""
-        wait(dist.broadcast(tensor, 0, group=self._group, async_op=True), tensor)
-
     def gather(self, message: Tensor) -> Tensor | None:
         """Every rank's message on rank 0, which alone gets them. uint8, shape ``[n]`` each."""
         first = self.rank == 0

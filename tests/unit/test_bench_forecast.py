@@ -11,38 +11,50 @@ from typing import Any
 import pytest
 
 from paceline.bench import forecast
-from paceline.bench.forecast import Alone, Model, Overlap, Probe, Timed, Wire
+from paceline.bench.forecast import Alone, Model, Probe, Timed, Wire
+from paceline.spec.step_time import BYTES_SENT, StepTime
 
 RECORDED = Path(__file__).parent / "data/forecast/16-core_2026-11-22.json"
 
 
 def probe(hosts: int, timed: dict[int, float], *, data: float = 0.0, wire: Wire | None = None,
-          size: int = 8_000_000, **more: Any) -> Probe:  # fmt: skip
+          size: int = 8_000_000, buckets: int = 1, **more: Any) -> Probe:  # fmt: skip
     names = tuple(f"n{number + 1}" for number in range(hosts))
     each = tuple(Timed(batch, seconds, data * batch / hosts) for batch, seconds in timed.items())
-    return Probe(names, 64_000, 64, 3000, size, 1, each, wire, **more)
+    return Probe(names, 64_000, 64, 3000, size, buckets, each, wire, **more)
 
 
-def two_hosts(fixed: float, each: float, moving: float, *, g: float = 1.0, data: float = 0.0,
-              rates: dict[tuple[str, str], float] | None = None) -> Model:  # fmt: skip
+def two_hosts(
+    fixed: float,
+    each: float,
+    moving: float,
+    *,
+    buckets: int = 1,
+    data: float = 0.0,
+    more: float = 0.0,
+    rates: dict[tuple[str, str], float] | None = None,
+) -> Model:
     """What probes of such hosts would tell."""
 
     def alone(share: float) -> float:
         return fixed + each * share
 
     one = probe(1, {b: alone(b) + data * b for b in (64, 32, 8)}, data=data)
-    both = {b: forecast.combined(alone(b / 2), moving, g) + data * b / 2 for b in (64, 16)}
+    both = {b: StepTime(alone(b / 2), moving, buckets).seconds + more + data * b / 2
+            for b in (64, 16)}  # fmt: skip
     wire = Wire(8_000_000, moving, 0.0)
-    return forecast.model({"n1": one}, probe(2, both, data=data, wire=wire), rates, {"n2": "n1"})
+    pair = probe(2, both, data=data, wire=wire, buckets=buckets)
+    return forecast.model({"n1": one}, pair, rates, {"n2": "n1"})
 
 
-@pytest.mark.parametrize("g", [1.0, 1.7, 4.0])
+@pytest.mark.parametrize("buckets", [1, 2, 3])
 @pytest.mark.parametrize("hosts", [3, 4, 8])
-def test_the_law_is_found_again(hosts: int, g: float) -> None:
-    fixed, each, moving, data = 0.01, 0.004, 0.2, 0.001
-    known = two_hosts(fixed, each, moving, g=g, data=data)
+def test_the_law_is_found_again(hosts: int, buckets: int) -> None:
+    fixed, each, moving, data, more = 0.01, 0.004, 0.2, 0.001, 0.005
+    known = two_hosts(fixed, each, moving, buckets=buckets, data=data, more=more)
     share = 64 / hosts
-    whole = forecast.combined(fixed + each * share, moving * forecast.ring(hosts), g)
+    step = StepTime(fixed + each * share, moving * forecast.ring(hosts), buckets)
+    whole = step.seconds + more
     (found,) = forecast.forecast(known, [hosts])
     assert found.step.seconds == pytest.approx(whole + data * share, rel=0.01)
     assert found.step.low <= whole + data * share <= found.step.high
@@ -74,8 +86,8 @@ def test_a_slow_link_is_lifted_by_sending_less_and_by_a_larger_batch() -> None:
     assert found.with_it is not None
     assert found.with_it < 0.5 * found.step.seconds
     assert found.better_batch >= 256
-    (mild,) = forecast.forecast(two_hosts(0.01, 0.004, 0.272, g=8.0), [2])
-    assert mild.communication == "fp16"  # the least lossy that hides the bytes
+    (mild,) = forecast.forecast(two_hosts(0.01, 0.004, 0.272, buckets=16), [2])
+    assert mild.communication == "int8"  # the least lossy that hides the bytes
     left_to_it = replace(two_hosts(0.01, 0.004, 0.3), communication="auto")  # which stayed exact
     assert forecast.forecast(left_to_it, [4])[0].communication == ""
 
@@ -92,7 +104,7 @@ def test_weak_scaling_does_more_samples_in_fewer_steps() -> None:
 def test_uneven_hosts_the_best_choice_and_shares_by_speed() -> None:
     quick, slow = Alone(((32, 0.1), (64, 0.2))), Alone(((32, 0.3), (64, 0.6)))
     known = Model({"n1": slow, "n2": quick, "n3": quick}, 1, 64, 100, 6400,
-                  overlaps=(Overlap(32, 1.0, 0.0),), probed=("n2", "n3"))  # fmt: skip
+                  probed=("n2", "n3"))  # fmt: skip
     one, two, three = forecast.forecast(known, [1, 2, 3])
     assert one.names in (("n2",), ("n3",))
     assert two.names == ("n2", "n3")
@@ -108,7 +120,7 @@ def test_uneven_hosts_the_best_choice_and_shares_by_speed() -> None:
 def test_shares_are_those_of_the_training(balance: Any, seconds: float) -> None:
     quick, slow = Alone(((1, 0.2 / 64), (64, 0.2))), Alone(((1, 0.6 / 64), (64, 0.6)))
     known = Model({"n1": slow, "n2": quick, "n3": quick}, 1, 64, 100, 6400, balance=balance,
-                  overlaps=(Overlap(32, 1.0, 0.0),), probed=("n2", "n3"))  # fmt: skip
+                  probed=("n2", "n3"))  # fmt: skip
     (three,) = forecast.forecast(known, [3])
     assert three.step.seconds == pytest.approx(seconds, rel=0.01)
     assert (three.by_speed is None) == (balance == "auto")
@@ -240,7 +252,7 @@ def test_what_other_ways_send_is_what_they_send() -> None:
         sent = {
             name: made(Line(None, 0, ranks)).sent(1 << 20, ranks)
             for name, made in communication.METHODS.items()
-            if name in {*forecast.METHODS, "exact"}
+            if name in {*BYTES_SENT, "exact"}
         }
-        for name, parts in forecast.METHODS.items():
+        for name, parts in BYTES_SENT.items():
             assert sent[name] / sent["exact"] == pytest.approx(parts[ranks > 2], abs=0.01), name

@@ -4,8 +4,8 @@ A step waits for its data (D), computes (C) and averages gradients over the link
 the share of the global batch that a host has, as they were measured alone at several batches. N
 follows the bytes that each host sends for an all-reduce among n, ``2 (n - 1) / n`` of the
 gradients', and the delay of a message, both measured between two hosts. How much of N hides behind
-C is one number g in ``(C^g + N^g)^(1/g)`` (1: nothing hides, many: all that can), and what else two
-hosts cost is a constant; both are what makes the law true of the steps on two hosts.
+C follows from the number of buckets (:mod:`paceline.spec.step_time`). What else two hosts cost is a
+constant: what makes that true of the steps on two hosts.
 
 Other laws fit two hosts just as well. Where they and the spread of the steps lead is the error bar.
 """
@@ -21,9 +21,9 @@ from typing import Any
 
 from paceline.bench.speedup import Point, speedups
 from paceline.spec.figures import lasting
+from paceline.spec.step_time import BYTES_SENT, StepTime
 from paceline.spec.terminal import wrapped
 
-STEEPEST = 16.0  # a g beyond which nothing changes
 LEAST_SPREAD = 0.02  # a step is never known better
 UNLIKE = 1.25  # times the other's time for computing: hosts of a kind are not alike
 UNKNOWN = 0.5  # an error bar of more than this part of the step says nothing
@@ -36,8 +36,6 @@ MOST_HOSTS = 1024  # further than that nobody can see from two
 EACH = 32  # up to so many every number is forecast
 MOST_CHOICES = 5000  # subsets of uneven hosts that are tried one by one
 SHARDED_BYTES = 1.5  # parameters are gathered twice and gradients scattered once
-# of the bytes, between two ranks and of more; from the least lossy on
-METHODS = {"fp16": (0.5, 0.5), "int8": (0.26, 0.26), "int4": (0.13, 0.2)}
 
 
 Balance = str | Mapping[str, float]
@@ -240,44 +238,6 @@ class Alone:
         return low
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """What makes the law true of two hosts, at one share.
-
-    Attributes:
-        share: Samples of each host.
-        g: Of the law.
-        more: Seconds that two hosts cost besides; less than 0 where they are quicker.
-    """
-
-    share: float
-    g: float
-    more: float
-
-
-def combined(computing: float, moving: float, g: float) -> float:
-    """Seconds of both, partly at once: ``(C^g + N^g)^(1/g)``."""
-    most = max(computing, moving)
-    if most <= 0:
-        return 0.0
-    return float(most * ((computing / most) ** g + (moving / most) ** g) ** (1 / g))
-
-
-def overlap(share: float, computing: float, moving: float, seconds: float) -> Overlap:
-    """The g that gives these seconds, and what no g can explain."""
-    if seconds >= computing + moving:
-        return Overlap(share, 1.0, seconds - computing - moving)
-    fastest = combined(computing, moving, STEEPEST)
-    if seconds <= fastest:
-        return Overlap(share, STEEPEST, seconds - fastest)
-    low, high = 1.0, STEEPEST
-    for _ in range(60):
-        middle = (low + high) / 2
-        slower = combined(computing, moving, middle) > seconds
-        low, high = (middle, high) if slower else (low, middle)
-    return Overlap(share, low, 0.0)
-
-
 def ring(ranks: int) -> float:
     """Bytes that each of so many sends in an all-reduce, over those of the tensor."""
     return 2 * (ranks - 1) / ranks
@@ -295,9 +255,9 @@ class Model:
         delay: Of a message between two hosts: seconds of an all-reduce of one number.
         bytes: Of the gradients.
         buckets: Pieces in which they are sent.
-        overlaps: What was found on two hosts, by share; nothing where only one was probed.
+        more: Seconds that two hosts cost besides; less than 0 where they are quicker.
         rates: Bits a second from host to host, where they are known.
-        probed: The hosts between which ``moving`` was measured.
+        probed: The two hosts that were; empty where only one was.
         sent: Bytes that are sent as a part of the gradients', between two ranks and of more.
         spread: What the steps of two hosts may be wrong by, as a part of them.
         device: That computes: cpu, cuda, …
@@ -315,7 +275,7 @@ class Model:
     delay: float = 0.0
     bytes: int = 0
     buckets: int = 1
-    overlaps: tuple[Overlap, ...] = ()
+    more: float = 0.0
     rates: Mapping[tuple[str, str], float] = field(default_factory=dict)
     probed: tuple[str, ...] = ()
     sent: tuple[float, float] = (1.0, 1.0)
@@ -358,6 +318,10 @@ class Model:
         short = self.bytes / self.buckets / ranks < SHORT
         return ROUNDS_S if short and ranks >= MANY > 2 * self.ranks and self._by_gloo else 0.0
 
+    def beside(self, computing: float, moving: float) -> float:
+        """Seconds of computing with an exchange beside it."""
+        return StepTime(computing, moving, self.buckets).seconds
+
     @property
     def _by_gloo(self) -> bool:
         return self.device == "cpu" and self.moving > 0
@@ -383,10 +347,10 @@ def model(alone: Mapping[str, Probe], pair: Probe | None,
     if pair is None or pair.wire is None:
         return base
     wire, names = pair.wire, tuple(dict.fromkeys(pair.hosts))
-    more = SHARDED_BYTES if pair.sharded else 1.0
+    passes = SHARDED_BYTES if pair.sharded else 1.0
     found = replace(
         base,
-        moving=max(wire.seconds - wire.delay, 0.0) * pair.bytes * more / max(wire.bytes, 1),
+        moving=max(wire.seconds - wire.delay, 0.0) * pair.bytes * passes / max(wire.bytes, 1),
         delay=wire.delay,
         bytes=pair.bytes,
         buckets=pair.buckets,
@@ -399,14 +363,13 @@ def model(alone: Mapping[str, Probe], pair: Probe | None,
         spread=max(one.spread for one in pair.timed),
     )
     both = [own.get(name, next(iter(own.values()))) for name in names]
-    overlaps = []
-    for one in sorted(pair.timed, key=lambda timed: timed.batch):
+    costs = []  # have nothing to do with the share
+    for one in pair.timed:
         share = one.batch / len(names)
         computing = max(host.seconds(share) for host in both)
         data = max(host.data for host in both) * share
-        overlaps.append(overlap(share, computing, found.exchange(2), one.seconds - data))
-    more = statistics.fmean(one.more for one in overlaps)  # has nothing to do with the share
-    return replace(found, overlaps=tuple(replace(one, more=more) for one in overlaps))
+        costs.append(one.seconds - data - found.beside(computing, found.exchange(2)))
+    return replace(found, more=statistics.fmean(costs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -499,57 +462,37 @@ def shares_by_speed(every: Sequence[Alone], batch: float) -> list[float]:
 # -- what two hosts tell of more -----------------------------------------------------------
 
 
-def _between(known: Model, share: float, of: Callable[[Overlap], float]) -> float:
-    """What was found on two hosts, at this share: straight between what was tried."""
-    every = known.overlaps
-    if not every:
-        return of(Overlap(share, 1.0, 0.0))
-    below = [one for one in every if one.share <= share] or [every[0]]
-    above = [one for one in every if one.share >= share] or [every[-1]]
-    one, other = below[-1], above[0]
-    if one.share == other.share:
-        return of(one)
-    part = (share - one.share) / (other.share - one.share)
-    return of(one) + part * (of(other) - of(one))
-
-
-def _by_overlap(known: Model, share: float, computing: float, moving: float, hosts: int) -> float:
-    """The same g and the same constant on more hosts."""
-    g = 1 / _between(known, share, lambda one: 1 / one.g)
-    return combined(computing, moving, g) + _between(known, share, lambda one: one.more)
+def _by_buckets(known: Model, share: float, computing: float, moving: float,
+                hosts: int) -> float:  # fmt: skip
+    """Buckets pass while the next gradients are computed; the same constant on more hosts."""
+    return known.beside(computing, moving) + known.more
 
 
 def _by_hidden_seconds(known: Model, share: float, computing: float, moving: float,
                        hosts: int) -> float:  # fmt: skip
     """As many seconds of the exchange hide as on two hosts: what more there is to send shows."""
     two = known.exchange(2)
-
-    def hidden(one: Overlap) -> float:
-        alone = known.alone[known.probed[0]].seconds(one.share) if known.probed else computing
-        return alone + two - combined(alone, two, one.g)
-
-    return computing + moving - _between(known, share, hidden) + _between(
-        known, share, lambda one: one.more
-    )  # fmt: skip
+    alone = known.alone[known.probed[0]].seconds(share) if known.probed else computing
+    hidden = alone + two - known.beside(alone, two)
+    return computing + moving - hidden + known.more
 
 
 def _with_growth(known: Model, share: float, computing: float, moving: float,
                  hosts: int) -> float:  # fmt: skip
     """What two hosts cost besides grows as the exchange does."""
-    more = _between(known, share, lambda one: one.more)
-    grown = max(more, 0.0) * (known.exchange(hosts) / max(known.exchange(2), 1e-12) - 1)
-    return _by_overlap(known, share, computing, moving, hosts) + grown
+    grown = max(known.more, 0.0) * (known.exchange(hosts) / max(known.exchange(2), 1e-12) - 1)
+    return _by_buckets(known, share, computing, moving, hosts) + grown
 
 
 def _without_rounds(known: Model, share: float, computing: float, moving: float,
                     hosts: int) -> float:  # fmt: skip
     """Nothing is lost on short messages."""
     lost = known.rounds(hosts)
-    return _by_overlap(known, share, computing, max(moving - lost, 0.0), hosts)
+    return _by_buckets(known, share, computing, max(moving - lost, 0.0), hosts)
 
 
 LAWS: tuple[Callable[[Model, float, float, float, int], float], ...] = (
-    _by_overlap,
+    _by_buckets,
     _by_hidden_seconds,
     _with_growth,
     _without_rounds,
@@ -663,7 +606,7 @@ def _unknown(known: Model, made: Forecast) -> str:
         )
     if made.hosts == 1:
         return ""
-    if not known.overlaps:
+    if not known.probed:
         return "it needs steps on two hosts, and only one is named: -H with two"
     wide = (made.step.high - made.step.low) / 2 / made.step.seconds
     if wide > UNKNOWN:
@@ -693,9 +636,9 @@ def _lifted(known: Model, made: Forecast) -> Forecast:
         goal = 1.1 * (made.step.seconds - made.step.link)
         many = made.hosts * known.ranks > 2
         seconds = {name: step(known, made.names, made.batch, bytes_part=parts[many]).seconds
-                   for name, parts in METHODS.items()}  # fmt: skip
-        best = next((name for name in METHODS if seconds[name] <= goal),
-                    min(METHODS, key=seconds.__getitem__))  # fmt: skip
+                   for name, parts in BYTES_SENT.items()}  # fmt: skip
+        best = next((name for name in BYTES_SENT if seconds[name] <= goal),
+                    min(BYTES_SENT, key=seconds.__getitem__))  # fmt: skip
         if seconds[best] < 0.9 * made.step.seconds:
             made = replace(made, communication=best, with_it=seconds[best])
     if made.step.limit in ("link", "small batch") and made.efficiency < GOOD:
@@ -808,7 +751,7 @@ def to_json(found: Sequence[Forecast], known: Model) -> dict[str, Any]:
             "delay": known.delay,
             "buckets": known.buckets,
             "balance": known.balance,
-            "overlaps": [asdict(one) for one in known.overlaps],
+            "more": known.more,
             "alone": {name: asdict(one) for name, one in known.alone.items()},
         },
     }

@@ -12,12 +12,13 @@ from torch.optim import Optimizer
 
 from paceline.spec import communication, jobenv
 from paceline.spec.figures import lasting
+from paceline.spec.step_time import BYTES_SENT
 from paceline.train.comms import Comms
 from paceline.train.communication import METHODS, coded
 from paceline.train.communication.auto import Auto
 from paceline.train.communication.exact import Exact
 from paceline.train.communication.local import Local
-from paceline.train.exchange import Exchange, Line, Method
+from paceline.train.exchange import Exchange, Method
 from paceline.train.pace import PARTS, Look
 
 _WORTH = 0.2  # part of a step that communication may take before other ways are spoken of
@@ -272,9 +273,8 @@ class Communication:
         if count < coded.LEAST:  # it would be sent as it is
             why = "its messages are short, and fewer bytes would not help"
             return f"{so_much}: {why}; a larger batch has fewer of them"
-        line = Line(None, self._comms.world.rank, ranks, width=self._exchange.nbytes / count)
-        sent = {way: METHODS[way](line).sent(count, ranks) for way in ("exact", "int8")}
-        shorter = lasting(whole - moving * (1 - sent["int8"] / sent["exact"]))
+        part = BYTES_SENT["int8"][ranks > 2] * 4 * count / self._exchange.nbytes
+        shorter = lasting(whole - moving * (1 - part))
         return (
             f'{so_much}. session.prepare(…, communication="int8") would make a step about {shorter}'
             ' at best, "auto" measures and chooses (--communication auto of a recipe)'

@@ -1,4 +1,4 @@
-"""What a step takes by each way to communicate: the choice of ``auto``, from what was measured."""
+"""The choice of ``auto`` among ways to communicate, from what was measured. Pure."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from paceline.spec.figures import lasting
+from paceline.spec.step_time import BYTES_SENT, StepTime
 
-CANDIDATES = ("exact", "fp16", "int8", "int4")
+CANDIDATES = ("exact", *BYTES_SENT)
 """From the least to the most that is left out. No other is taken without being asked for."""
 NEARLY = 1.05
 """So near to the quickest, the way that leaves out less is taken."""
-_FORWARD = 1 / 3  # part of computing in which no gradient is ready
 _BUCKETS = (1, 2, 4, 8, 16)
 _AS_QUICK = 1.03  # so near to the quickest, fewer buckets are taken
 _LEAST_BUCKET = 1 << 16  # bytes
@@ -43,36 +43,23 @@ class Measured:
     each: float = 0.0
     handling: float = 0.0
 
+    def step(self, way: str, buckets: int) -> StepTime:
+        """A step in so many buckets."""
+        latency = self.latency if way == "exact" else self.latency + self.each
+        moving = self.sent[way] / self.rate
+        return StepTime(self.computing, moving, buckets, latency, self.own(way))
+
     def seconds(self, way: str, buckets: int) -> float:
-        """Of a step: each of so many buckets is sent while the next gradients are computed."""
-        apart, last, busy = self._ends(way, buckets)
-        latency = self._latency(way)
-        return apart + max(last + latency, busy + buckets * latency)
-
-    def _ends(self, way: str, buckets: int) -> tuple[float, float, float]:
-        """Seconds in which nothing is sent, and of two ends, but for latencies, the later counts.
-
-        Either the last gradient has to be waited for and then its bucket, or the line is always
-        busy from the first bucket on.
-        """
-        backward = (1 - _FORWARD) * self.computing
-        line = self.sent[way] / self.rate
-        apart = _FORWARD * self.computing + self.own(way)
-        return apart, backward + line / buckets, backward / buckets + line
+        """Of such a step."""
+        return self.step(way, buckets).seconds
 
     def own(self, way: str) -> float:
         """Seconds that a processor has to do with messages, and does not compute."""
         return self.coding[way] + self.handling * self.sent[way]
 
-    def _latency(self, way: str) -> float:
-        return self.latency if way == "exact" else self.latency + self.each
-
     def corrected(self, way: str, buckets: int, seconds: float) -> Measured:
         """With what is known since a step by codes took so many seconds."""
-        plain = replace(self, each=0.0)
-        apart, last, busy = plain._ends(way, buckets)
-        ends = seconds - apart
-        latency = max(0.0, min(ends - last, (ends - busy) / buckets))
+        latency = self.step(way, buckets).latency_from(seconds)
         return replace(self, each=max(0.0, latency - self.latency))
 
     def best(self, way: str) -> tuple[int, float]:

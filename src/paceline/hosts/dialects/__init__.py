@@ -1,4 +1,4 @@
-"""The dialects by name, one a module, each imported when it is first asked for; writing in one."""
+"""The dialects by name, each module imported when it is first asked for; writing in one."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from paceline.spec.hosts import Cluster, Host
 
 _PACKAGE = "paceline.hosts.dialects"
 
-# Order matters: a text is read by the first dialect that recognises it, and "auto" takes the
-# first environment that is there (the scheduler before what runs inside it).
+# Module, or module and constant. Order matters: a text is read by the first dialect that recognises
+# it, and "auto" takes the first environment that is there (the scheduler before what runs inside).
 _MODULES = {
     "toml": "toml_tables",
     "inventory": "inventory",
     "accelerate": "accelerate",
     "ssh-config": "ssh_config",
-    "tlt": "tlt",
-    "slots": "slots",
+    "tlt": "line_files:TLT",
+    "slots": "line_files:SLOTS",
     "slurm": "slurm",
-    "list": "comma_list",
-    "colon": "colon",
-    "port": "port",
+    "list": "line_files:LIST",
+    "colon": "line_files:COLON",
+    "port": "line_files:PORT",
     "pbs": "pbs",
-    "plain": "plain",
+    "plain": "line_files:PLAIN",
     "kubernetes": "kubernetes",
     "torchrun": "torchrun",
     "mpi": "mpi",
@@ -59,8 +59,9 @@ TYPED = ("inventory", "slurm", "list")
 
 class _Dialects(Mapping[str, Dialect]):
     def __getitem__(self, name: str) -> Dialect:
-        module = importlib.import_module(f"{_PACKAGE}.{_MODULES[name]}")
-        dialect = module.DIALECT
+        module, _, constant = _MODULES[name].partition(":")
+        imported = importlib.import_module(f"{_PACKAGE}.{module}")
+        dialect = getattr(imported, constant or "DIALECT")
         assert isinstance(dialect, Dialect)
         return dialect
 

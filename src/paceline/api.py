@@ -112,20 +112,12 @@ def prepare(
         PacelineError: The job cannot run there; says what was found and what to do.
     """
     entry = entry_of(str(script), tuple(map(str, args)), module=module)
+    settings = _asked(hosts, python, env, nproc_per_node, nnodes, interface, max_restarts,
+                      wait_for_nodes, restart_window)  # fmt: skip
     job = Job(
         name=Path(script).stem or "run",
         entry=entry,
-        **_asked(
-            hosts,
-            python,
-            env,
-            nproc_per_node,
-            nnodes,
-            interface,
-            max_restarts,
-            wait_for_nodes_s=wait_for_nodes,
-            restart_window_s=restart_window,
-        ),
+        **settings,
         preload=preload_of(entry) if torch else (),
         own_store=opens_store(entry),
         needs_torch=torch,
@@ -223,20 +215,12 @@ def launch(
     """
     entry = call.entry_of_function(function)
     _refuse_odd(args, kwargs)
+    settings = _asked(hosts, python, env, nproc_per_node, nnodes, interface, max_restarts,
+                      wait_for_nodes, restart_window)  # fmt: skip
     job = Job(
         name=call.name_of(function),
         entry=entry,
-        **_asked(
-            hosts,
-            python,
-            env,
-            nproc_per_node,
-            nnodes,
-            interface,
-            max_restarts,
-            wait_for_nodes_s=wait_for_nodes,
-            restart_window_s=restart_window,
-        ),
+        **settings,
         ship=Setting("auto") if ship else Setting("never", Source.ARGUMENT),
     )
     cluster, ssh = _where(hosts, ssh_config)
@@ -268,7 +252,8 @@ def _asked(
     nnodes: int | str | None,
     interface: str | None,
     max_restarts: int | None,
-    **durations: float | str | None,
+    wait_for_nodes: float | str | None,
+    restart_window: float | str | None,
 ) -> dict[str, Any]:
     """The fields of a job that every call says in the same words."""
     return {
@@ -280,7 +265,7 @@ def _asked(
         "hosts": _described(hosts),
         "interface": _said(interface),
         "max_restarts": _said(max_restarts) if max_restarts is not None else Setting(0),
-        **_durations(**durations),
+        **_durations(wait_for_nodes_s=wait_for_nodes, restart_window_s=restart_window),
     }
 
 

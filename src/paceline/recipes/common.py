@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -13,10 +14,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline import train
-from paceline.recipes.optimization import Batching, batching, optimizer
+from paceline.program import guarded
+from paceline.recipes import parse_options
+from paceline.recipes.optimization import Batching, Curve, batching, optimizer
 from paceline.recipes.options import Options, copies_of, limits_of
 from paceline.spec.balance import weights_of
 from paceline.train import Best
+from paceline.train.data import Data
 from paceline.train.device import choose_device, look
 
 LOOKS, LEAST_STEPS = 16, 40
@@ -35,6 +39,18 @@ def effective(options: R, large: bool) -> R:
     if options.fast and large and options.dtype == "float32":
         return replace(options, dtype=fast_dtype(options.device))
     return options
+
+
+def run(recipe: str, training: Callable[[Any], None], argv: Sequence[str] | None) -> int:
+    """Runs a recipe in this process; returns the exit status.
+
+    Args:
+        recipe: Its name.
+        training: Takes the recipe's options.
+        argv: Flags; ``None`` for those of this process.
+    """
+    flags = sys.argv[1:] if argv is None else argv
+    return guarded(lambda: training(parse_options(recipe, flags)))
 
 
 def join(recipe: str, options: Options) -> train.Session:
@@ -83,22 +99,31 @@ def batch_of(session: train.Session, options: Options) -> Batching:
     return batch
 
 
-class Division(TypedDict):
-    """How the ranks share a batch, as :meth:`train.Session.loader` takes it."""
-
-    limit: int | dict[str, int]
-    balance: Literal["auto", "even"] | dict[str, float]
-    drop_slow: bool
-
-
-def division(options: Options) -> Division:
-    """Who computes how much of each batch."""
+def loader_of(
+    session: train.Session,
+    options: Options,
+    samples: Data,
+    batch: Batching,
+    lengths: Sequence[int] | None = None,
+    workers: int | None = None,
+) -> train.Loader:
+    """Batches for training, shared among the ranks as the options say."""
     limit = limits_of(options.micro_batch)
-    return {
-        "limit": 0 if limit == "auto" else limit,
-        "balance": weights_of(options.balance),
-        "drop_slow": options.drop_slow,
-    }
+    return session.loader(
+        samples,
+        batch.global_batch,
+        lengths=lengths,
+        workers=workers,
+        limit=0 if limit == "auto" else limit,
+        balance=weights_of(options.balance),
+        drop_slow=options.drop_slow,
+    )
+
+
+def curve_of(options: Options, loader: train.Loader) -> Curve:
+    """The course of the learning rate over the whole training."""
+    steps = options.steps or options.epochs * len(loader)
+    return Curve(options.schedule, steps, options.warm_up, milestones=options.milestones)
 
 
 def optimizer_of(options: Options, network: nn.Module, lr: float) -> Optimizer:

@@ -9,19 +9,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from paceline import train
-from paceline.program import guarded
-from paceline.recipes import common, parse_options, pretrained, torchvision_models
+from paceline.recipes import common, pretrained, torchvision_models
 from paceline.recipes.data.images import ImageData, Request, load
 from paceline.recipes.heads import add_layers
 from paceline.recipes.networks import MODELS, backbone, describe_network, hub_images
-from paceline.recipes.optimization import Curve
 from paceline.recipes.options import ImageOptions
 from paceline.recipes.pictures import Inputs, Normalisation, Pictures, inputs, normalisation
 from paceline.recipes.pretrained import Origin, load_backbone
@@ -57,12 +55,8 @@ def train_image(options: ImageOptions) -> None:
         watched = Pictures(splits[data.watched], normalise, numbers, (), size)
         held_out = Pictures(splits[data.held_out], normalise, numbers, (), size)
         batch = common.batch_of(session, options)
-        loader = session.loader(
-            training,
-            batch.global_batch,
-            workers=workers_of(options, training),
-            **common.division(options),
-        )
+        workers = workers_of(options, training)
+        loader = common.loader_of(session, options, training, batch, workers=workers)
 
         shape = (len(normalise.mean), size or data.shape[1], size or data.shape[2])
         network, origin = make_network(session, options, shape, data.classes)
@@ -72,8 +66,7 @@ def train_image(options: ImageOptions) -> None:
             network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         network = session.place(network, shard=options.shard)
         optimizer = common.optimizer_of(options, network, batch.lr)
-        steps = options.steps or options.epochs * len(loader)
-        curve = Curve(options.schedule, steps, options.warm_up, milestones=options.milestones)
+        curve = common.curve_of(options, loader)
         schedule = freezing.schedule(optimizer, curve, len(loader))
         model = common.prepare(session, options, network, optimizer, schedule)
 
@@ -226,8 +219,7 @@ def describe(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the recipe in this process; returns the exit status."""
-    flags = sys.argv[1:] if argv is None else argv
-    return guarded(lambda: train_image(cast(ImageOptions, parse_options("image", flags))))
+    return common.run("image", train_image, argv)
 
 
 if __name__ == "__main__":

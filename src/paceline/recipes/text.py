@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
@@ -17,13 +17,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
 from paceline import train
-from paceline.program import guarded
-from paceline.recipes import common, parse_options, pretrained
+from paceline.recipes import common, pretrained
 from paceline.recipes.data import on_this_host
 from paceline.recipes.data.texts import TextData, TextRequest, load_texts
 from paceline.recipes.heads import add_layers
 from paceline.recipes.networks import HubClassifier, TextClassifier
-from paceline.recipes.optimization import Curve
 from paceline.recipes.options import TEXT_MODELS, TextOptions
 from paceline.recipes.pretrained import Origin, load_backbone
 from paceline.recipes.tokens import (
@@ -49,20 +47,14 @@ def train_text(options: TextOptions) -> None:
         encoding = make_encoding(session, data, options)
         training = Texts(*data.splits["train"], encoding, options.max_length)
         held_out = Texts(*data.splits[data.held_out], encoding, options.max_length)
-        batch = common.batch_of(session, options)
-        loader = session.loader(
-            training,
-            batch.global_batch,
-            lengths=training.lengths(),
-            **common.division(options),
-        )
+        batch, lengths = common.batch_of(session, options), training.lengths()
+        loader = common.loader_of(session, options, training, batch, lengths)
 
         network, origin = make_network(session, data, options, encoding)
         freezing = pretrained.freezing(session, options, origin, [network.backbone])
         placed = session.place(network, shard=options.shard)
         optimizer = common.optimizer_of(options, placed, batch.lr)
-        steps = options.steps or options.epochs * len(loader)
-        curve = Curve(options.schedule, steps, options.warm_up, milestones=options.milestones)
+        curve = common.curve_of(options, loader)
         schedule = freezing.schedule(optimizer, curve, len(loader))
         model = common.prepare(session, options, placed, optimizer, schedule)
 
@@ -75,7 +67,7 @@ def train_text(options: TextOptions) -> None:
                 )
             return losses, {"accuracy": outputs.argmax(1) == labels}
 
-        if common.tried(session, options, loader, compute, training.lengths()):
+        if common.tried(session, options, loader, compute, lengths):
             return
         best = Best(patience=options.patience)
         about = describe(options, data, network)
@@ -266,8 +258,7 @@ def describe_network(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the recipe in this process; returns the exit status."""
-    flags = sys.argv[1:] if argv is None else argv
-    return guarded(lambda: train_text(cast(TextOptions, parse_options("text", flags))))
+    return common.run("text", train_text, argv)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,10 +20,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from paceline import train
-from paceline.program import guarded
-from paceline.recipes import common, parse_options
+from paceline.recipes import common
 from paceline.recipes.data.pairs import Pair, PairData, PairRequest, load_pairs
-from paceline.recipes.optimization import Curve, scheduled
+from paceline.recipes.optimization import scheduled
 from paceline.recipes.options import TranslationOptions
 from paceline.recipes.scores import scores
 from paceline.recipes.tokens import (
@@ -65,19 +64,13 @@ def train_translation(options: TranslationOptions) -> None:
         held_out = sentences(watched, tokenizers, limit, "cut")
         session.say(describe_data(data, training, held_out, tokenizers))
 
-        batch = common.batch_of(session, options)
-        loader = session.loader(
-            training,
-            batch.global_batch,
-            lengths=training.lengths(),
-            **common.division(options),
-        )
+        batch, lengths = common.batch_of(session, options), training.lengths()
+        loader = common.loader_of(session, options, training, batch, lengths)
 
         shape = network_shape(options, tokenizers)
         network = session.place(Transformer(shape), shard=options.shard)
         optimizer = common.optimizer_of(options, network, batch.lr)
-        steps = options.steps or options.epochs * len(loader)
-        curve = Curve(options.schedule, steps, options.warm_up, milestones=options.milestones)
+        curve = common.curve_of(options, loader)
         model = common.prepare(session, options, network, optimizer, scheduled(optimizer, curve))
 
         # Losses are divided by the mean length, which no rank and no batch changes: every token
@@ -91,10 +84,10 @@ def train_translation(options: TranslationOptions) -> None:
                 losses = token_losses(outputs, expected, options.label_smoothing)
             return losses.sum(1) / mean_length, {}
 
-        if common.tried(session, options, loader, compute, training.lengths()):
+        if common.tried(session, options, loader, compute, lengths):
             return
         search = Search(START_ID, END_ID, limit, options.beam)
-        last = -(-steps // len(loader)) - 1
+        last = -(-curve.steps // len(loader)) - 1
         best = Best(patience=options.patience)
         about = describe(options, data, shape)
         common.keep_checkpoints(session, options, best, data.fingerprint, about, shape=shape)
@@ -304,12 +297,7 @@ def describe(options: TranslationOptions, data: PairData, shape: Shape) -> dict[
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the recipe in this process; returns the exit status."""
-    flags = sys.argv[1:] if argv is None else argv
-
-    def run() -> None:
-        train_translation(cast(TranslationOptions, parse_options("translation", flags)))
-
-    return guarded(run)
+    return common.run("translation", train_translation, argv)
 
 
 if __name__ == "__main__":

@@ -270,7 +270,7 @@ def _delay_line(networks: list[int], delay: float) -> int:
     pid = os.fork()
     if pid == 0:
         kernel.setns(networks[0], kernel.CLONE_NEWNET)
-        forwarder = delayline.lay("tap0", "tap0", networks[1], delay)
+        forwarder = delayline.lay_cable("tap0", "tap0", networks[1], delay)
         os.write(says, b".")
         parent, ended = os.getppid(), []
         signal.signal(signal.SIGTERM, lambda *_: ended.append(True))

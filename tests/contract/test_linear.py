@@ -41,7 +41,7 @@ READERS = [
 
 def patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
     for code in codes():
-        for way in inspect.getclosurevars(load(code).match).nonlocals["ways"]:
+        for way in inspect.getclosurevars(load(code).match).nonlocals["matchers"]:
             known = inspect.getclosurevars(way).nonlocals | vars(inspect.getmodule(way))
             for name, value in known.items():
                 if isinstance(value, re.Pattern):

@@ -398,11 +398,11 @@ def test_kill_by_number_and_by_name(healed: Lab) -> None:
 def test_faults_are_listed_and_refused_twice(healed: Lab) -> None:
     healed.fault("unplug", "n2")
     assert healed.status()["faults"] == [{"kind": "unplug", "host": "n2", "arguments": []}]
-    with pytest.raises(LabError, match="in force on n2 already"):
+    with pytest.raises(LabError, match="already active on n2"):
         healed.fault("unplug", "n2")
     healed.heal()
     assert healed.status()["faults"] == []
-    with pytest.raises(LabError, match="not in force"):
+    with pytest.raises(LabError, match="not active"):
         healed.undo("unplug", "n2")
 
 
@@ -519,7 +519,7 @@ def _interfaces() -> list[str]:
 
 def _processes_in(namespaces: set[int]) -> list[str]:
     """Processes that are in any of these namespaces, whichever kind."""
-    everyone = looking.everything()
+    everyone = looking.all_processes()
     running = (p for p in everyone if p.state != "Z")
     return [p.command for p in running if namespaces & _namespaces_of(p.pid)]
 
@@ -609,7 +609,7 @@ def test_failed_start_leaves_nothing() -> None:
         Lab(LabOptions(hosts=2, name=name, hide=("/usr/sbin",))).up()
     assert "sshd" in caught.value.found
     assert name not in _labs()
-    assert not [p for p in looking.everything() if name in p.command]
+    assert not [p for p in looking.all_processes() if name in p.command]
 
 
 def test_many_hosts() -> None:

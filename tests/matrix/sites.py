@@ -19,7 +19,7 @@ from typing import Any
 from environments import Environment
 
 from paceline.lab import Lab, LabOptions
-from paceline.lab.available import find
+from paceline.lab.available import find_tool
 
 JOBS = Path(__file__).with_name("jobs")
 SOURCE = Path(
@@ -412,7 +412,7 @@ def _restart_sshd(site: Site, host: str, login: Login) -> None:
         extra = f' "XDG_CACHE_HOME={login.cache}"'
         lines = [line + extra * line.startswith("SetEnv ") for line in lines]
         config.write_text("\n".join(lines) + "\n")
-    argv = [*_cpu_prefix(site.environment), find("sshd") or "sshd", "-f", str(config),
+    argv = [*_cpu_prefix(site.environment), find_tool("sshd") or "sshd", "-f", str(config),
             "-E", str(site.lab.sshd_log(host))]  # fmt: skip
     script = f"""
         listener=$(pgrep -o -x sshd)

@@ -18,7 +18,7 @@ from paceline.lab.faults import (
     Target,
     Thaw,
     Unfill,
-    find,
+    find_fault,
     size_bytes,
 )
 from paceline.spec.errors import LabError
@@ -59,7 +59,7 @@ def target() -> Target:
 def test_every_fault_acts_and_can_be_undone(
     target: Target, fault: Fault, given: tuple[str, ...]
 ) -> None:
-    assert find(fault.name, given) is fault
+    assert find_fault(fault.name, given) is fault
     assert fault.strike(target, given)
     assert fault.summary
     if fault.name != "kill":
@@ -89,9 +89,9 @@ def test_wrong_arguments_are_refused(target: Target, name: str, argument: str) -
 
 def test_unknown_fault_and_wrong_number_of_arguments() -> None:
     with pytest.raises(LabError, match="no fault 'melt'"):
-        find("melt", ())
+        find_fault("melt", ())
     with pytest.raises(LabError, match="usage: paceline lab fault drop HOST PORTS"):
-        find("drop", ())
+        find_fault("drop", ())
 
 
 def test_a_dying_host_is_unplugged_before_it_can_say_goodbye(target: Target) -> None:

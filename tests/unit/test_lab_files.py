@@ -95,7 +95,7 @@ def test_bucket_suffices_for_the_rate() -> None:
 
 def test_only_what_own_folders_would_hide_is_shared_again() -> None:
     paths = ["/venv", "/tmp/project", "/run/user/1", "/tmp/project", "/tmp"]
-    assert [step.target for step in host.shared_again(paths)] == ["/tmp/project", "/run/user/1"]
+    assert [step.target for step in host.rebind_mounts(paths)] == ["/tmp/project", "/run/user/1"]
 
 
 def test_mounts_come_in_an_order_that_works() -> None:
@@ -149,8 +149,8 @@ def test_a_signal_for_a_command_that_has_just_ended_is_no_error() -> None:
     ended.wait()
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     try:
-        enter._pass_signals(ended.pid)
+        enter._forward_signals(ended.pid)
         signal.raise_signal(signal.SIGTERM)
     finally:
-        for number in (*enter._PASSED_ON, *enter._FROM_TERMINAL):
+        for number in (*enter._FORWARDED_SIGNALS, *enter._TERMINAL_SIGNALS):
             signal.signal(number, handlers[number])

@@ -15,7 +15,7 @@ from paceline.cli.runs import whereabouts
 from paceline.explain.conclusion import conclude
 from paceline.explain.evidence import Evidence
 from paceline.explain.rules import load_all
-from paceline.explain.stacks import Frame, RankStack
+from paceline.explain.stacks import Frame, RankStack, describe_position, is_waiting
 from paceline.launch import hangs
 from paceline.launch.beats import Beat, Heartbeats, aside, told
 from paceline.launch.fleet import Fleet
@@ -30,8 +30,6 @@ from paceline.launch.verdict import (
     frozen_text,
     judge,
     stays,
-    waits,
-    where,
 )
 from paceline.spec.events import Event
 from paceline.spec.failure import Result
@@ -326,9 +324,9 @@ OURS = "/v/site-packages/paceline"
 )  # fmt: skip
 def test_who_waits_for_others(frames: tuple[Frame, ...], said: str) -> None:
     stand = look(0, frames).stand
-    assert waits(stand) == bool(said)
+    assert is_waiting(stand) == bool(said)
     if said:
-        assert where(stand) == said
+        assert describe_position(stand) == said
 
 
 def test_all_wait_for_each_other() -> None:

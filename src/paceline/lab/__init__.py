@@ -5,8 +5,8 @@
     with Lab(LabOptions(hosts=2, debian_hosts=True)) as lab:
         lab.exec("n1", ["ssh", "n2", "hostname"])
 
-Everything lives in namespaces that one process owns. Nothing is made in the machine's own
-network, and when that process ends, however it ends, the kernel removes all of it.
+Everything lives in namespaces that one process owns. The machine's own network is not changed,
+and when that process ends, for whatever reason, the kernel removes everything.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Lab", "LabOptions"]
 
-_HOMES = {"Lab": "paceline.lab.lab", "LabOptions": "paceline.lab.plan"}
+_MODULES = {"Lab": "paceline.lab.lab", "LabOptions": "paceline.lab.plan"}
 
 
 def __getattr__(name: str) -> Any:
-    # On demand: the small programs in this package start at every connection.
-    if name not in _HOMES:
+    # imported on demand, because the package's small programs start at every connection
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

@@ -1,4 +1,4 @@
-"""Whether a lab can be made on this machine, and why not."""
+"""Checks whether a lab can be made on this machine."""
 
 from __future__ import annotations
 
@@ -26,30 +26,27 @@ _TOOLS = {  # program → Debian package
     "tc": "iproute2",
     "iptables": "iptables",
 }
+_FAULT_TOOLS = {"nft": "nftables"}
 
 
-_TOOLS_OF_FAULTS = {"nft": "nftables"}
-
-
-def missing(tool: str) -> LabError:
+def missing_tool(tool: str) -> LabError:
     """The error for a tool that is not installed."""
-    package = {**_TOOLS, **_TOOLS_OF_FAULTS}.get(tool, tool)
+    package = {**_TOOLS, **_FAULT_TOOLS}.get(tool, tool)
     return LabError(f"{tool} is not installed", remedy=f"sudo apt-get install {package}")
 
 
 def missing_packages() -> list[str]:
-    """Debian packages of the programs that a lab needs and this machine lacks."""
-    lacking = {package for tool, package in _TOOLS.items() if not find(tool)}
-    return sorted(lacking)
+    """Debian packages that a lab needs and this machine lacks."""
+    return sorted({package for tool, package in _TOOLS.items() if not find_tool(tool)})
 
 
-def find(tool: str) -> str | None:
-    """Where a system tool is; ordinary users have no sbin on their PATH."""
+def find_tool(tool: str) -> str | None:
+    """The path of a system tool; ordinary users have no sbin on their PATH."""
     return shutil.which(tool, path=_SYSTEM_PATH)
 
 
 def require() -> None:
-    """Raises LabError when this machine lacks what a lab needs; rights are not looked at."""
+    """Raises LabError if this machine lacks programs that a lab needs; does not check rights."""
     if not sys.platform.startswith("linux"):
         raise LabError("a lab needs Linux", found=f"this is {sys.platform}")
     if packages := missing_packages():
@@ -60,23 +57,23 @@ def require() -> None:
         )
 
 
-def refused(error: OSError) -> LabError:
-    """The error for namespaces that the kernel does not give."""
+def namespace_error(error: OSError) -> LabError:
+    """The error if the kernel refuses new namespaces."""
     return LabError(
         "this machine does not allow new namespaces", found=str(error), remedy=_namespace_remedy()
     )
 
 
 def main(_: list[str]) -> int:
-    """Tries, in a process of its own, what a lab begins with; prints why it cannot be."""
+    """Tries a lab's first steps, in a process of its own; prints the error if they fail."""
     try:
         if os.geteuid() != 0:
-            kernel.new_user_namespace()
+            kernel.enter_user_namespace()
         kernel.unshare(LAB_NAMESPACES)
         kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
         kernel.mount("tmpfs", "/run", "tmpfs")
     except OSError as error:
-        print(refused(error))
+        print(namespace_error(error))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Talking to a lab's owner: one JSON line there, one back, file descriptors on the side."""
+"""The protocol of a lab's owner: a JSON line each way, and file descriptors with the reply."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ NAMESPACES = ("user", "pid", "net", "ipc", "uts", "mnt")  # in the order in whic
 
 
 class GoneError(Exception):
-    """Nobody answers: the lab is down."""
+    """The lab is down."""
 
 
-def ask(path: str, request: dict[str, Any], timeout: float = 60.0) -> tuple[Any, list[int]]:
+def send_request(
+    path: str, request: dict[str, Any], timeout: float = 60.0
+) -> tuple[Any, list[int]]:
     """Sends ``request`` to the owner listening at ``path``.
 
     Returns:
-        The answer and the descriptors that came with it.
+        The reply and its descriptors.
 
     Raises:
-        GoneError: Nobody listens.
+        GoneError: The lab is down.
         OSError: Something else failed.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -37,21 +39,21 @@ def ask(path: str, request: dict[str, Any], timeout: float = 60.0) -> tuple[Any,
 def _receive(connection: socket.socket) -> tuple[Any, list[int]]:
     data, fds, _, _ = socket.recv_fds(connection, 65536, len(NAMESPACES))
     while data and not data.endswith(b"\n"):
-        more = connection.recv(65536)
-        if not more:
+        chunk = connection.recv(65536)
+        if not chunk:
             break
-        data += more
+        data += chunk
     if not data:
         raise GoneError("the owner ended")
     return json.loads(data), fds
 
 
-def answer(connection: socket.socket, reply: Any, fds: list[int]) -> None:
+def send_reply(connection: socket.socket, reply: Any, fds: list[int]) -> None:
     """The owner's side of :func:`ask`."""
     data = json.dumps(reply).encode() + b"\n"
     if fds:
-        sent = socket.send_fds(connection, [data], fds)
-        data = data[sent:]
+        num_sent = socket.send_fds(connection, [data], fds)
+        data = data[num_sent:]
     connection.sendall(data)
 
 

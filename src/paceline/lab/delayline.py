@@ -1,8 +1,8 @@
-"""A cable with a delay, for kernels without ``netem``: two TAP devices and a forwarder.
+"""A link with a delay, for kernels without ``netem``: two TAP devices and a forwarder process.
 
-What the host sends waits; what it receives does not, so the delay between any two hosts is
-counted once each way. Frames keep the kernel's offload header and may be 64 KiB large, which
-lets one process carry some Gbit/s.
+Only frames that the host sends are delayed, so each direction between two hosts has the delay once.
+Frames keep the kernel's offload header and may have 64 KiB, so that one process carries some
+Gbit/s.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ _TUNSETIFF = 0x400454CA
 _TUNSETOFFLOAD = 0x400454D0
 _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 _OFFLOADS = 0x01 | 0x02 | 0x04 | 0x08  # checksums, TSO over IPv4 and IPv6, ECN
-_LARGEST = 65536 + 64
-_QUEUE = 64 << 20  # bytes in flight on one cable: 10 Gbit/s for 50 ms
+_MAX_FRAME_BYTES = 65536 + 64
+_MAX_QUEUE_BYTES = 64 << 20  # bytes in flight on one cable: 10 Gbit/s for 50 ms
 
 
-def lay(switch_end: str, host_end: str, host_network: int, delay: float) -> int:
-    """Lays a cable between the calling process's network and a host's.
+def lay_cable(switch_end: str, host_end: str, host_network: int, delay: float) -> int:
+    """Connects the calling process's network with a host's.
 
     Args:
         switch_end, host_end: Names of the interfaces to make.
         host_network: Descriptor of the host's network namespace.
-        delay: Seconds that frames from the host wait.
+        delay: Of frames from the host, in seconds.
 
     Returns:
-        Process id of the forwarder. The interfaces live as long as it does.
+        Process id of the forwarder. The interfaces exist as long as it runs.
 
     Raises:
-        LabError: This machine has no TAP devices for us.
+        LabError: This process may not open TAP devices.
     """
-    near = _tap(switch_end)
+    switch_tap = _tap(switch_end)
     with _network(host_network):
-        far = _tap(host_end)
+        host_tap = _tap(host_end)
     forwarder = os.fork()
     if forwarder == 0:
-        _forward_for_ever(near, far, delay)
-    os.close(near)
-    os.close(far)
+        _run_forwarder(switch_tap, host_tap, delay)
+    os.close(switch_tap)
+    os.close(host_tap)
     return forwarder
 
 
@@ -61,7 +61,7 @@ def _tap(name: str) -> int:
         raise LabError(
             "--latency needs netem in the kernel or TAP devices",
             found=f"no netem here, and /dev/net/tun cannot be opened: {error.strerror}",
-            remedy="run it as root, or give --latency up",
+            remedy="run it as root, or leave out --latency",
         ) from None
     flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
     fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", name.encode(), flags))
@@ -70,81 +70,81 @@ def _tap(name: str) -> int:
 
 
 @contextlib.contextmanager
-def _network(other: int) -> Iterator[None]:
-    own = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-    kernel.setns(other, kernel.CLONE_NEWNET)
+def _network(network: int) -> Iterator[None]:
+    original = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    kernel.setns(network, kernel.CLONE_NEWNET)
     try:
         yield
     finally:
-        kernel.setns(own, kernel.CLONE_NEWNET)
-        os.close(own)
+        kernel.setns(original, kernel.CLONE_NEWNET)
+        os.close(original)
 
 
-def _forward_for_ever(near: int, far: int, delay: float) -> NoReturn:
+def _run_forwarder(switch_tap: int, host_tap: int, delay: float) -> NoReturn:
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # goodbyes must still get through
-    os.closerange(3, min(near, far))
-    os.closerange(max(near, far) + 1, 4096)
-    with contextlib.suppress(OSError):  # one end is gone: the host has ended
-        Line(near, far, delay).run()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the last FIN is forwarded
+    os.closerange(3, min(switch_tap, host_tap))
+    os.closerange(max(switch_tap, host_tap) + 1, 4096)
+    with contextlib.suppress(OSError):  # one interface is gone, because the host has ended
+        DelayLine(switch_tap, host_tap, delay).run()
     os._exit(0)
 
 
-class Line:
-    """Moves frames between two descriptors; those from ``far`` arrive ``delay`` seconds later."""
+class DelayLine:
+    """Forwards frames between two TAP devices; those from the host are delayed."""
 
-    def __init__(self, near: int, far: int, delay: float) -> None:
-        self._near, self._far, self._delay = near, far, delay
+    def __init__(self, switch_tap: int, host_tap: int, delay: float) -> None:
+        self._switch_tap, self._host_tap, self._delay = switch_tap, host_tap, delay
         self._waiting: deque[tuple[float, bytes]] = deque()
-        self._held = 0
+        self._queued_bytes = 0
 
     def run(self) -> NoReturn:
-        """Raises OSError when an end is gone."""
-        ends = (self._near, self._far)
+        """Raises OSError when an interface is gone."""
+        ends = (self._switch_tap, self._host_tap)
         while True:
-            for fd in select.select(ends, (), (), self._patience())[0]:
-                if fd == self._near:
-                    _pass_on(self._near, self._far)
+            for fd in select.select(ends, (), (), self._timeout())[0]:
+                if fd == self._switch_tap:
+                    _forward(self._switch_tap, self._host_tap)
                 else:
-                    self._take_in()
-            self._let_out(time.monotonic())
+                    self._enqueue()
+            self._dequeue(time.monotonic())
 
-    def _patience(self) -> float | None:
+    def _timeout(self) -> float | None:
         """Seconds until the next frame is due."""
         if not self._waiting:
             return None
         return max(0.0, self._waiting[0][0] - time.monotonic())
 
-    def _take_in(self) -> None:
-        due = time.monotonic() + self._delay
-        for frame in _frames(self._far):
-            if self._held < _QUEUE:  # a full cable drops, as a full queue anywhere does
-                self._waiting.append((due, frame))
-                self._held += len(frame)
+    def _enqueue(self) -> None:
+        deadline = time.monotonic() + self._delay
+        for frame in _frames(self._host_tap):
+            if self._queued_bytes < _MAX_QUEUE_BYTES:  # else it is dropped, as by any full queue
+                self._waiting.append((deadline, frame))
+                self._queued_bytes += len(frame)
 
-    def _let_out(self, now: float) -> None:
-        while self._waiting and self._waiting[0][0] <= now:
+    def _dequeue(self, time_s: float) -> None:
+        while self._waiting and self._waiting[0][0] <= time_s:
             frame = self._waiting.popleft()[1]
-            self._held -= len(frame)
-            _send(self._near, frame)
+            self._queued_bytes -= len(frame)
+            _send(self._switch_tap, frame)
 
 
-def _pass_on(source: int, target: int) -> None:
+def _forward(source: int, target: int) -> None:
     for frame in _frames(source):
         _send(target, frame)
 
 
 def _frames(fd: int) -> Iterator[bytes]:
-    """What can be read at once, but no more than a handful: the other direction waits."""
+    """Reads available frames, at most 32, so that the other direction is served, too."""
     for _ in range(32):
         try:
-            yield os.read(fd, _LARGEST)
+            yield os.read(fd, _MAX_FRAME_BYTES)
         except BlockingIOError:
             return
 
 
 def _send(fd: int, frame: bytes) -> None:
-    # EIO: the interface is down; EAGAIN: its queue is full. Both lose frames on real cables too.
+    # EIO: the interface is down; EAGAIN: its queue is full. Real links lose frames then, too.
     with contextlib.suppress(BlockingIOError, InterruptedError):
         try:
             os.write(fd, frame)

@@ -1,4 +1,4 @@
-"""The hosts that are up and the faults that are in force: boots the ones, acts the others."""
+"""Boots the hosts of a lab and applies faults to them."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _FREEZE_ROUNDS = 50
 
 @dataclass
 class Running:
-    """A host that is up: its first process, its sshd, its namespaces (as descriptors)."""
+    """A host that is up: its first process, its sshd, descriptors of its namespaces."""
 
     pid: int
     namespaces: list[int]
     pid_namespace: int
     sshd: int | None = None
-    forwarder: int | None = None  # of its cable, when that is a delay line
+    forwarder: int | None = None  # of its delay line, if it has one
 
     def namespace(self, kind: str) -> int:
         return self.namespaces[control.NAMESPACES.index(kind)]
 
 
 @dataclass(frozen=True)
-class Active:
-    """A fault in force."""
+class ActiveFault:
+    """An active fault."""
 
     kind: str
     host: str
@@ -51,87 +51,89 @@ class Engine:
         self._plan = plan
         self._layout = layout
         self._running: dict[str, Running] = {}
-        self._active: list[Active] = []
+        self._active: list[ActiveFault] = []
         self._delay = network.delay(plan)
         self._netem = self._delay > 0 and _kernel_has_netem()
 
     @property
     def delay(self) -> float:
-        """Seconds for which a frame is on its way, one way."""
+        """One-way delay in seconds."""
         return self._delay
 
     # --- hosts
 
     def boot(self, names: Sequence[str]) -> None:
-        """Starts hosts side by side; raises OSError when one does not come up."""
+        """Starts hosts in parallel; raises OSError if one does not come up."""
         plans = [self._plan.host(name) for name in names]
         starting = {plan.name: self._start(plan) for plan in plans}
         try:
             for plan in plans:
-                self._running[plan.name] = _running(starting[plan.name].pid)
-            self._plug_in(plans)
+                self._running[plan.name] = _open_host(starting[plan.name].pid)
+            self._connect(plans)
             for started in starting.values():
-                host.let_go(started)
+                host.release(started)
         except OSError:
             for started in starting.values():
-                host.raise_its_own(started)
+                host.raise_reported_error(started)
             raise
         for name, started in starting.items():
             self._running[name].sshd = host.finish(started)
 
     def _start(self, plan: HostPlan) -> host.Starting:
-        here = [argv for where, argv in self._link_commands(plan) if where == "host"]
-        return host.start(self._plan, self._layout, plan, here)
+        commands = [argv for where, argv in self._link_commands(plan) if where == "host"]
+        return host.start(self._plan, self._layout, plan, commands)
 
-    def _plug_in(self, plans: Sequence[HostPlan]) -> None:
-        by_tap = self._delay > 0 and not self._netem
-        for plan in plans if by_tap else ():
-            up = self._running[plan.name]
-            net = up.namespace("net")
-            up.forwarder = delayline.lay(plan.name, plan.interface, net, self._delay)
+    def _connect(self, plans: Sequence[HostPlan]) -> None:
+        uses_taps = self._delay > 0 and not self._netem
+        for plan in plans if uses_taps else ():
+            running = self._running[plan.name]
+            network_fd = running.namespace("net")
+            running.forwarder = delayline.lay_cable(
+                plan.name, plan.interface, network_fd, self._delay
+            )
         pids = {self._running[plan.name].pid: plan for plan in plans}
-        host.batch(network.ports_batch(pids, cables=not by_tap))
+        host.batch(network.ports_batch(pids, cables=not uses_taps))
         commands = [command for plan in plans for command in self._link_commands(plan)]
         host.batch([" ".join(argv[1:]) for where, argv in commands if where == "switch"], "tc")
 
-    def _link_commands(self, plan: HostPlan) -> tuple[network.Placed, ...]:
-        """What gives a host's link its speed and delay; all of it for ``tc``."""
+    def _link_commands(self, plan: HostPlan) -> tuple[network.PlacedCommand, ...]:
+        """The ``tc`` commands for the rate and delay of a host's link."""
         delay = network.delay_by_netem(plan, self._delay) if self._netem else ()
         return (*delay, *network.shape(self._plan, plan, self._netem))
 
     def reap(self) -> None:
-        """Takes note of hosts and other children that have ended."""
+        """Reaps children and removes hosts that have ended."""
         with contextlib.suppress(ChildProcessError):
             while pid := os.waitpid(-1, os.WNOHANG)[0]:
-                for name, up in list(self._running.items()):
-                    if up.pid == pid:
-                        self._forget(name)
-                    elif up.forwarder == pid:  # its number may be another's soon
-                        up.forwarder = None
+                for name, running in list(self._running.items()):
+                    if running.pid == pid:
+                        self._remove(name)
+                    elif running.forwarder == pid:  # its process id may be reused
+                        running.forwarder = None
 
-    def _forget(self, name: str) -> None:
-        up = self._running.pop(name)
-        for fd in up.namespaces:
+    def _remove(self, name: str) -> None:
+        running = self._running.pop(name)
+        for fd in running.namespaces:
             os.close(fd)
-        if up.forwarder is not None:  # it keeps the host's network alive
-            os.kill(up.forwarder, signal.SIGKILL)
+        if running.forwarder is not None:  # it holds the host's network namespace
+            os.kill(running.forwarder, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(up.forwarder, 0)  # then its interfaces are gone, too
+                os.waitpid(running.forwarder, 0)  # its interfaces are gone afterwards
         for port in (name, network.dead_port(self._plan.host(name))):
-            with contextlib.suppress(OSError):  # the kernel removes it too, but in its own time
+            with contextlib.suppress(OSError):  # the kernel removes it, too, but later
                 host.run(["ip", "link", "del", port])
 
-    def end_hosts(self) -> None:
-        """SIGKILL to every process of every host. Their networks and cables stay."""
-        for up in self._running.values():
+    def kill_hosts(self) -> None:
+        """Sends SIGKILL to every process of every host; networks and links stay."""
+        for running in self._running.values():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(up.pid, signal.SIGKILL)
+                os.kill(running.pid, signal.SIGKILL)
 
     def namespaces(self, name: str) -> list[int]:
-        """Descriptors of a host's namespaces; raises LabError when it is off."""
-        return self._up(name).namespaces
+        """Descriptors of a host's namespaces; raises LabError if it is off."""
+        return self._require_running(name).namespaces
 
-    def _up(self, name: str) -> Running:
+    def _require_running(self, name: str) -> Running:
         self._plan.host(name)
         self.reap()
         if name not in self._running:
@@ -141,40 +143,41 @@ class Engine:
     def status(self) -> dict[str, Any]:
         """Hosts and active faults, ready for JSON.
 
-        ``namespace`` is a host's PID namespace: process ids mean nothing outside the lab.
+        ``namespace`` identifies a host's PID namespace, because process ids differ outside the lab.
         """
         self.reap()
-        running = {(p.namespace, p.inner) for p in processes.everything()}
+        running = {(p.namespace, p.inner) for p in processes.all_processes()}
         hosts = [self._host_status(plan.name, running) for plan in self._plan.hosts]
         return {"hosts": hosts, "faults": [asdict(active) for active in self._active]}
 
-    def _host_status(self, name: str, running: set[tuple[int, int]]) -> dict[str, Any]:
-        plan, up = self._plan.host(name), self._running.get(name)
+    def _host_status(self, name: str, processes_running: set[tuple[int, int]]) -> dict[str, Any]:
+        plan, host_running = self._plan.host(name), self._running.get(name)
         return {
             "name": name,
             "address": plan.address,
             "interface": plan.interface,
-            "up": up is not None,
-            "sshd": up is not None and (up.pid_namespace, up.sshd) in running,
-            "namespace": up.pid_namespace if up else 0,
+            "up": host_running is not None,
+            "sshd": host_running is not None
+            and (host_running.pid_namespace, host_running.sshd) in processes_running,
+            "namespace": host_running.pid_namespace if host_running else 0,
         }
 
-    def _inside(self, up: Running) -> list[processes.Process]:
-        return processes.of_host(processes.everything(), up.pid_namespace)
+    def _processes_on(self, running: Running) -> list[processes.Process]:
+        return processes.of_host(processes.all_processes(), running.pid_namespace)
 
     # --- faults
 
     def strike(self, kind: str, name: str, arguments: Sequence[str]) -> dict[str, Any]:
-        """Does a fault to a host."""
+        """Applies a fault to a host."""
         target = self._target(name)
-        fault = faults.find(kind, arguments)
-        active = Active(kind, name, tuple(arguments))
-        if self._same(active, fault):
-            raise LabError(f"{kind} is in force on {name} already")
-        self._up(name)
-        self._act(name, fault.strike(target, arguments))
+        fault = faults.find_fault(kind, arguments)
+        active = ActiveFault(kind, name, tuple(arguments))
+        if self._conflicting(active, fault):
+            raise LabError(f"{kind} is already active on {name}")
+        self._require_running(name)
+        self._apply_steps(name, fault.strike(target, arguments))
         if kind == "power-off":
-            self._heal_the_dead(name)
+            self._drop_faults(name)
         if fault.undo:
             self._active.append(active)
         return self.status()
@@ -182,125 +185,127 @@ class Engine:
     def _target(self, name: str) -> faults.Target:
         return faults.Target(self._plan, self._plan.host(name), self._netem)
 
-    def _same(self, active: Active, fault: faults.Fault) -> list[Active]:
-        if fault.once:
+    def _conflicting(self, active: ActiveFault, fault: faults.Fault) -> list[ActiveFault]:
+        if fault.exclusive:
             return [a for a in self._active if (a.kind, a.host) == (active.kind, active.host)]
-        return [other for other in self._active if other == active]
+        return [candidate for candidate in self._active if candidate == active]
 
     def undo(self, kind: str, name: str, arguments: Sequence[str]) -> dict[str, Any]:
-        """Ends faults of a kind on a host: those with these arguments, all without arguments."""
+        """Undoes faults of a kind on a host: with these arguments, or all without arguments."""
         self._plan.host(name)
-        chosen = [
+        selected = [
             active
             for active in self._active
             if (active.kind, active.host) == (kind, name)
             and (not arguments or active.arguments == tuple(arguments))
         ]
-        if not chosen:
-            raise LabError(f"{kind} is not in force on {name}")
-        return self._end(chosen)
+        if not selected:
+            raise LabError(f"{kind} is not active on {name}")
+        return self._undo_faults(selected)
 
     def heal(self, name: str | None) -> dict[str, Any]:
-        """Ends every fault of a host, or of all; starts hosts that are off. Never too often."""
+        """Undoes every fault of a host, or of all hosts; starts those that are off. Idempotent."""
         if name is not None:
             self._plan.host(name)
-        self._end([active for active in self._active if name in (None, active.host)])
+        self._undo_faults([active for active in self._active if name in (None, active.host)])
         self.reap()
-        wanted = [plan.name for plan in self._plan.hosts if name in (None, plan.name)]
-        self.boot([name for name in wanted if name not in self._running])
+        names = [plan.name for plan in self._plan.hosts if name in (None, plan.name)]
+        self.boot([name for name in names if name not in self._running])
         return self.status()
 
-    def _end(self, chosen: Sequence[Active]) -> dict[str, Any]:
-        for active in reversed(chosen):
-            self._act(active.host, self._steps_back(active))
+    def _undo_faults(self, selected: Sequence[ActiveFault]) -> dict[str, Any]:
+        for active in reversed(selected):
+            self._apply_steps(active.host, self._undo_steps(active))
             self._active.remove(active)
         return self.status()
 
-    def _steps_back(self, active: Active) -> faults.Steps:
+    def _undo_steps(self, active: ActiveFault) -> faults.Steps:
         fault = faults.FAULTS[active.kind]
         target = self._target(active.host)
         return fault.undo(target, active.arguments) if fault.undo else ()
 
-    def _heal_the_dead(self, name: str) -> None:
-        """The host's other faults end with it; what they left on the switch goes."""
+    def _drop_faults(self, name: str) -> None:
+        """Forgets the faults of a host that is off, and removes their state on the switch."""
         for active in [active for active in self._active if active.host == name]:
-            steps = self._steps_back(active)
+            steps = self._undo_steps(active)
             for step in steps:
                 if isinstance(step, faults.OnSwitch):
-                    with contextlib.suppress(OSError):  # its port is gone already
-                        self._do(step, name)
+                    with contextlib.suppress(OSError):  # its port is already gone
+                        self._apply(step, name)
             self._active.remove(active)
 
-    def _act(self, name: str, steps: faults.Steps) -> None:
+    def _apply_steps(self, name: str, steps: faults.Steps) -> None:
         for step in steps:
-            self._do(step, name)
+            self._apply(step, name)
 
     @singledispatchmethod
-    def _do(self, step: faults.Step, name: str) -> None:
+    def _apply(self, step: faults.Step, name: str) -> None:
         raise NotImplementedError(step)
 
-    @_do.register
+    @_apply.register
     def _(self, step: faults.OnSwitch, name: str) -> None:
         host.run(list(step.argv), step.text)
 
-    @_do.register
+    @_apply.register
     def _(self, step: faults.OnHost, name: str) -> None:
-        up = self._up(name)
+        up = self._require_running(name)
         kinds = {"net": kernel.CLONE_NEWNET, "mnt": kernel.CLONE_NEWNS}
         host.run(list(step.argv), enter=partial(_enter, up, kinds))
 
-    @_do.register
+    @_apply.register
     def _(self, step: faults.Halt, name: str) -> None:
-        up = self._up(name)
+        up = self._require_running(name)
         os.kill(up.pid, signal.SIGKILL)
-        os.waitpid(up.pid, 0)  # returns when every process of the host is gone
-        self._forget(name)
+        os.waitpid(up.pid, 0)  # until every process of the host is gone
+        self._remove(name)
 
-    @_do.register
+    @_apply.register
     def _(self, step: faults.Boot, name: str) -> None:
         self.boot([name])
 
-    @_do.register
+    @_apply.register
     def _(self, step: faults.Freeze, name: str) -> None:
-        """Repeated until nothing runs: a process may fork while the others are being stopped."""
-        up = self._up(name)
+        """Repeats until nothing runs, because a process may fork while others are stopped."""
+        up = self._require_running(name)
         for _ in range(_FREEZE_ROUNDS):
-            moving = [process for process in self._inside(up) if process.state not in "Tt"]
+            moving = [process for process in self._processes_on(up) if process.state not in "Tt"]
             if not moving:
                 return
             _signal(moving, signal.SIGSTOP)
             time.sleep(0.002)
 
-    @_do.register
+    @_apply.register
     def _(self, step: faults.Thaw, name: str) -> None:
-        _signal(self._inside(self._up(name)), signal.SIGCONT)
+        _signal(self._processes_on(self._require_running(name)), signal.SIGCONT)
 
-    @_do.register
+    @_apply.register
     def _(self, step: faults.Kill, name: str) -> None:
-        up = self._up(name)
-        victims = [p for p in self._inside(up) if p.pid != up.pid and _matches(step.what, p)]
+        up = self._require_running(name)
+        victims = [
+            p for p in self._processes_on(up) if p.pid != up.pid and _matches(step.pattern, p)
+        ]
         if not victims:
-            raise LabError(f"no process on {name} is called {step.what!r}")
+            raise LabError(f"no process on {name} is called {step.pattern!r}")
         _signal(victims, signal.SIGKILL)
 
-    @_do.register
+    @_apply.register
     def _(self, step: faults.Fill, name: str) -> None:
-        mountinfo = Path(f"/proc/{self._up(name).pid}/mountinfo").read_text()
-        self._on_disk(name, partial(fill, step.path, step.free, mountinfo))
+        mountinfo = Path(f"/proc/{self._require_running(name).pid}/mountinfo").read_text()
+        self._in_mounts(name, partial(fill, step.path, step.free, mountinfo))
 
-    @_do.register
+    @_apply.register
     def _(self, step: faults.Unfill, name: str) -> None:
-        self._on_disk(name, partial(unfill, step.path))
+        self._in_mounts(name, partial(unfill, step.path))
 
-    def _on_disk(self, name: str, work: Callable[[], None]) -> None:
-        enter = partial(_enter, self._up(name), {"mnt": kernel.CLONE_NEWNS})
-        done_by_child(enter, work)
+    def _in_mounts(self, name: str, work: Callable[[], None]) -> None:
+        enter = partial(_enter, self._require_running(name), {"mnt": kernel.CLONE_NEWNS})
+        run_in_child(enter, work)
 
 
-def _running(pid: int) -> Running:
-    up = Running(pid, control.namespaces_of(pid), 0)
-    up.pid_namespace = os.fstat(up.namespace("pid")).st_ino
-    return up
+def _open_host(pid: int) -> Running:
+    running = Running(pid, control.namespaces_of(pid), 0)
+    running.pid_namespace = os.fstat(running.namespace("pid")).st_ino
+    return running
 
 
 def _kernel_has_netem() -> bool:
@@ -312,9 +317,9 @@ def _kernel_has_netem() -> bool:
     return True
 
 
-def _enter(up: Running, kinds: dict[str, int]) -> None:
+def _enter(running: Running, kinds: dict[str, int]) -> None:
     for name, kind in kinds.items():
-        kernel.setns(up.namespace(name), kind)
+        kernel.setns(running.namespace(name), kind)
 
 
 def _signal(victims: Sequence[processes.Process], number: signal.Signals) -> None:
@@ -323,48 +328,48 @@ def _signal(victims: Sequence[processes.Process], number: signal.Signals) -> Non
             os.kill(process.pid, number)
 
 
-def _matches(what: str, process: processes.Process) -> bool:
-    if what.isdigit():
-        return process.inner == int(what)
-    return re.search(what, process.command) is not None
+def _matches(pattern: str, process: processes.Process) -> bool:
+    if pattern.isdigit():
+        return process.inner == int(pattern)
+    return re.search(pattern, process.command) is not None
 
 
-# --- filling a host's disk, and emptying it again
+# --- filling a host's disk
 
 
 _BALLAST = ".paceline-lab-ballast"
-_LIMIT = 1 << 30  # bytes; a file system in memory is filled with real memory
-_CHUNK = 1 << 20
+_MAX_FILL_BYTES = 1 << 30  # fills real memory
+_CHUNK_BYTES = 1 << 20
 _TMPFS = "tmpfs"
 
 
-def fill(path: str, free: int, mountinfo: str) -> None:
-    """Writes a file that leaves ``free`` bytes; refuses what is not the host's own.
+def fill(path: str, target_free: int, mountinfo: str) -> None:
+    """Writes a file that leaves ``target_free`` bytes; refuses disks that are not the host's own.
 
     Args:
         mountinfo: /proc/PID/mountinfo of the host.
     """
-    room = _room(path)
+    free_bytes = _free_bytes(path)
     kind = kind_of(os.stat(path).st_dev, mountinfo)  # noqa: PTH116
-    if kind != _TMPFS or room > _LIMIT:
+    if kind != _TMPFS or free_bytes > _MAX_FILL_BYTES:
         raise LabError(
             f"{path} is not a disk that can be filled",
-            found=f"{room >> 20} MiB are free there, on a file system of type {kind}",
+            found=f"{free_bytes >> 20} MiB are free there, on a file system of type {kind}",
             remedy=f"bring the lab up with a small disk there: --private {path}:64m",
         )
-    _write_ballast(Path(path) / _BALLAST, max(0, room - free))
+    _write_ballast(Path(path) / _BALLAST, max(0, free_bytes - target_free))
 
 
-def _room(path: str) -> int:
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+def _free_bytes(path: str) -> int:
+    stats = os.statvfs(path)
+    return stats.f_bavail * stats.f_frsize
 
 
 def kind_of(device: int, mountinfo: str) -> str:
-    """Type of the file system on a device, according to the text of a mountinfo file."""
-    wanted = f"{os.major(device)}:{os.minor(device)}"
+    """Type of the file system on a device, from the text of a mountinfo file."""
+    device_number = f"{os.major(device)}:{os.minor(device)}"
     for line in mountinfo.splitlines():
-        if line.split()[2] == wanted:
+        if line.split()[2] == device_number:
             return line.partition(" - ")[2].split()[0]
     return "unknown"
 
@@ -373,8 +378,8 @@ def _write_ballast(file: Path, size: int) -> None:
     with file.open("wb", buffering=0) as ballast:
         while size > 0:
             try:
-                size -= ballast.write(bytes(min(size, _CHUNK)))
-            except OSError:  # full is what we want
+                size -= ballast.write(bytes(min(size, _CHUNK_BYTES)))
+            except OSError:  # full, as intended
                 return
 
 
@@ -382,17 +387,17 @@ def unfill(path: str) -> None:
     (Path(path) / _BALLAST).unlink(missing_ok=True)
 
 
-def done_by_child(enter: Callable[[], None], work: Callable[[], None]) -> None:
-    """Runs ``work`` in a child that called ``enter`` first; its error is raised here."""
+def run_in_child(enter: Callable[[], None], work: Callable[[], None]) -> None:
+    """Runs ``enter`` and ``work`` in a child process; raises its error here."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         os._exit(_in_child(enter, work, write))
     os.close(write)
     with os.fdopen(read) as pipe:
-        said = pipe.read()
+        output = pipe.read()
     if os.waitpid(child, 0)[1]:
-        message, found, remedy = said.split("\0")
+        message, found, remedy = output.split("\0")
         raise LabError(message, found=found, remedy=remedy)
 
 

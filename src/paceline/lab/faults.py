@@ -1,7 +1,6 @@
-"""The faults: what each does to a host, and how it is undone. Pure; the switch acts.
+"""The faults: the steps that cause each of them, and those that undo it. Pure.
 
-A fault is one entry of :data:`FAULTS`: a function that turns the host and the fault's arguments
-into steps, and one that gives the steps back.
+A fault is one entry of :data:`FAULTS`. The engine executes the steps.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from paceline.spec.errors import LabError
 
 @dataclass(frozen=True)
 class OnHost:
-    """A command with the host's network and file systems (and all rights)."""
+    """A command in the host's network and file systems, with all rights."""
 
     argv: tuple[str, ...]
 
@@ -32,7 +31,7 @@ class OnSwitch:
 
 @dataclass(frozen=True)
 class Halt:
-    """SIGKILL to every process of the host at once; its namespaces end."""
+    """Sends SIGKILL to every process of the host; its namespaces end."""
 
 
 @dataclass(frozen=True)
@@ -42,24 +41,24 @@ class Boot:
 
 @dataclass(frozen=True)
 class Freeze:
-    """SIGSTOP to every process of the host, its first one included."""
+    """Sends SIGSTOP to every process of the host."""
 
 
 @dataclass(frozen=True)
 class Thaw:
-    """SIGCONT to every process of the host."""
+    """Sends SIGCONT to every process of the host."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL to processes of the host: one by number, or all whose command line matches."""
+    """Sends SIGKILL to processes of the host: by number, or whose command line matches."""
 
-    what: str
+    pattern: str
 
 
 @dataclass(frozen=True)
 class Fill:
-    """Fills the host's file system at ``path`` but for ``free`` bytes."""
+    """Fills the host's file system at ``path`` and leaves ``free`` bytes."""
 
     path: str
     free: int
@@ -78,11 +77,14 @@ Steps = tuple[Step, ...]
 
 @dataclass(frozen=True)
 class Target:
-    """The host that a fault strikes, in its plan; ``netem``: its link is delayed by that."""
+    """The host to which a fault is applied; ``netem`` if its link has a netem queue."""
 
     plan: LabPlan
     host: HostPlan
     netem: bool = False
+
+
+_StepMaker = Callable[[Target, Sequence[str]], Steps]
 
 
 @dataclass(frozen=True)
@@ -90,66 +92,41 @@ class Fault:
     """A kind of fault.
 
     Attributes:
-        name: What the user types.
-        usage: Its arguments, as shown.
-        summary: One line for people.
-        strike: Target and arguments → steps; raises LabError for wrong arguments.
-        undo: The same → the steps back; None when there is no way back (or none needed).
-        arguments: Least and greatest number of arguments.
-        once: At most one of the kind can be in force on a host, whatever its arguments.
+        name: Its name on the command line.
+        usage: Its arguments, as shown to users.
+        summary: One line for users.
+        strike: Makes the steps; raises LabError for wrong arguments.
+        undo: Makes the steps that undo it; ``None`` if it cannot be undone, or need not be.
+        arguments: Minimum and maximum number of arguments.
+        exclusive: Whether only one of the kind can be active on a host, whatever its arguments.
     """
 
     name: str
     usage: str
     summary: str
-    strike: Callable[[Target, Sequence[str]], Steps]
-    undo: Callable[[Target, Sequence[str]], Steps] | None
+    strike: _StepMaker
+    undo: _StepMaker | None
     arguments: tuple[int, int]
-    once: bool = False
+    exclusive: bool = False
 
 
-def find(name: str, arguments: Sequence[str]) -> Fault:
-    """The fault called ``name``, if it takes so many arguments."""
+def find_fault(name: str, arguments: Sequence[str]) -> Fault:
+    """The fault called ``name``; raises LabError if it does not take so many arguments."""
     fault = FAULTS.get(name)
     if fault is None:
         raise LabError(f"there is no fault {name!r}", found=f"the faults are {', '.join(FAULTS)}")
-    least, most = fault.arguments
-    if not least <= len(arguments) <= most:
+    minimum, maximum = fault.arguments
+    if not minimum <= len(arguments) <= maximum:
         usage = f"paceline lab fault {name} HOST {fault.usage}".rstrip()
         raise LabError(f"{name} was given {len(arguments)} arguments", remedy=f"usage: {usage}")
     return fault
 
 
-# --- power, cable, processes
+# --- power, link, processes
 
 
-def _port(target: Target, state: str) -> OnSwitch:
+def _set_port(target: Target, state: str) -> OnSwitch:
     return OnSwitch(("ip", "link", "set", target.host.name, state))
-
-
-def _power_off(target: Target, _: Sequence[str]) -> Steps:
-    # The cable first: no FIN and no RST may tell the others what a dead machine cannot tell.
-    return (_port(target, "down"), Halt())
-
-
-def _power_on(_target: Target, _: Sequence[str]) -> Steps:
-    return (Boot(),)
-
-
-def _freeze(_target: Target, _: Sequence[str]) -> Steps:
-    return (Freeze(),)
-
-
-def _thaw(_target: Target, _: Sequence[str]) -> Steps:
-    return (Thaw(),)
-
-
-def _unplug(target: Target, _: Sequence[str]) -> Steps:
-    return (_port(target, "down"),)
-
-
-def _plug(target: Target, _: Sequence[str]) -> Steps:
-    return (_port(target, "up"),)
 
 
 def _kill(_target: Target, arguments: Sequence[str]) -> Steps:
@@ -163,47 +140,59 @@ def _kill(_target: Target, arguments: Sequence[str]) -> Steps:
 # --- the host's firewall
 
 
-def _firewall(target: Target, action: str, rules: Sequence[Sequence[str]]) -> Steps:
-    """iptables commands; ``action`` is ``-I`` (insert) or ``-D`` (delete)."""
-    tool = "ip6tables" if target.plan.options.ipv6_only else "iptables"
-    return tuple(OnHost((tool, "-w", action, *rule)) for rule in rules)
-
-
-_OUTSIDE = ("INPUT", "!", "-i", "lo")
+_Rules = list[list[str]]
+_FROM_OUTSIDE = ("INPUT", "!", "-i", "lo")
 _DROP = {"tcp": ("-j", "DROP"), "udp": ("-j", "DROP")}
 _REJECT = {"tcp": ("-j", "REJECT", "--reject-with", "tcp-reset"), "udp": ("-j", "REJECT")}
 
 
-def _drop_rules(arguments: Sequence[str]) -> list[list[str]]:
+def _firewall(action: str, make_rules: Callable[[Target, Sequence[str]], _Rules]) -> _StepMaker:
+    """Makes steps that insert (``-I``) or delete (``-D``) rules of iptables."""
+
+    def make_steps(target: Target, arguments: Sequence[str]) -> Steps:
+        tool = "ip6tables" if target.plan.options.ipv6_only else "iptables"
+        return tuple(OnHost((tool, "-w", action, *rule)) for rule in make_rules(target, arguments))
+
+    return make_steps
+
+
+def _drop_rules(_target: Target, arguments: Sequence[str]) -> _Rules:
     if arguments[0] == "all":
-        return [[*_OUTSIDE, "-j", "DROP"], ["OUTPUT", "!", "-o", "lo", "-j", "DROP"]]
-    return _rules(arguments[0], _DROP)
+        return [[*_FROM_OUTSIDE, "-j", "DROP"], ["OUTPUT", "!", "-o", "lo", "-j", "DROP"]]
+    return _port_rules(arguments[0], _DROP)
 
 
-def _reject_rules(arguments: Sequence[str]) -> list[list[str]]:
-    if arguments[0] == "all":  # the rule inserted last stands first
-        return [[*_OUTSIDE, "-j", "REJECT"], [*_OUTSIDE, "-p", "tcp", *_REJECT["tcp"]]]
-    return _rules(arguments[0], _REJECT)
+def _reject_rules(_target: Target, arguments: Sequence[str]) -> _Rules:
+    if arguments[0] == "all":  # the rule inserted last is the first
+        return [[*_FROM_OUTSIDE, "-j", "REJECT"], [*_FROM_OUTSIDE, "-p", "tcp", *_REJECT["tcp"]]]
+    return _port_rules(arguments[0], _REJECT)
 
 
-def _rules(ports: str, verdict: Mapping[str, tuple[str, ...]]) -> list[list[str]]:
+def _deaf_rules(target: Target, arguments: Sequence[str]) -> _Rules:
+    return [["INPUT", "-s", target.plan.host(arguments[0]).address, "-j", "DROP"]]
+
+
+def _port_rules(ports: str, verdict: Mapping[str, tuple[str, ...]]) -> _Rules:
     """Rules for ``all-ephemeral`` or a list such as ``29500,30000-40000``."""
-    if ports == "all-ephemeral":  # a host whose firewall was opened for SSH and nothing else
+    if ports == "all-ephemeral":  # a firewall that was opened for SSH only
         new = ["-p", "tcp", "--syn", "!", "--dport", "22"]
-        return [[*_OUTSIDE, *new, *verdict["tcp"]], [*_OUTSIDE, "-p", "udp", *verdict["udp"]]]
+        return [
+            [*_FROM_OUTSIDE, *new, *verdict["tcp"]],
+            [*_FROM_OUTSIDE, "-p", "udp", *verdict["udp"]],
+        ]
     return [
-        [*_OUTSIDE, "-p", protocol, "--dport", port, *verdict[protocol]]
-        for port in _ports(ports)
+        [*_FROM_OUTSIDE, "-p", protocol, "--dport", port, *verdict[protocol]]
+        for port in _parse_ports(ports)
         for protocol in verdict
     ]
 
 
-def _ports(text: str) -> list[str]:
-    """``29500,30000-40000`` → what iptables takes."""
+def _parse_ports(text: str) -> list[str]:
+    """Converts ``29500,30000-40000`` to iptables' syntax."""
     ports = text.replace("-", ":").split(",")
     for port in ports:
-        ends = port.split(":")
-        if len(ends) > 2 or not all(end.isdigit() and 0 < int(end) < 65536 for end in ends):
+        bounds = port.split(":")
+        if len(bounds) > 2 or not all(n.isdigit() and 0 < int(n) < 65536 for n in bounds):
             raise LabError(
                 f"{text!r} names no ports",
                 remedy="write all, all-ephemeral, or for example 29500,30000-40000",
@@ -211,89 +200,47 @@ def _ports(text: str) -> list[str]:
     return ports
 
 
-def _drop(target: Target, arguments: Sequence[str]) -> Steps:
-    return _firewall(target, "-I", _drop_rules(arguments))
-
-
-def _undrop(target: Target, arguments: Sequence[str]) -> Steps:
-    return _firewall(target, "-D", _drop_rules(arguments))
-
-
-def _reject(target: Target, arguments: Sequence[str]) -> Steps:
-    return _firewall(target, "-I", _reject_rules(arguments))
-
-
-def _unreject(target: Target, arguments: Sequence[str]) -> Steps:
-    return _firewall(target, "-D", _reject_rules(arguments))
-
-
 # --- routes and links
 
 
-def _route(target: Target, action: str, peer: str) -> Steps:
-    return (OnHost(("ip", "route", action, "unreachable", target.plan.host(peer).address)),)
+def _route(action: str) -> _StepMaker:
+    return lambda target, arguments: (
+        OnHost(("ip", "route", action, "unreachable", target.plan.host(arguments[0]).address)),
+    )
 
 
-def _unreachable(target: Target, arguments: Sequence[str]) -> Steps:
-    return _route(target, "add", arguments[0])
-
-
-def _reachable(target: Target, arguments: Sequence[str]) -> Steps:
-    return _route(target, "del", arguments[0])
-
-
-def _deaf_rules(target: Target, arguments: Sequence[str]) -> list[list[str]]:
-    return [["INPUT", "-s", target.plan.host(arguments[0]).address, "-j", "DROP"]]
-
-
-def _deaf(target: Target, arguments: Sequence[str]) -> Steps:
-    return _firewall(target, "-I", _deaf_rules(target, arguments))
-
-
-def _hearing(target: Target, arguments: Sequence[str]) -> Steps:
-    return _firewall(target, "-D", _deaf_rules(target, arguments))
-
-
-def _placed(commands: Sequence[network.Placed]) -> Steps:
-    places = {"host": OnHost, "switch": OnSwitch}
-    return tuple(places[where](argv) for where, argv in commands)
+def _to_steps(commands: Sequence[network.PlacedCommand]) -> Steps:
+    step_types = {"host": OnHost, "switch": OnSwitch}
+    return tuple(step_types[location](argv) for location, argv in commands)
 
 
 def _slow(target: Target, arguments: Sequence[str]) -> Steps:
-    return _placed(network.shape(target.plan, target.host, target.netem, rate=arguments[0]))
+    return _to_steps(network.shape(target.plan, target.host, target.netem, rate=arguments[0]))
 
 
-def _fast(target: Target, _: Sequence[str]) -> Steps:
+def _undo_slow(target: Target, _: Sequence[str]) -> Steps:
     if target.plan.options.rate:
-        return _placed(network.shape(target.plan, target.host, target.netem))
-    return _placed(network.unshape(target.host, target.netem))
-
-
-def _loss_table(target: Target) -> str:
-    return f"loss_{target.host.name}"
+        return _to_steps(network.shape(target.plan, target.host, target.netem))
+    return _to_steps(network.unshape(target.host, target.netem))
 
 
 def _loss(target: Target, arguments: Sequence[str]) -> Steps:
-    """Frames vanish on the switch, so that neither side is told."""
-    percent = _percent(arguments[0])
-    name, port = _loss_table(target), target.host.name
-    chance = f"numgen random mod 10000 <= {max(0, round(percent * 100) - 1)} drop"
-    text = "\n".join(
-        (
-            f"table bridge {name} {{",
-            f'  chain a {{ type filter hook prerouting priority 0; iifname "{port}" {chance}; }}',
-            f'  chain b {{ type filter hook postrouting priority 0; oifname "{port}" {chance}; }}',
-            "}\n",
-        )
-    )
+    """Drops frames on the switch, so that neither side notices."""
+    percent, port = _parse_percent(arguments[0]), target.host.name
+    verdict = f"numgen random mod 10000 <= {max(0, round(percent * 100) - 1)} drop"
+    text = f"""table bridge loss_{port} {{
+  chain a {{ type filter hook prerouting priority 0; iifname "{port}" {verdict}; }}
+  chain b {{ type filter hook postrouting priority 0; oifname "{port}" {verdict}; }}
+}}
+"""
     return (OnSwitch(("nft", "-f", "-"), text),)
 
 
-def _no_loss(target: Target, _: Sequence[str]) -> Steps:
-    return (OnSwitch(("nft", "-f", "-"), f"delete table bridge {_loss_table(target)}\n"),)
+def _undo_loss(target: Target, _: Sequence[str]) -> Steps:
+    return (OnSwitch(("nft", "-f", "-"), f"delete table bridge loss_{target.host.name}\n"),)
 
 
-def _percent(text: str) -> float:
+def _parse_percent(text: str) -> float:
     try:
         value = float(text.removesuffix("%"))
     except ValueError:
@@ -307,12 +254,7 @@ def _percent(text: str) -> float:
 
 
 def _fill(_target: Target, arguments: Sequence[str]) -> Steps:
-    path, free = arguments[0], arguments[1] if len(arguments) > 1 else "0"
-    return (Fill(path, size_bytes(free)),)
-
-
-def _unfill(_target: Target, arguments: Sequence[str]) -> Steps:
-    return (Unfill(arguments[0]),)
+    return (Fill(arguments[0], size_bytes(arguments[1] if len(arguments) > 1 else "0")),)
 
 
 def size_bytes(text: str) -> int:
@@ -323,35 +265,28 @@ def size_bytes(text: str) -> int:
     return int(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}[match[2]]
 
 
-_ALL = (
-    Fault(
-        "power-off",
-        "",
-        "the host dies at once and says nothing",
-        _power_off,
-        _power_on,
-        (0, 0),
-        True,
-    ),
-    Fault(
-        "freeze",
-        "",
-        "every process stops (SIGSTOP); the kernel goes on",
-        _freeze,
-        _thaw,
-        (0, 0),
-        True,
-    ),
-    Fault("unplug", "", "the cable is pulled", _unplug, _plug, (0, 0), True),
-    Fault("drop", "PORTS|all|all-ephemeral", "what comes in vanishes", _drop, _undrop, (1, 1)),
-    Fault("reject", "PORTS|all|all-ephemeral", "it is refused", _reject, _unreject, (1, 1)),
-    Fault("unreachable", "PEER", "no route to PEER (errno 113)", _unreachable, _reachable, (1, 1)),
-    Fault(
-        "deaf", "PEER", "nothing from PEER arrives; the other way works", _deaf, _hearing, (1, 1)
-    ),
-    Fault("slow", "RATE", "the link carries no more than RATE", _slow, _fast, (1, 1), True),
-    Fault("loss", "PERCENT", "packets are lost, both ways", _loss, _no_loss, (1, 1), True),
-    Fault("fill-disk", "PATH [FREE]", "the file system at PATH is full", _fill, _unfill, (1, 2)),
+_PORTS = "PORTS|all|all-ephemeral"
+FAULTS: dict[str, Fault] = {fault.name: fault for fault in (
+    # the port goes down first, so that no FIN or RST leaves a host that lost power
+    Fault("power-off", "", "the host dies at once, without closing connections",
+          lambda target, _: (_set_port(target, "down"), Halt()), lambda *_: (Boot(),), (0, 0),
+          True),
+    Fault("freeze", "", "every process stops (SIGSTOP); the kernel keeps running",
+          lambda *_: (Freeze(),), lambda *_: (Thaw(),), (0, 0), True),
+    Fault("unplug", "", "the cable is pulled", lambda target, _: (_set_port(target, "down"),),
+          lambda target, _: (_set_port(target, "up"),), (0, 0), True),
+    Fault("drop", _PORTS, "incoming packets are dropped", _firewall("-I", _drop_rules),
+          _firewall("-D", _drop_rules), (1, 1)),
+    Fault("reject", _PORTS, "incoming packets are rejected", _firewall("-I", _reject_rules),
+          _firewall("-D", _reject_rules), (1, 1)),
+    Fault("unreachable", "PEER", "no route to PEER (errno 113)", _route("add"), _route("del"),
+          (1, 1)),
+    Fault("deaf", "PEER", "nothing from PEER arrives; the other direction works",
+          _firewall("-I", _deaf_rules), _firewall("-D", _deaf_rules), (1, 1)),
+    Fault("slow", "RATE", "the link carries no more than RATE", _slow, _undo_slow, (1, 1), True),
+    Fault("loss", "PERCENT", "packets are lost in both directions", _loss, _undo_loss, (1, 1),
+          True),
+    Fault("fill-disk", "PATH [FREE]", "the file system at PATH is full", _fill,
+          lambda _, arguments: (Unfill(arguments[0]),), (1, 2)),
     Fault("kill", "PID|PATTERN", "kill -9 of processes, by number or command", _kill, None, (1, 1)),
-)
-FAULTS: dict[str, Fault] = {fault.name: fault for fault in _ALL}
+)}  # fmt: skip

@@ -1,4 +1,4 @@
-"""The files of a lab: the text of each, and claiming, filling and clearing the lab's folder."""
+"""The files of a lab: their texts, and the folder that holds them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from paceline.lab.plan import (
 )
 from paceline.spec.errors import LabError
 
-# --- their text
+# --- texts
 
 
 USUAL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -64,7 +64,7 @@ def environment(plan: LabPlan, host: HostPlan) -> dict[str, str]:
 
 
 def threads(plan: LabPlan) -> str:
-    """A host's part of the CPUs, which every host takes for its own."""
+    """Number of threads of a host: its share of the CPUs, all of which it sees."""
     return str(max(1, plan.around.cpus // len(plan.hosts)))
 
 
@@ -73,7 +73,7 @@ def hostfile(plan: LabPlan) -> str:
 
 
 def settings(plan: LabPlan) -> str:
-    """Per-host settings for paceline.toml; empty when no host differs."""
+    """Per-host settings for paceline.toml; empty if no host differs."""
     lines = []
     for name in plan.options.python:
         lines += [f"[hosts.{name}]", f"python = {json.dumps(plan.host(name).python)}", ""]
@@ -83,37 +83,37 @@ def settings(plan: LabPlan) -> str:
 def etc_files(
     plan: LabPlan, host: HostPlan, machine_passwd: str, machine_group: str
 ) -> dict[str, str]:
-    """Path below /etc → content, as ``host`` sees them."""
+    """The contents of the host's files, by path below /etc."""
     return {
         "hosts": hosts_file(plan, host),
         "hostname": f"{host.name}\n",
         "machine-id": _identity(plan, host)[:32] + "\n",
         "passwd": passwd(plan, machine_passwd),
         "group": group(plan, machine_group),
-        # "*": no password fits. With "!" sshd would call the account locked and refuse keys too.
+        # "*": no password matches. With "!" sshd would consider the account locked.
         "shadow": f"{plan.around.user}:*:19000:0:99999:7:::\n",
         "resolv.conf": "# nothing outside the lab can be reached\n",
     }
 
 
 def passwd(plan: LabPlan, machine: str) -> str:
-    """/etc/passwd: the machine's, but the login user has another HOME.
+    """/etc/passwd: the machine's, with the host's own HOME for the login user.
 
-    The user's real home stays visible under its own path (Python environments and data often
-    lie there), while ``~`` is the host's own: sshd and ssh take it from here.
+    sshd and ssh take ``~`` from here. The user's real home, which often holds Python environments
+    and data, stays visible under its own path.
     """
     around = plan.around
-    own = f"{around.user}:x:{around.uid}:{around.gid}::{home_inside(plan)}:{around.shell}"
+    user_entry = f"{around.user}:x:{around.uid}:{around.gid}::{home_inside(plan)}:{around.shell}"
     others = [line for line in machine.splitlines() if line.split(":")[0] != around.user]
     if not any(line.startswith("sshd:") for line in others):
         others.append("sshd:x:105:65534::/run/sshd:/usr/sbin/nologin")
-    return "\n".join([own, *others]) + "\n"
+    return "\n".join([user_entry, *others]) + "\n"
 
 
 def group(plan: LabPlan, machine: str) -> str:
-    """/etc/group: the machine's; without root there is no group ``tty`` to own terminals.
+    """/etc/group: the machine's; without root, it omits the group ``tty``.
 
-    Its number has no meaning in the user namespace, and sshd gives up when it cannot use it.
+    Its number is not mapped in the user namespace, and sshd would fail to use it for terminals.
     """
     if plan.around.uid == 0:
         return machine
@@ -121,7 +121,7 @@ def group(plan: LabPlan, machine: str) -> str:
 
 
 def boot_id(plan: LabPlan, host: HostPlan) -> str:
-    """A boot id of the host's own; programs tell machines apart by it."""
+    """The host's own boot id, by which programs distinguish machines."""
     raw = _identity(plan, host)
     return "-".join((raw[:8], raw[8:12], raw[12:16], raw[16:20], raw[20:32])) + "\n"
 
@@ -131,7 +131,7 @@ def _identity(plan: LabPlan, host: HostPlan) -> str:
 
 
 def hosts_file(plan: LabPlan, host: HostPlan) -> str:
-    """/etc/hosts of ``host``: what its own name means comes first."""
+    """/etc/hosts of ``host``, with its own name first."""
     lines = ["127.0.0.1 localhost"]
     if plan.options.debian_hosts:
         lines.append(f"127.0.1.1 {host.name}")
@@ -143,13 +143,13 @@ def hosts_file(plan: LabPlan, host: HostPlan) -> str:
 
 
 def ssh_config(plan: LabPlan, layout: Layout, dialer: str) -> str:
-    """The client's configuration; it serves inside the hosts and outside.
+    """The client's configuration, for use on the hosts and outside.
 
     Args:
-        dialer: Command line that connects from outside (without host and port).
+        dialer: Command line that connects from outside, without host and port.
     """
     names = [name for host in plan.hosts for name in (host.name, host.address)]
-    everyone = [
+    common = [
         f"User {plan.around.user}",
         f'IdentityFile "{layout.identity}"',
         "IdentitiesOnly yes",
@@ -170,12 +170,12 @@ def ssh_config(plan: LabPlan, layout: Layout, dialer: str) -> str:
     ]
     for host in plan.hosts:
         lines += [f"Host {host.name} {host.address}", f"  HostName {host.address}"]
-    lines += [f"Host {' '.join(names)}", *(f"  {line}" for line in everyone)]
+    lines += [f"Host {' '.join(names)}", *(f"  {line}" for line in common)]
     return "\n".join(lines) + "\n"
 
 
 def known_hosts(plan: LabPlan, public_keys: dict[str, str]) -> str:
-    """One pinned key a host. ``public_keys``: host name → line of its ``.pub`` file."""
+    """One key for each host. ``public_keys``: line of the ``.pub`` file by host name."""
     lines = []
     for host in plan.hosts:
         kind, key = public_keys[host.name].split()[:2]
@@ -184,7 +184,7 @@ def known_hosts(plan: LabPlan, public_keys: dict[str, str]) -> str:
 
 
 def sshd_config(plan: LabPlan, layout: Layout, host: HostPlan) -> str:
-    """sshd of ``host``: OpenSSH's defaults but for what the lab needs."""
+    """sshd_config of ``host``."""
     lines = [
         "Port 22",
         f'HostKey "{layout.host_key(host.name)}"',
@@ -203,29 +203,29 @@ def sshd_config(plan: LabPlan, layout: Layout, host: HostPlan) -> str:
     variables = [f"OMP_NUM_THREADS={threads(plan)}"]
     if host.name in plan.options.python:
         variables.append(f"PATH={search_path(host)}")
-    lines.append(" ".join(["SetEnv", *(f'"{one}"' for one in variables)]))
+    lines.append(" ".join(["SetEnv", *(f'"{variable}"' for variable in variables)]))
     return "\n".join(lines) + "\n"
 
 
-# --- in a folder of the lab's own
+# --- the lab's folder
 
 
 START = Path(__file__).with_name("start.py")
 
 
 def program(name: str) -> list[str]:
-    """Command line of one of the lab's own programs, quick to start: standard library only."""
+    """Command line of one of the lab's programs."""
     return [sys.executable, "-I", "-S", str(START), name]
 
 
 def surroundings(share: Sequence[str] = ()) -> Surroundings:
-    """What the plan needs to know of this machine, process and user."""
+    """What the plan needs to know about this machine, process and user."""
     user = _account(os.geteuid())
     package = str(Path(__file__).resolve().parents[2])
-    shared = (sys.prefix, sys.base_prefix, str(Path.cwd()), package, *share)
+    paths = (sys.prefix, sys.base_prefix, str(Path.cwd()), package, *share)
     return Surroundings(
         python=sys.executable,
-        shared=tuple(dict.fromkeys(path for path in shared if Path(path).exists())),
+        shared=tuple(dict.fromkeys(path for path in paths if Path(path).exists())),
         uid=user.pw_uid,
         gid=user.pw_gid,
         user=user.pw_name,
@@ -240,15 +240,15 @@ def _account(uid: int) -> pwd.struct_passwd:
     except KeyError:
         raise LabError(
             "a lab needs a user that has an account",
-            found=f"user id {uid} is not in /etc/passwd, and OpenSSH does without nobody",
+            found=f"user id {uid} is not in /etc/passwd, and OpenSSH requires that",
         ) from None
 
 
 def _shell(account: pwd.struct_passwd) -> str:
-    """The account's shell, where that is one."""
+    """The account's shell, or /bin/sh if it has none to log in with."""
     shell = account.pw_shell
-    barred = shell.endswith(("/nologin", "/false")) or not Path(shell).is_file()
-    return "/bin/sh" if barred else shell
+    is_unusable = shell.endswith(("/nologin", "/false")) or not Path(shell).is_file()
+    return "/bin/sh" if is_unusable else shell
 
 
 def write_owner(layout: Layout, pid: int) -> None:
@@ -264,7 +264,7 @@ def _exclusive(parent: Path) -> Iterator[None]:
 
 
 def claim(name: str) -> Layout:
-    """An empty state folder for a lab called ``name``; also clears what dead labs left.
+    """Makes an empty state folder for a lab called ``name``, and removes those of dead labs.
 
     Raises:
         LabError: A lab of that name is up.
@@ -280,12 +280,12 @@ def claim(name: str) -> Layout:
                 f"a lab called {name!r} is up already",
                 remedy=f"paceline lab down --name {name}, or give another --name",
             ) from None
-        write_owner(layout, os.getpid())  # until the lab's own process takes over
+        write_owner(layout, os.getpid())  # until the lab's owner writes its own
     return layout
 
 
 def remove(layout: Layout) -> None:
-    """Removes a lab's folder; an overlay's work folder may lack the rights to be read."""
+    """Removes a lab's folder, with work folders of overlays, which may be unreadable."""
     for folder in layout.root.glob("hosts/*/private/*/work/work"):
         with contextlib.suppress(OSError):
             folder.chmod(0o700)
@@ -299,7 +299,7 @@ def _clear_dead(parent: Path) -> None:
 
 
 def write_files(plan: LabPlan, layout: Layout) -> None:
-    """Fills a claimed folder with everything the lab reads."""
+    """Writes all files of a lab into its claimed folder."""
     if len(str(layout.control)) > 100:
         raise LabError(f"the path {layout.root} is too long for a socket", remedy="shorter --name")
     write_plan(plan, layout)
@@ -335,18 +335,18 @@ def _dialer(layout: Layout) -> str:
 
 
 def _quoted(part: str) -> str:
-    # ssh expands % in it, then a shell reads it.
+    # ssh expands %, then a shell parses it
     return "'" + part.replace("%", "%%").replace("'", "'\\''") + "'"
 
 
 def _make_keys(plan: LabPlan, layout: Layout) -> None:
-    """The client's key and one key a host, made side by side."""
+    """Makes the client's key and one key for each host, in parallel."""
     files = {host.name: layout.host_key(host.name) for host in plan.hosts}
-    wanted = [layout.identity, *files.values()]
-    for file in wanted:
+    key_files = [layout.identity, *files.values()]
+    for file in key_files:
         file.parent.mkdir(parents=True, exist_ok=True)
-    makers = [subprocess.Popen(_keygen(file), stdin=subprocess.DEVNULL) for file in wanted]
-    statuses = [maker.wait() for maker in makers]  # all, lest one is left behind
+    makers = [subprocess.Popen(_keygen(file), stdin=subprocess.DEVNULL) for file in key_files]
+    statuses = [maker.wait() for maker in makers]  # of all, so that none is left behind
     if any(statuses):
         raise LabError("ssh-keygen could not make the lab's keys")
     public = {name: file.with_suffix(".pub").read_text() for name, file in files.items()}
@@ -367,7 +367,7 @@ def write_plan(plan: LabPlan, layout: Layout) -> None:
 
 
 def read_plan(layout: Layout) -> LabPlan:
-    """The plan that :func:`write_plan` left."""
+    """Reads the plan that :func:`write_plan` wrote."""
     raw = json.loads(layout.plan.read_text())
     options = {key: _frozen(value) for key, value in raw["options"].items()}
     return LabPlan(

@@ -1,4 +1,4 @@
-"""The few system calls that the standard library does not offer on Python 3.10."""
+"""System calls that the standard library lacks on Python 3.10."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _CAPABILITY_VERSION_3 = 0x20080522
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _checked(result: int, what: str) -> int:
+def _check(result: int, call: str) -> int:
     if result == -1:
         code = ctypes.get_errno()
-        raise OSError(code, f"{what}: {os.strerror(code)}")
+        raise OSError(code, f"{call}: {os.strerror(code)}")
     return result
 
 
 def unshare(flags: int) -> None:
-    """Gives the calling process (its children, for a PID namespace) new namespaces."""
-    _checked(_libc.unshare(ctypes.c_int(flags)), "unshare")
+    """Moves the calling process into new namespaces; for a PID namespace, its children."""
+    _check(_libc.unshare(ctypes.c_int(flags)), "unshare")
 
 
 def setns(fd: int, kind: int = 0) -> None:
     """Enters the namespace behind ``fd``; ``kind`` is its CLONE_ flag or 0 for any."""
-    _checked(_libc.setns(ctypes.c_int(fd), ctypes.c_int(kind)), "setns")
+    _check(_libc.setns(ctypes.c_int(fd), ctypes.c_int(kind)), "setns")
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
@@ -52,21 +52,21 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = 
         ctypes.c_ulong(flags),
         data.encode() or None,
     )
-    _checked(result, f"mount {kind or 'bind'} on {target}")
+    _check(result, f"mount {kind or 'bind'} on {target}")
 
 
 def set_host_name(name: str) -> None:
     raw = name.encode()
-    _checked(_libc.sethostname(raw, ctypes.c_size_t(len(raw))), "sethostname")
+    _check(_libc.sethostname(raw, ctypes.c_size_t(len(raw))), "sethostname")
 
 
 def die_with_parent() -> None:
-    """Asks the kernel for SIGKILL when the parent ends. Lost on a change of credentials."""
+    """Requests SIGKILL when the parent ends; a change of credentials cancels that."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def new_user_namespace() -> None:
-    """Enters a user namespace in which the caller keeps its ids and gains every capability."""
+def enter_user_namespace() -> None:
+    """Enters a user namespace in which the caller keeps its ids and has every capability."""
     uid, gid = os.geteuid(), os.getegid()
     unshare(CLONE_NEWUSER)
     Path("/proc/self/setgroups").write_text("deny")
@@ -74,27 +74,27 @@ def new_user_namespace() -> None:
     Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
 
 
-def keep_capabilities_over_exec() -> None:
-    """Lets programs started by an ordinary user id (ip, tc, iptables) use our capabilities."""
-    last = int(Path("/proc/sys/kernel/cap_last_cap").read_text())
+def preserve_capabilities() -> None:
+    """Passes capabilities on to programs (ip, tc, iptables) that an ordinary user executes."""
+    last_capability = int(Path("/proc/sys/kernel/cap_last_cap").read_text())
     _make_inheritable()
-    for capability in range(last + 1):
+    for capability in range(last_capability + 1):
         _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, capability)
 
 
-def drop_capabilities_on_exec() -> None:
-    """Undoes :func:`keep_capabilities_over_exec` for what the caller executes next."""
+def drop_ambient_capabilities() -> None:
+    """Undoes :func:`preserve_capabilities`, for what the caller executes next."""
     _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
 
 
 def _make_inheritable() -> None:
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; low half, then high half
-    _checked(_libc.capget(header, sets), "capget")
+    _check(_libc.capget(header, sets), "capget")
     sets[2], sets[5] = sets[1], sets[4]
-    _checked(_libc.capset(header, sets), "capset")
+    _check(_libc.capset(header, sets), "capset")
 
 
 def _prctl(option: int, first: int = 0, second: int = 0) -> None:
     arguments = [ctypes.c_ulong(value) for value in (first, second, 0, 0)]
-    _checked(_libc.prctl(ctypes.c_int(option), *arguments), f"prctl {option}")
+    _check(_libc.prctl(ctypes.c_int(option), *arguments), f"prctl {option}")

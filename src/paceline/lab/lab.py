@@ -1,4 +1,4 @@
-"""A lab as an object: for tests, and for the command line."""
+"""The lab as an object, for tests and for the command line."""
 
 from __future__ import annotations
 
@@ -21,17 +21,14 @@ from paceline.lab import processes as proc
 from paceline.lab.plan import LabOptions, LabPlan, plan_lab
 from paceline.spec.errors import LabError
 
-_START_DEADLINE = 120.0
-_END_DEADLINE = 10.0
+_START_TIMEOUT_S = 120.0
+_END_TIMEOUT_S = 10.0
 
 
 class Lab:
-    """A virtual cluster, up from :meth:`up` (or ``with``) to :meth:`down`.
+    """A virtual cluster, from :meth:`up` (or ``with``) to :meth:`down`.
 
-    The hosts live no longer than the calling process, unless the lab was detached.
-
-    Args:
-        options: What it shall be.
+    The hosts end with the calling process, unless the lab is detached.
     """
 
     def __init__(self, options: LabOptions | None = None) -> None:
@@ -42,11 +39,11 @@ class Lab:
         self._layout: Layout | None = None
         self._lifeline: int | None = None
 
-    # --- life
+    # --- start and end
 
     @staticmethod
     def available() -> str | None:
-        """Why no lab can be made here; None when it can."""
+        """Why no lab can be made here; None if one can."""
         try:
             available.require()
         except LabError as error:
@@ -55,7 +52,7 @@ class Lab:
 
     @classmethod
     def attach(cls, name: str) -> Lab:
-        """The lab called ``name`` that is up already; raises LabError when there is none."""
+        """The running lab called ``name``; raises LabError if there is none."""
         layout = Layout(parent_folder() / name)
         if not alive(layout):
             raise LabError(f"no lab called {name!r} is up", remedy="paceline lab up --hosts 2")
@@ -67,10 +64,10 @@ class Lab:
         """Brings the lab up.
 
         Args:
-            detached: It lives on until :meth:`down`, whatever becomes of this process.
+            detached: Keep it until :meth:`down`, even after this process ends.
 
         Raises:
-            LabError: It cannot be made here, or its name is taken.
+            LabError: It cannot be made here, or its name is in use.
         """
         available.require()
         plan = plan_lab(self._options, files.surroundings())
@@ -88,21 +85,21 @@ class Lab:
     def _start_owner(self, detached: bool) -> None:
         command = [*files.program("switch"), str(self.layout.root)]
         if detached:
-            said = _output(command, subprocess.DEVNULL)
+            output = _output(command, subprocess.DEVNULL)
         else:
-            end, self._lifeline = os.pipe()
-            said = _output([*command, "--held"], end)
-            os.close(end)
-        answer = json.loads(said or '{"error": {"message": "the lab could not be started"}}')
-        _raise_error(answer)
+            lifeline_read, self._lifeline = os.pipe()
+            output = _output([*command, "--held"], lifeline_read)
+            os.close(lifeline_read)
+        reply = json.loads(output or '{"error": {"message": "the lab could not be started"}}')
+        _raise_error(reply)
 
     def down(self) -> None:
-        """Takes the lab down; nothing of it is left when this returns. Can be called again."""
+        """Takes the lab down and removes everything. Idempotent."""
         if self._layout is None:
             return
         owner = read_owner(self._layout)
         if owner is not None and owner.pid != os.getpid() and owner.alive():
-            _end(owner, self._layout)
+            _stop_owner(owner, self._layout)
         files.remove(self._layout)
         if self._lifeline is not None:
             os.close(self._lifeline)
@@ -119,7 +116,7 @@ class Lab:
     ) -> None:
         self.down()
 
-    # --- what it is
+    # --- properties
 
     @property
     def name(self) -> str:
@@ -127,14 +124,14 @@ class Lab:
 
     @property
     def plan(self) -> LabPlan:
-        """Its plan; raises LabError when the lab is down."""
+        """Its plan; raises LabError if the lab is down."""
         if self._plan is None:
             raise LabError(f"the lab {self.name!r} is not up")
         return self._plan
 
     @property
     def layout(self) -> Layout:
-        """Where its files are; raises LabError when the lab is down."""
+        """The paths of its files; raises LabError if the lab is down."""
         if self._layout is None:
             raise LabError(f"the lab {self.name!r} is not up")
         return self._layout
@@ -158,7 +155,7 @@ class Lab:
 
     @property
     def settings(self) -> Path | None:
-        """Per-host settings (paceline.toml), None when no host differs."""
+        """Per-host settings (paceline.toml), None if no host differs."""
         file = self.layout.settings
         return file if file.exists() and file.stat().st_size else None
 
@@ -176,15 +173,15 @@ class Lab:
     def status(self) -> dict[str, Any]:
         """``{"hosts": [{"name", "address", "interface", "up", "sshd", "pid"}], "faults": […]}``.
 
-        Process ids are the machine's; None for a host that is off (or seen from a host).
+        Process ids are the machine's; None for a host that is off, or if called on a host.
         """
-        status: dict[str, Any] = self._ask({"do": "status"})
-        first = {p.namespace: p.pid for p in proc.everything() if p.inner == 1}
+        status: dict[str, Any] = self._request({"do": "status"})
+        first = {p.namespace: p.pid for p in proc.all_processes() if p.inner == 1}
         for host in status["hosts"]:
             host["pid"] = first.get(host.pop("namespace", 0))
         return status
 
-    # --- running things
+    # --- commands
 
     def popen(
         self,
@@ -198,25 +195,25 @@ class Lab:
         """Starts a command on a host, without ssh, as a child of this process.
 
         Args:
-            env: Variables on top of a fresh login's.
-            cwd: Folder on the host; this process's own, where the host has it, else HOME.
+            env: Variables in addition to those of a login.
+            cwd: Folder on the host. Default: this process's own if the host has it, else HOME.
             options: Passed to subprocess.Popen.
         """
         command = self.command(name, argv, cwd=cwd)
         return subprocess.Popen(command, env={**self.environment(name), **(env or {})}, **options)
 
     def environment(self, name: str) -> dict[str, str]:
-        """The variables of a fresh login on a host, its Python environment first on PATH."""
+        """The variables of a login on a host, with its Python environment first on PATH."""
         return files.environment(self.plan, self.plan.host(name))
 
     def command(
         self, name: str, argv: Sequence[str | Path], cwd: str | Path | None = None
     ) -> list[str]:
-        """The command line that runs ``argv`` on a host (in the environment it is given)."""
+        """The command line that runs ``argv`` on a host, in its caller's environment."""
         self.plan.host(name)
         folder = str(cwd or Path.cwd())
-        words = [str(word) for word in argv]
-        return [*files.program("run"), str(self.layout.root), name, folder, *words]
+        arguments = [str(word) for word in argv]
+        return [*files.program("run"), str(self.layout.root), name, folder, *arguments]
 
     def exec(
         self,
@@ -229,7 +226,7 @@ class Lab:
         check: bool = False,
         cwd: str | Path | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a command on a host to its end and returns its output.
+        """Runs a command on a host, waits for it, and returns its output.
 
         Raises:
             subprocess.TimeoutExpired: It was killed after ``timeout`` seconds.
@@ -248,69 +245,69 @@ class Lab:
         )
         with child:
             out, err = _communicate(child, input, timeout)
-        done = subprocess.CompletedProcess(list(argv), child.returncode, out, err)
+        result = subprocess.CompletedProcess(list(argv), child.returncode, out, err)
         if check:
-            done.check_returncode()
-        return done
+            result.check_returncode()
+        return result
 
     def processes(self, name: str) -> list[tuple[int, str]]:
-        """Processes on a host, without its first one and its sshd listener.
+        """Processes on a host, except its first one and its sshd listener.
 
         Returns:
             Pairs of the machine's process id and the command line.
         """
-        own = str(self.layout.sshd_config(name))
+        sshd_config = str(self.layout.sshd_config(name))
         return [
             (process.pid, process.command)
-            for process in self._inside(name)
+            for process in self._processes_on(name)
             if process.inner != 1
-            and not (process.command.startswith("sshd:") and own in process.command)
+            and not (process.command.startswith("sshd:") and sshd_config in process.command)
         ]
 
     def listeners(self, name: str) -> list[str]:
-        """Listening TCP sockets on a host as ``address:port``, without sshd's."""
-        found = proc.listeners(self._first_process(name))
-        return [address for address in found if address not in ("0.0.0.0:22", "[::]:22")]
+        """Listening TCP sockets on a host as ``address:port``, except sshd's."""
+        addresses = proc.listeners(self._first_process(name))
+        return [address for address in addresses if address not in ("0.0.0.0:22", "[::]:22")]
 
-    def _inside(self, name: str) -> list[proc.Process]:
+    def _processes_on(self, name: str) -> list[proc.Process]:
         fds = self._namespaces(name)
         try:
             inode = os.fstat(fds[control.NAMESPACES.index("pid")]).st_ino
         finally:
             for fd in fds:
                 os.close(fd)
-        return proc.of_host(proc.everything(), inode)
+        return proc.of_host(proc.all_processes(), inode)
 
     def _first_process(self, name: str) -> int:
-        return next(process.pid for process in self._inside(name) if process.inner == 1)
+        return next(process.pid for process in self._processes_on(name) if process.inner == 1)
 
     def _namespaces(self, name: str) -> list[int]:
-        answer, fds = self._ask_with_fds({"do": "enter", "host": name})
-        _raise_error(answer)
+        reply, fds = self._request_with_fds({"do": "enter", "host": name})
+        _raise_error(reply)
         return fds
 
     # --- faults
 
     def fault(self, kind: str, name: str, *arguments: str | int) -> None:
-        """Strikes a host with a fault; raises LabError when that cannot be."""
-        self._ask(_fault_request("fault", kind, name, arguments))
+        """Applies a fault to a host; raises LabError if that is not possible."""
+        self._request(_fault_request("fault", kind, name, arguments))
 
     def undo(self, kind: str, name: str, *arguments: str | int) -> None:
-        """Ends a fault; raises LabError when it is not in force."""
-        self._ask(_fault_request("undo", kind, name, arguments))
+        """Undoes a fault; raises LabError if it is not active."""
+        self._request(_fault_request("undo", kind, name, arguments))
 
     def heal(self, name: str | None = None) -> None:
-        """Ends every fault of a host (of all) and starts it (them) if off."""
-        self._ask({"do": "heal", "host": name})
+        """Undoes every fault of a host, or of all hosts, and starts those that are off."""
+        self._request({"do": "heal", "host": name})
 
-    def _ask(self, request: dict[str, Any]) -> Any:
-        answer, _ = self._ask_with_fds(request)
-        _raise_error(answer)
-        return answer
+    def _request(self, request: dict[str, Any]) -> Any:
+        reply, _ = self._request_with_fds(request)
+        _raise_error(reply)
+        return reply
 
-    def _ask_with_fds(self, request: dict[str, Any]) -> tuple[Any, list[int]]:
+    def _request_with_fds(self, request: dict[str, Any]) -> tuple[Any, list[int]]:
         try:
-            return control.ask(str(self.layout.control), request)
+            return control.send_request(str(self.layout.control), request)
         except control.GoneError:
             raise LabError(
                 f"the lab {self.name!r} has died", remedy="paceline lab down, then up again"
@@ -320,33 +317,33 @@ class Lab:
 def _fault_request(
     verb: str, kind: str, name: str, arguments: Sequence[str | int]
 ) -> dict[str, Any]:
-    given = [str(argument) for argument in arguments]
-    return {"do": verb, "kind": kind, "host": name, "arguments": given}
+    texts = [str(argument) for argument in arguments]
+    return {"do": verb, "kind": kind, "host": name, "arguments": texts}
 
 
 def _output(command: list[str], stdin: int) -> str:
-    done = subprocess.run(
+    result = subprocess.run(
         command,
         stdin=stdin,
         stdout=subprocess.PIPE,
         text=True,
-        timeout=_START_DEADLINE,
+        timeout=_START_TIMEOUT_S,
         env=_owner_environment(),
         start_new_session=True,
         check=False,
     )
-    return done.stdout
+    return result.stdout
 
 
 def _owner_environment() -> dict[str, str]:
-    """Next to nothing: every host can read it (in /proc/1/environ)."""
-    kept = ("LD_LIBRARY_PATH", "LANG")
-    return {"PATH": files.USUAL_PATH, **{k: os.environ[k] for k in kept if k in os.environ}}
+    """A minimal environment, because every host can read it in /proc/1/environ."""
+    inherited = ("LD_LIBRARY_PATH", "LANG")
+    return {"PATH": files.USUAL_PATH, **{k: os.environ[k] for k in inherited if k in os.environ}}
 
 
-def _raise_error(answer: Any) -> None:
-    if isinstance(answer, dict) and "error" in answer:
-        raise LabError(**answer["error"])
+def _raise_error(reply: Any) -> None:
+    if isinstance(reply, dict) and "error" in reply:
+        raise LabError(**reply["error"])
 
 
 def _check_folders(plan: LabPlan) -> None:
@@ -365,21 +362,21 @@ def _communicate(
         raise
 
 
-def _end(owner: Owner, layout: Layout) -> None:
-    """Asks the owner to end; after a while, insists."""
+def _stop_owner(owner: Owner, layout: Layout) -> None:
+    """Asks the owner to end, and kills it after a timeout."""
     try:
         handle = os.pidfd_open(owner.pid)
     except ProcessLookupError:
         return
     try:
         with contextlib.suppress(control.GoneError, OSError):
-            control.ask(str(layout.control), {"do": "down"}, timeout=_END_DEADLINE)
-        if not select.select([handle], [], [], _END_DEADLINE)[0] and owner.alive():
+            control.send_request(str(layout.control), {"do": "down"}, timeout=_END_TIMEOUT_S)
+        if not select.select([handle], [], [], _END_TIMEOUT_S)[0] and owner.alive():
             os.kill(owner.pid, 9)
-            if not select.select([handle], [], [], _END_DEADLINE)[0]:
+            if not select.select([handle], [], [], _END_TIMEOUT_S)[0]:
                 raise LabError(
                     f"the lab {layout.root.name!r} does not end",
-                    found=f"process {owner.pid} is there {_END_DEADLINE:.0f} s after kill -9",
+                    found=f"process {owner.pid} is there {_END_TIMEOUT_S:.0f} s after kill -9",
                     remedy=f"paceline lab down --name {layout.root.name}",
                 )
     finally:
@@ -392,6 +389,6 @@ def names_up() -> list[str]:
 
 
 def wait(lab: Lab) -> None:
-    """Returns when the lab has ended by itself."""
+    """Waits until the lab has ended."""
     while alive(lab.layout):
         time.sleep(0.2)

@@ -23,11 +23,11 @@ def switch_batch(plan: LabPlan) -> list[str]:
 
 
 def ports_batch(hosts: Mapping[int, HostPlan], cables: bool = True) -> list[str]:
-    """``ip`` lines, run on the switch, that plug hosts in.
+    """``ip`` lines, run on the switch, that connect hosts.
 
     Args:
-        hosts: Process id of a host's first process → its plan.
-        cables: Whether the cables are to be made, too (the dead ones always are).
+        hosts: Plans by process id of the host's first process.
+        cables: Whether to make the veth pairs; those of dead interfaces are always made.
     """
     lines = []
     for pid, host in hosts.items():
@@ -43,7 +43,7 @@ def ports_batch(hosts: Mapping[int, HostPlan], cables: bool = True) -> list[str]
 
 
 def dead_port(host: HostPlan) -> str:
-    """The end of the dead interface's cable: plugged in, leading nowhere."""
+    """The other end of the dead interface, which is connected to nothing."""
     return f"{host.name}-dead"
 
 
@@ -63,58 +63,57 @@ def host_batch(plan: LabPlan, host: HostPlan) -> list[str]:
             "link set docker0 up",
             f"addr add {BRIDGE_ADDRESS} dev docker0",
         ]
-    # Like every real host; what lies beyond the switch answers "network unreachable" at once.
+    # as on every real host; the gateway answers "network unreachable"
     lines.append(f"route add default via {plan.gateway} dev {host.interface}")
-    return lines + known_neighbours(plan, host)
+    return lines + static_neighbours(plan, host)
 
 
-MANY_HOSTS = 16
+MAX_LEARNT_HOSTS = 16
 
 
-def known_neighbours(plan: LabPlan, host: HostPlan) -> list[str]:
-    """``ip`` lines that save a host of a large lab from asking who has which address.
+def static_neighbours(plan: LabPlan, host: HostPlan) -> list[str]:
+    """``ip`` lines with permanent neighbour entries for the hosts of a large lab.
 
-    The kernel has one table of learnt neighbours (1024 by default) for all network namespaces
-    together; 64 hosts that all meet overflow it, and then connections hang. Entries made by hand
-    do not count.
+    The kernel's table of learnt neighbours (1024 by default) is shared by all network namespaces.
+    64 hosts that all communicate overflow it, and connections hang. Permanent entries do not count.
     """
-    if len(plan.hosts) <= MANY_HOSTS:
+    if len(plan.hosts) <= MAX_LEARNT_HOSTS:
         return []
     return [
-        f"neigh replace {other.address} lladdr {other.mac} dev {host.interface} nud permanent"
-        for other in plan.hosts
-        if other is not host
+        f"neigh replace {peer.address} lladdr {peer.mac} dev {host.interface} nud permanent"
+        for peer in plan.hosts
+        if peer is not host
     ]
 
 
-Placed = tuple[str, tuple[str, ...]]  # "host" or "switch", and a command to run there
+PlacedCommand = tuple[str, tuple[str, ...]]  # "host" or "switch", and a command to run there
 
 
-def shape(plan: LabPlan, host: HostPlan, netem: bool, rate: str = "") -> tuple[Placed, ...]:
-    """Commands that set the speed of a host's link in both directions.
+def shape(plan: LabPlan, host: HostPlan, netem: bool, rate: str = "") -> tuple[PlacedCommand, ...]:
+    """Commands that set the rate of a host's link in both directions.
 
     Args:
-        netem: The host's end has a netem queue already, under which this one goes.
-        rate: Speed instead of the plan's.
+        netem: Whether the host's end has a netem queue, of which this one becomes the child.
+        rate: Overrides the plan's rate.
     """
     rate = rate or plan.options.rate
     if not rate:
         return ()
     return (
         ("switch", (*_replace(host.name, "root"), *_bucket(rate))),
-        ("host", (*_replace(host.interface, *_place(netem)), *_bucket(rate))),
+        ("host", (*_replace(host.interface, *_queue_parent(netem)), *_bucket(rate))),
     )
 
 
-def unshape(host: HostPlan, netem: bool) -> tuple[Placed, ...]:
-    """Commands that make a link as fast as memory again."""
+def unshape(host: HostPlan, netem: bool) -> tuple[PlacedCommand, ...]:
+    """Commands that remove the rate limit of a link."""
     return (
         ("switch", ("tc", "qdisc", "del", "dev", host.name, "root")),
-        ("host", ("tc", "qdisc", "del", "dev", host.interface, *_place(netem))),
+        ("host", ("tc", "qdisc", "del", "dev", host.interface, *_queue_parent(netem))),
     )
 
 
-def delay_by_netem(host: HostPlan, seconds: float) -> tuple[Placed, ...]:
+def delay_by_netem(host: HostPlan, seconds: float) -> tuple[PlacedCommand, ...]:
     """Commands that delay what a host sends."""
     delay = ("netem", "delay", f"{seconds * 1000:g}ms", "limit", "100000")
     return (("host", (*_replace(host.interface, "root", "handle", "1:"), *delay)),)
@@ -124,7 +123,7 @@ NETEM_PROBE = ("tc", "qdisc", "replace", "dev", "lo", "root", "netem", "delay", 
 NETEM_PROBE_UNDO = ("tc", "qdisc", "del", "dev", "lo", "root")
 
 
-def _place(netem: bool) -> tuple[str, ...]:
+def _queue_parent(netem: bool) -> tuple[str, ...]:
     return ("parent", "1:1") if netem else ("root",)
 
 
@@ -137,7 +136,7 @@ def _bucket(rate: str) -> tuple[str, ...]:
 
 
 def burst_bytes(rate: str) -> int:
-    """Bucket for ``tbf``: 4 ms worth of traffic, but some full frames at least.
+    """Bucket size for ``tbf``: 4 ms of traffic, but at least some full frames.
 
     A smaller one cannot reach the rate on a kernel with 250 timer ticks a second.
     """
@@ -145,7 +144,7 @@ def burst_bytes(rate: str) -> int:
 
 
 def _no_dad(address: str) -> str:
-    """IPv6 addresses are usable at once only without duplicate detection."""
+    """Disables duplicate address detection, which would delay the use of IPv6 addresses."""
     return " nodad" if ":" in address else ""
 
 

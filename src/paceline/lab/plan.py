@@ -1,4 +1,4 @@
-"""What a lab shall be: the options, and the plan that follows from them. Pure."""
+"""The options of a lab, and the plan that follows from them. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.spec.errors import LabError
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-FIRST_INDEX = 11  # n1 is x.x.x.11 (and fd77::11): easy to read, and clear of the gateway
+FIRST_INDEX = 11  # n1 is x.x.x.11 and fd77::11
 DEAD_SUBNET = ipaddress.IPv4Network("10.66.0.0/24")
 BRIDGE_ADDRESS = "172.17.0.1/16"  # what Docker gives docker0 on every machine
 IPV6_SUBNET = "fd77::/64"
@@ -33,28 +33,28 @@ class LabOptions:
 
     Attributes:
         hosts: Number of hosts; they are called n1, n2, …
-        name: Name of the lab; several can be up at once. Empty: a name of its own.
-        rate: Speed of every link in both directions, as ``tc`` writes it (``100mbit``); empty:
-            as fast as memory.
-        latency: One-way delay between any two hosts (``10ms``); a round trip takes twice that.
+        name: Name of the lab; several can be up at once. Default: a unique name.
+        rate: Of every link in both directions, in ``tc``'s format (``100mbit``). Default:
+            unlimited.
+        latency: One-way delay between any two hosts (``10ms``), half of the round-trip time.
         subnet: Network of the hosts.
         debian_hosts: Every ``/etc/hosts`` maps the host's own name to 127.0.1.1 first, as
             Debian's installer writes it.
-        dead_interface: Every host has a second interface, up and with an address, that reaches
-            nobody; it sorts first by name and by index.
+        dead_interface: Every host has a second interface that is up and has an address, but is
+            connected to nothing; it is the first by name and by index.
         dead_name: The host's own name resolves to the address of that dead interface.
         bridge_address: Every host has a ``docker0`` with the same address.
         interface_names: Names of the hosts' interfaces, cycled over the hosts.
-        ipv6_only: The hosts have IPv6 addresses only (besides loopback).
+        ipv6_only: The hosts have IPv6 addresses only, except for loopback.
         python: Host name → virtual environment (or interpreter) of that host.
         no_sshd: Hosts without sshd.
-        private: ``PATH`` or ``PATH:SIZE``: folders of which every host has a view of its own:
-            writes stay in the host. With a size the folder starts empty and can be filled.
+        private: ``PATH`` or ``PATH:SIZE``: folders in which writes stay on the host. With a size
+            the folder starts empty and can be filled.
         hide: Folders that are empty on every host.
-        shared_home: All hosts have one HOME, as on most clusters; otherwise each has its own.
-        share: Folders below ``/tmp``, ``/var/tmp``, ``/run`` … (which every host has for itself)
-            that are to be the machine's own. The running Python's environment and the
-            working directory are shared without being named.
+        shared_home: All hosts share one HOME, as on most clusters. Default: each has its own.
+        share: Folders below ``/tmp``, ``/var/tmp``, ``/run`` and others that are private to each
+            host, to be shared with the machine. The running Python's environment and the working
+            directory are always shared.
     """
 
     hosts: int = 2
@@ -101,7 +101,7 @@ class HostPlan:
 
 @dataclass(frozen=True)
 class PrivateFolder:
-    """A folder of which every host has its own; ``size`` (for a tmpfs) may be empty."""
+    """A folder that is private to each host; ``size``, of a tmpfs, may be empty."""
 
     path: str
     size: str = ""
@@ -109,11 +109,11 @@ class PrivateFolder:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the plan takes from the machine it is made on.
+    """What the plan needs to know about the machine.
 
     Attributes:
-        python: The running interpreter, as it was called (not resolved through links).
-        shared: Folders that every host must see even where it has a private parent folder.
+        python: The running interpreter, without resolving links.
+        shared: Folders that every host must see even below its private folders.
         uid, gid, user, shell: Who logs in.
         cpus: How many all hosts share.
     """
@@ -140,16 +140,16 @@ class LabPlan:
     shared: tuple[str, ...]
 
     def host(self, name: str) -> HostPlan:
-        """The host called ``name``; raises LabError with the names that exist."""
+        """The host called ``name``; raises LabError if there is none."""
         for host in self.hosts:
             if host.name == name:
                 return host
-        known = ", ".join(host.name for host in self.hosts)
-        raise LabError(f"the lab has no host {name!r}", found=f"its hosts are {known}")
+        names = ", ".join(host.name for host in self.hosts)
+        raise LabError(f"the lab has no host {name!r}", found=f"its hosts are {names}")
 
 
 def plan_lab(options: LabOptions, around: Surroundings) -> LabPlan:
-    """The plan for ``options``; raises LabError for what cannot be."""
+    """Makes the plan; raises LabError for invalid options."""
     _validate(options)
     network = _network(options)
     return LabPlan(
@@ -197,7 +197,7 @@ def _network(options: LabOptions) -> Network:
 
 def _address(network: Network, index: int) -> Address:
     number = FIRST_INDEX + index
-    if network.version == 6:  # written so that the last group reads like the IPv4 one
+    if network.version == 6:  # so that the last group reads like the last byte in IPv4
         return network[int(str(number), 16)]
     return network[number]
 
@@ -227,8 +227,8 @@ def _validate_interfaces(options: LabOptions) -> None:
 
 def _validate_hosts_named(options: LabOptions) -> None:
     names = {f"n{index + 1}" for index in range(options.hosts)}
-    for option, given in (("--python", options.python), ("--no-sshd", options.no_sshd)):
-        for name in sorted(set(given) - names):
+    for option, hosts in (("--python", options.python), ("--no-sshd", options.no_sshd)):
+        for name in sorted(set(hosts) - names):
             raise LabError(f"{option} names {name!r}", found=f"the hosts are n1 … n{options.hosts}")
 
 

@@ -1,4 +1,4 @@
-"""Looking at processes and sockets through /proc."""
+"""Reads processes and sockets from /proc."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Process:
     """One process.
 
     Attributes:
-        pid: Its number for whoever reads /proc.
-        inner: Its number in its own PID namespace.
-        parent: Number of its parent for whoever reads /proc, 0 for one outside.
+        pid: In the PID namespace of the reader.
+        inner: In its own PID namespace.
+        parent: Its parent in the PID namespace of the reader; 0 if that is outside.
         state: One letter, as in ``ps``.
         command: Its command line, words joined by blanks.
         namespace: Inode of its PID namespace.
@@ -32,21 +32,21 @@ class Process:
     namespace: int
 
 
-def everything() -> list[Process]:
-    """All processes that can be seen (and looked into) from here."""
-    found = (_read(Path(entry.path)) for entry in os.scandir("/proc") if entry.name.isdigit())
-    return [process for process in found if process is not None]
+def all_processes() -> list[Process]:
+    """All visible and readable processes."""
+    processes = (_read(Path(entry.path)) for entry in os.scandir("/proc") if entry.name.isdigit())
+    return [process for process in processes if process is not None]
 
 
 def of_host(processes: Iterable[Process], namespace: int) -> list[Process]:
-    """Those of a PID namespace, those of namespaces inside it included. Zombies are left out."""
-    everyone = list(processes)
-    inside = {process.pid for process in everyone if process.namespace == namespace}
+    """Processes of a PID namespace and of those inside it, without zombies."""
+    candidates = list(processes)
+    pids = {process.pid for process in candidates if process.namespace == namespace}
     size = -1
-    while size != len(inside):
-        size = len(inside)
-        inside |= {process.pid for process in everyone if process.parent in inside}
-    return [process for process in everyone if process.pid in inside and process.state != "Z"]
+    while size != len(pids):
+        size = len(pids)
+        pids |= {process.pid for process in candidates if process.parent in pids}
+    return [process for process in candidates if process.pid in pids and process.state != "Z"]
 
 
 def _read(folder: Path) -> Process | None:
@@ -54,7 +54,7 @@ def _read(folder: Path) -> Process | None:
         status = _fields((folder / "status").read_text())
         command = (folder / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
         namespace = (folder / "ns" / "pid").stat().st_ino
-    except (OSError, ValueError):  # it has ended, or is not ours to look at
+    except (OSError, ValueError):  # it has ended, or belongs to another user
         return None
     return Process(
         pid=int(folder.name),
@@ -73,16 +73,16 @@ def _fields(text: str) -> dict[str, str]:
 
 def listeners(pid: int) -> list[str]:
     """Listening TCP sockets of a process's network, as ``address:port``, sorted."""
-    found: list[str] = []
+    addresses: list[str] = []
     for table in ("tcp", "tcp6"):
         file = Path(f"/proc/{pid}/net/{table}")
         if file.exists():
-            found += parse_listeners(file.read_text())
-    return sorted(found)
+            addresses += parse_listeners(file.read_text())
+    return sorted(addresses)
 
 
 def connected() -> int:
-    """How many TCP connections the calling process's network has that no end has closed yet."""
+    """Number of established TCP connections in the calling process's network."""
     tables = (Path(f"/proc/self/net/{table}") for table in ("tcp", "tcp6"))
     return sum(parse_connected(table.read_text()) for table in tables if table.exists())
 
@@ -101,9 +101,9 @@ def parse_listeners(table: str) -> list[str]:
 
 def _address(text: str) -> str:
     raw, _, port = text.partition(":")
-    # Groups of four bytes, each in the machine's own order.
+    # groups of four bytes, each in the machine's byte order
     groups = [bytes.fromhex(raw[at : at + 8])[::-1] for at in range(0, len(raw), 8)]
     family = socket.AF_INET if len(groups) == 1 else socket.AF_INET6
     address = socket.inet_ntop(family, b"".join(groups))
-    shown = address if family == socket.AF_INET else f"[{address}]"
-    return f"{shown}:{int(port, 16)}"
+    host = address if family == socket.AF_INET else f"[{address}]"
+    return f"{host}:{int(port, 16)}"

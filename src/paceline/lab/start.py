@@ -1,6 +1,6 @@
-"""Starts one of the lab's own programs: ``python -I -S start.py NAME ARGUMENT…``.
+"""Starts one of the lab's programs: ``python -I -S start.py NAME ARGUMENT…``.
 
-Without the site module and with nothing but the standard library it is up in some 20 ms.
+It needs about 20 ms, without the site module and with the standard library alone.
 """
 
 import os.path

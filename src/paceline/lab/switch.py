@@ -1,7 +1,7 @@
 """``switch STATE [--held]``: the process that owns a lab.
 
-It is the first process of a PID namespace that holds every host, and the network between the
-hosts is its own. When it ends, the kernel ends and removes everything else.
+It is the first process of the PID namespace that contains every host, and it owns the network
+between the hosts. When it ends, the kernel removes everything else.
 """
 
 from __future__ import annotations
@@ -20,63 +20,63 @@ from typing import Any, NoReturn
 
 from paceline.hosts.lab import Layout
 from paceline.lab import available, files, host, kernel, network, processes
-from paceline.lab.control import answer
+from paceline.lab.control import send_reply
 from paceline.lab.engine import Engine
 from paceline.lab.host import batch
 from paceline.lab.plan import LabPlan
 from paceline.spec.errors import LabError, PacelineError
 
-_FAREWELL = 0.5  # seconds that the hosts' processes have to close their connections
+_CLOSE_TIMEOUT_S = 0.5  # for the hosts' processes to close their connections
 
 
 def main(argv: list[str]) -> int:
-    """Starts the owner and returns when the lab is up; prints ``{}`` or an error as JSON."""
+    """Starts the owner, waits until the lab is up, and prints ``{}`` or an error as JSON."""
     layout = Layout(Path(argv[0]))
     try:
-        _leave_the_machine()
+        _enter_namespaces()
     except OSError as error:
-        print(json.dumps({"error": _described(available.refused(error))}))
+        print(json.dumps({"error": _error_fields(available.namespace_error(error))}))
         return 0
     ready, ready_write = os.pipe()
     owner = os.fork()
     if owner == 0:
         os.close(ready)
-        _own(layout, ready_write, held="--held" in argv)
+        _run_owner(layout, ready_write, ends_with_stdin="--held" in argv)
     os.close(ready_write)
     files.write_owner(layout, owner)
     with os.fdopen(ready) as report:
-        said = report.read()
-    print(said or json.dumps({"error": {"message": "the lab's owner ended while starting"}}))
+        output = report.read()
+    print(output or json.dumps({"error": {"message": "the lab's owner ended while starting"}}))
     return 0
 
 
-def _leave_the_machine() -> None:
+def _enter_namespaces() -> None:
     if os.geteuid() != 0:
-        kernel.new_user_namespace()
-        kernel.keep_capabilities_over_exec()
+        kernel.enter_user_namespace()
+        kernel.preserve_capabilities()
     kernel.unshare(available.LAB_NAMESPACES)
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
 
 
-def _own(layout: Layout, ready: int, held: bool) -> NoReturn:
-    """The owner's life. ``held``: it ends when standard input does."""
+def _run_owner(layout: Layout, ready: int, ends_with_stdin: bool) -> NoReturn:
+    """Runs the owner; ``ends_with_stdin``: until standard input is closed."""
     os.setsid()
     _log_to(layout.owner_log)
     switch = None
     try:
         plan = files.read_plan(layout)
-        _make_own_world(plan, layout)
-        switch = Switch(plan, layout, held)
+        _set_up_switch(plan, layout)
+        switch = Switch(plan, layout, ends_with_stdin)
         switch.engine.boot([host.name for host in plan.hosts])
         os.write(ready, b"{}\n")
         os.close(ready)
         switch.serve()
     except BaseException as error:
         traceback.print_exc()
-        with contextlib.suppress(OSError):  # after start-up nobody listens there
-            os.write(ready, json.dumps({"error": _described(error)}).encode())
+        with contextlib.suppress(OSError):  # closed after the start
+            os.write(ready, json.dumps({"error": _error_fields(error)}).encode())
     finally:
-        _take_down(layout, switch.engine if switch else None)
+        _shut_down(layout, switch.engine if switch else None)
         os._exit(0)
 
 
@@ -87,21 +87,21 @@ def _log_to(file: Path) -> None:
     os.close(fd)
 
 
-def _make_own_world(plan: LabPlan, layout: Layout) -> None:
-    """The switch sees its own processes and interfaces, and has a /run for its tools' locks."""
+def _set_up_switch(plan: LabPlan, layout: Layout) -> None:
+    """Mounts /proc and /sys of the switch's namespaces, and a /run for its tools' locks."""
     host.apply_mounts(
         (
             host.Mount("fresh", "/proc", "proc"),
             host.Mount("fresh", "/sys", "sysfs"),
             host.Mount("fresh", "/run", "tmpfs", "mode=755"),
-            *host.shared_again([str(layout.root), *plan.shared]),
+            *host.rebind_mounts([str(layout.root), *plan.shared]),
         )
     )
     kernel.set_host_name("switch")
     batch(network.switch_batch(plan))
 
 
-def _described(error: BaseException) -> dict[str, str]:
+def _error_fields(error: BaseException) -> dict[str, str]:
     if isinstance(error, PacelineError):
         return {"message": error.message, "found": error.found, "remedy": error.remedy}
     if isinstance(error, OSError):
@@ -109,41 +109,41 @@ def _described(error: BaseException) -> dict[str, str]:
     return {"message": "the lab's owner failed", "found": repr(error)}
 
 
-def _take_down(layout: Layout, engine: Engine | None) -> None:
-    """Ends every process, politely first: connections from outside are to see their end."""
+def _shut_down(layout: Layout, engine: Engine | None) -> None:
+    """Ends every process: by SIGTERM first, so that connections from outside are closed."""
     with contextlib.suppress(OSError):
         os.kill(-1, signal.SIGCONT)
         os.kill(-1, signal.SIGTERM)
-        _reap_until(time.monotonic() + _FAREWELL)
+        _reap_until(time.monotonic() + _CLOSE_TIMEOUT_S)
     if engine is not None:
         with contextlib.suppress(OSError):
-            _hang_up(engine)
+            _close_connections(engine)
     with contextlib.suppress(OSError):
         os.kill(-1, signal.SIGKILL)
     files.remove(layout)
 
 
-def _hang_up(engine: Engine) -> None:
-    """Ends the hosts, but not yet their cables: what is connected from outside lives no longer.
+def _close_connections(engine: Engine) -> None:
+    """Kills the hosts' processes and waits until connections from outside are closed.
 
-    The kernel says goodbye for processes that it ends, and a cable with a delay has to carry that.
-    Where it does not arrive (the host is off or unplugged) the connection is cut on this side.
+    The links stay until then, because they carry the FINs that the kernel sends for the processes.
+    Connections of a host that is off or unplugged are cut on this side.
     """
-    engine.end_hosts()
-    deadline = time.monotonic() + _FAREWELL + 2 * engine.delay
-    while (left := processes.connected()) and time.monotonic() < deadline:
+    engine.kill_hosts()
+    deadline = time.monotonic() + _CLOSE_TIMEOUT_S + 2 * engine.delay
+    while (num_open := processes.connected()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    if left:
+    if num_open:
         host.run(["ss", "--tcp", "--kill", "--no-header", "--numeric"])
 
 
 def _reap_until(deadline: float) -> None:
-    """Waits while hosts still have processes besides their first one."""
-    while time.monotonic() < deadline and any(map(_has_children, _own_children())):
+    """Waits while hosts still have processes other than their first one."""
+    while time.monotonic() < deadline and any(map(_has_children, _children())):
         time.sleep(0.01)
 
 
-def _own_children() -> list[str]:
+def _children() -> list[str]:
     return Path("/proc/1/task/1/children").read_text().split()
 
 
@@ -154,12 +154,12 @@ def _has_children(pid: str) -> bool:
 
 
 class Switch:
-    """Waits for requests, for the end of hosts and for the end of the one who holds the lab."""
+    """Serves requests until the lab is to end, and reaps hosts that end."""
 
-    def __init__(self, plan: LabPlan, layout: Layout, held: bool) -> None:
+    def __init__(self, plan: LabPlan, layout: Layout, ends_with_stdin: bool) -> None:
         self.engine = Engine(plan, layout)
-        self._held = held
-        self._done = False
+        self._ends_with_stdin = ends_with_stdin
+        self._is_stopping = False
         self._network = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         self._user = os.open("/proc/self/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -173,12 +173,12 @@ class Switch:
             signal.signal(number, self._stop)
 
     def _stop(self, *_: object) -> None:
-        self._done = True
+        self._is_stopping = True
 
     def serve(self) -> None:
-        """Returns when the lab is to end."""
-        sources: list[Any] = [self._listener, self._wake, *([0] if self._held else [])]
-        while not self._done:
+        """Serves until the lab is to end."""
+        sources: list[Any] = [self._listener, self._wake, *([0] if self._ends_with_stdin else [])]
+        while not self._is_stopping:
             ready = select.select(sources, [], [])[0]
             if 0 in ready and not os.read(0, 4096):
                 return
@@ -186,22 +186,22 @@ class Switch:
                 os.read(self._wake, 4096)
                 self.engine.reap()
             if self._listener in ready:
-                self._serve_one(self._listener.accept()[0])
+                self._handle_connection(self._listener.accept()[0])
 
-    def _serve_one(self, connection: socket.socket) -> None:
+    def _handle_connection(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, ValueError):
             connection.settimeout(5)
             reply, fds = self._reply(json.loads(connection.makefile().readline()))
-            answer(connection, reply, fds)
+            send_reply(connection, reply, fds)
             sys.stdout.flush()
 
     def _reply(self, request: dict[str, Any]) -> tuple[Any, list[int]]:
         try:
-            return self._do(request)
+            return self._handle(request)
         except (PacelineError, OSError) as error:
-            return {"error": _described(error)}, []
+            return {"error": _error_fields(error)}, []
 
-    def _do(self, request: dict[str, Any]) -> tuple[Any, list[int]]:
+    def _handle(self, request: dict[str, Any]) -> tuple[Any, list[int]]:
         verb = request["do"]
         if verb == "network":
             return {}, [self._user, self._network]
@@ -216,6 +216,6 @@ class Switch:
         if verb == "heal":
             return self.engine.heal(request["host"]), []
         if verb == "down":
-            self._done = True
+            self._is_stopping = True
             return {}, []
-        raise LabError(f"the lab does not understand {verb!r}")
+        raise LabError(f"unknown request {verb!r}")

@@ -14,25 +14,25 @@ from paceline.bench import bandwidth
 from paceline.bench.bandwidth import (
     COLLECTIVES,
     TYPES,
-    best,
     bus_factor,
     elements,
+    format_rows,
+    make_row,
     parse_size,
-    row,
+    peak_bandwidth,
     share,
     sizes,
-    text,
 )
-from paceline.bench.ways import (
+from paceline.bench.link_rates import (
+    HostRates,
+    LinkRates,
     Pair,
-    Place,
-    Ways,
-    partner,
-    settled_rates,
+    measure_rates,
+    nominal_rates,
+    num_turns,
+    peer,
     slot_rate,
-    turns,
     verdict,
-    wires,
 )
 from paceline.cli.bench_collectives import Found, conclusion, hosts_of, judge, limits
 from paceline.report.heatmap import svg
@@ -45,7 +45,7 @@ BY_HAND = {"all_reduce": 15.0, "all_gather": 7.5, "reduce_scatter": 7.5, "broadc
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_bus_bandwidth_by_hand(collective: str) -> None:
-    found = row(collective, 250_000_000, "float", "sum", 0, 4, 0.1, 0)
+    found = make_row(collective, 250_000_000, "float", "sum", 0, 4, 0.1, 0)
     assert found.algbw == pytest.approx(10.0)
     assert found.busbw == pytest.approx(BY_HAND[collective])
     assert found.time_us == pytest.approx(100_000)
@@ -77,8 +77,8 @@ def test_sizes_and_their_errors() -> None:
 
 
 def test_the_table_counts_wrong_values() -> None:
-    rows = [row("all_reduce", 2, "float", "sum", 0, 2, 1e-3, wrong) for wrong in (0, 3)]
-    lines = "\n".join(text(rows))
+    rows = [make_row("all_reduce", 2, "float", "sum", 0, 2, 1e-3, wrong) for wrong in (0, 3)]
+    lines = "\n".join(format_rows(rows))
     assert "# Out of bounds values : 3 FAILED" in lines
     assert "busbw" in lines
     found = Found(tuple(rows), {"ranks": 2, "nodes": 2, "backend": "gloo"}, {})
@@ -87,10 +87,10 @@ def test_the_table_counts_wrong_values() -> None:
 
 
 def test_thresholds() -> None:
-    rows = (row("all_reduce", 3_000_000, "float", "sum", 0, 2, 1.0, 0),)
+    rows = (make_row("all_reduce", 3_000_000, "float", "sum", 0, 2, 1.0, 0),)
     links = {("n1", "n2"): 100e6, ("n10", "n2"): 120e6}
     found = Found(rows, {"ranks": 2, "nodes": 2, "backend": "gloo"}, links)
-    assert best(rows, "all_reduce") == pytest.approx(0.012)
+    assert peak_bandwidth(rows, "all_reduce") == pytest.approx(0.012)
     assert share(0.012, 100e6) == pytest.approx(0.96)
     assert judge(found, 0.01, 0.9) == []
     assert len(judge(found, 1.0, 0.99)) == 2
@@ -112,19 +112,19 @@ def test_the_table_is_that_of_nccl_tests() -> None:
     """The columns stand where its readers look for them, with the same figures in them."""
     heads = NCCL_TESTS.strip().splitlines()
     rows = [
-        row("all_reduce", 134217728, "float", "sum", 0, 72, 1806.68e-6, 0, (1835.90e-6, 0)),
-        row("all_reduce", 1073741824, "float", "sum", 0, 72, 10094.2e-6, 0, (10140.58e-6, 0)),
+        make_row("all_reduce", 134217728, "float", "sum", 0, 72, 1806.68e-6, 0, (1835.90e-6, 0)),
+        make_row("all_reduce", 1073741824, "float", "sum", 0, 72, 10094.2e-6, 0, (10140.58e-6, 0)),
     ]
-    ours = [line for line in text(rows) if line[:3] not in ("# a", "# O", "# A", "#")]
+    ours = [line for line in format_rows(rows) if line[:3] not in ("# a", "# O", "# A", "#")]
     sides, names, units, *lines = heads
     assert ours[1:3] == [names, units]
     assert ours[0].split() == sides.split()
     assert ours[3:5] == lines
-    assert text(rows)[-3:-1] == [f"# Avg bus bandwidth    : {709.319:g}", "#"]
+    assert format_rows(rows)[-3:-1] == [f"# Avg bus bandwidth    : {709.319:g}", "#"]
 
 
 def test_what_cannot_be_in_place_says_so() -> None:
-    (line,) = [one for one in text([row("alltoall", 8, "float", "sum", 0, 2, 1e-5, 0)])
+    (line,) = [one for one in format_rows([make_row("alltoall", 8, "float", "sum", 0, 2, 1e-5, 0)])
                if one.endswith("N/A")]  # fmt: skip
     assert line.split() == ["32", "8", "float", "none", "-1", "10.00", "0.0032", "0.0016", "0",
                             *["N/A"] * 4]  # fmt: skip
@@ -133,15 +133,15 @@ def test_what_cannot_be_in_place_says_so() -> None:
 @pytest.mark.parametrize("nodes", range(1, 12))
 def test_every_two_nodes_meet_once(nodes: int) -> None:
     met = []
-    for turn in range(turns(nodes)):
+    for turn in range(num_turns(nodes)):
         for node in range(nodes):
-            other = partner(node, turn, nodes)
-            assert other is None or partner(other, turn, nodes) == node != other
+            other = peer(node, turn, nodes)
+            assert other is None or peer(other, turn, nodes) == node != other
             met += [(node, other)] if other is not None and node < other else []
     assert sorted(met) == [(a, b) for a in range(nodes) for b in range(a + 1, nodes)]
 
 
-def ways(copies: dict[str, float], **slow: float) -> Ways:
+def ways(copies: dict[str, float], **slow: float) -> LinkRates:
     """All ways carry 100, but for those named ``n1_n2``, or all of a host ``n3``."""
     names = list(copies)
     rates = {(a, b): 100.0 for a in names for b in names}
@@ -149,7 +149,7 @@ def ways(copies: dict[str, float], **slow: float) -> Ways:
         for name, rate in slow.items():
             if set(name.split("_")) <= set(pair):
                 rates[pair] = rate
-    return Ways(tuple(Place(name, "CPU", copy) for name, copy in copies.items()), rates)
+    return LinkRates(tuple(HostRates(name, "CPU", copy) for name, copy in copies.items()), rates)
 
 
 EVEN = {"n1": 10.0, "n2": 11.0, "n3": 9.0, "n4": 10.0}
@@ -159,20 +159,20 @@ EVEN = {"n1": 10.0, "n2": 11.0, "n3": 9.0, "n4": 10.0}
     ("found", "said"),
     [
         (ways(EVEN), []),
-        (ways(EVEN, n3=20.0), ["n3 is slow: its best way carries"]),
-        (ways(EVEN, n1_n2=20.0), ["the way n1→n2 is slow", "the way n2→n1 is slow"]),
+        (ways(EVEN, n3=20.0), ["n3 is slow: its best link carries"]),
+        (ways(EVEN, n1_n2=20.0), ["the link n1→n2 is slow", "the link n2→n1 is slow"]),
         (ways({**EVEN, "n2": 3.0}), ["n2 itself is slow: it copies its memory at"]),
         (ways({"n1": 10.0, "n2": 3.0}, n1_n2=7.0), ["n2 itself is slow"]),
         (ways({"n1": 10.0}), []),
-        (Ways(), []),
+        (LinkRates(), []),
     ],
 )
-def test_the_slow_host_or_way_is_named(found: Ways, said: list[str]) -> None:
+def test_the_slow_host_or_way_is_named(found: LinkRates, said: list[str]) -> None:
     told = verdict(found)
     assert len(told) == len(said)
     for words, start in zip(told, said, strict=True):
         assert words.startswith(start)
-    assert Ways.from_json(found.to_json()) == found
+    assert LinkRates.from_json(found.to_json()) == found
 
 
 @pytest.mark.parametrize(("second", "slow"), [(0.9e9, 0), (0.2e9, 1)])
@@ -186,22 +186,22 @@ def test_a_way_counts_as_slow_only_when_it_stays_slow(second: float, slow: int) 
             return {("n1", "n2"): 0.3e9, ("n2", "n1"): 1e9}
         return {("n1", "n2"): second, ("n2", "n1"): 0.1e9}
 
-    rates = settled_rates(measure, 2)
+    rates = measure_rates(measure, 2)
     assert rates["n2", "n1"] == 1e9
     assert asked[:2] == [None, [("n1", "n2")]]
-    assert len(verdict(Ways((), rates))) == slow
+    assert len(verdict(LinkRates((), rates))) == slow
 
 
 def test_more_than_the_rate_of_tcp_is_no_share_of_it() -> None:
-    rows = (row("all_reduce", 3_000_000, "float", "sum", 0, 2, 1.0, 0),)
+    rows = (make_row("all_reduce", 3_000_000, "float", "sum", 0, 2, 1.0, 0),)
     found = Found(rows, {"ranks": 2, "nodes": 2, "backend": "gloo"}, {("n1", "n2"): 50e6})
     assert "%" not in conclusion(found, [])
     assert "more than TCP reached" in conclusion(found, [])
 
 
 def test_what_tcp_has_said_already_is_not_said_again() -> None:
-    assert verdict(ways(EVEN, n3=20.0), known=("n3",)) == ()
-    assert len(verdict(ways({**EVEN, "n2": 3.0}, n3=20.0), known=("n3",))) == 1
+    assert verdict(ways(EVEN, n3=20.0), known_slow=("n3",)) == ()
+    assert len(verdict(ways({**EVEN, "n2": 3.0}, n3=20.0), known_slow=("n3",))) == 1
 
 
 def test_what_wire_and_card_are_good_for() -> None:
@@ -214,10 +214,10 @@ def test_what_wire_and_card_are_good_for() -> None:
     plan = {"nodes": [{"host": host, "interface": "eth0"} for host in ("n1", "n2", "n3")]}
     facts = {"n1": {"interfaces": [link], "rdma": [card]}, "n2": {"interfaces": [link]},
              "n3": {"interfaces": [{**link, "speed": -1}], "rdma": None}}  # fmt: skip
-    assert wires(plan, facts) == {"n1": 1e11, "n2": 1e9}
-    rows = (row("all_reduce", 25_000_000, "float", "sum", 0, 2, 1.0, 0),)
-    place = Place("n1", "A100", 1e12, 24e9, "16.0 GT/s PCIe x16")
-    found = Found(rows, {"ranks": 2, "nodes": 2}, {}, ways=Ways((place,)), wires={"n1": 1e9})
+    assert nominal_rates(plan, facts) == {"n1": 1e11, "n2": 1e9}
+    rows = (make_row("all_reduce", 25_000_000, "float", "sum", 0, 2, 1.0, 0),)
+    place = HostRates("n1", "A100", 1e12, 24e9, "16.0 GT/s PCIe x16")
+    found = Found(rows, {"ranks": 2, "nodes": 2}, {}, ways=LinkRates((place,)), wires={"n1": 1e9})
     assert limits(found) == [
         "n1: A100: wire 0.125 GB/s, copies 1e+03 GB/s in memory, feeds its card 24 GB/s of "
         "31.5 GB/s (16.0 GT/s PCIe x16)",

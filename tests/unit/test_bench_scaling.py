@@ -9,14 +9,14 @@ import pytest
 
 from paceline.bench.scaling import (
     Layout,
-    Measured,
+    Measurement,
     advice,
+    draw,
+    format_table,
     ladder,
     limit,
+    make_rows,
     measure,
-    picture,
-    rows,
-    table,
     to_json,
 )
 from paceline.spec.events import Event
@@ -33,9 +33,9 @@ SAID = trained(76_800, 4.5, data=0.3, waiting=0.05)
 SLOW = trained(6_400, 11.3, data=0.01, waiting=0.7, straggler=1, its_host="n2", cause="cpu")
 
 
-def run(training: float, wall: float = 0.0) -> Measured:
+def run(training: float, wall: float = 0.0) -> Measurement:
     wall = wall or training + 2
-    return Measured(wall, wall - training, training, 0.0)
+    return Measurement(wall, wall - training, training, 0.0)
 
 
 def test_the_steps_of_the_ladder() -> None:
@@ -69,7 +69,7 @@ def test_a_script_that_tells_nothing() -> None:
 
 def test_speed_up_and_efficiency() -> None:
     layouts = ladder(2, 2)
-    found = rows(
+    found = make_rows(
         list(zip(layouts, [[run(8), run(8)], [run(5)], [run(4)], [run(2.5)]], strict=True))
     )
     assert [round(row.speedup, 2) for row in found] == [1.0, 1.6, 2.0, 3.2]
@@ -87,47 +87,51 @@ def test_speed_up_and_efficiency() -> None:
     ],
 )
 def test_what_limits(times: tuple[float, ...], words: str) -> None:
-    found = rows(list(zip(ladder(2, 2), [[run(t)] for t in times], strict=True)))
+    found = make_rows(list(zip(ladder(2, 2), [[run(t)] for t in times], strict=True)))
     assert limit(found[-1], found).startswith(words)
     assert bool(limit(found[-1], found)) == bool(words)
 
 
 def test_what_the_script_tells_goes_first() -> None:
     slow = measure(10.0, 0.0, [SAID])
-    found = rows([(Layout(1, 1), [run(0.00001)]), (Layout(2, 2), [slow])])
+    found = make_rows([(Layout(1, 1), [run(0.00001)]), (Layout(2, 2), [slow])])
     assert limit(found[1], found) == "data: 30% of the time was spent waiting for it"
 
 
 def test_waiting_for_a_slow_rank_is_no_communication() -> None:
     slow = measure(20.0, 0.0, [SLOW])
     fast = measure(20.0, 0.0, [SAID])
-    found = rows([(Layout(1, 1), [fast]), (Layout(2, 1), [slow])])
+    found = make_rows([(Layout(1, 1), [fast]), (Layout(2, 1), [slow])])
     assert limit(found[1], found) == "waiting for rank 1 on n2: 70% of the time"
 
 
 def test_a_fixed_batch_of_each_process() -> None:
     """Twice the work in nearly the same time is no poor efficiency."""
     measured = [(Layout(1, 1), [run(8)]), (Layout(2, 1), [run(8.4)])]
-    strong, weak = rows(measured), rows(measured, weak=True)
+    strong, weak = make_rows(measured), make_rows(measured, weak=True)
     assert round(strong[1].efficiency, 2) == 0.48
     assert "use --weak" in advice(strong)
     assert round(weak[1].efficiency, 2) == 0.95
     assert limit(weak[1], weak) == advice(weak, weak=True) == ""
     told = measure(10.0, 0.0, [SAID])
     counted = [(Layout(1, 1), [told]), (Layout(2, 1), [told])]
-    assert rows(counted, weak=True)[1].speedup == 1.0  # its samples are known
-    assert advice(rows(counted)) == ""
+    assert make_rows(counted, weak=True)[1].speedup == 1.0  # its samples are known
+    assert advice(make_rows(counted)) == ""
 
 
 def test_what_is_shown() -> None:
-    found = rows(list(zip(ladder(2, 2), [[run(8)], [run(5)], [run(4)], [run(3.9)]], strict=True)))
-    lines = table(found).splitlines()
+    found = make_rows(
+        list(zip(ladder(2, 2), [[run(8)], [run(5)], [run(4)], [run(3.9)]], strict=True))
+    )
+    lines = format_table(found).splitlines()
     assert len([line for line in lines if not line.startswith("  ")]) == 5
-    assert "one process: limited by computing alone" in table(found)
-    assert "2 processes on one node: 80% of the ideal, nothing limits it much" in table(found)
-    assert "1 process on each of 2 nodes: 100% of the ideal" in table(found)
+    assert "one process: limited by computing alone" in format_table(found)
+    assert "2 processes on one node: 80% of the ideal, nothing limits it much" in format_table(
+        found
+    )
+    assert "1 process on each of 2 nodes: 100% of the ideal" in format_table(found)
     assert max(map(len, lines)) <= 80
     assert "limited by" in lines[-2] + lines[-1]
     assert lines[0].split()[:2] == ["layout", "wall"]
-    assert ElementTree.fromstring(picture(found)).tag.endswith("svg")
+    assert ElementTree.fromstring(draw(found)).tag.endswith("svg")
     assert to_json(found)[3]["runs"][0]["wall"] == pytest.approx(5.9)

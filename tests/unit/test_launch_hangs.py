@@ -241,7 +241,7 @@ def test_a_rank_that_has_not_come_does_not_differ() -> None:
     assert first_difference({0: ("0 1 barrier", "0 2 barrier"), 1: ("0 1 barrier",)}) is None
     found = first_difference({0: ("0 1 a", "0 2 b", "0 3 c"), 1: ("0 2 x", "0 3 y"), 2: ()})
     assert found is not None
-    assert (found.number, found.what) == (2, ((0, "b"), (1, "x")))
+    assert (found.number, found.calls) == (2, ((0, "b"), (1, "x")))
     assert first_difference({0: ("nonsense", "")}) is None
 
 

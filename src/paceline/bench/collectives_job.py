@@ -1,7 +1,7 @@
-"""The job of ``paceline bench collectives``: every collective, every size, checked and timed.
+"""The job of ``paceline bench collectives``: checks and times every collective at every size.
 
-Runs on every rank; rank 0 writes ``collectives.json`` into the run's folder. The one argument is
-JSON: see :class:`Spec`.
+It runs on every rank; rank 0 writes ``collectives.json`` into the run's folder. Its argument is a
+:class:`Spec` as JSON.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.bench.bandwidth import IN_PLACE, TYPES, Row, elements, row
-from paceline.bench.ways_job import device_name, gather, measure
+from paceline.bench.bandwidth import IN_PLACE, TYPES, Row, elements, make_row
+from paceline.bench.link_rates_job import device_name, gather, measure, synchronize
 from paceline.program import guarded
 from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
 
 RESULT = "collectives.json"
-LONGEST_S = 20.0  # of one size: a slow link gets fewer calls
-INJECT = "PACELINE_BENCH_INJECT"  # for tests of the checking: spoil one value
+MAX_DURATION_S = 20.0  # for one size; slow links get fewer calls
+INJECT = "PACELINE_BENCH_INJECT"  # for tests: corrupts one value
 
 _TORCH = {
     "int8": torch.int8,
@@ -46,13 +46,13 @@ class Spec:
     """What to measure.
 
     Attributes:
-        collectives, sizes: Which, in order; sizes in bytes.
+        collectives, sizes: In order; sizes in bytes.
         type, redop, root: As in nccl-tests.
-        iterations, warmup: Calls that are timed, and before.
-        check: Whether results are checked.
-        average: Whose time counts: rank 0's (0), the mean (1), the least (2) or the most (3).
-        blocking: Wait for each call before the next.
-        ways: Measure the hosts and the ways between them, too.
+        iterations, warmup: Number of timed calls, and of calls before them.
+        check: Whether to check results.
+        average: Which time counts: rank 0's (0), the mean (1), the minimum (2) or maximum (3).
+        blocking: Whether to wait for each call before the next.
+        ways: Whether to measure the hosts and the links between them, too.
         backend: ``auto`` or a name.
     """
 
@@ -70,31 +70,31 @@ class Spec:
     backend: str = "auto"
 
 
-def choose_backend(wanted: str) -> tuple[str, torch.device]:
+def choose_backend(name: str) -> tuple[str, torch.device]:
     """The backend and this rank's device."""
     local = int(os.environ.get(jobenv.LOCAL_RANK, "0"))
     xpu = getattr(torch, "xpu", None)
-    if wanted == "nccl" or (wanted == "auto" and torch.cuda.is_available()):
+    if name == "nccl" or (name == "auto" and torch.cuda.is_available()):
         device = torch.device("cuda", local)
         if local >= torch.cuda.device_count():
             raise SettingError(
-                f"--backend nccl: local rank {local} needs a GPU of its own",
+                f"--backend nccl: local rank {local} needs its own GPU",
                 found=f"{torch.cuda.device_count()} on this machine that torch sees",
                 remedy="-p gpu, or --backend gloo, which measures in the machine's memory",
             )
         torch.cuda.set_device(device)
         return "nccl", device
-    if wanted == "xccl" or (wanted == "auto" and xpu is not None and xpu.is_available()):
+    if name == "xccl" or (name == "auto" and xpu is not None and xpu.is_available()):
         return "xccl", torch.device("xpu", local)
-    return ("gloo" if wanted == "auto" else wanted), torch.device("cpu")
+    return ("gloo" if name == "auto" else name), torch.device("cpu")
 
 
 class Bench:
-    """One rank's part.
+    """The benchmark on one rank.
 
     Args:
         spec: What to measure.
-        device: Where the buffers are.
+        device: Of the buffers.
     """
 
     def __init__(self, spec: Spec, device: torch.device) -> None:
@@ -103,7 +103,7 @@ class Bench:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
 
     def run(self) -> list[Row]:
-        """Every line, the same on all ranks."""
+        """Measures every row; all ranks get the same rows."""
         return [
             self._measure(collective, size)
             for collective in self._spec.collectives
@@ -113,105 +113,106 @@ class Bench:
     def _measure(self, collective: str, size: int) -> Row:
         spec = self._spec
         count = elements(collective, size, TYPES[spec.type], self.ranks)
-        about = (collective, count, spec.type, spec.redop, spec.root, self.ranks)
+        call = (collective, count, spec.type, spec.redop, spec.root, self.ranks)
         try:
-            aside, seconds = self._both(collective, count, in_place=False)
-            inner = self._both(collective, count, in_place=True) if collective in IN_PLACE else None
-            return row(*about, seconds, aside, inner and (inner[1], inner[0]))
+            results = self._check_and_time(collective, count, in_place=False)
+            in_place = None
+            if collective in IN_PLACE:
+                in_place = self._check_and_time(collective, count, in_place=True)
+            return make_row(*call, *results, in_place)
         except RuntimeError as error:
             if "not support" not in str(error) and "not implemented" not in str(error).lower():
                 raise
-            nothing = (0.0, 0.0, 0.0, -1, None, "not supported by this backend")
+            unmeasured = (0.0, 0.0, 0.0, -1, None, "not supported by this backend")
             size = count * TYPES[spec.type]
-            return Row(collective, size, count, spec.type, "none", -1, *nothing)
+            return Row(collective, size, count, spec.type, "none", -1, *unmeasured)
 
-    def _both(self, collective: str, count: int, in_place: bool) -> tuple[int, float]:
-        """Wrong elements, -1 unchecked, and seconds of one call."""
+    def _check_and_time(self, collective: str, count: int, in_place: bool) -> tuple[float, int]:
+        """Seconds of one call, and wrong elements; -1 if not checked."""
         wrong = self._check(collective, count, in_place) if self._spec.check else -1
-        return wrong, self._time(collective, count, in_place)
+        return self._time(collective, count, in_place), wrong
 
     # --- one call ----------------------------------------------------------------------------
 
     def _values(self, rank: int, count: int) -> torch.Tensor:
-        """What a rank contributes: small whole numbers, whose sums every type holds exactly."""
+        """The input of a rank: small integers, whose sums are exact in every type."""
         return ((torch.arange(count, device=self._device) + rank) % 3).to(_TORCH[self._spec.type])
 
     def _call(
         self, collective: str, count: int, in_place: bool
     ) -> tuple[Callable[[], None], torch.Tensor]:
-        """The call, and the buffer in which its result stands.
+        """The call, and the buffer of its result.
 
-        torch reduces and broadcasts in place only: the result in another buffer costs a copy.
+        torch reduces and broadcasts in place only, so an out-of-place call includes a copy.
         """
         spec, part = self._spec, count // self.ranks
         op = _OPS[spec.redop]
-        mine = self._values(self.rank, count)
-        result = mine if in_place else torch.empty_like(mine)
-        own = slice(self.rank * part, (self.rank + 1) * part)
+        inputs = self._values(self.rank, count)
+        result = inputs if in_place else torch.empty_like(inputs)
+        rank_slice = slice(self.rank * part, (self.rank + 1) * part)
 
-        def whole(do: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
+        def on_result(collective: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
             def call() -> None:
                 if not in_place:
-                    result.copy_(mine)
-                do(result)
+                    result.copy_(inputs)
+                collective(result)
 
             return call
 
         if collective == "all_reduce":
-            return whole(lambda buffer: dist.all_reduce(buffer, op)), result
+            return on_result(lambda buffer: dist.all_reduce(buffer, op)), result
         if collective == "broadcast":
-            return whole(lambda buffer: dist.broadcast(buffer, spec.root)), result
+            return on_result(lambda buffer: dist.broadcast(buffer, spec.root)), result
         if collective == "reduce":
-            return whole(lambda buffer: dist.reduce(buffer, spec.root, op)), result
+            return on_result(lambda buffer: dist.reduce(buffer, spec.root, op)), result
         if collective == "sendrecv":
-            return self._ring(mine)
+            return self._ring(inputs)
         if collective == "all_gather":
-            small = result[own] if in_place else self._values(self.rank, part)
-            small.copy_(self._values(self.rank, part))
-            return lambda: _done(dist.all_gather_into_tensor(result, small)), result
+            shard = result[rank_slice] if in_place else self._values(self.rank, part)
+            shard.copy_(self._values(self.rank, part))
+            return lambda: _discard(dist.all_gather_into_tensor(result, shard)), result
         if collective == "reduce_scatter":
-            small = mine[own] if in_place else result[:part]
-            return lambda: _done(dist.reduce_scatter_tensor(small, mine, op)), small
-        return lambda: _done(dist.all_to_all_single(result, mine)), result
+            shard = inputs[rank_slice] if in_place else result[:part]
+            return lambda: _discard(dist.reduce_scatter_tensor(shard, inputs, op)), shard
+        return lambda: _discard(dist.all_to_all_single(result, inputs)), result
 
-    def _ring(self, mine: torch.Tensor) -> tuple[Callable[[], None], torch.Tensor]:
-        """Everybody sends to the next and receives from the one before."""
-        received = torch.empty_like(mine)
-        to, of = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
-        if self.ranks == 1 and self._device.type == "cpu":  # gloo sends nothing to itself
-            return lambda: _done(received.copy_(mine)), received
+    def _ring(self, sent: torch.Tensor) -> tuple[Callable[[], None], torch.Tensor]:
+        """Each rank sends to the next and receives from the previous one."""
+        received = torch.empty_like(sent)
+        target, source = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
+        if self.ranks == 1 and self._device.type == "cpu":  # gloo cannot send to the same rank
+            return lambda: _discard(received.copy_(sent)), received
 
         def call() -> None:
-            # NCCL runs what is sent and received in a group at once; one by one, a rank's own
-            # sending would wait for the receiving that stands behind it
-            both = [dist.P2POp(dist.isend, mine, to), dist.P2POp(dist.irecv, received, of)]
-            for one in dist.batch_isend_irecv(both):
-                one.wait()
+            # a batch, because NCCL would block in the first of two separate calls
+            operations = [dist.P2POp(dist.isend, sent, target),
+                          dist.P2POp(dist.irecv, received, source)]  # fmt: skip
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
 
         return call, received
 
     def _expected(self, collective: str, count: int) -> torch.Tensor | None:
-        """What the buffer must hold; ``None`` where this rank gets no result."""
+        """The expected result; ``None`` if this rank gets none."""
         part = count // self.ranks
         if collective in ("all_reduce", "reduce"):
-            ours = collective == "all_reduce" or self.rank == self._spec.root
-            return self._reduced(count) if ours else None
+            has_result = collective == "all_reduce" or self.rank == self._spec.root
+            return self._reduced(count) if has_result else None
         if collective == "broadcast":
             return self._values(self._spec.root, count)
         if collective == "sendrecv":
             return self._values((self.rank - 1) % self.ranks, count)
         if collective == "all_gather":
             return torch.cat([self._values(rank, part) for rank in range(self.ranks)])
-        mine = slice(self.rank * part, (self.rank + 1) * part)
+        rank_slice = slice(self.rank * part, (self.rank + 1) * part)
         if collective == "reduce_scatter":
-            return self._reduced(count)[mine]
-        return torch.cat([self._values(rank, count)[mine] for rank in range(self.ranks)])
+            return self._reduced(count)[rank_slice]
+        return torch.cat([self._values(rank, count)[rank_slice] for rank in range(self.ranks)])
 
     def _reduced(self, count: int) -> torch.Tensor:
-        every = [self._values(rank, count) for rank in range(self.ranks)]
+        stack = torch.stack([self._values(rank, count) for rank in range(self.ranks)])
         if self._spec.redop == "sum":
-            return sum(every[1:], every[0])
-        stack = torch.stack(every)
+            return stack.sum(0, dtype=stack.dtype)
         return stack.amax(0) if self._spec.redop == "max" else stack.amin(0)
 
     # --- many calls --------------------------------------------------------------------------
@@ -221,12 +222,8 @@ class Bench:
         call, buffer = self._call(collective, count, in_place)
         call()
         expected = self._expected(collective, count)
-        if (
-            os.environ.get(INJECT)
-            and not in_place
-            and self.rank == self.ranks - 1
-            and expected is not None
-        ):
+        is_last = self.rank == self.ranks - 1
+        if os.environ.get(INJECT) and not in_place and is_last and expected is not None:
             buffer[0] += 1
         wrong = 0 if expected is None else int((buffer != expected).sum())
         return int(self._total(float(wrong), dist.ReduceOp.SUM))
@@ -234,48 +231,42 @@ class Bench:
     def _time(self, collective: str, count: int, in_place: bool) -> float:
         """Seconds of one call."""
         call, _ = self._call(collective, count, in_place)
-        once = self._timed(call, 1)
-        room = max(1, int(LONGEST_S / 2 / max(once, 1e-9)))
-        warmup = min(self._spec.warmup, room)
-        if warmup:
-            self._timed(call, warmup)
-        return self._timed(call, min(self._spec.iterations, room))
+        max_calls = max(1, int(MAX_DURATION_S / 2 / max(self._time_calls(call, 1), 1e-9)))
+        if warmup := min(self._spec.warmup, max_calls):
+            self._time_calls(call, warmup)
+        return self._time_calls(call, min(self._spec.iterations, max_calls))
 
-    def _timed(self, call: Callable[[], None], times: int) -> float:
-        self._total(0.0, dist.ReduceOp.SUM)  # all start together
-        began = time.perf_counter()
-        for _ in range(times):
+    def _time_calls(self, call: Callable[[], None], count: int) -> float:
+        self._total(0.0, dist.ReduceOp.SUM)  # a barrier
+        start = time.perf_counter()
+        for _ in range(count):
             call()
             if self._spec.blocking:
-                self._synchronise()
-        self._synchronise()
-        return self._of_all((time.perf_counter() - began) / times)
+                synchronize(self._device)
+        synchronize(self._device)
+        return self._average((time.perf_counter() - start) / count)
 
-    def _of_all(self, seconds: float) -> float:
-        """One figure of all ranks' times."""
+    def _average(self, seconds: float) -> float:
+        """Combines all ranks' times as requested."""
         if self._spec.average == 0:
             return self._total(seconds if self.rank == 0 else 0.0, dist.ReduceOp.SUM)
         if self._spec.average == 1:
             return self._total(seconds / self.ranks, dist.ReduceOp.SUM)
-        least = self._spec.average == 2
-        return self._total(seconds, dist.ReduceOp.MIN if least else dist.ReduceOp.MAX)
-
-    def _synchronise(self) -> None:
-        if self._device.type != "cpu":
-            getattr(torch, self._device.type).synchronize()
+        return self._total(seconds, dist.ReduceOp.MIN if self._spec.average == 2
+                           else dist.ReduceOp.MAX)  # fmt: skip
 
     def _total(self, value: float, op: Any) -> float:
-        double = torch.tensor([value], dtype=torch.float64, device=self._device)
-        dist.all_reduce(double, op)
-        return float(double.item())
+        tensor = torch.tensor([value], dtype=torch.float64, device=self._device)
+        dist.all_reduce(tensor, op)
+        return float(tensor.item())
 
 
-def _done(pending: Any) -> None:
-    """A synchronous call returns nothing to wait for."""
+def _discard(_result: Any) -> None:
+    """Makes a call with a result usable as one without."""
 
 
-def using(device: torch.device) -> dict[str, Any]:
-    """This rank in the list of devices."""
+def device_entry(device: torch.device) -> dict[str, Any]:
+    """This rank's entry in the list of devices."""
     host = os.environ.get(jobenv.HOST, "")[:200]
     return {"pid": os.getpid(), "host": host, "device": device.index or 0,
             "name": device_name(device)[:80]}  # fmt: skip
@@ -283,30 +274,29 @@ def using(device: torch.device) -> dict[str, Any]:
 
 def main(argv: list[str]) -> int:
     """Measures and writes the result."""
-    given = json.loads(argv[0])
-    spec = Spec(
-        **{**given, "collectives": tuple(given["collectives"]), "sizes": tuple(given["sizes"])}
-    )
+    options = json.loads(argv[0])
+    sequences = {name: tuple(options[name]) for name in ("collectives", "sizes")}
+    spec = Spec(**{**options, **sequences})
     backend, device = choose_backend(spec.backend)
-    torch.set_num_threads(1)  # threads that wait for work by spinning would take the sockets' time
+    torch.set_num_threads(1)  # spinning threads would take CPU time from the sockets
     dist.init_process_group(backend)
     try:
         bench = Bench(spec, device)
-        devices = gather(using(device), device)
+        devices = gather(device_entry(device), device)
         rows = bench.run()
-        ways = measure(device).to_json() if spec.ways else None
+        links = measure(device).to_json() if spec.ways else None
         if bench.rank == 0:
-            found = {
+            result = {
                 "backend": backend,
                 "ranks": bench.ranks,
                 "nodes": int(os.environ.get(jobenv.GROUP_WORLD_SIZE, "1")),
                 "torch": str(torch.__version__),
                 "devices": devices,
-                "ways": ways,
-                "rows": [one.to_json() for one in rows],
+                "ways": links,
+                "rows": [row.to_json() for row in rows],
             }
             target = Path(os.environ[jobenv.RUN_DIR]) / RESULT
-            target.write_text(json.dumps(found, indent=1) + "\n")
+            target.write_text(json.dumps(result, indent=1) + "\n")
         dist.barrier()
     finally:
         dist.destroy_process_group()

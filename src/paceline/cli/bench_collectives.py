@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from paceline.bench import bandwidth, ways
+from paceline.bench import bandwidth, link_rates
 from paceline.bench.bandwidth import Row
-from paceline.bench.ways import Ways
+from paceline.bench.link_rates import LinkRates
 from paceline.cli.applies import refuse_beside
 from paceline.cli.launch import F, job_of, launch_options, prepare
 from paceline.cli.verb import Verb, say
@@ -55,7 +55,7 @@ class Found:
     links: Mapping[tuple[str, str], float]
     slow: tuple[str, ...] = ()
     iperf3: tuple[str, str, float] | None = None
-    ways: Ways = Ways()
+    ways: LinkRates = LinkRates()
     wires: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -153,9 +153,9 @@ def command(ctx: click.Context, /, **given: Any) -> None:
     measured = nothing if given["no_links"] else measure_links(ctx, cluster, via)
     rows, about, wires = run(ctx, cluster, via, spec)
     said = about.pop("ways")
-    own = Ways.from_json(said) if said else Ways()
+    own = LinkRates.from_json(said) if said else LinkRates()
     links, slow, second = measured
-    words = (*dict.fromkeys(slow.values()), *ways.verdict(own, tuple(slow)))
+    words = (*dict.fromkeys(slow.values()), *link_rates.verdict(own, tuple(slow)))
     found = Found(rows, about, links, words, second, own, wires)
     if given["picture"] is not None:
         draw(given["picture"], found)
@@ -299,7 +299,7 @@ def run(ctx: click.Context, cluster: Cluster, via: Via,
     about = json.loads((outcome.path / RESULT).read_text(encoding="utf-8"))
     rows = tuple(Row.from_json(row) for row in about.pop("rows"))
     plan, facts = (read_object(outcome.path / name) or {} for name in (names.PLAN, names.HOSTS))
-    return rows, about, ways.wires(plan, facts) if plan else {}
+    return rows, about, link_rates.nominal_rates(plan, facts) if plan else {}
 
 
 def hosts_of(found: Found) -> list[str]:
@@ -320,7 +320,7 @@ def judge(found: Found, min_busbw: float | None, min_share: float | None) -> lis
         for row in found.rows
         if row.wrong_values
     ]
-    best = bandwidth.best(found.rows, "all_reduce")
+    best = bandwidth.peak_bandwidth(found.rows, "all_reduce")
     if min_busbw is not None and best < min_busbw:
         problems.append(f"all_reduce reaches {best:.4f} GB/s, {min_busbw:g} were asked for")
     share = bandwidth.share(best, slowest(found))
@@ -341,7 +341,7 @@ def conclusion(found: Found, problems: Sequence[str]) -> str:
     """The first line."""
     if problems:
         return f"failed: {problems[0]}"
-    best = bandwidth.best(found.rows, "all_reduce")
+    best = bandwidth.peak_bandwidth(found.rows, "all_reduce")
     ranks, nodes = int(found.about["ranks"]), int(found.about["nodes"])
     where = f"{counted(ranks, 'rank')} on {counted(nodes, 'host')}"
     text = f"{found.about['backend']}, {where}"
@@ -359,7 +359,7 @@ def show(found: Found, problems: Sequence[str]) -> None:
     from paceline.spec.figures import bit_rate
 
     say(conclusion(found, problems) + "\n")
-    say("\n".join([*devices(found), *bandwidth.text(found.rows)]))
+    say("\n".join([*devices(found), *bandwidth.format_rows(found.rows)]))
     names = hosts_of(found)
     if found.links:
         cells = {pair: bit_rate(bits) for pair, bits in found.links.items()}
@@ -390,16 +390,16 @@ def devices(found: Found) -> list[str]:
 def limits(found: Found) -> list[str]:
     """What wire and card of each host are good for, beside what was reached."""
     lines = []
-    for place in found.ways.places:
-        parts = [f"copies {ways.shown(place.copy)} in memory"]
+    for place in found.ways.hosts:
+        parts = [f"copies {link_rates.format_rate(place.copy)} in memory"]
         if place.host in found.wires:
-            parts.insert(0, f"wire {ways.shown(found.wires[place.host] / 8)}")
+            parts.insert(0, f"wire {link_rates.format_rate(found.wires[place.host] / 8)}")
         if place.bus:
-            good = ways.shown(ways.slot_rate(place.slot)) if place.slot else ""
+            good = link_rates.format_rate(link_rates.slot_rate(place.slot)) if place.slot else ""
             of = f" of {good} ({place.slot})" if good else ""
-            parts.append(f"feeds its card {ways.shown(place.bus)}{of}")
+            parts.append(f"feeds its card {link_rates.format_rate(place.bus)}{of}")
         lines.append(f"{place.host}: {place.device}: {', '.join(parts)}")
-    best = bandwidth.best(found.rows, "all_reduce")
+    best = bandwidth.peak_bandwidth(found.rows, "all_reduce")
     least = min(found.wires.values(), default=0.0)
     if best and least and int(found.about["nodes"]) > 1:
         share = bandwidth.share(best, least)

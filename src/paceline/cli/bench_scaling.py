@@ -77,13 +77,15 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
             job = job_of(ctx, entry, name=Path(script).stem, own_store=opens_store(entry))
         if via.kind == "submit":
             ctx.exit(submit(ctx, job, folder, via.scheduler, "--out"))
-        found = scaling.rows(climb(ctx, job, cluster, folder, repeat, package=recipe), weak=weak)
+        found = scaling.make_rows(
+            climb(ctx, job, cluster, folder, repeat, package=recipe), weak=weak
+        )
     (folder / "scaling.json").write_text(json.dumps(scaling.to_json(found), indent=2) + "\n")
-    (folder / "scaling.svg").write_text(scaling.picture(found), encoding="utf-8")
+    (folder / "scaling.svg").write_text(scaling.draw(found), encoding="utf-8")
     if ctx.params["as_json"]:
         click.echo(json.dumps(scaling.to_json(found), indent=2))
         return
-    say(scaling.table(found))
+    say(scaling.format_table(found))
     if said := scaling.advice(found, weak=weak):
         say(f"\n{wrapped(said, 80)}")
     if said := queued(via.scheduler):
@@ -104,7 +106,7 @@ def queued(scheduler: Scheduler) -> str:
 
 
 def climb(ctx: click.Context, job: Job, cluster: Cluster, folder: Path, repeat: int,
-          package: bool) -> list[tuple[scaling.Layout, list[scaling.Measured]]]:  # fmt: skip
+          package: bool) -> list[tuple[scaling.Layout, list[scaling.Measurement]]]:  # fmt: skip
     """All layouts, one after the other; says where it is."""
     _, nodes = bounds(job.nnodes.value, len(cluster.hosts))
     first = cluster.hosts[0]
@@ -123,7 +125,7 @@ def climb(ctx: click.Context, job: Job, cluster: Cluster, folder: Path, repeat: 
 
 
 def run_once(ctx: click.Context, job: Job, cluster: Cluster, layout: scaling.Layout, where: Path,
-             package: bool, told: set[str]) -> scaling.Measured:  # fmt: skip
+             package: bool, told: set[str]) -> scaling.Measurement:  # fmt: skip
     """One run of one layout. JobError when it fails: a ladder with a broken step says nothing."""
     shaped = replace(
         job,

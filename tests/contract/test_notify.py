@@ -61,8 +61,8 @@ def test_a_run_that_was_left_is_told_by_the_name_that_its_user_knows(
 ) -> None:
     """Its folder on the supervisor's host is one of many of that name; so is that of its page."""
     there = Path("/home/me/.cache/paceline/detached/0a1b2c/run")
-    monkeypatch.setattr(directory, "_called", {})
-    directory.call_it(there, "runs/digits-1")
+    monkeypatch.setattr(directory, "_display_paths", {})
+    directory.set_display_path(there, "runs/digits-1")
     assert replace(WELL, path=there).sentence() == WELL.sentence()
     assert Record(there).name == "digits-1"
 

@@ -23,7 +23,7 @@ import pytest
 from launches import PATIENCE_S, SOURCE, Site, eventually, project_at
 
 from paceline.agent.control import ask
-from paceline.rundir import way_back
+from paceline.rundir import detached_file
 from paceline.spec.detached import About, Detached
 
 pytestmark = pytest.mark.lab
@@ -86,7 +86,7 @@ def leads_there(site: Site, about: About, folder: Path) -> None:
     config = str(site.lab.ssh_config)
     there = Detached(about.run_id, "n1", "n1", "/x", about.started - 1, python=sys.executable,
                      ssh_config=config)  # fmt: skip
-    way_back.write(folder, there)
+    detached_file.write(folder, there)
 
 
 def test_a_run_on_a_host_is_looked_at_from_two_places_ended_and_comes_home(
@@ -171,7 +171,7 @@ def test_a_host_that_cannot_be_asked_is_told_and_what_is_known_is_shown(
     folder = tmp_path / "runs" / "three"
     folder.mkdir(parents=True)
     there = Detached("ab" * 6, "n1", "n1", "/x", 5.0, port=1, ssh_config=str(site.lab.ssh_config))
-    way_back.write(folder, there)
+    detached_file.write(folder, there)
     code, out, err = said(tmp_path, "status", "three")
     assert code == 1
     assert "runs/three: running" in out
@@ -184,7 +184,7 @@ def test_a_host_that_cannot_be_asked_is_told_and_what_is_known_is_shown(
     assert code == 0
     assert "n1 could not be asked" in err
     nobody = Detached("ab" * 6, "n1", "n1", "/x", 5.0, ssh_config=str(site.lab.ssh_config))
-    way_back.write(folder, nobody)
+    detached_file.write(folder, nobody)
     code, _, err = said(tmp_path, "attach", "three")
     assert code == 1
     assert "has no run" in err

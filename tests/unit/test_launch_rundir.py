@@ -65,12 +65,12 @@ def test_a_damaged_owner_file_is_no_owner(tmp_path: Path, text: str) -> None:
 
 def test_few_of_many_logs_are_open(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    names = [log_file("n1", rank) for rank in range(3 * rundir.OPEN_FILES)]
+    names = [log_file("n1", rank) for rank in range(3 * rundir.MAX_OPEN_FILES)]
     before = len(list(Path("/proc/self/fd").iterdir()))
     for word in (b"first\n", b"second\n"):
         for name in names:
             directory.append_bytes(name, word)
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before + rundir.OPEN_FILES
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + rundir.MAX_OPEN_FILES
     directory.close()
     assert all((tmp_path / name).read_bytes() == b"first\nsecond\n" for name in names)
 

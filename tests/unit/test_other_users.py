@@ -103,12 +103,12 @@ def test_a_folder_that_somebody_else_made_is_not_used(
 
 def test_a_folder_that_was_removed_is_noticed(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
-    assert directory.is_there
+    assert directory.is_owned
     inside.remove_all(str(directory.path))
-    assert not directory.is_there
+    assert not directory.is_owned
     other = RunDirectory(tmp_path / "run")  # of somebody else's run by now
-    assert other.is_there
-    assert not directory.is_there
+    assert other.is_owned
+    assert not directory.is_owned
     other.close()
 
 

@@ -33,7 +33,7 @@ from paceline.remote import this_machine
 from paceline.remote.channel import AgentRefusal, LoginRefused, Silent
 from paceline.remote.fanout import reach_all
 from paceline.remote.openssh import SshOptions
-from paceline.rundir import records, way_back
+from paceline.rundir import detached_file, records
 from paceline.rundir.ownership import detached_of, owner_alive, owner_here, read_owner
 from paceline.spec.command import shell_text
 from paceline.spec.detached import DETACHED, About, Detached
@@ -449,15 +449,15 @@ def _folder_here(about: About, detached: Detached, parent: Path) -> Path:
     for path in records.folders_in(parent):
         said = Detached.read(records.read_object(path / DETACHED) or {})
         if said is not None and said.run_id == about.run_id:
-            if detached_of(path) is not None and not way_back.is_own(path):
-                way_back.write(path, detached)
+            if detached_of(path) is not None and not detached_file.is_authentic(path):
+                detached_file.write(path, detached)
             return path
     name = Path(about.launched_in).name
     path = parent / name
     if not name or name.startswith(".") or path.exists():
         path = fresh_path(parent, about.name or "run")
     path.mkdir(mode=0o700)
-    way_back.write(path, detached)
+    detached_file.write(path, detached)
     return path
 
 

@@ -23,7 +23,7 @@ from paceline.cli.runs import is_run, look_at
 from paceline.cli.verb import Verb, say
 from paceline.cli.via import ssh_of
 from paceline.remote.openssh import SshOptions
-from paceline.rundir import records, way_back
+from paceline.rundir import detached_file, records
 from paceline.rundir.ownership import detached_of
 from paceline.spec import rundir as names
 from paceline.spec.command import shell_text
@@ -134,7 +134,7 @@ async def _ask(hosts: Sequence[Host], ssh: SshOptions, here: Iterable[Path]) -> 
     known = {(host.address, host.user, host.port) for host in hosts}
     for path in here:
         away = detached_of(path)
-        if away is not None and not way_back.is_own(path):
+        if away is not None and not detached_file.is_authentic(path):
             foreign.append((away.host, f"{path / DETACHED} was not written by you"))
         elif away is not None and (away.address, away.user, away.port) not in known:
             host = away.to_host()

@@ -32,7 +32,7 @@ from paceline.launch.screen import Screen
 from paceline.remote import this_machine
 from paceline.remote.channel import Channel
 from paceline.rendezvous.called import CalledTransport, StartsAgain
-from paceline.rundir.directory import Redactor, call_it
+from paceline.rundir.directory import Redactor, set_display_path
 from paceline.spec import detached
 from paceline.spec.detached import About
 from paceline.spec.errors import PacelineError
@@ -228,7 +228,7 @@ def main() -> int:
     run.mkdir(mode=0o700, exist_ok=True)
     if not here:
         os.chdir(folder)
-        call_it(run, told["shown"])
+        set_display_path(run, told["shown"])
     about = About(
         told["run_id"], job.name, tuple(told["command"]),
         tuple(host.name for host in choose_hosts(job, cluster)), time.time(), told["launched_by"],

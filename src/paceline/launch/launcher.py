@@ -706,7 +706,7 @@ def _to_the_end(request: Request, screen: Screen, directory: RunDirectory,
             write_result(directory, run_id, result, began, {})
             raise
         result = _for_reader(result, screen.homes, directory)
-        if result.failure is None and not directory.is_there:
+        if result.failure is None and not directory.is_owned:
             headline = f"the run directory {directory.path} was removed while the run went on"
             removed = Failure("record", HERE, None, time.monotonic(), headline=headline)
             result = replace(result, exit_code=result.exit_code or 1, failure=removed)
@@ -747,5 +747,5 @@ def write_result(directory: RunDirectory, run_id: str, result: Result, began: fl
         "seconds": round(time.monotonic() - began, 3),
         "metrics": metrics,
     }
-    directory.make_room()
+    directory.free_reserve()
     directory.write_json(names.RESULT, {**about, **result.to_json()})

@@ -46,7 +46,7 @@ from paceline.remote.openssh import (
 )
 from paceline.remote.transport import Transport
 from paceline.rendezvous.listener import caller_command, caller_config
-from paceline.rundir import way_back
+from paceline.rundir import detached_file
 from paceline.rundir.directory import Redactor, RunDirectory, short
 from paceline.spec import rundir as names
 from paceline.spec.detached import DETACHED, RUN, Detached
@@ -186,7 +186,7 @@ class _Start:
     async def _there(self) -> int | None:
         """The supervisor is to run on another machine: all that it needs goes there first."""
         leaving, host, began = self._leaving, self._host, time.monotonic()
-        way_back.made_key()
+        detached_file.ensure_key()
         secret, run_id = secrets_of(leaving.job, leaving.cluster), self._request.run_id
         directory = RunDirectory(leaving.run_dir, secret, run_id)
         for old in (DETACHED, names.RESULT):  # of an earlier run in this folder
@@ -427,7 +427,7 @@ class _Start:
             self._request.run_id, host.name, host.address, folder, time.time(), host.user,
             host.port, host.identity_file, self._python(host), config,
         )  # fmt: skip
-        way_back.write(directory.path, back)
+        detached_file.write(directory.path, back)
 
     # --- who calls ------------------------------------------------------------------------------
 

@@ -118,7 +118,7 @@ async def find_run_folder(node: Node, directory: RunDirectory) -> None:
         "key": directory.key,
     }
     answer = await node.channel.request("run_folder", **about)
-    if answer["shared"] and not directory.take_sign(node.channel.identity):
+    if answer["shared"] and not directory.pop_sign(node.channel.identity):
         answer = await node.channel.request("run_folder", **about, own=True)
     node.run_folder, node.shared_run_dir = answer["folder"], answer["shared"]
 

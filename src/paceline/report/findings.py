@@ -81,8 +81,8 @@ def fitting(
 ) -> tuple[list[str], list[list[str]]]:
     """Transposes a table that is too wide, if that makes it narrower."""
     transposed = [list(column) for column in zip(titles, *rows, strict=True)]
-    table_width, transposed_width = (max(map(len, aligned(header, body)))
-                                     for header, *body in ([titles, *rows], transposed))  # fmt: skip
+    table_width = max(map(len, aligned(titles, rows)))
+    transposed_width = max(map(len, aligned(transposed[0], transposed[1:])))
     if table_width <= width or transposed_width >= table_width:
         return titles, rows
     return transposed[0], transposed[1:]

@@ -1,1 +1,1 @@
-"""The run directory: its only writer, its readers, and who runs in it."""
+"""The run directory: its only writer, its readers, and its owner."""

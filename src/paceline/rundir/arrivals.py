@@ -1,11 +1,12 @@
-"""Which place in a run's folder a file from another machine gets, and what it may replace.
+"""Chooses the path in a run directory for a file from another machine.
 
-Only what a run has made or brought is replaced. Somebody's project may be the folder (``--run-dir
-.``): there, new files of ranks lie below ``files/HOST``, where no program looks for code.
+Only files of runs are replaced. If the run directory is somebody's project (``--run-dir .``), new
+files of ranks are put below ``files/HOST``, where no program looks for code.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -15,80 +16,81 @@ from paceline.agent import inside
 from paceline.rundir import records
 from paceline.spec import rundir as names
 
-_INPUT = re.compile(r"input[0-9]+")  # what a run that is left was given
-_MOST_BYTES = 64 << 20  # of the record
+_INPUT = re.compile(r"input[0-9]+")  # files that a detached run was given
+_MAX_RECORD_BYTES = 64 << 20
 
 
 class Arrivals:
-    """The places, with a record in the folder of what was brought.
+    """Chooses paths, and records in the folder which files have arrived.
 
     Args:
-        folder: A run's folder, which exists. Whether it is the runs' own is found out the first
-            time: it holds nothing else.
+        folder: An existing run directory. The first use determines whether it contains only files
+            of runs.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._brought: set[str] = set()
-        self._own = self._is_own()
+        self._arrived: set[str] = set()
+        self._is_exclusive = self._has_only_run_files()
         try:
             with records.open_regular(folder / names.BROUGHT) as file:
-                lines = file.read(_MOST_BYTES).split(b"\n")
+                lines = file.read(_MAX_RECORD_BYTES).split(b"\n")
         except FileNotFoundError:
-            self._write({"own": self._own})
-            self._take_over()
+            self._write({"own": self._is_exclusive})
+            self._adopt_model()
             return
         for line in lines:
-            said = records.parsed(line.decode("utf-8", "replace"))
-            if isinstance(said, str):
-                self._brought.add(said)
-            elif isinstance(said, dict):
-                self._own = said.get("own") is True
+            entry = records.parsed(line.decode("utf-8", "replace"))
+            if isinstance(entry, str):
+                self._arrived.add(entry)
+            elif isinstance(entry, dict):
+                self._is_exclusive = entry.get("own") is True
 
-    def _is_own(self) -> bool:
-        ours = {names.MODEL, *names.PRODUCTS}
+    def _has_only_run_files(self) -> bool:
+        products = {names.MODEL, *names.PRODUCTS}
         return all(
-            path.name in ours or names.is_ours(path.name) or _INPUT.fullmatch(path.name)
+            path.name in products or names.is_ours(path.name) or _INPUT.fullmatch(path.name)
             for path in self._folder.iterdir()
         )
 
-    def _take_over(self) -> None:
-        """Of a run without a record, as earlier versions left them, the model was brought."""
+    def _adopt_model(self) -> None:
+        """Counts the model of a run by an earlier version, which has no record, as arrived."""
         described = records.read_object(self._folder / names.MODEL_CONFIG) or {}
         if (self._folder / names.EVENTS).exists() and "sha256" in described:
             for file in (self._folder / names.MODEL).iterdir():
                 path = f"{names.MODEL}/{file.name}"
                 if names.is_product(path):
-                    self._brought.add(path)
+                    self._arrived.add(path)
                     self._write(path)
 
     def place(self, path: str, host: str) -> str:
-        """Where below the folder a file of a host is to be.
+        """The path below the folder for a file of a host.
 
         Args:
-            path: As the host names it; :func:`inside.why_refused` has nothing against it.
+            path: On the host; allowed by :func:`inside.why_refused`.
             host: Its name.
         """
-        if names.is_product(path) and (self._own or not self._is_foreign(path)):
+        is_free = not self._is_foreign(path)
+        if names.is_product(path) and (self._is_exclusive or is_free):
             return path
-        if (self._own or path.startswith(f"{names.FETCHED}/")) and not self._is_foreign(path):
+        if (self._is_exclusive or path.startswith(f"{names.FETCHED}/")) and is_free:
             return path
-        inner, number = path.removeprefix(f"{names.FETCHED}/"), 1
-        while True:
-            called = f"{names.safe(host)}-{number}" if number > 1 else names.safe(host)
-            place = f"{names.FETCHED}/{called}/{inner}"
-            if not self._is_foreign(place):
-                return place
-            number += 1
+        relative = path.removeprefix(f"{names.FETCHED}/")
+        for number in itertools.count(1):
+            folder = f"{names.safe(host)}-{number}" if number > 1 else names.safe(host)
+            candidate = f"{names.FETCHED}/{folder}/{relative}"
+            if not self._is_foreign(candidate):
+                return candidate
+        raise AssertionError
 
     def _is_foreign(self, path: str) -> bool:
-        return path not in self._brought and os.path.lexists(self._folder / path)
+        return path not in self._arrived and os.path.lexists(self._folder / path)
 
-    def brought(self, place: str) -> None:
-        """A file has come: the next may replace it."""
-        if place not in self._brought and not names.is_product(place):
-            self._write(place)
-        self._brought.add(place)
+    def record(self, path: str) -> None:
+        """Records that a file has arrived, so that the next may replace it."""
+        if path not in self._arrived and not names.is_product(path):
+            self._write(path)
+        self._arrived.add(path)
 
     def _write(self, line: object) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND

@@ -1,4 +1,4 @@
-"""The run directory on the launching machine: the only writer of its files, and their redactor."""
+"""The writer of the run directory on the launching machine, and the redactor of its files."""
 
 from __future__ import annotations
 
@@ -22,41 +22,42 @@ from paceline.spec import rundir as names
 from paceline.spec.command import shell_text
 from paceline.spec.errors import NodeError, SettingError
 
-OPEN_FILES = 64  # at once: there is a log for every rank
-ROOM_BYTES = 1 << 18
+MAX_OPEN_FILES = 64  # at once; there is a log for every rank
+RESERVED_BYTES = 1 << 18
 MASK = b"[secret]"
 
 
 class RunDirectory:
     """One run's folder, owned by this process until :meth:`close`.
 
-    It is made for the user alone, and what is written into it follows no link inside it.
+    Only the user can access a new folder. Writing follows no links inside the folder.
 
     Attributes:
         path: Absolute path.
-        run_id: Of the run that is under way in it.
-        token: A secret in the probe file, by which a node finds out whether it sees this very
-            folder.
+        run_id: Of the current run.
+        token: A secret in the probe file, by which a node detects that it shares this folder.
+        begins: Bytes of each file that earlier runs wrote.
     """
 
     def __init__(self, path: Path, secrets: Sequence[str] = (), run_id: str = "") -> None:
         self.path, self.run_id = path.absolute(), run_id
         self.token = os.urandom(16).hex()
         self._redactor = Redactor(secrets)
-        self._files: dict[str, IO[bytes]] = {}  # the last used at the end
-        self.begins: dict[str, int] = {}  # bytes that earlier runs left in a file
+        self._files: dict[str, IO[bytes]] = {}  # least recently used first
+        self.begins: dict[str, int] = {}
         with self._explained():
             self.path.parent.mkdir(mode=0o775, parents=True, exist_ok=True)
             self.path.mkdir(mode=0o700, exist_ok=True)
             self._read_key()
-            self._own()
-            Arrivals(self.path)  # nothing else of the run lies there yet
+            self._claim()
+            Arrivals(self.path)  # before the run writes other files
 
     @property
     def key(self) -> str:
-        """Names this very folder on nodes that do not see it; a new folder has a new one.
+        """Identifies this folder on nodes that do not share it; a new folder has a new key.
 
-        SettingError when the folder holds something else in its place.
+        Raises:
+            SettingError: The key file holds something else.
         """
         with self._explained():
             key = self._read_key()
@@ -66,7 +67,7 @@ class RunDirectory:
             return key
 
     def _read_key(self) -> str:
-        """The key, if there is one yet: an empty file is what an older full disk left."""
+        """The key, or an empty text; a full disk may have left an empty file."""
         try:
             fd = inside.open_file(str(self.path), names.KEY, os.O_RDONLY)
         except FileNotFoundError:
@@ -77,72 +78,71 @@ class RunDirectory:
             raise SettingError(
                 f"{self.path / names.KEY} holds no key of a run",
                 found=repr(key),
-                remedy="If the folder is yours, have it made anew: "
+                remedy="If the folder is yours, remove the key: "
                 + shell_text(["rm", str(self.path / names.KEY)])
-                + "\n(checkpoints that never came home from a node are not found there then)",
+                + "\n(checkpoints that were not fetched from a node are then not found)",
             )
         return key
 
-    def take_sign(self, identity: str) -> bool:
-        """Whether the sign of the agent with that identity arrived here; removes it."""
+    def pop_sign(self, identity: str) -> bool:
+        """Whether the agent with that identity wrote its sign file here; removes the file."""
         try:
             (self.path / f"{snapshot.SIGN}{identity}").unlink()
         except OSError:
             return False
         return True
 
-    def _own(self) -> None:
-        """Marks the folder as ours; SettingError when another running job has it."""
+    def _claim(self) -> None:
+        """Writes the owner file; raises SettingError if another running job owns the folder."""
         owner = read_owner(self.path)
         if owner is not None and owner_alive(owner):
-            # that a machine is gone for good only its owner can say
             command = shell_text(["rm", str(self.path / names.OWNER)])
-            gone = "" if owner_here(owner) else f"; if {owner['host']} is gone for good: {command}"
-            if owner_here(owner) and "start" not in owner:  # anybody's process may have that number
-                gone = f"; if that process is no paceline: {command}"
+            hint = "" if owner_here(owner) else f"; if {owner['host']} is gone for good: {command}"
+            if owner_here(owner) and "start" not in owner:  # the process id may have been reused
+                hint = f"; if that process is no paceline: {command}"
             raise SettingError(
                 f"the run directory {self.path} is in use",
                 found=f"by process {owner['pid']} on {owner['host']}, since {owner['since']}",
-                remedy=f"Wait for it, or give another --run-dir{gone}",
+                remedy=f"Wait for it, or give another --run-dir{hint}",
             )
-        mark = {
+        owner_record = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "start": this_machine.started(os.getpid()),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
             **({"run_id": self.run_id} if self.run_id else {}),
         }
-        self.write_json(names.OWNER, mark)
+        self.write_json(names.OWNER, owner_record)
         inside.write_file(str(self.path), names.PROBE, self.token.encode())
-        # by which others know that we are its launcher: see ownership.is_launcher
-        self._mark = open_regular(self.path / names.PROBE)
-        with contextlib.suppress(OSError):  # a disk that is full by now is told of at once
-            room = os.urandom(ROOM_BYTES)  # which no file system makes smaller
-            inside.write_file(str(self.path), names.ROOM, room, durable=False)
+        # held open to prove that this process is the launcher: see ownership.is_launcher
+        self._probe = open_regular(self.path / names.PROBE)
+        with contextlib.suppress(OSError):  # a full disk is reported by the next write
+            reserve = os.urandom(RESERVED_BYTES)  # which no file system can compress
+            inside.write_file(str(self.path), names.ROOM, reserve, durable=False)
 
     @property
-    def is_there(self) -> bool:
-        """False once somebody has removed the folder, or what marks it as ours."""
+    def is_owned(self) -> bool:
+        """False once somebody has removed the folder or its probe file."""
         with contextlib.suppress(OSError):
-            mark = os.fstat(self._mark.fileno())
-            return os.path.samestat(mark, (self.path / names.PROBE).lstat())
+            probe = os.fstat(self._probe.fileno())
+            return os.path.samestat(probe, (self.path / names.PROBE).lstat())
         return False
 
-    def make_room(self) -> None:
-        """Gives away what was kept on the disk for the run's end: its result is written now."""
+    def free_reserve(self) -> None:
+        """Frees the disk space that was reserved for the run's result."""
         with contextlib.suppress(OSError):
             (self.path / names.ROOM).unlink()
 
     def redacted(self, text: str) -> str:
-        """A text as the run's files show it: without secrets."""
+        """A text without secrets, as in the run's files."""
         return self._redactor.text(text)
 
     def write_json(self, name: str, value: Any, durable: bool = True) -> None:
-        """Writes a whole JSON file at once.
+        """Writes a JSON file atomically.
 
         Args:
-            name, value: What is written.
-            durable: It is to be there after a power failure, too. That may take a while.
+            name, value: Its name and content.
+            durable: Whether it must survive a power failure, which takes longer.
         """
         with self._explained():
             text = json.dumps(value, indent=2 if durable else None)
@@ -150,41 +150,41 @@ class RunDirectory:
             inside.write_file(str(self.path), name, data, durable)
 
     def append_line(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
-        """Adds one object to a ``.jsonl`` file; returns it as it stands there, without secrets."""
+        """Appends one object to a ``.jsonl`` file, and returns it without secrets."""
         line = json.dumps(value).encode()
-        shown = self._redactor.whole(line)
-        self._append(name, shown + b"\n")
-        return value if shown == line else dict(json.loads(shown))
+        redacted = self._redactor.whole(line)
+        self._append(name, redacted + b"\n")
+        return value if redacted == line else dict(json.loads(redacted))
 
     def event(self, kind: str, host: str | None = None, rank: int | None = None,
               **details: Any) -> dict[str, Any]:  # fmt: skip
-        """Adds to events.jsonl; ``time`` is seconds since 1970 on the launching machine."""
-        where = {"host": host} if host else {}
-        who = {"rank": rank} if rank is not None else {}
-        record = {"time": round(time.time(), 4), **where, **who, "event": kind, **details}
-        return self.append_line(names.EVENTS, record)
+        """Appends to events.jsonl; ``time`` is seconds since 1970 on the launching machine."""
+        record: dict[str, Any] = {"time": round(time.time(), 4)}
+        record |= {"host": host} if host else {}
+        record |= {"rank": rank} if rank is not None else {}
+        return self.append_line(names.EVENTS, {**record, "event": kind, **details})
 
     def append_bytes(self, name: str, data: bytes, stream: str = "") -> None:
-        """Adds to any file of the run; named secrets are taken out, also over several calls.
+        """Appends to any file of the run, without secrets, even if several calls bring one.
 
         Args:
             name: The file.
-            data: What comes next.
-            stream: Of what, where several streams share a file.
+            data: The next bytes of a stream.
+            stream: Name of the stream, if several streams share the file.
         """
         self._append(name, self._redactor.piece(name, stream, data))
 
     def finish(self, name: str) -> None:
-        """Writes what was held back of a file, for it might have been a secret's beginning."""
-        if rest := self._redactor.rest(name):
-            self._append(name, rest)
+        """Writes data that was held back because it might have been part of a secret."""
+        if data := self._redactor.flush(name):
+            self._append(name, data)
 
     def _append(self, name: str, data: bytes) -> None:
         with self._explained():
             self._file(name).write(data)
 
     def _file(self, name: str) -> IO[bytes]:
-        """The file, open for adding; those that were not added to for longest are closed."""
+        """The open file; closes the least recently used one if there are too many."""
         file = self._files.pop(name, None)
         if file is None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -192,51 +192,47 @@ class RunDirectory:
             self.begins.setdefault(name, os.fstat(fd).st_size)
             file = os.fdopen(fd, "ab", buffering=0)
         self._files[name] = file
-        if len(self._files) > OPEN_FILES:
+        if len(self._files) > MAX_OPEN_FILES:
             self._files.pop(next(iter(self._files))).close()
         return file
 
     def set_aside(self, name: str) -> None:
-        """Keeps an earlier run's ``.jsonl`` file under another name."""
+        """Renames an earlier run's ``.jsonl`` file."""
         with self._explained():
             if file := self._files.pop(name, None):
                 file.close()
-            if (old := self.path / name).exists():
-                old.rename(names.aside(old))
+            if (path := self.path / name).exists():
+                path.rename(names.aside(path))
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            free = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            linked = error.errno == errno.ELOOP
-            there = self.path in _called  # whoever reads it is on another machine
+            is_remote = self.path in _display_paths  # the user is on another machine
+            machine = socket.gethostname() if is_remote else "this machine"
+            remedy = "Give a --run-dir that you may write to"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                other = "name another host: --supervisor HOST"
+                other = other if is_remote else "give --run-dir on another disk"
+                remedy = f"Free some space there, or {other}"
+            elif error.errno == errno.ELOOP:
+                remedy = f"Look at what is there: {shell_text(['ls', '-l', str(error.filename)])}"
             raise NodeError(
-                f"cannot write to the run directory {self.path} on "
-                + (socket.gethostname() if there else "this machine"),
+                f"cannot write to the run directory {self.path} on {machine}",
                 found=f"{error.strerror}" + (f" ({error.filename})" if error.filename else ""),
-                remedy="Free some space there, or "
-                + (
-                    "name another host: --supervisor HOST"
-                    if there
-                    else "give --run-dir on another disk"
-                )
-                if free
-                else f"Look at what is there: {shell_text(['ls', '-l', str(error.filename)])}"
-                if linked
-                else "Give a --run-dir that you may write to",
+                remedy=remedy,
             ) from error
 
     def close(self) -> None:
-        """Gives the folder up."""
-        for name in self._redactor.waiting:
+        """Closes all files and releases the folder."""
+        for name in self._redactor.pending_files:
             with contextlib.suppress(NodeError):  # the disk may be full
                 self.finish(name)
         for file in self._files.values():
             file.close()
         self._files.clear()
-        self._mark.close()
+        self._probe.close()
         shutil.rmtree(self.path / inside.INCOMING, ignore_errors=True)
         for name in (names.OWNER, names.PROBE, names.ROOM):
             with contextlib.suppress(OSError):
@@ -254,7 +250,7 @@ def fresh_path(parent: Path, name: str) -> Path:
 
 
 def claim(parent: Path, name: str) -> Path:
-    """Makes a fresh folder, which nobody else gets that starts in the same second."""
+    """Makes a new folder, even if several runs start in the same second."""
     parent.mkdir(mode=0o775, parents=True, exist_ok=True)
     while True:
         path = fresh_path(parent, name)
@@ -265,11 +261,11 @@ def claim(parent: Path, name: str) -> Path:
 
 @contextlib.contextmanager
 def claimed(parent: Path, name: str) -> Iterator[Path]:
-    """A fresh folder, which goes again if nothing came into it.
+    """A new folder, which is removed if it stays empty.
 
-    Where none can be made it is only a name: whoever writes there explains it better.
+    If it cannot be made, the path is only chosen; the first write to it reports the error.
     """
-    was_there = parent.exists()
+    parent_existed = parent.exists()
     try:
         path = claim(parent, name)
     except OSError:
@@ -279,23 +275,23 @@ def claimed(parent: Path, name: str) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             path.rmdir()
-            if not was_there:
+            if not parent_existed:
                 parent.rmdir()
 
 
-_called: dict[Path, str] = {}
+_display_paths: dict[Path, str] = {}
 
 
-def call_it(path: Path, name: str) -> None:
-    """The user knows a run directory by another name: as it is typed where the run was started."""
-    _called[path] = name
+def set_display_path(path: Path, name: str) -> None:
+    """Sets the name of a run directory on the machine where its run was started."""
+    _display_paths[path] = name
 
 
 def short(path: Path) -> str:
-    """A path as people type it from here, or from where the run was started."""
-    for known, name in _called.items():
-        if path.is_relative_to(known):
-            return str(Path(name) / path.relative_to(known))
+    """A path relative to the working directory, or as it is where the run was started."""
+    for folder, name in _display_paths.items():
+        if path.is_relative_to(folder):
+            return str(Path(name) / path.relative_to(folder))
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
@@ -303,22 +299,22 @@ def short(path: Path) -> str:
 
 
 class Redactor:
-    """Keeps named secrets out of files, also when a secret comes in pieces.
+    """Removes secrets from the data of files, even if a secret comes in pieces.
 
     Args:
-        secrets: What no file may show; as text, and as JSON writes it.
+        secrets: Texts that no file may contain, either plain or escaped as in JSON.
     """
 
     def __init__(self, secrets: Sequence[str]) -> None:
-        plain = [os.fsencode(secret) for secret in secrets]
-        quoted = [json.dumps(secret)[1:-1].encode() for secret in secrets]
-        # one secret may be the beginning of another: the longer first
-        self._secrets = sorted({*plain, *quoted}, key=len, reverse=True)
+        encoded = [os.fsencode(secret) for secret in secrets]
+        escaped = [json.dumps(secret)[1:-1].encode() for secret in secrets]
+        # the longer first, because one secret may be a prefix of another
+        self._secrets = sorted({*encoded, *escaped}, key=len, reverse=True)
         self._texts = sorted({*secrets}, key=len, reverse=True)
-        self._held: dict[tuple[str, str], bytes] = {}
+        self._pending: dict[tuple[str, str], bytes] = {}
 
     def whole(self, data: bytes) -> bytes:
-        """Data that is complete in itself, without the secrets."""
+        """Complete data without the secrets."""
         for secret in self._secrets:
             data = data.replace(secret, MASK)
         return data
@@ -330,30 +326,29 @@ class Redactor:
         return text
 
     def piece(self, name: str, stream: str, data: bytes) -> bytes:
-        """What can be written of a stream by now.
+        """The data of a stream that can be written now.
 
-        What may be the beginning of a secret is held back until the stream goes on or
-        :meth:`rest` asks for it.
+        A possible prefix of a secret is held back until the next piece or :meth:`flush`.
         """
-        data = self.whole(self._held.pop((name, stream), b"") + data)
+        data = self.whole(self._pending.pop((name, stream), b"") + data)
         count = max((_overlap(data, secret) for secret in self._secrets), default=0)
         if not count:
             return data
-        self._held[name, stream] = data[-count:]
+        self._pending[name, stream] = data[-count:]
         return data[:-count]
 
-    def rest(self, name: str) -> bytes:
-        """What was held back of a file's streams: nothing more will come."""
-        ours = [key for key in self._held if key[0] == name]
-        return b"".join(self._held.pop(key) for key in ours)
+    def flush(self, name: str) -> bytes:
+        """The data that was held back of a file's streams, at their end."""
+        keys = [key for key in self._pending if key[0] == name]
+        return b"".join(self._pending.pop(key) for key in keys)
 
     @property
-    def waiting(self) -> list[str]:
-        """Files of which something is held back."""
-        return list(dict.fromkeys(name for name, _ in self._held))
+    def pending_files(self) -> list[str]:
+        """Files of which data is held back."""
+        return list(dict.fromkeys(name for name, _ in self._pending))
 
 
 def _overlap(data: bytes, secret: bytes) -> int:
-    """How many bytes at the end of ``data`` are the beginning of ``secret``."""
-    longest = min(len(secret) - 1, len(data))
-    return next((n for n in range(longest, 0, -1) if data.endswith(secret[:n])), 0)
+    """Number of bytes at the end of ``data`` that are a prefix of ``secret``."""
+    limit = min(len(secret) - 1, len(data))
+    return next((n for n in range(limit, 0, -1) if data.endswith(secret[:n])), 0)

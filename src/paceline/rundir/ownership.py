@@ -1,4 +1,4 @@
-"""Who runs in a run directory: the mark of a launcher, or what leads to a supervisor elsewhere."""
+"""Reads the owner of a run directory: a launcher, or a supervisor on another host."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from paceline.rundir import records
 from paceline.spec import rundir as names
 from paceline.spec.detached import DETACHED, Detached
 
-HOME = "home_since"  # in detached.json: everything came, in seconds since 1970
-STANDS = "stands"  # in it, too: how the run stood then
+HOME = "home_since"  # in detached.json: when all results were fetched, in seconds since 1970
+STANDS = "stands"  # in detached.json: the run's status at that time
 
 
 def read_owner(path: Path) -> dict[str, Any] | None:
-    """Who says that the folder is theirs; ``None`` when nobody readable does."""
-    said = records.read_object(path / names.OWNER) or {}
-    pid = records.whole(said.get("pid"))
+    """The owner by the owner file; ``None`` if there is none or it is invalid."""
+    record = records.read_object(path / names.OWNER) or {}
+    pid = records.whole(record.get("pid"))
     if pid is None or pid <= 0:
         return None
-    about = {name: records.words(said.get(name), 255) for name in ("host", "since")}
-    known = {"start": said["start"]} if records.number(said.get("start")) else {}
-    if run_id := records.words(said.get("run_id"), 64):
-        known["run_id"] = run_id
-    return {**about, "pid": pid, **known}
+    owner: dict[str, Any] = {"pid": pid}
+    owner |= {name: records.words(record.get(name), 255) for name in ("host", "since")}
+    if records.number(record.get("start")):
+        owner["start"] = record["start"]
+    if run_id := records.words(record.get("run_id"), 64):
+        owner["run_id"] = run_id
+    return owner
 
 
 def owner_alive(owner: dict[str, Any]) -> bool:
-    """False only when the owner is known to be gone; on another machine we cannot know."""
+    """False only if the owner is known to have ended; on another machine that is not known."""
     if not owner_here(owner):
         return True
     start = this_machine.started(int(owner["pid"]))
@@ -45,8 +47,8 @@ def owner_here(owner: dict[str, Any]) -> bool:
 def is_launcher(path: Path, owner: dict[str, Any]) -> bool:
     """Whether the process that a folder names is the launcher that runs in it.
 
-    Anybody may have written the number of any process into a folder: only its launcher holds the
-    folder's mark open.
+    The owner file may contain the id of any process. Only the launcher holds the folder's probe
+    file open.
     """
     if not owner_here(owner) or "start" not in owner or not owner_alive(owner):
         return False
@@ -54,22 +56,19 @@ def is_launcher(path: Path, owner: dict[str, Any]) -> bool:
 
 
 def detached_of(path: Path) -> Detached | None:
-    """Where the run of a folder goes on, or has ended and not come home; ``None`` where it is here.
-
-    A folder whose results have all come is like that of any other run.
-    """
-    said = records.read_object(path / DETACHED)
-    return None if said is None or records.number(said.get(HOME)) else Detached.read(said)
+    """Where the run of a folder continues or has ended; ``None`` if all its results are here."""
+    record = records.read_object(path / DETACHED)
+    return None if record is None or records.number(record.get(HOME)) else Detached.read(record)
 
 
-def ended_since(path: Path, away: Detached) -> bool:
-    """Whether the run has a result that is not that of an earlier start in the same folder."""
+def ended_since(path: Path, detached: Detached) -> bool:
+    """Whether the run has a result that is newer than its start."""
     with contextlib.suppress(OSError):
-        return (path / names.RESULT).lstat().st_mtime >= away.since
+        return (path / names.RESULT).lstat().st_mtime >= detached.since
     return False
 
 
 def lost(path: Path) -> Detached | None:
-    """Where the run's supervisor was, if it had died without a word when everything came."""
-    said = records.read_object(path / DETACHED) or {}
-    return Detached.read(said) if said.get(STANDS) == "lost" else None
+    """Where the run's supervisor was, if it had died when the results were fetched."""
+    record = records.read_object(path / DETACHED) or {}
+    return Detached.read(record) if record.get(STANDS) == "lost" else None

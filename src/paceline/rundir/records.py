@@ -1,8 +1,8 @@
-"""Reads the files of a run directory, whatever stands in them.
+"""Reads untrusted files of a run directory.
 
-A run directory may come from another machine or a stranger, or have been cut short by a full disk.
-So no link is followed, nothing but a regular file is opened, no more than a bounded part is read,
-and what is not of the expected kind counts as absent.
+A run directory may come from another machine or a stranger, or may be incomplete after a full disk.
+Therefore reading follows no links, opens only regular files, is bounded in size, and treats values
+of an unexpected type as missing.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-OBJECT_BYTES = 8 << 20  # of a .json file; a larger one is not ours
-RECORDS_BYTES = 4 << 20  # read of the beginning and of the end of a .jsonl file
-RECORD_CHARS = 1 << 20  # of one line of it
+MAX_OBJECT_BYTES = 8 << 20  # of a .json file
+RECORDS_BYTES = 4 << 20  # read of the beginning, and of the end, of a .jsonl file
+MAX_RECORD_BYTES = 1 << 20  # of one line of it
 
 
 def open_regular(path: Path) -> IO[bytes]:
@@ -30,7 +30,7 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def is_regular(path: Path) -> bool:
-    """Whether a regular file is there, itself and no link to one."""
+    """Whether the path is a regular file and no link."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except (OSError, ValueError):
@@ -38,7 +38,7 @@ def is_regular(path: Path) -> bool:
 
 
 def folders_in(path: Path) -> Iterator[Path]:
-    """The folders in a folder that are no links, by name; none when it cannot be read."""
+    """The folders in a folder, without links, by name; none if it cannot be read."""
     if path.is_symlink():
         return
     try:
@@ -50,27 +50,28 @@ def folders_in(path: Path) -> Iterator[Path]:
 
 
 def head_and_tail(path: Path, head: int, tail: int) -> tuple[bytes, bytes]:
-    """The first and the last bytes of a regular file; the second is empty when it is short.
+    """The first and the last bytes of a regular file; of a short file, all and nothing.
 
-    OSError when it cannot be read.
+    Raises:
+        OSError: It cannot be read.
     """
     with open_regular(path) as stream:
         size = os.fstat(stream.fileno()).st_size
         if size <= head + tail:
             return stream.read(head + tail), b""
-        begin = stream.read(head)
+        first = stream.read(head)
         stream.seek(size - tail)
-        return begin, stream.read(tail)
+        return first, stream.read(tail)
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; ``None`` when there is none that can be read."""
+    """The JSON object in a file; ``None`` if there is none."""
     try:
         with open_regular(path) as stream:
-            data = stream.read(OBJECT_BYTES + 1)
+            data = stream.read(MAX_OBJECT_BYTES + 1)
     except (OSError, ValueError):
         return None
-    value = parsed(data.decode("utf-8", "replace")) if len(data) <= OBJECT_BYTES else None
+    value = parsed(data.decode("utf-8", "replace")) if len(data) <= MAX_OBJECT_BYTES else None
     return value if isinstance(value, dict) else None
 
 
@@ -80,60 +81,63 @@ def read_records(path: Path, size: int = RECORDS_BYTES, but: bytes = b"") -> lis
     Args:
         path: The file.
         size: Bytes read of the beginning, and of the end.
-        but: Lines with these bytes are left out, which takes much less time than reading them.
+        but: Skip lines that contain these bytes, without parsing them.
     """
     try:
-        begin, end = head_and_tail(path, size, size)
+        head, tail = head_and_tail(path, size, size)
     except (OSError, ValueError):
         return []
-    lines = [*begin.split(b"\n"), *end.split(b"\n")]  # a line that was cut is no JSON
+    lines = [*head.split(b"\n"), *tail.split(b"\n")]  # a partial line is no valid JSON
     return _objects([line for line in lines if but not in line] if but else lines)
 
 
-def last_record(path: Path, size: int, fits: Callable[[dict[str, Any]], bool]) -> (
+def last_record(path: Path, size: int, predicate: Callable[[dict[str, Any]], bool]) -> (
         dict[str, Any] | None):  # fmt: skip
-    """The last object of a ``.jsonl`` file that fits, of those in its last bytes."""
+    """The last object of a ``.jsonl`` file that the predicate accepts, in its last bytes."""
     try:
-        begin, end = head_and_tail(path, 0, size)
+        head, tail = head_and_tail(path, 0, size)
     except (OSError, ValueError):
         return None
-    objects = (one for line in reversed((begin or end).split(b"\n")) for one in _objects([line]))
-    return next(filter(fits, objects), None)
+    lines = reversed((head or tail).split(b"\n"))
+    objects = (record for line in lines for record in _objects([line]))
+    return next(filter(predicate, objects), None)
 
 
-def sampled_records(path: Path, size: int, places: int = 64) -> tuple[list[dict[str, Any]], bool]:
-    """The objects of a ``.jsonl`` file in order; of a huge one those at places all over it.
+def sampled_records(
+    path: Path, size: int, num_samples: int = 64
+) -> tuple[list[dict[str, Any]], bool]:
+    """The objects of a ``.jsonl`` file in order; of a huge one samples from all over it.
 
     Args:
         path: The file.
-        size: Bytes read of it at most.
-        places: At how many, equally far apart; the first and the last bytes are among them.
+        size: Maximum number of bytes to read.
+        num_samples: Number of evenly spaced samples, including the beginning and the end.
 
     Returns:
-        The objects, and whether that is all of them.
+        The objects, and whether these are all.
     """
     try:
         with open_regular(path) as stream:
-            whole_size = os.fstat(stream.fileno()).st_size
-            if whole_size <= size:
+            file_size = os.fstat(stream.fileno()).st_size
+            if file_size <= size:
                 return _objects(stream.read(size).split(b"\n")), True
-            part, lines = size // places, list[bytes]()
-            for place in range(places):
-                stream.seek((whole_size - part) * place // (places - 1))
-                lines += stream.read(part).split(b"\n")  # a line that was cut is no JSON
+            sample_bytes, lines = size // num_samples, list[bytes]()
+            for sample in range(num_samples):
+                stream.seek((file_size - sample_bytes) * sample // (num_samples - 1))
+                lines += stream.read(sample_bytes).split(b"\n")  # partial lines are no valid JSON
     except (OSError, ValueError):
         return [], True
     return _objects(lines), False
 
 
 def _objects(lines: list[bytes]) -> list[dict[str, Any]]:
-    found = (parsed(line.decode("utf-8", "replace")) for line in lines
-             if len(line) <= RECORD_CHARS)  # fmt: skip
-    return [value for value in found if isinstance(value, dict)]
+    values = (parsed(line.decode("utf-8", "replace")) for line in lines
+              if len(line) <= MAX_RECORD_BYTES)  # fmt: skip
+    return [value for value in values if isinstance(value, dict)]
 
 
 def parsed(text: str) -> Any:
-    """What a JSON text holds; ``None`` where it holds nothing that can be read."""
+    """The value of a JSON text; ``None`` if it is invalid."""
     try:
         return json.loads(text) if text.strip() else None
     except (ValueError, RecursionError):
@@ -141,15 +145,15 @@ def parsed(text: str) -> Any:
 
 
 def whole(value: Any) -> int | None:
-    """A whole number as people and machines use them; ``None`` for anything else."""
-    usable = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
-    return value if usable else None
+    """An integer of 64 bits; ``None`` for anything else."""
+    is_valid = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
+    return value if is_valid else None
 
 
 def number(value: Any) -> float:
     """A finite number; 0 for anything else."""
-    usable = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if usable and abs(value) < 1 << 63 and math.isfinite(value) else 0.0
+    is_valid = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_valid and abs(value) < 1 << 63 and math.isfinite(value) else 0.0
 
 
 def words(value: Any, limit: int = 1 << 20) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from paceline.rundir import records, way_back
+from paceline.rundir import detached_file, records
 from paceline.rundir.arrivals import Arrivals
 from paceline.schedulers import SCHEDULERS, load
 from paceline.schedulers.scheduler import JobState, Scheduler
@@ -75,7 +75,7 @@ def hand_in(scheduler: Scheduler, text: str, directory: Path, array: bool = Fals
     output = scheduler.output.replace("{job}", job)
     record = {"scheduler": scheduler.name, "job": job, "output": output, "typed": typed}
     with contextlib.suppress(SettingError):  # without a seal the job is there all the same
-        record[way_back.SEAL] = way_back.seal_of(record, directory)
+        record[detached_file.SEAL] = detached_file.make_seal(record, directory)
     (directory / BATCH_FILE).write_text(json.dumps(record) + "\n", encoding="utf-8")
     return Submitted(scheduler, job, () if array else (directory / output,))
 
@@ -107,7 +107,9 @@ def demand_own(directory: Path, job: Submitted) -> None:
 
     The folder may come from anybody, and name any job of this user.
     """
-    if not way_back.has_seal(records.read_object(directory / BATCH_FILE) or {}, directory):
+    if not detached_file.has_valid_seal(
+        records.read_object(directory / BATCH_FILE) or {}, directory
+    ):
         raise SettingError(
             f"{directory / BATCH_FILE} was not written by you for this folder: {job.title} is left"
             " alone",

@@ -23,7 +23,7 @@ from paceline.agent.snapshot import BLOCK
 from paceline.remote.channel import AgentRefusal, Channel
 from paceline.remote.fanout import connect_all
 from paceline.remote.openssh import SshOptions
-from paceline.rundir import records, way_back
+from paceline.rundir import detached_file, records
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.ownership import HOME, STANDS
 from paceline.spec import rundir as names
@@ -182,7 +182,7 @@ class Follower:
         finally:
             file.drop()
         if not direct:
-            self._arrivals.brought(place)
+            self._arrivals.record(place)
 
     async def _append(self, path: str, mark: str, size: int) -> None:
         """Brings what was added to a file; all of it where what is here is not its beginning.
@@ -296,7 +296,7 @@ async def follow(path: Path, detached: Detached) -> Follower:
     ConnectError where that cannot be had, with what is known of the run; SettingError where it was
     not this user who wrote that the run is there.
     """
-    way_back.demand(path, detached)
+    detached_file.require_authentic(path, detached)
     config = Path(detached.ssh_config) if detached.ssh_config else None
     host = detached.to_host()
     try:

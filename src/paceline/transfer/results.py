@@ -77,7 +77,7 @@ class Fetcher:
             place = name if direct else arrivals.place(name, host)
             await self._fetch_to(channel, root, path, size, place)
             if not direct:
-                arrivals.brought(place)
+                arrivals.record(place)
             if place != name:
                 moved.append(f"{name} as {place}")
         if moved:

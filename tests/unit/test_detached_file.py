@@ -14,7 +14,7 @@ import pytest
 from paceline.cli import elsewhere, overview
 from paceline.remote import this_machine
 from paceline.remote.openssh import SshOptions
-from paceline.rundir import ownership, way_back
+from paceline.rundir import detached_file, ownership
 from paceline.spec.detached import DETACHED, About, Detached
 from paceline.spec.errors import SettingError
 from paceline.transfer import follow
@@ -30,7 +30,7 @@ def _config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def written(tmp_path: Path) -> Path:
     path = tmp_path / "runs" / "one"
     path.mkdir(parents=True)
-    way_back.write(path, BACK)
+    detached_file.write(path, BACK)
     return path
 
 
@@ -46,7 +46,7 @@ def test_what_was_written_here_is_believed_also_in_another_place_and_when_it_is_
     assert ownership.detached_of(path) == BACK
     moved = path.rename(tmp_path / "moved")
     change(moved, home_since=7.0)
-    assert way_back.is_own(moved)
+    assert detached_file.is_authentic(moved)
     assert this_machine.config_folder().joinpath("seal").stat().st_mode & 0o777 == 0o600
 
 
@@ -54,8 +54,8 @@ CHANGED: dict[str, Any] = {
     "another ssh configuration": {"ssh": {"config": "/evil", "identity_file": "/k"}},
     "another interpreter": {"python": "/evil"},
     "another host": {"address": "10.0.0.66"},
-    "no seal": {way_back.SEAL: None},
-    "a seal of letters": {way_back.SEAL: "ü\ud800"},
+    "no seal": {detached_file.SEAL: None},
+    "a seal of letters": {detached_file.SEAL: "ü\ud800"},
 }
 
 
@@ -82,15 +82,15 @@ def test_another_users_key_or_a_planted_one_seals_nothing(tmp_path: Path) -> Non
     path, key = written(tmp_path), this_machine.config_folder() / "seal"
     mine = key.read_bytes()
     key.write_bytes(os.urandom(32))
-    assert not way_back.is_own(path)
+    assert not detached_file.is_authentic(path)
     key.write_bytes(mine)
     key.chmod(0o644)  # others may have read it
-    assert not way_back.is_own(path)
+    assert not detached_file.is_authentic(path)
     with pytest.raises(SettingError, match="not yours alone"):
-        way_back.made_key()
+        detached_file.ensure_key()
     key.rename(key.with_name("real"))
     key.symlink_to("real")
-    assert not way_back.is_own(path)
+    assert not detached_file.is_authentic(path)
 
 
 def test_a_host_that_the_user_names_makes_it_the_users_own(tmp_path: Path) -> None:
@@ -99,5 +99,5 @@ def test_a_host_that_the_user_names_makes_it_the_users_own(tmp_path: Path) -> No
     about = About(BACK.run_id, "job", (), (), 5.0, "me@here", "/x", "n1", 2, 3.0, "/x/run")
     named = replace(BACK, python="python3")
     assert elsewhere.folder_here(about, named, path.parent) == path
-    assert way_back.is_own(path)
+    assert detached_file.is_authentic(path)
     assert ownership.detached_of(path) == named

@@ -349,7 +349,8 @@ def fill(path: str, target_free: int, mountinfo: str) -> None:
     Args:
         mountinfo: /proc/PID/mountinfo of the host.
     """
-    free_bytes = _free_bytes(path)
+    stats = os.statvfs(path)
+    free_bytes = stats.f_bavail * stats.f_frsize
     kind = kind_of(os.stat(path).st_dev, mountinfo)  # noqa: PTH116
     if kind != _TMPFS or free_bytes > _MAX_FILL_BYTES:
         raise LabError(
@@ -358,11 +359,6 @@ def fill(path: str, target_free: int, mountinfo: str) -> None:
             remedy=f"bring the lab up with a small disk there: --private {path}:64m",
         )
     _write_ballast(Path(path) / _BALLAST, max(0, free_bytes - target_free))
-
-
-def _free_bytes(path: str) -> int:
-    stats = os.statvfs(path)
-    return stats.f_bavail * stats.f_frsize
 
 
 def kind_of(device: int, mountinfo: str) -> str:
@@ -405,10 +401,10 @@ def _in_child(enter: Callable[[], None], work: Callable[[], None], write: int) -
     try:
         enter()
         work()
-    except LabError as error:
-        os.write(write, "\0".join((error.message, error.found, error.remedy)).encode())
-        return 1
     except BaseException as error:
-        os.write(write, f"it cannot be done\0{error}\0".encode())
+        parts = ("it cannot be done", str(error), "")
+        if isinstance(error, LabError):
+            parts = (error.message, error.found, error.remedy)
+        os.write(write, "\0".join(parts).encode())
         return 1
     return 0

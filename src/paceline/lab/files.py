@@ -8,10 +8,11 @@ import hashlib
 import json
 import os
 import pwd
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -220,7 +221,16 @@ def program(name: str) -> list[str]:
 
 def surroundings(share: Sequence[str] = ()) -> Surroundings:
     """What the plan needs to know about this machine, process and user."""
-    user = _account(os.geteuid())
+    try:
+        user = pwd.getpwuid(os.geteuid())
+    except KeyError:
+        raise LabError(
+            "a lab needs a user that has an account",
+            found=f"user id {os.geteuid()} is not in /etc/passwd, and OpenSSH requires that",
+        ) from None
+    can_log_in = (
+        not user.pw_shell.endswith(("/nologin", "/false")) and Path(user.pw_shell).is_file()
+    )
     package = str(Path(__file__).resolve().parents[2])
     paths = (sys.prefix, sys.base_prefix, str(Path.cwd()), package, *share)
     return Surroundings(
@@ -229,38 +239,14 @@ def surroundings(share: Sequence[str] = ()) -> Surroundings:
         uid=user.pw_uid,
         gid=user.pw_gid,
         user=user.pw_name,
-        shell=_shell(user),
+        shell=user.pw_shell if can_log_in else "/bin/sh",
         cpus=len(os.sched_getaffinity(0)),
     )
-
-
-def _account(uid: int) -> pwd.struct_passwd:
-    try:
-        return pwd.getpwuid(uid)
-    except KeyError:
-        raise LabError(
-            "a lab needs a user that has an account",
-            found=f"user id {uid} is not in /etc/passwd, and OpenSSH requires that",
-        ) from None
-
-
-def _shell(account: pwd.struct_passwd) -> str:
-    """The account's shell, or /bin/sh if it has none to log in with."""
-    shell = account.pw_shell
-    is_unusable = shell.endswith(("/nologin", "/false")) or not Path(shell).is_file()
-    return "/bin/sh" if is_unusable else shell
 
 
 def write_owner(layout: Layout, pid: int) -> None:
     started = start_time(pid)
     _write(layout.owner, json.dumps({"pid": pid, "started": started}))
-
-
-@contextlib.contextmanager
-def _exclusive(parent: Path) -> Iterator[None]:
-    with (parent / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def claim(name: str) -> Layout:
@@ -270,8 +256,11 @@ def claim(name: str) -> Layout:
         LabError: A lab of that name is up.
     """
     parent = parent_folder()
-    with _exclusive(parent):
-        _clear_dead(parent)
+    with (parent / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for dead in [Layout(entry) for entry in parent.iterdir() if entry.is_dir()]:
+            if not alive(dead):
+                remove(dead)
         layout = Layout(parent / name)
         try:
             layout.root.mkdir(mode=0o700)
@@ -292,12 +281,6 @@ def remove(layout: Layout) -> None:
     shutil.rmtree(layout.root, ignore_errors=True)
 
 
-def _clear_dead(parent: Path) -> None:
-    for layout in [Layout(entry) for entry in parent.iterdir() if entry.is_dir()]:
-        if not alive(layout):
-            remove(layout)
-
-
 def write_files(plan: LabPlan, layout: Layout) -> None:
     """Writes all files of a lab into its claimed folder."""
     if len(str(layout.control)) > 100:
@@ -309,18 +292,13 @@ def write_files(plan: LabPlan, layout: Layout) -> None:
     _write(layout.ssh_config, ssh_config(plan, layout, _dialer(layout)))
     passwd, group = (Path(file).read_text() for file in ("/etc/passwd", "/etc/group"))
     for host in plan.hosts:
-        _write_etc(layout, host, etc_files(plan, host, passwd, group))
-        _write_host(plan, layout, host)
+        _write_host(plan, layout, host, etc_files(plan, host, passwd, group))
 
 
-def _write_etc(layout: Layout, host: HostPlan, files: dict[str, str]) -> None:
-    for name, text in files.items():
+def _write_host(plan: LabPlan, layout: Layout, host: HostPlan, etc: dict[str, str]) -> None:
+    for name, text in {**etc, "boot_id": boot_id(plan, host)}.items():
         _write(layout.etc(host.name) / name, text)
     (layout.etc(host.name) / "shadow").chmod(0o600)
-
-
-def _write_host(plan: LabPlan, layout: Layout, host: HostPlan) -> None:
-    _write(layout.etc(host.name) / "boot_id", boot_id(plan, host))
     _write(layout.sshd_config(host.name), sshd_config(plan, layout, host))
     ssh = home_outside(plan, layout, host.name) / ".ssh"
     _write(ssh / "authorized_keys", layout.identity.with_suffix(".pub").read_text())
@@ -331,12 +309,8 @@ def _write_host(plan: LabPlan, layout: Layout, host: HostPlan) -> None:
 
 
 def _dialer(layout: Layout) -> str:
-    return " ".join(_quoted(part) for part in [*program("dial"), str(layout.root)])
-
-
-def _quoted(part: str) -> str:
-    # ssh expands %, then a shell parses it
-    return "'" + part.replace("%", "%%").replace("'", "'\\''") + "'"
+    command = shlex.join([*program("dial"), str(layout.root)])
+    return command.replace("%", "%%")  # ssh expands %, then a shell parses it
 
 
 def _make_keys(plan: LabPlan, layout: Layout) -> None:
@@ -345,16 +319,14 @@ def _make_keys(plan: LabPlan, layout: Layout) -> None:
     key_files = [layout.identity, *files.values()]
     for file in key_files:
         file.parent.mkdir(parents=True, exist_ok=True)
-    makers = [subprocess.Popen(_keygen(file), stdin=subprocess.DEVNULL) for file in key_files]
+    keygen = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "paceline-lab", "-f"]
+    makers = [subprocess.Popen([*keygen, str(file)], stdin=subprocess.DEVNULL)
+              for file in key_files]  # fmt: skip
     statuses = [maker.wait() for maker in makers]  # of all, so that none is left behind
     if any(statuses):
         raise LabError("ssh-keygen could not make the lab's keys")
     public = {name: file.with_suffix(".pub").read_text() for name, file in files.items()}
     _write(layout.known_hosts, known_hosts(plan, public))
-
-
-def _keygen(file: Path) -> list[str]:
-    return ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "paceline-lab", "-f", str(file)]
 
 
 def _write(file: Path, text: str) -> None:

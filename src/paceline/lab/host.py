@@ -20,7 +20,7 @@ from paceline.hosts.lab import Layout
 from paceline.lab import files, kernel, network, processes
 from paceline.lab.available import find_tool, missing_tool
 from paceline.lab.files import home_inside, home_outside
-from paceline.lab.plan import MARKER, HostPlan, LabPlan, PrivateFolder
+from paceline.lab.plan import MARKER, HostPlan, LabPlan
 
 # --- mounts: planned as a list (pure), then applied
 
@@ -75,7 +75,7 @@ def host_mounts(plan: LabPlan, layout: Layout, host: HostPlan) -> tuple[Mount, .
         *rebind_mounts([str(layout.root), *plan.shared]),
         *_etc_mounts(layout, host),
         *_private_folders(plan, layout, host),
-        *_hidden(plan.options.hide),
+        *(Mount("fresh", path, "tmpfs", "mode=755") for path in plan.options.hide),
     )
 
 
@@ -102,36 +102,24 @@ def _etc_mounts(layout: Layout, host: HostPlan) -> Iterator[Mount]:
 def _private_folders(plan: LabPlan, layout: Layout, host: HostPlan) -> Iterator[Mount]:
     for index, folder in enumerate(plan.private):
         if folder.size:
-            yield _tmpfs_mount(folder)
+            yield Mount("fresh", folder.path, "tmpfs", f"size={folder.size},mode=1777")
         else:
             disk = str(layout.disk(host.name, index))
             yield Mount("overlay", folder.path, folder.path, data=disk)
-
-
-def _tmpfs_mount(folder: PrivateFolder) -> Mount:
-    return Mount("fresh", folder.path, "tmpfs", f"size={folder.size},mode=1777")
-
-
-def _hidden(paths: Iterable[str]) -> Iterator[Mount]:
-    return (Mount("fresh", path, "tmpfs", "mode=755") for path in paths)
 
 
 def apply_mounts(mounts: Iterable[Mount]) -> None:
     """Applies the mounts in the calling process's namespace. Raises OSError."""
     steps = list(mounts)
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
-    sources = _open_sources(steps)
+    # opened before a mount covers them
+    paths = {step.source for step in steps if step.kind in ("bind", "overlay")}
+    sources = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in paths}
     for step in steps:
         if not (step.optional and not Path(step.target).exists()):
             _mount(step, sources)
     for fd in sources.values():
         os.close(fd)
-
-
-def _open_sources(steps: Iterable[Mount]) -> dict[str, int]:
-    """Opens all sources before a mount covers them."""
-    paths = {step.source for step in steps if step.kind in ("bind", "overlay")}
-    return {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in paths}
 
 
 def _mount(step: Mount, sources: dict[str, int]) -> None:
@@ -142,7 +130,10 @@ def _mount(step: Mount, sources: dict[str, int]) -> None:
         Path(step.target).write_text(step.source)
     elif step.kind == "fresh":
         _make_target(step.target, folder=True)
-        kernel.mount(step.source, step.target, step.source, _flags(step.source), step.data)
+        flags = kernel.MS_NOSUID
+        if step.source in ("proc", "sysfs"):
+            flags |= kernel.MS_NODEV | kernel.MS_NOEXEC
+        kernel.mount(step.source, step.target, step.source, flags, step.data)
     else:
         handle = f"/proc/self/fd/{sources[step.source]}"
         _make_target(step.target, folder=Path(handle).is_dir())
@@ -150,12 +141,6 @@ def _mount(step: Mount, sources: dict[str, int]) -> None:
             kernel.mount(handle, step.target, flags=kernel.MS_BIND | kernel.MS_REC)
         else:
             _overlay(handle, step)
-
-
-def _flags(kind: str) -> int:
-    if kind in ("proc", "sysfs"):
-        return kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
-    return kernel.MS_NOSUID
 
 
 def _make_target(target: str, folder: bool) -> None:
@@ -173,19 +158,14 @@ def _make_target(target: str, folder: bool) -> None:
 def _overlay(lower: str, step: Mount) -> None:
     for layer in ("upper", "work"):
         Path(step.data, layer).mkdir(parents=True, exist_ok=True)
-    _copy_attributes(lower, Path(step.data, "upper"))
+    upper, attributes = Path(step.data, "upper"), os.stat(lower)  # noqa: PTH116 - follows the handle
+    if os.geteuid() == 0:
+        os.chown(upper, attributes.st_uid, attributes.st_gid)
+    upper.chmod(stat.S_IMODE(attributes.st_mode))
     data = f"lowerdir={lower},upperdir={step.data}/upper,workdir={step.data}/work"
     if os.geteuid() != 0:  # without root, trusted attributes are not available
         data += ",userxattr"
     kernel.mount("overlay", step.target, "overlay", data=data)
-
-
-def _copy_attributes(lower: str, upper: Path) -> None:
-    """Copies owner and mode to the upper layer, from which the overlay takes them."""
-    attributes = os.stat(lower)  # noqa: PTH116 - follows the handle
-    if os.geteuid() == 0:
-        os.chown(upper, attributes.st_uid, attributes.st_gid)
-    upper.chmod(stat.S_IMODE(attributes.st_mode))
 
 
 # --- the first process
@@ -313,14 +293,18 @@ def _first_process(
     report: int,
 ) -> None:
     _close_except(network_ready, report)
-    _reset_signals()
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
     os.setsid()
     kernel.set_host_name(host.name)
     apply_mounts(host_mounts(plan, layout, host))
     os.chdir("/")
     if not os.read(network_ready, 1):
         os._exit(1)
-    _bring_up_network(plan, host)
+    batch(network.host_batch(plan, host))
+    # without root, sshd could not listen on port 22 otherwise
+    Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").write_text("0")
     for argv in commands:
         run(list(argv))
     _report(report, {"sshd": _start_sshd(layout, host) if host.sshd else None})
@@ -334,18 +318,6 @@ def _close_except(*retained: int) -> None:
         if number > 2 and number not in retained:
             with contextlib.suppress(OSError):  # the listing's own descriptor is closed already
                 os.close(number)
-
-
-def _reset_signals() -> None:
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
-
-
-def _bring_up_network(plan: LabPlan, host: HostPlan) -> None:
-    batch(network.host_batch(plan, host))
-    # without root, sshd could not listen on port 22 otherwise
-    Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").write_text("0")
 
 
 def _start_sshd(layout: Layout, host: HostPlan) -> int:

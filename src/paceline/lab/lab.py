@@ -244,7 +244,11 @@ class Lab:
             text=True,
         )
         with child:
-            out, err = _communicate(child, input, timeout)
+            try:
+                out, err = child.communicate(input, timeout)
+            except BaseException:
+                child.kill()
+                raise
         result = subprocess.CompletedProcess(list(argv), child.returncode, out, err)
         if check:
             result.check_returncode()
@@ -350,16 +354,6 @@ def _check_folders(plan: LabPlan) -> None:
     for path in (*(folder.path for folder in plan.private), *plan.options.hide):
         if not Path(path).is_absolute() or not Path(path).is_dir():
             raise LabError(f"{path} is not a folder here", remedy="give an absolute path")
-
-
-def _communicate(
-    child: subprocess.Popen[str], text: str | None, timeout: float | None
-) -> tuple[str, str]:
-    try:
-        return child.communicate(text, timeout)
-    except BaseException:
-        child.kill()
-        raise
 
 
 def _stop_owner(owner: Owner, layout: Layout) -> None:

@@ -139,18 +139,14 @@ def _close_connections(engine: Engine) -> None:
 
 def _reap_until(deadline: float) -> None:
     """Waits while hosts still have processes other than their first one."""
-    while time.monotonic() < deadline and any(map(_has_children, _children())):
+    while time.monotonic() < deadline and any(map(_children, _children("1"))):
         time.sleep(0.01)
 
 
-def _children() -> list[str]:
-    return Path("/proc/1/task/1/children").read_text().split()
-
-
-def _has_children(pid: str) -> bool:
+def _children(pid: str) -> list[str]:
     with contextlib.suppress(OSError):
-        return bool(Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-    return False
+        return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return []
 
 
 class Switch:
@@ -209,10 +205,9 @@ class Switch:
             return {}, self.engine.namespaces(request["host"])
         if verb == "status":
             return self.engine.status(), []
-        if verb == "fault":
-            return self.engine.strike(request["kind"], request["host"], request["arguments"]), []
-        if verb == "undo":
-            return self.engine.undo(request["kind"], request["host"], request["arguments"]), []
+        if verb in ("fault", "undo"):
+            apply = self.engine.strike if verb == "fault" else self.engine.undo
+            return apply(request["kind"], request["host"], request["arguments"]), []
         if verb == "heal":
             return self.engine.heal(request["host"]), []
         if verb == "down":

@@ -1,8 +1,8 @@
 """Writes and checks ``detached.json``: where a run continues, and how to log in there.
 
 The ssh configuration and the interpreter that it names can start programs, and a run directory may
-come from anybody. Therefore the file is sealed with a key that only this user can read, and Paceline
-does not log in anywhere because of a file without a valid seal.
+come from anybody. Therefore the file is sealed with a key that only this user can read. Paceline
+does not log in because of a file without a valid seal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the libraries' own debugging says, in a few lines: version, interface, transport. Pure."""
+"""Summarizes the debug output of libraries: version, interface, transport, warnings. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from paceline.spec.libraries import level
 WIDTH = 180
 MAX_WARNINGS = 6
 MAX_VALUES = 6
-Who = tuple[str, int | None]
-# library, what it is, and the line that says it; in the order in which people ask
+# library, fact, and the line that states it, in the order of the summary
 FACTS = tuple(
-    (library, what, re.compile(pattern))
-    for library, what, pattern in (
+    (library, fact, re.compile(pattern))
+    for library, fact, pattern in (
         ("NCCL", "version", r"(?<!, )NCCL version (\S{1,60})"),
         ("NCCL", "interface", r"NCCL INFO Bootstrap ?: Using (?:\[\d+\])?([^\s<]{1,200})"),
         ("NCCL", "network", r"NCCL INFO Using network (\S.{0,60}?)$"),
@@ -40,15 +39,11 @@ FACTS = tuple(
         ("oneCCL", "provider", r"\|CCL_INFO\|.{0,200}prov(?:ider)?(?:_name)?: ([\w;]+)"),
     )
 )  # fmt: skip
-_VARYING = re.compile(r"0x[0-9a-f]+|\d+")  # what differs between the same words of two ranks
+_VARYING = re.compile(r"0x[0-9a-f]+|\d+")  # parts in which two ranks' warnings may differ
 
 
 def summarize(logs: Sequence[Log]) -> list[str]:
-    """The warnings, then a line for each fact with the hosts for which it holds.
-
-    Args:
-        logs: What the ranks' libraries wrote; other lines are passed over.
-    """
+    """The warnings, then a line for each fact with its hosts. Skips lines of other origin."""
     library_lines = [(log, [line for line in log.lines if level(line)]) for log in logs]
     warnings = _warnings(library_lines)
     facts: dict[tuple[str, str], dict[str, list[Log]]] = {}
@@ -58,9 +53,7 @@ def summarize(logs: Sequence[Log]) -> list[str]:
     order = list(dict.fromkeys(fact[:2] for fact in FACTS))
     hosts = {log.host for log, lines in library_lines if lines}
     return warnings + [
-        f"{library} {what}: {_join_values(facts[library, what], len(hosts))}"
-        for library, what in order
-        if (library, what) in facts
+        f"{' '.join(key)}: {_join_values(facts[key], len(hosts))}" for key in order if key in facts
     ]
 
 
@@ -72,30 +65,29 @@ def _facts(lines: Sequence[str]) -> Iterator[tuple[tuple[str, str], str]]:
 
 
 def _warnings(library_lines: Sequence[tuple[Log, Sequence[str]]]) -> list[str]:
-    """Each different warning once, with who said it first and how many others did."""
-    seen: dict[str, tuple[str, str, int]] = {}
+    """Each distinct warning once, with the first rank that had it and the number of others."""
+    distinct: dict[str, tuple[str, str, int]] = {}
     for log, lines in library_lines:
         for line in lines:
             if level(line) != "warned":
                 continue
             key = _VARYING.sub("#", line)
-            label, text, count = seen.get(key, (log.label, line, 0))
-            seen[key] = (label, text, count + 1)
+            label, text, count = distinct.get(key, (log.label, line, 0))
+            distinct[key] = (label, text, count + 1)
     messages = [
         f"warning: {label}: {text[:WIDTH]}{f' (and {count - 1} more like it)' if count > 1 else ''}"
-        for label, text, count in list(seen.values())[:MAX_WARNINGS]
+        for label, text, count in list(distinct.values())[:MAX_WARNINGS]
     ]
-    num_hidden = len(seen) - len(messages)
+    num_hidden = len(distinct) - len(messages)
     return messages + ([f"warning: … and {num_hidden} other warnings"] if num_hidden > 0 else [])
 
 
 def _join_values(values: Mapping[str, Sequence[Log]], hosts: int) -> str:
-    """``eth0 on n1, ens3 on n2``; a value that holds everywhere stands alone."""
+    """``eth0 on n1, ens3 on n2``; a value of all hosts is given without hosts."""
     parts = []
     for value, logs in list(values.items())[:MAX_VALUES]:
         names = list(dict.fromkeys(log.host or log.label for log in logs))
-        everywhere = len(names) >= hosts
         host_list = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        parts.append(value if everywhere else f"{value} on {host_list}")
+        parts.append(value if len(names) >= hosts else f"{value} on {host_list}")
     num_hidden = len(values) - len(parts)
     return "; ".join(parts) + (f"; and {num_hidden} more" if num_hidden > 0 else "")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from paceline.explain.evidence import Evidence
+from paceline.explain.evidence import Evidence, Log
+from paceline.spec.events import Event
 
 SECTIONS = ("Meaning", "Cause", "Confirm", "Remedy", "Source")
 
@@ -34,6 +36,16 @@ class Match:
 
 
 Matcher = Callable[[Evidence], Match | None]
+
+
+def match_line(log: Log, index: int, cause: str, confidence: float, remedy: str = "") -> Match:
+    """A match of one line of a log, with the lines around it."""
+    return Match(cause, log.hosts, log.rank, confidence, log.context(index), remedy)
+
+
+def match_exit(end: Event, cause: str, confidence: float, **texts: Any) -> Match:
+    """A match of the end of one rank."""
+    return Match(cause, (end.host,) if end.host else (), end.rank, confidence, **texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +149,7 @@ def log_matcher(head: FrontMatter) -> Matcher:
                     name.rsplit("_", 1)[0]: text for name, text in found.groupdict().items() if text
                 }
                 cause = fill_template(head.says, {**groups, "where": log.label})
-                return Match(cause, log.hosts, log.rank, head.confidence, log.context(index))
+                return match_line(log, index, cause, head.confidence)
         return None
 
     return match

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from paceline.explain.evidence import Evidence
-from paceline.explain.rule import Match
+from paceline.explain.rule import Match, match_exit, match_line
 
 _SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 11: "SIGSEGV"}
 _CRASH = re.compile(
@@ -26,19 +26,10 @@ def match(evidence: Evidence) -> Match | None:
     remedy = _LESS_DETAIL if detail else ""
     for end in evidence.exits:
         if end["signal"] in _SIGNALS:
-            label = end.where
-            cause = f"{label} crashed in compiled code ({_SIGNALS[end['signal']]})"
-            return Match(
-                cause,
-                (end.host,) if end.host else (),
-                end.rank,
-                0.8,
-                remedy=remedy,
-            )
+            cause = f"{end.where} crashed in compiled code ({_SIGNALS[end['signal']]})"
+            return match_exit(end, cause, 0.8, remedy=remedy)
     for log, index, crash in evidence.search(_CRASH):
-        number = crash["number"]
-        signal_text = crash["name"] or crash["words"] or crash["fatal"] or _SIGNALS[int(number)]
-        lines = log.context(index)
-        cause = f"{log.label} crashed in compiled code ({signal_text.strip()})"
-        return Match(cause, log.hosts, log.rank, 0.7, lines, remedy)
+        text = crash["name"] or crash["words"] or crash["fatal"] or _SIGNALS[int(crash["number"])]
+        cause = f"{log.label} crashed in compiled code ({text.strip()})"
+        return match_line(log, index, cause, 0.7, remedy)
     return None

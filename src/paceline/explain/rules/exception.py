@@ -21,20 +21,16 @@ MAX_LINES = 12
 
 
 def match(evidence: Evidence) -> Match | None:
-    first_failure = evidence.first_failure
-    if first_failure is not None and first_failure.kind == "exception" and first_failure.traceback:
-        traceback = Log.from_text(first_failure.host, first_failure.rank, first_failure.traceback)
-        return _last_traceback(traceback) or _headline_match(first_failure.headline, traceback)
-    matches = (_last_traceback(log) for log in evidence.logs)
-    return next((match for match in matches if match is not None), None)
-
-
-def _headline_match(headline: str, log: Log) -> Match | None:
-    if PEER_GONE.search(headline):
-        return None
-    return Match(
-        f"{log.label} raised {headline}", (log.host,), log.rank, 0.8, log.lines[-MAX_LINES:]
-    )
+    first = evidence.first_failure
+    if first is not None and first.kind == "exception" and first.traceback:
+        log = Log.from_text(first.host, first.rank, first.traceback)
+        if match := _last_traceback(log):
+            return match
+        if PEER_GONE.search(first.headline):
+            return None
+        cause, lines = f"{first.where} raised {first.headline}", log.lines[-MAX_LINES:]
+        return Match(cause, log.hosts, log.rank, 0.8, lines)
+    return next(filter(None, map(_last_traceback, evidence.logs)), None)
 
 
 def _last_traceback(log: Log) -> Match | None:
@@ -73,11 +69,8 @@ def _was_logged(lines: Sequence[str], start: int, end: int) -> bool:
 def _script_line(lines: Sequence[str]) -> str:
     """File and line of the innermost frame in the user's own code."""
     frames = [match for line in lines if (match := _FRAME.match(line))]
-    script_frames = [
-        frame for frame in frames if not any(mark in frame["file"] for mark in _LIBRARY_PATHS)
-    ] or frames
-    return (
-        f" ({script_frames[-1]['file'].rpartition('/')[2]}, line {script_frames[-1]['line']})"
-        if script_frames
-        else ""
-    )
+    in_script = [frame for frame in frames
+                 if not any(path in frame["file"] for path in _LIBRARY_PATHS)]  # fmt: skip
+    for frame in reversed(in_script or frames):
+        return f" ({frame['file'].rpartition('/')[2]}, line {frame['line']})"
+    return ""

@@ -6,7 +6,7 @@ import re
 import signal
 
 from paceline.explain.evidence import Evidence
-from paceline.explain.rule import Match
+from paceline.explain.rule import Match, match_exit, match_line
 from paceline.spec.events import Event
 
 _KILLED = re.compile(
@@ -29,22 +29,16 @@ def _exclude_oom_killer(end: Event) -> tuple[str, str]:
 
 
 def match(evidence: Evidence) -> Match | None:
-    if evidence.first_failure is not None and evidence.first_failure.kind not in ("signal", "exit"):
+    first = evidence.first_failure
+    if first is not None and first.kind not in ("signal", "exit"):
         return None
     for end in evidence.exits:
-        is_first_failure = evidence.first_failure is None or (end.host, end.rank) == (
-            evidence.first_failure.host,
-            evidence.first_failure.rank,
-        )
-        if end["signal"] == signal.SIGKILL and is_first_failure:
-            label = end.where
-            cause = f"{label} was killed from outside (SIGKILL)"
-            hosts = (end.host,) if end.host else ()
+        is_first = first is None or (end.host, end.rank) == (first.host, first.rank)
+        if end["signal"] == signal.SIGKILL and is_first:
             confirm, remedy = _exclude_oom_killer(end)
-            return Match(cause, hosts, end.rank, 0.6, (), remedy, confirm)
+            return match_exit(end, f"{end.where} was killed from outside (SIGKILL)", 0.6,
+                              remedy=remedy, confirm=confirm)  # fmt: skip
     if not evidence.exits:
         for log, index, _ in evidence.search(_KILLED):
-            lines = log.context(index)
-            return Match(f"{log.label} was killed from outside (SIGKILL)", log.hosts, log.rank, 0.6,
-                         lines)  # fmt: skip
+            return match_line(log, index, f"{log.label} was killed from outside (SIGKILL)", 0.6)
     return None

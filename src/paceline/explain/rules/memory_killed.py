@@ -6,7 +6,7 @@ import re
 import signal
 
 from paceline.explain.evidence import Evidence
-from paceline.explain.rule import Match
+from paceline.explain.rule import Match, match_exit, match_line
 from paceline.spec.events import Event
 
 _OOM_KILL = re.compile(
@@ -21,20 +21,16 @@ def match(evidence: Evidence) -> Match | None:
         if end["signal"] == signal.SIGKILL and _was_oom_killed(end):
             return _exit_match(end)
     for log, index, _ in evidence.search(_OOM_KILL):
-        cause = (
-            f"{log.label}: the kernel killed a process for its memory: {log.lines[index].strip()}"
-        )
-        return Match(cause[:300], log.hosts, log.rank, 0.97, log.context(index))
+        line = log.lines[index].strip()
+        cause = f"{log.label}: the kernel killed a process for its memory: {line}"
+        return match_line(log, index, cause[:300], 0.97)
     return None
 
 
 def _was_oom_killed(end: Event) -> bool:
     memory = end["memory"] or {}
-    if (
-        memory.get("kills") is None
-    ):  # no counter for this job: the kernel's log, which may concern others
-        return bool(memory.get("kernel"))
-    return bool(memory["kills"])
+    kills = memory.get("kills")  # without a counter, the kernel's log may concern other jobs
+    return bool(memory.get("kernel") if kills is None else kills)
 
 
 def _exit_match(end: Event) -> Match:
@@ -43,7 +39,7 @@ def _exit_match(end: Event) -> Match:
     peak_text = f" at {_format_size(peak_bytes)}" if peak_bytes else ""
     limit_text = f" (limit {_format_size(limit['bytes'])}, {limit['group']})" if limit else ""
     cause = f"{end.where} was killed by the kernel for its memory{peak_text}{limit_text}"
-    return Match(cause, (end.host,), end.rank, 0.99, tuple(memory.get("kernel") or ()))
+    return match_exit(end, cause, 0.99, lines=tuple(memory.get("kernel") or ()))
 
 
 def _format_size(count: int) -> str:

@@ -13,8 +13,7 @@ _FIELD = re.compile(r"^  (?P<name>found|remedy): +(?P<text>.*)$")
 
 
 def match(evidence: Evidence) -> Match | None:
-    matches = (_last_message(log) for log in evidence.logs)
-    return next((match for match in matches if match is not None), None)
+    return next(filter(None, map(_last_message, evidence.logs)), None)
 
 
 def _last_message(log: Log) -> Match | None:

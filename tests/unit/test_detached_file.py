@@ -86,7 +86,7 @@ def test_another_users_key_or_a_planted_one_seals_nothing(tmp_path: Path) -> Non
     key.write_bytes(mine)
     key.chmod(0o644)  # others may have read it
     assert not detached_file.is_authentic(path)
-    with pytest.raises(SettingError, match="not yours alone"):
+    with pytest.raises(SettingError, match="readable by others"):
         detached_file.ensure_key()
     key.rename(key.with_name("real"))
     key.symlink_to("real")

@@ -56,7 +56,7 @@ def build_page(runs: Sequence[Run], goals: Sequence[Goal] = ()) -> Page:
         Section("What was different", [*_differences(labeled)]),
         Section("Curves over each other", [*_curves(labeled)]),
     ]
-    status = statuses[0] if len(set(statuses)) == 1 else "unsure"
+    status: Status = statuses[0] if len(set(statuses)) == 1 else "unsure"
     with_parts = [section for section in sections if section.parts]
     return Page(f"{len(runs)} runs compared", status, _conclusion(labeled), (), with_parts)
 

@@ -492,7 +492,7 @@ def _throughput(run: Run) -> Iterator[Part]:
     if not run.divisions:
         return
     mean_division, *by_rank = run.divisions
-    rank_labels = {row.rank: row.label for row in run.timeline.rows}
+    rank_labels: dict[int | None, str] = {row.rank: row.label for row in run.timeline.rows}
     labels = {division.rank: rank_labels.get(division.rank, f"rank {division.rank}")
               for division in by_rank}  # fmt: skip
     labels[None] = "mean of all"

@@ -76,12 +76,9 @@ class Arrivals:
         if (self._is_exclusive or path.startswith(f"{names.FETCHED}/")) and is_free:
             return path
         relative = path.removeprefix(f"{names.FETCHED}/")
-        for number in itertools.count(1):
-            folder = f"{names.safe(host)}-{number}" if number > 1 else names.safe(host)
-            candidate = f"{names.FETCHED}/{folder}/{relative}"
-            if not self._is_foreign(candidate):
-                return candidate
-        raise AssertionError
+        folders = (names.safe(host) + (f"-{n}" if n > 1 else "") for n in itertools.count(1))
+        candidates = (f"{names.FETCHED}/{folder}/{relative}" for folder in folders)
+        return next(candidate for candidate in candidates if not self._is_foreign(candidate))
 
     def _is_foreign(self, path: str) -> bool:
         return path not in self._arrived and os.path.lexists(self._folder / path)

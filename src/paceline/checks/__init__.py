@@ -1,7 +1,7 @@
 """Preflight checks: problems that would make a job fail or run slowly.
 
-To add a check, write a module with a ``check`` and add one line to ``CHECKS``. Order matters: causes
-come before their consequences, because the first failure is the conclusion.
+To add a check, write a module with a ``check`` and add one line to ``CHECKS``. Causes come before
+their consequences, because the first failure is the conclusion.
 """
 
 from __future__ import annotations

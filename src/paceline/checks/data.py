@@ -1,7 +1,7 @@
 """Is the data the same on all hosts?
 
 Looks at: paths given with --data: names, sizes, and the content of up to 64 small files.
-Fails when: a host does not have it, or has something else.
+Fails when: a host does not have the data, or has different data.
 """
 
 from __future__ import annotations
@@ -20,67 +20,48 @@ from paceline.checks.check import (
     passed,
 )
 from paceline.spec.finding import Finding
+from paceline.spec.helptext import counted
 
 
 async def probe(session: ProbeSession) -> dict[str, Any]:
-    """By path and host: exists, files, bytes, digest."""
-    return {
-        path: await session.request_all("digest_tree", path=path)
-        for path in session.survey.requirements.data
-    }
+    """Returns ``exists``, ``files``, ``bytes`` and ``digest``, by path and host."""
+    paths = session.survey.requirements.data
+    return {path: await session.request_all("digest_tree", path=path) for path in paths}
 
 
 def evaluate(survey: Survey) -> list[Finding]:
-    return [f for path, trees in survey.evidence["data"].items() for f in _path(path, trees)]
+    return [_finding(path, trees) for path, trees in survey.evidence["data"].items()]
 
 
-def _path(path: str, trees: dict[str, Any]) -> list[Finding]:
+def _finding(path: str, trees: dict[str, Any]) -> Finding:
     missing = [name for name, tree in trees.items() if not tree["exists"]]
     present = {name: tree for name, tree in trees.items() if tree["exists"]}
     if missing:
         source = next(iter(present), "")
-        remedy = _copies(path, source, missing) if source else "Check the spelling"
-        return [failed("data", missing, f"{join_names(missing)} {_has(missing)} no {path}", remedy)]
+        remedy = _copy_commands(path, source, missing) if source else "Check the spelling"
+        verb = "has" if len(missing) == 1 else "have"
+        return failed("data", missing, f"{join_names(missing)} {verb} no {path}", remedy)
     common_digest, _ = Counter(tree["digest"] for tree in present.values()).most_common(1)[0]
     deviating = [name for name, tree in present.items() if tree["digest"] != common_digest]
     reference = next(name for name, tree in present.items() if tree["digest"] == common_digest)
     if deviating:
-        sizes = ", ".join(
-            f"{n}: {_files(present[n])}, {format_bytes(present[n]['bytes'])}"
-            for n in (reference, *deviating)
-        )
-        return [
-            failed(
-                "data",
-                deviating,
-                f"{path} on {join_names(deviating)} is not what the others have ({sizes})",
-                "\n".join(f"On {name}: mv {path} {path}.old" for name in deviating)
-                + f"\n{_copies(path, reference, deviating)}",
-            )
-        ]
-    tree = present[reference]
-    return [
-        passed(
-            "data",
-            tuple(present),
-            f"{path} is equal on all hosts: {_files(tree)}, {format_bytes(tree['bytes'])}",
-        )
-    ]
+        sizes = ", ".join(f"{name}: {_size(present[name])}" for name in (reference, *deviating))
+        message = f"{path} on {join_names(deviating)} is not what the others have ({sizes})"
+        remedy = "\n".join(f"On {name}: mv {path} {path}.old" for name in deviating)
+        remedy += f"\n{_copy_commands(path, reference, deviating)}"
+        return failed("data", deviating, message, remedy)
+    message = f"{path} is equal on all hosts: {_size(present[reference])}"
+    return passed("data", tuple(present), message)
 
 
-def _copies(path: str, source: str, targets: list[str]) -> str:
-    """From host to host through this machine: they need not let each other in."""
+def _copy_commands(path: str, source: str, targets: list[str]) -> str:
+    """Copies through this machine, because hosts need not be able to log in to each other."""
     parent = path.rstrip("/").rpartition("/")[0] or "/"
     return "\n".join(f"Here: scp -3rp {source}:{path} {name}:{parent}" for name in targets)
 
 
-def _has(names: list[str]) -> str:
-    return "has" if len(names) == 1 else "have"
-
-
-def _files(tree: Mapping[str, Any]) -> str:
-    count = tree["files"]
-    return f"{count} file{'s' * (count != 1)}"
+def _size(tree: Mapping[str, Any]) -> str:
+    return f"{counted(tree['files'], 'file')}, {format_bytes(tree['bytes'])}"
 
 
 check = Check("data", "Data", "full", evaluate, probe)

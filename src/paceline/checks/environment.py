@@ -1,9 +1,9 @@
-"""Do the logins set variables with which Python or its libraries fail?
+"""Do the logins set variables that make Python or its libraries fail?
 
 Looks at: variables that the start-up files of each host export, and whether programs may be run
 from its folder for temporary files.
-Fails when: PYTHONHOME names another place than the interpreter's own. Warns when a host alone sets
-a variable that decides which modules and libraries are loaded, or when that folder is mounted
+Fails when: PYTHONHOME names another place than the interpreter's own. Warns when only some hosts
+set a variable that decides which modules and libraries are loaded, or when that folder is mounted
 noexec.
 """
 
@@ -19,21 +19,18 @@ def evaluate(survey: Survey) -> list[Finding]:
     return findings or [passed("environment", survey.names, "logins set no harmful variables")]
 
 
-def _variables(survey: Survey, host: str) -> dict[str, str]:
-    """What ranks there get from the login."""
-    host_variables = next(h.env for h in survey.hosts if h.name == host)
-    login_variables = survey.facts[host].get("environment") or {}
-    return {
-        n: v
-        for n, v in login_variables.items()
-        if n not in host_variables and n not in survey.requirements.settled
-    }
+def _login_variables(survey: Survey, host: str) -> dict[str, str]:
+    """Returns the variables that ranks on the host get from the login."""
+    overridden = {*next(h.env for h in survey.hosts if h.name == host)}
+    overridden |= {*survey.requirements.settled}
+    variables = survey.facts[host].get("environment") or {}
+    return {name: value for name, value in variables.items() if name not in overridden}
 
 
 def _python_home(survey: Survey) -> list[Finding]:
     findings = []
     for name in survey.names:
-        python_home = _variables(survey, name).get("PYTHONHOME", "")
+        python_home = _login_variables(survey, name).get("PYTHONHOME", "")
         python = survey.facts[name]["python"]
         if python_home and python_home != python.get("prefix"):
             message = (
@@ -46,7 +43,7 @@ def _python_home(survey: Survey) -> list[Finding]:
 
 def _differing(survey: Survey) -> list[Finding]:
     findings = []
-    by_host = {name: _variables(survey, name) for name in survey.names}
+    by_host = {name: _login_variables(survey, name) for name in survey.names}
     for variable in LOADING:
         values = {name: variables.get(variable) for name, variables in by_host.items()}
         for name in odd_ones(values) if len(set(values.values())) > 1 else ():
@@ -64,20 +61,23 @@ def _unset(host: str, variable: str) -> str:
 
 
 def _noexec(survey: Survey) -> list[Finding]:
-    folders = {n: (survey.facts[n].get("disks") or {}).get("tmp") or {} for n in survey.names}
-    return [
-        warned(
-            "environment",
-            [name],
-            f"{folder['path']} on {name} is mounted noexec: torch.compile, Triton and extensions "
-            "that are compiled at run time fail there",
-            f"On {name}: export TMPDIR=FOLDER in ~/.bashrc, with a folder outside of "
-            f"{folder['path']}; or for this job: --env TMPDIR=FOLDER",
-        )
-        for name, folder in folders.items()
-        if folder.get("noexec") and survey.requirements.needs_torch
-        and "TMPDIR" not in survey.requirements.settled
-    ]  # fmt: skip
+    requirements = survey.requirements
+    if not requirements.needs_torch or "TMPDIR" in requirements.settled:
+        return []
+    findings = []
+    for name in survey.names:
+        folder = (survey.facts[name].get("disks") or {}).get("tmp") or {}
+        if folder.get("noexec"):
+            message = (
+                f"{folder['path']} on {name} is mounted noexec: torch.compile, Triton and "
+                "extensions that are compiled at run time fail there"
+            )
+            remedy = (
+                f"On {name}: export TMPDIR=FOLDER in ~/.bashrc, with a folder outside of "
+                f"{folder['path']}; or for this job: --env TMPDIR=FOLDER"
+            )
+            findings.append(warned("environment", [name], message, remedy))
+    return findings
 
 
 check = Check("environment", "Login environment", "facts", evaluate)

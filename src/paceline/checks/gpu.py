@@ -1,7 +1,7 @@
-"""Are the GPUs well and idle, and the same everywhere?
+"""Are the GPUs healthy and idle, and the same everywhere?
 
-Looks at: nvidia-smi, where there is one.
-Fails when: nvidia-smi does, or a GPU has uncorrected memory errors. Warns when GPUs are in use,
+Looks at: nvidia-smi, if a host has it.
+Fails when: nvidia-smi fails, or a GPU has uncorrected memory errors. Warns when GPUs are in use,
 are throttled by the hardware, or differ in kind or number between hosts.
 """
 
@@ -16,12 +16,12 @@ BUSY_MIB = 500
 
 
 async def probe(session: ProbeSession) -> dict[str, Any]:
-    """By host, what nvidia-smi said."""
+    """Returns the output of nvidia-smi, by host."""
     return await session.request_all("gpus")
 
 
 def parse(text: str) -> list[dict[str, str]]:
-    """The lines of ``nvidia-smi --query-gpu``, by name of the field."""
+    """Parses ``nvidia-smi --query-gpu`` into one mapping for each GPU, by name of the field."""
     names = ("index", "name", "driver", "total", "used", "load", "temperature", "ecc", "throttled")
     rows = ([cell.strip() for cell in line.split(",")] for line in text.splitlines() if line)
     return [dict(zip(names, row, strict=False)) for row in rows]
@@ -35,15 +35,12 @@ def evaluate(survey: Survey) -> list[Finding]:
             findings += _missing_tool_findings(survey, name)
             kinds[name] = "none"
         elif "broken" in report:
-            findings.append(
-                failed(
-                    "gpu",
-                    [name],
-                    f"nvidia-smi on {name} fails: {report['broken']}",
-                    f"On {name}: sudo dmesg | grep -i nvrm; reboot, or reinstall the "
-                    "driver that matches the kernel module",
-                )
+            message = f"nvidia-smi on {name} fails: {report['broken']}"
+            remedy = (
+                f"On {name}: sudo dmesg | grep -i nvrm; reboot, or reinstall the "
+                "driver that matches the kernel module"
             )
+            findings.append(failed("gpu", [name], message, remedy))
         else:
             cards = parse(report["gpus"])
             kinds[name] = f"{len(cards)} × {', '.join(sorted({c['name'] for c in cards}))}"
@@ -51,62 +48,36 @@ def evaluate(survey: Survey) -> list[Finding]:
             findings += _busy_findings(name, cards, report["apps"])
     if len(set(kinds.values())) > 1:
         summary = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
-        findings.append(
-            warned(
-                "gpu",
-                tuple(kinds),
-                f"the GPUs differ: {summary}",
-                "Every step waits for the slowest; give slots per host, or leave the odd one out",
-            )
-        )
-    if not findings:
-        findings = [
-            passed(
-                "gpu",
-                survey.names,
-                "no GPUs"
-                if set(kinds.values()) == {"none"}
-                else f"healthy and idle: {next(iter(kinds.values()))}",
-            )
-        ]
-    return findings
+        remedy = "Every step waits for the slowest; give slots per host, or leave the odd one out"
+        findings.append(warned("gpu", tuple(kinds), f"the GPUs differ: {summary}", remedy))
+    if findings:
+        return findings
+    kind = next(iter(kinds.values()))
+    message = "no GPUs" if kind == "none" else f"healthy and idle: {kind}"
+    return [passed("gpu", survey.names, message)]
 
 
 def _missing_tool_findings(survey: Survey, name: str) -> list[Finding]:
     gpus = (survey.facts[name].get("devices") or {}).get("gpus") or []
     if not any(gpu["maker"] == "nvidia" for gpu in gpus):
         return []
-    return [
-        unknown(
-            "gpu",
-            [name],
-            f"{name} has NVIDIA devices but no nvidia-smi: their health is not known",
-            "Install the driver's tools",
-        )
-    ]
+    message = f"{name} has NVIDIA devices but no nvidia-smi: their health is not known"
+    return [unknown("gpu", [name], message, "Install the driver's tools")]
 
 
 def _gpu_findings(name: str, card: dict[str, str]) -> list[Finding]:
     label = f"GPU {card['index']} of {name}"
     if card.get("ecc", "0").isdigit() and int(card["ecc"]) > 0:
-        return [
-            failed(
-                "gpu",
-                [name],
-                f"{label} has {card['ecc']} uncorrected memory errors",
-                f"On {name}: sudo nvidia-smi -r -i {card['index']} while it is idle; if they "
-                "come back, leave it out: --env CUDA_VISIBLE_DEVICES=…",
-            )
-        ]
+        remedy = (
+            f"On {name}: sudo nvidia-smi -r -i {card['index']} while it is idle; if they "
+            "come back, leave it out: --env CUDA_VISIBLE_DEVICES=…"
+        )
+        message = f"{label} has {card['ecc']} uncorrected memory errors"
+        return [failed("gpu", [name], message, remedy)]
     if card.get("throttled", "").lower() == "active":
-        return [
-            warned(
-                "gpu",
-                [name],
-                f"{label} is slowed down by the hardware ({card['temperature']} °C)",
-                f"Look at cooling and power of {name}: nvidia-smi -q -d PERFORMANCE",
-            )
-        ]
+        message = f"{label} is slowed down by the hardware ({card['temperature']} °C)"
+        remedy = f"Look at cooling and power of {name}: nvidia-smi -q -d PERFORMANCE"
+        return [warned("gpu", [name], message, remedy)]
     return []
 
 
@@ -117,15 +88,11 @@ def _busy_findings(name: str, cards: list[dict[str, str]], apps: str) -> list[Fi
     pids = [line.split(",")[1].strip() for line in apps.splitlines() if line.count(",") >= 2]
     usage = ", ".join(f"{card['index']}: {card['used']} MiB" for card in busy)
     processes = f" by process {', '.join(pids)}" if pids else ""
-    return [
-        warned(
-            "gpu",
-            [name],
-            f"GPUs of {name} are in use{processes} ({usage})",
-            f"On {name}: ps -fp {','.join(pids) or 'PID'}; wait for them, or choose others: "
-            "--env CUDA_VISIBLE_DEVICES=…",
-        )
-    ]
+    remedy = (
+        f"On {name}: ps -fp {','.join(pids) or 'PID'}; wait for them, or choose others: "
+        "--env CUDA_VISIBLE_DEVICES=…"
+    )
+    return [warned("gpu", [name], f"GPUs of {name} are in use{processes} ({usage})", remedy)]
 
 
 check = Check("gpu", "GPUs", "full", evaluate, probe)

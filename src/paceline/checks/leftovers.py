@@ -1,8 +1,8 @@
-"""Are processes of earlier jobs of ours still there?
+"""Are processes of earlier jobs still there?
 
 Looks at: processes that carry a job's token, and whether an agent owns them.
-Warns when: nobody owns them any more. A running job of yours, and a host that is kept ready for
-your next command, are mentioned, no more.
+Warns when: no agent owns them. Running jobs of yours, and hosts that are kept ready for your next
+command, are only mentioned.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from paceline.spec.finding import Finding
 
 
 async def probe(session: ProbeSession) -> dict[str, Any]:
-    """By host, processes with a token."""
+    """Returns the processes with a token, by host."""
     answers = await session.request_all("token_processes")
     return {name: answer["processes"] for name, answer in answers.items()}
 
@@ -29,23 +29,19 @@ def evaluate(survey: Survey) -> list[Finding]:
         busy += [name] if len(orphans) + len(warm) < len(processes) else []
         ready += [name] if warm else []
         if orphans:
-            pids = " ".join(str(process["pid"]) for process in orphans)
-            age = max(process["age"] for process in orphans)
-            findings.append(
-                warned(
-                    "leftovers",
-                    [name],
-                    f"{len(orphans)} left-over processes of an earlier job "
-                    f"on {name}, the oldest {age:.0f} s old: {orphans[0]['command'][:80]}",
-                    f"On {name}: kill -9 {pids}",
-                )
+            age_s = max(process["age"] for process in orphans)
+            message = (
+                f"{len(orphans)} left-over processes of an earlier job on {name}, "
+                f"the oldest {age_s:.0f} s old: {orphans[0]['command'][:80]}"
             )
+            pids = " ".join(str(process["pid"]) for process in orphans)
+            findings.append(warned("leftovers", [name], message, f"On {name}: kill -9 {pids}"))
     if findings:
         return findings
     notes = [f"a job of yours is running on {join_names(busy)}"] if busy else []
     notes += [f"kept ready: {join_names(ready)} (paceline warm status)"] if ready else []
-    text = "; ".join(notes) or "none"
-    return [passed("leftovers", survey.names, f"left-over processes of ours: {text}")]
+    message = f"left-over processes of ours: {'; '.join(notes) or 'none'}"
+    return [passed("leftovers", survey.names, message)]
 
 
 check = Check("leftovers", "Left-overs", "full", evaluate, probe)

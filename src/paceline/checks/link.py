@@ -1,9 +1,9 @@
-"""How fast is the way between the nodes, and does it lose packets?
+"""How fast are the links between the nodes, and do they lose packets?
 
-Looks at: a quarter of a second of TCP between every two neighbours of a round robin, one pair a
+Looks at: a fifth of a second of TCP between every two neighbours of a round robin, one pair a
 host at a time, both ways; every pair up to 16 hosts. Retransmissions are the kernel's count.
 Warns when: one host's best rate is under half of what the others reach, more than one segment in
-two hundred is sent again, or a way carries less than 50 Mbit/s.
+two hundred is retransmitted, or a link carries less than 50 Mbit/s.
 """
 
 from __future__ import annotations
@@ -31,43 +31,48 @@ TIMEOUT_S = 15.0
 SLOW_SHARE = 0.5
 SLOW_BITS_PER_S = 50e6
 MAX_RETRANSMITTED_SHARE = 0.005
-MIN_RETRANSMITTED = 4  # segments sent again, before it means anything
+MIN_RETRANSMITTED = 4  # segments; fewer are no sign of loss
 MAX_ROUNDS = 15
+
+Transfer = Mapping[str, Any]
+"""A directed pair: ``source``, ``target``, ``bytes``, ``seconds``, ``retransmitted``, …"""
 
 
 async def probe(session: ProbeSession) -> dict[str, Any]:
-    """One result a directed pair: source, target, bytes, seconds, retransmitted, carried.
+    """Returns one transfer for each directed pair.
 
-    A way on which segments were sent again is tried once more at half its pace: a full queue in
-    front of a slow link then loses nothing, a bad cable still does (``paced``).
+    A transfer with retransmissions is repeated at a sixteenth of its rate (``paced``): a full queue
+    in front of a slow link then loses nothing, a bad cable still does.
     """
-    if len(session.networks) < 2 or _blocked(session.survey):
+    if len(session.networks) < 2 or _is_blocked(session.survey):
         return {"pairs": []}
+    names = list(session.networks)
     sinks = await _Sinks.open(session)
-    measurements = []
-    for pairs in rounds(list(session.networks))[:MAX_ROUNDS]:
-        measurements += await gather_all([sinks.measure(first, second) for first, second in pairs])
-        measurements += await gather_all([sinks.measure(second, first) for first, second in pairs])
-    for name in slow_hosts(session.survey, _completed(measurements)):
-        partners = [second for second in session.networks if second != name][:2]
-        for second in partners:  # alone: other pairs, or a busy moment, may have slowed it
-            measurements += [await sinks.measure(name, second), await sinks.measure(second, name)]
-    for pair in measurements:
-        if "error" not in pair and _retransmits(pair):
-            rate = int(bits_per_s(pair) / 16)
-            pair["paced"] = await sinks.send(pair["source"], pair["target"], rate, 2 * TRANSFER_S)
-    return {"pairs": measurements}
+    transfers = []
+    for pairs in rounds(names)[:MAX_ROUNDS]:
+        transfers += await gather_all([sinks.measure(a, b) for a, b in pairs])
+        transfers += await gather_all([sinks.measure(b, a) for a, b in pairs])
+    for name in slow_hosts(session.survey, _completed(transfers)):
+        # measured again alone: other pairs, or a busy moment, may have slowed it
+        for partner in [other for other in names if other != name][:2]:
+            transfers += [await sinks.measure(name, partner), await sinks.measure(partner, name)]
+    for transfer in transfers:
+        if "error" not in transfer and _retransmits(transfer):
+            rate = int(bits_per_s(transfer) / 16)
+            source, target = transfer["source"], transfer["target"]
+            transfer["paced"] = await sinks.send(source, target, rate, 2 * TRANSFER_S)
+    return {"pairs": transfers}
 
 
-def _blocked(survey: Survey) -> bool:
-    """Where ports are closed, that is the finding; a transfer would only wait."""
+def _is_blocked(survey: Survey) -> bool:
+    """Whether ports are closed, which is a finding of its own; a transfer would only wait."""
     evidence = survey.evidence.get("ports", {})
     faults = attribution.faults(evidence["results"], evidence["addresses"], evidence["half_open"])
     return any(len(fault.ports) != 1 for fault in faults)
 
 
 class _Sinks:
-    """The sinks of all hosts, and sending to them."""
+    """Receivers on all hosts, and sending to them."""
 
     def __init__(self, session: ProbeSession, ports: Mapping[str, int]) -> None:
         self._session = session
@@ -75,212 +80,193 @@ class _Sinks:
 
     @classmethod
     async def open(cls, session: ProbeSession) -> _Sinks:
-        names = list(session.networks)
+        networks = session.networks
         answers = await gather_all(
-            [
-                session.request(name, "sink", address=session.networks[name].address)
-                for name in names
-            ]
+            [session.request(name, "sink", address=networks[name].address) for name in networks]
         )
-        return cls(session, {n: a["port"] for n, a in zip(names, answers, strict=True)})
+        return cls(session, {n: a["port"] for n, a in zip(networks, answers, strict=True)})
 
     async def send(self, source: str, target: str, rate: int, seconds: float) -> dict[str, Any]:
+        address = self._session.networks[target].address
         try:
             return await self._session.request(
-                source,
-                "transfer",
-                address=self._session.networks[target].address,
-                port=self._ports[target],
-                seconds=seconds,
-                pace=rate,
-                timeout_s=TIMEOUT_S,
-            )
+                source, "transfer", address=address, port=self._ports[target],
+                seconds=seconds, pace=rate, timeout_s=TIMEOUT_S,
+            )  # fmt: skip
         except (PacelineError, asyncio.TimeoutError) as error:
             return {"error": str(getattr(error, "found", "")) or "no answer"}
 
     async def measure(self, source: str, target: str) -> dict[str, Any]:
-        """As fast as it goes, with the bytes that each interface of the source carried."""
-        counters_at_start = await self._session.request(source, "counters")
+        """Sends at full rate; returns also the bytes that each interface of the source carried."""
+        start = (await self._session.request(source, "counters"))["bytes"]
         sent = await self.send(source, target, 0, TRANSFER_S)
-        counters_at_end = (await self._session.request(source, "counters"))["bytes"]
-        carried = {
-            n: counters_at_end[n][1] - c[1]
-            for n, c in counters_at_start["bytes"].items()
-            if n in counters_at_end
-        }
+        end = (await self._session.request(source, "counters"))["bytes"]
+        carried = {name: end[name][1] - start[name][1] for name in start if name in end}
         return {"source": source, "target": target, "carried": carried, **sent}
 
 
 def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """A round robin: every two meet once, nobody is in two pairs of a round."""
+    """Returns a round robin: every two names meet once, no name is in two pairs of a round."""
     ring: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
     schedule = []
     for _ in range(len(ring) - 1):
         half = len(ring) // 2
-        round_of = zip(ring[:half], reversed(ring[half:]), strict=True)
-        schedule.append([(a, b) for a, b in round_of if a is not None and b is not None])
+        pairs = zip(ring[:half], reversed(ring[half:]), strict=True)
+        schedule.append([(a, b) for a, b in pairs if a is not None and b is not None])
         ring = [ring[0], ring[-1], *ring[1:-1]]
     return schedule
 
 
 def evaluate(survey: Survey) -> list[Finding]:
-    pairs = survey.evidence["link"]["pairs"]
-    if not pairs:
+    transfers = survey.evidence["link"]["pairs"]
+    if not transfers:
         return []
-    measured = _completed(pairs)
-    findings = [*_broken_findings(survey, pairs), *_lossy_findings(survey, measured)]
-    findings += [] if findings else _slow_findings(survey, measured)
-    return findings or [_speed_finding(survey, measured)]
+    completed = _completed(transfers)
+    findings = [*_broken_findings(survey, transfers), *_lossy_findings(survey, completed)]
+    findings = findings or _slow_findings(survey, completed)
+    if findings:
+        return findings
+    slowest = min(completed, key=bits_per_s)
+    rate = bit_rate(bits_per_s(slowest))
+    message = f"slowest of {len(completed)} ways: {rate} ({_direction(slowest)})"
+    return [passed("link", survey.names, message)]
 
 
-def _retransmitted_share(sent: Mapping[str, Any]) -> float:
+def _direction(transfer: Transfer) -> str:
+    return f"{transfer['source']}→{transfer['target']}"
+
+
+def _retransmitted_share(sent: Transfer) -> float:
     return float(sent.get("retransmitted", 0) / max(1, sent.get("segments", 0)))
 
 
-def _retransmits(sent: Mapping[str, Any]) -> bool:
-    return (
-        int(sent.get("retransmitted", 0)) >= MIN_RETRANSMITTED
-        and _retransmitted_share(sent) > MAX_RETRANSMITTED_SHARE
-    )
+def _retransmits(sent: Transfer) -> bool:
+    enough = int(sent.get("retransmitted", 0)) >= MIN_RETRANSMITTED
+    return enough and _retransmitted_share(sent) > MAX_RETRANSMITTED_SHARE
 
 
-def bits_per_s(pair: Mapping[str, Any]) -> float:
-    """Bits a second that arrived."""
-    return float(pair["bytes"] * 8 / pair["seconds"])
+def bits_per_s(transfer: Transfer) -> float:
+    return float(transfer["bytes"] * 8 / transfer["seconds"])
 
 
-def _broken_findings(survey: Survey, pairs: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    broken = [pair for pair in pairs if "error" in pair]
+def _broken_findings(survey: Survey, transfers: Sequence[Transfer]) -> list[Finding]:
+    broken = [transfer for transfer in transfers if "error" in transfer]
     if not broken:
         return []
-    host = _shared_hosts([(pair["source"], pair["target"]) for pair in broken], survey.names)
-    directions = join_names([f"{pair['source']}→{pair['target']}" for pair in broken])
-    return [
-        warned(
-            "link",
-            host,
-            f"connections open but data does not get through: {directions} "
-            f"({broken[0]['error']}); often an MTU too large for the way",
-            f"Compare on {join_names(list(host))}: ip link; ping -M do -s 1472 PEER; lower "
-            "it: sudo ip link set NAME mtu 1400",
-        )
-    ]
+    hosts = _hosts_at_fault(broken, survey.names)
+    directions = join_names([_direction(transfer) for transfer in broken])
+    message = (
+        f"connections open but data does not get through: {directions} "
+        f"({broken[0]['error']}); often an MTU too large for the way"
+    )
+    remedy = (
+        f"Compare on {join_names(hosts)}: ip link; ping -M do -s 1472 PEER; lower "
+        "it: sudo ip link set NAME mtu 1400"
+    )
+    return [warned("link", hosts, message, remedy)]
 
 
-def _lossy_findings(survey: Survey, pairs: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    lossy = [pair for pair in pairs if _retransmits(pair.get("paced", {}))]
+def _lossy_findings(survey: Survey, transfers: Sequence[Transfer]) -> list[Finding]:
+    lossy = [transfer for transfer in transfers if _retransmits(transfer.get("paced", {}))]
     if len(lossy) < 2:
         return []
-    host = _shared_hosts([(pair["source"], pair["target"]) for pair in lossy], survey.names)
-    lossiest = max(lossy, key=lambda pair: _retransmitted_share(pair["paced"]))
-    share = 100 * _retransmitted_share(lossiest["paced"])
-    interfaces = [f"{name} {survey.networks[name].interface}" for name in host]
-    interface_text = ", ".join(interfaces) if len(host) > 1 else survey.networks[host[0]].interface
-    subject = (
-        f"the link of {host[0]}" if len(host) == 1 else f"the way between {join_names(list(host))}"
+    hosts = _hosts_at_fault(lossy, survey.names)
+    names = join_names(hosts)
+    if len(hosts) == 1:
+        subject = f"the link of {names} ({survey.networks[hosts[0]].interface})"
+    else:
+        interfaces = ", ".join(f"{name} {survey.networks[name].interface}" for name in hosts)
+        subject = f"the way between {names} ({interfaces})"
+    worst = max(lossy, key=lambda transfer: _retransmitted_share(transfer["paced"]))
+    message = (
+        f"{subject} loses packets: up to {100 * _retransmitted_share(worst['paced']):.1f} % of TCP "
+        f"segments are sent again ({_direction(worst)}, {bit_rate(bits_per_s(worst))})"
     )
-    return [
-        warned(
-            "link",
-            host,
-            f"{subject} ({interface_text}) loses packets: up to {share:.1f} % of TCP "
-            f"segments are sent again ({lossiest['source']}→{lossiest['target']}, "
-            f"{bit_rate(bits_per_s(lossiest))})",
-            f"Look at cable, switch port and driver of {join_names(list(host))}: "
-            "ethtool -S NAME | grep -iE 'err|drop'; duplex with ethtool NAME",
-        )
-    ]
+    remedy = (
+        f"Look at cable, switch port and driver of {names}: "
+        "ethtool -S NAME | grep -iE 'err|drop'; duplex with ethtool NAME"
+    )
+    return [warned("link", hosts, message, remedy)]
 
 
-def _completed(pairs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [pair for pair in pairs if "error" not in pair and pair["seconds"] > 0]
+def _completed(transfers: Sequence[Transfer]) -> list[Transfer]:
+    return [t for t in transfers if "error" not in t and t["seconds"] > 0]
 
 
-def peak_rates(survey: Survey, pairs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """By host, the best rate over all its ways, both directions: no more than its link's speed.
+def peak_rates(survey: Survey, transfers: Sequence[Transfer]) -> dict[str, float]:
+    """Returns the best rate over all links of a host, both directions, by host.
 
-    What goes beyond the link's own speed (in memory, between virtual hosts) says nothing of it.
+    Capped at the interface's own speed, which transfers between virtual hosts may exceed.
     """
     rates: dict[str, float] = {}
-    for pair in pairs:
-        for name in (pair["source"], pair["target"]):
-            rates[name] = max(
-                rates.get(name, 0.0), min(bits_per_s(pair), _interface_bits_per_s(survey, name))
-            )
+    for transfer in transfers:
+        for name in (transfer["source"], transfer["target"]):
+            rate = min(bits_per_s(transfer), _interface_bits_per_s(survey, name))
+            rates[name] = max(rates.get(name, 0.0), rate)
     return rates
 
 
 def _interface_bits_per_s(survey: Survey, name: str) -> float:
-    """Bits a second that the interface says it can do; infinite when it does not say."""
+    """Returns the speed that the interface reports; infinite without a report."""
     links = survey.facts[name]["interfaces"] or []
     used = survey.networks[name].interface if name in survey.networks else ""
     speeds = [link["speed"] for link in links if link["name"] == used and link["speed"] > 0]
     return speeds[0] * 1e6 if speeds else float("inf")
 
 
-def slow_hosts(survey: Survey, pairs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Hosts whose best rate is under half of what the others reach; none among two hosts."""
-    rates = peak_rates(survey, pairs)
+def slow_hosts(survey: Survey, transfers: Sequence[Transfer]) -> list[str]:
+    """Returns hosts whose best rate is under half of the median; none among two hosts."""
+    rates = peak_rates(survey, transfers)
     if len(rates) < 3:
         return []
     median = sorted(rates.values())[len(rates) // 2]
-    hosts = [name for name, rate in rates.items() if rate < SLOW_SHARE * median]
-    return sorted(hosts, key=rates.__getitem__)
+    slow = [name for name, rate in rates.items() if rate < SLOW_SHARE * median]
+    return sorted(slow, key=rates.__getitem__)
 
 
-def _slow_findings(survey: Survey, pairs: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    if not pairs:
+def _slow_findings(survey: Survey, transfers: Sequence[Transfer]) -> list[Finding]:
+    if not transfers:
         return []
-    if hosts := slow_hosts(survey, pairs):
-        rates = peak_rates(survey, pairs)
-        median = sorted(rates.values())[len(rates) // 2]
-        return [_slow_host_finding(survey, name, rates[name], median) for name in hosts]
-    slowest = min(pairs, key=bits_per_s)
-    if bits_per_s(slowest) < SLOW_BITS_PER_S:
-        names = (slowest["source"], slowest["target"])
-        return [
-            warned(
-                "link",
-                names,
-                f"the way {names[0]}→{names[1]} carries only "
-                f"{bit_rate(bits_per_s(slowest))}: exchanging 100 MB of gradients takes "
-                f"{1.6e9 / bits_per_s(slowest):.0f} s a step",
-                "Use a wired network (--iface NAME), larger batches with accumulation, or one host",
-            )
-        ]
-    return []
+    rates = peak_rates(survey, transfers)
+    median = sorted(rates.values())[len(rates) // 2]
+    slow = slow_hosts(survey, transfers)
+    if slow:
+        return [_slow_host_finding(survey, name, rates[name], median) for name in slow]
+    slowest = min(transfers, key=bits_per_s)
+    rate = bits_per_s(slowest)
+    if rate >= SLOW_BITS_PER_S:
+        return []
+    message = (
+        f"the way {_direction(slowest)} carries only {bit_rate(rate)}: exchanging 100 MB of "
+        f"gradients takes {1.6e9 / rate:.0f} s a step"
+    )
+    remedy = "Use a wired network (--iface NAME), larger batches with accumulation, or one host"
+    return [warned("link", (slowest["source"], slowest["target"]), message, remedy)]
 
 
 def _slow_host_finding(survey: Survey, name: str, rate: float, median: float) -> Finding:
     interface = survey.networks[name].interface
-    return warned(
-        "link",
-        [name],
+    message = (
         f"the link of {name} ({interface}) is slow: {bit_rate(rate)}, the others reach "
-        f"{bit_rate(median)}; the whole job goes at its pace",
-        f"On {name}: ethtool {interface} (speed, duplex), try another cable or port; or leave "
-        f"{name} out with --nnodes or the host list",
+        f"{bit_rate(median)}; the whole job goes at its pace"
     )
+    remedy = (
+        f"On {name}: ethtool {interface} (speed, duplex), try another cable or port; or leave "
+        f"{name} out with --nnodes or the host list"
+    )
+    return warned("link", [name], message, remedy)
 
 
-def _shared_hosts(pairs: Sequence[tuple[str, str]], names: Sequence[str]) -> tuple[str, ...]:
-    """The host that all these pairs share, if three or more are there; else those concerned."""
-    concerned = [name for name in names if any(name in pair for pair in pairs)]
-    shared = [name for name in concerned if all(name in pair for pair in pairs)]
+def _hosts_at_fault(transfers: Sequence[Transfer], names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the one of three or more hosts that nearly all these transfers share, else all."""
+    pairs = [(transfer["source"], transfer["target"]) for transfer in transfers]
+    counts = {name: sum(name in pair for pair in pairs) for name in names}
+    concerned = [name for name in names if counts[name]]
+    shared = [name for name in concerned if counts[name] == len(pairs)]
     if len(names) > 2 and len(shared) == 1 and len(pairs) > 2:
         return (shared[0],)
-    frequent = [n for n in concerned if sum(n in pair for pair in pairs) >= 0.75 * len(pairs)]
+    frequent = [name for name in concerned if counts[name] >= 0.75 * len(pairs)]
     return (frequent[0],) if len(names) > 2 and len(frequent) == 1 else tuple(concerned)
-
-
-def _speed_finding(survey: Survey, pairs: Sequence[Mapping[str, Any]]) -> Finding:
-    slowest = min(pairs, key=bits_per_s)
-    return passed(
-        "link",
-        survey.names,
-        f"slowest of {len(pairs)} ways: {bit_rate(bits_per_s(slowest))} "
-        f"({slowest['source']}→{slowest['target']})",
-    )
 
 
 check = Check("link", "Bandwidth", "full", evaluate, probe, needs_several_hosts=True)

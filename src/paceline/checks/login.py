@@ -1,6 +1,6 @@
 """Can we log in to every host?
 
-Looks at: the outcome of every login, made at once, sorted by cause.
+Looks at: the outcome of every login; all are made at once, and sorted by cause.
 Fails when: a host refuses or does not answer. The remedy depends on the cause: name, route,
 port, host key, key, user, permissions, login shell, Python.
 """
@@ -15,24 +15,22 @@ from paceline.spec.finding import Finding
 
 
 def evaluate(survey: Survey) -> list[Finding]:
-    findings = [
-        failed(
-            "login",
-            [host.name],
-            f"cannot log in to {host.name}: {refusal['cause']}: {_line(refusal['cause'], refusal['found'])}",
-            refusal["remedy"],
-        )
-        for host in survey.hosts
-        if (refusal := survey.refusals.get(host.name))
-    ]
+    findings = []
+    for host in survey.hosts:
+        if refusal := survey.refusals.get(host.name):
+            cause = refusal["cause"]
+            line = _decisive_line(cause, refusal["found"])
+            message = f"cannot log in to {host.name}: {cause}: {line}"
+            findings.append(failed("login", [host.name], message, refusal["remedy"]))
     if survey.names:
-        findings.append(passed("login", survey.names, f"logged in to {join_names(survey.names)}"))
+        message = f"logged in to {join_names(survey.names)}"
+        findings.append(passed("login", survey.names, message))
     return findings
 
 
-def _line(cause: str, text: str) -> str:
-    """The line of ssh's words by which the cause was known, else the last."""
-    pattern = next((cause_rule.pattern for cause_rule in CAUSES if cause_rule.name == cause), "$^")
+def _decisive_line(cause: str, text: str) -> str:
+    """Returns the line of ssh's output that shows the cause, else the last line."""
+    pattern = next((rule.pattern for rule in CAUSES if rule.name == cause), "$^")
     lines = [line for line in text.splitlines() if line.strip()]
     matching = [line for line in lines if re.search(pattern, line)]
     return (matching or lines or ["no word"])[-1]

@@ -17,41 +17,37 @@ MAX_LISTED = 8
 
 
 async def probe(session: ProbeSession) -> dict[str, Any]:
-    """By host, version by name."""
+    """Returns the version of each package, by host and name."""
     answers = await session.request_all("packages")
     return {name: answer["packages"] for name, answer in answers.items()}
 
 
 def evaluate(survey: Survey) -> list[Finding]:
-    packages = survey.evidence["packages"]
-    different = differences(packages)
-    if not different:
+    packages: Mapping[str, Mapping[str, str]] = survey.evidence["packages"]
+    differing = differences(packages)
+    if not differing:
         count = len(next(iter(packages.values()), {}))
-        return [
-            passed("packages", survey.names, f"{counted(count, 'package')}, the same on all hosts")
-        ]
-    lines = [
-        f"{package} ({', '.join(f'{name} {v or chr(8211)}' for name, v in versions.items())})"
-        for package, versions in different.items()
-    ]
+        message = f"{counted(count, 'package')}, the same on all hosts"
+        return [passed("packages", survey.names, message)]
+    lines = []
+    for package, versions in differing.items():
+        listed = ", ".join(f"{host} {version or chr(8211)}" for host, version in versions.items())
+        lines.append(f"{package} ({listed})")
     summary = "1 package differs" if len(lines) == 1 else f"{len(lines)} packages differ"
-    suffix = f" and {len(lines) - MAX_LISTED} more" if len(lines) > MAX_LISTED else ""
-    first = next(iter(packages))
-    return [
-        warned(
-            "packages",
-            survey.names,
-            f"{summary}: {'; '.join(lines[:MAX_LISTED])}{suffix}",
-            f"On {first}: python -m pip freeze > requirements.txt; then paceline setup env "
-            f"--requirements requirements.txt for {join_names(list(packages)[1:])}",
-        )
-    ]
+    more = f" and {len(lines) - MAX_LISTED} more" if len(lines) > MAX_LISTED else ""
+    message = f"{summary}: {'; '.join(lines[:MAX_LISTED])}{more}"
+    first, *others = packages
+    remedy = (
+        f"On {first}: python -m pip freeze > requirements.txt; then paceline setup env "
+        f"--requirements requirements.txt for {join_names(others)}"
+    )
+    return [warned("packages", survey.names, message, remedy)]
 
 
 def differences(packages: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str | None]]:
-    """By package, version by host, for those that are not the same everywhere."""
+    """Returns the versions by package and host, for packages that differ between hosts."""
     names = sorted({package for versions in packages.values() for package in versions})
-    table = {p: {name: versions.get(p) for name, versions in packages.items()} for p in names}
+    table = {p: {host: versions.get(p) for host, versions in packages.items()} for p in names}
     return {p: versions for p, versions in table.items() if len(set(versions.values())) > 1}
 
 

@@ -1,7 +1,7 @@
-"""Is the rendezvous port that was asked for free?
+"""Is the requested rendezvous port free?
 
 Looks at: the first host, the port given by --master-port.
-Fails when: somebody has it: which process, how old, and whether it is a left-over of ours.
+Fails when: a process has the port: which one, how old, and whether it is left over from a job.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from paceline.spec.finding import Finding
 
 
 async def probe(session: ProbeSession) -> dict[str, Any]:
-    """Takes the port for a moment."""
+    """Binds the port for a moment."""
     port, first = session.survey.requirements.master_port, next(iter(session.channels))
     if not port:
         return {"asked": False}
@@ -34,25 +34,20 @@ def evaluate(survey: Survey) -> list[Finding]:
     conflict = evidence["taken"][str(port)]
     holders = [_holder(pid, command, evidence["ours"]) for pid, command in conflict["holders"]]
     processes = ", ".join(holders) or "a process of another user"
+    message = f"port {port} on {first} is taken by {processes} ({conflict['error']})"
     pids = " ".join(str(pid) for pid, _ in conflict["holders"])
     alternative = f", or\nOn {first}: kill {pids}" if pids else ""
-    return [
-        failed(
-            "port",
-            [first],
-            f"port {port} on {first} is taken by {processes} ({conflict['error']})",
-            f"Leave --master-port out to get a free one{alternative}",
-        )
-    ]
+    remedy = f"Leave --master-port out to get a free one{alternative}"
+    return [failed("port", [first], message, remedy)]
 
 
-def _holder(pid: int, command: str, job_processes_of_ours: list[dict[str, Any]]) -> str:
+def _holder(pid: int, command: str, job_processes: list[dict[str, Any]]) -> str:
     text = f"process {pid} ({command[:80]})"
-    owners = [process for process in job_processes_of_ours if process["pid"] == pid]
-    if not owners:
-        return text
-    state = "a running job" if owners[0]["owned"] else "a left-over"
-    return f"{text}, {state} of paceline, {owners[0]['age']:.0f} s old"
+    for process in job_processes:
+        if process["pid"] == pid:
+            state = "a running job" if process["owned"] else "a left-over"
+            return f"{text}, {state} of paceline, {process['age']:.0f} s old"
+    return text
 
 
 check = Check("port", "Rendezvous port", "quick", evaluate, probe)

@@ -1,18 +1,17 @@
 """Do the nodes reach each other on every port that a job may use, both ways?
 
-Looks at: all pairs up to 16 hosts, rank 0's host and eight neighbours beyond. First which
-address of each host answers; then on that address real listeners on random ports, one in each
-eighth of the ephemeral range (gloo and NCCL take theirs from there), two where the rendezvous
-store is placed, and 29500.
-Fails when: connections are refused (a firewall rejects), vanish (a firewall drops; who does not
-hear whom is read from half-open connections), have no route, or reach another machine.
+Looks at: all pairs up to 16 hosts, beyond that rank 0's host and eight neighbours. First which
+address of each host answers; then, on that address, listeners on random ports: one in each eighth
+of the ephemeral range (gloo and NCCL take theirs from there), two where the rendezvous store is
+placed, and 29500.
+Fails when: connections are refused (a firewall rejects) or vanish (a firewall drops; half-open
+connections show the direction), have no route, or reach another machine.
 """
 
 from __future__ import annotations
 
 import errno
 import random
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,7 +33,7 @@ from paceline.spec.finding import Finding
 STRATA = 8
 DEFAULT_PORT = 29500
 TIMEOUT_S = 2.0
-RETRIES = 2  # further ones, for what may have been lost by chance
+RETRIES = 2  # for packets that may have been lost by chance
 
 
 async def probe(session: ProbeSession) -> dict[str, Any]:
@@ -42,7 +41,7 @@ async def probe(session: ProbeSession) -> dict[str, Any]:
     hosts, survey = session.survey.present, session.survey
     try:
         candidates, notes = network.candidates(hosts, survey.facts, survey.requirements.interface)
-    except PacelineError as error:  # what was asked for cannot be had on some host
+    except PacelineError as error:  # the requested interface is missing on a host
         return {"refused": [error.message, error.found, error.remedy]}
     session.candidates = candidates
     attempts = await connectivity.try_addresses(
@@ -52,7 +51,7 @@ async def probe(session: ProbeSession) -> dict[str, Any]:
     try:
         session.networks, decision_notes = network.decide(hosts, candidates, attempts)
         notes = [*notes, *decision_notes]
-        addresses = {name: node_network.address for name, node_network in session.networks.items()}
+        addresses = {name: chosen.address for name, chosen in session.networks.items()}
     except PacelineError:
         reachable = False
         addresses = attribution.likely_addresses(candidates, attempts)
@@ -65,13 +64,9 @@ async def probe(session: ProbeSession) -> dict[str, Any]:
         "results": results,
         "half_open": half_open,
         "rejects": rejects,
-        "duplicates": _duplicates(candidates, survey),
+        # all addresses of these hosts were left out, because other hosts have them too
+        "duplicates": [name for name in survey.names if not candidates[name]],
     }
-
-
-def _duplicates(candidates: Mapping[str, Sequence[network.Candidate]], survey: Survey) -> list[str]:
-    """Hosts all of whose addresses were left out, because others have them too."""
-    return [name for name in survey.names if not candidates[name]]
 
 
 async def _try_ports(session: ProbeSession, addresses: Mapping[str, str]) -> tuple[Any, Any, Any]:
@@ -127,11 +122,10 @@ Results = Sequence[Mapping[str, Any]]
 
 
 def sporadic_losses(results: Results) -> set[tuple[str, int]]:
-    """Host and port of time-outs on ways where other ports answered: tried again, a few times.
+    """Returns host and port of time-outs on links where other ports answered.
 
-    A link that loses packets loses some first packets twice; a firewall drops them every time.
-    The same link may lose the last packet of a connection's opening (EBUSY: opened, and then
-    silent).
+    They are tried again: a lossy link loses some first packets, a firewall drops them every time.
+    Such a link may also lose the last packet of the handshake (EBUSY: opened, then silent).
     """
     answered = {result["host"] for result in results if result["ok"]}
     return {
@@ -142,18 +136,15 @@ def sporadic_losses(results: Results) -> set[tuple[str, int]]:
 
 
 def merge_results(results: Results, retried: Results) -> list[dict[str, Any]]:
-    """The results, those tried again replaced."""
-    replacements = {(result["host"], result["port"]): result for result in retried}
-    return [
-        dict(replacements.get((original["host"], original["port"]), original))
-        for original in results
-    ]
+    """Returns the results with those that were retried replaced."""
+    merged = {(result["host"], result["port"]): dict(result) for result in [*results, *retried]}
+    return list(merged.values())
 
 
 def choose_ports(
     ephemeral: Sequence[int], random_generator: random.Random | None = None
 ) -> list[int]:
-    """A random port in each eighth of the ephemeral range, two outside of it, and 29500."""
+    """Returns a random port in each eighth of the ephemeral range, two outside it, and 29500."""
     generator = random_generator or random.Random()  # noqa: S311 - not a secret
     low, high = ephemeral
     step = max(1, (high - low) // STRATA)
@@ -169,18 +160,22 @@ def choose_ports(
 def evaluate(survey: Survey) -> list[Finding]:
     evidence = survey.evidence["ports"]
     if "refused" in evidence:
-        return [_unusable_interface(survey, *evidence["refused"])]
-    unaddressed = [_missing_address(survey, name) for name in evidence["duplicates"]]
+        message, found, remedy = evidence["refused"]
+        hosts = [name for name in survey.names if name in message.split()]
+        return [failed("ports", hosts or survey.names, f"{message}: {found}", remedy)]
     faults = attribution.faults(evidence["results"], evidence["addresses"], evidence["half_open"])
-    findings = unaddressed + [_fault_finding(survey, fault) for fault in faults]
-    if not evidence["reachable"] and not findings:
-        findings = [_unreachable(survey, evidence)]
-    return findings or [_connections_passed(survey, evidence)]
-
-
-def _unusable_interface(survey: Survey, message: str, found: str, remedy: str) -> Finding:
-    hosts = [name for name in survey.names if name in message.split()]
-    return failed("ports", hosts or survey.names, f"{message}: {found}", remedy)
+    findings = [_missing_address(survey, name) for name in evidence["duplicates"]]
+    findings += [_fault_finding(survey, fault) for fault in faults]
+    if findings:
+        return findings
+    if not evidence["reachable"]:
+        return [_unreachable(survey, evidence)]
+    networks = survey.networks
+    chosen = ", ".join(f"{n} {networks[n].interface} {networks[n].address}" for n in survey.names)
+    notes = "".join(f"; {note}" for note in evidence["notes"])
+    count = sum(len(results) for results in evidence["results"].values())
+    message = f"{count} connections on random ports, all answered: {chosen}{notes}"
+    return [passed("ports", survey.names, message)]
 
 
 def _missing_address(survey: Survey, name: str) -> Finding:
@@ -190,121 +185,93 @@ def _missing_address(survey: Survey, name: str) -> Finding:
         for a in link["addresses"]
         if link["kind"] != "loopback" and a["scope"] == "global"
     ]
-    description = (
-        f"only {join_names(addresses)}, which other hosts have too" if addresses else "none"
-    )
-    return failed(
-        "ports",
-        [name],
-        f"{name} has no address of its own: {description}",
+    has = f"only {join_names(addresses)}, which other hosts have too" if addresses else "none"
+    remedy = (
         f"Bring up a network interface on {name} that the other hosts reach: "
-        "ip addr; sudo ip link set NAME up",
+        "ip addr; sudo ip link set NAME up"
     )
+    return failed("ports", [name], f"{name} has no address of its own: {has}", remedy)
 
 
 def _fault_finding(survey: Survey, fault: attribution.Fault) -> Finding:
-    interface = _interface(survey, fault.host, survey.evidence["ports"]["addresses"])
+    interface = _interface(survey, fault.host)
     ports = describe_ports(fault.ports, fault.is_every_port)
     peers = join_names(fault.peers)
+    peer_addresses = [_address(survey, peer) for peer in fault.peers]
+    remedy = f"On {fault.host}: {network.allow_from(peer_addresses)}"
+    outcome = failed
     if fault.kind == "no route":
-        return failed(
-            "ports",
-            [fault.host, *fault.peers],
-            f"{fault.host} has no route to {peers} "
-            f"({_addresses(survey, fault.peers)}): {fault.error}",
-            _route_remedy(survey, fault),
+        message = (
+            f"{fault.host} has no route to {peers} ({', '.join(peer_addresses)}): {fault.error}"
         )
-    if fault.kind == "stranger":
-        return failed(
-            "ports",
-            [fault.host, *fault.peers],
+        remedy = _route_remedy(survey, fault.host, peer_addresses)
+    elif fault.kind == "stranger":
+        message = (
             f"another machine answers at {_address(survey, fault.host)}, the address of "
-            f"{fault.host}, when {peers} connects",
-            f"Give {fault.host} an address of its own, or name another interface with --iface",
+            f"{fault.host}, when {peers} connects"
         )
-    verb = "refuses" if fault.kind == "refused" else "drops"
-    if fault.kind == "silent":
-        return failed(
-            "ports",
-            [fault.host, *fault.peers],
+        remedy = f"Give {fault.host} an address of its own, or name another interface with --iface"
+    elif fault.kind == "silent":
+        message = (
             f"{fault.host} and {peers} do not hear each other over TCP ({interface}): "
-            f"packets vanish both ways on {ports}",
-            _firewall_remedy(survey, fault),
+            f"packets vanish both ways on {ports}"
         )
-    outcome = (
-        f"{fault.host} {verb} TCP from {peers} on {ports} ({interface}): a firewall on "
-        f"{fault.host} or on the way"
-    )
-    if fault.ports == (DEFAULT_PORT,):
-        return warned("ports", [fault.host, *fault.peers], outcome, _firewall_remedy(survey, fault))
-    return failed("ports", [fault.host, *fault.peers], outcome, _firewall_remedy(survey, fault))
+    else:
+        verb = "refuses" if fault.kind == "refused" else "drops"
+        message = (
+            f"{fault.host} {verb} TCP from {peers} on {ports} ({interface}): a firewall on "
+            f"{fault.host} or on the way"
+        )
+        if fault.ports == (DEFAULT_PORT,):
+            outcome = warned
+    return outcome("ports", [fault.host, *fault.peers], message, remedy)
 
 
 def describe_ports(ports: Sequence[int], is_every_port: bool) -> str:
-    """``all 11 ports tried``, or from which to which."""
-    if is_every_port:
-        return f"all {len(ports)} ports tried ({min(ports)}–{max(ports)})"
-    if len(ports) == 1:
+    """Returns ``all 11 ports tried (20000–64000)``, or how many of them."""
+    if len(ports) == 1 and not is_every_port:
         return f"port {ports[0]}"
-    return f"{len(ports)} of the ports tried ({min(ports)}–{max(ports)})"
+    count = f"all {len(ports)} ports" if is_every_port else f"{len(ports)} of the ports"
+    return f"{count} tried ({min(ports)}–{max(ports)})"
 
 
 def _address(survey: Survey, name: str) -> str:
     return str(survey.evidence["ports"]["addresses"].get(name, survey.address(name)))
 
 
-def _addresses(survey: Survey, names: Sequence[str]) -> str:
-    return ", ".join(_address(survey, name) for name in names)
-
-
-def _interface(survey: Survey, name: str, addresses: Mapping[str, str]) -> str:
+def _interface(survey: Survey, name: str) -> str:
+    address = survey.evidence["ports"]["addresses"].get(name, name)
     for link in survey.facts[name]["interfaces"] or []:
-        if any(a["address"] == addresses.get(name) for a in link["addresses"]):
-            return f"{link['name']} {addresses[name]}"
-    return addresses.get(name, name)
+        if any(a["address"] == address for a in link["addresses"]):
+            return f"{link['name']} {address}"
+    return str(address)
 
 
-def _route_remedy(survey: Survey, fault: attribution.Fault) -> str:
-    rejects = survey.evidence["ports"]["rejects"].get(fault.host, [])
-    rejected = [_address(survey, peer) for peer in fault.peers if _address(survey, peer) in rejects]
+def _route_remedy(survey: Survey, host: str, peer_addresses: Sequence[str]) -> str:
+    rejects = survey.evidence["ports"]["rejects"].get(host, [])
+    rejected = [address for address in peer_addresses if address in rejects]
     if rejected:
-        commands = " && ".join(f"sudo ip route del unreachable {address}" for address in rejected)
-        return f"On {fault.host}: {commands}"
+        commands = (f"sudo ip route del unreachable {address}" for address in rejected)
+        return f"On {host}: {' && '.join(commands)}"
     return (
-        f"On {fault.host}, look: ip route get {_address(survey, fault.peers[0])}; then add a "
+        f"On {host}, look: ip route get {peer_addresses[0]}; then add a "
         "route through the interface that leads there, or name another with --iface"
     )
 
 
-def _firewall_remedy(survey: Survey, fault: attribution.Fault) -> str:
-    return f"On {fault.host}: {network.allow_from([_address(survey, p) for p in fault.peers])}"
-
-
 def _unreachable(survey: Survey, evidence: Mapping[str, Any]) -> Finding:
-    """No address was reached by all although the presumed ones work: families do not match."""
-    codes = Counter(r.get("errno") for attempts in evidence["tried"].values() for r in attempts)
-    refused = "refused" if codes.get(errno.ECONNREFUSED) else "not answered"
-    return failed(
-        "ports",
-        survey.names,
-        f"the hosts have no address family in common on which all reach each other ({refused})",
+    """Reports that no address was reached by all, though no link failed: families differ."""
+    results = [result for attempts in evidence["tried"].values() for result in attempts]
+    is_refused = any(result.get("errno") == errno.ECONNREFUSED for result in results)
+    message = (
+        "the hosts have no address family in common on which all reach each other "
+        f"({'refused' if is_refused else 'not answered'})"
+    )
+    remedy = (
         "Give every host an address of one family (IPv4 or IPv6), or name interfaces "
-        "that reach each other with --iface",
+        "that reach each other with --iface"
     )
-
-
-def _connections_passed(survey: Survey, evidence: Mapping[str, Any]) -> Finding:
-    networks = survey.networks
-    addresses = ", ".join(
-        f"{n} {networks[n].interface} {networks[n].address}" for n in survey.names
-    )
-    notes = "".join(f"; {note}" for note in evidence["notes"])
-    count = sum(len(results) for results in evidence["results"].values())
-    return passed(
-        "ports",
-        survey.names,
-        f"{count} connections on random ports, all answered: {addresses}{notes}",
-    )
+    return failed("ports", survey.names, message, remedy)
 
 
 check = Check("ports", "Addresses and ports", "quick", evaluate, probe, needs_several_hosts=True)

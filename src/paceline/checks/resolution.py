@@ -1,8 +1,8 @@
-"""Does every host know the others by name, and rightly?
+"""Do the hosts resolve each other's names to the right addresses?
 
 Looks at: what each host's name resolves to on every other host.
-Warns when: a name is unknown there, or means an address that is not that host's. Paceline
-publishes addresses, never names; torchrun by hand and MPI publish names.
+Warns when: a name is unknown there, or means an address of another host. Paceline publishes
+addresses, never names; plain torchrun and MPI publish names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.spec.finding import Finding
 
 
 async def probe(session: ProbeSession) -> dict[str, Any]:
-    """By asking host, addresses by name."""
+    """Returns addresses by name, by asking host."""
     names = sorted({_host_name(session.survey, name) for name in session.channels})
     answers = await session.request_all("resolve", names=names)
     return {name: answer["names"] for name, answer in answers.items()}
@@ -34,57 +34,44 @@ def _host_name(survey: Survey, name: str) -> str:
 
 
 def evaluate(survey: Survey) -> list[Finding]:
-    findings = [finding for target in survey.names for finding in _target(survey, target)]
-    return findings or [passed("resolution", survey.names, "every host knows the others by name")]
+    findings = [finding for target in survey.names for finding in _target_findings(survey, target)]
+    message = "every host knows the others by name"
+    return findings or [passed("resolution", survey.names, message)]
 
 
-def _target(survey: Survey, target: str) -> list[Finding]:
-    hostname, target_addresses = _host_name(survey, target), _addresses(survey, target)
+def _target_findings(survey: Survey, target: str) -> list[Finding]:
+    hostname, own_addresses = _host_name(survey, target), _addresses(survey, target)
     if sum(_host_name(survey, name) == hostname for name in survey.names) > 1:
-        return []  # one name for several hosts is another check's finding
-    unresolved, wrong = [], {}
+        return []  # duplicate names are a finding of another check
+    unresolved, findings = [], []
     for asker, answers in survey.evidence["resolution"].items():
         addresses = answers.get(hostname)
         if asker == target:
             continue
         if not addresses:
             unresolved.append(asker)
-        elif not target_addresses & set(addresses):
-            wrong[asker] = addresses[0]
-    line = f"echo '{survey.address(target)} {hostname}' | sudo tee -a /etc/hosts"
-    findings = []
-    for asker, address in wrong.items():
-        message = (
-            f"on {asker}, {hostname} means {address}{_owner_text(survey, address)}, not {target}"
-        )
-        script = f"/[[:space:]]{hostname}\\b/s/^[^[:space:]]*/{survey.address(target)}/"
-        remedy = (
-            f"On {asker}: {hosts_file.edit_command(script)}\n"
-            f"(if `getent hosts {hostname}` says the same afterwards, the name server is wrong)"
-        )
-        findings.append(warned("resolution", [asker, target], message, remedy))
+        elif not own_addresses & set(addresses):
+            owner = [name for name in survey.names if addresses[0] in _addresses(survey, name)]
+            owner_text = f" (that is {owner[0]})" if owner else ""
+            message = f"on {asker}, {hostname} means {addresses[0]}{owner_text}, not {target}"
+            script = f"/[[:space:]]{hostname}\\b/s/^[^[:space:]]*/{survey.address(target)}/"
+            remedy = (
+                f"On {asker}: {hosts_file.edit_command(script)}\n"
+                f"(if `getent hosts {hostname}` says the same afterwards, the name server is wrong)"
+            )
+            findings.append(warned("resolution", [asker, target], message, remedy))
     if unresolved:
         message = f"{join_names(unresolved)} cannot resolve {hostname}, the host name of {target}"
-        findings.append(
-            warned(
-                "resolution",
-                [*unresolved, target],
-                message,
-                "\n".join(f"On {name}: {line}" for name in unresolved)
-                + "\n(needed by mpirun and plain torchrun only)",
-            )
-        )
+        line = f"echo '{survey.address(target)} {hostname}' | sudo tee -a /etc/hosts"
+        remedy = "\n".join(f"On {name}: {line}" for name in unresolved)
+        remedy += "\n(needed by mpirun and plain torchrun only)"
+        findings.append(warned("resolution", [*unresolved, target], message, remedy))
     return findings
 
 
 def _addresses(survey: Survey, name: str) -> set[str]:
     links = survey.facts[name]["interfaces"] or []
     return {a["address"] for link in links for a in link["addresses"] if is_routable(link, a)}
-
-
-def _owner_text(survey: Survey, address: str) -> str:
-    owner = [name for name in survey.names if address in _addresses(survey, name)]
-    return f" (that is {owner[0]})" if owner else ""
 
 
 check = Check("resolution", "Names of others", "quick", evaluate, probe, needs_several_hosts=True)

@@ -1,11 +1,9 @@
-"""Runs the checks: log in, ask, evaluate, conclude.
-
-The asking decides nothing; the judging and the conclusion do no I/O.
-"""
+"""Runs the checks: logs in, probes the nodes, evaluates the survey, draws the conclusion."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,29 +24,25 @@ CLOSE_TIMEOUT_S = 2.0
 Progress = Callable[[str], None]
 
 
-async def survey_hosts(hosts: Sequence[Host], ssh: SshOptions, requirements: Requirements, level: Level,
-                  progress: Progress = lambda text: None,
-                  only: Sequence[str] = ()) -> Survey:  # fmt: skip
-    """Logs in to all hosts and asks those that let us in.
+async def survey_hosts(hosts: Sequence[Host], ssh: SshOptions, requirements: Requirements,
+                       level: Level, progress: Progress = lambda text: None,
+                       only: Sequence[str] = ()) -> Survey:  # fmt: skip
+    """Logs in to all hosts and runs the probes on those that accept.
 
     Args:
-        hosts: In rank order.
+        hosts: Hosts, in rank order.
         ssh: How to log in.
-        requirements: What the job would need.
-        level: How much to ask.
-        progress: Told what is being looked at.
-        only: Probes of these checks alone; empty for all that are due.
+        requirements: What the job needs.
+        level: Which probes to run.
+        progress: Called with the title of each step.
+        only: Run the probes of these checks only; empty for all of the level.
     """
-    progress(f"logging in to {len(hosts)} host{'s' * (len(hosts) > 1)}")
+    progress(f"logging in to {counted(len(hosts), 'host')}")
     pythons = [requirements.pythons[host.name] for host in hosts]
     outcomes = await reach_all(hosts, pythons, ssh)
     channels = {o.host.name: o for o in outcomes if isinstance(o, Channel)}
     refusals = {
-        o.host.name: {
-            "cause": o.refusal.cause,
-            "found": o.refusal.found,
-            "remedy": o.refusal.remedy,
-        }
+        o.host.name: {key: getattr(o.refusal, key) for key in ("cause", "found", "remedy")}
         for o in outcomes
         if not isinstance(o, Channel)
     }
@@ -67,7 +61,7 @@ async def survey_hosts(hosts: Sequence[Host], ssh: SshOptions, requirements: Req
 
 
 def require_all_reachable(survey: Survey, remedy: str = "") -> None:
-    """ConnectError that names the hosts that did not let us in, where there are some."""
+    """Raises ConnectError that names the hosts that refused the login, if any."""
     if refusals := survey.refusals:
         raise ConnectError(
             f"{counted(len(refusals), 'host')} cannot be reached: {', '.join(refusals)}",
@@ -79,7 +73,7 @@ def require_all_reachable(survey: Survey, remedy: str = "") -> None:
 async def run_probes(channels: Mapping[str, Channel], survey: Survey, level: Level,
               progress: Progress = lambda text: None,
               only: Sequence[str] = ()) -> Survey:  # fmt: skip
-    """The survey with the evidence of every probe that is due."""
+    """Returns the survey with the evidence of every probe of the level."""
     if not channels or level == "facts":
         return survey
     session = ProbeSession(channels, survey)
@@ -94,7 +88,7 @@ async def run_probes(channels: Mapping[str, Channel], survey: Survey, level: Lev
 
 
 def applies(check: Check, survey: Survey) -> bool:
-    """Whether the check makes sense for these hosts and this job."""
+    """Whether the check applies to these hosts and this job."""
     if check.needs_several_hosts and len(survey.names) < 2:
         return False
     return survey.requirements.needs_torch or not check.needs_torch
@@ -119,14 +113,14 @@ def _error_text(error: Exception) -> str:
 
 
 def _without_request_ids(result: Any) -> Any:
-    """Without the numbers of the requests."""
+    """Removes request ids from the result of a probe."""
     if isinstance(result, dict):
         return {key: _without_request_ids(item) for key, item in result.items() if key != "re"}
     return [_without_request_ids(item) for item in result] if isinstance(result, list) else result
 
 
 def evaluate(survey: Survey, level: Level) -> list[Finding]:
-    """Every finding, in the order of the registry. Pure."""
+    """Returns all findings, in the order of the registry. Pure."""
     findings: list[Finding] = []
     for check in checks_up_to(level):
         if check.id == "login" or (survey.names and applies(check, survey)):
@@ -136,13 +130,8 @@ def evaluate(survey: Survey, level: Level) -> list[Finding]:
 
 def _evaluate_check(check: Check, survey: Survey, level: Level) -> list[Finding]:
     if check.id in survey.failures:
-        return [
-            unknown(
-                check.id,
-                survey.names,
-                f"{check.title.lower()} could not be checked: {survey.failures[check.id]}",
-            )
-        ]
+        message = f"{check.title.lower()} could not be checked: {survey.failures[check.id]}"
+        return [unknown(check.id, survey.names, message)]
     if check.probe is not None and check.id not in survey.evidence and level != "facts":
         return []
     return check.evaluate(survey)
@@ -152,40 +141,28 @@ SEVERITY: tuple[Outcome, ...] = ("fail", "unknown", "warn", "pass")
 
 
 def exit_status(findings: Sequence[Finding]) -> int:
-    """1 when something fails, 2 when something could not be checked, else 0."""
+    """Returns 1 if a check failed, 2 if one could not be made, else 0."""
     outcomes = {finding.outcome for finding in findings}
     return 1 if "fail" in outcomes else 2 if "unknown" in outcomes else 0
 
 
-def with_outcome(findings: Sequence[Finding], outcome: Outcome) -> list[Finding]:
-    return [finding for finding in findings if finding.outcome == outcome]
-
-
 def ranked(findings: Sequence[Finding]) -> list[Finding]:
-    """What matters first: failures, what is unknown, warnings, then what is well."""
+    """Sorts findings: failures, unknown, warnings, passes."""
     return sorted(findings, key=lambda finding: SEVERITY.index(finding.outcome))
 
 
 def conclusion(findings: Sequence[Finding]) -> str:
-    """The first line: the gravest finding, or that all is well."""
-    totals = {outcome: len(with_outcome(findings, outcome)) for outcome in SEVERITY}
+    """Returns the first line of the report: the gravest finding, or that all is well."""
     if not findings:
         return "nothing was checked"
     gravest = ranked(findings)[0]
+    counts = Counter(finding.outcome for finding in findings)
     if gravest.outcome == "pass":
-        return f"all is well: {totals['pass']} checks passed"
-    label = {"fail": "will fail", "unknown": "could not be checked", "warn": "warning"}
-    suffix = _remaining_text(totals, gravest.outcome)
-    return f"{label[gravest.outcome]}: {gravest.message}{suffix}"
-
-
-def _remaining_text(totals: dict[Outcome, int], gravest: Outcome) -> str:
-    nouns: dict[Outcome, str] = {
-        "fail": "failure",
-        "unknown": "unknown",
-        "warn": "warning",
-        "pass": "pass",
-    }
-    remaining = {o: totals[o] - (o == gravest) for o in SEVERITY[:3]}
-    parts = [f"{n} more {nouns[o]}{'s' * (n > 1)}" for o, n in remaining.items() if n]
-    return f" (and {', '.join(parts)})" if parts else ""
+        return f"all is well: {counts['pass']} checks passed"
+    counts[gravest.outcome] -= 1
+    nouns: dict[Outcome, str] = {"fail": "failure", "unknown": "unknown", "warn": "warning"}
+    others = [f"{counts[outcome]} more {noun}{'s' * (counts[outcome] > 1)}"
+              for outcome, noun in nouns.items() if counts[outcome]]  # fmt: skip
+    labels = {"fail": "will fail", "unknown": "could not be checked", "warn": "warning"}
+    suffix = f" (and {', '.join(others)})" if others else ""
+    return f"{labels[gravest.outcome]}: {gravest.message}{suffix}"

@@ -1,8 +1,8 @@
 """Do all hosts have the same torch?
 
-Looks at: ``torch/version.py`` of every host; without ``--quick`` the loaded library is asked, too.
-Fails when: a host has none, or the versions or what they were built for differ. Warns when a
-declared NCCL version is not the one that torch brings.
+Looks at: ``torch/version.py`` of every host; without ``--quick`` also the loaded library.
+Fails when: a host has no torch, or versions or builds differ. Warns when a declared NCCL version is
+not the one that torch brings.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from paceline.spec.finding import Finding
 
 
 def evaluate(survey: Survey) -> list[Finding]:
-    hosts = [host for host in survey.present if _has_its_python(survey, host.name)]
+    hosts = [host for host in survey.present if _has_requested_python(survey, host.name)]
     names = [host.name for host in hosts]
     if not hosts:
         return []
@@ -26,34 +26,29 @@ def evaluate(survey: Survey) -> list[Finding]:
     return _nccl(survey, names) or [passed("torch", names, f"torch {versions[names[0]]}")]
 
 
-def _has_its_python(survey: Survey, name: str) -> bool:
-    """Where the interpreter is missing, what another one has says nothing."""
-    return (
-        survey.requirements.pythons.get(name, survey.interpreters[name])
-        == survey.interpreters[name]
-    )
+def _has_requested_python(survey: Survey, name: str) -> bool:
+    """Whether the requested interpreter exists; another one's torch does not matter."""
+    interpreter = survey.interpreters[name]
+    return survey.requirements.pythons.get(name, interpreter) == interpreter
 
 
 def _nccl(survey: Survey, names: list[str]) -> list[Finding]:
-    """An image's NCCL_VERSION says nothing about the library that torch loads."""
+    """Warns of an image's NCCL_VERSION that is not the version of the library torch loads."""
     findings = []
     for name in names:
-        environment = survey.facts[name].get("environment") or {}
-        torch = survey.facts[name]["torch"]
-        if torch.get("cuda") and (declared := environment.get("NCCL_VERSION")):
-            loaded = (survey.evidence.get("packages") or {}).get(name, {})
-            nccl_packages = {n: v for n, v in loaded.items() if n.startswith("nvidia-nccl")}
-            if nccl_packages and not any(v in declared for v in nccl_packages.values()):
-                versions = ", ".join(f"{n} {v}" for n, v in nccl_packages.items())
-                findings.append(
-                    warned(
-                        "torch",
-                        [name],
-                        f"{name} declares NCCL_VERSION={declared}, but torch loads {versions}",
-                        "Go by the library that torch loads; the variable only names what the "
-                        "image was built with",
-                    )
-                )
+        declared = (survey.facts[name].get("environment") or {}).get("NCCL_VERSION")
+        if not declared or not survey.facts[name]["torch"].get("cuda"):
+            continue
+        packages = (survey.evidence.get("packages") or {}).get(name, {})
+        nccl = {n: v for n, v in packages.items() if n.startswith("nvidia-nccl")}
+        if nccl and not any(version in declared for version in nccl.values()):
+            versions = ", ".join(f"{n} {v}" for n, v in nccl.items())
+            message = f"{name} declares NCCL_VERSION={declared}, but torch loads {versions}"
+            remedy = (
+                "Go by the library that torch loads; the variable only names what the image was "
+                "built with"
+            )
+            findings.append(warned("torch", [name], message, remedy))
     return findings
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from each_case import each_case
 from paceline.checks import CHECKS, load, runner
 from paceline.checks.check import LEVELS, Survey
 from paceline.checks.runner import applies, evaluate
@@ -54,7 +55,7 @@ def case_id(path: Path) -> str:
     return f"{path.parent.name}/{path.stem}"
 
 
-@pytest.mark.parametrize("path", CASES, ids=case_id)
+@each_case("path", CASES, ids=case_id)
 def test_judges_as_recorded(path: Path) -> None:
     case = json.loads(path.read_text())
     check = load(path.parent.name)
@@ -69,7 +70,7 @@ def test_judges_as_recorded(path: Path) -> None:
             assert words in finding.remedy
 
 
-@pytest.mark.parametrize("path", BLAMED, ids=case_id)
+@each_case("path", BLAMED, ids=case_id)
 def test_the_conclusion_is_that_of_the_case(path: Path) -> None:
     """Nothing else in the registry blames somebody for what the case changed."""
     case = json.loads(path.read_text())
@@ -78,14 +79,14 @@ def test_the_conclusion_is_that_of_the_case(path: Path) -> None:
     assert first.check == path.parent.name, first
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@each_case("name", CHECKS)
 def test_has_recorded_cases(name: str) -> None:
     outcomes = {path.stem.split("_")[0] for path in CASES if path.parent.name == name}
     assert "pass" in outcomes
     assert outcomes & {"fail", "warn"}
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@each_case("name", CHECKS)
 def test_is_what_it_is_called(name: str) -> None:
     check = load(name)
     assert check.id == name
@@ -97,7 +98,7 @@ def test_is_what_it_is_called(name: str) -> None:
     assert "Fails when:" in text or "Warns when:" in text
 
 
-@pytest.mark.parametrize("name", [name for name in CHECKS if load(name).probe is not None])
+@each_case("name", [name for name in CHECKS if load(name).probe is not None])
 def test_says_unknown_when_its_probe_fails(name: str) -> None:
     survey = replace(changed(healthy(), {}), failures={name: "no answer in time"})
     (found,) = [finding for finding in evaluate(survey, "full") if finding.check == name]
@@ -149,7 +150,7 @@ def test_a_failure_needs_a_remedy() -> None:
         Finding("x", "fail", (), "bad")
 
 
-@pytest.mark.parametrize("path", CASES, ids=case_id)
+@each_case("path", CASES, ids=case_id)
 def test_remedies_that_are_commands_can_be_read_by_a_shell(path: Path) -> None:
     case = json.loads(path.read_text())
     for finding in load(path.parent.name).evaluate(changed(healthy(), case["change"])):

@@ -19,6 +19,7 @@ import click
 import pytest
 from click.shell_completion import CompletionItem
 
+from each_case import each_case
 from paceline.cli import completion, program
 from paceline.cli.completion import SHELLS, VARIABLE
 from paceline.cli.suggest import VALUES
@@ -67,7 +68,7 @@ def values(line: str) -> list[str]:
     return [one[1] for one in asked("zsh", line) if one[0] == "plain"]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("line", "wanted"),
     [
         ("paceline tr", ["train", "trust", "translate"]),

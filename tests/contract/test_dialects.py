@@ -21,6 +21,7 @@ from dialect_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from each_case import each_case
 from paceline.hosts import DIALECTS
 from paceline.hosts.dialect import Dialect, Reading
 from paceline.hosts.dialects import ALIASES, ENVIRONMENTS
@@ -64,13 +65,13 @@ def written(dialect: Dialect, cluster: Cluster) -> str:
     return dialect.write(cluster)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_case("name", NAMES)
 def test_is_what_it_is_called(name: str) -> None:
     assert DIALECTS[name].name == name
     assert DIALECTS[name].title
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_case("name", NAMES)
 def test_has_recorded_cases(name: str) -> None:
     assert [path for path in GOOD if path.parent.name == name]
 
@@ -81,19 +82,19 @@ def test_aliases_and_environments_are_known() -> None:
     assert not set(ALIASES) & set(DIALECTS)
 
 
-@pytest.mark.parametrize("path", GOOD, ids=case_id)
+@each_case("path", GOOD, ids=case_id)
 def test_understands(path: Path) -> None:
     parsed = DIALECTS[path.parent.name].parse(reading_of(path))
     assert outcome(parsed) == expected_of(path)
 
 
-@pytest.mark.parametrize("path", GOOD, ids=case_id)
+@each_case("path", GOOD, ids=case_id)
 def test_is_detected(path: Path) -> None:
     reading = reading_of(path)
     assert next(name for name in DIALECTS if DIALECTS[name].detect(reading)) == path.parent.name
 
 
-@pytest.mark.parametrize("path", BAD, ids=case_id)
+@each_case("path", BAD, ids=case_id)
 def test_refuses_with_the_line(path: Path) -> None:
     with pytest.raises(HostsError) as caught:
         DIALECTS[path.parent.name].parse(reading_of(path))
@@ -104,14 +105,14 @@ def test_refuses_with_the_line(path: Path) -> None:
     assert caught.value.remedy
 
 
-@pytest.mark.parametrize("case", CLUSTERS)
-@pytest.mark.parametrize("name", WRITABLE)
+@each_case("case", CLUSTERS)
+@each_case("name", WRITABLE)
 def test_writes_whole_lines(name: str, case: str) -> None:
     assert written(DIALECTS[name], CLUSTERS[case]).endswith("\n")
 
 
-@pytest.mark.parametrize("case", CLUSTERS)
-@pytest.mark.parametrize("name", READ_BACK)
+@each_case("case", CLUSTERS)
+@each_case("name", READ_BACK)
 def test_reads_back_what_it_writes(name: str, case: str) -> None:
     dialect, cluster = DIALECTS[name], CLUSTERS[case]
     text = written(dialect, cluster)
@@ -119,8 +120,8 @@ def test_reads_back_what_it_writes(name: str, case: str) -> None:
     assert [kept(h, dialect) for h in parsed.hosts] == [kept(h, dialect) for h in cluster.hosts]
 
 
-@pytest.mark.parametrize("case", CLUSTERS)
-@pytest.mark.parametrize("name", [n for n in READ_BACK if DIALECTS[n].keeps == DIALECTS[n].says])
+@each_case("case", CLUSTERS)
+@each_case("name", [n for n in READ_BACK if DIALECTS[n].keeps == DIALECTS[n].says])
 def test_writing_again_changes_nothing(name: str, case: str) -> None:
     dialect = DIALECTS[name]
     text = written(dialect, CLUSTERS[case])
@@ -128,8 +129,8 @@ def test_writing_again_changes_nothing(name: str, case: str) -> None:
     assert written(dialect, Cluster(parsed.hosts)) == text
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
+@each_case("name", NAMES)
+@each_case(
     "text",
     ["", "\n", "#\n", "\0", "[", "]", "=", ":", ",", "@", "a=[\n", "[" * 9999, "a: 2026-99-99"],
 )
@@ -140,7 +141,7 @@ def test_never_fails_otherwise_than_with_a_hosts_error(name: str, text: str) -> 
         DIALECTS[name].parse(reading)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_case("name", NAMES)
 def test_deep_nesting_does_no_harm(name: str) -> None:
     reading = Reading(text="a = " + "[" * 9999, label=LABEL)
     with suppress(HostsError):

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import paceline.checks
+from each_case import each_case
 from paceline.explain.conclusion import conclude
 from paceline.explain.evidence_reader import from_log
 from paceline.explain.libraries import FACTS
@@ -74,7 +75,7 @@ def beginnings(pattern: re.Pattern[str]) -> set[str]:
     return {*EVERYWHERE, *literal, *(f"{one}{more}" for one in literal for more in ("x", " ", "0"))}
 
 
-@pytest.mark.parametrize("pattern", [p for _, p in ALL], ids=[name for name, _ in ALL])
+@each_case("pattern", [p for _, p in ALL])
 def test_takes_time_in_proportion_to_the_line(pattern: re.Pattern[str]) -> None:
     for piece in sorted(beginnings(pattern)):
         line = (piece * (CHARS // len(piece) + 1))[:CHARS] + "!"

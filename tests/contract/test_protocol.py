@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from each_case import each_case
 from paceline.agent import facts, frames, server
 from paceline.agent.frames import (
     MAGIC,
@@ -451,7 +452,7 @@ def lie_in(hear: Callable[[], Any]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("op", REQUESTS)
+@each_case("op", REQUESTS)
 def test_hostile_answers(op: str) -> None:
     """Refused as a whole, or exactly what may be said."""
     fields, answer, blob = REQUESTS[op]
@@ -475,7 +476,7 @@ def test_hostile_answers(op: str) -> None:
         assert sum(map(bool, lies)) > VARIANTS / 4
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("op", "lie"),
     [
         ("list_results", {"files": [{"path": "../../.bashrc", "size": 3}]}),
@@ -548,7 +549,7 @@ def test_hostile_greetings() -> None:
     assert refused > 100
 
 
-@pytest.mark.parametrize("name", FACTS)
+@each_case("name", FACTS)
 def test_a_greeting_without_a_fact_is_none(name: str) -> None:
     """A fact that cannot be had is null; the verbs may look for each."""
     said = hello()
@@ -643,8 +644,8 @@ def test_events_that_no_agent_sends(kind: Any) -> None:
         conversation.event({"event": kind, "stderr": "x", "rank": "../../x"}, b"")
 
 
-@pytest.mark.parametrize("rank", [1, -1, "../../../x", None, True, "0", 2**40])
-@pytest.mark.parametrize("kind", ["output", "rank started", "said", "rank ended"])
+@each_case("rank", [1, -1, "../../../x", None, True, "0", 2**40])
+@each_case("kind", ["output", "rank started", "said", "rank ended"])
 def test_ranks_of_other_nodes(kind: str, rank: Any) -> None:
     conversation = Conversation()
     conversation.event(hello(), b"")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from each_case import each_case
 from paceline.explain.conclusion import conclude, to_findings
 from paceline.explain.evidence import Evidence, Log
 from paceline.explain.evidence_reader import from_log, from_run, read_log
@@ -43,7 +44,7 @@ def case_id(path: Path) -> str:
     return f"{path.parent.name}/{path.name}"
 
 
-@pytest.mark.parametrize("path", HITS, ids=case_id)
+@each_case("path", HITS, ids=case_id)
 def test_is_the_conclusion_of_its_hits(path: Path) -> None:
     found = conclude(evidence(path), ALL)
     assert found.matches
@@ -61,26 +62,26 @@ def test_a_crash_of_torchs_own_debugging_has_a_remedy_of_its_own() -> None:
         assert ("or set INFO" in match.remedy) is told
 
 
-@pytest.mark.parametrize("path", HITS, ids=case_id)
+@each_case("path", HITS, ids=case_id)
 def test_no_other_cause_claims_its_hits(path: Path) -> None:
     """A symptom may be seen in many failures; a cause is one."""
     causes = [rule.code for rule in ALL if not rule.symptom and rule.match(evidence(path))]
     assert set(causes) <= {path.parent.name}
 
 
-@pytest.mark.parametrize("path", NEARS, ids=case_id)
+@each_case("path", NEARS, ids=case_id)
 def test_is_silent_on_near_misses(path: Path) -> None:
     assert load(path.parent.name).match(evidence(path)) is None
 
 
-@pytest.mark.parametrize("path", UNRELATED, ids=lambda path: path.stem)
+@each_case("path", UNRELATED, ids=lambda path: path.stem)
 def test_unrelated_failures_are_unknown(path: Path) -> None:
     found = conclude(evidence(path), ALL)
     assert not found.matches, found.text
     assert to_findings(found)[0].outcome == "unknown"
 
 
-@pytest.mark.parametrize(("name", "answer"), ANSWERS)
+@each_case(("name", "answer"), ANSWERS)
 def test_real_failures_of_other_programs_are_not_claimed(name: str, answer: str) -> None:
     found = conclude(evidence(REAL / f"{name}.log"), ALL)
     assert [rule.code for rule, _ in found.matches] == [answer] * (answer != "unknown"), found.text
@@ -90,19 +91,19 @@ def test_every_real_log_is_judged() -> None:
     assert sorted(name for name, _ in ANSWERS) == sorted(path.stem for path in REAL.glob("*.log"))
 
 
-@pytest.mark.parametrize("code", codes())
+@each_case("code", codes())
 def test_has_recorded_cases(code: str) -> None:
     assert [path for path in HITS if path.parent.name == code]
     assert [path for path in NEARS if path.parent.name == code]
 
 
-@pytest.mark.parametrize("code", codes())
+@each_case("code", codes())
 def test_is_what_it_is_called(code: str) -> None:
     assert load(code).code == code
     assert re.fullmatch(r"[a-z]+(-[a-z]+)*", code)
 
 
-@pytest.mark.parametrize("path", HITS, ids=case_id)
+@each_case("path", HITS, ids=case_id)
 def test_says_who_where_and_what_to_do(path: Path) -> None:
     found = conclude(evidence(path), ALL)
     (first, *_) = to_findings(found)
@@ -112,7 +113,7 @@ def test_says_who_where_and_what_to_do(path: Path) -> None:
     assert " ?" not in found.text
 
 
-@pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.code)
+@each_case("rule", ALL, ids=lambda rule: rule.code)
 def test_its_page_has_a_heading_and_each_section_once(rule: Rule) -> None:
     page = (SOURCE / f"{rule.code}.md").read_text()
     assert re.findall(r"^#+ (.+)$", page, re.MULTILINE) == [rule.title, *SECTIONS]

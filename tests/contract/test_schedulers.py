@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from each_case import each_case
 from paceline.schedulers import SCHEDULERS, inside, load, mpi, slurm, submission
 from paceline.schedulers.scheduler import Options
 from paceline.schedulers.script import BatchRequest
@@ -61,7 +62,7 @@ def render(name: str, request: BatchRequest) -> str:
     return load(name).render(request)
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
+@each_case("name", SCHEDULERS)
 def test_every_scheduler_says_what_it_is(name: str) -> None:
     scheduler = load(name)
     assert scheduler.name == name
@@ -71,7 +72,7 @@ def test_every_scheduler_says_what_it_is(name: str) -> None:
     assert scheduler.follows() or scheduler.submitting is None or scheduler.hand_over
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
+@each_case("name", SCHEDULERS)
 def test_what_a_scheduler_lacks_it_refuses(name: str) -> None:
     """With an error for people, not with one of Python's."""
     scheduler = load(name)
@@ -95,7 +96,7 @@ def test_there_is_no_scheduler_of_another_name() -> None:
         load("abacus")
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
+@each_case("name", SCHEDULERS)
 def test_nobody_is_in_an_allocation_without_its_variables(name: str) -> None:
     assert load(name).allocation({}) is None
     assert inside({f"{name.upper()}_NOTHING": "1"}) is None
@@ -280,8 +281,8 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", SHELL)
+@each_case("variant", VARIANTS)
+@each_case("name", SHELL)
 def test_a_script_is_good_shell(name: str, variant: str) -> None:
     done = subprocess.run(["bash", "-n"], input=render(name, VARIANTS[variant]), text=True,
                           capture_output=True, check=False)  # fmt: skip
@@ -305,8 +306,8 @@ def test_hostile_words_reach_the_job(name: str, tmp_path: Path) -> None:
     assert tuple(words[-len(HOSTILE) :]) == HOSTILE, done.stderr
 
 
-@pytest.mark.parametrize("name", SHELL)
-@pytest.mark.parametrize("value", ["a\nb", "$(id)", "a;b", "`x`", "a'b"])
+@each_case("name", SHELL)
+@each_case("value", ["a\nb", "$(id)", "a;b", "`x`", "a'b"])
 def test_hostile_directives_are_refused(name: str, value: str) -> None:
     with pytest.raises(SettingError, match="cannot stand in a batch script"):
         render(name, replace(REQUEST, partition=value))
@@ -356,8 +357,8 @@ def test_no_word_becomes_a_directive(name: str) -> None:
     assert [line for line in lines if re.match(r"#(PBS|BSUB|SBATCH) .*[= ]stolen$", line)] == []
 
 
-@pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize("folder", [INJECTED, 'a"b', "a%j", "a$(id)", "a`id`", "a^array_index^"])
+@each_case("name", BATCHES)
+@each_case("folder", [INJECTED, 'a"b', "a%j", "a$(id)", "a`id`", "a^array_index^"])
 def test_a_hostile_run_directory_is_refused(name: str, folder: str) -> None:
     with pytest.raises(SettingError, match=r"run directory .* cannot stand in a batch script"):
         render(name, replace(REQUEST, run_dir=f"/runs/{folder}"))
@@ -394,7 +395,7 @@ def test_gpus_are_shared_out_and_counted(case: str) -> None:
     assert "--ntasks-per-node=5\n" in render("slurm", replace(request, processes=5))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("asked", "message"),
     [
         ({"gpus": "5"}, "5 is no equal share for 2 nodes"),
@@ -441,7 +442,7 @@ def as_kubernetes_reads(word: str) -> str:
     return re.sub(r"\$\$|\$\(([^)]*)\)", expand, word)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "word", [*HOSTILE, "$(PACELINE_RDZV_KEY)", "$$(PACELINE_RDZV_KEY)", "$$$(X)", "a$", "$$"]
 )
 def test_words_reach_the_job_in_a_pod(word: str) -> None:

@@ -16,6 +16,7 @@ import pytest
 from click.core import ParameterSource
 from click.testing import CliRunner
 
+from each_case import each_case
 from paceline.cli import VERBS, launch, program, sources, trust
 from paceline.cli.sources import TABLES_ARE_HOSTS
 from paceline.spec.errors import HostsError, PacelineError, SettingError
@@ -126,7 +127,7 @@ def as_variable(value: Any) -> str:
     return " ".join(value) if isinstance(value, list) else str(value)
 
 
-@pytest.mark.parametrize(("verb", "option"), CASES)
+@each_case(("verb", "option"), CASES)
 def test_a_setting_means_the_same_in_all_three_places(verb: str, option: click.Option) -> None:
     key, variable = sources.key_of(option), sources.variable_of(option)
     name = option.name or ""
@@ -183,7 +184,7 @@ def test_unknown_keys_and_variables_are_refused(verb: str) -> None:
         taken(verb)
 
 
-@pytest.mark.parametrize("verb", [verb for verb, options in WITH_SETTINGS.items() if options])
+@each_case("verb", [verb for verb, options in WITH_SETTINGS.items() if options])
 def test_settings_of_other_verbs_are_no_errors(verb: str) -> None:
     Path("paceline.toml").write_text(
         "[run]\nlease = 20.0\nno_torch = true\n[train.image]\nlr = 1\n"
@@ -318,7 +319,7 @@ def demand(key: str, value: object, verb: str = "run") -> PacelineError:
     return caught.value
 
 
-@pytest.mark.parametrize("key", sorted(trust.GUARDED))
+@each_case("key", sorted(trust.GUARDED))
 def test_a_file_names_programs_only_when_it_is_trusted(key: str) -> None:
     value = values_of(sources.all_settings()[key])[0]
     assert "paceline trust" in demand(key, value).remedy

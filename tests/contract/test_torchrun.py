@@ -9,6 +9,7 @@ from typing import Any
 import click
 import pytest
 
+from each_case import each_case
 from paceline.cli import torchrun
 from paceline.cli.run import command
 from paceline.spec.errors import SettingError
@@ -47,7 +48,7 @@ def typed(*words: str) -> dict[str, Any]:
     return command.make_context("run", [*words, "train.py"]).params
 
 
-@pytest.mark.parametrize(("spelling", "valued"), options())
+@each_case(("spelling", "valued"), options())
 def test_an_option_of_torchrun(spelling: str, valued: bool) -> None:
     plain = spelling.replace("_", "-")
     words = [spelling, VALUES.get(plain, "word")] if valued else [spelling]

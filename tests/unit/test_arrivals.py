@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_transfers import cache, fill, run
 
+from each_case import each_case
 from paceline.agent import inside
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.directory import RunDirectory
@@ -92,7 +93,7 @@ REPOSITORIES = [".git/config", "a/.git/hooks/pre-commit", ".GIT/config", "a/.g\u
 NAMES = ["a\nb", "a\x1b[2Jb", "a/\x7f", "x" * 256, "/".join("x" * 65), "a\u2028b", "\ud800"]
 
 
-@pytest.mark.parametrize("name", [*REPOSITORIES, *NAMES])
+@each_case("name", [*REPOSITORIES, *NAMES])
 def test_such_a_file_is_not_made(name: str) -> None:
     assert inside.why_refused(name)
 

@@ -7,13 +7,14 @@ import time
 
 import pytest
 
+from each_case import each_case
 from paceline.report.bundle import redact
 
 HEX = "0123456789abcdef" * 3
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.SflKxwRJSMeKKF2QT4fwpMeJf36POk6yJV"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "secret"),
     [
         ("train.py --password hunter2 --lr 0.1", "hunter2"),
@@ -54,7 +55,7 @@ def test_what_is_no_secret_stays(text: str) -> None:
     assert redact(text) == text
 
 
-@pytest.mark.parametrize(
+@each_case(
     "part",
     ["passwd", "-", "a-", "--password ", "token=", "eyJ", "-eyJa.", "://", "://a:", "hf_", "sk-",
      "bearer ", "authorization: x ", "-----BEGIN PRIVATE KEY-----", "AIza", '"secret" ', "--a-"],

@@ -10,17 +10,17 @@ from functools import cache
 from pathlib import Path
 
 import click
-import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from documents import PAGES, REPOSITORY, Shown, in_blocks, inline
+from each_case import each_case
 from paceline.cli import program
 from paceline.recipes import RECIPES, parse_options
 
 EVERY = [s for page in PAGES for s in (*in_blocks(page), *inline(page)) if s.ours]
 
 
-@pytest.mark.parametrize("shown", EVERY, ids=str)
+@each_case("shown", EVERY, ids=str)
 def test_command_and_its_options_exist(shown: Shown) -> None:
     command: click.Command = program
     context = click.Context(program, info_name="paceline")

@@ -6,7 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
-import pytest
+from each_case import each_case
 
 REPOSITORY = Path(__file__).parents[2]
 # what is retired -> what is said instead
@@ -40,7 +40,7 @@ def _texts() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("retired", RETIRED)
+@each_case("retired", RETIRED)
 def test_a_retired_word_stays_away(retired: str) -> None:
     word = re.compile(rf"(?<![a-z])(?:{retired})", re.IGNORECASE)
     found = [

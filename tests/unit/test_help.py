@@ -10,6 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from each_case import each_case
 from paceline.cli import program
 from paceline.recipes import RECIPES
 from paceline.recipes.use import (
@@ -60,7 +61,7 @@ def rows(text: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("words", CASES)
+@each_case("words", CASES)
 def test_the_form(words: tuple[str, ...]) -> None:
     text = help_of(*words)
     assert text.startswith(f"Usage: {' '.join(['paceline', *words[:-1]])} ")

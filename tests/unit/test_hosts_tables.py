@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from each_case import each_case
 from paceline.hosts import apply_overrides, find_me, load_toml
 from paceline.spec.errors import HostsError
 from paceline.spec.hosts import Cluster, Host
@@ -48,7 +49,7 @@ def test_a_slip_of_the_pen_is_noted() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("table", "said"),
     [
         ({"pyhton": "/x"}, "did you mean `python`"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from lab_plans import plan
 
+from each_case import each_case
 from paceline.lab.faults import (
     FAULTS,
     Boot,
@@ -55,7 +56,7 @@ def target() -> Target:
     return Target(made, made.host("n1"))
 
 
-@pytest.mark.parametrize(("fault", "given"), CASES)
+@each_case(("fault", "given"), CASES)
 def test_every_fault_acts_and_can_be_undone(
     target: Target, fault: Fault, given: tuple[str, ...]
 ) -> None:
@@ -67,7 +68,7 @@ def test_every_fault_acts_and_can_be_undone(
         assert fault.undo(target, given)
 
 
-@pytest.mark.parametrize(("fault", "given"), CASES)
+@each_case(("fault", "given"), CASES)
 def test_what_the_firewall_takes_it_gives_back(
     target: Target, fault: Fault, given: tuple[str, ...]
 ) -> None:

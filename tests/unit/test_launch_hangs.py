@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from each_case import each_case
 from paceline.cli.runs import whereabouts
 from paceline.explain.conclusion import conclude
 from paceline.explain.evidence import Evidence
@@ -296,7 +297,7 @@ AROUND = (Frame(f"{TORCH}/nn/modules/module.py", 1751, "_call_impl"),
 OURS = "/v/site-packages/paceline"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("frames", "said"),
     [
         ((C10D, WRAPPER, at(40)), "all_reduce (train.py, line 40)"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from each_case import each_case
 from paceline.agent.facts import rdma_facts
 from paceline.remote import interfaces
 from paceline.spec.errors import SettingError
@@ -67,7 +68,7 @@ def test_what_a_host_does_not_have_is_refused(variable: str, value: str, said: s
     assert refused.value.exit_code == 2
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("variable", "value"),
     [
         ("NCCL_SOCKET_IFNAME", "e"),  # a prefix

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from each_case import each_case
 from paceline.launch import members as members_module
 from paceline.launch.allowance import Allowance, Verdict
 from paceline.launch.members import (
@@ -1509,7 +1510,7 @@ def test_a_lost_node_that_could_not_join_is_not_waited_for() -> None:
 # --- whatever happens
 
 
-@pytest.mark.parametrize("seed", range(60))
+@each_case("seed", range(60))
 def test_any_order_of_events_comes_to_an_end(seed: int) -> None:
     """A generation has only living members with the state; who is lost comes back in the end."""
     chance = random.Random(seed)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from each_case import each_case
 from paceline.launch.outcome import describe_end
 from paceline.launch.outset import Outset, by_chance
 from paceline.spec.events import Event
@@ -82,7 +83,7 @@ def ended(signum: int, memory: dict[str, Any] | None = None) -> Failure:
     return Failure("signal", "n1", 1, signal=signum, headline=headline)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("failure", "expected"),
     [
         (ended(9), True),

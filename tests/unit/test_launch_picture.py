@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rich.text import Text
 
+from each_case import each_case
 from paceline.launch.board import Board, Waiting
 from paceline.launch.picture import (
     FINE,
@@ -190,9 +191,9 @@ def test_a_script_that_tells_nothing_has_no_empty_columns() -> None:
     assert drawn(Board())  # before any rank has started
 
 
-@pytest.mark.parametrize(("columns", "lines"), [(60, 16), (80, 24), (80, 40), (140, 50), (300, 90)])
-@pytest.mark.parametrize("signs", [FINE, PLAIN])
-@pytest.mark.parametrize(("hosts", "each"), [(1, 1), (2, 4), (64, 8)])
+@each_case(("columns", "lines"), [(60, 16), (80, 24), (80, 40), (140, 50), (300, 90)])
+@each_case("signs", [FINE, PLAIN])
+@each_case(("hosts", "each"), [(1, 1), (2, 4), (64, 8)])
 def test_it_fits(columns: int, lines: int, signs: Signs, hosts: int, each: int) -> None:
     board = trained(hosts, each, slow=hosts * each - 1)
     for step in range(30):

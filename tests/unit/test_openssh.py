@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from each_case import each_case
 from paceline.remote import openssh
 from paceline.remote.agent_code import agent_code
 from paceline.remote.openssh import BOOT_S, SshOptions, agent_command, classify
@@ -139,7 +140,7 @@ RECORDED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("words", "cause", "remedy"), RECORDED)
+@each_case(("words", "cause", "remedy"), RECORDED)
 def test_what_refusals_mean(words: str, cause: str, remedy: str) -> None:
     found = classify("debug1: noise Permission denied\n" + words, 255, HOST)
     assert found.cause == cause

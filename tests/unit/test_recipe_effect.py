@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import tomllib
 
+from each_case import each_case
 from overriding import overridden
 from paceline.cli.train import from_table
 from paceline.recipes import RECIPES, options_to_argv, parse_options
@@ -54,7 +55,7 @@ EXAMPLES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
 ROWS = [(name, one.option) for name in RECIPES for one in TABLE[RECIPES[name].options]]
 
 
-@pytest.mark.parametrize(("name", "option"), ROWS)
+@each_case(("name", "option"), ROWS)
 def test_each_row_of_the_table(name: str, option: str) -> None:
     without, beside = EXAMPLES[name, option]
     flag = "--" + option.replace("_", "-")

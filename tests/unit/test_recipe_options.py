@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from each_case import each_case
 from paceline.recipes import RECIPES, options_to_argv, parse_options, recipe
 from paceline.recipes.argv import parse
 from paceline.recipes.data import NAMED
@@ -41,7 +42,7 @@ def test_defaults_need_no_flags() -> None:
     assert parse_options("image", []) == ImageOptions()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("argv", "told"),
     [
         (["--epoch", "3"], "--epochs"),

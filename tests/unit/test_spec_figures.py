@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 import paceline
+from each_case import each_case
 from paceline.spec.events import PART_NAMES, PARTS
 from paceline.spec.figures import bit_rate, lasting, roughly
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("seconds", "said", "rough"),
     [
         (0, "0 s", "0 s"), (0.00012, "0.12 ms", "0 s"), (0.0082345, "8.23 ms", "0 s"),

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from each_case import each_case
 from paceline import cli
 from paceline.cli import setup
 from paceline.remote.openssh import Refusal
@@ -24,7 +25,7 @@ OBEYED = re.compile(
 )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("hostile", "shown"),
     [
         ("a\x1b]0;title\x07b", "ab"),

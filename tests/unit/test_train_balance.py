@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from each_case import each_case
 from paceline.spec.balance import refuse_limits, refuse_weights
 from paceline.spec.errors import SettingError
 from paceline.train import balance
@@ -97,7 +98,7 @@ def bound(costs: Sequence[float], batch: int) -> float:
     return batch / sum(1 / one for one in costs)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "costs",
     [
         [1, 3],
@@ -110,7 +111,7 @@ def bound(costs: Sequence[float], batch: int) -> float:
         [20, 1],
     ],
 )
-@pytest.mark.parametrize("noise", [0.0, 0.05])
+@each_case("noise", [0.0, 0.05])
 def test_settles_within_20_steps_at_the_sum_of_the_rates(costs: list[float], noise: float) -> None:
     batch = 64 * len(costs)
     costs = [one / 1000 for one in costs]

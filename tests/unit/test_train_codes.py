@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from each_case import each_case
 from paceline.train.communication import METHODS, codes
 from paceline.train.communication.codes import BLOCK, Code
 from paceline.train.communication.local import Local
@@ -206,8 +207,8 @@ def whole(tensors: list[Tensor]) -> Tensor:
     return torch.cat([one.double().reshape(-1) for one in tensors])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", METHODS)
+@each_case("ranks", [1, 2, 3, 4])
+@each_case("name", METHODS)
 def test_all_ranks_get_the_same_bits_and_nothing_is_lost(name: str, ranks: int) -> None:
     """Over the steps the sum of the means comes to that of the gradients: a rest is said later."""
     found = steps(name, ranks, 12)
@@ -374,8 +375,8 @@ def test_only_who_says_what_is_left_takes_it_over(name: str, says: bool) -> None
     assert [bool(state) for state in world(2, body)] == [says, False]  # rank 0 has those of all
 
 
-@pytest.mark.parametrize(("where", "what"), [(0, math.inf), (1, -math.inf), (4, math.nan)])
-@pytest.mark.parametrize("name", METHODS)
+@each_case(("where", "what"), [(0, math.inf), (1, -math.inf), (4, math.nan)])
+@each_case("name", METHODS)
 def test_what_is_not_finite_reaches_every_rank_and_is_forgotten(
     name: str, where: int, what: float
 ) -> None:
@@ -390,8 +391,8 @@ def test_what_is_not_finite_reaches_every_rank_and_is_forgotten(
         assert finite == [True, True, False, True, True]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", METHODS)
+@each_case("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@each_case("name", METHODS)
 def test_parameters_of_other_precisions(name: str, dtype: torch.dtype) -> None:
     found = steps(name, 3, 3, dtype)
     assert all(equal(found[0][0], one[0]) for one in found)

@@ -12,6 +12,7 @@ import torch._dynamo  # as the first optimizer does; it leaves a variable behind
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from each_case import each_case
 from paceline import train
 from paceline.spec.errors import SettingError
 from paceline.train import largest_batch as batches
@@ -106,8 +107,8 @@ def test_a_test_that_cannot_be(
         train.find_lr(session, loader, compute, lowest=lowest, highest=highest, steps=steps)
 
 
-@pytest.mark.parametrize("most", [0, 1, 2, 3, 37, 64, 1000, 100_000])
-@pytest.mark.parametrize("room", [0, 1, 2, 5, 36, 37, 64, 999])
+@each_case("most", [0, 1, 2, 3, 37, 64, 1000, 100_000])
+@each_case("room", [0, 1, 2, 5, 36, 37, 64, 999])
 def test_the_search_comes_near(room: int, most: int) -> None:
     tried: list[int] = []
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from each_case import each_case
 from paceline.train.comms import Comms
 from paceline.train.lookout import Lookout
 from paceline.train.pace import PARTS, Look, Pace, Rate, Totals, divided, elements
@@ -235,7 +236,7 @@ LINKS = {
 }
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("cause", "run"),
     [
         ("cpu", {"own": {1: 0.02}, "facts": {"queued": {1: 0.018, 0: 0.001}}}),
@@ -250,7 +251,7 @@ LINKS = {
         ("computing", {"own": {1: 0.02}}),
     ],
 )
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@each_case("ranks", [2, 3, 4])
 def test_a_straggler_is_named_once_with_its_cause(
     ranks: int, cause: str, run: dict[str, Any]
 ) -> None:

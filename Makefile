@@ -1,12 +1,13 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`.
-.PHONY: help demo test matrix pythons lint format env system clean
+.PHONY: help demo test test-rest test-all matrix pythons lint format env system clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
 help:
 	@echo "make demo     environment, then train the bundled digits on a two-host virtual cluster"
-	@echo "make test     environment and system parts, then all tests"
+	@echo "make test     environment and virtual cluster, then the quick tests"
+	@echo "make test-all all tests: also Slurm, MPI, Docker, network disks, documents and the soak"
 	@echo "make matrix   users' journeys in every environment of the matrix; ONLY=17 in one of them"
 	@echo "make pythons  the unit tests under every Python from 3.10 on that is here"
 	@echo "make lint     ruff, mypy, import-linter"
@@ -30,14 +31,28 @@ demo: PARTS = lab
 demo: env system
 	@$(BIN)/python tools/demo.py
 
-test: PARTS = all
+# What a change can break most easily, with the parts that `make demo` needs.
+SMOKE := tests/lab/test_check.py tests/lab/test_losses.py tests/lab/test_run_endings.py tests/lab/test_run_words.py
+PYTEST := $(BIN)/python -m pytest -q
 # Labs wait more than they work, so five go at once; each has a network of its own (tests/conftest.py).
-# What fails is run once more, alone: "unsteady: …" at the end names what passed only then.
+LABS := -n 5 --dist loadfile --no-loadscope-reorder
+
+test: PARTS = lab
 test: env system
 	@status=0; \
-	$(BIN)/python tools/second_look.py -n auto --dist worksteal tests/unit tests/contract || status=1; \
-	$(BIN)/python tools/second_look.py -n 5 --durations 20 --dist loadfile --no-loadscope-reorder tests/package tests/train tests/lab tests/matrix || status=1; \
+	$(PYTEST) -n auto --dist worksteal -m "not slow" tests/unit tests/contract || status=1; \
+	$(PYTEST) $(LABS) $(SMOKE) tests/matrix || status=1; \
 	exit $$status
+
+# What fails is run once more, alone: "unsteady: …" at the end names what passed only then.
+test-rest: PARTS = all
+test-rest: env system
+	@status=0; \
+	$(PYTEST) -n auto --dist worksteal -m slow tests/unit tests/contract || status=1; \
+	PACELINE_MATRIX=8 $(BIN)/python tools/second_look.py $(LABS) --durations 20 tests/package tests/train tests/lab tests/matrix $(SMOKE:%=--ignore=%) || status=1; \
+	exit $$status
+
+test-all: test test-rest
 
 matrix: PARTS = all
 matrix: env system

@@ -14,9 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+import pytest
 
 from paceline.cli import VERBS, program
 from paceline.explain.rules import load_all
+
+pytestmark = pytest.mark.slow
 
 SOURCE = Path(__file__).parents[2] / "src" / "paceline"
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")

@@ -14,6 +14,8 @@ from paceline.explain.evidence_reader import from_run, read_named
 from paceline.rundir.records import open_regular, read_object, read_records
 from paceline.spec import rundir as names
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("first", range(0, 100, 10))
 def test_every_verb_answers(first: int, tmp_path: Path) -> None:

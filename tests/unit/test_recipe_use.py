@@ -23,6 +23,8 @@ from paceline.recipes.use.onnx_file import OnnxNetwork
 from paceline.recipes.use.quantize import check_drop
 from paceline.spec.errors import DataError
 
+pytestmark = pytest.mark.slow
+
 QUICK = ("--device=cpu", "--checkpoint-every=never", "--dropout=0")
 
 

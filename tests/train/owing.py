@@ -98,7 +98,7 @@ def owing(folder: Path, asked: str, dies: int, again: int, behind: int | None) -
         model = session.prepare(network, made, communication=asked)
         loader = session.loader(data, BATCH)
         session.checkpoints(every="5")
-        account = Account(session, network)
+        account, averaged = Account(session, network), note_averages()
 
         def die() -> None:
             account.leave(session.world.size, ended=False)
@@ -108,7 +108,7 @@ def owing(folder: Path, asked: str, dies: int, again: int, behind: int | None) -
             """When the others have the mean of the first bucket, which comes to nothing."""
             exchange = session.models.first.exchange
             if session.progress.step == DIES_AT and exchange is not None:
-                while not exchange.times or not exchange.times[0].done:
+                while not averaged:
                     time.sleep(0.001)
                 die()
 
@@ -133,6 +133,7 @@ def owing(folder: Path, asked: str, dies: int, again: int, behind: int | None) -
                 time.sleep(SLOW)
                 while again and session.progress.step == WAITS_AT and not ready(folder).exists():
                     time.sleep(0.01)
+                averaged.clear()
                 ranks = session.world.size
                 losses = cross_entropy(model(batch.data[0]), batch.data[1], reduction="none")
                 account.stepped(session.step(losses), ranks)
@@ -140,6 +141,19 @@ def owing(folder: Path, asked: str, dies: int, again: int, behind: int | None) -
         account.leave(session.world.size)
         if session.world.rank == 0:
             torch.save((begin - flat([*network.parameters()])) / RATE, folder / "got.pt")
+
+
+def note_averages() -> list[int]:
+    """Numbers of the buckets that have been averaged since the list was cleared."""
+    average = Coded.average
+    averaged: list[int] = []
+
+    def averages(self: Coded, bucket: Bucket) -> None:
+        average(self, bucket)
+        averaged.append(bucket.number)
+
+    Coded.average = averages  # type: ignore[method-assign]
+    return averaged
 
 
 def _cut_short(session: train.Session) -> None:

@@ -28,9 +28,9 @@ def case_id(path: Path) -> str:
 def reading_of(path: Path) -> Reading:
     content = path.read_bytes().decode()
     if path.suffix == ".txt":
-        return Reading(text=content, label=LABEL, here=HERE)
+        return Reading(text=content, label=LABEL, hostname=HERE)
     pairs = (line.split("=", 1) for line in content.splitlines())
-    return Reading(environ=dict(pairs), here=HERE)
+    return Reading(environ=dict(pairs), hostname=HERE)
 
 
 def expected_of(path: Path) -> Any:
@@ -42,8 +42,8 @@ def outcome(parsed: Parsed) -> dict[str, Any]:
     found: dict[str, Any] = {"hosts": [said(host) for host in parsed.hosts]}
     if parsed.notes:
         found["notes"] = list(parsed.notes)
-    if parsed.follow:
-        found["follow"] = [parsed.follow.path, parsed.follow.dialect]
+    if parsed.reference:
+        found["follow"] = [parsed.reference.path, parsed.reference.dialect]
     return found
 
 

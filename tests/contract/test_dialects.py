@@ -31,7 +31,7 @@ from paceline.spec.hosts import Cluster, Host
 GOOD = [path for path in CASES if not path.name.startswith("error")]
 BAD = [path for path in CASES if path.name.startswith("error")]
 WRITABLE = [name for name in DIALECTS if DIALECTS[name].write]
-READ_BACK = [name for name in WRITABLE if DIALECTS[name].reads_back]
+READ_BACK = [name for name in WRITABLE if DIALECTS[name].is_complete]
 NAMES = list(DIALECTS)
 CHARACTERS = st.characters(max_codepoint=0x17F) | st.sampled_from("[]=:,@-\"'\n#{}19")
 
@@ -78,7 +78,7 @@ def test_has_recorded_cases(name: str) -> None:
 
 def test_aliases_and_environments_are_known() -> None:
     assert set(ALIASES.values()) <= set(DIALECTS)
-    assert {name for name in DIALECTS if DIALECTS[name].environment} == set(ENVIRONMENTS)
+    assert {name for name in DIALECTS if DIALECTS[name].is_environment} == set(ENVIRONMENTS)
     assert not set(ALIASES) & set(DIALECTS)
 
 
@@ -116,12 +116,14 @@ def test_writes_whole_lines(name: str, case: str) -> None:
 def test_reads_back_what_it_writes(name: str, case: str) -> None:
     dialect, cluster = DIALECTS[name], CLUSTERS[case]
     text = written(dialect, cluster)
-    parsed = dialect.parse(Reading(text=text, label=LABEL, colon=dialect.colon, here=HERE))
+    parsed = dialect.parse(Reading(text=text, label=LABEL, colon=dialect.colon, hostname=HERE))
     assert [kept(h, dialect) for h in parsed.hosts] == [kept(h, dialect) for h in cluster.hosts]
 
 
 @each_case("case", CLUSTERS)
-@each_case("name", [n for n in READ_BACK if DIALECTS[n].keeps == DIALECTS[n].says])
+@each_case(
+    "name", [n for n in READ_BACK if DIALECTS[n].preserved_fields == DIALECTS[n].written_fields]
+)
 def test_writing_again_changes_nothing(name: str, case: str) -> None:
     dialect = DIALECTS[name]
     text = written(dialect, CLUSTERS[case])
@@ -182,4 +184,4 @@ def test_looks_at_nothing_but_the_reading(name: str, monkeypatch: pytest.MonkeyP
 def kept(host: Host, dialect: Dialect) -> dict[str, object]:
     """What of a host the dialect keeps; a PBS node file has no host without slots."""
     said = replace(host, slots=host.slots or 1) if dialect.name == "pbs" else host
-    return {field: getattr(said, field) for field in sorted(dialect.keeps)}
+    return {field: getattr(said, field) for field in sorted(dialect.preserved_fields)}

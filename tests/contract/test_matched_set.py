@@ -156,7 +156,7 @@ def test_a_base_that_has_the_user_gives_it_your_uid(
 ) -> None:
     """Keys, containers and the user's home all belong to one uid, and it is found by name."""
     monkeypatch.setattr("os.getuid", lambda: 1234)
-    monkeypatch.setattr("paceline.setup.container_set._give_to", lambda uid, out: None)
+    monkeypatch.setattr("paceline.setup.container_set._change_owner", lambda uid, out: None)
     service = made(tmp_path, *WORDS)["services"]["w1"]
     assert service["user"] == "1234"
     _, _, run = (tmp_path / "Containerfile").read_text().partition("\nRUN ")

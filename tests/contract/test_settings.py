@@ -293,8 +293,8 @@ def test_which_lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from paceline.hosts.lab import Layout, find_lab
 
     up: list[Layout] = []
-    monkeypatch.setattr(lab, "labs", lambda: up)
-    monkeypatch.setattr(lab, "alive", lambda layout: True)
+    monkeypatch.setattr(lab, "list_labs", lambda: up)
+    monkeypatch.setattr(lab, "is_running", lambda layout: True)
     with pytest.raises(HostsError, match="no lab is up"):
         find_lab("", {})
     up.append(Layout(tmp_path / "a"))

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import paceline.lab
-from paceline.hosts.lab import labs, parent_folder, read_owner
+from paceline.hosts.lab import list_labs, parent_folder, read_owner
 from paceline.lab import Lab, LabOptions
 from paceline.lab import processes as looking
 from paceline.spec.errors import LabError
@@ -543,7 +543,7 @@ def _namespaces_of_lab(lab: Lab) -> set[int]:
 
 
 def _labs() -> list[str]:
-    return [layout.root.name for layout in labs()]
+    return [layout.root.name for layout in list_labs()]
 
 
 HOLD = """
@@ -568,7 +568,7 @@ def test_kill_9_leaves_nothing(victim: str) -> None:
         owner = read_owner(Lab.attach(name).layout)
         assert owner is not None
         os.kill(owner.pid if victim == "owner" else caller.pid, signal.SIGKILL)
-        assert eventually(lambda: not owner.alive())
+        assert eventually(lambda: not owner.is_alive())
         caller.kill()
     assert eventually(lambda: _processes_in(namespaces) == [])
     assert (_mounts(), _interfaces()) == before

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from each_case import each_case
-from paceline.hosts import apply_overrides, find_me, load_toml
+from paceline.hosts import apply_overrides, find_local_host, load_toml
 from paceline.spec.errors import HostsError
 from paceline.spec.hosts import Cluster, Host
 
@@ -101,26 +101,26 @@ def test_loading(tmp_path: Path) -> None:
 def test_who_am_i(hosts: str, me: str | None) -> None:
     cluster = Cluster(tuple(map(Host, hosts.split())))
     addresses = ["127.0.0.1", "127.0.1.1", "::1", "10.0.0.2", "fd00::2"]
-    assert find_me(cluster, ["n2", "localhost"], addresses) == me
+    assert find_local_host(cluster, ["n2", "localhost"], addresses) == me
 
 
 @pytest.mark.parametrize("hosts", ["127.0.1.1 10.0.0.2", "localhost n2", "n2 127.0.0.1 n3"])
 def test_this_machine_under_two_names_is_refused(hosts: str) -> None:
     cluster = Cluster(tuple(map(Host, hosts.split())))
     with pytest.raises(HostsError, match="both this machine") as caught:
-        find_me(cluster, ["n2", "localhost"], ["127.0.0.1", "127.0.1.1", "10.0.0.2"])
+        find_local_host(cluster, ["n2", "localhost"], ["127.0.0.1", "127.0.1.1", "10.0.0.2"])
     assert "slots=2" in caught.value.remedy
 
 
 def test_who_am_i_by_full_name() -> None:
     cluster = Cluster((Host("n2.example.com"), Host("n2.example.org")))
-    assert find_me(cluster, ["n2", "n2.example.org"], []) == "n2.example.org"
-    assert find_me(Cluster((Host("n1"), Host("n2"))), ["n2.example.org"], []) == "n2"
+    assert find_local_host(cluster, ["n2", "n2.example.org"], []) == "n2.example.org"
+    assert find_local_host(Cluster((Host("n1"), Host("n2"))), ["n2.example.org"], []) == "n2"
 
 
 def test_containers_behind_ports_are_not_me() -> None:
     hosts = (Host("a", "localhost", port=2201), Host("b", "localhost", port=2202))
-    assert find_me(Cluster(hosts), ["n2"], ["10.0.0.2"]) is None
+    assert find_local_host(Cluster(hosts), ["n2"], ["10.0.0.2"]) is None
     hosts = (Host("a", "10.0.0.2", port=2201), Host("b", "10.0.0.2", port=22))
-    assert find_me(Cluster(hosts), ["n2"], ["10.0.0.2"]) == "b"
-    assert find_me(Cluster((Host("a", "10.0.0.2", port=2201),)), [], ["10.0.0.2"]) == "a"
+    assert find_local_host(Cluster(hosts), ["n2"], ["10.0.0.2"]) == "b"
+    assert find_local_host(Cluster((Host("a", "10.0.0.2", port=2201),)), [], ["10.0.0.2"]) == "a"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paceline.cli import setup
 from paceline.remote.openssh import SshOptions
 from paceline.setup import keys, lines, login
-from paceline.setup.journal import Journal, take_back, without_lines, write_file
+from paceline.setup.journal import Journal, remove_lines, undo, write_file
 from paceline.setup.worker_sshd import config_text
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Host
@@ -96,7 +96,7 @@ def test_the_journal_restores_byte_for_byte(tmp_path: Path) -> None:
     assert write_file(journal, new, b"x", 0o600)
     again = Journal.read(tmp_path / "state" / "j.json")
     for change in reversed(again.changes):
-        take_back(change)
+        undo(change)
     assert old.read_bytes() == b"no newline at the end"
     assert old.stat().st_mode & 0o777 == 0o640
     assert not new.parent.exists()
@@ -107,23 +107,23 @@ def test_what_others_wrote_since_is_kept(tmp_path: Path) -> None:
     file = tmp_path / "known_hosts"
     write_file(journal, file, b"ours\n", 0o600, ("ours",))
     file.write_bytes(b"ours\ntheirs\n")
-    take_back(journal.changes[-1])
+    undo(journal.changes[-1])
     assert file.read_bytes() == b"theirs\n"
-    assert without_lines(b"a\r\nb", ("a",)) == b"b"
+    assert remove_lines(b"a\r\nb", ("a",)) == b"b"
 
 
 def test_existing_keys_are_used_and_dsa_never(tmp_path: Path) -> None:
     rsa = tmp_path / "id_rsa"
     rsa.write_text("private")
     (tmp_path / "id_rsa.pub").write_text("ssh-rsa AAAA x\n")
-    found = keys.choose(None, [tmp_path / "id_ed25519", rsa], [], tmp_path)
+    found = keys.choose_identity(None, [tmp_path / "id_ed25519", rsa], [], tmp_path)
     assert (found.private, found.public, found.exists) == (rsa, "ssh-rsa AAAA x", True)
     (tmp_path / "id_rsa.pub").write_text("ssh-dss AAAA x\n")
     with pytest.raises(SettingError, match="DSA"):
-        keys.choose(rsa, [], [], tmp_path)
-    agent = keys.choose(None, [], ["ssh-dss A", "ssh-ed25519 B"], tmp_path)
+        keys.choose_identity(rsa, [], [], tmp_path)
+    agent = keys.choose_identity(None, [], ["ssh-dss A", "ssh-ed25519 B"], tmp_path)
     assert (agent.private, agent.public) == (None, "ssh-ed25519 B")
-    assert keys.choose(None, [], [], tmp_path).private == tmp_path / "id_ed25519"
+    assert keys.choose_identity(None, [], [], tmp_path).private == tmp_path / "id_ed25519"
     assert "dsa" not in keys.KINDS
 
 
@@ -135,16 +135,16 @@ def test_a_key_with_a_passphrase_is_left_alone(tmp_path: Path) -> None:
     before = mine.read_bytes()
     mine.with_suffix(".pub").unlink()  # only the private half could say it
     with pytest.raises(SettingError, match="without its passphrase") as caught:
-        keys.choose(None, [mine], [], tmp_path)
+        keys.choose_identity(None, [mine], [], tmp_path)
     assert f"ssh-add {mine}" in caught.value.render()
-    found = keys.choose(other, [mine], [], tmp_path)
+    found = keys.choose_identity(other, [mine], [], tmp_path)
     assert (found.private, found.exists) == (other, False)
     assert mine.read_bytes() == before
 
 
 def test_only_the_asking_login_may_ask() -> None:
-    quiet = login.command(Host("n1"), SshOptions(), ["true"], asking=False)
-    asking = login.command(Host("n1"), SshOptions(), ["true"], asking=True)
+    quiet = login.command(Host("n1"), SshOptions(), ["true"], may_ask=False)
+    asking = login.command(Host("n1"), SshOptions(), ["true"], may_ask=True)
     assert "BatchMode=yes" in quiet
     assert "BatchMode=no" in asking
     assert "NumberOfPasswordPrompts=1" in asking
@@ -183,7 +183,7 @@ def test_the_hosts_file_is_changed_in_place_and_through_no_other(
 
 def test_only_names_are_taken_over_from_a_hosts_file() -> None:
     hostile = "127.0.1.1 n1 n1.lan ';rm $(id)` a/b & # n9"
-    assert lines.plain_names(hostile) == ["n1", "n1.lan"]
+    assert lines.host_names(hostile) == ["n1", "n1.lan"]
 
 
 # --- what setup says that it would do
@@ -192,12 +192,14 @@ def test_only_names_are_taken_over_from_a_hosts_file() -> None:
 def test_nothing_to_do_is_said_only_where_it_is_so(capsys: pytest.CaptureFixture[str]) -> None:
     from paceline.cli.setup import show_plan
     from paceline.remote.openssh import Refusal
-    from paceline.setup.access import Look
+    from paceline.setup.access import AccessStatus
 
-    works = Look(Host("n1"), "works")
-    lost = Look(Host("n9"), "refused", refusal=Refusal("name not found", "no n9", "spell it"))
+    works = AccessStatus(Host("n1"), "works")
+    lost = AccessStatus(
+        Host("n9"), "refused", refusal=Refusal("name not found", "no n9", "spell it")
+    )
 
-    def said(looks: list[Look], todo: list[str]) -> str:
+    def said(looks: list[AccessStatus], todo: list[str]) -> str:
         show_plan(looks, todo)
         return capsys.readouterr().out
 

@@ -108,7 +108,7 @@ def test_verbs_print_through_one_place() -> None:
 def test_what_setup_says_of_a_host_is_clean(capsys: pytest.CaptureFixture[str]) -> None:
     words = "Permission denied\x1b]0;title\x07 \u202egnp \x9b31m"
     refusal = Refusal("no login", words, f"ask {words}")
-    setup.show_plan([access.Look(Host("n1"), "refused", refusal=refusal)], [f"pin {words}"])
+    setup.show_plan([access.AccessStatus(Host("n1"), "refused", refusal=refusal)], [f"pin {words}"])
     said = capsys.readouterr().out
     assert "Permission denied" in said
     assert OBEYED.search(said) is None

@@ -19,14 +19,14 @@ from paceline.remote import this_machine
 from paceline.remote.openssh import SshOptions
 from paceline.setup import keys, lines
 from paceline.setup.accelerate import PRECISIONS
-from paceline.setup.journal import Journal, take_back, write_file
+from paceline.setup.journal import Journal, undo, write_file
 from paceline.setup.keys import Identity
 from paceline.spec.errors import ConnectError, NodeError, PacelineError, SettingError
 from paceline.spec.helptext import counted
 from paceline.spec.hosts import Host
 
 if TYPE_CHECKING:
-    from paceline.setup.access import Look
+    from paceline.setup.access import AccessStatus
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -81,7 +81,7 @@ def command(ctx: click.Context, /, key: Path | None, key_type: str, password_std
     journal = Journal.read()
     if revoke:
         ctx.exit(asyncio.run(take_all_back(chosen, ssh, journal, dry_run)))
-    looks = asyncio.run(access.look(chosen, ssh))
+    looks = asyncio.run(access.check_access(chosen, ssh))
     identity = find_identity(key, chosen, ssh)
     todo = plan(looks, identity, key_type, alias_text(chosen, identity, key))
     show_plan(looks, todo)
@@ -117,14 +117,16 @@ def find_identity(key: Path | None, hosts: Sequence[Host], ssh: SshOptions) -> I
     """The identity that ssh would offer the hosts, or the one to be made."""
     import asyncio
 
-    from paceline.setup.login import effective
+    from paceline.setup.login import effective_config
 
     other = next(host for host in hosts if not host.local)
-    config = asyncio.run(effective(other, ssh))
+    config = asyncio.run(effective_config(other, ssh))
     files = [Path(name).expanduser() for name in config.get("identityfile", [])]
     folder = Path("~/.ssh").expanduser()
     files += [folder / name for name in keys.DEFAULT_NAMES]
-    return keys.choose(key and key.expanduser().absolute(), files, keys.agent_keys(), folder)
+    return keys.choose_identity(
+        key and key.expanduser().absolute(), files, keys.agent_keys(), folder
+    )
 
 
 def alias_text(hosts: Sequence[Host], identity: Identity, key: Path | None) -> str:
@@ -136,7 +138,7 @@ def alias_text(hosts: Sequence[Host], identity: Identity, key: Path | None) -> s
     return lines.alias_blocks(others, named)
 
 
-def plan(looks: Sequence[Look], identity: Identity, kind: str, alias: str) -> list[str]:
+def plan(looks: Sequence[AccessStatus], identity: Identity, kind: str, alias: str) -> list[str]:
     """What is to be done, one line a step. Pure but for the ssh config that is there."""
     todo = []
     unknown = [one for one in looks if one.state == "unpinned"]
@@ -155,7 +157,7 @@ def plan(looks: Sequence[Look], identity: Identity, kind: str, alias: str) -> li
     return todo
 
 
-def show_plan(looks: Sequence[Look], todo: Sequence[str]) -> None:
+def show_plan(looks: Sequence[AccessStatus], todo: Sequence[str]) -> None:
     """Each host's state, then the access."""
     for one in looks:
         if one.state == "works":
@@ -174,7 +176,7 @@ def show_plan(looks: Sequence[Look], todo: Sequence[str]) -> None:
         say(f"  {step}")
 
 
-def confirm(looks: Sequence[Look], yes: bool) -> None:
+def confirm(looks: Sequence[AccessStatus], yes: bool) -> None:
     """Asks. SettingError when there is nobody to ask."""
     if yes:
         return
@@ -188,35 +190,35 @@ def confirm(looks: Sequence[Look], yes: bool) -> None:
     )
 
 
-def do(ctx: click.Context, looks: Sequence[Look], identity: Identity, kind: str,
+def do(ctx: click.Context, looks: Sequence[AccessStatus], identity: Identity, kind: str,
        ssh: SshOptions, journal: Journal) -> None:  # fmt: skip
     """Does the steps in order, and looks again. ConnectError for hosts that still refuse."""
     import asyncio
 
     from paceline.setup import access
-    from paceline.setup.login import Passwords
+    from paceline.setup.login import PasswordServer
 
     hosts = [one.host for one in looks]
     unpinned = [one for one in looks if one.state == "unpinned"]
     needed = any(one.state in ("no key", "unpinned") for one in looks)
     if needed and not identity.exists:
-        identity = keys.make(identity, kind, journal)
+        identity = keys.make_key_pair(identity, kind, journal)
         say(f"made {identity.private}: {keys.fingerprint(identity.public)}")
     write_aliases(alias_text(hosts, identity, ctx.params["key"]), journal)
     if unpinned:
-        if wrong := asyncio.run(access.pin(unpinned, ssh, journal)):
+        if wrong := asyncio.run(access.pin_host_keys(unpinned, ssh, journal)):
             raise ConnectError(
                 "a host showed two keys",
                 found="\n".join(wrong),
                 remedy="Somebody may be in between: do not go on",
             )
         say(f"pinned {', '.join(one.host.name for one in unpinned)}")
-    again = asyncio.run(access.look(hosts, ssh)) if needed else list(looks)
+    again = asyncio.run(access.check_access(hosts, ssh)) if needed else list(looks)
     lacking = [one for one in again if one.state == "no key"]
     if lacking:
-        with Passwords(ask_password(ctx, lacking)) as passwords:
+        with PasswordServer(ask_password(ctx, lacking)) as passwords:
             failed = asyncio.run(
-                access.install(lacking, ssh, identity.public, passwords, journal, say)
+                access.install_keys(lacking, ssh, identity.public, passwords, journal, say)
             )
         verify(hosts, ssh, failed)
 
@@ -227,7 +229,7 @@ def verify(hosts: Sequence[Host], ssh: SshOptions, failed: dict[str, str]) -> No
 
     from paceline.setup import access
 
-    after = asyncio.run(access.look(hosts, ssh))
+    after = asyncio.run(access.check_access(hosts, ssh))
     out = [one for one in after if one.state != "works"]
     if out:
         found = [f"{one.host.name}: {failed.get(one.host.name) or _words(one)}" for one in out]
@@ -240,7 +242,7 @@ def verify(hosts: Sequence[Host], ssh: SshOptions, failed: dict[str, str]) -> No
     say(f"SSH login works on {counted(len(hosts), 'host')}")
 
 
-def _words(one: Look) -> str:
+def _words(one: AccessStatus) -> str:
     return one.refusal.found.splitlines()[-1] if one.refusal else one.state
 
 
@@ -259,7 +261,7 @@ def _read(path: Path) -> str | None:
     return path.read_text(encoding="utf-8") if path.exists() else None
 
 
-def ask_password(ctx: click.Context, looks: Sequence[Look]) -> str:
+def ask_password(ctx: click.Context, looks: Sequence[AccessStatus]) -> str:
     """The password for these hosts, asked for once."""
     if ctx.params["password_stdin"]:
         return sys.stdin.readline().rstrip("\n")
@@ -287,11 +289,11 @@ async def take_all_back(hosts: Sequence[Host], ssh: SshOptions, journal: Journal
         for change in (*remote, *local):
             say(f"would restore {change.path} on {change.host or 'this machine'}")
         return 0
-    if not await access.revoke(remote, by_name, ssh, journal, say):
+    if not await access.revoke_keys(remote, by_name, ssh, journal, say):
         say("kept this machine's part, to be able to try again")
         return 1
     for change in local:
-        say(take_back(change))
+        say(undo(change))
         journal.forget(change)
     return 0
 
@@ -328,12 +330,14 @@ async def _sshd_everywhere(hosts: Sequence[Host], ssh: SshOptions, words: list[s
                            source: Path) -> int:  # fmt: skip
     import asyncio
 
-    from paceline.setup.login import run
+    from paceline.setup.login import run_on_host
 
     text = source.read_text(encoding="utf-8")
-    answers = await asyncio.gather(*(run(h, ssh, ["python3", "-", *words], text) for h in hosts))
+    answers = await asyncio.gather(
+        *(run_on_host(h, ssh, ["python3", "-", *words], text) for h in hosts)
+    )
     for host, answer in zip(hosts, answers, strict=True):
-        said = answer.refusal.found if answer.refusal else answer.output or answer.words
+        said = answer.refusal.found if answer.refusal else answer.output or answer.messages
         for line in said.strip().splitlines():
             say(f"{host.name}: {line}")
     return max(answer.status for answer in answers)
@@ -371,8 +375,8 @@ def env(ctx: click.Context, /, requirements: Path, folder: str, python: str, off
     from paceline.setup import environments
 
     hosts, ssh = cluster_hosts(ctx)
-    wanted = environments.Wanted(requirements, folder, python, activate, offline)
-    wheels = environments.download(requirements) if offline else None
+    wanted = environments.EnvironmentSpec(requirements, folder, python, activate, offline)
+    wheels = environments.download_wheels(requirements) if offline else None
     try:
         asyncio.run(_environments(hosts, ssh, wanted, wheels))
     finally:
@@ -393,7 +397,7 @@ async def _environments(hosts: Sequence[Host], ssh: SshOptions, wanted: Any,
 
     channels = await connect_all(hosts, [wanted.python] * len(hosts), ssh)
     try:
-        makers = await environments.one_per_disk(channels, wanted)
+        makers = await environments.one_node_per_disk(channels, wanted)
         for channel, maker in zip(channels, makers, strict=True):
             if channel is not maker:
                 say(f"{channel.host.name}: {wanted.folder} is on the same disk as that of"
@@ -403,7 +407,7 @@ async def _environments(hosts: Sequence[Host], ssh: SshOptions, wanted: Any,
     finally:
         await asyncio.gather(*(channel.close(5.0) for channel in channels))
     if failed:
-        raise environments.together(failed)
+        raise environments.combine_failures(failed)
 
 
 async def _environment(channel: Any, wanted: Any, wheels: Path | None) -> PacelineError | None:
@@ -413,7 +417,7 @@ async def _environment(channel: Any, wanted: Any, wheels: Path | None) -> Paceli
     from paceline.setup import environments
 
     try:
-        say(await environments.make(channel, wanted, wheels))
+        say(await environments.make_environment(channel, wanted, wheels))
     except PacelineError as error:
         return error
     except (ConnectionError, asyncio.TimeoutError) as error:

@@ -66,13 +66,13 @@ def _placed(machines: Sequence[Machine], texts: Mapping[str, str], ssh: SshOptio
 async def _install(machines: Sequence[Machine], texts: Mapping[str, str],
                    ssh: SshOptions) -> dict[str, str]:  # fmt: skip
     """By host, where its file lies now. ConnectError where one could not be written."""
-    from paceline.setup.login import run
+    from paceline.setup.login import run_on_host
 
     async def put(host: Host) -> tuple[int, str, str]:
         program = accelerate.INSTALL.format(text=repr(texts[host.name]))
         if not host.local:
-            answer = await run(host, ssh, [host.python or "python3", "-"], program)
-            return answer.status, answer.output, answer.words
+            answer = await run_on_host(host, ssh, [host.python or "python3", "-"], program)
+            return answer.status, answer.output, answer.messages
         process = await asyncio.create_subprocess_exec(
             this_machine.default_python(), "-c", program,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,

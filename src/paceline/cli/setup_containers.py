@@ -16,7 +16,7 @@ from paceline.setup.container_set import (
     UID,
     ContainerSet,
     workers_of,
-    written,
+    write_set,
 )
 from paceline.spec.errors import SettingError
 
@@ -75,7 +75,7 @@ def command(workers: tuple[str, ...], launcher: str, image: str, mpi: str, proce
         uid=os.getuid() or UID,
         folder=out.resolve().name,
     )
-    written(out, made)
+    write_set(out, made)
     say((out / "commands.sh").read_text(encoding="utf-8"), nl=False)
 
 

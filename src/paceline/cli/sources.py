@@ -150,7 +150,7 @@ def shown(text: str) -> str:
     """A text of the file or a variable as it may stand in an error: visible, and not too long."""
     from paceline.hosts import dialect
 
-    return dialect.shown(text)
+    return dialect.printable(text)
 
 
 def _unknown(message: str, word: str, legal: Sequence[str]) -> SettingError:

@@ -225,10 +225,10 @@ def _hosts_of(source: str) -> list[str]:
 
 
 def _labs() -> list[tuple[str, str]]:
-    from paceline.hosts.lab import alive, labs
+    from paceline.hosts.lab import is_running, list_labs
 
     with contextlib.suppress(PacelineError, OSError):
-        return [(one.root.name, "a lab that is up") for one in labs() if alive(one)]
+        return [(one.root.name, "a lab that is up") for one in list_labs() if is_running(one)]
     return []
 
 

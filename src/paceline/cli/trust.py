@@ -89,9 +89,9 @@ def require_hosts(path: Path, toml: Mapping[str, Any], described: bool) -> None:
 
 def _demand(path: Path, toml: Mapping[str, Any], needed: Mapping[str, Any], key: str,
             what: str) -> None:  # fmt: skip
-    from paceline.hosts.dialect import shown
+    from paceline.hosts.dialect import printable
 
-    listed = "\n".join(shown(f"{name} = {_text(value)}") for name, value in needed.items())
+    listed = "\n".join(printable(f"{name} = {_text(value)}") for name, value in needed.items())
     if why := foreign(path):
         raise SettingError(
             f"{TOML_NAME} may not set {key}: it {what}, and the file {why}",
@@ -177,7 +177,7 @@ def command(revoke: bool) -> None:
     values as they are now; a file that somebody else can change is refused.
     """
     from paceline.cli.sources import read_settings_file
-    from paceline.hosts.dialect import shown
+    from paceline.hosts.dialect import printable
 
     path = Path.cwd() / TOML_NAME
     if not path.exists():
@@ -196,7 +196,7 @@ def command(revoke: bool) -> None:
         )
     needed = guarded(toml)
     for name, value in needed.items():
-        say(shown(f"{name} = {_text(value)}"))
+        say(printable(f"{name} = {_text(value)}"))
     if not needed:
         say(f"nothing in {path} needs trust")
         return

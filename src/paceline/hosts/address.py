@@ -1,4 +1,4 @@
-"""One word of a description: ``[user@]host[:n]``, with IPv6 and node-list brackets."""
+"""Parses ``[user@]host[:n]``, with IPv6 addresses and node-list brackets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from paceline.hosts.dialect import UnreadableError
-from paceline.hosts.nodelist import expand_one
+from paceline.hosts.nodelist import expand_item
 
 _NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\.?")
 _USER = re.compile(r"[A-Za-z0-9_.](?:[A-Za-z0-9_.+\\-]|@(?=[A-Za-z0-9]))*\$?")
@@ -15,30 +15,30 @@ _ZONE = re.compile(r"[A-Za-z0-9_.-]+")
 _BRACKETED = re.compile(r"\[([^\]]*)\](?::(.*))?")
 _TAIL = re.compile(r"(.*?)(?::([^:\]]*))?")  # a colon after the last bracket
 
-A_HOST = "a host name or an IP address (letters, digits, `.`, `-`, `_`)"
+HOST_FORM = "a host name or an IP address (letters, digits, `.`, `-`, `_`)"
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
-    """One host as written: ``number`` is what followed the colon, its meaning still open."""
+class HostToken:
+    """One host as written; ``number`` followed the colon and may be slots or a port."""
 
     address: str
     user: str | None = None
     number: int | None = None
 
 
-def read_word(text: str) -> list[Word]:
-    """The hosts of one word; several when it has a bracket range. Raises UnreadableError."""
-    user, at, rest = text.rpartition("@")
+def parse_host_token(text: str) -> list[HostToken]:
+    """Returns the hosts of one token; several if it has a bracket range. Raises UnreadableError."""
+    user, at, host_and_number = text.rpartition("@")
     if at:
         check_user(user)
-    host, number = _split_number(rest)
-    addresses = [host] if _is_v6(host) else expand_one(host)
-    return [Word(check_address(a), user if at else None, number) for a in addresses]
+    host, number = _split_number(host_and_number)
+    addresses = [host] if _is_v6(host) else expand_item(host)
+    return [HostToken(check_address(a), user if at else None, number) for a in addresses]
 
 
 def check_address(text: str) -> str:
-    """Returns the address when SSH can be given it; raises UnreadableError."""
+    """Returns the address if SSH accepts it; raises UnreadableError otherwise."""
     if ":" in text:
         if not _is_v6(text):
             raise UnreadableError("an IPv6 address (`fd00::1`, with a number `[fd00::1]:2`)")
@@ -48,17 +48,19 @@ def check_address(text: str) -> str:
         raise UnreadableError("`10.0.0.[3-6]` for a range of addresses")
     elif re.fullmatch(r"[0-9.]+", text):
         if not _is_v4(text):
-            plain = re.sub(r"\b0+(?=[0-9])", "", text)
-            if _is_v4(plain):
-                raise UnreadableError(f"`{plain}`: to some programs a leading zero means octal")
+            without_zeros = re.sub(r"\b0+(?=[0-9])", "", text)
+            if _is_v4(without_zeros):
+                raise UnreadableError(
+                    f"`{without_zeros}`: to some programs a leading zero means octal"
+                )
             raise UnreadableError("an IPv4 address of four numbers from 0 to 255")
     elif not _NAME.fullmatch(text):
-        raise UnreadableError(A_HOST)
-    _check_leads_somewhere(text)
+        raise UnreadableError(HOST_FORM)
+    _check_is_host_address(text)
     return text
 
 
-def _check_leads_somewhere(text: str) -> None:
+def _check_is_host_address(text: str) -> None:
     try:
         ip = ipaddress.ip_address(text)
     except ValueError:
@@ -76,40 +78,40 @@ def check_user(user: str) -> str:
     return user
 
 
-def canonical(address: str) -> str:
-    """The spelling under which two mentions of one host are equal."""
+def canonical_address(address: str) -> str:
+    """Returns one spelling for all spellings of an address or name."""
     try:
         return str(ipaddress.ip_address(address))
     except ValueError:
         return address.lower().rstrip(".")
 
 
-def with_number(address: str, number: int | None) -> str:
-    """``host:n``, with brackets around IPv6; the bare address without a number."""
+def join_number(address: str, number: int | None) -> str:
+    """Returns ``host:n``, with brackets around IPv6, or the address if there is no number."""
     if number is None:
         return address
     return f"[{address}]:{number}" if ":" in address else f"{address}:{number}"
 
 
-def whole_number(text: str, what: str, most: int) -> int:
-    """A number from 1 to ``most``; raises UnreadableError."""
-    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= most:
-        raise UnreadableError(f"{what} as a whole number from 1 to {most}")
+def parse_integer(text: str, description: str, maximum: int) -> int:
+    """Parses a number from 1 to ``maximum``; raises UnreadableError."""
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= maximum:
+        raise UnreadableError(f"{description} as a whole number from 1 to {maximum}")
     return int(text)
 
 
 def _split_number(text: str) -> tuple[str, int | None]:
     bracketed = _BRACKETED.fullmatch(text)
     if bracketed and ":" in bracketed[1]:
-        return bracketed[1], _number(bracketed[2])
+        return bracketed[1], _parse_number(bracketed[2])
     if _is_v6(text):
         return text, None
     tail = _TAIL.fullmatch(text)
-    return (tail[1], _number(tail[2])) if tail else (text, None)
+    return (tail[1], _parse_number(tail[2])) if tail else (text, None)
 
 
-def _number(text: str | None) -> int | None:
-    return None if text is None else whole_number(text, "slots or a port after the colon", 65535)
+def _parse_number(text: str | None) -> int | None:
+    return None if text is None else parse_integer(text, "slots or a port after the colon", 65535)
 
 
 def _is_v6(text: str) -> bool:

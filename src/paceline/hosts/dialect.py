@@ -1,4 +1,4 @@
-"""The parts every dialect is made of: what goes in, what comes out, what it can do, its errors."""
+"""What a dialect is: its input, its result, its functions and its errors."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Literal
 from paceline.spec.errors import HostsError
 from paceline.spec.hosts import Cluster, Host
 
-Colon = Literal["slots", "port", "rendezvous"]
-"""What the number in ``host:n`` says: processes, SSH port, or the job's rendezvous port."""
+ColonMeaning = Literal["slots", "port", "rendezvous"]
+"""Meaning of the number in ``host:n``: processes, SSH port, or the job's rendezvous port."""
 
-COLON_MEANINGS: tuple[Colon, ...] = ("slots", "port", "rendezvous")
+COLON_MEANINGS: tuple[ColonMeaning, ...] = ("slots", "port", "rendezvous")
 
 LIST_LABEL = "host list"
 """Label of descriptions typed on the command line; errors in them name no line."""
@@ -22,7 +22,7 @@ class UnreadableError(ValueError):
     """Raised by parsers that know neither file nor line; the caller adds both.
 
     Args:
-        expected: What would have been right, completing "expected …".
+        expected: Valid input, completing "expected …".
     """
 
     def __init__(self, expected: str) -> None:
@@ -32,30 +32,30 @@ class UnreadableError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Everything a dialect may look at; it does no I/O of its own.
+    """Input of a dialect, which does no I/O of its own.
 
     Attributes:
         text: The description; empty for dialects that read variables.
         label: How errors name the source (a path, or ``LIST_LABEL``).
-        colon: The meaning of ``host:n`` where the user or the dialect fixed it.
+        colon: Meaning of ``host:n`` if the user or the dialect fixed it.
         environ: The environment variables.
-        here: This machine's name.
+        hostname: This machine's name.
     """
 
     text: str = ""
     label: str = LIST_LABEL
-    colon: Colon | None = None
+    colon: ColonMeaning | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
-    here: str = "localhost"
+    hostname: str = "localhost"
 
 
 @dataclass(frozen=True, slots=True)
-class Follow:
-    """The description stands in another file.
+class FileReference:
+    """Another file that holds the description.
 
     Attributes:
         path: As written; relative to the file that names it, or to the current folder.
-        dialect: The dialect it must have; ``None`` detects it.
+        dialect: Its dialect; ``None`` detects it.
     """
 
     path: str
@@ -64,28 +64,28 @@ class Follow:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What was understood: hosts in rank order, or where to read on."""
+    """Result of a dialect: hosts in rank order, or a reference to another file."""
 
     hosts: tuple[Host, ...] = ()
     notes: tuple[str, ...] = ()
-    follow: Follow | None = None
+    reference: FileReference | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One way of writing down hosts.
+    """One format of host descriptions.
 
     Attributes:
-        name: What ``--dialect`` and ``--write`` take.
-        title: What it is, for people.
+        name: Name for ``--dialect`` and ``--write``.
+        title: Description for people.
         detect: Whether a description looks like this dialect.
-        parse: Reads it; raises HostsError.
-        write: Writes a cluster; ``None`` where writing makes no sense.
-        keeps: Fields of Host that survive writing and reading back.
-        environment: True when it reads variables instead of text.
-        colon: Meaning of ``host:n`` when the user names this dialect.
-        says: Fields of Host that it writes; those it ``keeps`` where left empty.
-        reads_back: False when what it writes names the first host only.
+        parse: Reads a description; raises HostsError.
+        write: Writes a cluster; ``None`` if the dialect cannot be written.
+        preserved_fields: Fields of Host that survive writing and reading back.
+        is_environment: Whether it reads variables instead of text.
+        colon: Meaning of ``host:n`` if the user names this dialect.
+        written_fields: Fields of Host that it writes; by default ``preserved_fields``.
+        is_complete: False if what it writes names the first host only.
     """
 
     name: str
@@ -93,27 +93,29 @@ class Dialect:
     detect: Callable[[Reading], bool]
     parse: Callable[[Reading], Parsed]
     write: Callable[[Cluster], str] | None = None
-    keeps: frozenset[str] = frozenset()
-    environment: bool = False
-    colon: Colon | None = None
-    says: frozenset[str] = frozenset()
-    reads_back: bool = True
+    preserved_fields: frozenset[str] = frozenset()
+    is_environment: bool = False
+    colon: ColonMeaning | None = None
+    written_fields: frozenset[str] = frozenset()
+    is_complete: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "says", self.says or self.keeps)
+        object.__setattr__(self, "written_fields", self.written_fields or self.preserved_fields)
 
 
-_SHOWN = 120  # characters of a line worth showing
+MAX_LINE_CHARS = 120  # characters of a line worth showing
 
 
-def bad_line(label: str, number: int, line: str, expected: str) -> HostsError:
-    """The error for one line of a description; ``number`` counts from 1."""
-    where = f"{label}, line {number}" if label != LIST_LABEL else label
-    return HostsError(f"{where}: cannot be read", found=shown(line), remedy=f"expected {expected}")
+def line_error(label: str, number: int, line: str, expected: str) -> HostsError:
+    """Returns the error for one line of a description; ``number`` counts from 1."""
+    location = f"{label}, line {number}" if label != LIST_LABEL else label
+    return HostsError(
+        f"{location}: cannot be read", found=printable(line), remedy=f"expected {expected}"
+    )
 
 
-def shown(line: str) -> str:
-    """The line with control characters made visible and cut to a readable length."""
+def printable(line: str) -> str:
+    """Returns the line with control characters escaped, cut to a readable length."""
     text = line.strip()
     visible = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
-    return visible if len(visible) <= _SHOWN else visible[:_SHOWN] + "…"
+    return visible if len(visible) <= MAX_LINE_CHARS else visible[:MAX_LINE_CHARS] + "…"

@@ -1,78 +1,82 @@
-"""Which host of a cluster this machine is."""
+"""Finds the host of a cluster that is this machine."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-from paceline.hosts.address import canonical
+from paceline.hosts.address import canonical_address
 from paceline.spec.errors import HostsError
 from paceline.spec.hosts import Cluster, Host
 
-_STANDARD = (None, 22)
+_SSH_PORTS = (None, 22)
 _LOOPBACK_NAMES = frozenset({"localhost", "localhost.localdomain", "ip6-localhost"})
 
 
-def find_me(cluster: Cluster, names: Collection[str], addresses: Collection[str]) -> str | None:
-    """The name of the host that is this machine, or ``None`` if the launcher is none of them.
+def find_local_host(
+    cluster: Cluster, names: Collection[str], addresses: Collection[str]
+) -> str | None:
+    """Returns the name of the host that is this machine, or ``None``.
 
-    Tried in this order: an address of this machine; one of its names, whole; its name without
-    the domain, where only one of the two has a domain; a loopback address or name on the
-    standard port (behind another port there may be a container or a tunnel). Loopback
-    addresses of this machine never identify it: every machine has them. Of several hosts at
-    one address only the one on the standard port can be this machine.
-
-    HostsError when a loopback name stands beside another name of this machine.
+    Compares in this order: addresses; full names; names without the domain, if only one of the
+    two has a domain; a loopback address or name on the standard port (behind another port may be
+    a container or a tunnel). Loopback addresses of this machine never identify it. Of several
+    hosts at one address only the one on the standard port can be this machine.
 
     Args:
         cluster: The hosts as described.
         names: Host names of this machine, short or full.
-        addresses: Its IP addresses.
+        addresses: IP addresses of this machine.
+
+    Raises:
+        HostsError: A loopback name is listed together with another name of this machine.
     """
-    mine = {canonical(a) for a in addresses if not _is_loopback(a)}
-    called = {canonical(name) for name in names if not _is_loopback(name)}
-    hosts = [host for host in cluster.hosts if not _behind_port(host, cluster)]
-    short = [host for host in hosts if _same_but_domain(host, called)]
-    loopback = [host for host in hosts if _is_loopback(host.address) and host.port in _STANDARD]
+    own_addresses = {canonical_address(a) for a in addresses if not _is_loopback(a)}
+    own_names = {canonical_address(name) for name in names if not _is_loopback(name)}
+    hosts = [host for host in cluster.hosts if not _is_forwarded(host, cluster)]
+    domain_matches = [host for host in hosts if _matches_without_domain(host, own_names)]
+    loopback = [host for host in hosts if _is_loopback(host.address) and host.port in _SSH_PORTS]
     tests = (
-        [host for host in hosts if _spellings(host) & mine],
-        [host for host in hosts if _spellings(host) & called],
-        short if len(short) == 1 else [],
+        [host for host in hosts if _canonical_names(host) & own_addresses],
+        [host for host in hosts if _canonical_names(host) & own_names],
+        domain_matches if len(domain_matches) == 1 else [],
         loopback,
     )
-    me = next((matches[0] for matches in tests if matches), None)
-    if me is not None and loopback and me not in loopback:
+    match = next((matches[0] for matches in tests if matches), None)
+    if match is not None and loopback and match not in loopback:
         raise HostsError(
-            f"{me.name} and {loopback[0].name} are both this machine",
+            f"{match.name} and {loopback[0].name} are both this machine",
             found=cluster.source,
-            remedy=f"Name it once, with the number of its processes: {me.name} slots=2",
+            remedy=f"Name it once, with the number of its processes: {match.name} slots=2",
         )
-    return me.name if me is not None else None
+    return match.name if match is not None else None
 
 
-def _behind_port(host: Host, cluster: Cluster) -> bool:
-    """Whether the host is one of several at an address, and not the one at the usual port."""
-    same = [h for h in cluster.hosts if canonical(h.address) == canonical(host.address)]
-    return len(same) > 1 and host.port not in _STANDARD
+def _is_forwarded(host: Host, cluster: Cluster) -> bool:
+    """Whether the host is one of several at an address, and not on the standard port."""
+    hosts_there = [
+        h for h in cluster.hosts if canonical_address(h.address) == canonical_address(host.address)
+    ]
+    return len(hosts_there) > 1 and host.port not in _SSH_PORTS
 
 
-def _spellings(host: Host) -> set[str]:
-    said = (host.address, host.job_address or host.address)
-    return {canonical(text) for text in said} | {canonical(host.name)}
+def _canonical_names(host: Host) -> set[str]:
+    texts = (host.address, host.job_address or host.address)
+    return {canonical_address(text) for text in texts} | {canonical_address(host.name)}
 
 
-def _same_but_domain(host: Host, called: Collection[str]) -> bool:
-    return any(_differ_in_domain(a, b) for a in _spellings(host) for b in called)
+def _matches_without_domain(host: Host, own_names: Collection[str]) -> bool:
+    return any(_differ_in_domain(a, b) for a in _canonical_names(host) for b in own_names)
 
 
-def _differ_in_domain(one: str, other: str) -> bool:
-    short, long = sorted((one, other), key=len)
-    is_name = not short.isdigit() and ":" not in long
-    return is_name and "." not in short and long.split(".")[0] == short
+def _differ_in_domain(first: str, second: str) -> bool:
+    short_name, long_name = sorted((first, second), key=len)
+    is_name = not short_name.isdigit() and ":" not in long_name
+    return is_name and "." not in short_name and long_name.split(".")[0] == short_name
 
 
 def _is_loopback(text: str) -> bool:
-    plain = canonical(text)
-    return plain in _LOOPBACK_NAMES or plain == "::1" or _is_127(plain)
+    address = canonical_address(text)
+    return address in _LOOPBACK_NAMES or address == "::1" or _is_127(address)
 
 
 def _is_127(text: str) -> bool:

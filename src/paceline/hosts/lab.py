@@ -1,7 +1,6 @@
-"""The labs that are up on this machine: where each keeps its files, and which ``-H lab`` means.
+"""Finds the labs that are up on this machine, and their files (``-H lab``).
 
-A lab's folder is gone when the lab is. Making labs is another matter (``paceline.lab``), of which
-nothing here knows.
+A lab's folder is removed with the lab. ``paceline.lab`` creates labs.
 """
 
 from __future__ import annotations
@@ -17,49 +16,20 @@ from pathlib import Path
 from paceline.spec.errors import HostsError, LabError
 
 
-@dataclass(frozen=True)
 class Layout:
     """Paths below a lab's state folder ``root``."""
 
-    root: Path
-
-    @property
-    def plan(self) -> Path:
-        return self.root / "plan.json"
-
-    @property
-    def owner(self) -> Path:
-        """Process id and start time of the lab's owner."""
-        return self.root / "owner.json"
-
-    @property
-    def owner_log(self) -> Path:
-        return self.root / "owner.log"
-
-    @property
-    def control(self) -> Path:
-        return self.root / "control.sock"
-
-    @property
-    def ssh_config(self) -> Path:
-        return self.root / "ssh_config"
-
-    @property
-    def identity(self) -> Path:
-        return self.root / "id_ed25519"
-
-    @property
-    def known_hosts(self) -> Path:
-        return self.root / "known_hosts"
-
-    @property
-    def hostfile(self) -> Path:
-        return self.root / "hostfile"
-
-    @property
-    def settings(self) -> Path:
-        """Per-host settings in the form of paceline.toml."""
-        return self.root / "paceline.toml"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.plan = root / "plan.json"
+        self.owner = root / "owner.json"  # process id and start time of the lab's owner
+        self.owner_log = root / "owner.log"
+        self.control = root / "control.sock"
+        self.ssh_config = root / "ssh_config"
+        self.identity = root / "id_ed25519"
+        self.known_hosts = root / "known_hosts"
+        self.hostfile = root / "hostfile"
+        self.settings = root / "paceline.toml"  # settings of single hosts
 
     def host(self, name: str) -> Path:
         return self.root / "hosts" / name
@@ -68,7 +38,7 @@ class Layout:
         return self.host(name) / "home"
 
     def etc(self, name: str) -> Path:
-        """Files that the host sees in /etc."""
+        """Returns the folder of files that the host sees in /etc."""
         return self.host(name) / "etc"
 
     def host_key(self, name: str) -> Path:
@@ -81,20 +51,20 @@ class Layout:
         return self.host(name) / "sshd.log"
 
     def disk(self, name: str, index: int) -> Path:
-        """What the host wrote into its private folder number ``index``."""
+        """Returns what the host wrote into its private folder number ``index``."""
         return self.host(name) / "private" / str(index)
 
 
 def parent_folder() -> Path:
-    """Folder that holds the state of this user's labs; private to the user."""
+    """Returns the folder for the state of this user's labs; it is private to the user."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime and Path(runtime).is_dir() and os.access(runtime, os.W_OK):
         folder = Path(runtime) / "paceline-lab"
     else:
         folder = Path(f"/tmp/paceline-lab-{os.geteuid()}")  # noqa: S108 - checked below
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise LabError(
             f"the folder {folder} cannot hold a lab's keys",
             found="it is not a folder of yours that only you can read",
@@ -105,17 +75,17 @@ def parent_folder() -> Path:
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, known by more than its number (numbers are used again)."""
+    """A process, identified by number and start time, because numbers are reused."""
 
     pid: int
     started: int
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return start_time(self.pid) == self.started
 
 
 def start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None when there is none (or a zombie)."""
+    """Returns a process's start time in clock ticks since boot; None for none or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -130,17 +100,17 @@ def read_owner(layout: Layout) -> Owner | None:
         return None
 
 
-def alive(layout: Layout) -> bool:
-    """Whether the lab is up. Its socket answers even where its process cannot be seen."""
+def is_running(layout: Layout) -> bool:
+    """Whether the lab is up. Its socket answers even if its process cannot be seen."""
     owner = read_owner(layout)
-    if owner is not None and owner.alive():
+    if owner is not None and owner.is_alive():
         return True
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(str(layout.control)) == 0
 
 
-def labs() -> list[Layout]:
-    """The labs of this user, dead ones included."""
+def list_labs() -> list[Layout]:
+    """Returns the labs of this user, including dead ones."""
     folders = (entry for entry in parent_folder().iterdir() if entry.is_dir())
     return [Layout(folder) for folder in sorted(folders)]
 
@@ -152,41 +122,39 @@ KEYWORD = "lab"
 
 
 def lab_name(source: str) -> str | None:
-    """The lab that a source names, empty for the one that is up; ``None`` for other sources.
+    """Returns the lab that a source names, empty for the default one; ``None`` for other sources.
 
     ``lab:4`` is a host called lab with four slots, as in any list.
     """
-    keyword, colon, name = source.strip().partition(":")
-    if keyword != KEYWORD or (colon and (not name or name.isdigit() or set(name) & set(",@[ "))):
+    keyword, colon, lab = source.strip().partition(":")
+    if keyword != KEYWORD or (colon and (not lab or lab.isdigit() or set(lab) & set(",@[ "))):
         return None
-    return name
+    return lab
 
 
 def find_lab(name: str, environ: Mapping[str, str]) -> Layout:
-    """Where the files of a lab are that is up.
+    """Returns the files of a lab that is up.
 
     Args:
-        name: Of the lab; empty for the one of ``PACELINE_LAB``, else the only one, else the one
-            that ``paceline lab`` means when none is named.
+        name: Name of the lab; empty for that of ``PACELINE_LAB``, else the only one, else the one
+            called ``default``.
         environ: Environment variables.
 
     Raises:
-        HostsError: There is none, or there are several to choose from.
+        HostsError: No such lab is up, or several are.
     """
-    up = {layout.root.name: layout for layout in labs() if alive(layout)}
-    wanted = name or environ.get("PACELINE_LAB", "")
-    if wanted in up:
-        return up[wanted]
-    listed = ", ".join(up)
-    if wanted:
-        found = f"up are: {listed}" if up else "no lab is up"
-        raise HostsError(f"no lab called {wanted!r} is up", found=found,
-                         remedy=f"paceline lab up --name {wanted}")  # fmt: skip
-    if not up:
+    running = {layout.root.name: layout for layout in list_labs() if is_running(layout)}
+    requested = name or environ.get("PACELINE_LAB", "")
+    if requested in running:
+        return running[requested]
+    names = ", ".join(running)
+    if requested:
+        report = f"up are: {names}" if running else "no lab is up"
+        raise HostsError(f"no lab called {requested!r} is up", found=report,
+                         remedy=f"paceline lab up --name {requested}")  # fmt: skip
+    if not running:
         raise HostsError("no lab is up", remedy="paceline lab up; a host called that: `lab,`")
-    if len(up) > 1 and "default" in up:
-        return up["default"]
-    if len(up) > 1:
-        raise HostsError("several labs are up", found=listed,
-                         remedy=f"name one: -H lab:{next(iter(up))}")  # fmt: skip
-    return next(iter(up.values()))
+    first = next(iter(running))
+    if len(running) > 1 and "default" not in running:
+        raise HostsError("several labs are up", found=names, remedy=f"name one: -H lab:{first}")
+    return running.get("default", running[first])

@@ -1,17 +1,15 @@
 """The line grammar that all host files share: ``[user@]host[:n] [key=value …]  # comment``.
 
-One grammar reads every line dialect, so a file that mixes them is understood too. A line may also
-be an ssh call (``ssh me@host -p 2222``) or one of ``/etc/hosts`` (``10.0.0.2 n2``). Reading gives
-mentions. What ``:n`` and repeated mentions mean is decided by rules, also in docs/hosts.md. The
-number after a colon
+One grammar reads every line dialect, so files may mix them. A line may also be an ssh call
+(``ssh me@host -p 2222``) or a line of ``/etc/hosts`` (``10.0.0.2 n2``). The rules for ``:n`` and
+repeated mentions are also in docs/hosts.md. The number after a colon is
 
-* is the SSH port where the line says ``slots=`` too;
-* is the job's rendezvous port where it is 1024 or more and only the first of several hosts
-  has one;
-* else is the SSH port where it is 22 or at least 1024, and slots where it is anything else.
+* the SSH port if the line also has ``slots=``;
+* the job's rendezvous port if it is 1024 or more and only the first of several hosts has one;
+* else the SSH port if it is 22 or at least 1024, and slots otherwise.
 
-A host that stands there more than once gets the sum of its slots, a mention without a number
-counting one.
+A host that is mentioned more than once gets the sum of its slots; a mention without a number
+counts as one.
 """
 
 from __future__ import annotations
@@ -23,22 +21,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.hosts.address import (
-    Word,
-    canonical,
+    HostToken,
+    canonical_address,
     check_address,
     check_user,
-    read_word,
-    whole_number,
-    with_number,
+    join_number,
+    parse_host_token,
+    parse_integer,
 )
-from paceline.hosts.dialect import Colon, Parsed, Reading, UnreadableError, bad_line
+from paceline.hosts.dialect import ColonMeaning, Parsed, Reading, UnreadableError, line_error
 from paceline.hosts.nodelist import split_list
 from paceline.spec.errors import HostsError
 from paceline.spec.helptext import counted, did_you_mean
 from paceline.spec.hosts import Host
 
-MOST_SLOTS = 4096
-"""More processes on one host than this are taken for a mistake."""
+MAX_SLOTS = 4096
+"""More processes on one host are taken for a mistake."""
 
 KEYS = {
     "slots": "slots",
@@ -69,27 +67,27 @@ KEYS = {
     "max_slots": "",
     "slots_max": "",
     "binding": "",
-}  # what other programs write → field of Mention; "" is accepted, noted and not used
+}  # key of another program → field of Mention; "" is accepted, noted and not used
 _FIELDS = frozenset(KEYS.values())
-_LEGAL = ("slots", "max_slots", "user", "port", "interface", "address", "key")
-_FORM = "a list with commas (`n1,n2`) or a line `[user@]host[:n] [slots=n]`"
+_DOCUMENTED_KEYS = ("slots", "max_slots", "user", "port", "interface", "address", "key")
+_EXPECTED_FORM = "a list with commas (`n1,n2`) or a line `[user@]host[:n] [slots=n]`"
 
 _BLANKS = "\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000"
 _INVISIBLE = "\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff"
-_PASTED = (
+_PASTED_CHARACTERS = (
     (re.compile(f"[{_BLANKS}]"), " "),
     (re.compile(f"[{_INVISIBLE}]"), ""),
     (re.compile(r"(?<=[0-9])[\u2010-\u2015\u2212](?=[0-9])"), "-"),  # of a range
     (re.compile("[\u201c-\u201f]"), '"'),
     (re.compile(r"(?<![^\s,;=])([\"'])([^\"']*)\1(?![^\s,;=])"), r"\2"),
 )
-"""What text that was copied from a page or a table carries along, and what it stands for."""
+"""Characters in text copied from a page or a table, and their replacements."""
 
 _SSH_FLAGS = "46AaCfGgKkMNnqsTtVvXxYyB:b:c:D:E:e:F:I:i:J:L:l:m:O:o:P:p:Q:R:S:W:w:"
 _SSH_SETTINGS = {"-l": "user", "-p": "port", "-i": "identity_file"}
-_SSH_CHANGES_THE_WAY = ("-b", "-F", "-I", "-J", "-o", "-W")
+_SSH_ROUTE_FLAGS = ("-b", "-F", "-I", "-J", "-o", "-W")
 
-_FOREIGN_FORMS = (
+_FOREIGN_SYNTAX = (
     (
         re.compile(r"rank\s*\d+\s*="),
         "one host a line with its number of processes, `n1 slots=2`: "
@@ -127,10 +125,10 @@ class Mention:
     """One host on one line, as written.
 
     Attributes:
-        name: What the user calls the host, if it has an address of its own.
-        number: What followed the colon; not yet known whether slots or port.
-        unused: Keys that say nothing to us, as written.
-        line: Counts from 1.
+        name: The user's name for the host, if it also has an address.
+        number: Number after the colon; slots or port.
+        unused: Ignored keys, as written.
+        line: Line number, from 1.
         text: The whole line, for errors.
     """
 
@@ -148,62 +146,62 @@ class Mention:
 
 
 def read_mentions(reading: Reading) -> list[Mention]:
-    """Every mention of a host, in order. Raises HostsError with the line's number."""
+    """Returns every mention of a host, in order. Raises HostsError with the line's number."""
     return [
-        mention
+        replace(mention, line=number, text=line)
         for number, line in enumerate(split_lines(reading.text), start=1)
-        for mention in _located(reading.label, number, line)
+        for mention in _read_numbered_line(reading.label, number, line)
     ]
 
 
 def split_lines(text: str) -> list[str]:
-    """Lines ended by LF, CRLF or CR; other separators are no line ends in a host file."""
+    """Splits at LF, CRLF or CR; other separators do not end lines of a host file."""
     return re.split(r"\r\n|\n|\r", text.removeprefix("\ufeff"))
 
 
-def bare(line: str) -> str:
-    """The line without its comment, quotes, invisible characters and surrounding blanks."""
+def strip_comment(line: str) -> str:
+    """Returns the line without comment, quotes, invisible characters and surrounding blanks."""
     body = "" if line.lstrip().startswith((";", "//")) else line.split("#", 1)[0]
-    for pattern, replacement in _PASTED:
+    for pattern, replacement in _PASTED_CHARACTERS:
         body = pattern.sub(replacement, body)
     return body.strip()
 
 
 def read_line(text: str) -> list[Mention]:
-    """The mentions of one line without comment. Raises UnreadableError."""
-    tidy = re.sub(r"\s*[,;]\s*", ",", re.sub(r"\s*=\s*", "=", text))
-    head, *options = tidy.split()
+    """Returns the mentions of one line without comment. Raises UnreadableError."""
+    normalized = re.sub(r"\s*[,;]\s*", ",", re.sub(r"\s*=\s*", "=", text))
+    head, *options = normalized.split()
     if (head == "ssh" and options) or head.startswith("ssh://") or _has_flags(options):
         return _ssh_call(options if head == "ssh" else [head, *options])
-    if _is_address(head) and options and not any("=" in word for word in options):
+    if _is_address(head) and options and not any("=" in token for token in options):
         return _hosts_entry(head, options)
     settings = _options(options)
-    words = [word for item in _items(head) for word in read_word(item)]
-    return [_mention(word, settings) for word in words]
+    tokens = [token for item in _items(head) for token in parse_host_token(item)]
+    return [_mention(token, settings) for token in tokens]
 
 
-def _has_flags(words: Sequence[str]) -> bool:
-    return any(re.match(r"-[A-Za-z46]", word) for word in words)
+def _has_flags(options: Sequence[str]) -> bool:
+    return any(re.match(r"-[A-Za-z46]", option) for option in options)
 
 
-def _ssh_call(words: list[str]) -> list[Mention]:
-    """The host of ``[ssh] [user@]host -p N -i KEY`` or ``ssh://user@host:N``."""
+def _ssh_call(arguments: list[str]) -> list[Mention]:
+    """Reads ``[ssh] [user@]host -p N -i KEY`` or ``ssh://user@host:N``."""
     try:
-        flags, rest = getopt.gnu_getopt(words, _SSH_FLAGS)
+        flags, operands = getopt.gnu_getopt(arguments, _SSH_FLAGS)
     except getopt.GetoptError as problem:
         raise UnreadableError(f"an ssh call as ssh takes it ({problem.msg})") from None
-    if len(rest) != 1:
+    if len(operands) != 1:
         raise UnreadableError("one host and no command in an ssh call: `ssh me@n1 -p 2222`")
     settings = {_SSH_SETTINGS[flag]: value for flag, value in flags if flag in _SSH_SETTINGS}
-    elsewhere = [flag for flag, _ in flags if flag in _SSH_CHANGES_THE_WAY]
-    if elsewhere:
+    unsupported = [flag for flag, _ in flags if flag in _SSH_ROUTE_FLAGS]
+    if unsupported:
         raise UnreadableError(
-            f"an ssh call without `{elsewhere[0]}`: put that into a `Host` block of ~/.ssh/config "
-            "and write the block's name here"
+            f"an ssh call without `{unsupported[0]}`: put that into a `Host` block of "
+            "~/.ssh/config and write the block's name here"
         )
-    target = re.sub(r"^ssh://|/$", "", rest[0])
-    return [_mention(replace(word, number=None), _with_port(settings, word.number))
-            for word in read_word(target)]  # fmt: skip
+    target = re.sub(r"^ssh://|/$", "", operands[0])
+    return [_mention(replace(token, number=None), _with_port(settings, token.number))
+            for token in parse_host_token(target)]  # fmt: skip
 
 
 def _with_port(settings: dict[str, str], number: int | None) -> dict[str, str]:
@@ -211,7 +209,7 @@ def _with_port(settings: dict[str, str], number: int | None) -> dict[str, str]:
 
 
 def _hosts_entry(address: str, names: list[str]) -> list[Mention]:
-    """A line of ``/etc/hosts``; nothing for the addresses that every machine gives itself."""
+    """Reads a line of ``/etc/hosts``; skips the addresses that every machine has."""
     ip = ipaddress.ip_address(address)
     if ip.is_loopback or ip.is_multicast or ip.is_unspecified or address == "255.255.255.255":
         return []
@@ -220,28 +218,23 @@ def _hosts_entry(address: str, names: list[str]) -> list[Mention]:
     return [Mention(address, name=check_address(names[0]))]
 
 
-def _is_address(word: str) -> bool:
+def _is_address(text: str) -> bool:
     try:
-        ipaddress.ip_address(word)
+        ipaddress.ip_address(text)
     except ValueError:
         return False
     return True
 
 
-def _located(label: str, number: int, line: str) -> list[Mention]:
-    body = bare(line)
+def _read_numbered_line(label: str, number: int, line: str) -> list[Mention]:
+    body = strip_comment(line)
     if not body.replace("\t", " ").isprintable():
-        raise bad_line(label, number, line, "no control characters")
+        raise line_error(label, number, line, "no control characters")
     try:
-        mentions = read_line(body) if body else []
+        return read_line(body) if body else []
     except UnreadableError as problem:
-        forms = (advice for pattern, advice in _FOREIGN_FORMS if pattern.match(body))
-        raise bad_line(label, number, line, next(forms, problem.expected)) from None
-    return [_at(mention, number, line) for mention in mentions]
-
-
-def _at(mention: Mention, number: int, line: str) -> Mention:
-    return replace(mention, line=number, text=line)
+        forms = (advice for pattern, advice in _FOREIGN_SYNTAX if pattern.match(body))
+        raise line_error(label, number, line, next(forms, problem.expected)) from None
 
 
 def _items(head: str) -> list[str]:
@@ -253,38 +246,38 @@ def _items(head: str) -> list[str]:
     return items
 
 
-def _options(words: list[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
+def _options(options: list[str]) -> dict[str, str]:
+    settings: dict[str, str] = {}
+    for option in options:
+        key, equals, value = option.partition("=")
         if not equals or not value:
-            raise UnreadableError(_expected_after_host(word))
+            raise UnreadableError(_expected_after_host(option))
         field = key.lower().replace("-", "_")
         if field not in KEYS and not field.startswith("ansible_"):
-            raise UnreadableError(f"for the key `{key}` {did_you_mean(key, _LEGAL)}")
+            raise UnreadableError(f"for the key `{key}` {did_you_mean(key, _DOCUMENTED_KEYS)}")
         meaning = KEYS.get(field) or field
-        if meaning in found:
+        if meaning in settings:
             raise UnreadableError(f"`{key}` once on a line, and one host a line")
-        found[meaning] = value
-    return found
+        settings[meaning] = value
+    return settings
 
 
-def _expected_after_host(word: str) -> str:
-    if word.isdigit():
-        return f"`slots={word}` instead of `{word}`"
-    return f"{_FORM}, not `{word}` after the host"
+def _expected_after_host(text: str) -> str:
+    if text.isdigit():
+        return f"`slots={text}` instead of `{text}`"
+    return f"{_EXPECTED_FORM}, not `{text}` after the host"
 
 
-def _mention(word: Word, settings: dict[str, str]) -> Mention:
+def _mention(token: HostToken, settings: dict[str, str]) -> Mention:
     slots, port, user = settings.get("slots"), settings.get("port"), settings.get("user")
     address = settings.get("address")
     return Mention(
-        address=word.address if address is None else check_address(address),
-        name=word.address if address is not None else None,
-        user=check_user(user) if user else word.user,
-        number=word.number,
-        slots=None if slots is None else whole_number(slots, "slots", MOST_SLOTS),
-        port=None if port is None else whole_number(port, "a port", 65535),
+        address=token.address if address is None else check_address(address),
+        name=token.address if address is not None else None,
+        user=check_user(user) if user else token.user,
+        number=token.number,
+        slots=None if slots is None else parse_integer(slots, "slots", MAX_SLOTS),
+        port=None if port is None else parse_integer(port, "a port", 65535),
         interface=settings.get("interface"),
         identity_file=settings.get("identity_file"),
         unused=tuple(key for key in settings if key not in _FIELDS),
@@ -299,42 +292,44 @@ SSH_PORT = 22
 
 
 def parse_lines(reading: Reading) -> Parsed:
-    """Hosts and notes of a text in the line grammar."""
+    """Returns hosts and notes of a text in the line grammar."""
     return hosts_of(reading, read_mentions(reading))
 
 
 def hosts_of(reading: Reading, mentions: Sequence[Mention]) -> Parsed:
-    """Hosts and notes of the mentions. Raises HostsError where they contradict each other."""
+    """Returns hosts and notes of the mentions. Raises HostsError if they are contradictory."""
     meanings = [colon_meaning(m, mentions, reading.colon) for m in mentions]
     _check_slots(reading.label, mentions, meanings)
-    settled = [settle(m, meaning) for m, meaning in zip(mentions, meanings, strict=True)]
-    hosts, repeats = merge(reading.label, settled)
+    resolved = [resolve_number(m, meaning) for m, meaning in zip(mentions, meanings, strict=True)]
+    hosts, repeats = merge(reading.label, resolved)
     colons = [] if reading.colon else _colon_notes(mentions, meanings)
     return Parsed(hosts, (*colons, *repeats, *_unused_notes(mentions)))
 
 
-def colon_meaning(mention: Mention, among: Sequence[Mention], choice: Colon | None) -> Colon | None:
-    """What the number after this mention's colon says; ``None`` where there is no number."""
+def colon_meaning(
+    mention: Mention, mentions: Sequence[Mention], choice: ColonMeaning | None
+) -> ColonMeaning | None:
+    """Returns the meaning of the number after a mention's colon; ``None`` without a number."""
     if mention.number is None:
         return None
     if mention.slots is not None:
         return "port"
     if choice:
         return choice
-    if names_rendezvous(among):
+    if names_rendezvous(mentions):
         return "rendezvous"
     return "port" if _is_port(mention.number) else "slots"
 
 
 def names_rendezvous(mentions: Sequence[Mention]) -> bool:
-    """Whether the first of several hosts alone has a number, and one that only a port can be."""
+    """Whether only the first of several hosts has a number, and it can only be a port."""
     numbers = [m.number for m in mentions if m.number is not None and m.slots is None]
     first = mentions[0].number if mentions else None
     return len(mentions) > 1 and numbers == [first] and (first or 0) >= FIRST_USER_PORT
 
 
-def settle(mention: Mention, meaning: Colon | None) -> Mention:
-    """The mention with its number moved to where it belongs."""
+def resolve_number(mention: Mention, meaning: ColonMeaning | None) -> Mention:
+    """Returns the mention with its number moved to slots or port."""
     if meaning == "slots":
         return replace(mention, slots=mention.number, number=None)
     if meaning == "port":
@@ -343,36 +338,44 @@ def settle(mention: Mention, meaning: Colon | None) -> Mention:
 
 
 def merge(label: str, mentions: Sequence[Mention]) -> tuple[tuple[Host, ...], list[str]]:
-    """One host for each address and port, in the order of first mention, with notes."""
+    """Returns one host for each address and port, in order of first mention, with notes."""
     groups: dict[tuple[str, int | None], list[Mention]] = {}
     second_addresses = []
     for mention in mentions:
-        named = canonical(mention.name or mention.address)
-        group = groups.setdefault((named, None if mention.name else mention.port), [])
-        if group and mention.name and canonical(mention.address) != canonical(group[0].address):
-            taken = group[0].address
-            second_addresses.append(f"`{mention.name}` has several addresses: {taken} is taken")
+        name = canonical_address(mention.name or mention.address)
+        group = groups.setdefault((name, None if mention.name else mention.port), [])
+        if (
+            group
+            and mention.name
+            and canonical_address(mention.address) != canonical_address(group[0].address)
+        ):
+            used_address = group[0].address
+            second_addresses.append(
+                f"`{mention.name}` has several addresses: {used_address} is taken"
+            )
         else:
             group.append(mention)
-    each_is_a_slot = any(_repeats_bare(group) for group in groups.values())
-    shared = _shared_addresses(list(groups))
-    hosts = [_host(label, group, each_is_a_slot, shared) for group in groups.values()]
+    count_mentions = any(_is_repeated_without_slots(group) for group in groups.values())
+    shared_addresses = _shared_addresses(list(groups))
+    hosts = [_host(label, group, count_mentions, shared_addresses) for group in groups.values()]
     notes = [_repeat_note(h, g) for h, g in zip(hosts, groups.values(), strict=True) if len(g) > 1]
-    return tuple(hosts), [*_few(notes), *second_addresses[:3]]
+    return tuple(hosts), [*_limit_notes(notes), *second_addresses[:3]]
 
 
-def _host(label: str, group: list[Mention], each_is_a_slot: bool, shared: set[str]) -> Host:
+def _host(
+    label: str, group: list[Mention], count_mentions: bool, shared_addresses: set[str]
+) -> Host:
     first = group[0]
-    for other in group[1:]:
-        if (other.user, other.interface) != (first.user, first.interface):
+    for mention in group[1:]:
+        if (mention.user, mention.interface) != (first.user, first.interface):
             expected = f"the user and interface that line {first.line} gives this host"
-            raise bad_line(label, other.line, other.text, expected)
+            raise line_error(label, mention.line, mention.text, expected)
     name = first.name or first.address
-    ambiguous = canonical(name) in shared
+    ambiguous = canonical_address(name) in shared_addresses
     return Host(
-        name=with_number(name, first.port) if ambiguous else name,
+        name=join_number(name, first.port) if ambiguous else name,
         address=first.address,
-        slots=_slots(group, each_is_a_slot),
+        slots=_slots(group, count_mentions),
         user=first.user,
         port=first.port,
         interface=first.interface,
@@ -380,13 +383,13 @@ def _host(label: str, group: list[Mention], each_is_a_slot: bool, shared: set[st
     )
 
 
-def _slots(group: list[Mention], each_is_a_slot: bool) -> int | None:
-    if len(group) == 1 and not each_is_a_slot:
+def _slots(group: list[Mention], count_mentions: bool) -> int | None:
+    if len(group) == 1 and not count_mentions:
         return group[0].slots
     return sum(1 if m.slots is None else m.slots for m in group)
 
 
-def _repeats_bare(group: list[Mention]) -> bool:
+def _is_repeated_without_slots(group: list[Mention]) -> bool:
     return len(group) > 1 and all(m.slots is None for m in group)
 
 
@@ -396,11 +399,13 @@ def _shared_addresses(keys: list[tuple[str, int | None]]) -> set[str]:
     return {address for address in addresses if addresses.count(address) > 1}
 
 
-def _check_slots(label: str, mentions: Sequence[Mention], meanings: Sequence[Colon | None]) -> None:
+def _check_slots(
+    label: str, mentions: Sequence[Mention], meanings: Sequence[ColonMeaning | None]
+) -> None:
     for mention, meaning in zip(mentions, meanings, strict=True):
-        if meaning == "slots" and (mention.number or 0) > MOST_SLOTS:
-            expected = f"at most {MOST_SLOTS} slots; `--colon port` reads the number as a port"
-            raise bad_line(label, mention.line, mention.text, expected)
+        if meaning == "slots" and (mention.number or 0) > MAX_SLOTS:
+            expected = f"at most {MAX_SLOTS} slots; `--colon port` reads the number as a port"
+            raise line_error(label, mention.line, mention.text, expected)
 
 
 def _is_port(number: int) -> bool:
@@ -409,22 +414,23 @@ def _is_port(number: int) -> bool:
 
 def _repeat_note(host: Host, group: list[Mention]) -> str:
     lines = sorted({mention.line for mention in group})
-    where = f" (lines {', '.join(map(str, lines))})" if len(lines) > 1 else ""
-    return f"`{host.name}` is listed {len(group)} times{where}: its slots add up to {host.slots}"
+    line_numbers = f" (lines {', '.join(map(str, lines))})" if len(lines) > 1 else ""
+    times = f"{len(group)} times{line_numbers}"
+    return f"`{host.name}` is listed {times}: its slots add up to {host.slots}"
 
 
-def _colon_notes(mentions: Sequence[Mention], meanings: Sequence[Colon | None]) -> list[str]:
+def _colon_notes(mentions: Sequence[Mention], meanings: Sequence[ColonMeaning | None]) -> list[str]:
     pairs = list(zip(mentions, meanings, strict=True))
     notes = []
     for meaning in ("slots", "port", "rendezvous"):
-        alike = [m for m, found in pairs if found == meaning and m.slots is None]
-        if alike:
-            notes.append(_colon_note(alike[0], meaning) + _and_more(len(alike) - 1))
+        matches = [m for m, candidate in pairs if candidate == meaning and m.slots is None]
+        if matches:
+            notes.append(_colon_note(matches[0], meaning) + _count_suffix(len(matches) - 1))
     return notes
 
 
 def _colon_note(mention: Mention, meaning: str) -> str:
-    written = f"`{with_number(mention.address, mention.number)}`"
+    written = f"`{join_number(mention.address, mention.number)}`"
     if meaning == "slots":
         slots = counted(mention.number or 0, "slot")
         return f"{written} was read as {slots}; `--colon port` reads an SSH port"
@@ -441,27 +447,31 @@ def _unused_notes(mentions: Sequence[Mention]) -> list[str]:
     return [f"`{key}=` was ignored: Paceline has no use for it" for key in keys]
 
 
-def _and_more(count: int) -> str:
+def _count_suffix(count: int) -> str:
     return f" ({count} more alike)" if count else ""
 
 
-def _few(notes: list[str], most: int = 3) -> list[str]:
-    left = len(notes) - most
-    return notes if left <= 0 else [*notes[:most], f"{left} more hosts are listed several times"]
+def _limit_notes(notes: list[str], limit: int = 3) -> list[str]:
+    remaining = len(notes) - limit
+    return (
+        notes
+        if remaining <= 0
+        else [*notes[:limit], f"{remaining} more hosts are listed several times"]
+    )
 
 
 # --- what detection needs
 
 
-def peek(reading: Reading) -> Sequence[Mention]:
-    """The mentions; none where the text cannot be read (its parser will say why)."""
+def try_read_mentions(reading: Reading) -> Sequence[Mention]:
+    """Returns the mentions, or none if the text cannot be read; its parser raises the error."""
     try:
         return read_mentions(reading)
     except HostsError:
         return ()
 
 
-def has_colon(reading: Reading, meaning: Colon) -> bool:
-    """Whether some ``host:n`` of the text has this meaning by the default rule."""
-    mentions = peek(reading)
+def has_colon(reading: Reading, meaning: ColonMeaning) -> bool:
+    """Whether a ``host:n`` of the text has this meaning by the default rule."""
+    mentions = try_read_mentions(reading)
     return any(colon_meaning(m, mentions, reading.colon) == meaning for m in mentions)

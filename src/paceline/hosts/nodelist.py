@@ -1,7 +1,7 @@
-"""Slurm's node-list syntax, both ways: ``gpu-[01-03,07],login`` and ``2(x3),1``; and ``a100:2``.
+"""Reads and writes Slurm's syntax: ``gpu-[01-03,07],login``, ``2(x3),1`` and ``a100:2``.
 
-Reading is one step more generous than Slurm: text may follow the last bracket, as pdsh has it.
-Writing gives what Slurm reads, so names that end in no number are not compressed.
+Text may follow the last bracket, as in pdsh. Written lists are valid for Slurm, so only names that
+end in a number are compressed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 
 from paceline.hosts.dialect import UnreadableError
 
-MOST = 65536
-"""More hosts than this in one description is taken for a mistake, not expanded."""
+MAX_HOSTS = 65536
+"""Longer descriptions are taken for a mistake and refused."""
 
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _RANGE = re.compile(r"([0-9]{1,18})-([0-9]{1,18})")
@@ -25,7 +25,7 @@ _NUMBERED = re.compile(r"([^:\[\]]*?)([0-9]{1,18})")
 
 
 def split_list(text: str) -> list[str]:
-    """Splits at the commas that stand outside brackets."""
+    """Splits at commas outside brackets."""
     parts, depth = [""], 0
     for char in text:
         depth += (char == "[") - (char == "]")
@@ -41,53 +41,53 @@ def split_list(text: str) -> list[str]:
 
 
 def expand(text: str) -> list[str]:
-    """``a[1-2]b[x,y]`` without a comma list's checks: every name, first bracket slowest."""
-    return [name for part in split_list(text) for name in expand_one(part)]
+    """Returns all names of a node list; of several brackets the last varies fastest."""
+    return [name for part in split_list(text) for name in expand_item(part)]
 
 
-def expand_one(part: str) -> list[str]:
-    """The names of one item of a node list."""
+def expand_item(part: str) -> list[str]:
+    """Returns the names of one item of a node list."""
     pieces = _BRACKETS.split(part)  # text, bracket, text, bracket, … text
     choices = [_bracket(p) if i % 2 else [p] for i, p in enumerate(pieces)]
-    if math.prod(len(choice) for choice in choices) > MOST:
+    if math.prod(len(choice) for choice in choices) > MAX_HOSTS:
         raise _too_many()
     return ["".join(combination) for combination in itertools.product(*choices)]
 
 
 def expand_counts(text: str) -> list[int]:
-    """``2(x3),1`` → ``[2, 2, 2, 1]``, one number for each node."""
+    """Expands ``2(x3),1`` to ``[2, 2, 2, 1]``, one number for each node."""
     counts: list[int] = []
     for item in text.split(","):
         match = _COUNT.fullmatch(item.strip())
         if not match:
             raise UnreadableError("counts such as `2(x3),1`")
         repeat = int(match[2] or 1)
-        if len(counts) + repeat > MOST:
+        if len(counts) + repeat > MAX_HOSTS:
             raise _too_many()
         counts.extend([int(match[1])] * repeat)
     return counts
 
 
 def expand_gpus(text: str) -> list[tuple[str, int]]:
-    """``a100:2,v100:1`` → kinds with their numbers; a kind may be empty, and alone means one."""
-    found: list[tuple[str, int]] = []
+    """Parses ``a100:2,v100`` into kinds, which may be empty, and numbers, by default 1."""
+    gpus: list[tuple[str, int]] = []
     for item in text.split(","):
         match = _GPUS.fullmatch(item.strip())
         if not match:
             raise UnreadableError("a number of GPUs such as `2` or `a100:2`")
-        found.append((match[1] or match[3] or "", int(match[2] or 1)))
-    return found
+        gpus.append((match[1] or match[3] or "", int(match[2] or 1)))
+    return gpus
 
 
 def compress(names: Iterable[str]) -> str:
-    """The node list of the names, in their order, so that ``expand`` gives them back."""
+    """Returns the node list of the names, in order; the inverse of ``expand``."""
     groups = itertools.groupby(names, key=_prefix)
     return ",".join(part for prefix, group in groups for part in _join(prefix, list(group)))
 
 
 def _bracket(body: str) -> list[str]:
     numbers = [number for item in body.split(",") for number in _numbers(item)]
-    if len(numbers) > MOST:
+    if len(numbers) > MAX_HOSTS:
         raise _too_many()
     return numbers
 
@@ -101,17 +101,17 @@ def _numbers(item: str) -> Sequence[str]:
     low, high = match[1], match[2]
     if int(high) < int(low):
         raise UnreadableError(f"a rising range instead of `{item}`: [01-04]")
-    if int(high) - int(low) >= MOST:
+    if int(high) - int(low) >= MAX_HOSTS:
         raise _too_many()
     return [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
 
 
 def _too_many() -> UnreadableError:
-    return UnreadableError(f"at most {MOST} hosts")
+    return UnreadableError(f"at most {MAX_HOSTS} hosts")
 
 
 def _prefix(name: str) -> str | None:
-    """What names must share to stand in one bracket; ``None`` if they end in no number."""
+    """Returns what names must share to be put in one bracket; ``None`` if they end in no number."""
     match = _NUMBERED.fullmatch(name)
     return match[1] if match else None
 

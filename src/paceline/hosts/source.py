@@ -1,6 +1,6 @@
-"""What the words after ``-H`` are, a keyword, a file or the hosts themselves, and which cluster.
+"""Reads a cluster from what is given to ``-H``: a keyword, a file or the hosts themselves.
 
-Deciding what they are is pure; reading a cluster looks at the machine, here and nowhere else.
+Classifying a source is pure; only the functions below ``read_hosts`` do I/O.
 """
 
 from __future__ import annotations
@@ -11,12 +11,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from paceline.hosts.dialect import COLON_MEANINGS, LIST_LABEL, Colon, Dialect, Parsed, Reading
+from paceline.hosts.dialect import (
+    COLON_MEANINGS,
+    LIST_LABEL,
+    ColonMeaning,
+    Dialect,
+    Parsed,
+    Reading,
+)
 from paceline.hosts.dialects import (
     ALLOCATIONS,
+    COMMAND_LINE_DIALECTS,
     DIALECTS,
     ENVIRONMENTS,
-    TYPED,
     canonical_name,
 )
 from paceline.hosts.files import read_text, with_includes
@@ -26,7 +33,7 @@ from paceline.spec.errors import HostsError, SettingError
 from paceline.spec.helptext import did_you_mean, nearest
 from paceline.spec.hosts import Cluster, Host
 
-# No ending that is also a top-level domain people have machines under (.sh, .py).
+# No ending that is also a common top-level domain (.sh, .py).
 _FILE_ENDINGS = frozenset(
     {".txt", ".toml", ".yaml", ".yml", ".cfg", ".conf", ".ini", ".json", ".csv", ".list", ".lst"}
     | {".hosts", ".hostfile", ".nodes", ".file", ".machines"}
@@ -39,7 +46,7 @@ _FILE_NAMES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A path, with the dialect where the user named one."""
+    """A path, with its dialect if the user named one."""
 
     path: str
     dialect: str | None = None
@@ -47,14 +54,14 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Variables, read by this dialect; ``auto`` finds out which."""
+    """Variables, read by this dialect; ``auto`` detects it."""
 
     dialect: str
 
 
 @dataclass(frozen=True, slots=True)
 class Lab:
-    """The lab of that name; empty for the one that is up."""
+    """The lab of that name; empty for the default one."""
 
     name: str
 
@@ -71,15 +78,15 @@ Source = File | Environment | Lab | Inline
 
 
 def classify(source: str, exists: bool, folder: Collection[str]) -> Source:
-    """What the source is. Keywords win over files of that name (``./slurm`` is the file).
+    """Classifies a source. Keywords win over files of that name (``./slurm`` is the file).
 
     Args:
-        source: As typed.
-        exists: Whether there is something at that path.
-        folder: Names in the folder where a file of that name would lie.
+        source: The source, as typed.
+        exists: Whether the path exists.
+        folder: Names in the folder of such a file.
 
     Raises:
-        HostsError: It can only mean a file, and there is none.
+        HostsError: The source can only mean a file, which does not exist.
     """
     if source == "auto" or canonical_name(source) in ENVIRONMENTS:
         return Environment(canonical_name(source))
@@ -90,44 +97,45 @@ def classify(source: str, exists: bool, folder: Collection[str]) -> Source:
     prefixed = _prefixed(source)
     if prefixed:
         return prefixed
-    if means_file(source, folder):
-        raise no_file(source, folder)
-    return Inline(source, _single_note(source))
+    if must_be_file(source, folder):
+        raise missing_file_error(source, folder)
+    return Inline(source, _single_host_note(source))
 
 
-def means_file(word: str, folder: Collection[str]) -> bool:
-    """Whether a word that is no existing path still cannot have been meant as hosts.
+def must_be_file(text: str, folder: Collection[str]) -> bool:
+    """Whether a text that is no existing path can still only mean a file.
 
-    So are paths (a slash, a leading dot or tilde), names that end like a file's, usual names
-    of host files, and near misses of a file that is there.
+    True for paths (a slash, a leading dot or tilde), endings of files, common names of host files,
+    and misspelt names of existing files.
     """
-    if "/" in word or word.startswith((".", "~")):
+    if "/" in text or text.startswith((".", "~")):
         return True
-    if set(word) & set(",;[@:"):
+    if set(text) & set(",;[@:"):
         return False
-    lowered = word.lower()
-    usual = nearest(lowered, _FILE_NAMES, cutoff=0.85)
+    name = text.lower()
+    known_name = nearest(name, _FILE_NAMES, cutoff=0.85)
     return (
-        PurePath(lowered).suffix in _FILE_ENDINGS
-        or bool(usual and not _numbered(lowered))
-        or _misses(word, folder) != ""
+        PurePath(name).suffix in _FILE_ENDINGS
+        or bool(known_name and not _has_digit(name))
+        or _near_miss(text, folder) != ""
     )
 
 
-def no_file(path: str, folder: Collection[str]) -> HostsError:
-    """The error for a path that does not exist, offering the nearest names."""
+def missing_file_error(path: str, folder: Collection[str]) -> HostsError:
+    """Returns the error for a path that does not exist; suggests the nearest name."""
     guess = nearest(PurePath(path).name, folder)
-    offer = f"did you mean `{PurePath(path).parent / guess}`? " if guess else ""
-    hosts = f"If a host is called that, write `{path},`" if "/" not in path else ""
+    suggestion = f"did you mean `{PurePath(path).parent / guess}`? " if guess else ""
+    hint = f"If a host is called that, write `{path},`" if "/" not in path else ""
     return HostsError(
         f"there is no host file `{path}`",
         found="no file of that name here" if "/" not in path else "nothing at that path",
-        remedy=(offer + hosts).strip() or "give the path of a host file, or a list such as n1,n2",
+        remedy=(suggestion + hint).strip()
+        or "give the path of a host file, or a list such as n1,n2",
     )
 
 
 def _prefixed(source: str) -> File | None:
-    """``accelerate:FILE``, unless the word is a host with a number such as ``slurm:4``."""
+    """Reads ``accelerate:FILE``; ``slurm:4`` is a host with a number."""
     prefix, colon, path = source.partition(":")
     dialect = canonical_name(prefix)
     if not colon or not path or path.isdigit() or dialect not in DIALECTS:
@@ -135,17 +143,17 @@ def _prefixed(source: str) -> File | None:
     return File(path, dialect)
 
 
-def _misses(word: str, folder: Collection[str]) -> str:
-    guess = nearest(word, folder, cutoff=0.85)
+def _near_miss(name: str, folder: Collection[str]) -> str:
+    guess = nearest(name, folder, cutoff=0.85)
     digits = str.maketrans("", "", "0123456789")
-    return guess if guess and guess.translate(digits) != word.translate(digits) else ""
+    return guess if guess and guess.translate(digits) != name.translate(digits) else ""
 
 
-def _numbered(word: str) -> bool:
-    return any(char.isdigit() for char in word)
+def _has_digit(text: str) -> bool:
+    return any(char.isdigit() for char in text)
 
 
-def _single_note(source: str) -> str:
+def _single_host_note(source: str) -> str:
     if set(source) & set(",;[@:"):
         return ""
     return f"`{source}` was read as one host: there is no file of that name"
@@ -158,7 +166,7 @@ def _single_note(source: str) -> str:
 class _Context:
     environ: Mapping[str, str]
     cwd: Path
-    colon: Colon | None
+    colon: ColonMeaning | None
     dialect: Dialect | None  # forced by the user
 
 
@@ -170,82 +178,82 @@ def read_hosts(
     colon: str | None = None,
     dialect: str | None = None,
 ) -> Cluster:
-    """The hosts that a description names, in rank order.
+    """Reads the hosts of a description, in rank order.
 
     Args:
         source: A file; a list (``n1,n2:4``, ``node[01-04]``); ``slurm``, ``pbs``, ``mpi``,
-            ``torchrun``, ``kubernetes`` or ``auto`` for the environment's; ``DIALECT:FILE``;
+            ``torchrun``, ``kubernetes`` or ``auto`` to read variables; ``DIALECT:FILE``;
             ``local`` or ``None`` for this machine alone.
         environ: Environment variables.
-        cwd: Folder to which relative paths belong.
-        colon: What ``host:n`` means, against the rule: ``slots``, ``port``, ``rendezvous``.
-        dialect: Name of the dialect, against detection.
+        cwd: Folder that relative paths belong to.
+        colon: Meaning of ``host:n``, ``slots``, ``port`` or ``rendezvous``; ``None`` for the rule.
+        dialect: Name of the dialect; ``None`` detects it.
 
     Raises:
-        HostsError: The description is missing or wrong; says file, line and what was expected.
+        HostsError: The description is missing or wrong; names file, line and valid input.
         SettingError: There is no such dialect or meaning of the colon.
     """
     context = _Context(environ, cwd, _colon(colon), _dialect(dialect))
-    if source is None and context.dialect and context.dialect.environment:
-        return _environment(context.dialect.name, context)
+    if source is None and context.dialect and context.dialect.is_environment:
+        return _read_environment(context.dialect.name, context)
     if source is None or source == "local":
         return local_cluster(environ)
     if not source.strip():
-        raise _empty("an empty name of hosts")
-    return _described(source.strip(), context)
+        raise _no_hosts_error("an empty name of hosts")
+    return _read_source(source.strip(), context)
 
 
 def local_cluster(environ: Mapping[str, str]) -> Cluster:
-    """This machine alone. An allocation's variables are pointed out, never taken silently."""
+    """Returns this machine alone; a note points out an allocation's variables."""
     present = [name for name in ALLOCATIONS if DIALECTS[name].detect(Reading(environ=environ))]
     notes = [f"this is inside a {n.title()} job; `-H {n}` takes its hosts" for n in present]
-    return Cluster((Host(here(), local=True),), "this machine", tuple(notes))
+    return Cluster((Host(local_hostname(), local=True),), "this machine", tuple(notes))
 
 
 def load_toml(path: Path) -> Mapping[str, Any]:
-    """The document of a paceline.toml; empty when there is no such file. Raises HostsError.
+    """Reads a paceline.toml; empty if there is no such file. Raises HostsError.
 
-    Its ``[hosts.NAME]`` tables are checked, so that errors in them have a line number.
+    Its ``[hosts.NAME]`` tables are checked here, so that errors have a line number.
     """
     from paceline.hosts.dialects import toml_tables
-    from paceline.hosts.tables import BadTableError, host_tables
+    from paceline.hosts.tables import TableError, host_tables
 
     if not path.exists():
         return {}
-    if not path.is_file():  # a pipe would be waited for
+    if not path.is_file():  # reading a pipe would block
         raise HostsError(f"{path} is not a file", remedy=f"look at it: ls -ld {path}")
     text = read_text(path, str(path))
     document = toml_tables.parse_document(text, path.name)
     try:
         host_tables(document)
-    except BadTableError as problem:
+    except TableError as problem:
         raise toml_tables.located(problem, text, path.name) from None
     return document
 
 
-def here() -> str:
-    """This machine's name without its domain."""
+def local_hostname() -> str:
+    """Returns this machine's name without its domain."""
     return os.uname().nodename.split(".")[0] or "localhost"
 
 
-def _described(source: str, context: _Context) -> Cluster:
+def _read_source(source: str, context: _Context) -> Cluster:
     path = _path(source, context.cwd)
     exists = _exists(path)
-    if context.dialect and not context.dialect.environment and not exists:
-        return _inline(Inline(source), context)
-    match classify(source, exists, _names_beside(path)):
+    if context.dialect and not context.dialect.is_environment and not exists:
+        return _read_inline(Inline(source), context)
+    match classify(source, exists, _sibling_files(path)):
         case File(name, dialect):
-            return _file(name, dialect, context.cwd, context)
+            return _read_file(name, dialect, context.cwd, context)
         case Environment(name):
-            return _environment(name, context)
+            return _read_environment(name, context)
         case Lab(name):
-            return _lab(name, context)
+            return _read_lab(name, context)
         case Inline() as inline:
-            return _inline(inline, context)
+            return _read_inline(inline, context)
 
 
 def _path(name: str, folder: Path) -> Path:
-    """Where a file of that name would lie; an unknown user's home is part of a name."""
+    """Returns the path of a file of that name; ``~`` of an unknown user is part of the name."""
     try:
         return folder / Path(name).expanduser()
     except (RuntimeError, ValueError):  # ValueError: a NUL, half a surrogate
@@ -253,98 +261,100 @@ def _path(name: str, folder: Path) -> Path:
 
 
 def _exists(path: Path) -> bool:
-    """Whether something is there; what can be no path is not there."""
+    """Whether the path exists; False for invalid paths."""
     try:
         return path.exists()
     except (OSError, ValueError):  # too long, no rights, a NUL
         return False
 
 
-def _inline(inline: Inline, context: _Context) -> Cluster:
+def _read_inline(inline: Inline, context: _Context) -> Cluster:
     reading = _reading(context, inline.text, LIST_LABEL, context.dialect)
-    dialect = context.dialect or _typed(reading)
+    dialect = context.dialect or _detect_typed(reading)
     notes = (inline.note,) if inline.note else ()
     return _cluster(dialect.parse(reading), f"{inline.text} ({dialect.title})", notes)
 
 
-def _file(name: str, dialect: str | None, folder: Path, context: _Context) -> Cluster:
+def _read_file(name: str, dialect: str | None, folder: Path, context: _Context) -> Cluster:
     path = _path(name, folder)
     if not _exists(path):
-        raise no_file(name, _names_beside(path))
+        raise missing_file_error(name, _sibling_files(path))
     text = read_text(path, name)
     forced = context.dialect or (DIALECTS[dialect] if dialect else None)
     reading = _reading(context, text, name, forced)
-    chosen = forced or _detected(reading)
-    if chosen.name == "ssh-config":
+    selected = forced or _detect_file(reading)
+    if selected.name == "ssh-config":
         reading = _reading(context, with_includes(text, path.parent), name, forced)
-    parsed = chosen.parse(reading) if text.strip() else Parsed()
-    return _followed(parsed, f"{name} ({chosen.title})", path.parent, context)
+    parsed = selected.parse(reading) if text.strip() else Parsed()
+    return _resolve_reference(parsed, f"{name} ({selected.title})", path.parent, context)
 
 
-def _lab(name: str, context: _Context) -> Cluster:
-    """The hosts of a lab, each with its own interpreter where the lab was told one."""
-    found = find_lab(name, context.environ)
-    hosts = _file(str(found.hostfile), "plain", context.cwd, context)
-    source = f"lab {found.root.name!r}"
-    return apply_overrides(replace(hosts, source=source), load_toml(found.settings))
+def _read_lab(name: str, context: _Context) -> Cluster:
+    """Reads the hosts of a lab, with their own interpreters if the lab has them."""
+    layout = find_lab(name, context.environ)
+    hosts = _read_file(str(layout.hostfile), "plain", context.cwd, context)
+    source = f"lab {layout.root.name!r}"
+    return apply_overrides(replace(hosts, source=source), load_toml(layout.settings))
 
 
-def _environment(name: str, context: _Context) -> Cluster:
-    reading = Reading(environ=context.environ, here=here(), colon=context.colon)
+def _read_environment(name: str, context: _Context) -> Cluster:
+    reading = Reading(environ=context.environ, hostname=local_hostname(), colon=context.colon)
     if name == "auto":
-        found = [n for n in ENVIRONMENTS if DIALECTS[n].detect(reading)]
-        if not found:
+        matches = [n for n in ENVIRONMENTS if DIALECTS[n].detect(reading)]
+        if not matches:
             return local_cluster(context.environ)
-        name = found[0]
+        name = matches[0]
     dialect = DIALECTS[name]
-    return _followed(dialect.parse(reading), dialect.title, context.cwd, context)
+    return _resolve_reference(dialect.parse(reading), dialect.title, context.cwd, context)
 
 
-def _followed(parsed: Parsed, source: str, folder: Path, context: _Context) -> Cluster:
-    if parsed.follow is None:
+def _resolve_reference(parsed: Parsed, source: str, folder: Path, context: _Context) -> Cluster:
+    if parsed.reference is None:
         return _cluster(parsed, source)
-    onward = _Context(context.environ, context.cwd, context.colon, None)
-    where = folder if _exists(folder / parsed.follow.path) else context.cwd
-    if not _exists(_path(parsed.follow.path, where)):
+    inner_context = _Context(context.environ, context.cwd, context.colon, None)
+    base = folder if _exists(folder / parsed.reference.path) else context.cwd
+    if not _exists(_path(parsed.reference.path, base)):
         raise HostsError(
-            f"{source} names the host file {parsed.follow.path}, which does not exist",
+            f"{source} names the host file {parsed.reference.path}, which does not exist",
             found=f"neither in {folder} nor in {context.cwd}",
             remedy="correct its path there, or name the hosts here: -H FILE or -H n1,n2",
         )
-    cluster = _file(parsed.follow.path, parsed.follow.dialect, where, onward)
+    cluster = _read_file(parsed.reference.path, parsed.reference.dialect, base, inner_context)
     return Cluster(cluster.hosts, f"{source} → {cluster.source}", parsed.notes + cluster.notes)
 
 
 def _cluster(parsed: Parsed, source: str, notes: tuple[str, ...] = ()) -> Cluster:
     if not parsed.hosts:
-        raise _empty(source)
+        raise _no_hosts_error(source)
     return Cluster(parsed.hosts, source, notes + parsed.notes)
 
 
 def _reading(context: _Context, text: str, label: str, forced: Dialect | None) -> Reading:
     colon = context.colon or (forced.colon if forced else None)
-    return Reading(text=text, label=label, colon=colon, environ=context.environ, here=here())
+    return Reading(
+        text=text, label=label, colon=colon, environ=context.environ, hostname=local_hostname()
+    )
 
 
-def _detected(reading: Reading) -> Dialect:
-    fits = (name for name in DIALECTS if DIALECTS[name].detect(reading))
-    return DIALECTS[next(fits, "plain")]
+def _detect_file(reading: Reading) -> Dialect:
+    matches = (name for name in DIALECTS if DIALECTS[name].detect(reading))
+    return DIALECTS[next(matches, "plain")]
 
 
-def _typed(reading: Reading) -> Dialect:
-    """A list typed on the command line is a comma list or a node list; a colon has its rule."""
-    fits = (name for name in TYPED if DIALECTS[name].detect(reading))
-    return DIALECTS[next(fits, TYPED[-1])]
+def _detect_typed(reading: Reading) -> Dialect:
+    """Detects the dialect of a list typed on the command line."""
+    matches = (name for name in COMMAND_LINE_DIALECTS if DIALECTS[name].detect(reading))
+    return DIALECTS[next(matches, COMMAND_LINE_DIALECTS[-1])]
 
 
-def _names_beside(path: Path) -> list[str]:
+def _sibling_files(path: Path) -> list[str]:
     try:
         return sorted(entry.name for entry in path.parent.iterdir() if entry.is_file())
     except (OSError, ValueError):
         return []
 
 
-def _colon(text: str | None) -> Colon | None:
+def _colon(text: str | None) -> ColonMeaning | None:
     for meaning in COLON_MEANINGS:
         if text == meaning:
             return meaning
@@ -370,7 +380,7 @@ def _dialect(name: str | None) -> Dialect | None:
     return dialect
 
 
-def _empty(source: str) -> HostsError:
+def _no_hosts_error(source: str) -> HostsError:
     return HostsError(
         f"{source}: no hosts in it",
         found="only blank lines and comments, if anything",

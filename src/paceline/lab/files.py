@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paceline.hosts.lab import Layout, alive, parent_folder, start_time
+from paceline.hosts.lab import Layout, is_running, parent_folder, start_time
 from paceline.lab.plan import (
     HOMES,
     MARKER,

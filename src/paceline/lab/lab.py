@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from paceline.hosts.lab import Layout, Owner, alive, labs, parent_folder, read_owner
+from paceline.hosts.lab import Layout, Owner, is_running, list_labs, parent_folder, read_owner
 from paceline.lab import available, control, files
 from paceline.lab import processes as proc
 from paceline.lab.plan import LabOptions, LabPlan, plan_lab
@@ -54,7 +54,7 @@ class Lab:
     def attach(cls, name: str) -> Lab:
         """The running lab called ``name``; raises LabError if there is none."""
         layout = Layout(parent_folder() / name)
-        if not alive(layout):
+        if not is_running(layout):
             raise LabError(f"no lab called {name!r} is up", remedy="paceline lab up --hosts 2")
         lab = cls(LabOptions(name=name))
         lab._layout, lab._plan = layout, files.read_plan(layout)
@@ -98,7 +98,7 @@ class Lab:
         if self._layout is None:
             return
         owner = read_owner(self._layout)
-        if owner is not None and owner.pid != os.getpid() and owner.alive():
+        if owner is not None and owner.pid != os.getpid() and owner.is_alive():
             _stop_owner(owner, self._layout)
         files.remove(self._layout)
         if self._lifeline is not None:
@@ -365,7 +365,7 @@ def _stop_owner(owner: Owner, layout: Layout) -> None:
     try:
         with contextlib.suppress(control.GoneError, OSError):
             control.send_request(str(layout.control), {"do": "down"}, timeout=_END_TIMEOUT_S)
-        if not select.select([handle], [], [], _END_TIMEOUT_S)[0] and owner.alive():
+        if not select.select([handle], [], [], _END_TIMEOUT_S)[0] and owner.is_alive():
             os.kill(owner.pid, 9)
             if not select.select([handle], [], [], _END_TIMEOUT_S)[0]:
                 raise LabError(
@@ -379,10 +379,10 @@ def _stop_owner(owner: Owner, layout: Layout) -> None:
 
 def names_up() -> list[str]:
     """Names of this user's labs that are up."""
-    return [layout.root.name for layout in labs() if alive(layout)]
+    return [layout.root.name for layout in list_labs() if is_running(layout)]
 
 
 def wait(lab: Lab) -> None:
     """Waits until the lab has ended."""
-    while alive(lab.layout):
+    while is_running(lab.layout):
         time.sleep(0.2)

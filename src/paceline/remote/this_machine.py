@@ -38,9 +38,9 @@ def mark_me(cluster: Cluster) -> Cluster:
     """Marks the host that is this very machine: no SSH to oneself."""
     if any(host.local for host in cluster.hosts):
         return cluster
-    from paceline.hosts import find_me
+    from paceline.hosts import find_local_host
 
-    me = find_me(cluster, own_names(), {str(entry["address"]) for entry in addresses()})
+    me = find_local_host(cluster, own_names(), {str(entry["address"]) for entry in addresses()})
     hosts = tuple(replace(host, local=host.name == me) for host in cluster.hosts)
     return replace(cluster, hosts=hosts)
 

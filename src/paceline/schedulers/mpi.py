@@ -26,7 +26,7 @@ from paceline.rendezvous.endpoint import usable_addresses
 from paceline.rendezvous.started import Start, StartedTransport, said_by
 from paceline.schedulers.commands import tail
 from paceline.schedulers.scheduler import LOGIN, NOW, Options, Scheduler
-from paceline.setup.login import effective
+from paceline.setup.login import effective_config
 from paceline.spec.command import shell_text
 from paceline.spec.errors import ConnectError, PacelineError, SettingError
 from paceline.spec.hosts import Host
@@ -235,7 +235,7 @@ async def interface_towards(hosts: Sequence[Host], ssh: SshOptions) -> str | Non
     others = [host for host in hosts if not host.local][:ROUTES_LOOKED_AT]
     if not others:
         return "lo" if Path("/sys/class/net/lo").is_dir() else None
-    names = await asyncio.gather(*(effective(host, ssh) for host in others))
+    names = await asyncio.gather(*(effective_config(host, ssh) for host in others))
     targets = [name.get("hostname", [host.address])[0] for name, host in zip(names, others,
                strict=True)]  # fmt: skip
     sources = await asyncio.gather(*(asyncio.to_thread(source_towards, one) for one in targets))

@@ -1,5 +1,5 @@
 """Preparing hosts: keys, pinned host keys, ssh config, worker sshd, environments.
 
-``access`` looks, decides, does and looks again; every change goes into the ``journal`` first, so
-that it can be undone exactly. ``lines`` only says what could be typed.
+``access`` checks logins and installs keys; every change is first recorded in the ``journal``, so
+that it can be undone exactly. ``lines`` only renders lines and commands for people.
 """

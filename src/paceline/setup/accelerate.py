@@ -1,4 +1,4 @@
-"""Accelerate's configuration, a file for each machine: what `accelerate config` would ask there."""
+"""Writes Accelerate's configuration file for each machine, as `accelerate config` would there."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Host
 from paceline.spec.job import Processes
 
-KINDS = {"nvidia": "MULTI_GPU", "amd": "MULTI_GPU", "intel": "MULTI_XPU"}  # by a GPU's maker
+DISTRIBUTED_TYPES = {
+    "nvidia": "MULTI_GPU",
+    "amd": "MULTI_GPU",
+    "intel": "MULTI_XPU",
+}  # by a GPU's maker
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
-INSTALLED = "~/.cache/huggingface/accelerate/default_config.yaml"
-# MULTI_CPU would be its name, but that starts one process by itself, or all by mpirun
-ON_CPUS = (
+# MULTI_CPU starts one process by itself, or all by mpirun, so it cannot be used
+CPU_NOTE = (
     "# Accelerate finds no GPU and trains on CPUs, with gloo. Its MULTI_CPU would start one\n"
     "# process that knows nothing of the other machines, unless mpirun starts it.\n"
 )
-# on the machine itself: what is there and differs is kept beside
+# Runs on the machine itself; keeps a copy of a file that differs
 INSTALL = """
 import json, os, sys
 text = {text}
@@ -37,13 +40,13 @@ print(file)
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What one file says of its own machine.
+    """One machine in Accelerate's configuration.
 
     Attributes:
-        host: Which.
-        makers: Makers of its GPUs, one entry a GPU; empty on CPUs.
-        processes: How many to start there.
-        interface: Of the address by which the others reach it.
+        host: The host.
+        makers: Makers of its GPUs, one entry for each GPU; empty on CPUs.
+        processes: Number of processes to start there.
+        interface: Interface by which the other machines reach it.
     """
 
     host: Host
@@ -52,37 +55,37 @@ class Machine:
     interface: str = ""
 
 
-def machine(host: Host, makers: Sequence[str], cpus: int, asked: Processes | None,
+def machine(host: Host, makers: Sequence[str], cpus: int, requested: Processes | None,
             interface: str) -> Machine:  # fmt: skip
-    """A machine with as many processes as asked, else its slots, else one a GPU, else one.
+    """Returns a machine with the requested processes, else its slots, else one a GPU, else one.
 
-    SettingError where one a GPU was asked for and it has none.
+    Raises SettingError if one process a GPU was requested and it has no GPU.
     """
-    if asked == "gpu" and not makers:
+    if requested == "gpu" and not makers:
         raise SettingError(
             f"--nproc-per-node gpu: {host.name} has no GPU",
             remedy="--nproc-per-node auto takes the CPUs where there is no GPU",
         )
-    if isinstance(asked, str):
-        asked = len(makers) if makers and asked != "cpu" else max(1, cpus)
-    return Machine(host, tuple(makers), asked or host.slots or len(makers) or 1, interface)
+    if isinstance(requested, str):
+        requested = len(makers) if makers and requested != "cpu" else max(1, cpus)
+    return Machine(host, tuple(makers), requested or host.slots or len(makers) or 1, interface)
 
 
 def files(machines: Sequence[Machine], address: str, port: int,
           precision: str) -> dict[str, str]:  # fmt: skip
-    """The text of every machine's file, by host.
+    """Returns the text of every machine's file, by host.
 
     Args:
-        machines: In rank order.
-        address, port: Where the first listens.
+        machines: Machines, in rank order.
+        address, port: Address that the first machine listens at.
         precision: Accelerate's mixed precision.
 
     Raises:
-        SettingError: The machines are of different kinds, or are to start different numbers.
+        SettingError: The machines differ in kind or in the number of processes.
     """
     kind = distributed_type(machines)
-    processes = sum(one.processes for one in machines)
-    about = {
+    processes = sum(machine.processes for machine in machines)
+    settings = {
         "compute_environment": "LOCAL_MACHINE",
         "debug": "false",
         "distributed_type": f"'{kind}'",
@@ -98,57 +101,57 @@ def files(machines: Sequence[Machine], address: str, port: int,
         "same_network": "true",
         "use_cpu": "false" if machines[0].makers else "true",
     }
-    note = ON_CPUS if not machines[0].makers and kind != "NO" else ""
+    note = CPU_NOTE if not machines[0].makers and kind != "NO" else ""
     return {
-        one.host.name: note
-        + "".join(f"{key}: {value}\n" for key, value in {**about, "machine_rank": rank}.items())
-        for rank, one in enumerate(machines)
+        machine.host.name: note
+        + "".join(f"{key}: {value}\n" for key, value in {**settings, "machine_rank": rank}.items())
+        for rank, machine in enumerate(machines)
     }
 
 
 def distributed_type(machines: Sequence[Machine]) -> str:
-    """Accelerate's word for the kind of machine: NO for one process alone."""
-    kinds = {one.host.name: _kind(one) for one in machines}
+    """Returns Accelerate's distributed type; NO for a single process."""
+    kinds = {machine.host.name: _gpu_kind(machine) for machine in machines}
     if len(set(kinds.values())) > 1:
         raise SettingError(
             "Accelerate trains on machines of one kind",
             found="\n".join(f"{name}: {kind}" for name, kind in kinds.items()),
             remedy="Leave those of the other kind out: -H",
         )
-    counts = {one.host.name: one.processes for one in machines}
+    counts = {machine.host.name: machine.processes for machine in machines}
     if len(set(counts.values())) > 1:
-        listed = ", ".join(f"{name} {count}" for name, count in counts.items())
+        summary = ", ".join(f"{name} {count}" for name, count in counts.items())
         raise SettingError(
             "Accelerate starts equally many processes on every machine",
-            found=listed,
+            found=summary,
             remedy=f"-p {min(counts.values())}; paceline run does without: -H HOSTS SCRIPT",
         )
     if sum(counts.values()) == 1:
         return "NO"
     makers = machines[0].makers
-    return KINDS[makers[0]] if makers else "MULTI_GPU"
+    return DISTRIBUTED_TYPES[makers[0]] if makers else "MULTI_GPU"
 
 
-def _told(one: Machine) -> str:
-    names = ("NCCL_SOCKET_IFNAME",) if one.makers else ("GLOO_SOCKET_IFNAME",)
-    return "".join(f"{name}={one.interface} " for name in names if one.interface)
+def _interface_variables(machine: Machine) -> str:
+    names = ("NCCL_SOCKET_IFNAME",) if machine.makers else ("GLOO_SOCKET_IFNAME",)
+    return "".join(f"{name}={machine.interface} " for name in names if machine.interface)
 
 
-def _kind(one: Machine) -> str:
-    makers = dict.fromkeys(one.makers)
+def _gpu_kind(machine: Machine) -> str:
+    makers = dict.fromkeys(machine.makers)
     return " and ".join(makers) + " GPUs" if makers else "no GPU"
 
 
 def commands(machines: Sequence[Machine], files_of: Mapping[str, str]) -> list[str]:
-    """What to type on each machine: a YAML has no place for the interface.
+    """Returns the command to type on each machine; it sets the interface, which YAML cannot.
 
     Args:
-        machines: In rank order.
-        files_of: By host, where its file is there; empty where it is the default one.
+        machines: Machines, in rank order.
+        files_of: Path of the file on the machine, by host; empty for the default file.
     """
     return [
-        f"# on {one.host.name}:\n{_told(one)}accelerate launch"
-        + (f" --config_file {files_of[one.host.name]}" if files_of[one.host.name] else "")
+        f"# on {machine.host.name}:\n{_interface_variables(machine)}accelerate launch"
+        + (f" --config_file {files_of[machine.host.name]}" if files_of[machine.host.name] else "")
         + " SCRIPT"
-        for one in machines
+        for machine in machines
     ]

@@ -1,4 +1,4 @@
-"""Letting ourselves in everywhere: look, decide, do, look again."""
+"""Gains access to all hosts: checks logins, pins host keys, installs and revokes our key."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from paceline.remote.channel import LOGINS_AT_ONCE, show_host_key
 from paceline.remote.openssh import Refusal, SshOptions
 from paceline.setup import keys
 from paceline.setup.journal import Change, Journal, write_file
-from paceline.setup.login import Passwords, effective, newly_pinned_key, run
+from paceline.setup.login import PasswordServer, effective_config, newly_pinned_key, run_on_host
 from paceline.spec.hosts import Host
 
 State = Literal["works", "unpinned", "no key", "refused"]
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """How a host stands towards us.
+class AccessStatus:
+    """Whether a host accepts our login.
 
     Attributes:
-        host: Which.
-        state: ``works``: we log in. ``unpinned``: its host key is not known yet. ``no key``: it
-            does not take ours. ``refused``: anything that setup cannot mend.
-        fingerprint: The key it shows, when unpinned.
-        refusal: What ssh said, unless it works.
+        host: The host.
+        state: ``works``: login succeeds. ``unpinned``: its host key is not known yet.
+            ``no key``: it does not accept our key. ``refused``: anything that setup cannot fix.
+        fingerprint: Fingerprint of the host key, if it is unpinned.
+        refusal: Why ssh failed, unless it works.
     """
 
     host: Host
@@ -41,89 +41,96 @@ _STATES: dict[str, State] = {"host key not known": "unpinned", "login refused": 
                              "too many keys offered": "no key"}  # fmt: skip
 
 
-async def look(hosts: Sequence[Host], options: SshOptions) -> list[Look]:
-    """Tries to log in everywhere, without asking anybody anything."""
+async def check_access(hosts: Sequence[Host], options: SshOptions) -> list[AccessStatus]:
+    """Tries to log in everywhere, without prompts."""
     gate = asyncio.Semaphore(LOGINS_AT_ONCE)
 
-    async def one(host: Host) -> Look:
+    async def check_one(host: Host) -> AccessStatus:
         async with gate:
-            return await _look(host, options)
+            return await _check_host(host, options)
 
-    return list(await asyncio.gather(*(one(host) for host in hosts)))
+    return list(await asyncio.gather(*(check_one(host) for host in hosts)))
 
 
-async def _look(host: Host, options: SshOptions) -> Look:
+async def _check_host(host: Host, options: SshOptions) -> AccessStatus:
     if host.local:
-        return Look(host, "works")
-    answer = await run(host, options, ["true"])
+        return AccessStatus(host, "works")
+    answer = await run_on_host(host, options, ["true"])
     if answer.refusal is None:
-        return Look(host, "works")
+        return AccessStatus(host, "works")
     state = _STATES.get(answer.refusal.cause, "refused")
     if state != "unpinned":
-        return Look(host, state, refusal=answer.refusal)
-    shown = await show_host_key(host, options)
-    return Look(host, "unpinned" if shown else "refused", shown or "", answer.refusal)
+        return AccessStatus(host, state, refusal=answer.refusal)
+    fingerprint = await show_host_key(host, options)
+    return AccessStatus(
+        host, "unpinned" if fingerprint else "refused", fingerprint or "", answer.refusal
+    )
 
 
-async def pin(looks: Sequence[Look], options: SshOptions, journal: Journal) -> list[str]:
-    """Pins the keys that were shown; returns what did not go as shown.
+async def pin_host_keys(
+    statuses: Sequence[AccessStatus], options: SshOptions, journal: Journal
+) -> list[str]:
+    """Pins the host keys that were shown; returns a message for each that differs.
 
-    One after the other: ssh writes the file, and each change is written down.
+    Runs one by one, because ssh writes the file and each change is recorded.
     """
-    wrong = []
+    mismatches = []
     accepting = replace(options, accept_new_host_keys=True)
-    for one in looks:
-        file = await known_hosts_file(one.host, options)
-        before = file.read_bytes() if file.exists() else None
-        answer = await run(one.host, accepting, ["true"])
-        after = file.read_bytes() if file.exists() else None
-        if after is not None and after != before:
-            _write_down(journal, file, before, after)
+    for status in statuses:
+        file = await known_hosts_file(status.host, options)
+        previous = file.read_bytes() if file.exists() else None
+        answer = await run_on_host(status.host, accepting, ["true"])
+        current = file.read_bytes() if file.exists() else None
+        if current is not None and current != previous:
+            _record_pin(journal, file, previous, current)
         pinned = newly_pinned_key(answer)
-        if pinned != one.fingerprint:
-            wrong.append(f"{one.host.name} showed {one.fingerprint}, then {pinned or 'nothing'}")
-    return wrong
+        if pinned != status.fingerprint:
+            mismatches.append(
+                f"{status.host.name} showed {status.fingerprint}, then {pinned or 'nothing'}"
+            )
+    return mismatches
 
 
 async def known_hosts_file(host: Host, options: SshOptions) -> Path:
-    """Where ssh pins the keys of this host."""
-    config = await effective(host, options)
+    """Returns the file in which ssh pins the keys of this host."""
+    config = await effective_config(host, options)
     files = (config.get("userknownhostsfile") or ["~/.ssh/known_hosts"])[0].split()
     return Path(files[0]).expanduser()
 
 
-def _write_down(journal: Journal, file: Path, before: bytes | None, after: bytes) -> None:
-    """Puts the file back for a moment and writes it by the journal, so that all is recorded."""
-    old = set((before or b"").splitlines())
-    added = tuple(line.decode() for line in after.splitlines() if line not in old)
-    if before is None:
+def _record_pin(journal: Journal, file: Path, previous: bytes | None, current: bytes) -> None:
+    """Restores the file and writes it again through the journal, which records the change."""
+    previous_lines = set((previous or b"").splitlines())
+    added = tuple(line.decode() for line in current.splitlines() if line not in previous_lines)
+    if previous is None:
         file.unlink()
     else:
-        file.write_bytes(before)
-    write_file(journal, file, after, 0o600, added)
+        file.write_bytes(previous)
+    write_file(journal, file, current, 0o600, added)
 
 
-async def install(looks: Sequence[Look], options: SshOptions, public: str, passwords: Passwords,
-                  journal: Journal, say: Say) -> dict[str, str]:  # fmt: skip
-    """Installs the public key on the hosts that do not take it; by host, why it failed there."""
+async def install_keys(statuses: Sequence[AccessStatus], options: SshOptions, public: str,
+                       passwords: PasswordServer, journal: Journal,
+                       report: Report) -> dict[str, str]:  # fmt: skip
+    """Installs the public key on hosts that lack it; returns why it failed, by host."""
     gate = asyncio.Semaphore(LOGINS_AT_ONCE)
-    failed: dict[str, str] = {}
+    failures: dict[str, str] = {}
     script = keys.install_script(public)
 
-    async def one(host: Host) -> None:
+    async def install_one(host: Host) -> None:
         async with gate:
-            why = await _install(host, options, script, public, passwords, journal)
-        say(f"{host.name}: {why or 'key installed'}")
-        if why:
-            failed[host.name] = why
+            failure = await _install_key(host, options, script, public, passwords, journal)
+        report(f"{host.name}: {failure or 'key installed'}")
+        if failure:
+            failures[host.name] = failure
 
-    await asyncio.gather(*(one(item.host) for item in looks))
-    return failed
+    await asyncio.gather(*(install_one(item.host) for item in statuses))
+    return failures
 
 
-async def _install(host: Host, options: SshOptions, script: str, public: str,
-                   passwords: Passwords, journal: Journal) -> str:  # fmt: skip
-    answer = await run(host, options, ["/bin/sh", "-s"], script, passwords.environment())
+async def _install_key(host: Host, options: SshOptions, script: str, public: str,
+                   passwords: PasswordServer, journal: Journal) -> str:  # fmt: skip
+    answer = await run_on_host(host, options, ["/bin/sh", "-s"], script, passwords.environment())
     if answer.refusal is not None:
         if answer.refusal.cause == "login refused":
             return "the password was refused"
@@ -132,26 +139,28 @@ async def _install(host: Host, options: SshOptions, script: str, public: str,
     if report.failed:
         return report.failed
     if report.changed:
-        journal.add(keys.change_of(host.name, public, report))
+        journal.add(keys.change_record(host.name, public, report))
     return ""
 
 
-async def revoke(changes: Sequence[Change], hosts: Mapping[str, Host], options: SshOptions,
-                 journal: Journal, say: Say) -> bool:  # fmt: skip
-    """Takes back what was done on other hosts; True when all of it is gone."""
-    whole = True
+async def revoke_keys(changes: Sequence[Change], hosts: Mapping[str, Host], options: SshOptions,
+                 journal: Journal, report: Report) -> bool:  # fmt: skip
+    """Undoes changes on other hosts; returns whether all of them are undone."""
+    is_complete = True
     for change in changes:
         host = hosts.get(change.host)
         if host is None:
-            say(f"{change.host}: not among the hosts: give the same -H as for setup")
-            whole = False
+            report(f"{change.host}: not among the hosts: give the same -H as for setup")
+            is_complete = False
             continue
-        answer = await run(host, options, ["/bin/sh", "-s"], keys.revoke_script(change))
+        answer = await run_on_host(host, options, ["/bin/sh", "-s"], keys.revoke_script(change))
         if "paceline done" in answer.output:
             journal.forget(change)
-            say(f"{host.name}: key taken away")
+            report(f"{host.name}: key taken away")
         else:
-            words = answer.refusal.found if answer.refusal else answer.words
-            say(f"{host.name}: {words.strip().splitlines()[-1] if words.strip() else 'no answer'}")
-            whole = False
-    return whole
+            error = answer.refusal.found if answer.refusal else answer.messages
+            report(
+                f"{host.name}: {error.strip().splitlines()[-1] if error.strip() else 'no answer'}"
+            )
+            is_complete = False
+    return is_complete

@@ -1,7 +1,6 @@
-"""Launcher and workers as containers with sshd, for mpirun inside: every file from one value.
+"""Renders files for launcher and worker containers with sshd, in which mpirun starts the ranks.
 
-Each path, alias, port and key occurs once in :class:`ContainerSet` and is derived from there, so
-that what one file says is what the others expect.
+Each path, alias, port and key is defined once in :class:`ContainerSet`, so that the files match.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ HOST_KEY = "ssh_host_ed25519_key"
 RANK = "/opt/paceline/rank"
 SSHD = "/opt/paceline/sshd"
 MPIS = ("intel", "mpich", "openmpi")
-# whose GPUs → devices, folders and flags of the engine; AMD's and Intel's need groups as well
+# maker of the GPUs → devices; AMD's and Intel's need groups as well
 _DRI = ("/dev/dri",)
 DEVICES = {
     "intel": _DRI,
@@ -35,8 +34,8 @@ DEVICES = {
     "nvidia": (),
     "cdi": ("nvidia.com/gpu=all",),
 }
-BY_PATH = "/dev/dri/by-path"  # by which Level Zero tells cards apart; --device does not bring it
-# Each machine's own numbers, so found where the line is typed; older ones have no ``render``
+BY_PATH = "/dev/dri/by-path"  # Level Zero needs it to identify cards; --device does not add it
+# Group ids differ between machines, so the shell looks them up; some have no group ``render``
 _GROUP_ID = "_GROUP_ID"
 _VIDEO = "${VIDEO_GROUP_ID:?type the line for .env of commands.sh first}"
 _RENDER = "${RENDER_GROUP_ID:-${VIDEO_GROUP_ID}}"
@@ -48,9 +47,9 @@ class Worker:
     """One worker container.
 
     Attributes:
-        alias: What ssh and mpirun call it.
-        address: Of the machine that it runs on.
-        port: Of its sshd there.
+        alias: Its name for ssh and mpirun.
+        address: Address of its machine.
+        port: Port of its sshd.
     """
 
     alias: str
@@ -60,25 +59,25 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class ContainerSet:
-    """A launcher's container and its workers'.
+    """A container for the launcher and one for each worker.
 
     Attributes:
-        base: Image that has Python, torch and MPI.
-        image: Name of the image that the Containerfile makes of it.
-        workers: In the order of the ranks.
+        base: Image with Python, torch and MPI.
+        image: Name of the image built from it.
+        workers: Workers, in the order of their ranks.
         shm_size: Size of /dev/shm.
-        interface: Interface for MPI's traffic; empty leaves it to MPI.
-        command: What mpirun runs.
-        mpi: Whose mpirun the image has.
-        launcher: Address of the launching machine where its container is to be a rank, too; then
-            it holds rank 0.
-        processes: Ranks a container.
-        master_port: Port at which the ranks meet, on the machine of rank 0.
+        interface: Interface for MPI's traffic; empty for MPI's choice.
+        command: Command that mpirun runs.
+        mpi: Kind of mpirun in the image.
+        launcher: Address of the launching machine if its container has ranks, too; then it has
+            rank 0.
+        processes: Ranks in a container.
+        master_port: Rendezvous port on the machine of rank 0.
         env: Variables for the ranks.
         activate: Scripts in the image that are sourced before mpirun and each rank.
-        gpus: Whose GPUs the containers see, and how; empty for none.
+        gpus: Maker of the GPUs, or ``cdi``; empty for none.
         mounts: Further folders, ``SOURCE:TARGET[:ro]`` each.
-        uid: Of the user in the containers, to whom the keys on the machines must belong.
+        uid: User id in the containers, which must own the keys on the machines.
         folder: Name of the set's folder, also in the home of each worker's machine.
     """
 
@@ -100,24 +99,24 @@ class ContainerSet:
     folder: str = "paceline-containers"
 
     @property
-    def places(self) -> tuple[str, ...]:
-        """What mpirun calls the containers with ranks, rank 0 first."""
-        here = ("localhost",) if self.launcher else ()
-        return (*here, *(worker.alias for worker in self.workers))
+    def rank_hosts(self) -> tuple[str, ...]:
+        """Names of the containers with ranks for mpirun, rank 0 first."""
+        launcher = ("localhost",) if self.launcher else ()
+        return (*launcher, *(worker.alias for worker in self.workers))
 
     @property
-    def master(self) -> str:
+    def master_address(self) -> str:
         """Address of the machine with rank 0."""
         return self.launcher or self.workers[0].address
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Public halves; the private ones are only copied.
+    """Public keys.
 
     Attributes:
-        identity: The launcher's, one line.
-        hosts: Each worker's host key by alias, type and key.
+        identity: The launcher's key, one line.
+        hosts: Type and key of each worker's host key, by alias.
     """
 
     identity: str
@@ -125,43 +124,44 @@ class Keys:
 
 
 def workers_of(addresses: Mapping[str, str], first_port: int = FIRST_PORT) -> tuple[Worker, ...]:
-    """Workers by alias; each has a port of its own, so that two may share a machine."""
+    """Returns the workers; each has its own port, so that two may share a machine."""
     return tuple(
         Worker(alias, address, first_port + number)
         for number, (alias, address) in enumerate(addresses.items())
     )
 
 
-def files(made: ContainerSet, keys: Keys) -> dict[str, str]:
-    """Path below the folder → content. Key files themselves are not among them."""
-    found = {
-        "Containerfile": containerfile(made),
-        "compose.yaml": json.dumps(compose(made), indent=2) + "\n",
-        "hostfile": "".join(f"{place}\n" for place in made.places),
-        "rank.sh": rank_script(made),
+def files(containers: ContainerSet, keys: Keys) -> dict[str, str]:
+    """Returns the content of all files but the keys, by path below the folder."""
+    texts = {
+        "Containerfile": containerfile(containers),
+        "compose.yaml": json.dumps(compose(containers), indent=2) + "\n",
+        "hostfile": "".join(f"{place}\n" for place in containers.rank_hosts),
+        "rank.sh": rank_script(containers),
         "sshd.sh": SSHD_SCRIPT,
-        "commands.sh": commands(made),
-        "ssh_launcher/config": ssh_config(made),
-        "ssh_launcher/known_hosts": known_hosts(made, keys),
+        "commands.sh": commands(containers),
+        "ssh_launcher/config": ssh_config(containers),
+        "ssh_launcher/known_hosts": known_hosts(containers, keys),
     }
-    for worker in made.workers:
+    for worker in containers.workers:
         folder = folder_of(worker)
-        found[f"{folder}/sshd_config"] = sshd_config(worker)
-        found[f"{folder}/authorized_keys"] = f"restrict,pty {keys.identity}\n"
-    return found
+        texts[f"{folder}/sshd_config"] = sshd_config(worker)
+        texts[f"{folder}/authorized_keys"] = f"restrict,pty {keys.identity}\n"
+    return texts
 
 
 def folder_of(worker: Worker) -> str:
     return f"ssh_worker-{worker.alias}"
 
 
-def containerfile(made: ContainerSet) -> str:
-    """The base with OpenSSH and an ordinary user; keys are mounted, never built in.
+def containerfile(containers: ContainerSet) -> str:
+    """Returns the base with OpenSSH and an ordinary user; keys are mounted, never built in.
 
-    A user of this name that the base has gets our uid and home. Whoever else has the uid comes
-    after it in ``passwd``: what looks up a uid, as ssh for its config, takes the first.
+    An existing user of that name gets our uid and home. It is moved to the top of ``passwd``,
+    because a look-up by uid (ssh for its config) takes the first entry.
     """
-    return f"""FROM {made.base}
+    uid = containers.uid
+    return f"""FROM {containers.base}
 USER root
 RUN if [ -x /usr/sbin/sshd ]; then :; \\
     elif command -v apt-get >/dev/null; then \\
@@ -170,51 +170,54 @@ RUN if [ -x /usr/sbin/sshd ]; then :; \\
     else dnf install -y openssh-server openssh-clients && rm -f /etc/ssh/ssh_host_*; fi; \\
     mkdir -p /run/sshd {WORK} && \\
     if id -u {USER} >/dev/null 2>&1; then \\
-      usermod --non-unique --uid {made.uid} --home {HOME} {USER}; \\
-    else useradd --non-unique --uid {made.uid} --create-home --home-dir {HOME} {USER}; fi && \\
+      usermod --non-unique --uid {uid} --home {HOME} {USER}; \\
+    else useradd --non-unique --uid {uid} --create-home --home-dir {HOME} {USER}; fi && \\
     found="$(grep '^{USER}:' /etc/passwd; grep -v '^{USER}:' /etc/passwd)" && \\
     printf '%s\\n' "$found" >/etc/passwd && \\
-    mkdir -p {HOME} && chown {made.uid} {HOME} && install -d -o {made.uid} -m 700 {HOME}/.ssh
+    mkdir -p {HOME} && chown {uid} {HOME} && install -d -o {uid} -m 700 {HOME}/.ssh
 USER {USER}
 WORKDIR {WORK}
 """
 
 
-def rank_script(made: ContainerSet) -> str:
-    """Around mpirun and around each rank: the image's environment, and torchrun's variables.
+def rank_script(containers: ContainerSet) -> str:
+    """Returns a script around mpirun and each rank: activation, and torchrun's variables.
 
-    mpirun passes its environment on in some MPIs, so that what was sourced once is not again.
+    Some MPIs pass the environment on, so the activation is skipped if it has already run.
     """
-    sourced = [f". {shell_text([script])} || exit" for script in made.activate]
+    sourced = [f". {shell_text([script])} || exit" for script in containers.activate]
     once = [
-        "activate() {",  # a function, so that no script takes the command for its own arguments
+        "activate() {",  # a function, so that scripts do not see the command's arguments
         *sourced,
         "}",
         'if [ -z "$PACELINE_ACTIVATED" ]; then activate; export PACELINE_ACTIVATED=1; fi',
     ] * bool(sourced)
     shell = "/bin/bash" if sourced else "/bin/sh"
-    return "\n".join([f"#!{shell}", *once, *_called_back(made), _PLACE, 'exec "$@"', ""])
+    return "\n".join(
+        [f"#!{shell}", *once, *_callback_lines(containers), _RANK_VARIABLES, 'exec "$@"', ""]
+    )
 
 
-def _called_back(made: ContainerSet) -> list[str]:
-    """Hydra has the workers call back by this machine's name, MPICH perhaps by ``localhost``.
+def _callback_lines(containers: ContainerSet) -> list[str]:
+    """Returns lines that name the interface to which Hydra's workers connect back.
 
-    Neither need lead here from there. How a worker sees our address, ssh can say.
+    By default they use this machine's name, which may not resolve there; ssh shows the address
+    that a worker sees.
     """
-    if made.mpi == "openmpi" or made.interface:
+    if containers.mpi == "openmpi" or containers.interface:
         return []
-    asked = f"$(ssh -n {made.workers[0].alias} 'echo \"${{SSH_CONNECTION%% *}}\"')"
+    address_text = f"$(ssh -n {containers.workers[0].alias} 'echo \"${{SSH_CONNECTION%% *}}\"')"
     return [
         'if [ "$1" = mpirun ]; then',
-        f"own={shell_text([made.launcher]) if made.launcher else asked} || exit",
-        f'card=$(python3 -c {shell_text([_CARD])} "$own")',
+        f"own={shell_text([containers.launcher]) if containers.launcher else address_text} || exit",
+        f'card=$(python3 -c {shell_text([_FIND_INTERFACE])} "$own")',
         'if [ -n "$card" ]; then shift; set -- mpirun -iface "$card" "$@"; fi',
         "fi",
     ]
 
 
 # the interface that has an address
-_CARD = """import fcntl, socket, struct, sys
+_FIND_INTERFACE = """import fcntl, socket, struct, sys
 asking = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 for _, name in socket.if_nameindex():
     try:
@@ -225,7 +228,7 @@ for _, name in socket.if_nameindex():
         print(name)
         break"""
 
-_PLACE = """rank=${OMPI_COMM_WORLD_RANK:-${MV2_COMM_WORLD_RANK:-$PMI_RANK}}
+_RANK_VARIABLES = """rank=${OMPI_COMM_WORLD_RANK:-${MV2_COMM_WORLD_RANK:-$PMI_RANK}}
 if [ -n "$rank" ]; then
 size=${OMPI_COMM_WORLD_SIZE:-${MV2_COMM_WORLD_SIZE:-$PMI_SIZE}}
 local=${OMPI_COMM_WORLD_LOCAL_RANK:-${MV2_COMM_WORLD_LOCAL_RANK:-${MPI_LOCALRANKID:-0}}}
@@ -235,8 +238,8 @@ export PMI_RANK=$rank PMI_SIZE=$size MPI_LOCALRANKID=$local MPI_LOCALNRANKS=$her
 fi"""
 
 
-# In the foreground, so that the container ends with it. What logs in gets the container's
-# environment, where the image says on which PATH its MPI, Python and libraries are.
+# In the foreground, so that the container ends with sshd. Logins get the container's environment,
+# in which the image sets the paths of its MPI, Python and libraries.
 SSHD_SCRIPT = r"""#!/bin/sh
 while IFS= read -r pair; do
 case $pair in
@@ -251,7 +254,7 @@ exec /usr/sbin/sshd -D -e "$@" -o "SetEnv$given"
 
 
 def sshd_config(worker: Worker) -> str:
-    """An sshd without root: its own port, host key, log and pid file; keys only."""
+    """Returns the configuration of an sshd without root, with its own port; keys only."""
     ssh = f"{HOME}/.ssh"
     return f"""Port {worker.port}
 {_listening(worker.address)}HostKey {ssh}/{HOST_KEY}
@@ -269,7 +272,7 @@ LogLevel INFO
 
 
 def _listening(address: str) -> str:
-    """Only where the launcher comes from; a name may mean loopback on its own machine."""
+    """Restricts sshd to the address; a name may mean loopback on its own machine."""
     try:
         ipaddress.ip_address(address)
     except ValueError:
@@ -277,10 +280,10 @@ def _listening(address: str) -> str:
     return f"ListenAddress {address}\n"
 
 
-def ssh_config(made: ContainerSet) -> str:
-    """How the launcher's container reaches each worker."""
+def ssh_config(containers: ContainerSet) -> str:
+    """Returns the ssh config of the launcher's container."""
     lines = []
-    for worker in made.workers:
+    for worker in containers.workers:
         lines += [
             f"Host {worker.alias}",
             f"    HostName {worker.address}",
@@ -296,169 +299,190 @@ def ssh_config(made: ContainerSet) -> str:
     return "\n".join([*lines, *common]) + "\n"
 
 
-def known_hosts(made: ContainerSet, keys: Keys) -> str:
-    return "".join(f"{worker.alias} {keys.hosts[worker.alias]}\n" for worker in made.workers)
+def known_hosts(containers: ContainerSet, keys: Keys) -> str:
+    return "".join(f"{worker.alias} {keys.hosts[worker.alias]}\n" for worker in containers.workers)
 
 
 def sshd_command() -> list[str]:
     return [SSHD, "-f", f"{HOME}/.ssh/sshd_config"]
 
 
-def mpirun_command(made: ContainerSet) -> list[str]:
-    """As many processes in each container; the interface as MPI wants it told."""
-    each, total = str(made.processes), str(made.processes * len(made.places))
-    if made.mpi == "openmpi":  # passes on only what it is told to
-        hosts = ",".join(f"{place}:{each}" for place in made.places)
-        nets = ("oob_tcp_if_include", "btl_tcp_if_include") if made.interface else ()
-        mca = [word for name in nets for word in ("--mca", name, made.interface)]
-        passed = [word for name in environment(made) for word in ("-x", name)]
-        head = ["--host", hosts, "-np", total, "--map-by", f"ppr:{each}:node", "--bind-to", "none"]
-        return [RANK, "mpirun", *mca, *head, *passed, RANK, *made.command]
-    interface = ["-iface", made.interface] if made.interface else []
-    hosts = ",".join(made.places)
-    head = ["mpirun", *interface, "-hosts", hosts, "-ppn", each, "-n", total]
-    return [RANK, *head, RANK, *made.command]
+def mpirun_command(containers: ContainerSet) -> list[str]:
+    """Returns the mpirun call, with equally many processes in each container."""
+    per_container, total = (
+        str(containers.processes),
+        str(containers.processes * len(containers.rank_hosts)),
+    )
+    if containers.mpi == "openmpi":  # passes on only what it is told to
+        hosts = ",".join(f"{place}:{per_container}" for place in containers.rank_hosts)
+        nets = ("oob_tcp_if_include", "btl_tcp_if_include") if containers.interface else ()
+        mca = [word for name in nets for word in ("--mca", name, containers.interface)]
+        passed = [word for name in environment(containers) for word in ("-x", name)]
+        head = [
+            "--host",
+            hosts,
+            "-np",
+            total,
+            "--map-by",
+            f"ppr:{per_container}:node",
+            "--bind-to",
+            "none",
+        ]
+        return [RANK, "mpirun", *mca, *head, *passed, RANK, *containers.command]
+    interface = ["-iface", containers.interface] if containers.interface else []
+    hosts = ",".join(containers.rank_hosts)
+    head = ["mpirun", *interface, "-hosts", hosts, "-ppn", per_container, "-n", total]
+    return [RANK, *head, RANK, *containers.command]
 
 
-def environment(made: ContainerSet) -> dict[str, str]:
-    """Of the launcher's container, from which mpirun gives it to the ranks."""
-    found = {"MASTER_ADDR": made.master, "MASTER_PORT": str(made.master_port)}
-    if made.interface:
+def environment(containers: ContainerSet) -> dict[str, str]:
+    """Returns variables of the launcher's container, which mpirun passes to the ranks."""
+    variables = {
+        "MASTER_ADDR": containers.master_address,
+        "MASTER_PORT": str(containers.master_port),
+    }
+    if containers.interface:
         names = (*EXACT, "NCCL_SOCKET_IFNAME", "UCX_NET_DEVICES")
-        found |= dict.fromkeys(names, made.interface)
-    return {**found, **made.env}
+        variables |= dict.fromkeys(names, containers.interface)
+    return {**variables, **containers.env}
 
 
-def run_line(made: ContainerSet, name: str, ssh_folder: str, words: list[str]) -> str:
-    """``docker run`` for one container, typed in the folder of the set."""
+def run_line(containers: ContainerSet, name: str, ssh_folder: str, command: list[str]) -> str:
+    """Returns ``docker run`` for one container, to be typed in the set's folder."""
     flags = ["docker", "run", "--rm", "--init", "--network=host", f"--name={name}"]
-    flags += [f"--user={made.uid}", f"--shm-size={made.shm_size}", f"--workdir={WORK}"]
-    flags += [f"--env={name}={value}" for name, value in environment(made).items()]
-    flags += [f"--device={device}" for device in DEVICES.get(made.gpus, ())]
-    flags += ["--gpus=all"] if made.gpus == "nvidia" else []
+    flags += [f"--user={containers.uid}", f"--shm-size={containers.shm_size}", f"--workdir={WORK}"]
+    flags += [f"--env={name}={value}" for name, value in environment(containers).items()]
+    flags += [f"--device={device}" for device in DEVICES.get(containers.gpus, ())]
+    flags += ["--gpus=all"] if containers.gpus == "nvidia" else []
     line = shell_text(flags)
-    if made.gpus in ("intel", "amd"):
+    if containers.gpus in ("intel", "amd"):
         line += f" {_GROUPS}"
-    for volume in volumes(made, ssh_folder):  # docker takes a relative path from version 23 on only
-        here = '"$PWD"' if volume.startswith("./") else ""
-        line += f" --volume {here}{shell_text([volume[1:] if here else volume])}"
-    return f"{line} {shell_text([made.image, *words])}"
+    for volume in volumes(
+        containers, ssh_folder
+    ):  # docker takes a relative path from version 23 on only
+        prefix = '"$PWD"' if volume.startswith("./") else ""
+        line += f" --volume {prefix}{shell_text([volume[1:] if prefix else volume])}"
+    return f"{line} {shell_text([containers.image, *command])}"
 
 
-def volumes(made: ContainerSet, ssh_folder: str) -> list[str]:
-    """Folders and files of the machine, those of the set relative to it."""
-    by_path = [f"{BY_PATH}:{BY_PATH}:ro"] if made.gpus in ("intel", "amd") else []
-    own = [f"./workload:{WORK}", f"./{ssh_folder}:{HOME}/.ssh:ro"]
+def volumes(containers: ContainerSet, ssh_folder: str) -> list[str]:
+    """Returns the mounted folders and files; those of the set are relative to it."""
+    by_path = [f"{BY_PATH}:{BY_PATH}:ro"] if containers.gpus in ("intel", "amd") else []
+    folders = [f"./workload:{WORK}", f"./{ssh_folder}:{HOME}/.ssh:ro"]
     scripts = [f"./rank.sh:{RANK}:ro", f"./sshd.sh:{SSHD}:ro"]
-    return [*own, *scripts, *by_path, *made.mounts]
+    return [*folders, *scripts, *by_path, *containers.mounts]
 
 
-def commands(made: ContainerSet) -> str:
-    """What to type on each machine. A machine gets the keys of its own containers only."""
-    build = shell_text(["docker", "build", "-t", made.image, "-f", "Containerfile", "."])
+def commands(containers: ContainerSet) -> str:
+    """Returns the commands for each machine; a machine gets only its own containers' keys."""
+    build = shell_text(["docker", "build", "-t", containers.image, "-f", "Containerfile", "."])
     machines: dict[str, list[Worker]] = {}
-    for worker in made.workers:
+    for worker in containers.workers:
         machines.setdefault(worker.address, []).append(worker)
-    remote = {a: workers for a, workers in machines.items() if not _is_launcher(made, a)}
+    remote = {a: workers for a, workers in machines.items() if not _is_launcher(containers, a)}
     lines = ["# On the launching machine, in this folder:", build]
     if remote:
         lines += ["", "# There, too: copy to each machine what its workers need, and no other keys"]
-        lines += [_copy_line(made, address, workers) for address, workers in remote.items()]
+        lines += [_copy_line(containers, address, workers) for address, workers in remote.items()]
     for address, workers in machines.items():
         aliases = ", ".join(worker.alias for worker in workers)
-        place = f"in ~/{made.folder}" if address in remote else "in this folder"
+        place = f"in ~/{containers.folder}" if address in remote else "in this folder"
         lines += ["", f"# On {address}, {place}: {aliases}"]
         lines += [build] if address in remote else []
         for worker in workers:
             name = f"paceline-{worker.alias}"
-            lines.append(run_line(made, name, folder_of(worker), sshd_command()))
-    launch = run_line(made, "paceline-launcher", "ssh_launcher", mpirun_command(made))
+            lines.append(run_line(containers, name, folder_of(worker), sshd_command()))
+    launch = run_line(containers, "paceline-launcher", "ssh_launcher", mpirun_command(containers))
     lines += ["", "# On the launching machine, in this folder, once the workers are up:", launch]
-    lines += ["", "# Instead of all that, if one machine runs all of it:", *_compose_lines(made)]
+    lines += [
+        "",
+        "# Instead of all that, if one machine runs all of it:",
+        *_compose_lines(containers),
+    ]
     return "\n".join(lines) + "\n"
 
 
-def _is_launcher(made: ContainerSet, address: str) -> bool:
-    return address in (made.launcher, "localhost", "127.0.0.1", "::1")
+def _is_launcher(containers: ContainerSet, address: str) -> bool:
+    return address in (containers.launcher, "localhost", "127.0.0.1", "::1")
 
 
-def _copy_line(made: ContainerSet, address: str, workers: list[Worker]) -> str:
-    """Sends a machine's part of the set; ``tar`` keeps owners and modes, which sshd looks at."""
+def _copy_line(containers: ContainerSet, address: str, workers: list[Worker]) -> str:
+    """Copies a machine's part of the set; ``tar`` keeps owners and modes, which sshd checks."""
     parts = ["Containerfile", "rank.sh", "sshd.sh", "workload", *map(folder_of, workers)]
-    folder = shell_text([made.folder])
+    folder = shell_text([containers.folder])
     unpack = f"mkdir -p {folder} && tar -C {folder} -xpf -"
     return f"{shell_text(['tar', '-cf', '-', *parts])} | {shell_text(['ssh', address, unpack])}"
 
 
-def _compose_lines(made: ContainerSet) -> list[str]:
-    """Compose reads the machine's own group ids from ``.env``."""
+def _compose_lines(containers: ContainerSet) -> list[str]:
+    """Returns the Compose commands; Compose reads the machine's group ids from ``.env``."""
     ids = f"getent group render video | awk -F: '{{ print toupper($1) \"{_GROUP_ID}=\" $3 }}' >.env"
-    return [ids] * (made.gpus in ("intel", "amd")) + ["docker compose up --build"]
+    return [ids] * (containers.gpus in ("intel", "amd")) + ["docker compose up --build"]
 
 
-def compose(made: ContainerSet) -> dict[str, object]:
-    """The same as a Compose file, for workers on this very machine."""
+def compose(containers: ContainerSet) -> dict[str, object]:
+    """Returns a Compose file for workers on this machine."""
     services: dict[str, object] = {}
-    for worker in made.workers:
-        services[worker.alias] = _service(made, folder_of(worker), sshd_command())
-    launcher = _service(made, "ssh_launcher", mpirun_command(made))
-    launcher["depends_on"] = [worker.alias for worker in made.workers]
+    for worker in containers.workers:
+        services[worker.alias] = _service(containers, folder_of(worker), sshd_command())
+    launcher = _service(containers, "ssh_launcher", mpirun_command(containers))
+    launcher["depends_on"] = [worker.alias for worker in containers.workers]
     services["launcher"] = launcher
     return {"name": "paceline", "services": services}
 
 
-def _service(made: ContainerSet, ssh_folder: str, words: list[str]) -> dict[str, object]:
+def _service(containers: ContainerSet, ssh_folder: str, command: list[str]) -> dict[str, object]:
     def literal(text: str) -> str:  # where Compose would put variables in
         return text.replace("$", "$$")
 
     service: dict[str, object] = {
-        "image": made.image,
+        "image": containers.image,
         "build": {"context": ".", "dockerfile": "Containerfile"},
         "network_mode": "host",
-        "user": str(made.uid),
+        "user": str(containers.uid),
         "init": True,
-        "shm_size": made.shm_size,
+        "shm_size": containers.shm_size,
         "working_dir": WORK,
-        "volumes": [literal(volume) for volume in volumes(made, ssh_folder)],
-        "environment": {name: literal(value) for name, value in environment(made).items()},
-        "command": [literal(word) for word in words],
+        "volumes": [literal(volume) for volume in volumes(containers, ssh_folder)],
+        "environment": {name: literal(value) for name, value in environment(containers).items()},
+        "command": [literal(word) for word in command],
     }
-    if devices := DEVICES.get(made.gpus):
+    if devices := DEVICES.get(containers.gpus):
         service["devices"] = list(devices)
-    if made.gpus in ("intel", "amd"):
+    if containers.gpus in ("intel", "amd"):
         service["group_add"] = [_VIDEO, _RENDER]
-    if made.gpus == "nvidia":
-        wanted = {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
-        service["deploy"] = {"resources": {"reservations": {"devices": [wanted]}}}
+    if containers.gpus == "nvidia":
+        gpu_request = {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+        service["deploy"] = {"resources": {"reservations": {"devices": [gpu_request]}}}
     return service
 
 
 # --- onto this machine
 
 
-def written(out: Path, made: ContainerSet) -> None:
+def write_set(out: Path, containers: ContainerSet) -> None:
     """Writes the set into a folder; keys that are there are kept.
 
     Raises:
         NodeError: ssh-keygen cannot make a key.
     """
-    keys = make_keys(out, made.workers)
-    for name, text in files(made, keys).items():
+    keys = make_keys(out, containers.workers)
+    for name, text in files(containers, keys).items():
         _write(out / name, text)
     (out / "workload").mkdir(exist_ok=True)
     if os.getuid() == 0:
-        _give_to(made.uid, out)
+        _change_owner(containers.uid, out)
 
 
-def _give_to(uid: int, out: Path) -> None:
-    """What root has written belongs to the user in the containers, who has to read it."""
+def _change_owner(uid: int, out: Path) -> None:
+    """Gives root's files to the user in the containers, who reads them."""
     for folder in [*out.glob("ssh_*"), out / "workload"]:
         for path in (folder, *folder.rglob("*")):
             os.chown(path, uid, -1)
 
 
 def make_keys(out: Path, workers: tuple[Worker, ...]) -> Keys:
-    """Makes what is not there yet; private halves never leave their folder."""
+    """Makes missing keys; private keys never leave their folder."""
     identity = _key(out / "ssh_launcher" / KEY, "paceline launcher")
     hosts = {
         worker.alias: " ".join(_key(out / folder_of(worker) / HOST_KEY, worker.alias).split()[:2])
@@ -471,9 +495,9 @@ def _key(path: Path, comment: str) -> str:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not path.exists():
         argv = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", str(path)]
-        done = subprocess.run(argv, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise NodeError("ssh-keygen failed", found=done.stderr.strip())
+        result = subprocess.run(argv, capture_output=True, text=True, check=False)
+        if result.returncode:
+            raise NodeError("ssh-keygen failed", found=result.stderr.strip())
     return path.with_suffix(".pub").read_text(encoding="utf-8").strip()
 
 

@@ -1,4 +1,4 @@
-"""A Python environment on every node, from one requirements file."""
+"""Makes a Python environment on every node from one requirements file."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from paceline.spec.errors import NodeError, PacelineError, SettingError
 from paceline.transfer.files import send_tree
 
 STAMP = ".paceline-environment"
-INSTALL_LIMIT_S = 3600.0
+INSTALL_TIMEOUT_S = 3600.0
 TAIL_LINES = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """The environment asked for.
+class EnvironmentSpec:
+    """A requested environment.
 
     Attributes:
-        requirements: The file, a requirements or lock file.
-        folder: Where the environment goes on every node; ``~`` is the node's.
+        requirements: Requirements or lock file.
+        folder: Folder of the environment on every node; ``~`` is the node's home.
         python: Interpreter on the nodes that makes it.
         activate: Shell line before the interpreter starts (``module load …``); may be empty.
-        offline: Ship wheels from here, do not let the nodes download.
+        offline: Ship wheels from here instead of letting the nodes download them.
     """
 
     requirements: Path
@@ -44,26 +44,26 @@ class Wanted:
 
     @property
     def digest(self) -> str:
-        """Names the content: an environment with this stamp need not be made again."""
+        """Hash of the content; an environment with this stamp is up to date."""
         text = f"{self.requirements.read_text()}\0{self.python}\0{self.activate}"
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def wrapper(folder: str, activate: str) -> str:
-    """An interpreter that runs a hook first, as an executable script."""
+def activation_script(folder: str, activate: str) -> str:
+    """Returns a script that runs the activation line, then the interpreter."""
     python = shlex.quote(f"{folder}/bin/python")
     return f'#!/bin/sh\n{activate} >/dev/null || exit 1\nexec {python} "$@"\n'
 
 
-async def one_per_disk(channels: Sequence[Channel], wanted: Wanted) -> list[Channel]:
-    """For each node, the first one that has the environment's folder on the same disk.
+async def one_node_per_disk(channels: Sequence[Channel], spec: EnvironmentSpec) -> list[Channel]:
+    """Returns, for each node, the first node with the environment's folder on the same disk.
 
     Hosts that share their home directory must not make one environment at the same time.
 
     Raises:
-        NodeError: A node cannot write beside the folder.
+        NodeError: A node cannot write next to the folder.
     """
-    marks = [f"{_folder_on(channel, wanted)}.{channel.identity}" for channel in channels]
+    marks = [f"{_folder_on(channel, spec)}.{channel.identity}" for channel in channels]
     make_mark = ["/bin/sh", "-c", 'mkdir -p "${0%/*}" && : > "$0"']
     remove_mark = ["/bin/sh", "-c", 'rm -f "$0"']
     try:
@@ -71,51 +71,53 @@ async def one_per_disk(channels: Sequence[Channel], wanted: Wanted) -> list[Chan
             _execute(channel, [*make_mark, mark])
             for channel, mark in zip(channels, marks, strict=True)
         ))  # fmt: skip
-        looks = await asyncio.gather(*(c.request("look", paths=marks) for c in channels))
+        replies = await asyncio.gather(*(c.request("look", paths=marks) for c in channels))
     finally:
         await asyncio.gather(*(
             _execute(channel, [*remove_mark, mark], check=False)
             for channel, mark in zip(channels, marks, strict=True)
         ), return_exceptions=True)  # fmt: skip
-    seen = [[path["exists"] for path in look["paths"]] for look in looks]
+    seen = [[path["exists"] for path in reply["paths"]] for reply in replies]
     return [channels[row.index(True)] if True in row else channel
             for row, channel in zip(seen, channels, strict=True)]  # fmt: skip
 
 
-def _folder_on(channel: Channel, wanted: Wanted) -> str:
-    return wanted.folder.replace("~", str(channel.facts["user"]["home"]), 1).rstrip("/")
+def _folder_on(channel: Channel, spec: EnvironmentSpec) -> str:
+    return spec.folder.replace("~", str(channel.facts["user"]["home"]), 1).rstrip("/")
 
 
-async def make(channel: Channel, wanted: Wanted, wheels: Path | None) -> str:
-    """Makes the environment on one node, unless it is there; says what was done.
+async def make_environment(channel: Channel, spec: EnvironmentSpec, wheels: Path | None) -> str:
+    """Makes the environment on one node, unless it is up to date; returns what was done.
 
     Args:
-        channel: To the node.
-        wanted: What is asked for.
-        wheels: Folder of wheels here to be shipped; ``None`` lets the node download.
+        channel: Connection to the node.
+        spec: The requested environment.
+        wheels: Local folder of wheels to ship; ``None`` lets the node download them.
 
     Raises:
-        NodeError: A step failed there; its last lines are told.
+        NodeError: A step failed there; has the last lines of its output.
     """
     name = channel.host.name
-    folder = _folder_on(channel, wanted)
+    folder = _folder_on(channel, spec)
     stamp = await _execute(channel, ["cat", f"{folder}/{STAMP}"], check=False)
-    if stamp["output"].strip() == wanted.digest:
+    if stamp["output"].strip() == spec.digest:
         return f"{name}: {folder} is up to date"
-    await _execute(channel, [wanted.python, "-m", "venv", folder])
+    await _execute(channel, [spec.python, "-m", "venv", folder])
     python = f"{folder}/bin/python"
     pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-    shipped = await _ship(channel, wanted.requirements, wheels)
+    shipped = await _ship(channel, spec.requirements, wheels)
     source = ["--no-index", "--find-links", f"{shipped}/wheels"] if wheels else []
     await _execute(channel, [*pip, *source, "-r", f"{shipped}/requirements.txt"])
-    if wanted.activate:
-        await _write(channel, f"{folder}/bin/python-activated", wrapper(folder, wanted.activate))
-    await _write(channel, f"{folder}/{STAMP}", wanted.digest)
+    if spec.activate:
+        await _write(
+            channel, f"{folder}/bin/python-activated", activation_script(folder, spec.activate)
+        )
+    await _write(channel, f"{folder}/{STAMP}", spec.digest)
     return f"{name}: {folder} made{' from shipped wheels' if wheels else ''}"
 
 
 async def _ship(channel: Channel, requirements: Path, wheels: Path | None) -> str:
-    """Brings requirements and wheels to the node; says into which folder."""
+    """Sends requirements and wheels to the node; returns their folder there."""
     files = {"requirements.txt": requirements}
     for file in sorted(wheels.iterdir()) if wheels else []:
         files[f"wheels/{file.name}"] = file
@@ -131,20 +133,20 @@ async def _write(channel: Channel, path: str, text: str) -> None:
 
 async def _execute(channel: Channel, argv: Sequence[str], text: str = "",
                    check: bool = True) -> dict[str, Any]:  # fmt: skip
-    request = channel.request("execute", argv=list(argv), input=text, timeout_s=INSTALL_LIMIT_S)
-    done = dict(await asyncio.wait_for(request, INSTALL_LIMIT_S + 10))
-    if check and done["code"] != 0:
-        tail = "\n".join(str(done["output"]).strip().splitlines()[-TAIL_LINES:])
+    request = channel.request("execute", argv=list(argv), input=text, timeout_s=INSTALL_TIMEOUT_S)
+    reply = dict(await asyncio.wait_for(request, INSTALL_TIMEOUT_S + 10))
+    if check and reply["code"] != 0:
+        tail = "\n".join(str(reply["output"]).strip().splitlines()[-TAIL_LINES:])
         raise NodeError(
             f"{channel.host.name}: {shlex.join(argv)[:160]} failed",
             found=tail,
-            remedy=_advice(tail),
+            remedy=_remedy(tail),
         )
-    return done
+    return reply
 
 
-def together(failures: Sequence[PacelineError]) -> PacelineError:
-    """One error for what went wrong on several nodes; equal advice is given once."""
+def combine_failures(failures: Sequence[PacelineError]) -> PacelineError:
+    """Returns one error for failures on several nodes; equal remedies are given once."""
     if len(failures) == 1:
         return failures[0]
     return NodeError(
@@ -154,25 +156,25 @@ def together(failures: Sequence[PacelineError]) -> PacelineError:
     )
 
 
-def _advice(words: str) -> str:
-    if "ensurepip" in words or "python3-venv" in words:
+def _remedy(output: str) -> str:
+    if "ensurepip" in output or "python3-venv" in output:
         return "Install the venv module there: sudo apt-get install python3-venv"
-    if "No matching distribution" in words or "Connection" in words or "resolve" in words:
+    if "No matching distribution" in output or "Connection" in output or "resolve" in output:
         return "The node cannot download: add --offline, which ships the wheels from here"
     return "Correct the requirements, then type the same command again"
 
 
-def download(requirements: Path, python: str = sys.executable) -> Path:
-    """Wheels for the requirements, downloaded here into a fresh folder.
+def download_wheels(requirements: Path, python: str = sys.executable) -> Path:
+    """Downloads wheels for the requirements into a fresh local folder.
 
-    SettingError with pip's words when that fails.
+    Raises SettingError with pip's output if that fails.
     """
     folder = Path(tempfile.mkdtemp(prefix="paceline-wheels-"))
     argv = [python, "-m", "pip", "wheel", "--disable-pip-version-check", "-q", "-w", str(folder)]
-    done = subprocess.run(
+    result = subprocess.run(
         [*argv, "-r", str(requirements)], capture_output=True, text=True, check=False
     )
-    if done.returncode:
-        tail = "\n".join((done.stderr or done.stdout).strip().splitlines()[-TAIL_LINES:])
+    if result.returncode:
+        tail = "\n".join((result.stderr or result.stdout).strip().splitlines()[-TAIL_LINES:])
         raise SettingError(f"pip could not get the wheels of {requirements} here", found=tail)
     return folder

@@ -1,4 +1,4 @@
-"""What setup changed, so that it can be taken back byte for byte."""
+"""Records what setup changes, so that it can be undone byte for byte."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Change:
     """One file or folder that was made or changed.
 
     Attributes:
-        path: Absolute, on the machine that it is on.
-        before: Its content before in base64; ``None`` when it did not exist; empty for a folder.
-        mode: Its mode before; ``None`` when it did not exist.
-        after: SHA-256 of its content afterwards; empty for a folder.
-        host: Which host; empty for this machine.
-        lines: Lines that were added: taken out alone when the file has changed since.
-        folder: It is a folder.
+        path: Absolute path on its machine.
+        before: Previous content in base64; ``None`` if it did not exist; empty for a folder.
+        mode: Previous mode; ``None`` if it did not exist.
+        after: SHA-256 of the new content; empty for a folder.
+        host: The host; empty for this machine.
+        lines: Lines that were added; only these are removed if the file has changed since.
+        folder: Whether it is a folder.
     """
 
     path: str
@@ -45,17 +45,17 @@ class Journal:
 
     @classmethod
     def read(cls, file: Path | None = None) -> Journal:
-        """The journal; empty when there is none yet."""
+        """Reads the journal; it is empty if there is no file yet."""
         file = file or default_file()
         try:
             data = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return cls(file)
-        changes = [_change(one) for one in data.get("changes", [])]
+        changes = [_change(record) for record in data.get("changes", [])]
         return cls(file, changes, list(data.get("folders", [])))
 
     def add(self, change: Change) -> None:
-        """Writes a change down, at once: what is done next may fail."""
+        """Records a change at once, because the next step may fail."""
         self.changes.append(change)
         self.write()
 
@@ -70,15 +70,15 @@ class Journal:
         self._make_folders()
         changes = [asdict(change) for change in self.changes]
         text = json.dumps({"changes": changes, "folders": self.folders}, indent=1)
-        new = self.file.with_suffix(".new")
-        new.write_text(text + "\n", encoding="utf-8")
-        new.chmod(0o600)
-        new.replace(self.file)
+        temporary = self.file.with_suffix(".new")
+        temporary.write_text(text + "\n", encoding="utf-8")
+        temporary.chmod(0o600)
+        temporary.replace(self.file)
 
     def _make_folders(self) -> None:
         parent = self.file.parent
-        new = [folder for folder in (parent, *parent.parents) if not folder.exists()]
-        self.folders += [str(folder) for folder in new]
+        missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+        self.folders += [str(folder) for folder in missing]
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def _remove(self) -> None:
@@ -104,46 +104,46 @@ def digest(data: bytes) -> str:
 
 def write_file(journal: Journal, path: Path, content: bytes, mode: int,
                lines: tuple[str, ...] = ()) -> bool:  # fmt: skip
-    """Gives a file of this machine that content; False when it had it already.
+    """Writes a file of this machine; returns False if it had that content already.
 
-    A new parent folder is private to the user, and part of the journal.
+    A new parent folder is private to the user, and recorded, too.
     """
-    before = path.read_bytes() if path.exists() else None
-    if before == content:
+    previous = path.read_bytes() if path.exists() else None
+    if previous == content:
         return False
     if not path.parent.is_dir():
         journal.add(Change(str(path.parent), None, None, folder=True))
         path.parent.mkdir(mode=0o700, parents=True)
-    own_mode = path.stat().st_mode & 0o777 if before is not None else None
-    text = None if before is None else base64.b64encode(before).decode()
-    journal.add(Change(str(path), text, own_mode, digest(content), lines=lines))
-    _write_private(path, content, mode if own_mode is None else own_mode)
+    previous_mode = path.stat().st_mode & 0o777 if previous is not None else None
+    text = None if previous is None else base64.b64encode(previous).decode()
+    journal.add(Change(str(path), text, previous_mode, digest(content), lines=lines))
+    _write_private(path, content, mode if previous_mode is None else previous_mode)
     return True
 
 
 def _write_private(path: Path, content: bytes, mode: int) -> None:
-    new = path.with_name(path.name + ".paceline-new")
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    temporary = path.with_name(path.name + ".paceline-new")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(fd, "wb") as file:
         file.write(content)
-    new.chmod(mode)
-    new.replace(path)
+    temporary.chmod(mode)
+    temporary.replace(path)
 
 
-def take_back(change: Change) -> str:
-    """Undoes one change on this machine; says what was done."""
+def undo(change: Change) -> str:
+    """Undoes one change on this machine; returns what was done."""
     path = Path(change.path)
     if change.folder:
         return _remove_folder(path)
     if not path.exists():
         return f"{path} is gone already"
-    now = path.read_bytes()
-    if digest(now) == change.after:
+    current = path.read_bytes()
+    if digest(current) == change.after:
         return _restore(path, change)
-    kept = without_lines(now, change.lines)
-    if kept == now:
+    remaining = remove_lines(current, change.lines)
+    if remaining == current:
         return f"{path} was changed since and holds nothing of ours: left as it is"
-    _write_private(path, kept, path.stat().st_mode & 0o777)
+    _write_private(path, remaining, path.stat().st_mode & 0o777)
     return f"{path} was changed since: took our lines out"
 
 
@@ -163,7 +163,7 @@ def _remove_folder(path: Path) -> str:
     return f"removed {path}"
 
 
-def without_lines(content: bytes, lines: tuple[str, ...]) -> bytes:
-    """The content without these whole lines."""
-    ours = {line.encode() for line in lines}
-    return b"".join(one for one in content.splitlines(True) if one.rstrip(b"\r\n") not in ours)
+def remove_lines(content: bytes, lines: tuple[str, ...]) -> bytes:
+    """Returns the content without these lines."""
+    added = {line.encode() for line in lines}
+    return b"".join(one for one in content.splitlines(True) if one.rstrip(b"\r\n") not in added)

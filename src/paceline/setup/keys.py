@@ -1,7 +1,7 @@
-"""The key by which hosts know us: found or made here, installed on a host and taken away there.
+"""Our SSH key: found or made here, installed on and removed from hosts.
 
-A host is told by a small shell script over standard input. It tells what it found and did in lines
-that begin with ``paceline ``; everything else on its output is a login banner.
+A host runs a shell script that is sent over standard input. The script reports in lines that begin
+with ``paceline ``; all other output is a login banner.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Identity:
     """A key pair.
 
     Attributes:
-        private: The private half; ``None`` when it lives in an agent only.
-        public: The line for ``authorized_keys``.
-        exists: False when it is still to be made.
+        private: File of the private key; ``None`` if only an agent has it.
+        public: Line for ``authorized_keys``.
+        exists: False if it is still to be made.
     """
 
     private: Path | None
@@ -34,14 +34,14 @@ class Identity:
     exists: bool = True
 
 
-def choose(key: Path | None, configured: Sequence[Path], agent_keys: Sequence[str],
+def choose_identity(key: Path | None, configured: Sequence[Path], agent_keys: Sequence[str],
            folder: Path) -> Identity:  # fmt: skip
-    """The identity to use: the one asked for, else one that ssh would offer, else a new one.
+    """Returns the requested identity, else one that ssh would offer, else a new one.
 
     Args:
-        key: Asked for; need not exist yet.
+        key: The requested key file; need not exist yet.
         configured: Identity files that ssh would try, in order.
-        agent_keys: Public lines that the agent offers.
+        agent_keys: Public keys that the agent offers.
         folder: ``~/.ssh``.
     """
     if key is not None:
@@ -56,24 +56,24 @@ def choose(key: Path | None, configured: Sequence[Path], agent_keys: Sequence[st
 
 
 def _read(private: Path) -> Identity:
-    """An existing pair; the public half is computed when its file is missing."""
+    """Reads a key pair; the public key is derived if its file is missing."""
     file = private.with_name(private.name + ".pub")
     if file.exists():
         line = file.read_text(encoding="utf-8").strip()
     else:
-        done = _run(["ssh-keygen", "-y", "-P", "", "-f", str(private)])
-        line = done.stdout.strip()
-        if done.returncode:
+        result = _run(["ssh-keygen", "-y", "-P", "", "-f", str(private)])
+        line = result.stdout.strip()
+        if result.returncode:
             raise SettingError(
                 f"the key {private} cannot be used without its passphrase",
-                found=done.stderr.strip(),
+                found=result.stderr.strip(),
                 remedy=f"ssh-add {private}, or --key with another file",
             )
-    _refuse_dsa(private, line)
+    _reject_dsa(private, line)
     return Identity(private, line)
 
 
-def _refuse_dsa(private: Path, line: str) -> None:
+def _reject_dsa(private: Path, line: str) -> None:
     if line.startswith("ssh-dss"):
         raise SettingError(
             f"the key {private} is a DSA key",
@@ -82,17 +82,17 @@ def _refuse_dsa(private: Path, line: str) -> None:
         )
 
 
-def make(identity: Identity, kind: str, journal: Journal) -> Identity:
-    """Makes the pair without a passphrase; both files go into the journal."""
+def make_key_pair(identity: Identity, kind: str, journal: Journal) -> Identity:
+    """Makes the key pair without a passphrase; both files are recorded in the journal."""
     private = identity.private
     assert private is not None
     if not private.parent.is_dir():
         journal.add(Change(str(private.parent), None, None, folder=True))
         private.parent.mkdir(mode=0o700, parents=True)
     argv = ["ssh-keygen", "-q", *KINDS[kind], "-N", "", "-C", "paceline", "-f", str(private)]
-    done = _run(argv)
-    if done.returncode:
-        raise SettingError(f"ssh-keygen could not make {private}", found=done.stderr.strip())
+    result = _run(argv)
+    if result.returncode:
+        raise SettingError(f"ssh-keygen could not make {private}", found=result.stderr.strip())
     public = private.with_name(private.name + ".pub")
     for file in (private, public):
         journal.add(Change(str(file), None, None, digest(file.read_bytes())))
@@ -100,17 +100,17 @@ def make(identity: Identity, kind: str, journal: Journal) -> Identity:
 
 
 def agent_keys() -> list[str]:
-    """Public lines of the keys that the ssh agent holds; empty without an agent."""
-    done = _run(["ssh-add", "-L"])
-    return [line for line in done.stdout.splitlines() if line] if done.returncode == 0 else []
+    """Returns the public keys that the ssh agent holds; empty without an agent."""
+    result = _run(["ssh-add", "-L"])
+    return [line for line in result.stdout.splitlines() if line] if result.returncode == 0 else []
 
 
 def fingerprint(public: str) -> str:
     """``256 SHA256:… comment (ED25519)``."""
-    done = subprocess.run(
+    result = subprocess.run(
         ["ssh-keygen", "-lf", "-"], input=public, capture_output=True, text=True, check=False
     )
-    return done.stdout.strip() or done.stderr.strip()
+    return result.stdout.strip() or result.stderr.strip()
 
 
 def _run(argv: list[str]) -> subprocess.CompletedProcess[str]:
@@ -168,14 +168,14 @@ say done
 
 
 @dataclass(frozen=True, slots=True)
-class Installed:
-    """What the install script reported.
+class InstallReport:
+    """Report of the install script.
 
     Attributes:
-        changed: The file, folder or a mode is another now.
-        before, after: The file's content in base64; ``None`` when it did not exist.
-        file_mode, folder_mode, home_mode: As ``chmod`` takes them; ``none`` for what was not there.
-        failed: Why it could not; empty when it could.
+        changed: Whether the file, the folder or a mode has changed.
+        before, after: Content of the file in base64; ``None`` if it did not exist.
+        file_mode, folder_mode, home_mode: Modes for ``chmod``; ``none`` if it did not exist.
+        failed: Why the script failed; empty if it succeeded.
     """
 
     changed: bool
@@ -188,26 +188,26 @@ class Installed:
 
 
 def install_script(key: str) -> str:
-    """Installs the key once and closes over-open permissions."""
+    """Returns the script that installs the key once and closes permissions that are too open."""
     return _INSTALL.format(key=shlex.quote(key.strip()), body=_BODY)
 
 
-def read_report(output: str) -> Installed:
-    """What the install script said; ``failed`` when it said too little."""
-    said: dict[str, list[str]] = {}
+def read_report(output: str) -> InstallReport:
+    """Parses the report of the install script; ``failed`` is set if it is incomplete."""
+    values: dict[str, list[str]] = {}
     for line in output.splitlines():
         if line.startswith("paceline "):
-            word, *rest = line.removeprefix("paceline ").split(" ")
-            said[word] = rest
-    if "failed" in said or "done" not in said:
-        why = " ".join(said.get("failed", [])) or "the script did not run to its end"
-        return Installed(False, None, "", "none", "none", "none", why)
-    file = said["file"]
+            keyword, *fields = line.removeprefix("paceline ").split(" ")
+            values[keyword] = fields
+    if "failed" in values or "done" not in values:
+        failure = " ".join(values.get("failed", [])) or "the script did not run to its end"
+        return InstallReport(False, None, "", "none", "none", "none", failure)
+    file = values["file"]
     before = file[1] if file[0] != "none" and len(file) > 1 else None if file[0] == "none" else ""
-    after = said["done"][0] if said["done"] else ""
-    modes = (_octal(file[0]), _octal(said["folder"][0]), _octal(said["home"][0]))
-    closed = modes[0] == "600" and modes[1] == "700" and not _open_to_others(modes[2])
-    return Installed(before != after or not closed, before, after, *modes)
+    after = values["done"][0] if values["done"] else ""
+    modes = (_octal(file[0]), _octal(values["folder"][0]), _octal(values["home"][0]))
+    is_private = modes[0] == "600" and modes[1] == "700" and not _is_writable_by_others(modes[2])
+    return InstallReport(before != after or not is_private, before, after, *modes)
 
 
 def _octal(text: str) -> str:
@@ -219,12 +219,12 @@ def _octal(text: str) -> str:
     return "".join(str(sum(values.get(char, 0) for char in three)) for three in bits)
 
 
-def _open_to_others(mode: str) -> bool:
+def _is_writable_by_others(mode: str) -> bool:
     return any(int(digit) & 2 for digit in mode[1:])
 
 
-def change_of(host: str, key: str, installed: Installed) -> Change:
-    """The journal's entry for one host."""
+def change_record(host: str, key: str, installed: InstallReport) -> Change:
+    """Returns the journal's entry for one host."""
     mode = None if installed.before is None else int(installed.file_mode, 8)
     states = f"{installed.folder_mode} {installed.home_mode}"
     return Change("~/.ssh/authorized_keys", installed.before, mode, installed.after, host,
@@ -232,16 +232,16 @@ def change_of(host: str, key: str, installed: Installed) -> Change:
 
 
 def revoke_script(change: Change) -> str:
-    """Takes one host's change back."""
+    """Returns the script that undoes one host's change."""
     key, states = change.lines
-    folder, home = states.split()
+    folder_mode, home_mode = states.split()
     values: Mapping[str, str] = {
         "after": shlex.quote(change.after),
         "existed": "no" if change.before is None else "yes",
         "before": shlex.quote(change.before or ""),
         "mode": f"{change.mode:o}" if change.mode is not None else "600",
         "key": shlex.quote(key),
-        "folder": folder,
-        "home": home,
+        "folder": folder_mode,
+        "home": home_mode,
     }
     return _REVOKE.format(**values)

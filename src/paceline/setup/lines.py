@@ -1,4 +1,4 @@
-"""Lines for other programs' files: the ssh config, /etc/hosts, /etc/fstab. Pure."""
+"""Renders lines for the ssh config, /etc/hosts and /etc/fstab. Pure."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ _HEAD = "# Hosts of paceline setup; made again by it, taken away by `paceline se
 
 
 def needs_alias(host: Host, key: Path | None) -> bool:
-    """Whether the host's name alone would not do for ssh."""
-    told = host.user or host.port or host.identity_file or host.address != host.name
-    return bool(told) or key is not None
+    """Whether ssh needs more than the host's name."""
+    has_settings = host.user or host.port or host.identity_file or host.address != host.name
+    return bool(has_settings) or key is not None
 
 
 def alias_blocks(hosts: Sequence[Host], key: Path | None) -> str:
-    """The text of our file for the hosts that need an alias.
+    """Returns the text of our ssh config for the hosts that need an alias.
 
     Args:
         hosts: All hosts.
-        key: The identity, when it is not one of the names that ssh tries by itself.
+        key: The identity, unless ssh tries it by itself.
 
     Raises:
-        SettingError: A name that no ssh config can hold.
+        SettingError: A name cannot be written into an ssh config.
     """
     return _HEAD + "".join(_block(host, key) for host in hosts if needs_alias(host, key))
 
 
 def _block(host: Host, key: Path | None) -> str:
-    for word in (host.name, host.address, host.user or ""):
-        if any(char.isspace() or char in '*?!"#' for char in word):
-            raise SettingError(f"{word!r} cannot stand in an ssh config")
+    for text in (host.name, host.address, host.user or ""):
+        if any(char.isspace() or char in '*?!"#' for char in text):
+            raise SettingError(f"{text!r} cannot stand in an ssh config")
     identity = host.identity_file or (str(key) if key else "")
     names = " ".join(dict.fromkeys([host.name, host.address]))
     lines = [f"Host {names}", f"  HostName {host.address}"]
@@ -50,40 +50,40 @@ def _block(host: Host, key: Path | None) -> str:
 
 
 def with_include(config: str) -> str:
-    """The user's config with our file included first (ssh takes the first value it meets)."""
+    """Returns the user's config with our file included first, because ssh takes the first value."""
     if INCLUDE in (line.strip() for line in config.splitlines()):
         return config
     return f"{INCLUDE}\n{config}"
 
 
 def hosts_lines(addresses: Mapping[str, str], facts: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """``ADDRESS HOSTNAME ALIAS`` for every host: the same block for all of them."""
+    """Returns ``ADDRESS HOSTNAME ALIAS`` for every host, the same block for all of them."""
     lines = []
     for name, address in addresses.items():
-        called = str(facts[name]["name"]["hostname"])
-        lines.append(" ".join(dict.fromkeys([address, called, name])))
+        hostname = str(facts[name]["name"]["hostname"])
+        lines.append(" ".join(dict.fromkeys([address, hostname, name])))
     return lines
 
 
 def loopback_lines(facts: Mapping[str, Any]) -> list[str]:
-    """The lines of this host's file that map its own name to loopback, with their numbers."""
+    """Returns the numbered lines of this host's file that map its own name to loopback."""
     lines: Sequence[str] = facts["name"]["hosts_lines"]
     return [line for line in lines if line.split(": ", 1)[1].startswith(("127.", "::1"))]
 
 
 def edit_command(script: str) -> str:
-    """The command that applies a ``sed`` script, free of quotes, to /etc/hosts.
+    """Returns the command that applies a ``sed`` script without quotes to /etc/hosts.
 
-    It is read whole before it is written, into the same file, because containers mount that: no
-    copy lies in a folder where others could exchange it before root takes it.
+    The file is written in place because containers mount it, and without a temporary copy that
+    other users could replace.
     """
     return f'sudo sh -c \'new=$(sed "{script}" /etc/hosts) && printf "%s\\n" "$new" >/etc/hosts\''
 
 
-def plain_names(line: str) -> list[str]:
-    """Host names of a line of somebody's /etc/hosts; words that no name can be are left out."""
-    words = line.partition("#")[0].split()[1:]
-    return [word for word in words if re.fullmatch(r"[\w.-]+", word, re.ASCII)]
+def host_names(line: str) -> list[str]:
+    """Returns the host names of a line of /etc/hosts, without words that are no names."""
+    names = line.partition("#")[0].split()[1:]
+    return [name for name in names if re.fullmatch(r"[\w.-]+", name, re.ASCII)]
 
 
 Kind = Literal["nfs", "cifs"]
@@ -91,35 +91,35 @@ Kind = Literal["nfs", "cifs"]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A folder of a server.
+    """A folder of a file server.
 
     Attributes:
         kind: ``nfs`` or ``cifs`` (Windows, Samba).
         server: Name or address.
-        path: Exported path (nfs) or share's name (cifs).
-        at: Where it is to be seen on every host.
+        path: Exported path (nfs) or name of the share (cifs).
+        mount_point: Path on every host.
         user: Account on the server (cifs).
-        uid, gid: Who owns the files here (cifs).
+        uid, gid: Owner of the files on the hosts (cifs).
     """
 
     kind: Kind
     server: str
     path: str
-    at: str
+    mount_point: str
     user: str = ""
     uid: int = 1000
     gid: int = 1000
 
     def __post_init__(self) -> None:
-        if not self.at.startswith("/"):
-            raise SettingError(f"--at {self.at} is not an absolute path")
-        for word in (self.server, self.path, self.at, self.user):
-            if "\n" in word or "\0" in word:
-                raise SettingError(f"{word!r} cannot stand in /etc/fstab")
+        if not self.mount_point.startswith("/"):
+            raise SettingError(f"--at {self.mount_point} is not an absolute path")
+        for text in (self.server, self.path, self.mount_point, self.user):
+            if "\n" in text or "\0" in text:
+                raise SettingError(f"{text!r} cannot stand in /etc/fstab")
 
 
 def mount_source(share: Share) -> str:
-    """What is mounted, as mount(8) takes it."""
+    """Returns the source for mount(8)."""
     if share.kind == "nfs":
         server = f"[{share.server}]" if ":" in share.server else share.server
         return f"{server}:{share.path}"
@@ -127,7 +127,7 @@ def mount_source(share: Share) -> str:
 
 
 def credentials_file(share: Share) -> str:
-    """The root-only file with the account (cifs)."""
+    """Returns the root-only file with the account (cifs)."""
     return f"/etc/paceline-{share.server}.cred"
 
 
@@ -142,15 +142,18 @@ def mount_options(share: Share) -> str:
 
 
 def fstab_line(share: Share) -> str:
-    """The line of /etc/fstab; blanks are written as fstab(5) wants them."""
-    fields = (mount_source(share), share.at, share.kind, mount_options(share))
+    """Returns the line of /etc/fstab; blanks are escaped as in fstab(5)."""
+    fields = (mount_source(share), share.mount_point, share.kind, mount_options(share))
     return " ".join(field.replace(" ", "\\040").replace("\t", "\\011") for field in fields) + " 0 0"
 
 
 def mount_commands(share: Share) -> list[str]:
-    """What to type on every host, in order. No password stands in them: it is asked for."""
+    """Returns the commands for every host, in order; they prompt for the password."""
     package = "nfs-common" if share.kind == "nfs" else "cifs-utils"
-    steps = [f"sudo apt-get install -y {package}", f"sudo mkdir -p {shlex.quote(share.at)}"]
+    steps = [
+        f"sudo apt-get install -y {package}",
+        f"sudo mkdir -p {shlex.quote(share.mount_point)}",
+    ]
     if share.kind == "cifs":
         file = shlex.quote(credentials_file(share))
         steps += [
@@ -163,5 +166,5 @@ def mount_commands(share: Share) -> list[str]:
     return [
         *steps,
         f"grep -qxF {line} /etc/fstab || echo {line} | sudo tee -a /etc/fstab",
-        f"sudo mount {shlex.quote(share.at)}",
+        f"sudo mount {shlex.quote(share.mount_point)}",
     ]

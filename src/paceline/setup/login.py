@@ -1,7 +1,7 @@
-"""Running one script on a host over ssh, with or without a password.
+"""Runs a script on a host over ssh, with or without a password.
 
-The password stands in no argument, variable or file: ssh asks a helper program (SSH_ASKPASS), and
-the helper asks us over a socket in a private folder.
+The password is in no argument, variable or file: ssh asks a helper program (SSH_ASKPASS), which
+reads it from us over a socket in a private folder.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from paceline.remote.link import ended
 from paceline.remote.openssh import Refusal, SshOptions, classify, pinned_key, ssh_command
 from paceline.spec.hosts import Host
 
-PATIENCE_S = 60.0
-# for a login with a password: ssh_command's own settings are for logins without any question
-_ASKING = {
+TIMEOUT_S = 60.0
+# for logins with a password; ssh_command's own settings are for logins without prompts
+_PASSWORD_OPTIONS = {
     "BatchMode": "no",
     "NumberOfPasswordPrompts": "1",
     "PreferredAuthentications": "publickey,keyboard-interactive,password",
@@ -34,46 +34,51 @@ _ASKING = {
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """How a call ended.
+class LoginResult:
+    """Result of a command on a host.
 
     Attributes:
-        status: Exit status of ssh or of what it ran.
+        status: Exit status of ssh or of the command.
         output: Standard output.
-        words: ssh's own words.
-        refusal: Why there was no login; ``None`` when there was one.
+        messages: Standard error.
+        refusal: Why the login failed; ``None`` if it succeeded.
     """
 
     status: int
     output: str
-    words: str
+    messages: str
     refusal: Refusal | None = None
 
 
-def command(host: Host, options: SshOptions, remote: list[str], asking: bool) -> list[str]:
-    """The ssh call; with ``asking`` ssh may ask its helper for a password."""
+def command(host: Host, options: SshOptions, remote: list[str], may_ask: bool) -> list[str]:
+    """Returns the ssh call; with ``may_ask`` ssh may ask its helper for a password."""
     argv = ssh_command(host, options, remote)
-    if not asking:
+    if not may_ask:
         return argv
-    changed = [re.sub(r"^BatchMode=yes$", "BatchMode=no", word) for word in argv]
+    changed = [re.sub(r"^BatchMode=yes$", "BatchMode=no", argument) for argument in argv]
     at = changed.index("--")
-    extra = [word for k, v in _ASKING.items() if k != "BatchMode" for word in ("-o", f"{k}={v}")]
+    extra = [
+        argument
+        for k, v in _PASSWORD_OPTIONS.items()
+        if k != "BatchMode"
+        for argument in ("-o", f"{k}={v}")
+    ]
     return [*changed[:at], *extra, *changed[at:]]
 
 
-async def run(host: Host, options: SshOptions, remote: list[str], script: str = "",
+async def run_on_host(host: Host, options: SshOptions, remote: list[str], script: str = "",
               environment: Mapping[str, str] | None = None,
-              patience_s: float = PATIENCE_S) -> Answer:  # fmt: skip
+              timeout_s: float = TIMEOUT_S) -> LoginResult:  # fmt: skip
     """Runs ``remote`` with ``script`` on its standard input.
 
     Args:
-        host, options: Whom to call, and how.
+        host, options: The host, and how to log in.
         remote: Command there.
-        script: Sent to its standard input.
-        environment: Of ssh; given, ssh may ask its helper for a password.
-        patience_s: When to give up.
+        script: Standard input of the command.
+        environment: Environment of ssh; if given, ssh may ask its helper for a password.
+        timeout_s: Time limit.
     """
-    argv = command(host, options, remote, asking=environment is not None)
+    argv = command(host, options, remote, may_ask=environment is not None)
     process = await asyncio.create_subprocess_exec(
         *argv,
         stdin=asyncio.subprocess.PIPE,
@@ -83,26 +88,26 @@ async def run(host: Host, options: SshOptions, remote: list[str], script: str = 
         start_new_session=True,
     )
     try:
-        out, err = await asyncio.wait_for(process.communicate(script.encode()), patience_s)
+        out, err = await asyncio.wait_for(process.communicate(script.encode()), timeout_s)
     except asyncio.TimeoutError:
         out, err = b"", b"Connection timed out"
     finally:
         if process.returncode is None:
             process.kill()
             await ended(process)
-    words = err.decode(errors="replace")
+    messages = err.decode(errors="replace")
     status = process.returncode if process.returncode is not None else 255
-    refusal = classify(words, status, host) if status == 255 else None
-    return Answer(status, out.decode(errors="replace"), words, refusal)
+    refusal = classify(messages, status, host) if status == 255 else None
+    return LoginResult(status, out.decode(errors="replace"), messages, refusal)
 
 
-def newly_pinned_key(answer: Answer) -> str | None:
-    """The fingerprint that this call pinned, if it did."""
-    return pinned_key(answer.words) if "Permanently added" in answer.words else None
+def newly_pinned_key(answer: LoginResult) -> str | None:
+    """Returns the fingerprint that this call pinned, if any."""
+    return pinned_key(answer.messages) if "Permanently added" in answer.messages else None
 
 
-async def effective(host: Host, options: SshOptions) -> dict[str, list[str]]:
-    """What ssh makes of its configuration for a host (``ssh -G``): values by lower-case key."""
+async def effective_config(host: Host, options: SshOptions) -> dict[str, list[str]]:
+    """Returns ssh's effective configuration for a host (``ssh -G``), by lower-case key."""
     argv = ["ssh", *(["-F", str(options.config)] if options.config else []), "-G"]
     argv += ["-l", host.user] if host.user else []
     argv += ["-p", str(host.port)] if host.port else []
@@ -112,14 +117,14 @@ async def effective(host: Host, options: SshOptions) -> dict[str, list[str]]:
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
     )  # fmt: skip
     out, _ = await process.communicate()
-    found: dict[str, list[str]] = {}
+    values: dict[str, list[str]] = {}
     for line in out.decode(errors="replace").splitlines():
         key, _, value = line.partition(" ")
-        found.setdefault(key.lower(), []).append(value)
-    return found
+        values.setdefault(key.lower(), []).append(value)
+    return values
 
 
-_HELPER = """#!{python} -IS
+_ASKPASS_SCRIPT = """#!{python} -IS
 import os, socket, sys
 with socket.socket(socket.AF_UNIX) as s:
     s.connect(os.environ["PACELINE_ASKPASS"])
@@ -127,23 +132,23 @@ with socket.socket(socket.AF_UNIX) as s:
 """
 
 
-class Passwords:
-    """Answers ssh's questions for a password while the ``with`` block runs.
+class PasswordServer:
+    """Answers ssh's password prompts while the ``with`` block runs.
 
     Attributes:
-        asked: How often ssh has asked.
+        num_prompts: Number of prompts so far.
     """
 
     def __init__(self, password: str) -> None:
         self._password = password.encode()
-        self.asked = 0
+        self.num_prompts = 0
         self._folder = Path(tempfile.mkdtemp(prefix="paceline-"))
         self._socket = socket.socket(socket.AF_UNIX)
         self._thread = threading.Thread(target=self._serve, daemon=True)
 
-    def __enter__(self) -> Passwords:
+    def __enter__(self) -> PasswordServer:
         helper = self._folder / "askpass"
-        helper.write_text(_HELPER.format(python=sys.executable))
+        helper.write_text(_ASKPASS_SCRIPT.format(python=sys.executable))
         helper.chmod(0o700)
         self._socket.bind(str(self._folder / "socket"))
         self._socket.listen(64)
@@ -159,12 +164,12 @@ class Passwords:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def environment(self) -> dict[str, str]:
-        """Variables for ssh; none of them is a secret."""
+        """Returns variables for ssh, without secrets."""
         return {
             **os.environ,
             "SSH_ASKPASS": str(self._folder / "askpass"),
             "SSH_ASKPASS_REQUIRE": "force",
-            "DISPLAY": os.environ.get("DISPLAY", ":0"),  # older ssh asks only where this is set
+            "DISPLAY": os.environ.get("DISPLAY", ":0"),  # required by older versions of ssh
             "PACELINE_ASKPASS": str(self._folder / "socket"),
         }
 
@@ -175,5 +180,5 @@ class Passwords:
             except OSError:
                 return
             with connection, contextlib.suppress(OSError):
-                self.asked += 1
+                self.num_prompts += 1
                 connection.sendall(self._password)

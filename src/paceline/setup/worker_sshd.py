@@ -1,7 +1,7 @@
-"""A worker's own sshd, without root: its folder, keys, configuration, start and stop.
+"""Runs a worker's own sshd without root: folder, keys, configuration, start and stop.
 
-Standard library only, Python 3.9: this file's text is also sent to hosts and run there
-(``python3 - start --port 12345``). It prints lines for people.
+Standard library only, Python 3.9: the text of this file is also sent to hosts and run there
+(``python3 - start --port 12345``). It prints messages for people.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def key_file(folder: Path) -> Path:
 
 
 def find_sshd() -> str | None:
-    """sshd has to be called by its absolute path; sbin is not on everybody's PATH."""
+    """Returns the absolute path of sshd, also from the sbin folders, which PATH may lack."""
     return shutil.which(
         "sshd", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin:/sbin"
     )
 
 
 def config_text(folder: Path, port: int, address: str) -> str:
-    """The configuration: keys only, one user, nothing forwarded."""
+    """Returns the configuration: keys only, one user, no forwarding."""
     lines = [
         "# made by paceline setup sshd",
         f"Port {port}",
@@ -59,21 +59,21 @@ def config_text(folder: Path, port: int, address: str) -> str:
 
 
 def running(folder: Path) -> int | None:
-    """The process id of our sshd; None when it does not run.
+    """Returns the process id of our sshd; None if it does not run.
 
-    A number alone may have been given to another process: the command line must name our file.
+    Process ids are reused, so the command line must name our file.
     """
     try:
         pid = int((folder / "sshd.pid").read_text())
         line = Path(f"/proc/{pid}/cmdline").read_bytes()
     except (OSError, ValueError):
         return None
-    # once it listens, sshd writes its arguments behind its name: "sshd: /usr/sbin/sshd -f … [l…"
+    # a listening sshd shows its arguments after its name: "sshd: /usr/sbin/sshd -f … [l…"
     return pid if str(folder / "sshd_config").encode() in line else None
 
 
 def start(folder: Path, port: int, address: str) -> int:
-    """Starts it, unless it runs; 0 when it listens."""
+    """Starts sshd, unless it runs; returns 0 if it listens."""
     pid = running(folder)
     if pid is not None:
         print(f"sshd runs already: process {pid}, {folder}")
@@ -96,11 +96,11 @@ def start(folder: Path, port: int, address: str) -> int:
         return 1
     argv = [sshd, "-f", str(config), "-E", str(folder / "sshd.log")]
     subprocess.run(argv, check=False, stdin=subprocess.DEVNULL)
-    return _wait(folder, port)
+    return _wait_until_running(folder, port)
 
 
-def _wait(folder: Path, port: int, patience_s: float = 5.0) -> int:
-    deadline = time.monotonic() + patience_s
+def _wait_until_running(folder: Path, port: int, timeout_s: float = 5.0) -> int:
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         pid = running(folder)
         if pid is not None:
@@ -120,7 +120,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def stop(folder: Path) -> int:
-    """Ends it and waits for its end; sessions that are open go on."""
+    """Stops sshd and waits for its end; open sessions continue."""
     pid = running(folder)
     if pid is None:
         print(f"sshd does not run ({folder})")
@@ -137,7 +137,7 @@ def stop(folder: Path) -> int:
 
 
 def status(folder: Path) -> int:
-    """0 when it runs, 3 when it does not (as service managers say it)."""
+    """Returns 0 if it runs and 3 if it does not, as service managers do."""
     pid = running(folder)
     print(f"sshd runs: process {pid}, {folder}" if pid else "sshd does not run")
     return 0 if pid else 3
@@ -149,11 +149,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)
     parser.add_argument("--address", default="0.0.0.0")  # noqa: S104 - a login server, keys only
     parser.add_argument("--folder", type=Path, default=None)
-    given = parser.parse_args(argv)
-    folder = given.folder or default_folder()
-    if given.action == "start":
-        return start(folder, given.port, given.address)
-    return stop(folder) if given.action == "stop" else status(folder)
+    arguments = parser.parse_args(argv)
+    folder = arguments.folder or default_folder()
+    if arguments.action == "start":
+        return start(folder, arguments.port, arguments.address)
+    return stop(folder) if arguments.action == "stop" else status(folder)
 
 
 if __name__ == "__main__":

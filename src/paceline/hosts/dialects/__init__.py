@@ -1,4 +1,4 @@
-"""The dialects by name, each module imported when it is first asked for; writing in one."""
+"""The dialects by name, imported on first use; writes hosts in a dialect."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from paceline.spec.hosts import Cluster, Host
 
 _PACKAGE = "paceline.hosts.dialects"
 
-# Module, or module and constant. Order matters: a text is read by the first dialect that recognises
-# it, and "auto" takes the first environment that is there (the scheduler before what runs inside).
+# Module, or module and constant. Order matters: the first dialect that detects a text reads it, and
+# "auto" takes the first environment that is detected (the scheduler before what runs inside it).
 _MODULES = {
     "toml": "toml_tables",
     "inventory": "inventory",
@@ -51,10 +51,10 @@ ENVIRONMENTS = ("slurm", "pbs", "kubernetes", "torchrun", "mpi")
 """Dialects that read variables, in the order in which ``auto`` tries them."""
 
 ALLOCATIONS = ("slurm", "pbs")
-"""Of these, the batch systems': who means this machine alone is told of their hosts."""
+"""Dialects of batch systems; a run on this machine alone prints a note inside their jobs."""
 
-TYPED = ("inventory", "slurm", "list")
-"""Dialects in which hosts may be typed on the command line; the last for whatever is left."""
+COMMAND_LINE_DIALECTS = ("inventory", "slurm", "list")
+"""Dialects of hosts typed on the command line; the last one is the default."""
 
 
 class _Dialects(Mapping[str, Dialect]):
@@ -80,20 +80,20 @@ DIALECTS: Mapping[str, Dialect] = _Dialects()
 
 
 def canonical_name(name: str) -> str:
-    """The dialect's own name for a name or an alias; unknown names stay as they are."""
+    """Returns the dialect's own name for a name or an alias; unknown names stay."""
     return ALIASES.get(name, name)
 
 
 # --- a cluster in another dialect
 
 
-_IMPLIED = frozenset(
+_UNREPORTED_FIELDS = frozenset(
     {"name", "address", "local", "slots_yield", "gpus"}
 )  # never lost in a way that matters to say
 
 
 def write_hosts(cluster: Cluster, dialect: str) -> str:
-    """The cluster as a description in the dialect, ending in a newline.
+    """Returns the cluster as a description in the dialect, ending in a newline.
 
     Raises:
         SettingError: There is no such dialect, or it cannot be written.
@@ -102,16 +102,18 @@ def write_hosts(cluster: Cluster, dialect: str) -> str:
 
 
 def lost_fields(cluster: Cluster, dialect: str) -> list[str]:
-    """What the dialect cannot say, one sentence a field: ``port of n1, n2``."""
-    chosen = _writable(dialect)[0]
-    names = [f.name for f in fields(Host) if f.name not in chosen.says | _IMPLIED]
-    lost = [_sentence(cluster, name) for name in names if _holders(cluster, name)]
-    others = len(cluster.hosts) > 1 and not chosen.reads_back
-    return ["the hosts after the first", *lost] if others else lost
+    """Returns what the dialect cannot express, one text for each field: ``port of n1, n2``."""
+    target = _writable(dialect)[0]
+    names = [
+        f.name for f in fields(Host) if f.name not in target.written_fields | _UNREPORTED_FIELDS
+    ]
+    lost = [_lost_field_text(cluster, name) for name in names if _hosts_with(cluster, name)]
+    omits_hosts = len(cluster.hosts) > 1 and not target.is_complete
+    return ["the hosts after the first", *lost] if omits_hosts else lost
 
 
 def writable_names() -> list[str]:
-    """The dialects that can be written."""
+    """Returns the names of dialects that can be written."""
     return [name for name, dialect in DIALECTS.items() if dialect.write]
 
 
@@ -126,11 +128,11 @@ def _writable(name: str) -> tuple[Dialect, Callable[[Cluster], str]]:
     return dialect, dialect.write
 
 
-def _holders(cluster: Cluster, field: str) -> list[str]:
+def _hosts_with(cluster: Cluster, field: str) -> list[str]:
     return [host.name for host in cluster.hosts if getattr(host, field) not in (None, {})]
 
 
-def _sentence(cluster: Cluster, field: str) -> str:
-    names = _holders(cluster, field)
+def _lost_field_text(cluster: Cluster, field: str) -> str:
+    names = _hosts_with(cluster, field)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{field} of {', '.join(names[:3])}{more}"

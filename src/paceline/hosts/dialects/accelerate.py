@@ -1,6 +1,6 @@
-"""Accelerate's YAML, one file for each host. It names the first host and counts the rest.
+"""Accelerate's YAML, one file for each host: the first host's name and the number of hosts.
 
-Where it names a DeepSpeed host file, that file has all hosts and is read instead.
+If it names a DeepSpeed host file, that file has all hosts and is read instead.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.hosts.dialect import Dialect, Follow, Parsed, Reading, bad_line, shown
+from paceline.hosts.dialect import Dialect, FileReference, Parsed, Reading, line_error, printable
 from paceline.hosts.dialects.torchrun import hosts_from_ends
 from paceline.hosts.lines import split_lines
 from paceline.spec.errors import HostsError
@@ -22,34 +22,36 @@ DEFAULT_PORT = 29500
 
 
 def detect(reading: Reading) -> bool:
-    """The ending of the file, or a key at the start of a line that only this file has."""
+    """Whether the file has the ending, or a key that only this format has."""
     ending = reading.label.endswith((".yaml", ".yml"))
     return bool(reading.text) and (ending or bool(MARK.search(reading.text)))
 
 
 def parse(reading: Reading) -> Parsed:
-    """The hosts, or the DeepSpeed host file to read on in."""
+    """Returns the hosts, or the DeepSpeed host file to read instead."""
     settings = _settings(reading)
     hostfile = _deepspeed_hostfile(settings)
     if hostfile:
-        return Parsed(notes=(f"host file named by {reading.label}",), follow=Follow(hostfile))
+        return Parsed(
+            notes=(f"host file named by {reading.label}",), reference=FileReference(hostfile)
+        )
     if "num_machines" not in settings:  # some other YAML; one host would be a guess
-        raise bad_line(reading.label, 1, split_lines(reading.text)[0], "a key `num_machines`")
-    count = _whole(reading, settings, "num_machines", 1, least=1)
-    processes = _whole(reading, settings, "num_processes", 0, least=0)
+        raise line_error(reading.label, 1, split_lines(reading.text)[0], "a key `num_machines`")
+    count = _integer(reading, settings, "num_machines", 1, minimum=1)
+    processes = _integer(reading, settings, "num_processes", 0, minimum=0)
     hosts = hosts_from_ends(
         reading.label,
         str(settings.get("main_process_ip") or ""),
-        reading.here,
-        _whole(reading, settings, "machine_rank", 0, least=0),
+        reading.hostname,
+        _integer(reading, settings, "machine_rank", 0, minimum=0),
         count,
-        _each(reading, processes, count),
+        _slots_per_host(reading, processes, count),
     )
     return Parsed(hosts, _notes(settings))
 
 
 def write(cluster: Cluster) -> str:
-    """The file of the first machine; ``machine_rank`` counts up on the others."""
+    """Writes the file of the first machine; ``machine_rank`` counts up on the others."""
     slots = [host.slots or 1 for host in cluster.hosts]
     lines = {
         "compute_environment": "LOCAL_MACHINE",
@@ -77,9 +79,9 @@ def _settings(reading: Reading) -> Mapping[str, Any]:
         lines = split_lines(reading.text)
         line = lines[min(number, len(lines)) - 1]
         expected = "YAML as `accelerate config` writes it"
-        raise bad_line(reading.label, number, line, expected) from None
+        raise line_error(reading.label, number, line, expected) from None
     if not isinstance(loaded, dict):
-        raise bad_line(reading.label, 1, reading.text.split("\n")[0], "`key: value` lines")
+        raise line_error(reading.label, 1, reading.text.split("\n")[0], "`key: value` lines")
     return loaded
 
 
@@ -89,15 +91,15 @@ def _deepspeed_hostfile(settings: Mapping[str, Any]) -> str:
     return str(nested or settings.get("deepspeed_hostfile") or "")
 
 
-def _whole(
-    reading: Reading, settings: Mapping[str, Any], key: str, default: int, *, least: int
+def _integer(
+    reading: Reading, settings: Mapping[str, Any], key: str, default: int, *, minimum: int
 ) -> int:
     value = settings.get(key, default)
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         number, line = _line_of(reading.text, key)
-        raise bad_line(reading.label, number, line, f"for {key} a whole number from {least}")
+        raise line_error(reading.label, number, line, f"for {key} a whole number from {minimum}")
     return value
 
 
@@ -106,11 +108,11 @@ def _line_of(text: str, key: str) -> tuple[int, str]:
     return next(((n, line) for n, line in lines if line.strip().startswith(key)), (1, key))
 
 
-def _each(reading: Reading, processes: int, hosts: int) -> int | None:
+def _slots_per_host(reading: Reading, processes: int, hosts: int) -> int | None:
     if processes % hosts:
         raise HostsError(
             f"{reading.label}: {processes} processes do not divide over {hosts} hosts",
-            found=shown(f"num_processes: {processes}, num_machines: {hosts}"),
+            found=printable(f"num_processes: {processes}, num_machines: {hosts}"),
             remedy="set num_processes to a multiple of num_machines, or name hosts with slots",
         )
     return processes // hosts or None
@@ -129,5 +131,5 @@ DIALECT = Dialect(
     detect=detect,
     parse=parse,
     write=write,
-    reads_back=False,
+    is_complete=False,
 )

@@ -12,17 +12,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.hosts.address import canonical
+from paceline.hosts.address import canonical_address
 from paceline.hosts.dialect import (
     Dialect,
     Parsed,
     Reading,
     UnreadableError,
-    bad_line,
-    shown,
+    line_error,
+    printable,
 )
 from paceline.hosts.dialects.accelerate import MARK as ACCELERATE
-from paceline.hosts.lines import KEYS, Mention, bare, hosts_of, read_line, split_lines
+from paceline.hosts.lines import KEYS, Mention, hosts_of, read_line, split_lines, strip_comment
 from paceline.spec.errors import HostsError
 
 _INI_HEADER = re.compile(r"\[([A-Za-z_][\w.-]*)(?::(vars|children))?\]")
@@ -38,7 +38,7 @@ _FORM = '`["n1", "n2"]`, `[{"host": "n1", "slots": 2}]` or `{"hosts": […]}`'
 
 @dataclass
 class _Group:
-    """What a group says of itself: hosts with their keys, keys for all of them, inner groups."""
+    """A group: hosts with their keys, keys for all of them, names of inner groups."""
 
     hosts: list[tuple[str, dict[str, str]]] = field(default_factory=list)
     keys: dict[str, str] = field(default_factory=dict)
@@ -46,18 +46,18 @@ class _Group:
 
 
 def detect(reading: Reading) -> bool:
-    """A JSON list or object, a YAML list, a table, or headers as in an Ansible inventory."""
+    """Whether the text is a JSON list or object, a YAML list, a table, or an INI inventory."""
     if _JSON.match(reading.text) or _columns(reading.text):
         return True
-    if any(_INI_HEADER.fullmatch(bare(line)) for line in split_lines(reading.text)):
+    if any(_INI_HEADER.fullmatch(strip_comment(line)) for line in split_lines(reading.text)):
         return True
     is_list = reading.label.endswith(_ENDINGS) or bool(_YAML.search(reading.text))
     return is_list and bool(reading.text) and not ACCELERATE.search(reading.text)
 
 
 def parse(reading: Reading) -> Parsed:
-    """The hosts of all groups, each once."""
-    is_ini = any(_INI_HEADER.fullmatch(bare(line)) for line in split_lines(reading.text))
+    """Returns the hosts of all groups, each once."""
+    is_ini = any(_INI_HEADER.fullmatch(strip_comment(line)) for line in split_lines(reading.text))
     if columns := _columns(reading.text):
         groups = {"": _Group([*_entries(reading, _rows(reading.text, columns))])}
     else:
@@ -66,7 +66,7 @@ def parse(reading: Reading) -> Parsed:
     for name in groups:
         for host, keys in groups[name].hosts:
             for mention in _mentions(reading, host, {**_inherited(groups, name), **keys}):
-                key = (canonical(mention.name or mention.address), mention.port)
+                key = (canonical_address(mention.name or mention.address), mention.port)
                 mentions.setdefault(key, mention)
     parsed = hosts_of(reading, list(mentions.values()))
     with_hosts = [name for name in groups if groups[name].hosts and name]
@@ -77,28 +77,30 @@ def parse(reading: Reading) -> Parsed:
 
 
 def _mentions(reading: Reading, host: str, keys: Mapping[str, str]) -> list[Mention]:
-    """The host read as a line; in INI files it may already hold keys."""
-    known = {key: value if key in KEYS else "…" for key, value in keys.items()}
-    line = " ".join([host, *(f"{key}={value}" for key, value in known.items())])
+    """Reads a host as a line; in INI files it may already have keys."""
+    line_keys = {key: value if key in KEYS else "…" for key, value in keys.items()}
+    line = " ".join([host, *(f"{key}={value}" for key, value in line_keys.items())])
     try:
         if any(re.search(r"\s", value) for key, value in keys.items() if key in KEYS):
             raise UnreadableError("values without blanks")
-        return [m for m in read_line(bare(line)) if m.address] if bare(line) else []
+        return (
+            [m for m in read_line(strip_comment(line)) if m.address] if strip_comment(line) else []
+        )
     except UnreadableError as problem:
         raise HostsError(
             f"{reading.label}: a host cannot be read",
-            found=shown(line),
+            found=printable(line),
             remedy=f"expected {problem.expected}",
         ) from None
 
 
 def _inherited(groups: Mapping[str, _Group], name: str, depth: int = 0) -> dict[str, str]:
-    """Keys of the group and of the groups that it is in; the inner group wins."""
+    """Returns keys of the group and of the groups that contain it; the inner group wins."""
     keys: dict[str, str] = dict(groups["all"].keys) if "all" in groups else {}
     if depth < _DEPTH:
-        for outer, group in groups.items():
+        for parent, group in groups.items():
             if name in group.children:
-                keys.update(_inherited(groups, outer, depth + 1))
+                keys.update(_inherited(groups, parent, depth + 1))
     return {**keys, **groups[name].keys}
 
 
@@ -106,15 +108,15 @@ def _inherited(groups: Mapping[str, _Group], name: str, depth: int = 0) -> dict[
 
 
 def _columns(text: str) -> list[str]:
-    """The names in the first line, if they are those of columns; else none."""
-    first = next((line for line in split_lines(text) if bare(line)), "")
-    names = [name.strip().strip('"').lower() for name in re.split(r"[,;\t]", first)]
-    known = {*_NAMES, *KEYS}
-    return names if len(names) > 1 and names[0] in _NAMES and set(names) <= known else []
+    """Returns the column names in the first line, if it has only those; else none."""
+    header = next((line for line in split_lines(text) if strip_comment(line)), "")
+    names = [name.strip().strip('"').lower() for name in re.split(r"[,;\t]", header)]
+    column_names = {*_NAMES, *KEYS}
+    return names if len(names) > 1 and names[0] in _NAMES and set(names) <= column_names else []
 
 
 def _rows(text: str, columns: list[str]) -> list[dict[str, str]]:
-    lines = [line for line in split_lines(text) if bare(line)]
+    lines = [line for line in split_lines(text) if strip_comment(line)]
     delimiter = next(char for char in ",;\t" if char in lines[0])
     rows = csv.reader(lines[1:], delimiter=delimiter, skipinitialspace=True)
     return [
@@ -130,7 +132,7 @@ def _ini_groups(reading: Reading) -> dict[str, _Group]:
     groups: dict[str, _Group] = {}
     name, kind = "", ""
     for number, line in enumerate(split_lines(reading.text), start=1):
-        body = bare(line)
+        body = strip_comment(line)
         header = _INI_HEADER.fullmatch(body)
         if header:
             name, kind = header[1], header[2] or ""
@@ -140,13 +142,13 @@ def _ini_groups(reading: Reading) -> dict[str, _Group]:
         elif body and kind == "vars":
             key, equals, value = body.partition("=")
             if not equals:
-                raise bad_line(reading.label, number, line, "`key=value`")
+                raise line_error(reading.label, number, line, "`key=value`")
             if key.strip().startswith("ansible_"):
                 groups[name].keys[key.strip()] = value.strip()
         elif body:
             host, *options = re.sub(r"\s*=\s*", "=", body).split()
             if not all("=" in option for option in options):
-                raise bad_line(reading.label, number, line, "a host and `key=value` pairs")
+                raise line_error(reading.label, number, line, "a host and `key=value` pairs")
             keys = dict(option.split("=", 1) for option in options)
             groups.setdefault(name, _Group()).hosts.append((_INI_RANGE.sub(r"[\1-\2]", host), keys))
     return groups
@@ -164,17 +166,19 @@ def _document_groups(reading: Reading) -> dict[str, _Group]:
         mark = getattr(problem, "problem_mark", None)
         lines = split_lines(reading.text)
         number = min(mark.line + 1 if mark else 1, len(reading.text.splitlines()) or 1)
-        raise bad_line(reading.label, number, lines[number - 1], f"JSON or YAML: {_FORM}") from None
+        raise line_error(
+            reading.label, number, lines[number - 1], f"JSON or YAML: {_FORM}"
+        ) from None
     groups: dict[str, _Group] = {}
     _add_group(reading, groups, "", document, 0)
     if not any(group.hosts for group in groups.values()):
-        raise bad_line(reading.label, 1, split_lines(reading.text.strip())[0], _FORM)
+        raise line_error(reading.label, 1, split_lines(reading.text.strip())[0], _FORM)
     return groups
 
 
 def _add_group(reading: Reading, groups: dict[str, _Group], name: str, node: Any,
                depth: int) -> None:  # fmt: skip
-    """Adds what stands at one place of the document, and the groups within."""
+    """Adds the group at one node of the document, and the groups within."""
     if depth > _DEPTH:
         raise HostsError(
             f"{reading.label}: too many groups within groups", remedy=f"expected {_FORM}"
@@ -185,8 +189,8 @@ def _add_group(reading: Reading, groups: dict[str, _Group], name: str, node: Any
         return
     if not isinstance(node, Mapping):
         return
-    shared = node.get("_meta", {})
-    variables = shared.get("hostvars", {}) if isinstance(shared, Mapping) else {}
+    meta = node.get("_meta", {})
+    variables = meta.get("hostvars", {}) if isinstance(meta, Mapping) else {}
     group.keys.update(_keys(node.get("vars")))
     for key, value in node.items():
         if key in _LISTS:
@@ -194,21 +198,21 @@ def _add_group(reading: Reading, groups: dict[str, _Group], name: str, node: Any
         elif key == "children" and isinstance(value, list):
             group.children += [str(child) for child in value]
         elif key in ("children", "all") and isinstance(value, Mapping):
-            inner = value if key == "children" else {key: value}
-            for child, content in inner.items():
+            children = value if key == "children" else {key: value}
+            for child, content in children.items():
                 group.children.append(str(child))
                 _add_group(reading, groups, str(child), content, depth + 1)
         elif isinstance(value, Mapping) and {"hosts", "children"} & set(value):
             _add_group(reading, groups, str(key), value, depth + 1)
     if isinstance(variables, Mapping):
-        for other in groups.values():
-            other.hosts = [
-                (host, {**keys, **_keys(variables.get(host))}) for host, keys in other.hosts
+        for member in groups.values():
+            member.hosts = [
+                (host, {**keys, **_keys(variables.get(host))}) for host, keys in member.hosts
             ]
 
 
 def _is_table(node: Any) -> bool:
-    """``{"n1": 2, "n2": {"slots": 2}}``: names with numbers of processes, or with keys."""
+    """Whether the node maps names to numbers of processes or keys: ``{"n1": 2}``."""
     if not isinstance(node, Mapping) or set(node) & {
         *_LISTS,
         "all",
@@ -224,7 +228,7 @@ def _is_table(node: Any) -> bool:
 
 
 def _entries(reading: Reading, node: Any) -> Iterator[tuple[str, dict[str, str]]]:
-    """The hosts of a list, or of an object whose keys they are."""
+    """Returns the hosts of a list, or of an object whose keys they are."""
     if isinstance(node, Mapping):
         for name, value in node.items():
             is_count = isinstance(value, int) and not isinstance(value, bool)
@@ -234,21 +238,23 @@ def _entries(reading: Reading, node: Any) -> Iterator[tuple[str, dict[str, str]]
         if isinstance(entry, (str, int)):
             yield str(entry), {}
             continue
-        named = [key for key in _NAMES if isinstance(entry, Mapping) and entry.get(key)]
-        if not named:
+        name_keys = [key for key in _NAMES if isinstance(entry, Mapping) and entry.get(key)]
+        if not name_keys:
             raise HostsError(
                 f"{reading.label}: a host cannot be read",
-                found=shown(str(entry)),
+                found=printable(str(entry)),
                 remedy=f"expected {_FORM}",
             )
         keys = {k: v for k, v in entry.items() if k not in _NAMES}
-        address = next((entry[key] for key in named[1:] if "ip" in key or key == "address"), None)
-        more = {} if address is None else {"address": str(address)}
-        yield str(entry[named[0]]), {**{str(k): str(v) for k, v in keys.items()}, **more}
+        address = next(
+            (entry[key] for key in name_keys[1:] if "ip" in key or key == "address"), None
+        )
+        extra = {} if address is None else {"address": str(address)}
+        yield str(entry[name_keys[0]]), {**{str(k): str(v) for k, v in keys.items()}, **extra}
 
 
 def _keys(node: Any) -> dict[str, str]:
-    """Ansible's keys of a host or a group that concern the way to it; others may be anything."""
+    """Returns Ansible's connection keys of a host or a group; others may be anything."""
     pairs = node.items() if isinstance(node, Mapping) else ()
     return {
         str(key): str(value)

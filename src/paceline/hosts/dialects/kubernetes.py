@@ -1,4 +1,4 @@
-"""Kubernetes: pods that a training operator or an indexed Job numbers.
+"""Pods that a Kubernetes training operator or an indexed Job numbers.
 
 The variables give the number of pods and the name of the first; pod names follow a pattern:
 
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from paceline.hosts.address import check_address
 from paceline.hosts.dialect import Dialect, Parsed, Reading, UnreadableError
-from paceline.hosts.nodelist import MOST
+from paceline.hosts.nodelist import MAX_HOSTS
 from paceline.spec.errors import HostsError
 from paceline.spec.hosts import Host
 
@@ -28,24 +28,26 @@ _INDEXED = re.compile(r"([^.]+-)0((?:\..+)?)")
 
 
 def detect(reading: Reading) -> bool:
-    """A pod whose variables count the job's pods."""
+    """Whether this is a pod whose variables count the job's pods."""
     environ = reading.environ
     return not reading.text and MARK in environ and _first_of(environ, NODES) != ""
 
 
 def parse(reading: Reading) -> Parsed:
-    """The pods in rank order; HostsError where number or names are not known."""
+    """Returns the pods in rank order; raises HostsError if number or names are unknown."""
     environ = reading.environ
-    least, most = _nodes(environ)
-    first = _first_pod(environ, reading.here)
-    names = [_checked(name) for name in pod_names(first, most)]
+    min_pods, max_pods = _nodes(environ)
+    first = _first_pod(environ, reading.hostname)
+    names = [_checked(name) for name in pod_names(first, max_pods)]
     slots = _first_of(environ, SLOTS)
     count = int(slots) if slots.isdecimal() and int(slots) > 0 else None
-    return Parsed(tuple(Host(name, slots=count) for name in names), _notes(first, least, most))
+    return Parsed(
+        tuple(Host(name, slots=count) for name in names), _notes(first, min_pods, max_pods)
+    )
 
 
 def pod_names(first: str, count: int) -> list[str]:
-    """The names of all pods, made from the first one's."""
+    """Returns the names of all pods, derived from the first one's."""
     if count == 1:
         return [first]
     master = _MASTER.fullmatch(first)
@@ -54,22 +56,22 @@ def pod_names(first: str, count: int) -> list[str]:
     indexed = _INDEXED.fullmatch(first)
     if indexed:
         return [f"{indexed[1]}{i}{indexed[2]}" for i in range(count)]
-    raise _unnamed(f"the first pod is `{first}`, which ends in no number")
+    raise _unknown_pods(f"the first pod is `{first}`, which ends in no number")
 
 
 def _nodes(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Fewest and most pods: ``2`` or ``1:4``. A PyTorchJob's WORLD_SIZE counts pods as well."""
+    """Returns the minimum and maximum of pods; a PyTorchJob's WORLD_SIZE counts pods, too."""
     text = _first_of(environ, NODES)
     if not text and "JOB_COMPLETION_INDEX" not in environ:
         text = environ.get("WORLD_SIZE", "")
     match = re.fullmatch(r"([0-9]{1,5})(?::([0-9]{1,5}))?", text)
-    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not 1 <= least <= most <= MOST:
-        raise _unnamed(f"the number of pods is not known: PET_NNODES={text or '(not set)'}")
-    return least, most
+    min_pods, max_pods = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= min_pods <= max_pods <= MAX_HOSTS:
+        raise _unknown_pods(f"the number of pods is not known: PET_NNODES={text or '(not set)'}")
+    return min_pods, max_pods
 
 
-def _first_pod(environ: Mapping[str, str], here: str) -> str:
+def _first_pod(environ: Mapping[str, str], hostname: str) -> str:
     address = _first_of(environ, FIRST)
     if address and address not in _LOCAL:
         return address
@@ -77,14 +79,14 @@ def _first_pod(environ: Mapping[str, str], here: str) -> str:
     if endpoint and endpoint not in _LOCAL:
         return endpoint
     index = environ.get("JOB_COMPLETION_INDEX") or environ.get("PET_NODE_RANK", "")
-    stem, dash, number = here.rpartition("-")
-    return f"{stem}-0" if dash and index and number == index else here
+    stem, dash, number = hostname.rpartition("-")
+    return f"{stem}-0" if dash and index and number == index else hostname
 
 
-def _notes(first: str, least: int, most: int) -> tuple[str, ...]:
-    made = f"pod names made from the first one's, `{first}`"
-    ranged = f"the job may run on {least} to {most} pods: all {most} are listed"
-    return (*[made] * (most > 1), *[ranged] * (least < most))
+def _notes(first: str, min_pods: int, max_pods: int) -> tuple[str, ...]:
+    derived = f"pod names made from the first one's, `{first}`"
+    range_note = f"the job may run on {min_pods} to {max_pods} pods: all {max_pods} are listed"
+    return (*[derived] * (max_pods > 1), *[range_note] * (min_pods < max_pods))
 
 
 def _first_of(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
@@ -95,13 +97,13 @@ def _checked(name: str) -> str:
     try:
         return check_address(name)
     except UnreadableError as problem:
-        raise _unnamed(f"`{name}` is not {problem.expected}") from None
+        raise _unknown_pods(f"`{name}` is not {problem.expected}") from None
 
 
-def _unnamed(found: str) -> HostsError:
+def _unknown_pods(reason: str) -> HostsError:
     return HostsError(
         "the pods of a Kubernetes job cannot be told from its variables",
-        found=found,
+        found=reason,
         remedy="set PET_NNODES and PET_MASTER_ADDR in the pod, or name the hosts: `-H pod-0,pod-1`",
     )
 
@@ -111,5 +113,5 @@ DIALECT = Dialect(
     title="variables of a Kubernetes job",
     detect=detect,
     parse=parse,
-    environment=True,
+    is_environment=True,
 )

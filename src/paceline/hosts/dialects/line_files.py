@@ -1,25 +1,25 @@
-"""Host files with one or more hosts a line; they differ in what ``:n`` and ``key=value`` say."""
+"""Host files with one or more hosts a line; they differ in the meaning of ``:n``."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
 
-from paceline.hosts.address import with_number
+from paceline.hosts.address import join_number
 from paceline.hosts.dialect import Dialect, Reading
 from paceline.hosts.lines import (
-    bare,
     has_colon,
     names_rendezvous,
     parse_lines,
-    peek,
     split_lines,
+    strip_comment,
+    try_read_mentions,
 )
 from paceline.spec.hosts import Cluster, Host
 
 
 def _writes(line: Callable[[Host], str]) -> Callable[[Cluster], str]:
-    """Writes one line a host."""
+    """Returns a writer of one line for each host."""
     return lambda cluster: "".join(f"{line(host)}\n" for host in cluster.hosts)
 
 
@@ -33,15 +33,15 @@ def _slots(host: Host) -> str:
 
 def _has_only_rendezvous(reading: Reading) -> bool:
     """Whether only the first of several hosts has a ``:n``, which can only be a port."""
-    return reading.colon in (None, "rendezvous") and names_rendezvous(peek(reading))
+    return reading.colon in (None, "rendezvous") and names_rendezvous(try_read_mentions(reading))
 
 
 def _has_key(reading: Reading) -> bool:
-    return any("=" in bare(line) for line in split_lines(reading.text))
+    return any("=" in strip_comment(line) for line in split_lines(reading.text))
 
 
 def _has_several_on_a_line(reading: Reading) -> bool:
-    lines = Counter(mention.line for mention in peek(reading))
+    lines = Counter(mention.line for mention in try_read_mentions(reading))
     return max(lines.values(), default=0) > 1
 
 
@@ -51,7 +51,7 @@ PLAIN = Dialect(
     detect=lambda reading: bool(reading.text),  # whatever no other dialect recognises
     parse=parse_lines,
     write=_writes(lambda host: host.address),
-    keeps=frozenset({"address"}),
+    preserved_fields=frozenset({"address"}),
 )
 SLOTS = Dialect(
     name="slots",
@@ -59,7 +59,7 @@ SLOTS = Dialect(
     detect=_has_key,
     parse=parse_lines,
     write=_writes(lambda host: host.address + _slots(host)),
-    keeps=frozenset({"address", "slots"}),
+    preserved_fields=frozenset({"address", "slots"}),
     colon="port",
 )
 COLON = Dialect(
@@ -67,8 +67,8 @@ COLON = Dialect(
     title="machine file of MPICH or Intel MPI",
     detect=lambda reading: has_colon(reading, "slots"),
     parse=parse_lines,
-    write=_writes(lambda host: with_number(host.address, host.slots)),
-    keeps=frozenset({"address", "slots"}),
+    write=_writes(lambda host: join_number(host.address, host.slots)),
+    preserved_fields=frozenset({"address", "slots"}),
     colon="slots",
 )
 PORT = Dialect(
@@ -76,8 +76,8 @@ PORT = Dialect(
     title="host:port a line",
     detect=lambda reading: has_colon(reading, "port"),
     parse=parse_lines,
-    write=_writes(lambda host: _user(host) + with_number(host.address, host.port) + _slots(host)),
-    keeps=frozenset({"address", "user", "port", "slots"}),
+    write=_writes(lambda host: _user(host) + join_number(host.address, host.port) + _slots(host)),
+    preserved_fields=frozenset({"address", "user", "port", "slots"}),
     colon="port",
 )
 TLT = Dialect(
@@ -86,7 +86,7 @@ TLT = Dialect(
     detect=_has_only_rendezvous,
     parse=parse_lines,
     write=PLAIN.write,  # no port: the tool has its own default, and rewrites files with one
-    keeps=frozenset({"address"}),
+    preserved_fields=frozenset({"address"}),
     colon="rendezvous",
 )
 LIST = Dialect(
@@ -95,9 +95,9 @@ LIST = Dialect(
     detect=_has_several_on_a_line,
     parse=parse_lines,
     write=lambda cluster: (
-        ",".join(_user(host) + with_number(host.address, host.slots) for host in cluster.hosts)
+        ",".join(_user(host) + join_number(host.address, host.slots) for host in cluster.hosts)
         + "\n"
     ),
-    keeps=frozenset({"address", "user", "slots"}),
+    preserved_fields=frozenset({"address", "user", "slots"}),
     colon="slots",
 )

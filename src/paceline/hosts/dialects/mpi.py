@@ -1,16 +1,14 @@
-"""MPI's variables: they tell the size of the job and one's own rank, but not the hosts.
+"""MPI's variables, which have the size of the job and the process's rank, but not the hosts.
 
-What can be learned: the number of processes, how many of them are on this machine, and, when
-mpirun was given its host file through a variable, that file. What cannot: the other hosts.
-So this gives hosts in two cases, and otherwise an error that says so: a host file is named by
-a variable, or all processes are on this machine.
+Hosts are known in two cases only: a variable names mpirun's host file, or all processes are on
+this machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paceline.hosts.dialect import Dialect, Follow, Parsed, Reading
+from paceline.hosts.dialect import Dialect, FileReference, Parsed, Reading
 from paceline.spec.errors import HostsError
 from paceline.spec.hosts import Host
 
@@ -25,21 +23,21 @@ LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_
 
 
 def detect(reading: Reading) -> bool:
-    """Variables of a process started by mpirun, or of a host file for it."""
+    """Whether variables of a process started by mpirun, or of its host file, are set."""
     return not reading.text and any(reading.environ.get(v) for v in (*HOST_FILES, *SIZES))
 
 
 def parse(reading: Reading) -> Parsed:
-    """The host file named by a variable, or this machine when it runs all processes."""
+    """Returns the host file named by a variable, or this machine if it runs all processes."""
     environ = reading.environ
     for variable, dialect in HOST_FILES.items():
         if environ.get(variable):
             note = f"host file from ${variable}"
-            return Parsed(notes=(note,), follow=Follow(environ[variable], dialect))
+            return Parsed(notes=(note,), reference=FileReference(environ[variable], dialect))
     size, local = _number(environ, SIZES), _number(environ, LOCAL_SIZES)
     if size is not None and size == local:
         note = f"all {size} processes of the MPI job are on this machine"
-        return Parsed((Host(reading.here, slots=size, local=True),), (note,))
+        return Parsed((Host(reading.hostname, slots=size, local=True),), (note,))
     raise _unknown_hosts(environ, size, local)
 
 
@@ -49,15 +47,17 @@ def _number(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
 
 
 def _unknown_hosts(environ: Mapping[str, str], size: int | None, local: int | None) -> HostsError:
-    set_ones = [f"{name}={environ[name]}" for name in (*SIZES, *LOCAL_SIZES) if name in environ]
+    variables = [f"{name}={environ[name]}" for name in (*SIZES, *LOCAL_SIZES) if name in environ]
     if size is None:
-        found = "none of " + ", ".join((*SIZES, *HOST_FILES)) + " is set to something usable"
+        report = "none of " + ", ".join((*SIZES, *HOST_FILES)) + " is set to something usable"
     else:
-        here = f"{local} of them here" if local is not None else "how many are here is not said"
-        found = f"{', '.join(set_ones)}: {size} processes, {here}"
+        local_count = (
+            f"{local} of them here" if local is not None else "how many are here is not said"
+        )
+        report = f"{', '.join(variables)}: {size} processes, {local_count}"
     return HostsError(
         "MPI's variables tell the size of a job and a process's rank, not the names of its hosts",
-        found=found,
+        found=report,
         remedy="name the host file that mpirun was given, such as `-H hosts.txt`",
     )
 
@@ -67,5 +67,5 @@ DIALECT = Dialect(
     title="variables of an MPI job",
     detect=detect,
     parse=parse,
-    environment=True,
+    is_environment=True,
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from paceline.hosts.dialect import Dialect, Follow, Parsed, Reading
-from paceline.hosts.lines import parse_lines, peek
+from paceline.hosts.dialect import Dialect, FileReference, Parsed, Reading
+from paceline.hosts.lines import parse_lines, try_read_mentions
 from paceline.spec.errors import HostsError
 from paceline.spec.hosts import Cluster
 
@@ -14,16 +14,16 @@ FILE_VARIABLE = "PBS_NODEFILE"
 
 
 def detect(reading: Reading) -> bool:
-    """The variable is set, or the text repeats bare host names."""
+    """Whether the variable is set, or the text repeats bare host names."""
     if not reading.text:
         return bool(reading.environ.get(FILE_VARIABLE))
-    mentions = peek(reading)
+    mentions = try_read_mentions(reading)
     repeats = max(Counter(mention.address for mention in mentions).values(), default=0) > 1
     return repeats and all(m.slots is None and m.number is None for m in mentions)
 
 
 def parse(reading: Reading) -> Parsed:
-    """The node file's hosts; without text, where the node file lies."""
+    """Returns the node file's hosts; without text, the path of the node file."""
     if reading.text:
         parsed = parse_lines(reading)
         return replace(parsed, hosts=tuple(replace(h, slots=h.slots or 1) for h in parsed.hosts))
@@ -34,11 +34,11 @@ def parse(reading: Reading) -> Parsed:
             found=f"${FILE_VARIABLE} is not set",
             remedy="run this inside the job (`qsub -I` for a shell in one), or name a host file",
         )
-    return Parsed(follow=Follow(path, "pbs"))
+    return Parsed(reference=FileReference(path, "pbs"))
 
 
 def write(cluster: Cluster) -> str:
-    """Each address once for each slot."""
+    """Writes each address once for each slot."""
     return "".join(f"{host.address}\n" * (host.slots or 1) for host in cluster.hosts)
 
 
@@ -48,6 +48,6 @@ DIALECT = Dialect(
     detect=detect,
     parse=parse,
     write=write,
-    keeps=frozenset({"address", "slots"}),
-    environment=True,
+    preserved_fields=frozenset({"address", "slots"}),
+    is_environment=True,
 )

@@ -1,4 +1,4 @@
-"""Slurm: node lists (``gpu-[01-04],login``) as text, or those of the allocation's variables."""
+"""Slurm's node lists (``gpu-[01-04],login``), as text or from the allocation's variables."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from collections.abc import Mapping, Sequence
 
 from paceline.hosts.address import check_address
 from paceline.hosts.dialect import Dialect, Parsed, Reading, UnreadableError
-from paceline.hosts.lines import bare, parse_lines, split_lines
+from paceline.hosts.lines import parse_lines, split_lines, strip_comment
 from paceline.hosts.nodelist import compress, expand, expand_counts, expand_gpus
 from paceline.spec.errors import HostsError
 from paceline.spec.hosts import Cluster, Host
 
-# A step's own list comes last: `paceline run` inside `srun` still means the whole allocation.
+# A step's list comes last: `paceline run` inside `srun` still uses the whole allocation.
 NODE_LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST")
 TASKS = ("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE")
 CPUS = "SLURM_JOB_CPUS_PER_NODE"
-GPUS_A_NODE, GPUS, GPUS_HERE = "SLURM_GPUS_PER_NODE", "SLURM_GPUS", "SLURM_GPUS_ON_NODE"
+GPUS_PER_NODE, GPUS, GPUS_ON_NODE = "SLURM_GPUS_PER_NODE", "SLURM_GPUS", "SLURM_GPUS_ON_NODE"
 _BRACKET = re.compile(r"\[[^\]:]*\]")  # with a colon inside it is an IPv6 address
 
 
 def detect(reading: Reading) -> bool:
-    """An allocation's variables, or a text with names in node-list brackets."""
+    """Whether the allocation's variables are set, or a text has node-list brackets."""
     if not reading.text:
         return any(reading.environ.get(name) for name in NODE_LISTS)
-    return any(_BRACKET.search(bare(line)) for line in split_lines(reading.text))
+    return any(_BRACKET.search(strip_comment(line)) for line in split_lines(reading.text))
 
 
 def parse(reading: Reading) -> Parsed:
-    """The text's hosts, or the allocation's."""
+    """Returns the hosts of the text, or of the allocation."""
     return parse_lines(reading) if reading.text else _allocation(reading.environ)
 
 
 def write(cluster: Cluster) -> str:
-    """The addresses as one node list, in rank order."""
+    """Writes the addresses as one node list, in rank order."""
     return compress(host.address for host in cluster.hosts) + "\n"
 
 
@@ -46,13 +46,13 @@ def _allocation(environ: Mapping[str, str]) -> Parsed:
             remedy="run this inside `salloc -N 2` or an `sbatch` script, or name a host file",
         )
     names = _names(variable, environ[variable])
-    counted, slots = _slots(environ, len(names))
-    gpus, told = _gpus(environ, len(names))
+    slots_variable, slots = _slots(environ, len(names))
+    gpus, gpu_notes = _gpus(environ, len(names))
     hosts = tuple(
         Host(name, slots=n, slots_yield=n is not None, gpus=gpus)
         for name, n in zip(names, slots, strict=True)
     )
-    notes = [f"hosts from ${variable}", *_slot_notes(environ, counted, gpus), *told]
+    notes = [f"hosts from ${variable}", *_slot_notes(environ, slots_variable, gpus), *gpu_notes]
     return Parsed(hosts, tuple(notes))
 
 
@@ -60,63 +60,63 @@ def _names(variable: str, value: str) -> list[str]:
     try:
         return list(dict.fromkeys(check_address(name) for name in expand(value.strip())))
     except UnreadableError as problem:
-        raise _bad_variable(variable, value, problem.expected) from None
+        raise _variable_error(variable, value, problem.expected) from None
 
 
 def _slots(environ: Mapping[str, str], nodes: int) -> tuple[str, Sequence[int | None]]:
-    """The variable that gives the slots, and one number for each node.
+    """Returns the variable with the slots, and one number for each node.
 
-    Nobody asked for one task a node: it is what Slurm says when nobody says anything.
+    One task a node is ignored unless it was requested, because it is Slurm's default.
     """
     for variable in TASKS:
         value = environ.get(variable, "")
-        counts = _counts(variable, value) if value else []
-        if len(counts) == nodes and (max(counts) > 1 or _asked_for_tasks(environ)):
+        counts = _task_counts(variable, value) if value else []
+        if len(counts) == nodes and (max(counts) > 1 or _has_requested_tasks(environ)):
             return variable, counts
     return "", [None] * nodes
 
 
-def _asked_for_tasks(environ: Mapping[str, str]) -> bool:
-    """Whether somebody gave ``--ntasks`` or ``--ntasks-per-node``; a step has one of its own."""
-    in_a_step = bool(environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID"))
+def _has_requested_tasks(environ: Mapping[str, str]) -> bool:
+    """Whether ``--ntasks`` or ``--ntasks-per-node`` was given; a step sets its own number."""
+    is_step = bool(environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID"))
     return bool(
-        environ.get("SLURM_NTASKS_PER_NODE") or (environ.get("SLURM_NTASKS") and not in_a_step)
+        environ.get("SLURM_NTASKS_PER_NODE") or (environ.get("SLURM_NTASKS") and not is_step)
     )
 
 
-def _counts(variable: str, value: str) -> list[int]:
+def _task_counts(variable: str, value: str) -> list[int]:
     try:
         return expand_counts(value)
     except UnreadableError as problem:
-        raise _bad_variable(variable, value, problem.expected) from None
+        raise _variable_error(variable, value, problem.expected) from None
 
 
 def _gpus(environ: Mapping[str, str], nodes: int) -> tuple[int | None, list[str]]:
-    """GPUs of each node, and where that stands; ``None`` where they may differ from node to node.
+    """Returns GPUs of each node with notes; ``None`` if nodes may differ.
 
-    ``--gres`` leaves no variable but the number on the node where the shell is.
+    With ``--gres``, only the number on the shell's own node is known.
     """
-    for variable, share in ((GPUS_A_NODE, 1), (GPUS, nodes), (GPUS_HERE, 1)):
+    for variable, share in ((GPUS_PER_NODE, 1), (GPUS, nodes), (GPUS_ON_NODE, 1)):
         value = environ.get(variable, "")
         if not value:
             continue
-        total = _total(variable, value)
+        total = _gpu_total(variable, value)
         if total % share:
             return None, [f"{total} GPUs (${variable}) are no equal share for {nodes} nodes"]
         return total // share, [f"GPUs on each node: {total // share} (${variable}={value})"]
     return None, []
 
 
-def _total(variable: str, value: str) -> int:
+def _gpu_total(variable: str, value: str) -> int:
     try:
         return sum(number for _, number in expand_gpus(value))
     except UnreadableError as problem:
-        raise _bad_variable(variable, value, problem.expected) from None
+        raise _variable_error(variable, value, problem.expected) from None
 
 
-def _slot_notes(environ: Mapping[str, str], counted: str, gpus: int | None) -> list[str]:
-    if counted:
-        return [f"slots from ${counted} ({environ[counted]})"]
+def _slot_notes(environ: Mapping[str, str], slots_variable: str, gpus: int | None) -> list[str]:
+    if slots_variable:
+        return [f"slots from ${slots_variable} ({environ[slots_variable]})"]
     if gpus:
         return []
     notes = ["nobody asked Slurm for a number of tasks on each node: slots are left open"]
@@ -125,7 +125,7 @@ def _slot_notes(environ: Mapping[str, str], counted: str, gpus: int | None) -> l
     return notes
 
 
-def _bad_variable(variable: str, value: str, expected: str) -> HostsError:
+def _variable_error(variable: str, value: str, expected: str) -> HostsError:
     return HostsError(
         f"${variable} cannot be read", found=value or "(empty)", remedy=f"expected {expected}"
     )
@@ -137,7 +137,7 @@ DIALECT = Dialect(
     detect=detect,
     parse=parse,
     write=write,
-    keeps=frozenset({"address"}),
-    environment=True,
+    preserved_fields=frozenset({"address"}),
+    is_environment=True,
     colon="slots",
 )

@@ -1,7 +1,7 @@
-"""An OpenSSH client configuration: every alias that is one name and no pattern.
+"""An OpenSSH client configuration: every alias that is a name and no pattern.
 
-Only the names are taken. OpenSSH itself applies the file's user, port, key and ``Match``
-blocks when it connects to the alias; a second reading of them here could only differ.
+Only names are read. OpenSSH itself applies the file's user, port, key and ``Match`` blocks when it
+connects to the alias.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 import shlex
 
 from paceline.hosts.address import check_address
-from paceline.hosts.dialect import Dialect, Parsed, Reading, UnreadableError, bad_line
+from paceline.hosts.dialect import Dialect, Parsed, Reading, UnreadableError, line_error
 from paceline.hosts.lines import split_lines
 from paceline.spec.hosts import Cluster, Host
 
@@ -22,12 +22,12 @@ _OPTION_LINE = re.compile(
 
 
 def detect(reading: Reading) -> bool:
-    """``Host`` lines together with one of the usual options."""
+    """Whether there are ``Host`` lines together with a common option."""
     return bool(_HOST_LINE.search(reading.text) and _OPTION_LINE.search(reading.text))
 
 
 def parse(reading: Reading) -> Parsed:
-    """The aliases in the order of the file, each once."""
+    """Returns the aliases in the order of the file, each once."""
     names: dict[str, Host] = {}
     for number, line in enumerate(split_lines(reading.text), start=1):
         for alias in _aliases(reading.label, number, line):
@@ -37,12 +37,12 @@ def parse(reading: Reading) -> Parsed:
 
 
 def write(cluster: Cluster) -> str:
-    """A ``Host`` block for each host."""
+    """Writes a ``Host`` block for each host."""
     return "\n".join(_block(host) for host in cluster.hosts)
 
 
 def keyword(line: str) -> tuple[str, str]:
-    """Keyword in lower case and arguments of a line; empty for blank lines and comments."""
+    """Returns keyword in lower case and arguments of a line; empty for blanks and comments."""
     match = _KEYWORD.fullmatch(line)
     return (match[1].lower(), match[2]) if match else ("", "")
 
@@ -52,12 +52,12 @@ def _aliases(label: str, number: int, line: str) -> list[str]:
     if key != "host":
         return []
     try:
-        words = shlex.split(arguments, comments=True)
-        return [check_address(word) for word in words if not set(word) & set("*?!")]
+        names = shlex.split(arguments, comments=True)
+        return [check_address(name) for name in names if not set(name) & set("*?!")]
     except UnreadableError as problem:
-        raise bad_line(label, number, line, problem.expected) from None
+        raise line_error(label, number, line, problem.expected) from None
     except ValueError:
-        raise bad_line(label, number, line, "quotes that are closed") from None
+        raise line_error(label, number, line, "quotes that are closed") from None
 
 
 def _block(host: Host) -> str:
@@ -81,6 +81,6 @@ DIALECT = Dialect(
     detect=detect,
     parse=parse,
     write=write,
-    keeps=frozenset({"name"}),  # the rest is OpenSSH's to read
-    says=frozenset({"name", "address", "user", "port", "identity_file"}),
+    preserved_fields=frozenset({"name"}),  # the rest is OpenSSH's to read
+    written_fields=frozenset({"name", "address", "user", "port", "identity_file"}),
 )

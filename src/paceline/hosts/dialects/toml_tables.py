@@ -1,4 +1,4 @@
-"""``[hosts.NAME]`` tables of a paceline.toml: the one dialect that says everything."""
+"""``[hosts.NAME]`` tables of a paceline.toml, the only dialect with all fields of a host."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.hosts.dialect import Dialect, Parsed, Reading, bad_line
+from paceline.hosts.dialect import Dialect, Parsed, Reading, line_error
 from paceline.hosts.lines import split_lines
-from paceline.hosts.tables import FIELDS, BadTableError, host_from_table, host_tables
+from paceline.hosts.tables import FIELDS, TableError, host_from_table, host_tables
 from paceline.spec.errors import HostsError
 from paceline.spec.hosts import Cluster, Host
 
@@ -24,64 +24,66 @@ _POSITION = re.compile(r"at line ([0-9]+)")
 
 
 def detect(reading: Reading) -> bool:
-    """The ending of the file, or a ``[hosts.…]`` header."""
+    """Whether the file ends in ``.toml``, or has a ``[hosts.…]`` header."""
     return bool(reading.text) and (
         reading.label.endswith(".toml") or bool(_TABLE.search(reading.text))
     )
 
 
 def parse(reading: Reading) -> Parsed:
-    """The hosts in the order of their tables."""
+    """Returns the hosts in the order of their tables."""
     document = parse_document(reading.text, reading.label)
     try:
         tables = host_tables(document)
         return Parsed(tuple(host_from_table(name, table) for name, table in tables.items()))
-    except BadTableError as problem:
+    except TableError as problem:
         raise located(problem, reading.text, reading.label) from None
 
 
 def write(cluster: Cluster) -> str:
-    """One table for each host, with the keys that say something."""
+    """Writes a table for each host, with the keys that have a value."""
     return "\n".join(_table(host) for host in cluster.hosts)
 
 
 def parse_document(text: str, label: str) -> Mapping[str, Any]:
-    """The TOML document, its tables checked by nobody yet. Raises HostsError with the line."""
+    """Parses TOML without checking its tables. Raises HostsError with the line."""
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise bad_line(label, 1, text[:80], "TOML, not thousands of brackets") from None
+        raise line_error(label, 1, text[:80], "TOML, not thousands of brackets") from None
     except tomllib.TOMLDecodeError as problem:
         lines = split_lines(text)
         match = _POSITION.search(str(problem))
         number = min(int(match[1]), len(lines)) if match else len(lines)
-        raise bad_line(label, number, lines[number - 1], f"TOML ({problem})") from None
+        raise line_error(label, number, lines[number - 1], f"TOML ({problem})") from None
 
 
-def located(problem: BadTableError, text: str, label: str) -> HostsError:
-    """The error with the line on which the key or the table stands."""
+def located(problem: TableError, text: str, label: str) -> HostsError:
+    """Returns the error with the line of the key or the table."""
     lines = split_lines(text)
     number = _line_number(lines, problem)
-    return bad_line(label, number, lines[number - 1], problem.expected)
+    return line_error(label, number, lines[number - 1], problem.expected)
 
 
-def _line_number(lines: list[str], problem: BadTableError) -> int:
-    """The key's line within its table, else the table's, else 1."""
+def _line_number(lines: list[str], problem: TableError) -> int:
+    """Returns the key's line within its table, else the table's line, else 1."""
     name = re.escape(problem.host)
     header = re.compile(rf"\s*\[\s*hosts\s*\.\s*([\"']?){name}\1\s*[.\]]|\s*([\"']?){name}\2\s*=")
     start = next((n for n, line in enumerate(lines, start=1) if header.match(line)), 1)
     key = re.compile(rf"\s*([\"']?){re.escape(problem.key)}\1\s*=")
-    inside = enumerate(lines[start:], start=start + 1)
-    found = next((n for n, line in inside if problem.key and key.match(line)), start)
-    return found if problem.key and found > start else _dotted(lines, problem) or start
+    table_lines = enumerate(lines[start:], start=start + 1)
+    number = next((n for n, line in table_lines if problem.key and key.match(line)), start)
+    return number if problem.key and number > start else _dotted(lines, problem) or start
 
 
-def _dotted(lines: list[str], problem: BadTableError) -> int:
-    """The line of ``hosts.n1.slots = 2`` or ``n1 = { slots = 2 }``, or 0."""
-    word = re.compile(rf"\b{re.escape(problem.key or problem.host)}\b")
-    name = re.compile(rf"\b{re.escape(problem.host)}\b")
+def _dotted(lines: list[str], problem: TableError) -> int:
+    """Returns the line of ``hosts.n1.slots = 2`` or ``n1 = { slots = 2 }``, or 0."""
+    key_pattern = re.compile(rf"\b{re.escape(problem.key or problem.host)}\b")
+    name_pattern = re.compile(rf"\b{re.escape(problem.host)}\b")
     numbered = enumerate(lines, start=1)
-    return next((n for n, line in numbered if name.search(line) and word.search(line)), 0)
+    return next(
+        (n for n, line in numbered if name_pattern.search(line) and key_pattern.search(line)), 0
+    )
 
 
 def _table(host: Host) -> str:
@@ -100,8 +102,8 @@ def _key(name: str) -> str:
 
 def _toml(value: str | int | Mapping[str, str]) -> str:
     if isinstance(value, Mapping):
-        inner = ", ".join(f"{_key(name)} = {_toml(one)}" for name, one in value.items())
-        return f"{{ {inner} }}"
+        items = ", ".join(f"{_key(name)} = {_toml(item)}" for name, item in value.items())
+        return f"{{ {items} }}"
     # JSON's escapes are TOML's too, except that TOML wants DEL escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
@@ -112,5 +114,5 @@ DIALECT = Dialect(
     detect=detect,
     parse=parse,
     write=write,
-    keeps=frozenset({"name", *FIELDS.values()}),
+    preserved_fields=frozenset({"name", *FIELDS.values()}),
 )

@@ -1,4 +1,4 @@
-"""torchrun's variables: they name the first host, count the others, and name no third."""
+"""torchrun's variables, which name the first host and count the others."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ MARK = "TORCHELASTIC_RUN_ID"  # set by torchrun only; the others are set by many
 
 
 def detect(reading: Reading) -> bool:
-    """Variables that only torchrun sets."""
+    """Whether a variable is set that only torchrun sets."""
     return not reading.text and MARK in reading.environ
 
 
 def parse(reading: Reading) -> Parsed:
-    """This machine, or both of two; HostsError where machines stay unnamed."""
+    """Returns this machine, or both of two; raises HostsError if hosts stay unnamed."""
     environ = reading.environ
     nodes = _number(environ, "GROUP_WORLD_SIZE") or _quotient(environ)
     if not nodes:
@@ -31,7 +31,7 @@ def parse(reading: Reading) -> Parsed:
         )
     first, rank = environ.get("MASTER_ADDR", ""), _number(environ, "GROUP_RANK")
     slots = _number(environ, "LOCAL_WORLD_SIZE") or None
-    hosts = hosts_from_ends(LABEL, first, reading.here, rank, nodes, slots)
+    hosts = hosts_from_ends(LABEL, first, reading.hostname, rank, nodes, slots)
     return Parsed(hosts, ("node 0 from $MASTER_ADDR; node 1 is this machine",) if nodes > 1 else ())
 
 
@@ -46,42 +46,45 @@ def _quotient(environ: Mapping[str, str]) -> int:
 
 
 def hosts_from_ends(
-    label: str, first: str, here: str, rank: int | None, nodes: int, slots: int | None
+    label: str, first: str, hostname: str, rank: int | None, nodes: int, slots: int | None
 ) -> tuple[Host, ...]:
-    """All hosts, as far as the address of node 0 and one's own node rank tell them.
+    """Returns all hosts, derived from the address of node 0 and this machine's node rank.
 
     Args:
-        label: How errors name the description.
+        label: Name of the description in errors.
         first: Address of node 0; may be empty.
-        here: This machine's name.
+        hostname: This machine's name.
         rank: This machine's node rank.
         nodes: Number of nodes.
-        slots: Processes on each.
+        slots: Processes on each node.
 
     Raises:
-        HostsError: There are hosts that nothing names.
+        HostsError: Some hosts cannot be derived.
     """
     if nodes == 1:
-        return (Host(here, slots=slots, local=True),)
+        return (Host(hostname, slots=slots, local=True),)
     if nodes == 2 and rank == 1 and first:
         user, _, address = first.rpartition("@")
         head = Host(_checked(label, address), slots=slots, user=user or None)
-        return (head, Host(here, slots=slots, local=True))
-    unnamed = nodes - len({name for name in (first, here if rank else "") if name})
+        return (head, Host(hostname, slots=slots, local=True))
+    unnamed = nodes - len({name for name in (first, hostname if rank else "") if name})
     raise HostsError(
         f"{label}: {unnamed} of {nodes} hosts have no name in it",
-        found=f"node 0: {first or 'not named'}; this machine: {here}, node rank {_said(rank)}",
-        remedy=_to_name_all(first, here, rank, nodes, slots),
+        found=f"node 0: {first or 'not named'}; this machine: {hostname}, "
+        f"node rank {'not said' if rank is None else rank}",
+        remedy=_naming_remedy(first, hostname, rank, nodes, slots),
     )
 
 
-def _to_name_all(first: str, here: str, rank: int | None, nodes: int, slots: int | None) -> str:
-    """The list of hosts as far as it is known, to be completed."""
+def _naming_remedy(
+    first: str, hostname: str, rank: int | None, nodes: int, slots: int | None
+) -> str:
+    """Returns the list of hosts, with placeholders for unknown ones."""
     if nodes > MAX_LISTED:
         return "name all hosts: a host file or a list such as `-H n1,n2`"
-    known = {0: first, **({rank: here} if rank else {})}
+    names_by_rank = {0: first, **({rank: hostname} if rank else {})}
     count = f":{slots}" if slots else ""
-    hosts = ",".join(f"{known.get(node) or f'NODE{node}'}{count}" for node in range(nodes))
+    hosts = ",".join(f"{names_by_rank.get(node) or f'NODE{node}'}{count}" for node in range(nodes))
     return f"name all hosts: a host file, or `-H {hosts}` with names in place of NODE…"
 
 
@@ -96,14 +99,10 @@ def _checked(label: str, address: str) -> str:
         ) from None
 
 
-def _said(rank: int | None) -> str:
-    return "not said" if rank is None else str(rank)
-
-
 DIALECT = Dialect(
     name="torchrun",
     title="variables of a torchrun job",
     detect=detect,
     parse=parse,
-    environment=True,
+    is_environment=True,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Collection
 
 from paceline.hosts.address import canonical_address
@@ -76,9 +77,7 @@ def _differ_in_domain(first: str, second: str) -> bool:
 
 def _is_loopback(text: str) -> bool:
     address = canonical_address(text)
-    return address in _LOOPBACK_NAMES or address == "::1" or _is_127(address)
-
-
-def _is_127(text: str) -> bool:
-    parts = text.split(".")
-    return len(parts) == 4 and parts[0] == "127" and all(part.isdigit() for part in parts)
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address in _LOOPBACK_NAMES

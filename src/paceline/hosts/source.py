@@ -1,7 +1,4 @@
-"""Reads a cluster from what is given to ``-H``: a keyword, a file or the hosts themselves.
-
-Classifying a source is pure; only the functions below ``read_hosts`` do I/O.
-"""
+"""Reads a cluster from what is given to ``-H``: a keyword, a file or the hosts themselves."""
 
 from __future__ import annotations
 
@@ -44,64 +41,6 @@ _FILE_NAMES = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class File:
-    """A path, with its dialect if the user named one."""
-
-    path: str
-    dialect: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Environment:
-    """Variables, read by this dialect; ``auto`` detects it."""
-
-    dialect: str
-
-
-@dataclass(frozen=True, slots=True)
-class Lab:
-    """The lab of that name; empty for the default one."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Inline:
-    """The description itself."""
-
-    text: str
-    note: str = ""
-
-
-Source = File | Environment | Lab | Inline
-
-
-def classify(source: str, exists: bool, folder: Collection[str]) -> Source:
-    """Classifies a source. Keywords win over files of that name (``./slurm`` is the file).
-
-    Args:
-        source: The source, as typed.
-        exists: Whether the path exists.
-        folder: Names in the folder of such a file.
-
-    Raises:
-        HostsError: The source can only mean a file, which does not exist.
-    """
-    if source == "auto" or canonical_name(source) in ENVIRONMENTS:
-        return Environment(canonical_name(source))
-    if (lab := lab_name(source)) is not None:
-        return Lab(lab)
-    if exists:
-        return File(source)
-    prefixed = _prefixed(source)
-    if prefixed:
-        return prefixed
-    if must_be_file(source, folder):
-        raise missing_file_error(source, folder)
-    return Inline(source, _single_host_note(source))
-
-
 def must_be_file(text: str, folder: Collection[str]) -> bool:
     """Whether a text that is no existing path can still only mean a file.
 
@@ -116,7 +55,7 @@ def must_be_file(text: str, folder: Collection[str]) -> bool:
     known_name = nearest(name, _FILE_NAMES, cutoff=0.85)
     return (
         PurePath(name).suffix in _FILE_ENDINGS
-        or bool(known_name and not _has_digit(name))
+        or bool(known_name and not any(char.isdigit() for char in name))
         or _near_miss(text, folder) != ""
     )
 
@@ -134,29 +73,10 @@ def missing_file_error(path: str, folder: Collection[str]) -> HostsError:
     )
 
 
-def _prefixed(source: str) -> File | None:
-    """Reads ``accelerate:FILE``; ``slurm:4`` is a host with a number."""
-    prefix, colon, path = source.partition(":")
-    dialect = canonical_name(prefix)
-    if not colon or not path or path.isdigit() or dialect not in DIALECTS:
-        return None
-    return File(path, dialect)
-
-
 def _near_miss(name: str, folder: Collection[str]) -> str:
     guess = nearest(name, folder, cutoff=0.85)
     digits = str.maketrans("", "", "0123456789")
     return guess if guess and guess.translate(digits) != name.translate(digits) else ""
-
-
-def _has_digit(text: str) -> bool:
-    return any(char.isdigit() for char in text)
-
-
-def _single_host_note(source: str) -> str:
-    if set(source) & set(",;[@:"):
-        return ""
-    return f"`{source}` was read as one host: there is no file of that name"
 
 
 # --- from what was typed to a cluster
@@ -237,19 +157,26 @@ def local_hostname() -> str:
 
 
 def _read_source(source: str, context: _Context) -> Cluster:
+    """Reads a source. Keywords win over files of that name (``./slurm`` is the file)."""
     path = _path(source, context.cwd)
     exists = _exists(path)
     if context.dialect and not context.dialect.is_environment and not exists:
-        return _read_inline(Inline(source), context)
-    match classify(source, exists, _sibling_files(path)):
-        case File(name, dialect):
-            return _read_file(name, dialect, context.cwd, context)
-        case Environment(name):
-            return _read_environment(name, context)
-        case Lab(name):
-            return _read_lab(name, context)
-        case Inline() as inline:
-            return _read_inline(inline, context)
+        return _read_list(source, context)
+    name = canonical_name(source)
+    if name == "auto" or name in ENVIRONMENTS:
+        return _read_environment(name, context)
+    if (lab := lab_name(source)) is not None:
+        return _read_lab(lab, context)
+    if exists:
+        return _read_file(source, None, context.cwd, context)
+    prefix, _, file = source.partition(":")
+    if file and not file.isdigit() and canonical_name(prefix) in DIALECTS:  # `slurm:4` is a host
+        return _read_file(file, canonical_name(prefix), context.cwd, context)
+    siblings = _sibling_files(path)
+    if must_be_file(source, siblings):
+        raise missing_file_error(source, siblings)
+    note = f"`{source}` was read as one host: there is no file of that name"
+    return _read_list(source, context, () if set(source) & set(",;[@:") else (note,))
 
 
 def _path(name: str, folder: Path) -> Path:
@@ -268,11 +195,10 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _read_inline(inline: Inline, context: _Context) -> Cluster:
-    reading = _reading(context, inline.text, LIST_LABEL, context.dialect)
+def _read_list(text: str, context: _Context, notes: tuple[str, ...] = ()) -> Cluster:
+    reading = _reading(context, text, LIST_LABEL, context.dialect)
     dialect = context.dialect or _detect_typed(reading)
-    notes = (inline.note,) if inline.note else ()
-    return _cluster(dialect.parse(reading), f"{inline.text} ({dialect.title})", notes)
+    return _cluster(dialect.parse(reading), f"{text} ({dialect.title})", notes)
 
 
 def _read_file(name: str, dialect: str | None, folder: Path, context: _Context) -> Cluster:

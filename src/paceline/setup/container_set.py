@@ -28,12 +28,7 @@ SSHD = "/opt/paceline/sshd"
 MPIS = ("intel", "mpich", "openmpi")
 # maker of the GPUs → devices; AMD's and Intel's need groups as well
 _DRI = ("/dev/dri",)
-DEVICES = {
-    "intel": _DRI,
-    "amd": ("/dev/kfd", *_DRI),
-    "nvidia": (),
-    "cdi": ("nvidia.com/gpu=all",),
-}
+DEVICES = {"intel": _DRI, "amd": ("/dev/kfd", *_DRI), "nvidia": (), "cdi": ("nvidia.com/gpu=all",)}
 BY_PATH = "/dev/dri/by-path"  # Level Zero needs it to identify cards; --device does not add it
 # Group ids differ between machines, so the shell looks them up; some have no group ``render``
 _GROUP_ID = "_GROUP_ID"
@@ -131,19 +126,19 @@ def workers_of(addresses: Mapping[str, str], first_port: int = FIRST_PORT) -> tu
     )
 
 
-def files(containers: ContainerSet, keys: Keys) -> dict[str, str]:
+def files(spec: ContainerSet, keys: Keys) -> dict[str, str]:
     """Returns the content of all files but the keys, by path below the folder."""
     texts = {
-        "Containerfile": containerfile(containers),
-        "compose.yaml": json.dumps(compose(containers), indent=2) + "\n",
-        "hostfile": "".join(f"{place}\n" for place in containers.rank_hosts),
-        "rank.sh": rank_script(containers),
+        "Containerfile": containerfile(spec),
+        "compose.yaml": json.dumps(compose(spec), indent=2) + "\n",
+        "hostfile": "".join(f"{place}\n" for place in spec.rank_hosts),
+        "rank.sh": rank_script(spec),
         "sshd.sh": SSHD_SCRIPT,
-        "commands.sh": commands(containers),
-        "ssh_launcher/config": ssh_config(containers),
-        "ssh_launcher/known_hosts": known_hosts(containers, keys),
+        "commands.sh": commands(spec),
+        "ssh_launcher/config": ssh_config(spec),
+        "ssh_launcher/known_hosts": known_hosts(spec, keys),
     }
-    for worker in containers.workers:
+    for worker in spec.workers:
         folder = folder_of(worker)
         texts[f"{folder}/sshd_config"] = sshd_config(worker)
         texts[f"{folder}/authorized_keys"] = f"restrict,pty {keys.identity}\n"
@@ -154,14 +149,14 @@ def folder_of(worker: Worker) -> str:
     return f"ssh_worker-{worker.alias}"
 
 
-def containerfile(containers: ContainerSet) -> str:
+def containerfile(spec: ContainerSet) -> str:
     """Returns the base with OpenSSH and an ordinary user; keys are mounted, never built in.
 
     An existing user of that name gets our uid and home. It is moved to the top of ``passwd``,
     because a look-up by uid (ssh for its config) takes the first entry.
     """
-    uid = containers.uid
-    return f"""FROM {containers.base}
+    uid = spec.uid
+    return f"""FROM {spec.base}
 USER root
 RUN if [ -x /usr/sbin/sshd ]; then :; \\
     elif command -v apt-get >/dev/null; then \\
@@ -180,12 +175,12 @@ WORKDIR {WORK}
 """
 
 
-def rank_script(containers: ContainerSet) -> str:
+def rank_script(spec: ContainerSet) -> str:
     """Returns a script around mpirun and each rank: activation, and torchrun's variables.
 
     Some MPIs pass the environment on, so the activation is skipped if it has already run.
     """
-    sourced = [f". {shell_text([script])} || exit" for script in containers.activate]
+    sourced = [f". {shell_text([script])} || exit" for script in spec.activate]
     once = [
         "activate() {",  # a function, so that scripts do not see the command's arguments
         *sourced,
@@ -194,22 +189,22 @@ def rank_script(containers: ContainerSet) -> str:
     ] * bool(sourced)
     shell = "/bin/bash" if sourced else "/bin/sh"
     return "\n".join(
-        [f"#!{shell}", *once, *_callback_lines(containers), _RANK_VARIABLES, 'exec "$@"', ""]
+        [f"#!{shell}", *once, *_callback_lines(spec), _RANK_VARIABLES, 'exec "$@"', ""]
     )
 
 
-def _callback_lines(containers: ContainerSet) -> list[str]:
+def _callback_lines(spec: ContainerSet) -> list[str]:
     """Returns lines that name the interface to which Hydra's workers connect back.
 
     By default they use this machine's name, which may not resolve there; ssh shows the address
     that a worker sees.
     """
-    if containers.mpi == "openmpi" or containers.interface:
+    if spec.mpi == "openmpi" or spec.interface:
         return []
-    address_text = f"$(ssh -n {containers.workers[0].alias} 'echo \"${{SSH_CONNECTION%% *}}\"')"
+    address_text = f"$(ssh -n {spec.workers[0].alias} 'echo \"${{SSH_CONNECTION%% *}}\"')"
     return [
         'if [ "$1" = mpirun ]; then',
-        f"own={shell_text([containers.launcher]) if containers.launcher else address_text} || exit",
+        f"own={shell_text([spec.launcher]) if spec.launcher else address_text} || exit",
         f'card=$(python3 -c {shell_text([_FIND_INTERFACE])} "$own")',
         'if [ -n "$card" ]; then shift; set -- mpirun -iface "$card" "$@"; fi',
         "fi",
@@ -280,10 +275,10 @@ def _listening(address: str) -> str:
     return f"ListenAddress {address}\n"
 
 
-def ssh_config(containers: ContainerSet) -> str:
+def ssh_config(spec: ContainerSet) -> str:
     """Returns the ssh config of the launcher's container."""
     lines = []
-    for worker in containers.workers:
+    for worker in spec.workers:
         lines += [
             f"Host {worker.alias}",
             f"    HostName {worker.address}",
@@ -299,25 +294,22 @@ def ssh_config(containers: ContainerSet) -> str:
     return "\n".join([*lines, *common]) + "\n"
 
 
-def known_hosts(containers: ContainerSet, keys: Keys) -> str:
-    return "".join(f"{worker.alias} {keys.hosts[worker.alias]}\n" for worker in containers.workers)
+def known_hosts(spec: ContainerSet, keys: Keys) -> str:
+    return "".join(f"{worker.alias} {keys.hosts[worker.alias]}\n" for worker in spec.workers)
 
 
 def sshd_command() -> list[str]:
     return [SSHD, "-f", f"{HOME}/.ssh/sshd_config"]
 
 
-def mpirun_command(containers: ContainerSet) -> list[str]:
+def mpirun_command(spec: ContainerSet) -> list[str]:
     """Returns the mpirun call, with equally many processes in each container."""
-    per_container, total = (
-        str(containers.processes),
-        str(containers.processes * len(containers.rank_hosts)),
-    )
-    if containers.mpi == "openmpi":  # passes on only what it is told to
-        hosts = ",".join(f"{place}:{per_container}" for place in containers.rank_hosts)
-        nets = ("oob_tcp_if_include", "btl_tcp_if_include") if containers.interface else ()
-        mca = [word for name in nets for word in ("--mca", name, containers.interface)]
-        passed = [word for name in environment(containers) for word in ("-x", name)]
+    per_container, total = (str(spec.processes), str(spec.processes * len(spec.rank_hosts)))
+    if spec.mpi == "openmpi":  # passes on only what it is told to
+        hosts = ",".join(f"{place}:{per_container}" for place in spec.rank_hosts)
+        nets = ("oob_tcp_if_include", "btl_tcp_if_include") if spec.interface else ()
+        mca = [word for name in nets for word in ("--mca", name, spec.interface)]
+        passed = [word for name in environment(spec) for word in ("-x", name)]
         head = [
             "--host",
             hosts,
@@ -328,130 +320,122 @@ def mpirun_command(containers: ContainerSet) -> list[str]:
             "--bind-to",
             "none",
         ]
-        return [RANK, "mpirun", *mca, *head, *passed, RANK, *containers.command]
-    interface = ["-iface", containers.interface] if containers.interface else []
-    hosts = ",".join(containers.rank_hosts)
+        return [RANK, "mpirun", *mca, *head, *passed, RANK, *spec.command]
+    interface = ["-iface", spec.interface] if spec.interface else []
+    hosts = ",".join(spec.rank_hosts)
     head = ["mpirun", *interface, "-hosts", hosts, "-ppn", per_container, "-n", total]
-    return [RANK, *head, RANK, *containers.command]
+    return [RANK, *head, RANK, *spec.command]
 
 
-def environment(containers: ContainerSet) -> dict[str, str]:
+def environment(spec: ContainerSet) -> dict[str, str]:
     """Returns variables of the launcher's container, which mpirun passes to the ranks."""
-    variables = {
-        "MASTER_ADDR": containers.master_address,
-        "MASTER_PORT": str(containers.master_port),
-    }
-    if containers.interface:
+    variables = {"MASTER_ADDR": spec.master_address, "MASTER_PORT": str(spec.master_port)}
+    if spec.interface:
         names = (*EXACT, "NCCL_SOCKET_IFNAME", "UCX_NET_DEVICES")
-        variables |= dict.fromkeys(names, containers.interface)
-    return {**variables, **containers.env}
+        variables |= dict.fromkeys(names, spec.interface)
+    return {**variables, **spec.env}
 
 
-def run_line(containers: ContainerSet, name: str, ssh_folder: str, command: list[str]) -> str:
+def run_line(spec: ContainerSet, name: str, ssh_folder: str, command: list[str]) -> str:
     """Returns ``docker run`` for one container, to be typed in the set's folder."""
     flags = ["docker", "run", "--rm", "--init", "--network=host", f"--name={name}"]
-    flags += [f"--user={containers.uid}", f"--shm-size={containers.shm_size}", f"--workdir={WORK}"]
-    flags += [f"--env={name}={value}" for name, value in environment(containers).items()]
-    flags += [f"--device={device}" for device in DEVICES.get(containers.gpus, ())]
-    flags += ["--gpus=all"] if containers.gpus == "nvidia" else []
+    flags += [f"--user={spec.uid}", f"--shm-size={spec.shm_size}", f"--workdir={WORK}"]
+    flags += [f"--env={name}={value}" for name, value in environment(spec).items()]
+    flags += [f"--device={device}" for device in DEVICES.get(spec.gpus, ())]
+    flags += ["--gpus=all"] if spec.gpus == "nvidia" else []
     line = shell_text(flags)
-    if containers.gpus in ("intel", "amd"):
+    if spec.gpus in ("intel", "amd"):
         line += f" {_GROUPS}"
-    for volume in volumes(
-        containers, ssh_folder
-    ):  # docker takes a relative path from version 23 on only
+    for volume in volumes(spec, ssh_folder):
+        # docker before version 23 refuses relative paths
         prefix = '"$PWD"' if volume.startswith("./") else ""
         line += f" --volume {prefix}{shell_text([volume[1:] if prefix else volume])}"
-    return f"{line} {shell_text([containers.image, *command])}"
+    return f"{line} {shell_text([spec.image, *command])}"
 
 
-def volumes(containers: ContainerSet, ssh_folder: str) -> list[str]:
+def volumes(spec: ContainerSet, ssh_folder: str) -> list[str]:
     """Returns the mounted folders and files; those of the set are relative to it."""
-    by_path = [f"{BY_PATH}:{BY_PATH}:ro"] if containers.gpus in ("intel", "amd") else []
+    by_path = [f"{BY_PATH}:{BY_PATH}:ro"] if spec.gpus in ("intel", "amd") else []
     folders = [f"./workload:{WORK}", f"./{ssh_folder}:{HOME}/.ssh:ro"]
     scripts = [f"./rank.sh:{RANK}:ro", f"./sshd.sh:{SSHD}:ro"]
-    return [*folders, *scripts, *by_path, *containers.mounts]
+    return [*folders, *scripts, *by_path, *spec.mounts]
 
 
-def commands(containers: ContainerSet) -> str:
+def commands(spec: ContainerSet) -> str:
     """Returns the commands for each machine; a machine gets only its own containers' keys."""
-    build = shell_text(["docker", "build", "-t", containers.image, "-f", "Containerfile", "."])
+    build = shell_text(["docker", "build", "-t", spec.image, "-f", "Containerfile", "."])
     machines: dict[str, list[Worker]] = {}
-    for worker in containers.workers:
+    for worker in spec.workers:
         machines.setdefault(worker.address, []).append(worker)
-    remote = {a: workers for a, workers in machines.items() if not _is_launcher(containers, a)}
+    remote = {a: workers for a, workers in machines.items() if not _is_launcher(spec, a)}
     lines = ["# On the launching machine, in this folder:", build]
     if remote:
         lines += ["", "# There, too: copy to each machine what its workers need, and no other keys"]
-        lines += [_copy_line(containers, address, workers) for address, workers in remote.items()]
+        lines += [_copy_line(spec, address, workers) for address, workers in remote.items()]
     for address, workers in machines.items():
         aliases = ", ".join(worker.alias for worker in workers)
-        place = f"in ~/{containers.folder}" if address in remote else "in this folder"
+        place = f"in ~/{spec.folder}" if address in remote else "in this folder"
         lines += ["", f"# On {address}, {place}: {aliases}"]
         lines += [build] if address in remote else []
         for worker in workers:
             name = f"paceline-{worker.alias}"
-            lines.append(run_line(containers, name, folder_of(worker), sshd_command()))
-    launch = run_line(containers, "paceline-launcher", "ssh_launcher", mpirun_command(containers))
+            lines.append(run_line(spec, name, folder_of(worker), sshd_command()))
+    launch = run_line(spec, "paceline-launcher", "ssh_launcher", mpirun_command(spec))
     lines += ["", "# On the launching machine, in this folder, once the workers are up:", launch]
-    lines += [
-        "",
-        "# Instead of all that, if one machine runs all of it:",
-        *_compose_lines(containers),
-    ]
+    lines += ["", "# Instead of all that, if one machine runs all of it:", *_compose_lines(spec)]
     return "\n".join(lines) + "\n"
 
 
-def _is_launcher(containers: ContainerSet, address: str) -> bool:
-    return address in (containers.launcher, "localhost", "127.0.0.1", "::1")
+def _is_launcher(spec: ContainerSet, address: str) -> bool:
+    return address in (spec.launcher, "localhost", "127.0.0.1", "::1")
 
 
-def _copy_line(containers: ContainerSet, address: str, workers: list[Worker]) -> str:
+def _copy_line(spec: ContainerSet, address: str, workers: list[Worker]) -> str:
     """Copies a machine's part of the set; ``tar`` keeps owners and modes, which sshd checks."""
     parts = ["Containerfile", "rank.sh", "sshd.sh", "workload", *map(folder_of, workers)]
-    folder = shell_text([containers.folder])
+    folder = shell_text([spec.folder])
     unpack = f"mkdir -p {folder} && tar -C {folder} -xpf -"
     return f"{shell_text(['tar', '-cf', '-', *parts])} | {shell_text(['ssh', address, unpack])}"
 
 
-def _compose_lines(containers: ContainerSet) -> list[str]:
+def _compose_lines(spec: ContainerSet) -> list[str]:
     """Returns the Compose commands; Compose reads the machine's group ids from ``.env``."""
     ids = f"getent group render video | awk -F: '{{ print toupper($1) \"{_GROUP_ID}=\" $3 }}' >.env"
-    return [ids] * (containers.gpus in ("intel", "amd")) + ["docker compose up --build"]
+    return [ids] * (spec.gpus in ("intel", "amd")) + ["docker compose up --build"]
 
 
-def compose(containers: ContainerSet) -> dict[str, object]:
+def compose(spec: ContainerSet) -> dict[str, object]:
     """Returns a Compose file for workers on this machine."""
     services: dict[str, object] = {}
-    for worker in containers.workers:
-        services[worker.alias] = _service(containers, folder_of(worker), sshd_command())
-    launcher = _service(containers, "ssh_launcher", mpirun_command(containers))
-    launcher["depends_on"] = [worker.alias for worker in containers.workers]
+    for worker in spec.workers:
+        services[worker.alias] = _service(spec, folder_of(worker), sshd_command())
+    launcher = _service(spec, "ssh_launcher", mpirun_command(spec))
+    launcher["depends_on"] = [worker.alias for worker in spec.workers]
     services["launcher"] = launcher
     return {"name": "paceline", "services": services}
 
 
-def _service(containers: ContainerSet, ssh_folder: str, command: list[str]) -> dict[str, object]:
+def _service(spec: ContainerSet, ssh_folder: str, command: list[str]) -> dict[str, object]:
     def literal(text: str) -> str:  # where Compose would put variables in
         return text.replace("$", "$$")
 
     service: dict[str, object] = {
-        "image": containers.image,
+        "image": spec.image,
         "build": {"context": ".", "dockerfile": "Containerfile"},
         "network_mode": "host",
-        "user": str(containers.uid),
+        "user": str(spec.uid),
         "init": True,
-        "shm_size": containers.shm_size,
+        "shm_size": spec.shm_size,
         "working_dir": WORK,
-        "volumes": [literal(volume) for volume in volumes(containers, ssh_folder)],
-        "environment": {name: literal(value) for name, value in environment(containers).items()},
+        "volumes": [literal(volume) for volume in volumes(spec, ssh_folder)],
+        "environment": {name: literal(value) for name, value in environment(spec).items()},
         "command": [literal(word) for word in command],
     }
-    if devices := DEVICES.get(containers.gpus):
+    if devices := DEVICES.get(spec.gpus):
         service["devices"] = list(devices)
-    if containers.gpus in ("intel", "amd"):
+    if spec.gpus in ("intel", "amd"):
         service["group_add"] = [_VIDEO, _RENDER]
-    if containers.gpus == "nvidia":
+    if spec.gpus == "nvidia":
         gpu_request = {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
         service["deploy"] = {"resources": {"reservations": {"devices": [gpu_request]}}}
     return service
@@ -460,18 +444,18 @@ def _service(containers: ContainerSet, ssh_folder: str, command: list[str]) -> d
 # --- onto this machine
 
 
-def write_set(out: Path, containers: ContainerSet) -> None:
+def write_set(out: Path, spec: ContainerSet) -> None:
     """Writes the set into a folder; keys that are there are kept.
 
     Raises:
         NodeError: ssh-keygen cannot make a key.
     """
-    keys = make_keys(out, containers.workers)
-    for name, text in files(containers, keys).items():
+    keys = make_keys(out, spec.workers)
+    for name, text in files(spec, keys).items():
         _write(out / name, text)
     (out / "workload").mkdir(exist_ok=True)
     if os.getuid() == 0:
-        _change_owner(containers.uid, out)
+        _change_owner(spec.uid, out)
 
 
 def _change_owner(uid: int, out: Path) -> None:

@@ -68,18 +68,21 @@ def write(cluster: Cluster) -> str:
     return "".join(f"{key}: {value}\n" for key, value in lines.items())
 
 
-def _settings(reading: Reading) -> Mapping[str, Any]:
-    import yaml  # costs 20 ms; only this dialect needs it
+def load_yaml(reading: Reading, text: str, expected: str) -> Any:
+    """Parses YAML. Raises HostsError with the line of the error."""
+    import yaml  # costs 20 ms; only two dialects need it
 
     try:
-        loaded = yaml.safe_load(reading.text)
+        return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as problem:  # ValueError: a date 2026-99-99
         mark = getattr(problem, "problem_mark", None)
-        number = mark.line + 1 if mark else 1
-        lines = split_lines(reading.text)
-        line = lines[min(number, len(lines)) - 1]
-        expected = "YAML as `accelerate config` writes it"
-        raise line_error(reading.label, number, line, expected) from None
+        lines = split_lines(reading.text.rstrip())
+        number = min(mark.line + 1 if mark else 1, len(lines))
+        raise line_error(reading.label, number, lines[number - 1], expected) from None
+
+
+def _settings(reading: Reading) -> Mapping[str, Any]:
+    loaded = load_yaml(reading, reading.text, "YAML as `accelerate config` writes it")
     if not isinstance(loaded, dict):
         raise line_error(reading.label, 1, reading.text.split("\n")[0], "`key: value` lines")
     return loaded

@@ -13,15 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.hosts.address import canonical_address
-from paceline.hosts.dialect import (
-    Dialect,
-    Parsed,
-    Reading,
-    UnreadableError,
-    line_error,
-    printable,
-)
+from paceline.hosts.dialect import Dialect, Parsed, Reading, UnreadableError, line_error, printable
 from paceline.hosts.dialects.accelerate import MARK as ACCELERATE
+from paceline.hosts.dialects.accelerate import load_yaml
 from paceline.hosts.lines import KEYS, Mention, hosts_of, read_line, split_lines, strip_comment
 from paceline.spec.errors import HostsError
 
@@ -158,17 +152,8 @@ def _ini_groups(reading: Reading) -> dict[str, _Group]:
 
 
 def _document_groups(reading: Reading) -> dict[str, _Group]:
-    import yaml  # costs 20 ms; JSON is YAML but for tabs
-
-    try:
-        document = yaml.safe_load(reading.text.replace("\t", "  "))
-    except (yaml.YAMLError, ValueError, RecursionError) as problem:
-        mark = getattr(problem, "problem_mark", None)
-        lines = split_lines(reading.text)
-        number = min(mark.line + 1 if mark else 1, len(reading.text.splitlines()) or 1)
-        raise line_error(
-            reading.label, number, lines[number - 1], f"JSON or YAML: {_FORM}"
-        ) from None
+    # JSON is YAML but for tabs
+    document = load_yaml(reading, reading.text.replace("\t", "  "), f"JSON or YAML: {_FORM}")
     groups: dict[str, _Group] = {}
     _add_group(reading, groups, "", document, 0)
     if not any(group.hosts for group in groups.values()):
@@ -264,8 +249,5 @@ def _keys(node: Any) -> dict[str, str]:
 
 
 DIALECT = Dialect(
-    name="inventory",
-    title="JSON, YAML or Ansible inventory",
-    detect=detect,
-    parse=parse,
+    name="inventory", title="JSON, YAML or Ansible inventory", detect=detect, parse=parse
 )

@@ -63,9 +63,5 @@ def _unknown_hosts(environ: Mapping[str, str], size: int | None, local: int | No
 
 
 DIALECT = Dialect(
-    name="mpi",
-    title="variables of an MPI job",
-    detect=detect,
-    parse=parse,
-    is_environment=True,
+    name="mpi", title="variables of an MPI job", detect=detect, parse=parse, is_environment=True
 )

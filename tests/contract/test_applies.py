@@ -157,9 +157,11 @@ def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
     monkeypatch.setattr(leave, "leave", lambda leaving, _: done.is_done(
         "left", leaving.supervisor, leaving.options["keep_results"]))  # fmt: skip
     monkeypatch.setattr(use, "run_here", lambda *words: done.is_done("here", words))
-    monkeypatch.setattr(submission, "hand_in", written)
+    monkeypatch.setattr(submission, "submit_job", written)
     monkeypatch.setattr(this_machine, "own_names", lambda: set[str]())
-    monkeypatch.setattr(mpi, "find", lambda chosen: mpi.Mpi("mpich", "4", chosen or "mpiexec"))
+    monkeypatch.setattr(
+        mpi, "find_mpi", lambda requested: mpi.Mpi("mpich", "4", requested or "mpiexec")
+    )
     monkeypatch.setattr(commands.shutil, "which", lambda name, **_: f"/bin/{name}")
     monkeypatch.setattr("paceline.rundir.directory.fresh_path", lambda parent, name: parent / name)
     monkeypatch.setattr("time.strftime", lambda *_: "now")
@@ -291,7 +293,11 @@ def test_flux_is_refused_with_what_to_type_instead(deed: Deed) -> None:
 def test_a_range_of_nodes_where_their_number_can_change(deed: Deed, verb: str,
                                                         manner: str) -> None:  # fmt: skip
     status, said, _ = call(deed, verb, manner, ("--nnodes", "1:2"))
-    fits = verb == "run" and not manners()[manner].scheduler.fixed and "script" not in manner
+    fits = (
+        verb == "run"
+        and not manners()[manner].scheduler.fixed_size_reason
+        and "script" not in manner
+    )
     assert (status == 0) is fits, said
     if not fits and "range" in said:
         assert "--nnodes 1:2 is a range, which does not go with" in said
@@ -326,12 +332,12 @@ def test_detached(deed: Deed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Submitted and left; without the option it is followed."""
     followed: list[str] = []
 
-    async def follow(job: submission.Submitted, *_: object) -> int:
+    async def follow(job: submission.SubmittedJob, *_: object) -> int:
         followed.append(job.job)
         return 0
 
-    monkeypatch.setattr(submission, "hand_in",
-                        lambda scheduler, *_: submission.Submitted(scheduler, "7"))  # fmt: skip
+    monkeypatch.setattr(submission, "submit_job",
+                        lambda scheduler, *_: submission.SubmittedJob(scheduler, "7"))  # fmt: skip
     monkeypatch.setattr(submission, "follow", follow)
     words = ["run", "--via", "slurm", "--nnodes", "2"]
     assert CliRunner().invoke(program, [*words, "--detach", "job.py"]).exit_code == 0

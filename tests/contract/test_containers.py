@@ -28,9 +28,9 @@ from paceline.schedulers.container import (
     Probe,
     check_images,
     container_for,
+    is_removed,
     parse_probe,
     probe_command,
-    removed,
 )
 from paceline.schedulers.scheduler import ContainerOptions, Options
 from paceline.spec.errors import ConnectError, NodeError
@@ -106,7 +106,7 @@ def test_the_probe_is_good_shell(name: str, tmp_path: Path) -> None:
     probe = parse_probe(done.stdout + done.stderr)
     assert probe.folders == (str(tmp_path),)
     assert probe.digest == ""
-    assert probe.words
+    assert probe.engine_output
 
 
 def read(name: str) -> Probe:
@@ -116,7 +116,7 @@ def read(name: str) -> Probe:
 def test_a_probe_is_read() -> None:
     there, lacking = read("there"), read("missing")
     assert there.digest.startswith("sha256:0415d637")
-    assert there.words == "Welcome to gpu01"
+    assert there.engine_output == "Welcome to gpu01"
     assert (lacking.uid, lacking.gid, lacking.groups, lacking.dri) == (1000, 1000, (109,), True)
     assert lacking.folders == ("/home/ann/project",)
 
@@ -167,7 +167,7 @@ def test_a_host_that_comes_back_with_another_image_is_refused() -> None:
     ],
 )
 def test_a_container_is_gone_or_not(status: int | None, words: str, gone: bool) -> None:
-    assert removed(status, words) is gone
+    assert is_removed(status, words) is gone
 
 
 # As the engine, without containers: what is in one runs beside it.
@@ -218,7 +218,9 @@ def test_a_lost_container_is_removed_and_another_takes_its_place(
         (again,) = await transport.open([second.host], [sys.executable])
         await again.close()
         assert docker(2)[1:] == ["rm --force paceline-n2", f"{begun}.2-n2"]
-        supervisor = ContainerTransport.taken_over(json.loads(json.dumps(transport.tell())), hosts)
+        supervisor = ContainerTransport.from_json(
+            json.loads(json.dumps(transport.to_json())), hosts
+        )
         (third,) = await supervisor.open([hosts[1]], [sys.executable])
         await third.close()
         assert docker(0)[1:] == ["rm --force paceline-n2", f"{begun}.2-n2"]
@@ -230,13 +232,13 @@ def test_a_lost_container_is_removed_and_another_takes_its_place(
 def test_where_it_cannot_be_removed_no_other_is_started(
     docker: Callable[[int], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(containers, "removed", lambda status, words: False)
+    monkeypatch.setattr(containers, "is_removed", lambda status, words: False)
 
     async def go() -> None:
         docker(1)
         options = Options(container=ContainerOptions("image:1"))
-        transport = ContainerTransport.taken_over(
-            ContainerTransport(engine("docker"), options).tell(), [Host("n1")]
+        transport = ContainerTransport.from_json(
+            ContainerTransport(engine("docker"), options).to_json(), [Host("n1")]
         )
         with pytest.raises(NodeError, match="n1 has lost cannot be removed") as caught:
             await transport.open([Host("n1", local=True)], [sys.executable])

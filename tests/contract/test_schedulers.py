@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from each_case import each_case
-from paceline.schedulers import SCHEDULERS, inside, load, mpi, slurm, submission
+from paceline.schedulers import SCHEDULERS, current_scheduler, load, mpi, slurm, submission
 from paceline.schedulers.scheduler import Options
 from paceline.schedulers.script import BatchRequest
 from paceline.schedulers.slurm import parse_job
@@ -31,7 +31,7 @@ HOSTS = (Host("n1", slots=2), Host("n2", "10.0.0.2", slots=2, user="ann", port=2
 REQUEST = BatchRequest(
     name="my run",
     argv=("/opt/env/bin/python", "-m", "paceline", "run"),
-    words=("-p", "2", "train.py", "--lr", "0.1"),
+    options=("-p", "2", "train.py", "--lr", "0.1"),
     workdir="/home/ann/my project",
     run_dir="/home/ann/my project/runs/1",
     nodes=2,
@@ -48,9 +48,9 @@ REQUEST = BatchRequest(
 )
 
 
-BATCHES = [name for name in SCHEDULERS if load(name).submitting is not None]
-STARTING = [name for name in SCHEDULERS if load(name).starting is not None]
-FOLLOWED = [name for name in SCHEDULERS if load(name).follows()]
+BATCHES = [name for name in SCHEDULERS if load(name).submit_options is not None]
+STARTING = [name for name in SCHEDULERS if load(name).start_options is not None]
+FOLLOWED = [name for name in SCHEDULERS if load(name).can_follow()]
 
 
 def render(name: str, request: BatchRequest) -> str:
@@ -67,22 +67,22 @@ def test_every_scheduler_says_what_it_is(name: str) -> None:
     scheduler = load(name)
     assert scheduler.name == name
     assert scheduler.title
-    assert scheduler.typed.startswith("--")
-    assert scheduler.starting is not None or scheduler.submitting is not None
-    assert scheduler.follows() or scheduler.submitting is None or scheduler.hand_over
+    assert scheduler.option.startswith("--")
+    assert scheduler.start_options is not None or scheduler.submit_options is not None
+    assert scheduler.can_follow() or scheduler.submit_options is None or scheduler.submit_command
 
 
 @each_case("name", SCHEDULERS)
 def test_what_a_scheduler_lacks_it_refuses(name: str) -> None:
     """With an error for people, not with one of Python's."""
     scheduler = load(name)
-    if scheduler.starting is None:
+    if scheduler.start_options is None:
         with pytest.raises(SettingError, match="starts no nodes"):
             scheduler.start(Options())
-    if scheduler.submitting is None:
+    if scheduler.submit_options is None:
         with pytest.raises(SettingError, match="takes no scripts"):
             scheduler.render(REQUEST)
-    if not scheduler.follows():
+    if not scheduler.can_follow():
         with pytest.raises(SettingError):
             scheduler.submit(Path("job"))
         with pytest.raises(SettingError):
@@ -99,7 +99,7 @@ def test_there_is_no_scheduler_of_another_name() -> None:
 @each_case("name", SCHEDULERS)
 def test_nobody_is_in_an_allocation_without_its_variables(name: str) -> None:
     assert load(name).allocation({}) is None
-    assert inside({f"{name.upper()}_NOTHING": "1"}) is None
+    assert current_scheduler({f"{name.upper()}_NOTHING": "1"}) is None
 
 
 @pytest.mark.parametrize("name", STARTING)
@@ -142,11 +142,11 @@ def test_a_script_is_submitted_and_recorded(
     commands, said, _ = SAID[name]
     commands_of(**{command: said.get(command, "") for command in commands})
     scheduler = load(name)
-    job = submission.hand_in(scheduler, "the script", tmp_path / "run")
+    job = submission.submit_job(scheduler, "the script", tmp_path / "run")
     assert re.fullmatch(scheduler.job_id, job.job)
     assert (tmp_path / "run" / scheduler.script).read_text() == "the script"
     assert job.outputs == (tmp_path / "run" / scheduler.output.replace("{job}", job.job),)
-    found = submission.found_in(tmp_path / "run")
+    found = submission.read_submission(tmp_path / "run")
     assert found is not None
     assert (found.scheduler, found.job) == (scheduler, job.job)
 
@@ -158,12 +158,16 @@ def test_a_batch_says_how_to_resume_in_the_words_that_submitted_it(
     commands, said, _ = SAID["slurm"]
     commands_of(**{command: said.get(command, "") for command in commands})
     typed = "paceline run --via slurm --nnodes 2 'my train.py'"
-    job = submission.hand_in(load("slurm"), "the script", tmp_path, typed=typed).job
+    job = submission.submit_job(load("slurm"), "the script", tmp_path, typed=typed).job
     inside = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": job}
     words = ("paceline", "run", "--via", "slurm", "--nnodes", "2", "my train.py")
-    assert submission.typed_for(tmp_path, inside) == words
-    assert submission.typed_for(tmp_path, inside | {"SLURM_JOB_ID": f"{job}1"}) == ()
-    assert submission.typed_for(tmp_path, {}) == submission.typed_for(tmp_path / "x", inside) == ()
+    assert submission.submitting_arguments(tmp_path, inside) == words
+    assert submission.submitting_arguments(tmp_path, inside | {"SLURM_JOB_ID": f"{job}1"}) == ()
+    assert (
+        submission.submitting_arguments(tmp_path, {})
+        == submission.submitting_arguments(tmp_path / "x", inside)
+        == ()
+    )
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
@@ -200,8 +204,8 @@ def test_an_unknown_state_is_kept_as_said(name: str, commands_of: Callable[..., 
     commands_of(**dict.fromkeys(commands, text))
     state = asyncio.run(load(name).poll("12"))
     assert state is not None
-    assert state.word == "TELEPORTED"
-    assert not state.over
+    assert state.state == "TELEPORTED"
+    assert not state.is_over
     assert state.exit_code != 0
 
 
@@ -213,7 +217,7 @@ def test_a_hostile_record_of_a_job_is_none(name: str, job: object, tmp_path: Pat
     """What stands in the file of a run directory becomes a word of the scheduler's command."""
     record = {"scheduler": name, "job": job, "output": "../../etc/passwd"}
     (tmp_path / submission.BATCH_FILE).write_text(json.dumps(record))
-    found = submission.found_in(tmp_path)
+    found = submission.read_submission(tmp_path)
     assert found is None or re.fullmatch(r"\w[\w.+\[\]-]*", found.job)
     assert found is None or found.outputs == ()
 
@@ -296,7 +300,7 @@ def test_hostile_words_reach_the_job(name: str, tmp_path: Path) -> None:
     stand_in.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
     stand_in.chmod(0o755)
     request = replace(
-        REQUEST, argv=(str(stand_in), "-m", "paceline", "run"), words=HOSTILE, setup=(),
+        REQUEST, argv=(str(stand_in), "-m", "paceline", "run"), options=HOSTILE, setup=(),
         workdir=str(tmp_path), run_dir=str(tmp_path / "run"),
     )  # fmt: skip
     done = subprocess.run(["bash"], input=render(name, request), text=True, capture_output=True,
@@ -351,7 +355,7 @@ INJECTED = "x\n#PBS -q stolen\n#BSUB -q stolen\n#SBATCH --partition=stolen"
 @pytest.mark.parametrize("name", SHELL)
 def test_no_word_becomes_a_directive(name: str) -> None:
     """Batch systems look for directives line by line, whatever the shell makes of the line."""
-    request = replace(REQUEST, words=(INJECTED,), workdir=f"/w/{INJECTED}", name=INJECTED)
+    request = replace(REQUEST, options=(INJECTED,), workdir=f"/w/{INJECTED}", name=INJECTED)
     lines = render(name, request).splitlines()
     assert [line for line in lines if line.startswith("#") and "stolen" in line.split()] == []
     assert [line for line in lines if re.match(r"#(PBS|BSUB|SBATCH) .*[= ]stolen$", line)] == []
@@ -446,7 +450,7 @@ def as_kubernetes_reads(word: str) -> str:
     "word", [*HOSTILE, "$(PACELINE_RDZV_KEY)", "$$(PACELINE_RDZV_KEY)", "$$$(X)", "a$", "$$"]
 )
 def test_words_reach_the_job_in_a_pod(word: str) -> None:
-    request = replace(REQUEST, words=("train.py", word))
+    request = replace(REQUEST, options=("train.py", word))
     pod = pod_of(json.loads(render("kubernetes", request).split("---\n")[-1]))
     read = [as_kubernetes_reads(one) for one in pod["containers"][0]["command"]]
     assert read[-2:] == ["train.py", word]
@@ -602,7 +606,7 @@ def test_a_time_limit_in_seconds(time: str, seconds: int) -> None:
 
 def test_lines_before_the_job_in_a_pod(tmp_path: Path) -> None:
     """They are shell, what follows them is not."""
-    request = {"setup": ("export A=$((40 + 2))",), "words": ("$A", "it's"), "argv": ("run",)}
+    request = {"setup": ("export A=$((40 + 2))",), "options": ("$A", "it's"), "argv": ("run",)}
     command = pod_of(manifest(**request)[-1])["containers"][0]["command"]
     (tmp_path / "paceline").write_text('#!/bin/sh\nprintf "%s\\n" "$A" "$@"\n')
     (tmp_path / "paceline").chmod(0o755)
@@ -684,7 +688,7 @@ def test_hydra_calls_back_by_address(flavour: str) -> None:
     ],
 )
 def test_the_words_of_an_mpi_decide(words: str, cause: str, remedy: str) -> None:
-    refusal = mpi.failed_alone(HOSTS[1], words)
+    refusal = mpi.launch_refusal(HOSTS[1], words)
     assert cause in refusal.cause
     assert remedy in refusal.remedy
     assert refusal.found
@@ -692,7 +696,7 @@ def test_the_words_of_an_mpi_decide(words: str, cause: str, remedy: str) -> None
 
 def test_a_name_is_given_only_to_the_command_that_takes_one() -> None:
     """ufw, firewalld and nft's sets want addresses."""
-    remedy = mpi.failed_alone(HOSTS[0], "connect: Connection refused").remedy
+    remedy = mpi.launch_refusal(HOSTS[0], "connect: Connection refused").remedy
     assert remedy.splitlines()[-1] == "Here: sudo iptables -I INPUT -s n1 -j ACCEPT"
 
 
@@ -730,7 +734,7 @@ JOBS = {  # file → word, over, exit status
 def test_a_job_of_slurm_is_read(name: str) -> None:
     state = parse_job((FIXTURES / "slurm" / f"{name}.job.txt").read_text())
     assert state is not None
-    assert (state.word, state.over, state.exit_code) == JOBS[name]
+    assert (state.state, state.is_over, state.exit_code) == JOBS[name]
 
 
 def test_a_job_that_slurm_does_not_know() -> None:
@@ -745,7 +749,7 @@ def test_a_node_of_slurm_is_read() -> None:
 
 @pytest.mark.parametrize("text", ["12\n", "12;cluster\n", "sbatch: a note\n12\n"])
 def test_a_submission_is_read(text: str) -> None:
-    found = re.search(slurm.SUBMITTED_AS, text, re.MULTILINE)
+    found = re.search(slurm.JOB_ID_PATTERN, text, re.MULTILINE)
     assert found is not None
     assert found.group(1) == "12"
 

@@ -107,7 +107,7 @@ def test_hosts_that_are_away_are_named_before_anything_is_tried(
     probing = SimpleNamespace(
         cluster=Cluster(hosts),
         ctx=SimpleNamespace(params=params),
-        via=SimpleNamespace(scheduler=SimpleNamespace(direct=True)),
+        via=SimpleNamespace(scheduler=SimpleNamespace(is_direct=True)),
     )
     with pytest.raises(ConnectError, match="1 host cannot be reached: n3") as refused:
         forecast.look(probing, 3)  # type: ignore[arg-type]

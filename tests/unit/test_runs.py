@@ -174,9 +174,9 @@ def test_status_of_a_batch_says_where_its_ranks_are(
 ) -> None:
     """As far as that is of now: it may wait in its queue once more."""
     folder = make("batch", code=None)
-    state = SimpleNamespace(over=over, exit_code=0, describe=lambda: "RUNNING")
+    state = SimpleNamespace(is_over=over, exit_code=0, describe=lambda: "RUNNING")
     job = SimpleNamespace(state=lambda: state, title="Slurm job 2", job="2")
-    monkeypatch.setattr(runs, "found_in", lambda path: job)
+    monkeypatch.setattr(runs, "read_submission", lambda path: job)
     where = {"time": time.time() - ago, "ranks": [], "hang": "rank 1 on n2 sleeps"}
     (folder / "ranks.json").write_text(json.dumps(where))
     said = describe(runs.look_at(folder))

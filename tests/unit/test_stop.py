@@ -171,7 +171,7 @@ def cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_job_is_cancelled_by_the_folder_that_it_was_handed_in_from(cancelled: Path) -> None:
-    submission.hand_in(load("slurm"), "the script", Path("runs/one"))
+    submission.submit_job(load("slurm"), "the script", Path("runs/one"))
     shutil.copytree("runs/one", "runs/two")  # a copy of it names the same job
     refused = stop("two")
     assert isinstance(refused.exception, SettingError)

@@ -1,7 +1,7 @@
 """Which option applies where: one table, so that no option is ever accepted and then ignored.
 
-What depends on how the nodes are started is said by the schedulers (``starting``, ``submitting``);
-the rest stands here. An option that is given and does not apply is refused.
+What depends on how the nodes start is defined by the schedulers (``start_options`` and
+``submit_options``); the rest is here. An option that is given and does not apply is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from click.core import ParameterSource
 from paceline.cli.sources import RUN_TABLE, setting, variable_of
 from paceline.schedulers import SCHEDULERS, load
 from paceline.schedulers.scheduler import Scheduler
-from paceline.schedulers.script import SUBMITTED
+from paceline.schedulers.script import SUBMITTED_VARIABLE
 from paceline.spec.errors import SettingError
 from paceline.spec.nodes import NodeRange
 from paceline.spec.settings import TOML_NAME
@@ -46,22 +46,22 @@ class Manner:
 
     def takes(self, option: str) -> bool:
         """Whether an option of which schedulers decide has an effect."""
-        known = self.scheduler.submitting if self.submits else self.scheduler.starting
+        known = self.scheduler.submit_options if self.submits else self.scheduler.start_options
         return option in (known or ())
 
     def __str__(self) -> str:
         """How it is asked for, for people."""
         scheduler = self.scheduler
-        if scheduler.starting is None or scheduler.submitting is None:
-            return scheduler.typed
-        return f"{scheduler.typed} {'outside' if self.submits else 'inside'} an allocation"
+        if scheduler.start_options is None or scheduler.submit_options is None:
+            return scheduler.option
+        return f"{scheduler.option} {'outside' if self.submits else 'inside'} an allocation"
 
 
 def manners() -> list[Manner]:
     """All that there are: first those that start nodes now."""
     every = [load(name) for name in SCHEDULERS]
-    now = [Manner(one, submits=False) for one in every if one.starting is not None]
-    return now + [Manner(one, submits=True) for one in every if one.submitting is not None]
+    now = [Manner(one, submits=False) for one in every if one.start_options is not None]
+    return now + [Manner(one, submits=True) for one in every if one.submit_options is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ def refuse_ignored(ctx: click.Context, manner: Manner, environ: Mapping[str, str
     verb = ctx.command.name or "run"
     for name, spelled in given(ctx).items():
         typed = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        if environ.get(SUBMITTED) and name in SUBMISSION and not typed:
+        if environ.get(SUBMITTED_VARIABLE) and name in SUBMISSION and not typed:
             continue  # it has had its effect when this batch was submitted
         where = OPTIONS[name]
         if where.value is not None and ctx.params[name] != where.value:
@@ -266,7 +266,7 @@ def settle_nodes(ctx: click.Context, manner: Manner) -> None:
     nodes, verb = ctx.params.get("nnodes"), ctx.command.name or "run"
     if not isinstance(nodes, NodeRange):
         return
-    why = manner.scheduler.fixed
+    why = manner.scheduler.fixed_size_reason
     if manner.submits:
         why = "a batch asks for a certain number of nodes"
     elif verb in MEASURING:

@@ -213,7 +213,7 @@ def measure_links(ctx: click.Context, cluster: Cluster, via: Via) -> Links:
     from paceline.checks.link import evaluate as evaluate_link
     from paceline.remote.openssh import SshOptions
 
-    if len(cluster.hosts) < 2 or not via.scheduler.direct:
+    if len(cluster.hosts) < 2 or not via.scheduler.is_direct:
         return {}, {}, None
     ssh = SshOptions(ctx.params["ssh_config"], ctx.params["accept_new_host_keys"])
     survey = asyncio.run(_examine(ctx, cluster, ssh))

@@ -19,8 +19,8 @@ from paceline.cli.via import submit, transport_of
 from paceline.launch.entry import entry_of, opens_store
 from paceline.recipes import RECIPES
 from paceline.schedulers.scheduler import Scheduler
-from paceline.schedulers.script import SUBMITTED
-from paceline.schedulers.submission import Submitted
+from paceline.schedulers.script import SUBMITTED_VARIABLE
+from paceline.schedulers.submission import SubmittedJob
 from paceline.spec.errors import JobError, SettingError
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Job
@@ -96,9 +96,9 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
 def queued(scheduler: Scheduler) -> str:
     """How long the batch that we are waited before it began, where its scheduler tells."""
     number = scheduler.allocation(os.environ)
-    if number is None or not scheduler.follows() or not os.environ.get(SUBMITTED):
+    if number is None or not scheduler.can_follow() or not os.environ.get(SUBMITTED_VARIABLE):
         return ""
-    job = Submitted(scheduler, number)
+    job = SubmittedJob(scheduler, number)
     state = job.state()
     if state is None or state.queued_s is None:
         return ""

@@ -395,7 +395,7 @@ def links(probing: Probing) -> tuple[dict[tuple[str, str], float], dict[str, str
     ConnectError names the hosts that cannot be reached.
     """
     hosts, ctx = probing.cluster.hosts, probing.ctx
-    if len(hosts) < 2 or not probing.via.scheduler.direct:
+    if len(hosts) < 2 or not probing.via.scheduler.is_direct:
         return {}, {}
     import asyncio
 

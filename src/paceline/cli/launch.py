@@ -24,7 +24,7 @@ from paceline.cli.sources import TABLES_ARE_HOSTS, parse_env, refuse_ours, setti
 from paceline.cli.torchrun import torchrun_options
 from paceline.cli.verb import say
 from paceline.cli.via import VIA_OPTIONS, Via, hosts_source, manner_of, ssh_of, submit, via_of
-from paceline.schedulers import inside
+from paceline.schedulers import current_scheduler
 from paceline.spec.command import shell_text
 from paceline.spec.errors import PacelineError, SettingError
 from paceline.spec.events import Event
@@ -90,7 +90,7 @@ def described_by(ctx: click.Context) -> Setting[str | None]:
     found = setting(ctx, "hosts")
     if found.value is None:
         where = "--rdzv" if ctx.params["rdzv"] else ""
-        chosen = where or ("the allocation" if inside(os.environ) else "this machine")
+        chosen = where or ("the allocation" if current_scheduler(os.environ) else "this machine")
         return Setting(None, Source.FOUND, chosen)
     where = {Source.COMMAND_LINE: f"-H {found.value}"}.get(found.source, found.detail)
     tables = found.value == TABLES_ARE_HOSTS
@@ -189,7 +189,7 @@ def prepare(ctx: click.Context) -> tuple[Cluster, Via]:
     refuse_ignored(ctx, manner, os.environ)
     settle_nodes(ctx, manner)
     via = via_of(ctx.params)
-    if not via.scheduler.knows_hosts:
+    if not via.scheduler.accepts_hosts:
         return unknown_nodes(ctx.params["nnodes"]), via
     if via.kind != "run":
         return read_cluster(ctx, None), via
@@ -285,7 +285,7 @@ def carry_out(
         is_fresh: Nobody named the run directory: it goes again if there is not even a plan.
     """
     from paceline.launch.launcher import run_job, secrets_of
-    from paceline.schedulers.submission import typed_for
+    from paceline.schedulers.submission import submitting_arguments
 
     secrets = secrets_of(job, cluster)
     with told(job, run_dir.absolute(), secrets, screen) as end:
@@ -293,7 +293,7 @@ def carry_out(
             outcome = run_job(job, cluster, transport, screen, run_dir=run_dir, parent=parent,
                               package=package, inspect=inspect, keep_warm_s=keep_warm_s,
                               left=left)  # fmt: skip
-        outcome = replace(outcome, command=typed_for(outcome.path, os.environ))
+        outcome = replace(outcome, command=submitting_arguments(outcome.path, os.environ))
         end.append(outcome)
         show_end(job, outcome, after)
     return outcome.result.exit_code
@@ -378,7 +378,7 @@ def inspection(ctx: click.Context, job: Job, cluster: Cluster, via: Via,
     from paceline.checks.preflight import inspector, preflight
 
     links: Sequence[dict[str, Any]] = ()
-    if level == "full" and run_dir is not None and via.scheduler.direct:
+    if level == "full" and run_dir is not None and via.scheduler.is_direct:
         warnings, links = preflight(job, cluster, ssh_of(ctx.params))
         for warning in warnings:
             say(for_reader(f"paceline: warning: {warning}", sys.stderr), err=True)

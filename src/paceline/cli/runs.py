@@ -35,7 +35,12 @@ from paceline.rundir.ownership import (
     owner_here,
     read_owner,
 )
-from paceline.schedulers.submission import BATCH_FILE, Submitted, demand_own, found_in
+from paceline.schedulers.submission import (
+    BATCH_FILE,
+    SubmittedJob,
+    read_submission,
+    require_own_submission,
+)
 from paceline.spec import rundir as names
 from paceline.spec.detached import DETACHED, Detached
 from paceline.spec.errors import NodeError, PacelineError, SettingError
@@ -82,7 +87,7 @@ class RunState:
     word: str
     exit_code: int | None = None
     owner: dict[str, Any] | None = None
-    job: Submitted | None = None
+    job: SubmittedJob | None = None
     failure: str = ""
     last: dict[str, Any] | None = None
     slow: str = ""
@@ -198,7 +203,7 @@ def _is_running(path: Path) -> bool:
         return True
     if detached_of(path) is not None:
         return not look_at(path).over
-    if found_in(path) is None or records.is_regular(path / names.RESULT):
+    if read_submission(path) is None or records.is_regular(path / names.RESULT):
         return False
     state = look_at(path)  # asks the scheduler
     return not state.over and state.word != "not started"
@@ -222,11 +227,11 @@ def look_at(path: Path) -> RunState:
     text = result.failure.describe() if result.failure else ""
     metrics = path / names.METRICS
     last = records.last_record(metrics, LAST_BYTES, lambda one: one.get("split") != "pace")
-    job = found_in(path)
+    job = read_submission(path)
     if job is not None and (state := job.state()) is not None:
-        code = state.exit_code if state.over else None
+        code = state.exit_code if state.is_over else None
         batch = RunState(path, state.describe(), code, owner, job, text, last)
-        return batch if state.over else _going_on(batch, FRESH_S)
+        return batch if state.is_over else _going_on(batch, FRESH_S)
     if owner is not None and owner_alive(owner):
         return _going_on(RunState(path, "running", None, owner, job, "", last))
     away = detached_of(path)
@@ -450,7 +455,7 @@ def end(state: RunState, now: bool) -> None:
     What stands in the folder only says whom to ask: it may have come from anybody.
     """
     if state.job is not None:
-        demand_own(state.path, state.job)
+        require_own_submission(state.path, state.job)
         state.job.cancel(kill=now)
         return
     owner = state.owner or {}

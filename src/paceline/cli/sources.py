@@ -296,7 +296,7 @@ def settle_hosts(ctx: click.Context, from_file: FromFile) -> None:
     Without any other word they are those of the allocation that we are in, else of the
     ``[hosts.NAME]`` tables; nodes that meet at ``--rdzv`` need none.
     """
-    from paceline.schedulers import inside
+    from paceline.schedulers import current_scheduler
 
     params = ctx.params
     if "hosts" not in params:
@@ -308,7 +308,9 @@ def settle_hosts(ctx: click.Context, from_file: FromFile) -> None:
         params["hosts"] = None  # what was typed now means other hosts than usual
         ctx.set_parameter_source("hosts", ParameterSource.DEFAULT)
     if params["hosts"] is None and open_to_us:
-        if around := inside(os.environ):  # a verb that has --via takes its scheduler's hosts
+        if around := current_scheduler(
+            os.environ
+        ):  # a verb that has --via takes its scheduler's hosts
             params["hosts"] = None if "via" in params else around.hosts(os.environ)
         elif from_file.toml.get("hosts"):
             params["hosts"] = TABLES_ARE_HOSTS
@@ -337,7 +339,7 @@ def _takes_hosts(via: str | None) -> bool:
         return True
     from paceline.schedulers import load
 
-    return "ssh_config" in (load(via).starting or ())  # one that logs in to them
+    return "ssh_config" in (load(via).start_options or ())  # one that logs in to them
 
 
 def use_lab(ctx: click.Context) -> None:

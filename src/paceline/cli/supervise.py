@@ -293,7 +293,7 @@ def _containers(told: Mapping[str, Any], hosts: Sequence[Host]) -> StartsAgain:
     """Starts containers anew on hosts of which the first one was lost."""
     from paceline.schedulers.container import ContainerTransport
 
-    transport = ContainerTransport.taken_over(told, hosts)
+    transport = ContainerTransport.from_json(told, hosts)
 
     async def start(host: Host, python: str) -> Channel:
         (channel,) = await transport.open([host], [python])

@@ -92,7 +92,7 @@ def refuse_names(options: Options, job: Job, cluster: Cluster, via: Via) -> None
     """SettingError for what is said of other hosts, before anything starts; the ranks look, too."""
     weights, limits = weights_of(options.balance), limits_of(options.micro_batch)
     of_hosts = isinstance(weights, Mapping) or isinstance(limits, Mapping)
-    if not of_hosts or via.kind != "run" or not via.scheduler.knows_hosts:
+    if not of_hosts or via.kind != "run" or not via.scheduler.accepts_hosts:
         return
     from paceline.launch.decide import choose_hosts
 

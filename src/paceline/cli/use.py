@@ -59,7 +59,7 @@ def evaluate(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: ob
 def is_plain(ctx: click.Context, via: Via) -> bool:
     """Nothing was asked for that needs a launcher: one process on this machine will do."""
     one = ctx.params["nproc_per_node"] in (None, 1)
-    return one and via.scheduler.direct and not given(ctx).keys() - {"nproc_per_node"}
+    return one and via.scheduler.is_direct and not given(ctx).keys() - {"nproc_per_node"}
 
 
 def data_files(folder: Path, typed: EvaluateOptions) -> list[str]:

@@ -16,7 +16,7 @@ from paceline.cli.torchrun import Aliased
 from paceline.cli.verb import say
 from paceline.hosts.lab import lab_name
 from paceline.remote.openssh import SshOptions
-from paceline.schedulers import BY_HAND, DEFAULT, FOR_IMAGES, SCHEDULERS, inside, load
+from paceline.schedulers import BY_HAND, DEFAULT, FOR_IMAGES, SCHEDULERS, current_scheduler, load
 from paceline.schedulers.scheduler import ContainerOptions, Options, Scheduler
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Job
@@ -122,7 +122,7 @@ class Via:
         passes its whole environment on in the clear: forwarded secrets must not be in it, for the
         agents get them through TLS.
         """
-        if self.scheduler.direct:
+        if self.scheduler.is_direct:
             return
         from paceline.launch.entry import entry_argv
         from paceline.rendezvous.started import StartedTransport
@@ -138,8 +138,8 @@ class Via:
 def manner_of(params: Mapping[str, Any], environ: Mapping[str, str]) -> Manner:
     """How the command is carried out: by which scheduler, now or later."""
     scheduler = scheduler_of(params, environ)
-    outside = scheduler.submitting is not None and scheduler.allocation(environ) is None
-    return Manner(scheduler, submits=scheduler.starting is None or outside)
+    outside = scheduler.submit_options is not None and scheduler.allocation(environ) is None
+    return Manner(scheduler, submits=scheduler.start_options is None or outside)
 
 
 def scheduler_of(params: Mapping[str, Any], environ: Mapping[str, str]) -> Scheduler:
@@ -150,7 +150,7 @@ def scheduler_of(params: Mapping[str, Any], environ: Mapping[str, str]) -> Sched
         return load(params["via"])
     if params["image"]:
         return load(FOR_IMAGES)
-    around = inside(environ)
+    around = current_scheduler(environ)
     if around is not None and params["hosts"] in (None, around.name):
         return around
     return load(DEFAULT)
@@ -167,7 +167,7 @@ def hosts_source(params: Mapping[str, Any], environ: Mapping[str, str]) -> str |
 def via_of(params: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Via:
     """What is to be done. SettingError where options contradict each other."""
     environ = os.environ if environ is None else environ
-    if params["rdzv"] and (params["hosts"] or not load(params["via"] or DEFAULT).direct):
+    if params["rdzv"] and (params["hosts"] or not load(params["via"] or DEFAULT).is_direct):
         raise SettingError(
             "--rdzv means that the command is typed on each node",
             found="-H or --via says that something else starts the nodes",
@@ -176,9 +176,9 @@ def via_of(params: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
     manner = manner_of(params, environ)
     if manner.submits:
         return Via("submit", manner.scheduler)
-    if manner.scheduler.calls_back and lab_name(params["hosts"] or "") is not None:
+    if manner.scheduler.needs_callback and lab_name(params["hosts"] or "") is not None:
         raise SettingError(
-            f"{manner.scheduler.typed} needs nodes that can call this machine, and the lab's "
+            f"{manner.scheduler.option} needs nodes that can call this machine, and the lab's "
             "cannot",
             found=f"-H {params['hosts']}: nothing outside a lab can be reached from its hosts",
             remedy=f"Type it on one of them: paceline lab shell n1, cd {Path.cwd()}, and the same "
@@ -270,19 +270,21 @@ def submit(ctx: click.Context, job: Job, directory: Path, scheduler: Scheduler,
 
     directory = directory.absolute()
     request = request_of(ctx, job, directory, folder)
-    if scheduler.keeps_secrets and not ctx.params["plan_only"]:
+    if scheduler.stores_secrets and not ctx.params["plan_only"]:
         request = replace(request, secrets=secrets_of(job))
     text = scheduler.render(request)
-    if ctx.params["plan_only"] or not scheduler.follows():
+    if ctx.params["plan_only"] or not scheduler.can_follow():
         click.echo(text, nl=False)
-        if not scheduler.tried:
-            by_hand = f"; submit it with {scheduler.hand_over}" if scheduler.hand_over else ""
+        if not scheduler.is_tested:
+            by_hand = (
+                f"; submit it with {scheduler.submit_command}" if scheduler.submit_command else ""
+            )
             if request.secrets:
                 by_hand += ", and show it to nobody: it holds secrets (--plan leaves them out)"
             say(f"paceline: this form was not tried on a real {scheduler.name}{by_hand}", err=True)
         return 0
     array = bool(request.array)
-    handed_in = submission.hand_in(scheduler, text, directory, array, job.typed)
+    handed_in = submission.submit_job(scheduler, text, directory, array, job.typed)
     say(f"paceline: {handed_in.title}, run directory {directory}", err=True)
     if ctx.params["detach"]:
         return 0
@@ -300,7 +302,7 @@ def request_of(ctx: click.Context, job: Job, directory: Path, folder: str) -> Ba
         name=job.name,
         argv=(job.python, "-m", "paceline", *VERBS[ctx.command.name or "run"].split()),
         folder=folder,
-        words=words_inside(ctx),
+        options=words_inside(ctx),
         workdir=job.workdir,
         run_dir=str(directory),
         nodes=params["nnodes"],

@@ -419,36 +419,30 @@ def _repeat_note(host: Host, group: list[Mention]) -> str:
     return f"`{host.name}` is listed {times}: its slots add up to {host.slots}"
 
 
+_COLON_NOTES = {
+    "slots": "was read as {slots}; `--colon port` reads an SSH port",
+    "port": "was read as SSH port {number}; `--colon slots` reads slots",
+    "rendezvous": "was read as rendezvous port {number}, not needed here: a free one is found; "
+    "`--colon port` reads an SSH port",
+}
+
+
 def _colon_notes(mentions: Sequence[Mention], meanings: Sequence[ColonMeaning | None]) -> list[str]:
-    pairs = list(zip(mentions, meanings, strict=True))
     notes = []
-    for meaning in ("slots", "port", "rendezvous"):
-        matches = [m for m, candidate in pairs if candidate == meaning and m.slots is None]
+    pairs = [(m, meaning) for m, meaning in zip(mentions, meanings, strict=True) if m.slots is None]
+    for meaning, text in _COLON_NOTES.items():
+        matches = [mention for mention, own_meaning in pairs if own_meaning == meaning]
         if matches:
-            notes.append(_colon_note(matches[0], meaning) + _count_suffix(len(matches) - 1))
+            number = matches[0].number or 0
+            note = text.format(number=number, slots=counted(number, "slot"))
+            more = f" ({len(matches) - 1} more alike)" if len(matches) > 1 else ""
+            notes.append(f"`{join_number(matches[0].address, number)}` {note}{more}")
     return notes
-
-
-def _colon_note(mention: Mention, meaning: str) -> str:
-    written = f"`{join_number(mention.address, mention.number)}`"
-    if meaning == "slots":
-        slots = counted(mention.number or 0, "slot")
-        return f"{written} was read as {slots}; `--colon port` reads an SSH port"
-    if meaning == "port":
-        return f"{written} was read as SSH port {mention.number}; `--colon slots` reads slots"
-    return (
-        f"{written} was read as rendezvous port {mention.number}, not needed here: "
-        "a free one is found; `--colon port` reads an SSH port"
-    )
 
 
 def _unused_notes(mentions: Sequence[Mention]) -> list[str]:
     keys = list(dict.fromkeys(key for mention in mentions for key in mention.unused))
     return [f"`{key}=` was ignored: Paceline has no use for it" for key in keys]
-
-
-def _count_suffix(count: int) -> str:
-    return f" ({count} more alike)" if count else ""
 
 
 def _limit_notes(notes: list[str], limit: int = 3) -> list[str]:

@@ -259,7 +259,7 @@ def claim(name: str) -> Layout:
     with (parent / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for dead in [Layout(entry) for entry in parent.iterdir() if entry.is_dir()]:
-            if not alive(dead):
+            if not is_running(dead):
                 remove(dead)
         layout = Layout(parent / name)
         try:

@@ -344,7 +344,7 @@ class _Start:
             "cluster": to_plain(cluster),
             "package": leaving.package,
             "supervisor": self._host.name,
-            "containers": None if leaving.containers is None else leaving.containers.tell(),
+            "containers": None if leaving.containers is None else leaving.containers.to_json(),
             "trees": None if here else dict(trees or {}),
             "data": self._data,
             "run": str(leaving.run_dir.absolute()) if here else None,

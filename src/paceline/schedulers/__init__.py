@@ -1,7 +1,7 @@
-"""What starts the nodes of a job: one file a scheduler, with all its verbs, imported when used.
+"""Schedulers start the nodes of a job; each has a module, which is imported on first use.
 
-To add one: write ``NAME.py`` with ``SCHEDULER``, an instance of a class of your own (see
-:mod:`paceline.schedulers.scheduler`), and put its name here.
+To add one, write ``NAME.py`` with ``SCHEDULER``, an instance of your class (see
+:mod:`paceline.schedulers.scheduler`), and add its name here.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ SCHEDULERS = (
     "lsf",
     "kubernetes",
 )
-DEFAULT = "ssh"  # where nothing else was asked for
-FOR_IMAGES = "docker"  # where only an image was named
-BY_HAND = "rdzv"  # asked for by an option of its own
+DEFAULT = "ssh"
+FOR_IMAGES = "docker"  # the default with --image
+BY_HAND = "rdzv"  # selected by --rdzv
 
 
 def load(name: str) -> Scheduler:
-    """The scheduler of a name. SettingError when there is none."""
+    """Returns the scheduler of a name. Raises SettingError if there is none."""
     if name not in SCHEDULERS:
         raise SettingError(f"there is no scheduler `{name}`", found=", ".join(SCHEDULERS))
-    found: Scheduler = importlib.import_module(f"paceline.schedulers.{name}").SCHEDULER
-    return found
+    scheduler: Scheduler = importlib.import_module(f"paceline.schedulers.{name}").SCHEDULER
+    return scheduler
 
 
-def inside(environ: Mapping[str, str]) -> Scheduler | None:
-    """The scheduler in whose allocation we are. Its variables begin with its name."""
+def current_scheduler(environ: Mapping[str, str]) -> Scheduler | None:
+    """Returns the scheduler whose allocation we are in; its variables begin with its name."""
     for name in SCHEDULERS:
         prefix = f"{name.upper()}_"
         if any(variable.startswith(prefix) for variable in environ):

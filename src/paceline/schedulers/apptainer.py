@@ -1,4 +1,4 @@
-"""Apptainer: an image is a file, the user stays the user. Rendered; not tried."""
+"""Apptainer: an image is a file, and the user id stays. Rendered; not tested."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from paceline.schedulers.container import Container, Engine
 
 
 class Apptainer(Engine):
-    """With images that are files."""
+    """Runs images that are files."""
 
     name, title = "apptainer", "Apptainer"
-    starting = Engine.starting - {"shm_size"}
-    tried = False
+    start_options = Engine.start_options - {"shm_size"}
+    is_tested = False
     probe = (
         'command -v apptainer >/dev/null || { echo "apptainer: not found"; exit; }; '
         'd=$(sha256sum "$image" 2>&1) && echo "paceline-digest ${d%% *}" || echo "$d"'
     )
 
     def wrap(self, command: Sequence[str], container: Container) -> list[str]:
-        """``apptainer exec``; network, user and /dev/shm are the host's anyway."""
+        """Returns ``apptainer exec``, which uses the host's network, user and /dev/shm."""
         flags = ["exec", "--cleanenv", "--pwd", container.workdir]
         flags += [word for mount in container.mounts for word in ("--bind", mount)]
         flags += [f"--env={name}={value}" for name, value in container.env.items()]

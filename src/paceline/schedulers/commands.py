@@ -1,4 +1,4 @@
-"""Runs commands of schedulers: to ask them something and to submit scripts."""
+"""Runs commands of schedulers: queries and submission of scripts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from paceline.remote.link import ended
 from paceline.schedulers.scheduler import Scheduler
 from paceline.spec.errors import SettingError
 
-ASK_PATIENCE_S = 10.0
+COMMAND_TIMEOUT_S = 10.0
 
 
-async def ask(*argv: str, patience_s: float = ASK_PATIENCE_S) -> str:
-    """What one of a scheduler's commands says; empty when it cannot say anything."""
+async def command_output(*argv: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
+    """Returns the output of a command; empty if it is missing or does not end in time."""
     if shutil.which(argv[0]) is None:
         return ""
     process = await asyncio.create_subprocess_exec(
@@ -25,50 +25,50 @@ async def ask(*argv: str, patience_s: float = ASK_PATIENCE_S) -> str:
         start_new_session=True,
     )  # fmt: skip
     try:
-        words, _ = await asyncio.wait_for(process.communicate(), patience_s)
+        output, _ = await asyncio.wait_for(process.communicate(), timeout_s)
     except asyncio.TimeoutError:
         return ""
     finally:
         if process.returncode is None:
             process.kill()
             await ended(process)
-    return words.decode(errors="replace")
+    return output.decode(errors="replace")
 
 
-def program(scheduler: Scheduler, name: str, remedy: str, found: str = "") -> str:
-    """The path of one of a scheduler's commands. SettingError when it is not here."""
+def find_program(scheduler: Scheduler, name: str, remedy: str, found: str = "") -> str:
+    """Returns the path of a scheduler's command. Raises SettingError if it is missing."""
     path = shutil.which(name)
     if path is None:
         raise SettingError(
-            f"{scheduler.typed} needs {name}", found=found or f"no {name} on PATH", remedy=remedy
+            f"{scheduler.option} needs {name}", found=found or f"no {name} on PATH", remedy=remedy
         )
     return path
 
 
-def submitted(scheduler: Scheduler, argv: Sequence[str], script: Path, job_id: str) -> str:
-    """Runs a command that submits a script; the job's id from what it prints.
+def run_submit_command(scheduler: Scheduler, argv: Sequence[str], script: Path, job_id: str) -> str:
+    """Runs a command that submits a script; returns the job's id from its output.
 
     Args:
-        scheduler: For its name.
+        scheduler: The scheduler, for its name.
         argv: The command.
-        script: What it submits.
-        job_id: Regular expression of a line, whose first group is the id.
+        script: The script that it submits.
+        job_id: Regular expression whose first group is the id.
     """
-    done = subprocess.run(list(argv), capture_output=True, text=True, check=False)
-    if done.returncode:
+    result = subprocess.run(list(argv), capture_output=True, text=True, check=False)
+    if result.returncode:
         raise SettingError(
             f"{scheduler.title} refused the batch",
-            found=done.stderr.strip() or done.stdout.strip(),
+            found=result.stderr.strip() or result.stdout.strip(),
             remedy=f"Look at its directives: {script}",
             exit_code=1,
         )
-    match = re.search(job_id, done.stdout, re.MULTILINE)
+    match = re.search(job_id, result.stdout, re.MULTILINE)
     if match is None:
-        raise SettingError(f"{argv[0]} said something unexpected", found=done.stdout.strip())
+        raise SettingError(f"{argv[0]} said something unexpected", found=result.stdout.strip())
     return match.group(1)
 
 
-def tail(words: str, lines: int = 6) -> str:
-    """The end of what a program said, without its decoration."""
-    kept = [line.strip() for line in words.splitlines() if line.strip(" -=\t|:")]
-    return "\n".join(kept[-lines:])
+def last_lines(output: str, lines: int = 6) -> str:
+    """Returns the last lines of a program's output, without blank and decorative ones."""
+    informative = [line.strip() for line in output.splitlines() if line.strip(" -=\t|:")]
+    return "\n".join(informative[-lines:])

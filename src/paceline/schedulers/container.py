@@ -1,6 +1,6 @@
-"""Agents in containers, started over SSH (here without it): what all engines have in common.
+"""Runs agents in containers, started over SSH (on this machine without it).
 
-The agent runs in the container and its ranks with it. An engine is a scheduler of its own.
+The agent and its ranks run in the container. Each engine is a scheduler of its own.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from paceline.remote.transport import Reached, Transport, nobody
 from paceline.rendezvous.started import said_by
 from paceline.schedulers import load
 from paceline.schedulers.scheduler import (
-    LEAVE,
-    LOGIN,
-    NOW,
+    DETACH_OPTIONS,
+    SSH_OPTIONS,
+    START_OPTIONS,
     ContainerOptions,
     Options,
     Scheduler,
 )
+from paceline.schedulers.ssh import SshTransport
 from paceline.spec.command import shell_text
 from paceline.spec.errors import ConnectError, NodeError, SettingError
 from paceline.spec.hosts import Host
 
-BY_PATH = "/dev/dri/by-path"  # --device brings the devices alone
-CACHE = "/tmp/paceline-cache"  # noqa: S108 - a folder inside the container, gone with it
+BY_PATH = "/dev/dri/by-path"  # not added by --device
+CACHE = "/tmp/paceline-cache"  # noqa: S108 - a folder inside the container, removed with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +41,15 @@ class Container:
     """The container for one host's agent.
 
     Attributes:
-        name: Its name there.
+        name: Name of the container.
         image: Name of the image.
-        workdir: Folder in which it begins; it exists there.
+        workdir: Working directory, which exists there.
         mounts: ``SOURCE:TARGET[:ro]`` each.
-        env: Variables that are no secret.
-        uid, gid: Who runs in it: the user who logged in.
+        env: Variables, without secrets.
+        uid, gid: Ids of the user who logged in.
         groups: Further group ids, for devices.
-        devices: Device folders that it sees.
-        nvidia: Whether NVIDIA's devices are to be seen.
+        devices: Device folders.
+        nvidia: Whether it gets NVIDIA's devices.
         shm_size: Size of its /dev/shm.
         arguments: Further flags, passed through.
     """
@@ -69,20 +70,20 @@ class Container:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What a host says of an image and of itself.
+    """A host's image, user and devices.
 
     Attributes:
-        digest: Of the image there; empty when it cannot be had.
-        words: What the engine said instead.
-        uid, gid: Of the user who logged in.
+        digest: Digest of the image; empty if it is missing.
+        engine_output: The engine's error message.
+        uid, gid: Ids of the user who logged in.
         groups: Group ids of ``render`` and ``video``.
-        folders: Which of the wanted folders exist.
-        dri, nvidia, kfd: Whether there are such devices; kfd is AMD's, beside its ``dri``.
-        by_path: Whether there are links by which Level Zero tells Intel's cards apart.
+        folders: Requested folders that exist.
+        dri, nvidia, kfd: Whether there are such devices; AMD's cards have kfd and dri.
+        by_path: Whether there are links by which Level Zero identifies Intel's cards.
     """
 
     digest: str
-    words: str
+    engine_output: str
     uid: int
     gid: int
     groups: tuple[int, ...]
@@ -94,192 +95,190 @@ class Probe:
 
 
 class Engine(Scheduler):
-    """A container engine. Each says only how it runs a command and what it knows of an image.
+    """A container engine; subclasses define how to run a command and inspect an image.
 
     Attributes:
-        probe: Shell text that says what the image ``$image`` is on a host.
+        probe: Shell text that prints the digest of the image ``$image``.
     """
 
     probe: str
-    starting = NOW | LOGIN | LEAVE | {"via_arg", "image", "mount", "shm_size", "wait_for_nodes"}
+    start_options = (
+        START_OPTIONS
+        | SSH_OPTIONS
+        | DETACH_OPTIONS
+        | {"via_arg", "image", "mount", "shm_size", "wait_for_nodes"}
+    )
 
     def wrap(self, command: Sequence[str], container: Container) -> list[str]:
-        """The command that runs ``command`` in the container, its standard streams passed on."""
+        """Returns the command that runs ``command`` in the container, with its streams."""
         raise NotImplementedError
 
     def remove(self, names: Sequence[str]) -> list[str]:
-        """The command that ends containers and removes them; empty where nothing can be left."""
+        """Returns the command that kills and removes containers; empty if none can remain."""
         return []
 
     def start(self, options: Options) -> Transport:
         if not options.container.image:
-            raise SettingError(f"{self.typed} needs an image", remedy="--image IMAGE")
+            raise SettingError(f"{self.option} needs an image", remedy="--image IMAGE")
         return ContainerTransport(self, options)
 
 
-class ContainerTransport:
-    """One container a host, with the same image, in which the agent and its ranks run.
+class ContainerTransport(SshTransport):
+    """One container for each host, with the same image, for the agent and its ranks.
 
-    A host that was lost gets another one, under another name, once what may be left of those
-    before has been removed.
+    A lost host gets another container, under another name, after the previous ones were removed.
     """
 
-    redials = True
-    dialects: tuple[str, ...] = ()
-
     def __init__(self, engine: Engine, options: Options) -> None:
+        super().__init__(options)
         self._engine = engine
         self._options = options
         self._run = secrets.token_hex(4)
         self._digest = ""  # of the image, once all had the same
-        self._here: set[str] = set()  # hosts that are this machine
-        self._begun: Counter[str] = Counter()  # containers, by host
-        self._left: dict[str, list[str]] = {}  # names of those that may still be there, by host
+        self._local_hosts: set[str] = set()  # hosts that are this machine
+        self._num_started: Counter[str] = Counter()  # containers, by host
+        self._removable: dict[str, list[str]] = {}  # names of remaining containers, by host
 
-    def tell(self) -> dict[str, Any]:
-        """What another machine must know that starts lost containers again, in terms of JSON."""
+    def to_json(self) -> dict[str, Any]:
+        """Returns what another machine needs to restart lost containers, as JSON."""
         return {"engine": self._engine.name, "run": self._run, "digest": self._digest,
                 "container": asdict(self._options.container)}  # fmt: skip
 
     @classmethod
-    def taken_over(cls, told: Mapping[str, Any], hosts: Sequence[Host]) -> ContainerTransport:
-        """What starts again what another machine has started, and told of (:meth:`tell`)."""
-        lists: dict[str, Any] = {
-            name: tuple(one) if isinstance(one, list) else one
-            for name, one in told["container"].items()
+    def from_json(cls, state: Mapping[str, Any], hosts: Sequence[Host]) -> ContainerTransport:
+        """Returns a transport that restarts containers of another machine (:meth:`to_json`)."""
+        options: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in state["container"].items()
         }
-        engine = load(told["engine"])
+        engine = load(state["engine"])
         assert isinstance(engine, Engine)
-        transport = cls(engine, Options(container=ContainerOptions(**lists)))
-        transport._run, transport._digest = told["run"], told["digest"]
-        transport._begun.update(host.name for host in hosts)
-        transport._left = {host.name: [name_of(host.name, transport._run)] for host in hosts}
+        transport = cls(engine, Options(container=ContainerOptions(**options)))
+        transport._run, transport._digest = state["run"], state["digest"]
+        transport._num_started.update(host.name for host in hosts)
+        transport._removable = {
+            host.name: [container_name(host.name, transport._run)] for host in hosts
+        }
         return transport
 
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
                    reached: Reached = nobody) -> list[Channel]:  # fmt: skip
-        """Looks at the image everywhere first; NodeError where it is missing or another one.
+        """Checks the image on all hosts, then starts the agents.
 
-        NodeError, too, where a container that was lost cannot be removed.
+        Raises:
+            NodeError: The image is missing or differs, or a lost container cannot be removed.
         """
-        self._here |= {host.name for host in hosts if host.local}
-        hosts = [replace(host, local=host.name in self._here) for host in hosts]
+        self._local_hosts |= {host.name for host in hosts if host.local}
+        hosts = [replace(host, local=host.name in self._local_hosts) for host in hosts]
         wrap = await self.wrapping(hosts)
-        await asyncio.gather(*(self._remove_left(host) for host in hosts))
+        await asyncio.gather(*(self._remove_lost(host) for host in hosts))
         channels = await connect_all(hosts, pythons, self._options.ssh, wrap, reached)
         for channel in channels:  # a container here has other files than this machine
             channel.host = replace(channel.host, local=False)
         return channels
 
     async def wrapping(self, hosts: Sequence[Host]) -> Wrap:
-        """What puts an agent's command into a host's container.
+        """Returns the function that wraps an agent's command in a host's container.
 
         Raises:
-            ConnectError: A host cannot be logged in to.
-            NodeError: It cannot run the image, or has another one of that name.
+            ConnectError: The login to a host failed.
+            NodeError: A host cannot run the image, or has another one of that name.
         """
-        probes = await self._probe_all(hosts)
+        results = await asyncio.gather(*map(self._probe, hosts))
+        probes = dict(zip((host.name for host in hosts), results, strict=True))
         image = self._options.container.image
         self._digest = check_images(self._engine.name, image, probes, self._digest)
 
         def wrap(host: Host, agent: list[str]) -> list[str]:
-            number = self._begun[host.name]
+            number = self._num_started[host.name]
             container = container_for(host, probes[host.name], self._options, self._run, number)
-            self._begun[host.name] += 1
-            self._left.setdefault(host.name, []).append(container.name)
+            self._num_started[host.name] += 1
+            self._removable.setdefault(host.name, []).append(container.name)
             return self._engine.wrap(agent, container)
 
         return wrap
 
-    async def _probe_all(self, hosts: Sequence[Host]) -> dict[str, Probe]:
-        probes = await asyncio.gather(*(self._probe(host) for host in hosts))
-        return dict(zip((host.name for host in hosts), probes, strict=True))
-
     async def _probe(self, host: Host) -> Probe:
         container = self._options.container
-        look = probe_command(self._engine, container.image, container.folders)
-        _, words = await self._said_on(host, look, "paceline-uid")
-        return parse_probe(words)
+        command = probe_command(self._engine, container.image, container.folders)
+        _, output = await self._run_on(host, command, "paceline-uid")
+        return parse_probe(output)
 
-    async def _said_on(self, host: Host, command: list[str],
+    async def _run_on(self, host: Host, command: list[str],
                        mark: str = "\0") -> tuple[int | None, str]:  # fmt: skip
-        """Exit status and words of a command on a host; ``mark`` in them shows that it ran."""
+        """Returns status and output of a command on a host; ``mark`` shows that it ran."""
         argv = command if host.local else ssh_command(host, self._options.ssh, command)
-        status, words = await said_by(argv, {})
-        if not host.local and status == SSH_FAILED and mark not in words:
-            refusal = classify(words, status, host)
+        status, output = await said_by(argv, {})
+        if not host.local and status == SSH_FAILED and mark not in output:
+            refusal = classify(output, status, host)
             raise ConnectError(
                 f"cannot log in to {host.name}: {refusal.cause}", found=refusal.found,
                 remedy=refusal.remedy, brief=refusal.cause,
             )  # fmt: skip
-        return status, words
+        return status, output
 
-    async def _remove_left(self, host: Host) -> None:
-        """A container that was lost may hold the GPUs, and would not let its ranks go."""
-        names = list(self._left.get(host.name, ()))
+    async def _remove_lost(self, host: Host) -> None:
+        """Removes lost containers, which may still hold the GPUs."""
+        names = list(self._removable.get(host.name, ()))
         command = self._engine.remove(names) if names else []
         if command:
-            status, words = await self._said_on(host, command)
-            if not removed(status, words):
+            status, output = await self._run_on(host, command)
+            if not is_removed(status, output):
                 raise NodeError(
                     f"the container that {host.name} has lost cannot be removed",
-                    found=words or "no word", remedy=f"On {host.name}: {shell_text(command)}",
+                    found=output or "no word", remedy=f"On {host.name}: {shell_text(command)}",
                 )  # fmt: skip
-        self._left[host.name] = [one for one in self._left.get(host.name, ()) if one not in names]
-
-    async def close(self, exit_code: int) -> None:
-        """Containers end with their agents."""
-
-    async def why(self, host: Host) -> str:
-        return ""
+        remaining = self._removable.get(host.name, ())
+        self._removable[host.name] = [name for name in remaining if name not in names]
 
 
-def name_of(host: str, run: str, number: int = 0) -> str:
-    """Name of a host's container in a run; ``number``: how many it had before."""
-    again = f".{number + 1}" if number else ""
-    return f"paceline-{run}{again}-{re.sub(r'[^a-zA-Z0-9_.-]', '-', host)}"
+def container_name(host: str, run: str, number: int = 0) -> str:
+    """Returns the name of a host's container; ``number`` counts its earlier ones."""
+    attempt = f".{number + 1}" if number else ""
+    return f"paceline-{run}{attempt}-{re.sub(r'[^a-zA-Z0-9_.-]', '-', host)}"
 
 
-def removed(status: int | None, words: str) -> bool:
-    """Whether nothing is left of containers, from what their removal said. Pure.
+def is_removed(status: int | None, output: str) -> bool:
+    """Whether containers are removed, from the output of the removal. Pure.
 
-    Docker calls it an error that there was nothing, or that it is about to be gone by itself.
+    Docker fails for containers that do not exist or are already being removed.
     """
-    lines = words.splitlines()
-    nothing = [line for line in lines if _NOTHING_LEFT.search(line)]
+    lines = output.splitlines()
+    harmless = [line for line in lines if _ALREADY_REMOVED.search(line)]
     errors = [line for line in lines if re.search("error|denied|cannot", line, re.IGNORECASE)]
-    return status == 0 or (bool(nothing) and set(errors) <= set(nothing))
+    return status == 0 or (bool(harmless) and set(errors) <= set(harmless))
 
 
-_NOTHING_LEFT = re.compile(
+_ALREADY_REMOVED = re.compile(
     r"no such container|no container with|already in progress", re.IGNORECASE
 )
 
 
 def container_for(host: Host, probe: Probe, options: Options, run: str,
                   number: int = 0) -> Container:  # fmt: skip
-    """The container for one host's agent; ``number``: how many it had before. Pure."""
-    wanted = options.container
+    """Returns the container for one host's agent; ``number`` counts its earlier ones. Pure."""
+    requested = options.container
     folders = tuple(f"{folder}:{folder}" for folder in probe.folders)
-    known = {mount.split(":")[0] for mount in wanted.mounts}
-    own = tuple(mount for mount in folders if mount.split(":")[0] not in known)
-    workdir = wanted.folders[0] if wanted.folders and wanted.folders[0] in probe.folders else "/"
+    mounted = {mount.split(":")[0] for mount in requested.mounts}
+    project_mounts = tuple(mount for mount in folders if mount.split(":")[0] not in mounted)
+    project = requested.folders[0] if requested.folders else ""
+    by_path = (f"{BY_PATH}:{BY_PATH}:ro",) if probe.by_path else ()
     env = {"XDG_CACHE_HOME": CACHE}
     if probe.uid:
         env["HOME"] = "/tmp"  # noqa: S108 - the image may not know this user
     return Container(
-        name=name_of(host.name, run, number),
-        image=wanted.image,
-        workdir=workdir,
-        mounts=(*wanted.mounts, *own, *([f"{BY_PATH}:{BY_PATH}:ro"] if probe.by_path else ())),
+        name=container_name(host.name, run, number),
+        image=requested.image,
+        workdir=project if project in probe.folders else "/",
+        mounts=(*requested.mounts, *project_mounts, *by_path),
         env=env,
         uid=probe.uid,
         gid=probe.gid,
         groups=probe.groups if probe.dri else (),
         devices=(*(["/dev/dri"] if probe.dri else ()), *(["/dev/kfd"] if probe.kfd else ())),
         nvidia=probe.nvidia,
-        shm_size=wanted.shm_size,
-        arguments=wanted.arguments,
+        shm_size=requested.shm_size,
+        arguments=requested.arguments,
     )
 
 
@@ -303,8 +302,8 @@ _CAUSES = (
 )
 
 
-def check_images(name: str, image: str, probes: Mapping[str, Probe], wanted: str = "") -> str:
-    """The image's digest, the same everywhere. Pure.
+def check_images(name: str, image: str, probes: Mapping[str, Probe], expected: str = "") -> str:
+    """Returns the image's digest, which must be the same on all hosts. Pure.
 
     Args:
         name: The engine's.
@@ -315,42 +314,42 @@ def check_images(name: str, image: str, probes: Mapping[str, Probe], wanted: str
     Raises:
         NodeError: A host lacks the image, or has another one of the same name.
     """
-    without = {host: probe.words for host, probe in probes.items() if not probe.digest}
-    if without:
-        raise _missing(name, image, without)
+    missing = {host: probe.engine_output for host, probe in probes.items() if not probe.digest}
+    if missing:
+        raise _missing_image_error(name, image, missing)
     digests = {probe.digest for probe in probes.values()}
     if len(digests) > 1:
-        first = next(iter(probes))
+        source = next(iter(probes))
         raise NodeError(
             f"{image} is not the same image on all hosts",
             found="\n".join(f"{host}: {probe.digest[:19]}…" for host, probe in probes.items()),
-            remedy=f"Copy it from {first}: {name} save {image} | ssh HOST {name} load",
+            remedy=f"Copy it from {source}: {name} save {image} | ssh HOST {name} load",
         )
     (digest,) = digests
-    if wanted and digest != wanted:
+    if expected and digest != expected:
         raise NodeError(
             f"{image} on {', '.join(probes)} is not the image that the other hosts have",
-            found=f"another image of that name: {digest[:19]}…, the others have {wanted[:19]}…",
+            found=f"another image of that name: {digest[:19]}…, the others have {expected[:19]}…",
             remedy=f"Copy it there from another host: {name} save {image} | ssh HOST {name} load",
         )
     return digest
 
 
-def _missing(name: str, image: str, without: Mapping[str, str]) -> NodeError:
-    found, remedies = [], []
-    for host, words in without.items():
+def _missing_image_error(name: str, image: str, outputs: Mapping[str, str]) -> NodeError:
+    details, remedies = [], []
+    for host, output in outputs.items():
         cause, remedy = f"{name} failed", f"Try there: {name} image inspect {image}"
         for pattern, message, advice in _CAUSES:
-            if re.search(pattern, words):
+            if re.search(pattern, output):
                 values = {"engine": name, "host": host, "image": image}
                 cause, remedy = message.format(**values), advice.format(**values)
                 break
-        last = words.splitlines()[-1] if words else "no word"
-        found.append(f"{host}: {cause}: {last}")
+        last_line = output.splitlines()[-1] if output else "no word"
+        details.append(f"{host}: {cause}: {last_line}")
         remedies.append(remedy)
     return NodeError(
-        f"{image} cannot be run on {', '.join(without)}",
-        found="\n".join(found),
+        f"{image} cannot be run on {', '.join(outputs)}",
+        found="\n".join(details),
         remedy="\n".join(dict.fromkeys(remedies)),
     )
 
@@ -359,7 +358,7 @@ def _missing(name: str, image: str, without: Mapping[str, str]) -> NodeError:
 
 
 # ``$1`` is the image, the folders follow
-_ABOUT_HOST = (
+_PROBE_SCRIPT = (
     'image="$1"; shift; echo "paceline-uid $(id -u)"; echo "paceline-gid $(id -g)"; '
     "for g in render video; do "
     'n=$(getent group "$g" | cut -d: -f3); [ -z "$n" ] || echo "paceline-group $n"; done; '
@@ -370,30 +369,30 @@ _ABOUT_HOST = (
 
 
 def probe_command(engine: Engine, image: str, folders: Sequence[str]) -> list[str]:
-    """Asks a host for all that :class:`Probe` holds; one command, any login shell."""
-    text = f"{_ABOUT_HOST}{engine.probe}"
+    """Returns the command that prints the fields of :class:`Probe`, for any login shell."""
+    text = f"{_PROBE_SCRIPT}{engine.probe}"
     return ["/bin/sh", "-c", text, "paceline", image, *folders]
 
 
 def parse_probe(text: str) -> Probe:
-    """Reads what the probe's command printed, errors of the engine included."""
-    found: dict[str, list[str]] = {}
-    words = []
+    """Parses the output of the probe's command, including the engine's errors."""
+    values: dict[str, list[str]] = {}
+    other_lines = []
     for line in text.splitlines():
         match = re.match(r"paceline-(\w+) ?(.*)", line)
         if match:
-            found.setdefault(match.group(1), []).append(match.group(2))
+            values.setdefault(match.group(1), []).append(match.group(2))
         else:
-            words.append(line)
+            other_lines.append(line)
     return Probe(
-        digest=found.get("digest", [""])[0],
-        words="\n".join(words).strip(),
-        uid=int(found.get("uid", ["0"])[0]),
-        gid=int(found.get("gid", ["0"])[0]),
-        groups=tuple(int(number) for number in found.get("group", [])),
-        folders=tuple(found.get("folder", [])),
-        dri="dri" in found,
-        nvidia="nvidia" in found,
-        kfd="kfd" in found,
-        by_path="by_path" in found,
+        digest=values.get("digest", [""])[0],
+        engine_output="\n".join(other_lines).strip(),
+        uid=int(values.get("uid", ["0"])[0]),
+        gid=int(values.get("gid", ["0"])[0]),
+        groups=tuple(int(number) for number in values.get("group", [])),
+        folders=tuple(values.get("folder", [])),
+        dri="dri" in values,
+        nvidia="nvidia" in values,
+        kfd="kfd" in values,
+        by_path="by_path" in values,
     )

@@ -8,23 +8,24 @@ from paceline.schedulers.container import Container, Engine
 
 
 class Docker(Engine):
-    """Through its daemon on each host."""
+    """Runs containers through the daemon on each host."""
 
     name, title = "docker", "Docker"
     probe = 'd=$(docker image inspect --format "{{.Id}}" "$image" 2>&1) && echo "paceline-digest $d" || echo "$d"'  # noqa: E501
 
     def wrap(self, command: Sequence[str], container: Container) -> list[str]:
-        """``docker run`` in the host's network; gone when the command ends."""
-        return ["docker", *run(container), f"--user={container.uid}:{container.gid}",
-                *gpus(container), *container.arguments, container.image, *command]  # fmt: skip
+        """Returns ``docker run`` in the host's network; the container ends with the command."""
+        flags = [f"--user={container.uid}:{container.gid}"]
+        flags += ["--gpus=all"] if container.nvidia else []
+        return ["docker", *run(container), *flags, *container.arguments, container.image, *command]
 
     def remove(self, names: Sequence[str]) -> list[str]:
-        """Also those that run: a frozen one, or one that looks for its launcher."""
+        """Returns ``docker rm`` that also removes running containers."""
         return ["docker", "rm", "--force", *names]
 
 
 def run(container: Container) -> list[str]:
-    """What Docker and Podman understand alike."""
+    """Returns the flags that Docker and Podman share."""
     flags = ["run", "--rm", "--interactive", "--init", f"--name={container.name}"]
     flags += ["--label=paceline", "--network=host", f"--shm-size={container.shm_size}"]
     flags += [f"--workdir={container.workdir}"]
@@ -36,15 +37,11 @@ def run(container: Container) -> list[str]:
 
 
 def bind(mount: str) -> str:
-    """``--mount`` refuses a folder that is not there, where ``--volume`` would make one as root."""
+    """Returns a value of ``--mount``, which does not make missing folders as root."""
     source, _, rest = mount.partition(":")
     target, _, mode = rest.partition(":")
     fields = [f"type=bind,source={source}", f"target={target or source}"]
     return ",".join([*fields, *(["readonly"] if mode == "ro" else [])])
-
-
-def gpus(container: Container) -> list[str]:
-    return ["--gpus=all"] if container.nvidia else []
 
 
 SCHEDULER = Docker()

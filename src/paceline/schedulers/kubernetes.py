@@ -1,8 +1,7 @@
-"""An indexed Job or a JobSet for Kubernetes. Held against the published schemas; not tried on a
+"""An indexed Job or a JobSet for Kubernetes. Validated by the published schemas; not tested on a
 cluster.
 
-Every pod runs the same command and they meet at the first pod's name, as nodes do on which it is
-typed.
+Every pod runs the same command; they rendezvous at the first pod's name.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from typing import Any
 from paceline.rendezvous.endpoint import DEFAULT_PORT, KEY_VARIABLE
 from paceline.schedulers.scheduler import Scheduler
 from paceline.schedulers.script import (
-    SUBMITTED,
+    SUBMITTED_VARIABLE,
     BatchRequest,
-    check,
-    gpus_on_each,
-    processes_of,
+    check_request,
+    gpus_per_node,
+    processes_per_node,
 )
 from paceline.spec.errors import SettingError
 
@@ -34,36 +33,36 @@ class Kubernetes(Scheduler):
     """Secret, Service and Job as JSON documents, which are YAML too."""
 
     name, title = "kubernetes", "Kubernetes"
-    submitting = frozenset({
+    submit_options = frozenset({
         "ship", "image", "shm_size", "mount", "time_limit", "cpus_per_task", "mem", "gres", "gpus",
         "gpus_per_node", "constraint", "setup_command", "sbatch_arg",
     })  # fmt: skip
-    hand_over = "kubectl apply -f FILE"
-    keeps_secrets = True
-    tried = False
+    submit_command = "kubectl apply -f FILE"
+    stores_secrets = True
+    is_tested = False
 
     def render(self, request: BatchRequest) -> str:
-        check(request)
+        check_request(request)
         if request.folder != "--run-dir":
             raise SettingError(
                 "pods meet for one run, not for several", remedy="paceline run, at each size"
             )
         if not request.image:
             raise SettingError("Kubernetes needs an image", remedy="--image IMAGE")
-        if unknown := [one for one in request.arguments if one not in KINDS]:
+        if unsupported := [kind for kind in request.arguments if kind not in KINDS]:
             raise SettingError(
-                f"--sbatch-arg {unknown[0]} cannot be written into a manifest",
+                f"--sbatch-arg {unsupported[0]} cannot be written into a manifest",
                 found=f"these can: {', '.join(KINDS)}",
                 remedy="Change the manifest before you apply it",
             )
-        whole = [jobset(request)] if "kind=JobSet" in request.arguments else [
+        workload = [jobset(request)] if "kind=JobSet" in request.arguments else [
             service(request), job(request)]  # fmt: skip
-        documents = [json.dumps(one, indent=2) for one in (secret(request), *whole)]
-        return "---\n".join(f"{one}\n" for one in documents)
+        documents = (secret(request), *workload)
+        return "---\n".join(f"{json.dumps(document, indent=2)}\n" for document in documents)
 
 
 def name_of(request: BatchRequest) -> str:
-    """As Kubernetes allows names of services: lower case, dashes, first a letter, 40 characters."""
+    """Returns a valid name of a service: lower case, dashes, first a letter, 40 characters."""
     name = re.sub(r"[^a-z0-9-]+", "-", request.name.lower()).strip("-")
     name = name if name[:1].isalpha() else f"run-{name}"
     return name[:40].rstrip("-")
@@ -73,10 +72,9 @@ def name_of(request: BatchRequest) -> str:
 
 
 def secret(request: BatchRequest) -> dict[str, Any]:
-    """The rendezvous' key and the forwarded variables.
+    """Returns the rendezvous key and the forwarded variables, or placeholders in a plan.
 
-    Where they are not to be shown stands what is to be filled in; without a key pods refuse to
-    start.
+    Pods refuse to start with the placeholder.
     """
     values = {KEY_VARIABLE: PLACEHOLDER}
     values |= {name: f"replace this by the value of {name}" for name in request.forwarded}
@@ -90,7 +88,7 @@ def secret(request: BatchRequest) -> dict[str, Any]:
 
 
 def service(request: BatchRequest) -> dict[str, Any]:
-    """Gives the pods their names: headless, and before they say that they are ready."""
+    """Returns a headless service that names the pods before they are ready."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -105,7 +103,7 @@ def service(request: BatchRequest) -> dict[str, Any]:
 
 
 def job(request: BatchRequest) -> dict[str, Any]:
-    """One pod a node, numbered; the first that fails ends it."""
+    """Returns a Job of numbered pods, one for each node; the first failure ends it."""
     name = name_of(request)
     spec = _indexed(request, f"{name}-0.{name}")
     spec["template"]["spec"]["subdomain"] = name
@@ -113,7 +111,7 @@ def job(request: BatchRequest) -> dict[str, Any]:
 
 
 def jobset(request: BatchRequest) -> dict[str, Any]:
-    """The same where JobSet is installed, which makes the service."""
+    """Returns the same as a JobSet, which makes the service itself."""
     name = name_of(request)
     spec = _indexed(request, f"{name}-{_NODE}-0-0.{name}")
     return {
@@ -152,7 +150,7 @@ def _pod(request: BatchRequest, first: str) -> dict[str, Any]:
                 "image": request.image,
                 "workingDir": request.workdir,
                 "command": _command(request, first),
-                "env": [*_secrets(request), _index(), {"name": SUBMITTED, "value": "1"}],
+                "env": [*_secrets(request), _index(), {"name": SUBMITTED_VARIABLE, "value": "1"}],
                 "ports": [{"containerPort": DEFAULT_PORT}],
                 "resources": _resources(request),
                 "volumeMounts": mounts,
@@ -170,20 +168,21 @@ def _labels(request: BatchRequest) -> dict[str, str]:
 
 
 def _command(request: BatchRequest, first: str) -> list[str]:
-    where = ["--rdzv", f"{first}:{DEFAULT_PORT}", "--nnodes", str(request.nodes)]
-    where += ["--via", "ssh", "--node-rank", "$(JOB_COMPLETION_INDEX)"]
-    derived = processes_of(request) if request.processes is None else None
-    each = ["-p", str(derived)] if derived else []
-    run_dir, *words = (_literal(word) for word in (request.run_dir, *request.words))
-    before = []
+    rendezvous = ["--rdzv", f"{first}:{DEFAULT_PORT}", "--nnodes", str(request.nodes)]
+    rendezvous += ["--via", "ssh", "--node-rank", "$(JOB_COMPLETION_INDEX)"]
+    derived = processes_per_node(request) if request.processes is None else None
+    processes = ["-p", str(derived)] if derived else []
+    run_dir, *words = (_literal(word) for word in (request.run_dir, *request.options))
+    setup = []
     if request.setup:
         lines = "\n".join([*request.setup, 'exec "$@"'])
-        before = ["/bin/sh", "-c", _literal(lines), "sh"]
-    return [*before, "paceline", request.argv[-1], "--run-dir", run_dir, *where, *each, *words]
+        setup = ["/bin/sh", "-c", _literal(lines), "sh"]
+    paceline = ["paceline", request.argv[-1], "--run-dir", run_dir]
+    return [*setup, *paceline, *rendezvous, *processes, *words]
 
 
 def _literal(word: str) -> str:
-    """Kubernetes reads ``$(NAME)`` in a command as a variable, and ``$$`` as a dollar."""
+    """Escapes dollars: Kubernetes expands ``$(NAME)`` in a command."""
     return word.replace("$", "$$")
 
 
@@ -192,37 +191,37 @@ def _secret_name(request: BatchRequest) -> str:
 
 
 def _secrets(request: BatchRequest) -> list[dict[str, Any]]:
-    """Variables whose values stand in the secret alone."""
+    """Returns variables that take their values from the secret."""
     return [
-        {"name": one, "valueFrom": {"secretKeyRef": {"name": _secret_name(request), "key": one}}}
-        for one in (KEY_VARIABLE, *request.forwarded)
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": _secret_name(request), "key": name}}}
+        for name in (KEY_VARIABLE, *request.forwarded)
     ]
 
 
 def _index() -> dict[str, Any]:
-    """Kubernetes expands ``$(…)`` in a command from variables that stand in the manifest."""
+    """Returns the variable with the pod's index, for ``$(…)`` in the command."""
     annotation = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     source = {"fieldRef": {"fieldPath": annotation}}
     return {"name": "JOB_COMPLETION_INDEX", "valueFrom": source}
 
 
 def _volumes(request: BatchRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What the pod brings, and where it is seen: /dev/shm, and a volume for each source."""
+    """Returns the pod's volumes and their mounts: /dev/shm, and a volume for each source."""
     size = {"sizeLimit": _quantity(request.shm_size)} if request.shm_size else {}
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory", **size}}]
     mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]  # noqa: S108
     names: dict[str, str] = {}
-    kept = False
+    is_persistent = False
     for mount in request.mounts:
         source, target, read_only = _parts(mount)
         if source not in names:
             names[source] = f"volume-{len(names)}"
             volumes.append({"name": names[source], **_volume(source)})
-        reading = {"readOnly": True} if read_only else {}
-        mounts.append({"name": names[source], "mountPath": target, **reading})
-        inside = PurePosixPath(request.run_dir).is_relative_to(target)
-        kept = kept or (inside and not read_only)
-    if not kept:
+        access = {"readOnly": True} if read_only else {}
+        mounts.append({"name": names[source], "mountPath": target, **access})
+        holds_run_dir = PurePosixPath(request.run_dir).is_relative_to(target)
+        is_persistent = is_persistent or (holds_run_dir and not read_only)
+    if not is_persistent:
         raise SettingError(
             f"the run directory {request.run_dir} would be gone with its pods",
             found="no --mount that can be written to holds it",
@@ -233,7 +232,7 @@ def _volumes(request: BatchRequest) -> tuple[list[dict[str, Any]], list[dict[str
 
 
 def _parts(mount: str) -> tuple[str, str, bool]:
-    """Source, target, and whether it is only read."""
+    """Returns source, target, and whether the mount is read-only."""
     match = re.fullmatch(r"(/[^:]*|[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?):(/[^:]+)(:ro)?", mount)
     if match is None:
         raise SettingError(
@@ -255,23 +254,23 @@ def _resources(request: BatchRequest) -> dict[str, Any]:
     if request.mem:
         limits["memory"] = _quantity(request.mem)
     if request.cpus_per_task:
-        limits["cpu"] = str(request.cpus_per_task * (processes_of(request) or 1))
+        limits["cpu"] = str(request.cpus_per_task * (processes_per_node(request) or 1))
     limits |= _devices(request)
     return {"limits": limits} if limits else {}
 
 
 def _devices(request: BatchRequest) -> dict[str, str]:
-    """GPUs, and what else a device plugin offers: ``gpu:2``, ``amd.com/gpu:2``, ``rdma/hca:1``."""
-    found = gpus_on_each(request)
+    """Returns limits for GPUs and other devices: ``gpu:2``, ``amd.com/gpu:2``, ``rdma/hca:1``."""
+    gpus = gpus_per_node(request)
     if request.gpus or request.gpus_per_node:
-        if any(kind for kind, _ in found):
+        if any(kind for kind, _ in gpus):
             raise SettingError(
                 f"GPUs {request.gpus or request.gpus_per_node} cannot be written for this batch"
                 " system",
                 found="Kubernetes tells kinds of GPUs by labels of its nodes",
                 remedy="--gpus-per-node N, and --constraint nvidia.com/gpu.product=NAME",
             )
-        return {GPU: str(sum(number for _, number in found)), **_named(request.gres)}
+        return {GPU: str(sum(number for _, number in gpus)), **_named(request.gres)}
     return _named(request.gres)
 
 
@@ -289,10 +288,10 @@ def _named(gres: str) -> dict[str, str]:
 
 
 def _features(constraint: str) -> dict[str, str]:
-    """Labels of the nodes, as ``NAME=VALUE``, with commas between them."""
+    """Parses labels of nodes, ``NAME=VALUE`` separated by commas."""
     labels = {}
-    for one in constraint.split(","):
-        match = re.fullmatch(r"([\w./-]+)=([\w.-]*)", one, re.ASCII)
+    for feature in constraint.split(","):
+        match = re.fullmatch(r"([\w./-]+)=([\w.-]*)", feature, re.ASCII)
         if match is None:
             raise SettingError(
                 f"--constraint {constraint} cannot be written into a manifest",
@@ -303,18 +302,18 @@ def _features(constraint: str) -> dict[str, str]:
 
 
 def _seconds(time: str) -> int:
-    """Of a time limit as batch systems write it: ``90`` minutes, ``1:30:00``, ``2-12:00:00``."""
+    """Parses a time limit of a batch system: ``90`` minutes, ``1:30:00``, ``2-12:00:00``."""
     match = re.fullmatch(r"(?:(\d{1,4})-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?", time)
     if match is None:
         raise SettingError(f"--time {time} is no time", remedy="--time H:MM:SS")
-    days, first, second, third = (int(one or 0) for one in match.groups())
+    days, first, second, third = (int(group or 0) for group in match.groups())
     if match[1] or match[4]:  # days or seconds are named: hours come first
         return ((days * 24 + first) * 60 + second) * 60 + third
     return first * 60 + second
 
 
 def _quantity(size: str) -> str:
-    """Kubernetes writes ``16Gi`` where people write ``16G`` and Docker ``16g``."""
+    """Converts ``16G`` or Docker's ``16g`` to ``16Gi``."""
     return re.sub(r"(?<=\d)([kmgtKMGT])[bB]?$", lambda unit: unit.group(1).upper() + "i", size)
 
 

@@ -1,6 +1,6 @@
-"""Agents started by mpiexec: Intel MPI, MPICH and Open MPI, found and told apart by themselves.
+"""Starts agents by the mpiexec of Intel MPI, MPICH or Open MPI, which is detected.
 
-MPI starts exactly one process a host, the agent; the ranks are the agent's, as everywhere.
+MPI starts one process on each host, the agent; the agent starts the ranks, as everywhere.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from paceline.remote.openssh import FOR_PROGRAMS, SSH_FAILED, Refusal, SshOption
 from paceline.remote.transport import Transport
 from paceline.rendezvous.endpoint import usable_addresses
 from paceline.rendezvous.started import Start, StartedTransport, said_by
-from paceline.schedulers.commands import tail
-from paceline.schedulers.scheduler import LOGIN, NOW, Options, Scheduler
+from paceline.schedulers.commands import last_lines
+from paceline.schedulers.scheduler import SSH_OPTIONS, START_OPTIONS, Options, Scheduler
 from paceline.setup.login import effective_config
 from paceline.spec.command import shell_text
 from paceline.spec.errors import ConnectError, PacelineError, SettingError
 from paceline.spec.hosts import Host
 from paceline.spec.launched import MPI_DIALECTS, PROCESS_VARIABLES
 
-NAMES = ("mpiexec", "mpirun", "mpiexec.hydra")  # the first on PATH that can be told counts
-PLACES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
-ROUTES_LOOKED_AT = 8  # hosts: the others are reached by the same route
-PROBES_AT_ONCE = 8
+MPIEXEC_NAMES = ("mpiexec", "mpirun", "mpiexec.hydra")  # the first on PATH that can be told counts
+RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+MAX_ROUTES = 8  # hosts: the others are reached by the same route
+MAX_CONCURRENT_PROBES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Mpi:
-    """An MPI that was found.
+    """An installed MPI.
 
     Attributes:
         flavour: ``intel``, ``mpich`` or ``openmpi``.
-        version: As it says itself.
-        path: Its mpiexec.
+        version: Version that it reports.
+        path: Path of its mpiexec.
     """
 
     flavour: str
@@ -66,68 +66,64 @@ _VERSIONS = (
 
 
 def parse_version(text: str) -> tuple[str, str] | None:
-    """Flavour and version from what ``mpiexec --version`` says; ``None`` for something else."""
+    """Parses flavour and version from ``mpiexec --version``; ``None`` for other programs."""
     for flavour, pattern in _VERSIONS:
         if match := re.search(pattern, text, re.DOTALL):
             return flavour, match.group(1)
     return None
 
 
-def find(chosen: str | None, path: str | None = None) -> Mpi:
-    """The MPI to use.
+def find_mpi(requested: str | None, path: str | None = None) -> Mpi:
+    """Returns the MPI to use.
 
     Args:
-        chosen: What the user named; ``None`` looks on ``PATH``.
-        path: Instead of ``PATH``.
+        requested: The user's mpiexec; ``None`` searches ``PATH``.
+        path: Search path instead of ``PATH``.
 
     Raises:
         SettingError: There is none, or two different ones are mixed.
     """
-    if chosen is not None:
-        named = _ask(shutil.which(chosen, path=path) or chosen)
-        if named is None:
+    if requested is not None:
+        mpi = _read_version(shutil.which(requested, path=path) or requested)
+        if mpi is None:
             raise SettingError(
-                f"--mpiexec {chosen} is no mpiexec that we know",
+                f"--mpiexec {requested} is no mpiexec that we know",
                 found="it does not say that it belongs to Intel MPI, MPICH or Open MPI",
-                remedy=f"Try: {chosen} --version",
+                remedy=f"Try: {requested} --version",
             )
-        return named
-    found = [m for name in NAMES if (where := shutil.which(name, path=path)) and (m := _ask(where))]
-    if not found:
-        raise _none_found()
+        return mpi
+    installed = [
+        m
+        for name in MPIEXEC_NAMES
+        if (location := shutil.which(name, path=path)) and (m := _read_version(location))
+    ]
+    if not installed:
+        raise SettingError(
+            "--via mpi needs an MPI, and there is none",
+            found=f"none of {', '.join(MPIEXEC_NAMES)} on PATH",
+            remedy="Load its module, or source its vars.sh, or name it: --mpiexec PATH; or install "
+            "one: python -m pip install impi-rt, or sudo apt-get install mpich",
+        )
     # mpiexec.hydra may well stand beside another MPI's mpiexec; mpiexec and mpirun belong together
-    pair = [m for m in found if Path(m.path).name in ("mpiexec", "mpirun")]
+    pair = [m for m in installed if Path(m.path).name in ("mpiexec", "mpirun")]
     if len({m.flavour for m in pair}) > 1:
-        raise _mixed(pair)
-    return found[0]
+        raise SettingError(
+            "two MPIs are mixed on PATH",
+            found="\n".join(f"{mpi.path}: {mpi.title}" for mpi in pair),
+            remedy=f"Name the one you mean: --mpiexec {pair[0].path}",
+        )
+    return installed[0]
 
 
-def _ask(path: str) -> Mpi | None:
+def _read_version(path: str) -> Mpi | None:
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=20, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    parsed = parse_version(done.stdout + done.stderr)
+    parsed = parse_version(result.stdout + result.stderr)
     return Mpi(*parsed, path) if parsed else None
-
-
-def _none_found() -> SettingError:
-    return SettingError(
-        "--via mpi needs an MPI, and there is none",
-        found=f"none of {', '.join(NAMES)} on PATH",
-        remedy="Load its module, or source its vars.sh, or name it: --mpiexec PATH; or install "
-        "one: python -m pip install impi-rt, or sudo apt-get install mpich",
-    )
-
-
-def _mixed(pair: Sequence[Mpi]) -> SettingError:
-    return SettingError(
-        "two MPIs are mixed on PATH",
-        found="\n".join(f"{m.path}: {m.title}" for m in pair),
-        remedy=f"Name the one you mean: --mpiexec {pair[0].path}",
-    )
 
 
 # --- rendering: pure ----------------------------------------------------------------------------
@@ -135,14 +131,14 @@ def _mixed(pair: Sequence[Mpi]) -> SettingError:
 
 def command(mpi: Mpi, hosts: Sequence[Host], options: Options, ssh_config: str,
             callback: str | None = None) -> list[str]:  # fmt: skip
-    """The mpiexec call that starts one process on each host; the command follows it.
+    """Returns the mpiexec call that starts one process on each host; append its command.
 
     Args:
-        mpi: Which MPI.
-        hosts: Where.
-        options: What the user said.
+        mpi: The MPI.
+        hosts: The hosts.
+        options: The user's options.
         ssh_config: Path of the ssh config for MPI's own logins.
-        callback: Interface of this machine that the hosts reach; ``None`` when unknown.
+        callback: Interface of this machine that the hosts reach; ``None`` if unknown.
     """
     render = _RENDERERS[mpi.flavour]
     return [mpi.path, *render(hosts, options, ssh_config, callback), *options.arguments]
@@ -152,13 +148,13 @@ _Renderer = Callable[[Sequence[Host], Options, str, "str | None"], list[str]]
 
 
 def _hydra(launcher: str) -> _Renderer:
-    """Hydra's proxies call back by this machine's name, unless it is given an interface."""
+    """Returns the renderer for Hydra; without an interface, its proxies call this host's name."""
 
     def render(hosts: Sequence[Host], options: Options, ssh_config: str,
                callback: str | None) -> list[str]:  # fmt: skip
         names = ",".join(host.address for host in hosts)
-        own = {"-iface", "-localhost"} & set(options.arguments)
-        interface = options.interface or (None if own else callback)
+        user_interface = {"-iface", "-localhost"} & set(options.arguments)
+        interface = options.interface or (None if user_interface else callback)
         iface = ["-iface", interface] if interface else []
         return [launcher, "ssh", *iface, "-hosts", names, "-ppn", "1", "-n", str(len(hosts))]
 
@@ -167,9 +163,9 @@ def _hydra(launcher: str) -> _Renderer:
 
 def _openmpi(hosts: Sequence[Host], options: Options, ssh_config: str,
              callback: str | None) -> list[str]:  # fmt: skip
-    """Open MPI's daemons call back by address: they are told all that this machine has."""
+    """Renders Open MPI's options; its daemons call back by all addresses of this machine."""
     names = ",".join(f"{host.address}:1" for host in hosts)
-    # an agent that ends takes no other with it: what follows from that is for the launcher to say
+    # the end of one agent must not end the others; the launcher decides
     mca = {"plm_rsh_agent": "ssh", "plm_rsh_args": f"-F {ssh_config}",
            "orte_enable_recovery": "1", "orte_abort_on_non_zero_status": "0"}  # fmt: skip
     if options.interface:
@@ -187,7 +183,7 @@ _RENDERERS: dict[str, _Renderer] = {
 
 
 def environment(mpi: Mpi, ssh_config: str, root: bool) -> dict[str, str | None]:
-    """Variables for mpiexec itself."""
+    """Returns variables for mpiexec itself."""
     arguments = f"-F {ssh_config}"
     if mpi.flavour == "openmpi":
         allow = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -201,12 +197,12 @@ def environment(mpi: Mpi, ssh_config: str, root: bool) -> dict[str, str | None]:
 
 
 def ssh_config(hosts: Sequence[Host], ssh: SshOptions) -> str:
-    """An ssh config for MPI's own logins: the hosts' settings, no prompts, then the user's file."""
+    """Returns an ssh config for MPI's own logins: the hosts' settings, then the user's file."""
     lines = []
     for host in hosts:
-        own = {"User": host.user, "Port": host.port, "IdentityFile": host.identity_file}
-        given = [f"    {name} {value}" for name, value in own.items() if value]
-        lines += [f"Host {host.address}", *given] if given else []
+        settings = {"User": host.user, "Port": host.port, "IdentityFile": host.identity_file}
+        options = [f"    {name} {value}" for name, value in settings.items() if value]
+        lines += [f"Host {host.address}", *options] if options else []
     checking = "accept-new" if ssh.accept_new_host_keys else "yes"
     common = [
         "Host *",
@@ -227,29 +223,30 @@ def _quoted(path: str) -> str:
 
 
 async def interface_towards(hosts: Sequence[Host], ssh: SshOptions) -> str | None:
-    """The interface of this machine from which the hosts are reached.
+    """Returns the interface of this machine that routes to the hosts; ``None`` without a route.
 
-    For programs that otherwise tell the hosts to call back by this machine's name, which perhaps
-    nobody can resolve. ``None`` when no route can be found.
+    MPI would otherwise use this machine's name, which the hosts may not resolve.
     """
-    others = [host for host in hosts if not host.local][:ROUTES_LOOKED_AT]
-    if not others:
+    remote_hosts = [host for host in hosts if not host.local][:MAX_ROUTES]
+    if not remote_hosts:
         return "lo" if Path("/sys/class/net/lo").is_dir() else None
-    names = await asyncio.gather(*(effective_config(host, ssh) for host in others))
-    targets = [name.get("hostname", [host.address])[0] for name, host in zip(names, others,
+    names = await asyncio.gather(*(effective_config(host, ssh) for host in remote_hosts))
+    targets = [name.get("hostname", [host.address])[0] for name, host in zip(names, remote_hosts,
                strict=True)]  # fmt: skip
-    sources = await asyncio.gather(*(asyncio.to_thread(source_towards, one) for one in targets))
+    sources = await asyncio.gather(
+        *(asyncio.to_thread(source_towards, target) for target in targets)
+    )
     by_address = {str(entry["address"]): str(entry["interface"]) for entry in usable_addresses()}
-    used = Counter(by_address[source] for source in sources if source in by_address)
-    return used.most_common(1)[0][0] if used else None
+    interfaces = Counter(by_address[source] for source in sources if source in by_address)
+    return interfaces.most_common(1)[0][0] if interfaces else None
 
 
 def source_towards(target: str) -> str | None:
-    """The address of this machine from which the kernel would send to another. Sends nothing."""
+    """Returns the source address that the kernel would use for a target. Sends nothing."""
     try:
-        kind, _, _, _, where = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+        kind, _, _, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-            probe.connect(where)
+            probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError:
         return None
@@ -257,7 +254,7 @@ def source_towards(target: str) -> str | None:
 
 # --- what went wrong: pure ------------------------------------------------------------------------
 
-# ssh's own words among mpiexec's: some mpiexec wait for ever for a host that ssh cannot reach
+# ssh's messages in mpiexec's output: some mpiexec wait for ever for a host that ssh cannot reach
 _HOPELESS = re.compile(
     r"ssh: connect to host|ssh: Could not resolve|Permission denied \(|"
     r"Host key verification failed|ORTE was unable|Unable to run bstrap_proxy|"
@@ -265,8 +262,8 @@ _HOPELESS = re.compile(
 )
 
 
-def lacks_mpi(mpi: Mpi, host: Host) -> Refusal:
-    """A host that can be logged in to but has no MPI at that path."""
+def missing_mpi_refusal(mpi: Mpi, host: Host) -> Refusal:
+    """Returns the refusal of a host that has no MPI at that path."""
     return Refusal(
         "MPI is not installed there, or at another place",
         f"there is no {mpi.path} on {host.name}",
@@ -274,7 +271,7 @@ def lacks_mpi(mpi: Mpi, host: Host) -> Refusal:
     )
 
 
-# what MPI itself says -> cause, and what to type; the words of the log decide
+# pattern in MPI's output → cause and remedy
 _UNRESOLVED = (
     r"unable to get host address for (?P<name>\S+)|getaddrinfo returned error.*?"
     r"(?:unable to connect to server (?P<server>\S+)|$)|name resolution|Name or service not known"
@@ -296,148 +293,152 @@ _CAUSES = (
 )
 
 
-def cause_of(words: str, hosts: Sequence[Host]) -> tuple[str, str] | None:
-    """Cause and remedy from the words of MPI; ``None`` when they say nothing known."""
+def find_cause(output: str, hosts: Sequence[Host]) -> tuple[str, str] | None:
+    """Returns cause and remedy from MPI's output; ``None`` if no pattern matches."""
     for pattern, cause, remedy in _CAUSES:
-        if match := re.search(pattern, words, re.DOTALL):
-            name = next((one for one in match.groupdict().values() if one), "the launching machine")
+        if match := re.search(pattern, output, re.DOTALL):
+            name = next(
+                (group for group in match.groupdict().values() if group), "the launching machine"
+            )
             names = ", ".join(host.name for host in hosts)
-            return cause, remedy.format(name=name, hosts=names, commands=_let_in(hosts))
+            return cause, remedy.format(name=name, hosts=names, commands=_firewall_commands(hosts))
     return None
 
 
-def _let_in(hosts: Sequence[Host]) -> str:
-    """The commands that open this machine's firewall; only iptables takes a host's name."""
-    wanted = [host.job_address or host.address for host in hosts]
+def _firewall_commands(hosts: Sequence[Host]) -> str:
+    """Returns commands that open this machine's firewall; only iptables accepts host names."""
+    addresses = [host.job_address or host.address for host in hosts]
     try:
-        for one in wanted:
-            ipaddress.ip_address(one)
+        for address in addresses:
+            ipaddress.ip_address(address)
     except ValueError:
-        return f"sudo iptables -I INPUT -s {','.join(wanted)} -j ACCEPT"
-    return allow_from(wanted)
+        return f"sudo iptables -I INPUT -s {','.join(addresses)} -j ACCEPT"
+    return allow_from(addresses)
 
 
-def failed_alone(host: Host, words: str) -> Refusal:
-    """A host on which MPI fails though ssh and MPI's own files are there."""
-    cause, remedy = cause_of(words, [host]) or (
+def launch_refusal(host: Host, output: str) -> Refusal:
+    """Returns the refusal of a host on which MPI fails although ssh works and MPI is installed."""
+    cause, remedy = find_cause(output, [host]) or (
         "MPI did not start a program there",
         "Read MPI's words above; --via ssh does without it",
     )
-    return Refusal(cause, tail(words), remedy)
+    return Refusal(cause, last_lines(output), remedy)
 
 
 # --- the scheduler --------------------------------------------------------------------------------
 
 
 class MpiStarter:
-    """An mpiexec for all hosts, and one for each that is lost.
+    """Starts one mpiexec for all hosts, and another for each host that is lost.
 
-    Their ssh config lives in a folder of its own until the end.
+    Their ssh config is in a temporary folder until the end.
     """
 
     apart = False
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._mpi = find(options.mpiexec)
+        self._mpi = find_mpi(options.mpiexec)
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-mpi-")
         self._config = str(Path(self._folder.name) / "ssh_config")
         self._logins: dict[str, Host] = {}  # all that it is for
 
     async def start(self, hosts: Sequence[Host]) -> Start:
-        """The mpiexec call."""
+        """Returns the mpiexec call."""
         self._write_config(hosts)
         argv = await self._command(hosts)
-        return Start(tuple(argv), self._environment(), PLACES, PROCESS_VARIABLES)
+        return Start(tuple(argv), self._environment(), RANK_VARIABLES, PROCESS_VARIABLES)
 
     async def _command(self, hosts: Sequence[Host]) -> list[str]:
         callback = await interface_towards(hosts, self._options.ssh)
         return command(self._mpi, hosts, self._options, self._config, callback)
 
     def _write_config(self, hosts: Sequence[Host]) -> None:
-        """For these as well; whole at any time, for an ssh of another mpiexec may read it."""
+        """Adds hosts to the ssh config; replaces it atomically, because ssh may be reading it."""
         self._logins |= {host.name: host for host in hosts}
-        new = Path(f"{self._config}.new")
+        temporary = Path(f"{self._config}.new")
         text = ssh_config(list(self._logins.values()), self._options.ssh)
-        new.write_text(text, encoding="utf-8")
-        new.replace(self._config)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(self._config)
 
     def _environment(self) -> Mapping[str, str | None]:
         return environment(self._mpi, self._config, root=os.geteuid() == 0)
 
-    def hopeless(self, words: str) -> bool:
-        """Some host cannot be reached, so mpiexec will not do it."""
-        return bool(_HOPELESS.search(words))
+    def hopeless(self, output: str) -> bool:
+        """Whether a host cannot be reached, so that mpiexec cannot succeed."""
+        return bool(_HOPELESS.search(output))
 
     def end(self) -> None:
         """Removes the ssh config."""
         self._folder.cleanup()
 
     async def explain(self, hosts: Sequence[Host], missing: Sequence[Host], status: int | None,
-                      words: str) -> PacelineError:  # fmt: skip
-        """mpiexec gives up as a whole; asking for every host alone tells which ones are dead."""
-        gate = asyncio.Semaphore(PROBES_AT_ONCE)
+                      output: str) -> PacelineError:  # fmt: skip
+        """Returns the error after trying every host alone, because mpiexec fails as a whole."""
+        gate = asyncio.Semaphore(MAX_CONCURRENT_PROBES)
 
-        async def look(host: Host) -> Refusal | None:
+        async def diagnose(host: Host) -> Refusal | None:
             async with gate:
-                return await self._look_at(host)
+                return await self._diagnose(host)
 
-        answers = await asyncio.gather(*(look(host) for host in missing))
+        answers = await asyncio.gather(*(diagnose(host) for host in missing))
         dead = {h.name: a for h, a in zip(missing, answers, strict=True) if a is not None}
         if not dead:
-            return no_call(self._mpi, missing, status, words)
-        return dead_hosts(self._mpi, hosts, dead)
+            return no_callback_error(self._mpi, missing, status, output)
+        return unreachable_error(self._mpi, hosts, dead)
 
-    async def _look_at(self, host: Host) -> Refusal | None:
-        """Why MPI can start nothing on a host; ``None`` when it can."""
+    async def _diagnose(self, host: Host) -> Refusal | None:
+        """Returns why MPI cannot start anything on a host; ``None`` if it can."""
         if not host.local:
-            look = [
-                "ssh",
-                "-F",
-                self._config,
-                "--",
-                host.address,
-                shell_text(["ls", self._mpi.path]),
-            ]
-            status, words = await said_by(look, {})
+            remote = shell_text(["ls", self._mpi.path])
+            ssh = ["ssh", "-F", self._config, "--", host.address, remote]
+            status, output = await said_by(ssh, {})
             if status == SSH_FAILED or status is None:
-                return classify(words, status, host)
+                return classify(output, status, host)
             if status:
-                return lacks_mpi(self._mpi, host)
+                return missing_mpi_refusal(self._mpi, host)
         head = await self._command([host])
-        status, words = await said_by([*head, "hostname"], {KEY: "", **self._environment()})
-        return failed_alone(host, words) if status != 0 else None
+        status, output = await said_by([*head, "hostname"], {KEY: "", **self._environment()})
+        return launch_refusal(host, output) if status != 0 else None
 
 
-def dead_hosts(mpi: Mpi, hosts: Sequence[Host], dead: Mapping[str, Refusal]) -> ConnectError:
-    """The error for hosts on which MPI cannot start anything; the others are named too."""
-    alive = [host.name for host in hosts if host.name not in dead]
-    found = [f"{name}: {refusal.cause}: {refusal.found}" for name, refusal in dead.items()]
+def unreachable_error(
+    mpi: Mpi, hosts: Sequence[Host], refusals: Mapping[str, Refusal]
+) -> ConnectError:
+    """Returns the error for hosts on which MPI cannot start anything; also names the others."""
+    alive = [host.name for host in hosts if host.name not in refusals]
+    details = [f"{name}: {refusal.cause}: {refusal.found}" for name, refusal in refusals.items()]
     noun = "host" if len(hosts) == 1 else "hosts"
     return ConnectError(
-        f"{mpi.title} cannot start anything on {len(dead)} of {len(hosts)} {noun}: "
-        + ", ".join(dead),
-        found="\n".join([*found, f"answered: {', '.join(alive) or 'nobody'}"]),
-        remedy="\n".join(f"{name}: {refusal.remedy}" for name, refusal in dead.items()),
-        brief=", ".join(dict.fromkeys(refusal.cause for refusal in dead.values())),
+        f"{mpi.title} cannot start anything on {len(refusals)} of {len(hosts)} {noun}: "
+        + ", ".join(refusals),
+        found="\n".join([*details, f"answered: {', '.join(alive) or 'nobody'}"]),
+        remedy="\n".join(f"{name}: {refusal.remedy}" for name, refusal in refusals.items()),
+        brief=", ".join(dict.fromkeys(refusal.cause for refusal in refusals.values())),
     )
 
 
-def no_call(mpi: Mpi, missing: Sequence[Host], status: int | None, words: str) -> ConnectError:
-    """The error for hosts that MPI reaches one by one and that did not reach us."""
+def no_callback_error(
+    mpi: Mpi, missing: Sequence[Host], status: int | None, output: str
+) -> ConnectError:
+    """Returns the error for hosts that MPI reaches alone but that did not connect to us."""
     names = ", ".join(host.name for host in missing)
     if status:
-        cause, remedy = cause_of(words, missing) or ("", "Try again, or do without MPI: --via ssh")
+        cause, remedy = find_cause(output, missing) or (
+            "",
+            "Try again, or do without MPI: --via ssh",
+        )
         return ConnectError(
             f"{mpi.title} failed on all hosts together, and works on each of them alone"
             + (f": {cause}" if cause else ""),
-            found=f"mpiexec ended with status {status}\n{tail(words)}".strip(),
+            found=f"mpiexec ended with status {status}\n{last_lines(output)}".strip(),
             remedy=remedy,
-            brief=cause or f"mpiexec ended with status {status}: {tail(words, 1) or 'no word'}",
+            brief=cause
+            or f"mpiexec ended with status {status}: {last_lines(output, 1) or 'no word'}",
         )
     return ConnectError(
         f"{mpi.title} runs programs on all hosts, but no agent called from {names}",
-        found=tail(words) or "no word from mpiexec",
+        found=last_lines(output) or "no word from mpiexec",
         remedy=f"Let {names} connect to this machine (firewall?), or --iface for another network",
     )
 
@@ -446,8 +447,8 @@ class MpiExec(Scheduler):
     """For hosts that have an MPI; its own logins are over SSH."""
 
     name, title = "mpi", "MPI"
-    starting = NOW | LOGIN | {"via_arg", "mpiexec", "wait_for_nodes"}
-    calls_back = True
+    start_options = START_OPTIONS | SSH_OPTIONS | {"via_arg", "mpiexec", "wait_for_nodes"}
+    needs_callback = True
 
     def start(self, options: Options) -> Transport:
         return StartedTransport(MpiStarter(options), options.interface, dialects=MPI_DIALECTS)

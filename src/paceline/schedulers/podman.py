@@ -1,4 +1,4 @@
-"""Podman: as Docker, but without a daemon and with the user's own id. Rendered; not tried."""
+"""Podman: like Docker, but without a daemon and with the user's own id. Rendered; not tested."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from paceline.schedulers.docker import run
 
 
 class Podman(Engine):
-    """Without a daemon."""
+    """Runs containers without a daemon."""
 
     name, title = "podman", "Podman"
-    tried = False
+    is_tested = False
     probe = 'd=$(podman image inspect --format "{{.Id}}" "$image" 2>&1) && echo "paceline-digest $d" || echo "$d"'  # noqa: E501
 
     def wrap(self, command: Sequence[str], container: Container) -> list[str]:
-        """``podman run`` in the host's network; files that it writes are the user's own."""
-        keep = ["--userns=keep-id"] if container.uid else []
-        nvidia = ["--device=nvidia.com/gpu=all"] if container.nvidia else []
-        return ["podman", *run(container), *keep, *nvidia, *container.arguments, container.image,
-                *command]  # fmt: skip
+        """Returns ``podman run`` in the host's network; files that it writes are the user's."""
+        flags = ["--userns=keep-id"] if container.uid else []
+        flags += ["--device=nvidia.com/gpu=all"] if container.nvidia else []
+        return ["podman", *run(container), *flags, *container.arguments, container.image, *command]
 
     def remove(self, names: Sequence[str]) -> list[str]:
-        """As Docker's; those that are gone already are passed over."""
+        """Returns ``podman rm`` that ignores missing containers."""
         return ["podman", "rm", "--force", "--ignore", *names]
 
 

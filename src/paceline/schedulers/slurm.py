@@ -1,4 +1,4 @@
-"""Slurm: jobs by sbatch, and agents by srun inside an allocation."""
+"""Slurm: submits jobs by sbatch, and starts agents by srun inside an allocation."""
 
 from __future__ import annotations
 
@@ -11,16 +11,27 @@ from pathlib import Path
 
 from paceline.remote.transport import Transport
 from paceline.rendezvous.started import Start, StartedTransport, Starter
-from paceline.schedulers.commands import ask, program, submitted, tail
-from paceline.schedulers.scheduler import NOW, SCRIPT, JobState, Options, Scheduler
+from paceline.schedulers.commands import (
+    command_output,
+    find_program,
+    last_lines,
+    run_submit_command,
+)
+from paceline.schedulers.scheduler import (
+    SCRIPT_OPTIONS,
+    START_OPTIONS,
+    JobState,
+    Options,
+    Scheduler,
+)
 from paceline.schedulers.script import (
     OWNER_FILE,
     BatchRequest,
     bash_script,
-    check,
-    command,
-    gpus_on_each,
-    processes_of,
+    check_request,
+    gpus_per_node,
+    job_command,
+    processes_per_node,
     prologue,
     run_dir_of,
 )
@@ -29,14 +40,14 @@ from paceline.spec.hosts import Host
 from paceline.spec.launched import PROCESS_VARIABLES, SRUN_DIALECTS
 from paceline.spec.rundir import RESULT
 
-NAMES = ("SLURMD_NODENAME",)
-PLACES = ("SLURM_NODEID", "SLURM_PROCID")
-# What tells a process that it is one task of a step: ranks are our agent's, not Slurm's.
-STRIP = (
+NODE_NAME_VARIABLES = ("SLURMD_NODENAME",)
+RANK_VARIABLES = ("SLURM_NODEID", "SLURM_PROCID")
+# Variables of a task of a step, which ranks must not see: the agent starts them, not Slurm.
+STRIPPED_VARIABLES = (
     r"SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS|TASK|STEP|GTIDS|CPU_BIND|LAUNCH|SRUN|CPUS_PER_TASK"
     rf"|UMASK|PRIO_PROCESS|DISTRIBUTION)|{PROCESS_VARIABLES}"
 )
-# The allocation's wishes for its tasks must not shape the step that starts our agents, nor must its
+# The allocation's settings for tasks must not apply to the step that starts our agents, nor its
 # number of GPUs, which a step on some of its nodes cannot have.
 _UNSET = (
     "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_GPUS",
@@ -46,37 +57,38 @@ _UNSET = (
     "SLURM_EXPORT_ENV", "SLURM_EXACT", "SLURM_THREADS_PER_CORE", "SLURM_LABELIO",
     "SLURM_KILL_BAD_EXIT", "SLURM_MPI_TYPE", "SLURM_STEP_ID", "SLURM_STEPID",
 )  # fmt: skip
-SUBMITTED_AS = r"^(\d+)(?:;\S+)?\s*$"
+JOB_ID_PATTERN = r"^(\d+)(?:;\S+)?\s*$"
 # Slurm notices a dead node after SlurmdTimeout (300 s unless the site says otherwise), ends the job
 # and requeues it by itself; asked earlier, it might choose the same node again.
-NOTICE_S = 360
-LOST = '"kind": "lost"'
-# Slurm's words for a job that is over; every other word means that it may still run.
-OVER = {
+REQUEUE_DELAY_S = 360
+LOST_NODE_MARK = '"kind": "lost"'
+# Slurm's final states; in every other state a job may still run.
+FINAL_STATES = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
     "PREEMPTED", "TIMEOUT", "REVOKED",
 }  # fmt: skip
-REQUEUED_AFTER = {"NODE_FAIL", "PREEMPTED"}  # Slurm may be about to put it back
+REQUEUED_STATES = {"NODE_FAIL", "PREEMPTED"}  # Slurm may be about to put it back
 
 
 class Slurm(Scheduler):
-    """Batches from outside; one step of one task a node inside an allocation."""
+    """Submits batches outside an allocation; inside one, starts a step with a task on each node."""
 
     name, title = "slurm", "Slurm"
-    starting = NOW | {"via_arg", "wait_for_nodes"}
-    calls_back = True
-    submitting = SCRIPT | {"via_arg", "constraint", "cpus_per_task", "requeue", "detach",
-                           "wait_for_nodes"}  # fmt: skip
+    start_options = START_OPTIONS | {"via_arg", "wait_for_nodes"}
+    needs_callback = True
+    submit_options = SCRIPT_OPTIONS | {
+        "via_arg", "constraint", "cpus_per_task", "requeue", "detach", "wait_for_nodes",
+    }  # fmt: skip
     script = "job.sbatch"
     output = "slurm-{job}.out"
     history = "sacct -j {job}"
 
     def allocation(self, environ: Mapping[str, str]) -> str | None:
-        inside = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
-        return environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") if inside else None
+        node_list = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+        return environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") if node_list else None
 
     def start(self, options: Options) -> Transport:
-        """Of an srun for each node, and another when it is lost."""
+        """Returns a transport with an srun for each node, and another after its loss."""
         job = self.allocation(os.environ)
         if job is None:
             raise SettingError(
@@ -84,29 +96,30 @@ class Slurm(Scheduler):
                 found="SLURM_JOB_ID is not set",
                 remedy="salloc -N 2, then the same command; or --nnodes N to submit it as a batch",
             )
-        srun = program(self, "srun", remedy="module load slurm")
+        srun = find_program(self, "srun", remedy="module load slurm")
         starter = SlurmStarter(srun, options.arguments, job)
         return StartedTransport(starter, options.interface, self.why, SRUN_DIALECTS)
 
     def render(self, request: BatchRequest) -> str:
-        """Directives, the user's set-up, and the same command as typed."""
-        check(request)
+        """Returns directives, the user's setup, and the command as typed."""
+        check_request(request)
         run_dir = run_dir_of(request, "SLURM_ARRAY_TASK_ID")
-        line = command(request, ["--via", "slurm"], run_dir)
+        line = job_command(request, ["--via", "slurm"], run_dir)
         ending = _with_requeue(line, run_dir) if request.requeue else [f"exec {line}"]
         lines = [*(_TRAPS if request.requeue else ()), *prologue(request), *ending]
         return bash_script("#SBATCH", directives(request), lines)
 
     def submit(self, script: Path) -> str:
-        """``sbatch --parsable`` prints ``12`` or ``12;cluster``."""
+        """Submits by ``sbatch --parsable``, which prints ``12`` or ``12;cluster``."""
         remedy = "Type this on a login node of the cluster, or module load slurm"
-        sbatch = program(self, "sbatch", remedy, "no sbatch on PATH, and no Slurm allocation here")
-        return submitted(self, [sbatch, "--parsable", str(script)], script, SUBMITTED_AS)
+        found = "no sbatch on PATH, and no Slurm allocation here"
+        sbatch = find_program(self, "sbatch", remedy, found)
+        return run_submit_command(self, [sbatch, "--parsable", str(script)], script, JOB_ID_PATTERN)
 
     async def poll(self, job: str) -> JobState | None:
-        """Of an array, its first task."""
-        said = await ask("scontrol", "show", "job", "-o", job)
-        return parse_job(said.splitlines()[0]) if said.strip() else None
+        """Returns the state of a job; of an array, that of its first task."""
+        output = await command_output("scontrol", "show", "job", "-o", job)
+        return parse_job(output.splitlines()[0]) if output.strip() else None
 
     def cancel(self, job: str, kill: bool = False) -> None:
         force = ["--signal=KILL", "--full"] if kill else []
@@ -121,11 +134,11 @@ class Slurm(Scheduler):
 
 
 def directives(request: BatchRequest) -> list[str]:
-    """What stands behind ``#SBATCH``."""
-    number = "%A_%a" if request.array else "%j"
-    output = f"{request.run_dir}/slurm-{number}.out"
-    found = [f"--job-name={_name(request.name)}", f"--nodes={request.nodes}"]
-    processes = processes_of(request)
+    """Returns the ``#SBATCH`` directives."""
+    pattern = "%A_%a" if request.array else "%j"
+    output = f"{request.run_dir}/slurm-{pattern}.out"
+    options = [f"--job-name={_name(request.name)}", f"--nodes={request.nodes}"]
+    processes = processes_per_node(request)
     optional = {
         "--ntasks-per-node": processes,
         "--cpus-per-task": request.cpus_per_task,
@@ -138,28 +151,28 @@ def directives(request: BatchRequest) -> list[str]:
         "--constraint": request.constraint,
         "--array": request.array,
     }
-    found += [f"{name}={value}" for name, value in optional.items() if value]
-    found += [f'--output="{output}"', "--open-mode=append"]
+    options += [f"{name}={value}" for name, value in optional.items() if value]
+    options += [f'--output="{output}"', "--open-mode=append"]
     if request.requeue:
-        found += ["--requeue", f"--signal=B:USR1@{request.lead_s}"]
+        options += ["--requeue", f"--signal=B:USR1@{request.lead_s}"]
     else:
-        found += ["--no-requeue"]
-    return [*found, *request.arguments]
+        options += ["--no-requeue"]
+    return [*options, *request.arguments]
 
 
 def _gpus(request: BatchRequest) -> str:
-    """Of each node, also where the job's total was given: Slurm might share that out unequally."""
+    """Returns GPUs of each node; Slurm might divide the job's total unequally."""
     if not request.gpus and not request.gpus_per_node:
         return ""
-    each = gpus_on_each(request)
-    return ",".join(f"{kind}:{number}" if kind else str(number) for kind, number in each)
+    gpus = gpus_per_node(request)
+    return ",".join(f"{kind}:{number}" if kind else str(number) for kind, number in gpus)
 
 
 def _name(name: str) -> str:
     return re.sub(r"[^\w.+-]", "_", name) or "paceline"
 
 
-# Slurm warns the batch's shell before the limit, perhaps while it still loads modules.
+# Slurm signals the batch's shell before the limit, perhaps while it still loads modules.
 _TRAPS = (
     "limit= child=",
     'stop() { if [ "$child" ]; then kill -TERM "$child" 2>/dev/null',
@@ -170,7 +183,7 @@ _TRAPS = (
 
 
 def _with_requeue(line: str, run_dir: str) -> list[str]:
-    """Warned of the limit the job stops, with a checkpoint if it is so far, and comes back."""
+    """Returns lines that stop the job before the time limit and requeue it."""
     return [
         f'[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || rm -f {run_dir}/{OWNER_FILE}',
         "status=1",
@@ -185,9 +198,9 @@ def _with_requeue(line: str, run_dir: str) -> list[str]:
         'if [ "$limit" ] && [ "$status" -ne 0 ]; then',
         '  echo "paceline: the time limit is near: back into the queue"',
         '  scontrol requeue "$SLURM_JOB_ID"',
-        f"elif grep -qs '{LOST}' {run_dir}/{RESULT}; then",
+        f"elif grep -qs '{LOST_NODE_MARK}' {run_dir}/{RESULT}; then",
         '  echo "paceline: a node was lost: Slurm puts the job back once it has noticed"',
-        f"  sleep {NOTICE_S} & wait $!",
+        f"  sleep {REQUEUE_DELAY_S} & wait $!",
         '  scontrol requeue "$SLURM_JOB_ID"',
         "fi",
         'exit "$status"',
@@ -195,28 +208,29 @@ def _with_requeue(line: str, run_dir: str) -> list[str]:
 
 
 def parse_job(text: str) -> JobState | None:
-    """The state from a line of ``scontrol show job -o``; ``None`` for a job that is not known."""
-    found = dict(re.findall(r"(?<!\S)([A-Za-z:/]+)=(\S*)", text))
-    if "JobState" not in found:
+    """Parses a line of ``scontrol show job -o``; ``None`` for an unknown job."""
+    fields = dict(re.findall(r"(?<!\S)([A-Za-z:/]+)=(\S*)", text))
+    if "JobState" not in fields:
         return None
-    word, reason = found["JobState"], found.get("Reason", "None")
-    code, _, signal = found.get("ExitCode", "0:0").partition(":")
+    state, reason = fields["JobState"], fields.get("Reason", "None")
+    code, _, signal = fields.get("ExitCode", "0:0").partition(":")
     failed = 128 + int(signal) if int(signal or 0) else int(code)
     return JobState(
-        word=word,
+        state=state,
         reason="" if reason == "None" else reason,
-        over=word in OVER,
-        exit_code=failed or (0 if word == "COMPLETED" else 1),
-        may_return=word in REQUEUED_AFTER,
-        passing=word == "COMPLETING",
-        queued_s=_between(found.get("SubmitTime", ""), found.get("StartTime", "")),
+        is_over=state in FINAL_STATES,
+        exit_code=failed or (0 if state == "COMPLETED" else 1),
+        may_return=state in REQUEUED_STATES,
+        is_transient=state == "COMPLETING",
+        queued_s=_wait_s(fields.get("SubmitTime", ""), fields.get("StartTime", "")),
     )
 
 
-def _between(submitted: str, started: str) -> float | None:
-    """Seconds between two of Slurm's times; ``None`` when one is not known."""
+def _wait_s(submit_time: str, start_time: str) -> float | None:
+    """Returns seconds between two of Slurm's times; ``None`` if one is unknown."""
     try:
-        return (datetime.fromisoformat(started) - datetime.fromisoformat(submitted)).total_seconds()
+        wait = datetime.fromisoformat(start_time) - datetime.fromisoformat(submit_time)
+        return wait.total_seconds()
     except ValueError:  # ``Unknown``
         return None
 
@@ -225,9 +239,9 @@ def _between(submitted: str, started: str) -> float | None:
 
 
 def step(srun: str, hosts: Sequence[Host], arguments: Sequence[str]) -> list[str]:
-    """The srun call that starts one process on each host, with all CPUs; its command follows it.
+    """Returns the srun call that starts one process on each host with all CPUs and GPUs.
 
-    With all GPUs, too: left out, a step would want as many as the job has, also on fewer nodes.
+    Without a number, a step would request as many GPUs as the job has, even on fewer nodes.
     """
     count = len(hosts)
     gpus = [f"--gpus-per-node={hosts[0].gpus}"] if hosts[0].gpus else []
@@ -241,7 +255,7 @@ def step(srun: str, hosts: Sequence[Host], arguments: Sequence[str]) -> list[str
         "--cpu-bind=none",
         "--input=none",
         "--export=ALL",
-        # what becomes of one agent is for the launcher to make good: the others go on
+        # the end of one agent must not end the others; the launcher decides
         "--kill-on-bad-exit=0",
         "--no-kill",
         "--wait=0",
@@ -253,18 +267,18 @@ def step(srun: str, hosts: Sequence[Host], arguments: Sequence[str]) -> list[str
 
 # Causes that no further srun in this allocation can remove. Slurm takes a node that it has declared
 # down out of the allocations that live on.
-ALLOCATION_OVER = "the allocation is over"
-NOT_THERE = "the allocation has not, or no longer, such a node"
+ALLOCATION_ENDED = "the allocation is over"
+NODE_NOT_IN_ALLOCATION = "the allocation has not, or no longer, such a node"
 _CAUSES = (
     (
         r"Invalid job id|[Ee]xpired or invalid job|Job/step already completing|"
         r"Job has (already )?(expired|finished)|Unable to confirm allocation",
-        ALLOCATION_OVER,
+        ALLOCATION_ENDED,
         "Ask for a new one: salloc -N {count}",
     ),
     (
         r"Requested node configuration is not available",
-        NOT_THERE,
+        NODE_NOT_IN_ALLOCATION,
         "See which nodes it has: squeue --job={job}; salloc and sbatch keep the others when one"
         " fails with --no-kill",
     ),
@@ -292,17 +306,17 @@ _CAUSES = (
 
 
 def parse_node(text: str) -> str:
-    """State and reason from ``scontrol show node -o``: ``DOWN* (Not responding)``."""
+    """Parses state and reason of ``scontrol show node -o``: ``DOWN* (Not responding)``."""
     state = re.search(r"\bState=(\S+)", text)
     reason = re.search(r"\bReason=(.*?)(?: \[[^\]]*\])?\s*$", text, re.MULTILINE)
     if state is None:
         return ""
-    why = f" ({reason.group(1).strip()})" if reason else ""
-    return state.group(1) + why
+    suffix = f" ({reason.group(1).strip()})" if reason else ""
+    return state.group(1) + suffix
 
 
 async def state_of_node(host: Host) -> str:
-    return parse_node(await ask("scontrol", "show", "node", "-o", host.address))
+    return parse_node(await command_output("scontrol", "show", "node", "-o", host.address))
 
 
 class SlurmStarter(Starter):
@@ -325,9 +339,10 @@ class SlurmStarter(Starter):
     async def start(self, hosts: Sequence[Host]) -> Start:
         """The srun call."""
         argv = step(self._path, hosts, self._arguments)
-        return Start(tuple(argv), dict.fromkeys(_UNSET), PLACES, STRIP, NAMES)
+        unset: dict[str, str | None] = dict.fromkeys(_UNSET)
+        return Start(tuple(argv), unset, RANK_VARIABLES, STRIPPED_VARIABLES, NODE_NAME_VARIABLES)
 
-    def hopeless(self, words: str) -> bool:
+    def hopeless(self, output: str) -> bool:
         """False: srun ends by itself when it cannot start."""
         return False
 
@@ -335,30 +350,30 @@ class SlurmStarter(Starter):
         """Does nothing: a step ends with its agent."""
 
     async def explain(self, hosts: Sequence[Host], missing: Sequence[Host], status: int | None,
-                      words: str) -> PacelineError:  # fmt: skip
+                      output: str) -> PacelineError:  # fmt: skip
         """The error for nodes without an agent, with what Slurm says of them."""
         states = [(host.name, await state_of_node(host)) for host in missing]
-        output = "\n".join([words, *(f"{name} is {state}" for name, state in states if state)])
+        report = "\n".join([output, *(f"{name} is {state}" for name, state in states if state)])
         cause, remedy = "srun did not start the agent", "Try: srun --jobid={job} hostname"
         for pattern, explanation, advice in _CAUSES:
-            if re.search(pattern, output):
+            if re.search(pattern, report):
                 cause, remedy = explanation, advice
                 break
         names = ", ".join(host.name for host in missing)
         ending = "srun is still waiting" if status is None else f"srun ended with status {status}"
-        kind = GoneError if cause in (ALLOCATION_OVER, NOT_THERE) else ConnectError
+        kind = GoneError if cause in (ALLOCATION_ENDED, NODE_NOT_IN_ALLOCATION) else ConnectError
         return kind(
             f"no agent on {len(missing)} of {len(hosts)} nodes of Slurm's job {self._job}"
             f" ({names}): {cause}",
-            found=f"{ending}\n{tail(output)}".strip(),
+            found=f"{ending}\n{last_lines(report)}".strip(),
             remedy=remedy.format(count=len(hosts), job=self._job),
-            brief=f"{cause}: {_first_error(words) or ending}",
+            brief=f"{cause}: {_first_error(output) or ending}",
         )
 
 
-def _first_error(words: str) -> str:
+def _first_error(output: str) -> str:
     """The first line of srun's output that mentions an error; the last line if none does."""
-    lines = tail(words).splitlines() or [""]
+    lines = last_lines(output).splitlines() or [""]
     return next((line for line in lines if "error" in line.lower()), lines[-1])
 
 

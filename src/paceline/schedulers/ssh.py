@@ -1,4 +1,4 @@
-"""Agents over OpenSSH, one login a host; on this very machine without it."""
+"""Starts agents over OpenSSH, one login for each host; on this machine without it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from collections.abc import Sequence
 from paceline.remote.channel import Channel
 from paceline.remote.fanout import connect_all
 from paceline.remote.transport import Reached, Transport, nobody
-from paceline.schedulers.scheduler import LEAVE, LOGIN, NOW, Options, Scheduler
+from paceline.schedulers.scheduler import (
+    DETACH_OPTIONS,
+    SSH_OPTIONS,
+    START_OPTIONS,
+    Options,
+    Scheduler,
+)
 from paceline.spec.hosts import Host
 
 
 class SshTransport:
-    """The agent talks on the standard streams of its ssh."""
+    """Talks to each agent over the standard streams of its ssh."""
 
     redials = True
     dialects: tuple[str, ...] = ()
@@ -22,7 +28,7 @@ class SshTransport:
 
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
                    reached: Reached = nobody) -> list[Channel]:  # fmt: skip
-        """Logs in everywhere. ConnectError names all who refuse."""
+        """Logs in everywhere. Raises ConnectError with all hosts that refuse."""
         return await connect_all(hosts, pythons, self._ssh, reached=reached, lasts=True)
 
     async def close(self, exit_code: int) -> None:
@@ -36,9 +42,11 @@ class Ssh(Scheduler):
     """For hosts that this machine can log in to."""
 
     name, title = "ssh", "OpenSSH"
-    typed = "--via ssh (the default)"
-    starting = NOW | LOGIN | LEAVE | {"check_level", "wait_for_nodes", "keep_warm"}
-    direct = True
+    option = "--via ssh (the default)"
+    start_options = START_OPTIONS | SSH_OPTIONS | DETACH_OPTIONS | {
+        "check_level", "wait_for_nodes", "keep_warm",
+    }  # fmt: skip
+    is_direct = True
 
     def start(self, options: Options) -> Transport:
         return SshTransport(options)

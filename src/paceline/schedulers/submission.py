@@ -1,4 +1,4 @@
-"""A job that a scheduler starts later: handed in, followed, and found again from elsewhere."""
+"""Submits a job that a scheduler starts later, follows it, and finds it by its run directory."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from paceline.schedulers.scheduler import JobState, Scheduler
 from paceline.spec.errors import ConnectError, SettingError
 from paceline.spec.rundir import BATCH
 
-# Scheduler and job id, by which status, logs and stop find the job; and the command that was typed.
+# Scheduler and job id, for status, logs and stop; and the command that was typed
 BATCH_FILE = BATCH
-LOOK_EVERY_S = 0.5
+POLL_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Submitted:
-    """A job that was handed in.
+class SubmittedJob:
+    """A submitted job.
 
     Attributes:
-        scheduler: To which.
-        job: Its id there.
-        outputs: Files that its output is written to, as far as they are known.
+        scheduler: The scheduler.
+        job: Id of the job.
+        outputs: Files with its output, as far as they are known.
     """
 
     scheduler: Scheduler
@@ -47,25 +47,25 @@ class Submitted:
         self.scheduler.cancel(self.job, kill)
 
     def state(self) -> JobState | None:
-        """As the scheduler sees it just now."""
-        import asyncio  # here: a run of another kind needs none
+        """Returns the scheduler's present state of the job."""
+        import asyncio  # other kinds of runs do not need it
 
         return asyncio.run(self.scheduler.poll(self.job))
 
 
-def hand_in(scheduler: Scheduler, text: str, directory: Path, array: bool = False,
-            typed: str = "") -> Submitted:  # fmt: skip
+def submit_job(scheduler: Scheduler, text: str, directory: Path, array: bool = False,
+               typed: str = "") -> SubmittedJob:  # fmt: skip
     """Writes the script into the run directory, submits it, and records its id there.
 
     Args:
-        scheduler: Which.
-        text: What it has rendered.
-        directory: The run directory; it is made.
-        array: The job is many, each with an output of its own.
+        scheduler: The scheduler.
+        text: The script.
+        directory: The run directory, which is made.
+        array: Whether it is an array, whose tasks have outputs of their own.
         typed: The command that submits it, without secrets.
 
     Raises:
-        SettingError: The scheduler refuses it, in its own words.
+        SettingError: The scheduler refuses it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     Arrivals(directory)  # before anything else lies there: see its _is_own
@@ -77,35 +77,38 @@ def hand_in(scheduler: Scheduler, text: str, directory: Path, array: bool = Fals
     with contextlib.suppress(SettingError):  # without a seal the job is there all the same
         record[detached_file.SEAL] = detached_file.make_seal(record, directory)
     (directory / BATCH_FILE).write_text(json.dumps(record) + "\n", encoding="utf-8")
-    return Submitted(scheduler, job, () if array else (directory / output,))
+    return SubmittedJob(scheduler, job, () if array else (directory / output,))
 
 
-def typed_for(directory: Path, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The words that submitted the batch in which we are; empty where we are in none of ours."""
-    found, record = found_in(directory), records.read_object(directory / BATCH_FILE) or {}
-    if found is None or found.scheduler.allocation(environ) != found.job:
+def submitting_arguments(directory: Path, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the command that submitted the batch we run in; empty outside our batches."""
+    submission, record = (
+        read_submission(directory),
+        records.read_object(directory / BATCH_FILE) or {},
+    )
+    if submission is None or submission.scheduler.allocation(environ) != submission.job:
         return ()
     try:
         return tuple(shlex.split(str(record.get("typed", ""))))
-    except ValueError:  # somebody has changed it
+    except ValueError:  # the file was changed
         return ()
 
 
-def found_in(directory: Path) -> Submitted | None:
-    """The job that a run directory belongs to, if to one."""
+def read_submission(directory: Path) -> SubmittedJob | None:
+    """Returns the job that a run directory belongs to, if any."""
     record = records.read_object(directory / BATCH_FILE) or {}
     name, job = record.get("scheduler"), str(record.get("job", ""))[:40]
     if name not in SCHEDULERS:
         return None
     scheduler = load(str(name))
-    known = scheduler.follows() and re.fullmatch(scheduler.job_id, job)
-    return Submitted(scheduler, job) if known else None
+    is_known = scheduler.can_follow() and re.fullmatch(scheduler.job_id, job)
+    return SubmittedJob(scheduler, job) if is_known else None
 
 
-def demand_own(directory: Path, job: Submitted) -> None:
-    """SettingError unless this user handed in the job whose id is in a run's folder.
+def require_own_submission(directory: Path, job: SubmittedJob) -> None:
+    """Raises SettingError unless this user submitted the job that a run directory names.
 
-    The folder may come from anybody, and name any job of this user.
+    The directory may come from another user and name any job of this user.
     """
     if not detached_file.has_valid_seal(
         records.read_object(directory / BATCH_FILE) or {}, directory
@@ -117,13 +120,13 @@ def demand_own(directory: Path, job: Submitted) -> None:
         )
 
 
-async def follow(job: Submitted, note: Callable[[str], None], cancel: bool = True) -> int:
-    """Shows a job's output, and the scheduler's words for its state, until it is over.
+async def follow(job: SubmittedJob, note: Callable[[str], None], cancel: bool = True) -> int:
+    """Shows a job's output and its states until it is over.
 
     Args:
-        job: Which.
-        note: Told of every new state.
-        cancel: Ctrl-C cancels the job; else it only ends the following.
+        job: The job.
+        note: Called with every new state.
+        cancel: Whether Ctrl-C cancels the job; else it only stops following.
 
     Returns:
         The job's exit status.
@@ -131,9 +134,9 @@ async def follow(job: Submitted, note: Callable[[str], None], cancel: bool = Tru
     Raises:
         ConnectError: The scheduler does not know the job.
     """
-    tails = [Tail(path) for path in job.outputs]
-    stop = Stopper(job, cancel)
-    last = seen = ""
+    tails = [FileTail(path) for path in job.outputs]
+    stop = InterruptHandler(job, cancel)
+    last_shown = last_word = ""
     try:
         while True:
             state = await job.scheduler.poll(job.job)
@@ -141,14 +144,14 @@ async def follow(job: Submitted, note: Callable[[str], None], cancel: bool = Tru
                 tail.show()
             if state is None:
                 raise _unknown(job)
-            if state.describe() != last and not state.passing:
-                last = state.describe()
-                note(f"paceline: {job.title}: {last}")
-            returns = state.may_return and seen != state.word
-            if (state.over and not returns) or stop.left:
+            if state.describe() != last_shown and not state.is_transient:
+                last_shown = state.describe()
+                note(f"paceline: {job.title}: {last_shown}")
+            returns = state.may_return and last_word != state.state
+            if (state.is_over and not returns) or stop.is_detached:
                 return stop.exit_code or state.exit_code
-            seen = state.word
-            await stop.wait(LOOK_EVERY_S)
+            last_word = state.state
+            await stop.wait(POLL_INTERVAL_S)
     finally:
         stop.close()
         for tail in tails:
@@ -156,7 +159,7 @@ async def follow(job: Submitted, note: Callable[[str], None], cancel: bool = Tru
             tail.close()
 
 
-def _unknown(job: Submitted) -> ConnectError:
+def _unknown(job: SubmittedJob) -> ConnectError:
     return ConnectError(
         f"{job.scheduler.title} does not know job {job.job} (any more)",
         found="it said nothing of it",
@@ -165,8 +168,8 @@ def _unknown(job: Submitted) -> ConnectError:
 
 
 @dataclass
-class Tail:
-    """Shows what is added to a file that may not exist yet."""
+class FileTail:
+    """Prints what is appended to a file, which may not exist yet."""
 
     path: Path
     _file: IO[bytes] | None = None
@@ -183,12 +186,12 @@ class Tail:
             self._file.close()
 
 
-class Stopper:
+class InterruptHandler:
     """Ctrl-C while following: once cancels the job, twice kills it."""
 
-    def __init__(self, job: Submitted, cancel: bool) -> None:
+    def __init__(self, job: SubmittedJob, cancel: bool) -> None:
         self.exit_code = 0
-        self.left = False
+        self.is_detached = False
         self._job = job
         import asyncio
 
@@ -197,21 +200,21 @@ class Stopper:
         self._cancel = cancel
         self._echoes = Echoes()
         self._received = asyncio.Event()
-        for one in _SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(one, self._take, one)
+        for signum in _SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(signum, self._on_signal, signum)
 
-    def _take(self, signum: int) -> None:
+    def _on_signal(self, signum: int) -> None:
         if self._echoes.echoes(signum):
             return
-        again = self.exit_code != 0
+        is_repeated = self.exit_code != 0
         self.exit_code = 128 + signum
-        self.left = not self._cancel
+        self.is_detached = not self._cancel
         self._received.set()
         if self._cancel:
-            self._job.cancel(kill=again)
+            self._job.cancel(kill=is_repeated)
 
     async def wait(self, seconds: float) -> None:
-        """Sleeps, or until the next signal."""
+        """Sleeps until the time is over or a signal arrives."""
         import asyncio
 
         try:
@@ -223,8 +226,8 @@ class Stopper:
     def close(self) -> None:
         import asyncio
 
-        for one in _SIGNALS:
-            asyncio.get_running_loop().remove_signal_handler(one)
+        for signum in _SIGNALS:
+            asyncio.get_running_loop().remove_signal_handler(signum)
 
 
 _SIGNALS: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM)

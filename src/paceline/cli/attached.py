@@ -220,7 +220,7 @@ class Feed:
     def _records(self, name: str) -> list[dict[str, Any]]:
         file = self._path / name
         lines = self._files.setdefault(file, _Growing(file)).lines()
-        found = (records.parsed(line.decode("utf-8", "replace")) for line in lines)
+        found = (records.parse_json(line.decode("utf-8", "replace")) for line in lines)
         return [one for one in found if isinstance(one, dict)]
 
     def _new(self, file: Path, tail: int | None) -> bytes:
@@ -230,7 +230,7 @@ class Feed:
 def seconds_of(path: Path) -> float:
     """For how long a run has been under way."""
     first = next(iter(records.read_records(path / names.EVENTS, 1 << 12)), {})
-    began = records.number(first.get("time"))
+    began = records.as_float(first.get("time"))
     return max(0.0, time.time() - began) if began else 0.0
 
 
@@ -298,9 +298,9 @@ def tell_end(path: Path, command: tuple[str, ...] = ()) -> int:
     plan = records.read_object(path / names.PLAN) or {}
     whole = path.absolute()
     outcome = RunOutcome(
-        whole, result, events, {}, records.number(said.get("seconds")), {},
+        whole, result, events, {}, records.as_float(said.get("seconds")), {},
         bool(command) and is_resumable(result, events),
-        records.whole(plan.get("world_size")) or 0, homes(events), command=command,
+        records.as_int(plan.get("world_size")) or 0, homes(events), command=command,
     )  # fmt: skip
     code = 1 if result.exit_code == UNKNOWN else result.exit_code
     if result.error:

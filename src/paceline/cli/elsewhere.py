@@ -519,7 +519,7 @@ class Left:
     def word(self) -> str:
         """``running``, ``lost``, or how it ended (:func:`end_word`)."""
         if self.about.ended is not None or (self.alive is False and self.result):
-            said = records.parsed(self.result)
+            said = records.parse_json(self.result)
             result = Result.from_json(said if isinstance(said, dict) else {})
             return end_word(result, None if self.about.ended is None else self.about.exit_code)
         return "lost" if self.alive is False else "running"
@@ -570,7 +570,7 @@ async def left_on(hosts: Sequence[Host], ssh: SshOptions, discard: Sequence[str]
         finally:
             await channel.close(GOODBYE_S)
         for one in answer["runs"]:
-            said = records.parsed(one["about"])
+            said = records.parse_json(one["about"])
             about = About.read(said) if isinstance(said, dict) else None
             if about is not None and about.run_id == one["run_id"] not in seen:
                 seen.add(about.run_id)

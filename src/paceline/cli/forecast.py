@@ -31,7 +31,7 @@ from paceline.launch.entry import entry_of, opens_store, preload_of
 from paceline.recipes import RECIPES, options_to_argv
 from paceline.recipes.argv import parse
 from paceline.remote import this_machine
-from paceline.rundir.records import is_regular, number, read_object, read_records, whole, words
+from paceline.rundir.records import as_float, as_int, as_text, is_regular, read_object, read_records
 from paceline.spec import communication, jobenv, rundir
 from paceline.spec.balance import refuse_weights
 from paceline.spec.errors import JobError, PacelineError, SettingError
@@ -478,7 +478,7 @@ def fastest_of(job: Job, cluster: Cluster, run: Path) -> tuple[Cluster, str]:
         elif missing := sorted(names - told.hosts):
             others += [f"{path}: nothing is known there of {', '.join(missing)}"]
         elif here:
-            best = min(here, key=lambda one: number(one.get("total")) or one["seconds"])
+            best = min(here, key=lambda one: as_float(one.get("total")) or one["seconds"])
             hosts = tuple(host for host in cluster.hosts if host.name in best["names"])
             many = f"{len(hosts)} of {counted(len(names), 'host')}"
             why = f"fastest by {path}: {', '.join(host.name for host in hosts)} ({many}):"
@@ -594,7 +594,7 @@ class Told:
     def read(cls, path: Path) -> Told:
         """From the file, whatever stands in it. SettingError when that is no forecast."""
         said = read_object(path) or {}
-        every, model_of, ranks = said.get("forecasts"), said.get("model"), whole(said.get("ranks"))
+        every, model_of, ranks = said.get("forecasts"), said.get("model"), as_int(said.get("ranks"))
         alone = model_of.get("alone") if isinstance(model_of, dict) else None
         typed, weak = said.get("command"), said.get("weak")
         if (not isinstance(every, list) or not all(map(_is_forecast, every)) or not ranks
@@ -617,7 +617,7 @@ class Told:
         if list(command) != self.command:
             return None
         one = next((one for one in self.forecasts if one["hosts"] == len(nodes)), None)
-        names = {words(node.get("host")) for node in nodes}
+        names = {as_text(node.get("host")) for node in nodes}
         ranks = {len(node["ranks"]) if isinstance(node.get("ranks"), list) else 0 for node in nodes}
         if self.weak:
             why = "it is of --weak: a larger batch on more hosts"
@@ -636,12 +636,12 @@ class Told:
 
 def _is_forecast(one: object) -> bool:
     """Whether something is the forecast of a number of hosts, with all that we look at."""
-    if not isinstance(one, dict) or not whole(one.get("hosts")):
+    if not isinstance(one, dict) or not as_int(one.get("hosts")):
         return False
     texts = isinstance(one.get("declined"), str) and isinstance(one.get("limit"), str)
     names = one.get("names")
     listed = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    times = all(number(one.get(name)) == one.get(name) for name in ("seconds", "low", "high"))
+    times = all(as_float(one.get(name)) == one.get(name) for name in ("seconds", "low", "high"))
     return texts and listed and times and (one["seconds"] > 0 or one["declined"] != "")
 
 
@@ -674,8 +674,8 @@ def seconds_of(records: Sequence[Mapping[str, Any]]) -> float | None:
     trained = [one for one in records if one.get("split") == "train"]
     steps = seconds = 0.0
     for before, one in itertools.pairwise(trained):
-        more = number(one.get("step")) - number(before.get("step"))
-        samples, speed = number(one.get("samples")), number(one.get("samples_per_s"))
+        more = as_float(one.get("step")) - as_float(before.get("step"))
+        samples, speed = as_float(one.get("samples")), as_float(one.get("samples_per_s"))
         if more > 0 and samples > 0 and speed > 0:
             steps += more
             seconds += samples / speed

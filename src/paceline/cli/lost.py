@@ -71,7 +71,7 @@ def lost_run(path: Path) -> Lost:
     saves = checkpoint is not None or any(one.get("event") == "checkpoint" for one in events)
     again, folder = _again(path, plan)
     return Lost(what, host, _last_sign(path, events), lease_of(plan), checkpoint,
-                short(path.absolute() / names.CHECKPOINTS), records.words(first, 255), saves,
+                short(path.absolute() / names.CHECKPOINTS), records.as_text(first, 255), saves,
                 again, folder)  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def ends_in_s(path: Path, now: float) -> float:
 def _last_sign(path: Path, events: list[dict[str, Any]]) -> float:
     """When it wrote something last: where everybody is, it has written once a second."""
     said = records.read_object(path / names.RANKS) or {}
-    told = (records.number(one.get("time")) for one in (said, *events[-1:]))
+    told = (records.as_float(one.get("time")) for one in (said, *events[-1:]))
     return max((time for time in told if time), default=0.0)
 
 
@@ -98,7 +98,7 @@ def lease_of(plan: Mapping[str, Any]) -> float:
     """Of a run, in seconds, by its plan."""
     settings = plan.get("settings")
     said = settings.get("lease_s") if isinstance(settings, dict) else None
-    return (records.number(said.get("value")) if isinstance(said, dict) else None) or LEASE_S
+    return (records.as_float(said.get("value")) if isinstance(said, dict) else None) or LEASE_S
 
 
 def _again(path: Path, plan: Mapping[str, Any]) -> tuple[str, str]:
@@ -107,9 +107,9 @@ def _again(path: Path, plan: Mapping[str, Any]) -> tuple[str, str]:
 
     typed = plan.get("typed")
     typed = typed if isinstance(typed, dict) else {}
-    folder = records.words(typed.get("folder"), 4096)
+    folder = records.as_text(typed.get("folder"), 4096)
     try:
-        words = shlex.split(records.words(typed.get("command"), 1 << 16))
+        words = shlex.split(records.as_text(typed.get("command"), 1 << 16))
     except ValueError:  # it was too long to be read whole
         return "", ""
     if not words:

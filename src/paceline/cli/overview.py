@@ -190,7 +190,7 @@ def _of_folder(path: Path, left: Mapping[str, Left]) -> Row:
         return replace(of_left(left[away.run_id]), run=path.name, here=True)
     word = "waiting" if state.waits else state.word
     nodes = plan.get("nodes")
-    hosts = [records.words(one.get("host"), 255) for one in nodes if isinstance(one, dict)] if (
+    hosts = [records.as_text(one.get("host"), 255) for one in nodes if isinstance(one, dict)] if (
         isinstance(nodes, list)) else []  # fmt: skip
     recorded = _recorded(path / names.METRICS)
     step, steps = _steps(records.read_object(path / names.RANKS) or {}, recorded)
@@ -212,9 +212,9 @@ def of_left(left: Left) -> Row:
     """A run that was left on a host."""
     about, word = left.about, left.word
     code = about.exit_code if about.ended is not None else None
-    lines = (records.parsed(line) for line in left.metrics.splitlines())
+    lines = (records.parse_json(line) for line in left.metrics.splitlines())
     recorded = [line for line in lines if isinstance(line, dict)]
-    where = records.parsed(left.where)
+    where = records.parse_json(left.where)
     where = where if isinstance(where, dict) else {}
     word = "waiting" if word == "running" and where.get("waits") else word
     step, steps = _steps(where, recorded)
@@ -226,7 +226,7 @@ def of_left(left: Left) -> Row:
 def _started(path: Path) -> float:
     """When a run began: by its first event, else by its folder."""
     first = next(iter(records.read_records(path / names.EVENTS, 1 << 12)), {})
-    return records.number(first.get("time")) or path.lstat().st_mtime
+    return records.as_float(first.get("time")) or path.lstat().st_mtime
 
 
 def _command(plan: Mapping[str, Any]) -> str:
@@ -236,7 +236,7 @@ def _command(plan: Mapping[str, Any]) -> str:
         return str(typed["command"])
     if not isinstance(entry, dict):
         return ""
-    target, args = records.words(entry.get("target")), entry.get("args")
+    target, args = records.as_text(entry.get("target")), entry.get("args")
     if target.startswith("paceline.recipes."):
         return f"paceline train {target.rsplit('.', 1)[-1]}"
     given = [one for one in args if isinstance(one, str)] if isinstance(args, list) else []
@@ -249,10 +249,10 @@ def _steps(where: Mapping[str, Any],
     """The last step, and how many there are to be."""
     told = where.get("progress")
     told = told if isinstance(told, dict) else {}
-    done = [records.whole(one.get("step")) for one in recorded[-20:]]
-    step = max((one for one in [*done, records.whole(told.get("step"))] if one is not None),
+    done = [records.as_int(one.get("step")) for one in recorded[-20:]]
+    step = max((one for one in [*done, records.as_int(told.get("step"))] if one is not None),
                default=None)  # fmt: skip
-    return step, records.whole(told.get("steps"))
+    return step, records.as_int(told.get("steps"))
 
 
 def best_of(recorded: Iterable[Mapping[str, Any]]) -> str:

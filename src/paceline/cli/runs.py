@@ -353,7 +353,7 @@ def describe(state: RunState) -> str:
 
 def _written(record: Mapping[str, Any]) -> str:
     """`` (12:03:44)``: when a record was written, by this machine's clock."""
-    at = records.number(record.get("time"))
+    at = records.as_float(record.get("time"))
     return f" ({time.strftime('%H:%M:%S', time.localtime(at))})" if 0 < at < 1e11 else ""
 
 
@@ -364,7 +364,7 @@ def _figures(record: Mapping[str, Any]) -> str:
 
 def _figure(name: str, value: Any) -> str:
     """One of a record's, for people."""
-    if name == "epoch" and (epoch := records.whole(value)) is not None:
+    if name == "epoch" and (epoch := records.as_int(value)) is not None:
         return which_epoch(epoch)
     return f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
 

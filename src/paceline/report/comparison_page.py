@@ -22,7 +22,7 @@ from paceline.report.run_page import (
     stride_of,
     versions_of,
 )
-from paceline.rundir.records import words
+from paceline.rundir.records import as_text
 from paceline.spec.figures import lasting
 
 _OVER_TIME = "The same over the seconds since each run began, its start included."
@@ -173,7 +173,7 @@ def configuration(run: Run) -> dict[str, str]:
     values = {"hosts": ", ".join(run.hosts), "ranks": str(run.num_ranks)}
     if entry := object_in(plan, "entry"):
         args = entry.get("args")
-        values["program"] = words(entry.get("target"), 1000)
+        values["program"] = as_text(entry.get("target"), 1000)
         values["arguments"] = " ".join(map(str, args[:200])) if isinstance(args, list) else ""
     values |= {name: value for name, value, _ in settings_of(plan) if name not in _NOT_COMPARED}
     options: Any = record.config.get("options", record.config)
@@ -182,7 +182,7 @@ def configuration(run: Run) -> dict[str, str]:
             values |= {f"{prefix} {name}": format_setting(value)
                        for name, value in list(group.items())[:MAX_ROWS]}  # fmt: skip
     for node in record.nodes:
-        values[f"devices of {words(node.get('host'), 255)}"] = words(node.get("devices"), 200)
+        values[f"devices of {as_text(node.get('host'), 255)}"] = as_text(node.get("devices"), 200)
     for name, version, _ in versions_of(record):
         values[name] = ", ".join(filter(None, [values.get(name, ""), version]))
     return values

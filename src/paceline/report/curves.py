@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.rundir.records import number, whole
+from paceline.rundir.records import as_float, as_int
 from paceline.spec.events import PARTS, Event
 
 MAX_POINTS = 600  # drawn of a curve
@@ -82,7 +82,7 @@ def make_curves(records: Sequence[_Record], started_at: float) -> list[Curve]:
     points: dict[tuple[str, str], list[Point]] = {}
     num_nonfinite: dict[tuple[str, str], int] = {}
     for record in records:
-        step, split = whole(record.get("step")), record.get("split")
+        step, split = as_int(record.get("step")), record.get("split")
         if step is None or not isinstance(split, str) or split == "pace":
             continue
         for name, value in record.items():
@@ -108,7 +108,7 @@ def add_times(records: Sequence[_Record],
     Returns:
         The records, and whether their times are estimated.
     """
-    if any(number(record.get("time")) for record in records):
+    if any(as_float(record.get("time")) for record in records):
         return records, False
     anchors = [(0, event.time) for event in events if event.kind == "prepared"][:1]
     for event in events:
@@ -120,7 +120,7 @@ def add_times(records: Sequence[_Record],
     steps = [step for step, _ in anchors]
     timed = list[_Record]()
     for record in records:
-        step = whole(record.get("step"))
+        step = as_int(record.get("step"))
         if step is None or not steps[0] <= step <= steps[-1]:
             timed.append(record)
             continue
@@ -132,7 +132,7 @@ def add_times(records: Sequence[_Record],
 
 def _seconds(record: _Record, started_at: float) -> float | None:
     """Seconds since the run began; ``None`` for a record without a plausible time."""
-    seconds = number(record.get("time")) - started_at
+    seconds = as_float(record.get("time")) - started_at
     return round(seconds, 3) if started_at and 0 <= seconds < 10 * 365 * 86400 else None
 
 
@@ -155,8 +155,8 @@ def throughput(records: Sequence[_Record], started_at: float) -> Curve | None:
     points = [
         Point(step, _seconds(record, started_at), rate)
         for record in records
-        if record.get("split") == "train" and (step := whole(record.get("step"))) is not None
-        and (rate := number(record.get("samples_per_s"))) > 0
+        if record.get("split") == "train" and (step := as_int(record.get("step"))) is not None
+        and (rate := as_float(record.get("samples_per_s"))) > 0
     ]  # fmt: skip
     if not points:
         return None
@@ -167,7 +167,7 @@ def mean_rate(records: Sequence[_Record]) -> float | None:
     """Samples per second over the whole training, without evaluations."""
     samples = seconds = 0.0
     for record in records:
-        count, rate = number(record.get("samples")), number(record.get("samples_per_s"))
+        count, rate = as_float(record.get("samples")), as_float(record.get("samples_per_s"))
         if record.get("split") == "train" and count > 0 and rate > 0:
             samples, seconds = samples + count, seconds + count / rate
     return samples / seconds if seconds > 0 else None
@@ -210,13 +210,13 @@ def divide_steps(records: Sequence[_Record],
     def add(rank: int | None, seconds: Iterable[Any], num_steps: float) -> None:
         total = sums.setdefault(rank, [0.0] * (len(PARTS) + 1))
         for part, value in enumerate(seconds):
-            total[part] += max(0.0, number(value)) * num_steps
+            total[part] += max(0.0, as_float(value)) * num_steps
         total[-1] += num_steps
 
     for record in records:
         if record.get("split") != "pace":
             continue
-        num_steps = max(1.0, number(record.get("noted")))
+        num_steps = max(1.0, as_float(record.get("noted")))
         add(None, (record.get(f"{part}_s") for part in PARTS), num_steps)
         rows = record.get("ranks_s")
         rows = rows[:MAX_RANKS] if isinstance(rows, list) else []

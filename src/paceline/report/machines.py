@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.report.page import Figure, Paragraph, Part, Table
 from paceline.report.record import Record, object_in, objects_in
-from paceline.rundir.records import number, whole, words
+from paceline.rundir.records import as_float, as_int, as_text
 from paceline.spec.figures import bit_rate
 from paceline.spec.helptext import counted
 
@@ -37,23 +37,23 @@ def _host_row(host: str, facts: Mapping[str, Any], node: Mapping[str, Any]) -> l
     cpu = object_in(facts, "cpu")
     cores = cpu.get("cores")
     count = len(cores) if isinstance(cores, list) else 0
-    quota = number(cpu.get("quota"))
-    memory_bytes = number(object_in(facts, "memory").get("total"))
-    gpus = [words(gpu.get("name") or gpu.get("kind"), 100)
+    quota = as_float(cpu.get("quota"))
+    memory_bytes = as_float(object_in(facts, "memory").get("total"))
+    gpus = [as_text(gpu.get("name") or gpu.get("kind"), 100)
             for gpu in objects_in(object_in(facts, "devices").get("gpus"))]  # fmt: skip
     kinds = dict.fromkeys(filter(None, gpus))
     return [
-        host[:255], ranks_of(node), words(cpu.get("model"), 200),
+        host[:255], ranks_of(node), as_text(cpu.get("model"), 200),
         (f"{quota:g} of " if quota else "") + (str(count) if count else ""),
         f"{memory_bytes / 2**30:.1f} GiB" if memory_bytes else "",
         ", ".join(f"{gpus.count(kind)} × {kind}" for kind in kinds),
-        _describe_interface(facts, words(node.get("interface"), 100)),
+        _describe_interface(facts, as_text(node.get("interface"), 100)),
     ]  # fmt: skip
 
 
 def ranks_of(node: Mapping[str, Any]) -> str:
     """``rank 2`` or ``ranks 2 to 3``, from a plan's node."""
-    values = [whole(entry.get("rank")) for entry in objects_in(node.get("ranks"))]
+    values = [as_int(entry.get("rank")) for entry in objects_in(node.get("ranks"))]
     ranks = sorted(rank for rank in values if rank is not None)
     if len(ranks) < 2:
         return f"rank {ranks[0]}" if ranks else ""
@@ -63,7 +63,7 @@ def ranks_of(node: Mapping[str, Any]) -> str:
 def _describe_interface(facts: Mapping[str, Any], name: str) -> str:
     """The interface with its nominal speed."""
     for interface in objects_in(facts.get("interfaces")):
-        speed = number(interface.get("speed"))
+        speed = as_float(interface.get("speed"))
         if name and interface.get("name") == name and speed > 0:
             return f"{name}, {bit_rate(speed * 1e6)} by its own account"
     return name
@@ -93,7 +93,7 @@ def _links(record: Record) -> Iterator[Part]:
     rows = [[*pair, bit_rate(rate), f"{rate / 1e6:.1f}"] for pair, rate in measured.items()]
     table = Table(["from", "to", "rate", "Mbit/s"], rows[:2000], "The numbers")
     drawn = hosts[:MAX_MATRIX_HOSTS]
-    devices = {host: words(node.get("devices"), 100)
+    devices = {host: as_text(node.get("devices"), 100)
                for host, node in zip(record.planned_hosts, record.nodes, strict=True)}  # fmt: skip
     data = {
         "hosts": [[host, devices.get(host, "")] for host in drawn],
@@ -110,15 +110,15 @@ def _links(record: Record) -> Iterator[Part]:
 
 def _measured_rates(record: Record) -> tuple[dict[tuple[str, str], float], str]:
     """Bits per second from host to host, and by what they were measured."""
-    triples = [(link.get("from"), link.get("to"), number(link.get("bits_per_s")))
+    triples = [(link.get("from"), link.get("to"), as_float(link.get("bits_per_s")))
                for link in record.links]  # fmt: skip
     if rates := _valid_rates(triples):
         return rates, "TCP before the run"
     rows = object_in(record.collectives, "ways").get("rates")
-    triples = [(row[0], row[1], 8 * number(row[2]))
+    triples = [(row[0], row[1], 8 * as_float(row[2]))
                for row in (rows[:10_000] if isinstance(rows, list) else [])
                if isinstance(row, list) and len(row) == 3 and row[0] != row[1]]  # fmt: skip
-    backend = words(record.collectives.get("backend"), 50)
+    backend = as_text(record.collectives.get("backend"), 50)
     return _valid_rates(
         triples
     ), f"the collectives over {backend}" if backend else "the collectives"
@@ -128,7 +128,7 @@ def _valid_rates(triples: Sequence[tuple[Any, Any, float]]) -> dict[tuple[str, s
     return {
         (sender, receiver): rate
         for source, target, rate in triples
-        if (sender := words(source, 255)) and (receiver := words(target, 255)) and rate > 0
+        if (sender := as_text(source, 255)) and (receiver := as_text(target, 255)) and rate > 0
     }
 
 
@@ -136,9 +136,9 @@ def _describe_traffic(record: Record) -> str:
     """What the training itself sent over the links."""
     parameters = next((event["parameters"] for event in record.events
                        if event.kind == "prepared" and event["parameters"]), 0)  # fmt: skip
-    ranks = whole(record.plan.get("world_size")) or 0
+    ranks = as_int(record.plan.get("world_size")) or 0
     exposed = [seconds for metric in record.metrics if metric.get("split") == "pace"
-               and (seconds := number(metric.get("moving_s"))) > 0]  # fmt: skip
+               and (seconds := as_float(metric.get("moving_s"))) > 0]  # fmt: skip
     if not (parameters and exposed and ranks > 1):
         return ""
     sent = 2 * (ranks - 1) / ranks * 4 * parameters

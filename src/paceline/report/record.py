@@ -14,12 +14,12 @@ from typing import Any
 from paceline.rundir.directory import short
 from paceline.rundir.ownership import owner_alive, read_owner
 from paceline.rundir.records import (
+    as_float,
+    as_int,
+    as_text,
     is_regular,
-    number,
     read_object,
     sampled_records,
-    whole,
-    words,
 )
 from paceline.spec import rundir as names
 from paceline.spec.events import Event, read_events
@@ -89,7 +89,7 @@ class Record:
     @property
     def planned_hosts(self) -> list[str]:
         """The hosts that had ranks by the plan, in its order."""
-        return [words(node.get("host"), 255) for node in self.nodes]
+        return [as_text(node.get("host"), 255) for node in self.nodes]
 
 
 def read(path: Path) -> Record:
@@ -118,8 +118,8 @@ def read(path: Path) -> Record:
         events=sorted(read_events(events), key=lambda event: event.time),
         metrics=metrics,
         has_result=objects[names.RESULT] is not None,
-        duration_s=number(result.get("seconds")),
-        num_recoveries=whole(object_in(result, "recoveries").get("count")) or 0,
+        duration_s=as_float(result.get("seconds")),
+        num_recoveries=as_int(object_in(result, "recoveries").get("count")) or 0,
         result=Result.from_json(result),
         findings=objects_in(findings.get("findings")),
         links=objects_in(findings.get("links")),

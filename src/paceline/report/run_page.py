@@ -13,7 +13,7 @@ from paceline.report.machines import machines, ranks_of
 from paceline.report.page import Figure, ItemList, Page, Paragraph, Part, Section, Status, Table
 from paceline.report.record import Record, object_in, objects_in
 from paceline.report.timeline import ACTIVITY_LABELS, Row, Timeline, build_timeline
-from paceline.rundir.records import number, whole, words
+from paceline.rundir.records import as_float, as_int, as_text
 from paceline.spec import rundir as names
 from paceline.spec.command import shell_text
 from paceline.spec.events import PART_NAMES, PARTS, Event
@@ -48,7 +48,7 @@ class Run:
 
     @property
     def num_ranks(self) -> int:
-        return whole(self.record.plan.get("world_size")) or len(self.timeline.rows)
+        return as_int(self.record.plan.get("world_size")) or len(self.timeline.rows)
 
     @property
     def hosts(self) -> list[str]:
@@ -62,7 +62,7 @@ class Run:
     def last_step(self) -> int:
         """The last step in metrics and events; 0 when there is none."""
         recorded = [step for record in self.metrics[-20:]
-                    if (step := whole(record.get("step"))) is not None]  # fmt: skip
+                    if (step := as_int(record.get("step"))) is not None]  # fmt: skip
         steps = [step for event in self.record.events[-200:]
                  if isinstance(step := event["step"], int)]  # fmt: skip
         if (trained := self.last_event("trained")) and isinstance(trained["steps"], int):
@@ -93,10 +93,10 @@ def make_run(record: Record, now: float = 0.0) -> Run:
     timeline = build_timeline(record, metrics, now)
     groups = [(event.time, tuple(event["members"] or ())) for event in record.events
               if event.kind in ("started", "regroup")]  # fmt: skip
-    world = tuple(range(whole(record.plan.get("world_size")) or 0))
+    world = tuple(range(as_int(record.plan.get("world_size")) or 0))
 
     def group_of(metric: Mapping[str, Any]) -> tuple[int, ...]:
-        at = number(metric.get("time"))
+        at = as_float(metric.get("time"))
         earlier = [members for start, members in groups if start <= at]
         return (earlier[-1] if earlier else ()) or world
 
@@ -169,8 +169,8 @@ def outcome_of(run: Run) -> tuple[Status, str]:
 def _cause(record: Record) -> str:
     """The cause that ``explain`` found; empty if it found none."""
     causes = (finding for finding in record.findings if finding.get("outcome") == "fail"
-              and words(finding.get("check"), 100).startswith("explain/"))  # fmt: skip
-    return next((words(finding.get("message")).rstrip(".") for finding in causes), "")
+              and as_text(finding.get("check"), 100).startswith("explain/"))  # fmt: skip
+    return next((as_text(finding.get("message")).rstrip(".") for finding in causes), "")
 
 
 def _describe_saved(stopped: Event | None) -> str:
@@ -272,7 +272,7 @@ def _computing_share(run: Run) -> str:
     trained = run.last_event("trained")
     parts = trained["parts"] if trained else None
     if isinstance(parts, dict) and "computing" in parts:
-        share, whose = number(parts["computing"]), "rank that waited most"
+        share, whose = as_float(parts["computing"]), "rank that waited most"
     elif run.divisions:
         share, whose = run.divisions[0].share("computing"), "mean of all ranks"
     else:
@@ -407,10 +407,10 @@ def _finding_items(findings: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str,
     wrong = [finding for finding in findings if finding.get("outcome") in outcomes]
     wrong.sort(key=lambda finding: outcomes.index(str(finding.get("outcome"))))
     for finding in wrong[:20]:
-        remedy = words(finding.get("remedy")).strip()
-        check = words(finding.get("check"), 100)
+        remedy = as_text(finding.get("remedy")).strip()
+        check = as_text(finding.get("check"), 100)
         source = "" if check.startswith("explain/") else f" (check: {check})"
-        text = f"{words(finding.get('message'))}{source}" + f" → {remedy}" * bool(remedy)
+        text = f"{as_text(finding.get('message'))}{source}" + f" → {remedy}" * bool(remedy)
         yield "bad" if finding.get("outcome") == "fail" else "slow", text
 
 
@@ -548,14 +548,16 @@ def _describe_division(mean: StepDivision, by_rank: Sequence[StepDivision],
 
 def _forecast(record: Mapping[str, Any]) -> Iterator[Part]:
     forecast, measured = object_in(record, "forecast"), object_in(record, "came")
-    low, high, expected = (1e3 * number(forecast.get(name)) for name in ("low", "high", "seconds"))
-    actual = 1e3 * number(measured.get("seconds"))
+    low, high, expected = (
+        1e3 * as_float(forecast.get(name)) for name in ("low", "high", "seconds")
+    )
+    actual = 1e3 * as_float(measured.get("seconds"))
     if not actual or not expected:
         return
     error = actual / expected - 1
     description = (
         f"A step was forecast to take {expected:.1f} ms ({low:.1f} … {high:.1f}, limited by"
-        f" {words(forecast.get('limit'), 100)}), and took {actual:.1f} ms: {abs(error):.0%}"
+        f" {as_text(forecast.get('limit'), 100)}), and took {actual:.1f} ms: {abs(error):.0%}"
         f" {'longer' if error > 0 else 'shorter'},"
         f" {'inside' if low <= actual <= high else 'outside'} the error bar."
     )
@@ -575,13 +577,13 @@ def _plan(record: Record) -> Iterator[Part]:
     if record.nodes:
         fields = ("devices", "address", "interface", "code", "workdir", "python")
         titles = ["host", "ranks", "devices", "address", "interface", "code", "folder", "python"]
-        rows = [[words(node.get("host"), 255), ranks_of(node),
-                 *(words(node.get(name), 400) for name in fields)]
+        rows = [[as_text(node.get("host"), 255), ranks_of(node),
+                 *(as_text(node.get(name), 400) for name in fields)]
                 for node in record.nodes[:MAX_ROWS]]  # fmt: skip
         yield Table(titles, rows, "What ran where", collapsed=False)
     if rows := settings_of(record.plan):
         yield Table(["setting", "value", "from"], rows, "Settings, and where each came from")
-    options, recipe = record.config.get("options"), words(record.config.get("recipe"), 100)
+    options, recipe = record.config.get("options"), as_text(record.config.get("recipe"), 100)
     if isinstance(options, dict):
         yield _values_table("option", options, f"Options of the recipe {recipe}")
     elif record.config:
@@ -602,7 +604,10 @@ def settings_of(plan: Mapping[str, Any]) -> list[list[str]]:
     rows = []
     for name, setting in object_in(plan, "settings").items():
         if isinstance(setting, dict):
-            detail, source = words(setting.get("detail"), 400), words(setting.get("source"), 100)
+            detail, source = (
+                as_text(setting.get("detail"), 400),
+                as_text(setting.get("source"), 100),
+            )
             value = format_setting(setting.get("value"))
             rows.append([name, value, f"{source}: {detail}" if detail else source])
     return rows[:MAX_ROWS]
@@ -612,7 +617,7 @@ def versions_of(record: Record) -> list[list[str]]:
     """Name and version of what ran, and its hosts if they differ."""
     found: dict[tuple[str, str], list[str]] = {}
     if version := object_in(record.plan, "typed").get("paceline"):
-        found["paceline", words(version, 50)] = []
+        found["paceline", as_text(version, 50)] = []
     for event in record.events:
         if event.kind == "imported":
             for name in ("python", "torch", "cuda", "nccl"):
@@ -624,7 +629,7 @@ def versions_of(record: Record) -> list[list[str]]:
             continue
         driver = object_in(facts, "devices").get("nvidia_driver")
         for name, value in (("kernel", facts.get("kernel")), ("NVIDIA driver", driver)):
-            if version := words(value, 100):
+            if version := as_text(value, 100):
                 found.setdefault((name, version), []).append(str(host)[:255])
     versions = [name for name, _ in found]
     return [[name, version, ", ".join(hosts[:20]) if versions.count(name) > 1 or len(hosts) < 2
@@ -634,10 +639,10 @@ def versions_of(record: Record) -> list[list[str]]:
 def _rerun_command(record: Record) -> Iterator[Part]:
     """The command that repeats the run."""
     typed, entry = object_in(record.plan, "typed"), object_in(record.plan, "entry")
-    if command := words(typed.get("command")):
-        folder = words(typed.get("folder"), 4096)
+    if command := as_text(typed.get("command")):
+        folder = as_text(typed.get("folder"), 4096)
         yield Paragraph((f"cd {shell_text([folder])}\n" if folder else "") + command, "command")
-    elif target := words(entry.get("target")):
+    elif target := as_text(entry.get("target")):
         argv = ["paceline", "run", *_placement_options(record)]
         argv += ["-m"] if entry.get("kind") == "module" else []
         argv += [target, *_texts(entry.get("args"))]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from paceline.report.record import Record, objects_in
-from paceline.rundir.records import number, whole, words
+from paceline.rundir.records import as_float, as_int, as_text
 from paceline.spec.events import PARTS, Event
 from paceline.spec.failure import Failure, place
 from paceline.spec.figures import lasting
@@ -301,8 +301,8 @@ class _Builder:
         self._groups: list[tuple[float, tuple[int, ...]]] = []  # start, and members by group rank
         for node in objects_in(plan.get("nodes")):
             for planned in objects_in(node.get("ranks")):
-                if (rank := whole(planned.get("rank"))) is not None:
-                    self._track(rank, words(node.get("host"), 255)).switch(0.0, "starting")
+                if (rank := as_int(planned.get("rank"))) is not None:
+                    self._track(rank, as_text(node.get("host"), 255)).switch(0.0, "starting")
         self._world = tuple(sorted(self.tracks))
         self._planned = set(self.tracks)
 
@@ -416,7 +416,7 @@ def _make_rows(builder: _Builder, metrics: Sequence[Mapping[str, Any]]) -> list[
     cells: dict[int, list[Cell]] = {rank: [] for rank in builder.tracks}
     evaluations, previous, last_pace, has_trained = list[tuple[float, float]](), 0.0, 0.0, False
     for record in metrics:
-        at = number(record.get("time")) - builder.started_at
+        at = as_float(record.get("time")) - builder.started_at
         if not 0 < at <= builder.duration_s + 1:
             continue
         split = record.get("split")
@@ -449,7 +449,7 @@ def _step_shares(record: Mapping[str, Any],
         rows = [[record.get(f"{name}_s") for name in PARTS]]
     for rank, row in zip(group, rows, strict=False):
         if isinstance(row, list):
-            seconds = [max(0.0, number(part)) for part in row[: len(PARTS)]]
+            seconds = [max(0.0, as_float(part)) for part in row[: len(PARTS)]]
             total = sum(seconds)
             if total > 0 and len(seconds) == len(PARTS):
                 yield rank, tuple(round(part / total, 4) for part in seconds)
@@ -530,7 +530,7 @@ def _recovery_moment(event: Event, at: float, lost_at: float) -> Moment:
     text = str(event["text"] or "")
     if " is back" in text or "joined" in text:
         return Moment(at, text, "good")
-    estimated = max(0.0, at - number(event["seconds"]))
+    estimated = max(0.0, at - as_float(event["seconds"]))
     return Moment(lost_at if estimated - 60 < lost_at <= at else estimated, text, "bad")
 
 
@@ -544,7 +544,7 @@ def _describe(event: Event) -> tuple[str, Severity] | None:
         case "newcomer lost":
             return f"{event.where} was lost before it had joined: {event['why']}", "bad"
         case "hang over":
-            duration = lasting(number(event["seconds"]))
+            duration = lasting(as_float(event["seconds"]))
             return str(event["text"] or f"it continues after {duration}"), "good"
         case "rank frozen":
             return f"{event.where} does not move: {event['how']} {event['on'] or ''}", "bad"

@@ -40,7 +40,7 @@ class Arrivals:
             self._adopt_model()
             return
         for line in lines:
-            entry = records.parsed(line.decode("utf-8", "replace"))
+            entry = records.parse_json(line.decode("utf-8", "replace"))
             if isinstance(entry, str):
                 self._arrived.add(entry)
             elif isinstance(entry, dict):

@@ -19,14 +19,14 @@ STANDS = "stands"  # in detached.json: the run's status at that time
 def read_owner(path: Path) -> dict[str, Any] | None:
     """The owner by the owner file; ``None`` if there is none or it is invalid."""
     record = records.read_object(path / names.OWNER) or {}
-    pid = records.whole(record.get("pid"))
+    pid = records.as_int(record.get("pid"))
     if pid is None or pid <= 0:
         return None
     owner: dict[str, Any] = {"pid": pid}
-    owner |= {name: records.words(record.get(name), 255) for name in ("host", "since")}
-    if records.number(record.get("start")):
+    owner |= {name: records.as_text(record.get(name), 255) for name in ("host", "since")}
+    if records.as_float(record.get("start")):
         owner["start"] = record["start"]
-    if run_id := records.words(record.get("run_id"), 64):
+    if run_id := records.as_text(record.get("run_id"), 64):
         owner["run_id"] = run_id
     return owner
 
@@ -58,7 +58,7 @@ def is_launcher(path: Path, owner: dict[str, Any]) -> bool:
 def detached_of(path: Path) -> Detached | None:
     """Where the run of a folder continues or has ended; ``None`` if all its results are here."""
     record = records.read_object(path / DETACHED)
-    return None if record is None or records.number(record.get(HOME)) else Detached.read(record)
+    return None if record is None or records.as_float(record.get(HOME)) else Detached.read(record)
 
 
 def ended_since(path: Path, detached: Detached) -> bool:

@@ -71,7 +71,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
             data = stream.read(MAX_OBJECT_BYTES + 1)
     except (OSError, ValueError):
         return None
-    value = parsed(data.decode("utf-8", "replace")) if len(data) <= MAX_OBJECT_BYTES else None
+    value = parse_json(data.decode("utf-8", "replace")) if len(data) <= MAX_OBJECT_BYTES else None
     return value if isinstance(value, dict) else None
 
 
@@ -131,12 +131,12 @@ def sampled_records(
 
 
 def _objects(lines: list[bytes]) -> list[dict[str, Any]]:
-    values = (parsed(line.decode("utf-8", "replace")) for line in lines
+    values = (parse_json(line.decode("utf-8", "replace")) for line in lines
               if len(line) <= MAX_RECORD_BYTES)  # fmt: skip
     return [value for value in values if isinstance(value, dict)]
 
 
-def parsed(text: str) -> Any:
+def parse_json(text: str) -> Any:
     """The value of a JSON text; ``None`` if it is invalid."""
     try:
         return json.loads(text) if text.strip() else None
@@ -144,18 +144,18 @@ def parsed(text: str) -> Any:
         return None
 
 
-def whole(value: Any) -> int | None:
-    """An integer of 64 bits; ``None`` for anything else."""
+def as_int(value: Any) -> int | None:
+    """A 64-bit integer; ``None`` for anything else."""
     is_valid = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
     return value if is_valid else None
 
 
-def number(value: Any) -> float:
-    """A finite number; 0 for anything else."""
+def as_float(value: Any) -> float:
+    """A finite number as a float; 0 for anything else."""
     is_valid = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_valid and abs(value) < 1 << 63 and math.isfinite(value) else 0.0
 
 
-def words(value: Any, limit: int = 1 << 20) -> str:
+def as_text(value: Any, limit: int = 1 << 20) -> str:
     """A text; empty for anything else."""
     return value[:limit] if isinstance(value, str) else ""

@@ -286,7 +286,7 @@ class Follower:
 
 
 def _about(text: str) -> About | None:
-    said = records.parsed(text)
+    said = records.parse_json(text)
     return About.read(said) if isinstance(said, dict) else None
 
 

@@ -46,13 +46,13 @@ REDACTED = "[secret]"
 
 def redact(text: str) -> str:
     """Redacts what looks like a secret, by the name before it or by its own format."""
-    text = _TOKEN.sub(REDACTED, _without_keys(text))
+    text = _TOKEN.sub(REDACTED, _redact_keys(text))
     for pattern in (_HEADER, _OPTION, _ASSIGNMENT):
         text = pattern.sub(rf"\1{REDACTED}", text)
     return text
 
 
-def _without_keys(text: str) -> str:
+def _redact_keys(text: str) -> str:
     """Redacts private keys; one without an end is redacted to the end of the text."""
     parts, position = [], 0
     while header := _KEY_HEADER.search(text, position):

@@ -72,12 +72,14 @@ def _conclusion(runs: _Labeled) -> str:
         return f"Only {label} of {len(runs)} runs ended well, after {lasting(seconds)}."
     if not finished:
         return f"0 of {len(runs)} runs ended well."
-    (shortest, first, first_steps), *_, (longest, last, last_steps) = finished
-    if first_steps == last_steps:
-        text = f"{first} was the quickest: {lasting(shortest)}, {last} took {lasting(longest)}"
+    (fastest_s, fastest, fastest_steps), *_, (slowest_s, slowest, slowest_steps) = finished
+    if fastest_steps == slowest_steps:
+        text = (
+            f"{fastest} was the quickest: {lasting(fastest_s)}, {slowest} took {lasting(slowest_s)}"
+        )
     else:  # the run that took longer may have been the quicker one
-        text = (f"{first} trained {first_steps:,} steps in {lasting(shortest)};"
-                f" {last} trained {last_steps:,} steps in {lasting(longest)}")  # fmt: skip
+        text = (f"{fastest} trained {fastest_steps:,} steps in {lasting(fastest_s)};"
+                f" {slowest} trained {slowest_steps:,} steps in {lasting(slowest_s)}")  # fmt: skip
     failed = len(runs) - len(finished)
     return text + (f"; {failed} did not end well." if failed else ".")
 
@@ -103,11 +105,13 @@ def _outcomes(runs: _Labeled) -> Table:
 def _common_goal(runs: Sequence[Run]) -> list[Goal]:
     """The best value that all runs have reached, of held-out data if there is any."""
     for curve in runs[0].main_curves:
-        same = [other for run in runs for other in run.curves if other.key == curve.key]
-        if len(same) == len(runs):
-            bests = [other.best.value for other in same]
-            worst = max(bests) if curve.lower_is_better else min(bests)
-            return [Goal(curve.metric, worst, curve.split)]
+        matching = [
+            candidate for run in runs for candidate in run.curves if candidate.key == curve.key
+        ]
+        if len(matching) == len(runs):
+            best_values = [candidate.best.value for candidate in matching]
+            target = max(best_values) if curve.lower_is_better else min(best_values)
+            return [Goal(curve.metric, target, curve.split)]
     return []
 
 
@@ -160,8 +164,8 @@ def _differences(runs: _Labeled) -> Iterator[Part]:
         return
     titles = ["", *(label for label, _ in runs)]
     yield Table(titles, rows[:MAX_ROWS], "Configuration, where it differs", collapsed=False)
-    num_same = len(configurations[0].keys() - {row[0] for row in rows})
-    yield Paragraph(f"{num_same} other settings are the same in all of them.", "small")
+    num_equal = len(configurations[0].keys() - {row[0] for row in rows})
+    yield Paragraph(f"{num_equal} other settings are the same in all of them.", "small")
     missing = [("bad", f"{label}: {text}") for label, run in runs for text in run.record.missing]
     if missing:
         yield ItemList(missing)
@@ -218,5 +222,5 @@ def _curves(runs: _Labeled) -> Iterator[Part]:
         data = curves_data(metric, group, labels)
         yield Figure("curves", f"{metric}, {split}", f"{ends}.", data, table)
         if metric != "lr" and all(curve.last.seconds is not None for curve in group):
-            over_time = curves_data(metric, group, labels, "seconds")
-            yield Figure("curves", f"{metric}, {split}, over time", _OVER_TIME, over_time)
+            by_seconds = curves_data(metric, group, labels, "seconds")
+            yield Figure("curves", f"{metric}, {split}, over time", _OVER_TIME, by_seconds)

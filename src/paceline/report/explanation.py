@@ -40,9 +40,9 @@ def lines(conclusion: Conclusion, evidence: Evidence) -> list[str]:
 def of_success(evidence: Evidence) -> list[str]:
     """A run that ended well, with its losses."""
     losses = evidence.losses
-    hidden = len(losses) - MAX_LOSSES
-    more = [f"and {hidden} more, in events.jsonl"] if hidden > 0 else []
-    return [describe_success(evidence), *_indented([*losses[:MAX_LOSSES], *more]),
+    num_hidden = len(losses) - MAX_LOSSES
+    note = [f"and {num_hidden} more, in events.jsonl"] if num_hidden > 0 else []
+    return [describe_success(evidence), *_indented([*losses[:MAX_LOSSES], *note]),
             *library_lines(evidence)]  # fmt: skip
 
 
@@ -64,8 +64,8 @@ def _describe_match(rule: Rule, match: Match) -> list[str]:
 
 
 def _labeled(label: str, text: str) -> list[str]:
-    first, *others = text.splitlines() or [""]
-    return [label + first, *(" " * len(label) + line for line in others)]
+    first, *continuation = text.splitlines() or [""]
+    return [label + first, *(" " * len(label) + line for line in continuation)]
 
 
 def _indented(texts: Sequence[str]) -> list[str]:
@@ -80,7 +80,7 @@ def _describe_others(matches: Sequence[tuple[Rule, Match]]) -> list[str]:
 
 def _last_lines(evidence: Evidence) -> list[str]:
     for log in evidence.logs:
-        last = [line for line in log.lines if line.strip()][-8:]
-        if last:
-            return ["", f"last lines of {log.label}:", *_indented(last)]
+        tail = [line for line in log.lines if line.strip()][-8:]
+        if tail:
+            return ["", f"last lines of {log.label}:", *_indented(tail)]
     return []

@@ -92,9 +92,9 @@ def environment_lines(environment: Mapping[str, Mapping[str, str]]) -> list[str]
     """Lines with the chosen variables of each host, those of all hosts once."""
     if not environment:
         return []
-    first, *others = environment.values()
+    first, *other_hosts = environment.values()
     common = {name: value for name, value in first.items()
-              if all(other.get(name) == value for other in others)}  # fmt: skip
+              if all(other.get(name) == value for other in other_hosts)}  # fmt: skip
     lines = [f"all hosts: {_assignments(common)}"] if common else []
     for host, variables in environment.items():
         specific = {name: value for name, value in variables.items() if name not in common}

@@ -103,8 +103,8 @@ def read(path: Path) -> Record:
     }  # fmt: skip
     if owner is not None:  # the file belongs to an earlier run in this folder
         objects[names.RESULT] = None
-    events, has_all_events = sampled_records(path / names.EVENTS, EVENTS_BYTES)
-    metrics, has_all_metrics = sampled_records(path / names.METRICS, METRICS_BYTES)
+    events, is_events_complete = sampled_records(path / names.EVENTS, EVENTS_BYTES)
+    metrics, is_metrics_complete = sampled_records(path / names.METRICS, METRICS_BYTES)
     present = {name for name, value in objects.items() if value is not None}
     present |= {names.EVENTS} if events else set()
     present |= {names.METRICS} if metrics else set()
@@ -128,8 +128,8 @@ def read(path: Path) -> Record:
         owner=owner,
         is_running=is_running,
         missing=[_describe_missing(path, name) for name in _CONTENTS if name not in present],
-        sampled=[name for name, is_whole in ((names.EVENTS, has_all_events),
-                                             (names.METRICS, has_all_metrics)) if not is_whole],
+        sampled=[names.EVENTS] * (not is_events_complete)
+                + [names.METRICS] * (not is_metrics_complete),
     )  # fmt: skip
 
 

@@ -61,13 +61,13 @@ class Run:
     @property
     def last_step(self) -> int:
         """The last step in metrics and events; 0 when there is none."""
-        recorded = [step for record in self.metrics[-20:]
+        metric_steps = [step for record in self.metrics[-20:]
                     if (step := as_int(record.get("step"))) is not None]  # fmt: skip
         steps = [step for event in self.record.events[-200:]
                  if isinstance(step := event["step"], int)]  # fmt: skip
         if (trained := self.last_event("trained")) and isinstance(trained["steps"], int):
             steps.append(trained["steps"])
-        return max([*recorded, *steps], default=0)
+        return max([*metric_steps, *steps], default=0)
 
     @property
     def main_curves(self) -> list[Curve]:
@@ -146,16 +146,16 @@ def outcome_of(run: Run) -> tuple[Status, str]:
     if result.error:
         return "bad", f"Not started: {result.error.splitlines()[0]}"
     if result.failure is not None:
-        how = "Stopped" if result.interrupted else "Failed"
-        others = f"; {counted(result.others, 'other')} failed after it" if result.others else ""
+        verb = "Stopped" if result.interrupted else "Failed"
+        echoes = f"; {counted(result.others, 'other')} failed after it" if result.others else ""
         cause = _cause(record) or result.failure.describe()
-        return "bad", f"{how} after {duration}: {cause}{others}."
+        return "bad", f"{verb} after {duration}: {cause}{echoes}."
     if result.interrupted is not None:
-        at = f" at step {step}" if step else ""
+        step_text = f" at step {step}" if step else ""
         saved = _describe_saved(run.last_event("stopped"))
         return (
             "unsure",
-            f"Stopped by {signal_name(result.interrupted)} after {duration}{at}{saved}.",
+            f"Stopped by {signal_name(result.interrupted)} after {duration}{step_text}{saved}.",
         )
     if result.exit_code == UNKNOWN:
         return "unsure", f"The outcome is not known: result.json lacks it ({size}, {duration})."
@@ -200,7 +200,7 @@ def _describe_losses(run: Run) -> str:
     """``the loss of n2, which came back``; a number if there are many, or no host was lost."""
     hosts = list(dict.fromkeys(event.host for event in run.events("lost")))
     if 0 < len(hosts) <= 3:
-        returned = tuple(row.label for row in run.timeline.rows if row.came_back)
+        returned = tuple(row.label for row in run.timeline.rows if row.has_returned)
         texts = [host + ", which came back" * any(label.endswith(f" {host}") for label in returned)
                  for host in hosts]  # fmt: skip
         return f"the loss of {'; and of '.join(texts)}"
@@ -272,12 +272,12 @@ def _computing_share(run: Run) -> str:
     trained = run.last_event("trained")
     parts = trained["parts"] if trained else None
     if isinstance(parts, dict) and "computing" in parts:
-        share, whose = as_float(parts["computing"]), "rank that waited most"
+        share, basis = as_float(parts["computing"]), "rank that waited most"
     elif run.divisions:
-        share, whose = run.divisions[0].share("computing"), "mean of all ranks"
+        share, basis = run.divisions[0].share("computing"), "mean of all ranks"
     else:
         return ""
-    return f"{share:.0%} of a step" + f" ({whose})" * (run.num_ranks > 1)
+    return f"{share:.0%} of a step" + f" ({basis})" * (run.num_ranks > 1)
 
 
 # -- what happened -------------------------------------------------------------------------
@@ -318,10 +318,10 @@ def _describe_row(row: Row) -> Iterator[str]:
     losses = [mark.kind for mark in row.marks if mark.kind in ("lost", "failed")]
     if losses == ["failed"] and row.marks[-1].kind == "failed":
         yield f"{row.label} failed"
-    elif losses and row.came_back:
-        gone = sum(span.end - span.start for span in row.spans if span.activity == "gone")
-        away = f" (away for {lasting(gone)})" if gone > 0.05 else ""
-        yield f"{row.label} was lost {_times(len(losses))}, and came back{away}"
+    elif losses and row.has_returned:
+        gone_s = sum(span.end - span.start for span in row.spans if span.activity == "gone")
+        absence = f" (away for {lasting(gone_s)})" if gone_s > 0.05 else ""
+        yield f"{row.label} was lost {_times(len(losses))}, and came back{absence}"
     elif losses:
         yield f"{row.label} was lost {_times(len(losses)) if len(losses) > 1 else 'for good'}"
     if row.slowdowns:
@@ -390,8 +390,8 @@ def _findings(run: Run) -> Iterator[Part]:
     elif not error:
         passed = sum(finding.get("outcome") == "pass" for finding in run.record.findings)
         checks = f" ({counted(passed, 'check')} passed)" if passed else ""
-        apart = "Apart from what is told above, nothing" if run.timeline.moments else "Nothing"
-        yield Paragraph(f"{apart} was found wrong{checks}.")
+        scope = "Apart from what is told above, nothing" if run.timeline.moments else "Nothing"
+        yield Paragraph(f"{scope} was found wrong{checks}.")
     if failure is None:
         return
     if _cause(run.record):
@@ -481,11 +481,11 @@ def _curves_table(group: Sequence[Curve]) -> Table:
 def _throughput(run: Run) -> Iterator[Part]:
     curve = curves.throughput(run.metrics, run.timeline.started_at)
     if curve is not None:
-        mean = curves.mean_rate(run.metrics) or curve.last.value
+        mean_rate = curves.mean_rate(run.metrics) or curve.last.value
         highest = max(curve.points, key=lambda point: point.value)
         description = (
-            f"{format_value(mean)} samples a second over all steps: {_at_step(curve.points[0])},"
-            f" {_at_step(curve.last)}, at most {_at_step(highest)}."
+            f"{format_value(mean_rate)} samples a second over all steps:"
+            f" {_at_step(curve.points[0])}, {_at_step(curve.last)}, at most {_at_step(highest)}."
         )
         data = curves_data("samples/s", [curve], ["samples/s"])
         yield Figure("curves", "Throughput", description, data, _curves_table([curve]))
@@ -519,19 +519,21 @@ _Labels = Mapping[int | None, str]
 
 def _describe_efficiency(mean: StepDivision, by_rank: Sequence[StepDivision],
                          labels: _Labels) -> str:  # fmt: skip
-    whose = " (mean of all ranks)" if len(by_rank) > 1 else ""
-    text = f"Of the time of a step{whose}, {mean.share('computing'):.0%} was computing"
-    others = sorted(((mean.share(name), PART_NAMES[name]) for name in PARTS
+    basis = " (mean of all ranks)" if len(by_rank) > 1 else ""
+    text = f"Of the time of a step{basis}, {mean.share('computing'):.0%} was computing"
+    shares = sorted(((mean.share(name), PART_NAMES[name]) for name in PARTS
                      if name != "computing"), reverse=True)  # fmt: skip
-    texts = [f"{share:.0%} {name}" for share, name in others if share >= 0.005]
+    texts = [f"{share:.0%} {name}" for share, name in shares if share >= 0.005]
     text += f"; {', '.join(texts)}." if texts else "."
     if len(by_rank) > 1:
         ordered = sorted(by_rank, key=lambda division: division.share("waiting"))
-        least, most = (division.share("waiting") for division in (ordered[0], ordered[-1]))
-        if most - least > _MIN_WAITING_GAP:
+        min_waiting, max_waiting = (
+            division.share("waiting") for division in (ordered[0], ordered[-1])
+        )
+        if max_waiting - min_waiting > _MIN_WAITING_GAP:
             slowest = labels[ordered[0].rank]
-            text += (f" The others waited most for {slowest}: it waited {least:.0%} of the time for"
-                     f" others, {labels[ordered[-1].rank]} {most:.0%}.")  # fmt: skip
+            text += (f" The others waited most for {slowest}: it waited {min_waiting:.0%} of the"
+                     f" time for others, {labels[ordered[-1].rank]} {max_waiting:.0%}.")  # fmt: skip
     return text
 
 
@@ -615,14 +617,14 @@ def settings_of(plan: Mapping[str, Any]) -> list[list[str]]:
 
 def versions_of(record: Record) -> list[list[str]]:
     """Name and version of what ran, and its hosts if they differ."""
-    found: dict[tuple[str, str], list[str]] = {}
+    hosts_by_version: dict[tuple[str, str], list[str]] = {}
     if version := object_in(record.plan, "typed").get("paceline"):
-        found["paceline", as_text(version, 50)] = []
+        hosts_by_version["paceline", as_text(version, 50)] = []
     for event in record.events:
         if event.kind == "imported":
             for name in ("python", "torch", "cuda", "nccl"):
                 if event[name]:
-                    hosts = found.setdefault((name, str(event[name])), [])
+                    hosts = hosts_by_version.setdefault((name, str(event[name])), [])
                     hosts += [event.host] if event.host not in hosts else []
     for host, facts in list(record.hosts.items())[:1000]:
         if not isinstance(facts, dict):
@@ -630,10 +632,10 @@ def versions_of(record: Record) -> list[list[str]]:
         driver = object_in(facts, "devices").get("nvidia_driver")
         for name, value in (("kernel", facts.get("kernel")), ("NVIDIA driver", driver)):
             if version := as_text(value, 100):
-                found.setdefault((name, version), []).append(str(host)[:255])
-    versions = [name for name, _ in found]
+                hosts_by_version.setdefault((name, version), []).append(str(host)[:255])
+    versions = [name for name, _ in hosts_by_version]
     return [[name, version, ", ".join(hosts[:20]) if versions.count(name) > 1 or len(hosts) < 2
-             else "all hosts"] for (name, version), hosts in found.items()]  # fmt: skip
+             else "all hosts"] for (name, version), hosts in hosts_by_version.items()]  # fmt: skip
 
 
 def _rerun_command(record: Record) -> Iterator[Part]:
@@ -712,5 +714,7 @@ def format_value(value: float) -> str:
 
 def format_last(curve: Curve) -> str:
     """The last value of a curve, and the best if that is another."""
-    last, best = curve.last.value, curve.best.value
-    return format_value(last) + (f" (best {format_value(best)})" if best != last else "")
+    last_value, best_value = curve.last.value, curve.best.value
+    return format_value(last_value) + (
+        f" (best {format_value(best_value)})" if best_value != last_value else ""
+    )

@@ -98,7 +98,7 @@ class Row:
         return any(mark.kind in ("lost", "failed") for mark in self.marks)
 
     @property
-    def came_back(self) -> bool:
+    def has_returned(self) -> bool:
         return any(mark.kind == "back" for mark in self.marks)
 
 
@@ -144,8 +144,8 @@ def build_timeline(record: Record, metrics: Sequence[Mapping[str, Any]],
     if not events:
         return Timeline()
     end = max(events[-1].time, now)
-    taken = record.duration_s
-    started_at = min(events[0].time, end - taken if 0 < taken < 30 * 86400 else end)
+    reported_s = record.duration_s
+    started_at = min(events[0].time, end - reported_s if 0 < reported_s < 30 * 86400 else end)
     duration_s = max(end - started_at, 1e-3)
     builder = _Builder(started_at, duration_s, record.plan)
     failure, interrupted = record.result.failure, record.result.interrupted is not None
@@ -155,13 +155,13 @@ def build_timeline(record: Record, metrics: Sequence[Mapping[str, Any]],
     builder.finish()
     rows = _make_rows(builder, metrics)
     moments = sorted(_moments(events, started_at, failure), key=lambda moment: moment.at)
-    shown_rows, shown_moments = _select_rows(rows), _select_moments(moments)
+    visible_rows, visible_moments = _select_rows(rows), _select_moments(moments)
     return Timeline(
         duration_s,
-        tuple(_limit_rows(shown_rows)),
-        tuple(shown_moments),
-        len(rows) - len(shown_rows),
-        len(moments) - len(shown_moments),
+        tuple(_limit_rows(visible_rows)),
+        tuple(visible_moments),
+        len(rows) - len(visible_rows),
+        len(moments) - len(visible_moments),
         started_at,
     )
 
@@ -180,7 +180,7 @@ def _consequences(events: Sequence[Event], failure: Failure | None, interrupted:
         else:
             cause = _cause_of_restart(events, start, end)
         if cause is not None or (is_final and interrupted):
-            indices |= _exits_due_to(events, start, end, cause)
+            indices |= _consequent_exits(events, start, end, cause)
     return indices
 
 
@@ -194,29 +194,29 @@ def _cause_of_restart(events: Sequence[Event], start: int, end: int) -> int | No
     """Index of what ended an attempt before the last: a lost host, else the first failure."""
     tail = range(_last_regroup(events, start, end) + 1, end)
     lost = [index for index in tail if events[index].kind == "lost"]
-    return min(lost or [index for index in tail if _is_bad_end(events[index])], default=None)
+    return min(lost or [index for index in tail if _is_abnormal_end(events[index])], default=None)
 
 
-def _exits_due_to(events: Sequence[Event], start: int, end: int, cause: int | None) -> set[int]:
+def _consequent_exits(events: Sequence[Event], start: int, end: int, cause: int | None) -> set[int]:
     """Indices of the bad ends in an attempt that followed from its cause or from a signal."""
-    indices, restarted, not_before = set[int](), set[int | None](), -math.inf
+    indices, restarted, earliest = set[int](), set[int | None](), -math.inf
     if cause is not None:
         if events[cause].kind == "lost":  # other ranks may have noticed before the launcher did
             start = _last_regroup(events, start, cause)
         else:
-            not_before = events[cause].time - 0.5
+            earliest = events[cause].time - 0.5
     for index in range(end - 1, start, -1):
         event = events[index]
         if event.kind == "rank started":
             restarted.add(event.rank)
         is_cause = cause is not None and event.where in (events[cause].where, events[cause].host)
-        if (_is_bad_end(event) and not is_cause and event.rank not in restarted
-                and event.time >= not_before):  # fmt: skip
+        if (_is_abnormal_end(event) and not is_cause and event.rank not in restarted
+                and event.time >= earliest):  # fmt: skip
             indices.add(index)
     return indices
 
 
-def _is_bad_end(event: Event) -> bool:
+def _is_abnormal_end(event: Event) -> bool:
     return event.kind == "exception" or (event.kind == "rank ended" and event["code"] != 0)
 
 
@@ -225,24 +225,24 @@ def _is_failure(event: Event, failure: Failure) -> bool:
         return False
     if failure.rank is None:
         return event.kind == "lost"
-    return event.rank == failure.rank and _is_bad_end(event)
+    return event.rank == failure.rank and _is_abnormal_end(event)
 
 
 def _failure_index(events: Sequence[Event], failure: Failure | None) -> int | None:
     """Index of the event of the first failure: the first after its rank's last start."""
     if failure is None:
         return None
-    found = None
+    failure_index = None
     for index in range(len(events) - 1, -1, -1):
         event = events[index]
         if _is_failure(event, failure):
-            found = index
+            failure_index = index
         is_start = event.kind == "started" or (
             event.kind == "rank started" and event.rank == failure.rank
         )
-        if found is not None and is_start:
+        if failure_index is not None and is_start:
             break
-    return found
+    return failure_index
 
 
 # -- rows ----------------------------------------------------------------------------------
@@ -573,8 +573,8 @@ def _select_moments(moments: Sequence[Moment]) -> list[Moment]:
     """Drops moments repeated within a second, and all but the gravest if there are too many."""
     unique = list[Moment]()
     for moment in moments:
-        if not any(moment.text == other.text and moment.at - other.at < 1.0
-                   for other in unique[-4:]):  # fmt: skip
+        if not any(moment.text == previous.text and moment.at - previous.at < 1.0
+                   for previous in unique[-4:]):  # fmt: skip
             unique.append(moment)
     order = ("bad", "slow", "good", "note")
     gravest = sorted(unique, key=lambda moment: order.index(moment.severity))[:MAX_MOMENTS]
@@ -591,7 +591,7 @@ def _select_rows(rows: Sequence[Row]) -> list[Row]:
 
     def order(row: Row) -> tuple[bool, bool, float]:
         waiting = sum(cell.shares[PARTS.index("waiting")] for cell in row.cells)
-        has_loss = row.was_lost or row.came_back
+        has_loss = row.was_lost or row.has_returned
         return (not has_loss, not row.slowdowns, waiting / max(1, len(row.cells)))
 
     return sorted(sorted(rows, key=order)[:MAX_ROWS], key=lambda row: row.rank)
@@ -615,8 +615,8 @@ def _merge_spans(spans: Sequence[Span]) -> tuple[Span, ...]:
         previous = merged[-1] if merged else span
         can_merge = merged and span.activity in _STEPPING and previous.activity in _STEPPING
         if can_merge and min(span.end - span.start, previous.end - previous.start) < min_length:
-            longer = max(previous, span, key=lambda span: span.end - span.start)
-            merged[-1] = Span(previous.start, span.end, longer.activity)
+            dominant = max(previous, span, key=lambda span: span.end - span.start)
+            merged[-1] = Span(previous.start, span.end, dominant.activity)
         else:
             merged.append(span)
     return tuple(merged[: 2 * MAX_SPANS])
@@ -658,6 +658,6 @@ def _mean_cell(cells: Sequence[Cell]) -> Cell:
 def _thin_marks(marks: Sequence[Mark]) -> tuple[Mark, ...]:
     """Drops evenly spaced checkpoints if there are too many; other marks stay."""
     checkpoints = [mark for mark in marks if mark.kind == "checkpoint"]
-    others = [mark for mark in marks if mark.kind != "checkpoint"][:MAX_MARKS]
+    other_marks = [mark for mark in marks if mark.kind != "checkpoint"][:MAX_MARKS]
     stride = max(1, math.ceil(len(checkpoints) / MAX_MARKS))
-    return tuple(sorted([*others, *checkpoints[::stride]], key=lambda mark: mark.at))
+    return tuple(sorted([*other_marks, *checkpoints[::stride]], key=lambda mark: mark.at))

@@ -532,8 +532,10 @@ def _describe_efficiency(mean: StepDivision, by_rank: Sequence[StepDivision],
         )
         if max_waiting - min_waiting > _MIN_WAITING_GAP:
             slowest = labels[ordered[0].rank]
-            text += (f" The others waited most for {slowest}: it waited {min_waiting:.0%} of the"
-                     f" time for others, {labels[ordered[-1].rank]} {max_waiting:.0%}.")  # fmt: skip
+            text += (
+                f" The others waited most for {slowest}: it waited {min_waiting:.0%} of"
+                f" the time for others, {labels[ordered[-1].rank]} {max_waiting:.0%}."
+            )
     return text
 
 

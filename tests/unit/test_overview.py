@@ -66,7 +66,7 @@ def test_long_records_are_listed_by_their_evaluations_and_their_end(
         (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in some))
     read: list[str] = []
     plainly = records.parse_json
-    monkeypatch.setattr(records, "parsed", lambda text: read.append(text) or plainly(text))
+    monkeypatch.setattr(records, "parse_json", lambda text: read.append(text) or plainly(text))
     listed = CliRunner().invoke(program, ["runs", "--json"], prog_name="paceline")
     rows = {row["run"]: row for row in json.loads(listed.stdout)["runs"]}
     assert rows["one"]["best"] == "test accuracy 0.9"

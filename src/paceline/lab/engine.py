@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial, singledispatchmethod
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,10 +172,11 @@ class Engine:
         target = self._target(name)
         fault = faults.find_fault(kind, arguments)
         active = ActiveFault(kind, name, tuple(arguments))
-        if self._conflicting(active, fault):
+        if any((other.kind, other.host) == (kind, name)
+               and (fault.exclusive or other == active) for other in self._active):  # fmt: skip
             raise LabError(f"{kind} is already active on {name}")
         self._require_running(name)
-        self._apply_steps(name, fault.strike(target, arguments))
+        self._apply(name, fault.strike(target, arguments))
         if kind == "power-off":
             self._drop_faults(name)
         if fault.undo:
@@ -184,11 +185,6 @@ class Engine:
 
     def _target(self, name: str) -> faults.Target:
         return faults.Target(self._plan, self._plan.host(name), self._netem)
-
-    def _conflicting(self, active: ActiveFault, fault: faults.Fault) -> list[ActiveFault]:
-        if fault.exclusive:
-            return [a for a in self._active if (a.kind, a.host) == (active.kind, active.host)]
-        return [candidate for candidate in self._active if candidate == active]
 
     def undo(self, kind: str, name: str, arguments: Sequence[str]) -> dict[str, Any]:
         """Undoes faults of a kind on a host: with these arguments, or all without arguments."""
@@ -215,7 +211,7 @@ class Engine:
 
     def _undo_faults(self, selected: Sequence[ActiveFault]) -> dict[str, Any]:
         for active in reversed(selected):
-            self._apply_steps(active.host, self._undo_steps(active))
+            self._apply(active.host, self._undo_steps(active))
             self._active.remove(active)
         return self.status()
 
@@ -227,79 +223,61 @@ class Engine:
     def _drop_faults(self, name: str) -> None:
         """Forgets the faults of a host that is off, and removes their state on the switch."""
         for active in [active for active in self._active if active.host == name]:
-            steps = self._undo_steps(active)
-            for step in steps:
-                if isinstance(step, faults.OnSwitch):
-                    with contextlib.suppress(OSError):  # its port is already gone
-                        self._apply(step, name)
+            on_switch = [step for step in self._undo_steps(active)
+                         if isinstance(step, faults.OnSwitch)]  # fmt: skip
+            for step in on_switch:
+                with contextlib.suppress(OSError):  # its port is already gone
+                    self._apply(name, (step,))
             self._active.remove(active)
 
-    def _apply_steps(self, name: str, steps: faults.Steps) -> None:
+    def _apply(self, name: str, steps: faults.Steps) -> None:
         for step in steps:
-            self._apply(step, name)
+            if isinstance(step, faults.OnSwitch):
+                host.run(list(step.argv), step.text)
+            elif isinstance(step, faults.Boot):
+                self.boot([name])
+            else:
+                self._apply_on_host(name, step)
 
-    @singledispatchmethod
-    def _apply(self, step: faults.Step, name: str) -> None:
-        raise NotImplementedError(step)
+    def _apply_on_host(self, name: str, step: faults.Step) -> None:
+        running = self._require_running(name)
+        in_mounts = partial(_enter, running, {"mnt": kernel.CLONE_NEWNS})
+        match step:
+            case faults.OnHost(argv):
+                kinds = {"net": kernel.CLONE_NEWNET, "mnt": kernel.CLONE_NEWNS}
+                host.run(list(argv), enter=partial(_enter, running, kinds))
+            case faults.Halt():
+                os.kill(running.pid, signal.SIGKILL)
+                os.waitpid(running.pid, 0)  # until every process of the host is gone
+                self._remove(name)
+            case faults.Freeze():
+                self._freeze(running)
+            case faults.Thaw():
+                _signal(self._processes_on(running), signal.SIGCONT)
+            case faults.Kill(pattern):
+                victims = [
+                    process
+                    for process in self._processes_on(running)
+                    if process.pid != running.pid and _matches(pattern, process)
+                ]
+                if not victims:
+                    raise LabError(f"no process on {name} is called {pattern!r}")
+                _signal(victims, signal.SIGKILL)
+            case faults.Fill(path, free):
+                mountinfo = Path(f"/proc/{running.pid}/mountinfo").read_text()
+                run_in_child(in_mounts, partial(fill, path, free, mountinfo))
+            case faults.Unfill(path):
+                run_in_child(in_mounts, partial(unfill, path))
 
-    @_apply.register
-    def _(self, step: faults.OnSwitch, name: str) -> None:
-        host.run(list(step.argv), step.text)
-
-    @_apply.register
-    def _(self, step: faults.OnHost, name: str) -> None:
-        up = self._require_running(name)
-        kinds = {"net": kernel.CLONE_NEWNET, "mnt": kernel.CLONE_NEWNS}
-        host.run(list(step.argv), enter=partial(_enter, up, kinds))
-
-    @_apply.register
-    def _(self, step: faults.Halt, name: str) -> None:
-        up = self._require_running(name)
-        os.kill(up.pid, signal.SIGKILL)
-        os.waitpid(up.pid, 0)  # until every process of the host is gone
-        self._remove(name)
-
-    @_apply.register
-    def _(self, step: faults.Boot, name: str) -> None:
-        self.boot([name])
-
-    @_apply.register
-    def _(self, step: faults.Freeze, name: str) -> None:
+    def _freeze(self, running: Running) -> None:
         """Repeats until nothing runs, because a process may fork while others are stopped."""
-        up = self._require_running(name)
         for _ in range(_FREEZE_ROUNDS):
-            moving = [process for process in self._processes_on(up) if process.state not in "Tt"]
+            moving = [process for process in self._processes_on(running)
+                      if process.state not in "Tt"]  # fmt: skip
             if not moving:
                 return
             _signal(moving, signal.SIGSTOP)
             time.sleep(0.002)
-
-    @_apply.register
-    def _(self, step: faults.Thaw, name: str) -> None:
-        _signal(self._processes_on(self._require_running(name)), signal.SIGCONT)
-
-    @_apply.register
-    def _(self, step: faults.Kill, name: str) -> None:
-        up = self._require_running(name)
-        victims = [
-            p for p in self._processes_on(up) if p.pid != up.pid and _matches(step.pattern, p)
-        ]
-        if not victims:
-            raise LabError(f"no process on {name} is called {step.pattern!r}")
-        _signal(victims, signal.SIGKILL)
-
-    @_apply.register
-    def _(self, step: faults.Fill, name: str) -> None:
-        mountinfo = Path(f"/proc/{self._require_running(name).pid}/mountinfo").read_text()
-        self._in_mounts(name, partial(fill, step.path, step.free, mountinfo))
-
-    @_apply.register
-    def _(self, step: faults.Unfill, name: str) -> None:
-        self._in_mounts(name, partial(unfill, step.path))
-
-    def _in_mounts(self, name: str, work: Callable[[], None]) -> None:
-        enter = partial(_enter, self._require_running(name), {"mnt": kernel.CLONE_NEWNS})
-        run_in_child(enter, work)
 
 
 def _open_host(pid: int) -> Running:

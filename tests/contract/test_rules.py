@@ -46,9 +46,9 @@ def case_id(path: Path) -> str:
 
 @each_case("path", HITS, ids=case_id)
 def test_is_the_conclusion_of_its_hits(path: Path) -> None:
-    found = conclude(evidence(path), ALL)
-    assert found.matches
-    assert found.matches[0][0].code == path.parent.name, found.text
+    conclusion = conclude(evidence(path), ALL)
+    assert conclusion.matches
+    assert conclusion.matches[0][0].code == path.parent.name, conclusion.text
 
 
 def test_a_crash_of_torchs_own_debugging_has_a_remedy_of_its_own() -> None:
@@ -57,8 +57,8 @@ def test_a_crash_of_torchs_own_debugging_has_a_remedy_of_its_own() -> None:
     kept = Log("n1", 0, ("[c10d] The debug level is set to DETAIL.",))
     level = replace(from_log("Segmentation fault\n"), debug=(kept,))
     other = from_log(read_log(FOLDER / "crashed" / "hit_2.log"))
-    for found, told in ((stack, True), (level, True), (other, False)):
-        (_, match), *_ = conclude(found, ALL).matches
+    for log, told in ((stack, True), (level, True), (other, False)):
+        (_, match), *_ = conclude(log, ALL).matches
         assert ("or set INFO" in match.remedy) is told
 
 
@@ -76,15 +76,17 @@ def test_is_silent_on_near_misses(path: Path) -> None:
 
 @each_case("path", UNRELATED, ids=lambda path: path.stem)
 def test_unrelated_failures_are_unknown(path: Path) -> None:
-    found = conclude(evidence(path), ALL)
-    assert not found.matches, found.text
-    assert to_findings(found)[0].outcome == "unknown"
+    conclusion = conclude(evidence(path), ALL)
+    assert not conclusion.matches, conclusion.text
+    assert to_findings(conclusion)[0].outcome == "unknown"
 
 
 @each_case(("name", "answer"), ANSWERS)
 def test_real_failures_of_other_programs_are_not_claimed(name: str, answer: str) -> None:
-    found = conclude(evidence(REAL / f"{name}.log"), ALL)
-    assert [rule.code for rule, _ in found.matches] == [answer] * (answer != "unknown"), found.text
+    conclusion = conclude(evidence(REAL / f"{name}.log"), ALL)
+    assert [rule.code for rule, _ in conclusion.matches] == [answer] * (answer != "unknown"), (
+        conclusion.text
+    )
 
 
 def test_every_real_log_is_judged() -> None:
@@ -105,12 +107,12 @@ def test_is_what_it_is_called(code: str) -> None:
 
 @each_case("path", HITS, ids=case_id)
 def test_says_who_where_and_what_to_do(path: Path) -> None:
-    found = conclude(evidence(path), ALL)
-    (first, *_) = to_findings(found)
+    conclusion = conclude(evidence(path), ALL)
+    (first, *_) = to_findings(conclusion)
     assert first.outcome == "fail"
     assert first.remedy
-    assert "{" not in found.text
-    assert " ?" not in found.text
+    assert "{" not in conclusion.text
+    assert " ?" not in conclusion.text
 
 
 @each_case("rule", ALL, ids=lambda rule: rule.code)
@@ -134,15 +136,15 @@ def test_of_two_that_are_equally_sure_the_lower_place_comes_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("front", "page", "said"),
+    ("front", "page", "text"),
     [
         ("patterns: a\nsays: b", PAGE.replace("## Remedy", "## Remedies"), "Remedy"),
         ("patern: a\nsays: b", PAGE, "patern"),
         ("symptom: true", PAGE, "no patterns"),
     ],
 )
-def test_a_page_that_helps_nobody_is_refused(front: str, page: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_page_that_helps_nobody_is_refused(front: str, page: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
         rule_of(front, page)
 
 
@@ -179,8 +181,8 @@ def test_an_option_of_ours_behind_the_script_is_put_where_it_belongs() -> None:
 
     assert {flag for option in command.params for flag in option.opts} >= PACELINE_OPTIONS
     log = Log.from_text("n1", 0, "usage: x\ntrain.py: error: unrecognized arguments: -H a,b\n")
-    found = match(Evidence((log,)))
-    assert found is not None
-    assert found.remedy == "-H is an option of paceline: paceline run -H a,b train.py"
+    conclusion = match(Evidence((log,)))
+    assert conclusion is not None
+    assert conclusion.remedy == "-H is an option of paceline: paceline run -H a,b train.py"
     log = Log.from_text("n1", 0, "train.py: error: unrecognized arguments: --learning_rate 1\n")
     assert match(Evidence((log,))) is None

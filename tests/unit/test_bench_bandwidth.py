@@ -45,10 +45,10 @@ BY_HAND = {"all_reduce": 15.0, "all_gather": 7.5, "reduce_scatter": 7.5, "broadc
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_bus_bandwidth_by_hand(collective: str) -> None:
-    found = make_row(collective, 250_000_000, "float", "sum", 0, 4, 0.1, 0)
-    assert found.algbw == pytest.approx(10.0)
-    assert found.busbw == pytest.approx(BY_HAND[collective])
-    assert found.time_us == pytest.approx(100_000)
+    result = make_row(collective, 250_000_000, "float", "sum", 0, 4, 0.1, 0)
+    assert result.algbw == pytest.approx(10.0)
+    assert result.busbw == pytest.approx(BY_HAND[collective])
+    assert result.time_us == pytest.approx(100_000)
 
 
 def test_one_rank_moves_nothing() -> None:
@@ -81,21 +81,21 @@ def test_the_table_counts_wrong_values() -> None:
     lines = "\n".join(format_rows(rows))
     assert "# Out of bounds values : 3 FAILED" in lines
     assert "busbw" in lines
-    found = Found(tuple(rows), {"ranks": 2, "nodes": 2, "backend": "gloo"}, {})
-    assert judge(found, None, None) == ["all_reduce of 8 bytes: 3 wrong values"]
-    assert conclusion(found, judge(found, None, None)).startswith("failed: all_reduce")
+    result = Found(tuple(rows), {"ranks": 2, "nodes": 2, "backend": "gloo"}, {})
+    assert judge(result, None, None) == ["all_reduce of 8 bytes: 3 wrong values"]
+    assert conclusion(result, judge(result, None, None)).startswith("failed: all_reduce")
 
 
 def test_thresholds() -> None:
     rows = (make_row("all_reduce", 3_000_000, "float", "sum", 0, 2, 1.0, 0),)
     links = {("n1", "n2"): 100e6, ("n10", "n2"): 120e6}
-    found = Found(rows, {"ranks": 2, "nodes": 2, "backend": "gloo"}, links)
+    result = Found(rows, {"ranks": 2, "nodes": 2, "backend": "gloo"}, links)
     assert peak_bandwidth(rows, "all_reduce") == pytest.approx(0.012)
     assert share(0.012, 100e6) == pytest.approx(0.96)
-    assert judge(found, 0.01, 0.9) == []
-    assert len(judge(found, 1.0, 0.99)) == 2
-    assert hosts_of(found) == ["n1", "n2", "n10"]
-    assert "96% of the slowest link" in conclusion(found, [])
+    assert judge(result, 0.01, 0.9) == []
+    assert len(judge(result, 1.0, 0.99)) == 2
+    assert hosts_of(result) == ["n1", "n2", "n10"]
+    assert "96% of the slowest link" in conclusion(result, [])
 
 
 # of nccl-tests 2.13 itself, on 72 GPUs (coreweave/nccl-tests 43)
@@ -124,8 +124,8 @@ def test_the_table_is_that_of_nccl_tests() -> None:
 
 
 def test_what_cannot_be_in_place_says_so() -> None:
-    (line,) = [one for one in format_rows([make_row("alltoall", 8, "float", "sum", 0, 2, 1e-5, 0)])
-               if one.endswith("N/A")]  # fmt: skip
+    (line,) = [row for row in format_rows([make_row("alltoall", 8, "float", "sum", 0, 2, 1e-5, 0)])
+               if row.endswith("N/A")]  # fmt: skip
     assert line.split() == ["32", "8", "float", "none", "-1", "10.00", "0.0032", "0.0016", "0",
                             *["N/A"] * 4]  # fmt: skip
 
@@ -156,7 +156,7 @@ EVEN = {"n1": 10.0, "n2": 11.0, "n3": 9.0, "n4": 10.0}
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("result", "text"),
     [
         (ways(EVEN), []),
         (ways(EVEN, n3=20.0), ["n3 is slow: its best link carries"]),
@@ -167,12 +167,12 @@ EVEN = {"n1": 10.0, "n2": 11.0, "n3": 9.0, "n4": 10.0}
         (LinkRates(), []),
     ],
 )
-def test_the_slow_host_or_way_is_named(found: LinkRates, said: list[str]) -> None:
-    told = verdict(found)
-    assert len(told) == len(said)
-    for words, start in zip(told, said, strict=True):
+def test_the_slow_host_or_way_is_named(result: LinkRates, text: list[str]) -> None:
+    told = verdict(result)
+    assert len(told) == len(text)
+    for words, start in zip(told, text, strict=True):
         assert words.startswith(start)
-    assert LinkRates.from_json(found.to_json()) == found
+    assert LinkRates.from_json(result.to_json()) == result
 
 
 @pytest.mark.parametrize(("second", "slow"), [(0.9e9, 0), (0.2e9, 1)])
@@ -194,9 +194,9 @@ def test_a_way_counts_as_slow_only_when_it_stays_slow(second: float, slow: int) 
 
 def test_more_than_the_rate_of_tcp_is_no_share_of_it() -> None:
     rows = (make_row("all_reduce", 3_000_000, "float", "sum", 0, 2, 1.0, 0),)
-    found = Found(rows, {"ranks": 2, "nodes": 2, "backend": "gloo"}, {("n1", "n2"): 50e6})
-    assert "%" not in conclusion(found, [])
-    assert "more than TCP reached" in conclusion(found, [])
+    result = Found(rows, {"ranks": 2, "nodes": 2, "backend": "gloo"}, {("n1", "n2"): 50e6})
+    assert "%" not in conclusion(result, [])
+    assert "more than TCP reached" in conclusion(result, [])
 
 
 def test_what_tcp_has_said_already_is_not_said_again() -> None:
@@ -217,8 +217,8 @@ def test_what_wire_and_card_are_good_for() -> None:
     assert nominal_rates(plan, facts) == {"n1": 1e11, "n2": 1e9}
     rows = (make_row("all_reduce", 25_000_000, "float", "sum", 0, 2, 1.0, 0),)
     place = HostRates("n1", "A100", 1e12, 24e9, "16.0 GT/s PCIe x16")
-    found = Found(rows, {"ranks": 2, "nodes": 2}, {}, ways=LinkRates((place,)), wires={"n1": 1e9})
-    assert limits(found) == [
+    result = Found(rows, {"ranks": 2, "nodes": 2}, {}, ways=LinkRates((place,)), wires={"n1": 1e9})
+    assert limits(result) == [
         "n1: A100: wire 0.125 GB/s, copies 1e+03 GB/s in memory, feeds its card 24 GB/s of "
         "31.5 GB/s (16.0 GT/s PCIe x16)",
         "all_reduce uses 80% of the slowest wire on the bus",
@@ -248,5 +248,5 @@ def test_the_measuring_job_imports_only_what_is_sent_with_it() -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("paceline"):
                 module = str(node.module)
                 at_top = module == "paceline"
-                left += [f"{module}.{one.name}" for one in node.names] if at_top else [module]
+                left += [f"{module}.{row.name}" for row in node.names] if at_top else [module]
     assert len(seen) > 5

@@ -52,29 +52,29 @@ def test_the_parts_add_up() -> None:
         Event("rank ended", time=109.5),
         SAID,
     ]
-    found = measure(10.0, 100.0, events)
-    assert (found.startup, found.training, found.shutdown) == (2.5, 7.0, 0.5)
-    assert found.startup + found.training + found.shutdown == found.wall
-    assert found.samples == 76_800
-    assert found.speed == pytest.approx(76_800 / 4.5)
-    assert found.shares is not None
-    assert found.shares["data"] == 0.3
+    measured = measure(10.0, 100.0, events)
+    assert (measured.startup, measured.training, measured.shutdown) == (2.5, 7.0, 0.5)
+    assert measured.startup + measured.training + measured.shutdown == measured.wall
+    assert measured.samples == 76_800
+    assert measured.speed == pytest.approx(76_800 / 4.5)
+    assert measured.shares is not None
+    assert measured.shares["data"] == 0.3
 
 
 def test_a_script_that_tells_nothing() -> None:
-    found = measure(3.0, 50.0, [Event("joined")])
-    assert (found.samples, found.loop, found.shares) == (None, None, None)
-    assert found.startup + found.training + found.shutdown == 3.0
+    measured = measure(3.0, 50.0, [Event("joined")])
+    assert (measured.samples, measured.loop, measured.shares) == (None, None, None)
+    assert measured.startup + measured.training + measured.shutdown == 3.0
 
 
 def test_speed_up_and_efficiency() -> None:
     layouts = ladder(2, 2)
-    found = make_rows(
+    rows = make_rows(
         list(zip(layouts, [[run(8), run(8)], [run(5)], [run(4)], [run(2.5)]], strict=True))
     )
-    assert [round(row.speedup, 2) for row in found] == [1.0, 1.6, 2.0, 3.2]
-    assert [round(row.efficiency, 2) for row in found] == [1.0, 0.8, 1.0, 0.8]
-    assert found[0].spread == 0.0
+    assert [round(row.speedup, 2) for row in rows] == [1.0, 1.6, 2.0, 3.2]
+    assert [round(row.efficiency, 2) for row in rows] == [1.0, 0.8, 1.0, 0.8]
+    assert rows[0].spread == 0.0
 
 
 @pytest.mark.parametrize(
@@ -87,22 +87,22 @@ def test_speed_up_and_efficiency() -> None:
     ],
 )
 def test_what_limits(times: tuple[float, ...], words: str) -> None:
-    found = make_rows(list(zip(ladder(2, 2), [[run(t)] for t in times], strict=True)))
-    assert limit(found[-1], found).startswith(words)
-    assert bool(limit(found[-1], found)) == bool(words)
+    rows = make_rows(list(zip(ladder(2, 2), [[run(t)] for t in times], strict=True)))
+    assert limit(rows[-1], rows).startswith(words)
+    assert bool(limit(rows[-1], rows)) == bool(words)
 
 
 def test_what_the_script_tells_goes_first() -> None:
     slow = measure(10.0, 0.0, [SAID])
-    found = make_rows([(Layout(1, 1), [run(0.00001)]), (Layout(2, 2), [slow])])
-    assert limit(found[1], found) == "data: 30% of the time was spent waiting for it"
+    rows = make_rows([(Layout(1, 1), [run(0.00001)]), (Layout(2, 2), [slow])])
+    assert limit(rows[1], rows) == "data: 30% of the time was spent waiting for it"
 
 
 def test_waiting_for_a_slow_rank_is_no_communication() -> None:
     slow = measure(20.0, 0.0, [SLOW])
     fast = measure(20.0, 0.0, [SAID])
-    found = make_rows([(Layout(1, 1), [fast]), (Layout(2, 1), [slow])])
-    assert limit(found[1], found) == "waiting for rank 1 on n2: 70% of the time"
+    rows = make_rows([(Layout(1, 1), [fast]), (Layout(2, 1), [slow])])
+    assert limit(rows[1], rows) == "waiting for rank 1 on n2: 70% of the time"
 
 
 def test_a_fixed_batch_of_each_process() -> None:
@@ -113,25 +113,23 @@ def test_a_fixed_batch_of_each_process() -> None:
     assert "use --weak" in advice(strong)
     assert round(weak[1].efficiency, 2) == 0.95
     assert limit(weak[1], weak) == advice(weak, weak=True) == ""
-    told = measure(10.0, 0.0, [SAID])
-    counted = [(Layout(1, 1), [told]), (Layout(2, 1), [told])]
+    measured = measure(10.0, 0.0, [SAID])
+    counted = [(Layout(1, 1), [measured]), (Layout(2, 1), [measured])]
     assert make_rows(counted, weak=True)[1].speedup == 1.0  # its samples are known
     assert advice(make_rows(counted)) == ""
 
 
 def test_what_is_shown() -> None:
-    found = make_rows(
+    rows = make_rows(
         list(zip(ladder(2, 2), [[run(8)], [run(5)], [run(4)], [run(3.9)]], strict=True))
     )
-    lines = format_table(found).splitlines()
+    lines = format_table(rows).splitlines()
     assert len([line for line in lines if not line.startswith("  ")]) == 5
-    assert "one process: limited by computing alone" in format_table(found)
-    assert "2 processes on one node: 80% of the ideal, nothing limits it much" in format_table(
-        found
-    )
-    assert "1 process on each of 2 nodes: 100% of the ideal" in format_table(found)
+    assert "one process: limited by computing alone" in format_table(rows)
+    assert "2 processes on one node: 80% of the ideal, nothing limits it much" in format_table(rows)
+    assert "1 process on each of 2 nodes: 100% of the ideal" in format_table(rows)
     assert max(map(len, lines)) <= 80
     assert "limited by" in lines[-2] + lines[-1]
     assert lines[0].split()[:2] == ["layout", "wall"]
-    assert ElementTree.fromstring(draw(found)).tag.endswith("svg")
-    assert to_json(found)[3]["runs"][0]["wall"] == pytest.approx(5.9)
+    assert ElementTree.fromstring(draw(rows)).tag.endswith("svg")
+    assert to_json(rows)[3]["runs"][0]["wall"] == pytest.approx(5.9)

@@ -35,8 +35,8 @@ def written(tmp_path: Path) -> Path:
 
 
 def change(path: Path, **changed: Any) -> None:
-    said = json.loads((path / DETACHED).read_text())
-    (path / DETACHED).write_text(json.dumps({**said, **changed}))
+    record = json.loads((path / DETACHED).read_text())
+    (path / DETACHED).write_text(json.dumps({**record, **changed}))
 
 
 def test_what_was_written_here_is_believed_also_in_another_place_and_when_it_is_home(

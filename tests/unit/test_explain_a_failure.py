@@ -66,9 +66,9 @@ def test_a_refusal_is_explained_where_it_belongs(tmp_path: Path) -> None:
     assert not findings.exists()
     (tmp_path / "owner.json").unlink()
     refused()
-    (found,) = json.loads(findings.read_text())["findings"]
-    assert found["check"] == "explain/not-started"
-    assert found["message"] == "no [secret] here"
+    (match,) = json.loads(findings.read_text())["findings"]
+    assert match["check"] == "explain/not-started"
+    assert match["message"] == "no [secret] here"
 
 
 @pytest.mark.parametrize("planned", [False, True])
@@ -97,8 +97,8 @@ def test_the_explanation_needs_no_file_of_the_run(tmp_path: Path) -> None:
     )
     assert "rank 1 on n2 crashed in compiled code (SIGSEGV)" in told
     assert explain.after_failure(tmp_path, Result(1, failed), ()) == ""  # the traceback is shown
-    (found,) = json.loads((tmp_path / "findings.json").read_text())["findings"]
-    assert found["message"] == "rank 1 on n2 raised ValueError: boom (t.py, line 3)"
+    (match,) = json.loads((tmp_path / "findings.json").read_text())["findings"]
+    assert match["message"] == "rank 1 on n2 raised ValueError: boom (t.py, line 3)"
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_who_was_not_killed_for_memory_is_not_sent_to_look_for_that(
     memory: dict[str, object], known: bool
 ) -> None:
     end = Event("rank ended", "n1", 1, fields={"code": None, "signal": 9, "memory": memory})
-    found = killed.match(Evidence(events=(end,)))
-    assert found is not None
-    assert bool(found.remedy) == bool(found.confirm) == known
-    assert "dmesg" not in found.remedy + found.confirm
+    match = killed.match(Evidence(events=(end,)))
+    assert match is not None
+    assert bool(match.remedy) == bool(match.confirm) == known
+    assert "dmesg" not in match.remedy + match.confirm

@@ -129,8 +129,8 @@ def test_secrets_are_redacted_in_whole_files(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path, ['s3"cret\\'])
     directory.write_json("result.json", {"traceback": 'ValueError: s3"cret\\ is wrong'})
     directory.close()
-    said = json.loads((tmp_path / "result.json").read_text())
-    assert said["traceback"] == "ValueError: [secret] is wrong"
+    text = json.loads((tmp_path / "result.json").read_text())
+    assert text["traceback"] == "ValueError: [secret] is wrong"
 
 
 def test_a_full_disk_is_explained(tmp_path: Path) -> None:

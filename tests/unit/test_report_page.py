@@ -42,7 +42,7 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u2028\
 
 
 def lines(path: Path, records: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def made(folder: Path, *, slow: bool = False, lost: bool = False, failed: bool = False,
@@ -84,7 +84,7 @@ def made(folder: Path, *, slow: bool = False, lost: bool = False, failed: bool =
     else:
         told += [event(39, "rank ended", rank, code=0, signal=None) for rank in ranks]
     told += [event(40, "ended", attempt=0, exit_code=int(failed), seconds=35)]
-    lines(folder / names.EVENTS, sorted(told, key=lambda one: one["time"]))
+    lines(folder / names.EVENTS, sorted(told, key=lambda record: record["time"]))
 
     waits = 0.05 if slow else 0.001
     parts = [0.001, 0.04, waits, 0.01, 0.0, 0.001]
@@ -143,22 +143,22 @@ def visible(page: str) -> str:
 
 
 def test_a_healthy_run_says_so_without_javascript(tmp_path: Path) -> None:
-    said = visible(text_of(made(tmp_path / "run")))
+    text = visible(text_of(made(tmp_path / "run")))
     for words in (
         "Finished: 2 ranks on 2 hosts trained 150 steps in 40 s.", "Nothing was found wrong",
         "train: from 2 at step 10 to 0.1333 at step 150", "900 Mbit/s", "200 Mbit/s",
         "cd /w", "paceline run -H n1,n2 train.py", "command line: --nnodes", "2.13.0", "Xeon",
     ):  # fmt: skip
-        assert words in said, words
+        assert words in text, words
 
 
 def test_who_was_slow_is_told(tmp_path: Path) -> None:
-    said = visible(text_of(made(tmp_path / "run", slow=True)))
-    assert "Rank 1 on n2 held the others up for 15 s" in said
-    assert "The others waited most for rank 1 on n2" in said
-    assert "its CPU, for 15 s" in said
-    assert "its CPU → End the other programs on its host" in said
-    assert "keeps up again" not in said.split("Every event", 1)[0]
+    text = visible(text_of(made(tmp_path / "run", slow=True)))
+    assert "Rank 1 on n2 held the others up for 15 s" in text
+    assert "The others waited most for rank 1 on n2" in text
+    assert "its CPU, for 15 s" in text
+    assert "its CPU → End the other programs on its host" in text
+    assert "keeps up again" not in text.split("Every event", 1)[0]
     (row,) = [row for row in read_run(tmp_path / "run").timeline.rows if row.slowdowns]
     assert (row.rank, row.slowdowns[0].start) == (1, pytest.approx(15, abs=1))
 
@@ -172,17 +172,20 @@ def test_a_loss_is_told_where_it_was(tmp_path: Path) -> None:
     assert [mark.kind for mark in second.marks] == ["lost", "back"]
     assert [moment.severity for moment in run.timeline.moments] == ["bad", "good"]
     assert all(not (cell.start < gone[0].end and cell.end > gone[0].start) for cell in second.cells)
-    said = visible(text_of(tmp_path / "run"))
-    assert "the others trained on after the loss of n2, which came back." in said
-    assert "Rank 1 on n2 was lost once, and came back (away for 6 s)" in said
+    text = visible(text_of(tmp_path / "run"))
+    assert "the others trained on after the loss of n2, which came back." in text
+    assert "Rank 1 on n2 was lost once, and came back (away for 6 s)" in text
     events = tmp_path / "run" / names.EVENTS
-    told = [json.loads(line) for line in events.read_text().splitlines()]
-    lines(events, [one for one in told if one.get("rank") != 1 or one["time"] < BEGAN + 12])
-    said = visible(text_of(tmp_path / "run"))
-    assert "the others trained on after the loss of n2." in said
-    assert "Rank 1 on n2 was lost for good; 1 checkpoint was written." in said
+    records = [json.loads(line) for line in events.read_text().splitlines()]
+    lines(
+        events,
+        [record for record in records if record.get("rank") != 1 or record["time"] < BEGAN + 12],
+    )
+    text = visible(text_of(tmp_path / "run"))
+    assert "the others trained on after the loss of n2." in text
+    assert "Rank 1 on n2 was lost for good; 1 checkpoint was written." in text
     # its host was there all the time
-    lines(events, [one for one in told if one["event"] != "lost"])
+    lines(events, [record for record in records if record["event"] != "lost"])
     assert "the others trained on after a rank was lost." in visible(text_of(tmp_path / "run"))
 
 
@@ -191,8 +194,8 @@ def test_a_start_without_a_lost_host_is_no_loss_of_the_others(tmp_path: Path) ->
     path = made(tmp_path / "run", failed=True)
     events = path / names.EVENTS
     rank_0 = {"host": "n1", "rank": 0}
-    told = [json.loads(line) for line in events.read_text().splitlines()]
-    told = [one for one in told if one["time"] < BEGAN + 12] + [
+    records = [json.loads(line) for line in events.read_text().splitlines()]
+    records = [record for record in records if record["time"] < BEGAN + 12] + [
         {"time": BEGAN + at, **fields} for at, fields in (
             (12, {"event": "lost", "host": "n2", "why": "switched off"}),
             (13, {"event": "rank ended", **rank_0, "code": None, "signal": 15}),
@@ -203,7 +206,7 @@ def test_a_start_without_a_lost_host_is_no_loss_of_the_others(tmp_path: Path) ->
             (39, {"event": "rank ended", **rank_0, "code": 1, "signal": None}),
         )
     ]  # fmt: skip
-    lines(events, told)
+    lines(events, records)
     result = json.loads((path / names.RESULT).read_text())
     result["first_failure"] |= rank_0
     (path / names.RESULT).write_text(json.dumps(result))
@@ -212,7 +215,8 @@ def test_a_start_without_a_lost_host_is_no_loss_of_the_others(tmp_path: Path) ->
     assert [mark.kind for mark in first.marks] == ["failed"]
     assert [mark.kind for mark in second.marks] == ["lost"]
     assert [
-        (round(one.at - run.timeline.moments[0].at), one.text) for one in run.timeline.moments
+        (round(record.at - run.timeline.moments[0].at), record.text)
+        for record in run.timeline.moments
     ] == [
         (0, "lost n2: switched off"),
         (2, "all ranks were started again (attempt 2)"),
@@ -230,13 +234,13 @@ def test_a_rank_that_moved_is_named_by_its_hosts_in_their_order(tmp_path: Path) 
     ]
     (path / names.PLAN).write_text(json.dumps(plan))
     events = path / names.EVENTS
-    told = [json.loads(line) for line in events.read_text().splitlines()]
-    told = [one for one in told if one["time"] < BEGAN + 12] + [
+    records = [json.loads(line) for line in events.read_text().splitlines()]
+    records = [record for record in records if record["time"] < BEGAN + 12] + [
         {"time": BEGAN + 12, "event": "lost", "host": "n2", "why": "switched off"},
         {"time": BEGAN + 14, "event": "started", "attempt": 1, "world_size": 2},
         {"time": BEGAN + 15, "event": "rank started", "host": "n3", "rank": 1, "pid": 11},
     ]
-    lines(events, told)
+    lines(events, records)
     assert [row.label for row in read_run(path).timeline.rows] == [
         "rank 0 on n1", "rank 1 on n2, then n3"]  # fmt: skip
 
@@ -255,8 +259,10 @@ def test_steps_are_not_taken_for_evaluations(tmp_path: Path) -> None:
     """Where several epochs pass between two records of the pace, as they do in quick trainings."""
     folder = made(tmp_path / "run")
     records = [json.loads(line) for line in (folder / names.METRICS).read_text().splitlines()]
-    kept = [one for one in records if one["split"] != "pace" or one["epoch"] % 3 == 0]
-    lines(folder / names.METRICS, kept)
+    thinned = [
+        record for record in records if record["split"] != "pace" or record["epoch"] % 3 == 0
+    ]
+    lines(folder / names.METRICS, thinned)
     for row in read_run(folder).timeline.rows:
         evaluated = sum(
             span.end - span.start for span in row.spans if span.activity == "evaluating"
@@ -272,7 +278,7 @@ def test_a_long_run_is_drawn_to_its_end(tmp_path: Path) -> None:
     told = [json.loads(line) for line in (folder / names.EVENTS).read_text().splitlines()]
     far = 10_000.0
     lines(folder / names.EVENTS, [
-        {**one, "time": BEGAN + (one["time"] - BEGAN) * far / 40} for one in told
+        {**record, "time": BEGAN + (record["time"] - BEGAN) * far / 40} for record in told
     ])  # fmt: skip
     records = []
     for at in range(1, 1500):
@@ -290,21 +296,23 @@ def test_a_long_run_is_drawn_to_its_end(tmp_path: Path) -> None:
         gone = [span for span in row.spans if span.activity == "gone"]
         assert len(gone) == (row.rank == 1)
         for span in gone:
-            assert all(not (one.start < span.end and one.end > span.start) for one in row.cells)
+            assert all(
+                not (record.start < span.end and record.end > span.start) for record in row.cells
+            )
 
 
 def test_a_straggler_is_drawn_in_its_own_row_after_a_loss(tmp_path: Path) -> None:
     """It is told by its number in the group, which a loss has changed."""
     folder = made(tmp_path / "run")
-    told = [json.loads(line) for line in (folder / names.EVENTS).read_text().splitlines()]
+    records = [json.loads(line) for line in (folder / names.EVENTS).read_text().splitlines()]
     where = {"rank": 1, "host": "n2"}
-    about = {"straggler": 0, "its_host": "n2", "cause": "cpu", "text": "it is slow"}
-    told += [
+    fields = {"straggler": 0, "its_host": "n2", "cause": "cpu", "text": "it is slow"}
+    records += [
         {"time": BEGAN + 12, "host": "n1", "event": "lost", "why": "off"},
         {"time": BEGAN + 12, "event": "regroup", "generation": 1, "members": [1], "planned": False},
-        {"time": BEGAN + 20, **where, "event": "straggler", **about},
+        {"time": BEGAN + 20, **where, "event": "straggler", **fields},
     ]
-    lines(folder / names.EVENTS, sorted(told, key=lambda one: one["time"]))
+    lines(folder / names.EVENTS, sorted(records, key=lambda record: record["time"]))
     rows = read_run(folder).timeline.rows
     assert [row.rank for row in rows if row.slowdowns] == [1]
     assert [row.label for row in rows] == ["rank 0 on n1", "rank 1 on n2"]
@@ -319,24 +327,24 @@ def test_numbers_stand_under_their_titles() -> None:
 
 
 def test_who_failed_first_stands_above_all(tmp_path: Path) -> None:
-    said = visible(text_of(made(tmp_path / "run", failed=True)))
-    assert "Failed after 40 s: rank 1 on n2 has a bug" in said
-    assert "Failed first: rank 1 on n2: ValueError: boom" in said
-    assert "Rank 1 on n2 failed" in said
-    assert "Rank 0 on n1" not in said  # it only ended after it
-    assert said.index("mend it") < said.index("All ranks over time")
-    assert "(away for" not in said  # it never came back
+    text = visible(text_of(made(tmp_path / "run", failed=True)))
+    assert "Failed after 40 s: rank 1 on n2 has a bug" in text
+    assert "Failed first: rank 1 on n2: ValueError: boom" in text
+    assert "Rank 1 on n2 failed" in text
+    assert "Rank 0 on n1" not in text  # it only ended after it
+    assert text.index("mend it") < text.index("All ranks over time")
+    assert "(away for" not in text  # it never came back
     assert "<details open><summary>Traceback of rank 1 on n2" in text_of(tmp_path / "run")
     resumes = "training resumes from the checkpoint of step"
-    assert f"With --run-dir {tmp_path / 'run'} {resumes}" in said
+    assert f"With --run-dir {tmp_path / 'run'} {resumes}" in text
 
 
 def test_text_of_strangers_stays_text(tmp_path: Path) -> None:
     folder = made(tmp_path / "run", name=HOSTILE)
     for name in (names.PLAN, names.HOSTS, names.EVENTS):
-        said = (folder / name).read_text()
+        text = (folder / name).read_text()
         evil = json.dumps(HOSTILE)[1:-1]
-        (folder / name).write_text(said.replace("n2", evil).replace("2 CPUs", evil))
+        (folder / name).write_text(text.replace("n2", evil).replace("2 CPUs", evil))
     page = text_of(folder)
     assert page.count("<script") == page.count("</script>") == 3
     assert "<img" not in page
@@ -344,7 +352,7 @@ def test_text_of_strangers_stays_text(tmp_path: Path) -> None:
     assert "\x1b" not in page
     block = re.search(r'<script type="application/json" id="pictures">(.*?)</script>', page, re.S)
     assert block
-    assert any("alert(1)" in str(one) for one in json.loads(block[1]))
+    assert any("alert(1)" in str(record) for record in json.loads(block[1]))
 
 
 def test_no_secret_gets_in(tmp_path: Path) -> None:
@@ -369,8 +377,8 @@ def test_what_is_missing_is_named(tmp_path: Path, broken: str, how: str) -> None
     else:
         cut = path.read_text()[:30] if how == "cut" else ""
         path.write_text({"list": "[1, 2]", "numbers": "1e999 nan"}.get(how, cut))
-    said = visible(text_of(path.parent))
-    assert f"{broken} {'is missing' if how == 'missing' else 'cannot be read'}" in said
+    text = visible(text_of(path.parent))
+    assert f"{broken} {'is missing' if how == 'missing' else 'cannot be read'}" in text
 
 
 def test_odd_values_are_no_crash(tmp_path: Path) -> None:
@@ -384,11 +392,11 @@ def test_odd_values_are_no_crash(tmp_path: Path) -> None:
                 assert "<main" in text_of(folder), (name, key, value)
         (folder / name).write_text(json.dumps(whole))
     for name in (names.EVENTS, names.METRICS):
-        told = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        records = [json.loads(line) for line in (folder / name).read_text().splitlines()]
         for value in odd:
-            kept = [{key: own if key == "event" else value for key, own in one.items()}
-                    for one in told]  # fmt: skip
-            lines(folder / name, kept)
+            thinned = [{key: own if key == "event" else value for key, own in record.items()}
+                    for record in records]  # fmt: skip
+            lines(folder / name, thinned)
             assert "<main" in text_of(folder), (name, value)
 
 
@@ -407,17 +415,17 @@ def test_a_training_of_many_steps_is_thinned(tmp_path: Path) -> None:
 
 def test_highs_and_lows_survive_thinning() -> None:
     points = [Point(step, None, 5.0 if step == 777 else math.sin(step)) for step in range(5000)]
-    kept = thin_points(points, 100)
-    assert len(kept) <= 102
-    assert points[777] in kept
-    assert (kept[0], kept[-1]) == (points[0], points[-1])
+    thinned = thin_points(points, 100)
+    assert len(thinned) <= 102
+    assert points[777] in thinned
+    assert (thinned[0], thinned[-1]) == (points[0], points[-1])
 
 
 def test_a_long_file_is_read_at_places_all_over_it(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     lines(path, [{"n": number} for number in range(50_000)])
     found, whole = sampled_records(path, 64 << 10)
-    numbers = [one["n"] for one in found]
+    numbers = [record["n"] for record in found]
     assert not whole
     assert numbers == sorted(numbers)
     assert (numbers[0], numbers[-1]) == (0, 49_999)
@@ -426,12 +434,12 @@ def test_a_long_file_is_read_at_places_all_over_it(tmp_path: Path) -> None:
 
 def test_runs_are_compared(tmp_path: Path) -> None:
     runs = [read_run(made(tmp_path / "a")), read_run(made(tmp_path / "b", lr=0.5, slow=True))]
-    said = visible(html(comparison_page.build_page(runs, [Goal("accuracy", 0.8)])))
-    assert "First to reach it: a, after 8.9 s" in said
-    assert re.search(r"arguments\s+0\.1\s+0\.5", said)
-    assert "accuracy, test, over time" in said
-    assert "2 ranks" in said
-    assert "was the quickest" in said
+    text = visible(html(comparison_page.build_page(runs, [Goal("accuracy", 0.8)])))
+    assert "First to reach it: a, after 8.9 s" in text
+    assert re.search(r"arguments\s+0\.1\s+0\.5", text)
+    assert "accuracy, test, over time" in text
+    assert "2 ranks" in text
+    assert "was the quickest" in text
     records = (tmp_path / "b" / names.METRICS).read_text()
     last = json.loads(records.splitlines()[-1])
     (tmp_path / "b" / names.METRICS).write_text(records + json.dumps({**last, "step": 600}) + "\n")
@@ -446,10 +454,10 @@ def test_the_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b"):
         made(tmp_path / "runs" / name)
     typed = CliRunner().invoke
-    told = typed(program, ["report", "a"]).output.splitlines()
-    assert told[0] == "Finished: 2 ranks on 2 hosts trained 150 steps in 40 s."
-    assert "Took            40 s" in told
-    assert told[-1] == "runs/a/report.html"
+    records = typed(program, ["report", "a"]).output.splitlines()
+    assert records[0] == "Finished: 2 ranks on 2 hosts trained 150 steps in 40 s."
+    assert "Took            40 s" in records
+    assert records[-1] == "runs/a/report.html"
     assert typed(program, ["report", "a", "--out", "x.html"]).output.endswith("\nx.html\n")
     both = typed(program, ["report", "a", "b", "--to", "test.accuracy=0.95"])
     assert both.exit_code == 0

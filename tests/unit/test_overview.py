@@ -20,7 +20,7 @@ from paceline.cli.elsewhere import Found, Left, chosen, folder_here, leads_to
 from paceline.cli.overview import Row, best_of, of_left, table
 from paceline.remote.openssh import SshOptions
 from paceline.rundir import records
-from paceline.rundir.ownership import HOME
+from paceline.rundir.ownership import FETCHED_AT
 from paceline.spec.detached import DETACHED, About
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Host
@@ -162,7 +162,7 @@ def test_pruned_is_what_came_home_or_lies_on_hosts_that_are_named(
     def comes(path: Path) -> bool:
         if path.name == "home":
             said = json.loads((path / DETACHED).read_text())
-            (path / DETACHED).write_text(json.dumps({**said, HOME: time.time()}))
+            (path / DETACHED).write_text(json.dumps({**said, FETCHED_AT: time.time()}))
         return path.name == "home"
 
     monkeypatch.setattr(overview, "_ask", there)
@@ -209,7 +209,7 @@ def test_a_run_of_another_machine_that_came_home_is_listed_once(
     folder = folder_here(run.about, leads_to(run, SshOptions()), Path("runs"))
     (folder / "result.json").write_text('{"exit_code": 0}')
     said = json.loads((folder / DETACHED).read_text())
-    (folder / DETACHED).write_text(json.dumps({**said, HOME: time.time()}))
+    (folder / DETACHED).write_text(json.dumps({**said, FETCHED_AT: time.time()}))
     (folder / "plan.json").write_text("{}")
 
     async def there(*_: object) -> Found:

@@ -20,7 +20,7 @@ from paceline.explain.evidence_reader import from_run
 from paceline.explain.rules import load_all
 from paceline.launch.board import Waiting
 from paceline.report import explanation
-from paceline.rundir.ownership import HOME, STANDS
+from paceline.rundir.ownership import FETCHED_AT, LAST_STATUS
 from paceline.spec.detached import DETACHED, Detached
 from paceline.spec.errors import SettingError
 
@@ -221,14 +221,14 @@ def test_a_run_that_goes_on_elsewhere_has_no_cause_yet() -> None:
 
 
 def test_a_supervisor_that_died_without_a_word_is_the_cause() -> None:
-    folder = left_elsewhere("one", **{HOME: 2000.0, STANDS: "lost"})
+    folder = left_elsewhere("one", **{FETCHED_AT: 2000.0, LAST_STATUS: "lost"})
     said = conclude(from_run(folder), load_all())
     assert said.text.startswith("the supervisor was killed or its host n2 restarted")
     assert [rule.code for rule, _ in said.matches] == ["launcher-killed"]
 
 
 def test_of_a_run_whose_supervisor_died_it_is_said_since_when_and_how_it_goes_on() -> None:
-    folder = left_elsewhere("one", **{HOME: 2000.0, STANDS: "lost"})
+    folder = left_elsewhere("one", **{FETCHED_AT: 2000.0, LAST_STATUS: "lost"})
     typed = {"command": "paceline run -H n1,n2 --detach 'my train.py'", "folder": str(Path.cwd())}
     plan = {"typed": typed, "settings": {"lease_s": {"value": 7.0}},
             "nodes": [{"host": "n1"}, {"host": "n2"}]}  # fmt: skip

@@ -12,8 +12,8 @@ from paceline.rundir import records
 from paceline.spec import rundir as names
 from paceline.spec.detached import DETACHED, Detached
 
-HOME = "home_since"  # in detached.json: when all results were fetched, in seconds since 1970
-STANDS = "stands"  # in detached.json: the run's status at that time
+FETCHED_AT = "home_since"  # in detached.json: when all results were fetched, in seconds since 1970
+LAST_STATUS = "stands"  # in detached.json: the run's status at that time
 
 
 def read_owner(path: Path) -> dict[str, Any] | None:
@@ -57,8 +57,8 @@ def is_launcher(path: Path, owner: dict[str, Any]) -> bool:
 
 def detached_of(path: Path) -> Detached | None:
     """Where the run of a folder continues or has ended; ``None`` if all its results are here."""
-    record = records.read_object(path / DETACHED)
-    return None if record is None or records.as_float(record.get(HOME)) else Detached.read(record)
+    record = records.read_object(path / DETACHED) or {}
+    return None if records.as_float(record.get(FETCHED_AT)) else Detached.read(record)
 
 
 def ended_since(path: Path, detached: Detached) -> bool:
@@ -71,4 +71,4 @@ def ended_since(path: Path, detached: Detached) -> bool:
 def lost(path: Path) -> Detached | None:
     """Where the run's supervisor was, if it had died when the results were fetched."""
     record = records.read_object(path / DETACHED) or {}
-    return Detached.read(record) if record.get(STANDS) == "lost" else None
+    return Detached.read(record) if record.get(LAST_STATUS) == "lost" else None

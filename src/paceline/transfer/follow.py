@@ -25,7 +25,7 @@ from paceline.remote.fanout import connect_all
 from paceline.remote.openssh import SshOptions
 from paceline.rundir import detached_file, records
 from paceline.rundir.arrivals import Arrivals
-from paceline.rundir.ownership import HOME, STANDS
+from paceline.rundir.ownership import FETCHED_AT, LAST_STATUS
 from paceline.spec import rundir as names
 from paceline.spec.command import shell_text
 from paceline.spec.detached import DETACHED, SCREEN, About, Detached
@@ -248,7 +248,7 @@ class Follower:
         if self._owed:
             raise NodeError(f"{', '.join(sorted(self._owed)[:5])} did not come as they are there")
         said = records.read_object(self._path / DETACHED) or {}
-        text = json.dumps({**said, HOME: round(time.time(), 3), STANDS: word}, indent=2)
+        text = json.dumps({**said, FETCHED_AT: round(time.time(), 3), LAST_STATUS: word}, indent=2)
         await asyncio.to_thread(inside.write_file, str(self._path), DETACHED, text.encode() + b"\n")
         with contextlib.suppress(OSError):  # another follower still has something on its way
             (self._path / inside.INCOMING).rmdir()

@@ -8,6 +8,7 @@ With ``PACELINE_MATRIX_FIRST`` the first journey that fails ends an environment,
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,8 @@ def _possible() -> None:
 @pytest.mark.parametrize("number", chosen())
 def test_environment(number: int, tmp_path: Path) -> None:
     environment = SELECTION[number]
+    if shutil.which(environment.shell) is None:
+        pytest.skip(f"not run: {environment.shell} is not installed: tools/system-parts.sh all")
     failed = try_everything(environment, tmp_path)
     if failed:
         how = f"environment {number}: {environment}\nalone: make matrix ONLY={number}"

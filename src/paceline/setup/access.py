@@ -62,14 +62,12 @@ async def _check_host(host: Host, options: SshOptions) -> AccessStatus:
     if state != "unpinned":
         return AccessStatus(host, state, refusal=answer.refusal)
     fingerprint = await show_host_key(host, options)
-    return AccessStatus(
-        host, "unpinned" if fingerprint else "refused", fingerprint or "", answer.refusal
-    )
+    state = "unpinned" if fingerprint else "refused"
+    return AccessStatus(host, state, fingerprint or "", answer.refusal)
 
 
-async def pin_host_keys(
-    statuses: Sequence[AccessStatus], options: SshOptions, journal: Journal
-) -> list[str]:
+async def pin_host_keys(statuses: Sequence[AccessStatus], options: SshOptions,
+                        journal: Journal) -> list[str]:  # fmt: skip
     """Pins the host keys that were shown; returns a message for each that differs.
 
     Runs one by one, because ssh writes the file and each change is recorded.
@@ -85,9 +83,8 @@ async def pin_host_keys(
             _record_pin(journal, file, previous, current)
         pinned = newly_pinned_key(answer)
         if pinned != status.fingerprint:
-            mismatches.append(
-                f"{status.host.name} showed {status.fingerprint}, then {pinned or 'nothing'}"
-            )
+            later = pinned or "nothing"
+            mismatches.append(f"{status.host.name} showed {status.fingerprint}, then {later}")
     return mismatches
 
 
@@ -129,7 +126,7 @@ async def install_keys(statuses: Sequence[AccessStatus], options: SshOptions, pu
 
 
 async def _install_key(host: Host, options: SshOptions, script: str, public: str,
-                   passwords: PasswordServer, journal: Journal) -> str:  # fmt: skip
+                       passwords: PasswordServer, journal: Journal) -> str:  # fmt: skip
     answer = await run_on_host(host, options, ["/bin/sh", "-s"], script, passwords.environment())
     if answer.refusal is not None:
         if answer.refusal.cause == "login refused":
@@ -144,7 +141,7 @@ async def _install_key(host: Host, options: SshOptions, script: str, public: str
 
 
 async def revoke_keys(changes: Sequence[Change], hosts: Mapping[str, Host], options: SshOptions,
-                 journal: Journal, report: Report) -> bool:  # fmt: skip
+                      journal: Journal, report: Report) -> bool:  # fmt: skip
     """Undoes changes on other hosts; returns whether all of them are undone."""
     is_complete = True
     for change in changes:
@@ -158,9 +155,7 @@ async def revoke_keys(changes: Sequence[Change], hosts: Mapping[str, Host], opti
             journal.forget(change)
             report(f"{host.name}: key taken away")
         else:
-            error = answer.refusal.found if answer.refusal else answer.messages
-            report(
-                f"{host.name}: {error.strip().splitlines()[-1] if error.strip() else 'no answer'}"
-            )
+            error = (answer.refusal.found if answer.refusal else answer.messages).strip()
+            report(f"{host.name}: {error.splitlines()[-1] if error else 'no answer'}")
             is_complete = False
     return is_complete

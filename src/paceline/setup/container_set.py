@@ -25,6 +25,7 @@ KEY = "id_ed25519"
 HOST_KEY = "ssh_host_ed25519_key"
 RANK = "/opt/paceline/rank"
 SSHD = "/opt/paceline/sshd"
+SSHD_COMMAND = [SSHD, "-f", f"{HOME}/.ssh/sshd_config"]
 MPIS = ("intel", "mpich", "openmpi")
 # maker of the GPUs → devices; AMD's and Intel's need groups as well
 _DRI = ("/dev/dri",)
@@ -136,7 +137,9 @@ def files(spec: ContainerSet, keys: Keys) -> dict[str, str]:
         "sshd.sh": SSHD_SCRIPT,
         "commands.sh": commands(spec),
         "ssh_launcher/config": ssh_config(spec),
-        "ssh_launcher/known_hosts": known_hosts(spec, keys),
+        "ssh_launcher/known_hosts": "".join(
+            f"{worker.alias} {keys.hosts[worker.alias]}\n" for worker in spec.workers
+        ),
     }
     for worker in spec.workers:
         folder = folder_of(worker)
@@ -251,8 +254,13 @@ exec /usr/sbin/sshd -D -e "$@" -o "SetEnv$given"
 def sshd_config(worker: Worker) -> str:
     """Returns the configuration of an sshd without root, with its own port; keys only."""
     ssh = f"{HOME}/.ssh"
+    try:
+        ipaddress.ip_address(worker.address)
+        listen = f"ListenAddress {worker.address}\n"
+    except ValueError:  # a name may mean loopback on its own machine
+        listen = ""
     return f"""Port {worker.port}
-{_listening(worker.address)}HostKey {ssh}/{HOST_KEY}
+{listen}HostKey {ssh}/{HOST_KEY}
 AuthorizedKeysFile {ssh}/authorized_keys
 PidFile /tmp/paceline-sshd.pid
 AuthenticationMethods publickey
@@ -264,15 +272,6 @@ AllowTcpForwarding no
 PrintMotd no
 LogLevel INFO
 """
-
-
-def _listening(address: str) -> str:
-    """Restricts sshd to the address; a name may mean loopback on its own machine."""
-    try:
-        ipaddress.ip_address(address)
-    except ValueError:
-        return ""
-    return f"ListenAddress {address}\n"
 
 
 def ssh_config(spec: ContainerSet) -> str:
@@ -292,14 +291,6 @@ def ssh_config(spec: ContainerSet) -> str:
     common = ["Host *", "    BatchMode yes", "    StrictHostKeyChecking yes",
               f"    UserKnownHostsFile {ssh}/known_hosts"]  # fmt: skip
     return "\n".join([*lines, *common]) + "\n"
-
-
-def known_hosts(spec: ContainerSet, keys: Keys) -> str:
-    return "".join(f"{worker.alias} {keys.hosts[worker.alias]}\n" for worker in spec.workers)
-
-
-def sshd_command() -> list[str]:
-    return [SSHD, "-f", f"{HOME}/.ssh/sshd_config"]
 
 
 def mpirun_command(spec: ContainerSet) -> list[str]:
@@ -379,10 +370,14 @@ def commands(spec: ContainerSet) -> str:
         lines += [build] if address in remote else []
         for worker in workers:
             name = f"paceline-{worker.alias}"
-            lines.append(run_line(spec, name, folder_of(worker), sshd_command()))
+            lines.append(run_line(spec, name, folder_of(worker), SSHD_COMMAND))
     launch = run_line(spec, "paceline-launcher", "ssh_launcher", mpirun_command(spec))
     lines += ["", "# On the launching machine, in this folder, once the workers are up:", launch]
-    lines += ["", "# Instead of all that, if one machine runs all of it:", *_compose_lines(spec)]
+    lines += ["", "# Instead of all that, if one machine runs all of it:"]
+    if spec.gpus in ("intel", "amd"):  # Compose reads the machine's group ids from .env
+        print_id = f'{{ print toupper($1) "{_GROUP_ID}=" $3 }}'
+        lines.append(f"getent group render video | awk -F: '{print_id}' >.env")
+    lines.append("docker compose up --build")
     return "\n".join(lines) + "\n"
 
 
@@ -398,17 +393,11 @@ def _copy_line(spec: ContainerSet, address: str, workers: list[Worker]) -> str:
     return f"{shell_text(['tar', '-cf', '-', *parts])} | {shell_text(['ssh', address, unpack])}"
 
 
-def _compose_lines(spec: ContainerSet) -> list[str]:
-    """Returns the Compose commands; Compose reads the machine's group ids from ``.env``."""
-    ids = f"getent group render video | awk -F: '{{ print toupper($1) \"{_GROUP_ID}=\" $3 }}' >.env"
-    return [ids] * (spec.gpus in ("intel", "amd")) + ["docker compose up --build"]
-
-
 def compose(spec: ContainerSet) -> dict[str, object]:
     """Returns a Compose file for workers on this machine."""
     services: dict[str, object] = {}
     for worker in spec.workers:
-        services[worker.alias] = _service(spec, folder_of(worker), sshd_command())
+        services[worker.alias] = _service(spec, folder_of(worker), SSHD_COMMAND)
     launcher = _service(spec, "ssh_launcher", mpirun_command(spec))
     launcher["depends_on"] = [worker.alias for worker in spec.workers]
     services["launcher"] = launcher

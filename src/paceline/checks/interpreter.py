@@ -1,7 +1,7 @@
 """Does the interpreter exist on every host, and is it the same Python?
 
-Looks at: the path asked for and the version of what runs there.
-Fails when: there is nothing at that path. Warns when the minor versions differ.
+Looks at: the requested path and the version of the interpreter that runs there.
+Fails when: the path does not exist. Warns when the minor versions differ.
 """
 
 from __future__ import annotations

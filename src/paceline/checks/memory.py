@@ -1,8 +1,8 @@
 """Is there memory left?
 
-Looks at: what the kernel calls available, before the job has taken any.
-Warns when: a host has less than 1 GiB: importing torch in two ranks takes as much, and the kernel
-then kills a rank, or somebody else's process.
+Looks at: the kernel's available memory, before the job uses any.
+Warns when: a host has less than 1 GiB: importing torch in two ranks needs as much, and the kernel
+then kills a rank or another process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Is the largest packet the same on all chosen interfaces?
 
-Warns when: the MTUs differ. Small messages then pass and large ones hang or crawl.
+Warns when: the MTUs differ. Then small messages pass, and large ones hang or are slow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is checked before a job starts: with everything, or with what the logins brought."""
+"""Runs checks before a job starts: all of them, or those that need only the facts of the logins."""
 
 from __future__ import annotations
 
@@ -21,27 +21,26 @@ from paceline.spec.finding import Finding
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Job
 
-# of the warnings, these matter to a job of ours; the others are for `paceline check`
+# warnings that matter to a run; `paceline check` shows the others
 REPORTED_CHECKS = {"limits", "disk", "torch"}
 
 
 def preflight(job: Job, cluster: Cluster,
               ssh: SshOptions) -> tuple[list[str], list[dict[str, Any]]]:  # fmt: skip
-    """All of ``paceline check``: its warnings, and what each link carried.
+    """Runs all checks; returns their warnings and the rates of the links.
 
-    NodeError when something fails.
+    Raises NodeError if a check fails.
     """
     hosts = decide.choose_hosts(job, cluster)
     survey = asyncio.run(runner.survey_hosts(hosts, ssh, requirements_of(job, hosts), "full"))
     findings = runner.evaluate(survey, "full")
     raise_failures(findings)
-    return [finding.message for finding in findings if finding.outcome == "warn"], link_rates(
-        survey
-    )
+    warnings = [finding.message for finding in findings if finding.outcome == "warn"]
+    return warnings, link_rates(survey)
 
 
 def link_rates(survey: Survey) -> list[dict[str, Any]]:
-    """Bits a second of each way between two hosts, as findings.json holds them."""
+    """Returns bits per second of each link, in the form of findings.json."""
     pairs = (survey.evidence.get("link") or {}).get("pairs", ())
     return [{"from": pair["source"], "to": pair["target"], "bits_per_s": round(bits_per_s(pair))}
             for pair in pairs if pair.get("bytes") and pair["seconds"] > 0]  # fmt: skip
@@ -49,12 +48,12 @@ def link_rates(survey: Survey) -> list[dict[str, Any]]:
 
 def inspector(job: Job, run_dir: Path | None = None,
               links: Sequence[Mapping[str, Any]] = ()) -> Inspect:  # fmt: skip
-    """The quick part: judges what the login brought, writes findings.json, asks nobody.
+    """Returns a function that evaluates the facts of the logins and writes findings.json.
 
     Args:
-        job: What is to run.
-        run_dir: Of the run; ``None`` for a plan, which has none.
-        links: What each link carried, where that was measured.
+        job: The job.
+        run_dir: Run directory; ``None`` for a plan, which has none.
+        links: Rates of the links, if they were measured.
     """
 
     def inspect(hosts: Sequence[Host], facts: Mapping[str, Any],
@@ -71,7 +70,7 @@ def inspector(job: Job, run_dir: Path | None = None,
 
 
 def requirements_of(job: Job, hosts: Sequence[Host]) -> Requirements:
-    """What the checks need to know of the job."""
+    """Returns the job's requirements for the checks."""
     return Requirements(
         pythons={host.name: decide.python_of(job, host) for host in hosts},
         workdirs={host.name: host.workdir or job.workdir for host in hosts},
@@ -83,7 +82,7 @@ def requirements_of(job: Job, hosts: Sequence[Host]) -> Requirements:
 
 
 def raise_failures(findings: Sequence[Finding]) -> None:
-    """NodeError for what would fail."""
+    """Raises NodeError if a check failed."""
     failures = [finding for finding in findings if finding.outcome == "fail"]
     if failures:
         raise NodeError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from paceline.remote.channel import Channel
@@ -101,9 +101,8 @@ class Survey:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Survey:
         """Reads what :meth:`to_json` wrote; parts may be missing."""
-        values = {
-            name: data[key] for name in cls.__slots__ if (key := _JSON_KEYS.get(name, name)) in data
-        }
+        names = {item.name: _JSON_KEYS.get(item.name, item.name) for item in fields(cls)}
+        values = {name: data[key] for name, key in names.items() if key in data}
         values["hosts"] = tuple(Host(**host) for host in data["hosts"])
         values["networks"] = {k: NodeNetwork(**v) for k, v in data.get("networks", {}).items()}
         wishes = data.get("wishes", {})

@@ -82,8 +82,8 @@ class Containers(Protocol):
     async def wrapping(self, hosts: Sequence[Host]) -> Wrap:
         """Looks at the hosts, and gives what puts an agent's command into the container of one."""
 
-    def tell(self) -> dict[str, Any]:
-        """What the supervisor must know to start lost ones again, in terms of JSON."""
+    def to_json(self) -> dict[str, Any]:
+        """Returns what the supervisor needs to restart lost containers, as JSON."""
 
 
 @dataclass(frozen=True)

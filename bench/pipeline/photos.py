@@ -36,10 +36,10 @@ from torch.nn.functional import cross_entropy
 
 from paceline import train
 from paceline.recipes.common import fast_dtype
-from paceline.recipes.data import photos
+from paceline.recipes.data import decoding
 from paceline.recipes.data.images import Request, load
 from paceline.recipes.networks import MODELS
-from paceline.recipes.pictures import Normalisation, Pictures
+from paceline.recipes.preprocessing import ImageTensors, Normalisation
 from paceline.train.data import Draws, Fetch, Wanted, allowed
 
 CLASSES, SIZE = 10, 224
@@ -71,18 +71,18 @@ def written(folder: Path, count: int) -> list[bytes]:
 
 def ways(contents: list[bytes]) -> dict[str, Callable[[int], object]]:
     """Each makes one training image of a photo."""
-    numbers = Draws(0, 0, np.arange(len(contents))).uniform(photos.NUMBERS)
+    numbers = Draws(0, 0, np.arange(len(contents))).uniform(decoding.CROP_RANDOMS)
 
     def ours(one: int) -> object:
-        return photos.cut_out(io.BytesIO(contents[one]), numbers[one], SIZE)
+        return decoding.random_crop(io.BytesIO(contents[one]), numbers[one], SIZE)
 
     def without_draft(one: int) -> object:
         image = Image.open(io.BytesIO(contents[one]))
-        box = photos.window(*image.size, numbers[one])
+        box = decoding.crop_box(*image.size, numbers[one])
         return np.asarray(image.resize((SIZE, SIZE), Image.Resampling.BILINEAR, box=box))
 
     def shrunk(one: int) -> object:
-        return photos.sized(io.BytesIO(contents[one]), 3, (256, 256), crop=True)
+        return decoding.decode_resized(io.BytesIO(contents[one]), 3, (256, 256), crop=True)
 
     found: dict[str, Callable[[int], object]] = {
         "Pillow: cut out, reduced where it can be": ours,
@@ -98,7 +98,7 @@ def ways(contents: list[bytes]) -> dict[str, Callable[[int], object]]:
     def torchvision(one: int) -> object:
         content = torch.frombuffer(bytearray(contents[one]), dtype=torch.uint8)
         image = decode_jpeg(content, mode=ImageReadMode.RGB)
-        left, top, right, bottom = photos.window(image.shape[2], image.shape[1], numbers[one])
+        left, top, right, bottom = decoding.crop_box(image.shape[2], image.shape[1], numbers[one])
         return resized_crop(image, top, left, bottom - top, right - left, [SIZE, SIZE])
 
     return {**found, "torchvision: cut out": torchvision}
@@ -112,12 +112,14 @@ def of_one_core(make: Callable[[int], object], count: int) -> float:
     return count / (time.process_time() - before)
 
 
-def pictures(folder: Path) -> Pictures:
+def pictures(folder: Path) -> ImageTensors:
     data = load("", Request(str(folder), image_size=256, crop=True))
-    return Pictures(data.splits["train"], NORMALISE, torch.float32, ("resized-crop", "flip"), SIZE)
+    return ImageTensors(
+        data.splits["train"], NORMALISE, torch.float32, ("resized-crop", "flip"), SIZE
+    )
 
 
-def orders(data: Pictures, batch: int) -> Iterator[Wanted[int]]:
+def orders(data: ImageTensors, batch: int) -> Iterator[Wanted[int]]:
     order = data.visiting_order(0, True)
     for epoch in range(10**6):
         for start in range(0, len(data) - batch, batch):
@@ -132,7 +134,7 @@ def timed(act: Callable[[], object], images: int) -> tuple[float, float]:
     return images / (time.process_time() - cpu), images / (time.perf_counter() - wall)
 
 
-def of_pipeline(data: Pictures, workers: int, batches: int, batch: int) -> tuple[float, float]:
+def of_pipeline(data: ImageTensors, workers: int, batches: int, batch: int) -> tuple[float, float]:
     """The first batches, for which all start, are left out. Workers have CPU time of their own."""
     fetch = Fetch(data, torch.device("cpu"), workers)
     made = fetch(orders(data, batch))

@@ -14,8 +14,16 @@ from typing import Any
 
 import pytest
 
-from paceline.recipes.data import NAMED, PAIRS, TEXTS, HubSource, Named, Remote, download
-from paceline.recipes.data.download import Ways, folder_of
+from paceline.recipes.data import (
+    IMAGE_SETS,
+    PAIR_SETS,
+    TEXT_SETS,
+    HubSource,
+    NamedDataset,
+    Remote,
+    download,
+)
+from paceline.recipes.data.download import DownloadOptions, find_or_download
 from paceline.recipes.data.pairs import PairRequest, load_pairs
 from paceline.recipes.data.texts import TextRequest, load_texts
 from paceline.spec.errors import DataError
@@ -95,9 +103,9 @@ def sha(content: bytes) -> str:
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
-def named(*sources: str, content: bytes = CONTENT, size: int = len(CONTENT)) -> Named:
+def named(*sources: str, content: bytes = CONTENT, size: int = len(CONTENT)) -> NamedDataset:
     remote = Remote("x.bin", sha(content), tuple(f"{one}/" for one in sources), size)
-    return Named("set", "idx", ("set",), "a set", "put it there by hand", remote=(remote,))
+    return NamedDataset("set", "idx", ("set",), "a set", "put it there by hand", remote=(remote,))
 
 
 class Log:
@@ -106,15 +114,15 @@ class Log:
     def __init__(self, **more: Any) -> None:
         self.said: list[str] = []
         self.waited: list[float] = []
-        self.ways = Ways(say=self.said.append, sleep=self.waited.append, **more)
+        self.ways = DownloadOptions(log=self.said.append, sleep=self.waited.append, **more)
 
 
 def is_whole(folder: Path) -> bool:
     return (folder / "x.bin").is_file()
 
 
-def get(what: Named, log: Log, data_dir: str = "") -> bytes:
-    return (folder_of(what, data_dir, is_whole, log.ways) / "x.bin").read_bytes()
+def get(what: NamedDataset, log: Log, data_dir: str = "") -> bytes:
+    return (find_or_download(what, data_dir, is_whole, log.ways) / "x.bin").read_bytes()
 
 
 def test_a_set_is_downloaded_once(server: Server, tmp_path: Path) -> None:
@@ -282,12 +290,12 @@ def test_archives_are_unpacked(server: Server) -> None:
     archives = {"a.tar.gz": packed(**{"x.bin": b"1"}), "b.tar.gz": packed(y=b"2")}
     server.files = {f"/{name}": content for name, content in archives.items()}
     remote = tuple(Remote(n, sha(c), (f"{server.address}/",)) for n, c in archives.items())
-    folder = folder_of(replace(named(), remote=remote), "", is_whole, Log().ways)
+    folder = find_or_download(replace(named(), remote=remote), "", is_whole, Log().ways)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == {"x.bin": b"1", "y": b"2"}
 
 
 def test_every_named_set_has_a_checksum() -> None:
-    for one in (*NAMED.values(), *TEXTS.values(), *PAIRS.values()):
+    for one in (*IMAGE_SETS.values(), *TEXT_SETS.values(), *PAIR_SETS.values()):
         assert one.remote or one.name in ("digits", "dummy")
         for remote in one.remote:
             kind, _, digest = remote.digest.partition(":")
@@ -295,7 +303,7 @@ def test_every_named_set_has_a_checksum() -> None:
             assert all(base.startswith("http") and base.endswith("/") for base in remote.sources)
 
 
-def served(server: Server, one: Named, files: dict[str, bytes]) -> Named:
+def served(server: Server, one: NamedDataset, files: dict[str, bytes]) -> NamedDataset:
     server.files = {f"/{name}": content for name, content in files.items()}
     remote = tuple(Remote(n, sha(c), (f"{server.address}/",)) for n, c in files.items())
     return replace(one, remote=remote)
@@ -303,8 +311,8 @@ def served(server: Server, one: Named, files: dict[str, bytes]) -> Named:
 
 def test_texts_of_a_name(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = b'"3","Wall St.","Bears"\n"1","War","Peace"\n"2","Game","Set"\n"4","Moon","Rocket"\n'
-    news = served(server, TEXTS["ag-news"], {"train.csv": rows, "test.csv": rows})
-    monkeypatch.setitem(TEXTS, "ag-news", news)
+    news = served(server, TEXT_SETS["ag-news"], {"train.csv": rows, "test.csv": rows})
+    monkeypatch.setitem(TEXT_SETS, "ag-news", news)
     data = load_texts(TextRequest(HubSource("ag-news")))
     assert data.classes == ("World", "Sports", "Business", "Sci/Tech")
     assert data.splits["test"] == (["Wall St. Bears", "War Peace", "Game Set", "Moon Rocket"],
@@ -319,7 +327,7 @@ def test_pairs_of_a_name(
         f"{part}.tar.gz": packed(**{f"{part}.de": b"ein\n", f"{part}.en": b"a\n"})
         for part in ("train", "val", "test")
     }
-    monkeypatch.setitem(PAIRS, "multi30k", served(server, PAIRS["multi30k"], files))
+    monkeypatch.setitem(PAIR_SETS, "multi30k", served(server, PAIR_SETS["multi30k"], files))
     data = load_pairs(PairRequest(HubSource("multi30k"), languages=languages))
     assert data.splits["val"][0][0] == first
     assert set(data.splits) == {"train", "val", "test"}

@@ -21,7 +21,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from paceline import train
 from paceline.recipes import image
-from paceline.recipes.optimization import Curve, optimizer, scheduled
+from paceline.recipes.optimization import Curve, make_optimizer, make_schedule
 from paceline.spec.errors import JobError
 from paceline.train import Best
 
@@ -95,8 +95,8 @@ def training(folder: Path, *, at: At = nowhere, rich: bool = False, checkpoint: 
         data = Shaken()
         session.agree("the data", str(len(data)))
         network = session.place(Net() if communication == "exact" else Net(1024))
-        made = optimizer("adamw", network, 0.01)
-        curve = scheduled(made, Curve("cosine", STEPS, 0.1))
+        made = make_optimizer("adamw", network, 0.01)
+        curve = make_schedule(made, Curve("cosine", STEPS, 0.1))
         plain = not rich and communication == "exact"
         network.one.requires_grad_(not plain)
         model = session.prepare(network, made, curve, communication=communication)

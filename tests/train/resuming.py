@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from paceline import train
-from paceline.recipes.optimization import Curve, optimizer, scheduled
+from paceline.recipes.optimization import Curve, make_optimizer, make_schedule
 from paceline.train import Best, parallel
 from paceline.train.checkpoints.capture import Snapshot
 from paceline.train.checkpoints.resume import load
@@ -82,8 +82,8 @@ def training(
     torch.set_num_threads(1)
     with train.join(run_dir=folder, dtype="float64", seed=4, log_every=4, check_every=4) as session:
         network = session.place(Net(dropout), shard=shard)
-        made = optimizer("adamw", network, 0.01)
-        model = session.prepare(network, made, scheduled(made, Curve("cosine", STEPS, 0.1)))
+        made = make_optimizer("adamw", network, 0.01)
+        model = session.prepare(network, made, make_schedule(made, Curve("cosine", STEPS, 0.1)))
         data = streamed() if stream else Shaken()
         loader = session.loader(data, BATCH)
         best = Best()

@@ -190,13 +190,13 @@ def test_rows_are_announced_by_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_packed_images_announce_no_more_than_is_read(tmp_path: Path) -> None:
     raw = gzip.compress(b"\0\0\x08\x03" + struct.pack(">III", 60000, 4000, 4000) + bytes(1 << 20))
     with pytest.raises(DataError, match=r"x\.gz announces 960,000,000,016 bytes"):
-        idx._unpacked(Path("x.gz"), raw)
+        idx._decompress(Path("x.gz"), raw)
 
 
 def test_packed_images_of_the_tutorial_are_read_to_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(minimal, "MOST_BYTES", 100)
+    monkeypatch.setattr(minimal, "MAX_BYTES", 100)
     for name in ("images-idx3", "labels-idx1"):
         with gzip.open(tmp_path / f"train-{name}-ubyte.gz", "wb") as file:
             file.write(b"\0\0\x08\x03" + struct.pack(">III", 1, 99, 99) + bytes(99 * 99))
@@ -255,4 +255,4 @@ def test_a_label_of_very_many_digits_is_a_word(tmp_path: Path) -> None:
 def test_pairs_of_brackets_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("[" * 200_000)
     with pytest.raises(DataError, match=r"a.jsonl line 1 is no JSON"):
-        pairs._json_lines(tmp_path / "a.jsonl", None)  # type: ignore[arg-type]
+        pairs._read_jsonl(tmp_path / "a.jsonl", None)  # type: ignore[arg-type]

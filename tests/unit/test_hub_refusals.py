@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from paceline.recipes.data.hub import WAITS
+from paceline.recipes.data.hub import RETRY_DELAYS_S
 
 SCRIPT = """
 import json, sys, time
@@ -108,7 +108,7 @@ def test_a_refusal_is_explained_and_one_for_the_moment_is_no_failure(tmp_path: P
     for (waited, text), (status, remedy) in zip(refused, REMEDIES.items(), strict=True):
         assert "could not be loaded" in text
         assert remedy in text
-        assert waited == list(WAITS if status in FOR_THE_MOMENT else ())
+        assert waited == list(RETRY_DELAYS_S if status in FOR_THE_MOMENT else ())
     assert fetched[1] == FILE.decode()
 
 

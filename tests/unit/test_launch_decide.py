@@ -15,7 +15,7 @@ from paceline.launch import decide, view
 from paceline.launch.decide import Found, Place, Supplies
 from paceline.launch.entry import entry_argv, local_rank_flag
 from paceline.launch.prepare import Request, names_of
-from paceline.recipes.data import on_this_host
+from paceline.recipes.data import local_path
 from paceline.remote.network import NodeNetwork
 from paceline.remote.transport import Transport
 from paceline.spec.errors import NodeError, SettingError
@@ -585,8 +585,8 @@ def test_what_was_sent_besides_is_told_to_the_ranks(monkeypatch: pytest.MonkeyPa
     place = decide.Place("in place", "/w", ENTRY, (sent,))
     ((name, told),) = decide.inputs_env(place).items()
     monkeypatch.setenv(name, told.value)
-    assert on_this_host(Path("/w/runs/1/model")) == Path("/c/jobs/x/input0/model")
-    assert on_this_host(Path("/w/runs/10")) == Path("/w/runs/10")
+    assert local_path(Path("/w/runs/1/model")) == Path("/c/jobs/x/input0/model")
+    assert local_path(Path("/w/runs/10")) == Path("/w/runs/10")
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from paceline.cli import recipe as recipe_command
 from paceline.cli.recipe import listing
 from paceline.cli.train import from_table, weights_input
-from paceline.recipes import RECIPES, parse_options, use_of
-from paceline.recipes.reference import markdown, options_of
+from paceline.recipes import RECIPES, load_use_module, parse_options
+from paceline.recipes.reference import list_options, markdown
 from paceline.spec.errors import DataError, SettingError
 from paceline.spec.job import Input
 
@@ -77,8 +77,8 @@ def test_copying(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_reference_is_that_of_the_options(name: str) -> None:
-    assert all(one.text.endswith(".") for one in options_of(name))
-    assert markdown(name) in (DOCS / f"{name}.md").read_text()
+    assert all(one.text.endswith(".") for one in list_options(RECIPES[name].options))
+    assert markdown(RECIPES[name].options) in (DOCS / f"{name}.md").read_text()
 
 
 def test_flags_of_a_table() -> None:
@@ -90,15 +90,15 @@ def test_flags_of_a_table() -> None:
 
 
 def test_unknown_task() -> None:
-    with pytest.raises(DataError, match="the recipe 'speech' is not known"):
-        use_of("speech")
+    with pytest.raises(DataError, match="recipe 'speech' is not known"):
+        load_use_module("speech")
 
 
 def test_no_torch_is_needed() -> None:
     code = (
         "import sys; from paceline.recipes import parse_options, RECIPES\n"
         "import paceline.cli.recipe, paceline.cli.use\n"
-        "import paceline.recipes.reference, paceline.recipes.reference\n"
+        "import paceline.recipes.catalogue, paceline.recipes.reference\n"
         "[parse_options(name, []) for name in RECIPES]\n"
         "assert not {'torch', 'numpy', 'tokenizers'} & set(sys.modules)"
     )

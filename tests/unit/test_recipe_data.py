@@ -15,9 +15,9 @@ import pytest
 from PIL import Image
 
 from paceline.cli.train import folder_everywhere
-from paceline.recipes.data import located, photos
+from paceline.recipes.data import decoding, find_data
 from paceline.recipes.data.images import ImageData, Request, load
-from paceline.recipes.pictures import normalisation
+from paceline.recipes.preprocessing import normalisation
 from paceline.spec.errors import DataError
 
 RANDOM = np.random.default_rng(0)
@@ -219,7 +219,7 @@ def test_a_small_file_may_not_fill_the_memory(
     assert sum(len(split.labels) for split in kept) == 9
     (tmp_path / "a/0.png").unlink()
     Image.new("RGB", (800, 600)).save(tmp_path / "a/0.jpg")
-    monkeypatch.setattr(photos, "MOST_PIXELS", 200_000)
+    monkeypatch.setattr(decoding, "MAX_PIXELS", 200_000)
     read_all(read(tmp_path))  # a JPEG is decoded at a part of its size
 
 
@@ -462,11 +462,11 @@ def test_a_file_is_told_by_the_name_that_was_typed(tmp_path: Path) -> None:
     typed, sent = tmp_path / "a.csv", tmp_path / "sent/a.csv"
     typed.write_text("x")
     sent.symlink_to(typed)
-    assert located(str(typed), str(sent.parent)) == typed
+    assert find_data(str(typed), str(sent.parent)) == typed
     sent.unlink()
     sent.write_text("y")  # on a host that has another file at that path
-    assert located(str(typed), str(sent.parent)) == sent
-    assert located(str(tmp_path / "b.csv"), str(sent.parent)) == tmp_path / "b.csv"
+    assert find_data(str(typed), str(sent.parent)) == sent
+    assert find_data(str(tmp_path / "b.csv"), str(sent.parent)) == tmp_path / "b.csv"
 
 
 def test_a_folder_that_one_host_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

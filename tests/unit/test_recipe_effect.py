@@ -13,8 +13,9 @@ import tomllib
 from each_case import each_case
 from overriding import overridden
 from paceline.cli.train import from_table
-from paceline.recipes import RECIPES, options_to_argv, parse_options
-from paceline.recipes.effect import TABLE, has_effect
+from paceline.recipes import RECIPES, parse_options
+from paceline.recipes.argv import to_argv
+from paceline.recipes.effect import RULES, has_effect
 from paceline.spec.errors import SettingError
 
 HUB = "--data=nobody/nothing"
@@ -52,7 +53,7 @@ EXAMPLES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
         }.items()
     },
 }  # fmt: skip
-ROWS = [(name, one.option) for name in RECIPES for one in TABLE[RECIPES[name].options]]
+ROWS = [(name, one.option) for name in RECIPES for one in RULES[RECIPES[name].options]]
 
 
 @each_case(("name", "option"), ROWS)
@@ -67,7 +68,7 @@ def test_each_row_of_the_table(name: str, option: str) -> None:
     assert caught.value.exit_code == 2
     asked = parse_options(name, overridden(without, beside))
     assert has_effect(option, asked)
-    assert parse_options(name, options_to_argv(asked)) == asked
+    assert parse_options(name, to_argv(asked)) == asked
 
 
 def test_defaults_are_never_refused_and_nothing_is_switched_off() -> None:
@@ -149,7 +150,7 @@ def test_what_is_typed_beside_the_file_is_refused_without_an_effect() -> None:
 def test_what_a_preset_or_an_earlier_run_brings_falls_away(tmp_path: Path) -> None:
     made = parse_options("image", ["--preset", "imagenet-example", "--schedule", "cosine"])
     assert made.milestones == (0.5, 0.75)
-    assert parse_options("image", options_to_argv(made)) == made
+    assert parse_options("image", to_argv(made)) == made
     first = parse_options("image", ["--schedule=step", "--milestones", "0.3"])
     (tmp_path / "config.json").write_text(json.dumps({"options": dataclasses.asdict(first)}))
     assert parse_options("image", ["--like", str(tmp_path)]).milestones == (0.3,)

@@ -19,16 +19,16 @@ from safetensors.torch import load_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from overriding import overridden
-from paceline.recipes import image, parse_options, pretrained, published
+from paceline.recipes import image, parse_options, pretrained, pretrained_list
+from paceline.recipes.catalogue import catalogue
 from paceline.recipes.common import cpu_flags
 from paceline.recipes.data import hub
-from paceline.recipes.data.hub import fetched
+from paceline.recipes.data.hub import fetch
 from paceline.recipes.networks import MODELS, backbone
 from paceline.recipes.options import IMAGE_PRESETS, ImageOptions
-from paceline.recipes.pictures import augmented, inputs
-from paceline.recipes.pretrained import Origin, freeze, let_go
-from paceline.recipes.published import FILES, torch_file
-from paceline.recipes.reference import catalogue
+from paceline.recipes.preprocessing import augmented, input_format
+from paceline.recipes.pretrained import Origin, freeze, release
+from paceline.recipes.pretrained_list import RESNET_FILES, torch_file
 from paceline.recipes.use import evaluate, predict
 from paceline.spec.errors import DataError, SettingError
 from paceline.train import Draws
@@ -134,13 +134,13 @@ def test_what_is_frozen_unless_said_otherwise() -> None:
     for origin, wanted in (
         (Origin(), False),  # from scratch
         (Origin("run"), True),
-        (Origin("run", new_head=False), False),  # the same classes: no transfer
+        (Origin("run", head_is_reset=False), False),  # the same classes: no transfer
         (Origin("run", missing=("conv1.weight",)), False),
     ):
-        assert origin.frozen(None) is wanted
-        assert origin.frozen(False) is False
+        assert origin.is_frozen(None) is wanted
+        assert origin.is_frozen(False) is False
     with pytest.raises(SettingError, match="1 tensors with random weights"):
-        Origin("run", missing=("conv1.weight",)).frozen(True)
+        Origin("run", missing=("conv1.weight",)).is_frozen(True)
 
 
 def test_nothing_frozen_travels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def test_nothing_frozen_travels(monkeypatch: pytest.MonkeyPatch) -> None:
         model.register_comm_hook(None, reduce)
         model(torch.zeros(2, 1, 8, 8)).sum().backward()
         assert (sent, shared) == ([], [(3, 512), (3,)])
-        let_go(network.layer4)
+        release(network.layer4)
         network.layer4.train()
         model(torch.zeros(2, 1, 8, 8))
         assert sent == []  # a training pass only writes them
@@ -184,7 +184,7 @@ def test_torchvision_s_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """A file as torchvision publishes it, in torch's cache; it is fetched where it is not there."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     with pytest.raises(DataError, match="--offline forbids"):
-        pretrained.torch_file_here(FILES["resnet18"], offline=True)
+        pretrained.ensure_torch_file(RESNET_FILES["resnet18"], offline=True)
     asked: list[str] = []
 
     def fetch(url: str, path: str, *_: object, **__: object) -> None:
@@ -199,7 +199,7 @@ def test_torchvision_s_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     found = config(tmp_path / "run")
     assert found["shape"] == [3, 224, 224]
     assert found["normalisation"]["mean"] == [0.485, 0.456, 0.406]
-    old = torch.load(torch_file(FILES["resnet18"]), weights_only=True)
+    old = torch.load(torch_file(RESNET_FILES["resnet18"]), weights_only=True)
     new = load_file(tmp_path / "run/model/model.safetensors")
     assert {n for n in old if not torch.equal(old[n], new[n])} == {"fc.weight", "fc.bias"}
     with pytest.raises(SettingError, match="there are none for --model cnn"):
@@ -222,14 +222,14 @@ def test_pretrained_models_are_listed(tmp_path: Path, monkeypatch: pytest.Monkey
     (run / "model/config.json").write_text(
         json.dumps({"task": "image", "model": "cnn", "shape": [1, 28, 28]})
     )
-    found = {one.flags: one for one in published.pretrained(tmp_path / "runs")}
+    found = {one.flags: one for one in pretrained_list.list_pretrained(tmp_path / "runs")}
     assert found["--model microsoft/resnet-50"].state == "on this disk"
     assert found["--model microsoft/resnet-18"].state == "47 MB to be downloaded"
     assert found["--model resnet50 --weights imagenet"].state == "102 MB to be downloaded"
     assert found["--model me/mine"].recipe == "image"
     assert "--model x/y" not in found
     assert found[f"--model cnn --weights {run}"].image_size == 28
-    for one in published.KNOWN:
+    for one in pretrained_list.POPULAR:
         parse_options(one.recipe, one.flags.split())
         assert one.line().startswith(f"{one.parameters:g} million parameters")
 
@@ -262,7 +262,7 @@ def test_grey_digits_go_into_a_colour_network(tmp_path: Path) -> None:
     assert train(tmp_path / "run", f"--model={vit(tmp_path / 'm')}", "--steps=2") == 0
     found = config(tmp_path / "run")
     assert (found["decoded"], found["shape"]) == ([1, 8, 8], [1, 16, 16])
-    wants = inputs(ImageOptions(model=str(tmp_path / "m")))
+    wants = input_format(ImageOptions(model=str(tmp_path / "m")))
     grey = wants.normalise(1)
     assert grey is not None
     assert grey.mean == (0.5,)
@@ -280,13 +280,13 @@ def test_small_images_are_enlarged_when_asked(tmp_path: Path, capsys) -> None:  
 
 def test_preprocessing_of_timm() -> None:
     carried = {"input_size": [3, 160, 160], "mean": [0.5, 0.4, 0.3], "std": [0.2, 0.2, 0.2]}
-    found = pretrained.of_timm({"architecture": "resnet18", "pretrained_cfg": carried})
+    found = pretrained.timm_preprocessing({"architecture": "resnet18", "pretrained_cfg": carried})
     assert found == {
         "size": 160,
         "image_mean": [0.5, 0.4, 0.3],
         "image_std": [0.2, 0.2, 0.2],
     }
-    assert pretrained.of_timm({"model_type": "vit"}) == {}
+    assert pretrained.timm_preprocessing({"model_type": "vit"}) == {}
 
 
 def test_offline_says_that_it_is_not_there(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
@@ -307,7 +307,7 @@ def test_a_hub_that_nobody_reaches_is_not_asked(
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     (tmp_path / "hub/models--somebody--other").mkdir(parents=True)
-    hub.unreachable.cache_clear()
+    hub.connection_error.cache_clear()
     try:
         hub.prepare_environment(offline=False, local=True)
         assert os.environ["HF_HUB_OFFLINE"] == ""
@@ -319,7 +319,7 @@ def test_a_hub_that_nobody_reaches_is_not_asked(
 
         waited: list[float] = []
         with pytest.raises(DataError) as caught:
-            fetched("--model a/b", get, waited.append)
+            fetch("--model a/b", get, waited.append)
         told = caught.value.render()
         assert "--model a/b is not in the cache, and the hub cannot be reached" in told
         assert "tried 127.0.0.1: Connection refused; the cache" in told
@@ -328,17 +328,17 @@ def test_a_hub_that_nobody_reaches_is_not_asked(
         assert "--offline" not in told
         assert not waited
         monkeypatch.setenv("http_proxy", "http://127.0.0.1:2")
-        hub.unreachable.cache_clear()
-        assert hub.unreachable().startswith("127.0.0.1: ")
+        hub.connection_error.cache_clear()
+        assert hub.connection_error().startswith("127.0.0.1: ")
     finally:
-        hub.unreachable.cache_clear()
+        hub.connection_error.cache_clear()
 
 
 def test_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
     with pytest.raises(DataError, match="cannot be written"):
-        hub.fetched("x", lambda: None)
+        hub.fetch("x", lambda: None)
 
 
 def test_without_torchvision_its_models_are_refused(

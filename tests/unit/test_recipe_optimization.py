@@ -12,55 +12,49 @@ from hypothesis import strategies as st
 from torch import nn
 
 from paceline.recipes import parse_options
-from paceline.recipes.common import without_meaning
+from paceline.recipes.common import unused_flags
 from paceline.recipes.optimization import (
-    OPTIMIZERS,
-    SCHEDULES,
     Curve,
-    batching,
-    optimizer,
-    scheduled,
+    compute_batching,
+    make_optimizer,
+    make_schedule,
 )
-from paceline.spec.errors import SettingError
 
 
 def test_the_global_batch_stays() -> None:
     for ranks in (1, 2, 3, 16):
-        chosen = batching(ranks, global_batch=64, lr=0.1)
+        chosen = compute_batching(ranks, global_batch=64, lr=0.1)
         assert (chosen.global_batch, chosen.lr) == (64, 0.1)
-    assert batching(3, global_batch=64, lr=0.1).describe() == (
+    assert compute_batching(3, global_batch=64, lr=0.1).describe() == (
         "batch 64 = 3 processes × at most 22, learning rate 0.1"
     )
 
 
 def test_memory_asks_for_pieces() -> None:
-    chosen = batching(2, global_batch=64, lr=0.1, limit=10)
+    chosen = compute_batching(2, global_batch=64, lr=0.1, limit=10)
     assert (chosen.share, chosen.pieces) == (32, 4)
     assert "2 processes × 32 in 4 pieces" in chosen.describe()
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1), ("linear", 2), ("sqrt", math.sqrt(2))])
 def test_the_learning_rate_may_follow(rule: str, factor: float) -> None:
-    chosen = batching(4, global_batch=64, lr=0.1, per_rank=32, rule=rule)
+    chosen = compute_batching(4, global_batch=64, lr=0.1, per_rank=32, rule=rule)
     assert chosen.global_batch == 128
     assert chosen.lr == pytest.approx(0.1 * factor)
     assert ("scaled" in chosen.describe()) == (rule != "none")
 
 
-def test_a_rule_needs_something_to_scale_by() -> None:
-    with pytest.raises(SettingError, match="batch-per-process"):
-        batching(2, global_batch=64, lr=0.1, rule="linear")
-    with pytest.raises(SettingError, match="unknown"):
-        batching(2, global_batch=64, lr=0.1, rule="cubic")
-
-
-@given(st.sampled_from(SCHEDULES), st.integers(1, 500), st.floats(0, 0.9))
+@given(
+    st.sampled_from(("cosine", "linear", "inverse-sqrt", "constant", "step", "plateau")),
+    st.integers(1, 500),
+    st.floats(0, 0.9),
+)
 def test_curves_stay_between_zero_and_one(name: str, steps: int, warm_up: float) -> None:
     curve = Curve(name, steps, warm_up)
     factors = [curve(step) for step in range(steps + 1)]
     assert all(0 <= factor <= 1 for factor in factors)
-    assert max(factors[: max(1, curve.warm)]) == 1 or curve.warm == 0
-    if name in ("cosine", "linear") and curve.warm < steps:
+    assert max(factors[: max(1, curve.warm_up_steps)]) == 1 or curve.warm_up_steps == 0
+    if name in ("cosine", "linear") and curve.warm_up_steps < steps:
         assert factors[-1] == pytest.approx(0, abs=1e-12)
 
 
@@ -75,7 +69,7 @@ def test_a_schedule_goes_on_from_its_state() -> None:
     def made() -> tuple[Curve, torch.optim.lr_scheduler.LambdaLR]:
         module = nn.Linear(1, 1)
         curve = Curve("plateau", 100, 0.1)
-        return curve, scheduled(optimizer("sgd", module, 0.1), curve)
+        return curve, make_schedule(make_optimizer("sgd", module, 0.1), curve)
 
     curve, schedule = made()
     curve.scale, curve.best = 0.01, 0.3
@@ -84,11 +78,11 @@ def test_a_schedule_goes_on_from_its_state() -> None:
     assert (other.scale, other.best) == (0.01, 0.3)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
 def test_frozen_parameters_stay_out(name: str) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     module[0].requires_grad_(False)
-    made = optimizer(name, module, 0.1, weight_decay=0.1)
+    made = make_optimizer(name, module, 0.1, weight_decay=0.1)
     assert sum(len(group["params"]) for group in made.param_groups) == 2
 
 
@@ -102,5 +96,5 @@ def test_steps_fall_at_their_milestones() -> None:
 def test_what_a_search_for_a_rate_leaves_idle_is_named() -> None:
     flags = ["--patience=3", "--epochs=2", "--micro-batch=8", "--steps=9"]
     searching = [parse_options("image", [*flags, one]) for one in ("--find-lr", "--find-batch")]
-    assert without_meaning(searching[0]) == ["--epochs", "--patience"]
-    assert without_meaning(searching[1]) == ["--epochs", "--patience", "--steps", "--micro-batch"]
+    assert unused_flags(searching[0]) == ["--epochs", "--patience"]
+    assert unused_flags(searching[1]) == ["--epochs", "--patience", "--steps", "--micro-batch"]

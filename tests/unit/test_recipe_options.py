@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from each_case import each_case
-from paceline.recipes import RECIPES, options_to_argv, parse_options, recipe
-from paceline.recipes.argv import parse
-from paceline.recipes.data import NAMED
+from paceline.recipes import RECIPES, parse_options, recipe
+from paceline.recipes.argv import parse, to_argv
+from paceline.recipes.data import IMAGE_SETS
 from paceline.recipes.options import AUGMENTATIONS, IMAGE_MODELS, ImageOptions
 from paceline.recipes.use import PredictOptions
 from paceline.spec.errors import PacelineError, SettingError
@@ -24,7 +24,7 @@ from paceline.spec.errors import PacelineError, SettingError
 @given(
     st.builds(
         ImageOptions,
-        data=st.sampled_from([*NAMED, "./a b", "/x/--y", "~/ü;$HOME"]),
+        data=st.sampled_from([*IMAGE_SETS, "./a b", "/x/--y", "~/ü;$HOME"]),
         epochs=st.integers(1, 10**6),
         lr=st.floats(1e-12, 1e3),
         seed=st.integers(0, 2**63),
@@ -34,11 +34,11 @@ from paceline.spec.errors import PacelineError, SettingError
     )
 )
 def test_options_survive_the_command_line(options: ImageOptions) -> None:
-    assert parse_options("image", options_to_argv(options)) == options
+    assert parse_options("image", to_argv(options)) == options
 
 
 def test_defaults_need_no_flags() -> None:
-    assert options_to_argv(ImageOptions()) == []
+    assert to_argv(ImageOptions()) == []
     assert parse_options("image", []) == ImageOptions()
 
 
@@ -89,7 +89,7 @@ def test_what_stands_without_a_flag_may_stand_anywhere() -> None:
 
 def test_underscores_are_dashes_in_flags_only() -> None:
     found = parse_options("image", ["--global_batch=8", "--run_dir", "a_b", "--no_fast"])
-    assert set(options_to_argv(found)) == {"--no-fast", "--global-batch=8", "--run-dir=a_b"}
+    assert set(to_argv(found)) == {"--no-fast", "--global-batch=8", "--run-dir=a_b"}
 
 
 def test_an_earlier_run_can_be_repeated(tmp_path: Path) -> None:

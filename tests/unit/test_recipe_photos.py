@@ -18,10 +18,10 @@ import torch
 from PIL import Image
 
 from paceline.recipes import image
-from paceline.recipes.data import HubSource, folder, photos, tars
+from paceline.recipes.data import HubSource, decoding, folder, tars
 from paceline.recipes.data.images import Request, load
 from paceline.recipes.data.texts import TextRequest, load_texts
-from paceline.recipes.pictures import Normalisation, Pictures
+from paceline.recipes.preprocessing import ImageTensors, Normalisation
 from paceline.spec.errors import DataError
 from paceline.train import Draws, write_shards
 from paceline.train.data import Fetch, Wanted
@@ -32,30 +32,32 @@ def test_photos_are_cut_out_of_the_whole_file(tmp_path: Path) -> None:
     y, x = np.mgrid[0:400, 0:500]
     ramp = np.stack([x / 2, y / 2, (x % 2) * 255], axis=2).astype(np.uint8)
     Image.fromarray(ramp).save(tmp_path / "photo.png")
-    files = folder.Files([tmp_path / "photo.png"] * 9, np.zeros(9, dtype=np.int64), 64)
-    numbers = Draws(0, 0, np.arange(9)).uniform(photos.NUMBERS)
-    made = files.cut_out(np.arange(9), numbers, 64)
+    files = folder.FolderSplit([tmp_path / "photo.png"] * 9, np.zeros(9, dtype=np.int64), 64)
+    numbers = Draws(0, 0, np.arange(9)).uniform(decoding.CROP_RANDOMS)
+    made = files.random_crops(np.arange(9), numbers, 64)
     for pixels, drawn in zip(made.astype(float), numbers, strict=True):
-        left, top, right, bottom = photos.window(500, 400, drawn)
+        left, top, right, bottom = decoding.crop_box(500, 400, drawn)
         middle = (left + right) / 4, (top + bottom) / 4
         assert abs(pixels[0].mean() - middle[0]) < 1
         assert abs(pixels[1].mean() - middle[1]) < 1
         if right - left < 80:  # one pixel of the file is one of the cut
             assert pixels[2].std() > 60
-    parts = np.concatenate([files.cut_out(np.array([i]), numbers[i : i + 1], 64) for i in range(9)])
+    parts = np.concatenate(
+        [files.random_crops(np.array([i]), numbers[i : i + 1], 64) for i in range(9)]
+    )
     assert np.array_equal(made, parts)
 
 
 def test_windows_are_those_of_a_random_resized_crop() -> None:
-    drawn = np.random.default_rng(0).random((2000, photos.NUMBERS))
-    boxes = np.array([photos.window(500, 400, one) for one in drawn])
+    drawn = np.random.default_rng(0).random((2000, decoding.CROP_RANDOMS))
+    boxes = np.array([decoding.crop_box(500, 400, one) for one in drawn])
     wide, tall = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
     assert (boxes.min(0) >= 0).all()
     assert (boxes.max(0) <= [500, 400, 500, 400]).all()
     area = wide * tall / 200_000
     assert 0.079 < area.min() < 0.1 < 0.95 < area.max() <= 1
     assert 0.74 < (wide / tall).min() < 0.8 < 1.25 < (wide / tall).max() < 1.35
-    assert photos.window(900, 100, np.full(photos.NUMBERS, 0.99)) == (383, 0, 516, 100)
+    assert decoding.crop_box(900, 100, np.full(decoding.CROP_RANDOMS, 0.99)) == (383, 0, 516, 100)
 
 
 def test_large_jpegs_are_decoded_at_a_part_of_their_size(
@@ -71,20 +73,20 @@ def test_large_jpegs_are_decoded_at_a_part_of_their_size(
     monkeypatch.setattr(
         Image.Image, "convert", lambda one, mode: loaded.append(one.size) or convert(one, mode)
     )
-    numbers = np.zeros(photos.NUMBERS)
+    numbers = np.zeros(decoding.CROP_RANDOMS)
     numbers[:4] = 0.9, 0.89, 0.5, 0.5  # 952 × 762 of the 1000 × 800
     for limit in (32_000_000, 60_000):
-        monkeypatch.setattr(photos, "MOST_PIXELS", limit)
-        whole = photos.sized(tmp_path / "a.jpg", 3, (64, 64), crop=True)
-        cut = photos.cut_out(tmp_path / "a.jpg", numbers, 64)
+        monkeypatch.setattr(decoding, "MAX_PIXELS", limit)
+        whole = decoding.decode_resized(tmp_path / "a.jpg", 3, (64, 64), crop=True)
+        cut = decoding.random_crop(tmp_path / "a.jpg", numbers, 64)
         if limit > 1e6:
-            exact = photos.sized(tmp_path / "a.png", 3, (64, 64), crop=True)
-            part = photos.cut_out(tmp_path / "a.png", numbers, 64)
+            exact = decoding.decode_resized(tmp_path / "a.png", 3, (64, 64), crop=True)
+            part = decoding.random_crop(tmp_path / "a.png", numbers, 64)
         assert np.abs(whole.astype(int) - exact).mean() < 2
         assert np.abs(cut.astype(int) - part).mean() < 2
     assert loaded == [(250, 200), (250, 200), (1000, 800), (1000, 800), (250, 200), (250, 200)]
     with pytest.raises(DataError, match="1000 × 800 pixels, more than"):
-        photos.decode(tmp_path / "a.png", 3, 64, 64)
+        decoding.decode(tmp_path / "a.png", 3, 64, 64)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -97,7 +99,9 @@ def test_workers_make_the_batches_of_photos(tmp_path: Path, workers: int) -> Non
             Image.fromarray(pixels).save(tmp_path / name / f"{number}.png")
     data = folder.read(tmp_path, Request(str(tmp_path), image_size=32, crop=True))
     normalise = Normalisation((0.5,) * 3, (0.25,) * 3)
-    pictures = Pictures(data.splits["train"], normalise, torch.float32, ("resized-crop", "flip"))
+    pictures = ImageTensors(
+        data.splits["train"], normalise, torch.float32, ("resized-crop", "flip")
+    )
     orders = [
         Wanted(np.arange(i, i + 4), Draws(1, 2, np.arange(i, i + 4)), i) for i in range(0, 16, 4)
     ]
@@ -142,11 +146,11 @@ def test_photos_in_shards(tmp_path: Path) -> None:
     train = data.splits["train"]
     (tmp_path / "one.png").write_bytes(png(int(train._ids[5])))
     assert np.array_equal(
-        train.pixels(np.array([5]))[0], photos.decode(tmp_path / "one.png", 3, 16, 16, crop=True)
+        train.pixels(np.array([5]))[0], decoding.decode(tmp_path / "one.png", 3, 16, 16, crop=True)
     )
     assert data.fingerprint == read(tmp_path).fingerprint != read(tmp_path, seed=1).fingerprint
     part = read(tmp_path, val_fraction=0.25).splits["train"]
-    order = Pictures(part, Normalisation((0.5,) * 3, (0.2,) * 3), torch.float32).visiting_order(
+    order = ImageTensors(part, Normalisation((0.5,) * 3, (0.2,) * 3), torch.float32).visiting_order(
         0, True
     )
     assert sorted(order.epoch(0).tolist()) == list(range(len(part.labels)))
@@ -250,7 +254,7 @@ def test_parquet_whose_columns_are_named_as_in_tars(tmp_path: Path) -> None:
     assert (said["classes"], said["labels"]) == (["0", "1"], ["0", "1", "2"])
     one = packed[said["id"]]
     (tmp_path / "one.png").write_bytes(one["png"])
-    wanted = photos.decode(tmp_path / "one.png", 3, 16, 16, crop=True)
+    wanted = decoding.decode(tmp_path / "one.png", 3, 16, 16, crop=True)
     assert np.array_equal(np.array(said["pixels"])[0], wanted)
     assert said["label"] == one["cls"]
     assert "--skip-damaged has no effect" in said["skipped"]
@@ -275,4 +279,4 @@ def test_what_operating_systems_leave_is_no_class_and_no_image(tmp_path: Path) -
     assert data.classes == ("cat", "dog")
     assert data.fingerprint == clean.fingerprint
     assert (clean.ignored, data.ignored) == (0, len(litter))
-    assert photos.image_files(tmp_path / "cat") == [tmp_path / f"cat/{n}.png" for n in range(6)]
+    assert decoding.image_files(tmp_path / "cat") == [tmp_path / f"cat/{n}.png" for n in range(6)]

@@ -200,12 +200,12 @@ def test_a_part_that_the_weights_lack_is_not_frozen(tmp_path: Path) -> None:
     save_file(state, path, {"format": "pt"})
     model, origin = pretrained.load_model(pretrained.HubModel("text", str(folder)), ("a", "b"))
     assert origin.missing == ("bert.pooler.dense.bias", "bert.pooler.dense.weight")
-    assert (origin.new_head, model.training) == (True, True)
+    assert (origin.head_is_reset, model.training) == (True, True)
     with pytest.raises(SettingError, match=r"has no bert\.pooler\.dense\.bias"):
-        origin.frozen(True)
+        origin.is_frozen(True)
     labels = bert(tmp_path / "other")
     same = pretrained.load_model(pretrained.HubModel("text", str(labels)), ("LABEL_0", "LABEL_1"))
-    assert not same[1].new_head
+    assert not same[1].head_is_reset
 
 
 def test_stages_of_a_list_of_layers() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from paceline.recipes import parse_options, tokens
 from paceline.recipes.data import HubSource
-from paceline.recipes.data.pairs import MAKERS, PairData, PairRequest, in_words, load_pairs
-from paceline.recipes.scores import distance, error_rate, scores
+from paceline.recipes.data.pairs import GENERATORS, PairData, PairRequest, load_pairs, spell_number
+from paceline.recipes.scores import edit_distance, error_rate, translation_scores
 from paceline.recipes.tokens import padded, sentences
 from paceline.recipes.transformer import (
     PAD,
@@ -22,11 +22,11 @@ from paceline.recipes.transformer import (
     Search,
     Shape,
     Transformer,
-    beams,
+    beam_search,
     decode,
     greedy,
 )
-from paceline.recipes.translation import spread
+from paceline.recipes.translation import balanced_order
 from paceline.spec.errors import DataError, SettingError
 from paceline.train.order import Order, by_length
 
@@ -86,12 +86,12 @@ def test_files_of_different_length_are_refused(tmp_path: Path) -> None:
 
 
 def test_generated_corpora() -> None:
-    assert in_words(0) == "zero"
-    assert in_words(19) == "nineteen"
-    assert in_words(20) == "twenty"
-    assert in_words(342) == "three hundred forty-two"
-    assert in_words(999_999).startswith("nine hundred ninety-nine thousand nine hundred")
-    for maker in MAKERS.values():
+    assert spell_number(0) == "zero"
+    assert spell_number(19) == "nineteen"
+    assert spell_number(20) == "twenty"
+    assert spell_number(342) == "three hundred forty-two"
+    assert spell_number(999_999).startswith("nine hundred ninety-nine thousand nine hundred")
+    for maker in GENERATORS.values():
         assert maker(1) == maker(1) != maker(2)
 
 
@@ -143,7 +143,7 @@ def test_rare_words_are_unknown() -> None:
 def test_long_sentences() -> None:
     both = (_tokenizer("char"), _tokenizer("char"))
     pairs = [("the", "fox"), ("the quick", "fox")]
-    assert sentences(pairs, both, 5, "drop").left_out == 1
+    assert sentences(pairs, both, 5, "drop").num_dropped == 1
     assert [len(row) for row in sentences(pairs, both, 5, "cut").source] == [4, 6]
     with pytest.raises(DataError, match="--seq-len 5"):
         sentences(pairs, both, 5, "refuse")
@@ -167,7 +167,7 @@ def test_grouped_order_is_a_permutation(size: int, batch: int, epoch: int) -> No
 
 @given(st.lists(st.integers(1, 9), max_size=20), st.integers(1, 5))
 def test_spread_covers_everything(lengths: list[int], ranks: int) -> None:
-    assert sorted(spread(lengths, ranks)) == list(range(len(lengths)))
+    assert sorted(balanced_order(lengths, ranks)) == list(range(len(lengths)))
 
 
 # -- network and search --------------------------------------------------------------------
@@ -204,11 +204,11 @@ def test_padding_changes_nothing(network: Transformer) -> None:
 
 @torch.no_grad()
 def test_one_beam_is_greedy_and_more_beams_are_likelier(network: Transformer) -> None:
-    one = beams(network, SOURCE, SEARCH)
+    one = beam_search(network, SOURCE, SEARCH)
     assert [row[: row.index(3)] if 3 in row else row for row in one.tolist()] == [
         row[: row.index(3)] if 3 in row else row for row in greedy(network, SOURCE, SEARCH).tolist()
     ]
-    plain = [_chance(network, beams(network, SOURCE, _search(k)), SOURCE) for k in (1, 8)]
+    plain = [_chance(network, beam_search(network, SOURCE, _search(k)), SOURCE) for k in (1, 8)]
     assert bool((plain[1] >= plain[0] - 1e-9).all())
 
 
@@ -235,7 +235,7 @@ def test_edit_distance_equals_the_table() -> None:
     draw = random.Random(0)
     for _ in range(500):
         a, b = ("".join(draw.choices("abc", k=draw.randrange(12))) for _ in range(2))
-        assert distance(a, b) == _table(a, b)
+        assert edit_distance(a, b) == _table(a, b)
 
 
 def _table(a: str, b: str) -> int:
@@ -250,8 +250,8 @@ def _table(a: str, b: str) -> int:
 
 def test_rates_by_hand() -> None:
     assert error_rate(["kitten"], ["sitting"]) == 3 / 7
-    found = scores(["a b c d", "e f g h"], ["a b c d", "e f g i"])
+    found = translation_scores(["a b c d", "e f g h"], ["a b c d", "e f g i"])
     assert found["wer"] == 1 / 8
     assert found["exact"] == 0.5
     assert 0 < found["bleu"] < 100
-    assert scores(["a b c d e"], ["a b c d e"])["bleu"] == pytest.approx(100)
+    assert translation_scores(["a b c d e"], ["a b c d e"])["bleu"] == pytest.approx(100)

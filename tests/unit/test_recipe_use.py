@@ -15,10 +15,10 @@ from hub_folders import vit
 from PIL import Image
 from recipe_tools import hub_variables, one_thread  # noqa: F401 - fixtures
 
-from paceline.recipes import image, text, translation, use_of
+from paceline.recipes import image, load_use_module, text, translation
 from paceline.recipes.data.images import Request, load
 from paceline.recipes.use import benchmark, evaluate, export, predict, quantize, translate
-from paceline.recipes.use.export import spread
+from paceline.recipes.use.export import spread_ids
 from paceline.recipes.use.onnx_file import OnnxNetwork
 from paceline.recipes.use.quantize import check_drop
 from paceline.spec.errors import DataError
@@ -114,7 +114,7 @@ def test_long_sentences_are_cut_with_a_word(
 
 
 def test_onnx_gives_the_network_s_scores_at_other_lengths(reverser: Path, exported: Path) -> None:
-    model = use_of("translation").portable(str(reverser))
+    model = load_use_module("translation").portable(str(reverser))
     other = OnnxNetwork(exported, model.names)
     given = torch.tensor([[4, 5, 6, 3, 0]] * 3), torch.tensor([[2, 6, 5]] * 3)
     with torch.no_grad():
@@ -125,7 +125,7 @@ def test_onnx_gives_the_network_s_scores_at_other_lengths(reverser: Path, export
 def test_torch_program_gives_the_network_s_scores(digits: Path, tmp_path: Path) -> None:
     assert export.main([f"--run={digits}", f"--to={tmp_path}", "--format=torch"]) == 0
     program = torch.export.load(str(tmp_path / "model.pt2")).module()
-    model = use_of("image").portable(str(digits))
+    model = load_use_module("image").portable(str(digits))
     images = torch.rand(5, 1, 8, 8)
     assert torch.allclose(program(images), model.network(images), atol=1e-5)
 
@@ -140,7 +140,7 @@ def test_transformers_loads_its_own_models_again(
     import transformers
 
     loaded = transformers.AutoModelForImageClassification.from_pretrained(folder)
-    model = use_of("image").portable(str(run))
+    model = load_use_module("image").portable(str(run))
     images = torch.rand(2, 3, 16, 16)
     with torch.no_grad():
         assert torch.allclose(loaded(pixel_values=images).logits, model.network(images), atol=1e-5)
@@ -235,5 +235,5 @@ def test_loss_of_accuracy_is_refused() -> None:
 
 
 def test_samples_are_spread() -> None:
-    assert spread(10, 4).tolist() == [0, 2, 5, 7]
-    assert spread(3, 0).tolist() == spread(3, 9).tolist() == [0, 1, 2]
+    assert spread_ids(10, 4).tolist() == [0, 2, 5, 7]
+    assert spread_ids(3, 0).tolist() == spread_ids(3, 9).tolist() == [0, 1, 2]

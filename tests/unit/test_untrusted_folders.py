@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.agent import inside, snapshot
-from paceline.recipes.data.photos import image_files
+from paceline.recipes.data.decoding import image_files
 from paceline.spec.errors import DataError, SettingError
 from paceline.transfer import tree
 from paceline.transfer.checkpoints import sizes_below

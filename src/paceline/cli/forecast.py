@@ -28,8 +28,8 @@ from paceline.cli.train import options_of, refuse_names, refuse_options_first, t
 from paceline.cli.verb import Verb, say
 from paceline.cli.via import Via, submit, transport_of
 from paceline.launch.entry import entry_of, opens_store, preload_of
-from paceline.recipes import RECIPES, options_to_argv
-from paceline.recipes.argv import parse
+from paceline.recipes import RECIPES
+from paceline.recipes.argv import parse, to_argv
 from paceline.remote import this_machine
 from paceline.rundir.records import as_float, as_int, as_text, is_regular, read_object, read_records
 from paceline.spec import communication, jobenv, rundir
@@ -662,7 +662,7 @@ def known_by(entry: object) -> list[str]:
     with contextlib.suppress(SettingError):
         usual = {name: getattr(recipe.options(), name) for name in BESIDE_THE_STEPS}
         options = replace(parse(recipe.options, typed[2:], ""), **usual)
-        return [*typed[:2], *options_to_argv(options)]
+        return [*typed[:2], *to_argv(options)]
     return typed
 
 

@@ -12,8 +12,8 @@ import click
 
 from paceline.cli.verb import Verb, VerbGroup, say
 from paceline.recipes import RECIPES, recipe
-from paceline.recipes.published import pretrained
-from paceline.recipes.reference import Entry, catalogue
+from paceline.recipes.catalogue import Entry, catalogue
+from paceline.recipes.pretrained_list import list_pretrained
 from paceline.spec.errors import SettingError
 from paceline.spec.terminal import columns
 
@@ -34,7 +34,7 @@ def listing(kind: str | None, only: str | None, as_json: bool) -> None:
     found = [one for one in catalogue() if kind in (None, one.kind) and only in (None, one.recipe)]
     weights = [
         one
-        for one in (pretrained() if kind in (None, "models") else [])
+        for one in (list_pretrained() if kind in (None, "models") else [])
         if only in (None, one.recipe)
     ]
     if as_json:
@@ -116,7 +116,7 @@ def options(name: str) -> None:
     """Print the reference of RECIPE's options, as a Markdown table."""
     from paceline.recipes.reference import markdown
 
-    click.echo(markdown(name), nl=False)
+    click.echo(markdown(recipe(name).options), nl=False)
 
 
 def script(name: str, full: bool = False) -> str:

@@ -119,9 +119,9 @@ def _passed_on(ctx: click.Context) -> list[str]:
 
 
 def _options(recipe: type) -> list[Option]:
-    from paceline.recipes.reference import options_in
+    from paceline.recipes.reference import list_options
 
-    return [option for option in options_in(recipe) if option.flag]
+    return [option for option in list_options(recipe) if option.flag]
 
 
 def _of_recipe(recipe: type, ctx: click.Context, args: list[str], typed: str) -> list[Item] | None:
@@ -144,8 +144,8 @@ def _of_recipe(recipe: type, ctx: click.Context, args: list[str], typed: str) ->
 def _catalogue(recipe: type, field: str, typed: str) -> list[Item]:
     """Names that an option of a recipe takes."""
     from paceline.recipes import RECIPES
+    from paceline.recipes.catalogue import catalogue
     from paceline.recipes.options import TRACKERS
-    from paceline.recipes.reference import catalogue
     from paceline.spec.communication import WAYS
 
     kinds = {"data": "data", "model": "models", "augment": "augmentations", "preset": "presets"}

@@ -18,11 +18,11 @@ from paceline.cli.sources import toml_of
 from paceline.cli.verb import ALL, Verb, say
 from paceline.cli.via import Via
 from paceline.launch.entry import COMPILER
-from paceline.recipes import RECIPES, options_to_argv, parse_options, recipe, typed_fields
-from paceline.recipes.argv import as_flags, known, option_names, values
+from paceline.recipes import RECIPES, explicit_options, parse_options, recipe
+from paceline.recipes.argv import as_flags, check_known, option_names, parse_values, to_argv
+from paceline.recipes.catalogue import catalogue
 from paceline.recipes.effect import has_effect
-from paceline.recipes.options import Options, limits_of
-from paceline.recipes.reference import catalogue
+from paceline.recipes.options import Options, parse_micro_batch
 from paceline.spec.balance import refuse_limits, refuse_weights, weights_of
 from paceline.spec.command import shell_text
 from paceline.spec.errors import SettingError
@@ -90,7 +90,7 @@ def train(ctx: click.Context, name: str, argv: tuple[str, ...]) -> int:
 
 def refuse_names(options: Options, job: Job, cluster: Cluster, via: Via) -> None:
     """SettingError for what is said of other hosts, before anything starts; the ranks look, too."""
-    weights, limits = weights_of(options.balance), limits_of(options.micro_batch)
+    weights, limits = weights_of(options.balance), parse_micro_batch(options.micro_batch)
     of_hosts = isinstance(weights, Mapping) or isinstance(limits, Mapping)
     if not of_hosts or via.kind != "run" or not via.scheduler.accepts_hosts:
         return
@@ -111,7 +111,7 @@ def options_of(ctx: click.Context, name: str, argv: Sequence[str]) -> Options:
     shared = ["--backend", ctx.params["backend"]] if ctx.params["backend"] else []
     table = toml_of(ctx).get("train", {}).get(name, {})
     options = parse_options(name, [*shared, *argv], from_table(name, table))
-    typed = typed_fields(name, argv)
+    typed = explicit_options(name, argv)
     counts = {key: value for key, value in table.items() if (field := key.replace("-", "_"))
               not in typed and has_effect(field, options)}  # fmt: skip
     words = "options" if "options" in ctx.params else "args"
@@ -207,7 +207,10 @@ def with_data(job: Job, folder: str) -> Job:
     return dataclasses.replace(job, entry=entry, inputs=(*job.inputs, Input(folder, named=True)))
 
 
-OF_HOSTS: dict[str, Callable[[str], object]] = {"balance": weights_of, "micro_batch": limits_of}
+OF_HOSTS: dict[str, Callable[[str], object]] = {
+    "balance": weights_of,
+    "micro_batch": parse_micro_batch,
+}
 """Options that may have a number for each host, and what understands them."""
 
 
@@ -221,7 +224,7 @@ def from_table(name: str, table: Mapping[str, Any]) -> list[str]:
     names, asked = option_names(kind), dict[str, list[str]]()
     for key, value in table.items():
         flag = key.replace("_", "-")
-        known(where, flag, names)
+        check_known(where, flag, names)
         if isinstance(value, dict) and key.replace("-", "_") in OF_HOSTS:
             for host, one in value.items():
                 if isinstance(one, dict):  # TOML takes n1.cluster = 3 for a table n1
@@ -251,7 +254,7 @@ def from_table(name: str, table: Mapping[str, Any]) -> list[str]:
 
 def refuse_values(kind: type[Options], flags: Sequence[str], where: str) -> None:
     """SettingError for a value that is none of its option."""
-    said = values(kind, flags, where)
+    said = parse_values(kind, flags, where)
     for field, understand in OF_HOSTS.items():
         if field in said:
             understand(str(said[field]))
@@ -260,7 +263,7 @@ def refuse_values(kind: type[Options], flags: Sequence[str], where: str) -> None
 def recipe_job(ctx: click.Context, name: str, options: Options) -> Job:
     """The job that runs a recipe with these options."""
     here = dataclasses.replace(options, run_dir="")  # told by the launcher, node by node
-    entry = Entry("module", recipe(name).module, tuple(options_to_argv(here)))
+    entry = Entry("module", recipe(name).module, tuple(to_argv(here)))
     compiler = (COMPILER,) if options.compile or options.shard else ()
     job = job_of(ctx, entry, name=name, preload=(*RECIPE_MODULES, *compiler))
     return quiet_torch(job)

@@ -79,7 +79,7 @@ class Verb(WithSettings):
             return []
         from paceline.recipes.reference import sections_of
 
-        return sections_of(self.options_of, everything=True)
+        return sections_of(self.options_of)
 
 
 _ADDED_UP = {  # options that seem to add up, with the way to name several things

@@ -1,6 +1,6 @@
-"""Training scripts, read top to bottom, meant to be copied; their parts are imported.
+"""Registry of the built-in recipes and parsing of their options.
 
-This registry is torch-free: the launcher lists recipes and refuses options without torch.
+Needs no torch: the launcher lists recipes and validates options without it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from paceline.recipes.argv import known, parse, to_argv, typed_in
-from paceline.recipes.effect import settled
+from paceline.recipes.argv import check_known, explicit_fields, parse, split_option
+from paceline.recipes.effect import drop_ineffective
 from paceline.recipes.options import ImageOptions, Options, TextOptions, TranslationOptions
 from paceline.spec.errors import DataError, SettingError
 
@@ -22,11 +22,11 @@ class Recipe:
     """A built-in recipe.
 
     Attributes:
-        name: As in ``paceline train NAME``.
-        module: Run in every rank as ``python -m MODULE FLAGS…``.
-        options: The dataclass of its settings.
-        use: Module with ``evaluate_run`` and ``guesses`` for its trained models; needs torch.
-        summary: One line for people.
+        name: Name in ``paceline train NAME``.
+        module: Every rank runs ``python -m MODULE FLAGS…``.
+        options: Dataclass of its settings.
+        use: Module with ``evaluate_run`` and ``predictions`` for trained models; needs torch.
+        summary: One-line description.
     """
 
     name: str
@@ -65,46 +65,37 @@ RECIPES: dict[str, Recipe] = {
 
 
 def recipe(name: str) -> Recipe:
-    """The recipe of that name.
-
-    Raises:
-        SettingError: Unknown name; the nearest one is suggested.
-    """
+    """Returns a recipe by name; SettingError suggests the nearest one."""
     if name not in RECIPES:
-        near = difflib.get_close_matches(name, RECIPES, 1)
+        matches = difflib.get_close_matches(name, RECIPES, 1)
+        suggestion = f"Did you mean {matches[0]}?" if matches else ""
         raise SettingError(
             f'there is no recipe "{name}"',
             found=f"there are {', '.join(RECIPES)}",
-            remedy=f"Did you mean {near[0]}?" if near else "For your own script: paceline run FILE",
+            remedy=suggestion or "For your own script: paceline run FILE",
         )
     return RECIPES[name]
 
 
-def use_of(task: str) -> Any:
-    """The module that uses trained models of a recipe.
-
-    Raises:
-        DataError: The recipe is unknown.
-    """
+def load_use_module(task: str) -> Any:
+    """Imports the module that uses trained models of a recipe; DataError if it is unknown."""
     if task not in RECIPES:
         raise DataError(
-            f"the model was trained by another program: the recipe {task!r} is not known"
-            if task
-            else "the model does not say which recipe trained it",
+            f"the model's recipe {task!r} is not known" if task else "the model names no recipe",
             found=f"known recipes: {', '.join(RECIPES)}",
             remedy="paceline.train.load_weights fills your own network with its weights",
         )
     return importlib.import_module(RECIPES[task].use)
 
 
-def parse_options(name: str, argv: Sequence[str], filed: Sequence[str] = ()) -> Options:
-    """A recipe's options from flags, validated as far as possible without torch.
+def parse_options(name: str, argv: Sequence[str], from_file: Sequence[str] = ()) -> Options:
+    """Parses and validates a recipe's options, as far as possible without torch.
 
     Args:
-        name: Of the recipe.
-        argv: Flags as typed.
-        filed: Those that paceline.toml stands for. What is typed wins, and what has no effect
-            beside it falls away.
+        name: Name of the recipe.
+        argv: Flags from the command line.
+        from_file: Flags from paceline.toml. The command line overrides them; those without effect
+            beside it are dropped.
 
     Raises:
         SettingError: Unknown flag, unusable value, or one that has no effect.
@@ -112,47 +103,33 @@ def parse_options(name: str, argv: Sequence[str], filed: Sequence[str] = ()) -> 
         SystemExit: After ``--help``.
     """
     kind, prog = recipe(name).options, f"paceline train {name}"
-    chosen, typed = _preset(name, argv)
-    usual, filed = _preset(name, filed)
-    preset = usual if chosen is None else chosen
-    # what is typed comes last, so that it wins
-    options = parse(kind, [*(preset or ()), *filed, *typed], prog)
-    own = typed_in(kind, typed, prog)  # refuses an option that is typed twice
+    cli_preset, flags = _split_preset(name, argv)
+    file_preset, from_file = _split_preset(name, from_file)
+    preset_flags = file_preset if cli_preset is None else cli_preset
+    # The command line comes last, so that it wins.
+    options = parse(kind, [*(preset_flags or ()), *from_file, *flags], prog)
+    explicit = explicit_fields(kind, flags, prog)  # refuses repeated options
     options.validate()
-    if any(word.partition("=")[0] == "--like" for word in typed):
+    if any(flag.partition("=")[0] == "--like" for flag in flags):
         decided = frozenset(field.name for field in fields(kind))
     else:
-        decided = own | typed_in(kind, chosen or (), prog)
-    return settled(options, own, typed_in(kind, filed, prog) - own, decided)
+        decided = explicit | explicit_fields(kind, cli_preset or (), prog)
+    return drop_ineffective(
+        options, explicit, explicit_fields(kind, from_file, prog) - explicit, decided
+    )
 
 
-def typed_fields(name: str, argv: Sequence[str]) -> frozenset[str]:
-    """The options that these flags set themselves, by field."""
-    return typed_in(recipe(name).options, _preset(name, argv)[1], f"paceline train {name}")
+def explicit_options(name: str, argv: Sequence[str]) -> frozenset[str]:
+    """Returns the fields that the flags set explicitly, without those of a preset."""
+    _, flags = _split_preset(name, argv)
+    return explicit_fields(recipe(name).options, flags, f"paceline train {name}")
 
 
-def _preset(name: str, argv: Sequence[str]) -> tuple[Sequence[str] | None, list[str]]:
-    """The flags that ``--preset`` stands for, ``None`` without one, and the others."""
-    flags = list(argv)
-    joined = next((f for f in flags if f.startswith("--preset=")), None)
-    at = flags.index("--preset") if "--preset" in flags[:-1] else None
-    if joined is None and at is None:
-        return None, flags
-    wanted = joined.partition("=")[2] if joined else flags[at + 1] if at is not None else ""
+def _split_preset(name: str, argv: Sequence[str]) -> tuple[Sequence[str] | None, Sequence[str]]:
+    """Splits ``--preset`` from the flags: the preset's flags (``None`` without one), the rest."""
     presets = recipe(name).options.presets
-    if not presets:
-        return None, flags
-    known("--preset", wanted, presets)
-    typed = [f for f in flags if f is not joined]
-    if joined is None and at is not None:
-        typed = flags[:at] + flags[at + 2 :]
-    return presets[wanted], typed
-
-
-def options_to_argv(options: Options) -> list[str]:
-    """The flags that make these options again."""
-    return to_argv(options)
-
-
-__all__ = ["RECIPES", "Options", "Recipe", "options_to_argv", "parse_options", "recipe",
-           "typed_fields", "use_of"]  # fmt: skip
+    preset, flags = split_option("--preset", argv)
+    if preset is None or not presets:
+        return None, argv
+    check_known("--preset", preset, presets)
+    return presets[preset], flags

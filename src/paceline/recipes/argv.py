@@ -1,4 +1,4 @@
-"""From flags to a dataclass of options and back. Nothing here imports torch."""
+"""Conversion between command-line flags and dataclasses of options. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,132 +12,130 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
+from paceline.recipes.reference import render_help
 from paceline.spec import rundir
 from paceline.spec.errors import SettingError
 
 O = TypeVar("O")  # noqa: E741
 
 
-def at_least(flag: str, value: float, least: float) -> None:
+def check_at_least(flag: str, value: float, minimum: float) -> None:
     """Raises SettingError when a number is too small."""
-    if not value >= least:
-        raise SettingError(f"{flag} {value} must be at least {least}", remedy=f"{flag} {least}")
+    if not value >= minimum:
+        raise SettingError(f"{flag} {value} must be at least {minimum}", remedy=f"{flag} {minimum}")
 
 
-def below_one(flag: str, value: float) -> None:
+def check_fraction(flag: str, value: float) -> None:
     """Raises SettingError when a number is not in [0, 1)."""
     if not 0 <= value < 1:
         raise SettingError(f"{flag} {value} must be at least 0 and less than 1")
 
 
-def known(flag: str, value: str, names: Iterable[str]) -> None:
-    """Raises SettingError, with the nearest name, when ``value`` is none of ``names``."""
-    choices = sorted(names)
+def check_known(flag: str, value: str, known_names: Iterable[str]) -> None:
+    """Raises SettingError that suggests the nearest name when ``value`` is unknown."""
+    choices = sorted(known_names)
     if value in choices:
         return
-    near = difflib.get_close_matches(value, choices, 1, cutoff=0.5)
+    matches = difflib.get_close_matches(value, choices, 1, cutoff=0.5)
     raise SettingError(
         f"{flag} {value}: unknown",
         found=f"known are {', '.join(choices)}",
-        remedy=f"did you mean {flag} {near[0]}?" if near else f"{flag} {choices[0]}",
+        remedy=f"did you mean {flag} {matches[0]}?" if matches else f"{flag} {choices[0]}",
     )
 
 
 def parse(kind: type[O], argv: Sequence[str], prog: str) -> O:
-    """Options from flags.
+    """Parses flags into an instance of ``kind``.
 
     Args:
-        kind: The recipe's options class.
-        argv: Flags as typed; ``--like RUN`` stands for all options of that run.
+        kind: Class of options.
+        argv: Flags; ``--like RUN`` takes its defaults from an earlier run.
         prog: Name of the command, for the help.
 
     Raises:
         SettingError: An unknown flag (with the nearest one) or a value of the wrong kind.
         SystemExit: After ``--help``.
     """
-    if wanted := {"-h", "--help", "--help-all"}.intersection(argv):
-        from paceline.recipes.reference import help_of
-
-        sys.stdout.write(help_of(kind, prog, everything="--help-all" in wanted) + "\n")
+    if help_flags := {"-h", "--help", "--help-all"}.intersection(argv):
+        sys.stdout.write(render_help(kind, prog, show_all="--help-all" in help_flags) + "\n")
         raise SystemExit(0)
-    rest, default = _from_record(kind, list(argv))
-    start: Any = kind() if default is None else default
-    made: O = dataclasses.replace(start, **values(kind, rest, prog))
-    return made
+    run, flags = split_option("--like", argv)
+    base: Any = kind() if run is None else load_recorded(kind, Path(run))
+    options: O = dataclasses.replace(base, **parse_values(kind, flags, prog))
+    return options
 
 
-def typed_in(kind: type, argv: Sequence[str], prog: str) -> frozenset[str]:
-    """The fields that these flags set themselves; what ``--like`` brings is not among them.
+def explicit_fields(kind: type, argv: Sequence[str], prog: str) -> frozenset[str]:
+    """Returns the fields that flags set explicitly, without those of a ``--like`` run.
 
     Raises:
         SettingError: --data is given twice.
     """
-    without = list(argv)
-    if "--like" in argv[:-1]:
-        place = without.index("--like")
-        del without[place : place + 2]
-    words = [word for word in without if not word.startswith("--like=")]
-    return frozenset(values(kind, words, prog, once=True))
+    _, flags = split_option("--like", argv)
+    return frozenset(parse_values(kind, flags, prog, refuse_repeats=True))
 
 
-def values(kind: type, argv: Sequence[str], prog: str, *, once: bool = False) -> dict[str, Any]:
-    """What flags say, by field: of several the last, but ``once`` refuses a second --data."""
+def parse_values(
+    kind: type, argv: Sequence[str], prog: str, *, refuse_repeats: bool = False
+) -> dict[str, Any]:
+    """Parses flags into values by field; the last of several counts.
+
+    ``refuse_repeats`` raises SettingError when --data is given twice.
+    """
     parser = _Parser(prog, option_names(kind))
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
-        parser.add_field(field, hints[field.name], once)
-    given, surplus = parser.parse_known_intermixed_args([_dashed(word) for word in argv])
-    if surplus:
-        parser.refuse(surplus[0])
-    return {name: _frozen(value) for name, value in vars(given).items()}
+        parser.add_field(field, hints[field.name], refuse_repeats)
+    namespace, unknown = parser.parse_known_intermixed_args([_dashed(flag) for flag in argv])
+    if unknown:
+        parser.reject(unknown[0])
+    return {name: _frozen(value) for name, value in vars(namespace).items()}
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse's parser, but that its complaints are errors of ours."""
+    """An argument parser that raises SettingError."""
 
     def __init__(self, prog: str, names: Sequence[str]) -> None:
         super().__init__(prog, add_help=False, allow_abbrev=False)
         self._names = names
 
-    def add_field(self, field: dataclasses.Field[Any], hint: Any, once: bool) -> None:
-        """The option, or the words without one, that a field stands for."""
+    def add_field(self, field: dataclasses.Field[Any], hint: Any, refuse_repeats: bool) -> None:
+        """Adds the option, or the positional argument, of a field."""
         flag = "--" + field.name.replace("_", "-")
-        several, literal = typing.get_origin(hint) is tuple, typing.get_origin(hint) is Literal
-        more: dict[str, Any] = {"default": argparse.SUPPRESS}
+        is_tuple, is_choice = typing.get_origin(hint) is tuple, typing.get_origin(hint) is Literal
+        arguments: dict[str, Any] = {"default": argparse.SUPPRESS}
         if hint in (bool, bool | None):
-            self.add_argument(flag, action=argparse.BooleanOptionalAction, **more)
+            self.add_argument(flag, action=argparse.BooleanOptionalAction, **arguments)
             return
-        if once and field.name == "data":
-            more["action"] = _StoreOnce
-        if literal:
-            more["choices"] = typing.get_args(hint)
-        elif several:
-            more |= {"nargs": "*", "type": _KINDS[typing.get_args(hint)[0]]}
+        if refuse_repeats and field.name == "data":
+            arguments["action"] = _StoreUnique
+        if is_choice:
+            arguments["choices"] = typing.get_args(hint)
+        elif is_tuple:
+            arguments |= {"nargs": "*", "type": _KINDS[typing.get_args(hint)[0]]}
         else:
-            more["type"] = _KINDS[hint]
-        self.add_argument(field.name if field.metadata.get("positional") else flag, **more)
+            arguments["type"] = _KINDS[hint]
+        self.add_argument(field.name if field.metadata.get("positional") else flag, **arguments)
 
     def error(self, message: str) -> NoReturn:
         raise SettingError(
             message.removeprefix("argument "), remedy=f"{self.prog} --help lists all options"
         )
 
-    def refuse(self, word: str) -> NoReturn:
-        """The error of a word that is no option."""
-        flag = word.partition("=")[0]
+    def reject(self, argument: str) -> NoReturn:
+        """Raises SettingError for an unknown argument."""
+        flag = argument.partition("=")[0]
         if not flag.startswith("-"):
-            self.error(f"{word}: no option takes this word")
-        near = difflib.get_close_matches(flag.lstrip("-"), self._names, 1, cutoff=0.5)
-        raise SettingError(
-            f"{flag}: no such option",
-            remedy=f"did you mean --{near[0]}?"
-            if near
-            else f"{self.prog} --help lists all options",
+            self.error(f"{argument}: no option takes this word")
+        matches = difflib.get_close_matches(flag.lstrip("-"), self._names, 1, cutoff=0.5)
+        remedy = (
+            f"did you mean --{matches[0]}?" if matches else f"{self.prog} --help lists all options"
         )
+        raise SettingError(f"{flag}: no such option", remedy=remedy)
 
 
-class _StoreOnce(argparse.Action):
-    """Stores an option's value, and refuses a second one instead of dropping the first."""
+class _StoreUnique(argparse.Action):
+    """Stores an option's value and refuses a second one."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, flag: str | None = None) -> None:
         if flag and hasattr(namespace, self.dest):
@@ -145,12 +143,12 @@ class _StoreOnce(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def _number(kind: type[O], what: str) -> Callable[[str], O]:
-    def read(word: str) -> O:
+def _number(kind: type[O], description: str) -> Callable[[str], O]:
+    def read(text: str) -> O:
         try:
-            return kind(word)  # type: ignore[call-arg]
+            return kind(text)  # type: ignore[call-arg]
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{word!r} is no {what}") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is no {description}") from None
 
     return read
 
@@ -162,47 +160,48 @@ _KINDS: dict[type, Callable[[str], Any]] = {
 }
 
 
-def _dashed(word: str) -> str:
-    """``--global_batch=8`` is ``--global-batch=8``."""
-    if not word.startswith("--"):
-        return word
-    flag, equals, value = word.partition("=")
-    return flag.replace("_", "-") + equals + value
+def _dashed(argument: str) -> str:
+    """Converts ``--global_batch=8`` to ``--global-batch=8``."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value
 
 
-def _from_record(kind: type[O], argv: list[str]) -> tuple[list[str], O | None]:
-    """Takes ``--like RUN`` out of the flags: the others change what that run had."""
-    joined = next((arg for arg in argv if arg.startswith("--like=")), None)
+def split_option(flag: str, argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Splits ``FLAG VALUE`` or ``FLAG=VALUE`` from arguments: the value or ``None``, the rest."""
+    remaining = list(argv)
+    joined = next((argument for argument in remaining if argument.startswith(f"{flag}=")), None)
     if joined is not None:
-        argv.remove(joined)
-        return argv, recorded(kind, Path(joined.partition("=")[2]))
-    if "--like" not in argv[:-1]:
-        return argv, None
-    place = argv.index("--like")
-    return argv[:place] + argv[place + 2 :], recorded(kind, Path(argv[place + 1]))
+        remaining.remove(joined)
+        return joined.partition("=")[2], remaining
+    if flag not in remaining[:-1]:
+        return None, remaining
+    index = remaining.index(flag)
+    return remaining[index + 1], remaining[:index] + remaining[index + 2 :]
 
 
-_MOST_BYTES = 16 << 20  # of a run's config.json, which has kilobytes
+_MAX_CONFIG_BYTES = 16 << 20
 
 
-def recorded(kind: type[O], path: Path) -> O:
-    """The options of an earlier run, from its config.json or its directory.
+def load_recorded(kind: type[O], path: Path) -> O:
+    """Loads the options of an earlier run from its config.json or its directory.
 
     Raises:
         SettingError: The file cannot be read or holds other options.
     """
     file = path / rundir.CONFIG if path.is_dir() else path
     try:
-        if not file.is_file():  # a pipe would keep us waiting
+        if not file.is_file():  # reading a pipe would block
             raise ValueError(f"{file} is no file")
         with file.open("rb") as stream:
-            values = json.loads(stream.read(_MOST_BYTES))["options"]
-        values.pop("run_dir", None)  # a repetition is a run of its own
+            values = json.loads(stream.read(_MAX_CONFIG_BYTES))["options"]
+        values.pop("run_dir", None)  # a repetition is a separate run
         hints = typing.get_type_hints(kind)
-        known_names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-        if unknown := sorted(set(values) - known_names):
+        field_names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+        if unknown := sorted(set(values) - field_names):
             raise ValueError(f"unknown options: {', '.join(unknown)}")
-        return kind(**{name: _as_now(value, hints[name]) for name, value in values.items()})
+        return kind(**{name: _migrate(value, hints[name]) for name, value in values.items()})
     except (
         OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError
     ) as error:  # fmt: skip
@@ -213,8 +212,8 @@ def recorded(kind: type[O], path: Path) -> O:
         ) from None
 
 
-def _as_now(value: Any, hint: Any) -> Any:
-    """A recorded value; some options that take words now took only numbers once."""
+def _migrate(value: Any, hint: Any) -> Any:
+    """Converts a recorded value: some options that are text now were numbers once."""
     return str(value) if hint is str and type(value) is int else _frozen(value)
 
 
@@ -223,7 +222,7 @@ def _frozen(value: Any) -> Any:
 
 
 def to_argv(options: Any) -> list[str]:
-    """The flags that make these options again; settings at their default are left out."""
+    """Returns the flags that give these options, without those at their default."""
     argv: list[str] = []
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
@@ -233,12 +232,12 @@ def to_argv(options: Any) -> list[str]:
 
 
 def option_names(kind: type) -> list[str]:
-    """Every option of a recipe, as typed but for the dashes before it."""
+    """Returns the name of every option, without the leading dashes."""
     return [field.name.replace("_", "-") for field in dataclasses.fields(kind)]
 
 
 def as_flags(flag: str, value: Any) -> list[str]:
-    """An option with its value, as typed."""
+    """Returns the command-line words for one option."""
     if isinstance(value, bool):
         return [flag if value else flag.replace("--", "--no-", 1)]
     if isinstance(value, (tuple, list)):

@@ -1,4 +1,4 @@
-"""What every recipe does in the same way with its options, around its own training loop."""
+"""Parts that all recipes share, around their own training loops."""
 
 from __future__ import annotations
 
@@ -16,25 +16,23 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline import train
 from paceline.program import guarded
 from paceline.recipes import parse_options
-from paceline.recipes.optimization import Batching, Curve, batching, optimizer
-from paceline.recipes.options import Options, copies_of, limits_of
+from paceline.recipes.optimization import Batching, Curve, compute_batching, make_optimizer
+from paceline.recipes.options import Options, parse_copies, parse_micro_batch
 from paceline.spec.balance import weights_of
 from paceline.train import Best
 from paceline.train.data import Data
 from paceline.train.device import choose_device, look
 
-LOOKS, LEAST_STEPS = 16, 40
-"""With ``--stop-at``: evaluations within an epoch, and the least number of steps between two."""
+EVALUATIONS_PER_EPOCH, MIN_EVALUATION_STEPS = 16, 40
+"""With ``--stop-at``: evaluations within an epoch, and the minimum number of steps between two."""
 
 R = TypeVar("R", bound=Options)
 
 
-def effective(options: R, large: bool) -> R:
-    """The options with the precision that suits the machine.
+def with_fast_dtype(options: R, large: bool) -> R:
+    """Returns the options with bf16 where that is faster, unless ``dtype`` was changed.
 
-    Args:
-        options: Of the recipe; a ``dtype`` that is not the default stays.
-        large: The model has products that are large enough to be faster in bf16.
+    ``large`` tells whether the model's matrix products are large enough to be faster in bf16.
     """
     if options.fast and large and options.dtype == "float32":
         return replace(options, dtype=fast_dtype(options.device))
@@ -45,8 +43,8 @@ def run(recipe: str, training: Callable[[Any], None], argv: Sequence[str] | None
     """Runs a recipe in this process; returns the exit status.
 
     Args:
-        recipe: Its name.
-        training: Takes the recipe's options.
+        recipe: Name of the recipe.
+        training: Function of the recipe's options.
         argv: Flags; ``None`` for those of this process.
     """
     flags = sys.argv[1:] if argv is None else argv
@@ -54,7 +52,7 @@ def run(recipe: str, training: Callable[[Any], None], argv: Sequence[str] | None
 
 
 def join(recipe: str, options: Options) -> train.Session:
-    """Joins the job and keeps the effective settings."""
+    """Joins the job and saves the effective settings."""
     session = train.join(
         recipe,
         seed=options.seed,
@@ -66,17 +64,19 @@ def join(recipe: str, options: Options) -> train.Session:
         check_every=options.check_every,
         deterministic=options.deterministic,
     )
-    if not (options.find_lr or options.find_batch):  # these leave a run as it is
+    if not (options.find_lr or options.find_batch):  # trials do not change the run
         session.save_config({"recipe": recipe, "options": asdict(options)})
     return session
 
 
-def agree_format(session: train.Session, options: Options, channels_last: bool = False) -> None:
-    """Raises where ranks would compute in different formats; says what is not the default."""
+def agree_on_precision(
+    session: train.Session, options: Options, channels_last: bool = False
+) -> None:
+    """Checks that all ranks use the same precision, and reports one that is not the default."""
     dtypes = session.comms.texts(options.dtype) if session.comms.mixed else []
-    if set(dtypes) == {"bf16", "float32"}:  # parameters and what is exchanged are float32 in both
-        counts = " and ".join(f"{dtypes.count(one)} in {one}" for one in sorted(set(dtypes)))
-        session.say(f"ranks on different devices compute as is best for each: {counts}")
+    if set(dtypes) == {"bf16", "float32"}:  # both keep float32 parameters and gradients
+        summary = " and ".join(f"{dtypes.count(dtype)} in {dtype}" for dtype in sorted(set(dtypes)))
+        session.say(f"ranks on different devices compute as is best for each: {summary}")
         return
     session.agree("the precision (--no-fast keeps to --dtype)", options.dtype)
     if options.fast and (options.dtype == "bf16" or channels_last):
@@ -84,10 +84,10 @@ def agree_format(session: train.Session, options: Options, channels_last: bool =
         session.say(f"computing in {options.dtype}{layout} (--no-fast keeps to --dtype)")
 
 
-def batch_of(session: train.Session, options: Options) -> Batching:
-    """Batch and learning rate at this world size; said once."""
-    limit = limits_of(options.micro_batch)
-    batch = batching(
+def make_batching(session: train.Session, options: Options) -> Batching:
+    """Computes and reports batch and learning rate at this world size."""
+    limit = parse_micro_batch(options.micro_batch)
+    batch = compute_batching(
         session.world.size,
         global_batch=options.global_batch,
         lr=options.lr,
@@ -99,19 +99,19 @@ def batch_of(session: train.Session, options: Options) -> Batching:
     return batch
 
 
-def loader_of(
+def make_loader(
     session: train.Session,
     options: Options,
     samples: Data,
-    batch: Batching,
+    batching: Batching,
     lengths: Sequence[int] | None = None,
     workers: int | None = None,
 ) -> train.Loader:
-    """Batches for training, shared among the ranks as the options say."""
-    limit = limits_of(options.micro_batch)
+    """Creates the loader of training batches, shared among the ranks."""
+    limit = parse_micro_batch(options.micro_batch)
     return session.loader(
         samples,
-        batch.global_batch,
+        batching.global_batch,
         lengths=lengths,
         workers=workers,
         limit=0 if limit == "auto" else limit,
@@ -120,15 +120,15 @@ def loader_of(
     )
 
 
-def curve_of(options: Options, loader: train.Loader) -> Curve:
-    """The course of the learning rate over the whole training."""
+def make_curve(options: Options, loader: train.Loader) -> Curve:
+    """Creates the learning-rate curve of the whole training."""
     steps = options.steps or options.epochs * len(loader)
     return Curve(options.schedule, steps, options.warm_up, milestones=options.milestones)
 
 
-def optimizer_of(options: Options, network: nn.Module, lr: float) -> Optimizer:
-    """The optimizer that the options name, over what is not frozen."""
-    return optimizer(
+def optimizer_from_options(options: Options, network: nn.Module, lr: float) -> Optimizer:
+    """Creates the optimizer over the trainable parameters."""
+    return make_optimizer(
         options.optimizer,
         network,
         lr,
@@ -145,7 +145,7 @@ def prepare(
     optimizer: Optimizer,
     schedule: LRScheduler,
 ) -> nn.Module:
-    """What to call in the training loop."""
+    """Prepares the training and returns the module to call in the training loop."""
     model = session.prepare(
         network,
         optimizer,
@@ -162,27 +162,24 @@ def prepare(
 
 
 Compute = Callable[[train.Batch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""The forward pass of a batch: its losses, and further values of each sample."""
+"""Forward pass of a batch: loss of each sample, and further values of each sample by name."""
 
 
-def tried(
+def run_trials(
     session: train.Session,
     options: Options,
     loader: train.Loader,
     compute: Compute,
     lengths: Sequence[int] | None = None,
 ) -> bool:
-    """Tries learning rates or batches where that was asked for; True: then nothing is trained.
-
-    What fits into each process's memory is tried here, too.
-    """
+    """Runs --find-lr, --find-batch and --micro-batch auto; returns whether to stop after them."""
 
     def losses(batch: train.Batch) -> torch.Tensor:
         return compute(batch)[0]
 
-    if (options.find_batch or options.find_lr) and (idle := without_meaning(options)):
-        session.say(f"nothing is trained or saved, so without meaning here: {', '.join(idle)}")
-    if limits_of(options.micro_batch) == "auto" and not options.find_batch:
+    if (options.find_batch or options.find_lr) and (unused := unused_flags(options)):
+        session.say(f"nothing is trained or saved, so without meaning here: {', '.join(unused)}")
+    if parse_micro_batch(options.micro_batch) == "auto" and not options.find_batch:
         session.say(train.fit_batch(session, loader, losses, lengths=lengths))
     if options.find_batch:
         session.say(str(train.find_batch(session, loader, losses, lengths=lengths)))
@@ -192,72 +189,74 @@ def tried(
     return options.find_batch or options.find_lr
 
 
-_OF_TRAINING = (
+_TRAINING_FIELDS = (
     *("epochs", "lr", "schedule", "milestones", "warm_up", "unfreeze_every", "ema", "ema_start"),
     *("evaluate_every", "patience", "stop_at", "beam", "score_every", "samples"),
     *("checkpoint_every", "keep", "resume", "checkpoint_copies", "when_full", "check_every"),
     *("log_every", "watch"),
     *("watch_devices", "track", "track_project", "track_each_node"),
 )
-_OF_BATCHES = ("steps", "global_batch", "batch_per_process", "micro_batch", "scale_lr")
+_BATCH_FIELDS = ("steps", "global_batch", "batch_per_process", "micro_batch", "scale_lr")
 
 
-def without_meaning(options: Options) -> list[str]:
-    """The flags at another value than usual that do nothing beside --find-lr or --find-batch."""
-    names = _OF_TRAINING if options.find_lr else (*_OF_TRAINING, *_OF_BATCHES)
-    usual = {field.name: field.default for field in fields(options)}
-    idle = [name for name in names if name in usual and getattr(options, name) != usual[name]]
-    return ["--" + name.replace("_", "-") for name in idle]
+def unused_flags(options: Options) -> list[str]:
+    """Lists the changed flags that have no effect with --find-lr or --find-batch."""
+    names = _TRAINING_FIELDS if options.find_lr else (*_TRAINING_FIELDS, *_BATCH_FIELDS)
+    defaults = {field.name: field.default for field in fields(options)}
+    unused = [
+        name for name in names if name in defaults and getattr(options, name) != defaults[name]
+    ]
+    return ["--" + name.replace("_", "-") for name in unused]
 
 
 def epochs(session: train.Session, loader: train.Loader, options: Options) -> Iterator[int]:
-    """Epoch numbers, once for each evaluation."""
-    every = options.evaluate_every
-    if options.stop_at and not (every or options.patience):
-        # or a long epoch hides that it is reached
-        every = max(-(-len(loader) // LOOKS), LEAST_STEPS)
-    return session.epochs(loader, options.epochs, options.steps, every=every)
+    """Iterates over epoch numbers, yielding once for each evaluation."""
+    interval = options.evaluate_every
+    if options.stop_at and not (interval or options.patience):
+        # A long epoch would delay the stop.
+        interval = max(-(-len(loader) // EVALUATIONS_PER_EPOCH), MIN_EVALUATION_STEPS)
+    return session.epochs(loader, options.epochs, options.steps, every=interval)
 
 
-def end_early(
-    session: train.Session, options: Options, best: Best, name: str, figure: float
+def stop_early(
+    session: train.Session, options: Options, best: Best, metric: str, value: float
 ) -> None:
-    """Ends the training where an evaluation is good enough, or none has been better for long."""
-    if 0 < options.stop_at <= figure:
-        session.stop(f"{name} {figure:.4f} is at least --stop-at {options.stop_at:g}")
+    """Stops the training once the metric reaches --stop-at or stops improving (--patience)."""
+    if 0 < options.stop_at <= value:
+        session.stop(f"{metric} {value:.4f} is at least --stop-at {options.stop_at:g}")
     elif best.stop:
-        session.stop(f"no better {name} in {best.stale} evaluations")
+        session.stop(f"no better {metric} in {best.stale} evaluations")
 
 
-def keep_checkpoints(
+def configure_checkpoints(
     session: train.Session,
     options: Options,
     best: Best,
     data: str,
-    describes: dict[str, Any],
+    metadata: dict[str, Any],
     **identity: Any,
 ) -> None:
-    """Makes checkpoints as the options say, resumes from an earlier one, and feeds the trackers.
+    """Configures checkpoints and trackers, and resumes from an earlier checkpoint.
 
     Args:
-        session: After :func:`prepare`.
-        options: Of the recipe.
-        best: Updated in each epoch.
+        session: Session after :func:`prepare`.
+        options: Options of the recipe.
+        best: Best value so far, updated by the training loop.
         data: Fingerprint of the data.
-        describes: What is needed to use the model of a checkpoint.
-        identity: What else must be the same for a run to be resumed.
+        metadata: Description of the model, saved with each checkpoint.
+        identity: Further values that must be equal to resume a run.
     """
     dtype = session.comms.texts(options.dtype)[0]  # ranks on different devices may differ
-    same = {"model": options.model, "data": data, "seed": options.seed, "dtype": dtype}
+    model_identity = {"model": options.model, "data": data, "seed": options.seed, "dtype": dtype}
     session.checkpoints(
         every=options.checkpoint_every,
         keep=options.keep,
         resume=options.resume,
         best=best,
-        identity={**same, **identity},
-        describes=describes,
+        identity={**model_identity, **identity},
+        describes=metadata,
         stop_when_full=options.when_full == "stop",
-        copies=copies_of(options.checkpoint_copies),
+        copies=parse_copies(options.checkpoint_copies),
     )
     session.track(
         options.track,
@@ -268,7 +267,7 @@ def keep_checkpoints(
 
 
 def fast_dtype(device: str) -> Literal["bf16", "float32"]:
-    """``bf16`` where the device computes in it faster than in float32, else ``float32``."""
+    """Returns ``bf16`` if the device computes faster in it than in float32."""
     target = choose_device(device, look(), 0)
     if target.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
@@ -278,7 +277,7 @@ def fast_dtype(device: str) -> Literal["bf16", "float32"]:
 
 
 def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """What the CPU can do, as Linux names it; empty elsewhere."""
+    """Returns the CPU's features, as Linux names them; empty on other systems."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError:

@@ -1,8 +1,7 @@
-"""Which settings have an effect beside which others: a table, and what is said where one has none.
+"""Rules which options have an effect beside which others. Needs no torch.
 
-A setting that is asked for and does nothing is refused, for who types it believes that it counts.
-What a preset, an earlier run or the settings file brings along falls away instead, where something
-else was said on the command line. Nothing here imports torch.
+An explicit option without effect is refused, as its user expects one. Options of a preset, an
+earlier run or the settings file are dropped instead if the command line makes them ineffective.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from paceline.recipes.argv import as_flags
-from paceline.recipes.data import FILES, NAMED, PAIRS, TEXTS
+from paceline.recipes.data import IMAGE_SETS, PAIR_SETS, TABLE_SUFFIXES, TEXT_SETS
 from paceline.recipes.options import (
+    GENERATED_PAIRS,
+    GENERATED_TEXTS,
     IMAGE_MODELS,
-    MADE_PAIRS,
-    MADE_TEXTS,
     TEXT_MODELS,
     ImageOptions,
     Options,
@@ -29,135 +28,131 @@ O = TypeVar("O", bound=Options)  # noqa: E741
 
 
 @dataclass(frozen=True, slots=True)
-class Effect:
-    """When a setting has an effect.
+class Rule:
+    """When an option has an effect.
 
     Attributes:
-        option: Its field.
-        beside: Field that decides.
-        when: Whether it has one with these options.
-        found: Why not, otherwise.
+        option: Field of the option.
+        decided_by: Field that decides.
+        applies: Tells whether the option has an effect.
+        reason: Why it has none, otherwise.
         remedy: What gives it one.
     """
 
     option: str
-    beside: str
-    when: Callable[[Any], bool]
-    found: str
+    decided_by: str
+    applies: Callable[[Any], bool]
+    reason: str
     remedy: str
 
 
 def _reads_files(options: Any) -> bool:
-    """A text data set with columns of its own: neither generated nor without a file beside it."""
-    return options.data not in MADE_TEXTS or bool(options.test_data)
+    return options.data not in GENERATED_TEXTS or bool(options.test_data)
 
 
-EVERYWHERE = (
-    Effect("milestones", "schedule", lambda o: o.schedule == "step",
-           "only the schedule step divides the rate at milestones", "--schedule step"),
-    Effect("nesterov", "optimizer", lambda o: o.optimizer == "sgd",
-           "only sgd has Nesterov's momentum", "--optimizer sgd"),
-    Effect("ema_start", "ema", lambda o: o.ema > 0,
-           "there is no average that could begin", "--ema 0.999"),
+_HUB_MODEL = "a Hugging Face model by id or folder"
+_HUB_DATA = "a Hugging Face data set by id or folder"
+_HAS_TOKENIZER = "a pretrained model has a tokenizer of its own"
+_UNKNOWN_ADDRESS = "nothing of it is downloaded from a known address"
+_DOWNLOADED = ", ".join(name for name, dataset in IMAGE_SETS.items() if dataset.remote)
+_COMMON_RULES = (
+    Rule("milestones", "schedule", lambda o: o.schedule == "step",
+         "only the schedule step divides the rate at milestones", "--schedule step"),
+    Rule("nesterov", "optimizer", lambda o: o.optimizer == "sgd",
+         "only sgd has Nesterov's momentum", "--optimizer sgd"),
+    Rule("ema_start", "ema", lambda o: o.ema > 0, "there is no moving average", "--ema 0.999"),
 )  # fmt: skip
-"""Of every recipe."""
-TABLE: dict[type[Options], tuple[Effect, ...]] = {
+RULES: dict[type[Options], tuple[Rule, ...]] = {
     ImageOptions: (
-        *EVERYWHERE,
-        Effect("from_scratch", "model", lambda o: o.model not in IMAGE_MODELS,
-               "this network starts from scratch unless --weights are named",
-               "a Hugging Face model by id or folder"),
-        Effect("data_config", "data", lambda o: o.data not in NAMED,
-               "a set of a name has no configurations", "a Hugging Face data set by id or folder"),
-        Effect("test_fraction", "data", lambda o: o.data not in NAMED,
-               "a set of a name has a test part of its own", "--data FOLDER"),
-        Effect("skip_damaged", "data", lambda o: o.data not in NAMED,
-               "no image files are decoded of a set of a name", "--data FOLDER"),
-        Effect("data_dir", "data", lambda o: o.data in NAMED and bool(NAMED[o.data].folders),
-               "only the files of a set of a name are looked for there",
-               "--data FOLDER alone for a folder of yours"),
-        Effect("mirror", "data", lambda o: o.data in NAMED and bool(NAMED[o.data].remote),
-               "nothing of it is downloaded from an address that is known here",
-               f"one of {', '.join(name for name, one in NAMED.items() if one.remote)}"),
+        *_COMMON_RULES,
+        Rule("from_scratch", "model", lambda o: o.model not in IMAGE_MODELS,
+             "this network starts from scratch unless --weights are named", _HUB_MODEL),
+        Rule("data_config", "data", lambda o: o.data not in IMAGE_SETS,
+             "named data sets have no configurations", _HUB_DATA),
+        Rule("test_fraction", "data", lambda o: o.data not in IMAGE_SETS,
+             "named data sets have a test part", "--data FOLDER"),
+        Rule("skip_damaged", "data", lambda o: o.data not in IMAGE_SETS,
+             "named data sets have no image files", "--data FOLDER"),
+        Rule("data_dir", "data",
+             lambda o: o.data in IMAGE_SETS and bool(IMAGE_SETS[o.data].folders),
+             "only files of named data sets are looked for there", "--data FOLDER alone"),
+        Rule("mirror", "data", lambda o: o.data in IMAGE_SETS and bool(IMAGE_SETS[o.data].remote),
+             _UNKNOWN_ADDRESS, f"one of {_DOWNLOADED}"),
     ),
     TextOptions: (
-        *EVERYWHERE,
-        Effect("from_scratch", "model", lambda o: o.model not in TEXT_MODELS,
-               "this network starts from scratch unless --weights are named",
-               "a Hugging Face model by id or folder"),
-        Effect("tokenizer", "model", lambda o: o.model in TEXT_MODELS,
-               "a pretrained model has a tokenizer of its own", "--model small"),
-        Effect("vocab_size", "model", lambda o: o.model in TEXT_MODELS,
-               "a pretrained model has a tokenizer of its own", "--model small"),
-        Effect("dropout", "model", lambda o: o.model == "small",
-               "only small has a dropout that can be set", "--model small"),
-        Effect("data_config", "data", lambda o: o.data not in (*MADE_TEXTS, *TEXTS)
-               and not o.data.lower().endswith(FILES),
-               "it has no configurations", "a Hugging Face data set by id or folder"),
-        Effect("test_fraction", "data", lambda o: o.data not in TEXTS and not o.test_data,
-               "the held-out part is given", "data without a part that is held out"),
-        Effect("delimiter", "data", _reads_files,
-               "it is generated: no file is read", "--data FILE.csv"),
-        Effect("label_column", "data", _reads_files,
-               "it is generated and has no columns", "--data FILE.csv"),
-        Effect("text_column", "data", _reads_files,
-               "it is generated and has no columns", "--data FILE.csv"),
-        Effect("data_dir", "data", _reads_files,
-               "it is generated: no file is looked for", "--data FILE.csv, or a set of a name"),
-        Effect("mirror", "data", lambda o: o.data in TEXTS,
-               "nothing of it is downloaded from an address that is known here",
-               f"one of {', '.join(TEXTS)}"),
+        *_COMMON_RULES,
+        Rule("from_scratch", "model", lambda o: o.model not in TEXT_MODELS,
+             "this network starts from scratch unless --weights are named", _HUB_MODEL),
+        *(Rule(option, "model", lambda o: o.model in TEXT_MODELS, _HAS_TOKENIZER, "--model small")
+          for option in ("tokenizer", "vocab_size")),
+        Rule("dropout", "model", lambda o: o.model == "small",
+             "only small has a dropout that can be set", "--model small"),
+        Rule("data_config", "data", lambda o: o.data not in (*GENERATED_TEXTS, *TEXT_SETS)
+             and not o.data.lower().endswith(TABLE_SUFFIXES),
+             "it has no configurations", _HUB_DATA),
+        Rule("test_fraction", "data", lambda o: o.data not in TEXT_SETS and not o.test_data,
+             "the held-out part is given", "data without a held-out part"),
+        *(Rule(option, "data", _reads_files, "it is generated: no file is read", "--data FILE.csv")
+          for option in ("delimiter", "label_column", "text_column", "data_dir")),
+        Rule("mirror", "data", lambda o: o.data in TEXT_SETS,
+             _UNKNOWN_ADDRESS, f"one of {', '.join(TEXT_SETS)}"),
     ),
     TranslationOptions: (
-        *EVERYWHERE,
-        Effect("data_config", "data", lambda o: o.data not in (*MADE_PAIRS, *PAIRS)
-               and not o.target and not o.data.lower().endswith(FILES),
-               "it has no configurations", "a Hugging Face data set by id or folder"),
-        Effect("val_fraction", "data", lambda o: o.data not in PAIRS,
-               "a set of a name has a validation part of its own", "--data FILE.tsv"),
-        Effect("data_dir", "data", lambda o: o.data not in MADE_PAIRS,
-               "it is generated: no file is looked for", "--data FILE.tsv, or a set of a name"),
-        Effect("mirror", "data", lambda o: o.data in PAIRS,
-               "nothing of it is downloaded from an address that is known here",
-               f"one of {', '.join(PAIRS)}"),
+        *_COMMON_RULES,
+        Rule("data_config", "data", lambda o: o.data not in (*GENERATED_PAIRS, *PAIR_SETS)
+             and not o.target and not o.data.lower().endswith(TABLE_SUFFIXES),
+             "it has no configurations", _HUB_DATA),
+        Rule("val_fraction", "data", lambda o: o.data not in PAIR_SETS,
+             "named data sets have a validation part", "--data FILE.tsv"),
+        Rule("data_dir", "data", lambda o: o.data not in GENERATED_PAIRS,
+             "it is generated: no file is read", "--data FILE.tsv, or a named data set"),
+        Rule("mirror", "data", lambda o: o.data in PAIR_SETS,
+             _UNKNOWN_ADDRESS, f"one of {', '.join(PAIR_SETS)}"),
     ),
 }  # fmt: skip
-"""Of each recipe; what stands in none of them always has an effect."""
+"""Rules of each recipe; options without a rule always have an effect."""
 
 
 def has_effect(option: str, options: Options) -> bool:
-    """Whether a setting does something with these options."""
-    return all(one.when(options) for one in TABLE[type(options)] if one.option == option)
+    """Tells whether an option has an effect with these options."""
+    return all(rule.applies(options) for rule in RULES[type(options)] if rule.option == option)
 
 
-def settled(options: O, typed: Collection[str], filed: Collection[str] = (),
-            decided: Collection[str] = ()) -> O:  # fmt: skip
-    """The options without what has no effect.
+def drop_ineffective(
+    options: O,
+    explicit: Collection[str],
+    from_file: Collection[str] = (),
+    decided: Collection[str] = (),
+) -> O:
+    """Resets options without effect to their defaults.
 
     Args:
-        options: Valid ones.
-        typed: Fields that were set on the command line.
-        filed: Fields that were set in paceline.toml, and not on the command line.
-        decided: Fields that the command line decides, by what is typed, a preset or an earlier run:
-            what the file says beside one of them and has no effect with it falls away.
+        options: Valid options.
+        explicit: Fields set on the command line.
+        from_file: Fields set in paceline.toml, and not on the command line.
+        decided: Fields that the command line, a preset or an earlier run decide. Options of the
+            file that they make ineffective are dropped.
 
     Raises:
-        SettingError: What was typed, or in the file beside others of the file, has no effect.
-            Switching off what is not there is no error.
+        SettingError: An explicit option, or one of the file beside others of the file, is set and
+            has no effect.
     """
-    idle = [one for one in TABLE[type(options)] if not one.when(options)]
-    for one in idle:
-        value = getattr(options, one.option)
-        counts = one.option in typed or (one.option in filed and one.beside not in decided)
-        if counts and value:
-            flag, other = ("--" + name.replace("_", "-") for name in (one.option, one.beside))
-            decides = getattr(options, one.beside)
-            beside = f"{other} {decides}" if decides else f"no {other}"
-            raise SettingError(
-                f"{' '.join(as_flags(flag, value))} has no effect with {beside}",
-                found=one.found,
-                remedy=f"{one.remedy}, or leave {flag} out",
+    ineffective = [rule for rule in RULES[type(options)] if not rule.applies(options)]
+    for rule in ineffective:
+        value = getattr(options, rule.option)
+        is_requested = rule.option in explicit or (
+            rule.option in from_file and rule.decided_by not in decided
+        )
+        if is_requested and value:
+            flag, decider = (
+                f"--{name.replace('_', '-')}" for name in (rule.option, rule.decided_by)
             )
-    usual: dict[str, Any] = {field.name: field.default for field in fields(options)}
-    fallen: dict[str, Any] = {one.option: usual[one.option] for one in idle}
-    return replace(options, **fallen)
+            setting = getattr(options, rule.decided_by)
+            context = f"{decider} {setting}" if setting else f"no {decider}"
+            raise SettingError(
+                f"{' '.join(as_flags(flag, value))} has no effect with {context}",
+                found=rule.reason,
+                remedy=f"{rule.remedy}, or leave {flag} out",
+            )
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(options)}
+    return replace(options, **{rule.option: defaults[rule.option] for rule in ineffective})

@@ -19,22 +19,28 @@ from paceline import train
 from paceline.recipes import common, pretrained, torchvision_models
 from paceline.recipes.data.images import ImageData, Request, load
 from paceline.recipes.heads import add_layers
-from paceline.recipes.networks import MODELS, backbone, describe_network, hub_images
+from paceline.recipes.networks import MODELS, backbone, describe_network, wrap_hub_model
 from paceline.recipes.options import ImageOptions
-from paceline.recipes.pictures import Inputs, Normalisation, Pictures, inputs, normalisation
+from paceline.recipes.preprocessing import (
+    ImageTensors,
+    InputFormat,
+    Normalisation,
+    input_format,
+    normalisation,
+)
 from paceline.recipes.pretrained import Origin, load_backbone
-from paceline.recipes.published import FILES, IMAGENET
+from paceline.recipes.pretrained_list import IMAGENET, RESNET_FILES
 from paceline.spec.errors import SettingError
 from paceline.train import Best
 
 
 def train_image(options: ImageOptions) -> None:
-    """One training, on every rank."""
-    wants = inputs(options)
-    data = load_data(options, wants)
-    # The small network on tiny images has nothing that would be faster.
-    large = options.model != "cnn" or max(*data.shape, wants.size) >= 16
-    options = common.effective(options, large)
+    """Runs one training; called on every rank."""
+    model_input = input_format(options)
+    data = load_data(options, model_input)
+    # The small network on tiny images gains nothing from bf16.
+    large = options.model != "cnn" or max(*data.shape, model_input.size) >= 16
+    options = common.with_fast_dtype(options, large)
     fast = options.fast and options.dtype != "float64" and large
     with common.join("image", options) as session:
         session.agree("the data set", data.fingerprint)
@@ -43,30 +49,30 @@ def train_image(options: ImageOptions) -> None:
                 f"{data.ignored} hidden or system files in {options.data} are ignored "
                 "(._*, __MACOSX, Thumbs.db and the like)"
             )
-        common.agree_format(session, options, fast)
+        common.agree_on_precision(session, options, fast)
 
-        normalise = wants.normalise(data.shape[0]) or normalisation(
+        normalise = model_input.normalise(data.shape[0]) or normalisation(
             data.splits["train"], data.shape[0]
         )
-        size = wants.fitted(data.shape)
+        size = model_input.fitted(data.shape)
         numbers = session.precision.parameters
         splits = data.splits
-        training = Pictures(splits["train"], normalise, numbers, options.augment, size)
-        watched = Pictures(splits[data.watched], normalise, numbers, (), size)
-        held_out = Pictures(splits[data.held_out], normalise, numbers, (), size)
-        batch = common.batch_of(session, options)
-        workers = workers_of(options, training)
-        loader = common.loader_of(session, options, training, batch, workers=workers)
+        training = ImageTensors(splits["train"], normalise, numbers, options.augment, size)
+        watched = ImageTensors(splits[data.watched], normalise, numbers, (), size)
+        held_out = ImageTensors(splits[data.held_out], normalise, numbers, (), size)
+        batching = common.make_batching(session, options)
+        workers = count_workers(options, training)
+        loader = common.make_loader(session, options, training, batching, workers=workers)
 
         shape = (len(normalise.mean), size or data.shape[1], size or data.shape[2])
         network, origin = make_network(session, options, shape, data.classes)
-        freezing = pretrained.freezing(session, options, origin, backbone(network))
+        freezing = pretrained.make_freezing(session, options, origin, backbone(network))
         description = describe_network(network, options.model, options.add_layers)
         if fast:
             network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         network = session.place(network, shard=options.shard)
-        optimizer = common.optimizer_of(options, network, batch.lr)
-        curve = common.curve_of(options, loader)
+        optimizer = common.optimizer_from_options(options, network, batching.lr)
+        curve = common.make_curve(options, loader)
         schedule = freezing.schedule(optimizer, curve, len(loader))
         model = common.prepare(session, options, network, optimizer, schedule)
 
@@ -79,38 +85,41 @@ def train_image(options: ImageOptions) -> None:
                 )
             return losses, {"accuracy": outputs.argmax(1) == labels}
 
-        if common.tried(session, options, loader, compute):
+        if common.run_trials(session, options, loader, compute):
             return
         best = Best(patience=options.patience)
-        more = {"network": description, "number_format": options.dtype, "channels_last": fast}
-        about = describe(options, data, wants, shape, normalise) | more
-        common.keep_checkpoints(session, options, best, data.fingerprint, about)
+        metadata = describe(options, data, model_input, shape, normalise) | {
+            "network": description, "number_format": options.dtype, "channels_last": fast,
+        }  # fmt: skip
+        common.configure_checkpoints(session, options, best, data.fingerprint, metadata)
         result: train.Means | None = None
         for epoch in common.epochs(session, loader, options):
-            freezing.begin(epoch)
-            for given in loader:
-                losses, values = compute(given)
+            freezing.start_epoch(epoch)
+            for batch in loader:
+                losses, values = compute(batch)
                 session.step(losses, **values)
             with session.averaged():
                 result = evaluate(session, network, watched)
             session.log(data.watched, samples=result.count, **result.values())
             best.update(result["accuracy"], session.progress.step)
             curve.report(result["loss"])
-            common.end_early(session, options, best, f"{data.watched} accuracy", result["accuracy"])
+            common.stop_early(
+                session, options, best, f"{data.watched} accuracy", result["accuracy"]
+            )
 
-        # Nothing was evaluated where a finished training was resumed.
+        # A resumed run that had finished has no evaluation yet.
         if result is None or data.watched != data.held_out:
             with session.averaged():
                 result = evaluate(session, network, held_out)
         figures = {"samples": result.count, **result.values()}
-        session.save_model({**about, "metrics": {data.held_out: figures}}, average=True)
+        session.save_model({**metadata, "metrics": {data.held_out: figures}}, average=True)
         hits = round(result.sums["accuracy"])
         session.say(f"accuracy {result['accuracy']:.4f} ({hits} of {result.count} held-out images)")
 
 
 @torch.inference_mode()
-def evaluate(session: train.Session, network: nn.Module, pictures: Pictures) -> train.Means:
-    """Loss and accuracy over every image exactly once, the same on every rank."""
+def evaluate(session: train.Session, network: nn.Module, pictures: ImageTensors) -> train.Means:
+    """Returns loss and accuracy over every image exactly once, equal on every rank."""
     session.phase("evaluate")
     network.eval()
     meter = session.meter()
@@ -125,15 +134,15 @@ def evaluate(session: train.Session, network: nn.Module, pictures: Pictures) -> 
     return meter.result()
 
 
-def load_data(options: ImageOptions, wants: Inputs) -> ImageData:
-    """The data set that the options name."""
+def load_data(options: ImageOptions, model_input: InputFormat) -> ImageData:
+    """Loads the data set that the options name."""
     request = Request(
         options.data,
-        image_size=wants.decoded,
+        image_size=model_input.decode_size,
         test_fraction=options.test_fraction,
         val_fraction=options.val_fraction,
         seed=options.seed,
-        crop=wants.crop,
+        crop=model_input.crop,
         skip_damaged=options.skip_damaged,
         config=options.data_config,
         offline=options.offline,
@@ -142,8 +151,8 @@ def load_data(options: ImageOptions, wants: Inputs) -> ImageData:
     return load(options.data_dir, request)
 
 
-def workers_of(options: ImageOptions, training: Pictures) -> int | None:
-    """Loader processes of a rank; None: as many as suit. SettingError where they have no work."""
+def count_workers(options: ImageOptions, training: ImageTensors) -> int | None:
+    """Returns the number of loader processes of a rank; ``None`` for automatic."""
     if options.workers > 0 and not training.processes:
         raise SettingError(
             f"--workers {options.workers}: processes have nothing to do for --data {options.data}",
@@ -159,17 +168,19 @@ def make_network(
     shape: tuple[int, int, int],
     classes: Sequence[str],
 ) -> tuple[nn.Module, Origin]:
-    """The network that the options name, with the weights from which it starts."""
+    """Creates the network that the options name, with its initial weights."""
     network: nn.Module
     if options.model.startswith(torchvision_models.PREFIX):
-        given = options.model, classes, options.offline, options.from_scratch
-        network, origin = session.together(lambda: torchvision_models.load(*given))
+        arguments = options.model, classes, options.offline, options.from_scratch
+        network, origin = session.together(lambda: torchvision_models.load(*arguments))
         add_layers(network, backbone(network), options.add_layers)
         return network, origin
     if options.model not in MODELS:
-        wanted = pretrained.HubModel("image", options.model, options.offline, options.from_scratch)
-        model, origin = session.together(lambda: pretrained.load_model(wanted, classes))
-        network = hub_images(model)
+        hub_model = pretrained.HubModel(
+            "image", options.model, options.offline, options.from_scratch
+        )
+        model, origin = session.together(lambda: pretrained.load_model(hub_model, classes))
+        network = wrap_hub_model(model)
         add_layers(network, backbone(network), options.add_layers)
         return network, origin
     network, origin = MODELS[options.model](shape, len(classes)), Origin()
@@ -177,9 +188,9 @@ def make_network(
     if source := options.weights:
         parts = backbone(network)
         if source == IMAGENET:
-            name = FILES[options.model]
+            name = RESNET_FILES[options.model]
             source = str(
-                session.together(lambda: pretrained.torch_file_here(name, options.offline))
+                session.together(lambda: pretrained.ensure_torch_file(name, options.offline))
             )
         origin = session.together(lambda: load_backbone(network, parts, source, classes))
     return network, origin
@@ -188,18 +199,18 @@ def make_network(
 def describe(
     options: ImageOptions,
     data: ImageData,
-    wants: Inputs,
+    model_input: InputFormat,
     shape: tuple[int, int, int],
     normalise: Normalisation,
 ) -> dict[str, Any]:
-    """Everything that is needed to use the model, and where it came from."""
+    """Describes the model and its data, for its use and for the record."""
     return {
         "format": 1,
         "task": "image",
         "model": options.model,
         "shape": list(shape),
         "decoded": list(data.shape),
-        "crop": wants.crop,
+        "crop": model_input.crop,
         "classes": list(data.classes),
         "normalisation": normalise.to_json(),
         "data": {

@@ -1,4 +1,4 @@
-"""Classifiers of images and of texts: our own by name, and Hugging Face's."""
+"""Classifiers of images and of texts: built-in ones by name, and Hugging Face's."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Shape = tuple[int, int, int]
 
 
 def cnn(shape: Shape, classes: int) -> nn.Module:
-    """A small convolutional network for images from 8×8 upwards.
+    """Creates a small convolutional network for images of at least 8×8 pixels.
 
-    Halves the image until it is at most 7 pixels wide. It has neither batch normalisation nor
-    dropout: both make the result depend on how a batch is shared among processes.
+    Halves the image until it is at most 7 pixels wide. Has no batch normalisation and no dropout,
+    which make the result depend on how a batch is shared among processes.
 
     Args:
         shape: (channels, height, width) of an image.
@@ -42,8 +42,7 @@ def cnn(shape: Shape, classes: int) -> nn.Module:
 
 
 SMALL_IMAGE, TINY_IMAGE = 64, 16
-"""Up to these heights and widths the first layers halve the image once, or not at all, instead of
-twice."""
+"""Up to these sizes the first layers halve the image once, or never, instead of twice."""
 
 
 def _conv3(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
@@ -62,9 +61,9 @@ class Basic(nn.Module):
         self.relu, self.downsample = nn.ReLU(inplace=True), shortcut
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = x if self.downsample is None else self.downsample(x)
+        identity = x if self.downsample is None else self.downsample(x)
         x = self.relu(self.bn1(self.conv1(x)))
-        total: Tensor = self.relu(self.bn2(self.conv2(x)) + kept)
+        total: Tensor = self.relu(self.bn2(self.conv2(x)) + identity)
         return total
 
 
@@ -82,10 +81,10 @@ class Bottleneck(nn.Module):
         self.relu, self.downsample = nn.ReLU(inplace=True), shortcut
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = x if self.downsample is None else self.downsample(x)
+        identity = x if self.downsample is None else self.downsample(x)
         x = self.relu(self.bn1(self.conv1(x)))
         x = self.relu(self.bn2(self.conv2(x)))
-        total: Tensor = self.relu(self.bn3(self.conv3(x)) + kept)
+        total: Tensor = self.relu(self.bn3(self.conv3(x)) + identity)
         return total
 
 
@@ -93,10 +92,10 @@ class ResNet(nn.Module):
     """A residual network.
 
     Args:
-        block: Kind of block.
+        block: Class of the blocks.
         depths: Blocks of each of the four stages.
         shape: (channels, height, width) of an image. Small images are not made smaller by the
-            first convolution (3×3 instead of 7×7); otherwise little would be left of them.
+            first convolution (3×3 instead of 7×7).
         classes: Number of outputs.
     """
 
@@ -136,13 +135,13 @@ class ResNet(nn.Module):
         return nn.Sequential(first, *(block(outputs, width, 1, None) for _ in range(depth - 1)))
 
     def _initialise(self) -> None:
-        """Every block starts as its shortcut alone, which makes the first steps steadier."""
+        """Initialises weights; each block starts as its shortcut alone, for stable first steps."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             elif isinstance(module, (Basic, Bottleneck)):
-                last = module.bn3 if isinstance(module, Bottleneck) else module.bn2
-                nn.init.zeros_(last.weight)
+                norm = module.bn3 if isinstance(module, Bottleneck) else module.bn2
+                nn.init.zeros_(norm.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
@@ -159,12 +158,12 @@ MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
 }
 
 
-class HubImages(nn.Module):
+class HubImageClassifier(nn.Module):
     """An image classifier of Hugging Face, for images of any size and of one or three channels.
 
     Args:
-        model: The library's.
-        size: Height and width that it wants; ``None`` takes any.
+        model: The library's model.
+        size: Height and width of its input; ``None`` for any.
     """
 
     def __init__(self, model: Any, size: tuple[int, int] | None) -> None:
@@ -181,19 +180,21 @@ class HubImages(nn.Module):
         return logits
 
 
-def hub_images(model: Any) -> HubImages:
-    """The wrapped model; what size it wants is in its own description."""
+def wrap_hub_model(model: Any) -> HubImageClassifier:
+    """Wraps a model of Hugging Face, with the input size from its configuration."""
     size = getattr(model.config, "image_size", None)
-    wants = (size, size) if isinstance(size, int) else tuple(size) if size else None
-    # Convolutional networks name a size but take any.
-    fixed = wants is not None and bool(getattr(model.config, "patch_size", None))
-    return HubImages(model, (wants[0], wants[1]) if fixed and wants else None)
+    image_size = (size, size) if isinstance(size, int) else tuple(size) if size else None
+    # Convolutional networks name a size but accept any.
+    fixed = image_size is not None and bool(getattr(model.config, "patch_size", None))
+    return HubImageClassifier(
+        model, (image_size[0], image_size[1]) if fixed and image_size else None
+    )
 
 
 def backbone(network: nn.Module) -> Sequence[nn.Module]:
-    """The parts of a network without its head."""
-    if isinstance(network, HubImages):
-        return pretrained.backbone_of(network.model)
+    """Returns the modules of a network without its head."""
+    if isinstance(network, HubImageClassifier):
+        return pretrained.split_backbone(network.model)
     if isinstance(network, torchvision_models.TorchvisionImages):
         return [network.model]
     children = list(network.children())
@@ -201,27 +202,26 @@ def backbone(network: nn.Module) -> Sequence[nn.Module]:
 
 
 def describe_network(network: nn.Module, name: str, layers: Sequence[int]) -> dict[str, Any]:
-    """What makes the same network again, as JSON values.
+    """Describes a network of this module as JSON values, to build it again.
 
-    Args:
-        network: Of this module.
-        name: As it was asked for.
-        layers: Widths of those that were added to its head.
+    ``name`` is its built-in name, ``layers`` the widths of layers added to its head.
     """
-    if isinstance(network, HubImages):
-        config = pretrained.description(network.model)
+    if isinstance(network, HubImageClassifier):
+        config = pretrained.describe_config(network.model)
         return {"kind": "hub", "config": config, "layers": [*layers]}
     if isinstance(network, torchvision_models.TorchvisionImages):
         return {**network.describe(), "layers": [*layers]}
     return {"kind": name, "layers": [*layers]}
 
 
-def rebuilt_images(description: dict[str, Any], shape: Shape, classes: int) -> nn.Module:
-    """The network that a run's ``config.json`` describes, with initial weights."""
+def build_image_network(description: dict[str, Any], shape: Shape, classes: int) -> nn.Module:
+    """Builds the network that a run's ``config.json`` describes, with initial weights."""
     if description["kind"] == "hub":
-        network: nn.Module = hub_images(pretrained.rebuilt("image", description["config"]))
+        network: nn.Module = wrap_hub_model(
+            pretrained.build_from_description("image", description["config"])
+        )
     elif description["kind"] == "torchvision":
-        network = torchvision_models.rebuilt(description, classes)
+        network = torchvision_models.build_from_description(description, classes)
     else:
         network = MODELS[description["kind"]](shape, classes)
     add_layers(network, backbone(network), description.get("layers", ()))
@@ -231,19 +231,19 @@ def rebuilt_images(description: dict[str, Any], shape: Shape, classes: int) -> n
 WIDTH, LAYERS, HEADS, FF = 128, 2, 4, 256
 
 
-class Words(nn.Module):
-    """Word vectors, averaged over a text."""
+class WordAverage(nn.Module):
+    """Average of a text's word vectors."""
 
     def __init__(self, tokens: int, width: int = WIDTH) -> None:
         super().__init__()
         self.table = nn.Embedding(tokens, width)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        return _mean(self.table(ids), mask)
+        return _masked_mean(self.table(ids), mask)
 
 
 class Encoder(nn.Module):
-    """A transformer encoder, averaged over a text."""
+    """Average of a transformer encoder's outputs over a text."""
 
     def __init__(self, tokens: int, dropout: float) -> None:
         super().__init__()
@@ -256,20 +256,20 @@ class Encoder(nn.Module):
         x = self.embedding(ids)
         for layer in self.layers:
             x = layer(x, mask[:, None, None, :])
-        return _mean(self.end(x), mask)
+        return _masked_mean(self.end(x), mask)
 
 
-def _mean(vectors: Tensor, mask: Tensor) -> Tensor:
+def _masked_mean(vectors: Tensor, mask: Tensor) -> Tensor:
     weights = mask[:, :, None].to(vectors.dtype)
     return (vectors * weights).sum(1) / weights.sum(1).clamp(min=1)
 
 
 class TextClassifier(nn.Module):
-    """A backbone of ours and a linear head; logits ``[n, classes]`` of token ids ``[n, t]``."""
+    """A built-in backbone and a linear head: token ids ``[n, t]`` to logits ``[n, classes]``."""
 
     def __init__(self, kind: str, tokens: int, classes: int, dropout: float) -> None:
         super().__init__()
-        self.backbone = Words(tokens) if kind == "words" else Encoder(tokens, dropout)
+        self.backbone = WordAverage(tokens) if kind == "words" else Encoder(tokens, dropout)
         self.head = nn.Linear(WIDTH, classes)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
@@ -287,19 +287,19 @@ class HubClassifier(nn.Module):
     @property
     def backbone(self) -> nn.Module:
         """The model without its head."""
-        found: nn.Module = self.model.base_model
-        return found
+        base: nn.Module = self.model.base_model
+        return base
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         logits: Tensor = self.model(input_ids=ids, attention_mask=mask.long()).logits
         return logits
 
 
-def rebuilt_texts(description: dict[str, Any], classes: int) -> nn.Module:
-    """The network that a run's ``config.json`` describes, with initial weights."""
+def build_text_network(description: dict[str, Any], classes: int) -> nn.Module:
+    """Builds the network that a run's ``config.json`` describes, with initial weights."""
     network: TextClassifier | HubClassifier
     if description["kind"] == "hub":
-        network = HubClassifier(pretrained.rebuilt("text", description["config"]))
+        network = HubClassifier(pretrained.build_from_description("text", description["config"]))
     else:
         kind, tokens = description["kind"], description["tokens"]
         network = TextClassifier(kind, tokens, classes, description["dropout"])

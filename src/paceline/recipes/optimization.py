@@ -1,8 +1,7 @@
-"""What the options say of a step: its batch at this world size, its optimizer, its learning rate.
+"""Batch size, optimizer and learning-rate schedule of a training.
 
-The global batch is the unit: it stays when the number of processes changes. Who fixes the batch
-of each process instead gets a global batch that grows with the world, and may have the learning
-rate grow with it. Either way the outcome is printed.
+The global batch stays the same when the number of processes changes. With a fixed batch for each
+process the global batch grows with the world size, and the learning rate may grow with it.
 """
 
 from __future__ import annotations
@@ -15,27 +14,21 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from paceline.spec.errors import SettingError
-
-RULES = ("none", "linear", "sqrt")
-OPTIMIZERS = ("adamw", "adam", "sgd")
-FUSED = ("cpu", "cuda", "xpu")
-"""Devices for which torch has fused kernels of all three."""
-SCHEDULES = ("cosine", "linear", "inverse-sqrt", "constant", "step", "plateau")
-MILESTONES = (0.5, 0.75)  # of the training, where ``step`` divides by ten
-_DIVIDE = 0.1
+_FUSED_DEVICES = ("cpu", "cuda", "xpu")
+"""Devices with fused kernels of all three optimizers."""
+_STEP_FACTOR = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """What a step computes.
+    """Batch and learning rate of a step.
 
     Attributes:
         global_batch: Samples of one optimizer step over all ranks.
         ranks: Number of processes.
-        limit: Most samples that one rank computes at once; 0 means its whole share.
-        lr: Highest learning rate.
-        factor: By how much the learning rate was scaled.
+        limit: Maximum samples that one rank computes at once; 0 means its whole share.
+        lr: Peak learning rate.
+        factor: Scale that ``lr`` includes.
     """
 
     global_batch: int
@@ -46,27 +39,27 @@ class Batching:
 
     @property
     def share(self) -> int:
-        """Most samples of one rank in one step."""
+        """Maximum samples of one rank in one step."""
         return -(-self.global_batch // self.ranks)
 
     @property
     def pieces(self) -> int:
-        """Forward and backward passes of one rank in one step."""
+        """Number of micro-batches of one rank in one step."""
         return -(-self.share // self.limit) if self.limit else 1
 
     def describe(self) -> str:
-        """One line for people."""
+        """Returns a one-line description."""
         ranks = f"{self.ranks} process{'es' * (self.ranks > 1)}"
-        most = "" if self.global_batch % self.ranks == 0 else "at most "
+        prefix = "" if self.global_batch % self.ranks == 0 else "at most "
         pieces = f" in {self.pieces} pieces" if self.pieces > 1 else ""
         scaled = "" if self.factor == 1 else f" (scaled by {self.factor:.4g})"
         return (
-            f"batch {self.global_batch} = {ranks} × {most}{self.share}{pieces},"
+            f"batch {self.global_batch} = {ranks} × {prefix}{self.share}{pieces},"
             f" learning rate {self.lr:.4g}{scaled}"
         )
 
 
-def batching(
+def compute_batching(
     ranks: int,
     *,
     global_batch: int,
@@ -75,34 +68,23 @@ def batching(
     limit: int = 0,
     rule: str = "none",
 ) -> Batching:
-    """The batch and the learning rate for a number of ranks.
+    """Computes the batch and the learning rate for a number of ranks.
 
     Args:
         ranks: Number of processes.
-        global_batch: Samples of one step; with ``per_rank`` only the batch that ``lr`` is for.
+        global_batch: Samples of one step; with ``per_rank`` only the reference for ``lr``.
         lr: Learning rate for ``global_batch``.
-        per_rank: Samples of each rank in one step instead; 0 keeps the global batch.
-        limit: Most samples that one rank computes at once (memory); 0 means no limit.
-        rule: How the learning rate follows the batch: ``none``, ``linear`` or ``sqrt``.
-
-    Raises:
-        SettingError: Unknown rule, or one without anything to scale by.
+        per_rank: Samples of each rank in one step; 0 divides the global batch.
+        limit: Maximum samples that one rank computes at once; 0 means no limit.
+        rule: Scaling of the learning rate with the batch: ``none``, ``linear`` or ``sqrt``.
     """
-    if rule not in RULES:
-        raise SettingError(f"--scale-lr {rule}: unknown", remedy=f"one of {', '.join(RULES)}")
-    if rule != "none" and not per_rank:
-        raise SettingError(
-            f"--scale-lr {rule} has nothing to scale by",
-            found="the global batch is the same at any number of processes",
-            remedy="--batch-per-process N lets the batch grow, or --scale-lr none",
-        )
     actual = per_rank * ranks or global_batch
     ratio = actual / global_batch
     factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
     return Batching(actual, ranks, limit, lr * factor, factor)
 
 
-def optimizer(
+def make_optimizer(
     name: str,
     module: nn.Module,
     lr: float,
@@ -111,22 +93,19 @@ def optimizer(
     nesterov: bool = True,
     weight_decay: float = 0.0,
 ) -> Optimizer:
-    """An optimizer over the module's trainable parameters.
+    """Creates an optimizer over the module's trainable parameters.
 
     Args:
-        name: One of :data:`OPTIMIZERS`.
-        module: Already in its place; frozen parameters stay out.
+        name: ``adamw``, ``adam`` or ``sgd``.
+        module: Network, already on its device.
         lr: Learning rate.
-        momentum: Of sgd; first moment of the others.
-        nesterov: Nesterov's momentum in sgd, where there is momentum.
-        weight_decay: Decoupled in adamw, added to the gradient elsewhere.
-
-    Raises:
-        SettingError: Unknown name.
+        momentum: Momentum of sgd; decay of the first moment of the others.
+        nesterov: Use Nesterov momentum in sgd, if ``momentum`` is not 0.
+        weight_decay: Decoupled in adamw, otherwise added to the gradient.
     """
-    parameters = [one for one in module.parameters() if one.requires_grad]
-    # One kernel for each tensor: six times faster on a CPU than the loop that is torch's default.
-    fused = all(one.device.type in FUSED for one in parameters)
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    # Six times faster on a CPU than torch's default loop.
+    fused = all(parameter.device.type in _FUSED_DEVICES for parameter in parameters)
     if name == "sgd":
         return SGD(
             parameters,
@@ -137,24 +116,22 @@ def optimizer(
             fused=fused,
         )
     kinds: dict[str, type[Adam]] = {"adam": Adam, "adamw": AdamW}
-    if name not in kinds:
-        raise SettingError(f"--optimizer {name}: unknown", remedy=f"one of {', '.join(OPTIMIZERS)}")
     betas = (momentum, 0.999)
     return kinds[name](parameters, lr, betas=betas, weight_decay=weight_decay, fused=fused)
 
 
 class Curve:
-    """A learning rate's course.
+    """Factor of the learning rate at each step.
 
-    What it learned on the way is in its ``__dict__``, which torch saves with the schedule; what
-    it was made with is in slots, so that a resumed run may have more steps.
+    Its state is in ``__dict__``, which torch saves with the schedule. Its settings are in slots, so
+    that a resumed run may have more steps.
 
     Args:
-        name: One of :data:`SCHEDULES`.
+        name: ``cosine``, ``linear``, ``inverse-sqrt``, ``constant``, ``step`` or ``plateau``.
         steps: Global steps of the training.
-        warm_up: Part of them over which the rate rises from zero.
-        milestones: Parts of the training after which ``step`` divides by ten.
-        patience: Evaluations without a better value after which ``plateau`` divides by ten.
+        warm_up: Fraction of the steps over which the rate rises from zero.
+        patience: Evaluations without a lower loss after which ``plateau`` divides by ten.
+        milestones: Fractions of the training after which ``step`` divides by ten.
     """
 
     __slots__ = ("__dict__", "milestones", "name", "patience", "steps", "warm")
@@ -165,44 +142,42 @@ class Curve:
         steps: int,
         warm_up: float,
         patience: int = 3,
-        milestones: Sequence[float] = MILESTONES,
+        milestones: Sequence[float] = (0.5, 0.75),
     ) -> None:
-        if name not in SCHEDULES:
-            raise SettingError(
-                f"--schedule {name}: unknown", remedy=f"one of {', '.join(SCHEDULES)}"
-            )
         self.name, self.steps, self.patience = name, steps, patience
         self.milestones = tuple(milestones)
-        self.warm = round(steps * warm_up)
+        self.warm_up_steps = round(steps * warm_up)
         self.scale, self.best, self.stale = 1.0, math.inf, 0
 
     def __call__(self, step: int) -> float:
-        """Factor of the global step ``step``."""
-        if step < self.warm:
-            return (step + 1) / self.warm
+        """Returns the factor at a global step."""
+        if step < self.warm_up_steps:
+            return (step + 1) / self.warm_up_steps
         if self.name == "inverse-sqrt":
-            return math.sqrt(max(self.warm, 1) / (step + 1))
-        done = min(1.0, (step - self.warm) / max(1, self.steps - self.warm))
-        return self._falling(done)
+            return math.sqrt(max(self.warm_up_steps, 1) / (step + 1))
+        progress = min(1.0, (step - self.warm_up_steps) / max(1, self.steps - self.warm_up_steps))
+        return self._decay(progress)
 
-    def _falling(self, done: float) -> float:
+    def _decay(self, progress: float) -> float:
         if self.name == "cosine":
-            return 0.5 * (1 + math.cos(math.pi * done))
+            return 0.5 * (1 + math.cos(math.pi * progress))
         if self.name == "linear":
-            return 1 - done
+            return 1 - progress
         if self.name == "step":
-            return float(_DIVIDE ** sum(done >= milestone for milestone in self.milestones))
+            return float(
+                _STEP_FACTOR ** sum(progress >= milestone for milestone in self.milestones)
+            )
         return self.scale
 
     def report(self, loss: float) -> None:
-        """Takes the loss of an evaluation; only ``plateau`` minds."""
+        """Records the loss of an evaluation; only ``plateau`` uses it."""
         if self.name != "plateau":
             return
         self.best, self.stale = (loss, 0) if loss < self.best else (self.best, self.stale + 1)
         if self.stale >= self.patience:
-            self.scale, self.stale = self.scale * _DIVIDE, 0
+            self.scale, self.stale = self.scale * _STEP_FACTOR, 0
 
 
-def scheduled(optimizer: Optimizer, curve: Curve) -> LambdaLR:
-    """The schedule that follows a curve, to be advanced once for each global step."""
+def make_schedule(optimizer: Optimizer, curve: Curve) -> LambdaLR:
+    """Creates the schedule of a curve, to be advanced once for each global step."""
     return LambdaLR(optimizer, curve)

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from paceline.recipes.argv import at_least, below_one, known
-from paceline.recipes.data import NAMED, PAIRS, TEXTS, HubSource, is_path
-from paceline.recipes.published import FILES, IMAGENET
+from paceline.recipes.argv import check_at_least, check_fraction, check_known
+from paceline.recipes.data import IMAGE_SETS, PAIR_SETS, TEXT_SETS, HubSource, is_path
+from paceline.recipes.pretrained_list import IMAGENET, RESNET_FILES
 from paceline.spec import balance, communication, overlap
 from paceline.spec.errors import SettingError
 
@@ -21,8 +21,8 @@ Dtype = Literal["float32", "float64", "bf16", "fp16"]
 Device = Literal["auto", "cpu", "cuda", "xpu"]
 Backend = Literal["auto", "gloo", "nccl", "xccl", "ccl", "mpi"]
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
-_ONE = r"(?:[1-9]\d*|\d+(?:\.\d+)?[smh]|epoch)"
-_CADENCE = re.compile(rf"never|{_ONE}(?:,{_ONE})*")
+_INTERVAL = r"(?:[1-9]\d*|\d+(?:\.\d+)?[smh]|epoch)"
+_CADENCE = re.compile(rf"never|{_INTERVAL}(?:,{_INTERVAL})*")
 
 
 @dataclass(frozen=True)
@@ -152,26 +152,26 @@ class Options:
         Raises:
             SettingError: Names the flag, the value and what is allowed.
         """
-        at_least("--epochs", self.epochs, 1)
-        at_least("--steps", self.steps, 0)
-        at_least("--global-batch", self.global_batch, 1)
-        at_least("--seed", self.seed, 0)
-        at_least("--log-every", self.log_every, 0)
-        at_least("--check-every", self.check_every, 1)
+        check_at_least("--epochs", self.epochs, 1)
+        check_at_least("--steps", self.steps, 0)
+        check_at_least("--global-batch", self.global_batch, 1)
+        check_at_least("--seed", self.seed, 0)
+        check_at_least("--log-every", self.log_every, 0)
+        check_at_least("--check-every", self.check_every, 1)
         for name in self.track:
-            known("--track", name, TRACKERS)
+            check_known("--track", name, TRACKERS)
         if self.mirror and not re.match(r"https?://[^/]", self.mirror):
             raise SettingError(
                 f"--mirror {self.mirror}: no address of a web server",
                 remedy="--mirror https://HOST/FOLDER, or --data-dir FOLDER for files that are here",
             )
-        at_least("--keep", self.keep, 0)
+        check_at_least("--keep", self.keep, 0)
         if not _CADENCE.fullmatch(self.checkpoint_every):
             raise SettingError(
                 f"--checkpoint-every {self.checkpoint_every}: cannot be understood",
                 remedy="500 (steps), 10m (minutes), epoch, never, or several: epoch,10m",
             )
-        copies_of(self.checkpoint_copies)
+        parse_copies(self.checkpoint_copies)
         balance.weights_of(self.balance)
         balance.refuse(
             self.balance,
@@ -179,17 +179,17 @@ class Options:
             sharded=self.shard,
             communication=self.communication,
         )
-        at_least("--batch-per-process", self.batch_per_process, 0)
-        if limits_of(self.micro_batch) == "auto" and self.shard:
+        check_at_least("--batch-per-process", self.batch_per_process, 0)
+        if parse_micro_batch(self.micro_batch) == "auto" and self.shard:
             raise SettingError(
                 "--micro-batch auto does not go with --shard",
                 found="a process whose memory is full would leave the others waiting",
                 remedy="--micro-batch N, or leave --shard out",
             )
-        at_least("--weight-decay", self.weight_decay, 0)
-        at_least("--clip-norm", self.clip_norm, 0)
-        below_one("--ema", self.ema)
-        at_least("--ema-start", self.ema_start, 0)
+        check_at_least("--weight-decay", self.weight_decay, 0)
+        check_at_least("--clip-norm", self.clip_norm, 0)
+        check_fraction("--ema", self.ema)
+        check_at_least("--ema-start", self.ema_start, 0)
         if self.find_batch and self.shard:
             raise SettingError(
                 "--find-batch does not go with --shard",
@@ -203,16 +203,16 @@ class Options:
             averaged=bool(self.ema),
         )
         overlap.refuse(self.overlap)
-        at_least("--watch", self.watch, 0)
-        at_least("--evaluate-every", self.evaluate_every, 0)
-        at_least("--patience", self.patience, 0)
-        at_least("--stop-at", self.stop_at, 0)
+        check_at_least("--watch", self.watch, 0)
+        check_at_least("--evaluate-every", self.evaluate_every, 0)
+        check_at_least("--patience", self.patience, 0)
+        check_at_least("--stop-at", self.stop_at, 0)
         if not 0 < self.lr < float("inf"):
             raise SettingError(f"--lr {self.lr} must be greater than 0", remedy="--lr 0.001")
-        below_one("--warm-up", self.warm_up)
+        check_fraction("--warm-up", self.warm_up)
         for milestone in self.milestones:
-            below_one("--milestones", milestone)
-        below_one("--momentum", self.momentum)
+            check_fraction("--milestones", milestone)
+        check_fraction("--momentum", self.momentum)
         if self.scale_lr != "none" and not self.batch_per_process:
             raise SettingError(
                 f"--scale-lr {self.scale_lr} has nothing to scale by",
@@ -221,22 +221,22 @@ class Options:
             )
 
 
-def copies_of(said: str) -> int | None:
+def parse_copies(text: str) -> int | None:
     """What ``--checkpoint-copies`` says; ``None`` for ``auto``.
 
     Raises:
         SettingError: Anything else.
     """
-    if said == "auto":
+    if text == "auto":
         return None
-    if not (said.isascii() and said.isdecimal() and len(said) < 5):
+    if not (text.isascii() and text.isdecimal() and len(text) < 5):
         raise SettingError(
-            f"--checkpoint-copies {said}: no number of copies", remedy="1, 0 for none, or auto"
+            f"--checkpoint-copies {text}: no number of copies", remedy="1, 0 for none, or auto"
         )
-    return int(said)
+    return int(text)
 
 
-def limits_of(micro_batch: str) -> Literal["auto"] | int | dict[str, int]:
+def parse_micro_batch(micro_batch: str) -> Literal["auto"] | int | dict[str, int]:
     """What ``--micro-batch`` says: ``auto``, a number, or numbers of hosts.
 
     Raises:
@@ -247,13 +247,13 @@ def limits_of(micro_batch: str) -> Literal["auto"] | int | dict[str, int]:
     if micro_batch.isdecimal():
         return int(micro_batch)
     limits: dict[str, int] = {}
-    for word in micro_batch.split(","):
-        name, _, number = (one.strip() for one in word.partition("="))
+    for entry in micro_batch.split(","):
+        name, _, number = (part.strip() for part in entry.partition("="))
         if not name or not number.isdecimal() or not int(number) or name in limits:
-            twice = f"{name} has a limit already" if name in limits else ""
+            duplicate = f"{name} has a limit already" if name in limits else ""
             raise SettingError(
                 f"--micro-batch {micro_batch}: cannot be understood",
-                found=twice or f"{word!r} is no number of samples, and no host with one",
+                found=duplicate or f"{entry!r} is no number of samples, and no host with one",
                 remedy="auto, a number (0: no limit), or one for some hosts: --micro-batch n2=8",
             )
         limits[name] = int(number)
@@ -270,38 +270,38 @@ def check_accuracy(stop_at: float) -> None:
         )
 
 
-def check_fine_tuning(own: bool, options: Options) -> None:
+def check_fine_tuning(is_builtin: bool, options: Options) -> None:
     """Refuses combinations of --model, --weights, --from-scratch and --freeze without a sense.
 
     Args:
-        own: Whether the model is one of the recipe's own.
+        is_builtin: Whether the model is one of the recipe's own.
         options: With these fields.
     """
     weights, scratch = getattr(options, "weights", ""), getattr(options, "from_scratch", False)
     freeze, stages = getattr(options, "freeze", False), getattr(options, "unfreeze_every", 0)
-    random = scratch or (own and not weights)
-    at_least("--unfreeze-every", stages, 0)
+    is_random = scratch or (is_builtin and not weights)
+    check_at_least("--unfreeze-every", stages, 0)
     for width in getattr(options, "add_layers", ()):
-        at_least("--add-layers", width, 1)
-    if weights == IMAGENET and own and options.model not in FILES:
+        check_at_least("--add-layers", width, 1)
+    if weights == IMAGENET and is_builtin and options.model not in RESNET_FILES:
         raise SettingError(
             f"--weights {IMAGENET}: there are none for --model {options.model}",
-            found=f"there are some for {', '.join(FILES)}",
+            found=f"there are some for {', '.join(RESNET_FILES)}",
             remedy="--model resnet18",
         )
-    if weights and not own:
+    if weights and not is_builtin:
         raise SettingError(
             f"--weights {weights} cannot be used with --model {options.model}",
             found="that model brings its own weights",
             remedy="--model FOLDER with the weights in it",
         )
-    if freeze and random:
+    if freeze and is_random:
         raise SettingError(
             "--freeze would keep random weights",
             found=f"--model {options.model} starts from scratch here",
             remedy="--weights RUN, or a Hugging Face model with its weights",
         )
-    if stages and (random or freeze is False):
+    if stages and (is_random or freeze is False):
         raise SettingError(
             f"--unfreeze-every {stages} needs something frozen",
             remedy="pretrained weights and --freeze, or leave it out",
@@ -401,17 +401,17 @@ class ImageOptions(Options):
         super().validate()
         check_accuracy(self.stop_at)
         if not is_path(self.model):
-            known("--model", self.model, IMAGE_MODELS)
+            check_known("--model", self.model, IMAGE_MODELS)
         if self.preset:
-            known("--preset", self.preset, IMAGE_PRESETS)
+            check_known("--preset", self.preset, IMAGE_PRESETS)
         check_fine_tuning(self.model in IMAGE_MODELS, self)
         for name in self.augment:
-            known("--augment", name, AUGMENTATIONS)
+            check_known("--augment", name, AUGMENTATIONS)
         if not is_path(self.data):
-            known("--data", self.data, NAMED)
-        below_one("--label-smoothing", self.label_smoothing)
-        below_one("--val-fraction", self.val_fraction)
-        at_least("--workers", self.workers, -1)
+            check_known("--data", self.data, IMAGE_SETS)
+        check_fraction("--label-smoothing", self.label_smoothing)
+        check_fraction("--val-fraction", self.val_fraction)
+        check_at_least("--workers", self.workers, -1)
         self._validate_images()
 
     def _validate_images(self) -> None:
@@ -421,14 +421,14 @@ class ImageOptions(Options):
                 remedy="--test-fraction 0.2",
             )
         if self.image_size:
-            at_least("--image-size", self.image_size, 8)
+            check_at_least("--image-size", self.image_size, 8)
 
 
 TEXT_MODELS = {
     "small": "a transformer encoder of two layers, from scratch",
     "words": "the mean of word vectors, from scratch: fast, and blind to word order",
 }
-MADE_TEXTS = {
+GENERATED_TEXTS = {
     "meals": "short restaurant reviews: is the food praised? (generated)",
     "dummy": "random words, for measuring speed",
 }
@@ -494,13 +494,13 @@ class TextOptions(Options):
         super().validate()
         check_accuracy(self.stop_at)
         if not is_path(self.model):
-            known("--model", self.model, TEXT_MODELS)
+            check_known("--model", self.model, TEXT_MODELS)
         if not is_path(self.data):
-            known("--data", self.data, [*MADE_TEXTS, *TEXTS])
-        at_least("--vocab-size", self.vocab_size, 0)
-        at_least("--max-length", self.max_length, 2)
-        below_one("--dropout", self.dropout)
-        below_one("--label-smoothing", self.label_smoothing)
+            check_known("--data", self.data, [*GENERATED_TEXTS, *TEXT_SETS])
+        check_at_least("--vocab-size", self.vocab_size, 0)
+        check_at_least("--max-length", self.max_length, 2)
+        check_fraction("--dropout", self.dropout)
+        check_fraction("--label-smoothing", self.label_smoothing)
         self._validate_data()
         check_fine_tuning(self.model in TEXT_MODELS, self)
 
@@ -527,7 +527,7 @@ TRANSLATION_SIZES: dict[str, tuple[int, int, int, int]] = {
     "big": (1024, 6, 16, 4096),
 }
 """(d_model, layers, heads, ff) by name; ``base`` and ``big`` are those of the original paper."""
-MADE_PAIRS = {
+GENERATED_PAIRS = {
     "numbers": "numbers, from digits to English words (generated)",
     "reverse": "short sequences of letters, to be reversed (generated)",
     "dummy": "random words, for measuring speed",
@@ -603,24 +603,24 @@ class TranslationOptions(Options):
 
     def validate(self) -> None:
         super().validate()
-        known("--model", self.model, TRANSLATION_SIZES)
+        check_known("--model", self.model, TRANSLATION_SIZES)
         self._validate_sizes()
         self._validate_data()
-        at_least("--beam", self.beam, 1)
-        at_least("--score-every", self.score_every, 1)
-        at_least("--samples", self.samples, 0)
-        below_one("--dropout", self.dropout)
-        below_one("--label-smoothing", self.label_smoothing)
+        check_at_least("--beam", self.beam, 1)
+        check_at_least("--score-every", self.score_every, 1)
+        check_at_least("--samples", self.samples, 0)
+        check_fraction("--dropout", self.dropout)
+        check_fraction("--label-smoothing", self.label_smoothing)
 
     def dimensions(self) -> tuple[int, int, int, int]:
         """(d_model, layers, heads, ff) as they will be."""
-        asked = (self.d_model, self.layers, self.heads, self.ff)
-        named = TRANSLATION_SIZES[self.model]
+        overrides = (self.d_model, self.layers, self.heads, self.ff)
+        defaults = TRANSLATION_SIZES[self.model]
         return (
-            asked[0] or named[0],
-            asked[1] or named[1],
-            asked[2] or named[2],
-            asked[3] or named[3],
+            overrides[0] or defaults[0],
+            overrides[1] or defaults[1],
+            overrides[2] or defaults[2],
+            overrides[3] or defaults[3],
         )
 
     def hub(self) -> HubSource:
@@ -629,9 +629,9 @@ class TranslationOptions(Options):
 
     def _validate_sizes(self) -> None:
         for flag in ("d_model", "layers", "heads", "ff", "vocab_size"):
-            at_least("--" + flag.replace("_", "-"), getattr(self, flag), 0)
-        at_least("--min-frequency", self.min_frequency, 1)
-        at_least("--seq-len", self.seq_len, 4)
+            check_at_least("--" + flag.replace("_", "-"), getattr(self, flag), 0)
+        check_at_least("--min-frequency", self.min_frequency, 1)
+        check_at_least("--seq-len", self.seq_len, 4)
         width, _, heads, _ = self.dimensions()
         if width % heads or width % 2:
             raise SettingError(
@@ -645,7 +645,7 @@ class TranslationOptions(Options):
                 f"--val-fraction {self.val_fraction} must lie between 0 and 1",
                 remedy="--val-fraction 0.1",
             )
-        if self.target and self.data in (*MADE_PAIRS, *PAIRS):
+        if self.target and self.data in (*GENERATED_PAIRS, *PAIR_SETS):
             raise SettingError(
                 f"--target {self.target} needs a file as --data",
                 found=f"--data {self.data} has both sides",
@@ -656,4 +656,4 @@ class TranslationOptions(Options):
                 "--source-lang and --target-lang belong together", remedy="name both, or none"
             )
         if not is_path(self.data):
-            known("--data", self.data, [*MADE_PAIRS, *PAIRS])
+            check_known("--data", self.data, [*GENERATED_PAIRS, *PAIR_SETS])

@@ -1,6 +1,4 @@
-"""Starting from weights that exist: Hugging Face's models and files; what is loaded, what stays
-frozen, and when it thaws.
-"""
+"""Pretrained models: loading from Hugging Face, runs and files; freezing of the backbone."""
 
 from __future__ import annotations
 
@@ -19,11 +17,16 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from paceline import train
 from paceline.program import library
-from paceline.recipes.data import on_this_host
-from paceline.recipes.data.hub import fetched, prepare_environment
-from paceline.recipes.heads import names_within, renew
+from paceline.recipes.data import local_path
+from paceline.recipes.data.hub import fetch, prepare_environment
+from paceline.recipes.heads import backbone_names, reset_head
 from paceline.recipes.optimization import Curve
-from paceline.recipes.published import AS_TRAINED, IMAGENET, TORCHVISION, torch_file
+from paceline.recipes.pretrained_list import (
+    IMAGENET,
+    IMAGENET_PREPROCESSING,
+    TORCHVISION,
+    torch_file,
+)
 from paceline.spec.errors import DataError, SettingError
 from paceline.train.weights import saved_state
 
@@ -36,56 +39,56 @@ _CLASSES = {
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the weights come from with which a training starts.
+    """Origin of a training's initial weights.
 
     Attributes:
-        source: As typed; empty for random weights.
-        missing: The backbone's tensors that it does not have.
-        new_head: The head was made anew, because it was for other classes.
+        source: Name or path as typed; empty for random weights.
+        missing: Keys of the backbone's tensors that the source lacks.
+        head_is_reset: Whether the head has random weights, because the classes differ.
     """
 
     source: str = ""
     missing: tuple[str, ...] = ()
-    new_head: bool = True
+    head_is_reset: bool = True
 
-    def frozen(self, asked: bool | None) -> bool:
-        """Whether the backbone stays as it is: unless said otherwise where only the head is new.
+    def is_frozen(self, freeze: bool | None) -> bool:
+        """Tells whether to freeze the backbone; by default if only the head is new.
 
         Raises:
-            SettingError: It is to be frozen, and has random weights.
+            SettingError: A backbone with random weights would be frozen.
         """
-        if asked and self.missing:
+        if freeze and self.missing:
             raise SettingError(
                 f"--freeze would keep {len(self.missing)} tensors with random weights",
-                found=f"{self.source} has no {self._named()}",
+                found=f"{self.source} has no {self._list_missing()}",
                 remedy="--no-freeze, or the --model and --image-size that it was made with",
             )
-        if asked is not None:
-            return asked
-        return bool(self.source) and self.new_head and not self.missing
+        if freeze is not None:
+            return freeze
+        return bool(self.source) and self.head_is_reset and not self.missing
 
     def describe(self, frozen: bool) -> str:
-        """One line for people."""
-        head = "a new head" if self.new_head else "their own head"
-        missing = f", random where they have none ({self._named()})" if self.missing else ""
-        rest = "the backbone is frozen (--no-freeze trains it, too)"
-        trained = rest if frozen else "all of it is trained (--freeze trains the head only)"
+        """Returns a one-line description."""
+        head = "a new head" if self.head_is_reset else "their own head"
+        missing = f", random where they have none ({self._list_missing()})" if self.missing else ""
+        frozen_note = "the backbone is frozen (--no-freeze trains it, too)"
+        trained = frozen_note if frozen else "all of it is trained (--freeze trains the head only)"
         return f"weights of {self.source} with {head}{missing}; {trained}"
 
-    def _named(self) -> str:
-        more = f" and {len(self.missing) - 3} more" if len(self.missing) > 3 else ""
-        return ", ".join(self.missing[:3]) + more
+    def _list_missing(self) -> str:
+        suffix = f" and {len(self.missing) - 3} more" if len(self.missing) > 3 else ""
+        return ", ".join(self.missing[:3]) + suffix
 
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """Which model.
+    """A classifier of Hugging Face.
 
     Attributes:
-        kind: What it classifies.
+        kind: Kind of its inputs.
         name: Id (``user/name``) or folder.
-        offline: Whether the network must not be touched.
-        from_scratch: Takes the architecture, and new weights.
+        offline: Do not use the network.
+        from_scratch: Use random weights.
     """
 
     kind: Kind
@@ -95,7 +98,7 @@ class HubModel:
 
     @property
     def source(self) -> str:
-        """What the library is given."""
+        """Argument of the library's loaders."""
         path = Path(self.name).expanduser()
         return str(path) if path.is_dir() else self.name
 
@@ -108,7 +111,7 @@ class HubModel:
         return self.offline or self.folder
 
     def check(self) -> None:
-        """DataError for a path at which there is no folder: the hub has no such id."""
+        """Raises DataError for a path without a folder, which cannot be an id of the hub."""
         path = Path(self.name).expanduser()
         an_id = self.name.count("/") <= 1 and not self.name.startswith(("/", "./", "../", "~"))
         if not path.is_dir() and (path.exists() or not an_id):
@@ -120,15 +123,15 @@ class HubModel:
             )
 
 
-def load_model(wanted: HubModel, classes: Sequence[str]) -> tuple[nn.Module, Origin]:
-    """The model with a head for these classes; one that was for others is made anew.
+def load_model(hub_model: HubModel, classes: Sequence[str]) -> tuple[nn.Module, Origin]:
+    """Loads a model with a head for the given classes, new if it was for others.
 
     Raises:
-        DataError: Not found, refused, or no such classifier.
+        DataError: The model is not found, refused, or not a classifier of this kind.
     """
-    wanted.check()
-    transformers = _library(wanted.kind, wanted.offline, wanted.folder)
-    kind = getattr(transformers, _CLASSES[wanted.kind])
+    hub_model.check()
+    transformers = _import_transformers(hub_model.kind, hub_model.offline, hub_model.folder)
+    kind = getattr(transformers, _CLASSES[hub_model.kind])
     names: dict[str, Any] = {
         "num_labels": len(classes),
         "id2label": dict(enumerate(classes)),
@@ -136,32 +139,32 @@ def load_model(wanted: HubModel, classes: Sequence[str]) -> tuple[nn.Module, Ori
     }
 
     def get() -> tuple[Any, dict[str, Any], tuple[str, ...]]:
-        at = {"local_files_only": wanted.local}
-        described = transformers.AutoConfig.from_pretrained
-        if wanted.from_scratch:
-            return kind.from_config(described(wanted.source, **at, **names)), {}, ()
-        before = getattr(described(wanted.source, **at), "id2label", None) or {}
-        more = {"ignore_mismatched_sizes": True, "output_loading_info": True}
-        model, report = kind.from_pretrained(wanted.source, **at, **names, **more)
-        return model, report, tuple(before[number] for number in sorted(before))
+        location = {"local_files_only": hub_model.local}
+        load_config = transformers.AutoConfig.from_pretrained
+        if hub_model.from_scratch:
+            return kind.from_config(load_config(hub_model.source, **location, **names)), {}, ()
+        old_classes = getattr(load_config(hub_model.source, **location), "id2label", None) or {}
+        arguments = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+        model, report = kind.from_pretrained(hub_model.source, **location, **names, **arguments)
+        return model, report, tuple(old_classes[number] for number in sorted(old_classes))
 
-    model, report, before = fetched(f"--model {wanted.name}", get)
+    model, report, old_classes = fetch(f"--model {hub_model.name}", get)
     if not isinstance(model, nn.Module):
-        raise DataError(f"--model {wanted.name} is no {wanted.kind} classifier")
-    # The library gives what it has loaded in evaluation mode.
+        raise DataError(f"--model {hub_model.name} is no {hub_model.kind} classifier")
+    # The library loads models in evaluation mode.
     model = model.float().train()
-    if wanted.from_scratch:
+    if hub_model.from_scratch:
         return model, Origin()
-    backbone = backbone_of(model)
-    inside, missing = names_within(model, backbone), set(report["missing_keys"])
-    same = before == tuple(classes) and missing <= inside
-    if not same:
-        renew(model, backbone)
-    return model, Origin(wanted.name, tuple(sorted(missing & inside)), not same)
+    backbone = split_backbone(model)
+    backbone_keys, missing = backbone_names(model, backbone), set(report["missing_keys"])
+    keeps_head = old_classes == tuple(classes) and missing <= backbone_keys
+    if not keeps_head:
+        reset_head(model, backbone)
+    return model, Origin(hub_model.name, tuple(sorted(missing & backbone_keys)), not keeps_head)
 
 
-def backbone_of(model: Any) -> Sequence[nn.Module]:
-    """The parts of the library's classifier without its head."""
+def split_backbone(model: Any) -> Sequence[nn.Module]:
+    """Returns the modules of the library's classifier without its head."""
     inner = getattr(model, "timm_model", None)
     if inner is not None:
         head = inner.get_classifier()
@@ -171,144 +174,150 @@ def backbone_of(model: Any) -> Sequence[nn.Module]:
     return [model.base_model]
 
 
-def rebuilt(kind: Kind, description: dict[str, Any]) -> nn.Module:
-    """The architecture that a saved description tells, with initial weights; nothing is fetched."""
-    transformers = _library(kind, offline=False, folder=True)
-    # timm's descriptions have their own word for it, and class names that may be another task's.
+def build_from_description(kind: Kind, description: dict[str, Any]) -> nn.Module:
+    """Builds a model from :func:`describe_config`, with initial weights, without the network."""
+    transformers = _import_transformers(kind, offline=False, folder=True)
+    # timm has its own key for the number of labels, and may have names of another task.
     count = {"num_labels": description["num_classes"]} if "num_classes" in description else {}
     kind_of_config = type(transformers.AutoConfig.for_model(description["model_type"]))
     config = kind_of_config.from_dict(dict(description), **count)
-    made: nn.Module = getattr(transformers, _CLASSES[kind]).from_config(config)
-    return made.float()
+    model: nn.Module = getattr(transformers, _CLASSES[kind]).from_config(config)
+    return model.float()
 
 
-def description(model: Any) -> dict[str, Any]:
-    """What :func:`rebuilt` needs, as JSON values."""
-    found: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
-    return found
+def describe_config(model: Any) -> dict[str, Any]:
+    """Returns a model's configuration as JSON values."""
+    content: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+    return content
 
 
-def load_tokenizer(wanted: HubModel) -> Any:
-    """The tokenizer that belongs to the model."""
-    wanted.check()
-    transformers = _library(wanted.kind, wanted.offline, wanted.folder)
+def load_tokenizer(hub_model: HubModel) -> Any:
+    """Loads the tokenizer of a model."""
+    hub_model.check()
+    transformers = _import_transformers(hub_model.kind, hub_model.offline, hub_model.folder)
 
     def get() -> Any:
         return transformers.AutoTokenizer.from_pretrained(
-            wanted.source, local_files_only=wanted.local
+            hub_model.source, local_files_only=hub_model.local
         )
 
-    return fetched(f"the tokenizer of --model {wanted.name}", get)
+    return fetch(f"the tokenizer of --model {hub_model.name}", get)
 
 
-def load_preprocessing(wanted: HubModel) -> dict[str, Any]:
-    """How images are prepared for the model, in the words of ``preprocessor_config.json``.
+def load_preprocessing(hub_model: HubModel) -> dict[str, Any]:
+    """Loads the preprocessing of a model's images, with the keys of ``preprocessor_config.json``.
 
-    Models of timm have no such file, but a part of their description; empty where nothing is said.
+    Models of timm have it in their ``config.json``. Empty if there is none.
     """
-    return _content(wanted, "preprocessor_config.json") or of_timm(_content(wanted, "config.json"))
+    return _load_json(hub_model, "preprocessor_config.json") or timm_preprocessing(
+        _load_json(hub_model, "config.json")
+    )
 
 
-def of_timm(description: Mapping[str, Any]) -> dict[str, Any]:
-    """The preprocessing that timm's models carry in their description."""
-    carried = description.get("pretrained_cfg") or {}
+def timm_preprocessing(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the preprocessing in the ``config.json`` of a timm model."""
+    timm_config = description.get("pretrained_cfg") or {}
     names = {"image_mean": "mean", "image_std": "std"}
-    found = {ours: carried[theirs] for ours, theirs in names.items() if theirs in carried}
-    return found | ({"size": carried["input_size"][-1]} if "input_size" in carried else {})
+    settings = {
+        key: timm_config[timm_key] for key, timm_key in names.items() if timm_key in timm_config
+    }
+    return settings | (
+        {"size": timm_config["input_size"][-1]} if "input_size" in timm_config else {}
+    )
 
 
-def _content(wanted: HubModel, name: str) -> dict[str, Any]:
-    """A JSON file of the model; empty when it has none of that name."""
-    wanted.check()
-    path = Path(wanted.name).expanduser() / name
+def _load_json(hub_model: HubModel, name: str) -> dict[str, Any]:
+    """Loads a JSON file of a model; empty if there is none of that name."""
+    hub_model.check()
+    path = Path(hub_model.name).expanduser() / name
     if not path.parent.is_dir():
-        prepare_environment(wanted.offline)
+        prepare_environment(hub_model.offline)
         hub = library("transformers.utils", "models are loaded")
-        found = fetched(
-            f"--model {wanted.name}",
+        cached = fetch(
+            f"--model {hub_model.name}",
             lambda: hub.cached_file(
-                wanted.name,
+                hub_model.name,
                 name,
-                local_files_only=wanted.local,
+                local_files_only=hub_model.local,
                 _raise_exceptions_for_missing_entries=False,
             ),
         )
-        path = Path(found) if found else path
+        path = Path(cached) if cached else path
     if not path.is_file():
         return {}
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return content
 
 
-def _library(kind: Kind, offline: bool, folder: bool = False) -> Any:
+def _import_transformers(kind: Kind, offline: bool, folder: bool = False) -> Any:
     prepare_environment(offline, folder)
-    found = library("transformers", f"Hugging Face's {kind} models are loaded")
-    found.utils.logging.set_verbosity_error()
-    found.utils.logging.disable_progress_bar()
-    return found
+    transformers = library("transformers", f"Hugging Face's {kind} models are loaded")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
 
 
 def load_backbone(
     network: nn.Module, backbone: Sequence[nn.Module], source: str, classes: Sequence[str]
 ) -> Origin:
-    """Loads every tensor that fits by name and shape; the others keep their initial values.
+    """Loads every tensor whose name and shape match; the others keep their initial values.
 
-    The head is loaded only where it is whole, and not known to be for other classes.
+    The head is loaded only if it is complete and not known to be for other classes.
 
     Args:
-        network: Changed in place.
-        backbone: Its parts without the head.
-        source: A run directory, or a ``.safetensors`` or ``.pth``/``.pt`` file.
-        classes: That the network shall tell.
+        network: Network, changed in place.
+        backbone: Its modules without the head.
+        source: Run directory, or ``.safetensors``, ``.pth`` or ``.pt`` file.
+        classes: Names of the network's classes.
 
     Raises:
-        DataError: Unreadable, or nothing in it fits.
+        DataError: The source is unreadable, or no tensor matches.
     """
-    state, mine = read_weights(source), network.state_dict()
-    inside = names_within(network, backbone)
-    fits = {n: t for n, t in state.items() if n in mine and mine[n].shape == t.shape}
-    if not inside & set(fits):
+    state, target = read_weights(source), network.state_dict()
+    backbone_keys = backbone_names(network, backbone)
+    matching = {n: t for n, t in state.items() if n in target and target[n].shape == t.shape}
+    if not backbone_keys & set(matching):
         raise DataError(
             f"--weights {source} do not fit the model",
             found=f"of its {len(state)} tensors none has the name and shape of one of the model's",
             remedy="name the --model that they were made with",
         )
-    before = described(source).get("classes") or [*classes]
-    same = before == [*classes] and set(mine) - inside <= set(fits)
-    loaded = fits if same else {name: fits[name] for name in inside & set(fits)}
+    old_classes = load_description(source).get("classes") or [*classes]
+    keeps_head = old_classes == [*classes] and set(target) - backbone_keys <= set(matching)
+    loaded = (
+        matching if keeps_head else {name: matching[name] for name in backbone_keys & set(matching)}
+    )
     network.load_state_dict(loaded, strict=False)
-    missing = (n for n in sorted(inside - set(loaded)) if not n.endswith("num_batches_tracked"))
-    return Origin(source, tuple(missing), not same)
+    missing = (
+        n for n in sorted(backbone_keys - set(loaded)) if not n.endswith("num_batches_tracked")
+    )
+    return Origin(source, tuple(missing), not keeps_head)
 
 
-def described(source: str) -> dict[str, Any]:
-    """What a run says of its model; empty for a file.
-
-    Raises:
-        DataError: The folder holds no run with a model or a checkpoint.
-    """
-    path = on_this_host(Path(source).expanduser())
+def load_description(source: str) -> dict[str, Any]:
+    """Loads the description of a run's model; empty for a file."""
+    path = local_path(Path(source).expanduser())
     return train.load_config(path) if path.is_dir() else {}
 
 
-def preprocessing_of(source: str) -> dict[str, Any]:
-    """How a run's images were prepared, as :func:`load_preprocessing` says it, and the channels."""
+def saved_preprocessing(source: str) -> dict[str, Any]:
+    """Returns the preprocessing of a run's images, like :func:`load_preprocessing`."""
     if source == IMAGENET:
-        return dict(AS_TRAINED)
-    found = described(source)
+        return dict(IMAGENET_PREPROCESSING)
+    description = load_description(source)
     try:
-        moments, (channels, size, _) = found["normalisation"], found["shape"]
+        moments, (channels, size, _) = description["normalisation"], description["shape"]
         means, deviations = moments["mean"], moments["deviation"]
     except (KeyError, TypeError, ValueError):
         return {}
     return {"size": size, "image_mean": means, "image_std": deviations, "channels": channels}
 
 
-def torch_file_here(name: str, offline: bool) -> Path:
-    """A file of torchvision's weights; downloaded where it is not on this disk, by one process.
+def ensure_torch_file(name: str, offline: bool) -> Path:
+    """Returns a file of torchvision's weights, downloaded by one process if it is missing.
 
     Raises:
-        DataError: It is not here, and must not or cannot be fetched.
+        DataError: The file is missing and cannot be downloaded.
     """
     path, url = torch_file(name), TORCHVISION + name
     remedy = f"fetch {url} elsewhere, and put it into {path.parent}"
@@ -316,22 +325,22 @@ def torch_file_here(name: str, offline: bool) -> Path:
         return path
     if offline:
         raise DataError(f"{path} is not there, and --offline forbids fetching it", remedy=remedy)
-    beginning = path.stem.rpartition("-")[2]
+    digest = path.stem.rpartition("-")[2]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with (path.parent / f"{name}.lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.is_file():
-                torch.hub.download_url_to_file(url, str(path), beginning, progress=False)
-    except (OSError, RuntimeError) as error:  # RuntimeError: of another content
-        said = f"{type(error).__name__}: {error}"
-        raise DataError(f"{url} could not be fetched", found=said, remedy=remedy) from None
+                torch.hub.download_url_to_file(url, str(path), digest, progress=False)
+    except (OSError, RuntimeError) as error:  # RuntimeError: wrong checksum
+        reason = f"{type(error).__name__}: {error}"
+        raise DataError(f"{url} could not be fetched", found=reason, remedy=remedy) from None
     return path
 
 
 def read_weights(source: str) -> dict[str, Tensor]:
-    """Tensors by name. Nothing in the file is run."""
-    path = on_this_host(Path(source).expanduser())
+    """Reads tensors by name, without running code from the file."""
+    path = local_path(Path(source).expanduser())
     if path.is_dir():
         return saved_state(path)[1]
     try:
@@ -339,134 +348,129 @@ def read_weights(source: str) -> dict[str, Tensor]:
             from safetensors.torch import load_file
 
             return load_file(path)
-        if zipfile.is_zipfile(path):  # torch packs nothing
-            with zipfile.ZipFile(path) as packed:
-                if sum(one.file_size for one in packed.infolist()) > path.stat().st_size:
+        if zipfile.is_zipfile(path):  # torch does not compress
+            with zipfile.ZipFile(path) as archive:
+                if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
                     raise ValueError("it announces more than it holds")
-        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+        content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged files raise anything
         raise DataError(
             f"--weights {source} cannot be read",
             found=f"{type(error).__name__}: {str(error)[:200]}",
             remedy="a run directory, or a safetensors file",
         ) from None
-    state = found.get("state_dict", found) if isinstance(found, dict) else {}
+    state = content.get("state_dict", content) if isinstance(content, dict) else {}
     return {n.removeprefix("module."): t for n, t in state.items() if isinstance(t, Tensor)}
 
 
 def freeze(modules: Sequence[nn.Module]) -> None:
-    """Keeps modules exactly as they are: no gradients, and no running statistics either."""
+    """Freezes modules: no gradients, and no updates of running statistics."""
     for module in modules:
         module.requires_grad_(False)
-        hold(module)
+        lock_eval(module)
 
 
-def hold(module: nn.Module) -> None:
-    """Keeps a module in evaluation mode, also when the whole network goes to training mode."""
+def lock_eval(module: nn.Module) -> None:
+    """Keeps a module in evaluation mode, even when the network is set to training mode."""
     module.eval()
     object.__setattr__(module, "train", lambda mode=True: module)
 
 
-def let_go(module: nn.Module) -> None:
-    """Ends :func:`hold`."""
+def release(module: nn.Module) -> None:
+    """Ends :func:`lock_eval`."""
     vars(module).pop("train", None)
 
 
 def stages_of(backbone: Sequence[nn.Module]) -> list[nn.Module]:
-    """The backbone in stages from input to output; lists of layers are taken apart."""
+    """Splits the backbone into stages from input to output, and lists of layers into layers."""
     children = list(backbone[0].children()) if len(backbone) == 1 else backbone
     parts = [part for child in children for part in _layers(child)]
     return [part for part in parts if next(part.parameters(), None) is not None]
 
 
 def _layers(child: nn.Module) -> list[nn.Module]:
-    """The layers of the outermost list that holds all of the child's parameters."""
+    """Returns the layers of the outermost list that holds all of the child's parameters."""
     count = len(list(child.parameters()))
-    for one in child.modules():
-        whole = len(list(one.parameters())) == count
-        if isinstance(one, (nn.ModuleList, nn.Sequential)) and len(one) > 1 and whole:
-            return list(one)
+    for module in child.modules():
+        is_complete = len(list(module.parameters())) == count
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and is_complete:
+            return list(module)
     return [child]
 
 
-def thawing(
-    optimizer: Optimizer, curve: Curve, stages: Sequence[nn.Module], every: int
+def gradual_unfreezing(
+    optimizer: Optimizer, curve: Curve, stages: Sequence[nn.Module], interval: int
 ) -> LambdaLR:
-    """A schedule under which one stage more, from the last, trains after every ``every`` steps.
+    """Creates a schedule that unfreezes one more stage, from the last, every ``interval`` steps.
 
-    Waiting stages have a learning rate of 0, which leaves their parameters bit for bit.
+    Frozen stages have a learning rate of 0, which leaves their parameters unchanged.
 
     Args:
-        optimizer: With one group; it gets one for each stage.
-        curve: Course of the learning rate.
+        optimizer: Optimizer with one group; gets one for each stage.
+        curve: Factor of the learning rate.
         stages: From input to output.
-        every: Global steps between two thaws.
+        interval: Global steps between two stages.
     """
     (group,) = optimizer.param_groups
-    waiting = {id(p): n for n, stage in enumerate(reversed(stages), 1) for p in stage.parameters()}
+    stage_numbers = {
+        id(p): n for n, stage in enumerate(reversed(stages), 1) for p in stage.parameters()
+    }
     groups: dict[int, list[Tensor]] = {}
     for parameter in group["params"]:
-        groups.setdefault(waiting.get(id(parameter), 0), []).append(parameter)
+        groups.setdefault(stage_numbers.get(id(parameter), 0), []).append(parameter)
     order = sorted(groups)
     optimizer.param_groups[:] = [{**group, "params": groups[number]} for number in order]
-    # The head's course is the curve itself, which the schedule saves; the others follow it.
-    courses = [_from_step(curve, number * every) if number else curve for number in order]
-    return LambdaLR(optimizer, courses)
+    # The schedule saves the curve, which is the head's factor; the others depend on it.
+    factors = [_delayed(curve, number * interval) if number else curve for number in order]
+    return LambdaLR(optimizer, factors)
 
 
-def _from_step(curve: Curve, start: int) -> Callable[[int], float]:
+def _delayed(curve: Curve, start: int) -> Callable[[int], float]:
     return lambda step: curve(step) if step >= start else 0.0
 
 
 class Freezing:
-    """What stays as it was loaded, and until when.
+    """Freezes the backbone and unfreezes it stage by stage.
 
     Args:
-        backbone: The parts of the network without its head.
-        frozen: False changes nothing.
-        every: Epochs after which one more stage trains; 0 for never.
+        backbone: Modules of the network without its head.
+        frozen: Whether to freeze at all.
+        interval: Epochs after which one more stage trains; 0 for never.
 
     Raises:
         SettingError: The backbone has no stages to unfreeze.
     """
 
-    def __init__(self, backbone: Sequence[nn.Module], frozen: bool, every: int) -> None:
-        self._every = every if frozen else 0
-        self._stages = stages_of(backbone) if self._every else []
-        if self._every and not self._stages:
-            raise SettingError(f"--unfreeze-every {every}: this model has no stages to unfreeze")
+    def __init__(self, backbone: Sequence[nn.Module], frozen: bool, interval: int) -> None:
+        self._interval = interval if frozen else 0
+        self._stages = stages_of(backbone) if self._interval else []
+        if self._interval and not self._stages:
+            raise SettingError(f"--unfreeze-every {interval}: this model has no stages to unfreeze")
         if frozen:
             freeze(backbone)
         for stage in self._stages:
             stage.requires_grad_(True)
-            hold(stage)
+            lock_eval(stage)
 
     def schedule(self, optimizer: Optimizer, curve: Curve, epoch_steps: int) -> LambdaLR:
-        """The learning rates' schedule; ``epoch_steps`` global steps are an epoch."""
-        if not self._every:
+        """Creates the schedule of the learning rates; an epoch has ``epoch_steps`` global steps."""
+        if not self._interval:
             return LambdaLR(optimizer, curve)
-        return thawing(optimizer, curve, self._stages, self._every * epoch_steps)
+        return gradual_unfreezing(optimizer, curve, self._stages, self._interval * epoch_steps)
 
-    def begin(self, epoch: int) -> None:
-        """Lets the stages go whose time has come; call it at the start of every epoch."""
+    def start_epoch(self, epoch: int) -> None:
+        """Unfreezes the stages that are due; called at the start of each epoch."""
         for number, stage in enumerate(reversed(self._stages), 1):
-            if epoch >= number * self._every:
-                let_go(stage)
+            if epoch >= number * self._interval:
+                release(stage)
                 stage.train()
 
 
-def freezing(
+def make_freezing(
     session: train.Session, options: Any, origin: Origin, backbone: Sequence[nn.Module]
 ) -> Freezing:
-    """What stays frozen, as the options and the weights' origin say; told once.
-
-    Args:
-        session: Tells it.
-        options: With ``freeze`` and ``unfreeze_every``.
-        origin: Of the network's weights.
-        backbone: The network's parts without its head.
-    """
-    frozen = origin.frozen(True if options.unfreeze_every else options.freeze)
+    """Freezes the backbone as the options and the weights' origin require, and reports it."""
+    frozen = origin.is_frozen(True if options.unfreeze_every else options.freeze)
     if origin.source:
         session.say(origin.describe(frozen))
     return Freezing(backbone, frozen, options.unfreeze_every)

@@ -1,7 +1,4 @@
-"""The reference of recipes, made from their dataclasses: options, and every name that they take.
-
-Needs no torch.
-"""
+"""Help and reference tables of options, made from their dataclasses. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,30 +11,22 @@ import itertools
 import shutil
 import sys
 import typing
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
-from paceline.recipes import (
-    RECIPES,
-    options,
-    recipe,
-)
-from paceline.recipes.data import NAMED, PAIRS, TEXTS
 from paceline.spec.helptext import WIDTH, Row, Section, render
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Option:
-    """One option as people read it.
+    """One option, as the help shows it.
 
     Attributes:
-        flag: As typed.
-        kind: Of the value.
-        default: As typed; empty for none.
-        text: What it does.
-        name: Of the field.
-        choices: The values that it may have, where they are few.
+        flag: As typed, such as ``--lr``.
+        kind: Kind of the value; empty for a switch.
+        default: Default value as typed; empty for none.
+        text: Description.
+        name: Name of the field.
+        choices: Allowed values, for a choice.
     """
 
     flag: str
@@ -48,44 +37,38 @@ class Option:
     choices: tuple[str, ...] = ()
 
     def row(self) -> Row:
-        """The option in a help."""
+        """Returns the option's row in a help page."""
         if not self.kind:  # --flag / --no-flag
             return Row(self.flag, self.text, self.default)
-        joined = "|".join(self.choices)
-        short = bool(joined) and len(joined) <= 24
-        value = joined if short else _METAVARS.get(self.kind, "TEXT")
-        return Row(f"{self.flag} {value}", self.text, self.default, () if short else self.choices)
+        choices = "|".join(self.choices)
+        is_short = bool(choices) and len(choices) <= 24
+        value = choices if is_short else _METAVARS.get(self.kind, "TEXT")
+        return Row(
+            f"{self.flag} {value}", self.text, self.default, () if is_short else self.choices
+        )
 
 
 _METAVARS = {"whole number": "N", "number": "X", "words": "TEXT…", "one of": "NAME"}
 
 
-def options_of(name: str) -> list[Option]:
-    """The options of a recipe: its own first, then those that every recipe has.
-
-    Raises:
-        SettingError: Unknown recipe.
-    """
-    return options_in(recipe(name).options)
-
-
-def options_in(kind: type) -> list[Option]:
-    """The same for any class of options."""
+def list_options(kind: type) -> list[Option]:
+    """Lists the options of a class: those it defines first, then the inherited ones."""
     texts: dict[str, str] = {}
-    for one in reversed(kind.__mro__[:-1]):
-        texts |= _texts(one)
-    fields = dataclasses.fields(kind)
-    own = _texts(kind)
-    ordered = sorted(fields, key=lambda field: field.name not in own)
-    return [_option(field, texts[field.name]) for field in ordered if _typed(field)]
+    for cls in reversed(kind.__mro__[:-1]):
+        texts |= _field_texts(cls)
+    hints = typing.get_type_hints(kind)
+    own_texts = _field_texts(kind)
+    # "run" and positional fields are arguments of the command, not options
+    fields = [
+        field
+        for field in dataclasses.fields(kind)
+        if field.name != "run" and not field.metadata.get("positional")
+    ]
+    fields.sort(key=lambda field: field.name not in own_texts)
+    return [_option(field, hints[field.name], texts[field.name]) for field in fields]
 
 
-def _typed(field: dataclasses.Field[Any]) -> bool:
-    """Whether a field is an option: not what stands without a flag."""
-    return field.name != "run" and not field.metadata.get("positional")
-
-
-# title → fields, in the order of a help; what stands in none is about model and data
+# Title → fields, in the order of a help page; all others are about model and data.
 GROUPS: dict[str, tuple[str, ...]] = {
     "Training": (
         "epochs", "steps", "global_batch", "batch_per_process", "micro_batch", "lr", "find_lr",
@@ -102,30 +85,30 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Trackers": ("track", "track_project", "track_each_node"),
 }  # fmt: skip
-AT_HAND = frozenset({
+COMMON_FIELDS = frozenset({
     "preset", "model", "weights", "data", "data_dir", "test_data", "target", "freeze", "augment",
     "image_size", "tokenizer", "epochs", "global_batch", "lr", "schedule", "optimizer", "patience",
     "seed", "device", "dtype", "run_dir", "resume", "checkpoint_every", "track",
 })  # fmt: skip
 
 
-def sections_of(where: str, everything: bool) -> list[Section]:
-    """The options of ``MODULE:CLASS`` for a help, in groups where they are many.
+def sections_of(target: str) -> list[Section]:
+    """Returns the help sections with all options of the class ``MODULE:CLASS``."""
+    module, name = target.split(":")
+    return option_sections(getattr(importlib.import_module(module), name), show_all=True)
+
+
+def option_sections(kind: type, show_all: bool) -> list[Section]:
+    """Returns the help sections of a class; one section when it has few grouped options.
 
     Args:
-        where: The class.
-        everything: Also those that are rarely needed.
+        kind: Class of options.
+        show_all: Include rarely needed options.
     """
-    module, name = where.split(":")
-    return sections_in(getattr(importlib.import_module(module), name), everything)
-
-
-def sections_in(kind: type, everything: bool) -> list[Section]:
-    """The same, of a class."""
     rows = {
         option.name: option.row()
-        for option in options_in(kind)
-        if option.flag and (everything or option.name in AT_HAND)
+        for option in list_options(kind)
+        if option.flag and (show_all or option.name in COMMON_FIELDS)
     }
     grouped = {title: [rows.pop(n) for n in names if n in rows] for title, names in GROUPS.items()}
     if sum(map(len, grouped.values())) < 4:
@@ -133,118 +116,56 @@ def sections_in(kind: type, everything: bool) -> list[Section]:
     return [("Model and data", list(rows.values())), *grouped.items()]
 
 
-def help_of(kind: type, prog: str, everything: bool) -> str:
-    """The help of a recipe's options."""
-    sections = sections_in(kind, everything)
-    shown = sum(len(rows) for _, rows in sections)
-    left = len([option for option in options_in(kind) if option.flag]) - shown
-    after = [f"{left} more options: {prog} --help-all"] if left else []
+def render_help(kind: type, prog: str, show_all: bool) -> str:
+    """Renders the help page of a class of options."""
+    sections = option_sections(kind, show_all)
+    num_shown = sum(len(rows) for _, rows in sections)
+    num_hidden = len([option for option in list_options(kind) if option.flag]) - num_shown
+    notes = [f"{num_hidden} more options: {prog} --help-all"] if num_hidden else []
     if prog.startswith("paceline train"):
-        after.append("Hosts, processes and what else a run takes: paceline train --help")
+        notes.append("Hosts, processes and what else a run takes: paceline train --help")
     width = shutil.get_terminal_size((WIDTH, 24)).columns
-    return render(f"{prog} [OPTIONS]", kind.__doc__ or "", sections, after, width)
+    return render(f"{prog} [OPTIONS]", kind.__doc__ or "", sections, notes, width)
 
 
 @functools.cache
-def _classes(module: str) -> dict[str, ast.ClassDef]:
-    """The source of a module's classes, by name."""
+def _class_sources(module: str) -> dict[str, ast.ClassDef]:
+    """Parses the classes of a module, by name."""
     body = ast.parse(inspect.getsource(sys.modules[module])).body
-    return {one.name: one for one in body if isinstance(one, ast.ClassDef)}
+    return {node.name: node for node in body if isinstance(node, ast.ClassDef)}
 
 
-def _texts(kind: type) -> dict[str, str]:
-    """The string below each field of a class."""
-    tree = _classes(kind.__module__)[kind.__name__]
-    found = {}
-    for field, below in zip(tree.body, tree.body[1:], strict=False):
+def _field_texts(kind: type) -> dict[str, str]:
+    """Returns the docstring below each field of a class."""
+    tree = _class_sources(kind.__module__)[kind.__name__]
+    texts = {}
+    for field, following in zip(tree.body, tree.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            text = ast.literal_eval(below.value) if isinstance(below, ast.Expr) else ""
-            found[field.target.id] = " ".join(text.split())
-    return found
+            text = ast.literal_eval(following.value) if isinstance(following, ast.Expr) else ""
+            texts[field.target.id] = " ".join(text.split())
+    return texts
 
 
-def _option(field: dataclasses.Field[Any], text: str) -> Option:
+def _option(field: dataclasses.Field[Any], hint: Any, text: str) -> Option:
     flag = "--" + field.name.replace("_", "-")
-    if str(field.type) in ("bool", "bool | None"):
+    if hint in (bool, bool | None):
         default = {"True": "on", "False": "off"}.get(str(field.default), "")
         return Option(f"{flag} / --no-{flag[2:]}", "", default, text, field.name)
-    several = field.default if isinstance(field.default, tuple) else (field.default,)
-    default = " ".join(map(str, several))
-    return Option(flag, _kind(field), default, text, field.name, _choices(field))
+    if typing.get_origin(hint) is Literal:
+        kind, choices = "one of", tuple(filter(None, typing.get_args(hint)))
+    else:
+        kind, choices = _KINDS.get(hint, "words"), ()
+    values = field.default if isinstance(field.default, tuple) else (field.default,)
+    return Option(flag, kind, " ".join(map(str, values)), text, field.name, choices)
 
 
-def _choices(field: dataclasses.Field[Any]) -> tuple[str, ...]:
-    words = str(field.type)
-    named = {"Dtype": options.Dtype, "Device": options.Device, "Backend": options.Backend}
-    if words in named:
-        return tuple(map(str, typing.get_args(named[words])))
-    if words.startswith("Literal["):
-        return tuple(filter(None, ast.literal_eval(f"[{words[8:-1]}]")))
-    return ()
+_KINDS: dict[Any, str] = {str: "text", int: "whole number", float: "number"}
 
 
-def _kind(field: dataclasses.Field[Any]) -> str:
-    words = str(field.type)
-    if words.startswith("tuple"):
-        return "words"
-    if isinstance(field.default, str):
-        return "one of" if words.startswith(("Literal", "Dtype", "Device", "Backend")) else "text"
-    return "whole number" if isinstance(field.default, int) else "number"
-
-
-def markdown(name: str) -> str:
-    """A table of all options of a recipe."""
+def markdown(kind: type) -> str:
+    """Renders a table of all options of a class."""
     rows = ["| option | default | |", "|---|---|---|"]
-    for one in options_of(name):
-        default = f"`{one.default}`" if one.default else ""
-        rows.append(f"| `{one.flag}` | {default} | {one.text.replace('|', chr(92) + '|')} |")
+    for option in list_options(kind):
+        default = f"`{option.default}`" if option.default else ""
+        rows.append(f"| `{option.flag}` | {default} | {option.text.replace('|', chr(92) + '|')} |")
     return "\n".join(rows) + "\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """Something with a name.
-
-    Attributes:
-        kind: ``recipes``, ``models``, ``data``, ``augmentations`` or ``presets``.
-        name: As typed.
-        recipe: The recipe that takes it.
-        summary: One line for people.
-    """
-
-    kind: str
-    name: str
-    recipe: str
-    summary: str
-
-    def to_json(self) -> dict[str, str]:
-        return asdict(self)
-
-
-def catalogue() -> list[Entry]:
-    """All entries, in the order in which they are listed."""
-    sizes = {name: _size(numbers) for name, numbers in options.TRANSLATION_SIZES.items()}
-    images, texts, pairs = (
-        {name: named.summary for name, named in sets.items()} for sets in (NAMED, TEXTS, PAIRS)
-    )
-    presets = {name: " ".join(flags) for name, flags in options.IMAGE_PRESETS.items()}
-    return [
-        *(Entry("recipes", one.name, one.name, one.summary) for one in RECIPES.values()),
-        *_entries("models", "image", options.IMAGE_MODELS),
-        *_entries("models", "text", options.TEXT_MODELS),
-        *_entries("models", "translation", sizes),
-        *_entries("data", "image", images),
-        *_entries("data", "text", {**options.MADE_TEXTS, **texts}),
-        *_entries("data", "translation", {**options.MADE_PAIRS, **pairs}),
-        *_entries("augmentations", "image", options.AUGMENTATIONS),
-        *_entries("presets", "image", presets),
-    ]
-
-
-def _entries(kind: str, recipe: str, names: Mapping[str, str]) -> Iterator[Entry]:
-    return (Entry(kind, name, recipe, summary) for name, summary in names.items())
-
-
-def _size(numbers: Iterable[int]) -> str:
-    labels = ("d_model", "layers", "heads", "ff")
-    return ", ".join(f"{label} {n}" for label, n in zip(labels, numbers, strict=True))

@@ -1,4 +1,4 @@
-"""How good translations are: BLEU, chrF, character and word error rates, exact matches."""
+"""Scores of translations: BLEU, chrF, character and word error rates, exact matches."""
 
 from __future__ import annotations
 
@@ -10,44 +10,56 @@ from paceline.program import library
 T = TypeVar("T", bound=object)
 
 
-def distance(a: Sequence[T], b: Sequence[T]) -> int:
-    """Fewest insertions, deletions and replacements that make ``b`` of ``a``.
+def edit_distance(a: Sequence[T], b: Sequence[T]) -> int:
+    """Returns the minimum number of insertions, deletions and replacements from ``a`` to ``b``.
 
-    Hyyrö's form of Myers' bit-parallel algorithm: a column of the table is two integers, of which
-    one bit says that the cell below is one more, one less.
+    Bit-parallel algorithm of Myers (1999) in the form of Hyyrö (2003): the bits of two integers are
+    the positive and negative differences between vertical neighbours in a column of the table.
     """
     if not a:
         return len(b)
-    where: dict[T, int] = {}
+    positions: dict[T, int] = {}
     for place, item in enumerate(a):
-        where[item] = where.get(item, 0) | 1 << place
-    ones, last = (1 << len(a)) - 1, 1 << (len(a) - 1)
-    more, less, result = ones, 0, len(a)
+        positions[item] = positions.get(item, 0) | 1 << place
+    all_bits, last_bit = (1 << len(a)) - 1, 1 << (len(a) - 1)
+    positive, negative, result = all_bits, 0, len(a)
     for item in b:
-        match = where.get(item, 0)
-        diagonal = (((match & more) + more) ^ more) | match | less
-        right_more, right_less = less | (ones & ~(diagonal | more)), more & diagonal
-        result += bool(right_more & last) - bool(right_less & last)
-        right_more, right_less = (right_more << 1 | 1) & ones, right_less << 1 & ones
-        more, less = right_less | (ones & ~(diagonal | right_more)), right_more & diagonal
+        match = positions.get(item, 0)
+        diagonal = (((match & positive) + positive) ^ positive) | match | negative
+        row_positive, row_negative = (
+            negative | (all_bits & ~(diagonal | positive)),
+            positive & diagonal,
+        )
+        result += bool(row_positive & last_bit) - bool(row_negative & last_bit)
+        row_positive, row_negative = (
+            (row_positive << 1 | 1) & all_bits,
+            row_negative << 1 & all_bits,
+        )
+        positive, negative = (
+            row_negative | (all_bits & ~(diagonal | row_positive)),
+            row_positive & diagonal,
+        )
     return result
 
 
 def error_rate(outputs: Sequence[Sequence[T]], references: Sequence[Sequence[T]]) -> float:
-    """Edits over all sentences, as a part of the references' length (may exceed 1)."""
-    edits = sum(distance(one, other) for one, other in zip(references, outputs, strict=True))
-    return edits / max(1, sum(len(one) for one in references))
+    """Returns edits over all sentences divided by the references' length; may exceed 1."""
+    edits = sum(
+        edit_distance(reference, output)
+        for reference, output in zip(references, outputs, strict=True)
+    )
+    return edits / max(1, sum(len(reference) for reference in references))
 
 
-def scores(outputs: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """Figures over the whole set: bleu and chrf in percent, the others as parts of 1."""
+def translation_scores(outputs: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    """Returns scores over the whole set: bleu and chrf in percent, the others as fractions."""
     sacrebleu = library("sacrebleu", "BLEU and chrF are computed")
-    words = [one.split() for one in outputs], [one.split() for one in references]
-    same = sum(one == other for one, other in zip(*words, strict=True))
+    token_lists = [text.split() for text in outputs], [text.split() for text in references]
+    matches = sum(text == reference for text, reference in zip(*token_lists, strict=True))
     return {
         "bleu": sacrebleu.corpus_bleu(list(outputs), [list(references)]).score,
         "chrf": sacrebleu.corpus_chrf(list(outputs), [list(references)]).score,
         "cer": error_rate(outputs, references),
-        "wer": error_rate(*words),
-        "exact": same / max(1, len(outputs)),
+        "wer": error_rate(*token_lists),
+        "exact": matches / max(1, len(outputs)),
     }

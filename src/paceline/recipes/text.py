@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from paceline import train
 from paceline.recipes import common, pretrained
-from paceline.recipes.data import on_this_host
+from paceline.recipes.data import local_path
 from paceline.recipes.data.texts import TextData, TextRequest, load_texts
 from paceline.recipes.heads import add_layers
 from paceline.recipes.networks import HubClassifier, TextClassifier
@@ -28,7 +28,7 @@ from paceline.recipes.tokens import (
     TOKENIZER,
     Encoding,
     HubEncoding,
-    OwnEncoding,
+    TrainedEncoding,
     from_json,
     padded_ids,
     train_tokenizer,
@@ -38,23 +38,23 @@ from paceline.train import Best, Draws
 
 
 def train_text(options: TextOptions) -> None:
-    """One training, on every rank."""
+    """Runs one training; called on every rank."""
     data = load_data(options)
-    options = common.effective(options, options.model not in TEXT_MODELS)
+    options = common.with_fast_dtype(options, options.model not in TEXT_MODELS)
     with common.join("text", options) as session:
         session.agree("the data set", data.fingerprint)
-        common.agree_format(session, options)
+        common.agree_on_precision(session, options)
         encoding = make_encoding(session, data, options)
-        training = Texts(*data.splits["train"], encoding, options.max_length)
-        held_out = Texts(*data.splits[data.held_out], encoding, options.max_length)
-        batch, lengths = common.batch_of(session, options), training.lengths()
-        loader = common.loader_of(session, options, training, batch, lengths)
+        training = TextTensors(*data.splits["train"], encoding, options.max_length)
+        held_out = TextTensors(*data.splits[data.held_out], encoding, options.max_length)
+        batching, lengths = common.make_batching(session, options), training.lengths()
+        loader = common.make_loader(session, options, training, batching, lengths)
 
         network, origin = make_network(session, data, options, encoding)
-        freezing = pretrained.freezing(session, options, origin, [network.backbone])
+        freezing = pretrained.make_freezing(session, options, origin, [network.backbone])
         placed = session.place(network, shard=options.shard)
-        optimizer = common.optimizer_of(options, placed, batch.lr)
-        curve = common.curve_of(options, loader)
+        optimizer = common.optimizer_from_options(options, placed, batching.lr)
+        curve = common.make_curve(options, loader)
         schedule = freezing.schedule(optimizer, curve, len(loader))
         model = common.prepare(session, options, placed, optimizer, schedule)
 
@@ -67,16 +67,16 @@ def train_text(options: TextOptions) -> None:
                 )
             return losses, {"accuracy": outputs.argmax(1) == labels}
 
-        if common.tried(session, options, loader, compute, lengths):
+        if common.run_trials(session, options, loader, compute, lengths):
             return
         best = Best(patience=options.patience)
-        about = describe(options, data, network)
-        common.keep_checkpoints(session, options, best, data.fingerprint, about)
+        metadata = describe(options, data, network)
+        common.configure_checkpoints(session, options, best, data.fingerprint, metadata)
         figures: dict[str, float] = {}
         for epoch in common.epochs(session, loader, options):
-            freezing.begin(epoch)
-            for given in loader:
-                losses, values = compute(given)
+            freezing.start_epoch(epoch)
+            for batch in loader:
+                losses, values = compute(batch)
                 session.step(losses, **values)
             with session.averaged():
                 figures = evaluate(session, placed, held_out, len(data.classes))
@@ -84,27 +84,27 @@ def train_text(options: TextOptions) -> None:
             best.update(figures["accuracy"], session.progress.step)
             curve.report(figures["loss"])
             accuracy = figures["accuracy"]
-            common.end_early(session, options, best, f"{data.held_out} accuracy", accuracy)
+            common.stop_early(session, options, best, f"{data.held_out} accuracy", accuracy)
 
-        # Nothing was evaluated where a finished training was resumed.
+        # A resumed run that had finished has no evaluation yet.
         with session.averaged():
             figures = figures or evaluate(session, placed, held_out, len(data.classes))
         measured = {"samples": len(held_out), **figures}
-        session.save_model({**about, "metrics": {data.held_out: measured}}, average=True)
+        session.save_model({**metadata, "metrics": {data.held_out: measured}}, average=True)
         session.say(
             f"accuracy {figures['accuracy']:.4f}  f1 {figures['f1']:.4f}"
             f"  ({len(held_out)} held-out texts)"
         )
 
 
-class Texts:
+class TextTensors:
     """A part of a data set as tensors, padded to the longest text of each batch.
 
     Args:
-        texts: As read.
+        texts: Texts.
         labels: Class number of each.
-        encoding: Makes token ids.
-        limit: Most tokens of a text.
+        encoding: Tokenizer.
+        limit: Maximum tokens of a text.
     """
 
     def __init__(
@@ -117,24 +117,24 @@ class Texts:
         return len(self._rows)
 
     def lengths(self) -> list[int]:
-        """Tokens of each text."""
+        """Returns the number of tokens of each text."""
         return [len(row) for row in self._rows]
 
     def batch(self, ids: NDArray[Any], draws: Draws | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Token ids ``[n, t]``, where they are no padding, and labels ``[n]``."""
+        """Returns token ids ``[n, t]``, a mask that is false for padding, and labels ``[n]``."""
         tokens, mask = padded_ids([self._rows[i] for i in ids.tolist()], self._pad)
         return tokens, mask, self._labels[torch.from_numpy(ids)]
 
 
 @torch.inference_mode()
 def evaluate(
-    session: train.Session, network: nn.Module, held_out: Texts, classes: int
+    session: train.Session, network: nn.Module, held_out: TextTensors, classes: int
 ) -> dict[str, float]:
-    """Figures over every text exactly once, the same on every rank."""
+    """Returns loss, accuracy and F1 over every text exactly once, equal on every rank."""
     session.phase("evaluate")
     network.eval()
     meter = session.meter()
-    # Rows are the true classes, columns the guessed ones.
+    # Rows are true classes, columns predicted ones.
     confusion = torch.zeros(classes, classes, dtype=torch.float64, device=session.device)
     for batch in session.shard(held_out, 128):
         ids, mask, labels = batch
@@ -142,22 +142,22 @@ def evaluate(
             outputs = network(ids, mask)
         losses, guesses = cross_entropy(outputs, labels, reduction="none"), outputs.argmax(1)
         meter.add(batch.count, loss=losses, accuracy=guesses == labels)
-        true, guessed = (one_hot(t, classes).double() for t in batch.counted(labels, guesses))
-        confusion += true.T @ guessed
+        target, guessed = (one_hot(t, classes).double() for t in batch.counted(labels, guesses))
+        confusion += target.T @ guessed
     network.train()
     table = session.comms.sum(confusion.flatten()).view_as(confusion)
     return {**meter.result().values(), "f1": macro_f1(table)}
 
 
 def macro_f1(confusion: Tensor) -> float:
-    """Mean F1 over the classes that occur, from counts (rows true, columns guessed)."""
+    """Returns the mean F1 over the classes that occur; rows are true classes."""
     hits, both = confusion.diag(), confusion.sum(0) + confusion.sum(1)
     occurs = both > 0
     return float((2 * hits[occurs] / both[occurs]).mean())
 
 
 def load_data(options: TextOptions) -> TextData:
-    """The data set that the options name."""
+    """Loads the data set that the options name."""
     return load_texts(
         TextRequest(
             options.hub(),
@@ -173,22 +173,24 @@ def load_data(options: TextOptions) -> TextData:
 
 
 def make_encoding(session: train.Session, data: TextData, options: TextOptions) -> Encoding:
-    """The model's tokenizer, that of the run whose weights are taken, or a new one that rank 0
-    trains and gives to all; kept with the run."""
+    """Returns the tokenizer and saves it with the run.
+
+    It is the pretrained model's, that of the run in --weights, or a new one that rank 0 trains.
+    """
     encoding: Encoding
     if options.model not in TEXT_MODELS:
-        wanted = pretrained.HubModel("text", options.model, options.offline)
-        encoding = HubEncoding(session.together(lambda: pretrained.load_tokenizer(wanted)))
+        hub_model = pretrained.HubModel("text", options.model, options.offline)
+        encoding = HubEncoding(session.together(lambda: pretrained.load_tokenizer(hub_model)))
     else:
 
         def make() -> str:
-            run = on_this_host(Path(options.weights).expanduser())
-            if (found := run / rundir.MODEL / TOKENIZER).is_file():
-                return found.read_text(encoding="utf-8")
+            run = local_path(Path(options.weights).expanduser())
+            if (saved := run / rundir.MODEL / TOKENIZER).is_file():
+                return saved.read_text(encoding="utf-8")
             kind, texts = options.tokenizer, data.splits["train"][0]
             return train_tokenizer(kind, texts, options.vocab_size).to_json()
 
-        encoding = OwnEncoding(from_json(session.comms.by_first(make)))
+        encoding = TrainedEncoding(from_json(session.comms.by_first(make)))
     session.keep(rundir.MODEL, lambda folder: encoding.save(folder / rundir.MODEL))
     return encoding
 
@@ -196,15 +198,17 @@ def make_encoding(session: train.Session, data: TextData, options: TextOptions) 
 def make_network(
     session: train.Session, data: TextData, options: TextOptions, encoding: Encoding
 ) -> tuple[TextClassifier | HubClassifier, Origin]:
-    """The network that the options name, with the weights from which it starts."""
+    """Creates the network that the options name, with its initial weights."""
     network: TextClassifier | HubClassifier
     if options.model not in TEXT_MODELS:
-        wanted = pretrained.HubModel("text", options.model, options.offline, options.from_scratch)
-        model, origin = session.together(lambda: pretrained.load_model(wanted, data.classes))
+        hub_model = pretrained.HubModel(
+            "text", options.model, options.offline, options.from_scratch
+        )
+        model, origin = session.together(lambda: pretrained.load_model(hub_model, data.classes))
         network = HubClassifier(model)
         add_layers(network, [network.backbone], options.add_layers)
         return network, origin
-    assert isinstance(encoding, OwnEncoding)
+    assert isinstance(encoding, TrainedEncoding)
     tokens, classes = len(encoding.tokenizer), len(data.classes)
     network, origin = TextClassifier(options.model, tokens, classes, options.dropout), Origin()
     add_layers(network, [network.backbone], options.add_layers)
@@ -219,7 +223,7 @@ def describe(
     data: TextData,
     network: TextClassifier | HubClassifier,
 ) -> dict[str, Any]:
-    """Everything that is needed to use the model, and where it came from."""
+    """Describes the model and its data, for its use and for the record."""
     return {
         "format": 1,
         "task": "text",
@@ -239,7 +243,7 @@ def describe(
             "sizes": {name: len(labels) for name, (_, labels) in data.splits.items()},
         },
         "seed": options.seed,
-        # Not "dtype": transformers, which reads this file too, would want a torch dtype there.
+        # Not "dtype": transformers reads this file, too, and expects a torch dtype there.
         "number_format": options.dtype,
     }
 
@@ -247,13 +251,13 @@ def describe(
 def describe_network(
     options: TextOptions, network: TextClassifier | HubClassifier
 ) -> dict[str, Any]:
-    """What makes the same network again."""
+    """Describes the network, to build it again."""
     if isinstance(network, HubClassifier):
-        config = pretrained.description(network.model)
+        config = pretrained.describe_config(network.model)
         return {"kind": "hub", "config": config, "layers": [*options.add_layers]}
     tokens = next(network.backbone.parameters()).shape[0]
-    more = {"dropout": options.dropout, "layers": [*options.add_layers]}
-    return {"kind": options.model, "tokens": tokens, **more}
+    settings = {"dropout": options.dropout, "layers": [*options.add_layers]}
+    return {"kind": options.model, "tokens": tokens, **settings}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,36 +1,35 @@
-"""From texts to token ids: our own tokenizers and Hugging Face's; batches of sentence pairs."""
+"""Tokenizers, trained ones and Hugging Face's, and batches of tokenized sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from paceline.program import library
 from paceline.recipes import pretrained
 from paceline.spec import rundir
 from paceline.spec.errors import DataError
-from paceline.train import files
+from paceline.train import Draws, files
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Fast
-from dataclasses import dataclass
-
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
-
-from paceline.train import Draws
 
 Kind = Literal["word", "bpe", "char"]
 SPECIAL = ("[PAD]", "[UNK]", "[SOS]", "[EOS]")
 PAD_ID, UNKNOWN_ID, START_ID, END_ID = range(len(SPECIAL))
 SIZES: dict[Kind, int] = {"word": 30_000, "bpe": 8_000, "char": 30_000}
-"""Most tokens, where the user names no number."""
+"""Default size of the vocabulary."""
 
 
 class Tokenizer:
-    """Text to token ids and back. Ids 0 to 3 are padding, unknown, start and end."""
+    """Converts texts to token ids and back. Ids 0 to 3 are padding, unknown, start and end."""
 
     def __init__(self, fast: Fast) -> None:
         self._fast = fast
@@ -39,31 +38,32 @@ class Tokenizer:
         return int(self._fast.get_vocab_size())
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, without start and end."""
-        return [one.ids for one in self._fast.encode_batch(list(texts), add_special_tokens=False)]
+        """Returns the token ids of each text, without start and end."""
+        return [
+            encoding.ids
+            for encoding in self._fast.encode_batch(list(texts), add_special_tokens=False)
+        ]
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """The texts again; unknown words appear as ``[UNK]``."""
-        kept = [[one for one in row if one == UNKNOWN_ID or one >= len(SPECIAL)] for row in rows]
-        texts = self._fast.decode_batch(kept, skip_special_tokens=False)
+        """Returns the texts of token ids; unknown words appear as ``[UNK]``."""
+        visible = [
+            [token for token in row if token == UNKNOWN_ID or token >= len(SPECIAL)] for row in rows
+        ]
+        texts = self._fast.decode_batch(visible, skip_special_tokens=False)
         return [text.strip() for text in texts]
 
     def tokens(self, row: Sequence[int]) -> list[str]:
-        """Each token as it is written."""
-        names = [self._fast.id_to_token(one) or "?" for one in row]
+        """Returns the text of each token."""
+        names = [self._fast.id_to_token(token) or "?" for token in row]
         return [name.replace("Ġ", "▁") for name in names]
 
     def to_json(self) -> str:
-        """The content of ``tokenizer.json``."""
+        """Returns the content of ``tokenizer.json``."""
         return str(self._fast.to_str())
 
 
 def from_json(text: str) -> Tokenizer:
-    """A tokenizer from the content of ``tokenizer.json``.
-
-    Raises:
-        DataError: It is none.
-    """
+    """Loads a tokenizer from the content of ``tokenizer.json``; DataError if it is damaged."""
     tools = library("tokenizers", "tokenizers are made")
     try:
         return Tokenizer(tools.Tokenizer.from_str(text))
@@ -74,17 +74,17 @@ def from_json(text: str) -> Tokenizer:
 def train_tokenizer(
     kind: Kind, texts: Sequence[str], size: int = 0, min_frequency: int = 2
 ) -> Tokenizer:
-    """A new tokenizer; the same for the same texts.
+    """Trains a tokenizer; equal texts give an equal one.
 
     Args:
-        kind: What a token is.
+        kind: Kind of tokens.
         texts: Training texts of one language.
-        size: Most tokens (0: by kind).
-        min_frequency: Occurrences below which a word or piece gets no token.
+        size: Maximum size of the vocabulary (0: default of the kind).
+        min_frequency: Minimum occurrences of a word or piece that gets a token.
     """
     tools = library("tokenizers", "tokenizers are made")
-    fast, trainer = _characters(tools) if kind == "char" else _words(tools, kind)
-    trainer.special_tokens = [tools.AddedToken(one, special=True) for one in SPECIAL]
+    fast, trainer = _character_tokenizer(tools) if kind == "char" else _split_tokenizer(tools, kind)
+    trainer.special_tokens = [tools.AddedToken(token, special=True) for token in SPECIAL]
     trainer.vocab_size = size or SIZES[kind]
     trainer.min_frequency = 1 if kind == "char" else min_frequency
     trainer.show_progress = False
@@ -92,8 +92,8 @@ def train_tokenizer(
     return Tokenizer(fast)
 
 
-def _words(tools: Any, kind: Kind) -> tuple[Any, Any]:
-    """Spaces become part of the word after them, so that joining the tokens restores the text."""
+def _split_tokenizer(tools: Any, kind: Kind) -> tuple[Any, Any]:
+    """Creates a word or BPE tokenizer whose tokens include the space before them."""
     from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
     digits, marks = pre_tokenizers.Digits(True), pre_tokenizers.Punctuation("isolated")
@@ -117,7 +117,7 @@ def _words(tools: Any, kind: Kind) -> tuple[Any, Any]:
     return fast, trainer
 
 
-def _characters(tools: Any) -> tuple[Any, Any]:
+def _character_tokenizer(tools: Any) -> tuple[Any, Any]:
     from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
     fast = tools.Tokenizer(models.WordLevel(unk_token="[UNK]"))  # noqa: S106
@@ -132,28 +132,28 @@ Rows = list[list[int]]
 
 @dataclass(frozen=True)
 class Sentences:
-    """Tokenised pairs.
+    """Tokenized sentence pairs.
 
     Attributes:
-        source: Token ids of each source sentence, end included.
+        source: Token ids of each source sentence, with end.
         target: Token ids of each target sentence, without start and end.
-        left_out: Pairs that were too long.
+        num_dropped: Number of pairs left out because they are too long.
     """
 
     source: Rows
     target: Rows
-    left_out: int = 0
+    num_dropped: int = 0
 
     def __len__(self) -> int:
         return len(self.source)
 
     def lengths(self) -> list[int]:
-        """The longer side of each pair."""
+        """Returns the length of the longer side of each pair."""
         both = zip(self.source, self.target, strict=True)
-        return [max(len(one), len(other)) for one, other in both]
+        return [max(len(source), len(target)) for source, target in both]
 
     def batch(self, ids: NDArray, draws: Draws | None) -> tuple[Tensor, ...]:  # type: ignore[type-arg]
-        """Source ``[n, s]``, decoder input ``[n, t]`` and what it should say, ``[n, t]``."""
+        """Returns source ``[n, s]``, decoder input ``[n, t]`` and expected output ``[n, t]``."""
         numbers = ids.tolist()
         targets = [self.target[i] for i in numbers]
         return (
@@ -165,7 +165,7 @@ class Sentences:
 
 @dataclass(frozen=True)
 class Sources:
-    """Source sentences alone, to be translated in the order ``ids``."""
+    """Source sentences to translate, in the order ``ids``."""
 
     rows: Rows
     ids: list[int]
@@ -174,18 +174,16 @@ class Sources:
         return len(self.ids)
 
     def batch(self, ids: NDArray, draws: Draws | None) -> tuple[Tensor, ...]:  # type: ignore[type-arg]
-        """Source tokens ``[n, s]``."""
         return (padded([self.rows[self.ids[i]] for i in ids.tolist()]),)
 
 
-def padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    """One row of ids each, padded at the end, shape ``[n, longest]``."""
-    longest = max(map(len, rows))
-    return torch.tensor([[*row, *[PAD_ID] * (longest - len(row))] for row in rows])
+def padded(rows: Sequence[Sequence[int]], pad: int = PAD_ID) -> Tensor:
+    """Pads rows of ids at the end, to shape ``[n, longest]``."""
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=pad)
 
 
 def source_rows(tokenizer: Tokenizer, texts: Sequence[str], limit: int) -> Rows:
-    """Ids of each source sentence, cut to ``limit`` tokens, and the end."""
+    """Tokenizes source sentences, cut to ``limit`` tokens, with end."""
     return [[*row[:limit], END_ID] for row in tokenizer.encode(texts)]
 
 
@@ -195,63 +193,57 @@ def sentences(
     limit: int,
     too_long: str,
 ) -> Sentences:
-    """Tokenises pairs.
+    """Tokenizes pairs.
 
     Args:
         pairs: Source and target texts.
-        tokenizers: Of source and target.
-        limit: Most tokens of a sentence.
-        too_long: What becomes of a pair with a longer side: ``drop``, ``cut`` or ``refuse``.
+        tokenizers: Tokenizers of source and target.
+        limit: Maximum tokens of a sentence.
+        too_long: Treatment of pairs with a longer side: ``drop``, ``cut`` or ``refuse``.
 
     Raises:
-        DataError: A sentence is too long and that is refused, or every pair was left out.
+        DataError: A sentence is too long and refused, or every pair was dropped.
     """
-    both = [
-        one.encode(texts) for one, texts in zip(tokenizers, zip(*pairs, strict=True), strict=True)
+    encoded = [
+        tokenizer.encode(texts)
+        for tokenizer, texts in zip(tokenizers, zip(*pairs, strict=True), strict=True)
     ]
-    fits = [max(len(a), len(b)) <= limit for a, b in zip(*both, strict=True)]
-    if too_long == "refuse" and not all(fits):
-        raise _refused(pairs[fits.index(False)], limit)
-    keep = [i for i, fit in enumerate(fits) if fit or too_long == "cut"]
-    if not keep:
+    within_limit = [max(len(a), len(b)) <= limit for a, b in zip(*encoded, strict=True)]
+    if too_long == "refuse" and not all(within_limit):
+        raise DataError(
+            f"a sentence is longer than --seq-len {limit} tokens",
+            found=repr(max(pairs[within_limit.index(False)], key=len)[:80]),
+            remedy="raise --seq-len, or --too-long drop or cut",
+        )
+    indices = [i for i, is_short in enumerate(within_limit) if is_short or too_long == "cut"]
+    if not indices:
         raise DataError(
             f"no pair has at most {limit} tokens a side",
             remedy="raise --seq-len, or --too-long cut",
         )
-    source = [[*both[0][i][:limit], END_ID] for i in keep]
-    return Sentences(source, [both[1][i][:limit] for i in keep], len(pairs) - len(keep))
-
-
-def _refused(pair: tuple[str, str], limit: int) -> DataError:
-    return DataError(
-        f"a sentence is longer than --seq-len {limit} tokens",
-        found=repr(max(pair, key=len)[:80]),
-        remedy="raise --seq-len, or --too-long drop or cut",
-    )
+    source = [[*encoded[0][i][:limit], END_ID] for i in indices]
+    return Sentences(source, [encoded[1][i][:limit] for i in indices], len(pairs) - len(indices))
 
 
 TOKENIZER = "tokenizer.json"
 
 
 class Encoding(Protocol):
-    """From texts to token ids."""
+    """A tokenizer for classification."""
 
     @property
     def pad(self) -> int:
         """Id of padding."""
-        ...
 
     def rows(self, texts: Sequence[str], limit: int) -> list[list[int]]:
-        """Ids of each text, at least one and at most ``limit``."""
-        ...
+        """Returns the ids of each text, at least one and at most ``limit``."""
 
     def save(self, folder: Path) -> None:
-        """Keeps it in the folder of the model."""
-        ...
+        """Saves the tokenizer in the folder of the model."""
 
 
-class OwnEncoding:
-    """A tokenizer that was trained on the data."""
+class TrainedEncoding:
+    """A tokenizer trained on the data."""
 
     pad = PAD_ID
 
@@ -273,8 +265,8 @@ class HubEncoding:
         self.pad: int = tokenizer.pad_token_id or 0
 
     def rows(self, texts: Sequence[str], limit: int) -> list[list[int]]:
-        made = self._tokenizer(list(texts), truncation=True, max_length=limit)["input_ids"]
-        return [row or [self.pad] for row in made]
+        rows = self._tokenizer(list(texts), truncation=True, max_length=limit)["input_ids"]
+        return [row or [self.pad] for row in rows]
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -282,18 +274,17 @@ class HubEncoding:
 
 
 def saved_encoding(run: Path, hub: bool) -> Encoding:
-    """The tokenizer in a run's model folder."""
+    """Loads the tokenizer of a run."""
     folder = run / rundir.MODEL
     if hub:
         return HubEncoding(
             pretrained.load_tokenizer(pretrained.HubModel("text", str(folder), offline=True))
         )
-    return OwnEncoding(from_json((folder / TOKENIZER).read_text(encoding="utf-8")))
+    return TrainedEncoding(from_json((folder / TOKENIZER).read_text(encoding="utf-8")))
 
 
 def padded_ids(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Ids ``[n, longest]`` and where they are no padding."""
-    longest = max(map(len, rows))
-    ids = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows])
+    """Pads rows of ids to shape ``[n, longest]``; the mask is false for padding."""
+    ids = padded(rows, pad)
     lengths = torch.tensor([len(row) for row in rows])
-    return ids, torch.arange(longest)[None, :] < lengths[:, None]
+    return ids, torch.arange(ids.shape[1]) < lengths[:, None]

@@ -9,31 +9,31 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from paceline.program import library
-from paceline.recipes.argv import known
-from paceline.recipes.pretrained import Origin, torch_file_here
+from paceline.recipes.argv import check_known
+from paceline.recipes.pretrained import Origin, ensure_torch_file
 from paceline.spec.errors import SettingError
 
 PREFIX = "torchvision/"
-_EXTRA_HEADS = ("googlenet", "inception_v3")  # outputs besides, for training only: left out
+_EXTRA_HEADS = ("googlenet", "inception_v3")  # auxiliary outputs for training are left out
 _ONLY_224 = ("maxvit_t",)
 
 
 class TorchvisionImages(nn.Module):
-    """One of them for images of any size and of one or three channels, with a head of its own.
+    """A model of torchvision with a new head, for images of any size and one or three channels.
 
     Args:
-        name: The library's.
-        model: Its last layer is taken off.
-        classes: Outputs of the head.
+        name: The library's name of the model.
+        model: Model, whose last layer is removed.
+        classes: Number of outputs of the head.
     """
 
     def __init__(self, name: str, model: nn.Module, classes: int) -> None:
         super().__init__()
-        place, last = _last_layer(name, model)
-        owner, _, at = place.rpartition(".")
-        setattr(model.get_submodule(owner), at, nn.Identity())
+        path, output = _output_layer(name, model)
+        owner, _, attribute = path.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, nn.Identity())
         self.name, self.model = name, model
-        self.head = nn.Linear(last.in_features, classes)
+        self.head = nn.Linear(output.in_features, classes)
         self.size: int | None = getattr(model, "image_size", 224 if name in _ONLY_224 else None)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -45,12 +45,12 @@ class TorchvisionImages(nn.Module):
         return logits
 
     def describe(self) -> dict[str, Any]:
-        """What :func:`rebuilt` needs."""
+        """Returns what :func:`build_from_description` needs."""
         return {"kind": "torchvision", "name": self.name, "size": self.size}
 
 
-def _last_layer(name: str, model: nn.Module) -> tuple[str, nn.Linear]:
-    layers = [(at, one) for at, one in model.named_modules() if isinstance(one, nn.Linear)]
+def _output_layer(name: str, model: nn.Module) -> tuple[str, nn.Linear]:
+    layers = [(at, module) for at, module in model.named_modules() if isinstance(module, nn.Linear)]
     if not layers:
         raise SettingError(
             f"--model {PREFIX}{name}: it ends with no linear layer, so that no head can be put on",
@@ -62,51 +62,59 @@ def _last_layer(name: str, model: nn.Module) -> tuple[str, nn.Linear]:
 def load(
     name: str, classes: Sequence[str], offline: bool, from_scratch: bool
 ) -> tuple[nn.Module, Origin]:
-    """The model that ``torchvision/NAME`` means, with a head for these classes.
+    """Loads the model ``torchvision/NAME`` with a head for the given classes.
 
     Raises:
         SettingError: torchvision is not installed, or has no such classifier.
-        DataError: Its weights are not here, and must not or cannot be fetched.
+        DataError: Its weights are missing and cannot be downloaded.
     """
-    short, weights = name.removeprefix(PREFIX), weights_of(name)
+    base_name, weights = name.removeprefix(PREFIX), weights_of(name)
     if from_scratch:
-        return TorchvisionImages(short, _made(short), len(classes)), Origin()
-    torch_file_here(weights.url.rpartition("/")[2], offline)
-    model = _made(short, weights=weights)
-    _, own = _last_layer(short, model)
-    network = TorchvisionImages(short, model, len(classes))
-    same = list(weights.meta.get("categories", ())) == [*classes]
-    if same:
-        network.head.load_state_dict(own.state_dict())
-    return network, Origin(name, (), not same)
+        return TorchvisionImages(base_name, _make_model(base_name), len(classes)), Origin()
+    ensure_torch_file(weights.url.rpartition("/")[2], offline)
+    model = _make_model(base_name, weights=weights)
+    _, output = _output_layer(base_name, model)
+    network = TorchvisionImages(base_name, model, len(classes))
+    keeps_head = list(weights.meta.get("categories", ())) == [*classes]
+    if keeps_head:
+        network.head.load_state_dict(output.state_dict())
+    return network, Origin(name, (), not keeps_head)
 
 
 def weights_of(name: str) -> Any:
-    """The library's description of the weights of ``torchvision/NAME``."""
+    """Returns the library's description of the weights of ``torchvision/NAME``."""
     models = _models()
-    names = {PREFIX + one: one for one in models.list_models(module=models)}
-    known("--model", name, names)
+    names = {PREFIX + base_name: base_name for base_name in models.list_models(module=models)}
+    check_known("--model", name, names)
     return models.get_model_weights(names[name]).DEFAULT
 
 
 def preprocessing(name: str) -> dict[str, Any]:
-    """How images were prepared, in the words of ``preprocessor_config.json``."""
-    how = weights_of(name).transforms()
-    return {"size": how.crop_size[0], "image_mean": how.mean, "image_std": how.std, "channels": 3}
+    """Returns the preprocessing of a model, with the keys of ``preprocessor_config.json``."""
+    transforms = weights_of(name).transforms()
+    return {
+        "size": transforms.crop_size[0],
+        "image_mean": transforms.mean,
+        "image_std": transforms.std,
+        "channels": 3,
+    }
 
 
-def rebuilt(description: dict[str, Any], classes: int) -> nn.Module:
-    """The network that :meth:`TorchvisionImages.describe` tells, with initial weights."""
+def build_from_description(description: dict[str, Any], classes: int) -> nn.Module:
+    """Builds a network from :meth:`TorchvisionImages.describe`, with initial weights."""
     name, size = description["name"], description["size"]
-    more = {"image_size": size} if size and name not in _ONLY_224 else {}
-    return TorchvisionImages(name, _made(name, **more), classes)
+    arguments = {"image_size": size} if size and name not in _ONLY_224 else {}
+    return TorchvisionImages(name, _make_model(name, **arguments), classes)
 
 
-def _made(name: str, **more: Any) -> nn.Module:
+def _make_model(name: str, **arguments: Any) -> nn.Module:
     if name in _EXTRA_HEADS:
-        more |= {"aux_logits": False, **({} if "weights" in more else {"init_weights": True})}
-    made: nn.Module = _models().get_model(name, **more)
-    return made
+        arguments |= {
+            "aux_logits": False,
+            **({} if "weights" in arguments else {"init_weights": True}),
+        }
+    model: nn.Module = _models().get_model(name, **arguments)
+    return model
 
 
 def _models() -> Any:

@@ -18,7 +18,7 @@ PAD = 0
 
 @dataclass(frozen=True)
 class Shape:
-    """What makes two transformers fit the same weights.
+    """Sizes of a transformer. Weights fit all transformers of equal shape.
 
     Attributes:
         source: Tokens of the source vocabulary.
@@ -28,7 +28,7 @@ class Shape:
         heads: Attention heads.
         ff: Width of the feed-forward layers.
         pre_norm: Layer normalisation before each part instead of after it.
-        dropout: In training.
+        dropout: Dropout in training.
     """
 
     source: int
@@ -43,27 +43,27 @@ class Shape:
 
 @dataclass
 class Cache:
-    """Keys and values of what has been decoded, for each layer of the decoder.
+    """Keys and values of decoded tokens, for each layer of the decoder.
 
     Attributes:
-        length: Target tokens so far.
-        own: Of the target tokens so far, by layer.
-        cross: Of the source, by layer; made once.
+        length: Number of decoded tokens.
+        decoded: Keys and values of the decoded tokens, by layer.
+        cross: Keys and values of the source, by layer.
     """
 
     length: int = 0
-    own: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    decoded: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     cross: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def select(self, rows: Tensor) -> None:
-        """Keeps these sentences (or beams), in this order."""
-        for kept in (self.own, self.cross):
-            for layer, (keys, values) in kept.items():
-                kept[layer] = keys[rows], values[rows]
+        """Selects sentences (or beams), in this order."""
+        for entries in (self.decoded, self.cross):
+            for layer, (keys, values) in entries.items():
+                entries[layer] = keys[rows], values[rows]
 
 
 class Attention(nn.Module):
-    """Multi-head attention. After a forward with ``look`` the weights are in ``seen``."""
+    """Multi-head attention. If ``keeps_weights``, forward stores the weights in ``weights``."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -71,20 +71,20 @@ class Attention(nn.Module):
         self.heads, self.dropout = shape.heads, shape.dropout
         self.query, self.key = nn.Linear(width, width), nn.Linear(width, width)
         self.value, self.out = nn.Linear(width, width), nn.Linear(width, width)
-        self.look = False
-        self.seen: Tensor | None = None
+        self.keeps_weights = False
+        self.weights: Tensor | None = None
 
     def project(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of shape ``[n, heads, s, d / heads]``."""
+        """Returns keys and values of shape ``[n, heads, s, d / heads]``."""
         return self._split(self.key(memory)), self._split(self.value(memory))
 
     def forward(
         self, x: Tensor, memory: tuple[Tensor, Tensor], mask: Tensor | None, causal: bool = False
     ) -> Tensor:
-        """``x`` attends to ``memory`` where ``mask`` is true; ``causal``: to nothing later."""
+        """Attends to ``memory`` where ``mask`` is true; ``causal``: not to later tokens."""
         query, (keys, values) = self._split(self.query(x)), memory
-        if self.look:
-            self.seen = _weights(query, keys, mask)
+        if self.keeps_weights:
+            self.weights = _weights(query, keys, mask)
         rate = self.dropout if self.training else 0.0
         mixed = scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, dropout_p=rate, is_causal=causal
@@ -105,17 +105,17 @@ def _weights(query: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class Residual(nn.Module):
-    """Normalisation, dropout and the sum around a part of a layer."""
+    """Normalisation, dropout and residual connection around a part of a layer."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.norm, self.pre, self.dropout = nn.LayerNorm(shape.width), shape.pre_norm, shape.dropout
 
-    def before(self, x: Tensor) -> Tensor:
+    def normalise(self, x: Tensor) -> Tensor:
         normed: Tensor = self.norm(x) if self.pre else x
         return normed
 
-    def after(self, x: Tensor, part: Tensor) -> Tensor:
+    def add(self, x: Tensor, part: Tensor) -> Tensor:
         total = x + dropout(part, self.dropout, self.training)
         return total if self.pre else self.norm(total)
 
@@ -141,10 +141,10 @@ class EncoderLayer(nn.Module):
         self.ff, self.around_ff = FeedForward(shape), Residual(shape)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        normed = self.around_attention.before(x)
+        normed = self.around_attention.normalise(x)
         mixed = self.attention(normed, self.attention.project(normed), mask)
-        x = self.around_attention.after(x, mixed)
-        return self.around_ff.after(x, self.ff(self.around_ff.before(x)))
+        x = self.around_attention.add(x, mixed)
+        return self.around_ff.add(x, self.ff(self.around_ff.normalise(x)))
 
 
 class DecoderLayer(nn.Module):
@@ -157,32 +157,35 @@ class DecoderLayer(nn.Module):
         self.ff, self.around_ff = FeedForward(shape), Residual(shape)
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
-        """All target tokens at once."""
-        normed = self.around_attention.before(x)
+        """Decodes all target tokens at once."""
+        normed = self.around_attention.normalise(x)
         mixed = self.attention(normed, self.attention.project(normed), None, causal=True)
-        x = self.around_attention.after(x, mixed)
-        return self._rest(x, self.cross.project(memory), mask)
+        x = self.around_attention.add(x, mixed)
+        return self._cross_attend(x, self.cross.project(memory), mask)
 
     def step(self, x: Tensor, memory: Tensor, mask: Tensor, cache: Cache, number: int) -> Tensor:
-        """The next target token of each sentence, shape ``[n, 1, d]``."""
-        normed = self.around_attention.before(x)
-        own = self.attention.project(normed)
-        if number in cache.own:
-            old = cache.own[number]
-            own = torch.cat((old[0], own[0]), 2), torch.cat((old[1], own[1]), 2)
-        cache.own[number] = own
-        x = self.around_attention.after(x, self.attention(normed, own, None))
+        """Decodes the next target token of each sentence, shape ``[n, 1, d]``."""
+        normed = self.around_attention.normalise(x)
+        projected = self.attention.project(normed)
+        if number in cache.decoded:
+            previous = cache.decoded[number]
+            projected = (
+                torch.cat((previous[0], projected[0]), 2),
+                torch.cat((previous[1], projected[1]), 2),
+            )
+        cache.decoded[number] = projected
+        x = self.around_attention.add(x, self.attention(normed, projected, None))
         if number not in cache.cross:
             cache.cross[number] = self.cross.project(memory)
-        return self._rest(x, cache.cross[number], mask)
+        return self._cross_attend(x, cache.cross[number], mask)
 
-    def _rest(self, x: Tensor, memory: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-        x = self.around_cross.after(x, self.cross(self.around_cross.before(x), memory, mask))
-        return self.around_ff.after(x, self.ff(self.around_ff.before(x)))
+    def _cross_attend(self, x: Tensor, memory: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
+        x = self.around_cross.add(x, self.cross(self.around_cross.normalise(x), memory, mask))
+        return self.around_ff.add(x, self.ff(self.around_ff.normalise(x)))
 
 
 class Embedding(nn.Module):
-    """Tokens as vectors, plus the sinusoids of their positions."""
+    """Token embeddings plus sinusoidal position embeddings."""
 
     def __init__(self, tokens: int, shape: Shape) -> None:
         super().__init__()
@@ -190,7 +193,7 @@ class Embedding(nn.Module):
         nn.init.normal_(self.table.weight, std=shape.width**-0.5)
 
     def forward(self, ids: Tensor, start: int = 0) -> Tensor:
-        """Vectors ``[n, t, d]`` of tokens ``[n, t]`` that stand at ``start`` and after."""
+        """Embeds tokens ``[n, t]`` at positions from ``start`` on, to ``[n, t, d]``."""
         width = self.table.embedding_dim
         vectors = self.table(ids) * math.sqrt(width)
         vectors = vectors + sinusoids(start, ids.shape[1], width).to(vectors)
@@ -198,7 +201,7 @@ class Embedding(nn.Module):
 
 
 def sinusoids(start: int, count: int, width: int) -> Tensor:
-    """Position vectors, shape ``[count, width]``; computed, so that no length is too long."""
+    """Computes position embeddings, shape ``[count, width]``, for any length."""
     positions = torch.arange(start, start + count, dtype=torch.float64)
     rates = torch.exp(torch.arange(0, width, 2, dtype=torch.float64) * (-math.log(1e4) / width))
     angles = positions[:, None] * rates
@@ -206,7 +209,7 @@ def sinusoids(start: int, count: int, width: int) -> Tensor:
 
 
 class Transformer(nn.Module):
-    """The whole network."""
+    """Encoder-decoder transformer."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -214,8 +217,8 @@ class Transformer(nn.Module):
         self.source, self.target = Embedding(shape.source, shape), Embedding(shape.target, shape)
         self.encoder = nn.ModuleList(EncoderLayer(shape) for _ in range(shape.layers))
         self.decoder = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.layers))
-        ends = nn.LayerNorm if shape.pre_norm else nn.Identity
-        self.encoder_end, self.decoder_end = ends(shape.width), ends(shape.width)
+        final_norm = nn.LayerNorm if shape.pre_norm else nn.Identity
+        self.encoder_end, self.decoder_end = final_norm(shape.width), final_norm(shape.width)
         self.words = nn.Linear(shape.width, shape.target)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -223,7 +226,7 @@ class Transformer(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Scores of the token after each target token, shape ``[n, t, vocabulary]``."""
+        """Returns scores of the token after each target token, shape ``[n, t, vocabulary]``."""
         memory, mask = self.encode(source)
         x = self.target(target)
         for layer in self.decoder:
@@ -232,16 +235,16 @@ class Transformer(nn.Module):
         return scores
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        """What the decoder looks at, ``[n, s, d]``, and where it may look, ``[n, 1, 1, s]``."""
+        """Encodes the source to ``[n, s, d]``; the mask ``[n, 1, 1, s]`` is false for padding."""
         mask = (source != PAD)[:, None, None, :]
         x = self.source(source)
         for layer in self.encoder:
             x = layer(x, mask)
         return self.encoder_end(x), mask
 
-    def step(self, last: Tensor, memory: Tensor, mask: Tensor, cache: Cache) -> Tensor:
-        """Scores of the next token, ``[n, vocabulary]``, after the tokens ``last``, ``[n]``."""
-        x = self.target(last[:, None], cache.length)
+    def step(self, tokens: Tensor, memory: Tensor, mask: Tensor, cache: Cache) -> Tensor:
+        """Returns scores ``[n, vocabulary]`` of the token after ``tokens``, ``[n]``."""
+        x = self.target(tokens[:, None], cache.length)
         for number, layer in enumerate(self.decoder):
             assert isinstance(layer, DecoderLayer)
             x = layer.step(x, memory, mask, cache, number)
@@ -252,15 +255,15 @@ class Transformer(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """How to search.
+    """Settings of the search for a translation.
 
     Attributes:
         start: First token of every target sentence.
-        end: Its last token.
-        limit: Most tokens of a translation; it is also bounded by the source's length.
-        beam: Beams; 1 takes the likeliest token every time.
-        length_penalty: Power of the length by which a beam's score is divided; above 0 it
-            favours longer translations.
+        end: Last token of every target sentence.
+        limit: Maximum tokens of a translation, also bounded by the source's length.
+        beam: Number of beams; 1 decodes greedily.
+        length_penalty: A beam's score is divided by this power of its length; values above 0
+            favour longer translations.
     """
 
     start: int
@@ -269,95 +272,101 @@ class Search:
     beam: int = 1
     length_penalty: float = 0.6
 
-    def longest(self, source: Tensor) -> int:
-        """Steps of the search for these sources, shape ``[n, s]``."""
+    def max_steps(self, source: Tensor) -> int:
+        """Returns the maximum number of steps for sources of shape ``[n, s]``."""
         return min(self.limit, 2 * source.shape[1] + 50)
 
 
 @torch.inference_mode()
 def decode(model: nn.Module, source: Tensor, search: Search) -> list[list[int]]:
-    """Target tokens of each source sentence, without start, end and padding.
+    """Returns the target tokens of each source sentence, without start, end and padding.
 
     Args:
-        model: A :class:`Transformer`; or any network of its inputs and scores, which is then
-            asked anew for the whole sentence at every token, and only greedily.
+        model: A :class:`Transformer`, or a network with its inputs and outputs, which decodes
+            greedily and computes the whole sentence for each token.
         source: Token ids, shape ``[n, s]``.
-        search: How to search.
+        search: Settings of the search.
     """
     if not isinstance(model, Transformer):
-        found = anew(model, source, search)
+        rows = greedy_uncached(model, source, search)
     else:
-        found = greedy(model, source, search) if search.beam == 1 else beams(model, source, search)
-    return [_until(row, search.end) for row in found.tolist()]
+        rows = (
+            greedy(model, source, search)
+            if search.beam == 1
+            else beam_search(model, source, search)
+        )
+    return [_strip(row, search.end) for row in rows.tolist()]
 
 
 def greedy(model: Transformer, source: Tensor, search: Search) -> Tensor:
-    """The likeliest token every time, shape ``[n, steps]``."""
+    """Decodes greedily, to shape ``[n, steps]``."""
     memory, mask = model.encode(source)
-    last = torch.full((len(source),), search.start, device=source.device)
-    cache, ended, chosen = Cache(), torch.zeros_like(last, dtype=torch.bool), []
-    for _ in range(search.longest(source)):
-        last = model.step(last, memory, mask, cache).argmax(1).masked_fill(ended, PAD)
-        chosen.append(last)
-        ended |= last == search.end
+    token = torch.full((len(source),), search.start, device=source.device)
+    cache, ended, tokens = Cache(), torch.zeros_like(token, dtype=torch.bool), []
+    for _ in range(search.max_steps(source)):
+        token = model.step(token, memory, mask, cache).argmax(1).masked_fill(ended, PAD)
+        tokens.append(token)
+        ended |= token == search.end
         if bool(ended.all()):
             break
-    return torch.stack(chosen, 1)
+    return torch.stack(tokens, 1)
 
 
-def anew(model: nn.Module, source: Tensor, search: Search) -> Tensor:
-    """As :func:`greedy`, with a network that keeps nothing from token to token."""
+def greedy_uncached(model: nn.Module, source: Tensor, search: Search) -> Tensor:
+    """Decodes greedily with a network that has no cache."""
     tokens = torch.full((len(source), 1), search.start, device=source.device)
     ended = torch.zeros(len(source), dtype=torch.bool, device=source.device)
-    for _ in range(search.longest(source)):
-        last = model(source, tokens)[:, -1].argmax(1).masked_fill(ended, PAD)
-        tokens = torch.cat((tokens, last[:, None]), 1)
-        ended |= last == search.end
+    for _ in range(search.max_steps(source)):
+        token = model(source, tokens)[:, -1].argmax(1).masked_fill(ended, PAD)
+        tokens = torch.cat((tokens, token[:, None]), 1)
+        ended |= token == search.end
         if bool(ended.all()):
             break
     return tokens[:, 1:]
 
 
-def beams(model: Transformer, source: Tensor, search: Search) -> Tensor:
-    """The best of ``search.beam`` beams for each sentence, shape ``[n, steps]``.
+def beam_search(model: Transformer, source: Tensor, search: Search) -> Tensor:
+    """Returns the best of ``search.beam`` beams for each sentence, shape ``[n, steps]``.
 
-    An ended beam keeps its place with its score while others go on.
+    An ended beam keeps its score while others continue.
     """
     n, k = len(source), search.beam
     memory, mask = (part.repeat_interleave(k, 0) for part in model.encode(source))
     rows = torch.arange(n, device=source.device)[:, None] * k
     scores = torch.full((n, k), -math.inf, device=source.device)
-    scores[:, 0] = 0  # all beams start equal: only one may go on
+    scores[:, 0] = 0  # all beams are equal: continue only one
     tokens = torch.full((n, k, 1), search.start, device=source.device)
     cache = Cache()
-    for _ in range(search.longest(source)):
+    for _ in range(search.max_steps(source)):
         logits = model.step(tokens[:, :, -1].flatten(), memory, mask, cache)
-        scores, choice = _next(logits.view(n, k, -1), scores, tokens[:, :, -1], search.end)
+        scores, choice = _best_continuations(
+            logits.view(n, k, -1), scores, tokens[:, :, -1], search.end
+        )
         beam, token = choice // logits.shape[1], choice % logits.shape[1]
         cache.select((rows + beam).flatten())
-        tokens = torch.cat((tokens.gather(1, _wide(beam, tokens)), token[:, :, None]), 2)
+        tokens = torch.cat(
+            (tokens.gather(1, beam[:, :, None].expand_as(tokens)), token[:, :, None]), 2
+        )
         if bool(((token == search.end) | (token == PAD)).all()):
             break
     lengths = (tokens != PAD).sum(2) - 1
-    best = (scores / lengths**search.length_penalty).argmax(1)
-    return tokens[torch.arange(n), best, 1:]
+    winners = (scores / lengths**search.length_penalty).argmax(1)
+    return tokens[torch.arange(n), winners, 1:]
 
 
-def _next(logits: Tensor, scores: Tensor, last: Tensor, end: int) -> tuple[Tensor, Tensor]:
-    """Scores and flat choices of the best continuations, each ``[n, k]``."""
+def _best_continuations(
+    logits: Tensor, scores: Tensor, previous: Tensor, end: int
+) -> tuple[Tensor, Tensor]:
+    """Returns scores and flat indices of the best continuations, each ``[n, k]``."""
     chances = logits.float().log_softmax(2)
-    ended = ((last == end) | (last == PAD))[:, :, None]
+    ended = ((previous == end) | (previous == PAD))[:, :, None]
     chances = chances.masked_fill(ended, -math.inf)
     chances[:, :, PAD] = torch.where(ended[:, :, 0], 0.0, -math.inf)
     total = (scores[:, :, None] + chances).flatten(1)
-    best = total.topk(scores.shape[1], 1)
-    return best.values, best.indices
+    top = total.topk(scores.shape[1], 1)
+    return top.values, top.indices
 
 
-def _wide(beam: Tensor, tokens: Tensor) -> Tensor:
-    return beam[:, :, None].expand(-1, -1, tokens.shape[2])
-
-
-def _until(row: list[int], end: int) -> list[int]:
+def _strip(row: list[int], end: int) -> list[int]:
     tokens = row[: row.index(end)] if end in row else row
     return [token for token in tokens if token != PAD]

@@ -22,9 +22,9 @@ from torch.nn.functional import cross_entropy
 from paceline import train
 from paceline.recipes import common
 from paceline.recipes.data.pairs import Pair, PairData, PairRequest, load_pairs
-from paceline.recipes.optimization import scheduled
+from paceline.recipes.optimization import make_schedule
 from paceline.recipes.options import TranslationOptions
-from paceline.recipes.scores import scores
+from paceline.recipes.scores import translation_scores
 from paceline.recipes.tokens import (
     END_ID,
     PAD_ID,
@@ -45,18 +45,18 @@ from paceline.train.comms import checked
 
 SOURCE_TOKENIZER, TARGET_TOKENIZER = "tokenizer-source.json", "tokenizer-target.json"
 OUTPUTS = "translations.jsonl"
-"""The last translation of the whole validation set: source, expected, translated."""
+"""Latest translations of the validation set: source, expected, translated."""
 LARGE = 256
-"""Width from which bf16 is faster than float32 on a CPU (measured)."""
+"""Width of the model from which bf16 is faster than float32 on a CPU (measured)."""
 
 
 def train_translation(options: TranslationOptions) -> None:
-    """One training, on every rank."""
+    """Runs one training; called on every rank."""
     data = load_data(options)
-    options = common.effective(options, options.dimensions()[0] >= LARGE)
+    options = common.with_fast_dtype(options, options.dimensions()[0] >= LARGE)
     with common.join("translation", options) as session:
         session.agree("the corpus", data.fingerprint)
-        common.agree_format(session, options)
+        common.agree_on_precision(session, options)
         tokenizers = make_tokenizers(session, data, options)
         limit = options.seq_len
         training = sentences(data.splits["train"], tokenizers, limit, options.too_long)
@@ -64,17 +64,19 @@ def train_translation(options: TranslationOptions) -> None:
         held_out = sentences(watched, tokenizers, limit, "cut")
         session.say(describe_data(data, training, held_out, tokenizers))
 
-        batch, lengths = common.batch_of(session, options), training.lengths()
-        loader = common.loader_of(session, options, training, batch, lengths)
+        batching, lengths = common.make_batching(session, options), training.lengths()
+        loader = common.make_loader(session, options, training, batching, lengths)
 
         shape = network_shape(options, tokenizers)
         network = session.place(Transformer(shape), shard=options.shard)
-        optimizer = common.optimizer_of(options, network, batch.lr)
-        curve = common.curve_of(options, loader)
-        model = common.prepare(session, options, network, optimizer, scheduled(optimizer, curve))
+        optimizer = common.optimizer_from_options(options, network, batching.lr)
+        curve = common.make_curve(options, loader)
+        model = common.prepare(
+            session, options, network, optimizer, make_schedule(optimizer, curve)
+        )
 
-        # Losses are divided by the mean length, which no rank and no batch changes: every token
-        # weighs the same, and ranks need not tell each other how many they have.
+        # Dividing by the mean length of the data set gives every token the same weight, without
+        # ranks exchanging how many tokens they have.
         mean_length = sum(len(row) + 1 for row in training.target) / len(training)
 
         def compute(batch: train.Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -84,38 +86,40 @@ def train_translation(options: TranslationOptions) -> None:
                 losses = token_losses(outputs, expected, options.label_smoothing)
             return losses.sum(1) / mean_length, {}
 
-        if common.tried(session, options, loader, compute, lengths):
+        if common.run_trials(session, options, loader, compute, lengths):
             return
         search = Search(START_ID, END_ID, limit, options.beam)
-        last = -(-curve.steps // len(loader)) - 1
+        final_epoch = -(-curve.steps // len(loader)) - 1
         best = Best(patience=options.patience)
-        about = describe(options, data, shape)
-        common.keep_checkpoints(session, options, best, data.fingerprint, about, shape=shape)
+        metadata = describe(options, data, shape)
+        common.configure_checkpoints(
+            session, options, best, data.fingerprint, metadata, shape=shape
+        )
         figures: dict[str, float] = {}
         for epoch in common.epochs(session, loader, options):
-            for given in loader:
-                losses, values = compute(given)
+            for batch in loader:
+                losses, values = compute(batch)
                 session.step(losses, **values)
             with session.averaged():
                 figures = evaluate(session, network, held_out)
-                if epoch == last or epoch % options.score_every == options.score_every - 1:
+                if epoch == final_epoch or epoch % options.score_every == options.score_every - 1:
                     figures |= score(session, network, watched, tokenizers, search, options.samples)
                     best.update(figures["bleu"] + figures["chrf"], session.progress.step)
             session.log(data.held_out, samples=len(watched), **figures)
             curve.report(figures["loss"])
-            common.end_early(session, options, best, "BLEU", figures.get("bleu", 0.0))
+            common.stop_early(session, options, best, "BLEU", figures.get("bleu", 0.0))
 
         if "bleu" not in figures:  # a finished training was resumed
             with session.averaged():
                 figures = evaluate(session, network, held_out)
                 figures |= score(session, network, watched, tokenizers, search, options.samples)
         measured = {"samples": len(watched), **figures}
-        session.save_model({**about, "metrics": {data.held_out: measured}}, average=True)
+        session.save_model({**metadata, "metrics": {data.held_out: measured}}, average=True)
         session.say(f"{summary(figures)}  ({len(watched)} {data.held_out} sentences)")
 
 
 def token_losses(outputs: Tensor, expected: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Loss of each token, shape ``[n, t]``; 0 for padding."""
+    """Returns the loss of each token, shape ``[n, t]``; 0 for padding."""
     if outputs.dtype in (torch.bfloat16, torch.float16):
         outputs = outputs.float()
     losses = cross_entropy(
@@ -132,7 +136,7 @@ def token_losses(outputs: Tensor, expected: Tensor, smoothing: float = 0.0) -> T
 def evaluate(
     session: train.Session, network: Transformer | torch.nn.Module, held_out: Sentences
 ) -> dict[str, float]:
-    """Loss of a token and perplexity over every sentence exactly once, the same on every rank."""
+    """Returns loss per token and perplexity over every sentence once, equal on every rank."""
     session.phase("evaluate")
     network.eval()
     meter = session.meter()
@@ -154,27 +158,27 @@ def translate(
     tokenizer: Tokenizer,
     search: Search,
 ) -> list[str]:
-    """Translations of all rows, each made by one rank, on every rank."""
+    """Translates all rows, each on one rank, and returns all translations on every rank."""
     session.phase("translate")
     network.eval()
-    order = spread([len(row) for row in rows], session.world.size)
-    mine: list[tuple[int, str]] = []
+    order = balanced_order([len(row) for row in rows], session.world.size)
+    translated: list[tuple[int, str]] = []
     for batch in session.shard(Sources(rows, order), 64):
         with session.autocast():
-            found = decode(network, batch.data[0], search)[: batch.count]
+            rows_out = decode(network, batch.data[0], search)[: batch.count]
         numbers = [order[place] for place in batch.ids.tolist()[: batch.count]]
-        mine += zip(numbers, tokenizer.decode(found), strict=True)
+        translated += zip(numbers, tokenizer.decode(rows_out), strict=True)
     network.train()
-    parts = session.comms.texts(json.dumps(mine))
+    parts = session.comms.texts(json.dumps(translated))
     shape = each(row(whole(0, len(rows) - 1), text(LONG_TEXT)), len(rows))
-    everything = dict(pair for part in checked(parts, shape) for pair in part)
-    return [everything[number] for number in range(len(rows))]
+    by_number = dict(pair for part in checked(parts, shape) for pair in part)
+    return [by_number[number] for number in range(len(rows))]
 
 
-def spread(lengths: Sequence[int], ranks: int) -> list[int]:
-    """Sample ids so ordered that equal contiguous shares hold equal work, longest first."""
+def balanced_order(lengths: Sequence[int], ranks: int) -> list[int]:
+    """Orders sample ids so that equal contiguous shares hold equal work, longest first."""
     ids = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable")
-    return [int(one) for rank in range(ranks) for one in ids[rank::ranks]]
+    return [int(number) for rank in range(ranks) for number in ids[rank::ranks]]
 
 
 def score(
@@ -185,15 +189,15 @@ def score(
     search: Search,
     samples: int,
 ) -> dict[str, float]:
-    """BLEU and the others over all pairs; the translations are kept, and some of them shown."""
+    """Translates all pairs and returns BLEU and other scores; shows some translations."""
     rows = source_rows(tokenizers[0], [source for source, _ in pairs], search.limit)
     outputs = translate(session, network, rows, tokenizers[1], search)
     show(session, pairs, outputs, samples)
-    return scores(outputs, [target for _, target in pairs])
+    return translation_scores(outputs, [target for _, target in pairs])
 
 
 def summary(figures: dict[str, float]) -> str:
-    """The figures of a translation in one line."""
+    """Formats the scores of translations in one line."""
     return (
         f"bleu {figures['bleu']:.2f}  chrf {figures['chrf']:.2f}  cer {figures['cer']:.4f}"
         f"  wer {figures['wer']:.4f}  exact {figures['exact']:.4f}"
@@ -203,12 +207,14 @@ def summary(figures: dict[str, float]) -> str:
 def show(
     session: train.Session, pairs: Sequence[Pair], outputs: Sequence[str], samples: int
 ) -> None:
-    """Keeps all translations with the run, and shows some."""
+    """Saves all translations with the run, and shows some."""
     rows = [(*pair, output) for pair, output in zip(pairs, outputs, strict=True)]
 
     def write(folder: Path) -> None:
-        named = (dict(zip(("source", "expected", "translated"), row, strict=True)) for row in rows)
-        lines = [json.dumps(one, ensure_ascii=False) + "\n" for one in named]
+        records = (
+            dict(zip(("source", "expected", "translated"), row, strict=True)) for row in rows
+        )
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
         files.write_bytes(folder / OUTPUTS, "".join(lines).encode())
 
     session.keep(OUTPUTS, write)
@@ -217,7 +223,7 @@ def show(
 
 
 def load_data(options: TranslationOptions) -> PairData:
-    """The corpus that the options name."""
+    """Loads the corpus that the options name."""
     languages = (options.source_lang, options.target_lang)
     return load_pairs(
         PairRequest(
@@ -234,25 +240,28 @@ def load_data(options: TranslationOptions) -> PairData:
 def make_tokenizers(
     session: train.Session, data: PairData, options: TranslationOptions
 ) -> tuple[Tokenizer, Tokenizer]:
-    """Trained once, by rank 0, kept with the run and given to all."""
+    """Trains both tokenizers on rank 0, saves them with the run, and returns them on all ranks."""
 
     def make() -> str:
         sides = zip(*data.splits["train"], strict=True)
-        size, least = options.vocab_size, options.min_frequency
-        made = [train_tokenizer(options.tokenizer, side, size, least).to_json() for side in sides]
-        return json.dumps(made)
+        size, min_frequency = options.vocab_size, options.min_frequency
+        contents = [
+            train_tokenizer(options.tokenizer, side, size, min_frequency).to_json()
+            for side in sides
+        ]
+        return json.dumps(contents)
 
     def write(folder: Path) -> None:
-        for name, content in zip((SOURCE_TOKENIZER, TARGET_TOKENIZER), made, strict=True):
+        for name, content in zip((SOURCE_TOKENIZER, TARGET_TOKENIZER), tokenizers, strict=True):
             files.write_bytes(folder / rundir.MODEL / name, content.encode())
 
-    made = source, target = json.loads(session.comms.by_first(make))
+    tokenizers = source, target = json.loads(session.comms.by_first(make))
     session.keep(rundir.MODEL, write)
     return from_json(source), from_json(target)
 
 
 def network_shape(options: TranslationOptions, tokenizers: tuple[Tokenizer, Tokenizer]) -> Shape:
-    """The network that the options describe."""
+    """Returns the shape of the network that the options describe."""
     width, layers, heads, ff = options.dimensions()
     pre_norm = options.norm == "pre"
     sizes = len(tokenizers[0]), len(tokenizers[1])
@@ -262,18 +271,18 @@ def network_shape(options: TranslationOptions, tokenizers: tuple[Tokenizer, Toke
 def describe_data(
     data: PairData, training: Sentences, held_out: Sentences, both: tuple[Tokenizer, Tokenizer]
 ) -> str:
-    """One line for people: sizes, and what was left out."""
-    left_out = [f"{training.left_out} too long"] if training.left_out else []
-    left_out += [f"{data.skipped} with an empty side"] if data.skipped else []
+    """Describes sizes of the data and dropped pairs in one line."""
+    dropped = [f"{training.num_dropped} too long"] if training.num_dropped else []
+    dropped += [f"{data.skipped} with an empty side"] if data.skipped else []
     return (
         f"{len(training)} pairs to train on, {len(held_out)} to validate"
-        f"{', left out: ' + ', '.join(left_out) if left_out else ''};"
+        f"{', left out: ' + ', '.join(dropped) if dropped else ''};"
         f" vocabularies of {len(both[0])} and {len(both[1])} tokens"
     )
 
 
 def describe(options: TranslationOptions, data: PairData, shape: Shape) -> dict[str, Any]:
-    """Everything that is needed to use the model, and where it came from."""
+    """Describes the model and its data, for its use and for the record."""
     return {
         "format": 1,
         "task": "translation",

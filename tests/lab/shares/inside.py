@@ -218,8 +218,8 @@ def checkpoints() -> Any:
 
 @trial
 def a_data_set_is_downloaded_once_by_two_hosts() -> Any:
-    from paceline.recipes.data import Named, Remote
-    from paceline.recipes.data.download import Ways, folder_of
+    from paceline.recipes.data import NamedDataset, Remote
+    from paceline.recipes.data.download import DownloadOptions, find_or_download
 
     content, asked = b"x" * 300_000, []
 
@@ -239,13 +239,13 @@ def a_data_set_is_downloaded_once_by_two_hosts() -> Any:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     source = f"http://127.0.0.1:{server.server_address[1]}/"
     digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
-    named = Named("set", "idx", ("set",), "", "", remote=(Remote("x", digest, (source,)),))
+    named = NamedDataset("set", "idx", ("set",), "", "", remote=(Remote("x", digest, (source,)),))
     found = []
 
     def get(place: Path) -> None:
         whole = lambda folder: (folder / "x").is_file()  # noqa: E731
-        quiet = Ways(say=lambda _: None)
-        found.append(len((folder_of(named, str(place), whole, quiet) / "x").read_bytes()))
+        quiet = DownloadOptions(log=lambda _: None)
+        found.append(len((find_or_download(named, str(place), whole, quiet) / "x").read_bytes()))
 
     threads = [threading.Thread(target=get, args=(place / "sets",)) for place in (A, B)]
     for thread in threads:

@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100: pickled batches (read without running code), the first also binary."""
+"""CIFAR-10 and CIFAR-100: pickled batches, read without running code, or binary ones."""
 
 from __future__ import annotations
 
@@ -15,31 +15,23 @@ from paceline.recipes.data.images import ImageData, InMemory, Request, check_lab
 from paceline.spec.errors import DataError
 
 _CLASSES = (
-    "airplane",
-    "automobile",
-    "bird",
-    "cat",
-    "deer",
-    "dog",
-    "frog",
-    "horse",
-    "ship",
-    "truck",
+    *("airplane", "automobile", "bird", "cat", "deer"),
+    *("dog", "frog", "horse", "ship", "truck"),
 )
-_PIXELS = 3 * 32 * 32
-_RECORD = 1 + _PIXELS
-_MOST_BYTES = 256 << 20  # of a file, and of what it stands for; a batch has 31 MB
-_FINE, _FINE_NAMES = b"fine_labels", b"fine_label_names"
+_IMAGE_BYTES = 3 * 32 * 32
+_RECORD_BYTES = 1 + _IMAGE_BYTES
+_MAX_BYTES = 256 << 20  # of a file and of its content; a batch has 31 MB
+_CIFAR100_LABELS, _CIFAR100_NAMES = b"fine_labels", b"fine_label_names"
 _BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
 
 
 def matches(folder: Path) -> bool:
-    """True when the folder holds the first training batch in one of the formats."""
+    """True if the folder holds the first training batch in one of the formats."""
     first = any((folder / f"{_BATCHES[0]}{suffix}").is_file() for suffix in ("", ".bin"))
-    return first or _is_hundred(folder)
+    return first or _is_cifar100(folder)
 
 
-def _is_hundred(folder: Path) -> bool:
+def _is_cifar100(folder: Path) -> bool:
     return (folder / "meta").is_file() and (folder / "train").is_file()
 
 
@@ -49,7 +41,7 @@ def read(folder: Path, request: Request) -> ImageData:
     Raises:
         DataError: A file is missing, truncated or of another format, or a label out of range.
     """
-    if _is_hundred(folder):
+    if _is_cifar100(folder):
         classes = _names(folder / "meta")
         train, test = (_batch(folder / name, classes) for name in ("train", "test"))
         return in_memory(request, classes, train, test)
@@ -62,9 +54,9 @@ def read(folder: Path, request: Request) -> ImageData:
 
 
 def _names(meta: Path) -> tuple[str, ...]:
-    """The hundred classes, as the data set's own file has them."""
+    """Reads the names of the hundred classes."""
     try:
-        names = _unpickled(meta.read_bytes())[_FINE_NAMES]
+        names = _unpickle(meta.read_bytes())[_CIFAR100_NAMES]
         return tuple(name.decode() for name in names)
     except Exception as error:  # a damaged pickle may raise anything
         raise DataError(
@@ -89,56 +81,60 @@ def _batch(path: Path, classes: tuple[str, ...]) -> InMemory:
 
 
 def _binary(path: Path, content: bytes) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    if not content or len(content) % _RECORD:
-        whole = -(-max(len(content), 1) // _RECORD) * _RECORD
+    if not content or len(content) % _RECORD_BYTES:
+        expected_bytes = -(-max(len(content), 1) // _RECORD_BYTES) * _RECORD_BYTES
         raise DataError(
             f"{path} is truncated or damaged",
-            found=f"expected {whole} bytes (a multiple of {_RECORD}), found {len(content)}",
+            found=f"expected {expected_bytes} bytes (a multiple of {_RECORD_BYTES}),"
+            f" found {len(content)}",
             remedy="get the file again",
         )
-    records = np.frombuffer(content, np.uint8).reshape(-1, _RECORD)
+    records = np.frombuffer(content, np.uint8).reshape(-1, _RECORD_BYTES)
     return records[:, 1:], records[:, 0].astype(np.int64)
 
 
 def _pickled(path: Path, content: bytes) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     try:
-        batch = _unpickled(content)
-        rows, labels = batch[b"data"], batch[_FINE if _FINE in batch else b"labels"]
-        if type(labels) is not list or not all(type(one) is int for one in labels):
+        batch = _unpickle(content)
+        rows, labels = (
+            batch[b"data"],
+            batch[_CIFAR100_LABELS if _CIFAR100_LABELS in batch else b"labels"],
+        )
+        if type(labels) is not list or not all(type(label) is int for label in labels):
             raise ValueError("the labels are no list of numbers")
         return _rows(rows), np.array(labels, dtype=np.int64)
     except Exception as error:  # a damaged pickle may raise anything
-        why = "it ends too early" if isinstance(error, EOFError) else str(error)[:200]
+        reason = "it ends too early" if isinstance(error, EOFError) else str(error)[:200]
         raise DataError(
             f"{path} is truncated, damaged or no CIFAR-10 batch",
             found=f"expected a pickled batch, found {len(content)} bytes:"
-            f" {why or type(error).__name__}",
+            f" {reason or type(error).__name__}",
             remedy="get the file again",
         ) from None
 
 
 def _rows(described: Any) -> NDArray[np.uint8]:
-    """The pixels out of what a pickled array says of itself; numpy only sees checked bytes."""
+    """Returns the pixels of a pickled array, after checks of its type and size."""
     if type(described) is not _Stub or type(described.state) is not tuple:
         raise ValueError("the data are no array")
     _, shape, kind, by_columns, content = described.state
     images, pixels = shape
     if type(kind) is not _Stub or kind.arguments[:1] not in (("u1",), (b"u1",)) or by_columns:
         raise ValueError("the data are no bytes, row by row")
-    if type(images) is not int or pixels != _PIXELS or type(content) is not bytes:
-        raise ValueError(f"data of another shape than [n, {_PIXELS}] bytes")
-    if len(content) != images * _PIXELS:
+    if type(images) is not int or pixels != _IMAGE_BYTES or type(content) is not bytes:
+        raise ValueError(f"data of another shape than [n, {_IMAGE_BYTES}] bytes")
+    if len(content) != images * _IMAGE_BYTES:
         raise ValueError(f"{len(content)} bytes for {images} images")
-    return np.frombuffer(content, np.uint8).reshape(images, _PIXELS)
+    return np.frombuffer(content, np.uint8).reshape(images, _IMAGE_BYTES)
 
 
 class _Stub:
-    """Stands where a pickle calls for one of numpy's constructors; keeps what that was given."""
+    """Replaces NumPy's constructors in a pickle, and records their arguments."""
 
     __slots__ = ("arguments", "state")
 
     def __init__(self, *arguments: Any) -> None:
-        if len(arguments) > _MOST_ARGUMENTS:
+        if len(arguments) > _MAX_ARGUMENTS:
             raise ValueError(f"{len(arguments)} arguments for one of numpy's constructors")
         self.arguments = arguments
         self.state: Any = None
@@ -147,7 +143,7 @@ class _Stub:
         self.state = state
 
 
-_MOST_ARGUMENTS = 4
+_MAX_ARGUMENTS = 4
 _STUBS = frozenset(
     (
         ("numpy.core.multiarray", "_reconstruct"),
@@ -158,34 +154,34 @@ _STUBS = frozenset(
 )
 
 
-class _Plain(pickle._Unpickler):
-    """Unpickles numbers, texts, lists and dictionaries; arrays come as their description.
+class _SafeUnpickler(pickle._Unpickler):
+    """Unpickles numbers, texts, lists and dictionaries; arrays become :class:`_Stub`.
 
-    Written in Python, unlike the ordinary one: no word of the file is an index into memory. Only
-    those that NumPy's pickles have: others take memory for sizes that they announce.
+    Based on the unpickler in Python, whose memo is a dictionary: the one in C allocates memory for
+    any index. Allows only the opcodes of NumPy's pickles, as others allocate announced sizes.
     """
 
     stack: list[Any]
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, encoding="bytes")
-        self._left = _MOST_BYTES  # bytes that texts may become
+        self._remaining_bytes = _MAX_BYTES
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _STUBS:
             return lambda *arguments: _Stub(*arguments)
         if (module, name) == ("_codecs", "encode"):
-            return self._encoded
+            return self._encode
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no image batch needs")
 
-    def _encoded(self, text: str, encoding: str) -> bytes:
-        self._left -= len(text)
-        if encoding not in ("latin1", "latin-1") or self._left < 0:
+    def _encode(self, text: str, encoding: str) -> bytes:
+        self._remaining_bytes -= len(text)
+        if encoding not in ("latin1", "latin-1") or self._remaining_bytes < 0:
             raise ValueError("texts that are no bytes of an image batch")
         return text.encode("latin-1")
 
-    def _set(self, act: Callable[[_Plain], None], keys: list[Any]) -> None:
-        # the hash of a tuple of tuples takes twice as long for each two bytes
+    def _set(self, act: Callable[[_SafeUnpickler], None], keys: list[Any]) -> None:
+        # Hashing nested tuples takes exponential time.
         if not all(type(key) in (bytes, str, int) for key in keys):
             raise ValueError("a dictionary whose keys are no texts")
         act(self)
@@ -193,31 +189,31 @@ class _Plain(pickle._Unpickler):
     def _build(self) -> None:
         if type(self.stack[-2]) is not _Stub:
             raise ValueError("a state of what has none")
-        _ALL[pickle.BUILD[0]](self)
+        _DISPATCH[pickle.BUILD[0]](self)
 
 
-_ALL: Any = pickle._Unpickler.dispatch
+_DISPATCH: Any = pickle._Unpickler.dispatch
 _OPCODES = (
     "PROTO FRAME STOP MARK POP POP_MARK EMPTY_LIST LIST APPEND APPENDS EMPTY_TUPLE TUPLE TUPLE1"
     " TUPLE2 TUPLE3 NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 STRING BINSTRING"
     " SHORT_BINSTRING BINBYTES SHORT_BINBYTES UNICODE BINUNICODE SHORT_BINUNICODE GLOBAL"
     " STACK_GLOBAL REDUCE PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET EMPTY_DICT"
 )
-_ACTS: Any = {
-    **{code: _ALL[code] for code in (getattr(pickle, name)[0] for name in _OPCODES.split())},
-    pickle.SETITEM[0]: lambda it: it._set(_ALL[pickle.SETITEM[0]], [it.stack[-2]]),
-    pickle.SETITEMS[0]: lambda it: it._set(_ALL[pickle.SETITEMS[0]], it.stack[::2]),
-    pickle.DICT[0]: lambda it: it._set(_ALL[pickle.DICT[0]], it.stack[::2]),
-    pickle.BUILD[0]: _Plain._build,
+_ALLOWED_DISPATCH: Any = {
+    **{code: _DISPATCH[code] for code in (getattr(pickle, name)[0] for name in _OPCODES.split())},
+    pickle.SETITEM[0]: lambda it: it._set(_DISPATCH[pickle.SETITEM[0]], [it.stack[-2]]),
+    pickle.SETITEMS[0]: lambda it: it._set(_DISPATCH[pickle.SETITEMS[0]], it.stack[::2]),
+    pickle.DICT[0]: lambda it: it._set(_DISPATCH[pickle.DICT[0]], it.stack[::2]),
+    pickle.BUILD[0]: _SafeUnpickler._build,
 }
-_Plain.dispatch = _ACTS
+_SafeUnpickler.dispatch = _ALLOWED_DISPATCH
 
 
-def _unpickled(content: bytes) -> Any:
-    """What a pickle of numbers, texts, lists, dictionaries and arrays describes."""
-    if len(content) > _MOST_BYTES:
-        raise ValueError(f"more than the {_MOST_BYTES >> 20} MiB that a batch may have")
+def _unpickle(content: bytes) -> Any:
+    """Unpickles a batch; ValueError for content that no batch has."""
+    if len(content) > _MAX_BYTES:
+        raise ValueError(f"more than the {_MAX_BYTES >> 20} MiB that a batch may have")
     try:
-        return _Plain(io.BytesIO(content)).load()
+        return _SafeUnpickler(io.BytesIO(content)).load()
     except KeyError as unknown:
         raise ValueError(f"a word that no image batch has: {unknown}") from None

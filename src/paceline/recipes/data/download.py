@@ -1,4 +1,4 @@
-"""Data sets of a name, downloaded once for each disk: resumed where cut, and checked."""
+"""Download of named data sets, once for each disk, with resumption and checksums."""
 
 from __future__ import annotations
 
@@ -17,141 +17,153 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline import __version__
-from paceline.recipes.data import PLACES, Named, Remote
+from paceline.recipes.data import SEARCH_FOLDERS, NamedDataset, Remote
 from paceline.spec.errors import DataError
 from paceline.train.onedisk import appears, one_at_a_time
 
-WAITS = (2.0, 8.0, 30.0)
-"""Seconds before each further try of a server that has failed, from its last byte on."""
-PATIENCE = 30.0
-"""Seconds without a byte after which a connection counts as cut."""
-_TELL_S = 10.0
-_BLOCK = 1 << 18
-_MOST_BYTES = 1 << 40
+RETRY_DELAYS_S = (2.0, 8.0, 30.0)
+"""Seconds before each retry, which resumes the download."""
+TIMEOUT_S = 30.0
+"""Seconds without data after which a connection is given up."""
+_PROGRESS_INTERVAL_S = 10.0
+_BLOCK_BYTES = 1 << 18
+_MAX_BYTES = 1 << 40
 
 
-def _say(text: str) -> None:
+def _print_status(text: str) -> None:
     print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
-class Ways:
-    """How data may be had.
+class DownloadOptions:
+    """Settings of downloads.
 
     Attributes:
-        offline: The network must not be touched.
-        mirror: Address that is asked first: ``MIRROR/NAME/FILE``; may be empty.
-        say: Tells people how far it is.
-        sleep: Waits for some seconds.
+        offline: Do not use the network.
+        mirror: URL that is tried first: ``MIRROR/NAME/FILE``; may be empty.
+        log: Prints progress.
+        sleep: Waits some seconds.
     """
 
     offline: bool = False
     mirror: str = ""
-    say: Callable[[str], None] = field(default=_say, compare=False)
+    log: Callable[[str], None] = field(default=_print_status, compare=False)
     sleep: Callable[[float], None] = field(default=time.sleep, compare=False)
 
 
 def cache() -> Path:
-    """Where data sets are kept: ``$XDG_CACHE_HOME/paceline/datasets``."""
+    """Returns the cache of data sets, ``$XDG_CACHE_HOME/paceline/datasets``."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
     return Path(base) / "paceline" / "datasets"
 
 
-def folder_of(
-    named: Named, data_dir: str, is_whole: Callable[[Path], bool], ways: Ways | None = None
+def find_or_download(
+    dataset: NamedDataset,
+    data_dir: str,
+    is_complete: Callable[[Path], bool],
+    options: DownloadOptions | None = None,
 ) -> Path:
-    """The folder with the files of a named set: found, or downloaded.
+    """Returns the folder of a named data set, after downloading it if necessary.
 
     Args:
-        named: The set.
-        data_dir: Looked into instead of the usual places, and downloaded to; may be empty.
-        is_whole: Whether a folder holds the set.
-        ways: How it may be had.
+        dataset: The data set.
+        data_dir: Folder to search and download to, instead of the usual ones; may be empty.
+        is_complete: Tells whether a folder holds the data set.
+        options: Settings of the download.
 
     Raises:
-        DataError: It is not here, and cannot be had.
+        DataError: The data set is not found and cannot be downloaded.
     """
-    ways = ways or Ways()
-    for folder in _candidates(named, data_dir):
-        if is_whole(folder):
+    options = options or DownloadOptions()
+    for folder in _candidates(dataset, data_dir):
+        if is_complete(folder):
             return folder
-    looked = data_dir or ", ".join(map(str, (cache(), *PLACES)))
-    if not named.remote or ways.offline:
-        forbidden = ", and --offline forbids downloading" if named.remote else ""
+    searched = data_dir or ", ".join(map(str, (cache(), *SEARCH_FOLDERS)))
+    if not dataset.remote or options.offline:
+        forbidden = ", and --offline forbids downloading" if dataset.remote else ""
         raise DataError(
-            f"the files of {named.name} were not found{forbidden}",
-            found=f"looked under {looked}",
-            remedy=named.get,
+            f"the files of {dataset.name} were not found{forbidden}",
+            found=f"looked under {searched}",
+            remedy=dataset.get,
         )
     root = Path(data_dir).expanduser() if data_dir else cache()
-    return download(named, root / named.folders[0], is_whole, ways)
+    return download(dataset, root / dataset.folders[0], is_complete, options)
 
 
-def _candidates(named: Named, data_dir: str) -> Iterator[Path]:
-    """With --data-dir only there, so that a wrong one is not passed over silently."""
-    places = [data_dir] if data_dir else [str(cache()), *PLACES]
+def _candidates(dataset: NamedDataset, data_dir: str) -> Iterator[Path]:
+    """Yields folders to search; only those in --data-dir, so that a wrong one is an error."""
+    parents = [data_dir] if data_dir else [str(cache()), *SEARCH_FOLDERS]
     if data_dir:
         yield Path(data_dir).expanduser()
-    for place in places:
-        for name in named.folders:
-            yield Path(place).expanduser() / name
+    for parent in parents:
+        for name in dataset.folders:
+            yield Path(parent).expanduser() / name
 
 
-def download(named: Named, target: Path, is_whole: Callable[[Path], bool], ways: Ways) -> Path:
-    """Makes ``target`` out of the set's files; it has its name once all of them are there.
+def download(
+    dataset: NamedDataset,
+    target: Path,
+    is_complete: Callable[[Path], bool],
+    options: DownloadOptions,
+) -> Path:
+    """Downloads the files of a data set to the folder ``target``, which appears once complete.
 
-    One process of a disk downloads, the others wait. What a killed one has left is used.
+    One process of a disk downloads, the others wait. A killed download is resumed.
 
     Raises:
-        DataError: No source gives the files, or there is no room for them.
+        DataError: No source has the files, or the disk is full.
     """
     root = target.parent
     try:
         root.mkdir(parents=True, exist_ok=True)
-        waited = False
+        was_locked = False
 
         def waiting() -> None:
-            nonlocal waited
-            waited = True
-            ways.say(f"waiting for another process that downloads {named.name}")
+            nonlocal was_locked
+            was_locked = True
+            options.log(f"waiting for another process that downloads {dataset.name}")
 
-        with one_at_a_time(root / f".{named.name}.lock", waiting) as alone:
-            if appears(target, is_whole, waited):
+        with one_at_a_time(root / f".{dataset.name}.lock", waiting) as has_lock:
+            if appears(target, is_complete, was_locked):
                 return target
-            own = "" if alone else f".{secrets.token_hex(4)}"  # without locks each for itself
-            parts = root / f".{named.name}{own}.part"
-            whole = parts / "whole"
-            whole.mkdir(parents=True, exist_ok=True)
-            for remote in named.remote:
-                _add(named, remote, parts, whole, ways)
-            _place(whole, target)
+            suffix = (
+                "" if has_lock else f".{secrets.token_hex(4)}"
+            )  # without locks, each process has its own folder
+            parts = root / f".{dataset.name}{suffix}.part"
+            complete = parts / "whole"
+            complete.mkdir(parents=True, exist_ok=True)
+            for remote in dataset.remote:
+                _add(dataset, remote, parts, complete, options)
+            _move(complete, target)
             shutil.rmtree(parts, ignore_errors=True)
     except OSError as error:
         raise DataError(
-            f"{named.name} cannot be kept in {root}",
+            f"{dataset.name} cannot be kept in {root}",
             found=error.strerror or str(error),
             remedy="--data-dir FOLDER names a place with room, or XDG_CACHE_HOME another cache",
         ) from None
-    ways.say(f"{named.name} is in {target}")
+    options.log(f"{dataset.name} is in {target}")
     return target
 
 
-def _add(named: Named, remote: Remote, parts: Path, whole: Path, ways: Ways) -> None:
-    """Adds a file, or the files of an archive, to ``whole``."""
-    packed = remote.name.endswith(".tar.gz")
-    path = (parts if packed else whole) / remote.name
+def _add(
+    dataset: NamedDataset, remote: Remote, parts: Path, folder: Path, options: DownloadOptions
+) -> None:
+    """Downloads a file, or the files of an archive, to ``folder``."""
+    is_archive = remote.name.endswith(".tar.gz")
+    path = (parts if is_archive else folder) / remote.name
     if not path.is_file():
         part = parts / f"{remote.name}.part"
-        _from_somewhere(named, remote, part, ways)
+        _fetch(dataset, remote, part, options)
         part.replace(path)
-    if packed:
-        _unpack(path, whole)
+    if is_archive:
+        _unpack(path, folder)
         path.unlink()
-        path.touch()  # so that this archive is not fetched again, should another one fail
+        path.touch()  # marks the archive as done if a later one fails
 
 
 def _unpack(archive: Path, folder: Path) -> None:
-    """The archive's plain files, without its folders; its content is known to be the right one."""
+    """Unpacks the files of an archive with a known checksum, without its folders."""
     if not archive.stat().st_size:
         return
     with tarfile.open(archive) as tar:
@@ -160,138 +172,140 @@ def _unpack(archive: Path, folder: Path) -> None:
             source = tar.extractfile(member) if member.isfile() and name[:1] != "." else None
             if source is not None:
                 with source, (folder / name).open("wb") as file:
-                    shutil.copyfileobj(source, file, _BLOCK)
+                    shutil.copyfileobj(source, file, _BLOCK_BYTES)
 
 
-def _place(whole: Path, target: Path) -> None:
+def _move(source: Path, target: Path) -> None:
     try:
-        whole.rename(target)
-    except OSError:  # something has that name already
+        source.rename(target)
+    except OSError:  # the target exists
         target.mkdir(exist_ok=True)
-        for path in whole.iterdir():
+        for path in source.iterdir():
             path.replace(target / path.name)
 
 
-# --- one file -----------------------------------------------------------------------------------
+class _SourceError(Exception):
+    """The source does not have the file, or a wrong one."""
 
 
-class _Refused(Exception):
-    """This source does not have it, or not as it should be."""
+class _ConnectionLost(Exception):
+    """The connection was lost; a retry may succeed."""
 
 
-class _Cut(Exception):
-    """It may go on in a moment."""
-
-
-def _from_somewhere(named: Named, remote: Remote, part: Path, ways: Ways) -> None:
-    """Has the file at ``part``, checked, from the first source that gives it."""
-    mirror = [f"{ways.mirror.rstrip('/')}/{named.name}/"] if ways.mirror else []
+def _fetch(dataset: NamedDataset, remote: Remote, part: Path, options: DownloadOptions) -> None:
+    """Downloads a file to ``part`` from the first source that has it."""
+    mirror = [f"{options.mirror.rstrip('/')}/{dataset.name}/"] if options.mirror else []
     refusals = []
     for base in (*mirror, *remote.sources):
         try:
-            return _from_one(base + remote.name, remote, part, ways)
-        except _Refused as refusal:
+            return _fetch_from(base + remote.name, remote, part, options)
+        except _SourceError as refusal:
             refusals.append(f"{base}{remote.name}: {refusal}")
-            ways.say(f"not from {refusals[-1]}")
+            options.log(f"not from {refusals[-1]}")
     raise DataError(
-        f"{remote.name} of {named.name} cannot be downloaded",
+        f"{remote.name} of {dataset.name} cannot be downloaded",
         found="\n".join(refusals),
         remedy=f"Type the command again to go on, or HTTPS_PROXY=http://HOST:PORT for a proxy, or"
-        f" --mirror URL for another source, or {named.get}",
+        f" --mirror URL for another source, or {dataset.get}",
     )
 
 
-def _from_one(url: str, remote: Remote, part: Path, ways: Ways) -> None:
-    resumed = _size(part) > 0
-    waits = iter(WAITS)
+def _fetch_from(url: str, remote: Remote, part: Path, options: DownloadOptions) -> None:
+    is_resumed = _size(part) > 0
+    delays = iter(RETRY_DELAYS_S)
     while True:
-        before = _size(part)
+        size_before = _size(part)
         try:
-            _request(url, remote, part, ways)
-        except _Cut as cut:
-            if _size(part) > before:
-                waits = iter(WAITS)
-            wait = next(waits, None)
-            if wait is None:
-                raise _Refused(str(cut)) from None
-            ways.sleep(wait)
+            _request(url, remote, part, options)
+        except _ConnectionLost as error:
+            if _size(part) > size_before:
+                delays = iter(RETRY_DELAYS_S)
+            delay = next(delays, None)
+            if delay is None:
+                raise _SourceError(str(error)) from None
+            options.sleep(delay)
             continue
-        if _fits(part, remote):
+        if _has_digest(part, remote):
             return
-        found = _size(part)
+        size = _size(part)
         part.unlink()
-        if not resumed:
-            raise _Refused(f"the {found} bytes from there do not have the known checksum")
-        resumed = False  # what was there before may have been of another source
+        if not is_resumed:
+            raise _SourceError(f"the {size} bytes from there do not have the known checksum")
+        is_resumed = False  # the existing part may be of another source
 
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
 
 
-def _fits(part: Path, remote: Remote) -> bool:
+def _has_digest(part: Path, remote: Remote) -> bool:
     kind, _, digest = remote.digest.partition(":")
     with part.open("rb") as file:
-        found = hashlib.new(kind, usedforsecurity=False)
-        for block in iter(lambda: file.read(_BLOCK), b""):
-            found.update(block)
+        checksum = hashlib.new(kind, usedforsecurity=False)
+        for block in iter(lambda: file.read(_BLOCK_BYTES), b""):
+            checksum.update(block)
         os.fsync(file.fileno())
-    return found.hexdigest() == digest
+    return checksum.hexdigest() == digest
 
 
-def _request(url: str, remote: Remote, part: Path, ways: Ways) -> None:
+def _request(url: str, remote: Remote, part: Path, options: DownloadOptions) -> None:
     """Asks for what is missing of the file, and adds it.
 
     Raises:
         _Cut, _Refused: It did not come as a whole.
     """
-    have = _size(part)
-    if remote.size and have >= remote.size:
+    offset = _size(part)
+    if remote.size and offset >= remote.size:
         return
     headers = {"User-Agent": f"paceline/{__version__}", "Accept-Encoding": "identity"}
-    if have:
-        headers["Range"] = f"bytes={have}-"
+    if offset:
+        headers["Range"] = f"bytes={offset}-"
     try:
-        asked = urllib.request.Request(url, headers=headers)  # noqa: S310
-        with urllib.request.urlopen(asked, timeout=PATIENCE) as answer:  # noqa: S310
-            _take(answer, url, remote, part, have, ways)
+        request = urllib.request.Request(url, headers=headers)  # noqa: S310
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:  # noqa: S310
+            _receive(response, url, remote, part, offset, options)
     except urllib.error.HTTPError as error:
-        if error.code == 416 and have:  # nothing after what is here: the checksum will tell
+        if error.code == 416 and offset:  # the part is complete or wrong: the checksum decides
             return
         if error.code in (408, 425, 429) or error.code >= 500:
-            raise _Cut(f"HTTP {error.code} {error.reason}") from None
-        raise _Refused(f"HTTP {error.code} {error.reason}") from None
+            raise _ConnectionLost(f"HTTP {error.code} {error.reason}") from None
+        raise _SourceError(f"HTTP {error.code} {error.reason}") from None
     except urllib.error.URLError as error:
-        kind = _Cut if have else _Refused
+        kind = _ConnectionLost if offset else _SourceError
         raise kind(getattr(error.reason, "strerror", None) or str(error.reason)) from None
     except (http.client.HTTPException, ConnectionError, TimeoutError) as error:
-        raise _Cut(str(error) or type(error).__name__) from None
+        raise _ConnectionLost(str(error) or type(error).__name__) from None
 
 
-def _take(
-    answer: http.client.HTTPResponse, url: str, remote: Remote, part: Path, have: int, ways: Ways
+def _receive(
+    response: http.client.HTTPResponse,
+    url: str,
+    remote: Remote,
+    part: Path,
+    offset: int,
+    options: DownloadOptions,
 ) -> None:
-    start = have if answer.status == 206 else 0
-    if start and not answer.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
-        raise _Refused("another part came than was asked for")
-    length = answer.headers.get("Content-Length", "")
+    start = offset if response.status == 206 else 0
+    if start and not response.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
+        raise _SourceError("another part came than was asked for")
+    length = response.headers.get("Content-Length", "")
     total = start + int(length) if length.isdecimal() else remote.size
-    _check_room(part, total - start)
-    progress = _Progress(f"{remote.name} from {url.split('/')[2]}", start, total, ways.say)
+    _check_free_space(part, total - start)
+    progress = _Progress(f"{remote.name} from {url.split('/')[2]}", start, total, options.log)
     with part.open("r+b" if start else "wb") as file:
         file.seek(start)
-        at = start
-        while block := answer.read(_BLOCK):
-            at += len(block)
-            if at > (remote.size or _MOST_BYTES):
-                raise _Refused(f"there is more than the {remote.size} bytes that it has")
+        position = start
+        while block := response.read(_BLOCK_BYTES):
+            position += len(block)
+            if position > (remote.size or _MAX_BYTES):
+                raise _SourceError(f"there is more than the {remote.size} bytes that it has")
             file.write(block)
-            progress.tell(at)
-    if at < total:
-        raise _Cut(f"the connection was cut after {at} of {total} bytes")
+            progress.update(position)
+    if position < total:
+        raise _ConnectionLost(f"the connection was cut after {position} of {total} bytes")
 
 
-def _check_room(part: Path, needed: int) -> None:
+def _check_free_space(part: Path, needed: int) -> None:
     free = shutil.disk_usage(part.parent).free
     if needed > free:
         raise OSError(f"{_mib(needed)} MiB are needed, and {_mib(free)} MiB are free")
@@ -302,19 +316,19 @@ def _mib(count: int) -> str:
 
 
 class _Progress:
-    """Says how far a file is: when it begins, and from time to time."""
+    """Reports the progress of a download at its start and at intervals."""
 
-    def __init__(self, what: str, start: int, total: int, say: Callable[[str], None]) -> None:
-        self._what, self._start, self._total, self._say = what, start, total, say
-        self._begun = self._told = time.monotonic()
+    def __init__(self, label: str, start: int, total: int, log: Callable[[str], None]) -> None:
+        self._label, self._start, self._total, self._log = label, start, total, log
+        self._start_time = self._report_time = time.monotonic()
         size = f" ({_mib(total)} MiB)" if total else ""
-        say(f"downloading {what}{size}" + (f", from {_mib(start)} MiB on" if start else ""))
+        log(f"downloading {label}{size}" + (f", from {_mib(start)} MiB on" if start else ""))
 
-    def tell(self, at: int) -> None:
-        now = time.monotonic()
-        if now - self._told < _TELL_S:
+    def update(self, position: int) -> None:
+        timestamp = time.monotonic()
+        if timestamp - self._report_time < _PROGRESS_INTERVAL_S:
             return
-        self._told = now
-        rate = (at - self._start) / (now - self._begun) / 2**20
+        self._report_time = timestamp
+        rate = (position - self._start) / (timestamp - self._start_time) / 2**20
         of = f" of {_mib(self._total)}" if self._total else ""
-        self._say(f"downloading {self._what}: {_mib(at)}{of} MiB, {rate:.1f} MiB/s")
+        self._log(f"downloading {self._label}: {_mib(position)}{of} MiB, {rate:.1f} MiB/s")

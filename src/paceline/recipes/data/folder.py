@@ -9,26 +9,24 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.recipes.data.decoding import (
+    SUFFIXES,
+    FileSplit,
+    image_files,
+    is_system_file,
+    open_image,
+    unreadable_error,
+)
 from paceline.recipes.data.images import (
     DEFAULT_SIZE,
     ImageData,
     Labels,
-    Numbers,
     Pixels,
     Request,
     Split,
+    SplitInfo,
     fingerprint,
-    taken_out,
-)
-from paceline.recipes.data.photos import (
-    SUFFIXES,
-    cut_out,
-    decode,
-    image_files,
-    is_litter,
-    opened,
-    side_by_side,
-    unreadable,
+    split_seeded,
 )
 from paceline.spec.errors import DataError
 from paceline.train.data import allowed
@@ -38,96 +36,92 @@ _SPLITS = {
     "val": ("val", "valid", "validation"),
     "test": ("test", "testing"),
 }
-_KEEP_BYTES = 1 << 30  # decoded images are kept up to here, on every process
-_CHECKED_FILES = 20_000  # headers of more files than this are read during the training only
+_MAX_CACHE_BYTES = 1 << 30  # of decoded images, in every process
+_MAX_CHECKED_FILES = 20_000  # with more files, headers are checked only when decoding
 
 
-class Files:
-    """Images that are decoded when they are asked for, and kept while they fit into memory.
+class FolderSplit(FileSplit):
+    """Images in files, cached once decoded if all fit into memory.
 
     Args:
         paths: Image files.
         labels: Class number of each.
-        size: Height and width to which they are brought.
-        crop: Cut the middle out of files of another aspect, instead of squeezing them.
+        size: Height and width to which images are resized.
+        crop: Crop the centre of images with another aspect ratio instead of squeezing them.
     """
 
     def __init__(
         self, paths: Sequence[Path], labels: Labels, size: int, crop: bool = False
     ) -> None:
-        self.paths, self.labels, self.size, self._crop = paths, labels, size, crop
-        fits = len(paths) * 3 * size * size <= _KEEP_BYTES
-        self._kept: dict[int, Pixels] | None = {} if fits else None
-        self.processes = not fits
+        super().__init__(labels, size, crop)
+        self.paths = paths
+        self._cache: dict[int, Pixels] = {}
+        self.processes = len(paths) * 3 * size * size > _MAX_CACHE_BYTES
+
+    def part(self, ids: NDArray[np.int64]) -> FolderSplit:
+        paths = [self.paths[number] for number in ids.tolist()]
+        return FolderSplit(paths, self.labels[ids], self.size, self._crop)
 
     def pixels(self, ids: NDArray[np.int64]) -> Pixels:
-        kept = self._kept or {}
-        missing = [number for number in ids.tolist() if number not in kept]
-        made = dict(zip(missing, self._decoded(missing), strict=True))
-        if self._kept is not None:
-            self._kept |= made
-        return np.stack(
-            [made[number] if number in made else kept[number] for number in ids.tolist()]
-        )
+        if self.processes:
+            return super().pixels(ids)
+        uncached = [number for number in ids.tolist() if number not in self._cache]
+        if uncached:
+            self._cache |= dict(zip(uncached, super().pixels(np.array(uncached)), strict=True))
+        return np.stack([self._cache[number] for number in ids.tolist()])
 
-    def _decoded(self, numbers: list[int]) -> list[Pixels]:
-        size, crop = self.size, self._crop
-        paths = [self.paths[number] for number in numbers]
-        return side_by_side(lambda path: decode(path, 3, size, size, crop), paths)
+    def _read(self, ids: NDArray[np.int64]) -> list[Path]:
+        return [self.paths[number] for number in ids.tolist()]
 
-    def cut_out(self, ids: NDArray[np.int64], numbers: Numbers, size: int) -> Pixels:
-        """A random part of each image, out of the whole file."""
+    def _open(self, sample: Path) -> Path:
+        return sample
 
-        def cut(item: tuple[int, Numbers]) -> Pixels:
-            path = self.paths[item[0]]
-            try:
-                return cut_out(path, item[1], size)
-            except Exception as error:  # a damaged image may raise anything
-                raise unreadable(path, error) from None
-
-        return np.stack(side_by_side(cut, [*zip(ids.tolist(), numbers, strict=True)]))
+    def _unreadable(self, number: int, sample: Path, error: Exception) -> DataError:
+        return unreadable_error(sample, error)
 
 
 def matches(folder: Path) -> bool:
-    """True for any folder: this format is tried last and says what it misses."""
+    """True for any folder: this format is tried last, and reports what is missing."""
     return folder.is_dir()
 
 
 def read(folder: Path, request: Request) -> ImageData:
-    """Lists the files, checks their headers and splits them where they are not split yet.
+    """Lists the files, checks their headers, and splits them if they are not split.
 
     Raises:
-        DataError: No class folders, a class without images, an unreadable image.
+        DataError: No class folders, a class without images, or an unreadable image.
     """
     size = request.image_size or DEFAULT_SIZE
-    found = {name: path for name in _SPLITS if (path := _split_folder(folder, name))}
-    classes = _class_folders(found.get("train", folder))
-    if "train" in found:
-        listed = {name: _listed(path, classes) for name, path in found.items()}
-        how: dict[str, str | int | float] = {"method": "folders"}
+    folders = {name: path for name in _SPLITS if (path := _split_folder(folder, name))}
+    classes = _class_folders(folders.get("train", folder))
+    if "train" in folders:
+        listed = {name: _list_class_folders(path, classes) for name, path in folders.items()}
+        split_info: SplitInfo = {"method": "folders"}
     else:
-        listed = _divided(folder, classes, request)
-        how = {"method": "seeded", "seed": request.seed, "test_fraction": request.test_fraction}
+        paths, labels = _list_class_folders(folder, classes)
+        mask, split_info = split_seeded(labels, request)
+        listed = {"train": _select(paths, labels, ~mask), "test": _select(paths, labels, mask)}
     if len(listed) < 2:
         raise DataError(
             f"{folder} has a train folder but nothing held out",
             remedy="add a folder test or val with the same classes",
         )
     if request.skip_damaged:
-        listed = {name: _readable(*one) for name, one in listed.items()}
+        listed = {name: _drop_damaged(*files) for name, files in listed.items()}
     else:
         _check_headers([path for paths, _ in listed.values() for path in paths])
     splits: dict[str, Split] = {
-        name: Files(paths, labels, size, request.crop) for name, (paths, labels) in listed.items()
+        name: FolderSplit(paths, labels, size, request.crop)
+        for name, (paths, labels) in listed.items()
     }
-    marks = _fingerprint(folder, listed)
+    digest = _fingerprint(folder, listed)
     ignored = sum(
-        is_litter(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()
+        is_system_file(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()
     )
-    return ImageData(request.source, classes, (3, size, size), splits, marks, how, ignored)
+    return ImageData(request.source, classes, (3, size, size), splits, digest, split_info, ignored)
 
 
-Listed = tuple[list[Path], Labels]
+LabelledPaths = tuple[list[Path], Labels]
 
 
 def _split_folder(folder: Path, split: str) -> Path | None:
@@ -139,7 +133,7 @@ def _class_folders(folder: Path) -> tuple[str, ...]:
         names = sorted(
             path.name
             for path in folder.iterdir()
-            if path.is_dir() and not is_litter(Path(path.name))
+            if path.is_dir() and not is_system_file(Path(path.name))
         )
     except OSError as error:
         raise DataError(f"{folder} cannot be read", found=str(error)) from None
@@ -152,7 +146,7 @@ def _class_folders(folder: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _listed(folder: Path, classes: tuple[str, ...]) -> Listed:
+def _list_class_folders(folder: Path, classes: tuple[str, ...]) -> LabelledPaths:
     paths: list[Path] = []
     labels: list[int] = []
     for name in _class_folders(folder):
@@ -175,35 +169,22 @@ def _images(folder: Path) -> list[Path]:
     return images
 
 
-def _divided(folder: Path, classes: tuple[str, ...], request: Request) -> dict[str, Listed]:
-    """Train and test parts with the same share of every class, drawn from the seed alone."""
-    paths, labels = _listed(folder, classes)
-    held_out = taken_out(labels, request.test_fraction, request.seed)
-    if not held_out.any():
-        raise DataError(
-            f"{folder} has too few images to hold some out",
-            found=f"{len(paths)} images in {len(classes)} classes",
-            remedy="add images, or raise --test-fraction",
-        )
-    return {"train": _where(paths, labels, ~held_out), "test": _where(paths, labels, held_out)}
-
-
-def _where(paths: list[Path], labels: Labels, mask: NDArray[np.bool_]) -> Listed:
+def _select(paths: list[Path], labels: Labels, mask: NDArray[np.bool_]) -> LabelledPaths:
     return [paths[number] for number in np.flatnonzero(mask)], labels[mask]
 
 
-def _readable(paths: Sequence[Path], labels: Labels) -> Listed:
-    """The files that can be read to their end; every one is tried."""
+def _drop_damaged(paths: Sequence[Path], labels: Labels) -> LabelledPaths:
+    """Keeps the files that can be decoded completely."""
     with ThreadPoolExecutor(allowed()) as pool:
         mask = np.array(list(pool.map(_is_readable, paths)), dtype=bool)
     if not mask.any():
         raise DataError(f"none of the {len(paths)} images can be read", found=str(paths[0]))
-    return _where(list(paths), labels, mask)
+    return _select(list(paths), labels, mask)
 
 
 def _is_readable(path: Path) -> bool:
     try:
-        with opened(path) as image:
+        with open_image(path) as image:
             image.load()
     except Exception:  # a damaged image may raise anything
         return False
@@ -211,18 +192,18 @@ def _is_readable(path: Path) -> bool:
 
 
 def _check_headers(paths: Sequence[Path]) -> None:
-    if len(paths) > _CHECKED_FILES:
+    if len(paths) > _MAX_CHECKED_FILES:
         return
     for path in paths:
         try:
-            with opened(path):
+            with open_image(path):
                 pass
         except Exception as error:  # a damaged image may raise anything
-            raise unreadable(path, error) from None
+            raise unreadable_error(path, error) from None
 
 
-def _fingerprint(folder: Path, listed: dict[str, Listed]) -> str:
-    """Over names, sizes and parts: reading all pixels would take too long."""
+def _fingerprint(folder: Path, listed: dict[str, LabelledPaths]) -> str:
+    """Hashes names, sizes and parts; reading all pixels would take too long."""
     lines = [
         f"{split} {path.relative_to(folder)} {path.stat().st_size}"
         for split, (paths, _) in sorted(listed.items())

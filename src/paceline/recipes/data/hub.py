@@ -1,4 +1,4 @@
-"""Hugging Face data sets by id or folder: fetched once on each disk, explained when refused."""
+"""Access to Hugging Face: one download for each disk, retries, and explanation of errors."""
 
 from __future__ import annotations
 
@@ -16,144 +16,141 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from paceline.program import library
-from paceline.recipes.data import SPLIT_NAMES, HubSource, on_this_host
+from paceline.recipes.data import SPLIT_NAMES, HubSource, local_path
 from paceline.spec.errors import DataError
 from paceline.train.onedisk import one_at_a_time
 
 T = TypeVar("T")
-WAITS = (2.0, 8.0, 30.0)
-"""Seconds before each further try of a request that was refused for the moment."""
+RETRY_DELAYS_S = (2.0, 8.0, 30.0)
+"""Seconds before each retry after a transient error."""
 ENDPOINT = "https://huggingface.co"
-PATIENCE = 3.0
-"""Seconds for a connection to the hub."""
+CONNECT_TIMEOUT_S = 3.0
+"""Timeout for a connection to the hub."""
 
 
 def is_saved(folder: Path) -> bool:
-    """True for a data set that ``datasets`` has written with ``save_to_disk``."""
+    """Tells whether a folder is a data set written by ``save_to_disk``."""
     return any((folder / name).is_file() for name in ("dataset_dict.json", "dataset_info.json"))
 
 
 def load_rows(source: HubSource) -> dict[str, Any]:
-    """Rows of each part: ``train`` always, ``val`` and ``test`` where there are such.
+    """Loads the rows of each part: ``train``, and ``val`` and ``test`` if they exist.
 
     Raises:
-        DataError: Not found, refused, or without a train part.
-        SettingError: The library is not installed.
+        DataError: The data set is not found, refused, or has no train part.
     """
-    path = on_this_host(Path(source.name).expanduser())
+    path = local_path(Path(source.name).expanduser())
     prepare_environment(source.offline, path.is_dir())
     datasets = library("datasets", f"--data {source.name} is read")
     if is_saved(path):
-        found = datasets.load_from_disk(str(path))
+        loaded = datasets.load_from_disk(str(path))
     else:
-        where = str(path) if path.is_dir() else source.name
-        found = fetched(
-            f"--data {source.name}", lambda: datasets.load_dataset(where, source.config or None)
+        source_name = str(path) if path.is_dir() else source.name
+        loaded = fetch(
+            f"--data {source.name}",
+            lambda: datasets.load_dataset(source_name, source.config or None),
         )
-    parts = dict(found) if isinstance(found, Mapping) else {"train": found}
-    return _named(source.name, parts)
+    parts = dict(loaded) if isinstance(loaded, Mapping) else {"train": loaded}
+    return _standard_splits(source.name, parts)
 
 
-def _named(name: str, parts: Mapping[str, Any]) -> dict[str, Any]:
-    found = {
+def _standard_splits(name: str, parts: Mapping[str, Any]) -> dict[str, Any]:
+    splits = {
         split: parts[spelling]
         for split, spellings in SPLIT_NAMES.items()
         for spelling in spellings
         if spelling in parts
     }
-    if "train" not in found:
+    if "train" not in splits:
         raise DataError(
             f"--data {name} has no part to train on", found=f"it has {', '.join(parts) or 'none'}"
         )
-    return found
+    return splits
 
 
 def prepare_environment(offline: bool, local: bool = False) -> None:
-    """Set before the libraries are imported, which read it once.
+    """Sets environment variables of Hugging Face's libraries, before they are imported.
 
-    Where nothing answers they would try for a minute; then only the cache is looked at.
+    Uses only the cache if the hub cannot be reached, as the libraries would retry for a minute.
 
     Args:
-        offline: The network must not be touched.
-        local: A folder is to be read, for which nobody is asked.
+        offline: Do not use the network.
+        local: A folder is to be read, which needs no connection.
     """
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not offline and not local:
-        offline = bool(unreachable())
+        offline = bool(connection_error())
     if offline:
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
             os.environ[name] = "1"
 
 
 @functools.cache
-def unreachable() -> str:
-    """Why no connection to the hub, or to the proxy before it, can be made; empty if one can.
-
-    Known after some seconds. What else may be wrong with it, the libraries say.
-    """
+def connection_error() -> str:
+    """Returns why the hub, or the proxy before it, cannot be reached; empty if it can."""
     endpoint = urlsplit(os.environ.get("HF_ENDPOINT") or ENDPOINT)
     proxy = urllib.request.getproxies().get(endpoint.scheme)
     if proxy and not urllib.request.proxy_bypass(endpoint.hostname or ""):
         endpoint = urlsplit(proxy if "//" in proxy else f"//{proxy}")
-    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    outcome: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def connect() -> None:
         try:
             port = endpoint.port or (80 if endpoint.scheme == "http" else 443)
-            socket.create_connection((endpoint.hostname or "", port), PATIENCE).close()
-            said.put("")
+            socket.create_connection((endpoint.hostname or "", port), CONNECT_TIMEOUT_S).close()
+            outcome.put("")
         except (OSError, ValueError) as error:
-            said.put(getattr(error, "strerror", None) or str(error))
+            outcome.put(getattr(error, "strerror", None) or str(error))
 
-    threading.Thread(target=connect, daemon=True).start()  # looking up a name has no limit
+    threading.Thread(target=connect, daemon=True).start()  # name resolution has no timeout
     try:
-        why = said.get(timeout=PATIENCE)
+        reason = outcome.get(timeout=CONNECT_TIMEOUT_S)
     except queue.Empty:
-        why = f"no answer within {PATIENCE:g} s"
-    return why and f"{endpoint.hostname}: {why}"
+        reason = f"no answer within {CONNECT_TIMEOUT_S:g} s"
+    return reason and f"{endpoint.hostname}: {reason}"
 
 
-def cached() -> str:
-    """What the hub's cache holds, for people."""
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    folders = [*home.glob("hub/models--*"), *home.glob("hub/datasets--*")]
+def describe_cache() -> str:
+    """Describes the content of the hub's cache."""
+    cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    folders = [*cache.glob("hub/models--*"), *cache.glob("hub/datasets--*")]
     ids = sorted(folder.name.split("--", 1)[1].replace("--", "/") for folder in folders)
-    shown = ", ".join(ids[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
-    return f"{home} holds {shown or 'nothing'}"
+    summary = ", ".join(ids[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
+    return f"{cache} holds {summary or 'nothing'}"
 
 
-def fetched(what: str, get: Callable[[], T], sleep: Callable[[float], None] = time.sleep) -> T:
-    """Gets something through the hub's cache, one process of a disk at a time.
+def fetch(label: str, get: Callable[[], T], sleep: Callable[[float], None] = time.sleep) -> T:
+    """Calls ``get``, which uses the hub's cache, in one process of a disk at a time.
 
-    The first process downloads; those that waited find the files in the cache. A refusal for the
-    moment (HTTP 429 or 5xx, a connection cut) is tried again after a while.
+    The first process downloads, the others find the files in the cache. Retries after transient
+    errors (HTTP 429 or 5xx, a lost connection).
 
     Raises:
-        DataError: Says why not, and what to do.
+        DataError: Explains the failure.
     """
-    with _alone():
-        for wait in (*WAITS, None):
+    with _cache_lock():
+        for delay in (*RETRY_DELAYS_S, None):
             try:
                 return get()
             except Exception as error:  # several libraries, each with its own exceptions
-                if wait is None or not _for_the_moment(error):
-                    raise explained(what, error) from error
-                sleep(wait)
+                if delay is None or not _is_transient(error):
+                    raise explain_error(label, error) from error
+                sleep(delay)
     raise AssertionError("unreachable")
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    home = os.environ.get("HF_HOME", str(Path("~/.cache/huggingface").expanduser()))
-    path = Path(home) / "paceline.lock"
-    with ExitStack() as held:
+def _cache_lock() -> Iterator[None]:
+    folder = os.environ.get("HF_HOME", str(Path("~/.cache/huggingface").expanduser()))
+    path = Path(folder) / "paceline.lock"
+    with ExitStack() as stack:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            held.enter_context(one_at_a_time(path))
+            stack.enter_context(one_at_a_time(path))
         except OSError as error:
             raise DataError(
-                f"the cache {home} cannot be written",
+                f"the cache {folder} cannot be written",
                 found=str(error),
                 remedy="HF_HOME=FOLDER names another one",
             ) from None
@@ -166,32 +163,32 @@ def _status(error: BaseException) -> int:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__ or seen.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
-def _for_the_moment(error: Exception) -> bool:
-    statuses = [_status(one) for one in _chain(error)]
-    names = {type(one).__name__ for one in _chain(error)}
-    cut = {"ConnectTimeout", "ReadTimeout", "RemoteProtocolError", "ReadError"}
-    return any(status == 429 or status >= 500 for status in statuses) or bool(names & cut)
+def _is_transient(error: Exception) -> bool:
+    statuses = [_status(cause) for cause in _chain(error)]
+    names = {type(cause).__name__ for cause in _chain(error)}
+    transient = {"ConnectTimeout", "ReadTimeout", "RemoteProtocolError", "ReadError"}
+    return any(status == 429 or status >= 500 for status in statuses) or bool(names & transient)
 
 
-def explained(what: str, error: Exception) -> DataError:
-    """What the hub's error means, and what to do."""
-    if unreachable.cache_info().currsize and (why := unreachable()):
+def explain_error(label: str, error: Exception) -> DataError:
+    """Explains an error of the hub, with a remedy."""
+    if connection_error.cache_info().currsize and (reason := connection_error()):
         return DataError(
-            f"{what} is not in the cache, and the hub cannot be reached",
-            found=f"tried {why}; the cache {cached()}",
+            f"{label} is not in the cache, and the hub cannot be reached",
+            found=f"tried {reason}; the cache {describe_cache()}",
             remedy="HTTPS_PROXY=http://HOST:PORT for a proxy, HF_HOME=FOLDER for another cache, or"
             " copy the files here and give their folder instead of the id",
         )
-    status = next((found for one in _chain(error) if (found := _status(one))), 0)
-    names = {type(one).__name__ for one in _chain(error)}
-    said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    return DataError(f"{what} could not be loaded", found=said, remedy=_remedy(status, names))
+    status = next((code for cause in _chain(error) if (code := _status(cause))), 0)
+    names = {type(cause).__name__ for cause in _chain(error)}
+    message = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return DataError(f"{label} could not be loaded", found=message, remedy=_remedy(status, names))
 
 
 def _remedy(status: int, names: set[str]) -> str:

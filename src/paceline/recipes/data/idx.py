@@ -1,4 +1,4 @@
-"""The IDX format of MNIST and its likes, gzip-compressed or plain."""
+"""The IDX format of MNIST and similar data sets, plain or with gzip."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _TRAIN, _TEST = "train", "t10k"
 _IMAGES, _LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
 
 
-_HEADER = 16  # of images; that of labels has 8 bytes
-_MOST_BYTES = 1 << 30
+_HEADER_BYTES = 16  # of images; that of labels has 8 bytes
+_MAX_BYTES = 1 << 30
 
 
 def matches(folder: Path) -> bool:
-    """True when the folder holds training images in this format."""
-    return _find(folder, _TRAIN, _IMAGES) is not None
+    """True if the folder holds training images in this format."""
+    return _find_file(folder, _TRAIN, _IMAGES) is not None
 
 
 def read(folder: Path, request: Request) -> ImageData:
@@ -52,7 +52,7 @@ def _part(folder: Path, part: str, classes: int) -> InMemory:
 
 
 def _file(folder: Path, part: str, kind: str) -> Path:
-    path = _find(folder, part, kind)
+    path = _find_file(folder, part, kind)
     if path is None:
         raise DataError(
             f"{folder} lacks a file of the data set",
@@ -62,7 +62,7 @@ def _file(folder: Path, part: str, kind: str) -> Path:
     return path
 
 
-def _find(folder: Path, part: str, kind: str) -> Path | None:
+def _find_file(folder: Path, part: str, kind: str) -> Path | None:
     names = (f"{part}-{kind}", f"{part}-{kind}.gz", f"{part}-{kind.replace('-idx', '.idx')}")
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
@@ -93,24 +93,24 @@ def _content(path: Path) -> bytes:
         raw = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read", found=str(error)) from None
-    return _unpacked(path, raw) if path.suffix == ".gz" else raw
+    return _decompress(path, raw) if path.suffix == ".gz" else raw
 
 
-def _unpacked(path: Path, raw: bytes) -> bytes:
-    """The content as far as it goes: what is missing is told by the IDX header."""
+def _decompress(path: Path, raw: bytes) -> bytes:
+    """Decompresses a file; a truncated one gives what there is, checked against the IDX header."""
     unpack = zlib.decompressobj(wbits=31)
     try:
-        # A small file may unpack to any size; a whole one has what its header says.
-        head = unpack.decompress(raw, _HEADER)
+        # Decompress no more than the header announces: a small file may expand to any size.
+        head = unpack.decompress(raw, _HEADER_BYTES)
         sizes = np.frombuffer(head, ">u4", len(head) // 4)[1:][: head[3] if len(head) > 3 else 0]
-        rest = math.prod(sizes.tolist()) + _HEADER
-        if rest > _MOST_BYTES:
+        limit = math.prod(sizes.tolist()) + _HEADER_BYTES
+        if limit > _MAX_BYTES:
             raise DataError(
-                f"{path} announces {rest:,} bytes",
-                found=f"{len(raw):,} bytes, packed; at most {_MOST_BYTES:,} are read",
+                f"{path} announces {limit:,} bytes",
+                found=f"{len(raw):,} bytes, packed; at most {_MAX_BYTES:,} are read",
                 remedy="get the file again",
             )
-        return head + unpack.decompress(unpack.unconsumed_tail, rest)
+        return head + unpack.decompress(unpack.unconsumed_tail, limit)
     except zlib.error as error:
         raise DataError(
             f"{path} is damaged",

@@ -1,30 +1,33 @@
-"""Images with class labels: what a data set is, and how ``--data`` finds its files and reader."""
+"""Image data sets with class labels, and the choice of their reader."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.recipes.data import NAMED, READERS, is_hub_id, on_this_host
-from paceline.recipes.data.download import Ways, folder_of
+from paceline.recipes.data import IMAGE_SETS, READERS, is_hub_id, local_path
+from paceline.recipes.data.download import DownloadOptions, find_or_download
 from paceline.spec import jobenv
 from paceline.spec.errors import DataError
 from paceline.train.order import permutation
 
 Pixels = NDArray[np.uint8]
 Labels = NDArray[np.int64]
-Numbers = NDArray[np.float64]
+Randoms = NDArray[np.float64]
+
+SplitInfo = dict[str, str | int | float]
+"""Record of how the parts of a data set were made."""
 
 DEFAULT_SIZE = 64
-"""Height and width to which images of differing sizes are brought where nobody says another."""
+"""Default height and width of images from files."""
 
 
 class Split(Protocol):
@@ -38,36 +41,7 @@ class Split(Protocol):
     def labels(self) -> Labels: ...
 
     def pixels(self, ids: NDArray[np.int64]) -> Pixels:
-        """Images, shape ``[len(ids), channels, height, width]``.
-
-        Raises:
-            DataError: An image cannot be read.
-        """
-        ...
-
-
-@runtime_checkable
-class Photos(Split, Protocol):
-    """A part whose images are decoded from files, each at its own size.
-
-    Attributes:
-        size: Height and width of what ``pixels`` gives.
-    """
-
-    @property
-    def size(self) -> int: ...
-
-    def cut_out(self, ids: NDArray[np.int64], numbers: Numbers, size: int) -> Pixels:
-        """A random part of each image, shape ``[len(ids), 3, size, size]``.
-
-        Args:
-            ids: Which images.
-            numbers: Uniform ones in [0, 1), ``photos.NUMBERS`` for each image.
-            size: Height and width.
-
-        Raises:
-            DataError: An image cannot be read.
-        """
+        """Returns images of shape ``[len(ids), channels, height, width]``; DataError if damaged."""
         ...
 
 
@@ -83,45 +57,29 @@ class InMemory:
 
 
 @dataclass(frozen=True)
-class Part:
-    """Some images of a split, in this order."""
+class Subset:
+    """Some images of a split."""
 
-    whole: Split
+    parent: Split
     ids: NDArray[np.int64]
 
     @property
     def processes(self) -> bool:
-        """Batches may be made in several processes: none keeps what it has made."""
-        return getattr(self.whole, "processes", False)
+        """Whether batches may be made in several processes."""
+        return getattr(self.parent, "processes", False)
 
     @property
     def labels(self) -> Labels:
-        return self.whole.labels[self.ids]
+        return self.parent.labels[self.ids]
 
     def pixels(self, ids: NDArray[np.int64]) -> Pixels:
-        return self.whole.pixels(self.ids[ids])
+        return self.parent.pixels(self.ids[ids])
 
 
-@dataclass(frozen=True)
-class PhotoPart(Part):
-    """Some photos."""
-
-    whole: Photos
-
-    @property
-    def size(self) -> int:
-        return self.whole.size
-
-    def cut_out(self, ids: NDArray[np.int64], numbers: Numbers, size: int) -> Pixels:
-        return self.whole.cut_out(self.ids[ids], numbers, size)
-
-
-def part_of(whole: Split, ids: NDArray[np.int64]) -> Split:
-    """Some images of a split, in this order."""
-    if (part := getattr(whole, "part", None)) is not None:
-        found: Split = part(ids)
-        return found
-    return PhotoPart(whole, ids) if isinstance(whole, Photos) else Part(whole, ids)
+def subset(parent: Split, ids: NDArray[np.int64]) -> Split:
+    """Returns some images of a split, in this order."""
+    part: Callable[[NDArray[np.int64]], Split] | None = getattr(parent, "part", None)
+    return part(ids) if part else Subset(parent, ids)
 
 
 @dataclass(frozen=True)
@@ -129,13 +87,13 @@ class ImageData:
     """Images with class labels.
 
     Attributes:
-        source: Name or path, as recorded with the model.
+        source: Name or path as given.
         classes: Name of each class.
         shape: (channels, height, width).
         splits: Always ``train``; the held-out parts are ``val`` and ``test``, at least one.
         fingerprint: Hash over content and split; equal exactly when both are.
-        split: How the parts came about, for the record.
-        ignored: Number of files that operating systems left in the folder (``._*``, ``__MACOSX``).
+        split: Record of how the parts were made.
+        ignored: Number of system files in the folder (``._*``, ``__MACOSX``).
     """
 
     source: str
@@ -143,36 +101,36 @@ class ImageData:
     shape: tuple[int, int, int]
     splits: dict[str, Split]
     fingerprint: str
-    split: dict[str, str | int | float]
+    split: SplitInfo
     ignored: int = 0
 
     @property
     def held_out(self) -> str:
-        """The part whose figures are reported at the end."""
+        """Name of the part for the final evaluation."""
         return "test" if "test" in self.splits else "val"
 
     @property
     def watched(self) -> str:
-        """The part that is looked at during the training, and may steer it."""
+        """Name of the part for evaluations during the training."""
         return "val" if "val" in self.splits else "test"
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a reader needs to know besides the files.
+    """Settings of a reader.
 
     Attributes:
         source: Name or path as given.
-        classes: Names for the classes, where the files hold none.
-        image_size: Height and width to which files of differing sizes are brought.
-        test_fraction: Held-out part where the files have no split of their own.
-        val_fraction: Part of the training images for validation where the files have none.
+        classes: Names of the classes, if the files hold none.
+        image_size: Height and width to which files are resized; 0 for the default.
+        test_fraction: Held-out fraction of data without a split.
+        val_fraction: Fraction of the training images for validation, in data without it.
         seed: Seed of these splits.
-        crop: Cut the middle out of files of another aspect, instead of squeezing them.
-        skip_damaged: Leave unreadable files out, instead of refusing them.
+        crop: Crop the centre of files of another aspect ratio instead of squeezing them.
+        skip_damaged: Leave out unreadable files instead of refusing them.
         config: Configuration of a Hugging Face data set.
-        offline: Whether the network must not be touched.
-        mirror: Address that is asked first for the files of a named set; may be empty.
+        offline: Do not use the network.
+        mirror: URL that is tried first for files of named data sets; may be empty.
     """
 
     source: str
@@ -188,11 +146,8 @@ class Request:
     mirror: str = ""
 
 
-def taken_out(labels: Labels, fraction: float, seed: int) -> NDArray[np.bool_]:
-    """Which samples are held out: the same part of every class, drawn from the seed alone.
-
-    Every class keeps at least one sample that is not.
-    """
+def held_out_mask(labels: Labels, fraction: float, seed: int) -> NDArray[np.bool_]:
+    """Draws the held-out samples by the seed: the same fraction of each class, but not all."""
     out = np.zeros(len(labels), dtype=bool)
     for number in range(int(labels.max(initial=-1)) + 1):
         members = np.flatnonzero(labels == number)
@@ -201,36 +156,49 @@ def taken_out(labels: Labels, fraction: float, seed: int) -> NDArray[np.bool_]:
     return out
 
 
+def split_seeded(labels: Labels, request: Request) -> tuple[NDArray[np.bool_], SplitInfo]:
+    """Draws the test part of a data set that has none: a mask and its record.
+
+    Raises:
+        DataError: There are too few images.
+    """
+    mask = held_out_mask(labels, request.test_fraction, request.seed)
+    if not mask.any():
+        raise DataError(
+            f"{request.source} has too few images to hold some out",
+            found=f"{len(labels)} images in {len(np.unique(labels))} classes",
+            remedy="add images, or raise --test-fraction",
+        )
+    fraction = request.test_fraction
+    return mask, {"method": "seeded", "seed": request.seed, "test_fraction": fraction}
+
+
 def with_validation(data: ImageData, request: Request) -> ImageData:
-    """The data with a validation part, taken out of the training part where they have none."""
+    """Returns the data with a validation part, taken from the training part if necessary."""
     if not request.val_fraction or "val" in data.splits:
         return data
-    whole = data.splits["train"]
-    # Another seed than that of a test part, which would choose the same places in each class.
-    out = taken_out(whole.labels, request.val_fraction, request.seed + 1_000_003)
-    if not out.any():
+    training = data.splits["train"]
+    # With the seed of the test part, the same places in each class would be drawn.
+    mask = held_out_mask(training.labels, request.val_fraction, request.seed + 1_000_003)
+    if not mask.any():
         raise DataError(
             f"{data.source} has too few training images to take some out for validation",
             remedy="raise --val-fraction, or leave it out",
         )
     parts: dict[str, Split] = {
-        "train": part_of(whole, np.flatnonzero(~out)),
-        "val": part_of(whole, np.flatnonzero(out)),
+        "train": subset(training, np.flatnonzero(~mask)),
+        "val": subset(training, np.flatnonzero(mask)),
     }
     return replace(
         data,
         splits={**data.splits, **parts},
-        fingerprint=fingerprint([data.fingerprint.encode(), np.flatnonzero(out)]),
+        fingerprint=fingerprint([data.fingerprint.encode(), np.flatnonzero(mask)]),
         split={**data.split, "val_fraction": request.val_fraction, "seed": request.seed},
     )
 
 
 def check_labels(file: Path, labels: Labels, images: int, classes: int) -> None:
-    """Refuses labels that do not belong to these images or classes.
-
-    Raises:
-        DataError: Names the file and the first bad label.
-    """
+    """Raises DataError for labels that do not belong to these images or classes."""
     if len(labels) != images:
         raise DataError(
             f"{file} does not fit its images", found=f"{len(labels)} labels, {images} images"
@@ -245,10 +213,10 @@ def check_labels(file: Path, labels: Labels, images: int, classes: int) -> None:
 
 
 def fingerprint(parts: Sequence[bytes | Pixels | Labels]) -> str:
-    """A short hash over arrays and texts."""
+    """Returns a short hash over arrays and bytes."""
     digest = hashlib.sha256()
-    for one in parts:
-        content = one if isinstance(one, bytes) else np.ascontiguousarray(one).data
+    for part in parts:
+        content = part if isinstance(part, bytes) else np.ascontiguousarray(part).data
         digest.update(content)
     return digest.hexdigest()[:16]
 
@@ -256,20 +224,20 @@ def fingerprint(parts: Sequence[bytes | Pixels | Labels]) -> str:
 def in_memory(
     request: Request, classes: tuple[str, ...], train: InMemory, test: InMemory
 ) -> ImageData:
-    """A data set whose files hold a train and a test part."""
+    """Creates a data set with a train and a test part in memory."""
     _, channels, height, width = train.images.shape
     if train.images.shape[1:] != test.images.shape[1:]:
         raise DataError(
             f"{request.source}: images of the two parts differ in size",
             found=f"train {train.images.shape[1:]}, test {test.images.shape[1:]}",
         )
-    marks = fingerprint([train.images, train.labels, test.images, test.labels])
+    digest = fingerprint([train.images, train.labels, test.images, test.labels])
     return ImageData(
         request.source,
         classes,
         (channels, height, width),
         {"train": train, "test": test},
-        marks,
+        digest,
         {"method": "as in the files"},
     )
 
@@ -278,46 +246,46 @@ def load(data_dir: str, request: Request) -> ImageData:
     """Reads the data set that ``request.source`` names.
 
     Args:
-        data_dir: Where the files of a named set are, or are downloaded to; may be empty.
-        request: Name or path of the data set, and how to prepare it.
+        data_dir: Folder of named data sets, also for downloads; may be empty.
+        request: Name or path of the data set, and settings of the reader.
 
     Raises:
-        DataError: Not found, unreadable or unfit.
+        DataError: The data set is not found, unreadable or unsuitable.
     """
-    named = NAMED.get(request.source)
-    if named is not None and not named.folders:
+    dataset = IMAGE_SETS.get(request.source)
+    if dataset is not None and not dataset.folders:
         return with_validation(dummy(request), request)
-    if named is None:
-        return _from_path(on_this_host(Path(request.source).expanduser()), request)
-    ways = Ways(request.offline, request.mirror)
-    folder = folder_of(named, data_dir, _module(named.reader).matches, ways)
-    return _read(named.reader, folder, replace(request, classes=named.classes))
+    if dataset is None:
+        return _from_path(local_path(Path(request.source).expanduser()), request)
+    download = DownloadOptions(request.offline, request.mirror)
+    folder = find_or_download(dataset, data_dir, _module(dataset.reader).matches, download)
+    return _read(dataset.reader, folder, replace(request, classes=dataset.classes))
 
 
 def _from_path(path: Path, request: Request) -> ImageData:
     if is_hub_id(request.source):
-        made: ImageData = _module("hub_images").read(request.source, request)
-        return with_validation(made, request)
+        data: ImageData = _module("hub_images").read(request.source, request)
+        return with_validation(data, request)
     if not path.is_dir():
         raise DataError(
             f"--data {request.source}: no such folder",
-            found=f"{path.absolute()} is a file" if path.exists() else missing(path),
-            remedy=f"a folder of images, or one of {', '.join(NAMED)}"
-            if not launched()
+            found=f"{path.absolute()} is a file" if path.exists() else describe_missing(path),
+            remedy=f"a folder of images, or one of {', '.join(IMAGE_SETS)}"
+            if not is_launched()
             else f"a folder of the launching machine is sent; others must be on every host at the"
             f" same path: copy it there (rsync -a {path}/ HOST:{path}/)",
         )
-    fits = (name for name in READERS if _module(name).matches(path))
-    return _read(next(fits), path, request)
+    readers = (name for name in READERS if _module(name).matches(path))
+    return _read(next(readers), path, request)
 
 
-def launched() -> bool:
-    """Whether this is a rank of ours: the data may be there on other hosts only."""
+def is_launched() -> bool:
+    """Tells whether a launcher started this process: data may exist on other hosts only."""
     return bool(os.environ.get(jobenv.HOST))
 
 
-def missing(path: Path) -> str:
-    """That there is no such path, and on which host."""
+def describe_missing(path: Path) -> str:
+    """Tells that a path is missing, and on which host."""
     host = os.environ.get(jobenv.HOST)
     return f"no {path.absolute()}" + (f" on {host}" if host else "")
 
@@ -331,32 +299,35 @@ def _module(reader: str):  # type: ignore[no-untyped-def]
     return importlib.import_module(f"paceline.recipes.data.{reader}")
 
 
-CLASSES, SIZE, TRAIN, TEST = 1000, 224, 12_800, 1_280
-_DIFFERENT = 64  # as many as are made; more would only cost memory
+DUMMY_CLASSES, DUMMY_SIZE, DUMMY_TRAIN, DUMMY_TEST = 1000, 224, 12_800, 1_280
+_DUMMY_IMAGES = 64  # different ones, which repeat
 
 
 @dataclass(frozen=True)
 class Noise:
-    """As many images as there are labels; they repeat."""
+    """A few images that repeat, one for each label."""
 
-    made: Pixels
+    images: Pixels
     labels: Labels
 
     def pixels(self, ids: NDArray[np.int64]) -> Pixels:
-        return self.made[ids % len(self.made)]
+        return self.images[ids % len(self.images)]
 
 
 def dummy(request: Request) -> ImageData:
-    """Colour images of ``request.image_size`` (default 224) in 1000 classes."""
-    size = request.image_size or SIZE
-    draw = np.random.default_rng(request.seed)
-    made = draw.integers(0, 256, (_DIFFERENT, 3, size, size), dtype=np.uint8)
-    labels = {"train": np.arange(TRAIN) % CLASSES, "test": np.arange(TEST) % CLASSES}
+    """Generates colour images of ``request.image_size`` (default 224) in 1000 classes."""
+    size = request.image_size or DUMMY_SIZE
+    generator = np.random.default_rng(request.seed)
+    images = generator.integers(0, 256, (_DUMMY_IMAGES, 3, size, size), dtype=np.uint8)
+    labels = {
+        "train": np.arange(DUMMY_TRAIN) % DUMMY_CLASSES,
+        "test": np.arange(DUMMY_TEST) % DUMMY_CLASSES,
+    }
     return ImageData(
         "dummy",
-        tuple(str(number) for number in range(CLASSES)),
+        tuple(str(number) for number in range(DUMMY_CLASSES)),
         (3, size, size),
-        {name: Noise(made, part) for name, part in labels.items()},
-        fingerprint([made]),
+        {name: Noise(images, part) for name, part in labels.items()},
+        fingerprint([images]),
         {"method": "generated", "seed": request.seed},
     )

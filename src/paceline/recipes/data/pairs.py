@@ -1,4 +1,4 @@
-"""Parallel corpora: sentences and their translations, whatever the files look like."""
+"""Parallel corpora from tsv, jsonl and pairs of text files, and from Hugging Face."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.recipes.data import PAIRS, SPLIT_NAMES, HubSource, Named, is_hub_id, located
-from paceline.recipes.data.download import Ways, folder_of
+from paceline.recipes.data import (
+    PAIR_SETS,
+    SPLIT_NAMES,
+    HubSource,
+    NamedDataset,
+    find_data,
+    is_hub_id,
+)
+from paceline.recipes.data.download import DownloadOptions, find_or_download
 from paceline.recipes.data.hub import is_saved, load_rows
-from paceline.recipes.data.texts import divide
+from paceline.recipes.data.texts import split_seeded
 from paceline.spec.errors import DataError
 
 Pair = tuple[str, str]
@@ -24,11 +31,11 @@ class PairData:
     """Sentence pairs.
 
     Attributes:
-        source: As given.
+        source: Name or path as given.
         splits: Always ``train``; the held-out parts are ``val`` and ``test``, at least one.
         fingerprint: Hash over content and split.
-        split: How the parts came about, for the record.
-        skipped: Pairs left out because a side is empty.
+        split: Record of how the parts were made.
+        skipped: Number of pairs left out because a side is empty.
     """
 
     source: str
@@ -39,21 +46,21 @@ class PairData:
 
     @property
     def held_out(self) -> str:
-        """The part that is scored."""
+        """Name of the part for evaluation."""
         return "val" if "val" in self.splits else "test"
 
 
 @dataclass(frozen=True, slots=True)
 class PairRequest:
-    """What a reader needs to know besides the files.
+    """Settings of the reader.
 
     Attributes:
         hub: Name, file or folder as given.
-        target: The file with the translations, for a corpus of two files.
-        languages: (source, target) names, where the data name languages; may be empty.
-        val_fraction: Held-out part where the data have no split of their own.
+        target: File with the translations, for a corpus of two files.
+        languages: Names of (source, target) in data with named languages; may be empty.
+        val_fraction: Held-out fraction of data without a split.
         seed: Seed of that split.
-        data_dir: Folder in which files of these names are looked for first; may be empty.
+        data_dir: Folder that is searched first for the files; may be empty.
     """
 
     hub: HubSource
@@ -65,43 +72,39 @@ class PairRequest:
 
 
 def load_pairs(request: PairRequest) -> PairData:
-    """Reads the corpus.
-
-    Raises:
-        DataError: Not found, unreadable or unfit; files and lines are named.
-    """
-    found, skipped = _without_empty(_read(request))
-    how: dict[str, str | int | float] = {"method": "as in the files"}
-    if set(found) == {"train"}:
-        found = dict(divide(found["train"], request.val_fraction, request.seed))
+    """Reads the corpus; DataError names files and lines."""
+    splits, skipped = _drop_empty(_read_splits(request))
+    split_info: dict[str, str | int | float] = {"method": "as in the files"}
+    if set(splits) == {"train"}:
+        splits = dict(split_seeded(splits["train"], request.val_fraction, request.seed))
         fraction = request.val_fraction
-        how = {"method": "seeded", "seed": request.seed, "val_fraction": fraction}
-    for name, pairs in found.items():
+        split_info = {"method": "seeded", "seed": request.seed, "val_fraction": fraction}
+    for name, pairs in splits.items():
         if not pairs:
             raise DataError(
                 f"{request.hub.name} has no pairs for {name}",
-                found=f"{sum(map(len, found.values()))} pairs in all",
+                found=f"{sum(map(len, splits.values()))} pairs in all",
                 remedy="add pairs, or raise --val-fraction",
             )
-    marks = _fingerprint(found)
-    return PairData(request.hub.name, found, marks, how, skipped)
+    digest = _fingerprint(splits)
+    return PairData(request.hub.name, splits, digest, split_info, skipped)
 
 
-def _read(request: PairRequest) -> dict[str, list[Pair]]:
+def _read_splits(request: PairRequest) -> dict[str, list[Pair]]:
     name = request.hub.name
-    path = located(name, request.data_dir)
-    if name in MAKERS:
-        return {"train": MAKERS[name](0)}
-    if name in PAIRS:
-        return _named(PAIRS[name], request)
+    path = find_data(name, request.data_dir)
+    if name in GENERATORS:
+        return {"train": GENERATORS[name](0)}
+    if name in PAIR_SETS:
+        return _named_corpus(PAIR_SETS[name], request)
     if request.target:
-        return {"train": _two_files(path, located(request.target, request.data_dir))}
+        return {"train": _read_two_files(path, find_data(request.target, request.data_dir))}
     if path.is_file():
-        return {"train": _one_file(path, request)}
+        return {"train": _read_file(path, request)}
     if path.is_dir() and not is_saved(path):
-        found = _folder(path, request)
-        if found:
-            return found
+        splits = _read_folder(path, request)
+        if splits:
+            return splits
     if path.is_dir() or (is_hub_id(name)):
         rows = load_rows(request.hub)
         return {split: _from_rows(part, request) for split, part in rows.items()}
@@ -112,38 +115,42 @@ def _read(request: PairRequest) -> dict[str, list[Pair]]:
     )
 
 
-def _named(named: Named, request: PairRequest) -> dict[str, list[Pair]]:
-    """A corpus of a name; without languages in the order in which its files are told."""
-    languages = request.languages if all(request.languages) else _LANGUAGES[named.name]
-    wanted = replace(request, languages=languages)
+def _named_corpus(dataset: NamedDataset, request: PairRequest) -> dict[str, list[Pair]]:
+    """Reads a named corpus, in its usual direction unless the request names languages."""
+    languages = request.languages if all(request.languages) else _LANGUAGES[dataset.name]
+    with_languages = replace(request, languages=languages)
 
-    def is_whole(folder: Path) -> bool:
-        return all((folder / f"{part}.{one}").is_file() for part in _PARTS for one in languages)
+    def is_complete(folder: Path) -> bool:
+        return all(
+            (folder / f"{part}.{language}").is_file() for part in _PARTS for language in languages
+        )
 
-    ways = Ways(request.hub.offline, request.hub.mirror)
-    return _folder(folder_of(named, request.data_dir, is_whole, ways), wanted)
+    download = DownloadOptions(request.hub.offline, request.hub.mirror)
+    return _read_folder(
+        find_or_download(dataset, request.data_dir, is_complete, download), with_languages
+    )
 
 
 _PARTS = ("train", "val", "test")
 _LANGUAGES = {"multi30k": ("de", "en")}
 
 
-def _folder(folder: Path, request: PairRequest) -> dict[str, list[Pair]]:
-    """``train.tsv``, or ``train.en`` beside ``train.it``; the same for val and test."""
-    found = {}
+def _read_folder(folder: Path, request: PairRequest) -> dict[str, list[Pair]]:
+    """Reads ``train.tsv``, or ``train.en`` and ``train.it``; the same for val and test."""
+    splits = {}
     for split, names in SPLIT_NAMES.items():
         for name in names:
-            one = next((p for s in _READERS if (p := folder / f"{name}{s}").is_file()), None)
-            if one is not None:
-                found[split] = _one_file(one, request)
+            file = next((p for s in _READERS if (p := folder / f"{name}{s}").is_file()), None)
+            if file is not None:
+                splits[split] = _read_file(file, request)
             elif all(request.languages):
-                both = [folder / f"{name}.{language}" for language in request.languages]
-                if both[0].is_file():
-                    found[split] = _two_files(*both)
-    return found
+                sides = [folder / f"{name}.{language}" for language in request.languages]
+                if sides[0].is_file():
+                    splits[split] = _read_two_files(*sides)
+    return splits
 
 
-def _one_file(path: Path, request: PairRequest) -> list[Pair]:
+def _read_file(path: Path, request: PairRequest) -> list[Pair]:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         raise DataError(
@@ -154,10 +161,10 @@ def _one_file(path: Path, request: PairRequest) -> list[Pair]:
     return reader(path, request)
 
 
-def _tabbed(path: Path, request: PairRequest) -> list[Pair]:
-    """Source, tab, target; further columns are left alone."""
+def _read_tsv(path: Path, request: PairRequest) -> list[Pair]:
+    """Reads source, tab, target; ignores further columns."""
     pairs = []
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(_read_lines(path), 1):
         parts = line.split("\t")
         if len(parts) < 2 and line.strip():
             raise DataError(
@@ -166,28 +173,28 @@ def _tabbed(path: Path, request: PairRequest) -> list[Pair]:
                 remedy="each line: source, tab, target",
             )
         pairs.append((parts[0], parts[1]) if len(parts) > 1 else ("", ""))
-    return _some(path, pairs)
+    return _require_items(path, pairs)
 
 
-def _json_lines(path: Path, request: PairRequest) -> list[Pair]:
+def _read_jsonl(path: Path, request: PairRequest) -> list[Pair]:
     rows = []
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(_read_lines(path), 1):
         try:
             rows.append(json.loads(line))
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path} line {number} is no JSON", found=str(error)) from None
-    return _from_rows(_some(path, rows), request)
+    return _from_rows(_require_items(path, rows), request)
 
 
 _READERS: dict[str, Callable[[Path, PairRequest], list[Pair]]] = {
-    ".tsv": _tabbed,
-    ".txt": _tabbed,
-    ".jsonl": _json_lines,
+    ".tsv": _read_tsv,
+    ".txt": _read_tsv,
+    ".jsonl": _read_jsonl,
 }
 
 
-def _two_files(source: Path, target: Path) -> list[Pair]:
-    sides = _lines(source), _lines(target)
+def _read_two_files(source: Path, target: Path) -> list[Pair]:
+    sides = _read_lines(source), _read_lines(target)
     if len(sides[0]) != len(sides[1]):
         raise DataError(
             f"{source} and {target} are not parallel",
@@ -197,49 +204,57 @@ def _two_files(source: Path, target: Path) -> list[Pair]:
     return list(zip(*sides, strict=True))
 
 
-def _lines(path: Path) -> list[str]:
-    """Lines at line feeds only: text may hold other characters that some call line ends."""
+def _read_lines(path: Path) -> list[str]:
+    """Splits at line feeds only: text may contain other characters that end lines."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read", found=str(error)) from None
     lines = [line.rstrip("\r") for line in text.split("\n")]
-    return _some(path, lines[:-1] if lines[-1] == "" else lines)
+    return _require_items(path, lines[:-1] if lines[-1] == "" else lines)
 
 
-def _some(path: Path, items: list[Any]) -> list[Any]:
+def _require_items(path: Path, items: list[Any]) -> list[Any]:
     if not items:
         raise DataError(f"{path} is empty", remedy="it must hold at least two pairs")
     return items
 
 
 def _from_rows(rows: Iterable[Mapping[str, Any]], request: PairRequest) -> list[Pair]:
-    """Rows like ``{"translation": {"en": …, "it": …}}``, or with the two as columns."""
+    """Parses rows like ``{"translation": {"en": …, "it": …}}``, or with both as columns."""
     names: Pair | None = None
     pairs = []
     for row in rows:
         columns = row.get("translation", row) if isinstance(row, Mapping) else {}
-        names = names or _languages(columns, request.languages)
+        names = names or _language_columns(columns, request.languages)
         pairs.append((str(columns[names[0]] or ""), str(columns[names[1]] or "")))
     return pairs
 
 
-def _languages(columns: Mapping[str, Any], asked: Pair) -> Pair:
+def _language_columns(columns: Mapping[str, Any], requested: Pair) -> Pair:
     texts = [name for name, value in columns.items() if isinstance(value, str)]
-    names = asked if all(asked) else ("source", "target") if "source" in columns else tuple(texts)
+    names = (
+        requested
+        if all(requested)
+        else ("source", "target")
+        if "source" in columns
+        else tuple(texts)
+    )
     if len(names) != 2 or any(name not in columns for name in names):
         raise DataError(
             "which columns are source and target cannot be told",
-            found=f"asked for {', '.join(filter(None, asked)) or 'none'};"
+            found=f"asked for {', '.join(filter(None, requested)) or 'none'};"
             f" there are {', '.join(columns) or 'none'}",
             remedy="--source-lang NAME --target-lang NAME",
         )
     return names[0], names[1]
 
 
-def _without_empty(found: dict[str, list[Pair]]) -> tuple[dict[str, list[Pair]], int]:
-    kept = {name: [pair for pair in p if all(map(str.strip, pair))] for name, p in found.items()}
-    return kept, sum(map(len, found.values())) - sum(map(len, kept.values()))
+def _drop_empty(splits: dict[str, list[Pair]]) -> tuple[dict[str, list[Pair]], int]:
+    filtered = {
+        name: [pair for pair in p if all(map(str.strip, pair))] for name, p in splits.items()
+    }
+    return filtered, sum(map(len, splits.values())) - sum(map(len, filtered.values()))
 
 
 def _fingerprint(splits: Mapping[str, Sequence[Pair]]) -> str:
@@ -247,73 +262,58 @@ def _fingerprint(splits: Mapping[str, Sequence[Pair]]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-_ONES = [
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
-    "fifteen",
-    "sixteen",
-    "seventeen",
-    "eighteen",
-    "nineteen",
+_SMALL_NUMBERS = [
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
+    *("ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen"),
+    *("eighteen", "nineteen"),
 ]
 _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 
 Pairs = list[tuple[str, str]]
 
 
-def in_words(number: int) -> str:
+def spell_number(number: int) -> str:
     """``in_words(342) == "three hundred forty-two"``; up to 999,999."""
     if number < 20:
-        return _ONES[number]
+        return _SMALL_NUMBERS[number]
     if number < 100:
-        tens, ones = divmod(number, 10)
-        return _TENS[tens - 2] + (f"-{_ONES[ones]}" if ones else "")
+        tens, units = divmod(number, 10)
+        return _TENS[tens - 2] + (f"-{_SMALL_NUMBERS[units]}" if units else "")
     base, name = (1000, "thousand") if number >= 1000 else (100, "hundred")
-    above, below = divmod(number, base)
-    return f"{in_words(above)} {name}" + (f" {in_words(below)}" if below else "")
+    quotient, remainder = divmod(number, base)
+    return f"{spell_number(quotient)} {name}" + (f" {spell_number(remainder)}" if remainder else "")
 
 
 def numbers(seed: int, count: int = 8000) -> Pairs:
-    """Different numbers below a million, as many of each length as there are, and their words."""
-    draw = random.Random(seed)  # noqa: S311
-    chosen: set[int] = set()
-    while len(chosen) < count:
-        chosen.add(draw.randrange(10 ** draw.randint(1, 6)))
-    return [(str(number), in_words(number)) for number in sorted(chosen)]
+    """Generates different numbers below a million, of all lengths, and their words."""
+    generator = random.Random(seed)  # noqa: S311
+    values: set[int] = set()
+    while len(values) < count:
+        values.add(generator.randrange(10 ** generator.randint(1, 6)))
+    return [(str(number), spell_number(number)) for number in sorted(values)]
 
 
 def reverse(seed: int, count: int = 8000) -> Pairs:
-    """Different sequences of 2 to 10 letters, and the same backwards."""
-    draw = random.Random(seed)  # noqa: S311
-    chosen: set[tuple[str, ...]] = set()
-    while len(chosen) < count:
-        chosen.add(tuple(draw.choices("abcdefghijklmnop", k=draw.randint(2, 10))))
-    return [(" ".join(one), " ".join(reversed(one))) for one in sorted(chosen)]
+    """Generates different sequences of 2 to 10 letters, and their reverse."""
+    generator = random.Random(seed)  # noqa: S311
+    sequences: set[tuple[str, ...]] = set()
+    while len(sequences) < count:
+        sequences.add(tuple(generator.choices("abcdefghijklmnop", k=generator.randint(2, 10))))
+    return [(" ".join(letters), " ".join(reversed(letters))) for letters in sorted(sequences)]
 
 
-def dummy(seed: int, count: int = 2000, words: int = 24) -> Pairs:
-    """Random words, all sentences of one length: nothing can be learned from them."""
-    draw = random.Random(seed)  # noqa: S311
+def dummy(seed: int, count: int = 2000, length: int = 24) -> Pairs:
+    """Generates random words in sentences of equal length, for measuring speed."""
+    generator = random.Random(seed)  # noqa: S311
     vocabulary = [f"w{number:x}".translate(_LETTERS) for number in range(4000)]
-    sides = [[" ".join(draw.choices(vocabulary, k=words)) for _ in range(count)] for _ in range(2)]
+    sides = [
+        [" ".join(generator.choices(vocabulary, k=length)) for _ in range(count)] for _ in range(2)
+    ]
     return list(zip(*sides, strict=True))
 
 
 _LETTERS = str.maketrans("0123456789", "ghijklmnop")  # digits would become tokens of their own
-MAKERS: dict[str, Callable[[int], Pairs]] = {
+GENERATORS: dict[str, Callable[[int], Pairs]] = {
     "numbers": numbers,
     "reverse": reverse,
     "dummy": dummy,

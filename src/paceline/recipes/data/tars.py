@@ -1,8 +1,8 @@
-"""Folders of tar shards, as webdataset packs them: images or texts, and their class as ``.cls``."""
+"""Tar shards in the format of webdataset: images or texts, with their class in ``.cls``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
@@ -11,18 +11,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.recipes.data import SPLIT_NAMES
+from paceline.recipes.data.decoding import (
+    SUFFIXES,
+    FileSplit,
+    open_image,
+)
 from paceline.recipes.data.images import (
     DEFAULT_SIZE,
     ImageData,
-    Labels,
-    Numbers,
-    Pixels,
     Request,
     Split,
+    SplitInfo,
     fingerprint,
-    taken_out,
+    split_seeded,
 )
-from paceline.recipes.data.photos import SUFFIXES, cut_out, opened, side_by_side, sized
 from paceline.spec.errors import DataError
 from paceline.train import Ids, ShardedDataset
 from paceline.train.data import allowed
@@ -30,19 +32,19 @@ from paceline.train.order import Order
 from paceline.train.shards import Sample
 
 CLASSES = "classes.txt"
-_AT_ONCE = 512  # samples
+_CHUNK = 512  # samples
 
 
 def matches(folder: Path) -> bool:
-    """True where there are tar files, beside each other or in a folder for each part."""
-    return bool(found(folder))
+    """True if there are tar files, in the folder or in one for each part."""
+    return bool(find_shards(folder))
 
 
-def found(folder: Path) -> dict[str, tuple[Path, str]]:
-    """The parts that there are: folder and pattern of the shards of each.
+def find_shards(folder: Path) -> dict[str, tuple[Path, str]]:
+    """Returns folder and file pattern of each part.
 
-    ``train-00000.tar`` and ``train/00000.tar`` are of the part ``train``; without such names all
-    shards are.
+    ``train-00000.tar`` and ``train/00000.tar`` belong to the part ``train``; without such names all
+    shards do.
     """
     if not folder.is_dir():
         return {}
@@ -58,57 +60,42 @@ def found(folder: Path) -> dict[str, tuple[Path, str]]:
     return parts if "train" in parts else {}
 
 
-class Packed:
-    """Photos in shards.
+class ShardedImages(FileSplit):
+    """Images in tar shards.
 
     Args:
         data: The shards.
-        ids: Which samples of them, ascending.
-        size: Height and width to which they are brought.
-        crop: Cut the middle out of images of another aspect, instead of squeezing them.
+        ids: Number of each image's sample, ascending.
+        size: Height and width to which images are resized.
+        crop: Crop the centre of images with another aspect ratio instead of squeezing them.
     """
 
-    processes = True
-
     def __init__(self, data: ShardedDataset, ids: Ids, size: int, crop: bool) -> None:
-        self._data, self._ids, self.size, self._crop = data, ids, size, crop
-        self.labels: Labels = data.numbers[ids]
+        super().__init__(data.numbers[ids], size, crop)
+        self._data, self._ids = data, ids
 
-    def pixels(self, ids: NDArray[np.int64]) -> Pixels:
-        size = (self.size, self.size)
-        return self._made(ids, lambda _, file: sized(file, 3, size, self._crop))
+    def _read(self, ids: NDArray[np.int64]) -> Sequence[Sample]:
+        return self._data.raw(self._ids[ids])
 
-    def cut_out(self, ids: NDArray[np.int64], numbers: Numbers, size: int) -> Pixels:
-        """A random part of each image, out of the whole file."""
-        return self._made(ids, lambda place, file: cut_out(file, numbers[place], size))
+    def _open(self, sample: Sample) -> BytesIO:
+        return BytesIO(_image(sample))
 
-    def _made(self, ids: NDArray[np.int64], make: Callable[[int, BytesIO], Pixels]) -> Pixels:
-        chosen = self._ids[ids]
-        samples = self._data.raw(chosen)
+    def _unreadable(self, number: int, sample: Sample, error: Exception) -> DataError:
+        return DataError(
+            f"{self._data.name(int(self._ids[number]), sample)} is no readable image",
+            found=str(error) or type(error).__name__,
+            remedy="pack the shard again without it, or --skip-damaged",
+        )
 
-        def made(place: int) -> Pixels:
-            try:
-                return make(place, BytesIO(_image(samples[place])))
-            except Exception as error:  # a damaged image may raise anything
-                name = self._data.name(int(chosen[place]), samples[place])
-                raise DataError(
-                    f"{name} is no readable image",
-                    found=str(error) or type(error).__name__,
-                    remedy="pack the shard again without it, or --skip-damaged",
-                ) from None
-
-        return np.stack(side_by_side(made, range(len(chosen))))
-
-    def part(self, ids: NDArray[np.int64]) -> Packed:
-        """Some of these photos."""
-        return Packed(self._data, self._ids[ids], self.size, self._crop)
+    def part(self, ids: NDArray[np.int64]) -> ShardedImages:
+        return ShardedImages(self._data, self._ids[ids], self.size, self._crop)
 
     def visiting_order(self, seed: int, shuffle: bool) -> Order:
-        """The order in which disks like to read."""
+        """Returns an order that reads shards sequentially."""
         return self._data.visiting_order(seed, shuffle, self._ids)
 
     def will_need(self, ids: Ids) -> None:
-        """Has the system read these photos ahead."""
+        """Asks the system to read these images ahead."""
         self._data.will_need(self._ids[ids])
 
 
@@ -120,42 +107,41 @@ def _image(sample: Sample) -> bytes:
 
 
 def read(folder: Path, request: Request) -> ImageData:
-    """Indexes the shards, and divides the training part where there is no other.
+    """Indexes the shards, and splits the training part if there is no other.
 
     Raises:
-        DataError: A damaged shard; samples without a class; too few of them.
+        DataError: A shard is damaged, samples have no class, or there are too few.
     """
     size = request.image_size or DEFAULT_SIZE
     parts = _parts(folder)
     classes = class_names(folder, max(int(part.numbers.max(initial=-1)) for part in parts.values()))
     photos = {
-        name: Packed(part, _usable(part, request.skip_damaged), size, request.crop)
+        name: ShardedImages(part, _usable(part, request.skip_damaged), size, request.crop)
         for name, part in parts.items()
     }
     splits: dict[str, Split] = dict(photos)
-    how: dict[str, str | int | float] = {"method": "as in the files"}
+    split_info: SplitInfo = {"method": "as in the files"}
     if set(photos) == {"train"}:
-        whole = photos["train"]
-        out = taken_out(whole.labels, request.test_fraction, request.seed)
-        if not out.any():
-            raise DataError(
-                f"{folder} has too few images to hold some out",
-                found=f"{len(whole.labels)} images in {len(classes)} classes",
-                remedy="add images, or raise --test-fraction",
-            )
-        splits = {name: whole.part(np.flatnonzero(out == held))
-                  for name, held in (("train", False), ("test", True))}  # fmt: skip
-        fraction = request.test_fraction
-        how = {"method": "seeded", "seed": request.seed, "test_fraction": fraction}
-    marks = [parts[name].fingerprint.encode() for name in sorted(parts)]
+        training = photos["train"]
+        mask, split_info = split_seeded(training.labels, request)
+        splits = {
+            "train": training.part(np.flatnonzero(~mask)),
+            "test": training.part(np.flatnonzero(mask)),
+        }
+    digests = [parts[name].fingerprint.encode() for name in sorted(parts)]
     labels = [splits[name].labels for name in sorted(splits)]
     return ImageData(
-        request.source, classes, (3, size, size), splits, fingerprint([*marks, *labels]), how
+        request.source,
+        classes,
+        (3, size, size),
+        splits,
+        fingerprint([*digests, *labels]),
+        split_info,
     )
 
 
 def class_names(folder: Path, largest: int) -> tuple[str, ...]:
-    """Their names, one a line in ``classes.txt``, otherwise their numbers."""
+    """Reads the names of classes from ``classes.txt``, one a line; otherwise their numbers."""
     file = folder / CLASSES
     if not file.is_file():
         return tuple(str(number) for number in range(largest + 1))
@@ -169,7 +155,7 @@ def class_names(folder: Path, largest: int) -> tuple[str, ...]:
 
 
 def _usable(data: ShardedDataset, skip_damaged: bool) -> Ids:
-    """All samples, which must have a class, or those whose image can be read to its end."""
+    """Returns the samples, which must have a class, without damaged ones if ``skip_damaged``."""
     missing = np.flatnonzero(data.numbers < 0)
     if len(missing):
         first = int(missing[0])
@@ -182,19 +168,23 @@ def _usable(data: ShardedDataset, skip_damaged: bool) -> Ids:
     if not skip_damaged:
         return ids
     with ThreadPoolExecutor(allowed()) as pool:
-        kept = [one for _, samples in _chunks(data) for one in pool.map(_is_readable, samples)]
-    return np.flatnonzero(np.array(kept, dtype=bool))
+        readable = [
+            is_readable
+            for _, samples in _chunks(data)
+            for is_readable in pool.map(_is_readable, samples)
+        ]
+    return np.flatnonzero(np.array(readable, dtype=bool))
 
 
 def _chunks(data: ShardedDataset) -> Iterator[tuple[Ids, list[Sample]]]:
-    for start in range(0, len(data), _AT_ONCE):
-        ids = np.arange(start, min(start + _AT_ONCE, len(data)))
+    for start in range(0, len(data), _CHUNK):
+        ids = np.arange(start, min(start + _CHUNK, len(data)))
         yield ids, data.raw(ids)
 
 
 def _is_readable(sample: Sample) -> bool:
     try:
-        with opened(BytesIO(_image(sample))) as image:
+        with open_image(BytesIO(_image(sample))) as image:
             image.load()
     except Exception:  # a damaged image may raise anything
         return False
@@ -202,11 +192,7 @@ def _is_readable(sample: Sample) -> bool:
 
 
 def texts(folder: Path) -> dict[str, list[tuple[str, str]]]:
-    """Label and text of each sample, by part: its ``.cls`` and ``.txt``.
-
-    Raises:
-        DataError: A damaged shard; a sample without one of them.
-    """
+    """Reads label (``.cls``) and text (``.txt``) of each sample, by part."""
     return {name: _rows(data) for name, data in _parts(folder).items()}
 
 
@@ -227,6 +213,6 @@ def _rows(data: ShardedDataset) -> list[tuple[str, str]]:
 
 def _parts(folder: Path) -> dict[str, ShardedDataset]:
     return {
-        name: ShardedDataset(where, pattern=pattern)
-        for name, (where, pattern) in found(folder).items()
+        name: ShardedDataset(location, pattern=pattern)
+        for name, (location, pattern) in find_shards(folder).items()
     }

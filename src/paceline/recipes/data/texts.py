@@ -1,4 +1,4 @@
-"""Texts with labels, whatever the files look like."""
+"""Labelled texts from csv, tsv and jsonl files, tar shards, and Hugging Face."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.recipes.data import SPLIT_NAMES, TEXTS, HubSource, is_hub_id, located, tars
-from paceline.recipes.data.download import Ways, folder_of
+from paceline.recipes.data import SPLIT_NAMES, TEXT_SETS, HubSource, find_data, is_hub_id, tars
+from paceline.recipes.data.download import DownloadOptions, find_or_download
 from paceline.recipes.data.hub import is_saved, load_rows
 from paceline.spec.errors import DataError
 from paceline.train.order import permutation
@@ -21,30 +21,16 @@ T = TypeVar("T")
 Row = tuple[str, str]
 """Label as written, and text."""
 _SUFFIXES = (".csv", ".tsv", ".jsonl")
-_LABELS = (
-    "label",
-    "labels",
-    "class",
-    "category",
-    "target",
-    "sentiment",
-    "topic",
-    "coarse_label",
-    "cls",
+_LABEL_COLUMNS = (
+    *("label", "labels", "class", "category", "target"),
+    *("sentiment", "topic", "coarse_label", "cls"),
 )
-_TEXTS = (
-    "text",
-    "sentence",
-    "content",
-    "review",
-    "message",
-    "title",
-    "comment",
-    "description",
-    "txt",
+_TEXT_COLUMNS = (
+    *("text", "sentence", "content", "review", "message"),
+    *("title", "comment", "description", "txt"),
 )
-_MOST_CLASSES = 1000
-_MOST_DIGITS = 20  # of a label that is a number
+_MAX_CLASSES = 1000
+_MAX_DIGITS = 20  # of a numeric label
 
 
 @dataclass(frozen=True)
@@ -52,12 +38,12 @@ class TextData:
     """Texts with class labels.
 
     Attributes:
-        source: As given.
+        source: Name or path as given.
         classes: Name of each class.
-        labels: As written in the files, of each class.
+        labels: Label of each class in the files.
         splits: (texts, class numbers) by part: ``train`` and at least one of ``val``, ``test``.
         fingerprint: Hash over content and split.
-        split: How the parts came about, for the record.
+        split: Record of how the parts were made.
     """
 
     source: str
@@ -69,24 +55,24 @@ class TextData:
 
     @property
     def held_out(self) -> str:
-        """The part whose figures are reported at the end."""
+        """Name of the part for evaluation."""
         return "test" if "test" in self.splits else "val"
 
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """What a reader needs to know besides the files.
+    """Settings of the reader.
 
     Attributes:
         hub: Name, file or folder as given.
         test: File with the held-out part; may be empty.
         columns: Names of the columns with labels and texts; may be empty.
-        delimiter: Between columns of a csv; empty for the usual one.
+        delimiter: Delimiter of a csv file; empty for the default.
         class_names: Names for numbered classes.
-        labels: The labels that there must be, in this order; empty takes those of the files.
-        fraction: Held-out part where the data have no split of their own.
+        labels: Required labels, in this order; empty takes those of the files.
+        fraction: Held-out fraction of data without a split.
         seed: Seed of that split.
-        data_dir: Folder in which files of these names are looked for first; may be empty.
+        data_dir: Folder that is searched first for the files; may be empty.
     """
 
     hub: HubSource
@@ -101,42 +87,42 @@ class TextRequest:
 
 
 def load_texts(request: TextRequest) -> TextData:
-    """Reads the data set.
-
-    Raises:
-        DataError: Not found, unreadable or unfit; files and rows are named.
-    """
+    """Reads the data set; DataError names files and rows."""
     name = request.hub.name
-    parts, names = _read(request)
+    parts, names = _read_splits(request)
     if request.test:
-        parts["test"] = _file(located(request.test, request.data_dir), request)
-    how: dict[str, str | int | float] = {"method": "as in the files"}
+        parts["test"] = _read_file(find_data(request.test, request.data_dir), request)
+    split_info: dict[str, str | int | float] = {"method": "as in the files"}
     if set(parts) == {"train"}:
-        both = divide(parts["train"], request.fraction, request.seed)
-        parts = {"train": both["train"], "test": both["val"]}
+        divided = split_seeded(parts["train"], request.fraction, request.seed)
+        parts = {"train": divided["train"], "test": divided["val"]}
         fraction = request.fraction
-        how = {"method": "seeded", "seed": request.seed, "test_fraction": fraction}
-    labels = request.labels or _labels(name, parts["train"])
+        split_info = {"method": "seeded", "seed": request.seed, "test_fraction": fraction}
+    labels = request.labels or _find_labels(name, parts["train"])
     classes = _class_names(name, labels, request.class_names or names)
     number = {label: place for place, label in enumerate(labels)}
-    splits = {split: _numbered(name, split, rows, number) for split, rows in parts.items()}
-    return TextData(name, classes, labels, splits, _fingerprint(parts), how)
+    splits = {split: _encode_labels(name, split, rows, number) for split, rows in parts.items()}
+    return TextData(name, classes, labels, splits, _fingerprint(parts), split_info)
 
 
-def _read(request: TextRequest) -> tuple[dict[str, list[Row]], tuple[str, ...]]:
-    """Rows of each part, and names of the classes where the data know them."""
+def _read_splits(request: TextRequest) -> tuple[dict[str, list[Row]], tuple[str, ...]]:
+    """Reads the rows of each part, and the names of the classes if the data set has them."""
     name = request.hub.name
-    path = located(name, request.data_dir)
-    if name in MAKERS:
-        return {"train": MAKERS[name](0)}, ()
-    if name in TEXTS:
-        named, hub = TEXTS[name], request.hub
-        path = folder_of(named, request.data_dir, _is_whole, Ways(hub.offline, hub.mirror))
-        return {split: _file(file, request) for split, file in _folder(path).items()}, named.classes
+    path = find_data(name, request.data_dir)
+    if name in GENERATORS:
+        return {"train": GENERATORS[name](0)}, ()
+    if name in TEXT_SETS:
+        dataset, hub = TEXT_SETS[name], request.hub
+        path = find_or_download(
+            dataset, request.data_dir, _is_complete, DownloadOptions(hub.offline, hub.mirror)
+        )
+        return {
+            split: _read_file(file, request) for split, file in _find_files(path).items()
+        }, dataset.classes
     if path.is_file():
-        return {"train": _file(path, request)}, ()
-    if path.is_dir() and not is_saved(path) and (found := _folder(path)):
-        return {split: _file(file, request) for split, file in found.items()}, ()
+        return {"train": _read_file(path, request)}, ()
+    if path.is_dir() and not is_saved(path) and (files := _find_files(path)):
+        return {split: _read_file(file, request) for split, file in files.items()}, ()
     if tars.matches(path):
         return {split: [*rows] for split, rows in tars.texts(path).items()}, ()
     if path.is_dir() or (is_hub_id(name)):
@@ -144,42 +130,44 @@ def _read(request: TextRequest) -> tuple[dict[str, list[Row]], tuple[str, ...]]:
     raise DataError(
         f"--data {name}: no such file or folder",
         found=f"no {path.absolute()}",
-        remedy="a csv file (label, text), or one of " + ", ".join((*MAKERS, *TEXTS)),
+        remedy="a csv file (label, text), or one of " + ", ".join((*GENERATORS, *TEXT_SETS)),
     )
 
 
-def divide(items: Sequence[T], fraction: float, seed: int) -> dict[str, list[T]]:
-    """``train`` and ``val``, drawn from the seed alone; equal on every machine."""
+def split_seeded(items: Sequence[T], fraction: float, seed: int) -> dict[str, list[T]]:
+    """Splits items into ``train`` and ``val`` by the seed, equally on every machine."""
     order = permutation(seed, 0, len(items)).tolist()
     count = min(max(1, round(len(items) * fraction)), max(len(items) - 1, 0))
     held_out = sorted(order[:count])
-    kept = sorted(order[count:])
-    return {"train": [items[i] for i in kept], "val": [items[i] for i in held_out]}
+    training = sorted(order[count:])
+    return {"train": [items[i] for i in training], "val": [items[i] for i in held_out]}
 
 
-def _is_whole(folder: Path) -> bool:
-    return {"train", "test"} <= set(_folder(folder))
+def _is_complete(folder: Path) -> bool:
+    return {"train", "test"} <= set(_find_files(folder))
 
 
-def _folder(folder: Path) -> dict[str, Path]:
+def _find_files(folder: Path) -> dict[str, Path]:
     candidates = {
         split: [folder / f"{name}{suffix}" for name in names for suffix in _SUFFIXES]
         for split, names in SPLIT_NAMES.items()
     }
-    there = {split: next((p for p in c if p.is_file()), None) for split, c in candidates.items()}
-    return {split: path for split, path in there.items() if path is not None}
+    existing = {split: next((p for p in c if p.is_file()), None) for split, c in candidates.items()}
+    return {split: path for split, path in existing.items() if path is not None}
 
 
-def _file(path: Path, request: TextRequest) -> list[Row]:
+def _read_file(path: Path, request: TextRequest) -> list[Row]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read", found=str(error)) from None
-    rows = _json_lines(path, text) if path.suffix == ".jsonl" else _table(path, text, request)
+    rows = (
+        _parse_jsonl(path, text) if path.suffix == ".jsonl" else _parse_table(path, text, request)
+    )
     if not rows:
         raise DataError(f"{path} is empty", remedy="each row: label, text")
     if isinstance(rows[0], dict):
-        return _picked(str(path), rows, request.columns)
+        return _select_columns(str(path), rows, request.columns)
     first = next((i for i, row in enumerate(rows) if len(row) < 2), None)
     if first is not None:
         raise DataError(
@@ -190,12 +178,12 @@ def _file(path: Path, request: TextRequest) -> list[Row]:
     return [(row[0].strip(), " ".join(row[1:])) for row in rows]
 
 
-def _json_lines(path: Path, text: str) -> list[Any]:
+def _parse_jsonl(path: Path, text: str) -> list[Any]:
     rows = []
     for number, line in enumerate(text.splitlines(), 1):
         try:
             row = json.loads(line)
-            if "\\ud" in line.lower():  # half of a surrogate pair is no text
+            if "\\ud" in line.lower():  # reject half of a surrogate pair
                 json.dumps(row, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path} line {number} is no JSON", found=str(error)) from None
@@ -205,22 +193,22 @@ def _json_lines(path: Path, text: str) -> list[Any]:
     return rows
 
 
-def _table(path: Path, text: str, request: TextRequest) -> list[Any]:
-    """Lists of cells, or dictionaries where the file has a header that is of use."""
-    usual = "\t" if path.suffix == ".tsv" else ","
-    delimiter = {"": usual, "\\t": "\t"}.get(request.delimiter, request.delimiter)
-    rows = rows_of(path, text.splitlines(True), delimiter)
+def _parse_table(path: Path, text: str, request: TextRequest) -> list[Any]:
+    """Parses a table to lists of cells, or to dictionaries if it has a usable header."""
+    default = "\t" if path.suffix == ".tsv" else ","
+    delimiter = {"": default, "\\t": "\t"}.get(request.delimiter, request.delimiter)
+    rows = parse_rows(path, text.splitlines(True), delimiter)
     if not rows:
         return []
     header = [cell.strip() for cell in rows[0]]
     lower = {cell.lower() for cell in header}
-    if any(request.columns) or (lower & {*_LABELS} and lower & {*_TEXTS}):
+    if any(request.columns) or (lower & {*_LABEL_COLUMNS} and lower & {*_TEXT_COLUMNS}):
         return [dict(zip(header, row, strict=False)) for row in rows[1:]]
     return rows
 
 
-def rows_of(path: Path, lines: Iterable[str], delimiter: str) -> list[list[str]]:
-    """The rows of a table that are not empty. DataError where it cannot be read."""
+def parse_rows(path: Path, lines: Iterable[str], delimiter: str) -> list[list[str]]:
+    """Returns the non-empty rows of a table; DataError if it is malformed."""
     table = csv.reader(lines, delimiter=delimiter)
     try:
         return [row for row in table if any(row)]
@@ -232,66 +220,73 @@ def rows_of(path: Path, lines: Iterable[str], delimiter: str) -> list[list[str]]
         ) from None
 
 
-def _picked(name: str, rows: Iterable[Mapping[str, Any]], asked: tuple[str, str]) -> list[Row]:
-    """Label and text out of rows with named columns."""
+def _select_columns(
+    name: str, rows: Iterable[Mapping[str, Any]], requested: tuple[str, str]
+) -> list[Row]:
+    """Selects label and text from rows with named columns."""
     columns: tuple[str, str] | None = None
-    picked = []
+    selected = []
     for number, row in enumerate(rows, 1):
-        columns = columns or _columns(name, row, asked)
+        columns = columns or _find_columns(name, row, requested)
         label, text = (row.get(column) for column in columns)
         if label is None or text is None:
             raise DataError(f"{name} row {number} lacks {' or '.join(columns)}")
-        picked.append((str(label).strip(), str(text)))
-    return picked
+        selected.append((str(label).strip(), str(text)))
+    return selected
 
 
-def _columns(name: str, row: Mapping[str, Any], asked: tuple[str, str]) -> tuple[str, str]:
-    found: list[str] = []
-    for given, usual, flag in zip(asked, (_LABELS, _TEXTS), ("label", "text"), strict=True):
-        column = given or next((c for c in row if c and c.lower() in usual), "")
+def _find_columns(name: str, row: Mapping[str, Any], requested: tuple[str, str]) -> tuple[str, str]:
+    columns: list[str] = []
+    for given, candidates, flag in zip(
+        requested, (_LABEL_COLUMNS, _TEXT_COLUMNS), ("label", "text"), strict=True
+    ):
+        column = given or next((c for c in row if c and c.lower() in candidates), "")
         if column not in row:
             raise DataError(
                 f"{name} has no column {given or f'that is known to hold a {flag}'}",
                 found=f"columns: {', '.join(map(str, row))}",
                 remedy=f"--{flag}-column NAME",
             )
-        found.append(column)
-    return found[0], found[1]
+        columns.append(column)
+    return columns[0], columns[1]
 
 
 def _from_hub(request: TextRequest) -> tuple[dict[str, list[Row]], tuple[str, ...]]:
     parts = load_rows(request.hub)
     rows = {
-        split: _picked(request.hub.name, part, request.columns) for split, part in parts.items()
+        split: _select_columns(request.hub.name, part, request.columns)
+        for split, part in parts.items()
     }
     # Public benchmarks hide the labels of their test part as -1.
-    kept = {split: part for split, part in rows.items() if any(label != "-1" for label, _ in part)}
+    labelled = {
+        split: part for split, part in rows.items() if any(label != "-1" for label, _ in part)
+    }
     features = getattr(parts["train"], "features", None) or {}
-    known = [getattr(one, "names", None) for one in features.values()]
-    return kept, tuple(next((names for names in known if names), ()))
+    class_names = [getattr(feature, "names", None) for feature in features.values()]
+    return labelled, tuple(next((names for names in class_names if names), ()))
 
 
-def _labels(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
-    """The labels in order: numbers by value, words by alphabet."""
-    found = {label for label, _ in rows}
-    if not 2 <= len(found) <= _MOST_CLASSES:
-        some = ", ".join(repr(label[:20]) for label in sorted(found)[:5])
+def _find_labels(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
+    """Returns the labels in order: numbers by value, words by alphabet."""
+    labels = {label for label, _ in rows}
+    if not 2 <= len(labels) <= _MAX_CLASSES:
+        examples = ", ".join(repr(label[:20]) for label in sorted(labels)[:5])
         raise DataError(
-            f"{name} has {len(found)} classes",
-            found=f"labels: {some}{', …' if len(found) > 5 else ''}",
+            f"{name} has {len(labels)} classes",
+            found=f"labels: {examples}{', …' if len(labels) > 5 else ''}",
             remedy="2 to 1000 classes; --label-column NAME says where the labels are",
         )
-    if all(_is_number(label) for label in found):
-        return tuple(sorted(found, key=int))
-    return tuple(sorted(found))
+    if all(_is_number(label) for label in labels):
+        return tuple(sorted(labels, key=int))
+    return tuple(sorted(labels))
 
 
 def _is_number(label: str) -> bool:
-    return label.removeprefix("-").isdecimal() and len(label) < _MOST_DIGITS
+    return label.removeprefix("-").isdecimal() and len(label) < _MAX_DIGITS
 
 
 def _class_names(name: str, labels: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
-    """The classes' names. Numbered labels take them by number, from 0 or from 1."""
+    """Returns the names of the classes; labels are numbered from 0 or from 1."""
     if not names or set(labels) == set(names):
         return labels
     if not all(_is_number(label) for label in labels):
@@ -311,7 +306,7 @@ def _class_names(name: str, labels: tuple[str, ...], names: tuple[str, ...]) -> 
     return tuple(names[n - start] for n in numbers)
 
 
-def _numbered(
+def _encode_labels(
     name: str, split: str, rows: Sequence[Row], number: Mapping[str, int]
 ) -> tuple[list[str], list[int]]:
     if not rows:
@@ -330,34 +325,38 @@ def _fingerprint(parts: Mapping[str, Sequence[Row]]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-_GOOD = ["good", "great", "tasty", "excellent", "delicious", "wonderful"]
-_BAD = ["bad", "awful", "bland", "terrible", "cold", "disappointing"]
-_OTHERS = ["service", "music", "view", "staff", "price", "table"]
+_POSITIVE = ["good", "great", "tasty", "excellent", "delicious", "wonderful"]
+_NEGATIVE = ["bad", "awful", "bland", "terrible", "cold", "disappointing"]
+_ASPECTS = ["service", "music", "view", "staff", "price", "table"]
 
 
 def meals(seed: int, count: int = 4000) -> list[Row]:
-    """Reviews of food and of something else; the label says whether the food is praised.
+    """Generates reviews of food and of something else; the label tells if the food is praised.
 
-    The same words occur in both classes, so that only their order tells.
+    Both classes use the same words, so that a model must consider their order.
     """
-    draw = random.Random(seed)  # noqa: S311
+    generator = random.Random(seed)  # noqa: S311
     rows = []
     for _ in range(count):
-        likes = draw.random() < 0.5
-        food, other = draw.choice(_GOOD if likes else _BAD), draw.choice(_BAD if likes else _GOOD)
-        clauses = [f"the food was {food}", f"the {draw.choice(_OTHERS)} was {other}"]
-        draw.shuffle(clauses)
+        likes = generator.random() < 0.5
+        food, second = (
+            generator.choice(_POSITIVE if likes else _NEGATIVE),
+            generator.choice(_NEGATIVE if likes else _POSITIVE),
+        )
+        clauses = [f"the food was {food}", f"the {generator.choice(_ASPECTS)} was {second}"]
+        generator.shuffle(clauses)
         rows.append(("praised" if likes else "blamed", " and ".join(clauses)))
     return rows
 
 
-def dummy(seed: int, count: int = 4000, words: int = 64) -> list[Row]:
-    """Random words: nothing can be learned from them."""
-    draw = random.Random(seed)  # noqa: S311
-    vocabulary = ["".join(draw.choices("abcdefghij", k=5)) for _ in range(4000)]
+def dummy(seed: int, count: int = 4000, length: int = 64) -> list[Row]:
+    """Generates random words, for measuring speed."""
+    generator = random.Random(seed)  # noqa: S311
+    vocabulary = ["".join(generator.choices("abcdefghij", k=5)) for _ in range(4000)]
     return [
-        (str(draw.randrange(2)), " ".join(draw.choices(vocabulary, k=words))) for _ in range(count)
+        (str(generator.randrange(2)), " ".join(generator.choices(vocabulary, k=length)))
+        for _ in range(count)
     ]
 
 
-MAKERS: dict[str, Callable[[int], list[Row]]] = {"meals": meals, "dummy": dummy}
+GENERATORS: dict[str, Callable[[int], list[Row]]] = {"meals": meals, "dummy": dummy}

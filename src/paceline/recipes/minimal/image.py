@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 from paceline import train
 
 DIGITS = Path(train.__file__).parents[1] / "recipes/data/digits"
-MOST_BYTES = 1 << 30  # a small packed file may stand for any size
+MAX_BYTES = 1 << 30  # a small packed file may stand for any size
 BATCH = 64  # samples of one step over all processes: the result is the same at any number of them
 
 
@@ -34,7 +34,7 @@ def read(folder: Path, part: str) -> TensorDataset:
 
     def array(name: str) -> Tensor:
         with gzip.open(folder / f"{part}-{name}-ubyte.gz") as file:
-            content = bytearray(file.read(MOST_BYTES))
+            content = bytearray(file.read(MAX_BYTES))
         count = content[3]  # of dimensions; their sizes follow, then the bytes
         sizes = [int.from_bytes(content[n : n + 4], "big") for n in range(4, 4 + 4 * count, 4)]
         return torch.frombuffer(content, dtype=torch.uint8, offset=4 + 4 * count).view(sizes)

@@ -28,7 +28,7 @@ from paceline import train
 from paceline.recipes.data.texts import meals
 
 BATCH = 32  # texts of one step over all processes: the result is the same at any number of them
-LONGEST = 128  # tokens of a text that are used
+MAX_TOKENS = 128  # tokens of a text that are used
 PAD, UNKNOWN = 0, 1
 Sample = tuple[Tensor, int]  # token ids of a text, and the number of its class
 
@@ -39,7 +39,7 @@ def read(path: str) -> tuple[list[Sample], list[str], list[str]]:
     if path != "meals":
         lines = Path(path).read_text(encoding="utf-8").splitlines()
         rows = [(label, text) for label, text in csv.reader(lines)]
-    texts = [re.findall(r"\w+|[^\w\s]", text.lower())[:LONGEST] for _, text in rows]
+    texts = [re.findall(r"\w+|[^\w\s]", text.lower())[:MAX_TOKENS] for _, text in rows]
     seen = Counter(word for n, text in enumerate(texts) if n % 10 for word in text)
     words = ["[PAD]", "[UNKNOWN]", *(word for word, _ in seen.most_common(30_000))]
     labels = sorted({label for label, _ in rows})
@@ -63,7 +63,7 @@ class Network(nn.Module):
 
     def __init__(self, tokens: int, classes: int, width: int = 128) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(tokens, width), nn.Embedding(LONGEST, width)
+        self.tokens, self.places = nn.Embedding(tokens, width), nn.Embedding(MAX_TOKENS, width)
         layer = nn.TransformerEncoderLayer(
             width, 4, 2 * width, dropout=0.0, batch_first=True, norm_first=True
         )

@@ -29,14 +29,14 @@ from paceline import train
 from paceline.recipes.data.pairs import numbers
 
 BATCH = 64  # pairs of one step over all processes: the result is the same at any number of them
-LONGEST = 64  # tokens of a sentence that are used
+MAX_TOKENS = 64  # tokens of a sentence that are used
 PAD, UNKNOWN, START, END = range(4)
 Pair = tuple[Tensor, Tensor]  # token ids of source and target, both with START and END
 
 
 def tokenized(texts: Iterable[str]) -> tuple[list[Tensor], int]:
     """Token ids of each text (words, single digits, punctuation), and the vocabulary's size."""
-    split = [re.findall(r"\d|[^\W\d]+|[^\w\s]", text)[: LONGEST - 2] for text in texts]
+    split = [re.findall(r"\d|[^\W\d]+|[^\w\s]", text)[: MAX_TOKENS - 2] for text in texts]
     seen = Counter(token for n, text in enumerate(split) if n % 10 for token in text)
     number = {token: n for n, (token, _) in enumerate(seen.most_common(30_000), start=4)}
     rows = [[START, *(number.get(token, UNKNOWN) for token in text), END] for text in split]
@@ -58,7 +58,7 @@ class Network(nn.Module):
     def __init__(self, source: int, target: int, width: int = 64, layers: int = 2) -> None:
         super().__init__()
         self.source, self.target = nn.Embedding(source, width), nn.Embedding(target, width)
-        self.places = nn.Embedding(LONGEST, width)
+        self.places = nn.Embedding(MAX_TOKENS, width)
         warnings.filterwarnings("ignore", message="enable_nested_tensor")  # of no use to training
         self.transformer = nn.Transformer(
             width, 4, layers, layers, 4 * width, 0.0, batch_first=True, norm_first=True
@@ -68,11 +68,11 @@ class Network(nn.Module):
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """Scores of the token after each one of ``target``, ``[n, t, tokens]``."""
         length = target.shape[1]
-        later = torch.ones(length, length, dtype=torch.bool, device=target.device).triu(1)
+        causal_mask = torch.ones(length, length, dtype=torch.bool, device=target.device).triu(1)
         vectors = self.transformer(
             self.source(source) + self.places.weight[: source.shape[1]],
             self.target(target) + self.places.weight[:length],
-            tgt_mask=later,
+            tgt_mask=causal_mask,
             src_key_padding_mask=source == PAD,
             memory_key_padding_mask=source == PAD,
         )
@@ -92,12 +92,12 @@ def evaluate(session: train.Session, network: nn.Module, data: list[Pair]) -> di
     meter = session.meter()
     for batch in session.shard(data, 256, collate=pad):
         source, target = batch
-        made = torch.full_like(target[:, :1], START)
+        output = torch.full_like(target[:, :1], START)
         with session.autocast():
             losses = token_losses(network(source, target[:, :-1]), target)
-            while made.shape[1] < target.shape[1]:  # greedily, up to the expected length
-                made = torch.cat((made, network(source, made)[:, -1:].argmax(2)), 1)
-        exact = ((made == target) | (target == PAD)).all(1)
+            while output.shape[1] < target.shape[1]:  # greedily, up to the expected length
+                output = torch.cat((output, network(source, output)[:, -1:].argmax(2)), 1)
+        exact = ((output == target) | (target == PAD)).all(1)
         meter.add(batch.count, loss=losses.sum(1), exact=exact)
     network.train()
     return meter.result().values()

@@ -1,4 +1,4 @@
-"""What is done with a trained model: the options of each command. Nothing here imports torch."""
+"""Options of the commands that use trained models. Needs no torch."""
 
 from __future__ import annotations
 

@@ -14,25 +14,25 @@ import torch
 from torch import Tensor
 
 from paceline.program import guarded
-from paceline.recipes import use_of
-from paceline.recipes.argv import at_least, parse
+from paceline.recipes import load_use_module
+from paceline.recipes.argv import check_at_least, parse
 from paceline.recipes.use import BenchmarkOptions
 from paceline.recipes.use.evaluate import task_of
-from paceline.recipes.use.export import Portable
+from paceline.recipes.use.export import PortableModel
 from paceline.recipes.use.onnx_file import OnnxNetwork
 from paceline.spec.errors import SettingError
 from paceline.train.device import choose_device, look, precision
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """One batch size.
+class BatchTiming:
+    """Timing of one batch size.
 
     Attributes:
-        batch: Samples at once.
-        median_ms: Time of a call.
-        p90_ms: Nine of ten calls took at most so long.
-        samples_per_s: At the median.
+        batch: Samples of a call.
+        median_ms: Median time of a call.
+        p90_ms: 90th percentile.
+        samples_per_s: Throughput at the median.
     """
 
     batch: int
@@ -44,34 +44,30 @@ class Measured:
 def benchmark(options: BenchmarkOptions) -> None:
     """Measures and prints."""
     for flag, value in (("--iterations", options.iterations), ("--batch", min(options.batch))):
-        at_least(flag, value, 1)
-    at_least("--warm-up", options.warm_up, 0)
+        check_at_least(flag, value, 1)
+    check_at_least("--warm-up", options.warm_up, 0)
     if options.threads:
         torch.set_num_threads(options.threads)
-    model: Portable = use_of(task_of(options.run)).portable(options.run)
+    model: PortableModel = load_use_module(task_of(options.run)).portable(options.run)
     if options.onnx:
-        model = with_file(model, options)
+        model = with_onnx_file(model, options)
     device = choose_device("cpu" if options.onnx else options.device, look(), 0)
     dtype = options.dtype or ("float32" if options.onnx else model.config["number_format"])
-    found = [one_size(model, options, device, dtype, size) for size in options.batch]
+    timings = [measure_batch(model, options, device, dtype, size) for size in options.batch]
     numbers = {"onnx": options.onnx} if options.onnx else {"dtype": dtype}
-    where = {"device": str(device), **numbers, "threads": torch.get_num_threads()}
+    environment = {"device": str(device), **numbers, "threads": torch.get_num_threads()}
     if options.json:
-        print(json.dumps({**where, "results": [asdict(one) for one in found]}))
+        print(json.dumps({**environment, "results": [asdict(timing) for timing in timings]}))
         return
-    print(", ".join(f"{name} {value}" for name, value in where.items()))
+    print(", ".join(f"{name} {value}" for name, value in environment.items()))
     print(f"{'batch':>6} {'median ms':>10} {'p90 ms':>10} {'samples/s':>11}")
-    for one in found:
-        figures = f"{one.median_ms:>10.2f} {one.p90_ms:>10.2f} {one.samples_per_s:>11.1f}"
-        print(f"{one.batch:>6} {figures}")
+    for timing in timings:
+        figures = f"{timing.median_ms:>10.2f} {timing.p90_ms:>10.2f} {timing.samples_per_s:>11.1f}"
+        print(f"{timing.batch:>6} {figures}")
 
 
-def with_file(model: Portable, options: BenchmarkOptions) -> Portable:
-    """The model with the network of an ONNX file.
-
-    Raises:
-        SettingError: For settings that such a file has no use for.
-    """
+def with_onnx_file(model: PortableModel, options: BenchmarkOptions) -> PortableModel:
+    """Returns the model with the network of an ONNX file."""
     for flag, value in (("--dtype", options.dtype), ("--device", options.device)):
         if value not in ("", "auto", "cpu"):
             raise SettingError(
@@ -83,41 +79,44 @@ def with_file(model: Portable, options: BenchmarkOptions) -> Portable:
 
 
 @torch.inference_mode()
-def one_size(
-    model: Portable, options: BenchmarkOptions, device: torch.device, dtype: str, size: int
-) -> Measured:
+def measure_batch(
+    model: PortableModel, options: BenchmarkOptions, device: torch.device, dtype: str, size: int
+) -> BatchTiming:
     """Times calls with ``size`` samples."""
     numbers = precision(dtype)
     model.network.to(device=device, dtype=numbers.parameters)
-    inputs = tuple(_repeated(one, size).to(device) for one in model.examples)
-    inputs = tuple(one.to(numbers.parameters) if one.is_floating_point() else one for one in inputs)
+    inputs = tuple(_repeated(example, size).to(device) for example in model.examples)
+    inputs = tuple(
+        example.to(numbers.parameters) if example.is_floating_point() else example
+        for example in inputs
+    )
 
     def call() -> None:
         model.measure(model.network, inputs)
 
     with numbers.autocast(device):
-        times = timed(call, options.warm_up, options.iterations, device)
+        times = time_calls(call, options.warm_up, options.iterations, device)
     middle = median(times)
-    slow = quantiles(times, n=10)[-1] if len(times) > 1 else times[0]
-    return Measured(size, middle * 1e3, slow * 1e3, size / middle)
+    p90 = quantiles(times, n=10)[-1] if len(times) > 1 else times[0]
+    return BatchTiming(size, middle * 1e3, p90 * 1e3, size / middle)
 
 
 def _repeated(example: Tensor, size: int) -> Tensor:
     return example[torch.arange(size) % len(example)]
 
 
-def timed(
+def time_calls(
     call: Callable[[], object], warm_up: int, iterations: int, device: torch.device
 ) -> list[float]:
-    """Seconds of each call, after ``warm_up`` calls that do not count."""
+    """Returns the seconds of each call after ``warm_up`` calls."""
     times = []
     for number in range(warm_up + iterations):
-        began = time.perf_counter()
+        start = time.perf_counter()
         call()
         if device.type != "cpu":
             torch.get_device_module(device).synchronize()
         if number >= warm_up:
-            times.append(time.perf_counter() - began)
+            times.append(time.perf_counter() - start)
     return times
 
 

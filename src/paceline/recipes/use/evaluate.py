@@ -1,49 +1,67 @@
-"""Evaluate a trained model in a fresh process: ``paceline evaluate RUN``.
+"""Evaluate a trained model: ``paceline evaluate RUN``.
 
-Also distributed: every rank takes its share and the figures are those of one process. What is
-particular to a recipe is in its ``…_use`` module.
+Every rank evaluates its share; the result equals that of one process. What differs among recipes
+is in the other modules of this package.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from paceline import train
 from paceline.program import guarded
-from paceline.recipes import use_of
+from paceline.recipes import load_use_module
 from paceline.recipes.argv import parse
 from paceline.recipes.use import EvaluateOptions
 from paceline.spec.errors import DataError, SettingError
 
 
 def evaluate_run(options: EvaluateOptions) -> None:
-    """One evaluation, on every rank."""
-    use_of(task_of(options.run)).evaluate_run(options)
+    """Runs one evaluation; called on every rank."""
+    load_use_module(task_of(options.run)).evaluate_run(options)
 
 
 def task_of(run: str) -> str:
-    """The recipe that trained a run's model.
-
-    Raises:
-        SettingError: No run was named.
-        DataError: It holds no model.
-    """
+    """Returns the recipe that trained a run's model."""
     if not run:
         raise SettingError("--run is missing", remedy="--run runs/image-…")
     return str(train.load_config(Path(run)).get("task", ""))
 
 
-def alone(device: str, config: Mapping[str, Any]) -> train.Session:
-    """A session for this process only, in the precision of the training."""
+@contextmanager
+def model_config(run: str, task: str) -> Iterator[dict[str, Any]]:
+    """Loads the description of a run's model and converts errors in using it to DataError.
+
+    Raises:
+        SettingError: No run was named.
+        DataError: The run has no model, or one of another recipe.
+    """
+    if not run:
+        raise SettingError("--run is missing", remedy=f"--run runs/{task}-…")
+    config = train.load_config(Path(run))
+    try:
+        if config["task"] != task:
+            raise ValueError(f"its model was trained by the recipe {config['task'] or '(unnamed)'}")
+        yield config
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        raise DataError(
+            f"{run} holds no model of the {task} recipe",
+            found=f"model/config.json: {type(error).__name__} {error}",
+        ) from None
+
+
+def local_session(device: str, config: Mapping[str, Any]) -> train.Session:
+    """Starts a session of this process only, in the precision of the training."""
     return train.join(device=device, dtype=config["number_format"], quiet=True)
 
 
-def joined(options: EvaluateOptions, config: Mapping[str, Any]) -> train.Session:
-    """A session in the precision of the training, which leaves no records behind."""
+def distributed_session(options: EvaluateOptions, config: Mapping[str, Any]) -> train.Session:
+    """Starts a session in the precision of the training that records nothing."""
     return train.join(
         device=options.device,
         backend=options.backend,
@@ -53,21 +71,21 @@ def joined(options: EvaluateOptions, config: Mapping[str, Any]) -> train.Session
     )
 
 
-def choose_split(splits: Collection[str], asked: str, usual: str) -> str:
-    """The part to evaluate on."""
-    if asked and asked not in splits:
+def choose_split(splits: Collection[str], requested: str, default: str) -> str:
+    """Returns the part of the data to evaluate on."""
+    if requested and requested not in splits:
         raise SettingError(
-            f"--split {asked}: the data set has no such part",
+            f"--split {requested}: the data set has no such part",
             found=f"it has {', '.join(splits)}",
-            remedy=f"--split {usual}",
+            remedy=f"--split {default}",
         )
-    return asked or usual
+    return requested or default
 
 
 def check_unchanged(
     source: str, fingerprint: str, config: Mapping[str, Any], options: EvaluateOptions
 ) -> None:
-    """Refuses data that changed since the training, unless data were named."""
+    """Raises DataError if the training's data have changed, unless --data names others."""
     recorded = config["data"]["fingerprint"]
     if not options.data and fingerprint != recorded:
         raise DataError(
@@ -84,7 +102,7 @@ def report(
     samples: int,
     figures: Mapping[str, float],
 ) -> None:
-    """Writes the figures where ``--json`` says, once."""
+    """Writes the result to the file of ``--json``, on rank 0."""
     if options.json and session.world.rank == 0:
         content = {"split": split, "samples": samples, **figures}
         Path(options.json).write_text(json.dumps(content) + "\n", encoding="utf-8")

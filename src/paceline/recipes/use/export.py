@@ -1,7 +1,4 @@
-"""Write a trained model for other programs: ``paceline export RUN``.
-
-Nothing that is written runs code when it is loaded.
-"""
+"""Write a trained model for other programs, without code: ``paceline export RUN``."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from paceline.program import guarded, library
-from paceline.recipes import use_of
+from paceline.recipes import load_use_module
 from paceline.recipes.argv import parse
 from paceline.recipes.use import ExportOptions, Format
 from paceline.recipes.use.evaluate import task_of
@@ -32,21 +29,21 @@ from paceline.train import Batched, files
 
 
 def export(options: ExportOptions) -> None:
-    """Writes the folder and says what is in it."""
-    model: Portable = use_of(task_of(options.run)).portable(options.run)
+    """Writes the model to a folder and prints its files."""
+    model: PortableModel = load_use_module(task_of(options.run)).portable(options.run)
     folder = Path(options.to or model.folder / "export" / options.format).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         WRITERS[options.format](model, folder)
-        beside(model, folder, options.format)
+        write_metadata(model, folder, options.format)
     except OSError as error:
         raise DataError(f"{folder} cannot be written", found=str(error)) from None
     for path in sorted(folder.iterdir()):
         print(f"{path}  {path.stat().st_size:,} bytes")
 
 
-def write_transformers(model: Portable, folder: Path) -> None:
-    """In the library's own form."""
+def write_transformers(model: PortableModel, folder: Path) -> None:
+    """Writes the format of transformers."""
     if model.hub is None:
         raise SettingError(
             "--format transformers: that library does not know this model",
@@ -57,23 +54,18 @@ def write_transformers(model: Portable, folder: Path) -> None:
     model.hub.save_pretrained(str(folder))
 
 
-def write_torch(model: Portable, folder: Path) -> None:
-    """A program of ``torch.export``; only its graph and tensors are loaded."""
-    with quietly():
+def write_torch(model: PortableModel, folder: Path) -> None:
+    """Writes a program of ``torch.export``."""
+    with silence_exporters():
         program = _exported(
             lambda: torch.export.export(
-                model.network, model.examples, dynamic_shapes=_free(model), strict=False
+                model.network, model.examples, dynamic_shapes=_dynamic_shapes(model), strict=False
             )
         )
         torch.export.save(program, str(folder / "model.pt2"))
 
 
-def write_onnx(model: Portable, folder: Path) -> None:
-    """An ONNX file."""
-    to_onnx(model, folder / "model.onnx")
-
-
-def to_onnx(model: Portable, path: Path) -> None:
+def to_onnx(model: PortableModel, path: Path) -> None:
     """Writes one ONNX file, weights included.
 
     Raises:
@@ -89,27 +81,27 @@ def to_onnx(model: Portable, path: Path) -> None:
             str(path),
             input_names=list(model.names),
             output_names=["scores"],
-            dynamic_shapes=_free(model),
+            dynamic_shapes=_dynamic_shapes(model),
             dynamo=True,
             external_data=False,
             verbose=False,
         )
 
-    with quietly():
+    with silence_exporters():
         _exported(write)
 
 
 @contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    """Keeps back what exporters say of libraries that are not needed here."""
-    before = logging.root.manager.disable
+def silence_exporters() -> Iterator[None]:
+    """Silences the exporters' messages about optional libraries."""
+    level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(before)
+        logging.disable(level)
 
 
 def _exported(act: Callable[[], Any]) -> Any:
@@ -122,21 +114,21 @@ def _exported(act: Callable[[], Any]) -> Any:
         ) from error
 
 
-def _free(model: Portable) -> tuple[dict[int, Any], ...]:
-    """Which dimensions may have another size than in the examples."""
+def _dynamic_shapes(model: PortableModel) -> tuple[dict[int, Any], ...]:
+    """Returns the dimensions whose size may differ from the examples."""
     auto = torch.export.Dim.DYNAMIC
     return tuple({0: auto, **dict.fromkeys(lengths, auto)} for lengths in model.lengths)
 
 
-WRITERS: Mapping[Format, Callable[[Portable, Path], None]] = {
+WRITERS: Mapping[Format, Callable[[PortableModel, Path], None]] = {
     "transformers": write_transformers,
     "torch": write_torch,
-    "onnx": write_onnx,
+    "onnx": lambda model, folder: to_onnx(model, folder / "model.onnx"),
 }
 
 
-def beside(model: Portable, folder: Path, form: Format) -> None:
-    """What one needs besides the network: its description, and tokenizer files."""
+def write_metadata(model: PortableModel, folder: Path, form: Format) -> None:
+    """Writes the model's description and its tokenizer."""
     name = "paceline.json" if form == "transformers" else "config.json"
     files.write_json(folder / name, dict(model.config))
     source = model.folder / rundir.MODEL
@@ -163,25 +155,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 Figures = tuple[int, dict[str, float]]
-"""Samples, and each figure over them."""
+"""Number of samples, and metrics over them by name."""
 
 
 @dataclass(frozen=True)
-class Portable:
+class PortableModel:
     """A network on the CPU, in float32 and in evaluation mode.
 
     Attributes:
-        folder: The run directory.
-        config: The description of the model.
-        network: Takes the inputs.
-        names: Of the inputs.
+        folder: Run directory.
+        config: Description of the model.
+        network: The network.
+        names: Names of its inputs.
         examples: Two samples of each input; the first dimension is the sample.
-        lengths: For each input the dimensions, besides the first, that may differ, by number.
-        measure: Runs a network with the same inputs as it is used, on inputs like the examples.
-        evaluate: Figures of such a network on so many held-out samples (0: all).
-        calibrate: Batches of inputs, of so many training samples.
-        figure: The one that counts, and its value for a perfect network.
-        static: Activations are better quantized by ranges that are measured before.
+        lengths: Further dimensions of each input that may differ, by number.
+        measure: Runs a network with these inputs as in use, for benchmarks.
+        evaluate: Evaluates such a network on a number of held-out samples (0: all).
+        calibrate: Yields batches of inputs from a number of training samples.
+        figure: Main metric, and its value for a perfect network.
+        static: Whether static quantization is the default.
         hub: The library's model inside, for one of Hugging Face.
     """
 
@@ -199,32 +191,32 @@ class Portable:
     hub: Any = None
 
 
-def plain(network: nn.Module, inputs: tuple[Tensor, ...]) -> object:
-    """Runs a network that is used by calling it."""
+def call_network(network: nn.Module, inputs: tuple[Tensor, ...]) -> object:
+    """Calls a network."""
     return network(*inputs)
 
 
-def hub_model(config: Mapping[str, Any], network: nn.Module) -> Any:
-    """The library's model in a network of Hugging Face, unless its head has layers of ours."""
+def library_model(config: Mapping[str, Any], network: nn.Module) -> Any:
+    """Returns the library's model in a Hugging Face network, unless its head was extended."""
     return None if config["network"].get("layers") else getattr(network, "model", None)
 
 
-TOGETHER = 32
-"""Samples of a batch for calibration."""
+CALIBRATION_BATCH = 32
+"""Samples of a calibration batch."""
 
 
-def spread(count: int, most: int) -> NDArray[np.int64]:
-    """Numbers of ``most`` samples (0: all) of ``count``, evenly spread over them."""
-    taken = min(most, count) if most else count
-    return np.arange(taken, dtype=np.int64) * count // taken
+def spread_ids(count: int, limit: int) -> NDArray[np.int64]:
+    """Returns ``limit`` numbers (0: all) evenly spread over ``count``."""
+    size = min(limit, count) if limit else count
+    return np.arange(size, dtype=np.int64) * count // size
 
 
-def batches(data: Batched, most: int) -> Iterator[tuple[Tensor, ...]]:
-    """What a data set makes of so many of its samples, without augmentation."""
-    ids, finish = spread(len(data), most), getattr(data, "on_device", None)
-    for start in range(0, len(ids), TOGETHER):
-        made = data.batch(ids[start : start + TOGETHER], None)
-        yield finish(made, None) if finish else made
+def batches(data: Batched, limit: int) -> Iterator[tuple[Tensor, ...]]:
+    """Yields batches of ``limit`` samples of a data set (0: all), without augmentation."""
+    ids, finish = spread_ids(len(data), limit), getattr(data, "on_device", None)
+    for start in range(0, len(ids), CALIBRATION_BATCH):
+        batch = data.batch(ids[start : start + CALIBRATION_BATCH], None)
+        yield finish(batch, None) if finish else batch
 
 
 if __name__ == "__main__":

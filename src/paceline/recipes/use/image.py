@@ -1,4 +1,4 @@
-"""A trained image model: read from its run directory without running code, evaluated, used."""
+"""Evaluation of and prediction with trained image models."""
 
 from __future__ import annotations
 
@@ -12,33 +12,47 @@ import torch
 from torch import Tensor, nn
 
 from paceline import train
-from paceline.recipes.data.images import Part, Request, load
-from paceline.recipes.data.photos import SUFFIXES, decode, image_files
+from paceline.recipes.data.decoding import SUFFIXES, decode, image_files
+from paceline.recipes.data.images import Request, Subset, load
 from paceline.recipes.image import evaluate
-from paceline.recipes.networks import rebuilt_images
-from paceline.recipes.pictures import Normalisation, Pictures, fitted
+from paceline.recipes.networks import build_image_network
+from paceline.recipes.preprocessing import ImageTensors, Normalisation, fitted
 from paceline.recipes.use import EvaluateOptions, PredictOptions
-from paceline.recipes.use.evaluate import alone, check_unchanged, choose_split, joined, report
-from paceline.recipes.use.export import Figures, Portable, batches, hub_model, plain, spread
+from paceline.recipes.use.evaluate import (
+    check_unchanged,
+    choose_split,
+    distributed_session,
+    local_session,
+    model_config,
+    report,
+)
+from paceline.recipes.use.export import (
+    Figures,
+    PortableModel,
+    batches,
+    call_network,
+    library_model,
+    spread_ids,
+)
 from paceline.recipes.use.onnx_file import OnnxNetwork
-from paceline.recipes.use.predict import Guess
-from paceline.spec.errors import DataError, SettingError
-from paceline.train import load_config, load_weights
+from paceline.recipes.use.predict import Prediction
+from paceline.spec.errors import DataError
+from paceline.train import load_weights
 
 NAMES = ("images",)
-"""Of the network's inputs."""
+"""Names of the network's inputs."""
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A model as described by ``model/config.json``.
+class TrainedImageModel:
+    """A trained model, described by ``model/config.json``.
 
     Attributes:
-        folder: The run directory.
-        config: The whole description.
+        folder: Run directory.
+        config: Whole description.
         shape: (channels, height, width) of an image.
         classes: Name of each class.
-        normalise: How pixels become numbers.
+        normalise: Normalisation of pixels.
     """
 
     folder: Path
@@ -48,29 +62,29 @@ class Trained:
     normalise: Normalisation
 
     def network(self) -> nn.Module:
-        """A new network of this shape, with initial weights."""
-        network = rebuilt_images(self.config["network"], self.shape, len(self.classes))
+        """Builds the network, with initial weights."""
+        network = build_image_network(self.config["network"], self.shape, len(self.classes))
         if self.config["channels_last"]:
             network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return network
 
     @property
     def size(self) -> int:
-        """To what decoded images are cut or enlarged (0: they are used as they are)."""
+        """Size to which decoded images are cropped or enlarged (0: unchanged)."""
         return self.shape[1] if list(self.shape) != self.config["decoded"] else 0
 
     def load(self, network: nn.Module) -> None:
-        """Loads the trained weights into a network that is already in its place."""
+        """Loads the trained weights into a network on its device."""
         load_weights(self.folder, network)
 
     def folder_of(self, options: EvaluateOptions) -> str:
-        """Where to look for the files of a named set first: where the training did, as a rule."""
+        """Returns the folder for the files of a named data set: that of the training by default."""
         recorded = self.config["data"].get("folder", "")
-        known = recorded if not options.data and Path(recorded).is_dir() else ""
-        return options.data_dir or known
+        trained_folder = recorded if not options.data and Path(recorded).is_dir() else ""
+        return options.data_dir or trained_folder
 
     def request(self, data: str = "") -> Request:
-        """How to read the data set that it was trained on, or another one in the same way."""
+        """Returns the request for the training's data, or for others read in the same way."""
         recorded = self.config["data"]
         split = recorded["split"]
         return Request(
@@ -85,55 +99,38 @@ class Trained:
         )
 
 
-def trained(run: str) -> Trained:
-    """The image model of a run.
-
-    Raises:
-        SettingError: No run was named.
-        DataError: There is no model, or none of an image recipe.
-    """
-    if not run:
-        raise SettingError("--run is missing", remedy="--run runs/image-…")
-    folder = Path(run)
-    config = load_config(folder)
-    try:
-        if config["task"] != "image":
-            raise ValueError(f"its model was trained by the recipe {config['task'] or '(unnamed)'}")
+def load_trained(run: str) -> TrainedImageModel:
+    """Loads the description of a run's image model."""
+    with model_config(run, "image") as config:
         channels, height, width = config["shape"]
         moments = config["normalisation"]
         normalise = Normalisation(tuple(moments["mean"]), tuple(moments["deviation"]))
-        return Trained(
-            folder, config, (channels, height, width), tuple(config["classes"]), normalise
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(
-            f"{folder} holds no model of the image recipe",
-            found=f"model/config.json: {type(error).__name__} {error}",
-        ) from None
+        shape, classes = (channels, height, width), tuple(config["classes"])
+        return TrainedImageModel(Path(run), config, shape, classes, normalise)
 
 
 def evaluate_run(options: EvaluateOptions) -> None:
-    """One evaluation, on every rank."""
-    model = trained(options.run)
+    """Runs one evaluation; called on every rank."""
+    model = load_trained(options.run)
     data = load(model.folder_of(options), model.request(options.data))
-    check_fits(model, data.source, data.shape, data.classes)
+    check_compatible(model, data.source, data.shape, data.classes)
     check_unchanged(data.source, data.fingerprint, model.config, options)
     split = choose_split(data.splits, options.split, data.held_out)
-    with joined(options, model.config) as session:
+    with distributed_session(options, model.config) as session:
         session.agree("the data set", data.fingerprint)
         network = session.place(model.network())
         model.load(network)
         numbers = session.precision.parameters
-        images = Pictures(data.splits[split], model.normalise, numbers, (), model.size)
+        images = ImageTensors(data.splits[split], model.normalise, numbers, (), model.size)
         result = evaluate(session, network, images)
         report(session, options, split, result.count, result.values())
         hits = round(result.sums["accuracy"])
         session.say(f"accuracy {result['accuracy']:.4f} ({hits} of {result.count} {split} images)")
 
 
-def portable(run: str) -> Portable:
-    """The network for other uses."""
-    model = trained(run)
+def portable(run: str) -> PortableModel:
+    """Loads the network for export, benchmarks and quantization."""
+    model = load_trained(run)
     network = model.network().eval()
     model.load(network)
     network = network.float().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
@@ -142,38 +139,38 @@ def portable(run: str) -> Portable:
 
     data = functools.cache(lambda: load(model.folder_of(EvaluateOptions()), model.request()))
 
-    def pictures(part: str, most: int = 0) -> Pictures:
+    def pictures(part: str, limit: int = 0) -> ImageTensors:
         split = data().splits[part]
-        some = Part(split, spread(len(split.labels), most))
-        return Pictures(some, model.normalise, torch.float32, (), model.size)
+        subset = Subset(split, spread_ids(len(split.labels), limit))
+        return ImageTensors(subset, model.normalise, torch.float32, (), model.size)
 
-    def evaluated(other: nn.Module, most: int) -> Figures:
+    def evaluated(candidate: nn.Module, limit: int) -> Figures:
         with train.join(device="cpu", quiet=True) as session:
-            result = evaluate(session, other, pictures(data().held_out, most))
+            result = evaluate(session, candidate, pictures(data().held_out, limit))
         return result.count, result.values()
 
-    def calibrated(most: int) -> Iterator[tuple[Tensor, ...]]:
-        return (one[:1] for one in batches(pictures("train"), most))
+    def calibrated(limit: int) -> Iterator[tuple[Tensor, ...]]:
+        return (batch[:1] for batch in batches(pictures("train"), limit))
 
-    return Portable(
+    return PortableModel(
         model.folder,
         model.config,
         network,
         NAMES,
         examples,
         ({},),
-        plain,
+        call_network,
         evaluated,
         calibrated,
         static=True,
-        hub=hub_model(model.config, network),
+        hub=library_model(model.config, network),
     )
 
 
-def check_fits(
-    model: Trained, source: str, shape: tuple[int, int, int], classes: tuple[str, ...]
+def check_compatible(
+    model: TrainedImageModel, source: str, shape: tuple[int, int, int], classes: tuple[str, ...]
 ) -> None:
-    """Refuses data of another shape, or with other classes, than the model's."""
+    """Raises DataError for data of another shape or with other classes than the model's."""
     if list(shape) != model.config["decoded"] or classes != model.classes:
         raise DataError(
             f"{source} does not fit the model",
@@ -182,10 +179,10 @@ def check_fits(
         )
 
 
-def guesses(options: PredictOptions) -> Iterator[Guess]:
-    """A guess for each image file; folders stand for all images in them."""
-    model = trained(options.run)
-    with alone(options.device, model.config) as session:
+def predictions(options: PredictOptions) -> Iterator[Prediction]:
+    """Predicts the class of each image file, and of all images in folders."""
+    model = load_trained(options.run)
+    with local_session(options.device, model.config) as session:
         if options.onnx:
             network: nn.Module = OnnxNetwork(Path(options.onnx), NAMES)
         else:
@@ -195,9 +192,9 @@ def guesses(options: PredictOptions) -> Iterator[Guess]:
             try:
                 chances = probabilities(session, model, network, path)
             except DataError as error:
-                yield Guess(str(path), None, model.classes, error)
+                yield Prediction(str(path), None, model.classes, error)
             else:
-                yield Guess(str(path), chances, model.classes)
+                yield Prediction(str(path), chances, model.classes)
 
 
 def _files(names: Iterable[str]) -> Iterator[Path]:
@@ -214,13 +211,9 @@ def _files(names: Iterable[str]) -> Iterator[Path]:
 
 @torch.inference_mode()
 def probabilities(
-    session: train.Session, model: Trained, network: nn.Module, image: Path
+    session: train.Session, model: TrainedImageModel, network: nn.Module, image: Path
 ) -> Tensor:
-    """Probability of each class, float32, shape ``[classes]``.
-
-    Raises:
-        DataError: The file is no readable image.
-    """
+    """Returns the probability of each class, float32, shape ``[classes]``."""
     channels, height, width = model.config["decoded"]
     remedy = "name image files, or folders of images"
     pixels = decode(image, channels, height, width, model.config["crop"], remedy)[None]

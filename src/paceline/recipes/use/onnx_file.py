@@ -1,4 +1,4 @@
-"""ONNX files as networks: what ``paceline export`` and ``quantize`` wrote, run by ONNX Runtime."""
+"""ONNX files of ``paceline export`` and ``quantize`` as networks, run by ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from paceline.spec.errors import DataError
 
 
 class OnnxNetwork(nn.Module):
-    """An ONNX file as a network; it computes on the CPU, wherever its inputs are.
+    """An ONNX file as a network, which computes on the CPU.
 
     Args:
         path: The file.
-        names: Of its inputs, in the order in which they are given.
+        names: Names of its inputs, in order.
 
     Raises:
-        DataError: There is no such file, or it holds no such network.
-        SettingError: The library is not installed.
+        DataError: The file is missing, or holds another network.
     """
 
     def __init__(self, path: Path, names: Sequence[str]) -> None:
@@ -36,30 +35,29 @@ class OnnxNetwork(nn.Module):
             self._session: Any = tools.InferenceSession(
                 content, options, providers=["CPUExecutionProvider"]
             )
-            found = [one.name for one in self._session.get_inputs()]
+            input_names = [tensor.name for tensor in self._session.get_inputs()]
         except Exception as error:  # the runtime's exceptions have no common base
             raise DataError(
                 f"{path} cannot be run",
                 found=f"{type(error).__name__}: {str(error)[:200]}",
                 remedy="a file that paceline export or quantize wrote",
             ) from None
-        if found != [*names]:
+        if input_names != [*names]:
             raise DataError(
                 f"{path} holds another network",
-                found=f"its inputs are {', '.join(found)}; wanted are {', '.join(names)}",
+                found=f"its inputs are {', '.join(input_names)}; wanted are {', '.join(names)}",
             )
         self._names = names
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """The scores that the file's network gives."""
-        plain = (one.float() if one.is_floating_point() else one for one in inputs)
-        given = zip(self._names, plain, strict=True)
-        feed = {name: one.contiguous().cpu().numpy() for name, one in given}
+        converted = (tensor.float() if tensor.is_floating_point() else tensor for tensor in inputs)
+        named_inputs = zip(self._names, converted, strict=True)
+        feed = {name: tensor.contiguous().cpu().numpy() for name, tensor in named_inputs}
         scores: Tensor = torch.from_numpy(self._session.run(None, feed)[0])
         return scores.to(inputs[0].device)
 
 
 def runtime(name: str, purpose: str) -> Any:
-    """ONNX Runtime, or a module of it."""
-    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # it would keep and send records of use
+    """Imports ONNX Runtime, or a module of it."""
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     return library(name, purpose)

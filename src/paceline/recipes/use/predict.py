@@ -1,7 +1,4 @@
-"""Tell the classes of images or texts: ``paceline predict RUN INPUT…``.
-
-One line for each input, with the likeliest classes and their probabilities.
-"""
+"""Predict the classes of images or texts: ``paceline predict RUN INPUT…``."""
 
 from __future__ import annotations
 
@@ -13,60 +10,60 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from paceline.program import guarded
-from paceline.recipes import use_of
-from paceline.recipes.argv import at_least, parse
+from paceline.recipes import load_use_module
+from paceline.recipes.argv import check_at_least, parse
 from paceline.recipes.use import PredictOptions
 from paceline.recipes.use.evaluate import task_of
 from paceline.spec.errors import PacelineError, SettingError
 
 
 @dataclass(frozen=True)
-class Guess:
-    """What a model says of one input.
+class Prediction:
+    """Prediction for one input.
 
     Attributes:
-        name: The file or the text.
-        chances: Probability of each class, float32, shape ``[classes]``; ``None`` after an error.
+        name: File or text.
+        probabilities: Of each class, float32, shape ``[classes]``; ``None`` after an error.
         classes: Name of each class.
-        error: Why there is no guess.
+        error: Error, if the input could not be read.
     """
 
     name: str
-    chances: Tensor | None
+    probabilities: Tensor | None
     classes: tuple[str, ...]
     error: PacelineError | None = None
 
-    def best(self, top_k: int) -> list[tuple[str, float]]:
-        """The likeliest classes with their probabilities, likeliest first."""
-        assert self.chances is not None
-        values, places = self.chances.topk(min(top_k, len(self.classes)))
+    def top(self, top_k: int) -> list[tuple[str, float]]:
+        """Returns the likeliest classes with their probabilities, in descending order."""
+        assert self.probabilities is not None
+        values, places = self.probabilities.topk(min(top_k, len(self.classes)))
         pairs = zip(places.tolist(), values.tolist(), strict=True)
         return [(self.classes[place], value) for place, value in pairs]
 
     def line(self, top_k: int) -> str:
-        """For people."""
-        return f"{self.name}: " + "  ".join(f"{name} {p:.4f}" for name, p in self.best(top_k))
+        """Returns a line with the likeliest classes and their probabilities."""
+        return f"{self.name}: " + "  ".join(f"{name} {p:.4f}" for name, p in self.top(top_k))
 
     def to_json(self, top_k: int) -> str:
-        """One JSON object: input, class, probabilities of the likeliest classes."""
-        best = self.best(top_k)
-        content = {"input": self.name, "class": best[0][0], "probabilities": dict(best)}
+        """Returns a JSON object: input, class, probabilities of the likeliest classes."""
+        ranked = self.top(top_k)
+        content = {"input": self.name, "class": ranked[0][0], "probabilities": dict(ranked)}
         return json.dumps(content, ensure_ascii=False)
 
 
 def predict(options: PredictOptions) -> int:
-    """Prints one line for each input; returns 1 when one of them could not be read."""
-    at_least("--top-k", options.top_k, 1)
+    """Prints one line for each input; returns 1 if one could not be read."""
+    check_at_least("--top-k", options.top_k, 1)
     if not options.inputs:
         raise SettingError("nothing was named to predict", remedy="paceline predict RUN FILE…")
     failed = 0
-    for guess in use_of(task_of(options.run)).guesses(options):
-        if guess.error is not None:
-            print(guess.error.render(), file=sys.stderr, flush=True)
+    for prediction in load_use_module(task_of(options.run)).predictions(options):
+        if prediction.error is not None:
+            print(prediction.error.render(), file=sys.stderr, flush=True)
             failed = 1
         else:
-            text = guess.to_json(options.top_k) if options.json else guess.line(options.top_k)
-            print(text, flush=True)
+            render = prediction.to_json if options.json else prediction.line
+            print(render(options.top_k), flush=True)
     return failed
 
 

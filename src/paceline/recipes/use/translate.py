@@ -1,6 +1,6 @@
 """Translate with a trained model: ``paceline translate RUN SENTENCE…``, or from standard input.
 
-Standard output holds one translation a line, in the order of the sentences, and nothing else.
+Prints one translation a line, in the order of the sentences.
 """
 
 from __future__ import annotations
@@ -17,34 +17,32 @@ from torch import Tensor, nn
 
 from paceline import train
 from paceline.program import guarded
-from paceline.recipes.argv import at_least, parse
+from paceline.recipes.argv import check_at_least, parse
 from paceline.recipes.tokens import padded, source_rows
 from paceline.recipes.transformer import DecoderLayer, Search, Transformer, decode
 from paceline.recipes.use import TranslateOptions
-from paceline.recipes.use.evaluate import alone
+from paceline.recipes.use.evaluate import local_session
 from paceline.recipes.use.onnx_file import OnnxNetwork
-from paceline.recipes.use.translation import NAMES, Translator, translator
+from paceline.recipes.use.translation import NAMES, TrainedTranslator, load_trained
 from paceline.spec.errors import SettingError
 
-TOGETHER = 32
-"""Sentences that are translated at once when they come from standard input."""
+BATCH = 32
+"""Sentences of standard input that are translated at once."""
 
 
 def translate(options: TranslateOptions) -> None:
     """Prints the translations."""
-    at_least("--beam", options.beam, 0)
-    if not options.run:
-        raise SettingError("--run is missing", remedy="--run runs/translation-…")
-    model = translator(Path(options.run))
+    check_at_least("--beam", options.beam, 0)
+    model = load_trained(options.run)
     given = options.sentences or _lines()
     if options.attention and not options.sentences:
         raise SettingError(
             "--attention draws sentences that are typed",
             remedy='paceline translate RUN --attention maps.png "a sentence"',
         )
-    with alone(options.device, model.config) as session:
+    with local_session(options.device, model.config) as session:
         network, search = network_of(session, model, options)
-        for chunk in _chunks(given, TOGETHER if sys.stdin and not sys.stdin.isatty() else 1):
+        for chunk in _chunks(given, BATCH if sys.stdin and not sys.stdin.isatty() else 1):
             for line in translations(session, network, model, search, chunk):
                 print(line, flush=True)
         if options.attention:
@@ -52,19 +50,18 @@ def translate(options: TranslateOptions) -> None:
 
 
 def network_of(
-    session: train.Session, model: Translator, options: TranslateOptions
+    session: train.Session, model: TrainedTranslator, options: TranslateOptions
 ) -> tuple[nn.Module, Search]:
-    """The trained network, or that of a file, and how to search with it.
-
-    Raises:
-        SettingError: The file's network can do less than is asked for.
-    """
+    """Returns the trained network, or that of an ONNX file, and the settings of the search."""
     if not options.onnx:
         network = session.place(model.network()).eval()
         train.load_weights(model.folder, network)
         return network, model.search(options.beam)
-    refused = {f"--beam {options.beam}": options.beam > 1, "--attention": bool(options.attention)}
-    if flag := next((flag for flag, asked in refused.items() if asked), ""):
+    unsupported = {
+        f"--beam {options.beam}": options.beam > 1,
+        "--attention": bool(options.attention),
+    }
+    if flag := next((flag for flag, is_set in unsupported.items() if is_set), ""):
         raise SettingError(
             f"{flag} does not go with --onnx",
             found="with a file, the likeliest token is taken every time",
@@ -76,23 +73,23 @@ def network_of(
 def translations(
     session: train.Session,
     network: nn.Module,
-    model: Translator,
+    model: TrainedTranslator,
     search: Search,
     texts: Sequence[str],
 ) -> list[str]:
-    """The translation of each text; an empty one stays empty."""
+    """Translates each text; an empty one stays empty."""
     limit = model.config["seq_len"]
-    wanted = [text for text in texts if text.strip()]
-    if not wanted:
+    texts_in = [text for text in texts if text.strip()]
+    if not texts_in:
         return ["" for _ in texts]
-    _warn_of_long(model.source.encode(wanted), limit)
-    source = padded(source_rows(model.source, wanted, limit)).to(session.device)
+    _warn_truncated(model.source.encode(texts_in), limit)
+    source = padded(source_rows(model.source, texts_in, limit)).to(session.device)
     with session.autocast():
-        made = iter(model.target.decode(decode(network, source, search)))
-    return [next(made).replace("\n", " ") if text.strip() else "" for text in texts]
+        outputs = iter(model.target.decode(decode(network, source, search)))
+    return [next(outputs).replace("\n", " ") if text.strip() else "" for text in texts]
 
 
-def _warn_of_long(rows: Iterable[Sequence[int]], limit: int) -> None:
+def _warn_truncated(rows: Iterable[Sequence[int]], limit: int) -> None:
     for row in rows:
         if len(row) > limit:
             text = f"a sentence of {len(row)} tokens was cut to the model's limit of {limit}"
@@ -105,8 +102,8 @@ def _lines() -> Iterator[str]:
 
 
 def _chunks(items: Iterable[str], size: int) -> Iterator[list[str]]:
-    rest = iter(items)
-    while chunk := list(islice(rest, size)):
+    iterator = iter(items)
+    while chunk := list(islice(iterator, size)):
         yield chunk
 
 
@@ -114,19 +111,18 @@ def _chunks(items: Iterable[str], size: int) -> Iterator[list[str]]:
 def draw(
     session: train.Session,
     network: nn.Module,
-    model: Translator,
+    model: TrainedTranslator,
     search: Search,
     options: TranslateOptions,
 ) -> None:
-    """Keeps the first sentence's attention of the last decoder layer as a picture."""
-
+    """Saves the attention of the last decoder layer for the first sentence as an image."""
     source = source_rows(model.source, options.sentences[:1], model.config["seq_len"])
     assert isinstance(network, Transformer)
     target = decode(network, padded(source).to(session.device), search)[0]
-    seen = maps(network, source[0], target, search, session.device)
+    seen = attention_maps(network, source[0], target, search, session.device)
     rows = [*model.target.tokens(target), "[EOS]"]
     columns = [*model.source.tokens(source[0][:-1]), "[EOS]"]
-    picture(seen, rows, columns).save(options.attention)
+    draw_maps(seen, rows, columns).save(options.attention)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -138,36 +134,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 CELL, LABEL, GAP = 18, 90, 16  # pixels
 
 
-def maps(
+def attention_maps(
     network: Transformer,
     source: Sequence[int],
     target: Sequence[int],
     search: Search,
     device: torch.device,
 ) -> Tensor:
-    """Weights of the last layer's attention to the source, shape ``[heads, t, s]``.
+    """Returns the last layer's attention to the source, shape ``[heads, t, s]``.
 
     Args:
-        network: In evaluation mode.
-        source: Token ids, end included.
-        target: Token ids without start and end; row ``i`` is the choice of target token ``i``,
-            the last row that of the end.
-        search: Names the start token.
-        device: Where the network is.
+        network: Network in evaluation mode.
+        source: Token ids, with end.
+        target: Token ids without start and end; row ``i`` belongs to the choice of token ``i``,
+            the last row to that of the end.
+        search: Settings of the search.
+        device: Device of the network.
     """
     layer = network.decoder[-1]
     assert isinstance(layer, DecoderLayer)
-    layer.cross.look = True
-    given = torch.tensor([[search.start, *target]], device=device)
-    network(torch.tensor([list(source)], device=device), given)
-    layer.cross.look = False
-    seen, layer.cross.seen = layer.cross.seen, None
+    layer.cross.keeps_weights = True
+    decoder_input = torch.tensor([[search.start, *target]], device=device)
+    network(torch.tensor([list(source)], device=device), decoder_input)
+    layer.cross.keeps_weights = False
+    seen, layer.cross.weights = layer.cross.weights, None
     assert seen is not None
     return seen[0].float().cpu()
 
 
-def picture(seen: Tensor, rows: Sequence[str], columns: Sequence[str]) -> Image.Image:
-    """One map for each head, two beside each other; dark is much."""
+def draw_maps(seen: Tensor, rows: Sequence[str], columns: Sequence[str]) -> Image.Image:
+    """Draws one map for each head, two in a row; darker is more."""
     heads, height, width = seen.shape
     tile = (LABEL + width * CELL + GAP, LABEL + height * CELL + GAP)
     across = min(2, heads)
@@ -186,7 +182,7 @@ def _tile(seen: Tensor, rows: Sequence[str], columns: Sequence[str], title: str)
     tile.paste(cells, (LABEL, LABEL))
     draw, font = ImageDraw.Draw(tile), ImageFont.load_default(11)
     draw.text((2, 2), title, 0, font)
-    rows, columns = ([one.replace("▁", "_") for one in side] for side in (rows, columns))
+    rows, columns = ([token.replace("▁", "_") for token in side] for side in (rows, columns))
     for number, text in enumerate(rows):
         draw.text((LABEL - 4, LABEL + number * CELL + 9), text[:12], 0, font, anchor="rm")
     for number, text in enumerate(columns):

@@ -1,7 +1,4 @@
-"""A trained translation model: read from its run directory without running code, and evaluated.
-
-Using it is ``paceline translate``.
-"""
+"""Loading and evaluation of trained translation models; ``use/translate.py`` translates."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from torch import Tensor, nn
 from paceline import train
 from paceline.recipes.data import HubSource
 from paceline.recipes.data.pairs import Pair, PairRequest, load_pairs
-from paceline.recipes.scores import scores
+from paceline.recipes.scores import translation_scores
 from paceline.recipes.tokens import END_ID, START_ID, Tokenizer, from_json, sentences, source_rows
 from paceline.recipes.transformer import Search, Shape, Transformer, decode
 from paceline.recipes.translation import (
@@ -28,26 +25,31 @@ from paceline.recipes.translation import (
     translate,
 )
 from paceline.recipes.use import EvaluateOptions, PredictOptions
-from paceline.recipes.use.evaluate import check_unchanged, choose_split, joined, report
-from paceline.recipes.use.export import Figures, Portable, batches, spread
-from paceline.recipes.use.predict import Guess
+from paceline.recipes.use.evaluate import (
+    check_unchanged,
+    choose_split,
+    distributed_session,
+    model_config,
+    report,
+)
+from paceline.recipes.use.export import Figures, PortableModel, batches, spread_ids
+from paceline.recipes.use.predict import Prediction
 from paceline.spec import rundir
-from paceline.spec.errors import DataError, SettingError
-from paceline.train import load_config
+from paceline.spec.errors import SettingError
 
 NAMES = ("source", "target")
-"""Of the network's inputs."""
+"""Names of the network's inputs."""
 
 
 @dataclass(frozen=True)
-class Translator:
-    """A model as described by ``model/config.json``.
+class TrainedTranslator:
+    """A trained model, described by ``model/config.json``.
 
     Attributes:
-        folder: The run directory.
-        config: The whole description.
-        shape: Of the network.
-        source, target: The tokenizers.
+        folder: Run directory.
+        config: Whole description.
+        shape: Shape of the network.
+        source, target: Tokenizers.
     """
 
     folder: Path
@@ -57,15 +59,15 @@ class Translator:
     target: Tokenizer
 
     def network(self) -> Transformer:
-        """A new network of this shape, with initial weights."""
+        """Builds the network, with initial weights."""
         return Transformer(self.shape)
 
     def search(self, beam: int = 0) -> Search:
-        """How to decode; the beams of the training unless others are asked for."""
+        """Returns the settings of the search; ``beam`` 0 takes that of the training."""
         return Search(START_ID, END_ID, self.config["seq_len"], beam or self.config["beam"])
 
     def request(self, data: str = "", target: str = "") -> PairRequest:
-        """How to read the corpus that it was trained on, or another one in the same way."""
+        """Returns the request for the training's corpus, or for another one."""
         recorded = self.config["data"]
         split, languages = recorded["split"], self.config["languages"]
         config = "" if data else recorded["config"]
@@ -78,80 +80,68 @@ class Translator:
         )
 
 
-def translator(folder: Path) -> Translator:
-    """The translation model of a run.
-
-    Raises:
-        DataError: There is no model, or none of the translation recipe.
-    """
-    config = load_config(folder)
-    try:
-        if config["task"] != "translation":
-            raise ValueError(f"its model was trained by the recipe {config['task'] or '(unnamed)'}")
-        shape = Shape(**config["shape"])
-        texts = [
-            (folder / rundir.MODEL / name).read_text(encoding="utf-8")
+def load_trained(run: str) -> TrainedTranslator:
+    """Loads the description and the tokenizers of a run's translation model."""
+    folder = Path(run)
+    with model_config(run, "translation") as config:
+        source, target = (
+            from_json((folder / rundir.MODEL / name).read_text(encoding="utf-8"))
             for name in (SOURCE_TOKENIZER, TARGET_TOKENIZER)
-        ]
-    except (KeyError, TypeError, ValueError, OSError) as error:
-        raise DataError(
-            f"{folder} holds no model of the translation recipe",
-            found=f"model/config.json: {type(error).__name__} {error}",
-        ) from None
-    return Translator(folder, config, shape, from_json(texts[0]), from_json(texts[1]))
+        )
+        return TrainedTranslator(folder, config, Shape(**config["shape"]), source, target)
 
 
 def evaluate_run(options: EvaluateOptions) -> None:
     """One evaluation, on every rank; every sentence is translated."""
-    model = translator(Path(options.run))
+    model = load_trained(options.run)
     request = model.request(options.data, options.target)
     data = load_pairs(replace(request, data_dir=options.data_dir))
     check_unchanged(data.source, data.fingerprint, model.config, options)
     split = choose_split(data.splits, options.split, data.held_out)
     pairs = data.splits[split]
     limit, tokenizers = model.config["seq_len"], (model.source, model.target)
-    with joined(options, model.config) as session:
+    with distributed_session(options, model.config) as session:
         session.agree("the corpus", data.fingerprint)
         network = session.place(model.network())
         train.load_weights(model.folder, network)
         figures = evaluate(session, network, sentences(pairs, tokenizers, limit, "cut"))
         rows = source_rows(model.source, [source for source, _ in pairs], limit)
         outputs = translate(session, network, rows, model.target, model.search())
-        figures |= scores(outputs, [target for _, target in pairs])
+        figures |= translation_scores(outputs, [target for _, target in pairs])
         report(session, options, split, len(pairs), figures)
         session.say(f"{summary(figures)}  ({len(pairs)} {split} sentences)")
 
 
-def portable(run: str) -> Portable:
-    """The network for other uses; it is measured as it translates, not as it trains."""
-    model = translator(Path(run))
+def portable(run: str) -> PortableModel:
+    """Loads the network for other uses; it is measured while translating."""
+    model = load_trained(run)
     network = model.network().eval()
     train.load_weights(model.folder, network)
     network = network.float()
     length = min(24, model.config["seq_len"])
     source = torch.full((2, length), END_ID)
     target = torch.full((2, length // 2), START_ID)
-    # A network in a file decodes greedily; what is compared with it does so, too.
+    # Networks in ONNX files decode greedily, so that the comparison must, too.
     search = model.search(beam=1)
     data = functools.cache(lambda: load_pairs(model.request()))
     limit, tokenizers = model.config["seq_len"], (model.source, model.target)
 
-    def some(part: str, most: int) -> list[Pair]:
+    def select(part: str, limit: int) -> list[Pair]:
         pairs = data().splits[part]
-        return [pairs[number] for number in spread(len(pairs), most).tolist()]
+        return [pairs[number] for number in spread_ids(len(pairs), limit).tolist()]
 
-    def evaluated(other: nn.Module, most: int) -> Figures:
-        pairs = some(data().held_out, most)
+    def evaluated(candidate: nn.Module, count: int) -> Figures:
+        pairs = select(data().held_out, count)
         rows = source_rows(model.source, [source for source, _ in pairs], limit)
         with train.join(device="cpu", quiet=True) as session:
-            outputs = translate(session, other, rows, model.target, search)
-        return len(pairs), scores(outputs, [target for _, target in pairs])
+            outputs = translate(session, candidate, rows, model.target, search)
+        return len(pairs), translation_scores(outputs, [target for _, target in pairs])
 
-    def calibrated(most: int) -> Iterator[tuple[Tensor, ...]]:
-        training = sentences(some("train", most), tokenizers, limit, "cut")
-        return (one[:2] for one in batches(training, most))
+    def calibrated(count: int) -> Iterator[tuple[Tensor, ...]]:
+        training = sentences(select("train", count), tokenizers, limit, "cut")
+        return (batch[:2] for batch in batches(training, count))
 
-    return Portable(
+    return PortableModel(
         model.folder,
         model.config,
         network,
@@ -165,12 +155,8 @@ def portable(run: str) -> Portable:
     )
 
 
-def guesses(options: PredictOptions) -> Iterator[Guess]:
-    """A translation is not chosen among classes.
-
-    Raises:
-        SettingError: Always; it names the right command.
-    """
+def predictions(options: PredictOptions) -> Iterator[Prediction]:
+    """Raises SettingError that names the command for translations."""
     raise SettingError(
         f"{options.run} holds a translation model",
         remedy=f'paceline translate {options.run} "a sentence"',

@@ -1,0 +1,255 @@
+"""Decoding of image files: resizing, random crops, data sets that decode on demand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+from torch.utils.data import get_worker_info
+
+from paceline.recipes.data.images import Labels, Pixels, Randoms
+from paceline.spec.errors import DataError
+from paceline.train.data import allowed
+
+T = TypeVar("T")
+File = Path | IO[bytes]
+SUFFIXES = frozenset(
+    (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+)
+_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+"""Formats of ``SUFFIXES``. Pillow detects others by their content; one of them starts programs."""
+MAX_PIXELS = 32_000_000
+"""Limit for an image file: a small one may decompress to gigabytes."""
+_REDUCING_GAP = 2.0
+"""JPEGs are decoded at a reduced size that is at least this factor larger than the result. The
+difference is invisible, and a photo of twelve megapixels takes half the time."""
+_MIN_PARALLEL = 8
+
+CROP_AREA = (0.08, 1.0)  # fraction of the image that a random crop takes
+CROP_ASPECT = (3 / 4, 4 / 3)  # width over height of a random crop
+CROP_ATTEMPTS = 10
+CROP_RANDOMS = 4 * CROP_ATTEMPTS
+"""Random numbers of each crop."""
+Box = tuple[float, float, float, float]
+
+
+@contextmanager
+def open_image(file: File) -> Iterator[Image.Image]:
+    """Opens an image file without decoding its pixels.
+
+    Raises:
+        ValueError: It would need too much memory.
+    """
+    with Image.open(file, formats=_FORMATS) as image:
+        _reduce(image, image.size)
+        yield image
+
+
+def _reduce(image: Image.Image, size: tuple[float, float]) -> None:
+    """Reduces what is decoded to what resizing the whole image to ``size`` (width, height) needs.
+
+    Raises:
+        ValueError: It would need too much memory.
+    """
+    large_enough = [
+        by
+        for by in (8, 4, 2, 1)  # a JPEG can be decoded at these fractions of its size
+        if image.width >= by * _REDUCING_GAP * size[0]
+        and image.height >= by * _REDUCING_GAP * size[1]
+    ]
+    needed = [by for by in (1, 2, 4, 8) if image.width * image.height <= by**2 * MAX_PIXELS]
+    by = max((*large_enough[:1], *needed[:1]), default=8)
+    if by > 1:
+        image.draft(None, (max(1, image.width // by), max(1, image.height // by)))
+    if image.width * image.height > MAX_PIXELS:
+        raise ValueError(
+            f"{image.width} × {image.height} pixels, more than the {MAX_PIXELS // 1_000_000}"
+            " million that are decoded"
+        )
+
+
+def decode_resized(file: File, channels: int, size: tuple[int, int], crop: bool) -> Pixels:
+    """Decodes the whole image to an array of shape ``[channels, height, width]``.
+
+    Args:
+        file: File or its content.
+        channels: 1 or 3.
+        size: Width and height.
+        crop: Crop the centre of images with another aspect ratio instead of squeezing them.
+    """
+    with Image.open(file, formats=_FORMATS) as image:
+        _reduce(image, size)
+        converted = image.convert("L" if channels == 1 else "RGB")
+        if converted.size != size and crop:
+            converted = ImageOps.fit(converted, size, Image.Resampling.BILINEAR)
+        elif converted.size != size:
+            converted = converted.resize(
+                size, Image.Resampling.BILINEAR, reducing_gap=_REDUCING_GAP
+            )
+    return _pixels(converted)
+
+
+def random_crop(file: File, randoms: NDArray[np.float64], size: int) -> Pixels:
+    """Decodes a random part of the image to an array of shape ``[3, size, size]``.
+
+    ``randoms`` are ``CROP_RANDOMS`` uniform numbers in [0, 1), which determine the part.
+    """
+    with Image.open(file, formats=_FORMATS) as image:
+        width, height = image.size
+        left, top, right, bottom = crop_box(width, height, randoms)
+        _reduce(image, (width * size / (right - left), height * size / (bottom - top)))
+        x_scale, y_scale = image.width / width, image.height / height  # less than 1 if reduced
+        box = left * x_scale, top * y_scale, right * x_scale, bottom * y_scale
+        cropped = image.convert("RGB").resize(
+            (size, size), Image.Resampling.BILINEAR, box=box, reducing_gap=_REDUCING_GAP
+        )
+    return _pixels(cropped)
+
+
+def crop_box(width: int, height: int, randoms: NDArray[np.float64]) -> Box:
+    """Returns left, top, right and bottom of a part of 8 to 100 percent of the area, in pixels.
+
+    If ten attempts do not fit into the image, takes the largest centred box of an allowed aspect
+    ratio.
+    """
+    low, high = math.log(CROP_ASPECT[0]), math.log(CROP_ASPECT[1])
+    for area, shape, x, y in randoms.reshape(CROP_ATTEMPTS, 4).tolist():
+        target_area = width * height * (CROP_AREA[0] + (CROP_AREA[1] - CROP_AREA[0]) * area)
+        aspect = math.exp(low + (high - low) * shape)
+        crop_width, crop_height = (
+            round(math.sqrt(target_area * aspect)),
+            round(math.sqrt(target_area / aspect)),
+        )
+        if 0 < crop_width <= width and 0 < crop_height <= height:
+            left, top = int((width - crop_width + 1) * x), int((height - crop_height + 1) * y)
+            return left, top, left + crop_width, top + crop_height
+    crop_width = max(1, min(width, round(height * CROP_ASPECT[1])))
+    crop_height = max(1, min(height, round(width / CROP_ASPECT[0])))
+    left, top = (width - crop_width) // 2, (height - crop_height) // 2
+    return left, top, left + crop_width, top + crop_height
+
+
+def _pixels(image: Image.Image) -> Pixels:
+    pixels = np.array(image, dtype=np.uint8)
+    return pixels[None] if pixels.ndim == 2 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+_SYSTEM_FILES = frozenset(
+    {"__macosx", "thumbs.db", "ehthumbs.db", "desktop.ini", "@eadir", "$recycle.bin"}
+    | {"system volume information", "lost+found"}
+)
+
+
+def is_system_file(path: Path) -> bool:
+    """Tells whether a file, relative to the data's folder, was left by a system or an editor.
+
+    These are hidden files, ``__MACOSX``, ``Thumbs.db`` and the like, and what lies in such folders.
+    """
+    return any(name.startswith(".") or name.lower() in _SYSTEM_FILES for name in path.parts)
+
+
+def image_files(folder: Path) -> list[Path]:
+    """Lists the images below a folder, sorted by name, without system files."""
+    try:
+        return sorted(
+            path
+            for path in folder.rglob("*")
+            if path.suffix.lower() in SUFFIXES and not is_system_file(path.relative_to(folder))
+        )
+    except RecursionError:
+        raise DataError(f"{folder} holds folders that are nested too deep") from None
+
+
+DAMAGED_REMEDY = "replace or remove the file, or --skip-damaged"
+
+
+def decode(
+    path: Path,
+    channels: int,
+    height: int,
+    width: int,
+    crop: bool = False,
+    remedy: str = DAMAGED_REMEDY,
+) -> Pixels:
+    """Decodes a file like :func:`decode_resized`; DataError if that fails."""
+    try:
+        return decode_resized(path, channels, (width, height), crop)
+    except Exception as error:  # a damaged image may raise anything
+        raise unreadable_error(path, error, remedy) from None
+
+
+def unreadable_error(path: Path, error: Exception, remedy: str = DAMAGED_REMEDY) -> DataError:
+    """Returns the error of a file that could not be decoded."""
+    if isinstance(error, FileNotFoundError):
+        return DataError(f"{path}: no such file", found=f"looked in {path.absolute().parent}",
+                         remedy=remedy)  # fmt: skip
+    size = f"{path.stat().st_size} bytes; " if path.exists() else ""
+    return DataError(
+        f"{path} is no readable image",
+        found=f"{size}{error or type(error).__name__}",
+        remedy=remedy,
+    )
+
+
+def map_parallel(make: Callable[[T], Pixels], items: Sequence[T]) -> list[Pixels]:
+    """Maps ``make`` over items in threads; without threads in a loader's worker process."""
+    if len(items) < _MIN_PARALLEL or allowed() == 1 or get_worker_info() is not None:
+        return [make(item) for item in items]
+    with ThreadPoolExecutor(allowed()) as pool:
+        return list(pool.map(make, items))
+
+
+class FileSplit:
+    """Images that are decoded from files on demand, each at its own size.
+
+    Args:
+        labels: Class number of each image.
+        size: Height and width to which images are resized.
+        crop: Crop the centre of images with another aspect ratio instead of squeezing them.
+    """
+
+    processes = True  # nothing is cached, so batches may be made in several processes
+
+    def __init__(self, labels: Labels, size: int, crop: bool) -> None:
+        self.labels, self.size, self._crop = labels, size, crop
+
+    def part(self, ids: NDArray[np.int64]) -> FileSplit:
+        """Returns some of the images, in this order."""
+        raise NotImplementedError
+
+    def pixels(self, ids: NDArray[np.int64]) -> Pixels:
+        """Decodes images to shape ``[len(ids), 3, size, size]``; DataError if one is damaged."""
+        size = (self.size, self.size)
+        return self._decode(ids, lambda _, file: decode_resized(file, 3, size, self._crop))
+
+    def random_crops(self, ids: NDArray[np.int64], randoms: Randoms, size: int) -> Pixels:
+        """Decodes a random part of each image, with ``CROP_RANDOMS`` random numbers for each."""
+        return self._decode(ids, lambda place, file: random_crop(file, randoms[place], size))
+
+    def _decode(self, ids: NDArray[np.int64], transform: Callable[[int, File], Pixels]) -> Pixels:
+        samples = self._read(ids)
+
+        def decode_image(place: int) -> Pixels:
+            try:
+                return transform(place, self._open(samples[place]))
+            except Exception as error:  # a damaged image may raise anything
+                raise self._unreadable(int(ids[place]), samples[place], error) from None
+
+        return np.stack(map_parallel(decode_image, range(len(samples))))
+
+    def _read(self, ids: NDArray[np.int64]) -> Sequence[Any]:
+        """Returns what the data set holds for each image."""
+        raise NotImplementedError
+
+    def _open(self, sample: Any) -> File:
+        raise NotImplementedError
+
+    def _unreadable(self, number: int, sample: Any, error: Exception) -> DataError:
+        raise NotImplementedError

@@ -64,7 +64,7 @@ def test_evaluations_in_mid_epoch_change_nothing(recipe: str, tmp_path: Path) ->
 def test_ends_as_soon_as_it_is_good_enough(
     every: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.recipes.common.LEAST_STEPS", 5)
+    monkeypatch.setattr("paceline.recipes.common.MIN_EVALUATION_STEPS", 5)
     run("image", tmp_path, *every, "--stop-at=0.2", "--steps=200", "--dtype=float32")
     *before, last = records(tmp_path, "test")
     assert all(one["accuracy"] < 0.2 for one in before)

@@ -89,7 +89,7 @@ from pathlib import Path
 import torch
 from torchvision import models
 from paceline.recipes import image
-from paceline.recipes.published import torch_file
+from paceline.recipes.pretrained_list import torch_file
 from paceline.recipes.use import evaluate
 
 name = "mobilenet_v3_small"

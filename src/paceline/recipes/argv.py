@@ -31,6 +31,12 @@ def check_fraction(flag: str, value: float) -> None:
         raise SettingError(f"{flag} {value} must be at least 0 and less than 1")
 
 
+def check_part(flag: str, value: float) -> None:
+    """Raises SettingError when a number is not in (0, 1)."""
+    if not 0 < value < 1:
+        raise SettingError(f"{flag} {value} must lie between 0 and 1", remedy=f"{flag} 0.1")
+
+
 def check_known(flag: str, value: str, known_names: Iterable[str]) -> None:
     """Raises SettingError that suggests the nearest name when ``value`` is unknown."""
     choices = sorted(known_names)

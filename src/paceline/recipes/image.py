@@ -170,28 +170,24 @@ def make_network(
 ) -> tuple[nn.Module, Origin]:
     """Creates the network that the options name, with its initial weights."""
     network: nn.Module
-    if options.model.startswith(torchvision_models.PREFIX):
+    if options.model in MODELS:
+        network, origin = MODELS[options.model](shape, len(classes)), Origin()
+    elif options.model.startswith(torchvision_models.PREFIX):
         arguments = options.model, classes, options.offline, options.from_scratch
         network, origin = session.together(lambda: torchvision_models.load(*arguments))
-        add_layers(network, backbone(network), options.add_layers)
-        return network, origin
-    if options.model not in MODELS:
+    else:
         hub_model = pretrained.HubModel(
             "image", options.model, options.offline, options.from_scratch
         )
         model, origin = session.together(lambda: pretrained.load_model(hub_model, classes))
         network = wrap_hub_model(model)
-        add_layers(network, backbone(network), options.add_layers)
-        return network, origin
-    network, origin = MODELS[options.model](shape, len(classes)), Origin()
     add_layers(network, backbone(network), options.add_layers)
     if source := options.weights:
         parts = backbone(network)
         if source == IMAGENET:
-            name = RESNET_FILES[options.model]
-            source = str(
-                session.together(lambda: pretrained.ensure_torch_file(name, options.offline))
-            )
+            file = RESNET_FILES[options.model]
+            path = session.together(lambda: pretrained.ensure_torch_file(file, options.offline))
+            source = str(path)
         origin = session.together(lambda: load_backbone(network, parts, source, classes))
     return network, origin
 

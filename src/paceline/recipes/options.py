@@ -1,7 +1,7 @@
-"""The settings of recipes, a frozen dataclass each: what all share, image, text, translation.
+"""Options of the recipes: those that all share, and those of image, text and translation.
 
-Flags, the keys of ``paceline.toml`` and the reference pages are made from them. Nothing here
-imports torch: the launcher reads and refuses options before anything starts.
+Flags, keys of ``paceline.toml`` and reference pages are generated from them. Needs no torch: the
+launcher validates options before it starts anything.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from paceline.recipes.argv import check_at_least, check_fraction, check_known
+from paceline.recipes.argv import check_at_least, check_fraction, check_known, check_part
 from paceline.recipes.data import IMAGE_SETS, PAIR_SETS, TEXT_SETS, HubSource, is_path
 from paceline.recipes.pretrained_list import IMAGENET, RESNET_FILES
 from paceline.spec import balance, communication, overlap
@@ -27,7 +27,7 @@ _CADENCE = re.compile(rf"never|{_INTERVAL}(?:,{_INTERVAL})*")
 
 @dataclass(frozen=True)
 class Options:
-    """What every recipe understands."""
+    """Options of every recipe."""
 
     presets: ClassVar[Mapping[str, Sequence[str]]] = {}
 
@@ -147,17 +147,8 @@ class Options:
     """On accelerators, only kernels that repeat bit for bit: slower; some operations have none."""
 
     def validate(self) -> None:
-        """Refuses values that cannot be, without loading anything.
-
-        Raises:
-            SettingError: Names the flag, the value and what is allowed.
-        """
-        check_at_least("--epochs", self.epochs, 1)
-        check_at_least("--steps", self.steps, 0)
-        check_at_least("--global-batch", self.global_batch, 1)
-        check_at_least("--seed", self.seed, 0)
-        check_at_least("--log-every", self.log_every, 0)
-        check_at_least("--check-every", self.check_every, 1)
+        """Raises SettingError for impossible values and combinations; loads nothing."""
+        self._validate_numbers()
         for name in self.track:
             check_known("--track", name, TRACKERS)
         if self.mirror and not re.match(r"https?://[^/]", self.mirror):
@@ -165,7 +156,6 @@ class Options:
                 f"--mirror {self.mirror}: no address of a web server",
                 remedy="--mirror https://HOST/FOLDER, or --data-dir FOLDER for files that are here",
             )
-        check_at_least("--keep", self.keep, 0)
         if not _CADENCE.fullmatch(self.checkpoint_every):
             raise SettingError(
                 f"--checkpoint-every {self.checkpoint_every}: cannot be understood",
@@ -179,23 +169,17 @@ class Options:
             sharded=self.shard,
             communication=self.communication,
         )
-        check_at_least("--batch-per-process", self.batch_per_process, 0)
-        if parse_micro_batch(self.micro_batch) == "auto" and self.shard:
-            raise SettingError(
-                "--micro-batch auto does not go with --shard",
-                found="a process whose memory is full would leave the others waiting",
-                remedy="--micro-batch N, or leave --shard out",
-            )
-        check_at_least("--weight-decay", self.weight_decay, 0)
-        check_at_least("--clip-norm", self.clip_norm, 0)
-        check_fraction("--ema", self.ema)
-        check_at_least("--ema-start", self.ema_start, 0)
-        if self.find_batch and self.shard:
-            raise SettingError(
-                "--find-batch does not go with --shard",
-                found="a process whose memory is full would leave the others waiting",
-                remedy="leave out one of the two",
-            )
+        uses_trials = {
+            "--micro-batch auto": parse_micro_batch(self.micro_batch) == "auto",
+            "--find-batch": self.find_batch,
+        }
+        for flag, is_set in uses_trials.items():
+            if is_set and self.shard:
+                raise SettingError(
+                    f"{flag} does not go with --shard",
+                    found="a process whose memory is full would leave the others waiting",
+                    remedy="leave out one of the two",
+                )
         communication.refuse(
             self.communication,
             sharded=self.shard,
@@ -203,16 +187,6 @@ class Options:
             averaged=bool(self.ema),
         )
         overlap.refuse(self.overlap)
-        check_at_least("--watch", self.watch, 0)
-        check_at_least("--evaluate-every", self.evaluate_every, 0)
-        check_at_least("--patience", self.patience, 0)
-        check_at_least("--stop-at", self.stop_at, 0)
-        if not 0 < self.lr < float("inf"):
-            raise SettingError(f"--lr {self.lr} must be greater than 0", remedy="--lr 0.001")
-        check_fraction("--warm-up", self.warm_up)
-        for milestone in self.milestones:
-            check_fraction("--milestones", milestone)
-        check_fraction("--momentum", self.momentum)
         if self.scale_lr != "none" and not self.batch_per_process:
             raise SettingError(
                 f"--scale-lr {self.scale_lr} has nothing to scale by",
@@ -220,13 +194,25 @@ class Options:
                 remedy="--batch-per-process N lets the batch grow, or leave --scale-lr out",
             )
 
+    def _validate_numbers(self) -> None:
+        for name in ("epochs", "global_batch", "check_every"):
+            check_at_least(f"--{name.replace('_', '-')}", getattr(self, name), 1)
+        for name in (
+            *("steps", "seed", "log_every", "keep", "batch_per_process", "weight_decay"),
+            *("clip_norm", "ema_start", "watch", "evaluate_every", "patience", "stop_at"),
+        ):
+            check_at_least(f"--{name.replace('_', '-')}", getattr(self, name), 0)
+        if not 0 < self.lr < float("inf"):
+            raise SettingError(f"--lr {self.lr} must be greater than 0", remedy="--lr 0.001")
+        check_fraction("--ema", self.ema)
+        check_fraction("--warm-up", self.warm_up)
+        check_fraction("--momentum", self.momentum)
+        for milestone in self.milestones:
+            check_fraction("--milestones", milestone)
+
 
 def parse_copies(text: str) -> int | None:
-    """What ``--checkpoint-copies`` says; ``None`` for ``auto``.
-
-    Raises:
-        SettingError: Anything else.
-    """
+    """Parses ``--checkpoint-copies``; ``None`` for ``auto``."""
     if text == "auto":
         return None
     if not (text.isascii() and text.isdecimal() and len(text) < 5):
@@ -237,11 +223,7 @@ def parse_copies(text: str) -> int | None:
 
 
 def parse_micro_batch(micro_batch: str) -> Literal["auto"] | int | dict[str, int]:
-    """What ``--micro-batch`` says: ``auto``, a number, or numbers of hosts.
-
-    Raises:
-        SettingError: Anything else.
-    """
+    """Parses ``--micro-batch``: ``auto``, a number, or numbers by host."""
     if micro_batch == "auto":
         return "auto"
     if micro_batch.isdecimal():
@@ -261,7 +243,7 @@ def parse_micro_batch(micro_batch: str) -> Literal["auto"] | int | dict[str, int
 
 
 def check_accuracy(stop_at: float) -> None:
-    """Raises SettingError when ``--stop-at`` is no accuracy."""
+    """Raises SettingError if ``--stop-at`` is no accuracy."""
     if stop_at > 1:
         raise SettingError(
             f"--stop-at {stop_at:g} is more than an accuracy can be",
@@ -271,11 +253,9 @@ def check_accuracy(stop_at: float) -> None:
 
 
 def check_fine_tuning(is_builtin: bool, options: Options) -> None:
-    """Refuses combinations of --model, --weights, --from-scratch and --freeze without a sense.
+    """Raises SettingError for inconsistent --model, --weights, --from-scratch and --freeze.
 
-    Args:
-        is_builtin: Whether the model is one of the recipe's own.
-        options: With these fields.
+    ``is_builtin`` tells whether the model is one of the recipe's own.
     """
     weights, scratch = getattr(options, "weights", ""), getattr(options, "from_scratch", False)
     freeze, stages = getattr(options, "freeze", False), getattr(options, "unfreeze_every", 0)
@@ -337,7 +317,7 @@ IMAGE_PRESETS: dict[str, tuple[str, ...]] = {
         *("--milestones", "0.333333", "0.666666"),
     ),
 }
-"""Flags that stand for a known recipe; flags that are typed come after them."""
+"""Flags of each preset; flags on the command line come after them."""
 
 
 @dataclass(frozen=True)
@@ -415,11 +395,7 @@ class ImageOptions(Options):
         self._validate_images()
 
     def _validate_images(self) -> None:
-        if not 0 < self.test_fraction < 1:
-            raise SettingError(
-                f"--test-fraction {self.test_fraction} must lie between 0 and 1",
-                remedy="--test-fraction 0.2",
-            )
+        check_part("--test-fraction", self.test_fraction)
         if self.image_size:
             check_at_least("--image-size", self.image_size, 8)
 
@@ -432,7 +408,7 @@ GENERATED_TEXTS = {
     "meals": "short restaurant reviews: is the food praised? (generated)",
     "dummy": "random words, for measuring speed",
 }
-"""Text data sets that need no file."""
+"""Generated text data sets."""
 
 
 @dataclass(frozen=True)
@@ -505,15 +481,11 @@ class TextOptions(Options):
         check_fine_tuning(self.model in TEXT_MODELS, self)
 
     def hub(self) -> HubSource:
-        """Where a Hugging Face data set would come from."""
+        """Returns the source of the data set."""
         return HubSource(self.data, self.data_config, self.offline, self.mirror)
 
     def _validate_data(self) -> None:
-        if not 0 < self.test_fraction < 1:
-            raise SettingError(
-                f"--test-fraction {self.test_fraction} must lie between 0 and 1",
-                remedy="--test-fraction 0.1",
-            )
+        check_part("--test-fraction", self.test_fraction)
         if len(self.delimiter) > 1 and self.delimiter != "\\t":
             raise SettingError(
                 f"--delimiter {self.delimiter!r} must be one character", remedy="--delimiter ';'"
@@ -532,7 +504,7 @@ GENERATED_PAIRS = {
     "reverse": "short sequences of letters, to be reversed (generated)",
     "dummy": "random words, for measuring speed",
 }
-"""Parallel corpora that need no file."""
+"""Generated parallel corpora."""
 
 
 @dataclass(frozen=True)
@@ -613,18 +585,13 @@ class TranslationOptions(Options):
         check_fraction("--label-smoothing", self.label_smoothing)
 
     def dimensions(self) -> tuple[int, int, int, int]:
-        """(d_model, layers, heads, ff) as they will be."""
-        overrides = (self.d_model, self.layers, self.heads, self.ff)
+        """Returns (d_model, layers, heads, ff) of the network."""
         defaults = TRANSLATION_SIZES[self.model]
-        return (
-            overrides[0] or defaults[0],
-            overrides[1] or defaults[1],
-            overrides[2] or defaults[2],
-            overrides[3] or defaults[3],
-        )
+        width, layers = self.d_model or defaults[0], self.layers or defaults[1]
+        return width, layers, self.heads or defaults[2], self.ff or defaults[3]
 
     def hub(self) -> HubSource:
-        """Where a Hugging Face data set would come from."""
+        """Returns the source of the data set."""
         return HubSource(self.data, self.data_config, self.offline, self.mirror)
 
     def _validate_sizes(self) -> None:
@@ -640,11 +607,7 @@ class TranslationOptions(Options):
             )
 
     def _validate_data(self) -> None:
-        if not 0 < self.val_fraction < 1:
-            raise SettingError(
-                f"--val-fraction {self.val_fraction} must lie between 0 and 1",
-                remedy="--val-fraction 0.1",
-            )
+        check_part("--val-fraction", self.val_fraction)
         if self.target and self.data in (*GENERATED_PAIRS, *PAIR_SETS):
             raise SettingError(
                 f"--target {self.target} needs a file as --data",

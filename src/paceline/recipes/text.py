@@ -219,9 +219,7 @@ def make_network(
 
 
 def describe(
-    options: TextOptions,
-    data: TextData,
-    network: TextClassifier | HubClassifier,
+    options: TextOptions, data: TextData, network: TextClassifier | HubClassifier
 ) -> dict[str, Any]:
     """Describes the model and its data, for its use and for the record."""
     return {

@@ -12,11 +12,7 @@ from numpy.typing import NDArray
 
 from paceline.program import library
 from paceline.recipes.data import HubSource
-from paceline.recipes.data.decoding import (
-    SUFFIXES,
-    File,
-    FileSplit,
-)
+from paceline.recipes.data.decoding import SUFFIXES, File, FileSplit
 from paceline.recipes.data.hub import is_saved, load_rows
 from paceline.recipes.data.images import (
     DEFAULT_SIZE,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from paceline.recipes.data import (
 )
 from paceline.recipes.data.download import DownloadOptions, find_or_download
 from paceline.recipes.data.hub import is_saved, load_rows
-from paceline.recipes.data.texts import split_seeded
+from paceline.recipes.data.texts import fingerprint, split_seeded
 from paceline.spec.errors import DataError
 
 Pair = tuple[str, str]
@@ -86,7 +85,7 @@ def load_pairs(request: PairRequest) -> PairData:
                 found=f"{sum(map(len, splits.values()))} pairs in all",
                 remedy="add pairs, or raise --val-fraction",
             )
-    digest = _fingerprint(splits)
+    digest = fingerprint(splits)
     return PairData(request.hub.name, splits, digest, split_info, skipped)
 
 
@@ -255,11 +254,6 @@ def _drop_empty(splits: dict[str, list[Pair]]) -> tuple[dict[str, list[Pair]], i
         name: [pair for pair in p if all(map(str.strip, pair))] for name, p in splits.items()
     }
     return filtered, sum(map(len, splits.values())) - sum(map(len, filtered.values()))
-
-
-def _fingerprint(splits: Mapping[str, Sequence[Pair]]) -> str:
-    text = json.dumps([(name, pairs) for name, pairs in sorted(splits.items())])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 _SMALL_NUMBERS = [

@@ -11,11 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.recipes.data import SPLIT_NAMES
-from paceline.recipes.data.decoding import (
-    SUFFIXES,
-    FileSplit,
-    open_image,
-)
+from paceline.recipes.data.decoding import SUFFIXES, FileSplit, open_image
 from paceline.recipes.data.images import (
     DEFAULT_SIZE,
     ImageData,

@@ -102,7 +102,7 @@ def load_texts(request: TextRequest) -> TextData:
     classes = _class_names(name, labels, request.class_names or names)
     number = {label: place for place, label in enumerate(labels)}
     splits = {split: _encode_labels(name, split, rows, number) for split, rows in parts.items()}
-    return TextData(name, classes, labels, splits, _fingerprint(parts), split_info)
+    return TextData(name, classes, labels, splits, fingerprint(parts), split_info)
 
 
 def _read_splits(request: TextRequest) -> tuple[dict[str, list[Row]], tuple[str, ...]]:
@@ -320,8 +320,9 @@ def _encode_labels(
     return [text for _, text in rows], [number[label] for label, _ in rows]
 
 
-def _fingerprint(parts: Mapping[str, Sequence[Row]]) -> str:
-    text = json.dumps([(name, rows) for name, rows in sorted(parts.items())])
+def fingerprint(parts: Mapping[str, Sequence[Row]]) -> str:
+    """Returns a short hash over the rows of all parts."""
+    text = json.dumps(sorted(parts.items()))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -10,14 +10,18 @@ import json
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from paceline import train
 from paceline.program import guarded
 from paceline.recipes import load_use_module
 from paceline.recipes.argv import parse
 from paceline.recipes.use import EvaluateOptions
+from paceline.recipes.use.onnx_file import OnnxNetwork
 from paceline.spec.errors import DataError, SettingError
 
 
@@ -31,6 +35,39 @@ def task_of(run: str) -> str:
     if not run:
         raise SettingError("--run is missing", remedy="--run runs/image-…")
     return str(train.load_config(Path(run)).get("task", ""))
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A trained model, described by ``model/config.json``.
+
+    Attributes:
+        folder: Run directory.
+        config: Whole description.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+
+    def network(self) -> nn.Module:
+        """Builds the network, with initial weights."""
+        raise NotImplementedError
+
+    def load(self, session: train.Session) -> nn.Module:
+        """Loads the trained network on the session's device."""
+        network = session.place(self.network())
+        train.load_weights(self.folder, network)
+        return network
+
+    def load_float32(self) -> nn.Module:
+        """Loads the trained network on the CPU, in float32 and in evaluation mode."""
+        network = self.network().eval()
+        train.load_weights(self.folder, network)
+        return network.float()
+
+    def load_or_open(self, session: train.Session, onnx: str, names: Sequence[str]) -> nn.Module:
+        """Loads the network for predictions, from the file ``onnx`` if one is named."""
+        return OnnxNetwork(Path(onnx), names) if onnx else self.load(session).eval()
 
 
 @contextmanager

@@ -109,8 +109,7 @@ def _exported(act: Callable[[], Any]) -> Any:
         return act()
     except Exception as error:  # torch's exporters raise many kinds
         raise DataError(
-            "the network cannot be exported",
-            found=f"{type(error).__name__}: {str(error)[:300]}",
+            "the network cannot be exported", found=f"{type(error).__name__}: {str(error)[:300]}"
         ) from error
 
 

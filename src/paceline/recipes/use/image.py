@@ -6,7 +6,6 @@ import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from paceline.recipes.networks import build_image_network
 from paceline.recipes.preprocessing import ImageTensors, Normalisation, fitted
 from paceline.recipes.use import EvaluateOptions, PredictOptions
 from paceline.recipes.use.evaluate import (
+    TrainedModel,
     check_unchanged,
     choose_split,
     distributed_session,
@@ -34,35 +34,28 @@ from paceline.recipes.use.export import (
     library_model,
     spread_ids,
 )
-from paceline.recipes.use.onnx_file import OnnxNetwork
 from paceline.recipes.use.predict import Prediction
 from paceline.spec.errors import DataError
-from paceline.train import load_weights
 
 NAMES = ("images",)
 """Names of the network's inputs."""
 
 
 @dataclass(frozen=True)
-class TrainedImageModel:
-    """A trained model, described by ``model/config.json``.
+class TrainedImageModel(TrainedModel):
+    """A trained image model.
 
     Attributes:
-        folder: Run directory.
-        config: Whole description.
         shape: (channels, height, width) of an image.
         classes: Name of each class.
         normalise: Normalisation of pixels.
     """
 
-    folder: Path
-    config: dict[str, Any]
     shape: tuple[int, int, int]
     classes: tuple[str, ...]
     normalise: Normalisation
 
     def network(self) -> nn.Module:
-        """Builds the network, with initial weights."""
         network = build_image_network(self.config["network"], self.shape, len(self.classes))
         if self.config["channels_last"]:
             network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -72,10 +65,6 @@ class TrainedImageModel:
     def size(self) -> int:
         """Size to which decoded images are cropped or enlarged (0: unchanged)."""
         return self.shape[1] if list(self.shape) != self.config["decoded"] else 0
-
-    def load(self, network: nn.Module) -> None:
-        """Loads the trained weights into a network on its device."""
-        load_weights(self.folder, network)
 
     def folder_of(self, options: EvaluateOptions) -> str:
         """Returns the folder for the files of a named data set: that of the training by default."""
@@ -118,8 +107,7 @@ def evaluate_run(options: EvaluateOptions) -> None:
     split = choose_split(data.splits, options.split, data.held_out)
     with distributed_session(options, model.config) as session:
         session.agree("the data set", data.fingerprint)
-        network = session.place(model.network())
-        model.load(network)
+        network = model.load(session)
         numbers = session.precision.parameters
         images = ImageTensors(data.splits[split], model.normalise, numbers, (), model.size)
         result = evaluate(session, network, images)
@@ -131,9 +119,7 @@ def evaluate_run(options: EvaluateOptions) -> None:
 def portable(run: str) -> PortableModel:
     """Loads the network for export, benchmarks and quantization."""
     model = load_trained(run)
-    network = model.network().eval()
-    model.load(network)
-    network = network.float().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    network = model.load_float32().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     channels, height, width = model.shape
     examples = (torch.rand(2, channels, height, width),)
 
@@ -183,11 +169,7 @@ def predictions(options: PredictOptions) -> Iterator[Prediction]:
     """Predicts the class of each image file, and of all images in folders."""
     model = load_trained(options.run)
     with local_session(options.device, model.config) as session:
-        if options.onnx:
-            network: nn.Module = OnnxNetwork(Path(options.onnx), NAMES)
-        else:
-            network = session.place(model.network()).eval()
-            model.load(network)
+        network = model.load_or_open(session, options.onnx, NAMES)
         for path in _files(options.inputs):
             try:
                 chances = probabilities(session, model, network, path)

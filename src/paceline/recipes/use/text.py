@@ -6,7 +6,6 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from paceline.recipes.text import TextTensors, evaluate
 from paceline.recipes.tokens import Encoding, padded_ids, saved_encoding
 from paceline.recipes.use import EvaluateOptions, PredictOptions
 from paceline.recipes.use.evaluate import (
+    TrainedModel,
     check_unchanged,
     choose_split,
     distributed_session,
@@ -34,7 +34,6 @@ from paceline.recipes.use.export import (
     library_model,
     spread_ids,
 )
-from paceline.recipes.use.onnx_file import OnnxNetwork
 from paceline.recipes.use.predict import Prediction
 from paceline.spec.errors import DataError
 
@@ -45,23 +44,18 @@ BATCH = 64
 
 
 @dataclass(frozen=True)
-class TrainedTextModel:
-    """A trained model, described by ``model/config.json``.
+class TrainedTextModel(TrainedModel):
+    """A trained text model.
 
     Attributes:
-        folder: Run directory.
-        config: Whole description.
         classes: Name of each class.
         encoding: Tokenizer.
     """
 
-    folder: Path
-    config: dict[str, Any]
     classes: tuple[str, ...]
     encoding: Encoding
 
     def network(self) -> nn.Module:
-        """Builds the network, with initial weights."""
         return build_text_network(self.config["network"], len(self.classes))
 
     def request(self, data: str = "") -> TextRequest:
@@ -96,8 +90,7 @@ def evaluate_run(options: EvaluateOptions) -> None:
     split = choose_split(data.splits, options.split, data.held_out)
     with distributed_session(options, model.config) as session:
         session.agree("the data set", data.fingerprint)
-        network = session.place(model.network())
-        train.load_weights(model.folder, network)
+        network = model.load(session)
         texts = TextTensors(*data.splits[split], model.encoding, model.config["max_length"])
         figures = evaluate(session, network, texts, len(model.classes))
         report(session, options, split, len(texts), figures)
@@ -108,9 +101,7 @@ def evaluate_run(options: EvaluateOptions) -> None:
 def portable(run: str) -> PortableModel:
     """Loads the network for export, benchmarks and quantization."""
     model = load_trained(run)
-    network = model.network().eval()
-    train.load_weights(model.folder, network)
-    network = network.float()
+    network = model.load_float32()
     length = min(24, model.config["max_length"])
     mask = torch.ones(2, length, dtype=torch.bool)
     mask[1, length // 2 :] = False
@@ -149,11 +140,7 @@ def predictions(options: PredictOptions) -> Iterator[Prediction]:
     """Predicts the class of each text, and of all texts in csv and text files."""
     model = load_trained(options.run)
     with local_session(options.device, model.config) as session:
-        if options.onnx:
-            network: nn.Module = OnnxNetwork(Path(options.onnx), NAMES)
-        else:
-            network = session.place(model.network()).eval()
-            train.load_weights(model.folder, network)
+        network = model.load_or_open(session, options.onnx, NAMES)
         texts = list(_texts(options.inputs, model.config["data"]["columns"][1]))
         for start in range(0, len(texts), BATCH):
             chunk = texts[start : start + BATCH]

@@ -54,9 +54,7 @@ def network_of(
 ) -> tuple[nn.Module, Search]:
     """Returns the trained network, or that of an ONNX file, and the settings of the search."""
     if not options.onnx:
-        network = session.place(model.network()).eval()
-        train.load_weights(model.folder, network)
-        return network, model.search(options.beam)
+        return model.load(session).eval(), model.search(options.beam)
     unsupported = {
         f"--beam {options.beam}": options.beam > 1,
         "--attention": bool(options.attention),

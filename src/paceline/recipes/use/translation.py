@@ -6,7 +6,6 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from paceline.recipes.translation import (
 )
 from paceline.recipes.use import EvaluateOptions, PredictOptions
 from paceline.recipes.use.evaluate import (
+    TrainedModel,
     check_unchanged,
     choose_split,
     distributed_session,
@@ -42,24 +42,19 @@ NAMES = ("source", "target")
 
 
 @dataclass(frozen=True)
-class TrainedTranslator:
-    """A trained model, described by ``model/config.json``.
+class TrainedTranslator(TrainedModel):
+    """A trained translation model.
 
     Attributes:
-        folder: Run directory.
-        config: Whole description.
         shape: Shape of the network.
         source, target: Tokenizers.
     """
 
-    folder: Path
-    config: dict[str, Any]
     shape: Shape
     source: Tokenizer
     target: Tokenizer
 
     def network(self) -> Transformer:
-        """Builds the network, with initial weights."""
         return Transformer(self.shape)
 
     def search(self, beam: int = 0) -> Search:
@@ -102,8 +97,7 @@ def evaluate_run(options: EvaluateOptions) -> None:
     limit, tokenizers = model.config["seq_len"], (model.source, model.target)
     with distributed_session(options, model.config) as session:
         session.agree("the corpus", data.fingerprint)
-        network = session.place(model.network())
-        train.load_weights(model.folder, network)
+        network = model.load(session)
         figures = evaluate(session, network, sentences(pairs, tokenizers, limit, "cut"))
         rows = source_rows(model.source, [source for source, _ in pairs], limit)
         outputs = translate(session, network, rows, model.target, model.search())
@@ -115,9 +109,7 @@ def evaluate_run(options: EvaluateOptions) -> None:
 def portable(run: str) -> PortableModel:
     """Loads the network for other uses; it is measured while translating."""
     model = load_trained(run)
-    network = model.network().eval()
-    train.load_weights(model.folder, network)
-    network = network.float()
+    network = model.load_float32()
     length = min(24, model.config["seq_len"])
     source = torch.full((2, length), END_ID)
     target = torch.full((2, length // 2), START_ID)

@@ -25,7 +25,7 @@ for number, endpoint in enumerate(sys.argv[1:]):
     name, waited = f"x/y{number}", []
     get = lambda: hf_hub_download(name, "config.json", endpoint=endpoint)
     try:
-        text = open(hub.fetched(f"--model {name}", get, waited.append)).read()
+        text = open(hub.fetch(f"--model {name}", get, waited.append)).read()
     except DataError as error:
         text = error.render()
     print(json.dumps([waited, text]))

@@ -207,9 +207,9 @@ def verbs(path: Path, seed: int) -> list[tuple[str, ...]]:
 
 def runs(path: Path) -> bool:
     """Whether stop would wait for somebody."""
-    from paceline.cli.runs import look_at
+    from paceline.cli.runs.state import read_state
 
-    return look_at(path).word == "running"
+    return read_state(path).word == "running"
 
 
 def obeyed(text: str) -> str:

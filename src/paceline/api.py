@@ -37,7 +37,7 @@ from paceline.spec import rundir as names
 from paceline.spec.duration import seconds_in
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Cluster
-from paceline.spec.job import Environment, Job, Processes, Show
+from paceline.spec.job import Environment, Job, Processes, Show, parse_processes
 from paceline.spec.nodes import NodeCount, nodes_of
 from paceline.spec.plan import Plan
 from paceline.spec.rundir import DEFAULT_PARENT
@@ -290,13 +290,10 @@ def _screen(show: Show) -> Screen:
 
 
 def _processes(said: Processes | None) -> Setting[Any]:
-    words = get_args(get_args(Processes)[1])
-    if said is not None and not isinstance(said, int) and said not in words:
-        raise SettingError(
-            f"nproc_per_node: {said!r} is no number of processes",
-            remedy=f"A number, or one of {', '.join(words)}",
-        )
-    return _said(said)
+    try:
+        return _said(None if said is None else parse_processes(said))
+    except ValueError as error:
+        raise SettingError(f"nproc_per_node: {error}") from None
 
 
 def _where(hosts: Hosts | None,

@@ -19,9 +19,12 @@ from click.testing import CliRunner
 
 from overriding import overridden
 from paceline.checks import runner
-from paceline.cli import applies, attach, launch, leave, program, sources, trust, use
-from paceline.cli import bench_scaling as scaling_verb
-from paceline.cli import forecast as forecast_verb
+from paceline.cli import applicability, launch, program, trust
+from paceline.cli.measure import forecasts, probes
+from paceline.cli.runs import attached, leave
+from paceline.cli.settings_file import read_settings_file
+from paceline.cli.verbs import evaluate
+from paceline.cli.verbs.bench import scaling as scaling_verb
 from paceline.launch import launcher
 from paceline.remote import this_machine
 from paceline.remote.channel import command_for
@@ -94,10 +97,11 @@ COMPANIONS = {"as_json": ("--plan",), "verbose": ("--plan",), "supervisor": ("--
               "keep_results": ("--detach",)}  # fmt: skip
 
 
-def manners() -> dict[str, applies.Manner]:
+def launch_modes() -> dict[str, applicability.LaunchMode]:
     """By the words of this file."""
     return {
-        f"{one.scheduler.name}{' script' if one.submits else ''}": one for one in applies.manners()
+        f"{one.scheduler.name}{' script' if one.submits else ''}": one
+        for one in applicability.launch_modes()
     }
 
 
@@ -150,13 +154,13 @@ def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
     monkeypatch.setattr(scaling_verb.scaling, "ladder", ladder)
     monkeypatch.setattr(launcher, "run_job", started)
     monkeypatch.setattr(launch, "show_plan", planned)
-    monkeypatch.setattr(forecast_verb, "fastest_of",
+    monkeypatch.setattr(forecasts, "choose_fastest",
                         lambda job, cluster, run: (Cluster(cluster.hosts[:1]), "so"))  # fmt: skip
     monkeypatch.setattr(runner, "survey_hosts", examined)
-    monkeypatch.setattr(forecast_verb, "links", lambda probing: ({}, {}))  # what it tries follows
+    monkeypatch.setattr(probes, "measure_links", lambda probing: ({}, {}))  # what it tries follows
     monkeypatch.setattr(leave, "leave", lambda leaving, _: done.is_done(
         "left", leaving.supervisor, leaving.options["keep_results"]))  # fmt: skip
-    monkeypatch.setattr(use, "run_here", lambda *words: done.is_done("here", words))
+    monkeypatch.setattr(evaluate, "exec_script", lambda *words: done.is_done("here", words))
     monkeypatch.setattr(submission, "submit_job", written)
     monkeypatch.setattr(this_machine, "own_names", lambda: set[str]())
     monkeypatch.setattr(
@@ -179,8 +183,6 @@ def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
 
 def rendered(transport: Any) -> object:
     """The commands by which a transport starts its agents."""
-    if isinstance(transport, SshTransport):
-        return command_for(HOSTS[1], "python3", transport._ssh)
     if isinstance(transport, TypedTransport):
         endpoint = transport._endpoint
         return endpoint, "made up" if endpoint.token else endpoint.key
@@ -195,6 +197,8 @@ def rendered(transport: Any) -> object:
         container = container_for(HOSTS[1], probe, transport._options, "run")
         wrapped = transport._engine.wrap(["agent"], container)
         return ssh_command(HOSTS[1], transport._options.ssh, wrapped)
+    if isinstance(transport, SshTransport):
+        return command_for(HOSTS[1], "python3", transport._ssh)
     return type(transport).__name__
 
 
@@ -221,15 +225,17 @@ def options_of(verb: str) -> list[click.Option]:
     for word in words:
         if not word.startswith("-"):
             found = found.get_command(click.Context(found), word)
-    return [p for p in found.params if isinstance(p, click.Option) and p.name in applies.OPTIONS]
+    return [
+        p for p in found.params if isinstance(p, click.Option) and p.name in applicability.OPTIONS
+    ]
 
 
 def test_every_option_is_in_the_table() -> None:
     """And nothing else."""
-    assert {option.name for option in options_of("run")} == set(applies.OPTIONS)
-    assert set(VALUES) | LEADS == set(applies.OPTIONS)
-    assert set(LEADING) == set(manners())
-    assert set(VERBS) == set(applies.VERBS)
+    assert {option.name for option in options_of("run")} == set(applicability.OPTIONS)
+    assert set(VALUES) | LEADS == set(applicability.OPTIONS)
+    assert set(LEADING) == set(launch_modes())
+    assert set(VERBS) == set(applicability.VERBS)
 
 
 @pytest.mark.parametrize("manner", LEADING)
@@ -249,11 +255,11 @@ def test_no_option_is_accepted_and_ignored(deed: Deed, verb: str, manner: str) -
         if name in LEADS:
             continue
         flag = max(option.opts, key=len)
-        if option.default is True and verb not in applies.MEASURING:  # on as it is
+        if option.default is True and verb not in applicability.MEASURING:  # on as it is
             flag = option.secondary_opts[0]
-        beside = () if verb in applies.MEASURING else COMPANIONS.get(name, ())
-        if name in ("supervisor", "keep_results") and (verb not in applies.OPTIONS[name].verbs
-                                     or not manners()[manner].takes(name)):  # fmt: skip
+        beside = () if verb in applicability.MEASURING else COMPANIONS.get(name, ())
+        if name in ("supervisor", "keep_results") and (verb not in applicability.OPTIONS[name].verbs
+                                     or not launch_modes()[manner].accepts(name)):  # fmt: skip
             beside = ()
         value = OTHERWISE.get((manner, name), VALUES[name])
         words = [*beside, flag, *([value] if value else [])]
@@ -261,7 +267,7 @@ def test_no_option_is_accepted_and_ignored(deed: Deed, verb: str, manner: str) -
             continue  # shown below: it has to do with what follows the submission
         if name == "plan_only" and (manner.endswith(" script") or several):
             continue  # what these do at all, but for Slurm's, is to print; a ladder has no plan
-        if name == "as_json" and verb in applies.MEASURING:
+        if name == "as_json" and verb in applicability.MEASURING:
             continue  # it has to do with how the figures are printed
         if manner == "local" and name == "hosts":
             words = [flag, "localhost"]
@@ -275,9 +281,9 @@ def test_no_option_is_accepted_and_ignored(deed: Deed, verb: str, manner: str) -
             assert "2 nodes were asked for" in said  # its value is: there is one host
             continue
         refused = status == 2 and flag in said
-        where = applies.OPTIONS[name]
-        how = manners()[manner]
-        fits = verb in where.verbs_of(how) and (not where.chosen or how.takes(name))
+        where = applicability.OPTIONS[name]
+        how = launch_modes()[manner]
+        fits = verb in where.verbs_in(how) and (not where.by_scheduler or how.accepts(name))
         assert refused or (status == 0 and did != before[2]), (verb, manner, words, said, did)
         assert refused is not fits, (verb, manner, words, said)
 
@@ -293,11 +299,8 @@ def test_flux_is_refused_with_what_to_type_instead(deed: Deed) -> None:
 def test_a_range_of_nodes_where_their_number_can_change(deed: Deed, verb: str,
                                                         manner: str) -> None:  # fmt: skip
     status, said, _ = call(deed, verb, manner, ("--nnodes", "1:2"))
-    fits = (
-        verb == "run"
-        and not manners()[manner].scheduler.fixed_size_reason
-        and "script" not in manner
-    )
+    fixed = launch_modes()[manner].scheduler.fixed_size_reason
+    fits = verb == "run" and not fixed and "script" not in manner
     assert (status == 0) is fits, said
     if not fits and "range" in said:
         assert "--nnodes 1:2 is a range, which does not go with" in said
@@ -320,9 +323,9 @@ def test_wherever_it_was_given(deed: Deed, tmp_path: Path, monkeypatch: pytest.M
     assert status == 2
     assert f"{flag} ({variable}) does not apply to --via local" in said
     text = "true" if not value else json.dumps([value] if option.multiple else value)
-    settings_file = tmp_path / "paceline.toml"
-    settings_file.write_text(f"[run]\n{flag[2:]} = {text}\n")
-    trust.remember(settings_file, sources.read_settings_file(tmp_path))
+    path = tmp_path / "paceline.toml"
+    path.write_text(f"[run]\n{flag[2:]} = {text}\n")
+    trust.remember(path, read_settings_file(tmp_path))
     status, said, _ = call(deed, "run", "local", ())
     assert status == 2
     assert f"{flag} ([run] of paceline.toml) does not apply to --via local" in said
@@ -398,11 +401,11 @@ def test_what_is_typed_goes_before_the_file_where_a_run_is_left(
     shown: list[str] = []
     outcome = leave.Outcome(None, Host("n1"), local=True, run_id="1")
     monkeypatch.setattr(leave, "leave", lambda *_: outcome)
-    monkeypatch.setattr(attach, "attach_to", lambda run, **_: shown.append(str(run)) or 0)
+    monkeypatch.setattr(attached, "attach_to_run", lambda run, **_: shown.append(str(run)) or 0)
     done = CliRunner(env=dict.fromkeys(ALLOCATION)).invoke(program, ["run", *words, "job.py"])
     assert done.exit_code == 0, done.output
     assert bool(shown) is kept
-    assert ("come back:" in done.stderr) is not kept
+    assert ("attach: " in done.stderr) is not kept
 
 
 @pytest.mark.parametrize("hosts", ["lab", "lab:mine"])

@@ -20,9 +20,10 @@ import pytest
 from click.shell_completion import CompletionItem
 
 from each_case import each_case
-from paceline.cli import completion, program
-from paceline.cli.completion import SHELLS, VARIABLE
-from paceline.cli.suggest import VALUES
+from paceline.cli import program
+from paceline.cli.completion import shells
+from paceline.cli.completion.shells import SHELLS, VARIABLE
+from paceline.cli.completion.suggestions import VALUES
 
 PATIENCE_S = 90.0
 # parameters that take any text or number, which nobody can guess
@@ -160,7 +161,7 @@ def test_bash_replaces_only_what_follows_a_break(
     head: str, typed: str, value: str, inserted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COMP_WORDBREAKS", " \t\n\"'@><=;|&(:")
-    shell = completion.Bash(program, {}, "paceline", VARIABLE)
+    shell = shells.Bash(program, {}, "paceline", VARIABLE)
     assert shell.answer(CompletionItem(value), head, typed) == f"plain\t{inserted}"
 
 

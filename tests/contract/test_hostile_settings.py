@@ -17,7 +17,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from paceline.cli import program, sources
+from paceline.cli import options, program, settings_file, variables
 from paceline.hosts import apply_overrides, load_toml, read_hosts, write_hosts
 from paceline.spec.errors import PacelineError
 
@@ -120,7 +120,7 @@ def test_host_files(seed: int, tmp_path: Path) -> None:
 def test_variables(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ours and of schedulers; what a process can be given at all: no NUL."""
     chance = random.Random(200 + seed)
-    ours_are = [sources.variable_of(option) for option in sources.all_settings().values()]
+    ours_are = [variables.variable_of(option) for option in options.settings_registry().values()]
     theirs = ["SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE", "PBS_NODEFILE", "PET_NNODES",
               "MASTER_ADDR", "PET_MASTER_ADDR", "WORLD_SIZE", "GROUP_WORLD_SIZE",
               "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PACELINE_LAB"]  # fmt: skip
@@ -157,7 +157,7 @@ def call(argv: list[str], what: object) -> None:
 @pytest.mark.parametrize("seed", range(9))
 def test_settings_files(seed: int, tmp_path: Path) -> None:
     chance = random.Random(300 + seed)
-    keys = [*sources.all_settings(), "nnode", "é", "a.b", '""', "hosts.n1", "max_restarts"]
+    keys = [*options.settings_registry(), "nnode", "é", "a.b", '""', "hosts.n1", "max_restarts"]
     path = tmp_path / "paceline.toml"
     for _ in range(50):
         tables = []
@@ -179,23 +179,23 @@ def test_settings_files(seed: int, tmp_path: Path) -> None:
             apply_overrides(read_hosts("n1,n2", environ={}, cwd=tmp_path), toml)
 
         ours(read, text)
-        ours(lambda: sources.read_settings_file(tmp_path), text)
+        ours(lambda: settings_file.read_settings_file(tmp_path), text)
         call(chance.choice([["hosts"], ["run", "none.py"], ["status"], ["trust"]]), text)
 
 
 def test_a_settings_file_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "paceline.toml"
     path.mkdir()
-    ours(lambda: sources.read_settings_file(tmp_path), "a folder")
+    ours(lambda: settings_file.read_settings_file(tmp_path), "a folder")
     path.rmdir()
     path.write_bytes(b"a = 1\n" * (5 << 20))
-    ours(lambda: sources.read_settings_file(tmp_path), "30 MB")
+    ours(lambda: settings_file.read_settings_file(tmp_path), "30 MB")
     path.unlink()
     os.mkfifo(path)
-    ours(lambda: sources.read_settings_file(tmp_path), "a pipe")
+    ours(lambda: settings_file.read_settings_file(tmp_path), "a pipe")
     path.unlink()
     path.symlink_to(path)
-    ours(lambda: sources.read_settings_file(tmp_path), "a link to itself")
+    ours(lambda: settings_file.read_settings_file(tmp_path), "a link to itself")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from paceline.cli.setup_containers import command, parse_workers
+from paceline.cli.verbs.setup.containers import command, parse_workers
 from paceline.spec.errors import SettingError
 
 WORDS = ["--worker", "w1=10.0.0.11", "--worker", "w2=10.0.0.12", "--image", "base:1",

@@ -19,7 +19,7 @@ from typing import Any
 import click
 import pytest
 
-from paceline.cli.run import command
+from paceline.cli.verbs.run import command
 from paceline.launch import notify
 from paceline.report.record import Record
 from paceline.rundir import directory

@@ -176,7 +176,7 @@ def test_words_of_several_patterns_may_share_a_name() -> None:
 
 
 def test_an_option_of_ours_behind_the_script_is_put_where_it_belongs() -> None:
-    from paceline.cli.run import command
+    from paceline.cli.verbs.run import command
     from paceline.explain.rules.wrong_arguments import PACELINE_OPTIONS, match
 
     assert {flag for option in command.params for flag in option.opts} >= PACELINE_OPTIONS

@@ -17,8 +17,10 @@ from click.core import ParameterSource
 from click.testing import CliRunner
 
 from each_case import each_case
-from paceline.cli import VERBS, launch, program, sources, trust
-from paceline.cli.sources import TABLES_ARE_HOSTS
+from paceline.cli import VERBS, options, program, settings_file, trust, variables
+from paceline.cli.cluster import read_chosen_cluster, read_cluster
+from paceline.cli.settings import TABLES_ARE_HOSTS
+from paceline.cli.verbs.trust import command as trust_command
 from paceline.spec.errors import HostsError, PacelineError, SettingError
 from paceline.spec.hosts import Host
 
@@ -49,18 +51,18 @@ def verbs(group: click.Group, before: str = "") -> Iterator[tuple[str, click.Com
 
 
 WITH_SETTINGS = {
-    name: [p for p in command.params if isinstance(p, click.Option) and sources.is_setting(p)]
+    name: [p for p in command.params if isinstance(p, click.Option) and variables.is_setting(p)]
     for name, command in verbs(program)
 }
 CASES = [
-    pytest.param(verb, option, id=f"{verb} {sources.key_of(option)}")
+    pytest.param(verb, option, id=f"{verb} {variables.key_of(option)}")
     for verb, options in WITH_SETTINGS.items()
     for option in options
 ]
 TAKE_HOSTS = [
     verb
     for verb, options in WITH_SETTINGS.items()
-    if any(sources.key_of(option) == "hosts" for option in options)
+    if any(variables.key_of(option) == "hosts" for option in options)
 ]
 
 
@@ -94,14 +96,14 @@ def taken(verb: str, *typed: str, **environment: str) -> click.Context:
             return command.make_context(verb, [*typed, *ARGUMENTS.get(verb, [])])
 
 
-def settings_file(text: str) -> None:
+def write_settings(text: str) -> None:
     path = Path("paceline.toml")
     path.write_text(text)
-    trust.remember(path, sources.read_settings_file(Path.cwd()))
+    trust.remember(path, settings_file.read_settings_file(Path.cwd()))
 
 
 def values_of(option: click.Option) -> tuple[Any, Any]:
-    key = sources.key_of(option)
+    key = variables.key_of(option)
     if key in VALUES:
         return VALUES[key]
     kind = option.type
@@ -116,7 +118,7 @@ def values_of(option: click.Option) -> tuple[Any, Any]:
 
 
 def as_typed(option: click.Option, value: Any) -> list[str]:
-    flag = f"--{sources.key_of(option)}"
+    flag = f"--{variables.key_of(option)}"
     if isinstance(value, bool):
         return [flag] if value else list(option.secondary_opts)
     given = value if isinstance(value, list) else [value]
@@ -129,12 +131,12 @@ def as_variable(value: Any) -> str:
 
 @each_case(("verb", "option"), CASES)
 def test_a_setting_means_the_same_in_all_three_places(verb: str, option: click.Option) -> None:
-    key, variable = sources.key_of(option), sources.variable_of(option)
+    key, variable = variables.key_of(option), variables.variable_of(option)
     name = option.name or ""
     first, second = values_of(option)
     typed = taken(verb, *as_typed(option, first))
     by_variable = taken(verb, **{variable: as_variable(first)})
-    settings_file(f"[run]\n{key} = {json.dumps(first)}\n")
+    write_settings(f"[run]\n{key} = {json.dumps(first)}\n")
     by_file = taken(verb)
     assert typed.params[name] == by_variable.params[name] == by_file.params[name]
     assert typed.params[name] != option.get_default(typed)
@@ -224,16 +226,16 @@ def test_where_hosts_come_from(verb: str, monkeypatch: pytest.MonkeyPatch) -> No
         return taken(verb, *typed, **environment).params["hosts"]
 
     assert hosts() is None
-    settings_file("[hosts.n1]\n[hosts.n2]\n")
+    write_settings("[hosts.n1]\n[hosts.n2]\n")
     assert hosts() == TABLES_ARE_HOSTS
-    cluster = launch.read_cluster(taken(verb), TABLES_ARE_HOSTS)
+    cluster = read_cluster(taken(verb), TABLES_ARE_HOSTS)
     assert [host.name for host in cluster.hosts] == ["n1", "n2"]
     assert hosts("-H", "local") == "local"
     with monkeypatch.context() as inside:  # an allocation goes before tables, which only describe
         inside.setenv("SLURM_JOB_ID", "1")
         inside.setenv("SLURM_JOB_NODELIST", "n[1-2]")
         assert hosts() == (None if verb in JOB_VERBS else "slurm")
-    settings_file('[run]\nhosts = "n3,n4"\n[hosts.n1]\n')
+    write_settings('[run]\nhosts = "n3,n4"\n[hosts.n1]\n')
     assert hosts() == "n3,n4"
     assert hosts(PACELINE_OPT_HOSTS="n5,n6") == "n5,n6"
     assert hosts("-H", "n7,n8", PACELINE_OPT_HOSTS="n5,n6") == "n7,n8"
@@ -251,19 +253,19 @@ def test_it_is_said_where_hosts_come_from(
     text: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("machines").write_text("n1\nn2\n")
-    settings_file(text)
-    launch.chosen_hosts(taken("check"))
+    write_settings(text)
+    read_chosen_cluster(taken("check"))
     assert capsys.readouterr().err == f"paceline: {said}\n"
-    launch.chosen_hosts(taken("check", "-H", "n5,n6"))
+    read_chosen_cluster(taken("check", "-H", "n5,n6"))
     assert capsys.readouterr().err == ""
-    launch.chosen_hosts(taken("check", PACELINE_OPT_HOSTS="n[3-9]"))
+    read_chosen_cluster(taken("check", PACELINE_OPT_HOSTS="n[3-9]"))
 
 
 @pytest.mark.parametrize("typed", [("--rdzv", "h:1"), ("--via", "local"), ("--via", "slurm")])
 def test_tables_are_no_hosts_where_something_else_chooses(typed: tuple[str, ...]) -> None:
-    settings_file("[hosts.n1]\n")
+    write_settings("[hosts.n1]\n")
     assert taken("run", *typed).params["hosts"] is None
-    settings_file('[run]\nhosts = "n1,n2"\n')  # nor is what is usual, where this is typed
+    write_settings('[run]\nhosts = "n1,n2"\n')  # nor is what is usual, where this is typed
     assert taken("run", *typed).params["hosts"] is None
     assert taken("run", "-H", "n1", *typed).params["hosts"] == "n1"  # to be refused
 
@@ -279,7 +281,7 @@ def test_the_lab_brings_its_ssh_config(verb: str, monkeypatch: pytest.MonkeyPatc
     def config(*typed: str, **environment: str) -> Any:
         return taken(verb, *typed, **environment).params["ssh_config"]
 
-    settings_file('[run]\nhosts = "lab"\n')
+    write_settings('[run]\nhosts = "lab"\n')
     assert config() == tmp_path / "up" / "ssh_config"
     assert config("-H", "lab:mine") == tmp_path / "mine" / "ssh_config"
     assert config("-H", "lab:4") is None  # a host called lab, with four slots
@@ -321,22 +323,22 @@ def demand(key: str, value: object, verb: str = "run") -> PacelineError:
 
 @each_case("key", sorted(trust.GUARDED))
 def test_a_file_names_programs_only_when_it_is_trusted(key: str) -> None:
-    value = values_of(sources.all_settings()[key])[0]
+    value = values_of(options.settings_registry()[key])[0]
     assert "paceline trust" in demand(key, value).remedy
-    done = CliRunner().invoke(trust.command)
+    done = CliRunner().invoke(trust_command)
     assert done.exit_code == 0, done.output
     assert f"[run] {key} =" in done.output
     taken("run")
     Path("paceline.toml").write_text(Path("paceline.toml").read_text() + "nnodes = 2\n")
     taken("run")  # what needs no trust may change
-    CliRunner().invoke(trust.command, ["--revoke"])
+    CliRunner().invoke(trust_command, ["--revoke"])
     with pytest.raises(SettingError, match="not trusted"):
         taken("run")
 
 
 def test_trust_ends_when_the_setting_changes() -> None:
     demand("mpiexec", "./good.sh")
-    CliRunner().invoke(trust.command)
+    CliRunner().invoke(trust_command)
     taken("run")
     demand("mpiexec", "./evil.sh")
 
@@ -354,23 +356,23 @@ def test_the_python_of_a_host_needs_trust(text: str) -> None:
     Path("paceline.toml").write_text(text)
     ctx = taken("check")
     with pytest.raises(SettingError, match="Python of a host"):
-        launch.read_cluster(ctx, ctx.params["hosts"])
+        read_cluster(ctx, ctx.params["hosts"])
     typed = taken("check", "-H", "other")
     if "run" in text:  # a description that was typed says what it likes
-        assert launch.read_cluster(typed, "other").hosts == (Host("n1", python="/x"),)
-    CliRunner().invoke(trust.command)
+        assert read_cluster(typed, "other").hosts == (Host("n1", python="/x"),)
+    CliRunner().invoke(trust_command)
     ctx = taken("check")
-    assert launch.read_cluster(ctx, ctx.params["hosts"]).hosts[0].python == "/x"
+    assert read_cluster(ctx, ctx.params["hosts"]).hosts[0].python == "/x"
 
 
 def test_the_environment_of_a_host_needs_trust() -> None:
     Path("paceline.toml").write_text('[hosts.n1.env]\nLD_PRELOAD = "/x"\n')
     ctx = taken("check")
     with pytest.raises(SettingError, match="environment of a host") as caught:
-        launch.read_cluster(ctx, "n1")
+        read_cluster(ctx, "n1")
     assert "[hosts.n1] env" in caught.value.found
-    CliRunner().invoke(trust.command)
-    assert launch.read_cluster(taken("check"), "n1").hosts[0].env == {"LD_PRELOAD": "/x"}
+    CliRunner().invoke(trust_command)
+    assert read_cluster(taken("check"), "n1").hosts[0].env == {"LD_PRELOAD": "/x"}
 
 
 @pytest.mark.parametrize("how", ["of another user", "writable for all", "a planted link"])
@@ -379,7 +381,7 @@ def test_a_file_of_somebody_else_runs_nothing(how: str, monkeypatch: pytest.Monk
 
     path = Path("paceline.toml")
     path.write_text('[run]\nmpiexec = "./evil.sh"\nnnodes = 2\n')
-    trust.remember(path, sources.read_settings_file(Path.cwd()))
+    trust.remember(path, settings_file.read_settings_file(Path.cwd()))
     if how == "writable for all":
         path.chmod(0o646)
     elif os.geteuid() == 0:
@@ -392,7 +394,7 @@ def test_a_file_of_somebody_else_runs_nothing(how: str, monkeypatch: pytest.Monk
     with pytest.raises(SettingError, match="may not set mpiexec"):
         taken("run")
     assert taken("run", "--mpiexec", "mine").params["nnodes"] == 2  # the rest is used
-    refused = CliRunner().invoke(trust.command)
+    refused = CliRunner().invoke(trust_command)
     assert isinstance(refused.exception, SettingError)
 
 

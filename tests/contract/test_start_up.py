@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.completion import VARIABLE
+from paceline.cli.completion.shells import VARIABLE
 
 PATIENCE_S = 120.0
 # whoever needs one of them imports it where that is

@@ -11,7 +11,7 @@ import pytest
 
 from each_case import each_case
 from paceline.cli import torchrun
-from paceline.cli.run import command
+from paceline.cli.verbs.run import command
 from paceline.spec.errors import SettingError
 from paceline.spec.nodes import NodeRange
 
@@ -52,7 +52,7 @@ def typed(*words: str) -> dict[str, Any]:
 def test_an_option_of_torchrun(spelling: str, valued: bool) -> None:
     plain = spelling.replace("_", "-")
     words = [spelling, VALUES.get(plain, "word")] if valued else [spelling]
-    if plain in torchrun.REFUSED | torchrun.REFUSED_FLAGS:
+    if plain in torchrun.UNSUPPORTED | torchrun.UNSUPPORTED_FLAGS:
         with pytest.raises(SettingError) as caught:
             typed(*words)
         assert plain in caught.value.message
@@ -105,5 +105,5 @@ def test_processes_a_node(given: str, taken: object) -> None:
 
 def test_no_alias_stands_in_the_help_or_in_the_environment() -> None:
     hidden = [p for p in command.params if isinstance(p, click.Option) and p.hidden]
-    assert len(hidden) == len(torchrun.REFUSED) + len(torchrun.REFUSED_FLAGS) + 2
+    assert len(hidden) == len(torchrun.UNSUPPORTED) + len(torchrun.UNSUPPORTED_FLAGS) + 2
     assert not any(option.envvar for option in hidden)

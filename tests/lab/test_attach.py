@@ -158,7 +158,7 @@ def test_ctrl_c_ends_a_run_on_a_host_and_a_closed_terminal_leaves_it(
             ends[signum] = attached.returncode, file.read_text()
         code, said_then = ends[signal.SIGHUP]
         assert code == 0
-        assert "the run goes on; to come back: paceline attach two" in said_then
+        assert "the run continues; to attach again: paceline attach two" in said_then
         code, said_then = ends[signal.SIGINT]
         assert code == 143, said_then
         assert "once more to stop at once" in said_then
@@ -212,7 +212,7 @@ def test_a_run_of_another_terminal_saves_tells_and_goes_on(tmp_path: Path) -> No
             os.close(theirs)
             shown = read_until(ours, b"leaves it running")
             attached.send_signal(signal.SIGTSTP)
-            shown += read_until(ours, b"to come back")
+            shown += read_until(ours, b"to attach again")
             attached.wait(PATIENCE_S)
         os.close(ours)
         assert attached.returncode == 0, shown

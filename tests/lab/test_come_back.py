@@ -121,7 +121,7 @@ def test_the_machine_that_started_a_run_dies_and_another_looks_at_it_and_ends_it
 ) -> None:
     left = mine.typed("run", "-H", "hostfile", "--detach", "--no-torch", "--run-dir", "runs/one",
                       "count.py", "9999", "0.1")  # fmt: skip
-    assert "supervised on n2\n  come back:  paceline attach one\n" in left
+    assert "supervised on n2\n  attach:     paceline attach one\n" in left
     strike_dead(site)
     assert "one @n2  running" in other.typed("runs", "-H", "hostfile")
     assert "supervisor: on n2" in other.typed("status", "-H", "hostfile")

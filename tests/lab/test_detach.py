@@ -62,8 +62,8 @@ def test_a_run_goes_on_without_the_machine_that_started_it(site: Site) -> None:
     words = ("--detach", "--no-torch", "--env", "T_TOKEN", "--max-restarts", "1")
     left = site.run(*words, "member.py", "7", "fails", "1", env={"T_TOKEN": SECRET})
     assert left.code == 0, left.err
-    assert "goes on without this command, supervised on n1\n" in left.err
-    assert f"  come back:  paceline attach {left.directory}\n" in left.err
+    assert "continues without this command, supervised on n1\n" in left.err
+    assert f"  attach:     paceline attach {left.directory}\n" in left.err
     folder = folder_of(site, "n1", left.directory)
     about = json.loads((folder / "about.json").read_text())
     assert about["ended"] is None
@@ -292,7 +292,7 @@ def test_kept_it_outlives_ctrl_z_and_the_closed_window(site: Site) -> None:
         shown = shown_until(terminal, b"Ctrl-Z leaves it running")
         assert b"Ctrl-Z leaves it running" in shown, shown
         os.write(terminal, b"\x1a")
-        shown = shown_until(terminal, b"to come back: paceline attach")
+        shown = shown_until(terminal, b"to attach again: paceline attach")
         assert kept.wait(PATIENCE_S) == 0, shown
     folder = folder_of(site, "n1", run)
     log = folder / "run/logs/n3/2.log"
@@ -352,7 +352,7 @@ def test_on_this_machine_without_ssh(tmp_path: Path) -> None:
     done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True,
                           timeout=PATIENCE_S, text=True, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "supervised on this machine\n  come back:  paceline attach one\n" in done.stderr
+    assert "supervised on this machine\n  attach:     paceline attach one\n" in done.stderr
     run = tmp_path / "runs/one"
     assert not (run / "result.json").exists()
     assert eventually((run / "result.json").exists)

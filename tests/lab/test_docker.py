@@ -101,7 +101,7 @@ def test_left_it_goes_on_in_its_containers(transport: Transport, docker: Docker)
     words = ("--detach", "--supervisor", "n2", "--no-torch", "-p", "1", "member.py", "9999")
     left = transport.run(*words)
     assert left.code == 0, left.err
-    assert "goes on without this command, supervised on n2\n" in left.err
+    assert "continues without this command, supervised on n2\n" in left.err
     back = left.json("detached.json")
     there = transport.site.lab.home("n2") / ".cache/paceline/detached" / back["run_id"]
     logs = [there / f"run/logs/n{rank + 1}/{rank}.log" for rank in (0, 1)]

@@ -710,7 +710,7 @@ def _as_user(uid: int, argv: list[str], source: str) -> subprocess.CompletedProc
 
 # --- the commands
 
-CLI = "from paceline.cli.lab import command; command()"
+CLI = "from paceline.cli.verbs.lab import command; command()"
 
 
 def paceline_lab(*words: str) -> subprocess.CompletedProcess[str]:

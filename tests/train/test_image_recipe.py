@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from paceline.cli import use as cli
+from paceline.cli import model_scripts
+from paceline.cli.verbs.evaluate import read_model_config
 from paceline.recipes import image
 from paceline.recipes.data.images import Request, load
 from paceline.recipes.use import evaluate, predict
@@ -116,10 +117,10 @@ def test_an_interrupted_run_is_evaluated(
 ) -> None:
     """Its best checkpoint holds all that is needed."""
     shutil.copytree(trained / "checkpoints", tmp_path / "checkpoints")
-    assert cli.run_folder(tmp_path) == tmp_path
+    assert model_scripts.model_folder(tmp_path) == tmp_path
     best = json.loads((trained / "checkpoints/best.json").read_text())["step"]
     assert f"no finished model: using its checkpoint {best}\n" in capsys.readouterr().err
-    assert cli.described(tmp_path)["data"]["source"] == "digits"
+    assert read_model_config(tmp_path)["data"]["source"] == "digits"
     figures = tmp_path / "figures.json"
     assert evaluate.main([f"--run={tmp_path}", f"--json={figures}"]) == 0
     records = (json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines())

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paceline.cli.recipe import script
+from paceline.cli.verbs.recipe import script
 from paceline.recipes.data.pairs import numbers
 from paceline.recipes.data.texts import meals
 

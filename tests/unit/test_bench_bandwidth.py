@@ -34,7 +34,13 @@ from paceline.bench.link_rates import (
     slot_rate,
     verdict,
 )
-from paceline.cli.bench_collectives import Found, conclusion, hosts_of, judge, limits
+from paceline.cli.verbs.bench.collectives import (
+    Measurements,
+    conclusion,
+    find_problems,
+    hosts_of,
+    limits,
+)
 from paceline.report.heatmap import svg
 from paceline.spec.errors import SettingError
 
@@ -81,21 +87,21 @@ def test_the_table_counts_wrong_values() -> None:
     lines = "\n".join(format_rows(rows))
     assert "# Out of bounds values : 3 FAILED" in lines
     assert "busbw" in lines
-    result = Found(tuple(rows), {"ranks": 2, "nodes": 2, "backend": "gloo"}, {})
-    assert judge(result, None, None) == ["all_reduce of 8 bytes: 3 wrong values"]
-    assert conclusion(result, judge(result, None, None)).startswith("failed: all_reduce")
+    found = Measurements(tuple(rows), {"ranks": 2, "nodes": 2, "backend": "gloo"}, {})
+    assert find_problems(found, None, None) == ["all_reduce of 8 bytes: 3 wrong values"]
+    assert conclusion(found, find_problems(found, None, None)).startswith("failed: all_reduce")
 
 
 def test_thresholds() -> None:
     rows = (make_row("all_reduce", 3_000_000, "float", "sum", 0, 2, 1.0, 0),)
     links = {("n1", "n2"): 100e6, ("n10", "n2"): 120e6}
-    result = Found(rows, {"ranks": 2, "nodes": 2, "backend": "gloo"}, links)
+    found = Measurements(rows, {"ranks": 2, "nodes": 2, "backend": "gloo"}, links)
     assert peak_bandwidth(rows, "all_reduce") == pytest.approx(0.012)
     assert share(0.012, 100e6) == pytest.approx(0.96)
-    assert judge(result, 0.01, 0.9) == []
-    assert len(judge(result, 1.0, 0.99)) == 2
-    assert hosts_of(result) == ["n1", "n2", "n10"]
-    assert "96% of the slowest link" in conclusion(result, [])
+    assert find_problems(found, 0.01, 0.9) == []
+    assert len(find_problems(found, 1.0, 0.99)) == 2
+    assert hosts_of(found) == ["n1", "n2", "n10"]
+    assert "96% of the slowest link" in conclusion(found, [])
 
 
 # of nccl-tests 2.13 itself, on 72 GPUs (coreweave/nccl-tests 43)
@@ -194,9 +200,9 @@ def test_a_way_counts_as_slow_only_when_it_stays_slow(second: float, slow: int) 
 
 def test_more_than_the_rate_of_tcp_is_no_share_of_it() -> None:
     rows = (make_row("all_reduce", 3_000_000, "float", "sum", 0, 2, 1.0, 0),)
-    result = Found(rows, {"ranks": 2, "nodes": 2, "backend": "gloo"}, {("n1", "n2"): 50e6})
-    assert "%" not in conclusion(result, [])
-    assert "more than TCP reached" in conclusion(result, [])
+    found = Measurements(rows, {"ranks": 2, "nodes": 2, "backend": "gloo"}, {("n1", "n2"): 50e6})
+    assert "%" not in conclusion(found, [])
+    assert "more than TCP reached" in conclusion(found, [])
 
 
 def test_what_tcp_has_said_already_is_not_said_again() -> None:
@@ -217,8 +223,10 @@ def test_what_wire_and_card_are_good_for() -> None:
     assert nominal_rates(plan, facts) == {"n1": 1e11, "n2": 1e9}
     rows = (make_row("all_reduce", 25_000_000, "float", "sum", 0, 2, 1.0, 0),)
     place = HostRates("n1", "A100", 1e12, 24e9, "16.0 GT/s PCIe x16")
-    result = Found(rows, {"ranks": 2, "nodes": 2}, {}, ways=LinkRates((place,)), wires={"n1": 1e9})
-    assert limits(result) == [
+    found = Measurements(
+        rows, {"ranks": 2, "nodes": 2}, {}, ways=LinkRates((place,)), wires={"n1": 1e9}
+    )
+    assert limits(found) == [
         "n1: A100: wire 0.125 GB/s, copies 1e+03 GB/s in memory, feeds its card 24 GB/s of "
         "31.5 GB/s (16.0 GT/s PCIe x16)",
         "all_reduce uses 80% of the slowest wire on the bus",

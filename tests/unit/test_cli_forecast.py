@@ -11,7 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.bench.forecast import Probe, Timed, Wire
-from paceline.cli import bench_scaling, forecast, program
+from paceline.cli import program
+from paceline.cli.measure import forecasts, probes, project_code
+from paceline.cli.verbs import forecast as forecast_verb
+from paceline.cli.verbs.bench import scaling as scaling_verb
 from paceline.launch import launcher, summary
 from paceline.spec.errors import ConnectError, JobError, SettingError
 from paceline.spec.hosts import Cluster, Host
@@ -43,17 +46,17 @@ class Fake:
 KINDS = {"n1": "a", "n2": "a", "n3": "b", "n4": "b"}
 
 
-measured_links = forecast.links
+measured_links = probes.measure_links
 
 
 @pytest.fixture(autouse=True)
 def kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forecast, "links", lambda probing: ({}, KINDS))
+    monkeypatch.setattr(probes, "measure_links", lambda probing: ({}, KINDS))
 
 
 def test_one_of_each_kind_is_tried_alone_and_the_first_two_together() -> None:
     fake = Fake(4)
-    known = forecast.look(fake, 8)  # type: ignore[arg-type]
+    known = probes.measure(fake, 8)  # type: ignore[arg-type]
     assert fake.tried == [
         ("n1", (), (1.0, 0.5, 0.125)),
         ("n3", (64, 32, 8), ()),
@@ -67,13 +70,13 @@ def test_hosts_of_a_kind_that_differ_are_tried_each(capsys: pytest.CaptureFixtur
     """Else the time for which one waits for the other would be the link's."""
     fake = Fake(3)
     fake.slow_n2 = 2.5
-    known = forecast.look(fake, 3)  # type: ignore[arg-type]
+    known = probes.measure(fake, 3)  # type: ignore[arg-type]
     assert [names for names, _, _ in fake.tried] == ["n1", "n3", "n1 n2", "n2"]
     assert known.alone["n2"] != known.alone["n1"]
     assert "n2 computes 2.5 times as long as n1" in capsys.readouterr().err
     alike = Fake(3)
     alike.slow_n2 = 1.2
-    forecast.look(alike, 3)  # type: ignore[arg-type]
+    probes.measure(alike, 3)  # type: ignore[arg-type]
     assert [names for names, _, _ in alike.tried] == ["n1", "n3", "n1 n2"]
 
 
@@ -86,7 +89,7 @@ def test_a_price_is_a_number(price: str) -> None:
 
 def test_every_host_on_request_and_the_batch_of_each_kept() -> None:
     fake = Fake(3, each_host=True, weak=True)
-    forecast.look(fake, 3)  # type: ignore[arg-type]
+    probes.measure(fake, 3)  # type: ignore[arg-type]
     assert [names for names, _, _ in fake.tried] == ["n1", "n2", "n3", "n1 n2"]
     assert fake.tried[-1][1] == (128,)
 
@@ -100,24 +103,24 @@ def test_hosts_that_are_away_are_named_before_anything_is_tried(
         return SimpleNamespace(refusals={"n3": {"found": "it did not answer"}}, evidence={})
 
     monkeypatch.setattr(runner, "survey_hosts", examined)
-    monkeypatch.setattr(forecast, "links", measured_links)
+    monkeypatch.setattr(probes, "measure_links", measured_links)
     hosts = tuple(map(Host, ("n1", "n2", "n3")))
     params = {"hosts": "n1,n2,n3", "python": None, "iface": None, "ssh_config": None,
               "accept_new_host_keys": False, "weak": False}  # fmt: skip
     probing = SimpleNamespace(
         cluster=Cluster(hosts),
         ctx=SimpleNamespace(params=params),
-        via=SimpleNamespace(scheduler=SimpleNamespace(is_direct=True)),
+        dispatch=SimpleNamespace(scheduler=SimpleNamespace(is_direct=True)),
     )
     with pytest.raises(ConnectError, match="1 host cannot be reached: n3") as refused:
-        forecast.look(probing, 3)  # type: ignore[arg-type]
+        probes.measure(probing, 3)  # type: ignore[arg-type]
     assert "n3: it did not answer" in refused.value.render()
     assert "-H n1,n2" in refused.value.render()
 
 
 def test_one_host_alone() -> None:
     fake = Fake(1)
-    forecast.look(fake, 2)  # type: ignore[arg-type]
+    probes.measure(fake, 2)  # type: ignore[arg-type]
     assert [names for names, _, _ in fake.tried] == ["n1"]
 
 
@@ -127,12 +130,12 @@ def test_a_script_that_tells_no_steps_is_refused(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text("# started by: paceline run job.py\nimport torch")
     (tmp_path / "loop.py").write_text("from paceline import train")
     with pytest.raises(SettingError, match="does not train with paceline"):
-        forecast.refuse_without_steps(job)  # another script of the same folder does
+        project_code.require_training_library(job)  # another script of the same folder does
     (tmp_path / "job.py").write_text("from parts import both")
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts/__init__.py").write_text("")
     (tmp_path / "parts/both.py").write_text("import json, loop")
-    forecast.refuse_without_steps(job)
+    project_code.require_training_library(job)
 
 
 def test_all_code_that_is_sent_is_looked_at(
@@ -148,16 +151,16 @@ def test_all_code_that_is_sent_is_looked_at(
     (tmp_path / "venv/lib/e.py").write_text("import paceline")  # it is no code of the project
     (tmp_path / "gone.py").symlink_to("nowhere")
     with pytest.raises(SettingError, match="does not train with paceline"):
-        forecast.refuse_without_steps(job)
+        project_code.require_training_library(job)
     for module in ("nosuch", "json", "a"):
         with pytest.raises(SettingError, match="does not train with paceline"):
-            forecast.refuse_without_steps(Entry("module", module))
-    monkeypatch.setattr(forecast, "MOST_FILES", 3)  # the others were not looked at
-    forecast.refuse_without_steps(job)
+            project_code.require_training_library(Entry("module", module))
+    monkeypatch.setattr(project_code, "MAX_FILES", 3)  # the others were not looked at
+    project_code.require_training_library(job)
     monkeypatch.undo()
     (tmp_path / "c/d.py").write_text("from paceline import train")
     monkeypatch.chdir(tmp_path / "c")
-    forecast.refuse_without_steps(Entry("script", "../job.py"))
+    project_code.require_training_library(Entry("script", "../job.py"))
 
 
 def typed(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[str, Any, Any]:
@@ -169,7 +172,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[str, Any, Any]:
         assert all(path.is_dir() for path in seen[2])
         raise JobError("enough")
 
-    monkeypatch.setattr(forecast, "look", look)
+    monkeypatch.setattr(forecast_verb, "measure", look)
     done = CliRunner().invoke(program, ["forecast", *words])
     return done.output, done.exception, seen
 
@@ -193,7 +196,7 @@ def test_a_recipe_is_tried_with_all_that_its_training_has(
         tried.append(job)
         raise JobError("enough")
 
-    monkeypatch.setattr(bench_scaling, "climb", climb)
+    monkeypatch.setattr(scaling_verb, "run_ladder", climb)
     CliRunner().invoke(program, ["bench", "scaling", "--recipe", "text", *words])
     same = [word for word in args if word not in (str(inputs[0]), "--data-dir")]
     assert [word for word in tried[0].entry.args if word in same] == same
@@ -240,8 +243,8 @@ def test_the_table_is_said_even_where_it_cannot_be_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    known = forecast.look(Fake(2), 2)  # type: ignore[arg-type]
-    monkeypatch.setattr(forecast, "look", lambda probing, most: known)
+    known = probes.measure(Fake(2), 2)  # type: ignore[arg-type]
+    monkeypatch.setattr(forecast_verb, "measure", lambda probing, most: known)
     Path("out/forecast.json").mkdir(parents=True)
     done = CliRunner().invoke(program, ["forecast", "--out", "out", "image"])
     assert isinstance(done.exception, SettingError)
@@ -253,7 +256,7 @@ def test_the_table_is_said_even_where_it_cannot_be_kept(
 
 
 def test_logs_of_a_try_that_failed_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forecast.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(probes.tempfile, "tempdir", str(tmp_path))
     code, kept = 1, []
 
     def run_job(*_: Any, run_dir: Path, **__: Any) -> Any:
@@ -264,11 +267,11 @@ def test_logs_of_a_try_that_failed_stay(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(launcher, "run_job", run_job)
     monkeypatch.setattr(summary, "report_failure", lambda outcome: "logs are in …")
-    monkeypatch.setattr(forecast, "transport_of", lambda params, what: object())
-    via = SimpleNamespace()
+    monkeypatch.setattr(probes, "require_transport", lambda params, what: object())
+    dispatch = SimpleNamespace()
     ctx = SimpleNamespace(params={"seconds": 0.0})
     job = Job("t", Entry("script", "job.py"), str(tmp_path), "python3")
-    probing = forecast.Probing(ctx, job, Cluster((Host("n1"),)), via, False)  # type: ignore[arg-type]
+    probing = probes.Prober(ctx, job, Cluster((Host("n1"),)), dispatch, False)  # type: ignore[arg-type]
     with pytest.raises(JobError, match="the few steps on n1 failed"):
         probing.on((Host("n1"),))
     assert kept[0].is_dir()
@@ -284,7 +287,7 @@ def test_logs_of_a_try_that_failed_stay(tmp_path: Path, monkeypatch: pytest.Monk
 def test_incomplete_steps_are_an_error_of_the_job(said: str, tmp_path: Path) -> None:
     (tmp_path / "steps.json").write_text(said)
     with pytest.raises(JobError, match="ended before its first steps"):
-        forecast.read_probe(tmp_path / "steps.json")
+        probes.read_probe(tmp_path / "steps.json")
 
 
 @pytest.mark.parametrize(
@@ -297,7 +300,7 @@ def test_incomplete_steps_are_an_error_of_the_job(said: str, tmp_path: Path) -> 
         (("image", "--plan"), "--plan does not apply"),
         (("imgae",), "there is no recipe or script imgae\n  remedy: did you mean image?"),
         (("--compare", ".", "image"), "--compare takes a run"),
-        (("--compare", "."), ". is no run directory"),
+        (("--compare", "."), ". is not a run directory"),
         (("--compare", "short"), "does not tell what a step took"),  # its name below runs/
     ],
 )
@@ -338,12 +341,12 @@ def made(folder: Path, told: Any, *, entry: Any = None, records: Any = None) -> 
 def test_a_run_beside_its_forecast(tmp_path: Path) -> None:
     run = made(tmp_path, None)
     with pytest.raises(SettingError, match="no forecast of the command"):
-        forecast.comparison(run)
-    assert forecast.after_run(run) == ""
+        forecasts.comparison(run)
+    assert forecasts.compare_at_end(run) == ""
     made(tmp_path, TOLD)
-    found = forecast.comparison(run)
+    found = forecasts.comparison(run)
     assert found["came"]["seconds"] == pytest.approx(0.15)  # the first record has the start
-    text = " ".join(forecast.after_run(run).split())
+    text = " ".join(forecasts.compare_at_end(run).split())
     assert "forecast to take 0.125 s" in text
     assert "took 0.15 s: 20% longer, inside the error bar" in text
     assert json.loads((run / "forecast.json").read_text()) == found
@@ -367,25 +370,25 @@ DAMAGED = [
 @pytest.mark.parametrize("told", DAMAGED)
 def test_a_damaged_forecast_fails_no_run(told: Any, tmp_path: Path) -> None:
     run = made(tmp_path, told)
-    assert forecast.after_run(run) == ""
+    assert forecasts.compare_at_end(run) == ""
     done = CliRunner().invoke(program, ["forecast", "--compare", str(run)])
     assert isinstance(done.exception, SettingError)
     assert (done.exception.exit_code, done.stdout) == (2, "")
     near = tmp_path / "runs/forecast-0"
     near.mkdir()
     (near / "forecast.json").write_text(json.dumps(TOLD))  # a sound one beside it counts
-    assert "forecast to take" in forecast.after_run(run)
+    assert "forecast to take" in forecasts.compare_at_end(run)
 
 
 @pytest.mark.parametrize("name", ["step", "samples", "samples_per_s", "split"])
 @pytest.mark.parametrize("odd", [None, "x", [], {}, -1])
 def test_damaged_records_fail_no_run(name: str, odd: Any, tmp_path: Path) -> None:
     one = {"split": "train", "step": 1, "samples": 640, "samples_per_s": 64.0, name: odd}
-    assert forecast.after_run(made(tmp_path, TOLD, records=[one, one])) == ""
+    assert forecasts.compare_at_end(made(tmp_path, TOLD, records=[one, one])) == ""
     run = made(tmp_path, TOLD)
     for nodes in ([1, None], 1, None):
         (run / "plan.json").write_text(json.dumps({"entry": 1, "nodes": nodes}))
-        assert forecast.after_run(run) == ""
+        assert forecasts.compare_at_end(run) == ""
 
 
 @pytest.mark.parametrize(
@@ -409,14 +412,14 @@ def test_a_forecast_of_something_else_is_not_put_beside(
 ) -> None:
     run = made(tmp_path, {**TOLD, **other})
     with pytest.raises(SettingError) as caught:
-        forecast.comparison(run)
+        forecasts.comparison(run)
     assert message in caught.value.render()
-    assert forecast.after_run(run) == ""
+    assert forecasts.compare_at_end(run) == ""
 
 
 def test_hosts_beyond_those_that_there_were_may_be_any(tmp_path: Path) -> None:
     beyond = {"forecasts": [{**ONE, "names": ["n1", "n1+1"]}], "model": {"alone": {"n1": {}}}}
-    assert "forecast to take" in forecast.after_run(made(tmp_path, {**TOLD, **beyond}))
+    assert "forecast to take" in forecasts.compare_at_end(made(tmp_path, {**TOLD, **beyond}))
 
 
 def test_a_recipe_is_known_again_by_what_changes_a_step(tmp_path: Path) -> None:
@@ -424,9 +427,9 @@ def test_a_recipe_is_known_again_by_what_changes_a_step(tmp_path: Path) -> None:
     told = {**TOLD, "command": ["module", target, "--data=/a.csv", "--data-dir", "/tmp/x"]}
     args = ["--data=/a.csv", "--log-every=2", "--keep=1", "--data-dir", "/tmp/y"]
     run = made(tmp_path, told, entry={"kind": "module", "target": target, "args": args})
-    assert "forecast to take" in forecast.after_run(run)
+    assert "forecast to take" in forecasts.compare_at_end(run)
     made(tmp_path, told, entry={"kind": "module", "target": target, "args": [*args, "--lr=1"]})
-    assert forecast.after_run(run) == ""
+    assert forecasts.compare_at_end(run) == ""
 
 
 def job_on(count: int, **more: Any) -> tuple[Job, Cluster]:
@@ -446,12 +449,12 @@ def test_the_fastest_hosts_of_a_forecast_are_taken(tmp_path: Path) -> None:
     told = {**TOLD, "forecasts": every, "model": {"alone": {"n1": {}, "n2": {}, "n3": {}}}}
     run = made(tmp_path, told)
     job, cluster = job_on(3)
-    chosen, why = forecast.fastest_of(job, cluster, run)
+    chosen, why = forecasts.choose_fastest(job, cluster, run)
     assert [host.name for host in chosen.hosts] == ["n1", "n3"]
     assert chosen.among == ("n1", "n2", "n3")  # of which weights may be stated
     assert "n1, n3 (2 of 3 hosts): 0.1 s a step" in why
     with pytest.raises(SettingError, match="needs a forecast") as raised:  # n4 was not looked at
-        forecast.fastest_of(job, job_on(4)[1], run)
+        forecasts.choose_fastest(job, job_on(4)[1], run)
     assert "nothing is known there of n4" in raised.value.render()
 
 
@@ -473,5 +476,5 @@ def test_no_hosts_are_taken_for_the_fastest_without_a_forecast_of_them(
 ) -> None:
     job, cluster = job_on(2, **more)
     with pytest.raises(SettingError) as raised:
-        forecast.fastest_of(job, cluster, made(tmp_path, told))
+        forecasts.choose_fastest(job, cluster, made(tmp_path, told))
     assert message in raised.value.render()

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from paceline import cli
-from paceline.cli import program, sources
+from paceline.cli import job_options, options, program, settings_file
 from paceline.launch.entry import entry_of, preload_of
 from paceline.remote import this_machine
 from paceline.spec.errors import SettingError
@@ -41,12 +41,12 @@ from paceline.spec.hosts import Cluster, Host
 )
 def test_a_value_that_cannot_be_is_refused(key: str, value: object) -> None:
     with pytest.raises(SettingError, match=key):
-        sources.converted(sources.all_settings()[key], key, value)
+        settings_file.convert_value(options.settings_registry()[key], key, value)
 
 
 def test_values_of_the_file() -> None:
     def taken(key: str, value: object) -> object:
-        return sources.converted(sources.all_settings()[key], key, value)
+        return settings_file.convert_value(options.settings_registry()[key], key, value)
 
     assert taken("lease", 20) == 20.0
     assert taken("env", "A=1") == ("A=1",)
@@ -60,7 +60,7 @@ def test_values_of_the_file() -> None:
 
 def test_variables_with_values_and_forwarded_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("T_MINE", "of mine")
-    public, forwarded = sources.parse_env(("A=1", "B=", "C=x=y", "D=a b\n", "T_MINE"))
+    public, forwarded = job_options.parse_env(("A=1", "B=", "C=x=y", "D=a b\n", "T_MINE"))
     assert public == {"A": "1", "B": "", "C": "x=y", "D": "a b\n"}
     assert forwarded == {"T_MINE": "of mine"}
 
@@ -68,12 +68,12 @@ def test_variables_with_values_and_forwarded_ones(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("given", ["", "=x", "A\0=1"])
 def test_what_names_no_variable(given: str) -> None:
     with pytest.raises(SettingError, match="--env"):
-        sources.parse_env((given,))
+        job_options.parse_env((given,))
 
 
 def test_a_variable_that_is_not_there() -> None:
     with pytest.raises(SettingError, match="T_NOWHERE"):
-        sources.parse_env(("T_NOWHERE",))
+        job_options.parse_env(("T_NOWHERE",))
 
 
 # --- the script
@@ -184,7 +184,7 @@ finally:
 """
 
 
-@pytest.mark.parametrize(("argv", "most"), [(["--help"], 150), (["run", "--help"], 190)])
+@pytest.mark.parametrize(("argv", "most"), [(["--help"], 150), (["run", "--help"], 195)])
 def test_help_imports_little(argv: list[str], most: int) -> None:
     """What is imported is what a start costs."""
     done = subprocess.run(

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from paceline.cli import elsewhere, overview
+from paceline.cli.runs import detached, sync
+from paceline.cli.verbs import runs as runs_verb
 from paceline.remote import this_machine
 from paceline.remote.openssh import SshOptions
 from paceline.rundir import detached_file, ownership
@@ -70,12 +71,12 @@ def test_nobody_is_logged_in_to_by_what_somebody_else_wrote(
         raise AssertionError("a host was logged in to")
 
     monkeypatch.setattr(follow, "connect_all", dialled)
-    monkeypatch.setattr(elsewhere, "left_on", dialled)
+    monkeypatch.setattr(detached, "find_detached", dialled)
     with pytest.raises(SettingError, match="not written by you") as caught:
-        elsewhere.up_to_date(path)
+        sync.sync_run(path)
     assert caught.value.remedy.endswith(f"paceline attach -H HOST {BACK.run_id}")
-    found = asyncio.run(overview._ask([], SshOptions(), [path]))
-    assert [host for host, _ in found.refused] == ["n1"]
+    found = asyncio.run(runs_verb._query_hosts([], SshOptions(), [path]))
+    assert [host for host, _ in found.unreachable] == ["n1"]
 
 
 def test_another_users_key_or_a_planted_one_seals_nothing(tmp_path: Path) -> None:
@@ -98,6 +99,6 @@ def test_a_host_that_the_user_names_makes_it_the_users_own(tmp_path: Path) -> No
     change(path, python="/evil")
     about = About(BACK.run_id, "job", (), (), 5.0, "me@here", "/x", "n1", 2, 3.0, "/x/run")
     named = replace(BACK, python="python3")
-    assert elsewhere.folder_here(about, named, path.parent) == path
+    assert detached.local_folder(about, named, path.parent) == path
     assert detached_file.is_authentic(path)
     assert ownership.detached_of(path) == named

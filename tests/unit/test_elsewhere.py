@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from paceline.cli import elsewhere
-from paceline.cli.elsewhere import There
+from paceline.cli.runs import client, sync
+from paceline.cli.runs.client import RemoteLauncher
 from paceline.remote.channel import Silent
 from paceline.spec.detached import Detached
 from paceline.spec.errors import ConnectError, NodeError
@@ -64,16 +64,16 @@ class Following:
 @pytest.fixture
 def way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A way whose connections have these followers, one after the other."""
-    monkeypatch.setattr(elsewhere, "AGAIN_S", 0.0)
+    monkeypatch.setattr(client, "RECONNECT_DELAY_S", 0.0)
 
-    def to(*followers: Following) -> There:
+    def to(*followers: Following) -> RemoteLauncher:
         left = list(followers)
 
         async def follow(*_: object) -> Following:
             return left.pop(0)
 
-        monkeypatch.setattr(elsewhere, "follow", follow)
-        return There(tmp_path, Detached("ab" * 6, "n2", "n2", "/x", 1.0))
+        monkeypatch.setattr(client, "follow", follow)
+        return RemoteLauncher(tmp_path, Detached("ab" * 6, "n2", "n2", "/x", 1.0))
 
     return to
 
@@ -88,9 +88,9 @@ def test_a_run_goes_on_while_its_supervisor_cannot_be_heard(way: Any, broken: Ex
     async def looks() -> None:
         assert not (await there.look()).over
         assert not (await there.look()).over
-        assert there.trouble
+        assert there.last_error
         assert (await there.look()).over  # dialled again
-        assert not there.trouble
+        assert not there.last_error
 
     asyncio.run(looks())
 
@@ -109,10 +109,10 @@ def test_a_connection_that_breaks_is_an_error_in_words(
         '{"run_id": "abababababab", "host": "n2", "folder": "/x"}'
     )
     cases: list[tuple[Any, ...]] = [
-        ("look", broken), ("home", ENDED, broken), ("ask", RUNNING, broken)
+        ("look", broken), ("fetch_results", ENDED, broken), ("request", RUNNING, broken)
     ]  # fmt: skip
     for does, *answers in cases:
-        how = {"wish": {}} if does == "ask" else {}
+        how = {"message": {}} if does == "request" else {}
         with pytest.raises(ConnectError, match="the connection to n2 is lost"):
             asyncio.run(ends(does, *answers, **how))
     with pytest.raises(ConnectError, match="the connection to n2 is lost"):
@@ -147,8 +147,8 @@ def test_what_ranks_save_after_their_supervisor_was_lost_comes_home_too(
 
     async def comes_home() -> None:
         await there.look()
-        monkeypatch.setattr(elsewhere.asyncio, "sleep", sleep)
-        await there.home()
+        monkeypatch.setattr(sync.asyncio, "sleep", sleep)
+        await there.fetch_results()
 
     asyncio.run(comes_home())
     assert slept == ([] if waits is None else [pytest.approx(waits, abs=5)])
@@ -158,7 +158,7 @@ def test_who_looks_once_looks_again_where_a_file_changed_meanwhile(way: Any) -> 
     """``ranks.json`` is written every second: of an old one nobody knows that it is old."""
     for behind, looks in ((0, 1), (1, 2), (99, 4)):
         following = Following(*[RUNNING] * 9, behind=behind)
-        asyncio.run(elsewhere._once(way(following)))
+        asyncio.run(sync._sync_once(way(following)))
         assert 9 - len(following._answers) == looks
 
 

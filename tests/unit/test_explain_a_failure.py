@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli import explain, launch
+from paceline.cli import launch
+from paceline.cli.runs import explanation, run_end
 from paceline.explain.evidence import Evidence
 from paceline.explain.rules import killed
 from paceline.spec.errors import SettingError
@@ -24,10 +25,12 @@ JOB = Job("train", Entry("script", "train.py"), "/", "python3")
 def test_a_slow_rule_does_not_hold_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(explain, "after_failure", lambda *run: re.match("(a+)+$", "a" * 60 + "b"))
-    monkeypatch.setattr(launch, "EXPLAIN_S", 0.2)
-    launch.explain_run(tmp_path, Result(1), (), shown=True)
-    assert "to look for the cause: paceline explain" in capsys.readouterr().err
+    monkeypatch.setattr(
+        explanation, "explain_failure", lambda *run: re.match("(a+)+$", "a" * 60 + "b")
+    )
+    monkeypatch.setattr(run_end, "EXPLAIN_S", 0.2)
+    run_end.explain_run(tmp_path, Result(1), (), is_shown=True)
+    assert "to find the cause: paceline explain" in capsys.readouterr().err
 
 
 def test_ctrl_c_in_the_explanation_leaves_the_exit_status_to_us(
@@ -38,11 +41,11 @@ def test_ctrl_c_in_the_explanation_leaves_the_exit_status_to_us(
     def interrupted(*run: object) -> None:
         exec("import signal; signal.raise_signal(signal.SIGINT)")
 
-    monkeypatch.setattr(explain, "after_failure", interrupted)
+    monkeypatch.setattr(explanation, "explain_failure", interrupted)
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background
     try:
         with pytest.raises(KeyboardInterrupt) as caught:
-            launch.explain_run(tmp_path, Result(1), (), shown=True)
+            run_end.explain_run(tmp_path, Result(1), (), is_shown=True)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, inherited)
@@ -56,7 +59,7 @@ def test_a_refusal_is_explained_where_it_belongs(tmp_path: Path) -> None:
     def refused() -> None:
         with (
             pytest.raises(SettingError),
-            launch.refusals_recorded(job, tmp_path, ["hunter2-hunter2"], is_fresh=False),
+            launch.record_refusal(job, tmp_path, ["hunter2-hunter2"], is_generated=False),
         ):
             raise SettingError("no hunter2-hunter2 here", remedy="look elsewhere")
 
@@ -80,7 +83,7 @@ def test_a_refused_start_leaves_no_folder_that_nobody_named(tmp_path: Path, plan
         (run_dir / "plan.json").touch()
     with (
         pytest.raises(SettingError),
-        launch.refusals_recorded(replace(JOB, report=False), run_dir, [], is_fresh=True),
+        launch.record_refusal(replace(JOB, report=False), run_dir, [], is_generated=True),
     ):
         raise SettingError("no such interface")
     assert (run_dir / "findings.json").exists() == planned
@@ -92,13 +95,15 @@ def test_the_explanation_needs_no_file_of_the_run(tmp_path: Path) -> None:
     text = 'Traceback (most recent call last):\n  File "/a/t.py", line 3\nValueError: boom\n'
     failed = Failure("exception", "n2", 1, headline="ValueError: boom", traceback=text)
     ended = Event("rank ended", "n2", 1, fields={"code": None, "signal": 11, "peak_bytes": 0})
-    told = explain.after_failure(
+    told = explanation.explain_failure(
         tmp_path, Result(1, Failure("signal", "n2", 1, signal=11)), (ended,)
     )
     assert "rank 1 on n2 crashed in compiled code (SIGSEGV)" in told
-    assert explain.after_failure(tmp_path, Result(1, failed), ()) == ""  # the traceback is shown
-    (match,) = json.loads((tmp_path / "findings.json").read_text())["findings"]
-    assert match["message"] == "rank 1 on n2 raised ValueError: boom (t.py, line 3)"
+    assert (
+        explanation.explain_failure(tmp_path, Result(1, failed), ()) == ""
+    )  # the traceback is shown
+    (found,) = json.loads((tmp_path / "findings.json").read_text())["findings"]
+    assert found["message"] == "rank 1 on n2 raised ValueError: boom (t.py, line 3)"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from paceline.cli import main
-from paceline.cli.hosts import command
+from paceline.cli.verbs.hosts import command
 from paceline.hosts import DIALECTS
 from paceline.spec.errors import HostsError, SettingError
 from paceline.spec.hosts import Host

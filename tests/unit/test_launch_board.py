@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from paceline.cli.runs import loads, whereabouts
+from paceline.cli.runs.describe import describe_loads, describe_ranks
 from paceline.launch.board import MOST_POINTS, Board, Curve, Waiting, time_of
 from paceline.launch.live import Live
 from paceline.spec.events import PARTS, Event
@@ -37,7 +37,7 @@ def test_where_ranks_are() -> None:
     assert [(one["step"], one["phase"], one["silent_s"]) for one in said["ranks"]] == [
         (10, "train", 5.0), (12, "evaluate", 2.0)
     ]  # fmt: skip
-    assert whereabouts(said["ranks"]) == [
+    assert describe_ranks(said["ranks"]) == [
         "rank 0 on n1: step 10, train, no word for 5 s", "rank 1 on n2: step 12, evaluate"
     ]  # fmt: skip
 
@@ -47,7 +47,7 @@ def test_a_script_that_tells_nothing() -> None:
     told(board, "rank started", "n1", 0, pid=5)
     said = board.to_json(50.0, 2000.0)
     assert (said["ranks"][0]["step"], said["ranks"][0]["silent_s"]) == (None, None)
-    assert whereabouts(said["ranks"]) == ["rank 0 on n1: running"]
+    assert describe_ranks(said["ranks"]) == ["rank 0 on n1: running"]
 
 
 def test_parts_of_a_step_by_the_numbers_of_the_plan() -> None:
@@ -98,7 +98,7 @@ def test_what_a_host_counted() -> None:
     board.vitals("n1", second, "eth0")
     assert (host.cpu, host.in_bps, host.out_bps) == (0.75, 2e6, 0.0)
     said = board.to_json(0.0, 0.0)["hosts"]
-    assert loads(said) == [
+    assert describe_loads(said) == [
         "n1: CPU 75%, memory 75%, GPU 0 50%, receives 2 Mbit/s, sends 0 bit/s"
     ]  # fmt: skip
 
@@ -168,13 +168,13 @@ def test_a_lost_host_and_what_is_done_about_it_are_told_in_the_plans_order() -> 
     board.called({"n2": "lost, dialled again: no route to host", "n9": "x"})
     said = board.to_json(1.0, 2000.0)
     assert [one["name"] for one in said["hosts"]] == ["n1", "n2", "n3"]
-    assert loads(said["hosts"]) == ["n2: lost, dialled again: no route to host"]
+    assert describe_loads(said["hosts"]) == ["n2: lost, dialled again: no route to host"]
     again = Board()
     assert again.read(json.loads(json.dumps(said)), 1.0, 2000.0)
     assert again.to_json(1.0, 2000.0) == said
     told(board, "rank started", "n2", 1, pid=6)
     board.called({})
-    assert loads(board.to_json(2.0, 2001.0)["hosts"]) == []
+    assert describe_loads(board.to_json(2.0, 2001.0)["hosts"]) == []
 
 
 def test_a_start_without_a_lost_host_is_one_line() -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from paceline.cli.run import data_of
+from paceline.cli.verbs.run import data_of
 from paceline.launch import decide, view
 from paceline.launch.decide import Found, Place, Supplies
 from paceline.launch.entry import entry_argv, local_rank_flag
@@ -20,7 +20,7 @@ from paceline.remote.network import NodeNetwork
 from paceline.remote.transport import Transport
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.hosts import Cluster, Host
-from paceline.spec.job import Data, Entry, Environment, Input, Job
+from paceline.spec.job import Data, Entry, Environment, Input, Job, parse_processes
 from paceline.spec.launched import MPI_DIALECTS
 from paceline.spec.plan import Copy, Plan
 from paceline.spec.settings import Setting, Source
@@ -78,10 +78,14 @@ def test_processes_as_asked_for_then_slots_then_accelerators_then_one() -> None:
     assert (one.value, one.source) == (1, Source.DEFAULT)
 
 
-@pytest.mark.parametrize("count", [0, -1])
-def test_impossible_numbers_of_processes(count: int) -> None:
-    with pytest.raises(SettingError, match="nproc-per-node"):
-        decide.processes_on(job(nproc_per_node=asked(count)), Host("a"), facts())
+@pytest.mark.parametrize("count", [0, -1, "-1", "many", 1.5, True, ""])
+def test_impossible_numbers_of_processes(count: object) -> None:
+    with pytest.raises(ValueError, match=r"less than 1|neither a number"):
+        parse_processes(count)
+
+
+def test_numbers_of_processes() -> None:
+    assert [parse_processes(count) for count in (2, "4", "auto")] == [2, 4, "auto"]
 
 
 @pytest.mark.parametrize(("hard", "most"), [(1024, 224), (4096, 992), (-1, None)])
@@ -484,7 +488,7 @@ def test_what_lies_in_the_data_is_found_there_too(
     (tmp_path / "photos/tiny").mkdir(parents=True)
     args = ("./photos/tiny/", "--a=photos/tiny", f"{tmp_path}/photos/tiny", "photos/../photos/tiny",
             "--out=./photos/new", "./photostiny")  # fmt: skip
-    data = data_of(Path("photos"), args, here=True)
+    data = data_of(Path("photos"), args, is_local=True)
     assert [data.on_node(arg, COPY) for arg in args] == [
         f"{COPY}/tiny", f"--a={COPY}/tiny", f"{COPY}/tiny", *args[3:]]  # fmt: skip
 

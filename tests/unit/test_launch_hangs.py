@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from each_case import each_case
-from paceline.cli.runs import whereabouts
+from paceline.cli.runs.describe import describe_ranks
 from paceline.explain.conclusion import conclude
 from paceline.explain.evidence import Evidence
 from paceline.explain.rules import load_all
@@ -158,20 +158,20 @@ def test_who_is_where() -> None:
         beats.take(rank, 7, "train", 10.0)
     hosts = {rank: f"n{rank + 1}" for rank in range(3)}
     ranks = told(beats.beats, hosts, 11.0)
-    assert (aside(ranks), whereabouts(ranks)) == ("", ["all 3 ranks: step 7, train"])
+    assert (aside(ranks), describe_ranks(ranks)) == ("", ["all 3 ranks: step 7, train"])
     beats.take(1, 6, "evaluate", 11.0)
     ranks = told(beats.beats, hosts, 12.0)
     assert aside(ranks) == "rank 1 on n2: evaluate"
     ranks = told(beats.beats, hosts, 20.0)
     assert aside(ranks) == "rank 1 on n2: evaluate  no word for 9 s"
-    assert whereabouts(ranks) == [
+    assert describe_ranks(ranks) == [
         "rank 1 on n2: step 6, evaluate, no word for 9 s",
         "rank 0 on n1, rank 2 on n3: step 7, train, no word for 10 s",
     ]
     for rank in range(3):
         beats.take(rank, 0, "start", 30.0)
     assert aside(told(beats.beats, hosts, 30.0)) == "start"
-    assert (aside([]), whereabouts([])) == ("", [])
+    assert (aside([]), describe_ranks([])) == ("", [])
 
 
 def at(line: int, function: str = "<module>", file: str = "/home/me/train.py") -> Frame:

@@ -15,9 +15,17 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from paceline.cli import elsewhere, overview, program
-from paceline.cli.elsewhere import Found, Left, chosen, folder_here, leads_to
-from paceline.cli.overview import Row, best_of, of_left, table
+from paceline.cli import program
+from paceline.cli.runs import detached, sync
+from paceline.cli.runs.detached import (
+    DetachedRun,
+    DetachedRuns,
+    choose_run,
+    detached_record,
+    local_folder,
+)
+from paceline.cli.verbs import runs as runs_verb
+from paceline.cli.verbs.runs import Row, best_metric, row_of_detached, table
 from paceline.remote.openssh import SshOptions
 from paceline.rundir import records
 from paceline.rundir.ownership import FETCHED_AT
@@ -26,14 +34,14 @@ from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Host
 
 
-def left(run_id: str = "ab" * 6, name: str = "one", **more: Any) -> Left:
+def left(run_id: str = "ab" * 6, name: str = "one", **more: Any) -> DetachedRun:
     about = {"run_id": run_id, "name": "job", "command": ("paceline", "run", "a b.py"),
              "hosts": ("n1", "n2"), "started": 1000.0, "launched_by": "me@here",
              "launched_in": f"/home/me/runs/{name}", "supervisor_host": "n1", "pid": 3,
              "pid_start": 4.0, "run": "/home/me/.cache/x/run"}  # fmt: skip
     own = {key: more.pop(key) for key in ("ended", "exit_code", "started") if key in more}
-    fields: dict[str, Any] = {"alive": True, "result": "", "where": "", "metrics": "", **more}
-    return Left(Host("n1", "10.0.0.1"), About(**{**about, **own}), **fields)  # type: ignore[arg-type]
+    fields: dict[str, Any] = {"alive": True, "result": "", "ranks": "", "metrics": "", **more}
+    return DetachedRun(Host("n1", "10.0.0.1"), About(**{**about, **own}), **fields)  # type: ignore[arg-type]
 
 
 def test_the_best_figure_is_that_of_an_evaluation() -> None:
@@ -44,12 +52,12 @@ def test_the_best_figure_is_that_of_an_evaluation() -> None:
         {"split": "pace", "loss": 0.0},
         {"split": 3, "loss": "x"},
     ]
-    assert best_of(records) == "test accuracy 0.9"
-    assert best_of(records[:1]) == "train accuracy 0.99"
-    assert best_of([{"split": "train", "loss": 2.0}, {"split": "train", "loss": 1.0}]) == (
+    assert best_metric(records) == "test accuracy 0.9"
+    assert best_metric(records[:1]) == "train accuracy 0.99"
+    assert best_metric([{"split": "train", "loss": 2.0}, {"split": "train", "loss": 1.0}]) == (
         "train loss 1"
     )
-    assert best_of([]) == ""
+    assert best_metric([]) == ""
 
 
 def test_long_records_are_listed_by_their_evaluations_and_their_end(
@@ -105,11 +113,11 @@ def test_the_table_keeps_within_the_terminal(width: int) -> None:
         ({"alive": False, "ended": 5.0, "exit_code": 3}, "failed", 3),
         ({"ended": 5.0, "exit_code": 143, "result": '{"exit_code": 143, "interrupted": 15}'},
          "stopped", 143),
-        ({"result": "no JSON", "where": "[", "metrics": "{\n1\n"}, "running", None),
+        ({"result": "no JSON", "ranks": "[", "metrics": "{\n1\n"}, "running", None),
     ],
 )  # fmt: skip
 def test_how_a_run_on_a_host_stands(more: dict[str, Any], state: str, code: int | None) -> None:
-    row = of_left(left(**more))
+    row = row_of_detached(left(**more))
     assert (row.state, row.exit_code, row.run, row.on, row.here) == (
         state,
         code,
@@ -122,21 +130,21 @@ def test_how_a_run_on_a_host_stands(more: dict[str, Any], state: str, code: int 
 
 def test_where_a_run_on_a_host_is() -> None:
     metrics = '{"split": "test", "step": 7, "accuracy": 0.5}\n'
-    row = of_left(left(metrics=metrics, where='{"progress": {"step": 9, "steps": 20}}'))
+    row = row_of_detached(left(metrics=metrics, ranks='{"progress": {"step": 9, "steps": 20}}'))
     assert (row.step, row.steps, row.best) == (9, 20, "test accuracy 0.5")
 
 
 def test_which_run_on_hosts_is_meant() -> None:
     one, two = left(), left("cd" * 6, "two", alive=False, ended=5.0)
-    assert chosen(Found((one, two)), None) is one
+    assert choose_run(DetachedRuns((one, two)), None) is one
     for name in ("two", "runs/two", "cd" * 6):
-        assert chosen(Found((one, two)), name) is two
+        assert choose_run(DetachedRuns((one, two)), name) is two
     third = left("ef" * 6, "one")
-    with pytest.raises(SettingError, match="2 runs could be meant") as caught:
-        chosen(Found((one, third)), "one")
+    with pytest.raises(SettingError, match="2 runs match") as caught:
+        choose_run(DetachedRuns((one, third)), "one")
     assert "ab" * 6 in caught.value.remedy
-    with pytest.raises(SettingError, match="no run goes on") as caught:
-        chosen(Found((two,), (("n9", "no answer"),)), None)
+    with pytest.raises(SettingError, match="no run is running") as caught:
+        choose_run(DetachedRuns((two,), (("n9", "no answer"),)), None)
     assert "n9 could not be asked: no answer" in caught.value.found
 
 
@@ -150,14 +158,14 @@ def test_pruned_is_what_came_home_or_lies_on_hosts_that_are_named(
     runs = [left(ids[name], name, **({} if name == "running" else over)) for name in ids]
     runs[4] = replace(runs[4], host=Host("n2", "10.0.0.2"))  # which supervises a run of this folder
     for run in runs[:2]:
-        folder_here(run.about, leads_to(run, SshOptions()), Path("runs"))
+        local_folder(run.info, detached_record(run, SshOptions()), Path("runs"))
 
-    async def there(*_: object) -> Found:
-        return Found(tuple(runs))
+    async def there(*_: object) -> DetachedRuns:
+        return DetachedRuns(tuple(runs))
 
-    async def discards(*_: object, discard: Sequence[str]) -> Found:
+    async def discards(*_: object, discard: Sequence[str]) -> DetachedRuns:
         assert set(discard) == {ids["named"], ids["read"]}
-        return Found((runs[3],))
+        return DetachedRuns((runs[3],))
 
     def comes(path: Path) -> bool:
         if path.name == "home":
@@ -165,9 +173,9 @@ def test_pruned_is_what_came_home_or_lies_on_hosts_that_are_named(
             (path / DETACHED).write_text(json.dumps({**said, FETCHED_AT: time.time()}))
         return path.name == "home"
 
-    monkeypatch.setattr(overview, "_ask", there)
-    monkeypatch.setattr(elsewhere, "left_on", discards)
-    monkeypatch.setattr(elsewhere, "as_far_as_possible", comes)
+    monkeypatch.setattr(runs_verb, "_query_hosts", there)
+    monkeypatch.setattr(detached, "find_detached", discards)
+    monkeypatch.setattr(sync, "try_sync", comes)
     done = CliRunner().invoke(program, ["runs", "-H", "10.0.0.1", "--prune", "--json"],
                               prog_name="paceline")  # fmt: skip
     assert done.exception is None
@@ -179,11 +187,11 @@ def test_pruned_is_what_came_home_or_lies_on_hosts_that_are_named(
 
 def test_several_who_come_at_once_have_one_folder(tmp_path: Path) -> None:
     run, parent = left(), tmp_path / "runs"
-    back, at_once = leads_to(run, SshOptions()), threading.Barrier(8)
+    back, at_once = detached_record(run, SshOptions()), threading.Barrier(8)
 
     def come() -> Path:
         at_once.wait()
-        return folder_here(run.about, back, parent)
+        return local_folder(run.info, back, parent)
 
     for _ in range(20):
         with ThreadPoolExecutor(8) as pool:
@@ -196,9 +204,9 @@ def test_several_who_come_at_once_have_one_folder(tmp_path: Path) -> None:
 def test_where_none_goes_on_the_newest_may_be_meant() -> None:
     ended = {"alive": False, "ended": 5.0}
     old, new = left(**ended), left("cd" * 6, "two", started=2000.0, **ended)
-    assert chosen(Found((old, new)), None, ended=True) is new
+    assert choose_run(DetachedRuns((old, new)), None, ended=True) is new
     running = left("ef" * 6, "three", started=1.0)
-    assert chosen(Found((old, new, running)), None, ended=True) is running
+    assert choose_run(DetachedRuns((old, new, running)), None, ended=True) is running
 
 
 def test_a_run_of_another_machine_that_came_home_is_listed_once(
@@ -206,16 +214,16 @@ def test_a_run_of_another_machine_that_came_home_is_listed_once(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = left(alive=False, ended=1060.0, exit_code=0)
-    folder = folder_here(run.about, leads_to(run, SshOptions()), Path("runs"))
+    folder = local_folder(run.info, detached_record(run, SshOptions()), Path("runs"))
     (folder / "result.json").write_text('{"exit_code": 0}')
     said = json.loads((folder / DETACHED).read_text())
     (folder / DETACHED).write_text(json.dumps({**said, FETCHED_AT: time.time()}))
     (folder / "plan.json").write_text("{}")
 
-    async def there(*_: object) -> Found:
-        return Found((run,))
+    async def there(*_: object) -> DetachedRuns:
+        return DetachedRuns((run,))
 
-    monkeypatch.setattr(overview, "_ask", there)
+    monkeypatch.setattr(runs_verb, "_query_hosts", there)
     listed = CliRunner().invoke(program, ["runs", "--json"], prog_name="paceline")
     (row,) = json.loads(listed.stdout)["runs"]
     assert (row["run"], row["run_id"], row["here"]) == ("one", "ab" * 6, True)
@@ -223,11 +231,11 @@ def test_a_run_of_another_machine_that_came_home_is_listed_once(
 
 def test_a_run_of_another_machine_gets_one_folder_here(tmp_path: Path) -> None:
     run = left()
-    back = leads_to(run, SshOptions(Path("/c")))
-    folder = folder_here(run.about, back, tmp_path / "runs")
+    back = detached_record(run, SshOptions(Path("/c")))
+    folder = local_folder(run.info, back, tmp_path / "runs")
     assert folder == tmp_path / "runs" / "one"
     assert json.loads((folder / DETACHED).read_text())["ssh"]["config"] == "/c"
-    assert folder_here(run.about, back, tmp_path / "runs") == folder
+    assert local_folder(run.info, back, tmp_path / "runs") == folder
     other = left("cd" * 6)  # of the same name
-    second = folder_here(other.about, leads_to(other, SshOptions()), tmp_path / "runs")
+    second = local_folder(other.info, detached_record(other, SshOptions()), tmp_path / "runs")
     assert second.name.startswith(f"job-{time.strftime('%Y')}")

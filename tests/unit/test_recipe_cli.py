@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from paceline.cli import recipe as recipe_command
-from paceline.cli.recipe import listing
-from paceline.cli.train import from_table, weights_input
+from paceline.cli.recipe_job import table_to_flags, weights_input
+from paceline.cli.verbs import recipe as recipe_verb
+from paceline.cli.verbs.list import command as listing
 from paceline.recipes import RECIPES, load_use_module, parse_options
 from paceline.recipes.reference import list_options, markdown
 from paceline.spec.errors import DataError, SettingError
@@ -42,7 +42,7 @@ def test_options_before_the_recipe_are_put_behind_it(verb: str) -> None:
     argv = [sys.executable, "-m", "paceline", verb, "--epochs", "3", "image", "--shard"]
     done = subprocess.run(argv, check=False, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
-    assert "--epochs stands where a recipe is to be named" in done.stderr
+    assert "--epochs precedes the name of the recipe" in done.stderr
     assert f"paceline {verb} image --epochs 3 --shard" in done.stderr
 
 
@@ -59,20 +59,18 @@ def test_a_listing_is_broken_between_words(
 
 def test_copying(tmp_path: Path) -> None:
     target = tmp_path / "mine.py"
-    copied = CliRunner().invoke(recipe_command.command, ["copy", "text", str(target)])
+    copied = CliRunner().invoke(recipe_verb.command, ["copy", "text", str(target)])
     assert copied.exit_code == 0
-    assert (
-        target.read_text() == recipe_command.script("text") != recipe_command.script("text", True)
-    )
+    assert target.read_text() == recipe_verb.script("text") != recipe_verb.script("text", True)
     whole = CliRunner().invoke(
-        recipe_command.command, ["copy", "--full", "text", str(target), "--force"]
+        recipe_verb.command, ["copy", "--full", "text", str(target), "--force"]
     )
     assert whole.exit_code == 0
     assert "train_text(options: TextOptions)" in target.read_text()
-    again = CliRunner().invoke(recipe_command.command, ["copy", "text", str(target)])
+    again = CliRunner().invoke(recipe_verb.command, ["copy", "text", str(target)])
     assert isinstance(again.exception, SettingError)
     with pytest.raises(SettingError, match="Did you mean translation"):
-        recipe_command.script("translatoin")
+        recipe_verb.script("translatoin")
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -83,10 +81,10 @@ def test_reference_is_that_of_the_options(name: str) -> None:
 
 def test_flags_of_a_table() -> None:
     table = {"augment": ["flip", "crop"], "freeze": False, "global_batch": 8, "lr": 0.5}
-    options = parse_options("image", from_table("image", table))
+    options = parse_options("image", table_to_flags("image", table))
     assert (options.global_batch, options.lr) == (8, 0.5)
     with pytest.raises(SettingError, match="model"):
-        from_table("image", {"modell": "cnn"})
+        table_to_flags("image", {"modell": "cnn"})
 
 
 def test_unknown_task() -> None:
@@ -97,7 +95,7 @@ def test_unknown_task() -> None:
 def test_no_torch_is_needed() -> None:
     code = (
         "import sys; from paceline.recipes import parse_options, RECIPES\n"
-        "import paceline.cli.recipe, paceline.cli.use\n"
+        "import paceline.cli.verbs.recipe, paceline.cli.verbs.use\n"
         "import paceline.recipes.catalogue, paceline.recipes.reference\n"
         "[parse_options(name, []) for name in RECIPES]\n"
         "assert not {'torch', 'numpy', 'tokenizers'} & set(sys.modules)"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paceline.cli.train import folder_everywhere
+from paceline.cli.recipe_job import absolute_folder
 from paceline.recipes.data import decoding, find_data
 from paceline.recipes.data.images import ImageData, Request, load
 from paceline.recipes.preprocessing import normalisation
@@ -474,9 +474,9 @@ def test_a_folder_that_one_host_lacks(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     write_folder(tmp_path / "imgs", {"a": 2, "b": 2})
     (tmp_path / "digits").mkdir()
-    assert folder_everywhere("imgs") == str(tmp_path / "imgs")
-    assert folder_everywhere("digits") == "digits"
-    assert folder_everywhere("user/name") == "user/name"
+    assert absolute_folder("imgs") == str(tmp_path / "imgs")
+    assert absolute_folder("digits") == "digits"
+    assert absolute_folder("user/name") == "user/name"
     monkeypatch.setenv("PACELINE_HOST", "n2")
     with pytest.raises(DataError) as caught:
         read(tmp_path / "gone")

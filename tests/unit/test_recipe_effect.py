@@ -12,7 +12,7 @@ import tomllib
 
 from each_case import each_case
 from overriding import overridden
-from paceline.cli.train import from_table
+from paceline.cli.recipe_job import table_to_flags
 from paceline.recipes import RECIPES, parse_options
 from paceline.recipes.argv import to_argv
 from paceline.recipes.effect import RULES, has_effect
@@ -80,23 +80,23 @@ def test_defaults_are_never_refused_and_nothing_is_switched_off() -> None:
 
 def test_the_file_counts_as_typed() -> None:
     with pytest.raises(SettingError, match="--skip-damaged has no effect with --data digits"):
-        parse_options("image", [], from_table("image", {"skip_damaged": True}))
+        parse_options("image", [], table_to_flags("image", {"skip_damaged": True}))
 
 
 def test_weights_of_hosts_may_be_a_table_of_the_file() -> None:
     table = {"balance": {"n1": 3, "n2": 1.5}, "micro_batch": {"n2": 8}}
-    options = parse_options("image", [], from_table("image", table))
+    options = parse_options("image", [], table_to_flags("image", table))
     assert (options.balance, options.micro_batch) == ("n1=3,n2=1.5", "n2=8")
 
 
 def test_a_hosts_name_with_dots_stands_in_quotes() -> None:
     table = tomllib.loads('[balance]\n"n1.cluster" = 3\nn2.cluster = 1\n')
-    with pytest.raises(SettingError, match="balance: n2 is no host with a number") as caught:
-        from_table("image", table)
+    with pytest.raises(SettingError, match="balance: n2 has no number") as caught:
+        table_to_flags("image", table)
     (typed,) = [line for line in caught.value.render().splitlines() if "remedy" in line]
     table["balance"] |= tomllib.loads(typed.partition(": ")[2])
     del table["balance"]["n2"]
-    options = parse_options("image", [], from_table("image", table))
+    options = parse_options("image", [], table_to_flags("image", table))
     assert options.balance == "n1.cluster=3,n2.cluster=3"
 
 
@@ -110,7 +110,7 @@ def test_a_hosts_name_with_dots_stands_in_quotes() -> None:
 )  # fmt: skip
 def test_what_the_file_says_wrongly_is_the_files(key: str, value: object) -> None:
     with pytest.raises(SettingError, match=r"paceline.toml \[train.image\] " + key):
-        from_table("image", {key: value})
+        table_to_flags("image", {key: value})
 
 
 @pytest.mark.parametrize(
@@ -137,12 +137,12 @@ def test_what_the_file_says_wrongly_is_the_files(key: str, value: object) -> Non
 def test_what_is_typed_beats_the_file(
     table: dict[str, object], line: list[str], kept: tuple[str, object]
 ) -> None:
-    options = parse_options("image", line, from_table("image", table))
+    options = parse_options("image", line, table_to_flags("image", table))
     assert getattr(options, kept[0]) == kept[1]
 
 
 def test_what_is_typed_beside_the_file_is_refused_without_an_effect() -> None:
-    filed = from_table("image", {"schedule": "cosine"})
+    filed = table_to_flags("image", {"schedule": "cosine"})
     with pytest.raises(SettingError, match="has no effect with --schedule cosine"):
         parse_options("image", ["--milestones", "0.3"], filed)
 

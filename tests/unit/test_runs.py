@@ -12,9 +12,12 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner, Result
 
-from paceline.cli import program, report, runs
-from paceline.cli.logs import seek_lines
-from paceline.cli.runs import describe
+from paceline.cli import program
+from paceline.cli.runs import run_lookup
+from paceline.cli.runs import state as run_state
+from paceline.cli.runs.describe import describe_run
+from paceline.cli.runs.rank_logs import seek_lines
+from paceline.cli.verbs import report
 from paceline.explain.conclusion import conclude
 from paceline.explain.evidence_reader import from_run
 from paceline.explain.rules import load_all
@@ -30,7 +33,8 @@ ALIVE = 4711  # a process id that stands for one that lives
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runs, "owner_alive", lambda owner: owner["pid"] == ALIVE)
+    for module in (run_state, run_lookup):
+        monkeypatch.setattr(module, "owner_alive", lambda owner: owner["pid"] == ALIVE)
 
 
 def make(name: str, *, alive: bool = False, code: int | None = 0, age: int = 0) -> Path:
@@ -53,12 +57,12 @@ def test_the_run_that_is_running_is_meant_not_the_newest() -> None:
     make("old", alive=True, age=100)
     make("new")
     assert "runs/old: running" in call("status").output
-    assert [str(path) for path in runs.still_running()] == ["runs/old"]
+    assert [str(path) for path in run_lookup.running_runs()] == ["runs/old"]
 
 
 def test_a_run_of_a_measurement_counts_too() -> None:
     make("scaling/2x1-1", alive=True)
-    assert [str(path) for path in runs.still_running()] == ["runs/scaling/2x1-1"]
+    assert [str(path) for path in run_lookup.running_runs()] == ["runs/scaling/2x1-1"]
 
 
 def test_without_any_the_newest_is_looked_at_but_none_is_stopped() -> None:
@@ -107,7 +111,7 @@ def test_logs_of_a_host_and_the_last_lines() -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_a_progress_bar_is_one_line(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr("paceline.cli.logs.PIECE", size)
+    monkeypatch.setattr("paceline.cli.runs.rank_logs.READ_BYTES", size)
     folder = make("one")
     bar = "".join(f"\rstep {step}/300" for step in range(300))
     (folder / "logs" / "n1" / "0.log").write_text(f"begins\n{bar}")
@@ -119,7 +123,7 @@ def test_a_progress_bar_is_one_line(monkeypatch: pytest.MonkeyPatch, size: int) 
 def test_the_last_lines_without_reading_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr("paceline.cli.logs.PIECE", size)
+    monkeypatch.setattr("paceline.cli.runs.rank_logs.READ_BYTES", size)
     path = tmp_path / "log"
     for text in ("", "a", "a\n", "a\nb", "a\nb\n", "\n\n\n", "a\nb\nc\nd\n",
                  "a\n\rb\rc\nd\r"):  # fmt: skip
@@ -176,10 +180,10 @@ def test_status_of_a_batch_says_where_its_ranks_are(
     folder = make("batch", code=None)
     state = SimpleNamespace(is_over=over, exit_code=0, describe=lambda: "RUNNING")
     job = SimpleNamespace(state=lambda: state, title="Slurm job 2", job="2")
-    monkeypatch.setattr(runs, "read_submission", lambda path: job)
+    monkeypatch.setattr(run_state, "read_submission", lambda path: job)
     where = {"time": time.time() - ago, "ranks": [], "hang": "rank 1 on n2 sleeps"}
     (folder / "ranks.json").write_text(json.dumps(where))
-    said = describe(runs.look_at(folder))
+    said = describe_run(run_state.read_state(folder))
     assert "RUNNING" in said
     assert ("hangs: rank 1 on n2 sleeps" in said) == told
 
@@ -192,7 +196,7 @@ def test_the_end_of_a_wait_of_days_is_told_with_its_date() -> None:
 def test_status_rounds_figures_for_people() -> None:
     at = time.mktime((2026, 11, 26, 12, 3, 44, 0, 0, -1))
     last = {"step": 12, "time": at, "loss": 0.2478179237433748}
-    said = describe(runs.RunState(Path("runs/a"), "finished", 0, last=last))
+    said = describe_run(run_state.RunState(Path("runs/a"), "finished", 0, last_metrics=last))
     assert "last record (12:03:44): step 12, loss 0.247818" in said.splitlines()[-1]
 
 
@@ -212,7 +216,7 @@ def test_a_run_that_goes_on_elsewhere_has_no_cause_yet() -> None:
     assert not said.matches
     shown = explanation.lines(said, from_run(folder))
     assert "`paceline status` says where its ranks are." in shown
-    report.explained(folder)
+    report.explain_if_missing(folder)
     assert not (folder / "findings.json").exists()
     said = conclude(from_run(folder, confirmed=False), load_all())
     assert said.text.startswith("the supervisor on n2 still runs or was killed")
@@ -240,8 +244,8 @@ def test_of_a_run_whose_supervisor_died_it_is_said_since_when_and_how_it_goes_on
     said = call("status", "one").output
     assert "one: lost\n  its supervisor on n2 was killed, or its host went down " in said
     assert time.strftime("at %Y-%m-%d %H:%M:%S", time.localtime(now)) in said
-    assert "  the nodes end their ranks: nobody renews the lease of 7 s\n" in said
-    assert "  checkpoint: none is known of, it begins anew\n" in said
+    assert "  the nodes end their ranks: the lease was not renewed for 7 s\n" in said
+    assert "  checkpoint: none found; a restart begins at step 0\n" in said
     again = "paceline run --run-dir runs/one -H n1,n2 --detach 'my train.py'"
     assert f"  to resume: {again}\n" in said
     assert json.loads(call("status", "one", "--json").output)["lost"]["again"] == again

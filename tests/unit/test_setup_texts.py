@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cli import setup
+from paceline.cli.verbs.setup import mounts
 from paceline.remote.openssh import SshOptions
 from paceline.setup import keys, lines, login
 from paceline.setup.journal import Journal, remove_lines, undo, write_file
@@ -190,7 +190,7 @@ def test_only_names_are_taken_over_from_a_hosts_file() -> None:
 
 
 def test_nothing_to_do_is_said_only_where_it_is_so(capsys: pytest.CaptureFixture[str]) -> None:
-    from paceline.cli.setup import show_plan
+    from paceline.cli.verbs.setup import show_plan
     from paceline.remote.openssh import Refusal
     from paceline.setup.access import AccessStatus
 
@@ -212,8 +212,8 @@ def test_nothing_to_do_is_said_only_where_it_is_so(capsys: pytest.CaptureFixture
 
 def test_mounts_take_an_owner_for_cifs_and_say_what_kind_is() -> None:
     words = ["--kind", "cifs", "--server", "nas", "--path", "data", "--at", "/mnt", "--user", "me"]
-    done = CliRunner().invoke(setup.mounts, [*words, "--uid", "1000", "--gid", "0"])
+    done = CliRunner().invoke(mounts.command, [*words, "--uid", "1000", "--gid", "0"])
     assert ",uid=1000,gid=0," in done.output
-    done = CliRunner().invoke(setup.mounts, ["--kind", "nfs", *words[2:8], "--uid", "1000"])
+    done = CliRunner().invoke(mounts.command, ["--kind", "nfs", *words[2:8], "--uid", "1000"])
     assert "are for cifs" in str(done.exception)
-    assert "Kind of server" in CliRunner().invoke(setup.mounts, ["--help"]).output
+    assert "Kind of server" in CliRunner().invoke(mounts.command, ["--help"]).output

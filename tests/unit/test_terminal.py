@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from each_case import each_case
 from paceline import cli
-from paceline.cli import setup
+from paceline.cli.verbs import setup
 from paceline.remote.openssh import Refusal
 from paceline.setup import access
 from paceline.spec import terminal
@@ -100,7 +100,7 @@ def test_verbs_print_through_one_place() -> None:
     plain = re.compile(r"click\.echo\((?!json\.dumps|ctx\.get_help|click\.style|write_hosts|script"
                        r"|markdown|text, nl=False|f\"export|for_reader|clean)")  # fmt: skip
     folder = Path(cli.__file__).parent
-    found = [f"{file.name}: {line.strip()}" for file in sorted(folder.glob("*.py"))
+    found = [f"{file.name}: {line.strip()}" for file in sorted(folder.rglob("*.py"))
              for line in file.read_text().splitlines() if plain.search(line)]  # fmt: skip
     assert found == []
 

@@ -20,53 +20,44 @@ from paceline.spec.errors import ConnectError, PacelineError, SettingError
 from paceline.spec.helptext import Row, Section
 from paceline.spec.terminal import for_reader
 
-# title → verb → (module of its command, one line for --help)
+# title → verb → (module of its command in verbs/, one line for --help)
 GROUPS: dict[str, Registry] = {
     "Run": {
-        "run": ("paceline.cli.run", "Run a script, module or program on every host."),
-        "train": ("paceline.cli.train", "Train a model with a built-in recipe."),
+        "run": ("run", "Run a script, module or program on every host."),
+        "train": ("train", "Train a model with a built-in recipe."),
     },
     "Watch a run": {
-        "runs": ("paceline.cli.overview", "List all runs, here and on hosts."),
-        "status": ("paceline.cli.runs:status", "Say what has become of a run."),
-        "logs": ("paceline.cli.logs", "Print or follow the logs of a run."),
-        "attach": ("paceline.cli.attach", "Look at a run that goes on, from any terminal."),
-        "stop": ("paceline.cli.runs:stop", "End a run from any terminal."),
+        "runs": ("runs", "List all runs, here and on hosts."),
+        "status": ("status", "Show the state of a run."),
+        "logs": ("logs", "Print or follow the logs of a run."),
+        "attach": ("attach", "Watch a run from any terminal."),
+        "stop": ("stop", "End a run from any terminal."),
     },
     "Understand": {
-        "explain": ("paceline.cli.explain", "Say what went wrong in a run, or in any log."),
-        "report": (
-            "paceline.cli.report",
-            "Show what happened in a run, or compare runs.",
-        ),
-        "forecast": ("paceline.cli.forecast", "Say how long a training takes on more hosts."),
-        "bench": ("paceline.cli.bench", "Measure how a job speeds up, and other things."),
+        "explain": ("explain", "Explain what went wrong in a run, or in any log."),
+        "report": ("report", "Show what happened in a run, or compare runs."),
+        "forecast": ("forecast", "Estimate how long a training takes on more hosts."),
+        "bench": ("bench", "Measure how a job speeds up, and other things."),
     },
     "Prepare": {
-        "check": ("paceline.cli.check", "Find what would go wrong on the hosts, before it does."),
-        "hosts": ("paceline.cli.hosts", "Show the hosts that a host file or list names."),
-        "setup": ("paceline.cli.setup", "Prepare the hosts: keys, host keys, sshd, environment."),
-        "warm": ("paceline.cli.warm", "Keep hosts ready, so that commands start at once."),
-        "trust": ("paceline.cli.trust", "Let paceline.toml of this folder name programs."),
-        "env": (
-            "paceline.cli.env",
-            "The place that a scheduler or MPI gave this process.",
-        ),
-        "completion": (
-            "paceline.cli.completion",
-            "Let bash, zsh or fish complete commands.",
-        ),
-        "lab": ("paceline.cli.lab", "A virtual cluster on this machine, with faults."),
+        "check": ("check", "Find problems on the hosts before a run does."),
+        "hosts": ("hosts", "Show the hosts that a host file or list names."),
+        "setup": ("setup", "Prepare the hosts: keys, host keys, sshd, environment."),
+        "warm": ("warm", "Keep hosts ready, so that commands start at once."),
+        "trust": ("trust", "Let paceline.toml of this folder name programs."),
+        "env": ("env", "Print this process's rank as a scheduler or MPI set it."),
+        "completion": ("completion", "Let bash, zsh or fish complete commands."),
+        "lab": ("lab", "A virtual cluster on this machine, with faults."),
     },
     "Recipes and trained models": {
-        "list": ("paceline.cli.recipe:listing", "Recipes, models and data sets by name."),
-        "recipe": ("paceline.cli.recipe", "Show or copy a built-in recipe's script."),
-        "evaluate": ("paceline.cli.use:evaluate", "Evaluate a trained model."),
-        "predict": ("paceline.cli.use:predict", "Classify images or texts with a trained model."),
-        "translate": ("paceline.cli.use:translate", "Translate with a trained model."),
-        "export": ("paceline.cli.use:export", "Write a trained model for other programs."),
-        "benchmark": ("paceline.cli.use:benchmark", "Latency and throughput of a trained model."),
-        "quantize": ("paceline.cli.use:quantize", "Write a trained model in 8 bits, for CPUs."),
+        "list": ("list", "Recipes, models and data sets by name."),
+        "recipe": ("recipe", "Show or copy a built-in recipe's script."),
+        "evaluate": ("evaluate", "Evaluate a trained model."),
+        "predict": ("use:predict", "Classify images or texts with a trained model."),
+        "translate": ("use:translate", "Translate with a trained model."),
+        "export": ("use:export", "Write a trained model for other programs."),
+        "benchmark": ("use:benchmark", "Latency and throughput of a trained model."),
+        "quantize": ("use:quantize", "Write a trained model in 8 bits, for CPUs."),
     },
 }
 VERBS: Registry = {name: verb for group in GROUPS.values() for name, verb in group.items()}
@@ -76,6 +67,7 @@ class Verbs(Registered):
     """All verbs."""
 
     registry = VERBS
+    package = "paceline.cli.verbs"
 
     def sections(self, ctx: click.Context) -> list[Section]:
         return [(title, [Row(name, line) for name, (_, line) in group.items()])
@@ -101,8 +93,8 @@ class Verbs(Registered):
         if args and args[0] not in VERBS and not args[0].startswith("-"):
             import difflib
 
-            near = difflib.get_close_matches(args[0], VERBS, n=1)
-            hint = f" Did you mean {near[0]}?" if near else f" There are: {', '.join(VERBS)}."
+            matches = difflib.get_close_matches(args[0], VERBS, n=1)
+            hint = f" Did you mean {matches[0]}?" if matches else f" There are: {', '.join(VERBS)}."
             ctx.fail(f"There is no command {args[0]!r}.{hint}")
         return super().resolve_command(ctx, args)
 
@@ -120,29 +112,29 @@ def main(argv: list[str] | None = None) -> None:
         if getattr(sys, name) is None:  # started with it closed, as by some daemons
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123
     if "_PACELINE_COMPLETE" in os.environ:  # a shell asks what may stand at its cursor
-        from paceline.cli.completion import answer
+        from paceline.cli.completion.shells import answer_shell
 
-        answer(program)
+        answer_shell(program)
         return
     try:
         program.main(args=argv, prog_name="paceline")
     except PacelineError as error:
-        _refuse(error)
+        _exit_with(error)
     except FileNotFoundError as missing:
-        if (explained := _explained(missing)) is None:
+        if (explained := _explain_missing(missing)) is None:
             raise
-        _refuse(explained)
+        _exit_with(explained)
     finally:  # all is said; a further Ctrl-C while the interpreter ends shall not change the status
         with contextlib.suppress(ValueError):  # only a main thread may say so
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _refuse(error: PacelineError) -> NoReturn:
+def _exit_with(error: PacelineError) -> NoReturn:
     sys.stderr.write(for_reader(error.render(), sys.stderr) + "\n")
     sys.exit(error.exit_code)
 
 
-def _explained(missing: FileNotFoundError) -> PacelineError | None:
+def _explain_missing(missing: FileNotFoundError) -> PacelineError | None:
     """The error if there is no ssh, or if the current folder was removed; else ``None``."""
     if missing.filename == "ssh":
         return ConnectError(

@@ -30,63 +30,67 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "gres", "constraint", "array", "requeue", "setup_command", "sbatch_arg",
     ),
 }  # fmt: skip
-AT_HAND = frozenset({
+COMMON = frozenset({
     "hosts", "ssh_config", "nnodes", "nproc_per_node", "via", "run_dir", "name", "plan_only",
     "env", "show", "check_level", "max_restarts", "detach",
 })  # fmt: skip
 _GROUPED = frozenset(name for names in GROUPS.values() for name in names)
-MANY = 20  # a verb with fewer options shows all of them at once
+MIN_GROUPED = 20  # a verb with fewer options shows all of them at once
 
 
-def help_of(ctx: click.Context, more: Sequence[Section] = (), everything: bool = False) -> str:
+def render_help(
+    ctx: click.Context, extra_sections: Sequence[Section] = (), show_all: bool = False
+) -> str:
     """The help of the context's verb.
 
     Args:
         ctx: The verb's context.
-        more: Sections that stand before its options: verbs of a group, a recipe's options.
-        everything: Also the options that are rarely needed.
+        extra_sections: Sections before its options: verbs of a group, a recipe's options.
+        show_all: Also the options that are rarely needed.
     """
     command = ctx.command
-    options = options_of(command, command.get_params(ctx))
-    few = len(options) < MANY
-    shown = [o for o in options if few or everything or o.name not in _GROUPED - AT_HAND]
-    own = [o for o in shown if o.name not in _GROUPED]
-    groups = {title: _of(shown, names) for title, names in GROUPS.items()}
-    if few:  # short enough for one list
-        own, groups = shown, {}
-    sections: dict[str, list[Row]] = {title: list(rows) for title, rows in more}
-    sections.setdefault("Options", []).extend(row_of(option) for option in own)
-    sections |= {title: [row_of(one) for one in found] for title, found in groups.items()}
-    after = []
-    if len(shown) < len(options):
-        after.append(f"{len(options) - len(shown)} more options: {ctx.command_path} --help-all")
+    options = applicable_options(command, command.get_params(ctx))
+    is_short = len(options) < MIN_GROUPED
+    visible = [o for o in options if is_short or show_all or o.name not in _GROUPED - COMMON]
+    own_options = [o for o in visible if o.name not in _GROUPED]
+    groups = {title: _select(visible, names) for title, names in GROUPS.items()}
+    if is_short:  # short enough for one list
+        own_options, groups = visible, {}
+    sections: dict[str, list[Row]] = {title: list(rows) for title, rows in extra_sections}
+    sections.setdefault("Options", []).extend(row_of(option) for option in own_options)
+    sections |= {title: [row_of(member) for member in members] for title, members in groups.items()}
+    footer = []
+    if len(visible) < len(options):
+        footer.append(f"{len(options) - len(visible)} more options: {ctx.command_path} --help-all")
     usage = " ".join([ctx.command_path, *command.collect_usage_pieces(ctx)])
     import shutil
 
     width = shutil.get_terminal_size((WIDTH, 24)).columns
-    return render(usage, command.help or "", list(sections.items()), after, width)
+    return render(usage, command.help or "", list(sections.items()), footer, width)
 
 
-def options_of(command: click.Command, params: Sequence[click.Parameter]) -> list[click.Option]:
+def applicable_options(
+    command: click.Command, params: Sequence[click.Parameter]
+) -> list[click.Option]:
     """The options that have an effect with the verb, and are no mere alias."""
-    found = [param for param in params if isinstance(param, click.Option) and not param.hidden]
-    if not _GROUPED.intersection(option.name for option in found):
-        return found
-    from paceline.cli.applies import OPTIONS, VERBS
+    options = [param for param in params if isinstance(param, click.Option) and not param.hidden]
+    if not _GROUPED.intersection(option.name for option in options):
+        return options
+    from paceline.cli.applicability import OPTIONS, VERBS
 
     verb = command.name or ""
     if verb not in VERBS:
-        return found
-    return [o for o in found if o.name not in OPTIONS or verb in OPTIONS[o.name].verbs]
+        return options
+    return [o for o in options if o.name not in OPTIONS or verb in OPTIONS[o.name].verbs]
 
 
-def has_more(command: click.Command) -> bool:
+def has_hidden_options(command: click.Command) -> bool:
     """Whether the help leaves options out at first."""
-    names = [option.name for option in options_of(command, command.params)]
-    return len(names) >= MANY - 1 and not AT_HAND.issuperset(_GROUPED.intersection(names))
+    names = [option.name for option in applicable_options(command, command.params)]
+    return len(names) >= MIN_GROUPED - 1 and not COMMON.issuperset(_GROUPED.intersection(names))
 
 
-def _of(options: Sequence[click.Option], names: Sequence[str]) -> list[click.Option]:
+def _select(options: Sequence[click.Option], names: Sequence[str]) -> list[click.Option]:
     by_name = {option.name: option for option in options}
     return [by_name[name] for name in names if name in by_name]
 

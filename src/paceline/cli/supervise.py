@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.launch import carry_out
+from paceline.cli.launch import run_to_end
 from paceline.launch import outcome
 from paceline.launch.decide import Supplies, choose_hosts
 from paceline.launch.launcher import Left, secrets_of
@@ -44,13 +44,17 @@ from paceline.transfer.data import Folder
 from paceline.transfer.tree import Tree
 
 MARK = b"\xf5PLleave "
-SETTLE_S = 2.0  # without a failure since the last rank began: what is wrong at once shows by then
-SHOWN = 4 << 20  # bytes of the ranks' output on the screen that is kept; the logs have all of it
+MIN_QUIET_S = (
+    2.0  # without a failure since the last rank began: what is wrong at once shows by then
+)
+MAX_SCREEN_BYTES = (
+    4 << 20
+)  # bytes of the ranks' output on the screen that is kept; the logs have all of it
 LOG = "supervisor.log"  # its own errors
-GOODBYE_S = 600.0  # for the launching machine to fetch what a start that failed has left
+FETCH_TIMEOUT_S = 600.0  # for the launching machine to fetch what a start that failed has left
 
 
-class Line:
+class LauncherLink:
     """The line to the launching machine: our standard streams, as long as somebody is there.
 
     Args:
@@ -58,69 +62,69 @@ class Line:
         log: File that gets standard error from then on.
 
     Attributes:
-        told: What there is to do.
+        order: What there is to do.
     """
 
     def __init__(self, needed: int, log: Path) -> None:
         os.set_inheritable(needed, False)
         self._needed, self._log = needed, log
         self._lock = threading.Lock()
-        self._there, self._over = True, False
-        self._done = threading.Event()
-        self.told: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+        self._is_connected, self._is_over = True, False
+        self._acknowledged = threading.Event()
+        self.order: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
 
-    def listen(self, heard: Callable[[Mapping[str, Any]], None]) -> None:
+    def listen(self, on_message: Callable[[Mapping[str, Any]], None]) -> None:
         """Passes on what else is said there, from a thread."""
-        threading.Thread(target=self._listen, args=(heard,), name="line", daemon=True).start()
+        threading.Thread(target=self._listen, args=(on_message,), name="line", daemon=True).start()
 
-    def tell(self, **words: Any) -> None:
+    def send(self, **fields: Any) -> None:
         """Says something, to whoever is still there."""
         with self._lock:
-            if self._there:
+            if self._is_connected:
                 with contextlib.suppress(OSError):
-                    _write(1, MARK + json.dumps(words).encode() + b"\n")
+                    _write(1, MARK + json.dumps(fields).encode() + b"\n")
 
-    def _listen(self, heard: Callable[[Mapping[str, Any]], None]) -> None:
+    def _listen(self, on_message: Callable[[Mapping[str, Any]], None]) -> None:
         for line in iter(sys.stdin.buffer.readline, b""):
-            said = json.loads(line)
-            if said["do"] == "stay" and self._stays():
+            message = json.loads(line)
+            if message["do"] == "stay" and self._release_streams():
                 return
-            if said["do"] == "done":
+            if message["do"] == "done":
                 break
-            heard(said)
+            on_message(message)
         with self._lock:
-            given_up = not self._over
-        self._done.set()
-        if given_up:
+            is_abandoned = not self._is_over
+        self._acknowledged.set()
+        if is_abandoned:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _stays(self) -> bool:
+    def _release_streams(self) -> bool:
         """Lets the streams go, unless it is over: then somebody still has to hear of it."""
         with self._lock:
-            if self._over:
+            if self._is_over:
                 return False
-            self._there = False
+            self._is_connected = False
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            log, nothing = os.open(self._log, flags, 0o600), os.open(os.devnull, os.O_RDWR)
+            log, null = os.open(self._log, flags, 0o600), os.open(os.devnull, os.O_RDWR)
             with contextlib.suppress(OSError):
                 _write(1, MARK + b'{"left": true}\n')
-            for fd, instead in ((0, nothing), (1, nothing), (2, log)):
+            for fd, instead in ((0, null), (1, null), (2, log)):
                 os.dup2(instead, fd)
-            os.close(nothing)
+            os.close(null)
             os.close(log)
             with contextlib.suppress(OSError):
                 _write(self._needed, b"x")
             os.close(self._needed)
             return True
 
-    def over(self, **words: Any) -> bool:
+    def finish(self, **fields: Any) -> bool:
         """Says that it is over, and waits until it was heard; False where nobody was there."""
         with self._lock:
-            self._over = self._there
-        if not self._over:
+            self._is_over = self._is_connected
+        if not self._is_over:
             return False
-        self.tell(**words)
-        self._done.wait(GOODBYE_S)
+        self.send(**fields)
+        self._acknowledged.wait(FETCH_TIMEOUT_S)
         return True
 
 
@@ -129,7 +133,7 @@ def _write(fd: int, data: bytes) -> None:
         data = data[os.write(fd, data) :]
 
 
-class Kept(io.TextIOBase):
+class TeeStream(io.TextIOBase):
     """A text stream that goes into a file, and to the launching machine while it is there.
 
     Both get whole lines, without secrets: others may fetch the file.
@@ -137,21 +141,21 @@ class Kept(io.TextIOBase):
 
     encoding = "utf-8"
 
-    def __init__(self, file: Path, line: Line, err: bool, secrets: Sequence[str]) -> None:
+    def __init__(self, file: Path, line: LauncherLink, err: bool, secrets: Sequence[str]) -> None:
         self._line, self._err, self.redactor = line, err, Redactor(secrets)
         self._partial = ""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._fd = os.open(file, flags, 0o600)
 
     def write(self, text: str) -> int:
-        whole, end, self._partial = (self._partial + text).rpartition("\n")
+        complete, end, self._partial = (self._partial + text).rpartition("\n")
         if end:
-            lines = self.redactor.text(whole) + end
-            self.keep(lines)
-            self._line.tell(text=lines, err=self._err)
+            lines = self.redactor.text(complete) + end
+            self.write_file(lines)
+            self._line.send(text=lines, err=self._err)
         return len(text)
 
-    def keep(self, lines: str) -> None:
+    def write_file(self, lines: str) -> None:
         """For the file alone. What finds no room on a full disk is missing there."""
         with contextlib.suppress(OSError):
             _write(self._fd, lines.encode(errors="replace"))
@@ -160,46 +164,46 @@ class Kept(io.TextIOBase):
         return self._fd
 
 
-class KeptScreen(Screen):
+class TeeScreen(Screen):
     """What an attached launcher would show, plainly; of what ranks write, the beginning."""
 
-    def __init__(self, show: Show, out: Kept, err: Kept, line: Line) -> None:
+    def __init__(self, show: Show, out: TeeStream, err: TeeStream, line: LauncherLink) -> None:
         super().__init__(show, out, err)  # type: ignore[arg-type]
         self._line = line
-        self._shown = 0
+        self._num_shown = 0
 
     def starting(self, part: str, done: int, of: int) -> None:
-        self._line.tell(starting=part, done=done, of=of)
+        self._line.send(starting=part, done=done, of=of)
 
     def output(self, host: str, rank: int, stream: str, data: bytes) -> None:
-        before, self._shown = self._shown, self._shown + len(data)
-        if before <= SHOWN:
+        previous, self._num_shown = self._num_shown, self._num_shown + len(data)
+        if previous <= MAX_SCREEN_BYTES:
             super().output(host, rank, stream, data)
-            if self._shown > SHOWN:
+            if self._num_shown > MAX_SCREEN_BYTES:
                 self.note("paceline: no more of the ranks' output is shown here; logs/ has all")
 
 
-class Begun:
+class StartDetector:
     """Notices that the ranks run: they joined their group, or nothing went wrong for a while.
 
     Args:
         lease_s: Of the job.
-        tell: Called when it is so.
+        on_running: Called when it is so.
     """
 
-    def __init__(self, lease_s: float, tell: Callable[[], None]) -> None:
-        self._lease_s, self._tell = lease_s, tell
+    def __init__(self, lease_s: float, on_running: Callable[[], None]) -> None:
+        self._lease_s, self._on_running = lease_s, on_running
         self._settling: asyncio.TimerHandle | None = None
-        self._over = False
+        self._is_over = False
 
-    def heard(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """What an agent says."""
-        if self._over:
+        if self._is_over:
             return
         if event.kind in ("world joined", "begin", "progress", "metrics"):
-            self._runs()
+            self._set_running()
         elif event.kind == "rank started":
-            self._wait(SETTLE_S)
+            self._wait(MIN_QUIET_S)
         elif outcome.failure_of(event, self._lease_s) is not None:
             self._wait(None)
 
@@ -207,93 +211,108 @@ class Begun:
         if self._settling is not None:
             self._settling.cancel()
         loop = asyncio.get_running_loop()
-        self._settling = None if seconds is None else loop.call_later(seconds, self._runs)
+        self._settling = None if seconds is None else loop.call_later(seconds, self._set_running)
 
-    def _runs(self) -> None:
+    def _set_running(self) -> None:
         self._wait(None)
-        self._over = True
-        self._tell()
+        self._is_over = True
+        self._on_running()
 
 
 def main() -> int:
     """The supervisor, from the words that it was started with: FOLDER and a descriptor."""
     folder, needed = Path(sys.argv[1]), int(sys.argv[2])
-    line = Line(needed, folder / LOG)
-    told = line.told
-    job, cluster = from_plain(told["job"]), from_plain(told["cluster"])
-    sys.argv = list(told["command"])  # what a run tells its user to type again
-    here = told["run"] is not None  # on the launching machine
-    run = Path(told["run"]) if here else folder / detached.RUN
+    line = LauncherLink(needed, folder / LOG)
+    order = line.order
+    job, cluster = from_plain(order["job"]), from_plain(order["cluster"])
+    sys.argv = list(order["command"])  # what a run tells its user to type again
+    is_launching_machine = order["run"] is not None  # on the launching machine
+    run = Path(order["run"]) if is_launching_machine else folder / detached.RUN
     run.parent.mkdir(parents=True, exist_ok=True)
     run.mkdir(mode=0o700, exist_ok=True)
-    if not here:
+    if not is_launching_machine:
         os.chdir(folder)
-        set_display_path(run, told["shown"])
-    about = About(
-        told["run_id"], job.name, tuple(told["command"]),
-        tuple(host.name for host in choose_hosts(job, cluster)), time.time(), told["launched_by"],
-        told["launched_in"], socket.gethostname(), os.getpid(),
-        float(this_machine.started(os.getpid()) or 0), str(run), told["keep_results"],
+        set_display_path(run, order["shown"])
+    record = About(
+        order["run_id"], job.name, tuple(order["command"]),
+        tuple(host.name for host in choose_hosts(job, cluster)), time.time(), order["launched_by"],
+        order["launched_in"], socket.gethostname(), os.getpid(),
+        float(this_machine.started(os.getpid()) or 0), str(run), order["keep_results"],
     )  # fmt: skip
-    _keep(folder, about)
+    _write_record(folder, record)
     secrets = secrets_of(job, cluster)
-    out, err = (Kept(run / detached.SCREEN, line, err, secrets) for err in (False, True))
+    out, err = (TeeStream(run / detached.SCREEN, line, err, secrets) for err in (False, True))
     sys.stdout, sys.stderr = out, err
     problem: dict[str, Any] = {}
     try:
         code = _supervise(folder, run, line, job, cluster, out, err)
     except PacelineError as error:
-        err.keep(f"{err.redactor.text(error.render())}\n")  # who is there shows it himself
+        err.write_file(f"{err.redactor.text(error.render())}\n")  # who is there shows it himself
         parts = {"message": error.message, "found": error.found, "remedy": error.remedy}
         code, problem = error.exit_code, {"error": parts}
     for path in folder.iterdir():  # what was only needed while it ran
         if path.name not in (detached.ABOUT, detached.RUN, LOG):
             shutil.rmtree(path, ignore_errors=True)
-    _keep(folder, replace(about, ended=time.time(), exit_code=code))
-    if not line.over(over=code, **problem) and here:
+    _write_record(folder, replace(record, ended=time.time(), exit_code=code))
+    if not line.finish(over=code, **problem) and is_launching_machine:
         shutil.rmtree(folder, ignore_errors=True)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     return code
 
 
-def _supervise(folder: Path, run: Path, line: Line, job: Job, cluster: Cluster, out: Kept,
-               err: Kept) -> int:  # fmt: skip
+def _supervise(
+    folder: Path,
+    run: Path,
+    line: LauncherLink,
+    job: Job,
+    cluster: Cluster,
+    out: TeeStream,
+    err: TeeStream,
+) -> int:
     """Runs the job with agents that call."""
-    told = line.told
+    order = line.order
     hosts, loops = choose_hosts(job, cluster), list[asyncio.AbstractEventLoop]()
 
     def listening(addresses: Sequence[tuple[str, int]]) -> None:
         loops.append(asyncio.get_running_loop())
-        line.tell(listening=[list(one) for one in addresses], folder=str(folder), run=str(run))
+        line.send(
+            listening=[list(address) for address in addresses], folder=str(folder), run=str(run)
+        )
 
     transport = CalledTransport(
-        hosts, bytes.fromhex(told["key"]), told["supervisor"], job.interface.value, listening,
-        None if told["containers"] is None else _containers(told["containers"], hosts),
+        hosts, bytes.fromhex(order["key"]), order["supervisor"], job.interface.value, listening,
+        None if order["containers"] is None else _containers(order["containers"], hosts),
     )  # fmt: skip
 
-    def heard(said: Mapping[str, Any]) -> None:
-        loops[0].call_soon_threadsafe(transport.cannot_call, said["missing"])
+    def on_message(message: Mapping[str, Any]) -> None:
+        loops[0].call_soon_threadsafe(transport.cannot_call, message["missing"])
 
-    line.listen(heard)
-    begun = Begun(job.lease_s.value, lambda: line.tell(running=True))
+    line.listen(on_message)
+    detector = StartDetector(job.lease_s.value, lambda: line.send(running=True))
     inspect = None
-    if told["check_level"] != "none":
+    if order["check_level"] != "none":
         from paceline.checks.preflight import inspector
 
         inspect = inspector(job, run)
-    package = told["package"]
-    return carry_out(
-        job, cluster, transport, KeptScreen(told["show"], out, err, line), run_dir=run,
-        parent=run.parent, package=package if isinstance(package, bool) else tuple(package),
-        inspect=inspect, left=Left(told["run_id"], _supplies(folder, told), begun.heard),
-    )  # fmt: skip
+    package = order["package"]
+    return run_to_end(
+        job,
+        cluster,
+        transport,
+        TeeScreen(order["show"], out, err, line),
+        run_dir=run,
+        parent=run.parent,
+        package=package if isinstance(package, bool) else tuple(package),
+        inspect=inspect,
+        detached=Left(order["run_id"], _supplies(folder, order), detector.on_event),
+    )
 
 
-def _containers(told: Mapping[str, Any], hosts: Sequence[Host]) -> StartsAgain:
+def _containers(containers: Mapping[str, Any], hosts: Sequence[Host]) -> StartsAgain:
     """Starts containers anew on hosts of which the first one was lost."""
     from paceline.schedulers.container import ContainerTransport
 
-    transport = ContainerTransport.from_json(told, hosts)
+    transport = ContainerTransport.from_json(containers, hosts)
 
     async def start(host: Host, python: str) -> Channel:
         (channel,) = await transport.open([host], [python])
@@ -302,26 +321,26 @@ def _containers(told: Mapping[str, Any], hosts: Sequence[Host]) -> StartsAgain:
     return start
 
 
-def _supplies(folder: Path, told: Mapping[str, Any]) -> Supplies | None:
+def _supplies(folder: Path, order: Mapping[str, Any]) -> Supplies | None:
     """What was sent here for the hosts; ``None`` where it lies in its place."""
-    if told["trees"] is None:
+    if order["trees"] is None:
         return None
     trees = {
-        name: Tree(Path(one["root"]), one["manifest"], folder / one["in"])
-        for name, one in told["trees"].items()
+        name: Tree(Path(tree["root"]), tree["manifest"], folder / tree["in"])
+        for name, tree in order["trees"].items()
     }
     inputs = {str(tree.root): tree for name, tree in trees.items() if name.startswith("input")}
     data = None
-    if (sent := told["data"]) is not None:
-        root = Path(told["job"]["data"]["path"])
+    if (sent := order["data"]) is not None:
+        root = Path(order["job"]["data"]["path"])
         data = Folder(root, "", copy=(sent["key"], Path(sent["place"])))
     return Supplies(trees.get("code"), trees.get("package"), inputs, data)
 
 
-def _keep(folder: Path, about: About) -> None:
+def _write_record(folder: Path, record: About) -> None:
     """Writes about.json at once."""
-    new = folder / f".{detached.ABOUT}"
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        json.dump(about.to_json(), file, indent=2)
+    temporary = folder / f".{detached.ABOUT}"
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        json.dump(record.to_json(), file, indent=2)
         file.write("\n")
-    new.replace(folder / detached.ABOUT)
+    temporary.replace(folder / detached.ABOUT)

@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _LOGS = "Leave it out: all output of each rank is in logs/HOST/RANK.log of the run directory"
 # option → what to do instead
-REFUSED = {
+UNSUPPORTED = {
     "--master-addr": "Leave it out: the address of the first host is found. Where the same command"
     " is typed on each node: --rdzv HOST:PORT --node-rank K",
     "--rdzv-conf": "--rdzv-timeout SECONDS says how long to wait for the other nodes",
@@ -37,7 +37,7 @@ REFUSED = {
     "--signals-to-handle": "Leave it out: see Ends in docs/run.md",
     "--shutdown-timeout": "--grace SECONDS",
 }
-REFUSED_FLAGS = {
+UNSUPPORTED_FLAGS = {
     "--run-path": "Leave it out, and give the path of the script",
     "--virtual-local-rank": "Leave it out: LOCAL_RANK counts the ranks of a node",
     "--use-env": "Leave it out: LOCAL_RANK stands in the environment",
@@ -54,19 +54,19 @@ class Aliased(click.Option):
         self._aliases = aliases
 
     def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
-        shown, self.opts = self.opts, [*self.opts, *self._aliases]
+        visible, self.opts = self.opts, [*self.opts, *self._aliases]
         try:
             super().add_to_parser(parser, ctx)
         finally:
-            self.opts = shown
+            self.opts = visible
 
 
 def torchrun_options(command: F) -> F:
     """Adds the options of torchrun that mean something else here."""
-    for flag, remedy in {**REFUSED, **REFUSED_FLAGS}.items():
+    for flag, remedy in {**UNSUPPORTED, **UNSUPPORTED_FLAGS}.items():
         command = click.option(
-            flag, is_flag=flag in REFUSED_FLAGS, hidden=True, expose_value=False,
-            callback=_refuse(flag, remedy),
+            flag, is_flag=flag in UNSUPPORTED_FLAGS, hidden=True, expose_value=False,
+            callback=_rejecter(flag, remedy),
         )(command)  # fmt: skip
     command = click.option("--standalone", is_flag=True, hidden=True, expose_value=False,
                            callback=_standalone)(command)  # fmt: skip
@@ -74,12 +74,12 @@ def torchrun_options(command: F) -> F:
                         callback=_check_backend)(command)  # fmt: skip
 
 
-def _refuse(flag: str, remedy: str) -> Callable[[click.Context, click.Parameter, Any], None]:
-    def refuse(ctx: click.Context, option: click.Parameter, value: Any) -> None:
+def _rejecter(flag: str, remedy: str) -> Callable[[click.Context, click.Parameter, Any], None]:
+    def reject(ctx: click.Context, option: click.Parameter, value: Any) -> None:
         if value:
             raise SettingError(f"{flag} is torchrun's, and not needed here", remedy=remedy)
 
-    return refuse
+    return reject
 
 
 def _check_backend(ctx: click.Context, option: click.Parameter, value: str | None) -> None:

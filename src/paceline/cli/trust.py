@@ -1,4 +1,4 @@
-"""``paceline trust``: lets the settings file of this folder name programs.
+"""Which settings files may name programs: those that the user trusts and nobody else can change.
 
 A ``paceline.toml`` comes with a cloned project, or lies in a folder that others can write. Most of
 its settings only say where and how many; a few start programs here or on the hosts, hand out
@@ -17,9 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import click
-
-from paceline.cli.verb import Verb, say
 from paceline.remote import this_machine
 from paceline.spec.errors import SettingError
 from paceline.spec.settings import TOML_NAME
@@ -48,17 +45,17 @@ HOST_GUARDED = {  # the same for [hosts.NAME]
 }
 
 
-def guarded(toml: Mapping[str, Any]) -> dict[str, Any]:
+def guarded_settings(toml: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a file that need trust: ``[run] KEY`` or ``[hosts.NAME] KEY`` → value."""
     run = toml.get("run", {})
     keys = {*GUARDED, "hosts"}  # what a description of hosts says may be a program, too
-    found = {f"[run] {key}": v for key, v in run.items() if key.replace("_", "-") in keys}
+    settings = {f"[run] {key}": v for key, v in run.items() if key.replace("_", "-") in keys}
     for name, table in toml.get("hosts", {}).items():
-        found |= {f"[hosts.{name}] {k}": v for k, v in table.items() if k in HOST_GUARDED}
-    return found
+        settings |= {f"[hosts.{name}] {k}": v for k, v in table.items() if k in HOST_GUARDED}
+    return settings
 
 
-def require(path: Path, toml: Mapping[str, Any], key: str) -> None:
+def require_trust(path: Path, toml: Mapping[str, Any], key: str) -> None:
     """SettingError when a key of ``[run]`` needs trust and the file does not have it.
 
     Args:
@@ -68,55 +65,59 @@ def require(path: Path, toml: Mapping[str, Any], key: str) -> None:
     """
     if key in GUARDED:
         value = toml["run"].get(key, toml["run"].get(key.replace("-", "_")))
-        _demand(path, toml, {f"[run] {key}": value}, key, GUARDED[key])
+        _check_trust(path, toml, {f"[run] {key}": value}, key, GUARDED[key])
 
 
-def require_hosts(path: Path, toml: Mapping[str, Any], described: bool) -> None:
+def require_trust_of_hosts(path: Path, toml: Mapping[str, Any], described: bool) -> None:
     """The same for what the tables of hosts set.
 
     Args:
         path, toml: The settings file and its content.
         described: Its ``[run] hosts`` is what describes the hosts, their tables included.
     """
-    about = ("[hosts.", "[run] hosts") if described else ("[hosts.",)
-    needed = {name: value for name, value in guarded(toml).items() if name.startswith(about)}
+    prefixes = ("[hosts.", "[run] hosts") if described else ("[hosts.",)
+    needed = {
+        name: value for name, value in guarded_settings(toml).items() if name.startswith(prefixes)
+    }
     if needed:
         only_env = all(name.endswith(("] env", "] hosts")) for name in needed)
-        said = only_env and any(name.endswith("] env") for name in needed)
-        what, does = ("environment", "env") if said else ("Python", "python")
-        _demand(path, toml, needed, f"the {what} of a host", HOST_GUARDED[does])
+        is_environment = only_env and any(name.endswith("] env") for name in needed)
+        subject, guarded_key = ("environment", "env") if is_environment else ("Python", "python")
+        _check_trust(path, toml, needed, f"the {subject} of a host", HOST_GUARDED[guarded_key])
 
 
-def _demand(path: Path, toml: Mapping[str, Any], needed: Mapping[str, Any], key: str,
-            what: str) -> None:  # fmt: skip
+def _check_trust(path: Path, toml: Mapping[str, Any], needed: Mapping[str, Any], key: str,
+            effect: str) -> None:  # fmt: skip
     from paceline.hosts.dialect import printable
 
-    listed = "\n".join(printable(f"{name} = {_text(value)}") for name, value in needed.items())
-    if why := foreign(path):
+    listed = "\n".join(printable(f"{name} = {as_json(value)}") for name, value in needed.items())
+    if reason := foreign_reason(path):
         raise SettingError(
-            f"{TOML_NAME} may not set {key}: it {what}, and the file {why}",
+            f"{TOML_NAME} may not set {key}: it {effect}, and the file {reason}",
             found=listed,
             remedy=f"Type it yourself, or copy {TOML_NAME} to a folder of yours",
         )
     if _record(path, toml) not in _trusted():
         raise SettingError(
-            f"{TOML_NAME} sets {key}, which {what}, and you have not trusted it yet",
+            f"{TOML_NAME} sets {key}, which {effect}, and you have not trusted it yet",
             found=listed,
             remedy="Look at it, then type: paceline trust",
         )
 
 
-def foreign(path: Path) -> str:
+def foreign_reason(path: Path) -> str:
     """Why a file is not the user's alone, for people; empty when it is."""
     for info in (path.lstat(), path.stat()):  # a link can be planted, too
         if info.st_uid not in (os.geteuid(), 0):
             return "belongs to another user"
-    if info.st_mode & stat.S_IWOTH or (info.st_mode & stat.S_IWGRP and not _own_group(info.st_gid)):
+    if info.st_mode & stat.S_IWOTH or (
+        info.st_mode & stat.S_IWGRP and not _is_private_group(info.st_gid)
+    ):
         return "can be written by others"
     return ""
 
 
-def _own_group(number: int) -> bool:
+def _is_private_group(number: int) -> bool:
     """Whether a group is the user's private one, as many systems make for every user."""
     import grp
     import pwd
@@ -135,13 +136,13 @@ def trust_file() -> Path:
 
 def _record(path: Path, toml: Mapping[str, Any]) -> str:
     """One line: the hash of what needs trust in a file, and its place."""
-    text = json.dumps(guarded(toml), sort_keys=True, default=str)
+    text = json.dumps(guarded_settings(toml), sort_keys=True, default=str)
     return f"{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()} {path.resolve()}"
 
 
 def _trusted() -> list[str]:
     try:
-        if foreign(trust_file()):
+        if foreign_reason(trust_file()):
             return []
         return trust_file().read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
@@ -151,54 +152,18 @@ def _trusted() -> list[str]:
 def remember(path: Path, toml: Mapping[str, Any], trusted: bool = True) -> None:
     """Writes down, or takes back, that the user trusts a file as it is now."""
     file, place = trust_file(), f" {path.resolve()}"
-    kept = [line for line in _trusted() if not line.endswith(place)]
-    lines = [*kept, _record(path, toml)] if trusted else kept
-    fresh = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
+    others = [line for line in _trusted() if not line.endswith(place)]
+    lines = [*others, _record(path, toml)] if trusted else others
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         text = "".join(f"{line}\n" for line in lines)
-        fresh.write_text(text, encoding="utf-8", errors="surrogateescape")
-        fresh.chmod(0o600)
-        fresh.replace(file)
+        temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
+        temporary.chmod(0o600)
+        temporary.replace(file)
     except OSError as error:
         raise SettingError(f"{file} cannot be written", found=str(error)) from None
 
 
-def _text(value: Any) -> str:
+def as_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
-
-
-@click.command("trust", cls=Verb)
-@click.option("--revoke", is_flag=True, help="Take the trust back.")
-def command(revoke: bool) -> None:
-    """Let paceline.toml of this folder set what starts programs.
-
-    Settings such as ssh-config, python, mpiexec and env count only after this. It holds for the
-    values as they are now; a file that somebody else can change is refused.
-    """
-    from paceline.cli.sources import read_settings_file
-    from paceline.hosts.dialect import printable
-
-    path = Path.cwd() / TOML_NAME
-    if not path.exists():
-        raise SettingError(f"there is no {TOML_NAME} in this folder", found=str(Path.cwd()))
-    if revoke:
-        remember(path, {}, trusted=False)
-        say(f"{path}: no longer trusted")
-        return
-    toml = read_settings_file(Path.cwd())
-    if why := foreign(path):
-        raise SettingError(
-            f"{path} cannot be trusted: it {why}",
-            remedy=f"chmod go-w {TOML_NAME}"
-            if "written" in why
-            else "Copy it to a folder of yours",
-        )
-    needed = guarded(toml)
-    for name, value in needed.items():
-        say(printable(f"{name} = {_text(value)}"))
-    if not needed:
-        say(f"nothing in {path} needs trust")
-        return
-    remember(path, toml)
-    say(f"trusted: {path}, until these settings change")

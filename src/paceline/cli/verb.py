@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
-from paceline.cli.help import has_more, help_of
-from paceline.cli.sources import WithSettings
+from paceline.cli.help import has_hidden_options, render_help
+from paceline.cli.settings import WithSettings
 from paceline.spec.errors import SettingError
 from paceline.spec.helptext import Row, Section
 from paceline.spec.terminal import clean
@@ -40,8 +40,8 @@ class Verb(WithSettings):
     def __init__(self, *args: Any, **more: Any) -> None:
         self.options_of: str | None = more.pop("options_of", None)
         passed_on = {"ignore_unknown_options": True} if self.options_of else {}
-        given = more.pop("context_settings", None) or {}
-        more["context_settings"] = {**CONTEXT, **passed_on, **given}
+        settings = more.pop("context_settings", None) or {}
+        more["context_settings"] = {**CONTEXT, **passed_on, **settings}
         super().__init__(*args, **more)
 
     def make_parser(self, ctx: click.Context) -> Any:
@@ -54,10 +54,10 @@ class Verb(WithSettings):
         parse = parser.parse_args
 
         def parse_once(args: list[str]) -> Any:
-            values, rest, order = parse(args)
+            values, remaining, order = parse(args)
             if not ctx.resilient_parsing:
-                _refuse_repeated(order)
-            return values, rest, order
+                _reject_repeated(order)
+            return values, remaining, order
 
         parser.parse_args = parse_once  # type: ignore[method-assign]
         return parser
@@ -65,13 +65,16 @@ class Verb(WithSettings):
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """The options, and --help-all where the help is short at first."""
         params = super().get_params(ctx)
-        if ctx.help_option_names and not any(param.name == ALL for param in params):
-            params.insert(len(params) - 1, _HELP_ALL if has_more(self) else _HELP_ALL_HIDDEN)
+        if ctx.help_option_names and not any(param.name == HELP_ALL for param in params):
+            params.insert(
+                len(params) - 1,
+                _HELP_ALL_OPTION if has_hidden_options(self) else _HIDDEN_HELP_ALL_OPTION,
+            )
         return params
 
     def get_help(self, ctx: click.Context) -> str:
         """The help as people see it; ``meta`` says whether all of it is wanted."""
-        return help_of(ctx, self.sections(ctx), bool(ctx.meta.get(ALL)))
+        return render_help(ctx, self.sections(ctx), bool(ctx.meta.get(HELP_ALL)))
 
     def sections(self, ctx: click.Context) -> list[Section]:
         """What stands before the options: those of a recipe or of what it trained."""
@@ -82,36 +85,36 @@ class Verb(WithSettings):
         return sections_of(self.options_of)
 
 
-_ADDED_UP = {  # options that seem to add up, with the way to name several things
+_SINGLE_VALUED = {  # options that seem to add up, with the way to name several things
     "hosts": "-H A,B names several hosts",
     "data": "Name one folder that holds all the data, or links to it (--follow-links)",
     "gres": "--gres A,B names several resources",
 }
 
 
-def _refuse_repeated(order: Sequence[click.Parameter]) -> None:
+def _reject_repeated(order: Sequence[click.Parameter]) -> None:
     """SettingError for one of ``_ADDED_UP`` that was typed several times.
 
     Of other options the last value counts, as everywhere: aliases and wrappers rely on it.
     """
-    for param, times in Counter(order).items():
-        remedy = _ADDED_UP.get(param.name or "")
-        if times > 1 and isinstance(param, click.Option) and remedy and not param.multiple:
+    for param, count in Counter(order).items():
+        remedy = _SINGLE_VALUED.get(param.name or "")
+        if count > 1 and isinstance(param, click.Option) and remedy and not param.multiple:
             flag = "/".join(sorted(param.opts, key=len))
-            raise SettingError(f"{flag} is given {times} times and takes one value", remedy=remedy)
+            raise SettingError(f"{flag} is given {count} times and takes one value", remedy=remedy)
 
 
-def _show_all(ctx: click.Context, option: click.Parameter, value: bool) -> None:
+def _print_all_help(ctx: click.Context, option: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
-        ctx.meta[ALL] = True
+        ctx.meta[HELP_ALL] = True
         click.echo(ctx.get_help())
         ctx.exit()
 
 
-ALL = "help_all"
-_HELP_ALL, _HELP_ALL_HIDDEN = (
+HELP_ALL = "help_all"
+_HELP_ALL_OPTION, _HIDDEN_HELP_ALL_OPTION = (
     click.Option(
-        ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all,
+        ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_print_all_help,
         hidden=hidden, help="Show every option and exit.",
     )
     for hidden in (False, True)
@@ -135,9 +138,9 @@ class VerbGroup(Verb, click.Group):
         from click.shell_completion import CompletionItem
 
         rows = [row for _, section in self.sections(ctx) for row in section]
-        found = [CompletionItem(row.left, help=row.text) for row in rows
+        items = [CompletionItem(row.left, help=row.text) for row in rows
                  if row.left.startswith(incomplete)]  # fmt: skip
-        return found or click.Command.shell_complete(self, ctx, incomplete)
+        return items or click.Command.shell_complete(self, ctx, incomplete)
 
 
 Registry = Mapping[str, tuple[str, str]]  # name → (where its command is, one line for --help)
@@ -148,9 +151,11 @@ class Registered(VerbGroup):
 
     Attributes:
         registry: ``MODULE`` with a ``command``, or ``MODULE:NAME``, by verb.
+        package: Where the modules are.
     """
 
     registry: ClassVar[Registry]
+    package: ClassVar[str]
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.registry)
@@ -159,7 +164,7 @@ class Registered(VerbGroup):
         if cmd_name not in self.registry:
             return None
         module, _, name = self.registry[cmd_name][0].partition(":")
-        command = getattr(importlib.import_module(module), name or "command")
+        command = getattr(importlib.import_module(f"{self.package}.{module}"), name or "command")
         assert isinstance(command, click.Command)
         return command
 

@@ -16,7 +16,7 @@ from paceline.spec import jobenv, launched
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.helptext import counted
 from paceline.spec.hosts import Cluster, Host
-from paceline.spec.job import Entry, Job
+from paceline.spec.job import Entry, Job, count_processes
 from paceline.spec.libraries import DEBUG, DEBUG_OF_RANKS
 from paceline.spec.nodes import NodeRange, bounds
 from paceline.spec.plan import Copy, NodePlan, Plan, RankPlan
@@ -160,10 +160,7 @@ def _as_asked(asked: Setting[Any], host: Host, gpus: int, cpus: int) -> Setting[
             "hides them",
             remedy="--nproc-per-node auto takes the CPUs where there is no GPU",
         )
-    if not isinstance(count, int):
-        count = gpus if count != "cpu" and gpus else max(1, cpus)
-    if count < 1:
-        raise SettingError(f"--nproc-per-node {count}: at least 1", remedy="--nproc-per-node 1")
+    count = count_processes(count, gpus, cpus)
     if host.slots is not None and count > host.slots and not host.slots_yield:
         raise SettingError(
             f"{count} processes a node were asked for ({asked.source.label})",

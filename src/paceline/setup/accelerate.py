@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Host
-from paceline.spec.job import Processes
+from paceline.spec.job import Processes, count_processes
 
 DISTRIBUTED_TYPES = {
     "nvidia": "MULTI_GPU",
@@ -66,9 +66,10 @@ def machine(host: Host, makers: Sequence[str], cpus: int, requested: Processes |
             f"--nproc-per-node gpu: {host.name} has no GPU",
             remedy="--nproc-per-node auto takes the CPUs where there is no GPU",
         )
-    if isinstance(requested, str):
-        requested = len(makers) if makers and requested != "cpu" else max(1, cpus)
-    return Machine(host, tuple(makers), requested or host.slots or len(makers) or 1, interface)
+    processes = host.slots or len(makers) or 1
+    if requested is not None:
+        processes = count_processes(requested, len(makers), cpus)
+    return Machine(host, tuple(makers), processes, interface)
 
 
 def files(machines: Sequence[Machine], address: str, port: int,

@@ -22,6 +22,26 @@ LEAST_SECRET = 6  # characters; what is shorter stands in many a word, too
 _SECRET_SHAPE = re.compile(r"(?=.*[A-Za-z])(?=.*\d)[A-Za-z0-9+_.=-]{16,}")
 
 
+def parse_processes(value: object) -> Processes:
+    """A positive number of processes a node, or ``auto``, ``gpu`` or ``cpu``; else ValueError."""
+    if value == "auto" or value == "gpu" or value == "cpu":
+        return value
+    try:
+        number = int(str(value))
+    except ValueError:
+        raise ValueError(f"{value!r} is neither a number nor one of auto, gpu, cpu") from None
+    if number < 1:
+        raise ValueError(f"{number} is less than 1")
+    return number
+
+
+def count_processes(asked: Processes, gpus: int, cpus: int) -> int:
+    """How many processes that is on a node, as torchrun counts them."""
+    if isinstance(asked, int):
+        return asked
+    return gpus if asked != "cpu" and gpus else max(1, cpus)
+
+
 def recorded(name: str, value: str) -> str:
     """The value of a variable as files and screens show it."""
     return "(not recorded)" if _SECRET_NAME.search(name) else value

@@ -1,0 +1,327 @@
+"""Which option applies where: one table, so that no option is accepted and then ignored.
+
+Schedulers say which options depend on how nodes are started (``starting``, ``submitting``); this
+table holds the rest. An option that is given and does not apply is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import click
+from click.core import ParameterSource
+
+from paceline.cli.settings import setting
+from paceline.cli.variables import RUN_TABLE, variable_of
+from paceline.schedulers import SCHEDULERS, load
+from paceline.schedulers.scheduler import Scheduler
+from paceline.schedulers.script import SUBMITTED_VARIABLE
+from paceline.spec.errors import SettingError
+from paceline.spec.nodes import NodeRange
+from paceline.spec.settings import TOML_NAME
+
+# verb (a command's own name) → what is typed
+VERBS = {
+    "run": "run",
+    "train": "train",
+    "evaluate": "evaluate",
+    "scaling": "bench scaling",
+    "collectives": "bench collectives",
+    "forecast": "forecast",
+}
+MEASURING = frozenset({"scaling", "collectives", "forecast"})
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchMode:
+    """How a command is carried out.
+
+    Attributes:
+        scheduler: By what.
+        submits: It writes a script for later, instead of starting nodes now.
+    """
+
+    scheduler: Scheduler
+    submits: bool
+
+    def accepts(self, option: str) -> bool:
+        """Whether an option of which schedulers decide has an effect."""
+        accepted = self.scheduler.submit_options if self.submits else self.scheduler.start_options
+        return option in (accepted or ())
+
+    def __str__(self) -> str:
+        """How it is asked for, for people."""
+        scheduler = self.scheduler
+        if scheduler.start_options is None or scheduler.submit_options is None:
+            return scheduler.option
+        return f"{scheduler.option} {'outside' if self.submits else 'inside'} an allocation"
+
+
+def launch_modes() -> list[LaunchMode]:
+    """All that there are: first those that start nodes now."""
+    schedulers = [load(name) for name in SCHEDULERS]
+    immediate = [
+        LaunchMode(scheduler, submits=False)
+        for scheduler in schedulers
+        if scheduler.start_options is not None
+    ]
+    return immediate + [
+        LaunchMode(scheduler, submits=True)
+        for scheduler in schedulers
+        if scheduler.submit_options is not None
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Applicability:
+    """Where an option has an effect.
+
+    Attributes:
+        by_scheduler: Only if the scheduler takes it (``Scheduler.starting``, ``submitting``).
+        verbs: Which commands.
+        immediate_verbs: Which of them when nodes are started now; ``None`` for all.
+        value: Only this value is restricted to them; the others apply everywhere.
+        hint: What to type instead; empty for a list of the manners.
+        submission: It only says how a batch is to be submitted.
+    """
+
+    by_scheduler: bool = False
+    verbs: frozenset[str] = frozenset(VERBS)
+    immediate_verbs: frozenset[str] | None = None
+    value: object = None
+    hint: str = ""
+    submission: bool = False
+
+    def verbs_in(self, mode: LaunchMode) -> frozenset[str]:
+        """The commands that take it when they are carried out so."""
+        return self.verbs if mode.submits or self.immediate_verbs is None else self.immediate_verbs
+
+
+_JOB_VERBS = frozenset(VERBS) - MEASURING  # these end in one run whose start can be planned
+_MULTI_RUN = frozenset({"scaling", "forecast"})  # a ladder is many runs
+_DETACHABLE = frozenset({"run", "train"})  # may go on by themselves
+_HINT_STAYS = "Under MPI and --rdzv this command has to stay; a batch needs nobody to watch it"
+_SINGLE_RUN = frozenset(VERBS) - _MULTI_RUN
+_HINT_SBATCH_ARG = "--sbatch-arg takes any directive of the batch system"
+_BY_SCHEDULER = Applicability(by_scheduler=True)
+_RENDEZVOUS = Applicability(by_scheduler=True, verbs=_JOB_VERBS)
+_BATCH = Applicability(by_scheduler=True, submission=True)
+# name of the parameter → where it applies
+OPTIONS: dict[str, Applicability] = {
+    "hosts": Applicability(by_scheduler=True,
+                           hint="The batch system, or --rdzv, chooses the hosts"),
+    "ssh_config": _BY_SCHEDULER,
+    "accept_new_host_keys": _BY_SCHEDULER,
+    "nnodes": Applicability(),
+    "fastest": Applicability(by_scheduler=True, verbs=frozenset({"run", "train"}),
+                       hint="It chooses among hosts that are named"),
+    "wait_for_nodes": Applicability(by_scheduler=True, verbs=_JOB_VERBS,
+                              hint="--rdzv-timeout is for nodes that come by themselves"),
+    "nproc_per_node": Applicability(),
+    "env": Applicability(),
+    "unset": Applicability(),
+    "activate": Applicability(),
+    "iface": Applicability(),
+    "python": Applicability(),
+    "run_dir": Applicability(verbs=_SINGLE_RUN, hint="--out FOLDER"),
+    "name": Applicability(),
+    "master_port": Applicability(),
+    "backend": Applicability(),
+    "ship": Applicability(by_scheduler=True, verbs=frozenset({"run"}) | _MULTI_RUN,
+                    hint="Only code of yours, for hosts other than this machine, is shipped"),
+    "follow_links": Applicability(by_scheduler=True, verbs=_JOB_VERBS | _MULTI_RUN,
+                            hint="No folder of this machine is sent"),
+    "bind": Applicability(),
+    "debug": Applicability(verbs=_JOB_VERBS | {"collectives"},
+                           hint="It would slow what is measured"),
+    "lease": Applicability(),
+    "grace": Applicability(),
+    "max_restarts": Applicability(),
+    "restart_window": Applicability(),
+    "hang_timeout": Applicability(),
+    "keep_warm": Applicability(by_scheduler=True, verbs=_JOB_VERBS),
+    "check_level": Applicability(by_scheduler=True, verbs=_JOB_VERBS, value="full",
+                           hint="`paceline check` first"),
+    "show": Applicability(verbs=_JOB_VERBS),
+    "screen": Applicability(verbs=_JOB_VERBS),
+    "report": Applicability(verbs=_JOB_VERBS, value=True,
+                            hint="paceline report writes it of any run"),
+    "notify": Applicability(verbs=_JOB_VERBS,
+                            hint="A measurement is many runs; && COMMAND follows it"),
+    # of a ladder only its batch has a plan
+    "plan_only": Applicability(verbs=_JOB_VERBS | _MULTI_RUN),
+    "as_json": _BY_SCHEDULER,
+    "verbose": Applicability(by_scheduler=True, verbs=_JOB_VERBS),
+    "via": Applicability(),
+    "via_arg": _BY_SCHEDULER,
+    "mpiexec": _BY_SCHEDULER,
+    "image": Applicability(by_scheduler=True, submission=True),
+    "mount": Applicability(by_scheduler=True, submission=True),
+    "shm_size": Applicability(by_scheduler=True, submission=True,
+                        hint="Apptainer's /dev/shm is the host's own"),
+    "rdzv": _RENDEZVOUS,
+    "rdzv_id": _RENDEZVOUS,
+    "rdzv_key_file": _RENDEZVOUS,
+    "node_rank": _RENDEZVOUS,
+    "rdzv_timeout": _RENDEZVOUS,
+    "time_limit": _BATCH,
+    "partition": _BATCH,
+    "account": _BATCH,
+    "cpus_per_task": Applicability(by_scheduler=True, submission=True, hint=_HINT_SBATCH_ARG),
+    "mem": _BATCH,
+    "gres": _BATCH,
+    "gpus": _BATCH,
+    "gpus_per_node": _BATCH,
+    "constraint": Applicability(by_scheduler=True, submission=True, hint=_HINT_SBATCH_ARG),
+    "sbatch_arg": _BATCH,
+    "setup_command": _BATCH,
+    "requeue": Applicability(by_scheduler=True, verbs=_SINGLE_RUN, submission=True,
+                             hint=_HINT_SBATCH_ARG),
+    "array": Applicability(by_scheduler=True, verbs=_SINGLE_RUN, submission=True),
+    "detach": Applicability(by_scheduler=True, immediate_verbs=_DETACHABLE, submission=True,
+                            hint=_HINT_STAYS),
+    "keep": Applicability(by_scheduler=True, verbs=_DETACHABLE, hint=_HINT_STAYS),
+    "supervisor": Applicability(by_scheduler=True, verbs=_DETACHABLE, hint=_HINT_STAYS),
+    "keep_results": Applicability(by_scheduler=True, verbs=_DETACHABLE,
+                                  hint="Results wait only on another host"),
+}  # fmt: skip
+# These are for the submission (those of containers also for a start now); the job that was
+# submitted finds them in its environment and file.
+SUBMISSION = frozenset(name for name, where in OPTIONS.items() if where.submission)
+
+
+def specified_options(ctx: click.Context, names: Iterable[str] = OPTIONS) -> dict[str, str]:
+    """Options that somebody gave, by parameter name, each as it was spelled and where."""
+    spellings = {}
+    for option in _options(ctx):
+        name = option.name or ""
+        source = ctx.get_parameter_source(name)
+        value = ctx.params.get(name)
+        flag = spelling(option, value)
+        spelled = {
+            ParameterSource.COMMANDLINE: flag,
+            ParameterSource.ENVIRONMENT: f"{flag} ({variable_of(option)})",
+            ParameterSource.DEFAULT_MAP: f"{flag} ([{RUN_TABLE}] of {TOML_NAME})",
+        }
+        off = value is False and not option.secondary_opts  # --no-report says something
+        is_empty = value is None or off or value == ()  # 0 is a value: --node-rank 0
+        if name in names and source in spelled and not is_empty:
+            spellings[name] = spelled[source]
+    return spellings
+
+
+def spelling(option: click.Option, value: object) -> str:
+    """The long flag by which a value is typed: ``--no-report`` for what is switched off."""
+    return max((value is False and option.secondary_opts) or option.opts, key=len)
+
+
+def _options(ctx: click.Context) -> list[click.Option]:
+    return [param for param in ctx.command.params if isinstance(param, click.Option)]
+
+
+def check_applicable(ctx: click.Context, mode: LaunchMode, environ: Mapping[str, str]) -> None:
+    """SettingError, exit status 2, for an option that was given and would have no effect."""
+    verb = ctx.command.name or "run"
+    for name, spelled in specified_options(ctx).items():
+        is_typed = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if environ.get(SUBMITTED_VARIABLE) and name in SUBMISSION and not is_typed:
+            continue  # it has had its effect when this batch was submitted
+        rule = OPTIONS[name]
+        if rule.value is not None and ctx.params[name] != rule.value:
+            continue
+        if verb not in rule.verbs_in(mode) or (rule.by_scheduler and not mode.accepts(name)):
+            raise _not_applicable(name, spelled, mode, verb)
+    for name in ("supervisor", "keep_results"):
+        is_typed = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if is_typed and not (ctx.params.get("detach") or ctx.params.get("keep")):
+            raise SettingError(
+                f"{specified_options(ctx)[name]} does not apply to a run that is not left",
+                found="this command watches it itself",
+                remedy="--detach or --keep beside it, or leave it out",
+            )
+    if ctx.params.get("detach") and ctx.params.get("keep"):
+        resolve_detach_or_keep(ctx)
+    if (ctx.params.get("detach") or ctx.params.get("keep")) and ctx.params.get("keep_warm"):
+        reject_combination(ctx, "a run that is left", ["keep_warm"])
+    screen = ctx.get_parameter_source("screen")  # in a file it is for other runs, too
+    if ctx.params.get("detach") and screen is ParameterSource.COMMANDLINE:
+        reject_combination(ctx, "--detach, which shows nothing of the run", ["screen"])
+    plan_only_options = {"as_json": "prints a plan as JSON", "verbose": "shows all of a plan"}
+    for name, purpose in plan_only_options.items():
+        if ctx.params.get(name) and verb in _JOB_VERBS and not ctx.params.get("plan_only"):
+            spelled = specified_options(ctx)[name]
+            raise SettingError(
+                f"{spelled} does not apply to a run",
+                found=f"it {purpose}",
+                remedy=f"--plan {spelled.split()[0]}, or leave it out",
+            )
+
+
+def resolve_detach_or_keep(ctx: click.Context) -> None:
+    """Of --detach and --keep the one that was said more strongly; SettingError for two as strong.
+
+    They start a run in the same way; after that one returns, and the other stays.
+    """
+    names = ("detach", "keep")
+    sources = {name: setting(ctx, name).source for name in names}
+    if sources["detach"] == sources["keep"]:
+        both = specified_options(ctx, names)
+        raise SettingError(
+            f"{both['detach']} does not go with {both['keep']}",
+            found="the first returns once the run has started, the second goes on to show it",
+            remedy="Leave out one of the two",
+        )
+    ctx.params[min(names, key=lambda name: sources[name])] = False
+
+
+def resolve_node_range(ctx: click.Context, mode: LaunchMode) -> None:
+    """A range of nodes where their number cannot change: it may leave no choice, else is refused.
+
+    SettingError, exit status 2, with the reason.
+    """
+    nodes, verb = ctx.params.get("nnodes"), ctx.command.name or "run"
+    if not isinstance(nodes, NodeRange):
+        return
+    reason = mode.scheduler.fixed_size_reason
+    if mode.submits:
+        reason = "a batch asks for a certain number of nodes"
+    elif verb in MEASURING:
+        reason = "what is measured must not change on the way"
+    if reason and nodes.least == nodes.most:
+        ctx.params["nnodes"] = nodes.least
+    elif reason:
+        context = f"paceline {VERBS[verb]}" if verb in MEASURING else str(mode)
+        raise SettingError(
+            f"{specified_options(ctx, ['nnodes'])['nnodes']} {nodes} is a range,"
+            f" which does not go with {context}",
+            found=reason,
+            remedy=f"--nnodes {nodes.most or nodes.least}",
+        )
+
+
+def reject_combination(ctx: click.Context, other: str, names: Iterable[str]) -> None:
+    """SettingError, exit status 2, for options that were given and that ``what`` makes void."""
+    for spelled in specified_options(ctx, tuple(names)).values():
+        raise SettingError(
+            f"{spelled} does not go with {other}",
+            found="it would have no effect",
+            remedy="Leave out one of the two",
+        )
+
+
+def _not_applicable(name: str, spelled: str, mode: LaunchMode, verb: str) -> SettingError:
+    rule = OPTIONS[name]
+    option = spelled if rule.value is None else f"{spelled} {rule.value}"
+    remedy = f"Leave it out. {rule.hint}" if rule.hint else "Leave it out, or use one of these"
+    verbs = rule.verbs_in(mode)
+    if verb not in verbs:
+        alternatives = [f"paceline {VERBS[mode]}" for mode in VERBS if mode in verbs]
+        context = f"paceline {VERBS[verb]}"
+    else:
+        alternatives = [str(mode) for mode in launch_modes() if mode.accepts(name)]
+        context = str(mode)
+    return SettingError(
+        f"{option} does not apply to {context}",
+        found=f"it applies to: {', '.join(alternatives)}", remedy=remedy,
+    )  # fmt: skip

@@ -1,0 +1,88 @@
+"""The hosts of a command: read from its settings, named, and traced to their source."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from paceline.cli import trust
+from paceline.cli.settings import TABLES_ARE_HOSTS, setting, toml_of
+from paceline.cli.verb import say
+from paceline.schedulers import current_scheduler
+from paceline.spec.hosts import Cluster, Host
+from paceline.spec.settings import TOML_NAME, Setting, Source
+
+
+def read_cluster(ctx: click.Context, source: str | None) -> Cluster:
+    """The hosts, with what paceline.toml says of them; this machine is marked.
+
+    Args:
+        ctx: The verb's context, with its settings.
+        source: Where the hosts are described: ``hosts`` of the settings, or what stands for it.
+    """
+    from paceline.hosts import apply_overrides, read_hosts
+    from paceline.hosts.lab import lab_name
+    from paceline.remote.this_machine import mark_me
+
+    cwd, toml = Path.cwd(), toml_of(ctx)
+    cluster = mark_me(apply_overrides(read_hosts(source, environ=os.environ, cwd=cwd), toml))
+    if any(host.python or host.env for host in cluster.hosts) and lab_name(source or "") is None:
+        from_file = setting(ctx, "hosts").source is Source.FILE
+        trust.require_trust_of_hosts(cwd / TOML_NAME, toml, described=from_file)
+    return cluster
+
+
+def read_chosen_cluster(ctx: click.Context) -> Cluster:
+    """The hosts that the settings name, and where they were named, said on standard error."""
+    cluster = read_cluster(ctx, ctx.params["hosts"])
+    print_hosts(ctx, cluster)
+    return cluster
+
+
+def print_hosts(ctx: click.Context, cluster: Cluster) -> None:
+    """Names hosts that were not typed with the command, and where they come from."""
+    source = setting(ctx, "hosts").source
+    if source is not Source.COMMAND_LINE and not all(host.local for host in cluster.hosts):
+        say(
+            f"paceline: hosts: {abbreviated_names(cluster)} ({hosts_origin(ctx, cluster)})",
+            err=True,
+        )
+
+
+def hosts_setting(ctx: click.Context) -> Setting[str | None]:
+    """The setting that names the hosts, in the words of a plan."""
+    hosts = setting(ctx, "hosts")
+    if hosts.value is None:
+        origin = "--rdzv" if ctx.params["rdzv"] else ""
+        source = origin or ("the allocation" if current_scheduler(os.environ) else "this machine")
+        return Setting(None, Source.FOUND, source)
+    origin = {Source.COMMAND_LINE: f"-H {hosts.value}"}.get(hosts.source, hosts.detail)
+    tables = hosts.value == TABLES_ARE_HOSTS
+    return Setting(hosts.value, hosts.source, f"[hosts] of {origin}" if tables else origin)
+
+
+def abbreviated_names(cluster: Cluster, max_names: int = 6) -> str:
+    """The hosts' names, the middle of a long list left out."""
+    names = [host.name for host in cluster.hosts]
+    if len(names) <= max_names:
+        return ", ".join(names)
+    return f"{', '.join(names[: max_names - 2])}, … {names[-1]}: {len(names)} hosts"
+
+
+def hosts_origin(ctx: click.Context, cluster: Cluster) -> str:
+    """Where the hosts come from: which setting, and what that names unless it lists them."""
+    hosts = setting(ctx, "hosts")
+    if hosts.value is None or hosts.source is Source.DEFAULT:
+        return cluster.source
+    origin = hosts.detail or hosts.source.label
+    if hosts.value == TABLES_ARE_HOSTS:
+        return f"[hosts] of {origin}"
+    is_explicit = "," in hosts.value or len(cluster.hosts) == 1
+    return origin if is_explicit else f"{origin}: {hosts.value}"
+
+
+def unknown_nodes(nodes: int) -> Cluster:
+    """Places for nodes that are not known before they come."""
+    return Cluster(tuple(Host(f"node{place}") for place in range(nodes)), "--rdzv")

@@ -1,0 +1,195 @@
+"""How a command is carried out: run here, submitted as a batch, or joined to another's run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from paceline.cli.applicability import LaunchMode, check_applicable, resolve_node_range
+from paceline.cli.cluster import print_hosts, read_cluster, unknown_nodes
+from paceline.hosts.lab import lab_name
+from paceline.remote.openssh import SshOptions
+from paceline.schedulers import BY_HAND, DEFAULT, FOR_IMAGES, current_scheduler, load
+from paceline.schedulers.scheduler import ContainerOptions, Options, Scheduler
+from paceline.spec.errors import SettingError
+from paceline.spec.hosts import Cluster
+from paceline.spec.job import Job
+
+if TYPE_CHECKING:
+    from paceline.remote.transport import Transport
+    from paceline.rendezvous.endpoint import Endpoint
+
+
+Kind = Literal["run", "submit", "join"]
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """How a command is to be carried out.
+
+    Attributes:
+        kind: ``run`` here with ``transport``; ``submit`` a script; ``join`` somebody else's run.
+        scheduler: What starts the nodes.
+        transport: For ``run``.
+        endpoint: For ``join``: where the first node is.
+    """
+
+    kind: Kind
+    scheduler: Scheduler
+    transport: Transport | None = None
+    endpoint: Endpoint | None = None
+
+    def agree_on(self, job: Job) -> None:
+        """What the transport must know of the job.
+
+        Nodes on which the same command is typed have to mean the same. A scheduler's command
+        passes its whole environment on in the clear: forwarded secrets must not be in it, for the
+        agents get them through TLS.
+        """
+        if self.scheduler.is_direct:
+            return
+        from paceline.launch.entry import entry_argv
+        from paceline.rendezvous.started import StartedTransport
+        from paceline.rendezvous.typed import TypedTransport
+
+        if isinstance(self.transport, TypedTransport):
+            self.transport.words = entry_argv(job.entry, "python")
+        elif isinstance(self.transport, StartedTransport):
+            for name in job.environment.forwarded_secrets():
+                os.environ.pop(name, None)
+
+
+def launch_mode(params: Mapping[str, Any], environ: Mapping[str, str]) -> LaunchMode:
+    """How the command is carried out: by which scheduler, now or later."""
+    scheduler = choose_scheduler(params, environ)
+    outside = scheduler.submit_options is not None and scheduler.allocation(environ) is None
+    return LaunchMode(scheduler, submits=scheduler.start_options is None or outside)
+
+
+def choose_scheduler(params: Mapping[str, Any], environ: Mapping[str, str]) -> Scheduler:
+    """The scheduler that the options mean; inside an allocation its own, unless hosts are named."""
+    if params["rdzv"]:
+        return load(BY_HAND)
+    if params["via"]:
+        return load(params["via"])
+    if params["image"]:
+        return load(FOR_IMAGES)
+    allocation = current_scheduler(environ)
+    if allocation is not None and params["hosts"] in (None, allocation.name):
+        return allocation
+    return load(DEFAULT)
+
+
+def hosts_source(params: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
+    """Where the hosts are described: in an allocation, the allocation."""
+    source: str | None = params["hosts"]
+    scheduler = choose_scheduler(params, environ)
+    is_own_allocation = scheduler.allocation(environ) is not None and source in (
+        None,
+        scheduler.name,
+    )
+    return scheduler.hosts(environ) if is_own_allocation else source
+
+
+def resolve_dispatch(
+    params: Mapping[str, Any], environ: Mapping[str, str] | None = None
+) -> Dispatch:
+    """What is to be done. SettingError where options contradict each other."""
+    environ = os.environ if environ is None else environ
+    if params["rdzv"] and (params["hosts"] or not load(params["via"] or DEFAULT).is_direct):
+        raise SettingError(
+            "--rdzv means that the command is typed on each node",
+            found="-H or --via says that something else starts the nodes",
+            remedy="Leave out --rdzv, or leave out the other",
+        )
+    mode = launch_mode(params, environ)
+    if mode.submits:
+        return Dispatch("submit", mode.scheduler)
+    if mode.scheduler.needs_callback and lab_name(params["hosts"] or "") is not None:
+        raise SettingError(
+            f"{mode.scheduler.option} needs nodes that can call this machine, and the lab's cannot",
+            found=f"-H {params['hosts']}: nothing outside a lab can be reached from its hosts",
+            remedy=f"Type it on one of them: paceline lab shell n1, cd {Path.cwd()}, and the same "
+            "with -H n1,n2; or leave out --via",
+        )
+    options = start_options(params)
+    if options.endpoint is not None and not options.endpoint.first:
+        return Dispatch("join", mode.scheduler, endpoint=options.endpoint)
+    return Dispatch("run", mode.scheduler, mode.scheduler.start(options))
+
+
+def require_transport(params: Mapping[str, Any], command: str) -> Transport:
+    """For one run of a command that does several: none serves a second one.
+
+    Args:
+        params: Of the command.
+        command: Its name, for the error message.
+
+    Raises:
+        SettingError: It would be a batch.
+    """
+    transport = resolve_dispatch(params).transport
+    if transport is None:
+        raise SettingError(
+            f"{command} runs here, not in a batch", remedy="In an allocation, type it again"
+        )
+    return transport
+
+
+def ssh_options(params: Mapping[str, Any]) -> SshOptions:
+    """How to log in."""
+    return SshOptions(params["ssh_config"], params["accept_new_host_keys"])
+
+
+def start_options(params: Mapping[str, Any]) -> Options:
+    """The options that schedulers understand when they start nodes."""
+    endpoint: Endpoint | None = None
+    if params["rdzv"]:
+        from paceline.rendezvous.endpoint import endpoint as meant
+
+        endpoint = meant(params["rdzv"], params["rdzv_id"], params["rdzv_key_file"],
+                         params["node_rank"], params["nnodes"], params["rdzv_timeout"])  # fmt: skip
+    return Options(
+        ssh=ssh_options(params),
+        interface=params["iface"],
+        arguments=tuple(params["via_arg"]),
+        mpiexec=params["mpiexec"],
+        container=ContainerOptions(
+            image=params["image"] or "",
+            mounts=tuple(params["mount"]),
+            folders=container_folders(params) if params["image"] else (),
+            shm_size=params["shm_size"],
+            arguments=tuple(params["via_arg"]),
+        ),
+        endpoint=endpoint,
+    )
+
+
+def container_folders(params: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a container has to see: the project, the run directory, the folder we are in."""
+    from paceline.transfer.tree import folder_root
+
+    cwd = Path.cwd()
+    run_dir = params["run_dir"]
+    folders = [folder_root(cwd), *([run_dir.absolute()] if run_dir else [])]
+    return tuple(dict.fromkeys(str(folder) for folder in folders))
+
+
+def prepare(ctx: click.Context) -> tuple[Cluster, Dispatch]:
+    """Reads the hosts and how they are started."""
+    mode = launch_mode(ctx.params, os.environ)
+    check_applicable(ctx, mode, os.environ)
+    resolve_node_range(ctx, mode)
+    dispatch = resolve_dispatch(ctx.params)
+    if not dispatch.scheduler.accepts_hosts:
+        return unknown_nodes(ctx.params["nnodes"]), dispatch
+    if dispatch.kind != "run":
+        return read_cluster(ctx, None), dispatch
+    cluster = read_cluster(ctx, hosts_source(ctx.params, os.environ))
+    print_hosts(ctx, cluster)
+    return cluster, dispatch

@@ -1,0 +1,118 @@
+"""The job that the common options describe."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paceline.cli.cluster import hosts_setting
+from paceline.cli.settings import setting
+from paceline.spec import jobenv
+from paceline.spec.command import shell_text
+from paceline.spec.errors import SettingError
+from paceline.spec.job import Entry, Environment, Job
+from paceline.spec.settings import Setting
+
+
+def build_job(ctx: click.Context, entry: Entry, name: str, **fields: Any) -> Job:
+    """The job that the options describe.
+
+    Args:
+        ctx: The verb's context, with the common options.
+        entry: What every rank runs.
+        name: The run's name unless the user gave one.
+        fields: Fields of the job that only this verb sets.
+    """
+    from paceline.remote import this_machine
+
+    if ctx.params["notify"]:
+        from paceline.launch import notify
+
+        notify.check(ctx.params["notify"])
+    public, forwarded = parse_env(ctx.params["env"])
+    for hidden in ctx.params["unset"]:
+        reject_reserved("--unset", hidden)
+    environment = Environment(public, forwarded, ctx.params["unset"], setting(ctx, "env").source)
+    return Job(
+        name=ctx.params["name"] or name,
+        entry=entry,
+        workdir=str(Path.cwd()),
+        python=ctx.params["python"] or this_machine.default_python(image=ctx.params["image"]),
+        environment=environment,
+        activate=activation_scripts(ctx),
+        nproc_per_node=setting(ctx, "nproc_per_node"),
+        nnodes=setting(ctx, "nnodes"),
+        wait_for_nodes_s=setting(ctx, "wait_for_nodes"),
+        hosts=hosts_setting(ctx),
+        interface=setting(ctx, "iface"),
+        master_port=setting(ctx, "master_port"),
+        backend=ctx.params["backend"],
+        ship=setting(ctx, "ship"),
+        follow_links=ctx.params["follow_links"],
+        bind=setting(ctx, "bind"),
+        debug=setting(ctx, "debug"),
+        lease_s=setting(ctx, "lease"),
+        grace_s=setting(ctx, "grace"),
+        hang_timeout_s=setting(ctx, "hang_timeout"),
+        max_restarts=setting(ctx, "max_restarts"),
+        restart_window_s=setting(ctx, "restart_window"),
+        notify=ctx.params["notify"],
+        report=ctx.params["report"],
+        typed=command_text(environment),
+        **fields,
+    )
+
+
+def command_text(environment: Environment) -> str:
+    """The command as it was typed, for who wants to repeat it; without secrets."""
+    from paceline.rundir.directory import Redactor
+
+    return Redactor(environment.secrets()).text(shell_text(["paceline", *sys.argv[1:]]))
+
+
+def activation_scripts(ctx: click.Context) -> Setting[tuple[str, ...]]:
+    """The scripts by paths that mean the same on every host; ``~`` is each host's own."""
+    scripts = setting(ctx, "activate")
+    for script in scripts.value:
+        if not script or not script.replace("\t", " ").isprintable():
+            raise SettingError(
+                f"--activate {script!r} is not a file name", remedy="--activate FILE"
+            )
+    paths = tuple(
+        script if script.startswith("~") else str(Path.cwd() / script) for script in scripts.value
+    )
+    return Setting(paths, scripts.source, scripts.detail)
+
+
+def reject_reserved(flag: str, name: str) -> None:
+    """SettingError for a variable that the plan decides: it would be overwritten."""
+    if jobenv.is_ours(name):
+        raise SettingError(
+            f"{flag} {name}: that variable says a rank's place, which paceline decides",
+            remedy="Leave it out; --master-port, --nnodes and --nproc-per-node change the plan",
+        )
+
+
+def parse_env(assignments: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:
+    """``--env``: ``NAME=VALUE`` pairs, and names to be forwarded with their values."""
+    public: dict[str, str] = {}
+    forwarded: dict[str, str] = {}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not name or "\0" in assignment:
+            raise SettingError(f"--env {assignment!r} names no variable", remedy="--env NAME=VALUE")
+        reject_reserved("--env", name)
+        if equals:
+            public[name] = value
+        elif name in os.environ:
+            forwarded[name] = os.environ[name]
+        else:
+            raise SettingError(
+                f"--env {name}: there is no variable {name} to forward",
+                remedy=f"export {name}=…, or --env {name}=VALUE",
+            )
+    return public, forwarded

@@ -1,0 +1,1 @@
+"""Jobs that measure: the trial of ``check``, the probes and results of ``forecast``."""

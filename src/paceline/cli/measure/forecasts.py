@@ -1,0 +1,302 @@
+"""Forecasts that were written: the fastest hosts by them, and a run compared with its own."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.recipes import RECIPES
+from paceline.recipes.argv import parse, to_argv
+from paceline.rundir.records import as_float, as_int, as_text, is_regular, read_object, read_records
+from paceline.spec import rundir
+from paceline.spec.errors import PacelineError, SettingError
+from paceline.spec.figures import lasting
+from paceline.spec.helptext import counted
+from paceline.spec.hosts import Cluster
+from paceline.spec.job import Job
+from paceline.spec.rundir import DEFAULT_PARENT, FORECAST
+from paceline.spec.terminal import clean, wrapped
+
+FOLDER_PREFIX = "forecast-"  # begins the names of folders of forecasts
+
+
+def find_forecasts(run: Path) -> tuple[list[Path], list[Path]]:
+    """Folders in which forecasts may lie that were made before a run, and those that do."""
+    folders = sorted({run.absolute().parent, Path(DEFAULT_PARENT).absolute()})
+    name = f"{FOLDER_PREFIX}*/{FORECAST}"
+    return folders, [path for folder in folders for path in folder.glob(name)]
+
+
+NOT_TIMED = ("data_dir", "log_every", "checkpoint_every", "keep", "checkpoint_copies")
+
+
+@dataclass(frozen=True)
+class SavedForecast:
+    """A forecast.json, as far as runs are put beside it.
+
+    Attributes:
+        path: The file.
+        command: As of :func:`command_key`.
+        weak: The batch of each host was fixed.
+        ranks: On each host.
+        processes: How ``-p`` named them, if it did.
+        hosts: Names of those that there were.
+        forecasts: One for each number of hosts.
+    """
+
+    path: Path
+    command: list[str]
+    weak: bool
+    ranks: int
+    processes: int | str | None
+    hosts: frozenset[str]
+    forecasts: tuple[dict[str, Any], ...]
+
+    @classmethod
+    def read(cls, path: Path) -> SavedForecast:
+        """From the file, whatever stands in it. SettingError when that is no forecast."""
+        content = read_object(path) or {}
+        forecasts, model_of, ranks = (
+            content.get("forecasts"),
+            content.get("model"),
+            as_int(content.get("ranks")),
+        )
+        hosts = model_of.get("alone") if isinstance(model_of, dict) else None
+        command, weak = content.get("command"), content.get("weak")
+        if (not isinstance(forecasts, list) or not all(map(_is_forecast, forecasts)) or not ranks
+                or not isinstance(hosts, dict) or not isinstance(weak, bool)
+                or not isinstance(command, list) or not command[1:]):  # fmt: skip
+            raise SettingError(
+                f"{path} is no forecast", found="it is incomplete or damaged", remedy="Remove it"
+            )
+        entry = {"kind": command[0], "target": command[1], "args": command[2:]}
+        processes = content.get("asked")
+        processes = processes if isinstance(processes, int | str) else None
+        return cls(
+            path, command_key(entry), weak, ranks, processes, frozenset(hosts), tuple(forecasts)
+        )
+
+    def of(self, command: Sequence[str],
+           nodes: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:  # fmt: skip
+        """The forecast of a command on these nodes of a plan; ``None`` for another command.
+
+        SettingError when it was forecast for something else than these nodes.
+        """
+        if list(command) != self.command:
+            return None
+        forecast = next(
+            (forecast for forecast in self.forecasts if forecast["hosts"] == len(nodes)), None
+        )
+        names = {as_text(node.get("host")) for node in nodes}
+        ranks = {len(node["ranks"]) if isinstance(node.get("ranks"), list) else 0 for node in nodes}
+        if self.weak:
+            problem = "it is of --weak: a larger batch on more hosts"
+        elif forecast is None:
+            problem = "it is of other numbers of hosts: --up-to goes further"
+        elif forecast["declined"]:
+            problem = f"nothing was forecast: {forecast['declined']}"
+        elif ranks != {self.ranks}:
+            problem = f"it is of {counted(self.ranks, 'rank')} on each host"
+        elif missing := sorted(self.hosts.intersection(forecast["names"]) - names):
+            problem = f"it is of other hosts: {', '.join(missing)}"
+        else:
+            return forecast
+        raise SettingError(f"{self.path}: {problem}")
+
+
+def _is_forecast(value: object) -> bool:
+    """Whether something is the forecast of a number of hosts, with all that we look at."""
+    if not isinstance(value, dict) or not as_int(value.get("hosts")):
+        return False
+    texts = isinstance(value.get("declined"), str) and isinstance(value.get("limit"), str)
+    names = value.get("names")
+    listed = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    times = all(as_float(value.get(name)) == value.get(name) for name in ("seconds", "low", "high"))
+    return texts and listed and times and (value["seconds"] > 0 or value["declined"] != "")
+
+
+def command_key(entry: object) -> list[str]:
+    """A command by which a run is known again; empty when it is none.
+
+    Of a recipe the options that change a step: ``train`` writes ``--data-dir`` itself, and how
+    often something is recorded or kept is no other training.
+    """
+    fields = entry if isinstance(entry, dict) else {}
+    kind, target, args = fields.get("kind"), fields.get("target"), fields.get("args")
+    arguments = [kind, target, *(args if isinstance(args, (list, tuple)) else ())]
+    if not all(isinstance(argument, str) for argument in arguments):
+        return []
+    recipe = next(
+        (
+            candidate
+            for candidate in RECIPES.values()
+            if arguments[:2] == ["module", candidate.module]
+        ),
+        None,
+    )
+    if recipe is None or any(
+        argument.startswith(("-h", "--help", "--like")) for argument in arguments[2:]
+    ):
+        return arguments
+    with contextlib.suppress(SettingError):
+        ignored = {name: getattr(recipe.options(), name) for name in NOT_TIMED}
+        options = replace(parse(recipe.options, arguments[2:], ""), **ignored)
+        return [*arguments[:2], *to_argv(options)]
+    return arguments
+
+
+def _modified_at(path: Path) -> float:
+    """When a file was written; 0 of one that is gone."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
+
+
+def choose_fastest(job: Job, cluster: Cluster, run: Path) -> tuple[Cluster, str]:
+    """Those hosts on which the newest forecast of a job's command found the training shortest.
+
+    Args:
+        job: What is to run.
+        cluster: The hosts to choose from.
+        run: The run directory that it will have: forecasts are looked for beside it.
+
+    Returns:
+        The chosen hosts, in their order, and a line that says why these.
+
+    Raises:
+        SettingError: There is no such forecast, or it leaves no choice among these hosts.
+    """
+    if job.nnodes.value is not None:
+        raise SettingError(
+            "--fastest chooses how many hosts are taken, and so does --nnodes",
+            remedy="Leave out one of the two",
+        )
+    all_names = tuple(host.name for host in cluster.hosts)
+    names = set(all_names)
+    command, mismatches = command_key(asdict(job.entry)), list[str]()
+    folders, files = find_forecasts(run)
+    for path in sorted(filter(is_regular, files), key=_modified_at, reverse=True):
+        try:
+            saved = SavedForecast.read(path)
+        except SettingError as error:
+            mismatches += [error.message]
+            continue
+        if saved.command != command:
+            continue
+        processes = job.nproc_per_node.value
+        candidates = [
+            forecast
+            for forecast in saved.forecasts
+            if not forecast["declined"] and names.issuperset(forecast["names"])
+        ]
+        if saved.weak:
+            mismatches += [f"{path}: it is of --weak: a larger batch on more hosts"]
+        elif processes not in (saved.processes, saved.ranks):
+            mismatches += [f"{path}: it is of {counted(saved.ranks, 'rank')} on each host"]
+        elif missing := sorted(names - saved.hosts):
+            mismatches += [f"{path}: nothing is known there of {', '.join(missing)}"]
+        elif candidates:
+            fastest = min(candidates, key=lambda one: as_float(one.get("total")) or one["seconds"])
+            hosts = tuple(host for host in cluster.hosts if host.name in fastest["names"])
+            share = f"{len(hosts)} of {counted(len(names), 'host')}"
+            explanation = f"fastest by {path}: {', '.join(host.name for host in hosts)} ({share}):"
+            selected = replace(cluster, hosts=hosts, among=all_names)
+            return selected, f"{explanation} {lasting(fastest['seconds'])} a step"
+    searched = f"looked at {len(files)} in {', '.join(map(str, sorted(folders)))}"
+    raise SettingError(
+        "--fastest needs a forecast of this command on these hosts",
+        found="\n".join([searched, *mismatches]),
+        remedy="paceline forecast, with the same words, hosts and -p, in the same folder",
+    )
+
+
+def compare_at_end(run: Path) -> str:
+    """The same at the end of a run; empty where its command was not forecast."""
+    with contextlib.suppress(PacelineError, OSError, ValueError):
+        return wrapped(f"paceline: {describe_comparison(save_comparison(run))}", 80)
+    return ""
+
+
+def save_comparison(run: Path) -> dict[str, Any]:
+    """What was forecast and what came, written beside the run; raises as :func:`comparison`."""
+    result = comparison(run)
+    (run / rundir.FORECAST).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return result
+
+
+def comparison(run: Path) -> dict[str, Any]:
+    """What was forecast for a run's command, hosts and ranks, and what came.
+
+    Raises:
+        SettingError: There is no such forecast, or the run has too few records.
+    """
+    plan = read_object(run / rundir.PLAN) or {}
+    command = command_key(plan.get("entry"))
+    listed = plan.get("nodes")
+    nodes = (
+        [forecast for forecast in listed if isinstance(forecast, dict)]
+        if isinstance(listed, list)
+        else []
+    )
+    seconds = seconds_per_step(read_records(run / rundir.METRICS))
+    if seconds is None:
+        raise SettingError(
+            f"{run} does not tell what a step took",
+            found="it needs two records of the training in metrics.jsonl",
+            remedy="a run of a recipe, or of a script that trains with paceline.train; with"
+            " --log-every N records come more often",
+        )
+    folders, files = find_forecasts(run)
+    mismatches = []
+    for path in sorted(filter(is_regular, files), key=_modified_at, reverse=True):
+        try:
+            forecast = SavedForecast.read(path).of(command, nodes)
+        except SettingError as error:
+            mismatches += [error.message]
+            continue
+        if forecast is not None:
+            return {
+                "run": str(run),
+                "forecast_by": str(path),
+                "hosts": len(nodes),
+                "forecast": {name: forecast[name] for name in ("seconds", "low", "high", "limit")},
+                "came": {"seconds": seconds},
+            }
+    searched = f"looked at {len(files)} in {', '.join(map(str, sorted(folders)))}"
+    raise SettingError(
+        f"there is no forecast of the command of {run} on {counted(len(nodes), 'host')}",
+        found="\n".join([searched, *mismatches]),
+        remedy="paceline forecast, with the same words, hosts and -p, in the same folder",
+    )
+
+
+def seconds_per_step(records: Sequence[Mapping[str, Any]]) -> float | None:
+    """Seconds of a step, by the records of a training; its first one holds the start, too."""
+    trained = [record for record in records if record.get("split") == "train"]
+    steps = seconds = 0.0
+    for previous, record in itertools.pairwise(trained):
+        new_steps = as_float(record.get("step")) - as_float(previous.get("step"))
+        samples, speed = as_float(record.get("samples")), as_float(record.get("samples_per_s"))
+        if new_steps > 0 and samples > 0 and speed > 0:
+            steps += new_steps
+            seconds += samples / speed
+    return seconds / steps if steps else None
+
+
+def describe_comparison(comparison: Mapping[str, Any]) -> str:
+    """One line."""
+    forecast, measured = comparison["forecast"], comparison["came"]["seconds"]
+    deviation = measured / forecast["seconds"] - 1
+    difference = f"{abs(deviation):.0%} {'longer' if deviation > 0 else 'shorter'}"
+    is_within = forecast["low"] <= measured <= forecast["high"]
+    return (
+        f"a step was forecast to take {lasting(forecast['seconds'])}"
+        f" ({lasting(forecast['low'])} … {lasting(forecast['high'])}, limited by"
+        f" {clean(forecast['limit'])}), and took {lasting(measured)}: {difference},"
+        f" {'inside' if is_within else 'outside'} the error bar"
+    )

@@ -1,0 +1,170 @@
+"""A forecast's measurements: a few steps on one host and on two, and the links between all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paceline.bench import forecast as model
+from paceline.bench.forecast import Probe
+from paceline.cli.dispatch import Dispatch, require_transport
+from paceline.cli.measure.links import survey_links
+from paceline.cli.verb import say
+from paceline.rundir.records import read_object
+from paceline.spec import jobenv, rundir
+from paceline.spec.balance import refuse_weights
+from paceline.spec.errors import JobError
+from paceline.spec.hosts import Cluster, Host
+from paceline.spec.job import Job
+from paceline.spec.settings import Setting, Source
+
+
+@dataclass(frozen=True)
+class Prober:
+    """What all tries have in common.
+
+    Attributes:
+        shown_notes: Notes of plans that were shown.
+    """
+
+    ctx: click.Context
+    job: Job
+    cluster: Cluster
+    dispatch: Dispatch
+    package: bool
+    shown_notes: set[str] = field(default_factory=set)
+
+    def on(self, hosts: Sequence[Host], *, batches: Sequence[int] = (),
+           parts: Sequence[float] = ()) -> Probe:  # fmt: skip
+        """A few steps there, in a folder that is removed unless they fail.
+
+        Raises:
+            JobError: They failed, or the program ended before them.
+        """
+        from paceline.cli.measure.quiet_screen import PlanNotesScreen
+        from paceline.launch.launcher import run_job
+        from paceline.launch.summary import report_failure
+
+        names = ", ".join(host.name for host in hosts)
+        say(f"paceline: a few steps on {names}", err=True)
+        request = {"batches": list(batches), "parts": list(parts),
+                 "seconds": self.ctx.params["seconds"]}  # fmt: skip
+        environment = self.job.environment
+        variables = {**environment.public, jobenv.PROBE: json.dumps(request)}
+        job = replace(
+            self.job,
+            environment=replace(environment, public=variables),
+            nnodes=Setting(len(hosts), Source.COMMAND_LINE),
+        )
+        with contextlib.ExitStack() as cleanup:
+            folder = Path(tempfile.mkdtemp(prefix="paceline-forecast-"))
+            cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
+            transport = require_transport(self.ctx.params, "paceline forecast")
+            outcome = run_job(
+                job,
+                Cluster(tuple(hosts)),
+                transport,
+                PlanNotesScreen(self.shown_notes),
+                run_dir=folder / "run",
+                parent=folder,
+                package=self.package,
+            )
+            if outcome.result.exit_code:
+                cleanup.pop_all()  # it holds the logs that the report names
+                raise JobError(
+                    f"the few steps on {names} failed",
+                    found=report_failure(outcome), exit_code=outcome.result.exit_code,
+                )  # fmt: skip
+            return read_probe(folder / "run" / rundir.MEASURED)
+
+
+def read_probe(path: Path) -> Probe:
+    """What a few steps told. JobError where that is incomplete."""
+    content = read_object(path)
+    try:
+        if content is not None:
+            return Probe.read(content)
+        problem = "it left no steps.json"
+    except ValueError as error:
+        problem = f"its steps.json is incomplete: {error}"
+    raise JobError(
+        "the program ended before its first steps were done",
+        found=problem,
+        remedy="forecast a command that trains: session.epochs, the loader's batches and"
+        " session.step, at least 20 times",
+    )
+
+
+def measure(prober: Prober, max_hosts: int) -> model.Model:
+    """All that is measured."""
+    ctx, hosts = prober.ctx, prober.cluster.hosts
+    weak = ctx.params["weak"]
+    parts = [1.0, 0.5] if weak else [1.0, 0.5, 1 / max_hosts]
+    rates, kinds = measure_links(prober)  # before anything that takes long: all have to be there
+    first = prober.on(hosts[:1], parts=parts)
+    if isinstance(first.balance, Mapping):
+        refuse_weights(first.balance, [host.name for host in hosts])
+    single, twins = {hosts[0].name: first}, dict[str, str]()
+    own_batches = [timing.batch for timing in first.timed]
+    for host in hosts[1:]:
+        twin = next((name for name in single if kinds.get(name) == kinds.get(host.name)), None)
+        if twin is None or ctx.params["each_host"]:
+            single[host.name] = prober.on([host], batches=own_batches)
+        else:
+            twins[host.name] = twin
+    pair = None
+    if len(hosts) > 1:
+        batch = max(own_batches)
+        pair_batches = [2 * batch] if weak else [batch, max(2 * min(own_batches), 2)]
+        pair = prober.on(hosts[:2], batches=pair_batches)
+    is_assumed_equal = len(hosts) > 1 and hosts[1].name in twins
+    if is_assumed_equal and pair is not None and (difference := pair.unlike) is not None:
+        faster, slower, ratio = difference
+        kind = ", of the same kind" if hosts[1].name in kinds else ""
+        say(f"paceline: {slower} computes {ratio:.1f} times as long as {faster}{kind}:"
+            " each host alone", err=True)  # fmt: skip
+        single |= {host.name: prober.on([host], batches=own_batches)
+                  for host in hosts if host.name in twins}  # fmt: skip
+        twins.clear()
+    return model.model(single, pair, rates, twins)
+
+
+def measure_links(prober: Prober) -> tuple[dict[tuple[str, str], float], dict[str, str]]:
+    """Bits a second between every two hosts, and what kind of machine each is; where ssh leads.
+
+    ConnectError names the hosts that cannot be reached.
+    """
+    hosts, ctx = prober.cluster.hosts, prober.ctx
+    if len(hosts) < 2 or not prober.dispatch.scheduler.is_direct:
+        return {}, {}
+    from paceline.checks.link import bits_per_s
+    from paceline.checks.runner import require_all_reachable
+
+    say(f"paceline: the links between {len(hosts)} hosts", err=True)
+    survey = survey_links(ctx, hosts)
+    reachable = [host.name for host in hosts if host.name not in survey.refusals]
+    host_names = (ctx.params["hosts"] or "").split(",")  # not where a file or a lab describes them
+    is_listed = reachable and set(reachable).issubset(host_names)
+    require_all_reachable(
+        survey, f"; without them: -H {','.join(reachable)}" if is_listed else "; or leave them out"
+    )
+    pairs = (survey.evidence.get("link") or {}).get("pairs", [])
+    rates = {(p["source"], p["target"]): bits_per_s(p) for p in pairs
+             if "bytes" in p and p["seconds"] > 0}  # fmt: skip
+    return rates, {name: machine_kind(facts) for name, facts in survey.facts.items()}
+
+
+def machine_kind(facts: Mapping[str, Any]) -> str:
+    """What makes a host's speed, as far as its facts tell it."""
+    cpu, devices = facts.get("cpu") or {}, facts.get("devices") or {}
+    cards = [gpu.get("name") or gpu.get("kind") for gpu in devices.get("gpus") or ()]
+    cores = len(cpu.get("cores") or ())
+    return json.dumps([cpu.get("model"), cores, cpu.get("quota"), cards])

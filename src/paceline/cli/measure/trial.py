@@ -1,0 +1,98 @@
+"""The short job at the end of a full check: it loads torch everywhere and tries collectives."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.bench.bandwidth import COLLECTIVES, PARTS
+from paceline.checks.check import Survey
+from paceline.launch.launcher import run_job
+from paceline.launch.screen import Screen
+from paceline.launch.summary import RunOutcome
+from paceline.remote.openssh import SshOptions
+from paceline.rundir.records import read_records
+from paceline.schedulers import DEFAULT, load
+from paceline.schedulers.scheduler import Options
+from paceline.spec.errors import PacelineError
+from paceline.spec.events import Event, read_events
+from paceline.spec.hosts import Cluster
+from paceline.spec.job import Entry, Job
+from paceline.spec.rundir import EVENTS
+from paceline.spec.settings import Setting
+
+MODULE = "paceline.bench.collectives_job"
+RESULT = "collectives.json"
+
+
+class SilentScreen(Screen):
+    """Says nothing: the check has its own screen."""
+
+    def note(self, text: str) -> None:
+        """The launcher's lines would stand between ours."""
+
+    def starting(self, part: str, done: int, of: int) -> None:
+        """Ours says that collectives are tried."""
+
+
+def run_trial(survey: Survey, job: Job, ssh: SshOptions) -> dict[str, Any]:
+    """Evidence for the check ``trial``: loaded versions by host, rows, or why it failed."""
+    with tempfile.TemporaryDirectory(prefix="paceline-trial-") as folder:
+        path = Path(folder) / "run"
+        try:
+            outcome = run_job(
+                trial_job(job),
+                Cluster(survey.present),
+                load(DEFAULT).start(Options(ssh=ssh)),
+                SilentScreen("none"),
+                run_dir=path,
+                parent=path,
+                package=PARTS,
+            )
+        except PacelineError as error:
+            return {
+                "loaded": _loaded_libraries(read_events(read_records(path / EVENTS))),
+                "rows": [],
+                "error": error.message,
+                "remedy": error.remedy,
+            }
+        return {"loaded": _loaded_libraries(outcome.events), **_result(outcome)}
+
+
+def trial_job(job: Job) -> Job:
+    """One rank a host, every collective, one small and one larger size."""
+    # the call that is checked and the first timed one are warm-up enough
+    spec = {"collectives": COLLECTIVES, "sizes": [1024, 1 << 20], "iterations": 2, "warmup": 0}
+    return Job(
+        name="trial",
+        entry=Entry("module", MODULE, (json.dumps(spec),)),
+        workdir=job.workdir,
+        python=job.python,
+        nproc_per_node=Setting(1),
+        interface=job.interface,
+    )
+
+
+def _result(outcome: RunOutcome) -> dict[str, Any]:
+    if outcome.result.exit_code:
+        from paceline.explain.conclusion import conclude
+        from paceline.explain.evidence_reader import from_result
+        from paceline.explain.rules import load_all
+
+        diagnosis = conclude(from_result(outcome.path, outcome.result, outcome.events), load_all())
+        rule, match = diagnosis.matches[0] if diagnosis.matches else (None, None)
+        remedy = (match.remedy or rule.sections["Remedy"]) if match and rule else ""
+        hosts = list(match.hosts) if match else []
+        return {"rows": [], "error": diagnosis.text, "remedy": remedy, "hosts": hosts}
+    report = json.loads((outcome.path / RESULT).read_text(encoding="utf-8"))
+    return {"rows": report["rows"], "backend": report["backend"]}
+
+
+def _loaded_libraries(events: Sequence[Event]) -> dict[str, Any]:
+    """By host, what the fork server said of the libraries it had loaded."""
+    names = ("torch", "cuda", "nccl", "backends")
+    return {event.host: {name: event[name] for name in names}
+            for event in events if event.kind == "imported"}  # fmt: skip

@@ -1,0 +1,35 @@
+"""Scripts of ``recipes.use`` that use the trained model of a run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from paceline.cli.verb import say
+from paceline.spec.errors import SettingError
+from paceline.spec.rundir import MODEL_CONFIG, unfinished
+
+SCRIPTS = "paceline.recipes.use"
+
+
+def model_folder(run: Path) -> Path:
+    """The run directory; SettingError when it holds neither a model nor a checkpoint."""
+    folder = run.absolute()
+    if (folder / MODEL_CONFIG).is_file():
+        return folder
+    if (checkpoint := unfinished(folder)) is not None:
+        say(f"{run} has no finished model: using its checkpoint {checkpoint.name}", err=True)
+        return folder
+    raise SettingError(
+        f"{run} holds no trained model",
+        found=f"no {folder / MODEL_CONFIG}, and no checkpoint",
+        remedy="Name the run directory that `paceline train` printed",
+    )
+
+
+def exec_script(script: str, argv: list[str]) -> None:
+    """Becomes a fresh Python process that runs a script of ``recipes.use``."""
+    sys.stdout.flush()
+    module = f"{SCRIPTS}.{script}"
+    os.execv(sys.executable, [sys.executable, "-m", module, *argv])  # noqa: S606 - a list

@@ -1,0 +1,355 @@
+"""Registry of the options that several verbs share, with one meaning and one text each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paceline.cli.torchrun import Aliased, torchrun_options
+from paceline.cli.variables import F, as_settings, is_setting, key_of
+from paceline.schedulers import BY_HAND, SCHEDULERS
+from paceline.spec.duration import seconds_in
+from paceline.spec.job import parse_processes
+from paceline.spec.nodes import NodeRange, nodes_of
+
+
+class Seconds(click.FloatRange):
+    """A length of time; not for ever, and not no number at all."""
+
+    name = "number of seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        seconds = super().convert(value, param, ctx)
+        if not math.isfinite(seconds):
+            self.fail(f"{value} is not a duration", param, ctx)
+        return seconds
+
+
+class Number(click.FloatRange):
+    """A number with a lower bound; not an infinite one, and none that is no number."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return number
+
+
+class Duration(Seconds):
+    """Seconds, or with units: ``90``, ``10m``, ``1h30m``."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(seconds_in(value), param, ctx)
+        except (ValueError, TypeError, click.BadParameter):
+            self.fail(f"{value!r} is not a duration: type 90, 10m or 1h30m", param, ctx)
+
+
+class SecondsOrAuto(Seconds):
+    """The same, or ``auto``."""
+
+    name = "number of seconds, or auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if value == "auto" else super().convert(value, param, ctx)
+
+
+class Processes(click.ParamType):  # type: ignore[type-arg]
+    """``N``, or torchrun's words for one that is found on each host: auto, gpu, cpu."""
+
+    name = "number of processes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return parse_processes(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Nodes(click.ParamType):  # type: ignore[type-arg]
+    """A number of nodes, or torchrun's range."""
+
+    name = "number of nodes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, (int, NodeRange)):
+            return value
+        try:
+            return nodes_of(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class SchedulerName(click.Choice[str]):
+    """The name of a scheduler; one that was removed is refused with what replaces it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value == "flux":
+            self.fail(
+                'flux was removed: inside an allocation of Flux, start the nodes over SSH with'
+                ' -H "$(flux getattr hostlist)"', param, ctx,
+            )  # fmt: skip
+        return super().convert(value, param, ctx)
+
+
+class Target(click.types.StringParamType):
+    """A command of a shell, or an address; in the variable there is one a line, with its blanks."""
+
+    name = "command or address"
+    envvar_list_splitter = "\n"
+
+
+HOSTS = click.option(
+    "-H", "--hosts", metavar="SOURCE", show_default="this machine",
+    help="Host file, comma list, lab, slurm, pbs, … (see `paceline hosts --help`).",
+)  # fmt: skip
+SETUP_HOSTS = click.option(
+    "-H", "--hosts", metavar="SOURCE", help="The hosts to set up: as `paceline hosts --help` says."
+)
+SSH_CONFIG = click.option(
+    "--ssh-config", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="ssh config file to use instead of yours.",
+)  # fmt: skip
+ACCEPT_NEW_HOST_KEYS = click.option(
+    "--accept-new-host-keys", is_flag=True,
+    help="Pin the keys of hosts met for the first time, and show them.",
+)  # fmt: skip
+NNODES = click.option(
+    "--nnodes", type=Nodes(), metavar="N|MIN:MAX", show_default="all",
+    help="Use the first N hosts; or as many as there are from MIN to MAX, while nodes are lost and"
+    " come back (MIN: for all). Hosts beyond MAX are spares.",
+)  # fmt: skip
+FASTEST = click.option(
+    "--fastest", is_flag=True,
+    help="Of the hosts take those on which the newest `paceline forecast` of this command found the"
+    " whole training shortest.",
+)  # fmt: skip
+WAIT_FOR_NODES = click.option(
+    "--wait-for-nodes", type=Duration(0.0), default=600.0, metavar="DURATION",
+    help="How long to wait for hosts while there are fewer than the job needs: 90, 10m, 1h.",
+    show_default="10m",
+)  # fmt: skip
+NPROC_PER_NODE = click.option(
+    "-p", "--nproc-per-node", type=Processes(), metavar="N", help="Processes a node: a number,"
+    " gpu (one a GPU), cpu (one a CPU), or auto (gpu, else cpu).",
+    show_default="its slots, else one a GPU, else 1",
+)  # fmt: skip
+IFACE = click.option(
+    "--iface", metavar="NAME", help="Network interface for the job's traffic.",
+    show_default="found by trying, on each node",
+)  # fmt: skip
+PYTHON = click.option("--python", metavar="PATH", help="Interpreter on the hosts.",
+                      show_default="paceline's own")  # fmt: skip
+MASTER_PORT = click.option(
+    "--master-port", type=click.IntRange(0, 65535), default=0, metavar="PORT",
+    help="Port of the rendezvous store on the first host.", show_default="a free one",
+)  # fmt: skip
+ENV = click.option(
+    "--env", "env", multiple=True, metavar="NAME[=VALUE]",
+    help="Set a variable for every rank; NAME alone passes your current value without"
+    " recording it.",
+)  # fmt: skip
+ACTIVATE = click.option(
+    "--activate", multiple=True, metavar="FILE",
+    help="Script that a shell sources on each host before Python starts (setvars.sh,"
+    " activate); the ranks get its variables.",
+)  # fmt: skip
+UNSET = click.option(
+    "--unset", multiple=True, metavar="NAME", help="Hide a variable from the ranks."
+)
+NO_TORCH = click.option("--no-torch", is_flag=True, help="The script does not use torch.")
+RUN_DIR_OF = click.option(
+    "--run-dir", type=click.Path(file_okay=False, path_type=Path),
+    help="The run's folder, as RUN.",
+)  # fmt: skip
+HOSTS_OF_RUNS = click.option(
+    "-H", "--hosts", metavar="SOURCE",
+    help="Look for runs on these hosts, too: as `paceline hosts --help` says.",
+)  # fmt: skip
+# of every verb that starts a job, in the order of the help
+LAUNCH = [
+    HOSTS,
+    SSH_CONFIG,
+    ACCEPT_NEW_HOST_KEYS,
+    NNODES,
+    FASTEST,
+    WAIT_FOR_NODES,
+    NPROC_PER_NODE,
+    ENV,
+    ACTIVATE,
+    UNSET,
+    IFACE,
+    PYTHON,
+    click.option("--run-dir", type=click.Path(file_okay=False, path_type=Path),
+                 help="The run's folder.", show_default="runs/NAME-DATE-TIME"),
+    click.option("--name", help="Name of the run.", show_default="from the script"),
+    MASTER_PORT,
+    click.option("--backend", type=click.Choice(["gloo", "nccl", "xccl", "ccl", "mpi"]),
+                 help="Refuse to start where torch lacks this backend."),
+    click.option("--ship", type=click.Choice(["auto", "always", "never"]), default="auto",
+                 help="Copy the code to the hosts; auto: where it is missing or different."),
+    click.option("--follow-links", is_flag=True, help="Also send what links in the code or the data"
+                 " lead to outside of that folder."),
+    click.option("--bind", type=click.Choice(["auto", "none"]), default="auto",
+                 help="auto gives each rank whole cores of its own, near its GPU."),
+    click.option("--lease", type=Seconds(2.0), default=10.0, metavar="SECONDS",
+                 help="Heartbeat timeout: a node stops its ranks after this long without the"
+                 " launcher."),
+    click.option("--grace", type=Seconds(0.0), default=8.0, metavar="SECONDS",
+                 help="Time between TERM and KILL when you stop the job."),
+    click.option("--hang-timeout", type=SecondsOrAuto(0.0), default="auto", metavar="SECONDS",
+                 help="End what hangs for this long; 0 only says who hangs where, and so does auto"
+                 " but for scripts on paceline.train: five times their slowest step, at least 30."),
+    click.option("--max-restarts", type=click.IntRange(0), default=0, metavar="N",
+                 help="After a failure start all nodes again, up to N times within"
+                 " --restart-window; a written 0 says never, not even before the first step."),
+    click.option("--restart-window", type=Duration(0.0), default=3600.0, metavar="DURATION",
+                 help="Failures longer ago than this do not count for --max-restarts; 0 counts"
+                 " all.", show_default="1h"),
+    click.option("--keep-warm", type=Duration(0.0), default=0.0, metavar="DURATION",
+                 help="After the run the hosts stay ready for your next command for so long: 10m."
+                 " See `paceline warm`.", show_default="off"),
+    click.option("--debug", is_flag=True, help="Have NCCL, torch, gloo, libfabric, UCX, oneCCL and"
+                 " Intel MPI tell what they do, in files beside the logs, with a summary."),
+    click.option("--check", "check_level", type=click.Choice(["full", "quick", "none"]),
+                 default="quick", help="What to check before the start: quick looks at what the"
+                 " login brought, full is `paceline check`."),
+    click.option("--show", type=click.Choice(["all", "rank0", "none"]), default="all",
+                 help="Whose output is shown live. The logs are complete in any case."),
+    click.option("--screen", type=click.Choice(["live", "lines"]), default="live",
+                 help="live: on a terminal, all ranks and hosts at a glance, with keys; lines:"
+                 " their output as it comes."),
+    click.option("--notify", type=Target(), multiple=True, metavar="COMMAND|URL",
+                 help="Run COMMAND when the run is over, with outcome and figures in its"
+                 " environment (PACELINE_OUTCOME, …), or post them as JSON to URL."),
+    click.option("--report/--no-report", default=True,
+                 help="Write report.html into the run's folder when the run is over."),
+    click.option("--plan", "plan_only", is_flag=True,
+                 help="Print what would run where, and stop."),
+    click.option("-v", "--verbose", is_flag=True,
+                 help="With --plan: all variables, and the command of every rank."),
+    click.option("--json", "as_json", is_flag=True,
+                 help="Print JSON: the plan of --plan, or what was measured."),
+]  # fmt: skip
+VIA_OPTIONS = [
+    click.option("--via", type=SchedulerName([name for name in SCHEDULERS if name != BY_HAND]),
+                 help="What starts the nodes. Default: in an allocation its scheduler, else ssh."),
+    click.option("--via-arg", multiple=True, metavar="FLAG",
+                 help="One more word for the program that starts the nodes, passed through."),
+    click.option("--mpiexec", metavar="PATH", help="Which mpiexec. Default: the one on PATH."),
+    click.option("--image", metavar="IMAGE",
+                 help="Container image; the same content is required on every host."),
+    click.option("--mount", multiple=True, metavar="SOURCE:TARGET[:ro]",
+                 help="Folder of the host (Kubernetes: or a claim) to be seen in the container."),
+    click.option("--shm-size", default="8g", metavar="SIZE",
+                 help="Size of /dev/shm in the container."),
+    click.option("--rdzv", cls=Aliased, aliases=("--rdzv-endpoint",), metavar="HOST:PORT",
+                 help="Type the same command on each node; they meet at this address."),
+    click.option("--rdzv-id", metavar="NAME",
+                 help="With --rdzv: its name, the same on each node. No secret."),
+    click.option("--rdzv-key-file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+                 help="With --rdzv: file with the key, the same on each node. Default: "
+                 "PACELINE_RDZV_KEY, else the first node shows one and the others ask for it."),
+    click.option("--node-rank", type=click.IntRange(0), metavar="K",
+                 help="With --rdzv: this node's place. Default: 0 where HOST is this machine, "
+                 "else in order of arrival."),
+    click.option("--rdzv-timeout", type=Seconds(1.0), default=300.0, metavar="SECONDS",
+                 help="How long to wait for the other nodes."),
+    click.option("--time", "time_limit", metavar="H:MM:SS", help="Batch: time limit."),
+    click.option("--partition", metavar="NAME", help="Batch: partition."),
+    click.option("--account", metavar="NAME", help="Batch: account."),
+    click.option("--cpus-per-task", type=click.IntRange(1), metavar="N",
+                 help="Batch: CPUs for each process."),
+    click.option("--mem", metavar="SIZE", help="Batch: memory a node."),
+    click.option("--gres", metavar="LIST", help="Batch: accelerators a node, as gpu:2."),
+    click.option("--gpus-per-node", metavar="[KIND:]N",
+                 help="Batch: GPUs a node, as 2 or a100:2; without -p one process for each."),
+    click.option("--gpus", metavar="[KIND:]N",
+                 help="Batch: GPUs of the whole job, as v100:4, in equal shares."),
+    click.option("--constraint", metavar="LIST",
+                 help="Batch: features that the nodes must have."),
+    click.option("--sbatch-arg", multiple=True, metavar="FLAG",
+                 help="Batch: any other directive of the scheduler, passed through."),
+    click.option("--setup-command", multiple=True, metavar="COMMAND",
+                 help="Batch: line of the script before the job (module load …)."),
+    click.option("--requeue/--no-requeue", default=False,
+                 help="Batch: before the time limit, save a checkpoint and requeue the job, which"
+                      " then resumes."),
+    click.option("--array", metavar="RANGE", help="Batch: job array, one run for each index."),
+    click.option("--detach", is_flag=True,
+                 help="Start the run and leave it: it needs neither this command nor this machine"
+                 " any more. A batch is submitted and not followed."),
+    click.option("--keep", is_flag=True,
+                 help="The same, and attach at once: a closed terminal or Ctrl-Z ends nothing."),
+    click.option("--supervisor", metavar="HOST", show_default="the first",
+                 help="With --detach or --keep: the host that watches the run."),
+    click.option("--keep-results", type=Duration(1.0), default="7d", metavar="DURATION",
+                 help="With --detach or --keep: how long results wait on the supervisor's host for"
+                 " somebody who fetches them."),
+]  # fmt: skip
+# what only `run` takes, in the order of the help
+RUN = [
+    click.option("-m", "--module", is_flag=True, help="SCRIPT is a Python module."),
+    click.option("--no-python", is_flag=True, help="SCRIPT is a program of any kind."),
+    NO_TORCH,
+    click.option(
+        "--data",
+        type=click.Path(path_type=Path),
+        metavar="FOLDER",
+        help="A folder of data that hosts get where they lack it: only what"
+        " changed is sent. Ranks find it as $PACELINE_DATA_DIR, or as an argument.",
+    ),
+    click.option(
+        "--pass-local-rank",
+        is_flag=True,
+        help="Give SCRIPT its local rank as --local_rank=N (or --local-rank=N, as it spells it), as"
+        " DeepSpeed and torch.distributed.launch do.",
+    ),
+    click.option("--any-world", is_flag=True, help="Accept a world other than the planned one.")
+]  # fmt: skip
+
+
+def add_options(command: F, options: Sequence[Callable[[F], F]]) -> F:
+    """Adds options to a command, in this order."""
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def with_settings(command: F, options: Sequence[Callable[[F], F]]) -> F:
+    """Adds options that may also stand in the environment and in paceline.toml."""
+    own_options = list(getattr(command, "__click_params__", []))
+    return as_settings(add_options(command, options), besides=own_options)
+
+
+def run_lookup_options(command: F) -> F:
+    """Adds what says which run is meant, that may have been started from another machine."""
+    options = [RUN_DIR_OF, HOSTS_OF_RUNS, SSH_CONFIG, ACCEPT_NEW_HOST_KEYS]
+    return click.argument("run", required=False)(with_settings(command, options))
+
+
+def launch_options(command: F) -> F:
+    """Adds the common options to a verb."""
+    return torchrun_options(with_settings(command, [*LAUNCH, *VIA_OPTIONS]))
+
+
+def run_options(command: F) -> F:
+    """Adds the options of ``paceline run``: all settings there are."""
+    return as_settings(launch_options(add_options(command, RUN)))
+
+
+def settings_registry() -> dict[str, click.Option]:
+    """Every setting there is, by its key: the options of ``paceline run``."""
+
+    def run() -> None: ...
+
+    params: list[click.Parameter] = run_options(run).__click_params__  # type: ignore[attr-defined]
+    return {key_of(o): o for o in reversed(params) if isinstance(o, click.Option) and is_setting(o)}

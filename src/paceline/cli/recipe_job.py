@@ -1,0 +1,234 @@
+"""The job of a built-in recipe: its options, its data files, and what hosts need of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paceline.cli.dispatch import Dispatch
+from paceline.cli.job_options import build_job
+from paceline.cli.settings import toml_of
+from paceline.launch.entry import COMPILER
+from paceline.recipes import RECIPES, explicit_options, parse_options, recipe
+from paceline.recipes.argv import as_flags, check_known, option_names, parse_values, to_argv
+from paceline.recipes.catalogue import catalogue
+from paceline.recipes.effect import has_effect
+from paceline.recipes.options import Options, parse_micro_batch
+from paceline.spec.balance import refuse_limits, refuse_weights, weights_of
+from paceline.spec.command import shell_text
+from paceline.spec.errors import SettingError
+from paceline.spec.hosts import Cluster
+from paceline.spec.job import Data, Entry, Input, Job
+from paceline.spec.rundir import used
+
+GATHERED_PREFIX = "paceline-data-"  # begins the name of a folder that goes with this command
+DATA_FILES = ("data", "test_data", "target")
+"""Options of recipes that may name a file."""
+PER_HOST_PARSERS: dict[str, Callable[[str], object]] = {
+    "balance": weights_of,
+    "micro_batch": parse_micro_batch,
+}
+"""Options that may have a number for each host, and what understands them."""
+RECIPE_MODULES = ("torch", "paceline.train")
+
+
+def require_recipe_first(option: str, following: Sequence[str], verb: str) -> None:
+    """SettingError for an option of a recipe that stands before the recipe's name."""
+    if not option.startswith("-"):
+        return
+    remaining = [option, *following]
+    recipe = next((argument for argument in following if argument in RECIPES), "RECIPE")
+    if recipe in remaining:
+        remaining.remove(recipe)
+    raise SettingError(
+        f"{option} precedes the name of the recipe",
+        found="it is no option of this command; options of a recipe follow its name",
+        remedy=shell_text(["paceline", verb, recipe, *remaining]),
+    )
+
+
+def check_host_names(options: Options, job: Job, cluster: Cluster, dispatch: Dispatch) -> None:
+    """SettingError for what is said of other hosts, before anything starts; the ranks look, too."""
+    weights, limits = weights_of(options.balance), parse_micro_batch(options.micro_batch)
+    names_hosts = isinstance(weights, Mapping) or isinstance(limits, Mapping)
+    if not names_hosts or dispatch.kind != "run" or not dispatch.scheduler.accepts_hosts:
+        return
+    from paceline.launch.decide import choose_hosts
+
+    names = [host.name for host in choose_hosts(job, cluster)]
+    if isinstance(weights, Mapping):
+        refuse_weights(weights, names)
+    if isinstance(limits, Mapping):
+        refuse_limits(limits, names)
+
+
+def parse_recipe_options(ctx: click.Context, name: str, argv: Sequence[str]) -> Options:
+    """A recipe's options from what is typed and from paceline.toml; raises as parse_options.
+
+    A batch may run where no such file is, so what counts of it joins the words that are typed.
+    """
+    common = ["--backend", ctx.params["backend"]] if ctx.params["backend"] else []
+    table = toml_of(ctx).get("train", {}).get(name, {})
+    options = parse_options(name, [*common, *argv], table_to_flags(name, table))
+    typed_names = explicit_options(name, argv)
+    file_values = {key: value for key, value in table.items() if (field := key.replace("-", "_"))
+              not in typed_names and has_effect(field, options)}  # fmt: skip
+    parameter = "options" if "options" in ctx.params else "args"
+    ctx.params[parameter] = (*table_to_flags(name, file_values), *argv)
+    return options
+
+
+@contextmanager
+def prepared_job(ctx: click.Context, name: str, options: Options) -> Iterator[Job]:
+    """The job that trains with a recipe, with all that hosts need of this machine for it.
+
+    It can be run as long as the context lasts: files of data lie in a folder that is removed then.
+    """
+    files = {field: getattr(options, field, "") for field in DATA_FILES}
+    portable = {field: absolute_folder(path) for field, path in files.items() if path}
+    weights, inputs = weights_input(getattr(options, "weights", ""))
+    portable |= {"weights": weights} if weights else {}
+    options = dataclasses.replace(options, **dict[str, Any](portable))
+    sends_files = has_effect("data_dir", options) and not options.data_dir
+    with gather_files(list(files.values()) if sends_files else []) as folder:
+        if folder:
+            absolute_paths: dict[str, Any] = {
+                field: absolute_file(path) for field, path in files.items() if path
+            }
+            options = dataclasses.replace(options, **absolute_paths)
+        job = add_data_folder(recipe_job(ctx, name, options), folder)
+        inputs = () if job.ship.value == "never" else inputs
+        yield dataclasses.replace(
+            job, data=data_folder(options.data), inputs=(*job.inputs, *inputs)
+        )
+
+
+def absolute_file(path: str) -> str:
+    """A file as it is found from any folder; anything else as it is."""
+    file = Path(path).expanduser().absolute()
+    return str(file) if file.is_file() else path
+
+
+def absolute_folder(path: str) -> str:
+    """A folder that is here by its whole path: a rank has another working folder.
+
+    Names of data sets stay names.
+    """
+    folder = Path(path).expanduser().absolute()
+    is_data_set = any(entry.name == path for entry in catalogue() if entry.kind == "data")
+    return str(folder) if folder.is_dir() and not is_data_set else path
+
+
+def data_folder(data: str) -> Data | None:
+    """The folder that is named as data, which hosts get where they lack it."""
+    folder = absolute_folder(data) if data else ""
+    aliases = () if data == folder else (data,)  # its own path is known to recipes
+    return Data(folder, aliases) if folder and Path(folder).is_dir() else None
+
+
+def weights_input(weights: str) -> tuple[str, tuple[Input, ...]]:
+    """A run or a file of weights that is here by its whole path, and what hosts need of it."""
+    path = Path(weights).expanduser().absolute()
+    if path.is_file():
+        return str(path), (Input(str(path.parent), (path.name,), named=True),)
+    if weights and path.is_dir():
+        return str(path), (Input(str(path), used(path)),)
+    return weights, ()
+
+
+@contextmanager
+def gather_files(names: Sequence[str]) -> Iterator[str]:
+    """A folder with links to those names that are files here; empty text when none is.
+
+    The folder is an input of the job: it travels to hosts, where the links are files. Recipes look
+    there for the file names of their data first.
+    """
+    paths = [Path(name).expanduser().absolute() for name in names if name]
+    files = [path for path in dict.fromkeys(paths) if path.is_file()]
+    have_unique_names = len({path.name for path in files}) == len(files)
+    if not files or not have_unique_names:  # two files of one name cannot lie in one folder
+        yield ""
+        return
+    with tempfile.TemporaryDirectory(prefix=GATHERED_PREFIX) as folder:
+        for path in files:
+            (Path(folder) / path.name).symlink_to(path)
+        yield folder
+
+
+def add_data_folder(job: Job, folder: str) -> Job:
+    """The job with a folder of data files, to be shipped to hosts that are not this one."""
+    if not folder:
+        return job
+    entry = dataclasses.replace(job.entry, args=(*job.entry.args, "--data-dir", folder))
+    return dataclasses.replace(job, entry=entry, inputs=(*job.inputs, Input(folder, named=True)))
+
+
+def table_to_flags(name: str, table: Mapping[str, Any]) -> list[str]:
+    """The flags that ``[train.NAME]`` of paceline.toml stands for.
+
+    Raises:
+        SettingError: A key is no option of the recipe, or its value none of the option.
+    """
+    options_class, context = recipe(name).options, f"paceline.toml [train.{name}]"
+    names, flags_by_key = option_names(options_class), dict[str, list[str]]()
+    for key, value in table.items():
+        flag = key.replace("_", "-")
+        check_known(context, flag, names)
+        if isinstance(value, dict) and key.replace("-", "_") in PER_HOST_PARSERS:
+            for host, number in value.items():
+                if isinstance(number, dict):  # TOML takes n1.cluster = 3 for a table n1
+                    raise SettingError(
+                        f"{context} {key}: {host} has no number",
+                        found="in TOML a name with dots stands in quotes",
+                        remedy=f'"{host}.{next(iter(number), "DOMAIN")}" = 3',
+                    )
+            value = ",".join(f"{host}={number}" for host, number in value.items())
+        flags_by_key[key] = as_flags(f"--{flag}", value)
+    flags = [word for values in flags_by_key.values() for word in values]
+    try:
+        check_values(options_class, flags, context)
+    except SettingError:
+        for key, values in flags_by_key.items():  # which it is
+            try:
+                check_values(options_class, values, context)
+            except SettingError as error:
+                raise SettingError(
+                    f"{context} {key} = {json.dumps(table[key], default=str)} cannot be understood",
+                    found=error.message,
+                    remedy=f"paceline train {name} --help-all lists all options with their values",
+                ) from None
+        raise
+    return flags
+
+
+def check_values(kind: type[Options], flags: Sequence[str], context: str) -> None:
+    """SettingError for a value that is none of its option."""
+    parsed = parse_values(kind, flags, context)
+    for field, parse in PER_HOST_PARSERS.items():
+        if field in parsed:
+            parse(str(parsed[field]))
+
+
+def recipe_job(ctx: click.Context, name: str, options: Options) -> Job:
+    """The job that runs a recipe with these options."""
+    portable = dataclasses.replace(options, run_dir="")  # told by the launcher, node by node
+    entry = Entry("module", recipe(name).module, tuple(to_argv(portable)))
+    compiler = (COMPILER,) if options.compile or options.shard else ()
+    job = build_job(ctx, entry, name=name, preload=(*RECIPE_MODULES, *compiler))
+    return quiet_torch(job)
+
+
+def quiet_torch(job: Job) -> Job:
+    """Keeps torch's C++ warnings (failed reverse name look-ups, say) out of a recipe's output."""
+    if "TORCH_CPP_LOG_LEVEL" in os.environ or "TORCH_CPP_LOG_LEVEL" in job.environment.all():
+        return job
+    public = {**job.environment.public, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    return dataclasses.replace(job, environment=dataclasses.replace(job.environment, public=public))

@@ -1,0 +1,1 @@
+"""Runs of this machine and of hosts: lookup, state, and clients of their launchers."""

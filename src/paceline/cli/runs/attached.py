@@ -1,0 +1,319 @@
+"""A terminal attached to a run that it did not start."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from paceline.cli.runs.client import LauncherClient, client_for
+from paceline.cli.runs.describe import describe_run
+from paceline.cli.runs.rank_logs import rank_logs
+from paceline.cli.runs.run_end import explain_run
+from paceline.cli.runs.run_lookup import short_name
+from paceline.cli.runs.state import read_state
+from paceline.cli.verb import say
+from paceline.launch.board import Board
+from paceline.launch.interrupts import Echoes
+from paceline.launch.keys import Keys
+from paceline.launch.screen import Screen
+from paceline.launch.summary import RunOutcome, is_resumable, report_failure, report_success
+from paceline.rundir import records
+from paceline.rundir.directory import short
+from paceline.spec import rundir as names
+from paceline.spec.command import shell_text
+from paceline.spec.errors import PacelineError
+from paceline.spec.events import Event, homes, read_events
+from paceline.spec.failure import UNKNOWN, Result
+from paceline.spec.terminal import for_reader
+
+POLL_INTERVAL_S = 0.5
+INITIAL_TAIL_BYTES = 2048  # bytes of each log that were there already
+READ_BYTES = 1 << 20  # bytes of a file that are taken at once
+MAX_LINE_BYTES = 1 << 20
+
+
+def attach_to_run(path: Path, *, lines: bool = False) -> int:
+    """Looks at a run until it is over or left; the exit status.
+
+    Args:
+        path: Its folder here.
+        lines: No live screen, also where there could be one.
+
+    Raises:
+        PacelineError: It cannot be asked, or its results cannot come home.
+    """
+    client = client_for(path)
+    if client is None:
+        state = read_state(path)
+        say(for_reader(describe_run(state), sys.stdout))
+        if state.exit_code is None:
+            return 0 if state.word == "not started" else 1
+        return state.exit_code
+    return asyncio.run(_AttachedTerminal(client, lines).run())
+
+
+class RunControls:
+    """What keys ask for, of a launcher somewhere."""
+
+    def __init__(self, client: LauncherClient) -> None:
+        self._client = client
+
+    async def stop(self, *, now: bool = False) -> str:
+        await self._client.stop(now=now)
+        return "stopping at once" if now else "stopping"
+
+    async def save(self) -> str:
+        return str((await self._client.request({"do": "save"})).get("text", ""))
+
+    async def stacks(self) -> str:
+        return str((await self._client.request({"do": "stacks"})).get("text", ""))
+
+
+class _AttachedTerminal:
+    """One terminal that looks at one run."""
+
+    def __init__(self, client: LauncherClient, lines: bool) -> None:
+        self._client, self._path = client, client.path
+        self._screen = Screen("all", look="lines" if lines else "live")
+        self._feed = Feed(client.path, self._screen)
+        self._detach_requested = asyncio.Event()
+        self._interrupts, self._command = 0, tuple[str, ...]()
+        self._echoes = Echoes()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> int:
+        keys = Keys(lambda key: self._detach_requested.set() if key == "d" else None)
+        try:
+            detach = self._detach_requested.set
+            with _signal_handlers({signal.SIGINT: self._interrupted, signal.SIGTERM: detach,
+                           signal.SIGHUP: detach, signal.SIGTSTP: detach}):  # fmt: skip
+                is_over = await self._watch(keys)
+        finally:
+            keys.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._client.close()
+            self._screen.close()
+        if not is_over:
+            command = shell_text(["paceline", "attach", short_name(self._path)])
+            say(f"paceline: the run continues; to attach again: {command}", err=True)
+            return 0
+        return print_end(self._path, self._command)
+
+    async def _watch(self, keys: Keys) -> bool:
+        """Until it is over, and at home, or left; whether it is over."""
+        shown_error, is_first = "", True
+        while True:
+            status = await self._client.look()
+            self._command = status.about.command if status.about else ()
+            if shown_error != self._client.last_error:
+                shown_error = self._client.last_error
+                self._screen.note(f"paceline: {shown_error or 'the connection is back'}")
+            if is_first:
+                self._show_screen(keys)
+            is_first = False
+            self._feed.update()
+            if status.over and not shown_error:
+                self._screen.unwatch()
+                await self._client.fetch_results()
+                self._feed.update()
+                return True
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._detach_requested.wait(), POLL_INTERVAL_S)
+                return False
+
+    def _show_screen(self, keys: Keys) -> None:
+        folder = short(self._path.absolute())
+        self._screen.note(f"paceline: {folder}: Ctrl-C stops the run, Ctrl-Z leaves it running")
+        self._screen.watch(
+            self._feed.board, title=self._path.name, seconds=elapsed_s(self._path),
+            logs=short(self._path.absolute() / names.LOGS), wishes=RunControls(self._client),
+            leave=self._detach_requested.set, wait_s=0.0,
+        )  # fmt: skip
+        if not self._screen.at_a_glance:  # also where the terminal is too small for it
+            keys.begin()
+
+    def _interrupted(self) -> None:
+        if self._echoes.echoes(signal.SIGINT):
+            return
+        self._interrupts += 1
+        now = self._interrupts > 1
+        self._screen.note("paceline: stopping at once" if now else
+                          "paceline: SIGINT: stopping (once more to stop at once)")  # fmt: skip
+        task = asyncio.ensure_future(self._stop(now))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _stop(self, now: bool) -> None:
+        try:
+            await self._client.stop(now=now)
+        except (PacelineError, ConnectionError) as problem:
+            self._screen.note(f"paceline: the run could not be stopped: {problem}")
+
+
+@contextlib.contextmanager
+def _signal_handlers(handlers: Mapping[signal.Signals, Callable[[], object]]) -> Any:
+    """Has these called for signals, unless they were ignored before."""
+    loop = asyncio.get_running_loop()
+    handled = [number for number in handlers if signal.getsignal(number) != signal.SIG_IGN]
+    for signum in handled:
+        loop.add_signal_handler(signum, handlers[signum])
+    try:
+        yield
+    finally:
+        for signum in handled:
+            loop.remove_signal_handler(signum)
+
+
+class Feed:
+    """What a run's files have that is new, for a screen and its board.
+
+    Args:
+        path: The run's folder.
+        screen: Is shown what ranks write, and what happens.
+
+    Attributes:
+        board: Where everybody is.
+    """
+
+    def __init__(self, path: Path, screen: Screen) -> None:
+        self.board = Board()
+        self._path, self._screen = path, screen
+        self._files: dict[Path, _GrowingFile] = {}
+        self._first = True
+
+    def update(self) -> None:
+        """Shows what has come since the last time; at first the last lines of each log."""
+        clock = time.monotonic()
+        for line in self._records(names.EVENTS):
+            event = Event.read(line)
+            if event is not None:
+                self._happened(event, clock)
+        for line in self._records(names.METRICS):
+            self.board.record(line)
+        ranks = records.read_object(self._path / names.RANKS)
+        if ranks is not None:
+            self.board.read(ranks, clock, time.time())
+        for file in rank_logs(self._path):
+            rank = names.rank_of(file)
+            data = self._read_new(file, INITIAL_TAIL_BYTES if self._first else None)
+            if data and rank is not None:
+                self._screen.output(file.parent.name, rank, "out", data)
+        progress = self.board.progress
+        if progress and all(
+            isinstance(figure, (int, float, type(None))) for figure in progress.values()
+        ):
+            self._screen.progress(progress)
+        self._first = False
+
+    def _happened(self, event: Event, clock: float) -> None:
+        previous = self.board.news[-1] if self.board.news else None
+        self.board.take(event, clock)
+        news = self.board.news[-1] if self.board.news else None
+        if news is not previous and news is not None and not self._first:
+            self._screen.note(f"paceline: {news.text}")
+
+    def _records(self, name: str) -> list[dict[str, Any]]:
+        file = self._path / name
+        lines = self._files.setdefault(file, _GrowingFile(file)).lines()
+        parsed = (records.parse_json(line.decode("utf-8", "replace")) for line in lines)
+        return [record for record in parsed if isinstance(record, dict)]
+
+    def _read_new(self, file: Path, tail: int | None) -> bytes:
+        return self._files.setdefault(file, _GrowingFile(file, tail)).read()
+
+
+def elapsed_s(path: Path) -> float:
+    """For how long a run has been under way."""
+    first = next(iter(records.read_records(path / names.EVENTS, 1 << 12)), {})
+    start = records.as_float(first.get("time"))
+    return max(0.0, time.time() - start) if start else 0.0
+
+
+class _GrowingFile:
+    """A file that is added to.
+
+    Args:
+        path: Of the file, which need not be there yet.
+        tail: Begin with the lines in the last so many bytes; ``None``: at the beginning.
+    """
+
+    def __init__(self, path: Path, tail: int | None = None) -> None:
+        self._path, self._tail = path, tail
+        self._file: IO[bytes] | None = None
+        self._partial = b""
+
+    def read(self) -> bytes:
+        """What has come, at most so much at once."""
+        try:
+            if self._file is not None and self._path.lstat().st_ino != os.fstat(
+                self._file.fileno()
+            ).st_ino:  # fmt: skip
+                self._file.close()
+                self._file = None
+            if self._file is None:
+                self._open()
+        except OSError:
+            return b""
+        assert self._file is not None
+        return self._file.read(READ_BYTES)
+
+    def _open(self) -> None:
+        self._file = records.open_regular(self._path)
+        tail, self._tail = self._tail, None
+        if tail is not None and self._file.seek(0, os.SEEK_END) > tail:
+            self._file.seek(-tail, os.SEEK_END)
+            self._file.readline()
+        elif tail is not None:
+            self._file.seek(0)
+
+    def lines(self) -> list[bytes]:
+        """Whole lines that have come."""
+        lines: list[bytes] = []
+        while data := self.read():
+            *complete, self._partial = (self._partial + data).split(b"\n")
+            lines += complete
+            if len(self._partial) > MAX_LINE_BYTES:
+                self._partial = b""
+        return lines
+
+
+def print_end(path: Path, command: tuple[str, ...] = ()) -> int:
+    """Says how a run ended, as its launcher would have; its exit status.
+
+    Args:
+        path: Its folder.
+        command: The words that were typed for it; where they are not known, empty.
+    """
+    record = records.read_object(path / names.RESULT)
+    if record is None:
+        say(for_reader(describe_run(read_state(path)), sys.stderr), err=True)
+        return 1
+    result = Result.from_json(record)
+    events = read_events(records.read_records(path / names.EVENTS))
+    plan = records.read_object(path / names.PLAN) or {}
+    run_dir = path.absolute()
+    outcome = RunOutcome(
+        run_dir, result, events, {}, records.as_float(record.get("seconds")), {},
+        bool(command) and is_resumable(result, events),
+        records.as_int(plan.get("world_size")) or 0, homes(events), command=command,
+    )  # fmt: skip
+    code = 1 if result.exit_code == UNKNOWN else result.exit_code
+    if result.error:
+        say(for_reader(result.error, sys.stderr), err=True)
+    elif text := report_failure(outcome):
+        say(text, err=True)
+        explain_run(run_dir, result, events, result.failure is not None)
+    elif code == 0:
+        say(report_success(outcome), err=True)
+    else:
+        say(for_reader(describe_run(read_state(path)), sys.stderr), err=True)
+    return code

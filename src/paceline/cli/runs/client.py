@@ -1,0 +1,237 @@
+"""Clients of the launcher of a detached or local run: look at it, ask it, stop it.
+
+The launcher of such a run is on this machine, in another terminal, or it is a supervisor on some
+host. For one on another host, each look also brings the run's folder here up to date, and once the
+run is over all of its results are fetched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import getpass
+import socket
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline.cli.runs.lost import remaining_lease_s
+from paceline.cli.runs.state import end_run, read_state, request_launcher
+from paceline.cli.verb import say
+from paceline.remote.channel import AgentRefusal, Silent
+from paceline.rundir.ownership import detached_of, owner_alive, owner_here, read_owner
+from paceline.spec.command import shell_text
+from paceline.spec.detached import About, Detached
+from paceline.spec.errors import ConnectError, NodeError, PacelineError
+from paceline.spec.terminal import for_reader
+from paceline.transfer.follow import Follower, Forgotten, Standing, follow
+
+RECONNECT_DELAY_S = 2.0  # until the supervisor's host is dialled again
+
+
+class LauncherClient(Protocol):
+    """Leads to the launcher of one run, wherever that is.
+
+    Attributes:
+        path: The run's folder here.
+        last_error: Why it cannot be asked at present; empty while it can.
+    """
+
+    path: Path
+    last_error: str
+
+    async def look(self) -> Standing:
+        """How the run stands now; its files here are as new as that."""
+
+    async def request(self, message: dict[str, Any]) -> dict[str, Any]:
+        """What the launcher answers. PacelineError where it refuses, or cannot be asked."""
+
+    async def fetch_results(self) -> None:
+        """After the end: everything is here."""
+
+    async def stop(self, *, now: bool) -> None:
+        """Ends the run, with time to save or at once."""
+
+    async def close(self) -> None:
+        """The end of looking."""
+
+
+class LocalLauncher:
+    """To a launcher on this machine."""
+
+    last_error = ""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    async def look(self) -> Standing:
+        owner = read_owner(self.path)
+        if owner is not None and owner_alive(owner):
+            return Standing("running", None, news=True)
+        return Standing(
+            "lost" if read_state(self.path).word == "lost" else "ended", None, news=True
+        )
+
+    async def request(self, message: dict[str, Any]) -> dict[str, Any]:
+        owner = read_owner(self.path) or {}
+        if not owner_here(owner):
+            raise NodeError(
+                f"the launcher of {self.path} runs on {owner.get('host')}",
+                remedy=f"Type this there: ssh {owner.get('host')}",
+            )
+        try:
+            return parse_reply(await asyncio.to_thread(request_launcher, self.path, owner, message))
+        except (TimeoutError, ValueError) as problem:
+            raise NodeError("the launcher gave no answer", found=str(problem)) from None
+
+    async def stop(self, *, now: bool) -> None:
+        try:
+            await self.request({"do": "stop", "now": now})
+        except NodeError:  # it does not listen
+            end_run(read_state(self.path), now)
+
+    async def fetch_results(self) -> None:
+        """All of it is here already."""
+
+    async def close(self) -> None:
+        """Nothing was opened."""
+
+
+class RemoteLauncher:
+    """To a supervisor on another host, over SSH; the connection is made again when it breaks."""
+
+    def __init__(self, path: Path, detached: Detached) -> None:
+        self.path, self.last_error = path, ""
+        self._detached = detached
+        self._follower: Follower | None = None
+        self._status: Standing | None = None
+        self._reconnect_at = 0.0
+
+    async def look(self) -> Standing:
+        """ConnectError where the host could never be asked; later the last known, and last_error.
+
+        NodeError where it knows nothing of the run, or what it sends cannot be written here.
+        """
+        status, clock = self._status, time.monotonic()
+        if status is not None and self._follower is None and clock < self._reconnect_at:
+            return replace(status, news=False)
+        try:
+            if self._follower is None:
+                self._follower = await follow(self.path, self._detached)
+            self._status = status = await self._follower.refresh()
+            self.last_error = ""
+        except Forgotten:  # another follower brought everything, and it was removed there
+            if status is None and detached_of(self.path) is not None:
+                raise
+            run = status.about if status is not None else None
+            self._status = Standing("ended", run)
+            return self._status
+        except (ConnectionError, ConnectError, Silent) as problem:
+            await self.close()
+            if status is None:
+                raise self._connection_lost(problem) from None
+            self.last_error = str(problem).partition("\n")[0]
+            self._reconnect_at = time.monotonic() + RECONNECT_DELAY_S
+            status = replace(status, news=False)
+        return status
+
+    @property
+    def behind(self) -> bool:
+        """Whether another look brings what the last could not."""
+        return self._follower is not None and self._follower.behind
+
+    async def request(self, message: dict[str, Any]) -> dict[str, Any]:
+        if self._follower is None:
+            raise NodeError(self.last_error or f"{self._detached.host} cannot be asked now")
+        try:
+            return parse_reply(await self._follower.ask(message))
+        except (AgentRefusal, ValueError) as problem:
+            raise NodeError(
+                f"the supervisor on {self._detached.host} gave no answer", found=str(problem)
+            ) from None
+        except (ConnectionError, Silent) as problem:
+            raise self._connection_lost(problem) from None
+
+    async def stop(self, *, now: bool) -> None:
+        try:
+            await self.request({"do": "stop", "now": now})
+        except NodeError:  # it does not listen
+            if self._follower is None:
+                raise
+            try:
+                await self._follower.signal(2 if now else 1)
+            except (ConnectionError, Silent) as problem:
+                raise self._connection_lost(problem) from None
+
+    async def fetch_results(self) -> None:
+        """Everything comes; with its last follower the run's folder on the other host goes."""
+        if self._follower is None or self._status is None:
+            raise ConnectError(f"{self._detached.host} cannot be asked now", found=self.last_error)
+        is_whole = True
+        if detached_of(self.path) is not None:  # else another follower has done it
+            if self._status.word == "lost":
+                await self._wait_for_ranks()
+            try:
+                is_whole = await self._follower.finish(self._status.word, _note)
+            except (ConnectionError, Silent) as problem:
+                raise self._connection_lost(problem) from None
+        run = self._status.about
+        with contextlib.suppress(NodeError, ConnectionError):
+            await self._follower.discard(
+                fetched=is_whole and run is not None and was_started_here(run, self.path)
+            )
+
+    async def _wait_for_ranks(self) -> None:
+        """What ranks save until the lease is over lies in the folder that is about to go there."""
+        wait_s = remaining_lease_s(self.path, time.time())
+        if wait_s > 0:
+            say(f"paceline: the run's supervisor is lost: its ranks have {wait_s:.0f} s to save"
+                " something, which is waited for", err=True)  # fmt: skip
+            await asyncio.sleep(wait_s)
+
+    def _connection_lost(self, problem: Exception) -> ConnectError:
+        if isinstance(problem, ConnectError):
+            return problem
+        return ConnectError(
+            f"the connection to {self._detached.host} is lost",
+            found=str(problem),
+            remedy=f"Type this again: what came is in {shell_text([str(self.path)])}",
+        )
+
+    async def close(self) -> None:
+        follower, self._follower = self._follower, None
+        if follower is not None:
+            await follower.channel.close()
+
+
+def _note(text: str) -> None:
+    say(for_reader(text, sys.stderr), err=True)
+
+
+def parse_reply(reply: dict[str, Any] | None) -> dict[str, Any]:
+    """A launcher's answer. PacelineError for a refusal, and where nobody listens."""
+    if reply is None:
+        raise NodeError(
+            "the run's launcher accepts no requests: it is ending, or has not started yet"
+        )
+    if "error" in reply:
+        error, details, remedy = (str(reply.get(name, "")) for name in ("error", "found", "remedy"))
+        raise PacelineError(error, found=details, remedy=remedy)
+    return reply
+
+
+def was_started_here(run: About, path: Path) -> bool:
+    """Whether the run was started on this machine, with that folder."""
+    me = f"{getpass.getuser()}@{socket.gethostname()}"
+    return run.launched_by == me and run.launched_in == str(path.absolute())
+
+
+def client_for(path: Path) -> LauncherClient | None:
+    """The way to a run's launcher; ``None`` where the run is over and all of it is here."""
+    owner = read_owner(path)
+    if owner is not None and owner_alive(owner):
+        return LocalLauncher(path)
+    detached = detached_of(path)
+    return None if detached is None else RemoteLauncher(path, detached)

@@ -1,0 +1,113 @@
+"""The state of a run as text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline.cli.runs.lost import describe_lost as lost_lines
+from paceline.cli.runs.state import RunState
+from paceline.rundir import records
+from paceline.spec.failure import place
+from paceline.spec.figures import bit_rate, lasting, which_epoch
+
+MIN_SILENCE_S = 5.0  # of a rank that is told of: others say where they are each second
+_MAX_LISTED = 4  # ranks in a line
+
+
+def describe_run(state: RunState) -> str:
+    """A few lines for people."""
+    ended = f", exit status {state.exit_code}" if state.exit_code is not None else ""
+    suffix = ", waits for nodes" if state.waiting else ""
+    lines = [f"{state.path}: {state.word}{ended}{suffix}"]
+    if state.waiting:
+        lines.append(f"  {state.waiting.words}")
+    if state.job:
+        lines.append(f"  {state.job.title}")
+    if state.owner and state.word == "running":
+        owner = state.owner
+        lines.append(
+            f"  launcher: process {owner['pid']} on {owner['host']} since {owner['since']}"
+        )
+    if state.supervisor:
+        start = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.supervisor.since))
+        lines.append(f"  supervisor: on {state.supervisor.host} since {start}")
+    if state.lost:
+        lines += [f"  {line}" for line in lost_lines(state.lost, time.time())]
+    if state.last_metrics:
+        lines.append(
+            f"  last record{_record_time(state.last_metrics)}: {_figures(state.last_metrics)}"
+        )
+    # while nodes are waited for, what has become of the ranks of the last start is no news
+    ranks = [rank for rank in state.ranks if not (state.waiting and rank.get("trouble"))]
+    lines += [f"  {line}" for line in [*describe_ranks(ranks), *describe_loads(state.hosts)]]
+    if state.hang:
+        lines.append(f"  hangs: {state.hang}")
+    if state.straggler:
+        lines.append(f"  slow: {state.straggler}")
+    if state.failure:
+        lines.append(f"  failed first: {state.failure}")
+    return "\n".join(lines)
+
+
+def _record_time(record: Mapping[str, Any]) -> str:
+    """`` (12:03:44)``: when a record was written, by this machine's clock."""
+    at = records.as_float(record.get("time"))
+    return f" ({time.strftime('%H:%M:%S', time.localtime(at))})" if 0 < at < 1e11 else ""
+
+
+def _figures(record: Mapping[str, Any]) -> str:
+    figures = [(name, value) for name, value in record.items() if name != "time"]
+    return ", ".join(_figure(name, value) for name, value in figures[:6])
+
+
+def _figure(name: str, value: Any) -> str:
+    """One of a record's, for people."""
+    if name == "epoch" and (epoch := records.as_int(value)) is not None:
+        return which_epoch(epoch)
+    return f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
+
+
+def describe_ranks(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Lines that say who is where; ranks that are at the same place share one."""
+    groups: dict[tuple[int, str, bool], list[Mapping[str, Any]]] = {}
+    for rank in ranks:
+        step = -1 if rank.get("step") is None else rank["step"]
+        ended = "ended" if rank.get("state") == "ended" else rank.get("trouble")
+        key = (step, ended or rank["phase"], not ended and silence_s(rank) >= MIN_SILENCE_S)
+        groups.setdefault(key, []).append(rank)
+    lines = []
+    for (step, phase, is_silent), group in sorted(groups.items()):
+        names = [place(rank["host"], rank["rank"]) for rank in group[:_MAX_LISTED]]
+        remainder = f" and {len(group) - len(names)} more" if len(group) > len(names) else ""
+        if len(group) == len(ranks) > 1:
+            names, remainder = [f"all {len(ranks)} ranks"], ""
+        quiet = f", no word for {lasting(min(map(silence_s, group)))}" if is_silent else ""
+        position = "" if step < 0 else f"step {step}, "
+        lines.append(f"{', '.join(names)}{remainder}: {position}{phase}{quiet}")
+    return lines
+
+
+def silence_s(rank: Mapping[str, Any]) -> float:
+    """Seconds since a rank's last word; 0 of one that tells nothing."""
+    return float(rank.get("silent_s") or 0.0)
+
+
+def describe_loads(hosts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each of some hosts that says how busy it is."""
+    lines = []
+    for host in hosts[:_MAX_LISTED]:
+        used = [("CPU", host.get("cpu")), ("memory", host.get("memory"))]
+        used += [(f"GPU {at}", load) for at, load in enumerate(host.get("gpus") or ())]
+        moved = [("receives", host.get("in_bps")), ("sends", host.get("out_bps"))]
+        parts = [f"{name} {part:.0%}" for name, part in used if part is not None]
+        parts += [f"{direction} {bit_rate(rate)}" for direction, rate in moved if rate is not None]
+        text = ", ".join(parts)
+        if host.get("state") == "lost":
+            text = str(host.get("trouble") or "lost")
+        if text:
+            lines.append(f"{host['name']}: {text}")
+    if lines and len(hosts) > _MAX_LISTED:
+        lines.append(f"and {len(hosts) - _MAX_LISTED} more hosts: --json")
+    return lines

@@ -1,0 +1,153 @@
+"""What is known of a run whose launcher died, and how to resume it."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.rundir import records
+from paceline.rundir.directory import short
+from paceline.rundir.ownership import lost, read_owner
+from paceline.spec import rundir as names
+from paceline.spec.command import shell_text
+from paceline.spec.figures import lasting
+
+LEASE_S = 10.0  # where the plan does not tell it
+TAIL_BYTES = 1 << 16  # of events.jsonl, to find the last of them
+
+
+@dataclass(frozen=True, slots=True)
+class LostRun:
+    """A run whose launcher has died.
+
+    Attributes:
+        what: ``launcher`` or ``supervisor``.
+        host: Where it ran.
+        since: Its last sign of life, in seconds since 1970; 0: not known.
+        lease_s: For how long its nodes have let ranks go on from then, at most.
+        checkpoint: Step of the newest checkpoint that is here.
+        checkpoints: The folder of those.
+        first_host: Rank 0's host: what was saved later lies there.
+        saves: The script makes checkpoints, as far as is known.
+        again: What to type to go on; empty where that is not known.
+        folder: Where to type it, if that is not the present one.
+    """
+
+    what: str
+    host: str
+    since: float
+    lease_s: float
+    checkpoint: int | None
+    checkpoints: str
+    first_host: str
+    saves: bool
+    again: str
+    folder: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def lease_end(self) -> float:
+        """When the ranks have ended, in seconds since 1970."""
+        return self.since + self.lease_s
+
+
+def read_lost_run(path: Path) -> LostRun:
+    """What the folder of a lost run tells of its end."""
+    plan = records.read_object(path / names.PLAN) or {}
+    supervisor, owner = lost(path), read_owner(path) or {}
+    role, host = (
+        ("supervisor", supervisor.host) if supervisor else ("launcher", str(owner.get("host", "")))
+    )
+    versions = (names.version_of(item.name) for item in names.checkpoints(path))
+    checkpoint = next((version[1] for version in versions if version), None)
+    nodes = plan.get("nodes")
+    first = nodes[0].get("host") if isinstance(nodes, list) and nodes and (
+        isinstance(nodes[0], dict)) else ""  # fmt: skip
+    events = [*records.read_records(path / names.EVENTS, TAIL_BYTES)]
+    saves = checkpoint is not None or any(item.get("event") == "checkpoint" for item in events)
+    command, folder = _resume_command(path, plan)
+    return LostRun(role, host, _last_sign_of_life(path, events), lease_s(plan), checkpoint,
+                short(path.absolute() / names.CHECKPOINTS), records.as_text(first, 255), saves,
+                command, folder)  # fmt: skip
+
+
+def remaining_lease_s(path: Path, clock: float) -> float:
+    """For how long the ranks of a run that has just been lost may still save something, in seconds.
+
+    Args:
+        path: Its folder here.
+        clock: Now, in seconds since 1970; the clock of its hosts may be another.
+    """
+    duration_s = lease_s(records.read_object(path / names.PLAN) or {})
+    alive_at = _last_sign_of_life(path, [*records.read_records(path / names.EVENTS, TAIL_BYTES)])
+    return min(max(0.0, alive_at + duration_s - clock), duration_s)
+
+
+def _last_sign_of_life(path: Path, events: list[dict[str, Any]]) -> float:
+    """When it wrote something last: where everybody is, it has written once a second."""
+    ranks = records.read_object(path / names.RANKS) or {}
+    times = (records.as_float(record.get("time")) for record in (ranks, *events[-1:]))
+    return max((time for time in times if time), default=0.0)
+
+
+def lease_s(plan: Mapping[str, Any]) -> float:
+    """Of a run, in seconds, by its plan."""
+    settings = plan.get("settings")
+    lease = settings.get("lease_s") if isinstance(settings, dict) else None
+    return (records.as_float(lease.get("value")) if isinstance(lease, dict) else None) or LEASE_S
+
+
+def _resume_command(path: Path, plan: Mapping[str, Any]) -> tuple[str, str]:
+    """The command that was typed as it goes on in the same folder, and where it was typed."""
+    from paceline.launch.summary import to_resume
+
+    command = plan.get("typed")
+    command = command if isinstance(command, dict) else {}
+    folder = records.as_text(command.get("folder"), 4096)
+    try:
+        arguments = shlex.split(records.as_text(command.get("command"), 1 << 16))
+    except ValueError:  # it was too long to be read whole
+        return "", ""
+    if not arguments:
+        return "", ""
+    is_other_folder = folder and Path(folder) != Path.cwd()
+    run = path.absolute() if is_other_folder else Path(short(path.absolute()))
+    return shell_text(to_resume(arguments, str(run))), folder if is_other_folder else ""
+
+
+def describe_lost(run: LostRun, clock: float) -> list[str]:
+    """The same for people.
+
+    Args:
+        run: Which.
+        clock: Now, in seconds since 1970.
+    """
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.since))
+    age = f" {lasting(max(0.0, clock - run.since))} ago, at {when}" if run.since else ""
+    host = f" on {run.host}" if run.host else ""
+    ended = "have ended" if clock > run.lease_end else "end"
+    lines = [
+        f"its {run.what}{host} was killed, or its host went down{age} (its last sign of life)",
+        f"the nodes {ended} their ranks: the lease was not renewed for {run.lease_s:g} s",
+    ]
+    later_checkpoint = ""
+    if run.first_host:
+        later_checkpoint = (
+            f"; a later one would lie on {run.first_host}, where the next start finds it"
+        )
+    if run.checkpoint is not None:
+        lines.append(f"checkpoint: step {run.checkpoint}, in {run.checkpoints}{later_checkpoint}")
+    elif run.saves:
+        lines.append(f"checkpoint: none is here{later_checkpoint}")
+    else:
+        lines.append("checkpoint: none found; a restart begins at step 0")
+    if run.again:
+        place = f" (in {run.folder})" if run.folder else ""
+        lines.append(f"to resume{place}: {run.again}")
+    return lines

@@ -1,0 +1,77 @@
+"""The logs of a run's ranks: which there are, and reading what is added."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import IO
+
+from paceline.explain.evidence_reader import log_files
+from paceline.rundir.records import open_regular
+from paceline.spec import rundir as names
+from paceline.spec.terminal import clean
+
+MAX_TAIL_BYTES = 32 << 20  # bytes from the end in which last lines are looked for
+READ_BYTES = 1 << 20  # bytes read at once
+
+
+def rank_logs(path: Path, rank: int | None = None, host: str | None = None) -> list[Path]:
+    """Log files of ranks, in the order of the ranks."""
+    files = [(number, file) for file in log_files(path / names.LOGS)
+             if (number := names.rank_of(file)) is not None]  # fmt: skip
+    return [
+        file
+        for number, file in sorted(files)
+        if rank in (None, number) and host in (None, file.parent.name)
+    ]
+
+
+def seek_lines(file: IO[bytes], count: int) -> None:
+    """Goes to where the last ``count`` lines begin, reading from the end only."""
+    end = file.seek(0, os.SEEK_END)
+    at, seen = end, b""
+    while at > 0 and seen[:-1].count(b"\n") < count and len(seen) < MAX_TAIL_BYTES:
+        step = min(READ_BYTES, at)
+        at = file.seek(at - step)
+        seen = file.read(step) + seen
+    lines = io.BytesIO(seen).readlines()  # a progress bar returns the carriage within its line
+    file.seek(end - sum(map(len, lines[len(lines) - count :])) if count < len(lines) else at)
+
+
+class LogReader:
+    """Shows what is added to one log.
+
+    Args:
+        path: Of the log.
+        tail: Begins with so many of its last lines; ``None``: at its beginning.
+        follow: Shows now and then how far a progress bar is.
+    """
+
+    def __init__(self, path: Path, tail: int | None = None, *, follow: bool = False) -> None:
+        from paceline.launch.screen import (
+            REDRAW_S,
+            Lines,
+        )  # asyncio, which completion can do without
+
+        self._label = f"[{path.parent.name}/{path.stem}] "
+        self._file = open_regular(path)
+        self._lines = Lines(REDRAW_S if follow else math.inf)
+        if tail is not None:
+            seek_lines(self._file, tail)
+
+    def show(self, *, to_the_end: bool) -> None:
+        """Prints what was added since; ``to_the_end`` also a last line that has no end yet."""
+        while data := self._file.read(READ_BYTES):
+            self._print(self._lines.feed(data, time.monotonic()))
+        if to_the_end:
+            self._print(self._lines.rest())
+        sys.stdout.flush()
+
+    def _print(self, lines: list[bytes]) -> None:
+        for line in lines:
+            text = clean(self._label + line.decode(errors="replace"), sys.stdout.isatty())
+            sys.stdout.write(text + "\n")

@@ -1,0 +1,163 @@
+"""Which run a verb is about: as named, the one that is running, or the newest."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from paceline.cli.cluster import read_cluster
+from paceline.cli.dispatch import ssh_options
+from paceline.cli.runs.state import read_state
+from paceline.cli.settings import setting
+from paceline.rundir import records
+from paceline.rundir.directory import short
+from paceline.rundir.ownership import detached_of, owner_alive, read_owner
+from paceline.schedulers.submission import BATCH_FILE, read_submission
+from paceline.spec import rundir as names
+from paceline.spec.detached import DETACHED
+from paceline.spec.errors import PacelineError, SettingError
+from paceline.spec.rundir import DEFAULT_PARENT
+from paceline.spec.settings import Source
+
+_MARKER_FILES = (names.PLAN, names.EVENTS, names.OWNER, BATCH_FILE, DETACHED)
+
+
+def is_run(path: Path) -> bool:
+    return any(records.is_regular(path / sign) for sign in _MARKER_FILES)
+
+
+def newest_runs(parent: Path, count: int = 5) -> list[str]:
+    """Names of the runs below a folder, the newest first."""
+    runs = [path for path in records.folders_in(parent) if is_run(path)]
+    return [p.name for p in sorted(runs, key=lambda p: p.lstat().st_mtime, reverse=True)][:count]
+
+
+def find_run_folder(name: str | None) -> Path:
+    """The run directory that is meant: as named, below runs/, or the newest there."""
+    parent = Path(names.DEFAULT_PARENT)
+    if name is not None:
+        for path in (Path(name), parent / name):
+            if is_run(path):
+                return path
+        raise SettingError(
+            f"{name} is not a run directory",
+            found="; ".join(newest_runs(parent)) or f"none in {parent}/",
+            remedy="Name one of these"
+            if newest_runs(parent)
+            else "Type this where you started the run",
+        )
+    recent = newest_runs(parent)
+    if not recent:
+        raise SettingError(
+            f"there is no run in {parent.absolute()}",
+            remedy="Name a run directory, or type this where you started the run",
+        )
+    return parent / recent[0]
+
+
+def short_name(path: Path) -> str:
+    """A run as people name it to our verbs here: its name below runs/, else its path."""
+    relative = Path(short(path.absolute()))
+    return relative.name if relative.parent == Path(names.DEFAULT_PARENT) else str(relative)
+
+
+def ambiguous_run(running: Sequence[Path]) -> SettingError:
+    """The error where the user has to choose."""
+    listed = "\n".join(str(path) for path in running)
+    return SettingError(f"{len(running)} runs are running", found=listed,
+                        remedy=f"Name one of them: {running[0]}")  # fmt: skip
+
+
+def running_runs() -> list[Path]:
+    """The runs below runs/ that have not ended, the newest first; those of a measurement, too."""
+    top = [*records.folders_in(Path(names.DEFAULT_PARENT))]
+    inner = [path for folder in top if not is_run(folder) for path in records.folders_in(folder)]
+    running = [path for path in (*top, *inner) if is_run(path) and _is_running(path)]
+    return sorted(running, key=lambda path: path.lstat().st_mtime, reverse=True)
+
+
+def _is_running(path: Path) -> bool:
+    owner = read_owner(path)
+    if owner is not None and owner_alive(owner):
+        return True
+    if detached_of(path) is not None:
+        return not read_state(path).over
+    if read_submission(path) is None or records.is_regular(path / names.RESULT):
+        return False
+    state = read_state(path)  # asks the scheduler
+    return not state.over and state.word != "not started"
+
+
+def specified_run(ctx: click.Context) -> str | None:
+    """The run that is named as RUN, or by the setting ``run-dir``."""
+    run, run_dir = ctx.params["run"], ctx.params["run_dir"]
+    if run is not None and setting(ctx, "run_dir").source is Source.COMMAND_LINE:
+        raise SettingError("RUN and --run-dir exclude each other")
+    return str(run or run_dir) if run or run_dir else None
+
+
+def current_run(ctx: click.Context) -> Path:
+    """The run that a verb is about: as named, else the one that is running, else the newest.
+
+    SettingError where several are running: which one is meant is for the user to say.
+    """
+    name = specified_run(ctx)
+    if name is not None:
+        return find_run_folder(name)
+    running = running_runs()
+    if len(running) > 1:
+        running = [
+            path for path in running if detached_of(path) is None or _is_running_remotely(path)
+        ]
+    if len(running) > 1:
+        raise ambiguous_run(running)
+    return running[0] if running else find_run_folder(None)
+
+
+def _is_running_remotely(path: Path) -> bool:
+    """Whether a run goes on on another host, which is asked; one that cannot be asked may."""
+    from paceline.cli.runs.sync import sync_run
+
+    with contextlib.suppress(PacelineError, ConnectionError):
+        sync_run(path)
+    return not read_state(path).over
+
+
+def resolve_run(ctx: click.Context, *, allow_ended: bool = False) -> Path:
+    """The folder here of the run that a verb is about, which may lie on a host that -H names.
+
+    A run that has no folder here gets one.
+
+    Args:
+        ctx: Of a verb with the options of ``run_lookup_options``.
+        allow_ended: If none is named and none is running, take the newest, as below runs/.
+
+    Raises:
+        SettingError: No run matches, or several do.
+    """
+    import asyncio
+
+    from paceline.cli.runs.detached import (
+        choose_run,
+        detached_record,
+        find_detached,
+        local_folder,
+    )
+
+    is_typed = setting(ctx, "hosts").source is Source.COMMAND_LINE
+    if not is_typed:
+        try:
+            return current_run(ctx)
+        except SettingError:
+            if ctx.params["hosts"] is None or specified_run(ctx) is None:
+                raise
+    cluster, ssh = read_cluster(ctx, ctx.params["hosts"]), ssh_options(ctx.params)
+    detached_runs = asyncio.run(find_detached(cluster.hosts, ssh))
+    run = choose_run(detached_runs, specified_run(ctx), ended=allow_ended)
+    folder = Path(run.info.run)
+    if run.host.local and folder.is_dir():
+        return folder
+    return local_folder(run.info, detached_record(run, ssh), Path(DEFAULT_PARENT))

@@ -1,0 +1,225 @@
+"""The state of a run, as its folder, its scheduler and its launcher tell it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shlex
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.agent import control
+from paceline.cli.runs.lost import LostRun, read_lost_run
+from paceline.launch import board
+from paceline.remote import this_machine
+from paceline.rundir import records
+from paceline.rundir.ownership import (
+    detached_of,
+    ended_since,
+    is_launcher,
+    lost,
+    owner_alive,
+    owner_here,
+    read_owner,
+)
+from paceline.schedulers.submission import SubmittedJob, read_submission, require_own_submission
+from paceline.spec import rundir as names
+from paceline.spec.detached import Detached
+from paceline.spec.errors import NodeError
+from paceline.spec.events import read_events
+from paceline.spec.failure import UNKNOWN, Result
+from paceline.spec.shapes import fits
+
+TAIL_BYTES = 64 << 10  # of metrics.jsonl, to find the last record
+END_STATES = ("finished", "stopped", "failed", "ended")
+MAX_AGE_S = 10.0  # of a batch, which may wait in its queue once more: it is written each second
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """What is known of a run.
+
+    Attributes:
+        path: Its directory.
+        word: ``running``, ``lost`` (its launcher died without a word), a word of
+            :func:`end_state`, or the scheduler's own word for a batch.
+        exit_code: Once it has ended.
+        owner: Launcher's host, pid and start, while it runs.
+        supervisor: Where it goes on without the command that started it; ``None`` when all is here.
+        job: For a batch: what its scheduler knows it by.
+        failure: The first failure, one line.
+        last_metrics: The last recorded metrics.
+        straggler: The rank that holds the others up, one line, while it does.
+        ranks: Where each rank is: rank, host, step, phase and seconds of silence.
+        hang: Who keeps the others waiting, one line, while it does.
+        hosts: How busy each host is, as far as it is known: see ``launch/board.py``.
+        waiting: Too few nodes are there, and it waits for others.
+        lost: Of one that was lost: what is known of its end.
+    """
+
+    path: Path
+    word: str
+    exit_code: int | None = None
+    owner: dict[str, Any] | None = None
+    job: SubmittedJob | None = None
+    failure: str = ""
+    last_metrics: dict[str, Any] | None = None
+    straggler: str = ""
+    ranks: Sequence[Mapping[str, Any]] = ()
+    hang: str = ""
+    hosts: Sequence[Mapping[str, Any]] = ()
+    supervisor: Detached | None = None
+    waiting: board.Waiting | None = None
+    lost: LostRun | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.exit_code is not None or self.word in ("lost", *END_STATES)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "run_dir": str(self.path),
+            "state": self.word,
+            "exit_code": self.exit_code,
+            "owner": self.owner,
+            "supervisor": self.supervisor.host if self.supervisor else None,
+            "scheduler": self.job.scheduler.name if self.job else None,
+            "job": self.job.job if self.job else None,
+            **({f"{self.job.scheduler.name}_job": self.job.job} if self.job else {}),
+            "first_failure": self.failure or None,
+            "last_metrics": self.last_metrics,
+            "straggler": self.straggler or None,
+            "ranks": list(self.ranks),
+            "hosts": list(self.hosts),
+            "hang": self.hang or None,
+            "waits": asdict(self.waiting) if self.waiting else None,
+            "lost": self.lost.to_json() if self.lost else None,
+        }
+
+
+def read_state(path: Path) -> RunState:
+    """The present state of a run."""
+    owner = read_owner(path)
+    record = records.read_object(path / names.RESULT)
+    result = Result.from_json(record or {})
+    text = result.failure.describe() if result.failure else ""
+    file = path / names.METRICS
+    last_record = records.last_record(file, TAIL_BYTES, lambda line: line.get("split") != "pace")
+    job = read_submission(path)
+    if job is not None and (state := job.state()) is not None:
+        code = state.exit_code if state.is_over else None
+        batch = RunState(path, state.describe(), code, owner, job, text, last_record)
+        return batch if state.is_over else _with_ranks(batch, MAX_AGE_S)
+    if owner is not None and owner_alive(owner):
+        return _with_ranks(RunState(path, "running", None, owner, job, "", last_record))
+    supervisor = detached_of(path)
+    if supervisor is not None and not ended_since(path, supervisor):
+        return _with_ranks(
+            RunState(path, "running", None, None, job, "", last_record, supervisor=supervisor)
+        )
+    if record is not None:
+        code = result.exit_code if result.exit_code != UNKNOWN else None
+        return RunState(path, end_state(result, code), code, None, job, text, last_record)
+    if owner or lost(path):
+        return RunState(path, "lost", None, None, job, "", last_record, lost=read_lost_run(path))
+    return RunState(path, "not started", None, None, job, "", last_record)
+
+
+def end_state(result: Result, exit_code: int | None) -> str:
+    """How a run ended, in one of :data:`END_WORDS`; ``ended`` if nothing says how."""
+    if result.interrupted is not None:
+        return "stopped"
+    if exit_code or result.failure is not None or result.error:
+        return "failed"
+    return "ended" if exit_code is None else "finished"
+
+
+def _with_ranks(state: RunState, max_age_s: float = math.inf) -> RunState:
+    """The same with where everybody is, if that was written within so many seconds."""
+    ranks = _read_ranks(state.path, max_age_s)
+    if not ranks and max_age_s < math.inf:
+        return state
+    return replace(state, straggler=_straggler(state.path), ranks=ranks.get("ranks", ()),
+                   hang=ranks.get("hang", ""), hosts=ranks.get("hosts", ()),
+                   waiting=ranks.get("waits"))  # fmt: skip
+
+
+def _read_ranks(path: Path, max_age_s: float = math.inf) -> dict[str, Any]:
+    """Where everybody is, as the launcher has written it last; empty where that is not known."""
+    record = records.read_object(path / names.RANKS)
+    if record is None or not fits(board.SHAPE, record):
+        return {}
+    ago = max(0.0, time.time() - record["time"])
+    if ago > max_age_s:
+        return {}
+    waiting = record.get("waits")
+    return {**record, "ranks": [_add_silence(rank, ago) for rank in record["ranks"]],
+            "waits": None if waiting is None else board.waiting_of(waiting)}  # fmt: skip
+
+
+def _add_silence(rank: dict[str, Any], ago: float) -> dict[str, Any]:
+    silent_s = rank.get("silent_s")
+    return rank if silent_s is None else {**rank, "silent_s": round(silent_s + ago, 1)}
+
+
+def _straggler(path: Path) -> str:
+    """What was said last of a rank that holds the others up; nothing when it keeps up again."""
+    events = read_events(records.read_records(path / names.EVENTS, TAIL_BYTES))
+    relevant = [
+        event for event in events if event.kind in ("straggler", "straggler over", "started")
+    ]
+    return str(relevant[-1]["text"] or "") if relevant and relevant[-1].kind == "straggler" else ""
+
+
+def end_run(state: RunState, immediately: bool) -> None:
+    """Tells the scheduler, or the launcher.
+
+    What stands in the folder only says whom to ask: it may have come from anybody.
+    """
+    if state.job is not None:
+        require_own_submission(state.path, state.job)
+        state.job.cancel(kill=immediately)
+        return
+    owner = state.owner or {}
+    if not owner_here(owner):
+        raise NodeError(
+            f"the launcher of {state.path} runs on {owner.get('host')}",
+            remedy=f"Type this there: ssh {owner.get('host')}",
+        )
+    with contextlib.suppress(OSError, ValueError):
+        answer = request_launcher(state.path, owner, {"do": "stop", "now": immediately})
+        if answer is not None and "error" not in answer:
+            return
+    if not is_launcher(state.path, owner):
+        raise NodeError(
+            f"process {owner['pid']} is not the launcher of {state.path}: it is left alone",
+            found=f"{state.path / names.OWNER} names it; no launcher answers for this folder",
+            remedy=f"If no run goes on there: rm {shlex.quote(str(state.path / names.OWNER))}",
+        )
+    for _ in range(2 if immediately else 1):
+        this_machine.send(int(owner["pid"]), owner["start"], signal.SIGTERM)
+
+
+def request_launcher(
+    path: Path, owner: Mapping[str, Any], message: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """What the launcher of this very folder answers; ``None``: none listens.
+
+    Its socket is found by the run's id, and a folder may hold the id of another run.
+
+    Raises:
+        TimeoutError, ValueError: It listens, and gives no answer.
+    """
+    run_id = str(owner.get("run_id", ""))
+    if not control.RUN_ID.fullmatch(run_id):
+        return None
+    answer = control.ask(run_id, {"do": "state"}) or {}
+    state = answer.get("state")
+    with contextlib.suppress(OSError, ValueError):
+        if isinstance(state, dict) and path.samefile(str(state.get("run_dir", ""))):
+            return control.ask(run_id, dict(message))
+    return None

@@ -1,0 +1,159 @@
+"""Brings the folder of a run that another host supervises up to date, once or for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from paceline.cli.runs.client import RemoteLauncher, client_for
+from paceline.cli.runs.state import read_state
+from paceline.cli.verb import say
+from paceline.rundir.ownership import detached_of
+from paceline.spec.errors import NodeError, PacelineError
+from paceline.spec.terminal import for_reader
+
+POLL_INTERVAL_S = 0.5
+MAX_EXTRA_POLLS = 3  # of who looks once only, at files that change every second
+
+
+def sync_run(path: Path) -> None:
+    """Brings the folder of a run up to date that goes on, or has ended, on another host.
+
+    ConnectError where that cannot be asked, NodeError where it no longer knows the run.
+    """
+    client = client_for(path)
+    if isinstance(client, RemoteLauncher):
+        asyncio.run(_sync_once(client))
+
+
+async def _sync_once(client: RemoteLauncher) -> None:
+    try:
+        status = await client.look()
+        for _ in range(MAX_EXTRA_POLLS):
+            if status.over or not client.behind:
+                break
+            status = await client.look()
+        if status.over:
+            await client.fetch_results()
+    finally:
+        await client.close()
+
+
+def try_sync(path: Path) -> bool:
+    """Calls :func:`sync_run`; a failure is printed, and what is here already can be looked at.
+
+    Returns:
+        Whether it is up to date.
+    """
+    try:
+        sync_run(path)
+        return True
+    except (PacelineError, ConnectionError) as problem:
+        text = problem.render() if isinstance(problem, PacelineError) else f"paceline: {problem}"
+        say(for_reader(text, sys.stderr), err=True)
+        return False
+
+
+@contextlib.contextmanager
+def keep_synced(path: Path) -> Iterator[Callable[[], bool]]:
+    """Keeps a run's folder up to date meanwhile; gives what says whether the run is over.
+
+    PacelineError where that cannot be asked at first, or the results cannot come home at the end.
+    """
+    client = client_for(path)
+    if not isinstance(client, RemoteLauncher):
+        yield lambda: read_state(path).over
+        return
+    thread = _SyncThread(client)
+    thread.start()
+    try:
+        yield thread.has_ended
+    finally:
+        thread.end()
+
+
+class _SyncThread:
+    """Looks in a thread of its own, until the run is over and all is here, or nobody wants it."""
+
+    def __init__(self, client: RemoteLauncher) -> None:
+        self._client = client
+        self._started, self._ended = threading.Event(), threading.Event()
+        self._problem: BaseException | None = None
+        self._has_ended = False
+        self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
+
+    def start(self) -> None:
+        """Returns when the folder is up to date for the first time."""
+        self._thread.start()
+        self._started.wait()
+        if self._problem is not None:
+            raise self._problem
+
+    def has_ended(self) -> bool:
+        """Whether the run is over, and all of it is here."""
+        if self._problem is not None:
+            raise self._problem
+        return self._has_ended
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._keep())
+        except BaseException as problem:
+            self._problem = problem
+        finally:
+            self._started.set()
+
+    async def _keep(self) -> None:
+        try:
+            while not self._ended.is_set():
+                status = await self._client.look()
+                if status.over and not self._client.last_error:
+                    await self._client.fetch_results()
+                    self._has_ended = True
+                    return
+                self._started.set()
+                await asyncio.sleep(POLL_INTERVAL_S)
+        finally:
+            await self._client.close()
+
+
+def stop_remote(path: Path, immediately: bool, patience_s: float) -> bool:
+    """Ends a run whose supervisor is on another host, and brings it home.
+
+    Returns:
+        False where it was over already.
+
+    Raises:
+        NodeError: It does not end in time.
+    """
+    detached = detached_of(path)
+    assert detached is not None
+    return asyncio.run(_stop(RemoteLauncher(path, detached), immediately, patience_s))
+
+
+async def _stop(client: RemoteLauncher, immediately: bool, patience_s: float) -> bool:
+    try:
+        status = await client.look()
+        was_running = not status.over
+        if was_running:
+            await client.stop(now=immediately)
+        deadline = time.monotonic() + patience_s
+        while not status.over:
+            if time.monotonic() > deadline:
+                raise NodeError(f"{client.path} has not ended within {patience_s:.0f} s",
+                                found=client.last_error, remedy="--now")  # fmt: skip
+            await asyncio.sleep(POLL_INTERVAL_S / 2)
+            status = await client.look()
+        await client.fetch_results()
+        return was_running
+    finally:
+        await client.close()

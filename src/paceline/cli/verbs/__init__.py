@@ -1,0 +1,1 @@
+"""One module a verb, imported when the verb is called. No verb imports another."""

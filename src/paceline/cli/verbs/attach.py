@@ -1,0 +1,29 @@
+"""``paceline attach``: shows a detached run as if this terminal had started it."""
+
+from __future__ import annotations
+
+import click
+
+from paceline.cli.options import run_lookup_options
+from paceline.cli.verb import Verb
+
+
+@click.command("attach", cls=Verb)
+@run_lookup_options
+@click.option("--lines", is_flag=True, help="Lines as they come, instead of the live screen.")
+@click.pass_context
+def command(ctx: click.Context, /, lines: bool, **_: object) -> None:
+    """Watch RUN in any terminal, with the live screen and its keys.
+
+    Without RUN: the one that is running. With -H also one that was started from another machine; it
+    gets a folder below runs/ here.
+
+    Ctrl-C stops the run, with time to save; once more, at once. Ctrl-Z, the key d or a closed
+    terminal leave it running.
+
+    Exit status: the run's own, or 0 when it was left running.
+    """
+    from paceline.cli.runs.attached import attach_to_run
+    from paceline.cli.runs.run_lookup import resolve_run
+
+    ctx.exit(attach_to_run(resolve_run(ctx), lines=lines))

@@ -1,0 +1,167 @@
+"""``paceline bench scaling``: the timing ladder of the user's own command."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from paceline.bench import scaling
+from paceline.cli.batch import submit
+from paceline.cli.dispatch import prepare, require_transport
+from paceline.cli.job_options import build_job
+from paceline.cli.options import launch_options
+from paceline.cli.recipe_job import parse_recipe_options, prepared_job
+from paceline.cli.verb import Verb, say
+from paceline.launch.entry import entry_of, opens_store
+from paceline.recipes import RECIPES
+from paceline.schedulers.scheduler import Scheduler
+from paceline.schedulers.script import SUBMITTED_VARIABLE
+from paceline.schedulers.submission import SubmittedJob
+from paceline.spec.errors import JobError, SettingError
+from paceline.spec.hosts import Cluster
+from paceline.spec.job import Job
+from paceline.spec.nodes import bounds
+from paceline.spec.settings import Setting, Source
+from paceline.spec.terminal import wrapped
+
+
+@click.command("scaling", cls=Verb, context_settings={"allow_interspersed_args": False})
+@launch_options
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a Python module.")
+@click.option("--recipe", is_flag=True, help="SCRIPT is the name of a built-in recipe.")
+@click.option("--repeat", type=click.IntRange(1), default=1, help="Runs of each layout.")
+@click.option(
+    "--weak",
+    is_flag=True,
+    help="The batch of each process is fixed, so the work grows with their number.",
+)
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path),
+              help="Folder for the runs, scaling.json and scaling.svg.")  # fmt: skip
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: bool,
+            recipe: bool, repeat: int, weak: bool, out: Path | None,
+            **_: object) -> None:  # fmt: skip
+    """Run SCRIPT with ARGS as 1, 1×P, N×1 and N×P processes and compare.
+
+    Let it do a fixed number of steps, of the same global batch: its own option for that stands
+    among ARGS. Samples are counted where the script trains with paceline.train; otherwise the
+    work is taken to be the same at every layout (with --weak: to grow with the number of
+    processes), and the time of its ranks is compared.
+
+    Outside of an allocation, --via with a batch system and --nnodes N submits all of it as one
+    batch.
+    """
+    cluster, dispatch = prepare(ctx)
+    if ctx.params["plan_only"] and dispatch.kind != "submit":
+        raise SettingError(
+            "--plan does not apply to the runs of paceline bench scaling",
+            found="it prints one run, or the script of a batch",
+            remedy="paceline run --plan, with -p and --nnodes of the layout",
+        )
+    if recipe and module:
+        raise SettingError("--recipe and --module exclude each other")
+    folder = out or Path("runs") / f"scaling-{time.strftime('%Y%m%d-%H%M%S')}"
+    with contextlib.ExitStack() as stack:
+        if recipe:
+            if script not in RECIPES:
+                raise SettingError(f"there is no recipe {script}", found=", ".join(RECIPES))
+            job = stack.enter_context(
+                prepared_job(ctx, script, parse_recipe_options(ctx, script, args))
+            )
+        else:
+            entry = entry_of(script, args, module=module, no_python=False)
+            job = build_job(ctx, entry, name=Path(script).stem, own_store=opens_store(entry))
+        if dispatch.kind == "submit":
+            ctx.exit(submit(ctx, job, folder, dispatch.scheduler, "--out"))
+        rows = scaling.make_rows(
+            run_ladder(ctx, job, cluster, folder, repeat, package=recipe), weak=weak
+        )
+    (folder / "scaling.json").write_text(json.dumps(scaling.to_json(rows), indent=2) + "\n")
+    (folder / "scaling.svg").write_text(scaling.draw(rows), encoding="utf-8")
+    if ctx.params["as_json"]:
+        click.echo(json.dumps(scaling.to_json(rows), indent=2))
+        return
+    say(scaling.format_table(rows))
+    if text := scaling.advice(rows, weak=weak):
+        say(f"\n{wrapped(text, 80)}")
+    if text := queue_time(dispatch.scheduler):
+        say(f"\n{wrapped(text, 80)}")
+    say(f"\nnumbers {folder / 'scaling.json'}\npicture {folder / 'scaling.svg'}")
+
+
+def queue_time(scheduler: Scheduler) -> str:
+    """How long the batch that we are waited before it began, where its scheduler tells."""
+    number = scheduler.allocation(os.environ)
+    if number is None or not scheduler.can_follow() or not os.environ.get(SUBMITTED_VARIABLE):
+        return ""
+    job = SubmittedJob(scheduler, number)
+    state = job.state()
+    if state is None or state.queued_s is None:
+        return ""
+    return f"{job.title} waited {state.queued_s:.0f} s in the queue; the table begins after that."
+
+
+def run_ladder(ctx: click.Context, job: Job, cluster: Cluster, folder: Path, repeat: int,
+          package: bool) -> list[tuple[scaling.Layout, list[scaling.Measurement]]]:  # fmt: skip
+    """All layouts, one after the other; says where it is."""
+    _, nodes = bounds(job.nnodes.value, len(cluster.hosts))
+    first = cluster.hosts[0]
+    processes = job.nproc_per_node.value or first.slots or first.gpus or 1
+    if not isinstance(processes, int):
+        raise SettingError(f"bench scaling needs a number, not -p {processes}", remedy="-p N")
+    measured, shown_notes = [], set[str]()
+    for layout in scaling.ladder(nodes, processes):
+        runs = []
+        for number in range(repeat):
+            say(f"paceline: {layout.label}, run {number + 1} of {repeat}", err=True)
+            run_dir = folder / f"{layout.nodes}x{layout.processes}-{number + 1}"
+            runs.append(run_layout(ctx, job, cluster, layout, run_dir, package, shown_notes))
+        measured.append((layout, runs))
+    return measured
+
+
+def run_layout(
+    ctx: click.Context,
+    job: Job,
+    cluster: Cluster,
+    layout: scaling.Layout,
+    run_dir: Path,
+    package: bool,
+    shown_notes: set[str],
+) -> scaling.Measurement:
+    """One run of one layout. JobError when it fails: a ladder with a broken step says nothing."""
+    layout_job = replace(
+        job,
+        nnodes=Setting(layout.nodes, Source.COMMAND_LINE),
+        nproc_per_node=Setting(layout.processes, Source.COMMAND_LINE),
+    )
+    from paceline.cli.measure.quiet_screen import PlanNotesScreen
+    from paceline.launch.launcher import run_job
+    from paceline.launch.summary import report_failure
+
+    screen, transport = PlanNotesScreen(shown_notes), require_transport(ctx.params, "bench scaling")
+    start, start_clock = time.time(), time.monotonic()
+    outcome = run_job(
+        layout_job,
+        cluster,
+        transport,
+        screen,
+        run_dir=run_dir,
+        parent=run_dir.parent,
+        package=package,
+    )
+    wall = time.monotonic() - start_clock
+    if outcome.result.exit_code:
+        raise JobError(
+            f"the run with {layout.label} processes failed",
+            found=report_failure(outcome), exit_code=outcome.result.exit_code,
+        )  # fmt: skip
+    return scaling.measure(wall, start, outcome.events)

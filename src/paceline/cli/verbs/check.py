@@ -1,0 +1,226 @@
+"""``paceline check``: what would go wrong, before it does."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from paceline.cli.cluster import read_chosen_cluster
+from paceline.cli.dispatch import ssh_options
+from paceline.cli.options import (
+    ACCEPT_NEW_HOST_KEYS,
+    HOSTS,
+    IFACE,
+    MASTER_PORT,
+    NNODES,
+    NO_TORCH,
+    NPROC_PER_NODE,
+    PYTHON,
+    SSH_CONFIG,
+    add_options,
+    with_settings,
+)
+from paceline.cli.settings import setting
+from paceline.cli.variables import F
+from paceline.cli.verb import Verb, say
+from paceline.remote import this_machine
+from paceline.remote.openssh import SshOptions
+from paceline.report import findings as report
+from paceline.spec.figures import bit_rate
+from paceline.spec.finding import Finding
+from paceline.spec.hosts import Host
+from paceline.spec.job import Entry, Job, recorded
+from paceline.spec.terminal import clean
+
+if TYPE_CHECKING:
+    from paceline.checks.check import Level, Survey
+
+
+_TARGET_OPTIONS = [HOSTS, SSH_CONFIG, ACCEPT_NEW_HOST_KEYS, NNODES, NPROC_PER_NODE, PYTHON, IFACE,
+          MASTER_PORT, NO_TORCH]  # fmt: skip
+_CHECK_OPTIONS = [
+    click.option("--quick", is_flag=True, help="Only what takes well under a second a host."),
+    click.option("--trial/--no-trial", default=True,
+                 help="At the end, load torch everywhere and try collectives."),
+    click.option("--data", multiple=True, metavar="PATH", help="Must be equal on all hosts."),
+    click.option("--shared", multiple=True, metavar="PATH",
+                 help="Must be one and the same folder on all hosts."),
+]  # fmt: skip
+
+
+def check_options(command: F) -> F:
+    """Adds the options that say what is checked."""
+    return with_settings(add_options(command, _CHECK_OPTIONS), _TARGET_OPTIONS)
+
+
+@click.command("check", cls=Verb)
+@check_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@click.option("--plain", is_flag=True, help="No colours, no live line: for logs.")
+@click.option(
+    "--bundle",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Also write all that was found, for support: no secrets, one .tar.gz.",
+)
+@click.pass_context
+def command(ctx: click.Context, /, as_json: bool, plain: bool, bundle: Path | None,
+            **_: object) -> None:  # fmt: skip
+    """Find what would go wrong on these hosts, and each node's settings.
+
+    Exit status: 0 all is well (there may be warnings), 1 something will fail, 2 something could
+    not be checked.
+    """
+    import asyncio
+
+    from paceline.checks.preflight import requirements_of
+    from paceline.checks.runner import evaluate, exit_status, survey_hosts
+
+    level: Level = "quick" if ctx.params["quick"] else "full"
+    hosts, job, ssh = check_subject(ctx)
+    paths = {name: ctx.params[name] for name in ("data", "shared")}
+    requirements = replace(requirements_of(job, hosts), **paths)
+    with progress(quiet=as_json or plain) as say:
+        survey = asyncio.run(survey_hosts(hosts, ssh, requirements, level, say))
+        findings = evaluate(survey, level)
+        if ctx.params["trial"] and needs_trial(survey, findings, level):
+            from paceline.cli.measure.trial import run_trial
+
+            say("collectives")
+            survey = survey.with_evidence("trial", run_trial(survey, job, ssh))
+            findings = evaluate(survey, level)
+    environment = environment_of(job, survey)
+    if bundle is not None:
+        write_bundle(bundle, survey, findings, environment)
+    if as_json:
+        click.echo(json.dumps(to_json(findings, environment), indent=2))
+    else:
+        show(survey, findings, environment, plain)
+    ctx.exit(exit_status(findings))
+
+
+def needs_trial(survey: Survey, findings: Sequence[Finding], level: Level) -> bool:
+    """Whether a job could run at all: where something fails already, it would only fail too."""
+    has_no_failure = all(finding.outcome != "fail" for finding in findings)
+    return (
+        level == "full"
+        and has_no_failure
+        and survey.requirements.needs_torch
+        and len(survey.names) > 1
+    )
+
+
+def check_subject(ctx: click.Context) -> tuple[tuple[Host, ...], Job, SshOptions]:
+    """The hosts, a job that stands for those to come, and how to log in."""
+    from paceline.launch.decide import choose_hosts
+
+    params, cluster = ctx.params, read_chosen_cluster(ctx)
+    job = Job(
+        name="check",
+        entry=Entry("module", "paceline"),
+        workdir=str(Path.cwd()),
+        python=params["python"] or this_machine.default_python(),
+        nnodes=setting(ctx, "nnodes"),
+        nproc_per_node=setting(ctx, "nproc_per_node"),
+        interface=setting(ctx, "iface"),
+        master_port=setting(ctx, "master_port"),
+        needs_torch=not params["no_torch"],
+    )
+    ssh = ssh_options(params)
+    return choose_hosts(job, cluster), job, ssh
+
+
+def environment_of(job: Job, survey: Survey) -> dict[str, dict[str, str]]:
+    """By host, what ``run`` sets there: the same function makes the plan."""
+    from paceline.launch import decide
+
+    if not survey.networks or survey.refusals:  # a run would have other nodes
+        return {}
+    head = survey.networks[survey.names[0]].address
+    environment = {}
+    for host in survey.present:
+        facts, network = survey.facts[host.name], survey.networks[host.name]
+        processes = decide.processes_on(job, host, facts).value
+        variables = decide.node_env(job, host, facts, processes, network)
+        environment[host.name] = {
+            name: recorded(name, setting.value) for name, setting in variables.items()
+        }
+        environment[host.name] |= {"MASTER_ADDR": head, "PACELINE_ADDRESS": network.address}
+        if job.master_port.value:
+            environment[host.name]["MASTER_PORT"] = str(job.master_port.value)
+    return environment
+
+
+def to_json(findings: Sequence[Finding],
+            environment: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:  # fmt: skip
+    """The object of ``--json``."""
+    return {"findings": [finding.to_json() for finding in findings], "environment": environment}
+
+
+def show(survey: Survey, findings: Sequence[Finding], environment: Mapping[str, Mapping[str, str]],
+         is_plain: bool) -> None:  # fmt: skip
+    """Conclusion, what to do, hosts × checks, the matrix of pairs, the environment."""
+    from paceline.checks.runner import conclusion
+
+    text = report.lines(conclusion(findings), findings, everything=is_plain)
+    names = [host.name for host in survey.hosts]
+    tables = [report.grid(names, findings), *_rates(survey)]
+    environment_lines = report.environment_lines(environment)
+    if is_plain:
+        blocks = [text, *(report.aligned(*table) for table in tables), environment_lines]
+        say(clean("\n\n".join("\n".join(block) for block in blocks if block)))
+    else:
+        report.draw(text, tables, environment_lines, sys.stdout)
+
+
+def _rates(survey: Survey) -> list[tuple[list[str], list[list[str]]]]:
+    from paceline.checks.link import bits_per_s
+
+    pairs = (survey.evidence.get("link") or {}).get("pairs", [])
+    rates = {
+        (pair["source"], pair["target"]): bit_rate(bits_per_s(pair))
+        if "bytes" in pair
+        else "nothing"
+        for pair in pairs
+    }
+    return [report.matrix(survey.names, rates, "from \\ to")] if rates else []
+
+
+def write_bundle(path: Path, survey: Survey, findings: Sequence[Finding],
+                 environment: Mapping[str, Mapping[str, str]]) -> None:  # fmt: skip
+    """Everything that support needs, as JSON files in one archive. Facts hold no secrets."""
+    from paceline.report.bundle import write
+
+    contents = {
+        "findings.json": to_json(findings, environment),
+        "scene.json": survey.to_json(),
+    }
+    write(path, contents)
+    say(f"paceline: wrote {path}", err=True)
+
+
+class progress:  # noqa: N801 - used as a function
+    """A live line on a terminal that says what is being looked at; nothing elsewhere."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._status: Any = None
+        if not quiet and sys.stderr.isatty():
+            from rich.console import Console
+
+            self._status = Console(stderr=True).status("…")
+
+    def __enter__(self) -> Callable[[str], None]:
+        if self._status is None:
+            return lambda text: None
+        self._status.start()
+        return lambda text: self._status.update(text)
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()

@@ -1,0 +1,70 @@
+"""``paceline env``: another launcher's variables in torchrun's terms."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import click
+
+from paceline.cli.verb import Verb
+from paceline.spec import jobenv
+from paceline.spec.command import shell_text
+from paceline.spec.errors import SettingError
+from paceline.spec.launched import DIALECTS, translated
+
+NAMES = (
+    jobenv.RANK, jobenv.LOCAL_RANK, jobenv.WORLD_SIZE, jobenv.LOCAL_WORLD_SIZE,
+    jobenv.MASTER_ADDR, jobenv.MASTER_PORT,
+)  # fmt: skip
+
+
+@click.command("env", cls=Verb, context_settings={"allow_interspersed_args": False})
+@click.option("--json", "as_json", is_flag=True, help="Print them as JSON.")
+@click.option("--master-addr", metavar="ADDRESS", help="Where rank 0 runs, if nothing tells it.")
+@click.option("--master-port", type=click.IntRange(1, 65535), help="Port of the store there.")
+@click.argument("command_words", metavar="[COMMAND]...", nargs=-1, type=click.UNPROCESSED)
+def command(as_json: bool, master_addr: str | None, master_port: int | None,
+            command_words: tuple[str, ...]) -> None:  # fmt: skip
+    """RANK, WORLD_SIZE and the like from what mpirun, mpiexec or a scheduler has set.
+
+    Without COMMAND they are printed for a shell: eval "$(paceline env)". With COMMAND it runs
+    with them, as in: mpirun -n 4 paceline env python train.py
+    """
+    if as_json and command_words:
+        raise SettingError(
+            "--json does not go with COMMAND", found="the command gets them as its environment",
+            remedy="Leave out one of them",
+        )  # fmt: skip
+    overrides = {jobenv.MASTER_ADDR: master_addr, jobenv.MASTER_PORT: master_port}
+    environ = {**os.environ, **{name: str(value) for name, value in overrides.items() if value}}
+    variables = read_place(environ, os.getppid())
+    if command_words:
+        exec_command(command_words, {**environ, **variables})
+    if as_json:
+        click.echo(json.dumps(variables))
+        return
+    for name, value in variables.items():
+        click.echo(f"export {shell_text([f'{name}={value}'])}")
+
+
+def read_place(environ: dict[str, str], parent: int) -> dict[str, str]:
+    """The variables. SettingError when nobody launched this process as one of several."""
+    variables = translated(environ, parent)
+    if not variables:
+        raise SettingError(
+            "no launcher has set this process's rank",
+            found=f"none of {', '.join(dialect.rank for dialect in DIALECTS)} is set",
+            remedy="mpirun -n 4 paceline env python train.py",
+        )
+    return {name: variables[name] for name in NAMES if name in variables}
+
+
+def exec_command(argv: tuple[str, ...], environ: dict[str, str]) -> None:
+    """Becomes the command."""
+    try:
+        os.execvpe(argv[0], list(argv), environ)  # noqa: S606 - no shell is the point
+    except OSError as error:
+        sys.stderr.write(f"paceline: {argv[0]}: {error.strerror}\n")
+        sys.exit(127 if isinstance(error, FileNotFoundError) else 126)

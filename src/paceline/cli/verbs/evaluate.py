@@ -1,0 +1,85 @@
+"""``paceline evaluate``: the model of a run on held-out data, here or on every host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paceline.cli.applicability import specified_options
+from paceline.cli.dispatch import Dispatch, prepare
+from paceline.cli.job_options import build_job
+from paceline.cli.launch import launch_job
+from paceline.cli.model_scripts import SCRIPTS, exec_script, model_folder
+from paceline.cli.options import launch_options
+from paceline.cli.recipe_job import (
+    RECIPE_MODULES,
+    add_data_folder,
+    data_folder,
+    gather_files,
+    quiet_torch,
+)
+from paceline.cli.verb import Verb
+from paceline.recipes.argv import parse
+from paceline.recipes.use import EvaluateOptions
+from paceline.rundir.records import read_object
+from paceline.spec.job import Entry, Input
+from paceline.spec.rundir import CONFIG, MODEL_CONFIG, unfinished, used
+
+
+@click.command("evaluate", cls=Verb, options_of=f"{SCRIPTS}:EvaluateOptions")
+@launch_options
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def command(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: object) -> None:
+    """Evaluate the model of RUN; the same figures as its training reported."""
+    parsed = parse(EvaluateOptions, options, "paceline evaluate")
+    folder = model_folder(run)
+    cluster, dispatch = prepare(ctx)
+    if needs_no_launcher(ctx, dispatch):
+        exec_script("evaluate", ["--run", str(folder), *options])
+    with gather_files(data_files(folder, parsed)) as files:
+        job = build_job(
+            ctx,
+            Entry("module", f"{SCRIPTS}.evaluate", ("--run", str(folder), *options)),
+            name="evaluate",
+            preload=RECIPE_MODULES,
+            inputs=(Input(str(folder), (CONFIG, *used(folder))),),
+        )
+        job, parent = add_data_folder(quiet_torch(job), files), folder / "evaluations"
+        if not parsed.data_dir:
+            source = parsed.data or str(read_model_config(folder).get("data", {}).get("source", ""))
+            job = replace(job, data=data_folder(source))
+        ctx.exit(launch_job(ctx, job, cluster, dispatch, package=True, parent=parent))
+
+
+def needs_no_launcher(ctx: click.Context, dispatch: Dispatch) -> bool:
+    """Nothing was asked for that needs a launcher: one process on this machine will do."""
+    is_single_process = ctx.params["nproc_per_node"] in (None, 1)
+    return (
+        is_single_process
+        and dispatch.scheduler.is_direct
+        and not specified_options(ctx).keys() - {"nproc_per_node"}
+    )
+
+
+def data_files(folder: Path, options: EvaluateOptions) -> list[str]:
+    """Files that may hold the data of the evaluation: those that are named, else recorded."""
+    if options.data_dir:
+        return []
+    recorded = read_model_config(folder).get("data", {})
+    names = [recorded.get(key) for key in ("source", "target", "test")]
+    return [options.data, options.target] if options.data else [name for name in names if name]
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """What the run says of its model; empty where that cannot be read, which a rank will tell."""
+    checkpoint = unfinished(folder)
+    if (folder / MODEL_CONFIG).is_file() or checkpoint is None:
+        config = read_object(folder / MODEL_CONFIG)
+    else:
+        config = (read_object(checkpoint / "state.json") or {}).get("model")
+    return config if isinstance(config, dict) and isinstance(config.get("data", {}), dict) else {}

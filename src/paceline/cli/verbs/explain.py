@@ -1,0 +1,137 @@
+"""``paceline explain``: what went wrong, where first, what to do."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paceline.cli.options import run_lookup_options
+from paceline.cli.runs.explanation import save_findings, succeeded
+from paceline.cli.runs.run_lookup import specified_run
+from paceline.cli.settings import setting
+from paceline.cli.verb import Verb, say
+from paceline.explain.conclusion import Conclusion, conclude
+from paceline.explain.evidence import Evidence
+from paceline.explain.evidence_reader import from_log, from_run, read_log, read_named
+from paceline.explain.rules import load_all
+from paceline.report import explanation
+from paceline.rundir.records import is_regular
+from paceline.spec import rundir as names
+from paceline.spec.errors import SettingError
+from paceline.spec.settings import Source
+from paceline.spec.terminal import for_reader
+
+MAX_WHOLE_BYTES = (
+    2 << 20
+)  # bytes of a file that go whole into the bundle; of a larger one both ends
+
+
+@click.command("explain", cls=Verb)
+@run_lookup_options
+@click.option(
+    "--log",
+    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
+    metavar="FILE",
+    help="Explain this log instead, of whatever launcher; - reads it from standard input.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option(
+    "--bundle",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Also pack plan, events, logs and findings for support: no secrets.",
+)
+@click.pass_context
+def command(ctx: click.Context, /, log: Path | None, as_json: bool,
+            bundle: Path | None, **_: object) -> None:  # fmt: skip
+    """Say what went wrong in RUN.
+
+    Without RUN: the one below runs/ that is running, else the newest there.
+
+    With -H also a run that was started from another machine.
+
+    Exit status: 0 a cause was found (or nothing went wrong), 2 the cause is unknown.
+    """
+    run: Path | None = None
+    if log is not None:
+        if ctx.params["run"] is not None:
+            raise SettingError("RUN and --log exclude each other")
+        evidence = from_log(read_named(log))
+    else:
+        from paceline.cli.runs.sync import try_sync
+
+        run = _resolve_run(ctx)
+        evidence = from_run(run, confirmed=try_sync(run))
+    conclusion = conclude(evidence, load_all())
+    is_running = evidence.launcher is not None and evidence.launcher.alive
+    if run is not None and not succeeded(evidence) and not is_running:
+        save_findings(run, conclusion)
+    if bundle is not None:
+        write_bundle(bundle, run, evidence, conclusion)
+    show(conclusion, evidence, as_json)
+    ctx.exit(0 if conclusion.matches or succeeded(evidence) else 2)
+
+
+def _resolve_run(ctx: click.Context) -> Path:
+    """The run's folder; any folder that is named as one."""
+    name, is_remote = specified_run(ctx), setting(ctx, "hosts").source is Source.COMMAND_LINE
+    if name is not None and not is_remote and Path(name).is_dir():
+        return Path(name)
+    from paceline.cli.runs.run_lookup import resolve_run
+
+    return resolve_run(ctx, allow_ended=True)
+
+
+def show(conclusion: Conclusion, evidence: Evidence, as_json: bool) -> None:
+    """Prints the explanation."""
+    if as_json:
+        click.echo(json.dumps(to_json(conclusion), indent=2))
+        return
+    if succeeded(evidence):
+        say(for_reader("\n".join(explanation.of_success(evidence)), sys.stdout))
+        return
+    first, *details = explanation.lines(conclusion, evidence)
+    first = for_reader(first, sys.stdout)
+    click.echo(click.style(first, bold=True) if sys.stdout.isatty() else first)
+    say(for_reader("\n".join(details), sys.stdout))
+
+
+def to_json(conclusion: Conclusion) -> dict[str, Any]:
+    """The object of ``--json``."""
+    causes = [
+        {
+            "rule": rule.code,
+            "title": rule.title,
+            "cause": match.cause,
+            "hosts": list(match.hosts),
+            "rank": match.rank,
+            "confidence": match.confidence,
+            "symptom": rule.symptom,
+            "evidence": list(match.lines),
+            "confirm": match.confirm or rule.sections["Confirm"],
+            "remedy": match.remedy or rule.sections["Remedy"],
+        }
+        for rule, match in conclusion.matches
+    ]
+    return {"conclusion": conclusion.text, "causes": causes}
+
+
+def write_bundle(
+    bundle: Path, run: Path | None, evidence: Evidence, conclusion: Conclusion
+) -> None:
+    """Writes the support bundle."""
+    from paceline.report.bundle import write
+
+    contents: dict[str, Any] = {"explanation.json": to_json(conclusion)}
+    for log in evidence.logs:
+        rank = "log" if log.rank is None else log.rank
+        contents[names.log_file(log.host or "job", rank)] = log.text
+    for name in (names.PLAN, names.EVENTS, names.RESULT, names.HOSTS, names.METRICS):
+        if run is not None and is_regular(run / name):
+            contents[name] = read_log(run / name, MAX_WHOLE_BYTES)
+    write(bundle, contents)
+    say(f"paceline: wrote {bundle}", err=True)

@@ -1,0 +1,222 @@
+"""``paceline forecast``: how long a training would take on each number of hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import click
+
+from paceline.bench import forecast as model
+from paceline.cli.batch import submit
+from paceline.cli.dispatch import Dispatch, prepare
+from paceline.cli.job_options import build_job
+from paceline.cli.measure.forecasts import (
+    FOLDER_PREFIX,
+    command_key,
+    describe_comparison,
+    save_comparison,
+)
+from paceline.cli.measure.probes import Prober, measure
+from paceline.cli.measure.project_code import require_training_library
+from paceline.cli.options import Number, Seconds, launch_options
+from paceline.cli.recipe_job import (
+    check_host_names,
+    parse_recipe_options,
+    prepared_job,
+    require_recipe_first,
+)
+from paceline.cli.runs.run_lookup import find_run_folder
+from paceline.cli.verb import Verb, say
+from paceline.launch.entry import entry_of, opens_store, preload_of
+from paceline.recipes import RECIPES
+from paceline.spec import communication, rundir
+from paceline.spec.errors import SettingError
+from paceline.spec.hosts import Cluster
+from paceline.spec.job import Job
+from paceline.spec.nodes import bounds
+from paceline.spec.terminal import wrapped
+
+DEFAULT_SECONDS = 10.0
+
+
+class ForecastVerb(Verb):
+    """Behind a recipe's name its options may stand among ours; a script's are its own."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Sees first whether a recipe is named."""
+        name = next(
+            (argument for argument in args if argument in RECIPES or argument.endswith(".py")), ""
+        )
+        if name in RECIPES and not {"-m", "--module"}.intersection(args):
+            ctx.allow_interspersed_args = ctx.ignore_unknown_options = True
+        return super().parse_args(ctx, args)
+
+
+@click.command("forecast", cls=ForecastVerb, context_settings={"allow_interspersed_args": False})
+@launch_options
+@click.option("-m", "--module", is_flag=True, help="WHAT is a Python module.")
+@click.option("--up-to", type=click.IntRange(1, model.MOST_HOSTS), metavar="N",
+              help="Forecast up to N hosts; those beyond the named ones are taken to be like the"
+              f" last, and of more than {model.EACH} only some numbers are forecast. Default: the"
+              " named ones.")  # fmt: skip
+@click.option(
+    "--weak",
+    is_flag=True,
+    help="The batch of each host is fixed, so the global batch grows with them.",
+)
+@click.option("--each-host", is_flag=True,
+              help="Try every host alone, not one of each kind.")  # fmt: skip
+@click.option("--seconds", type=Seconds(0.0), default=DEFAULT_SECONDS, show_default=True,
+              metavar="N",
+              help="How long to do steps in each try; a round of them is finished.")  # fmt: skip
+@click.option("--price", type=Number(0.0), metavar="MONEY",
+              help="Of a host for an hour: also say what the training costs.")  # fmt: skip
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path),
+              help="Folder for forecast.json and forecast.svg.")  # fmt: skip
+@click.option("--compare", metavar="RUN",
+              help="Put what a run took beside its forecast instead.")  # fmt: skip
+@click.argument("what", required=False)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def command(ctx: click.Context, /, what: str | None, args: tuple[str, ...], module: bool,
+            up_to: int | None, weak: bool, out: Path | None, compare: str | None,
+            **_: object) -> None:  # fmt: skip
+    """Say how long WHAT, a recipe or a script, would train on 1, 2, 3, … hosts.
+
+    It does a few steps on one host and on two, in folders that are removed unless they fail, times
+    an all-reduce between them and the links between all, and prints for each number of hosts what
+    a step takes, what limits it and what would lift that. A script has to train with
+    paceline.train.
+    """
+    if compare is not None:
+        if what is not None:
+            raise SettingError("--compare takes a run, and nothing else")
+        show_comparison(ctx, find_run_folder(compare))
+        return
+    if what is None:
+        raise SettingError(
+            "nothing to forecast", remedy="paceline forecast RECIPE or SCRIPT, with its arguments"
+        )
+    require_recipe_first(what, args, "forecast")
+    cluster, dispatch = prepare(ctx)
+    if ctx.params["plan_only"] and dispatch.kind != "submit":
+        raise SettingError(
+            "--plan does not apply to the few steps of paceline forecast",
+            found="it prints one run, or the script of a batch",
+            remedy=f"paceline {'train' if what in RECIPES else 'run'} --plan",
+        )
+    from paceline.launch.decide import choose_hosts
+    from paceline.rundir.directory import fresh_path
+
+    folder = out or fresh_path(Path(rundir.DEFAULT_PARENT), FOLDER_PREFIX.rstrip("-"))
+    with forecast_job(ctx, what, args, module, cluster, dispatch) as (job, package):
+        if dispatch.kind == "submit":
+            ctx.exit(submit(ctx, job, folder, dispatch.scheduler, "--out"))
+        hosts = choose_hosts(job, cluster)
+        cluster = replace(cluster, hosts=hosts[: bounds(job.nnodes.value, len(hosts))[1]])
+        with results_folder(folder):
+            max_hosts = up_to or len(cluster.hosts)
+            measured = measure(Prober(ctx, job, cluster, dispatch, package), max_hosts)
+            forecasts = model.forecast(
+                measured, model.sizes(max_hosts), weak=weak, price=ctx.params["price"]
+            )
+            record = {"command": command_key(asdict(job.entry)), "made": time.time(),
+                    "ranks": measured.ranks, "asked": job.nproc_per_node.value, "weak": weak,
+                    "conclusion": model.conclusion(forecasts),
+                    **model.to_json(forecasts, measured)}  # fmt: skip
+            if ctx.params["as_json"]:
+                click.echo(json.dumps(record, indent=2))
+            else:
+                say(wrapped(model.conclusion(forecasts), 80) + "\n")
+                say(model.table(forecasts, measured))
+            with writing_results(folder):
+                text = json.dumps(record, indent=2) + "\n"
+                (folder / rundir.FORECAST).write_text(text, encoding="utf-8")
+                (folder / "forecast.svg").write_text(model.picture(forecasts), encoding="utf-8")
+    if not ctx.params["as_json"]:
+        say(f"\nnumbers {folder / rundir.FORECAST}\npicture {folder / 'forecast.svg'}")
+
+
+@contextlib.contextmanager
+def results_folder(folder: Path) -> Iterator[None]:
+    """A folder that is there before anything is measured, and goes again if nothing came.
+
+    SettingError when it cannot be made.
+    """
+    existed = folder.exists()
+    with writing_results(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        if not existed:
+            with contextlib.suppress(OSError):  # it holds something
+                folder.rmdir()
+
+
+@contextlib.contextmanager
+def writing_results(folder: Path) -> Iterator[None]:
+    """An OSError in here as SettingError."""
+    try:
+        yield
+    except OSError as error:
+        raise SettingError(
+            f"{folder} cannot hold the forecast", found=str(error), remedy="--out FOLDER"
+        ) from None
+
+
+@contextlib.contextmanager
+def forecast_job(ctx: click.Context, what: str, args: tuple[str, ...], module: bool,
+            cluster: Cluster, dispatch: Dispatch) -> Iterator[tuple[Job, bool]]:  # fmt: skip
+    """The job that is tried, and whether our own package goes with it.
+
+    Raises:
+        SettingError: It does not train with paceline.train, or not on these hosts.
+    """
+    if what in RECIPES and not module and not Path(what).is_file():
+        options = parse_recipe_options(ctx, what, args)
+        if options.find_lr or options.find_batch:
+            raise SettingError("--find-lr and --find-batch train nothing that could be forecast")
+        communication.refuse_forecast(options.communication)
+        if options.batch_per_process and not ctx.params["weak"]:
+            raise SettingError(
+                f"--batch-per-process {options.batch_per_process} has a larger global batch on more"
+                " hosts, and this forecast would be of the same on all",
+                remedy="--weak, or --global-batch in its place",
+            )
+        if options.drop_slow:
+            say("paceline: --drop-slow is not forecast: every host has its share", err=True)
+        with prepared_job(ctx, what, options) as job:
+            check_host_names(options, job, cluster, dispatch)
+            yield job, True
+        return
+    if not module and not Path(what).exists():
+        matches = difflib.get_close_matches(what, RECIPES, 1)
+        if matches:
+            raise SettingError(
+                f"there is no recipe or script {what}", remedy=f"did you mean {matches[0]}?"
+            )
+    entry = entry_of(what, args, module=module)
+    require_training_library(entry)
+    yield build_job(ctx, entry, name=Path(what).stem, own_store=opens_store(entry),
+                 preload=preload_of(entry)), False  # fmt: skip
+
+
+def show_comparison(ctx: click.Context, run: Path) -> None:
+    """A run beside its forecast: said, and kept in the run directory."""
+    try:
+        comparison = save_comparison(run)
+    except OSError as error:
+        raise SettingError(
+            f"{run}: the comparison cannot be kept there", found=str(error)
+        ) from None
+    if ctx.params["as_json"]:
+        click.echo(json.dumps(comparison, indent=2))
+    else:
+        say(wrapped(describe_comparison(comparison), 80))

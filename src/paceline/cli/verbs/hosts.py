@@ -1,0 +1,164 @@
+"""``paceline hosts``: shows the hosts that a description names, and writes other dialects."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from paceline.cli.applicability import reject_combination
+from paceline.cli.cluster import hosts_origin
+from paceline.cli.options import HOSTS, SSH_CONFIG, with_settings
+from paceline.cli.settings import setting, toml_of, use_lab
+from paceline.cli.variables import F
+from paceline.cli.verb import Verb, say
+from paceline.hosts import apply_overrides, lost_fields, read_hosts, write_hosts
+from paceline.report.findings import aligned
+from paceline.spec.errors import SettingError
+from paceline.spec.helptext import counted
+from paceline.spec.hosts import Cluster, Host
+from paceline.spec.settings import Source
+from paceline.spec.terminal import clean
+
+Rows = Sequence[Sequence[str]]
+_TITLES = {"identity_file": "key", "job_address": "job address", "local": "this machine"}
+_MANDATORY = ("name", "slots")
+
+
+def _settings(command: F) -> F:
+    return with_settings(command, [HOSTS, SSH_CONFIG])
+
+
+@click.command("hosts", cls=Verb)
+@_settings
+@click.argument("source", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--write", "target", metavar="DIALECT", help="Print the hosts in another dialect.")
+@click.option("--dialect", metavar="DIALECT", help="Read SOURCE as this dialect, undetected.")
+@click.option("--colon", metavar="MEANING", help="What `host:n` means: slots, port, rendezvous.")
+@click.pass_context
+def command(
+    ctx: click.Context, /, source: str | None, as_json: bool, target: str | None,
+    dialect: str | None, colon: str | None, **_: object,
+) -> None:  # fmt: skip
+    """Show the hosts that SOURCE names, as paceline understands them.
+
+    SOURCE is a host file of any dialect; a list such as n1,n2:4,me@n3 or node[01-04]; lab for
+    the lab that is up (lab:NAME where there are several); slurm, pbs, mpi, torchrun, kubernetes
+    or auto for what the environment says; DIALECT:FILE, such as accelerate:default_config.yaml
+    or ssh-config:~/.ssh/config; or local for this machine. The file is only read.
+
+    Without SOURCE: PACELINE_OPT_HOSTS, else [run] hosts of ./paceline.toml, else the hosts of
+    the allocation, else the [hosts.NAME] tables of that file, else this machine. The tables
+    also win over whatever else describes a host.
+
+    Dialects: plain, slots (openmpi, deepspeed), colon (mpich, intel), port, tlt, list, slurm,
+    pbs, ssh-config, accelerate, toml; to read only: inventory (ansible, json, yaml),
+    mpi, torchrun, kubernetes.
+    """
+    if target:
+        reject_combination(ctx, "--write", ("as_json",))
+    if source is not None:
+        apply_source(ctx, source)
+    source_text = None if dialect and source is None else ctx.params["hosts"]
+    hosts = read_hosts(
+        source_text, environ=os.environ, cwd=Path.cwd(), colon=colon, dialect=dialect
+    )
+    cluster = apply_overrides(hosts, toml_of(ctx))
+    if source_text is not None and setting(ctx, "hosts").source is not Source.COMMAND_LINE:
+        cluster = replace(cluster, source=hosts_origin(ctx, cluster))
+    if target:
+        _write(cluster, target)
+    elif as_json:
+        click.echo(json.dumps(to_json(cluster), indent=2))
+    else:
+        _show(cluster, ctx.params["ssh_config"])
+
+
+def apply_source(ctx: click.Context, source: str) -> None:
+    """SOURCE is the same as ``-H SOURCE``."""
+    if setting(ctx, "hosts").source is Source.COMMAND_LINE:
+        raise SettingError("SOURCE and -H exclude each other", remedy=f"paceline hosts {source}")
+    ctx.params["hosts"] = source
+    ctx.set_parameter_source("hosts", ParameterSource.COMMANDLINE)
+    use_lab(ctx)
+
+
+def to_json(cluster: Cluster) -> dict[str, Any]:
+    """The object of ``--json``: every field of every host, ``null`` where nothing is said."""
+    return {
+        "source": cluster.source,
+        "hosts": [asdict(host) for host in cluster.hosts],
+        "notes": list(cluster.notes),
+    }
+
+
+def columns(cluster: Cluster) -> list[str]:
+    """The fields worth a column: name and slots, and those in which some host says something."""
+    names = [field.name for field in fields(Host) if field.name != "slots_yield"]
+    return [n for n in names if n in _MANDATORY or any(_cell(host, n) for host in cluster.hosts)]
+
+
+def table(cluster: Cluster) -> tuple[list[str], list[list[str]]]:
+    """Titles and rows as text."""
+    names = columns(cluster)
+    titles = [_TITLES.get(name, name) for name in names]
+    return titles, [[_cell(host, name) or "-" for name in names] for host in cluster.hosts]
+
+
+def _write(cluster: Cluster, target: str) -> None:
+    click.echo(write_hosts(cluster, target), nl=False)
+    for lost in lost_fields(cluster, target):
+        say(f"paceline: {target} cannot say: {lost}", err=True)
+
+
+def _show(cluster: Cluster, ssh_config: Path | None) -> None:
+    titles, rows = table(cluster)
+    if sys.stdout.isatty():
+        _draw(titles, rows)
+    else:
+        say("\n".join(aligned(titles, rows)))
+    say(f"\n{_count(cluster)} from {cluster.source}")
+    if ssh_config is not None:
+        say(f"reached by the ssh config {ssh_config}")
+    for note in cluster.notes:
+        say(f"note: {note}")
+
+
+def _draw(titles: Sequence[str], rows: Rows) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(*titles, box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        drawn.add_row(
+            *(Text(clean(cell)) for cell in row)
+        )  # Text: square brackets in names are no markup
+    Console().print(drawn)
+
+
+def _count(cluster: Cluster) -> str:
+    count = len(cluster.hosts)
+    hosts = counted(count, "host")
+    slots = [host.slots for host in cluster.hosts]
+    numbers = [number for number in slots if number is not None]
+    return f"{hosts}, {counted(sum(numbers), 'slot')}," if len(numbers) == count else hosts
+
+
+def _cell(host: Host, field: str) -> str:
+    value = getattr(host, field)
+    if field == "address" and value == host.name:
+        return ""
+    if value is None or value is False:
+        return ""
+    if isinstance(value, Mapping):  # values may be long, and secret
+        return ", ".join(value)
+    return "yes" if value is True else str(value)

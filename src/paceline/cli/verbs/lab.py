@@ -1,0 +1,231 @@
+"""``paceline lab``: a virtual cluster on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from typing import Any
+
+import click
+
+from paceline.cli.verb import Verb, VerbGroup, say
+from paceline.lab import Lab, LabOptions
+from paceline.lab.faults import FAULTS
+from paceline.lab.lab import names_up, wait
+from paceline.report.findings import aligned
+from paceline.spec.errors import LabError
+from paceline.spec.helptext import Row, Section
+
+_NAME = click.option(
+    "--name", default="default", envvar="PACELINE_LAB", show_default=True, help="Which lab."
+)
+_PASS_THROUGH = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+@click.group("lab", cls=VerbGroup)
+def command() -> None:
+    """A virtual cluster on this machine, to rehearse jobs and their failures.
+
+    Every host has its own network, host name, processes, /etc/hosts, /tmp, /dev/shm and HOME,
+    and a real sshd; the rest of the disk is this machine's. Nothing outside the lab can be
+    reached from it, and nothing of it is left when it is down.
+    """
+
+
+@command.command("up", cls=Verb)
+@_NAME
+@click.option("--hosts", default=2, show_default=True, help="Number of hosts: n1, n2, …")
+@click.option("--foreground", is_flag=True, help="Stay; Ctrl-C takes the lab down.")
+@click.option("--rate", default="", metavar="RATE", help="Speed of every link, e.g. 100mbit.")
+@click.option("--latency", default="", metavar="TIME", help="One-way delay, e.g. 10ms.")
+@click.option("--subnet", default=LabOptions.subnet, show_default=True, help="The hosts' network.")
+@click.option("--ipv6-only", is_flag=True, help="The hosts have no IPv4 addresses.")
+@click.option("--debian-hosts", is_flag=True, help="/etc/hosts maps the own name to 127.0.1.1.")
+@click.option("--dead-interface", is_flag=True, help="A second interface that reaches nobody.")
+@click.option("--dead-name", is_flag=True, help="The own name means that dead interface.")
+@click.option("--bridge-address", is_flag=True, help="A docker0, 172.17.0.1 on every host.")
+@click.option("--interface-names", metavar="NAMES", help="Cycled, e.g. eth0,ens3,enp1s0.")
+@click.option("--python", "pythons", multiple=True, metavar="HOST=VENV", help="Another Python.")
+@click.option("--no-sshd", multiple=True, metavar="HOST", help="A host without sshd.")
+@click.option("--private", multiple=True, metavar="PATH[:SIZE]", help="Each host has its own.")
+@click.option("--hide", multiple=True, metavar="PATH", help="Empty on every host.")
+@click.option("--shared-home", is_flag=True, help="All hosts have one HOME.")
+@click.option("--share", multiple=True, metavar="PATH", help="This machine's, below /tmp or /run.")
+def up(
+    foreground: bool, interface_names: str | None, pythons: tuple[str, ...], **options: Any
+) -> None:
+    """Bring a lab up."""
+    if interface_names is not None:
+        options["interface_names"] = tuple(interface_names.split(","))
+    lab = Lab(LabOptions(python=dict(map(_host_and_venv, pythons)), **options))
+    if foreground:
+        _run_foreground(lab)
+    else:
+        _up_and_introduce(lab, detached=True)
+
+
+def _host_and_venv(text: str) -> tuple[str, str]:
+    host, equals, path = text.partition("=")
+    if not (host and equals and path):
+        raise LabError(f"--python {text!r} is not HOST=VENV", remedy="--python n2=/path/to/venv")
+    return host, path
+
+
+def _up_and_introduce(lab: Lab, detached: bool) -> None:
+    start = time.monotonic()
+    lab.up(detached=detached)
+    _introduce(lab, time.monotonic() - start)
+
+
+def _introduce(lab: Lab, seconds: float) -> None:
+    addresses = [f"{name} {lab.address(name)}" for name in lab.names]
+    hosts = ", ".join(addresses if len(addresses) <= 8 else [*addresses[:3], "…", addresses[-1]])
+    count = f"{len(addresses)} host{'s' * (len(addresses) != 1)}"
+    say(f"lab {lab.name!r}: {count} up in {seconds:.1f} s: {hosts}")
+    say(f"  host file   {lab.hostfile}")
+    say(f"  ssh config  {lab.ssh_config}")
+    if lab.settings:
+        say(f"  settings    {lab.settings}")
+    option = "" if lab.name == "default" else f" --name {lab.name}"
+    say("try:")
+    say(f"  paceline lab shell{option} {lab.names[0]}")
+    say(f"  ssh -F {lab.ssh_config} {lab.names[0]}")
+    say(f"  paceline run -H lab{'' if lab.name == 'default' else f':{lab.name}'} SCRIPT")
+    say(f"  paceline lab down{option}")
+
+
+def _run_foreground(lab: Lab) -> None:
+    """Up until Ctrl-C, SIGTERM, a closed terminal or the end of the lab itself."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)
+    try:
+        _up_and_introduce(lab, detached=False)
+        wait(lab)
+    except KeyboardInterrupt:
+        say("taking the lab down")
+    finally:
+        lab.down()
+
+
+@command.command("down", cls=Verb)
+@_NAME
+@click.option("--all", "everything", is_flag=True, help="Every lab of yours.")
+def down(name: str, everything: bool) -> None:
+    """Take a lab down. Can be repeated."""
+    names = names_up() if everything else [lab_name for lab_name in names_up() if lab_name == name]
+    for lab_name in names:
+        Lab.attach(lab_name).down()
+        say(f"lab {lab_name!r} is down")
+    if not names:
+        say("no lab is up" if everything else f"no lab called {name!r} is up")
+
+
+@command.command("status", cls=Verb)
+@click.option("--name", envvar="PACELINE_LAB", help="One lab only.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, by lab.")
+def status(name: str | None, as_json: bool) -> None:
+    """Show hosts, processes and faults of the labs that are up."""
+    statuses = {name: _read_status(name)} if name else _read_statuses()
+    if as_json:
+        click.echo(json.dumps(statuses, indent=2))
+        return
+    for lab_name, lab in statuses.items():
+        say(f"lab {lab_name!r}  (ssh config {lab['ssh_config']})")
+        say("\n".join(_lines(lab)))
+    if not statuses:
+        say("no lab is up")
+
+
+def _read_status(name: str) -> dict[str, Any]:
+    lab = Lab.attach(name)
+    files = {"ssh_config": str(lab.ssh_config), "hostfile": str(lab.hostfile)}
+    return {**lab.status(), **files}
+
+
+def _read_statuses() -> dict[str, dict[str, Any]]:
+    statuses = {}
+    for name in names_up():
+        with contextlib.suppress(LabError):  # it went down just now
+            statuses[name] = _read_status(name)
+    return statuses
+
+
+def _lines(lab: dict[str, Any]) -> list[str]:
+    titles, rows = ("HOST", "ADDRESS", "INTERFACE", "PID", "SSHD", "FAULTS"), []
+    for host in lab["hosts"]:
+        faults = [fault for fault in lab["faults"] if fault["host"] == host["name"]]
+        active = "; ".join(" ".join([fault["kind"], *fault["arguments"]]) for fault in faults)
+        state = ("yes" if host["sshd"] else "no") if host["up"] else "off"
+        pid = str(host["pid"] or "-")
+        rows.append((host["name"], host["address"], host["interface"], pid, state, active or "-"))
+    return [f"  {line}" for line in aligned(titles, rows)]
+
+
+@command.command("shell", cls=Verb, context_settings=_PASS_THROUGH)
+@_NAME
+@click.argument("host")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND…]")
+def shell(name: str, host: str, words: tuple[str, ...]) -> None:
+    """Open a shell on HOST, or run COMMAND there as `exec` does."""
+    exec_on_host(Lab.attach(name), host, words)
+
+
+@command.command("exec", cls=Verb, context_settings=_PASS_THROUGH)
+@_NAME
+@click.argument("host")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[--] COMMAND…", required=True)
+def execute(name: str, host: str, words: tuple[str, ...]) -> None:
+    """Run COMMAND on HOST, without ssh, and end with its exit status."""
+    exec_on_host(Lab.attach(name), host, words)
+
+
+def exec_on_host(lab: Lab, host: str, arguments: tuple[str, ...]) -> None:
+    """Becomes the command on the host, or its shell."""
+    command = [
+        argument for at, argument in enumerate(arguments) if not (at == 0 and argument == "--")
+    ]
+    terminal = {key: os.environ[key] for key in ("TERM", "LANG", "COLORTERM") if key in os.environ}
+    environment = {**lab.environment(host), **terminal}
+    argv = lab.command(host, command or [environment["SHELL"]])
+    os.execvpe(argv[0], argv, environment)  # noqa: S606 - becomes the command, with its status
+
+
+class Fault(Verb):
+    """Names the faults in its help."""
+
+    def sections(self, ctx: click.Context) -> list[Section]:
+        rows = [
+            Row(f"{fault.name} HOST {fault.usage}".strip(), fault.summary)
+            for fault in FAULTS.values()
+        ]
+        return [("Faults", rows)]
+
+
+@command.command("fault", cls=Fault, context_settings={"ignore_unknown_options": True})
+@_NAME
+@click.option("--undo", is_flag=True, help="End the fault instead.")
+@click.argument("kind")
+@click.argument("host")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def fault(name: str, undo: bool, kind: str, host: str, arguments: tuple[str, ...]) -> None:
+    """Inject a fault into HOST; with --undo, end it."""
+    lab = Lab.attach(name)
+    (lab.undo if undo else lab.fault)(kind, host, *arguments)
+    text = " ".join([kind, host, *arguments])
+    say(f"fault ended: {text}" if undo else f"fault active: {text}")
+
+
+@command.command("heal", cls=Verb)
+@_NAME
+@click.argument("host", required=False)
+def heal(name: str, host: str | None) -> None:
+    """End every fault of HOST, or of all; hosts that are off start again."""
+    Lab.attach(name).heal(host)
+    say(f"healed: {host or 'all hosts'}")

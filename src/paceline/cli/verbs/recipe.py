@@ -1,0 +1,79 @@
+"""``paceline recipe``: shows or copies the scripts of built-in recipes."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import click
+
+from paceline.cli.verb import Verb, VerbGroup, say
+from paceline.recipes import RECIPES, recipe
+from paceline.spec.errors import SettingError
+
+FULL = click.option(
+    "--full", is_flag=True, help="The script of `paceline train RECIPE`, with all its options."
+)
+
+
+@click.group("recipe", cls=VerbGroup)
+def command() -> None:
+    """Show or copy the script of a built-in recipe."""
+
+
+@command.command("show", cls=Verb)
+@click.argument("name", metavar="RECIPE")
+@FULL
+def show(name: str, full: bool) -> None:
+    """Print the script of RECIPE that `paceline recipe copy` writes."""
+    click.echo(script(name, full), nl=False)
+
+
+@command.command("copy", cls=Verb)
+@click.argument("name", metavar="RECIPE")
+@click.argument("target", type=click.Path(path_type=Path), required=False)
+@FULL
+@click.option("--force", is_flag=True, help="Overwrite a file that is there.")
+def copy(name: str, target: Path | None, full: bool, force: bool) -> None:
+    """Copy the script of RECIPE to TARGET (default: my_RECIPE.py in this folder), to be changed.
+
+    It is a whole training in one short file: data, network, loop and evaluation, on torch and
+    `paceline.train`. Run it with `paceline run my_RECIPE.py --epochs 3`.
+    """
+    text = script(name, full)
+    path = target or Path(f"my_{name}.py")
+    if path.is_dir():
+        path = path / f"my_{name}.py"
+    if path.exists() and not force:
+        raise SettingError(f"{path} exists already", remedy="name another file, or --force")
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SettingError(f"{path} cannot be written", found=str(error)) from None
+    say(f"{path}\nrun it: paceline run {path} --help")
+
+
+@command.command("options", cls=Verb)
+@click.argument("name", metavar="RECIPE")
+def options(name: str) -> None:
+    """Print the reference of RECIPE's options, as a Markdown table."""
+    from paceline.recipes.reference import markdown
+
+    click.echo(markdown(recipe(name).options), nl=False)
+
+
+def script(name: str, full: bool = False) -> str:
+    """The source of the recipe, or of its minimal form; neither is imported.
+
+    Raises:
+        SettingError: Unknown recipe; the nearest one is suggested.
+    """
+    module = recipe(name).module
+    spec = importlib.util.find_spec(
+        module if full else module.replace("recipes", "recipes.minimal")
+    )
+    if spec is None or spec.origin is None:
+        raise SettingError(
+            f"the script of {name} is not there", found=f"known: {', '.join(RECIPES)}"
+        )
+    return Path(spec.origin).read_text(encoding="utf-8")

@@ -1,0 +1,120 @@
+"""``paceline report``: one page of what happened in a run, or of how several differ."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from paceline.cli.options import RUN_DIR_OF, with_settings
+from paceline.cli.runs.run_lookup import current_run, find_run_folder
+from paceline.cli.variables import F
+from paceline.cli.verb import Verb
+from paceline.spec import rundir as names
+from paceline.spec.errors import PacelineError, SettingError
+
+if TYPE_CHECKING:
+    from paceline.report.comparison_page import Goal
+    from paceline.report.run_page import Run
+
+
+COMPARISON = "comparison.html"
+MAX_RUNS = 20  # runs on one page
+
+
+class GoalType(click.ParamType):  # type: ignore[type-arg]
+    """``METRIC=VALUE``, or ``SPLIT.METRIC=VALUE``."""
+
+    name = "figure"
+
+    def convert(self, value: object, param: click.Parameter | None,
+                ctx: click.Context | None) -> Goal:  # fmt: skip
+        from paceline.report.comparison_page import Goal
+
+        if isinstance(value, Goal):
+            return value
+        name, equals, figure = str(value).partition("=")
+        split, dot, metric = name.rpartition(".")
+        try:
+            number = float(figure)
+        except ValueError:
+            number = math.nan
+        if not equals or not metric or (dot and not split) or not math.isfinite(number):
+            self.fail(
+                f"{value!r} is no figure: type accuracy=0.9, or test.accuracy=0.9", param, ctx
+            )
+        return Goal(metric, number, split)
+
+
+def report_options(command: F) -> F:
+    """Adds what says which runs are meant."""
+    return with_settings(command, [RUN_DIR_OF])
+
+
+@click.command("report", cls=Verb)
+@report_options
+@click.argument("runs", nargs=-1, metavar="[RUN]...")
+@click.option("--to", "goals", type=GoalType(), multiple=True, metavar="METRIC=VALUE",
+              help="With several runs: say when each first reached this figure. Default: the best"
+              " that all have reached.")  # fmt: skip
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="Where to. Default: report.html in the run's folder; for several runs"
+              f" {COMPARISON} beside the first.")  # fmt: skip
+@click.pass_context
+def command(ctx: click.Context, /, runs: tuple[str, ...], goals: tuple[Goal, ...],
+            out: Path | None, **_: object) -> None:  # fmt: skip
+    """Print how RUN went, and write one HTML page that shows what happened in it.
+
+    With several: what differed between them, and their curves over each other.
+
+    Without RUN: the one below runs/ that is running, else the newest there.
+
+    The page needs no network, and may be passed on: it is one file, without secrets.
+    """
+    from paceline.cli.runs.sync import try_sync
+    from paceline.report import comparison_page, run_page
+    from paceline.report.findings import draw
+    from paceline.report.writer import read_run, write
+    from paceline.rundir.directory import short
+
+    ctx.params["run"] = runs[0] if len(runs) == 1 else None
+    paths = [current_run(ctx)] if len(runs) < 2 else [find_run_folder(name) for name in runs]
+    if len(paths) > MAX_RUNS:
+        raise SettingError(
+            f"{len(paths)} runs do not fit on one page", remedy=f"At most {MAX_RUNS}"
+        )
+    if goals and len(paths) < 2:
+        raise SettingError("--to compares runs", found="one run", remedy="Name several runs")
+    for path in paths:
+        try_sync(path)  # it may go on, or have ended, on another host
+        explain_if_missing(path)
+    loaded: list[Run] = [read_run(path) for path in paths]
+    if len(loaded) == 1:
+        page, target = run_page.build_page(loaded[0]), paths[0] / names.REPORT
+    else:
+        page, target = comparison_page.build_page(loaded, goals), paths[0].parent / COMPARISON
+    write(page, out or target)
+    draw([page.outcome], page.terminal_tables, [short((out or target).absolute())], sys.stdout)
+
+
+def explain_if_missing(path: Path) -> None:
+    """Looks for the cause of a failure that nobody has looked into yet; the report shows it."""
+    from paceline.cli.runs.explanation import save_findings, succeeded
+    from paceline.explain.conclusion import conclude
+    from paceline.explain.evidence_reader import from_run
+    from paceline.explain.rules import load_all
+    from paceline.rundir.records import read_object
+
+    findings = (read_object(path / names.FINDINGS) or {}).get("findings")
+    for finding in findings if isinstance(findings, list) else []:
+        if isinstance(finding, dict) and str(finding.get("check", "")).startswith("explain/"):
+            return
+    try:
+        evidence = from_run(path)
+    except PacelineError:
+        return
+    if evidence.launcher is None and not succeeded(evidence):
+        save_findings(path, conclude(evidence, load_all()))

@@ -1,0 +1,86 @@
+"""``paceline run``: any script, module or program, on every host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence, Set
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from paceline.cli.dispatch import prepare
+from paceline.cli.job_options import build_job
+from paceline.cli.launch import launch_job
+from paceline.cli.options import run_options
+from paceline.cli.verb import Verb
+from paceline.launch.entry import entry_of, local_rank_flag, opens_store, preload_of
+from paceline.spec.errors import SettingError
+from paceline.spec.job import Data
+
+
+@click.command("run", cls=Verb, context_settings={"allow_interspersed_args": False})
+@run_options
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: bool,
+            no_python: bool, no_torch: bool, any_world: bool, data: Path | None,
+            pass_local_rank: bool, **_: object) -> None:  # fmt: skip
+    """Run SCRIPT with ARGS on every host, as torchrun would, with one command typed here.
+
+    Options for paceline stand before SCRIPT; all that follows it goes to the script untouched.
+    """
+    cluster, dispatch = prepare(ctx)
+    entry = entry_of(script, args, module=module, no_python=no_python)
+    if pass_local_rank:
+        entry = replace(entry, local_rank_flag=local_rank_flag(script))
+    torch = not (no_torch or no_python)
+    torch_options = {"--any-world": any_world, "--backend": ctx.params["backend"]}
+    for flag in (flag for flag, value in torch_options.items() if value and not torch):
+        raise SettingError(
+            f"{flag} needs a Python script that uses torch",
+            found="with --no-torch or --no-python nothing looks at torch",
+            remedy="Leave it out",
+        )
+    job = build_job(
+        ctx,
+        entry,
+        name=Path(script).stem or "run",
+        preload=preload_of(entry) if torch else (),
+        own_store=opens_store(entry),
+        needs_torch=torch,
+        any_world=any_world,
+        data=data_of(data, entry.args, is_local=dispatch.kind != "join") if data else None,
+    )
+    ctx.exit(launch_job(ctx, job, cluster, dispatch))
+
+
+def data_of(folder: Path, args: Sequence[str], is_local: bool) -> Data:
+    """The folder, and the arguments that mean it or what it holds: paths, but no single word.
+
+    Args:
+        folder: As typed.
+        args: Those of the script.
+        is_local: It is sent from here: SettingError where there is none.
+    """
+    if is_local and not folder.is_dir():
+        raise SettingError(
+            f"--data {folder} is not a folder",
+            found=f"{folder.absolute()} is a file" if folder.exists() else "nothing of that name",
+            remedy="Name a folder of this machine; hosts that lack it get it",
+        )
+    absolute = os.path.abspath(folder)  # noqa: PTH100 - a link stays one
+    spellings = {absolute, absolute + "/"}
+    spellings |= (
+        {f"{folder}", f"{folder}/"} if "/" in f"{folder}" else {f"./{folder}", f"{folder}/"}
+    )
+    values = {arg.partition("=")[2] if arg.startswith("-") else arg for arg in args}
+    spellings |= {value for value in values if _is_in_folder(value, spellings)}
+    return Data(absolute, tuple(sorted(spellings)))
+
+
+def _is_in_folder(value: str, roots: Set[str]) -> bool:
+    """Whether this is a path of something that the folder holds: of a result to be, it is not."""
+    starts = tuple(f"{root.rstrip('/')}/" for root in roots)
+    return value.startswith(starts) and ".." not in Path(value).parts and Path(value).exists()

@@ -1,0 +1,92 @@
+"""``paceline setup env``: a Python environment on every host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paceline.cli.verb import Verb, say
+from paceline.cli.verbs.setup.targets import cluster_hosts, host_options
+from paceline.remote.openssh import SshOptions
+from paceline.spec.errors import NodeError, PacelineError
+from paceline.spec.hosts import Host
+
+
+@click.command("env", cls=Verb)
+@host_options
+@click.option("--requirements", required=True, metavar="FILE",
+              type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="Requirements or lock file.")  # fmt: skip
+@click.option("--folder", default="~/.local/share/paceline/env", show_default=True,
+              help="Where the environment goes, on every host.")  # fmt: skip
+@click.option("--python", default="python3", show_default=True, help="Makes it, on every host.")
+@click.option("--offline", is_flag=True, help="Ship the wheels from here.")
+@click.option(
+    "--activate",
+    default="",
+    metavar="LINE",
+    help="Shell line before the interpreter starts, such as `module load cuda`.",
+)
+@click.pass_context
+def command(ctx: click.Context, /, requirements: Path, folder: str, python: str, offline: bool,
+        activate: str, **_: object) -> None:  # fmt: skip
+    """A Python environment on every host, from one requirements file."""
+    import asyncio
+
+    from paceline.setup import environments
+
+    hosts, ssh = cluster_hosts(ctx)
+    spec = environments.EnvironmentSpec(requirements, folder, python, activate, offline)
+    wheels = environments.download_wheels(requirements) if offline else None
+    try:
+        asyncio.run(_environments(hosts, ssh, spec, wheels))
+    finally:
+        if wheels is not None:
+            import shutil
+
+            shutil.rmtree(wheels)
+    interpreter = f"{folder}/bin/python{'-activated' if activate else ''}"
+    say(f"use it: paceline run --python {interpreter} … (with ~ written out)")
+
+
+async def _environments(hosts: Sequence[Host], ssh: SshOptions, spec: Any,
+                        wheels: Path | None) -> None:  # fmt: skip
+    import asyncio
+
+    from paceline.remote.fanout import connect_all
+    from paceline.setup import environments
+
+    channels = await connect_all(hosts, [spec.python] * len(hosts), ssh)
+    try:
+        makers = await environments.one_node_per_disk(channels, spec)
+        for channel, maker in zip(channels, makers, strict=True):
+            if channel is not maker:
+                say(f"{channel.host.name}: {spec.folder} is on the same disk as that of"
+                    f" {maker.host.name}")  # fmt: skip
+        work = [_environment(maker, spec, wheels) for maker in dict.fromkeys(makers)]
+        failed = [error for error in await asyncio.gather(*work) if error is not None]
+    finally:
+        await asyncio.gather(*(channel.close(5.0) for channel in channels))
+    if failed:
+        raise environments.combine_failures(failed)
+
+
+async def _environment(channel: Any, spec: Any, wheels: Path | None) -> PacelineError | None:
+    """Makes it on one node; its failure does not end the work on the others."""
+    import asyncio
+
+    from paceline.setup import environments
+
+    try:
+        say(await environments.make_environment(channel, spec, wheels))
+    except PacelineError as error:
+        return error
+    except (ConnectionError, asyncio.TimeoutError) as error:
+        problem = (
+            "the connection ended" if isinstance(error, ConnectionError) else "no answer in time"
+        )
+        return NodeError(f"{channel.host.name}: {problem}", remedy="Type the same command again")
+    return None

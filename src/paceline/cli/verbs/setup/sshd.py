@@ -1,0 +1,54 @@
+"""``paceline setup sshd``: an sshd of the user's own, without root."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from paceline.cli.verb import Verb, say
+from paceline.cli.verbs.setup.targets import cluster_hosts, host_options, inherit_options
+from paceline.remote.openssh import SshOptions
+from paceline.spec.hosts import Host
+
+
+@click.command("sshd", cls=Verb)
+@host_options
+@click.argument("action", type=click.Choice(["start", "stop", "status"]))
+@click.option("--port", type=int, default=12345, help="Where it listens.")
+@click.option("--address", default="0.0.0.0", help="On which address.")  # noqa: S104 - keys only
+@click.option("--folder", type=click.Path(path_type=Path), help="Where its files are.",
+              show_default="~/.local/state/paceline/sshd/HOST")  # fmt: skip
+@click.pass_context
+def command(ctx: click.Context, /, action: str, port: int, address: str, folder: Path | None,
+         **_: object) -> None:  # fmt: skip
+    """An sshd of your own, without root: on this machine, or on the hosts of `setup -H`."""
+    import asyncio
+
+    from paceline.setup import worker_sshd
+
+    argv = [action, "--port", str(port), "--address", address]
+    argv += ["--folder", str(folder)] if folder else []
+    inherit_options(ctx)
+    if ctx.params["hosts"] is None:
+        ctx.exit(worker_sshd.main(argv))
+    hosts, ssh = cluster_hosts(ctx)
+    ctx.exit(asyncio.run(_sshd_everywhere(hosts, ssh, argv, Path(worker_sshd.__file__))))
+
+
+async def _sshd_everywhere(hosts: Sequence[Host], ssh: SshOptions, argv: list[str],
+                           source: Path) -> int:  # fmt: skip
+    import asyncio
+
+    from paceline.setup.login import run_on_host
+
+    text = source.read_text(encoding="utf-8")
+    answers = await asyncio.gather(
+        *(run_on_host(h, ssh, ["python3", "-", *argv], text) for h in hosts)
+    )
+    for host, answer in zip(hosts, answers, strict=True):
+        output = answer.refusal.found if answer.refusal else answer.output or answer.messages
+        for line in output.strip().splitlines():
+            say(f"{host.name}: {line}")
+    return max(answer.status for answer in answers)

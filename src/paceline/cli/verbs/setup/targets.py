@@ -1,0 +1,40 @@
+"""The hosts that a part of ``paceline setup`` works on."""
+
+from __future__ import annotations
+
+import click
+
+from paceline.cli.cluster import read_chosen_cluster
+from paceline.cli.options import SETUP_HOSTS, SSH_CONFIG, with_settings
+from paceline.cli.settings import setting
+from paceline.cli.variables import F
+from paceline.remote.openssh import SshOptions
+from paceline.spec.errors import SettingError
+from paceline.spec.hosts import Host
+
+
+def host_options(command: F) -> F:
+    """Adds the options that say which hosts."""
+    return with_settings(command, [SETUP_HOSTS, SSH_CONFIG])
+
+
+def cluster_hosts(ctx: click.Context) -> tuple[tuple[Host, ...], SshOptions]:
+    """The hosts and how to reach them. SettingError when none but this machine is meant."""
+    inherit_options(ctx)
+    cluster = read_chosen_cluster(ctx)
+    if all(host.local for host in cluster.hosts):
+        raise SettingError("setup needs hosts other than this machine", remedy="-H n1,n2 or a file")
+    return cluster.hosts, SshOptions(ctx.params["ssh_config"])
+
+
+def inherit_options(ctx: click.Context) -> None:
+    """Options typed before the name of the part count as if they stood behind it."""
+    parent = ctx.parent
+    for name in ("hosts", "ssh_config"):
+        if parent is None or parent.params.get(name) is None:
+            continue
+        if setting(parent, name).source > setting(ctx, name).source:
+            ctx.params[name] = parent.params[name]
+            source = parent.get_parameter_source(name)
+            assert source is not None
+            ctx.set_parameter_source(name, source)

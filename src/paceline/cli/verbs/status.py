@@ -1,0 +1,45 @@
+"""``paceline status``: the state of a run."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import click
+
+from paceline.cli.options import run_lookup_options
+from paceline.cli.runs.describe import describe_run
+from paceline.cli.runs.state import read_state
+from paceline.cli.verb import Verb, say
+from paceline.spec.errors import PacelineError
+from paceline.spec.terminal import for_reader
+
+
+@click.command("status", cls=Verb)
+@run_lookup_options
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+@click.pass_context
+def command(ctx: click.Context, /, as_json: bool, **_: object) -> None:
+    """Say whether RUN is running, and how it ended.
+
+    Without RUN: the one below runs/ that is running, else the newest there.
+
+    With -H also a run that was started from another machine.
+
+    A batch is described in its scheduler's own words.
+    """
+    from paceline.cli.runs.run_lookup import resolve_run
+    from paceline.cli.runs.sync import sync_run
+
+    path, problem = resolve_run(ctx, allow_ended=True), None
+    try:
+        sync_run(path)
+    except PacelineError as error:  # what came before is shown first
+        problem = error
+    state = read_state(path)
+    if as_json:
+        click.echo(json.dumps(state.to_json(), indent=2))
+    else:
+        say(for_reader(describe_run(state), sys.stdout))
+    if problem is not None:
+        raise problem

@@ -1,0 +1,58 @@
+"""``paceline stop``: ends a run from any terminal."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from paceline.cli.options import run_lookup_options
+from paceline.cli.runs.run_lookup import running_runs, specified_run
+from paceline.cli.runs.state import end_run, read_state
+from paceline.cli.settings import setting
+from paceline.cli.verb import Verb, say
+from paceline.spec.errors import NodeError
+from paceline.spec.settings import Source
+from paceline.spec.terminal import clean
+
+POLL_INTERVAL_S = 0.2  # while a run is being stopped
+STOP_TIMEOUT_S = 30.0
+
+
+@click.command("stop", cls=Verb)
+@run_lookup_options
+@click.option("--now", is_flag=True, help="Do not give the ranks time to save anything.")
+@click.pass_context
+def command(ctx: click.Context, /, now: bool, **_: object) -> None:
+    """End RUN on all its nodes; return when it is over.
+
+    Without RUN: the one below runs/ that is running.
+
+    With -H also a run that was started from another machine.
+    """
+    from paceline.cli.runs.run_lookup import resolve_run
+    from paceline.cli.runs.sync import stop_remote
+
+    is_named = setting(ctx, "hosts").source is Source.COMMAND_LINE
+    if specified_run(ctx) is None and not is_named and not running_runs():
+        say("paceline: no run below runs/ is running", err=True)
+        return
+    path = resolve_run(ctx)
+    state = read_state(path)
+    if state.over or state.word == "not started":
+        say(clean(f"{path}: {state.word} already"), err=True)
+        return
+    if state.supervisor is not None:
+        ran = stop_remote(path, now, STOP_TIMEOUT_S)
+        say(clean(f"{path}: {'stopped' if ran else f'{read_state(path).word} already'}"), err=True)
+        return
+    end_run(state, now)
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while not read_state(path).over:
+        if time.monotonic() > deadline:
+            raise NodeError(f"{path} has not ended within {STOP_TIMEOUT_S:.0f} s", remedy="--now")
+        time.sleep(POLL_INTERVAL_S)
+    final_state = read_state(path)  # it may have finished by itself just before
+    say(
+        clean(f"{path}: {'stopped' if final_state.job is not None else final_state.word}"), err=True
+    )

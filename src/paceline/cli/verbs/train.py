@@ -1,0 +1,68 @@
+"""``paceline train``: a built-in recipe, here or on every host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from paceline.cli.dispatch import prepare
+from paceline.cli.launch import launch_job
+from paceline.cli.options import launch_options
+from paceline.cli.recipe_job import (
+    check_host_names,
+    parse_recipe_options,
+    prepared_job,
+    require_recipe_first,
+)
+from paceline.cli.verb import HELP_ALL, Verb, say
+from paceline.recipes import RECIPES, parse_options
+from paceline.spec.helptext import Row, Section
+
+
+class Train(Verb):
+    """Names the recipes in its help."""
+
+    def sections(self, ctx: click.Context) -> list[Section]:
+        return [("Recipes", [Row(recipe.name, recipe.summary) for recipe in RECIPES.values()])]
+
+
+@click.command(
+    "train", cls=Train, context_settings={"ignore_unknown_options": True}, add_help_option=False
+)
+@launch_options
+@click.option("-h", "--help", "wants_help", is_flag=True, help="Show this, or a recipe's options.")
+@click.option("--help-all", is_flag=True, help="Show every option and exit.")
+@click.argument("chosen", metavar="RECIPE", required=False)
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def command(ctx: click.Context, /, chosen: str | None, options: tuple[str, ...],
+            wants_help: bool, help_all: bool, **_: object) -> None:  # fmt: skip
+    """Train RECIPE; its own OPTIONS may stand among those below.
+
+    `paceline train RECIPE --help` lists the recipe's options.
+    """
+    ctx.meta[HELP_ALL] = help_all
+    if chosen is None:
+        click.echo(ctx.get_help())
+        ctx.exit(0 if wants_help or help_all else 2)
+    if wants_help or help_all:
+        parse_options(chosen, ["--help-all" if help_all else "--help"])
+    require_recipe_first(chosen, options, "train")
+    ctx.exit(train(ctx, chosen, options))
+
+
+def train(ctx: click.Context, name: str, argv: tuple[str, ...]) -> int:
+    """Checks the recipe's options here, then runs it on every host."""
+    options = parse_recipe_options(ctx, name, argv)
+    cluster, dispatch = prepare(ctx)
+    with prepared_job(ctx, name, options) as job:
+        check_host_names(options, job, cluster, dispatch)
+        return launch_job(ctx, job, cluster, dispatch, package=True, on_success=_print_results)
+
+
+def _print_results(path: Path) -> None:
+    """Says where things are, once a training has ended well."""
+    for label, name in (("model", "model"), ("metrics", "metrics.jsonl"), ("logs", "logs")):
+        if (path / name).exists():
+            say(f"{label:<8} {path / name}", err=True)

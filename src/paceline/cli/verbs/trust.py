@@ -1,0 +1,48 @@
+"""``paceline trust``: lets the settings file of this folder name programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from paceline.cli.trust import as_json, foreign_reason, guarded_settings, remember
+from paceline.cli.verb import Verb, say
+from paceline.spec.errors import SettingError
+from paceline.spec.settings import TOML_NAME
+
+
+@click.command("trust", cls=Verb)
+@click.option("--revoke", is_flag=True, help="Take the trust back.")
+def command(revoke: bool) -> None:
+    """Let paceline.toml of this folder set what starts programs.
+
+    Settings such as ssh-config, python, mpiexec and env count only after this. It holds for the
+    values as they are now; a file that somebody else can change is refused.
+    """
+    from paceline.cli.settings_file import read_settings_file
+    from paceline.hosts.dialect import printable
+
+    path = Path.cwd() / TOML_NAME
+    if not path.exists():
+        raise SettingError(f"there is no {TOML_NAME} in this folder", found=str(Path.cwd()))
+    if revoke:
+        remember(path, {}, trusted=False)
+        say(f"{path}: no longer trusted")
+        return
+    toml = read_settings_file(Path.cwd())
+    if reason := foreign_reason(path):
+        raise SettingError(
+            f"{path} cannot be trusted: it {reason}",
+            remedy=f"chmod go-w {TOML_NAME}"
+            if "written" in reason
+            else "Copy it to a folder of yours",
+        )
+    needed = guarded_settings(toml)
+    for name, value in needed.items():
+        say(printable(f"{name} = {as_json(value)}"))
+    if not needed:
+        say(f"nothing in {path} needs trust")
+        return
+    remember(path, toml)
+    say(f"trusted: {path}, until these settings change")

@@ -1,0 +1,57 @@
+"""The verbs that use the model of a run in one process: predict, translate, export and others.
+
+Each becomes a script of ``recipes.use`` in a process of its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from paceline.cli.model_scripts import SCRIPTS, exec_script, model_folder
+from paceline.cli.verb import Verb
+
+
+def _verb(name: str, options: str, words: str, text: str) -> Verb:
+    """A verb that is a script of the same name.
+
+    Args:
+        name: Of both.
+        options: Class of the options that it takes besides.
+        words: What follows RUN, in the words of the help; optional where it has brackets.
+        text: The help.
+    """
+
+    def use(run: Path, words: tuple[str, ...]) -> None:
+        exec_script(name, ["--run", str(model_folder(run)), *words])
+
+    needed = not words.startswith("[")
+    arguments = [
+        click.Argument(["run"], type=click.Path(path_type=Path)),
+        click.Argument(["words"], nargs=-1, metavar=words, required=needed, type=click.UNPROCESSED),
+    ]
+    return Verb(name, callback=use, params=[*arguments], help=text,
+                options_of=f"{SCRIPTS}:{options}")  # fmt: skip
+
+
+predict = _verb("predict", "PredictOptions", "INPUT...", """\
+Tell the class of each INPUT with the model of RUN, and the probabilities.
+
+INPUT is an image file or a folder of images; for a text model a text, or a csv, tsv or txt
+file of texts.""")  # fmt: skip
+translate = _verb("translate", "TranslateOptions", "[SENTENCE...]", """\
+Translate each SENTENCE with the model of RUN, or each line of standard input.
+
+One translation a line, and nothing else, is written to standard output.""")  # fmt: skip
+export = _verb("export", "ExportOptions", "[OPTIONS]", """\
+Write the model of RUN for other programs.
+
+What is written runs no code when it is loaded.""")  # fmt: skip
+benchmark = _verb("benchmark", "BenchmarkOptions", "[OPTIONS]", """\
+Measure latency and throughput of the model of RUN.""")  # fmt: skip
+quantize = _verb("quantize", "QuantizeOptions", "[OPTIONS]", """\
+Write the model of RUN with weights of 8 bits, for CPUs.
+
+It is evaluated on the held-out data first, and refused when it loses more accuracy than
+--max-drop.""")  # fmt: skip

@@ -1,0 +1,185 @@
+"""``paceline warm``: hosts that are ready for the next command before it is typed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from paceline.cli.cluster import read_chosen_cluster
+from paceline.cli.dispatch import ssh_options
+from paceline.cli.job_options import activation_scripts, parse_env
+from paceline.cli.options import (
+    ACCEPT_NEW_HOST_KEYS,
+    ACTIVATE,
+    ENV,
+    HOSTS,
+    NO_TORCH,
+    NPROC_PER_NODE,
+    PYTHON,
+    SSH_CONFIG,
+    UNSET,
+    Duration,
+    with_settings,
+)
+from paceline.cli.settings import setting
+from paceline.cli.variables import F
+from paceline.cli.verb import Verb, VerbGroup, say
+from paceline.launch.entry import entry_of, preload_of
+from paceline.remote import this_machine
+from paceline.schedulers import DEFAULT, load
+from paceline.schedulers.scheduler import Options
+from paceline.spec.errors import NodeError
+from paceline.spec.helptext import counted
+from paceline.spec.job import Entry, Environment, Job
+from paceline.spec.terminal import for_reader
+
+if TYPE_CHECKING:
+    from paceline.launch.warm import Seen
+
+
+_UP = [HOSTS, SSH_CONFIG, ACCEPT_NEW_HOST_KEYS, NPROC_PER_NODE, ENV, ACTIVATE, UNSET, PYTHON,
+       NO_TORCH]  # fmt: skip
+
+
+def _settings(command: F) -> F:
+    return with_settings(command, _UP)
+
+
+_ONLY = click.option("-H", "--hosts", metavar="SOURCE", help="Only these.", show_default="all")
+
+
+@click.group("warm", cls=VerbGroup)
+def command() -> None:
+    """Keep hosts ready for your next command, so that it starts at once.
+
+    An agent waits on each host, with Python and torch imported, and SSH keeps a connection. Nobody
+    else can use them. They end by themselves: so long after the last command that used them as
+    was said with --for, or with --keep-warm of a run.
+    """
+
+
+@command.command("up", cls=Verb)
+@_settings
+@click.option("--for", "seconds", type=Duration(1.0), default=600.0, metavar="DURATION",
+              help="How long after the last use: 90, 10m, 1h.", show_default="10m")  # fmt: skip
+@click.argument("script", required=False)
+@click.pass_context
+def up(ctx: click.Context, /, script: str | None, no_torch: bool, seconds: float,
+       **_: object) -> None:  # fmt: skip
+    """Have an agent wait on every host, ready for `paceline run` with the same options.
+
+    With SCRIPT, what that is seen to need is imported, too. A command that differs in interpreter,
+    environment or imports is started, too, but imports once more.
+    """
+    import asyncio
+
+    from paceline.launch.launcher import request_of
+    from paceline.launch.warm import make_ready
+
+    cluster = read_chosen_cluster(ctx)
+    entry = entry_of(script, ()) if script else Entry("script", "", ())
+    public, forwarded = parse_env(ctx.params["env"])
+    job = Job(
+        name="warm",
+        entry=entry,
+        workdir=str(Path.cwd()),
+        python=ctx.params["python"] or this_machine.default_python(),
+        environment=Environment(public, forwarded, ctx.params["unset"], setting(ctx, "env").source),
+        activate=activation_scripts(ctx),
+        nproc_per_node=setting(ctx, "nproc_per_node"),
+        preload=() if no_torch else preload_of(entry),
+        needs_torch=not no_torch,
+    )
+    ssh = ssh_options(ctx.params)
+    request = request_of(job, cluster, load(DEFAULT).start(Options(ssh=ssh)), keep_warm_s=seconds)
+    missing = asyncio.run(make_ready(request))
+    ready = [host.name for host in cluster.hosts if host.name not in missing]
+    if ready:
+        say(f"paceline: {counted(len(ready), 'host')} ready for {_duration_text(seconds)}"
+            f" after each use: {', '.join(ready)}", err=True)  # fmt: skip
+    if missing:
+        raise NodeError(
+            f"no agent can wait on {', '.join(missing)}",
+            found="another command uses the one that waits there, or nothing can be kept: the cache"
+            " folder here or there is full, or others can write to it",
+            remedy="paceline warm status\n"
+            "here and there: df -h ~/.cache; chmod go-w ~ ~/.cache ~/.cache/paceline",
+        )
+
+
+@command.command("down", cls=Verb)
+@_ONLY
+@click.pass_context
+def down(ctx: click.Context, /, hosts: str | None) -> None:
+    """End the agents that wait for your commands, now."""
+    seen = _read_agents(ctx, hosts, end=True)
+    for agent in seen:
+        outcome = {"waits": "ended", "gone": "had ended already"}.get(
+            agent.state, "in use by a command"
+        )
+        say(for_reader(f"{agent.waiting.host}  {outcome}", sys.stdout))
+    if not seen:
+        say("paceline: no host is kept ready", err=True)
+    ctx.exit(1 if any(agent.state == "in use" for agent in seen) else 0)
+
+
+@command.command("status", cls=Verb)
+@_ONLY
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def status(ctx: click.Context, /, hosts: str | None, as_json: bool) -> None:
+    """Say on which hosts an agent waits for your commands, and for how long."""
+    seen = [agent for agent in _read_agents(ctx, hosts) if agent.state != "gone"]
+    if as_json:
+        click.echo(json.dumps([_agent_to_json(agent) for agent in seen], indent=2))
+        return
+    for agent in seen:
+        say(for_reader("  ".join(_describe_agent(agent)), sys.stdout))
+    if not seen:
+        say("paceline: no host is kept ready", err=True)
+
+
+def _read_agents(ctx: click.Context, hosts: str | None, end: bool = False) -> Sequence[Seen]:
+    import asyncio
+
+    from paceline.launch.warm import look
+
+    names = (
+        frozenset(host.name for host in read_chosen_cluster(ctx).hosts) if hosts else frozenset()
+    )
+    return asyncio.run(look(names, end))
+
+
+def _describe_agent(agent: Seen) -> list[str]:
+    waiting, expiry = (
+        agent.waiting,
+        datetime.fromtimestamp(agent.waiting.until).strftime("%H:%M:%S"),
+    )
+    state = (
+        "in use"
+        if agent.state == "in use"
+        else f"ready until {expiry} ({_duration_text(agent.left_s)})"
+    )
+    return [waiting.host, state, waiting.imported, waiting.python]
+
+
+def _agent_to_json(agent: Seen) -> dict[str, object]:
+    fields = {
+        name: value
+        for name, value in asdict(agent.waiting).items()
+        if name in ("host", "address", "python", "imported", "until", "since", "seconds")
+    }
+    return {**fields, "state": agent.state, "left_s": round(agent.left_s, 1)}
+
+
+def _duration_text(seconds: float) -> str:
+    from paceline.launch.allowance import span
+
+    return span(round(seconds))

@@ -96,7 +96,7 @@ def server() -> Iterator[Server]:
 @pytest.fixture(autouse=True)
 def _nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(download, "PLACES", ())
+    monkeypatch.setattr(download, "SEARCH_FOLDERS", ())
 
 
 def sha(content: bytes) -> str:

@@ -22,9 +22,9 @@ from typing import Any
 from paceline.agent import facts
 from paceline.agent.frames import MAX_JSON, Decoder, encode
 from paceline.agent.lanes import Joiner
-from paceline.launch.launcher import run_job
-from paceline.launch.screen import Screen
-from paceline.launch.summary import RunOutcome
+from paceline.launch.jobs import run_job
+from paceline.launch.results.summary import RunOutcome
+from paceline.launch.terminal.screen import Screen
 from paceline.remote.channel import Channel
 from paceline.remote.transport import Reached, nobody
 from paceline.spec.hosts import Cluster, Host

@@ -37,8 +37,8 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from paceline.agent import vitals
-from paceline.launch.board import Board
-from paceline.launch.picture import Around, frame
+from paceline.launch.terminal.render import Around, frame
+from paceline.launch.terminal.run_state import Board
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.events import PARTS, Event
 

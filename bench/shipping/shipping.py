@@ -128,8 +128,8 @@ def shipped(folder: Path, lab: Lab) -> dict[str, float]:
 async def ship(folder: Path, lab: str) -> dict[str, float]:
     """What a launcher does with a folder that its job needs."""
     from paceline.hosts import read_hosts
-    from paceline.launch.fleet import Node
-    from paceline.launch.supply import send_folder
+    from paceline.launch.nodes.fleet import Node
+    from paceline.launch.nodes.provisioner import send_folder
     from paceline.remote.fanout import connect_all
     from paceline.remote.openssh import SshOptions
     from paceline.transfer.tree import read_parts

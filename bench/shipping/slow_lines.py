@@ -25,9 +25,9 @@ from typing import Any
 
 from paceline.hosts import read_hosts
 from paceline.lab import Lab, LabOptions
-from paceline.launch.fleet import Fleet, Node
-from paceline.launch.prepare import OF_RECIPES, package_tree
-from paceline.launch.supply import send_folder
+from paceline.launch.nodes.fleet import Fleet, Node
+from paceline.launch.nodes.provisioner import send_folder
+from paceline.launch.nodes.survey import OF_RECIPES, package_tree
 from paceline.remote.fanout import connect_all
 from paceline.remote.openssh import SshOptions
 from paceline.transfer.results import Fetcher

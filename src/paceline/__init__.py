@@ -11,11 +11,13 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from paceline.spec.version import __version__
+
 if TYPE_CHECKING:
     from paceline.api import Prepared, execute, launch, prepare
     from paceline.hosts import read_hosts
     from paceline.launch.call import RankError, Results
-    from paceline.launch.summary import RunOutcome
+    from paceline.launch.results.summary import RunOutcome
     from paceline.spec.errors import (
         ConnectError,
         DataError,
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
     from paceline.spec.failure import Failure, Result
     from paceline.spec.hosts import Cluster, Host
     from paceline.spec.plan import Plan
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Cluster",
@@ -66,7 +66,7 @@ _HOMES = {
     "RankError": "paceline.launch.call",
     "Results": "paceline.launch.call",
     "Result": "paceline.spec.failure",
-    "RunOutcome": "paceline.launch.summary",
+    "RunOutcome": "paceline.launch.results.summary",
     "execute": "paceline.api",
     "launch": "paceline.api",
     "prepare": "paceline.api",

@@ -31,10 +31,10 @@ EVERYWHERE = ["a", "a@", "@a", "a.", "a:", ": ", " ", "0", "(", "[", "[0]", "/",
               '"', "=", "a=", "://", "\x1b[", "\x1b]"]  # fmt: skip
 READERS = [
     "paceline.explain.evidence_reader", "paceline.explain.stacks", "paceline.explain.rule",
-    "paceline.launch.outcome", "paceline.launch.screen", "paceline.report.bundle",
+    "paceline.launch.failure_analysis", "paceline.launch.terminal.screen", "paceline.report.bundle",
     "paceline.spec.failure", "paceline.spec.libraries", "paceline.explain.libraries",
     "paceline.spec.terminal", "paceline.remote.openssh",
-    "paceline.launch.fleet", "paceline.schedulers.mpi", "paceline.schedulers.slurm",
+    "paceline.launch.nodes.fleet", "paceline.schedulers.mpi", "paceline.schedulers.slurm",
     "paceline.schedulers.container",
     *(f"paceline.checks.{found.name}" for found in pkgutil.iter_modules(paceline.checks.__path__)),
 ]  # fmt: skip

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from paceline.launch import live
+from paceline.launch.terminal import live
 from terminals import ENTER, LEAVE, Terminal, on_terminal
 
 PROGRAM = """
 import asyncio, os, sys, time
-from paceline.launch.board import Board
-from paceline.launch.screen import Screen
+from paceline.launch.terminal.run_state import Board
+from paceline.launch.terminal.screen import Screen
 from paceline.spec.errors import NodeError
 from paceline.spec.events import Event
 

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 import simulated
-from paceline.launch import prepare
-from paceline.launch.attempt import Attempt
-from paceline.launch.decide import Supplies
-from paceline.launch.launcher import Launcher, plan_job, run_job
-from paceline.launch.screen import Screen
+from paceline.launch.elastic.attempt import Attempt
+from paceline.launch.elastic.driver import ElasticDriver
+from paceline.launch.jobs import plan_job, run_job
+from paceline.launch.nodes import survey
+from paceline.launch.planning.planner import Supplies
+from paceline.launch.terminal.screen import Screen
 from paceline.remote.channel import Channel
 from paceline.remote.transport import Reached, nobody
 from paceline.spec.errors import NodeError, SettingError
@@ -105,22 +106,22 @@ def test_what_was_prepared_is_what_is_executed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Plan] = []
-    real_prepare, real_execute, real_attempt = prepare.prepare, Launcher.execute, Attempt.__init__
+    real_prepare, real_run, real_attempt = survey.prepare, ElasticDriver.run, Attempt.__init__
 
     async def prepared(*args: Any, **more: Any) -> Plan:
         seen.append(await real_prepare(*args, **more))
         return seen[-1]
 
-    async def executed(self: Launcher, plan: Plan, *args: Any) -> Any:
+    async def executed(self: ElasticDriver, plan: Plan, *args: Any) -> Any:
         seen.append(plan)
-        return await real_execute(self, plan, *args)
+        return await real_run(self, plan, *args)
 
     def attempted(self: Attempt, plan: Plan, *args: Any) -> None:
         seen.append(plan)
         real_attempt(self, plan, *args)
 
-    monkeypatch.setattr(prepare, "prepare", prepared)
-    monkeypatch.setattr(Launcher, "execute", executed)
+    monkeypatch.setattr(survey, "prepare", prepared)
+    monkeypatch.setattr(ElasticDriver, "run", executed)
     monkeypatch.setattr(Attempt, "__init__", attempted)
     run(job(tmp_path), Differing(), tmp_path)
     assert len(seen) == 3
@@ -163,16 +164,16 @@ def test_what_is_wrong_is_told_while_the_code_is_still_read(
     start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither waits for the other, nor gives up the other's work as if the user had said so."""
-    real = prepare.read_supplies
+    real = survey.read_supplies
 
-    def slowly(request: prepare.Request) -> Supplies:
+    def slowly(request: survey.Request) -> Supplies:
         time.sleep(0.5)
         return real(request)
 
     async def nowhere(*_: Any) -> Any:
         raise SettingError("no interface")
 
-    monkeypatch.setattr(prepare, "read_supplies", slowly)
-    monkeypatch.setattr(prepare, "find_networks", nowhere)
+    monkeypatch.setattr(survey, "read_supplies", slowly)
+    monkeypatch.setattr(survey, "find_networks", nowhere)
     with pytest.raises(SettingError, match="no interface"):
         start(job(tmp_path), Differing(), tmp_path)

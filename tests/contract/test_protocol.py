@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -29,12 +30,12 @@ from paceline.agent.frames import (
     FrameError,
     encode,
 )
-from paceline.launch import decide
-from paceline.launch.allowance import Allowance
-from paceline.launch.attempt import Attempt
-from paceline.launch.fleet import Node
+from paceline.launch.elastic.attempt import Attempt
+from paceline.launch.elastic.retry_policy import RetryPolicy
+from paceline.launch.nodes.fleet import Node
+from paceline.launch.planning import planner
 from paceline.launch.recorder import Recorder
-from paceline.launch.screen import Screen
+from paceline.launch.terminal.screen import Screen
 from paceline.remote import protocol
 from paceline.remote.channel import Channel, LoginRefused, Silent, Untrusted
 from paceline.remote.network import candidates
@@ -539,12 +540,12 @@ def test_hostile_greetings() -> None:
             continue
         hosts, told = [Host("n1"), Host("n2")], {"n1": FACTS, "n2": said["facts"]}
         with contextlib.suppress(PacelineError):
-            decide.check_agreement(hosts, job(), told, {"n1": "/p", "n2": "/p"})
+            planner.check_agreement(hosts, job(), told, {"n1": "/p", "n2": "/p"})
         with contextlib.suppress(PacelineError):
             candidates(hosts, told, None)
         with contextlib.suppress(PacelineError):
-            ranks = decide.processes_on(job(), hosts[1], said["facts"]).value
-            decide.node_env(job(), hosts[1], said["facts"], ranks, None)
+            ranks = planner.processes_on(job(), hosts[1], said["facts"]).value
+            planner.node_env(job(), hosts[1], said["facts"], ranks, None)
         json.dumps(told)
     assert refused > 100
 
@@ -609,14 +610,13 @@ def test_hostile_events(tmp_path: Path) -> None:
             interrupts,
             screen,
             recorder,
-            Allowance(0, 0),
-            lambda lost: None,
-            None,
+            RetryPolicy(),
+            Mock(),
         )
         event = Event.heard("n2", message, blob)
         if kind in ("imported", "import failed", "fork server died"):
             node.take_fork_server(event)
-        attempt.take(node, event)
+        attempt.on_event(node, event)
         recorder.take(event)
         if event.written is not None:
             assert recorder.events[-1].kind == event.kind

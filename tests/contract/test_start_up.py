@@ -19,11 +19,11 @@ PATIENCE_S = 120.0
 HEAVY = {
     "torch", "numpy", "rich", "yaml", "psutil", "cloudpickle", "PIL", "safetensors", "zipfile",
     "email", "http.client", "multiprocessing", "unittest", "paceline.report.page",
-    "paceline.rendezvous.listener", "paceline.launch.live",
+    "paceline.rendezvous.listener", "paceline.launch.terminal.live",
 }  # fmt: skip
 # these begin when the hosts are being logged in to
-LATER = {"paceline.launch.attempt", "paceline.launch.members", "paceline.launch.hangs",
-         "paceline.launch.recovery"}  # fmt: skip
+LATER = {"paceline.launch.elastic.attempt", "paceline.launch.elastic.members",
+         "paceline.launch.health.hangs", "paceline.launch.elastic.recovery"}  # fmt: skip
 OF_A_RUN = {"asyncio", "ssl", "paceline.launch.launcher", "paceline.remote.channel"}
 
 UNTIL_THE_HOSTS = """
@@ -35,7 +35,7 @@ async def told(*args, **more):
     print("imported", *sys.modules, flush=True)
     os._exit(0)
 
-launcher.SOON_S = 600.0
+launcher.READ_DELAY_S = 600.0
 ssh.connect_all = told
 sys.argv = ["paceline", "run", "-p", "1", "job.py"]
 from paceline.cli import main

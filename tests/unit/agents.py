@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.agent.server import Agent
-from paceline.launch.fleet import Node
+from paceline.launch.nodes.fleet import Node
 from paceline.remote.channel import Channel
 from paceline.spec.hosts import Host
 

@@ -15,7 +15,8 @@ from paceline.cli import program
 from paceline.cli.measure import forecasts, probes, project_code
 from paceline.cli.verbs import forecast as forecast_verb
 from paceline.cli.verbs.bench import scaling as scaling_verb
-from paceline.launch import launcher, summary
+from paceline.launch import jobs
+from paceline.launch.results import summary
 from paceline.spec.errors import ConnectError, JobError, SettingError
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Job
@@ -265,7 +266,7 @@ def test_logs_of_a_try_that_failed_stay(tmp_path: Path, monkeypatch: pytest.Monk
         kept.append(run_dir)
         return SimpleNamespace(result=SimpleNamespace(exit_code=code))
 
-    monkeypatch.setattr(launcher, "run_job", run_job)
+    monkeypatch.setattr(jobs, "run_job", run_job)
     monkeypatch.setattr(summary, "report_failure", lambda outcome: "logs are in …")
     monkeypatch.setattr(probes, "require_transport", lambda params, what: object())
     dispatch = SimpleNamespace()

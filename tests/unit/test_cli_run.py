@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from paceline import cli
 from paceline.cli import job_options, options, program, settings_file
-from paceline.launch.entry import entry_of, preload_of
+from paceline.launch.planning.entry import entry_of, preload_of
 from paceline.remote import this_machine
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Cluster, Host

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.launch import affinity
+from paceline.launch.planning import affinity
 
 # two sockets of four cores with two threads each
 SERVER = {

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.launch.allowance import STARTS, Allowance, span
+from paceline.launch.elastic.retry_policy import MAX_STARTS, Diagnosis, RetryPolicy
+from paceline.launch.elastic.startup import StartupTracker
 from paceline.spec.failure import Failure
+from paceline.spec.helptext import span
+from paceline.spec.job import Entry, Job
 
 TRACEBACK = 'Traceback\n  File "/a/train.py", line {line}, in <module>\n    1 / 0\nValueError: x\n'
 
@@ -19,44 +22,50 @@ def killed() -> Failure:
 
 
 def test_nothing_is_allowed_by_itself() -> None:
-    verdict = Allowance(0, 3600).after(killed(), 0.0)
+    verdict = RetryPolicy(0, 3600).after_failure(killed(), 0.0)
     assert not verdict.again
     assert not verdict.why
 
 
 def test_only_the_window_counts() -> None:
     """A job that runs for weeks does not use its restarts up."""
-    weeks = Allowance(2, 3600)
-    hours = [weeks.after(killed(), hour * 3601.0) for hour in range(500)]
+    weeks = RetryPolicy(2, 3600)
+    hours = [weeks.after_failure(killed(), hour * 3601.0) for hour in range(500)]
     assert all(verdict.again for verdict in hours)
     assert {verdict.number for verdict in hours} == {1}
-    crashing = Allowance(2, 3600)
-    assert [crashing.after(killed(), now).again for now in (0.0, 1.0, 2.0)] == [True, True, False]
-    assert crashing.after(killed(), 3.0).why == "2 restarts within 1 hour (--max-restarts 2)"
-    assert crashing.after(killed(), 3602.0).again
+    crashing = RetryPolicy(2, 3600)
+    assert [crashing.after_failure(killed(), now).again for now in (0.0, 1.0, 2.0)] == [
+        True,
+        True,
+        False,
+    ]
+    assert (
+        crashing.after_failure(killed(), 3.0).why == "2 restarts within 1 hour (--max-restarts 2)"
+    )
+    assert crashing.after_failure(killed(), 3602.0).again
 
 
 def test_all_count_without_a_window() -> None:
-    allowance = Allowance(1, 0)
-    assert allowance.after(killed(), 0.0).again
-    verdict = allowance.after(killed(), 1e7)
+    policy = RetryPolicy(1, 0)
+    assert policy.after_failure(killed(), 0.0).again
+    verdict = policy.after_failure(killed(), 1e7)
     assert (verdict.again, verdict.why) == (False, "1 restart used up (--max-restarts 1)")
 
 
 def test_a_session_that_fails_at_the_same_step() -> None:
-    allowance = Allowance(9, 3600)
-    assert allowance.after(raised(), 0.0, step=7).again
-    assert allowance.after(raised(), 5.0, step=8).again
-    assert allowance.after(raised(13), 6.0, step=8).again  # another line
-    verdict = allowance.after(raised(13), 7.0, step=8)
+    policy = RetryPolicy(9, 3600)
+    assert policy.after_failure(raised(), 0.0, step=7).again
+    assert policy.after_failure(raised(), 5.0, step=8).again
+    assert policy.after_failure(raised(13), 6.0, step=8).again  # another line
+    verdict = policy.after_failure(raised(13), 7.0, step=8)
     assert not verdict.again
     assert "at the same step (8), on the same data: it is the program's own" in verdict.why
 
 
 def test_a_script_that_fails_in_the_same_way() -> None:
-    allowance = Allowance(9, 3600)
-    assert allowance.after(raised(), 0.0, ran_s=60).again
-    verdict = allowance.after(raised(), 60.0, ran_s=58)
+    policy = RetryPolicy(9, 3600)
+    assert policy.after_failure(raised(), 0.0, ran_s=60).again
+    verdict = policy.after_failure(raised(), 60.0, ran_s=58)
     assert not verdict.again
     assert (
         "the same failure as before at train.py, line 12, and after as long a time" in verdict.why
@@ -64,16 +73,18 @@ def test_a_script_that_fails_in_the_same_way() -> None:
 
 
 def test_a_script_that_came_further_failed_by_chance() -> None:
-    allowance = Allowance(9, 3600)
-    assert allowance.after(raised(), 0.0, ran_s=60).again
-    assert allowance.after(raised(), 200.0, ran_s=140).again
-    assert allowance.after(raised(), 300.0, ran_s=400).again
-    assert allowance.after(raised(), 310.0, ran_s=8).again  # a disk that fails now and then
+    policy = RetryPolicy(9, 3600)
+    assert policy.after_failure(raised(), 0.0, ran_s=60).again
+    assert policy.after_failure(raised(), 200.0, ran_s=140).again
+    assert policy.after_failure(raised(), 300.0, ran_s=400).again
+    assert policy.after_failure(raised(), 310.0, ran_s=8).again  # a disk that fails now and then
 
 
 def test_a_script_that_fails_as_long_after_its_checkpoint_twice() -> None:
-    allowance = Allowance(9, 3600)
-    verdicts = [allowance.after(raised(), float(n), ran_s=s) for n, s in enumerate((60, 20, 22))]
+    policy = RetryPolicy(9, 3600)
+    verdicts = [
+        policy.after_failure(raised(), float(n), ran_s=s) for n, s in enumerate((60, 20, 22))
+    ]
     assert [one.again for one in verdicts] == [True, True, False]
 
 
@@ -89,18 +100,18 @@ def test_a_script_that_fails_as_long_after_its_checkpoint_twice() -> None:
     ],
 )
 def test_a_script_that_counts_on_fails_by_chance(lines: list[str], own: bool) -> None:
-    allowance = Allowance(9, 3600)
-    verdicts = [allowance.after(raised(), 4.0 * n, ran_s=4, told=one) for n, one in
+    policy = RetryPolicy(9, 3600)
+    verdicts = [policy.after_failure(raised(), 4.0 * n, ran_s=4, last_line=one) for n, one in
                 enumerate(lines)]  # fmt: skip
     assert [one.again for one in verdicts] == [True, not own]
 
 
 def test_a_script_that_fails_by_the_clock() -> None:
     """As one whose login ends after two hours: it goes on from its own checkpoint each time."""
-    allowance = Allowance(1, 3600)
-    assert all(allowance.after(raised(), one * 7200.0, ran_s=7190).again for one in range(9))
-    always = Allowance(9, 0)
-    assert [always.after(raised(), one * 7200.0, ran_s=7190).again for one in (0, 1)] == [
+    policy = RetryPolicy(1, 3600)
+    assert all(policy.after_failure(raised(), one * 7200.0, ran_s=7190).again for one in range(9))
+    always = RetryPolicy(9, 0)
+    assert [always.after_failure(raised(), one * 7200.0, ran_s=7190).again for one in (0, 1)] == [
         True,
         False,
     ]
@@ -110,27 +121,31 @@ def test_what_chance_does_is_never_the_program() -> None:
     reset = Failure("exception", "n1", 0, headline="RuntimeError: Connection reset by peer",
                     traceback=TRACEBACK.format(line=3))  # fmt: skip
     for failure in (killed(), reset, Failure("lost", "n1", None, headline="gone")):
-        allowance = Allowance(9, 3600)
-        assert all(allowance.after(failure, now, ran_s=1).again for now in (0.0, 1.0, 2.0))
+        policy = RetryPolicy(9, 3600)
+        assert all(policy.after_failure(failure, now, ran_s=1).again for now in (0.0, 1.0, 2.0))
 
 
 def test_a_host_that_is_lost_again_and_again() -> None:
-    allowance = Allowance(0, 3600)
-    assert [allowance.lost("n2", now) for now in (0.0, 10.0, 20.0)] == [True, True, False]
-    assert allowance.lost("n3", 20.0)
-    assert allowance.lost("n2", 4000.0)
+    policy = RetryPolicy(0, 3600)
+    assert [policy.redials("n2", now) for now in (0.0, 10.0, 20.0)] == [True, True, False]
+    assert policy.redials("n3", 20.0)
+    assert policy.redials("n2", 4000.0)
 
 
 def test_starts_that_come_to_no_step() -> None:
     """A few are allowed, which are no restarts; after a step they are counted anew."""
-    allowance = Allowance(1, 3600)
-    in_vain = [allowance.begins_again().again for _ in range(STARTS)]
-    assert in_vain == [True] * (STARTS - 1) + [False]
-    assert not allowance.begins_again().again
-    assert allowance.counted == 0
-    assert allowance.after(killed(), 0.0).again
-    allowance.began()
-    assert allowance.begins_again().again
+    policy = RetryPolicy(0, 3600)
+    startup = StartupTracker(Job("a", Entry("script", "a.py"), "/", "python3"), 2)
+
+    def starts_again() -> bool:
+        chance = Diagnosis(by_chance=True)
+        return policy.after_attempt(killed(), chance, startup, 0.0, 1.0).before_first_step
+
+    assert [starts_again() for _ in range(MAX_STARTS)] == [True] * (MAX_STARTS - 1) + [False]
+    assert not starts_again()
+    assert policy.counted == 0
+    assert not policy.after_attempt(killed(), Diagnosis(), None, 0.0, 1.0).again
+    assert starts_again()
 
 
 def test_spans() -> None:
@@ -140,9 +155,9 @@ def test_spans() -> None:
 
 def test_a_crash_that_repeats_is_the_program_s_own() -> None:
     crash = Failure("signal", "n1", 0, signal=11, headline="crashed (SIGSEGV)")
-    allowance = Allowance(5, 3600)
-    assert allowance.after(crash, 0.0, step=7).again
-    assert allowance.after(crash, 1.0, step=8).again
-    assert "same step (8)" in allowance.after(crash, 2.0, step=8).why
+    policy = RetryPolicy(5, 3600)
+    assert policy.after_failure(crash, 0.0, step=7).again
+    assert policy.after_failure(crash, 1.0, step=8).again
+    assert "same step (8)" in policy.after_failure(crash, 2.0, step=8).why
     other = Failure("signal", "n1", 0, signal=7, headline="crashed (SIGBUS)")
-    assert Allowance(5, 3600).after(other, 0.0, ran_s=3).again
+    assert RetryPolicy(5, 3600).after_failure(other, 0.0, ran_s=3).again

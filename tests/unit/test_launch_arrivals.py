@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from paceline.launch import arrivals
-from paceline.launch.arrivals import ArrivalWatch, Starting, Starts
-from paceline.launch.beats import LEAST_LIMIT_S, LEAST_S
+from paceline.launch.elastic import late_starts
+from paceline.launch.elastic.late_starts import LateStartWatch, Starting, Starts
+from paceline.launch.health.heartbeats import LEAST_LIMIT_S, LEAST_S
 from paceline.spec.events import Event
 
 SLEEPS = 'File "/home/me/train.py", line 14 in <module>'
@@ -76,7 +76,7 @@ class Scene:
             self.told.append(where)
 
         fleet: Any = SimpleNamespace(nodes=[node])
-        watch = ArrivalWatch(fleet, lambda: starting, told, over, None)
+        watch = LateStartWatch(fleet, lambda: starting, told, over, None)
         watch.starts.slowest_s = 1.0
         watching = asyncio.ensure_future(watch.run())
         deadline = time.monotonic() + 30
@@ -91,8 +91,8 @@ class Scene:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AGAIN_S", "BETWEEN_S"):
-        monkeypatch.setattr(arrivals, name, 0.0)
-    monkeypatch.setattr(arrivals, "LOOK_S", 0.005)
+        monkeypatch.setattr(late_starts, name, 0.0)
+    monkeypatch.setattr(late_starts, "LOOK_S", 0.005)
 
 
 def test_one_that_sleeps_before_it_joins_is_told_of_once_and_then_ended() -> None:

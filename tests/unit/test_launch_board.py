@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from paceline.cli.runs.describe import describe_loads, describe_ranks
-from paceline.launch.board import MOST_POINTS, Board, Curve, Waiting, time_of
-from paceline.launch.live import Live
+from paceline.launch.terminal.live import Live
+from paceline.launch.terminal.run_state import MOST_POINTS, Board, Curve, Waiting, time_of
 from paceline.spec.events import PARTS, Event
 
 

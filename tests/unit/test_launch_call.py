@@ -21,8 +21,8 @@ from paceline.agent import pickles
 from paceline.agent.call import Call
 from paceline.launch import call, interrupts
 from paceline.launch.call import RankError
-from paceline.launch.decide import with_inputs
-from paceline.launch.summary import RunOutcome
+from paceline.launch.planning.planner import with_inputs
+from paceline.launch.results.summary import RunOutcome
 from paceline.spec.duration import seconds_in
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.events import Event

@@ -12,7 +12,7 @@ import torch
 
 from paceline.explain.stacks import Frame, RankStack
 from paceline.launch.control import Actions, stacks_text
-from paceline.launch.verdict import Look
+from paceline.launch.health.hang_verdict import Look
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.events import Event
 from paceline.train.comms import Comms

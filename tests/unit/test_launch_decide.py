@@ -11,10 +11,11 @@ from typing import Any, cast
 import pytest
 
 from paceline.cli.verbs.run import data_of
-from paceline.launch import decide, view
-from paceline.launch.decide import Found, Place, Supplies
-from paceline.launch.entry import entry_argv, local_rank_flag
-from paceline.launch.prepare import Request, names_of
+from paceline.launch.nodes.survey import names_of
+from paceline.launch.planning import plan_text, planner
+from paceline.launch.planning.entry import entry_argv, local_rank_flag
+from paceline.launch.planning.planner import Found, Place, Supplies
+from paceline.launch.planning.request import Request
 from paceline.recipes.data import local_path
 from paceline.remote.network import NodeNetwork
 from paceline.remote.transport import Transport
@@ -63,7 +64,7 @@ def plan(the_job: Job, hosts: tuple[Host, ...] = (Host("n1"), Host("n2")),
         for at, host in enumerate(hosts, 1)
     ]
     port = Setting(29400, Source.FOUND, "free")
-    return decide.make_plan(the_job, "run1", about, Supplies(), port, ["a note"])
+    return planner.make_plan(the_job, "run1", about, Supplies(), port, ["a note"])
 
 
 # --- how many
@@ -71,10 +72,10 @@ def plan(the_job: Job, hosts: tuple[Host, ...] = (Host("n1"), Host("n2")),
 
 def test_processes_as_asked_for_then_slots_then_accelerators_then_one() -> None:
     slots, plain = Host("a", slots=3), Host("b")
-    assert decide.processes_on(job(nproc_per_node=asked(2)), slots, facts()).value == 2
-    assert decide.processes_on(job(), slots, facts(gpus=8)).value == 3
-    assert decide.processes_on(job(), plain, facts(gpus=8)).value == 8
-    one = decide.processes_on(job(), plain, facts())
+    assert planner.processes_on(job(nproc_per_node=asked(2)), slots, facts()).value == 2
+    assert planner.processes_on(job(), slots, facts(gpus=8)).value == 3
+    assert planner.processes_on(job(), plain, facts(gpus=8)).value == 8
+    one = planner.processes_on(job(), plain, facts())
     assert (one.value, one.source) == (1, Source.DEFAULT)
 
 
@@ -91,36 +92,36 @@ def test_numbers_of_processes() -> None:
 @pytest.mark.parametrize(("hard", "most"), [(1024, 224), (4096, 992), (-1, None)])
 def test_open_files_limit_the_processes_of_a_host(hard: int, most: int | None) -> None:
     there = {**facts(), "limits": {"nofile_hard": hard}}
-    assert decide.most_processes(there) == most
+    assert planner.most_processes(there) == most
     many = job(nproc_per_node=asked(2000))
     if most is None:
-        assert decide.processes_on(many, Host("a"), there).value == 2000
+        assert planner.processes_on(many, Host("a"), there).value == 2000
         return
     with pytest.raises(SettingError, match="2000 processes were asked for on a") as caught:
-        decide.processes_on(many, Host("a"), there)
+        planner.processes_on(many, Host("a"), there)
     assert f"--nproc-per-node {most}" in caught.value.remedy
-    assert decide.processes_on(job(nproc_per_node=asked(most)), Host("a"), there).value == most
+    assert planner.processes_on(job(nproc_per_node=asked(most)), Host("a"), there).value == most
 
 
 def test_a_schedulers_tasks_yield_to_what_is_typed() -> None:
     tasks = Host("a", slots=2, slots_yield=True)
-    assert decide.processes_on(job(), tasks, facts()).value == 2
-    assert decide.processes_on(job(nproc_per_node=asked(4)), tasks, facts()).value == 4
-    (note,) = decide.slot_notes(job(nproc_per_node=asked(4)), (tasks,))
+    assert planner.processes_on(job(), tasks, facts()).value == 2
+    assert planner.processes_on(job(nproc_per_node=asked(4)), tasks, facts()).value == 4
+    (note,) = planner.slot_notes(job(nproc_per_node=asked(4)), (tasks,))
     assert "tasks are fewer: a 2" in note
-    assert decide.slot_notes(job(nproc_per_node=asked(2)), (tasks,)) == []
-    assert decide.slot_notes(job(), (tasks,)) == []
+    assert planner.slot_notes(job(nproc_per_node=asked(2)), (tasks,)) == []
+    assert planner.slot_notes(job(), (tasks,)) == []
 
 
 def test_an_allocations_gpus_are_counted() -> None:
     """Of the GPUs that a host has, those that are ours; also where it shows none."""
     ours = Host("a", gpus=2)
     for there in (0, 2, 8):
-        found = decide.processes_on(job(), ours, facts(gpus=there))
+        found = planner.processes_on(job(), ours, facts(gpus=there))
         assert (found.value, found.detail) == (2, "one a GPU of the allocation")
-    assert decide.processes_on(job(), replace(ours, slots=3), facts(gpus=8)).value == 3
-    assert decide.processes_on(job(nproc_per_node=asked("gpu")), ours, facts(gpus=8)).value == 2
-    assert len(decide.usable_gpus(job(), ours, facts(gpus=8))) == 2
+    assert planner.processes_on(job(), replace(ours, slots=3), facts(gpus=8)).value == 3
+    assert planner.processes_on(job(nproc_per_node=asked("gpu")), ours, facts(gpus=8)).value == 2
+    assert len(planner.usable_gpus(job(), ours, facts(gpus=8))) == 2
 
 
 def test_a_nodes_own_variable_says_which_gpus_are_ours() -> None:
@@ -129,7 +130,7 @@ def test_a_nodes_own_variable_says_which_gpus_are_ours() -> None:
     def count(value: str, **environment: Any) -> int:
         there = {**facts(gpus=8), "environment": {"CUDA_VISIBLE_DEVICES": value}}
         wanted = job(environment=Environment(**environment))
-        return len(decide.usable_gpus(wanted, Host("a"), there))
+        return len(planner.usable_gpus(wanted, Host("a"), there))
 
     assert (count("4,5"), count("NoDevFiles"), count("")) == (2, 0, 0)
     assert count("4,5", public={"CUDA_VISIBLE_DEVICES": "6"}) == 1
@@ -142,20 +143,20 @@ def test_gpus_that_torch_cannot_see_are_told_of() -> None:
     def notes(gpus: int, cuda: str | None = "13.0") -> list[str]:
         torch = {"version": "2.13.0+cpu", "cuda": cuda, "hip": None}
         devices = {"gpus": [{"maker": "nvidia"}] * gpus, "nvidia_driver": None}
-        return decide.gpu_notes(hosts, [{**facts(), "devices": devices, "torch": torch}] * 3)
+        return planner.gpu_notes(hosts, [{**facts(), "devices": devices, "torch": torch}] * 3)
 
     (note,) = notes(0)
     assert note.startswith("torch sees no GPU on a, b, though the allocation has GPUs there (no /")
     assert note.endswith("the ranks compute on CPUs")
     assert "torch 2.13.0+cpu is built without GPUs" in notes(2, None)[0]
     assert notes(2) == []
-    assert decide.gpu_notes(hosts, [{**facts(), "devices": None}] * 3) == []
+    assert planner.gpu_notes(hosts, [{**facts(), "devices": None}] * 3) == []
 
 
 def test_processes_by_what_each_host_has() -> None:
     def count(word: str, gpus: int, **more: Any) -> int:
         asked_for = job(nproc_per_node=asked(word), **more)
-        return decide.processes_on(asked_for, Host("a"), facts(cpus=4, gpus=gpus)).value
+        return planner.processes_on(asked_for, Host("a"), facts(cpus=4, gpus=gpus)).value
 
     assert (count("cpu", 2), count("gpu", 2), count("auto", 2), count("auto", 0)) == (4, 2, 2, 4)
     some = Environment({"CUDA_VISIBLE_DEVICES": "1"})
@@ -170,18 +171,18 @@ def test_processes_by_what_each_host_has() -> None:
 
 def test_more_processes_than_slots() -> None:
     with pytest.raises(SettingError) as caught:
-        decide.processes_on(job(nproc_per_node=asked(4)), Host("a", slots=2), facts())
+        planner.processes_on(job(nproc_per_node=asked(4)), Host("a", slots=2), facts())
     assert "a has 2 slots" in caught.value.found
 
 
 def test_never_fewer_nodes_than_asked_for() -> None:
     cluster = Cluster((Host("n1"), Host("n2")), "hostfile")
-    assert len(decide.choose_hosts(job(), cluster)) == 2
-    assert decide.choose_hosts(job(nnodes=asked(1)), cluster) == cluster.hosts[:1]
+    assert len(planner.choose_hosts(job(), cluster)) == 2
+    assert planner.choose_hosts(job(nnodes=asked(1)), cluster) == cluster.hosts[:1]
     with pytest.raises(SettingError, match="3 nodes"):
-        decide.choose_hosts(job(nnodes=asked(3)), cluster)
+        planner.choose_hosts(job(nnodes=asked(3)), cluster)
     with pytest.raises(SettingError):
-        decide.choose_hosts(job(nnodes=asked(0)), cluster)
+        planner.choose_hosts(job(nnodes=asked(0)), cluster)
 
 
 # --- threads and CPUs
@@ -189,7 +190,7 @@ def test_never_fewer_nodes_than_asked_for() -> None:
 
 @pytest.mark.parametrize(("cpus", "processes", "threads"), [(8, 2, "4"), (2, 3, "1"), (0, 1, "1")])
 def test_threads_are_the_cores_of_a_rank(cpus: int, processes: int, threads: str) -> None:
-    env = decide.node_env(job(), Host("n1"), facts(cpus), processes, None)
+    env = planner.node_env(job(), Host("n1"), facts(cpus), processes, None)
     assert env["OMP_NUM_THREADS"].value == threads
 
 
@@ -215,9 +216,9 @@ def test_ranks_are_bound_near_their_gpus() -> None:
 def test_a_schedulers_choice_of_gpus_counts() -> None:
     """Slurm shows its tasks a part; the agent's environment says which."""
     there = {**facts(gpus=8), "environment": {"CUDA_VISIBLE_DEVICES": "0,1"}}
-    assert decide.processes_on(job(), Host("a"), there).value == 2
+    assert planner.processes_on(job(), Host("a"), there).value == 2
     whole = job(environment=Environment(unset=("CUDA_VISIBLE_DEVICES",)))
-    assert decide.processes_on(whole, Host("a"), there).value == 8
+    assert planner.processes_on(whole, Host("a"), there).value == 8
 
 
 # --- variables of one host
@@ -232,9 +233,9 @@ def test_the_table_of_a_host_has_variables() -> None:
     first = made.nodes[0].env["FI_PROVIDER"]
     assert (first.value, first.source) == ("psm3", Source.FILE)
     assert "FI_PROVIDER" not in made.nodes[1].env
-    text = view.describe(made)
+    text = plan_text.describe(made)
     assert "  FI_PROVIDER=psm3 ([hosts.n1.env] of paceline.toml), on n1" in text
-    for shown in (text, view.everything(made), json.dumps(made.to_json())):
+    for shown in (text, plan_text.everything(made), json.dumps(made.to_json())):
         assert "psm3" in shown
         assert "hidden-word" not in shown
     assert made.nodes[0].env["A_TOKEN"].value == "hidden-word"
@@ -246,16 +247,18 @@ def test_the_table_of_a_host_has_variables() -> None:
 )
 def test_a_hosts_variable_goes_before_the_files_for_all(source: Source, wins: str) -> None:
     typed = job(environment=Environment({"FI_PROVIDER": "typed"}, source=source))
-    assert decide.given(typed, ODD)["FI_PROVIDER"] == wins
-    env = decide.node_env(typed, ODD, facts(), 1, None)
+    assert planner.given(typed, ODD)["FI_PROVIDER"] == wins
+    env = planner.node_env(typed, ODD, facts(), 1, None)
     assert ("FI_PROVIDER" in env) == (wins == "psm3")
-    command = view.rank_command(made := plan(typed, (ODD,)), made.nodes[0], made.nodes[0].ranks[0])
+    command = plan_text.rank_command(
+        made := plan(typed, (ODD,)), made.nodes[0], made.nodes[0].ranks[0]
+    )
     assert f"FI_PROVIDER={wins}" in command
 
 
 def test_ours_yield_to_a_hosts() -> None:
     host = Host("n1", env={"GLOO_SOCKET_IFNAME": "ib0", "OMP_NUM_THREADS": "3"})
-    env = decide.node_env(job(), host, facts(), 1, NodeNetwork("10.0.0.1", "eth0", "tried"))
+    env = planner.node_env(job(), host, facts(), 1, NodeNetwork("10.0.0.1", "eth0", "tried"))
     assert env["GLOO_SOCKET_IFNAME"].value == "ib0"
     assert env["OMP_NUM_THREADS"].value == "3"
     assert env["NCCL_SOCKET_IFNAME"].value == "=eth0"
@@ -266,9 +269,9 @@ def test_ours_yield_to_a_hosts() -> None:
 )
 def test_no_more_threads_than_the_hosts_environment_allows(said: str, threads: str) -> None:
     there = facts() | {"environment": {"OMP_NUM_THREADS": said}}
-    assert decide.node_env(job(), ODD, there, 1, None)["OMP_NUM_THREADS"].value == threads
+    assert planner.node_env(job(), ODD, there, 1, None)["OMP_NUM_THREADS"].value == threads
     hidden = job(environment=Environment(unset=("OMP_NUM_THREADS",)))
-    assert decide.node_env(hidden, ODD, there, 1, None)["OMP_NUM_THREADS"].value == "4"
+    assert planner.node_env(hidden, ODD, there, 1, None)["OMP_NUM_THREADS"].value == "4"
 
 
 def test_other_launchers_words_for_a_place_yield_to_the_users() -> None:
@@ -300,7 +303,7 @@ def test_oneccl_is_told_how_its_ranks_were_started(backend: str) -> None:
 def test_the_users_variables_go_before_ours() -> None:
     mine = Environment({"OMP_NUM_THREADS": "7"}, {"GLOO_SOCKET_IFNAME": "ib0"})
     network = NodeNetwork("10.0.0.1", "eth0", "tried")
-    env = decide.node_env(job(environment=mine), Host("n1"), facts(), 1, network)
+    env = planner.node_env(job(environment=mine), Host("n1"), facts(), 1, network)
     assert not {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"} & set(env)
     assert env["NCCL_SOCKET_IFNAME"].value == "=eth0"
 
@@ -343,10 +346,10 @@ SECRETS = Environment(
 
 def test_no_secret_in_any_form_of_the_plan() -> None:
     made = plan(job(environment=SECRETS))
-    for text in (json.dumps(made.to_json()), view.describe(made), repr(SECRETS.forwarded)[:0]):
+    for text in (json.dumps(made.to_json()), plan_text.describe(made), repr(SECRETS.forwarded)[:0]):
         assert "secret" not in text
     assert made.to_json()["environment"]["PLAIN"] == "seen"
-    assert "HF_TOKEN" in view.describe(made)
+    assert "HF_TOKEN" in plan_text.describe(made)
     assert "hf-secret" not in repr(SECRETS)
 
 
@@ -356,7 +359,7 @@ def test_named_secrets_are_redacted() -> None:
 
 
 def test_the_plan_in_words() -> None:
-    text = view.everything(plan(job()))
+    text = plan_text.everything(plan(job()))
     assert "world size 2: 2 hosts, rank 0 on n1, store at 10.0.0.1 port 29400" in text
     assert "29400 (found: free)" in text
     assert "note: a note" in text
@@ -368,7 +371,7 @@ def test_the_plan_at_a_glance() -> None:
     many = tuple(Host(f"n{at}") for at in range(1, 17))
     chosen = job(nproc_per_node=asked(2), lease_s=Setting(20.0, Source.FILE, "paceline.toml"),
                  hosts=Setting("lab", Source.ENVIRONMENT, "PACELINE_OPT_HOSTS"))  # fmt: skip
-    text = view.describe(plan(chosen, many))
+    text = plan_text.describe(plan(chosen, many))
     assert "32 ranks on 16 hosts, rank 0 on n1" in text
     assert "n16 (PACELINE_OPT_HOSTS)" in text
     assert "lease_s: 20.0 (paceline.toml)" in text
@@ -382,7 +385,7 @@ def test_the_plan_at_a_glance() -> None:
 
 
 def test_what_differs_between_hosts_is_said() -> None:
-    text = view.describe(plan(job(), (Host("n1"), Host("n2", python="/opt/py"))))
+    text = plan_text.describe(plan(job(), (Host("n1"), Host("n2", python="/opt/py"))))
     assert "each rank on n1 runs, in /w:\n  /py" in text
     assert "each rank on n2 runs, in /w:\n  /opt/py" in text
 
@@ -418,7 +421,7 @@ def placed(code: dict[str, Any] | None, host: Host = N1, supplies: Supplies | No
     about = {**facts(), "user": {"home": "/home/u", "cache": "/c/paceline"}}
     found = Found(host, about, NodeNetwork("10.0.0.1", "eth0", ""), code, has_workdir)
     read = Supplies(TREE) if supplies is None else supplies
-    return decide.place_on(job(**{"workdir": "/w/sub", **more}), found, read, "run1")
+    return planner.place_on(job(**{"workdir": "/w/sub", **more}), found, read, "run1")
 
 
 def test_the_same_code_is_used_where_it_is() -> None:
@@ -446,7 +449,7 @@ def test_links_out_of_what_is_sent_are_followed_only_when_asked() -> None:
             send()
         assert "-> /home/u/key" in refused.value.found
         assert send(follow_links=True).copies
-    (note,) = decide.link_notes(job(follow_links=True), Supplies(tree), [])
+    (note,) = planner.link_notes(job(follow_links=True), Supplies(tree), [])
     assert "/w/a.py -> /home/u/key" in note
 
 
@@ -468,7 +471,7 @@ def with_data(place: DataPlace, *args: str, **more: Any) -> Place:
     found = Found(N1, about, network, SAME, True, place)
     entry = Entry("script", "train.py", args)
     the_job = job(**{"workdir": "/w", "entry": entry, "data": PHOTOS, **more})
-    return decide.place_on(the_job, found, Supplies(TREE), "run1")
+    return planner.place_on(the_job, found, Supplies(TREE), "run1")
 
 
 def test_data_that_a_node_lacks_are_sent_and_found() -> None:
@@ -476,7 +479,7 @@ def test_data_that_a_node_lacks_are_sent_and_found() -> None:
                       "photos", "--name=photos", "/w/photos/a")  # fmt: skip
     assert place.copies == (Copy("data", "/w/photos", COPY),)
     assert place.entry.args == (COPY, f"--d={COPY}", "photos", "--name=photos", "/w/photos/a")
-    env = decide.data_env(job(data=PHOTOS), place)
+    env = planner.data_env(job(data=PHOTOS), place)
     assert {name: one.value for name, one in env.items()} == {
         "PACELINE_DATA_DIR": COPY, "PACELINE_DATA_HOME": "/w/photos"}  # fmt: skip
 
@@ -534,7 +537,7 @@ def test_a_program_runs_at_home_where_its_folder_is_missing() -> None:
 
 def test_a_further_attempt_is_the_same_plan_with_a_port_of_its_own() -> None:
     first = plan(job())
-    second = decide.next_attempt(first, 1, Setting(29500, Source.FOUND, "free"), 0)
+    second = planner.next_attempt(first, 1, Setting(29500, Source.FOUND, "free"), 0)
     env = second.rank_env(second.nodes[0], second.nodes[0].ranks[0])
     assert (env["PACELINE_ATTEMPT"], env["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0")
     assert (second.attempt, second.master_port) == (1, 29500)
@@ -547,7 +550,7 @@ def test_a_further_attempt_is_the_same_plan_with_a_port_of_its_own() -> None:
 
 def agree(**by_host: Any) -> list[str]:
     hosts = [Host(name) for name in by_host]
-    return decide.check_agreement(hosts, job(), by_host, dict.fromkeys(by_host, "/py"))
+    return planner.check_agreement(hosts, job(), by_host, dict.fromkeys(by_host, "/py"))
 
 
 def test_nodes_that_agree() -> None:
@@ -570,7 +573,7 @@ def test_missing_torch_is_refused_where_it_is_needed() -> None:
     with pytest.raises(NodeError, match="no torch on n2"):
         agree(n1=facts(), n2=facts(torch=None))
     hosts = [Host("n2")]
-    found = decide.check_agreement(
+    found = planner.check_agreement(
         hosts, job(needs_torch=False), {"n2": facts(torch=None)}, {"n2": "/py"}
     )
     assert found == []
@@ -579,15 +582,15 @@ def test_missing_torch_is_refused_where_it_is_needed() -> None:
 def test_another_interpreter_than_the_wanted_is_refused() -> None:
     hosts = [Host("n1", python="/own/python")]
     with pytest.raises(NodeError) as caught:
-        decide.check_agreement(hosts, job(), {"n1": facts()}, {"n1": "python3"})
+        planner.check_agreement(hosts, job(), {"n1": facts()}, {"n1": "python3"})
     assert "/own/python" in caught.value.message
     assert "[hosts.n1]" in caught.value.remedy
 
 
 def test_what_was_sent_besides_is_told_to_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = Copy("input0", "/w/runs/1", "/c/jobs/x/input0")
-    place = decide.Place("in place", "/w", ENTRY, (sent,))
-    ((name, told),) = decide.inputs_env(place).items()
+    place = planner.Place("in place", "/w", ENTRY, (sent,))
+    ((name, told),) = planner.inputs_env(place).items()
     monkeypatch.setenv(name, told.value)
     assert local_path(Path("/w/runs/1/model")) == Path("/c/jobs/x/input0/model")
     assert local_path(Path("/w/runs/10")) == Path("/w/runs/10")

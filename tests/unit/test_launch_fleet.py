@@ -11,15 +11,24 @@ from unittest.mock import AsyncMock, Mock, call
 
 import pytest
 
-from paceline.launch import fleet as fleet_module
-from paceline.launch import launcher as launcher_module
-from paceline.launch import muster as muster_module
-from paceline.launch import outcome, recovery, restart
-from paceline.launch.allowance import LOSSES, STARTS
-from paceline.launch.attempt import Attempt
-from paceline.launch.board import Waiting
-from paceline.launch.decide import Found
-from paceline.launch.fleet import (
+from paceline.launch import failure_analysis
+from paceline.launch import recorder as recorder_module
+from paceline.launch.elastic import driver as driver_module
+from paceline.launch.elastic import reconnect as reconnect_module
+from paceline.launch.elastic import recovery as recovery_module
+from paceline.launch.elastic.actions import Dial, End, Regroup, Wait
+from paceline.launch.elastic.attempt import Attempt
+from paceline.launch.elastic.commands import RankCommands
+from paceline.launch.elastic.driver import ElasticDriver, full_disk
+from paceline.launch.elastic.members import Members
+from paceline.launch.elastic.reconnect import Reconnector
+from paceline.launch.elastic.recovery import RecoveryController
+from paceline.launch.elastic.retry_policy import MAX_HOST_LOSSES, MAX_STARTS, RetryPolicy
+from paceline.launch.elastic.startup import StartupTracker
+from paceline.launch.launcher import Launcher
+from paceline.launch.nodes import connect as connect_module
+from paceline.launch.nodes import fleet as fleet_module
+from paceline.launch.nodes.fleet import (
     Fleet,
     Node,
     Silence,
@@ -28,13 +37,10 @@ from paceline.launch.fleet import (
     why_ended,
     why_silent,
 )
-from paceline.launch.launcher import Launcher
-from paceline.launch.members import End, Members, Regroup, Wait
-from paceline.launch.muster import Muster
-from paceline.launch.outset import Outset
-from paceline.launch.prepare import Request, find_networks
-from paceline.launch.recovery import Recoveries
-from paceline.launch.restart import Restarts
+from paceline.launch.nodes.survey import find_networks
+from paceline.launch.planning.planner import Found, Supplies
+from paceline.launch.planning.request import Request
+from paceline.launch.terminal.run_state import Waiting
 from paceline.remote import fanout
 from paceline.remote.network import LOOPBACK
 from paceline.remote.openssh import SshOptions
@@ -190,14 +196,14 @@ def test_a_silence_of_all_is_of_the_line_that_leads_to_all() -> None:
         end = now[0] + seconds
         while now[0] < end:
             now[0] += 0.25
-            silence.look(now[0], last_heard=0.0, others=others)
+            silence.look(now[0], last_heard=0.0, others_heard=others)
         return silence.alone
 
     now = [0.0]
     assert not alone_after(4.0, others=False)
     assert not alone_after(3.75, others=True)  # what was sent in vain may only be sent again then
     assert alone_after(0.5, others=True)
-    silence.look(9.0, last_heard=8.9, others=False)
+    silence.look(9.0, last_heard=8.9, others_heard=False)
     assert silence.seconds == silence.common_s == pytest.approx(0.1)
 
 
@@ -225,9 +231,9 @@ def test_nobody_is_left_out_while_our_own_line_is_silent(monkeypatch: pytest.Mon
     assert sorted(cut_off) == ["n1", "n2", "n3"]
     lost = [Failure("lost", host, None, 1.0, headline="no word") for host in cut_off]
     own = Failure("exception", "n1", 0, 0.5, headline="its own")
-    first, second = outcome.own_line([own, *lost], cut_off, 10.0)
+    first, second = failure_analysis.own_line([own, *lost], cut_off, 10.0)
     assert (first.kind, second) == ("launcher", own)
-    assert outcome.own_line([own, *lost], {}, 10.0) == [own, *lost]
+    assert failure_analysis.own_line([own, *lost], {}, 10.0) == [own, *lost]
 
 
 @pytest.mark.parametrize("at_a_loss", [False, True])
@@ -352,14 +358,12 @@ def test_lost_hosts_are_dialled_again(transport: Dialling, told: str) -> None:
         notes: list[str] = []
         fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
         fleet.lose(fleet.nodes[1], "unplugged")
-        muster = mustered(transport, fleet, notes)
         waits = list[Any]()
-        restarts = Restarts(
-            request_for(job, transport, "n1", "n2"), fleet, notes.append, waits.append
-        )
+        request = request_for(job, transport, "n1", "n2")
+        driver, reconnector = driver_of(request, fleet, notes, recorder=Mock(wait=waits.append))
         lost = Failure("lost", "n2", None, headline="unplugged")
-        assert await restarts.allowed(lost, [], 1.0)
-        found = await restarts.line_up(muster)
+        assert await driver.may_restart(lost, [], 1.0)
+        found = await driver.select_nodes()
         dialling = "dialling n2 again, for up to 1.2 s"
         if f"paceline: {dialling}" in notes:
             begun, over = waits
@@ -368,7 +372,7 @@ def test_lost_hosts_are_dialled_again(transport: Dialling, told: str) -> None:
             assert over is None
         else:
             assert waits == []
-        await muster.close()
+        await reconnector.close()
         await fleet.close()
         return fleet, found, notes
 
@@ -389,15 +393,15 @@ def test_a_host_that_is_lost_before_the_first_step(kind: str) -> None:
     async def scene() -> tuple[bool, list[str]]:
         fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
         transport = Dialling(comes_back=True)
-        muster = mustered(transport, fleet, notes)
-        restarts = Restarts(request_for(job, transport, "n1", "n2"), fleet, notes.append)
+        request = request_for(job, transport, "n1", "n2")
+        driver, reconnector = driver_of(request, fleet, notes)
         fleet.lose(fleet.nodes[1], "unplugged")
         lost = Failure("lost", "n2", None, headline="unplugged")
-        on = await restarts.allowed(lost, [], 1.0, Outset(job, 2))
+        on = await driver.may_restart(lost, [], 1.0, StartupTracker(job, 2))
         if on:
-            assert await restarts.line_up(muster)
-        assert restarts.counted == 0
-        await muster.close()
+            assert await driver.select_nodes()
+        assert driver.policy.counted == 0
+        await reconnector.close()
         await fleet.close()
         return on, [node.name for node in fleet.nodes]
 
@@ -425,8 +429,8 @@ def test_losses_before_the_first_step_end_at_some_time() -> None:
 
     async def scene() -> list[bool]:
         fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
-        restarts = Restarts(request_for(job, Dialling(comes_back=True), "n1"), fleet, notes.append)
-        found = [await restarts.allowed(one, [], 1.0, Outset(job, 2))
+        driver, _ = driver_of(request_for(job, Dialling(comes_back=True), "n1"), fleet, notes)
+        found = [await driver.may_restart(one, [], 1.0, StartupTracker(job, 2))
                  for one in (boom, refused, killed, killed, killed)]  # fmt: skip
         await fleet.close()
         return found
@@ -443,10 +447,11 @@ class Starting(Launcher):
         job = Job("a", ENTRY, "/", "python3", max_restarts=asked)
         self._request = request_for(job, Dialling(comes_back=True), "n1", "n2")
         self._screen, self._results = Mock(), AsyncMock()
-        self._recoveries = []
+        policy = RetryPolicy(retries_start=self._request.begins_again)
+        self.driver = Mock(policy=policy, recoveries=[])
         self.losses, self.connected = losses, list[bool]()
 
-    def _read_supplies(self, soon_s: float = 0.0) -> Any:
+    def _read_supplies(self, delay_s: float = 0.0) -> Any:
         return asyncio.get_running_loop().create_future()
 
     async def _connect(self, lost: NodeError | None) -> Fleet:
@@ -457,7 +462,7 @@ class Starting(Launcher):
         if len(self.connected) <= self.losses:
             fleet.lose(fleet.nodes[1], "unplugged")
             raise ConnectionError("gone")
-        return Mock(), Mock()
+        return Mock()
 
     async def execute(self, *_: Any) -> Result:
         return Result(0)
@@ -471,7 +476,7 @@ class Starting(Launcher):
     [
         (0, Setting(0), 1),
         (2, Setting(0), 3),
-        (STARTS, Setting(0), STARTS),
+        (MAX_STARTS, Setting(0), MAX_STARTS),
         (1, Setting(0, Source.ARGUMENT), 1),
     ],
 )
@@ -499,35 +504,60 @@ def test_a_host_that_is_left_out_is_not_waited_for() -> None:
     async def scene() -> bool:
         fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
         transport = Dialling(comes_back=True)
-        muster = mustered(transport, fleet, notes)
         job = Job("a", ENTRY, "/", "python3", max_restarts=Setting(9))
-        restarts = Restarts(request_for(job, transport, "n1", "n2"), fleet, notes.append)
-        for _ in range(LOSSES):
+        driver, reconnector = driver_of(request_for(job, transport, "n1", "n2"), fleet, notes)
+        for _ in range(MAX_HOST_LOSSES):
             fleet.lose(fleet.nodes[1], "unplugged")
-            assert await restarts.allowed(Failure("lost", "n2", None, headline="gone"), [], 1.0)
-            found = await restarts.line_up(muster)
-        await muster.close()
+            assert await driver.may_restart(Failure("lost", "n2", None, headline="gone"), [], 1.0)
+            found = await driver.select_nodes()
+        await reconnector.close()
         await fleet.close()
         return found
 
     assert not asyncio.run(asyncio.wait_for(scene(), 20))
-    assert sum("dialling n2 again" in note for note in notes) == LOSSES - 1
+    assert sum("dialling n2 again" in note for note in notes) == MAX_HOST_LOSSES - 1
     assert notes[-3:] == [
-        f"paceline: n2 was lost {LOSSES} times: it is left out",
+        f"paceline: n2 was lost {MAX_HOST_LOSSES} times: it is left out",
         "paceline: n2: gone",
         "paceline: 1 node of at least 2, and no other is waited for: not started again",
     ]
 
 
-def mustered(
-    transport: Any, fleet: Fleet, notes: list[str], came: Any = lambda node: None
-) -> Muster:
-    async def fit_out(node: Node) -> None:
+class Provisioned:
+    """Stands in for a provisioner: who comes can start ranks at once."""
+
+    supplies = Supplies()
+
+    async def provision(self, node: Node, fleet: Fleet) -> None:
         node.found = Found(node.host, {}, LOOPBACK)
         node.ready = asyncio.get_running_loop().create_future()
         node.ready.set_result(None)
 
-    return Muster(transport, fleet, lambda host: "python3", fit_out, came, notes.append)
+
+def reconnector_of(request: Request, fleet: Fleet, notes: list[str],
+                   came: Any = lambda node: None,
+                   provisioner: Any = None) -> Reconnector:  # fmt: skip
+    return Reconnector(request, fleet, provisioner or Provisioned(), came, notes.append)
+
+
+def driver_of(request: Request, fleet: Fleet, notes: list[str], came: Any = lambda node: None,
+              recorder: Any = None) -> tuple[ElasticDriver, Reconnector]:  # fmt: skip
+    screen: Any = Mock(note=notes.append)
+    parts: list[Any] = [Provisioned(), Mock(), Mock(), screen, recorder or Mock(), Mock(), Mock()]
+    driver = ElasticDriver(request, *parts)
+    driver.fleet = fleet
+    driver._reconnector = reconnector = reconnector_of(request, fleet, notes, came)
+    return driver, reconnector
+
+
+def recovery_of(plan: Any, members: Any, fleet: Fleet, reconnector: Any = None, fail: Any = None,
+                screen: Any = None) -> RecoveryController:  # fmt: skip
+    job = Job("a", ENTRY, "/", "python3")
+    return RecoveryController(
+        RankCommands(plan, job, fleet, ""), members, fleet,
+        reconnector or Mock(redials=False, replace=lambda part: None), fail or Mock(),
+        screen or Mock(), Mock(),
+    )  # fmt: skip
 
 
 def elastic(text: str, **more: Any) -> Job:
@@ -541,18 +571,18 @@ def test_a_job_that_can_do_with_fewer_goes_on() -> None:
     async def scene() -> None:
         fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
         came: list[str] = []
-        muster = mustered(transport, fleet, notes, lambda node: came.append(node.name))
-        restarts = Restarts(request_for(elastic("1:2"), transport, "n1", "n2"), fleet, notes.append)
+        request = request_for(elastic("1:2"), transport, "n1", "n2")
+        driver, reconnector = driver_of(request, fleet, notes, lambda node: came.append(node.name))
         fleet.lose(fleet.nodes[0], "unplugged")
-        assert await restarts.allowed(Failure("lost", "n1", None, headline="gone"), [], 1.0)
-        assert await restarts.line_up(muster)
+        assert await driver.may_restart(Failure("lost", "n1", None, headline="gone"), [], 1.0)
+        assert await driver.select_nodes()
         assert [node.name for node in fleet.nodes] == ["n2"]
-        assert restarts.counted == 0
+        assert driver.policy.counted == 0
         while not came:
             await asyncio.sleep(0.05)
-        assert await restarts.line_up(muster)
+        assert await driver.select_nodes()
         assert [node.name for node in fleet.nodes] == ["n2", "n1"]  # who has the files stays first
-        await muster.close()
+        await reconnector.close()
         await fleet.close()
 
     asyncio.run(asyncio.wait_for(scene(), 10))
@@ -564,13 +594,15 @@ def test_a_node_that_is_brought_back_takes_its_own_place() -> None:
     async def scene() -> None:
         fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
         told: list[Node] = []
-        muster = mustered(Dialling(comes_back=True), fleet, [], told.append)
-        fleet.lose(fleet.nodes[0], "unplugged")
-        node = await muster.bring(fleet.nodes[0])
-        fleet.take_place(node, "n1")
-        assert (fleet.nodes[0], fleet.spares, told) == (node, [], [])
+        request = request_for(elastic("2:2"), Dialling(comes_back=True), "n1", "n2")
+        reconnector = reconnector_of(request, fleet, [], told.append)
+        lost = fleet.nodes[0]
+        fleet.lose(lost, "unplugged")
+        await reconnector.bring_back("n1")
+        assert fleet.nodes[0] is not lost
+        assert (fleet.nodes[0].name, fleet.spares, told) == ("n1", [], [])
         assert fleet.whole
-        await muster.close()
+        await reconnector.close()
         await fleet.close()
 
     asyncio.run(asyncio.wait_for(scene(), 10))
@@ -582,22 +614,16 @@ def test_who_waits_for_a_node_hears_that_it_cannot_come_back() -> None:
 
     async def scene() -> None:
         fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
-        muster = mustered(transport, fleet, notes)
+        reconnector = reconnector_of(request_for(elastic("1:2"), transport, "n1"), fleet, notes)
         fleet.lose(fleet.nodes[1], "unplugged")
         lost: list[str] = []
-
-        async def rejoin(host: str) -> None:
-            await muster.bring(fleet.named(host))
-
         first = SimpleNamespace(host="n2", ranks=[SimpleNamespace(rank=0)])
         plan: Any = SimpleNamespace(nodes=[first], master_addr="127.0.0.1", master_port=1)
         members = Mock(decide=lambda now: [], node_gone=lost.append)
-        recoveries = Recoveries(plan, members, fleet, Mock(), lambda part: None, rejoin, Mock(),
-                                Mock(), Mock())  # fmt: skip
-        await recoveries._dial("n2")
+        await recovery_of(plan, members, fleet, reconnector)._bring_back(Dial("n2"))
         assert lost == ["n2"]
-        assert muster.called == []
-        await muster.close()
+        assert reconnector.dialled == []
+        await reconnector.close()
         await fleet.close()
 
     asyncio.run(asyncio.wait_for(scene(), 10))
@@ -611,23 +637,24 @@ def test_a_node_that_cannot_be_fitted_out_is_told_of_and_called_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever stood in the way: a node that refuses, a file that is to be sent and has gone."""
-    monkeypatch.setattr(muster_module, "PAUSES_S", (0.01,))
+    monkeypatch.setattr(reconnect_module, "PAUSES_S", (0.01,))
     troubles: list[Exception] = [
         NodeError("n2 is full"), FileNotFoundError(2, "No such file", "/p/a.py"), TimeoutError(),
     ]  # fmt: skip
     notes: list[str] = []
 
-    async def fit_out(node: Node) -> None:
+    async def provision(node: Node, fleet: Fleet) -> None:
         if troubles:
             raise troubles.pop(0)
 
     async def scene() -> list[str]:
         fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
         transport: Any = Dialling(comes_back=True)
-        muster = Muster(transport, fleet, str, fit_out, lambda node: None, notes.append)
+        request = request_for(elastic("2:2"), transport, "n1", "n2")
+        reconnector = reconnector_of(request, fleet, notes, provisioner=Mock(provision=provision))
         fleet.lose(fleet.nodes[1], "unplugged")
-        fleet.take_place(await muster.bring(fleet.nodes[1]), "n2")
-        await muster.close()
+        await reconnector.bring_back("n2")
+        await reconnector.close()
         await fleet.close()
         return [node.name for node in fleet.nodes if not node.lost]
 
@@ -642,7 +669,6 @@ def test_a_spare_takes_the_place_of_a_lost_node() -> None:
 
     async def scene() -> None:
         fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), Agent("n3"), lease_s=0.5)
-        muster = mustered(transport, fleet, notes)
         for node in fleet.nodes:
             node.found = Found(node.host, {}, LOOPBACK)
             node.settle(None)
@@ -650,12 +676,12 @@ def test_a_spare_takes_the_place_of_a_lost_node() -> None:
             node.ready.set_result(None)
         fleet.seat(fleet.nodes[:2])
         request = request_for(elastic("2:2"), transport, "n1", "n2", "n3")
-        restarts = Restarts(request, fleet, notes.append)
+        driver, reconnector = driver_of(request, fleet, notes)
         fleet.lose(fleet.nodes[0], "unplugged")
-        assert await restarts.allowed(Failure("lost", "n1", None, headline="gone"), [], 1.0)
-        assert await restarts.line_up(muster)
+        assert await driver.may_restart(Failure("lost", "n1", None, headline="gone"), [], 1.0)
+        assert await driver.select_nodes()
         assert [node.name for node in fleet.nodes] == ["n2", "n3"]
-        await muster.close()
+        await reconnector.close()
         await fleet.close()
 
     asyncio.run(asyncio.wait_for(scene(), 10))
@@ -667,14 +693,14 @@ def test_a_node_that_was_asked_to_end_is_let_go() -> None:
         notes: list[str] = []
         fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
         transport = Dialling(comes_back=True)
-        muster = mustered(transport, fleet, notes)
-        restarts = Restarts(request_for(elastic("1:2"), transport, "n1", "n2"), fleet, notes.append)
+        request = request_for(elastic("1:2"), transport, "n1", "n2")
+        driver, reconnector = driver_of(request, fleet, notes)
         asked = Failure("signal", "n2", None, signal=15, headline="asked to end")
-        assert await restarts.allowed(asked, [fleet.nodes[1]], 1.0)
-        assert await restarts.line_up(muster)
+        assert await driver.may_restart(asked, [fleet.nodes[1]], 1.0)
+        assert await driver.select_nodes()
         await asyncio.sleep(0.2)
         assert not transport.tries  # it is about to go
-        await muster.close()
+        await reconnector.close()
         await fleet.close()
         return fleet
 
@@ -687,18 +713,17 @@ def test_a_store_on_a_host_whose_place_was_taken_is_opened_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """While the news of it waited: who tells them to the nodes goes on."""
-    monkeypatch.setattr(recovery, "PAUSE_S", 0.01)
+    monkeypatch.setattr(recovery_module, "PAUSE_S", 0.01)
     first = SimpleNamespace(host="n1", ranks=[SimpleNamespace(rank=0)])
     plan: Any = SimpleNamespace(nodes=[first], master_addr="127.0.0.1", master_port=1)
 
     async def scene() -> None:
         fleet, _, _ = fleet_of(Agent("n1"), lease_s=0.5)
         fleet.nodes[0].running = True
-        members = Members({0: "n1"})
-        recoveries = Recoveries(plan, members, fleet, Mock(), Mock(), None, Mock(), Mock(), Mock())
-        running = asyncio.ensure_future(recoveries.run())
-        recoveries._mail.put_nowait(Regroup(1, (0,), False, "n2"))
-        recoveries._mail.put_nowait(End("nothing more"))
+        recovery = recovery_of(plan, Members({0: "n1"}), fleet)
+        running = asyncio.ensure_future(recovery.run())
+        recovery._orders.put_nowait(Regroup(1, (0,), False, "n2"))
+        recovery._orders.put_nowait(End("nothing more"))
         channel: Any = fleet.nodes[0].channel
         while "tell_ranks" not in channel.asked:
             await asyncio.sleep(0.01)
@@ -733,17 +758,17 @@ def test_a_failure_long_after_a_recovered_loss_is_the_program_s_own() -> None:
         notes: list[str] = []
         fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
         transport = Dialling(comes_back=True)
-        restarts = Restarts(request_for(elastic("1:2"), transport, "n1", "n2"), fleet, notes.append)
+        driver, _ = driver_of(request_for(elastic("1:2"), transport, "n1", "n2"), fleet, notes)
         fleet.lose(fleet.nodes[1], "unplugged")
         now = fleet.nodes[1].lost_at
         boom = Failure("exception", "n1", 0, now + 60, headline="ValueError: boom")
         echo = replace(boom, headline="RuntimeError: Connection reset by peer")
         found = [
-            await restarts.allowed(one, [], 1.0)
+            await driver.may_restart(one, [], 1.0)
             for one in (boom, echo, replace(boom, time=now + 0.2), replace(boom, rank=None))
         ]
         gone = Node(Host("n3"), Agent("n3"))  # type: ignore[arg-type]
-        found.append(await restarts.allowed(boom, [gone], 1.0))
+        found.append(await driver.may_restart(boom, [gone], 1.0))
         await fleet.close()
         return found
 
@@ -751,7 +776,7 @@ def test_a_failure_long_after_a_recovered_loss_is_the_program_s_own() -> None:
 
 
 def test_a_fork_server_that_cannot_import_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "PAUSE_S", 0.01)
+    monkeypatch.setattr(recovery_module, "PAUSE_S", 0.01)
     plan: Any = SimpleNamespace(nodes=[part_of("n1", 0)], master_addr="127.0.0.1", master_port=1)
 
     async def scene() -> None:
@@ -765,9 +790,8 @@ def test_a_fork_server_that_cannot_import_is_told_of_once(monkeypatch: pytest.Mo
             node.ready.set_result(Trouble("import", "Traceback\nImportError: no torch"))
 
         monkeypatch.setattr(Node, "prepare", lambda _: prepare())
-        recoveries = Recoveries(plan, Members({0: "n1"}), fleet, Mock(), Mock(), None, Mock(),
-                                screen, Mock())  # fmt: skip
-        preparing = asyncio.ensure_future(recoveries._prepare("n1"))
+        recovery = recovery_of(plan, Members({0: "n1"}), fleet, screen=screen)
+        preparing = asyncio.ensure_future(recovery._start_fork_server("n1"))
         while tries < 4:
             await asyncio.sleep(0.01)
         fleet.take_place(fleet.add(Agent("n2")), "n1")  # type: ignore[arg-type]
@@ -782,24 +806,23 @@ def test_a_fork_server_that_cannot_import_is_told_of_once(monkeypatch: pytest.Mo
 def test_ranks_that_wait_for_nodes_say_for_how_many_and_until_when(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(recovery, "PAUSE_S", 0.01)
+    monkeypatch.setattr(recovery_module, "PAUSE_S", 0.01)
     plan: Any = SimpleNamespace(nodes=[part_of("n1", 0), part_of("n2", 1)], master_addr="::1",
                                 master_port=1)  # fmt: skip
 
     async def scene() -> None:
         fleet, _, _ = fleet_of(Agent("n1"), lease_s=5.0)
-        members = able(Members({0: "n1", 1: "n2"}, least=2, patience_s=60.0), 0, 1)
-        recoveries = Recoveries(plan, members, fleet, Mock(), Mock(), None, Mock(), Mock(),
-                                Mock())  # fmt: skip
-        assert recoveries.waits is None
+        members = able(Members({0: "n1", 1: "n2"}, min_hosts=2, patience_s=60.0), 0, 1)
+        recovery = recovery_of(plan, members, fleet)
+        assert recovery.waiting is None
         members._waiting_since = 1.0
-        await recoveries._tell_wait(Wait(("n2",)))
-        waits = recoveries.waits
+        await recovery._tell_wait(Wait(("n2",)))
+        waits = recovery.waiting
         assert waits is not None
         text = "1 node of at least 2: waiting for n2, with the training's state in memory"
         assert (waits.text, round(waits.until - waits.since)) == (text, 60)
         members._waiting_since = None
-        assert recoveries.waits is None
+        assert recovery.waiting is None
         await fleet.close()
 
     asyncio.run(asyncio.wait_for(scene(), 20))
@@ -813,7 +836,7 @@ def part_of(host: str, *slots: int) -> Any:
 
 def able(members: Members, *slots: int) -> Members:
     for slot in slots:
-        members.said_able(slot, True)
+        members.set_recoverable(slot, True)
     return members
 
 
@@ -826,25 +849,26 @@ def test_a_spare_that_comes_later_takes_the_place_of_a_lost_host() -> None:
         fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=5.0)
         given_up = asyncio.Event()
 
-        async def rejoin(host: str) -> None:
+        async def bring_back(host: str) -> None:
             try:
                 await asyncio.sleep(60)
             finally:
                 given_up.set()
 
-        stand_in = Mock(return_value=None)
+        replace_host = Mock(return_value=None)
+        reconnector = Mock(redials=True, replace=replace_host, bring_back=bring_back)
         members = able(Members({0: "n1", 1: "n2"}), 0, 1)
-        recoveries = Recoveries(plan, members, fleet, Mock(), stand_in, rejoin, Mock(), Mock(),
-                                Mock())  # fmt: skip
-        assert not recoveries.spare_came()
-        assert recoveries.takes(Failure("lost", "n2", None, time.monotonic(), headline="off"))
+        recovery = recovery_of(plan, members, fleet, reconnector)
+        assert not recovery.use_spare()
+        lost = Failure("lost", "n2", None, time.monotonic(), headline="off")
+        assert recovery.take_failure(lost)
         await asyncio.sleep(0.01)
-        assert not recoveries.spare_came()
-        stand_in.return_value = part_of("n3", 1)
-        assert recoveries.spare_came()
+        assert not recovery.use_spare()
+        replace_host.return_value = part_of("n3", 1)
+        assert recovery.use_spare()
         await asyncio.wait_for(given_up.wait(), 5)
-        assert [one.host for one in recoveries._parts.values()] == ["n1", "n3"]
-        assert not recoveries.spare_came()
+        assert [part.host for part in recovery._commands.parts.values()] == ["n1", "n3"]
+        assert not recovery.use_spare()
         await fleet.close()
 
     asyncio.run(asyncio.wait_for(scene(), 20))
@@ -858,19 +882,21 @@ def test_who_ended_its_ranks_while_we_were_stopped_is_not_to_blame() -> None:
         fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=5.0)
         fleet._on_lost = lambda node, why: attempt.node_lost(node, why)
         job = Job("a", ENTRY, "/", "python3")
-        attempt = Attempt(plan, job, fleet, Mock(), Mock(), Mock(), Mock(), Mock(), None)
+        attempt = Attempt(plan, job, fleet, Mock(), Mock(), Mock(), RetryPolicy(),
+                          Mock(redials=False))  # fmt: skip
         for slot, node in enumerate(fleet.nodes):
             node.running = True
-            attempt.take(node, Event("recoverable", node.name, slot, fields={"able": True}))
+            attempt.on_event(node, Event("recoverable", node.name, slot, fields={"able": True}))
         for node in fleet.nodes:
             about = {"reason": "lease", "why": "the lease of 5 s ran out"}
-            attempt.take(node, Event("leaving", node.name, time=time.monotonic(), fields=about))
+            attempt.on_event(node, Event("leaving", node.name, time=time.monotonic(), fields=about))
         await fleet.close()
         return attempt._failures
 
     failures = asyncio.run(asyncio.wait_for(scene(), 20))
     assert [failure.kind for failure in failures] == ["lease", "lease"]
-    assert outcome.first(outcome.own_absence(failures, 14.0, 5.0)).kind == "launcher"
+    first = failure_analysis.first(failure_analysis.own_absence(failures, 14.0, 5.0))
+    assert first.kind == "launcher"
 
 
 def test_what_breaks_in_a_recovery_ends_the_attempt_at_once() -> None:
@@ -881,16 +907,16 @@ def test_what_breaks_in_a_recovery_ends_the_attempt_at_once() -> None:
         fleet, _, _ = fleet_of(Agent("n1"), lease_s=5.0)
         screen, interrupts = Mock(), Mock(received=[], wait=lambda *_: asyncio.sleep(60))
         job = Job("a", ENTRY, "/", "python3")
-        attempt = Attempt(plan, job, fleet, interrupts, screen, Mock(), Mock(), Mock(), None)
+        attempt = Attempt(plan, job, fleet, interrupts, screen, Mock(), RetryPolicy(), Mock())
 
         async def started(*_: Any) -> None:
             attempt._hangs.run = Mock(side_effect=ZeroDivisionError("of hangs"))  # type: ignore[method-assign]
-            asyncio.get_running_loop().call_later(0.3, attempt.recoveries._begin, broken())
+            asyncio.get_running_loop().call_later(0.3, attempt.recovery._spawn, broken())
 
         async def broken() -> None:
             raise ZeroDivisionError("of a recovery")
 
-        attempt._start = started  # type: ignore[method-assign]
+        attempt._commands.start = started  # type: ignore[method-assign]
         with pytest.raises(ZeroDivisionError, match="of a recovery"):
             await attempt.run()
         (note,) = screen.note.call_args_list
@@ -902,7 +928,7 @@ def test_what_breaks_in_a_recovery_ends_the_attempt_at_once() -> None:
 
 def test_a_session_counts_a_node_that_is_asked_to_end_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often it is asked; and not any more when another has taken its place."""
-    monkeypatch.setattr(recovery, "ALL_ASKED_S", 0.01)
+    monkeypatch.setattr(recovery_module, "SCHEDULER_SPREAD_S", 0.01)
     ranks = [SimpleNamespace(host=f"n{n}", ranks=[SimpleNamespace(rank=n - 1)]) for n in (1, 2)]
     plan: Any = SimpleNamespace(nodes=ranks, master_addr="127.0.0.1", master_port=1)
 
@@ -910,25 +936,24 @@ def test_a_session_counts_a_node_that_is_asked_to_end_once(monkeypatch: pytest.M
         fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
         members = Members({0: "n1", 1: "n2"})
         for slot in (0, 1):
-            members.said_able(slot, True)
-        recoveries = Recoveries(plan, members, fleet, Mock(), Mock(), None, failed.append,
-                                Mock(), Mock())  # fmt: skip
+            members.set_recoverable(slot, True)
+        recovery = recovery_of(plan, members, fleet, fail=failed.append)
 
         async def asked(*nodes: Node) -> list[str]:
             for node in [*nodes, *nodes]:
                 why = Failure("signal", node.name, None, signal=15, headline="asked to end")
-                assert recoveries.leaves(node, why)
+                assert recovery.release(node, why)
             await asyncio.sleep(0.2)
             return [failure.kind for failure in failed]
 
         assert await asked(fleet.nodes[1]) == []
         assert fleet.nodes[1].lost
-        assert recoveries.leaving == [fleet.nodes[1]]
+        assert recovery.leaving_nodes == [fleet.nodes[1]]
         for host, lost in (("n3", "n2"), ("n4", "n3")):
             fleet.take_place(fleet.add(Agent(host)), lost)  # type: ignore[arg-type]
-            assert recoveries.leaving == []
+            assert recovery.leaving_nodes == []
             part: Any = SimpleNamespace(host=host, ranks=ranks[1].ranks)
-            recoveries.take_in(part)
+            recovery._add_part(part)
             if host == "n3":
                 assert await asked(fleet.nodes[1]) == []
         assert await asked(*fleet.nodes) == ["signal", "signal"]
@@ -968,14 +993,14 @@ class Flaky(Slow):
 def gathered(transport: Any, least: int, patience_s: float, *names: str, **more: Any) -> Any:
     notes: list[str] = []
     hosts = [Host(name) for name in names]
-    found = asyncio.run(muster_module.gather(
+    found = asyncio.run(connect_module.gather(
         transport, hosts, ["python3"] * len(hosts), least, patience_s, notes.append,
         **more))  # fmt: skip
     return [channel.host.name for channel in found[0]], found[1], notes
 
 
 def test_begins_with_those_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(muster_module, "LAST_CALL_S", 0.4)
+    monkeypatch.setattr(connect_module, "LAST_CALL_S", 0.4)
     there, missing, notes = gathered(Slow(n1=0, n2=None, n3=0.2), 1, 9, "n1", "n2", "n3")
     assert there == ["n1", "n3"]
     assert missing == {"n2": "no route: n2: off"}
@@ -987,8 +1012,8 @@ def test_who_answers_while_the_others_import_has_a_part_from_the_beginning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whose login was under way is not called anew, and is waited for, unlike who is off."""
-    monkeypatch.setattr(muster_module, "LAST_CALL_S", 0.1)
-    monkeypatch.setattr(launcher_module, "fork_servers_up", AsyncMock())
+    monkeypatch.setattr(connect_module, "LAST_CALL_S", 0.1)
+    monkeypatch.setattr(driver_module, "fork_servers_up", AsyncMock())
     opened: list[str] = []
 
     class Counted(Slow):
@@ -1009,25 +1034,25 @@ def test_who_answers_while_the_others_import_has_a_part_from_the_beginning(
     def plan_of(request: Any, fleet: Fleet, *_: Any) -> Any:
         return Planned(tuple(node.name for node in fleet.nodes))
 
-    monkeypatch.setattr(launcher_module.prepare, "plan_of", plan_of)
+    monkeypatch.setattr(driver_module.survey, "plan_of", plan_of)
     transport: Any = Counted(n1=0, n2=0.3, n3=60)
 
     async def scene() -> Any:
-        late: list[muster_module.Dialling] = []
+        late: list[connect_module.Dialling] = []
         hosts = [Host(name) for name in ("n1", "n2", "n3")]
-        channels, missing = await muster_module.gather(
+        channels, missing = await connect_module.gather(
             transport, hosts, ["python3"] * 3, 1, 9, notes.append, later=late)  # fmt: skip
         fleet = Fleet(channels, 0.5, lambda node, event: None, lambda node, why: None)
         fleet.nodes[0].found = Found(hosts[0], {}, LOOPBACK)
-        launcher: Any = Launcher.__new__(Launcher)
-        launcher._request = request_for(elastic("1:3"), transport, *transport._seconds)
-        launcher._screen, launcher._directory, launcher._missing = Mock(), Mock(), missing
-        launcher._muster = muster = mustered(transport, fleet, notes)
-        for one in late:
-            muster.go_on(one)
-        await next(one.task for one in late if one.host.name == "n2")
-        plan = await launcher._with_late_ones(Planned(("n1",), ("a note",)), fleet, Mock())
-        await muster.close()
+        request = request_for(elastic("1:3"), transport, *transport._seconds)
+        driver, reconnector = driver_of(request, fleet, notes)
+        driver.missing = missing
+        for dialling in late:
+            reconnector.follow(dialling)
+        await next(dialling.task for dialling in late if dialling.host.name == "n2")
+        planned: Any = Planned(("n1",), ("a note",))
+        plan = await driver._with_late_hosts(planned)
+        await reconnector.close()
         await fleet.close()
         return plan
 
@@ -1041,8 +1066,8 @@ def test_who_answers_while_the_others_import_has_a_part_from_the_beginning(
 def test_ranks_without_a_group_are_not_said_to_hang(waits: bool, told: str) -> None:
     attempt: Any = Attempt.__new__(Attempt)
     attempt._recorder, attempt._screen = Mock(), Mock()
-    attempt.recoveries = Mock(under_way=waits)
-    attempt._where([], "rank 0 waits")
+    attempt.recovery = Mock(is_regrouping=waits)
+    attempt._show_state([], "rank 0 waits")
     assert attempt._recorder.board.hang == told
 
 
@@ -1050,20 +1075,19 @@ def test_where_everybody_is_is_written_down_while_nodes_are_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No attempt does it then, and who asks from elsewhere reads that file."""
-    monkeypatch.setattr(launcher_module, "WHERE_S", 0.01)
+    monkeypatch.setattr(recorder_module, "STATE_PERIOD_S", 0.01)
     written = list[Waiting | None]()
-    launcher: Any = Launcher.__new__(Launcher)
-    launcher._attempt = launcher._waits = launcher._telling = None
-    launcher.recorder = Mock(where=lambda: written.append(launcher._waiting()))
+    recorder = recorder_module.Recorder(Mock(), Mock())
+    recorder.where = lambda: written.append(recorder._waiting)  # type: ignore[method-assign]
     waits = Waiting.now("1 node of at least 2", 60.0)
 
     async def scene() -> None:
-        launcher._wait(None)
+        recorder.wait(None)
         assert not written
-        launcher._wait(waits)
+        recorder.wait(waits)
         while len(written) < 3:
             await asyncio.sleep(0.01)
-        launcher._wait(None)
+        recorder.wait(None)
         assert written[-1] is None
         count = len(written)
         await asyncio.sleep(0.1)
@@ -1078,7 +1102,7 @@ def test_waits_for_as_many_as_are_needed(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ConnectError, match="1 host can be reached, at least 2 are needed: n2") as e:
         gathered(Slow(n1=0, n2=None), 2, 0.5, "n1", "n2")
     assert "n2: no route: n2: off" in e.value.found
-    monkeypatch.setattr(muster_module, "PAUSES_S", (0.2,))
+    monkeypatch.setattr(connect_module, "PAUSES_S", (0.2,))
     there, _, notes = gathered(Flaky(n2=2), 2, 9, "n1", "n2", waits=seen.append)
     assert there == ["n1", "n2"]
     text = "1 host of at least 2: waiting up to 9 s for n2 (no route: n2: off)"
@@ -1138,7 +1162,7 @@ def test_no_start_again_on_a_disk_that_is_still_full(headline: str, free: int, t
 
     async def scene() -> str:
         fleet, _, _ = fleet_of(Full("n1"))
-        why = await restart.full_disk(fleet, Failure("exception", "n1", 0, 0.0, headline=headline))
+        why = await full_disk(fleet, Failure("exception", "n1", 0, 0.0, headline=headline))
         await fleet.close()
         return why
 
@@ -1174,15 +1198,14 @@ def test_nothing_starts_again_beside_a_stranger() -> None:
     async def scene() -> None:
         notes: list[str] = []
         fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)
-        restarts = Restarts(
-            request_for(job, Dialling(comes_back=True), "n1", "n2"), fleet, notes.append
-        )
+        request = request_for(job, Dialling(comes_back=True), "n1", "n2")
+        driver, _ = driver_of(request, fleet, notes)
         stranger = Event("stranger", "n1", 0, 1.0, {"address": "10.0.0.9"})
-        failure = outcome.failure_of(stranger, 10.0)
+        failure = failure_analysis.failure_of(stranger, 10.0)
         assert failure is not None
         assert failure.status == 1
         assert "connection with 10.0.0.9, which is none of this job's hosts" in failure.headline
-        assert not await restarts.allowed(failure, [], 1.0, Outset(job, 2))
+        assert not await driver.may_restart(failure, [], 1.0, StartupTracker(job, 2))
         assert "not started again" in notes[0]
         await fleet.close()
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from paceline.launch import prepare
+from paceline.launch.nodes import survey
 from paceline.spec.errors import NodeError
 from paceline.spec.hosts import Host
 
@@ -20,14 +20,14 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async def look(_nodes: object, _job: object, supplies: Any) -> None:
         await supplies
 
-    monkeypatch.setattr(prepare.decide, "check_agreement", lambda *_: None)
+    monkeypatch.setattr(survey.planner, "check_agreement", lambda *_: None)
     monkeypatch.setattr(
-        prepare.network, "candidates", lambda hosts, *_: ({h: [] for h in hosts}, [])
+        survey.network, "candidates", lambda hosts, *_: ({h: [] for h in hosts}, [])
     )
-    monkeypatch.setattr(prepare.network, "decide", lambda hosts, *_: (dict.fromkeys(hosts), []))
-    monkeypatch.setattr(prepare, "_look", look)
-    monkeypatch.setattr(prepare, "_address", lambda _: "")
-    monkeypatch.setattr(prepare, "replace", lambda found, **_: found)
+    monkeypatch.setattr(survey.network, "decide", lambda hosts, *_: (dict.fromkeys(hosts), []))
+    monkeypatch.setattr(survey, "_look", look)
+    monkeypatch.setattr(survey, "_address", lambda _: "")
+    monkeypatch.setattr(survey, "replace", lambda found, **_: found)
 
 
 def known(*names: str) -> list[Any]:
@@ -48,7 +48,7 @@ def get_to_know(nodes: list[Any], *late: Any) -> None:
             Any, SimpleNamespace(everyone=nodes, trying=asyncio.Lock(), doubts_settled=settled)
         )
         await asyncio.gather(*(
-            prepare.get_to_know(node, fleet, request, cast(Any, None)) for node in late
+            survey.get_to_know(node, fleet, request, cast(Any, None)) for node in late
         ))  # fmt: skip
 
     async def settled() -> None:
@@ -71,7 +71,7 @@ def test_two_that_come_at_once_are_tried_one_after_the_other(
         tried.append("is over")
         return {}
 
-    monkeypatch.setattr(prepare.connectivity, "try_addresses", tries)
+    monkeypatch.setattr(survey.connectivity, "try_addresses", tries)
     nodes = known("n1", "n2", "n3")
     get_to_know(nodes, *nodes[1:])
     assert tried == ["begins", "is over"] * 2
@@ -95,7 +95,7 @@ def test_who_comes_is_not_turned_away_because_another_is_lost(
             raise error
         return {}
 
-    monkeypatch.setattr(prepare.connectivity, "try_addresses", tries)
+    monkeypatch.setattr(survey.connectivity, "try_addresses", tries)
     get_to_know(nodes, nodes[2])
     assert tried == [["n1", "n2", "n3"], ["n1", "n3"]]
     nodes[1].lost, tried[:] = False, [[]]
@@ -103,6 +103,6 @@ def test_who_comes_is_not_turned_away_because_another_is_lost(
     async def refuses(*_: object) -> dict[str, Any]:
         raise error
 
-    monkeypatch.setattr(prepare.connectivity, "try_addresses", refuses)
+    monkeypatch.setattr(survey.connectivity, "try_addresses", refuses)
     with pytest.raises(type(error)):
         get_to_know(nodes, nodes[2])

@@ -17,11 +17,8 @@ from paceline.explain.conclusion import conclude
 from paceline.explain.evidence import Evidence
 from paceline.explain.rules import load_all
 from paceline.explain.stacks import Frame, RankStack, describe_position, is_waiting
-from paceline.launch import hangs
-from paceline.launch.beats import Beat, Heartbeats, aside, told
-from paceline.launch.fleet import Fleet
-from paceline.launch.hangs import LOOK_S, HangWatch
-from paceline.launch.verdict import (
+from paceline.launch.health import hangs
+from paceline.launch.health.hang_verdict import (
     BUSY_S,
     Child,
     Hang,
@@ -32,6 +29,9 @@ from paceline.launch.verdict import (
     judge,
     stays,
 )
+from paceline.launch.health.hangs import LOOK_S, HangWatch
+from paceline.launch.health.heartbeats import Beat, Heartbeats, aside, told
+from paceline.launch.nodes.fleet import Fleet
 from paceline.spec.events import Event
 from paceline.spec.failure import Result
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.launch.independence import describe_independence
+from paceline.launch.health.independence import describe_independence
 from paceline.spec.events import Event
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.launch.keys import Keys, in_foreground, named
+from paceline.launch.terminal.keys import Keys, in_foreground, named
 
 
 @pytest.mark.parametrize(

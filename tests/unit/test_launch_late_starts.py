@@ -8,8 +8,10 @@ from typing import Any
 
 from paceline.agent.job import NodeJob, Rank
 from paceline.agent.procs import Process
-from paceline.launch.members import Members, Start
-from paceline.launch.recovery import Recoveries
+from paceline.launch.elastic.actions import Start
+from paceline.launch.elastic.commands import RankCommands
+from paceline.launch.elastic.members import Members
+from paceline.launch.elastic.recovery import RecoveryController
 
 
 def test_an_end_is_that_of_a_process_and_not_of_its_place() -> None:
@@ -43,14 +45,17 @@ async def _late_starts() -> None:
     fleet: Any = SimpleNamespace(nodes=[node], named=lambda _: node)
     spec = {"ranks": [{"rank": 0, "env": {}}]}
     nothing: Any = None
-    recoveries = Recoveries(plan, Members({0: "n1"}), fleet, lambda *_: spec, nothing, nothing,
-                            nothing, nothing, nothing)  # fmt: skip
-    posting = asyncio.ensure_future(recoveries._post())
-    recoveries._do(Start("n1", (0,)))
+    commands = RankCommands(plan, nothing, fleet, "")
+    commands.start_request = lambda *_: spec  # type: ignore[method-assign]
+    commands._admitted = lambda: ""  # type: ignore[method-assign]
+    recovery = RecoveryController(commands, Members({0: "n1"}), fleet, nothing, nothing, nothing,
+                                  nothing)  # fmt: skip
+    posting = asyncio.ensure_future(recovery._send_orders())
+    recovery._execute(Start("n1", (0,)))
     while not asked:
         await asyncio.sleep(0)
-    closing = asyncio.ensure_future(recoveries.close(60.0))
-    recoveries._do(Start("n1", (0,)))
+    closing = asyncio.ensure_future(recovery.close(60.0))
+    recovery._execute(Start("n1", (0,)))
     for _ in range(20):
         await asyncio.sleep(0)
     assert not closing.done()

@@ -15,11 +15,11 @@ from agents import agent_in_thread
 
 from paceline.agent.lines import unanswered
 from paceline.agent.procs import sockets_of
-from paceline.launch import lines
-from paceline.launch.lines import (
+from paceline.launch.health import links
+from paceline.launch.health.links import (
     CALL_S,
     UNANSWERED_S,
-    LineWatch,
+    LinkWatch,
     Silences,
     Unanswered,
     deaf,
@@ -131,7 +131,7 @@ class Job:
         self.silent, self.answer = silent, answer
         self.seconds, self.grows = seconds, grows
         self.asked: list[str] = []
-        self.told: list[list[lines.Line]] = []
+        self.told: list[list[links.Line]] = []
         self.sent = 0
 
     def times(self) -> int:
@@ -149,11 +149,11 @@ class Job:
         fleet: Any = SimpleNamespace(nodes=[Host(name, self) for name in self.addresses])
         over = asyncio.Event()
 
-        def told(found: list[lines.Line], _: float) -> None:
+        def told(found: list[links.Line], _: float) -> None:
             self.told.append(found)
             over.set()
 
-        watch = LineWatch(fleet, lambda: self.addresses, self.host_at, self.silent_s, told)
+        watch = LinkWatch(fleet, lambda: self.addresses, self.host_at, self.silent_s, told)
         watching = asyncio.ensure_future(watch.run())
         while not over.is_set() and self.asked.count("unanswered") < 3 * looks and looks:
             await asyncio.sleep(0)
@@ -164,9 +164,9 @@ class Job:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look follows the other at once."""
-    monkeypatch.setattr(lines, "LOOK_S", 0.0)
-    monkeypatch.setattr(lines, "SELDOM_S", 0.0)
-    monkeypatch.setattr(lines, "UNANSWERED_S", 0.0)
+    monkeypatch.setattr(links, "LOOK_S", 0.0)
+    monkeypatch.setattr(links, "SELDOM_S", 0.0)
+    monkeypatch.setattr(links, "UNANSWERED_S", 0.0)
 
 
 @pytest.mark.usefixtures("quick")

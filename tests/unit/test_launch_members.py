@@ -5,26 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
 from each_case import each_case
-from paceline.launch import members as members_module
-from paceline.launch.allowance import Allowance, Verdict
-from paceline.launch.members import (
-    ANSWER_S,
-    APART_S,
-    JOINS_S,
-    KILL_AGAIN_S,
-    LAST_S,
-    LEAVING_S,
-    MEET_S,
-    MOST_STRIKES,
-    OWN_S,
-    RETRIES_S,
-    SAVED,
-    STOP_S,
-    TOGETHER_S,
+from paceline.launch.elastic.actions import (
     Action,
     Dial,
     End,
@@ -32,7 +18,6 @@ from paceline.launch.members import (
     Joined,
     Kill,
     LeftOut,
-    Members,
     NotAgain,
     Prepare,
     Recovered,
@@ -42,6 +27,18 @@ from paceline.launch.members import (
     Stop,
     Wait,
 )
+from paceline.launch.elastic.members import (
+    APART_S,
+    JOINS_S,
+    KILL_AGAIN_S,
+    LAST_S,
+    MEET_S,
+    STOP_S,
+    TOGETHER_S,
+    Members,
+)
+from paceline.launch.elastic.rank_events import ANSWER_S, LEAVING_S, OWN_S, SAVED
+from paceline.launch.elastic.retry_policy import MAX_STRIKES, NEWCOMER_DELAYS_S, RetryPolicy
 from paceline.spec.failure import ASTRAY, UNLIKE, Failure
 
 HOSTS = {0: "n1", 1: "n1", 2: "n2", 3: "n2", 4: "n3"}
@@ -59,7 +56,7 @@ class Job:
         self.now = 100.0
         if able:
             for slot in self.places:
-                self.members.said_able(slot, True)
+                self.members.set_recoverable(slot, True)
         assert self.decide() == []
 
     def decide(self, after: float = 0.0) -> list[Action]:
@@ -90,7 +87,7 @@ class Job:
     def settle(self, slots: Sequence[int] | None = None, step: int | None = None) -> None:
         """These members, or all, say that they train in the new group."""
         number = self.members._generation.number
-        for slot in self.members.members if slots is None else slots:
+        for slot in self.members.group if slots is None else slots:
             self.members.regrouped(slot, number, step, self.now)
 
     def start_again(self, slot: int) -> None:
@@ -103,7 +100,7 @@ class Job:
     def join(self, *slots: int) -> None:
         """Newcomers of these slots, already started, are ready and taken in."""
         for slot in slots:
-            self.members.ready(slot, self.now)
+            self.members.newcomer_ready(slot, self.now)
         assert [type(one) for one in self.decide(TOGETHER_S)] == [Regroup]
         self.settle()
         assert [type(one) for one in self.decide()] == [Joined]
@@ -127,12 +124,12 @@ def test_a_newcomer_that_does_not_do_as_the_others_ends_alone(why: str) -> None:
 def test_where_ranks_wait_apart_those_that_came_later_are_at_fault() -> None:
     """Its loop counts from its own beginning, say, and is not where the others evaluate."""
     job = Job()
-    assert not job.members.astray([(0, 1), (2,)], "hung")  # nobody has come: it is the program
+    assert not job.members.end_strays([(0, 1), (2,)], "hung")  # nobody has come: it is the program
     job.start_again(2)
     job.join(2)
-    assert not job.members.astray([(0, 2), (1,)], "hung")  # those that were there part as well
-    assert not job.members.astray([(0, 1, 2)], "hung")
-    assert job.members.astray([(0, 1), (2,)], "hung for longer than 30 s")
+    assert not job.members.end_strays([(0, 2), (1,)], "hung")  # those that were there part as well
+    assert not job.members.end_strays([(0, 1, 2)], "hung")
+    assert job.members.end_strays([(0, 1), (2,)], "hung for longer than 30 s")
     assert job.decide() == [Kill("n3", (2,))]
     job.kill(2)
     assert isinstance(job.decide()[0], Regroup)
@@ -160,11 +157,11 @@ def test_nobody_joins_ranks_whose_training_is_over(closed: tuple[int, ...]) -> N
     job = Job()
     job.start_again(2)
     for slot in closed:
-        job.members.session_closed(slot)
-    job.members.ready(2, job.now)
+        job.members.close_session(slot)
+    job.members.newcomer_ready(2, job.now)
     assert job.decide(TOGETHER_S) == []
     for slot in (0, 1):
-        job.members.done(slot, job.now)
+        job.members.rank_done(slot, job.now)
     assert job.decide() == [Kill("n3", (2,))]
 
 
@@ -173,8 +170,8 @@ def test_after_the_training_nobody_does_a_ranks_work_in_its_place(how: str) -> N
     """Its script exports the model, say: with what others have done the run has not ended well."""
     job = Job()
     for slot in (0, 1, 2):
-        job.members.session_closed(slot)
-    job.members.done(0, job.now)
+        job.members.close_session(slot)
+    job.members.rank_done(0, job.now)
     if how == "kill":
         job.kill(1)
     elif how == "raises":
@@ -184,7 +181,7 @@ def test_after_the_training_nobody_does_a_ranks_work_in_its_place(how: str) -> N
     told = job.decide(OWN_S)
     assert [type(one) for one in told][:2] == [End, Fail]
     assert [one.host for one in told[1].failures] == ["n2"]  # type: ignore[union-attr]
-    assert not job.members.finished
+    assert not job.members.is_finished
 
 
 def test_the_others_stood_still_only_since_they_last_went_on() -> None:
@@ -192,7 +189,7 @@ def test_the_others_stood_still_only_since_they_last_went_on() -> None:
     job = Job()
     heard = job.now
     job.decide(6.0)
-    job.members.stepped(40, job.now)
+    job.members.record_step(40, job.now)
     lost = Failure("lost", "n2", None, heard, headline="no word")
     job.members.node_lost("n2", lost, job.now + 0.1)
     job.decide(0.2)
@@ -204,33 +201,33 @@ def test_the_others_stood_still_only_since_they_last_went_on() -> None:
 
 def test_who_has_closed_its_session_is_in_no_new_group() -> None:
     job = Job()
-    job.members.session_closed(0)
+    job.members.close_session(0)
     job.kill(2)
     assert job.decide() == [Regroup(1, (1,), False)]
     job.settle([1])
     assert [type(one) for one in job.decide()] == [Recovered]  # and nobody is started
-    job.members.session_closed(1)
+    job.members.close_session(1)
     for slot in (0, 1):
-        job.members.done(slot, job.now)
+        job.members.rank_done(slot, job.now)
     assert job.decide() == []
-    assert job.members.finished
+    assert job.members.is_finished
     last = Job()
-    last.members.session_closed(0)
-    last.members.session_closed(1)
+    last.members.close_session(0)
+    last.members.close_session(1)
     last.kill(2)
     assert [type(one) for one in last.decide()] == [End, Fail]
 
 
 def test_a_host_that_was_late_gets_further_ranks() -> None:
     job = Job({0: "n1", 1: "n2"})
-    job.members.came("n3", (2,), job.now)
+    job.members.add_host("n3", (2,), job.now)
     assert job.decide() == [Start("n3", (2,))]
-    job.members.ready(2, job.now)
+    job.members.newcomer_ready(2, job.now)
     assert job.decide(TOGETHER_S) == [Regroup(1, (0, 1, 2), True)]
     job.settle()
     assert job.decide() == [Joined((2,), pytest.approx(TOGETHER_S))]
     job.places[2] = "n3"
-    job.members.stepped(1)
+    job.members.record_step(1)
     job.kill(2)
     assert job.decide() == [Regroup(2, (0, 1), False), Start("n3", (2,))]
 
@@ -242,14 +239,14 @@ def test_a_spare_takes_the_ranks_of_a_lost_host() -> None:
     done = job.decide()
     assert Dial("n2") in done
     assert Regroup(1, (0,), False) in done
-    job.members.came("n3", (1,), job.now)
+    job.members.add_host("n3", (1,), job.now)
     job.settle()
     told, *then = job.decide()
     assert isinstance(told, Recovered)
     assert told.hosts == ("n2",)
     assert then == [Start("n3", (1,))]
     job.join(1)
-    assert job.members.members == (0, 1)
+    assert job.members.group == (0, 1)
     assert job.decide(99.0) == []
 
 
@@ -259,7 +256,7 @@ def test_a_start_that_failed_on_a_lost_host_is_none_of_the_spare_s() -> None:
     job.start_again(1)
     job.lose("n2")
     job.decide()
-    job.members.came("n4", (1,), job.now)
+    job.members.add_host("n4", (1,), job.now)
     assert job.decide() == [Start("n4", (1,))]
     job.members.start_failed("n2", (1,), job.now)
     assert job.decide(99.0) == []
@@ -268,18 +265,18 @@ def test_a_start_that_failed_on_a_lost_host_is_none_of_the_spare_s() -> None:
 
 def test_a_rank_that_had_ended_does_not_begin_again_on_a_spare() -> None:
     job = Job()
-    job.members.done(1, job.now)
+    job.members.rank_done(1, job.now)
     job.lose("n2")
     assert job.decide() == [Dial("n2")]
-    job.members.came("n4", (1,), job.now)
+    job.members.add_host("n4", (1,), job.now)
     assert job.decide(TOGETHER_S) == []
 
 
 def test_a_late_host_ends_the_wait_for_too_few() -> None:
-    job = Job({0: "n1", 1: "n2"}, least=2)
+    job = Job({0: "n1", 1: "n2"}, min_hosts=2)
     job.lose("n2")
     assert Wait(("n2",)) in job.decide()
-    job.members.came("n3", (2,), job.now)
+    job.members.add_host("n3", (2,), job.now)
     done = job.decide()
     assert Regroup(1, (0,), False) in done
     assert Start("n3", (2,)) in done
@@ -295,13 +292,13 @@ def test_a_killed_rank_is_dropped_at_once_and_comes_back() -> None:
     (told,) = job.decide(0.1)
     assert isinstance(told, Recovered)
     assert (told.slots, told.others, round(told.seconds, 3)) == ((1,), 2, 0.1)
-    job.members.ready(1, job.now)
+    job.members.newcomer_ready(1, job.now)
     assert job.decide(2.0) == [Regroup(2, (0, 2, 1), True)]
     job.settle()
     assert job.decide() == [Joined((1,), pytest.approx(2.2))]
-    assert job.members.members == (0, 2, 1)
-    assert job.members.settled
-    assert job.members.recovers
+    assert job.members.group == (0, 2, 1)
+    assert job.members.is_settled
+    assert job.members.can_recover
 
 
 def test_rank_zero_is_replaced_behind_the_others() -> None:
@@ -312,19 +309,19 @@ def test_rank_zero_is_replaced_behind_the_others() -> None:
     job.settle()
     job.decide()
     job.join(0)
-    assert job.members.members == (1, 2, 0)
+    assert job.members.group == (1, 2, 0)
 
 
 def test_nothing_is_recovered_before_all_said_that_they_can() -> None:
     job = Job(able=False)
-    assert not job.members.recovers
+    assert not job.members.can_recover
     for slot in (0, 1):
-        job.members.said_able(slot, True)
-    assert not job.members.recovers
-    job.members.said_able(2, True)
-    assert job.members.recovers
-    job.members.said_able(1, False)
-    assert not job.members.recovers
+        job.members.set_recoverable(slot, True)
+    assert not job.members.can_recover
+    job.members.set_recoverable(2, True)
+    assert job.members.can_recover
+    job.members.set_recoverable(1, False)
+    assert not job.members.can_recover
 
 
 def test_a_second_loss_while_the_group_is_made_anew() -> None:
@@ -341,14 +338,14 @@ def test_a_second_loss_while_the_group_is_made_anew() -> None:
     assert isinstance(told, Recovered)
     assert (told.slots, told.others, len(told.losses)) == ((1, 3), 3, 2)
     job.join(1, 3)
-    assert job.members.members == (0, 2, 4, 1, 3)
+    assert job.members.group == (0, 2, 4, 1, 3)
 
 
 def test_a_loss_while_newcomers_join() -> None:
     """Whether they have the state is not known: they begin once more."""
     job = Job()
     job.start_again(1)
-    job.members.ready(1, job.now)
+    job.members.newcomer_ready(1, job.now)
     assert job.decide() == [Regroup(2, (0, 2, 1), True)]
     job.settle([0])
     job.kill(2)
@@ -358,30 +355,30 @@ def test_a_loss_while_newcomers_join() -> None:
     job.settle()
     assert [type(one) for one in job.decide()] == [Recovered]
     job.join(1, 2)
-    assert job.members.members == (0, 1, 2)
+    assert job.members.group == (0, 1, 2)
 
 
 def test_a_newcomer_that_dies_while_it_joins() -> None:
     job = Job()
     job.start_again(1)
-    job.members.ready(1, job.now)
+    job.members.newcomer_ready(1, job.now)
     job.decide()
     job.kill(1)
     assert job.decide() == [Regroup(3, (0, 2), False)]
-    assert job.decide(RETRIES_S[1]) == [Start("n2", (1,))]
+    assert job.decide(NEWCOMER_DELAYS_S[1]) == [Start("n2", (1,))]
 
 
 def test_a_newcomer_that_dies_is_tried_again_and_then_left_out() -> None:
     job = Job()
     job.start_again(1)
-    for wait_s in RETRIES_S[1:]:
+    for wait_s in NEWCOMER_DELAYS_S[1:]:
         job.kill(1)
         assert job.decide(wait_s / 2) == []
         assert job.decide(wait_s) == [Start("n2", (1,))]
     job.raises(1)
     assert [type(one) for one in job.decide(60)] == [LeftOut]
     assert job.decide(600) == []
-    assert job.members.recovers
+    assert job.members.can_recover
     job.kill(2)
     assert job.decide()[0] == Regroup(2, (0,), False)
     job.lose("n2")
@@ -392,18 +389,18 @@ def test_a_newcomer_that_dies_is_tried_again_and_then_left_out() -> None:
 def test_a_newcomer_that_joins_and_makes_no_step_is_left_out_as_one_that_does_not_join() -> None:
     """It hangs between the door and its first batch: the others train on without it meanwhile."""
     job = Job()
-    job.members.stepped(5)
+    job.members.record_step(5)
     job.start_again(1)
-    for step, wait_s in enumerate([*RETRIES_S[1:], 60.0], 10):
-        job.members.stepped(step)
+    for step, wait_s in enumerate([*NEWCOMER_DELAYS_S[1:], 60.0], 10):
+        job.members.record_step(step)
         job.join(1)
-        job.members.hung(1, "hung for longer than 30 s: stands still")
+        job.members.set_hung(1, "hung for longer than 30 s: stands still")
         assert job.decide() == [Kill("n2", (1,))]
         job.kill(1)
         (group,) = job.decide()
         assert isinstance(group, Regroup)
         job.settle(step=step)
-        job.members.stepped(step + 1)  # they go on without it
+        job.members.record_step(step + 1)  # they go on without it
         recovered, *last = [*job.decide(), *job.decide(wait_s)]
         assert isinstance(recovered, Recovered)
     (left_out,) = last
@@ -417,10 +414,10 @@ def test_a_newcomer_that_has_made_a_step_begins_with_all_its_tries(told: str) ->
     job = Job()
     job.start_again(1)
     for step in range(20):
-        job.members.stepped(2 * step)
+        job.members.record_step(2 * step)
         job.join(1)
         if told == "by itself":
-            job.members.stepped(2 * step + 1)
+            job.members.record_step(2 * step + 1)
         job.kill(1)
         job.decide()
         job.settle(step=2 * step + 1)
@@ -430,15 +427,15 @@ def test_a_newcomer_that_has_made_a_step_begins_with_all_its_tries(told: str) ->
 def test_a_newcomer_that_does_not_come_as_far_as_joining_is_ended_with_the_reason() -> None:
     job = Job()
     job.start_again(1)
-    assert job.members.starting() == [(1, "n2", job.now)]
-    assert job.members.outside == {1}
-    for wait_s in RETRIES_S[1:]:
-        job.members.hung(1, "hung before it joined: it sleeps")
+    assert job.members.starting_newcomers() == [(1, "n2", job.now)]
+    assert job.members.ungrouped == {1}
+    for wait_s in NEWCOMER_DELAYS_S[1:]:
+        job.members.set_hung(1, "hung before it joined: it sleeps")
         assert job.decide() == [Kill("n2", (1,))]
-        assert job.members.starting() == []
+        assert job.members.starting_newcomers() == []
         job.kill(1)
         assert Start("n2", (1,)) in [*job.decide(), *job.decide(wait_s)]
-    job.members.hung(1, "hung before it joined: it sleeps")
+    job.members.set_hung(1, "hung before it joined: it sleeps")
     job.decide()
     job.kill(1)
     (left_out,) = job.decide()
@@ -450,12 +447,12 @@ def test_a_newcomer_that_does_not_come_as_far_as_joining_is_ended_with_the_reaso
 def test_a_newcomer_s_end_is_told_of_until_it_has_joined() -> None:
     """And not of those that were ended by us."""
     job = Job()
-    assert not job.members.comes(1)
+    assert not job.members.is_newcomer(1)
     job.start_again(1)
-    assert job.members.comes(1)
-    job.members.done(1, job.now)
-    assert not job.members.comes(1)
-    for wait_s in RETRIES_S[1:]:
+    assert job.members.is_newcomer(1)
+    job.members.rank_done(1, job.now)
+    assert not job.members.is_newcomer(1)
+    for wait_s in NEWCOMER_DELAYS_S[1:]:
         assert job.decide(wait_s) == [Start("n2", (1,))]
         job.members.start_failed("n2", (1,), job.now, "no answer")
     (left_out,) = job.decide(60)
@@ -465,7 +462,7 @@ def test_a_newcomer_s_end_is_told_of_until_it_has_joined() -> None:
     job = Job()
     job.start_again(1)
     job.members.stop()
-    assert not job.members.comes(1)
+    assert not job.members.is_newcomer(1)
 
 
 def test_newcomers_that_are_nearly_ready_are_waited_for() -> None:
@@ -476,9 +473,9 @@ def test_newcomers_that_are_nearly_ready_are_waited_for() -> None:
     job.decide()
     job.members.server_up("n2")
     assert job.decide() == [Start("n2", (2, 3))]
-    job.members.ready(3, job.now)
+    job.members.newcomer_ready(3, job.now)
     assert job.decide(TOGETHER_S / 2) == []
-    job.members.ready(2, job.now)
+    job.members.newcomer_ready(2, job.now)
     assert job.decide() == [Regroup(2, (0, 1, 4, 2, 3), True)]
 
 
@@ -489,7 +486,7 @@ def test_but_not_for_long() -> None:
     assert job.decide()[1:] == [Start("n2", (2, 3))]
     job.settle()
     job.decide()
-    job.members.ready(3, job.now)
+    job.members.newcomer_ready(3, job.now)
     assert job.decide(TOGETHER_S / 2) == []
     assert job.decide(TOGETHER_S / 2) == [Regroup(2, (0, 1, 4, 3), True)]
 
@@ -503,7 +500,7 @@ def test_all_lost() -> None:
     assert isinstance(actions[1], Fail)
     assert [failure.rank for failure in actions[1].failures] == [0, 1, 2]
     assert job.decide(10) == []
-    assert not job.members.recovers
+    assert not job.members.can_recover
 
 
 def test_all_lost_while_a_newcomer_starts() -> None:
@@ -627,10 +624,10 @@ def test_a_store_that_ended_when_newcomers_are_to_start() -> None:
 
 
 def test_too_few_nodes_wait_for_one() -> None:
-    job = Job(least=3, patience_s=60)
+    job = Job(min_hosts=3, patience_s=60)
     job.lose("n2")
     assert job.decide() == [Dial("n2"), Wait(("n2",))]
-    job.members.interrupted(0, job.now)
+    job.members.interrupt_rank(0, job.now)
     assert job.decide(30) == []
     job.members.server_up("n2")
     assert job.decide() == [Regroup(1, (0, 2), False), Start("n2", (1,))]
@@ -640,7 +637,7 @@ def test_too_few_nodes_wait_for_one() -> None:
 
 
 def test_in_vain_they_save_and_stop() -> None:
-    job = Job(least=3, patience_s=60)
+    job = Job(min_hosts=3, patience_s=60)
     job.lose("n2")
     job.decide()
     assert job.decide(60) == [Regroup(1, (0, 2), False)]
@@ -655,7 +652,7 @@ def test_in_vain_they_save_and_stop() -> None:
 
 def test_in_vain_for_a_node_whose_rank_was_lost_before() -> None:
     """The node that is missing is to blame, not the rank whose loss came last."""
-    job = Job(least=3, patience_s=60)
+    job = Job(min_hosts=3, patience_s=60)
     job.start_again(1)
     job.lose("n2")
     assert job.decide(1) == [Dial("n2")]
@@ -671,7 +668,7 @@ def test_in_vain_for_a_node_whose_rank_was_lost_before() -> None:
 
 
 def test_they_are_asked_to_stop_also_when_they_do_not_regroup() -> None:
-    job = Job(least=3, patience_s=60)
+    job = Job(min_hosts=3, patience_s=60)
     job.lose("n2")
     job.decide()
     job.decide(60)
@@ -680,13 +677,13 @@ def test_they_are_asked_to_stop_also_when_they_do_not_regroup() -> None:
 
 
 def test_nobody_waits_for_a_node_that_cannot_come_back() -> None:
-    job = Job(least=3, patience_s=60)
+    job = Job(min_hosts=3, patience_s=60)
     job.lose("n2", redials=False)
     assert job.decide() == [Wait(("n2",)), Regroup(1, (0, 2), False)]
 
 
 def test_the_wait_is_over_once_it_is_known_that_a_node_cannot_come_back() -> None:
-    job = Job(least=3, patience_s=60)
+    job = Job(min_hosts=3, patience_s=60)
     job.lose("n2")
     assert job.decide() == [Dial("n2"), Wait(("n2",))]
     job.members.node_gone("n2")
@@ -696,13 +693,13 @@ def test_the_wait_is_over_once_it_is_known_that_a_node_cannot_come_back() -> Non
 
 
 def test_a_dead_fork_server_is_no_lost_node() -> None:
-    job = Job(least=3)
+    job = Job(min_hosts=3)
     job.server_dies("n2")
     assert job.decide() == [Prepare("n2"), Regroup(1, (0, 2), False)]
 
 
 def test_a_job_that_is_stopped_while_they_wait_can_save() -> None:
-    job = Job(least=3, patience_s=60)
+    job = Job(min_hosts=3, patience_s=60)
     job.lose("n2")
     job.decide()
     job.members.stop()
@@ -714,19 +711,19 @@ def test_a_job_that_is_stopped_while_they_wait_can_save() -> None:
 
 
 def test_a_loss_while_they_wait() -> None:
-    job = Job(least=3, patience_s=60)
+    job = Job(min_hosts=3, patience_s=60)
     job.lose("n2")
     job.decide()
     job.kill(2)
     assert job.decide(1) == [Regroup(1, (0,), False, holds=True), Start("n3", (2,))]
     job.settle()
     assert job.decide(30) == []
-    job.members.ready(2, job.now)
+    job.members.newcomer_ready(2, job.now)
     assert job.decide() == [Regroup(2, (0, 2), True, holds=True)]
     job.settle()
     (joined,) = job.decide()
     assert isinstance(joined, Joined)
-    assert job.members.waiting
+    assert job.members.is_waiting
     job.kill(0)  # the one that had the state alone
     assert job.decide()[0] == Regroup(3, (2,), False, holds=True)
     job.settle()
@@ -738,13 +735,13 @@ def test_a_loss_while_they_wait() -> None:
 
 
 def test_in_vain_those_that_were_given_the_state_meanwhile_save_it_too() -> None:
-    job = Job(least=3, patience_s=60)
+    job = Job(min_hosts=3, patience_s=60)
     job.lose("n2")
     job.decide()
     job.kill(2)
     job.decide()
     job.settle()
-    job.members.ready(2, job.now)
+    job.members.newcomer_ready(2, job.now)
     job.decide()
     job.settle()
     job.decide()
@@ -756,7 +753,7 @@ def test_in_vain_those_that_were_given_the_state_meanwhile_save_it_too() -> None
 # --- failures of the program's own
 
 
-def test_an_exception_without_an_allowance_ends_the_job() -> None:
+def test_an_exception_without_restarts_ends_the_job() -> None:
     job = Job()
     job.raises(1)
     assert job.decide(OWN_S / 2) == []
@@ -766,40 +763,35 @@ def test_an_exception_without_an_allowance_ends_the_job() -> None:
     assert [failure.headline for failure in fail.failures] == [BOOM]
 
 
-def test_an_exception_with_an_allowance() -> None:
-    allowance = Allowance(1, 0)
-    job = Job(after=lambda failure, now, step: allowance.after(failure, now, step=step))
-    job.members.stepped(7)
+def test_an_exception_with_a_restart_left() -> None:
+    job = Job(policy=RetryPolicy(1))
+    job.members.record_step(7)
     job.raises(1)
     assert job.decide(OWN_S) == [Regroup(1, (0, 2), False), Start("n2", (1,))]
     job.settle(step=8)
     job.decide()
     job.join(1)
-    job.members.stepped(20)
+    job.members.record_step(20)
     job.raises(2, "ValueError: other")
     assert [type(one) for one in job.decide(OWN_S)] == [End, Fail]
 
 
 def test_an_exception_at_the_same_step_again_is_the_program_s_own() -> None:
-    steps = []
-
-    def after(failure: Failure, now: float, step: int | None) -> Verdict:
-        steps.append(step)
-        return allowance.after(failure, now, step=step)
-
-    allowance = Allowance(9, 0)
-    job = Job(after=after)
-    job.members.stepped(8)
+    policy = RetryPolicy(9)
+    asked = Mock(side_effect=policy.after_failure)
+    policy.after_failure = asked  # type: ignore[method-assign]
+    job = Job(policy=policy)
+    job.members.record_step(8)
     job.raises(1)
     assert [type(one) for one in job.decide(OWN_S)] == [Regroup, Start]
     job.settle(step=8)
     job.raises(2)
     assert [type(one) for one in job.decide(OWN_S)] == [Recovered, End, Fail]
-    assert steps == [8, 8]
+    assert [call.kwargs["step"] for call in asked.call_args_list] == [8, 8]
 
 
 def test_an_exception_on_all_ranks_is_nothing_to_recover_from() -> None:
-    job = Job(after=lambda *_: Verdict(True))
+    job = Job(policy=RetryPolicy(9))
     for slot in job.places:
         job.raises(slot)
     actions = job.decide()
@@ -823,7 +815,7 @@ def test_an_echo_of_nothing_is_a_failure() -> None:
 
 
 def test_a_rank_that_failed_and_does_not_end_is_ended() -> None:
-    job = Job(after=lambda *_: Verdict(True))
+    job = Job(policy=RetryPolicy(9))
     job.raises(1, ends=False)
     assert job.decide(OWN_S) == [Regroup(1, (0, 2), False)]
     assert job.decide(LEAVING_S) == [Kill("n2", (1,))]
@@ -833,13 +825,13 @@ def test_a_rank_that_failed_and_does_not_end_is_ended() -> None:
 
 def test_signals_without_a_step_in_between_are_the_program_s_own() -> None:
     job = Job()
-    job.members.stepped(5)
-    for _ in range(MOST_STRIKES - 1):
+    job.members.record_step(5)
+    for _ in range(MAX_STRIKES - 1):
         job.kill(1)
         job.decide()
         job.settle(step=5)
         job.decide()
-        job.decide(max(RETRIES_S))
+        job.decide(max(NEWCOMER_DELAYS_S))
         job.join(1)
     job.kill(1)
     assert [type(one) for one in job.decide()] == [End, Fail]
@@ -848,7 +840,7 @@ def test_signals_without_a_step_in_between_are_the_program_s_own() -> None:
 def test_a_sample_at_which_each_rank_crashes_is_the_program_s_own() -> None:
     """Not two that crash at once, nor one that somebody kills."""
     job = Job({0: "n1", 1: "n2", 2: "n3", 3: "n4"})
-    job.members.stepped(5)
+    job.members.record_step(5)
 
     def crash(slot: int) -> None:
         failure = replace(job.failure(slot, "signal", "crashed (SIGSEGV)"), signal=11)
@@ -871,7 +863,7 @@ def test_a_sample_at_which_each_rank_crashes_is_the_program_s_own() -> None:
 def test_any_number_of_signals_with_steps_in_between() -> None:
     job = Job()
     for step in range(50):
-        job.members.stepped(step)
+        job.members.record_step(step)
         job.kill(1)
         assert [type(one) for one in job.decide()] == [Regroup, Start]
         job.settle(step=step)
@@ -884,42 +876,42 @@ def test_any_number_of_signals_with_steps_in_between() -> None:
 
 def test_an_error_without_a_loss_is_tried_once_more_together() -> None:
     job = Job()
-    job.members.stepped(3)
-    job.members.interrupted(0, job.now)
+    job.members.record_step(3)
+    job.members.interrupt_rank(0, job.now)
     assert job.decide(ANSWER_S / 2) == []
     assert job.decide(ANSWER_S) == [Regroup(1, (0, 1, 2), False)]
     job.settle(step=3)
     assert job.decide() == []
-    job.members.interrupted(1, job.now)
+    job.members.interrupt_rank(1, job.now)
     assert [type(one) for one in job.decide(ANSWER_S)] == [End]
     assert job.decide(ANSWER_S) == []
 
 
 def test_ranks_that_all_wait_for_each_other_try_again_once_at_a_step() -> None:
     job = Job()
-    job.members.stepped(7)
-    assert job.members.deaf(job.now)
+    job.members.record_step(7)
+    assert job.members.retry_group(job.now)
     assert job.decide() == [Regroup(1, (0, 1, 2), False)]
-    assert not job.members.deaf(job.now)
+    assert not job.members.retry_group(job.now)
     job.settle(step=7)
     assert job.decide() == []
-    assert not job.members.deaf(job.now)
-    job.members.stepped(8)
-    assert job.members.deaf(job.now)
+    assert not job.members.retry_group(job.now)
+    job.members.record_step(8)
+    assert job.members.retry_group(job.now)
     assert job.decide() == [Regroup(2, (0, 1, 2), False)]
     job.settle(step=8)
-    job.members.stepped(20)
-    job.members.done(1, job.now)
-    assert not job.members.deaf(job.now)
+    job.members.record_step(20)
+    job.members.rank_done(1, job.now)
+    assert not job.members.retry_group(job.now)
 
 
 def test_an_error_before_the_loss_is_known() -> None:
     job = Job()
-    job.members.interrupted(0, job.now)
+    job.members.interrupt_rank(0, job.now)
     assert job.decide(0.1) == []
     job.kill(1)
     assert job.decide()[0] == Regroup(1, (0, 2), False)
-    job.members.interrupted(2, job.now)  # of the former group, a little late
+    job.members.interrupt_rank(2, job.now)  # of the former group, a little late
     job.settle()
     assert [type(one) for one in job.decide(ANSWER_S * 2)] == [Recovered]
 
@@ -931,17 +923,17 @@ def apart(job: Job, *pairs: tuple[int, str]) -> None:
     """These ranks could not hear these hosts, in the present group."""
     for slot, host in pairs:
         number = job.members._generation.number
-        job.members.interrupted(slot, job.now, silent=host, generation=number)
+        job.members.interrupt_rank(slot, job.now, silent=host, generation=number)
 
 
 def test_of_two_hosts_that_do_not_hear_each_other_one_is_left_out() -> None:
     """At first they try once more together: the line may be back."""
     job = Job()
-    job.members.stepped(3)
+    job.members.record_step(3)
     apart(job, (1, "n3"), (2, "n2"))
     assert job.decide(ANSWER_S) == [Regroup(1, (0, 1, 2), False)]
-    assert job.members.forming(job.now, 1.0)
-    job.members.interrupted(0, job.now, generation=0)  # a late word of the former group
+    assert job.members.is_forming(job.now, 1.0)
+    job.members.interrupt_rank(0, job.now, generation=0)  # a late word of the former group
     assert job.decide(ANSWER_S) == []
     apart(job, (1, ""), (2, ""), (0, ""))
     why = "n3 and n2 do not hear each other"
@@ -949,8 +941,8 @@ def test_of_two_hosts_that_do_not_hear_each_other_one_is_left_out() -> None:
         SendAway("n3", why, APART_S), Dial("n3", APART_S), Regroup(2, (0, 1), False)
     ]  # fmt: skip
     job.settle(step=3)
-    assert job.members.forming(job.now, 1.0)  # ranks have had no time for a step yet
-    assert not job.members.forming(job.now + 1.0, 1.0)
+    assert job.members.is_forming(job.now, 1.0)  # ranks have had no time for a step yet
+    assert not job.members.is_forming(job.now + 1.0, 1.0)
     (told,) = job.decide()
     assert isinstance(told, Recovered)
     assert [failure.headline for failure in told.losses] == [why]
@@ -959,9 +951,9 @@ def test_of_two_hosts_that_do_not_hear_each_other_one_is_left_out() -> None:
 
 def test_it_is_told_how_long_no_step_was_made_and_not_how_long_ago_somebody_noticed() -> None:
     job = Job()
-    job.members.stepped(3, job.now)
+    job.members.record_step(3, job.now)
     job.now += 14.0
-    job.members.stepped(3)  # which the error tells, too
+    job.members.record_step(3)  # which the error tells, too
     apart(job, (1, "n3"))
     job.decide(ANSWER_S)
     apart(job, (1, "n3"))
@@ -974,9 +966,9 @@ def test_it_is_told_how_long_no_step_was_made_and_not_how_long_ago_somebody_noti
 
 def test_where_lines_are_known_to_be_deaf_nobody_tries_to_meet_once_more() -> None:
     job = Job()
-    job.members.stepped(3, job.now)
+    job.members.record_step(3, job.now)
     job.now += 7.0
-    assert job.members.apart([("n1", "n2")], job.now - 7.0, job.now)
+    assert job.members.separate([("n1", "n2")], job.now - 7.0, job.now)
     why = "n2 and n1 do not hear each other"
     assert job.decide() == [
         SendAway("n2", why, APART_S), Dial("n2", APART_S), Regroup(1, (0, 2), False)
@@ -985,12 +977,12 @@ def test_where_lines_are_known_to_be_deaf_nobody_tries_to_meet_once_more() -> No
     (told,) = job.decide()
     assert isinstance(told, Recovered)
     assert told.seconds == pytest.approx(7.0)
-    assert not job.members.apart([("n1", "n2")], job.now, job.now)  # it is gone already
+    assert not job.members.separate([("n1", "n2")], job.now, job.now)  # it is gone already
 
 
 def test_a_host_that_is_cut_off_from_all_others_is_the_one_that_goes() -> None:
     job = Job()
-    assert job.members.apart([("n1", "n2"), ("n2", "n3")], job.now, job.now)
+    assert job.members.separate([("n1", "n2"), ("n2", "n3")], job.now, job.now)
     assert [one.host for one in job.decide() if isinstance(one, SendAway)] == ["n2"]
 
 
@@ -998,53 +990,53 @@ def test_a_deaf_line_is_no_reason_to_part_while_something_else_is_settled() -> N
     lines = [("n1", "n2")]
     job = Job()
     job.kill(2)
-    assert not job.members.apart(lines, job.now, job.now)  # a group without it follows
+    assert not job.members.separate(lines, job.now, job.now)  # a group without it follows
     job.decide()
-    assert not job.members.apart(lines, job.now, job.now)  # which is not there yet
-    job.members.gathered(1, job.now)
-    assert job.members.apart(lines, job.now, job.now)  # and does not come about
+    assert not job.members.separate(lines, job.now, job.now)  # which is not there yet
+    job.members.group_gathered(1, job.now)
+    assert job.members.separate(lines, job.now, job.now)  # and does not come about
     job = Job()
-    job.members.done(2, job.now)
-    assert not job.members.apart(lines, job.now, job.now)  # it has all that it needs
+    job.members.rank_done(2, job.now)
+    assert not job.members.separate(lines, job.now, job.now)  # it has all that it needs
 
 
 def test_they_are_not_waited_for_until_gloo_gives_up() -> None:
     """Which it does after minutes; a rank that computes yet has nothing to do with that."""
     job = Job()
-    job.members.stepped(3)
+    job.members.record_step(3)
     apart(job, (1, "n3"), (2, "n2"))
     assert job.decide(ANSWER_S) == [Regroup(1, (0, 1, 2), False)]
     assert job.decide(2 * MEET_S) == []
-    job.members.gathered(1, job.now)
-    job.members.formed(0, 3)
+    job.members.group_gathered(1, job.now)
+    job.members.group_connected(0, 3)
     assert job.decide(MEET_S / 2) == []
     assert [type(one) for one in job.decide(MEET_S / 2)] == [SendAway, Dial, Regroup]
 
 
 def test_a_newcomer_that_does_not_meet_all_others_is_left_out_and_no_slow_one() -> None:
     job = left_out_and_back()
-    job.members.stepped(90)
-    job.members.ready(2, job.now)
+    job.members.record_step(90)
+    job.members.newcomer_ready(2, job.now)
     assert job.decide() == [Regroup(3, (0, 1, 2), True)]
-    job.members.gathered(3, job.now)
-    job.members.formed(0, 3)
+    job.members.group_gathered(3, job.now)
+    job.members.group_connected(0, 3)
     why = "n3 and n2 do not hear each other"
     assert job.decide(MEET_S)[0] == SendAway("n3", why, 2 * APART_S)
     job.settle()
     job.decide()
     job.members.server_up("n3")
     job.decide()
-    job.members.ready(2, job.now)
+    job.members.newcomer_ready(2, job.now)
     job.decide()
-    job.members.gathered(5, job.now)
+    job.members.group_gathered(5, job.now)
     for slot in job.places:
-        job.members.formed(slot, 3)
+        job.members.group_connected(slot, 3)
     assert job.decide(99 * MEET_S) == []  # the state of a large model is on its way
 
 
 def left_out_and_back() -> Job:
     job = Job()
-    job.members.stepped(3)
+    job.members.record_step(3)
     apart(job, (1, "n3"))
     job.decide(ANSWER_S)
     apart(job, (1, "n3"))
@@ -1059,14 +1051,14 @@ def left_out_and_back() -> Job:
 def test_a_host_that_was_left_out_comes_back_when_the_line_does() -> None:
     job = left_out_and_back()
     job.join(2)
-    assert job.members.members == (0, 1, 2)
+    assert job.members.group == (0, 1, 2)
 
 
 def test_while_it_does_not_the_host_is_left_out_again_for_longer() -> None:
     """The newcomer, whoever of the others does not hear it: it has nothing to lose."""
     job = left_out_and_back()
-    job.members.stepped(90)
-    job.members.ready(2, job.now)
+    job.members.record_step(90)
+    job.members.newcomer_ready(2, job.now)
     assert job.decide() == [Regroup(3, (0, 1, 2), True)]
     apart(job, (0, "n3"), (1, ""))
     why = "n3 and n1 do not hear each other"
@@ -1079,8 +1071,8 @@ def test_while_it_does_not_the_host_is_left_out_again_for_longer() -> None:
 
 def test_newcomers_with_whom_no_group_comes_about_are_ended() -> None:
     job = left_out_and_back()
-    job.members.stepped(90)
-    job.members.ready(2, job.now)
+    job.members.record_step(90)
+    job.members.newcomer_ready(2, job.now)
     job.decide()
     apart(job, (0, ""), (1, ""))
     assert job.decide(ANSWER_S) == [Kill("n3", (2,)), Regroup(4, (0, 1), False)]
@@ -1098,7 +1090,7 @@ def test_newcomers_with_whom_no_group_comes_about_are_ended() -> None:
 )
 def test_who_is_left_out(pairs: list[tuple[int, str]], gone: list[str]) -> None:
     job = Job({0: "n1", 1: "n2", 2: "n3", 3: "n4"})
-    job.members.stepped(3)
+    job.members.record_step(3)
     apart(job, *pairs)
     job.decide(ANSWER_S)
     apart(job, *pairs)
@@ -1106,9 +1098,9 @@ def test_who_is_left_out(pairs: list[tuple[int, str]], gone: list[str]) -> None:
 
 
 def test_without_so_many_hosts_the_others_wait() -> None:
-    job = Job(least=3)
+    job = Job(min_hosts=3)
     apart(job, (1, "n3"))
-    job.members.stepped(3)
+    job.members.record_step(3)
     job.decide(ANSWER_S)
     apart(job, (2, "n2"))
     assert job.decide(ANSWER_S)[1:] == [Dial("n3", APART_S), Wait(("n3",))]
@@ -1116,7 +1108,7 @@ def test_without_so_many_hosts_the_others_wait() -> None:
 
 def test_what_was_silent_long_ago_is_forgotten() -> None:
     job = Job()
-    job.members.stepped(3)
+    job.members.record_step(3)
     apart(job, (1, "n3"))
     job.decide(ANSWER_S)
     job.settle(step=9)
@@ -1131,10 +1123,10 @@ def test_what_was_silent_long_ago_is_forgotten() -> None:
 
 def test_a_frozen_rank_is_ended_and_replaced() -> None:
     job = Job()
-    job.members.frozen(1, stopped=True)
-    job.members.frozen(1, stopped=False)
+    job.members.set_frozen(1, stopped=True)
+    job.members.set_frozen(1, stopped=False)
     assert job.decide() == []
-    job.members.frozen(1, stopped=True)
+    job.members.set_frozen(1, stopped=True)
     assert job.decide() == [Kill("n2", (1,))]
     assert job.decide(1) == []
     job.kill(1)
@@ -1164,7 +1156,7 @@ def test_a_rank_that_lives_on_is_ended_again() -> None:
 
 def test_a_rank_that_hangs_is_ended_and_replaced_with_the_reason() -> None:
     job = Job()
-    job.members.hung(1, "hung for longer than 30 s: stands still")
+    job.members.set_hung(1, "hung for longer than 30 s: stands still")
     assert job.decide() == [Kill("n2", (1,))]
     job.kill(1)
     job.decide()
@@ -1178,7 +1170,7 @@ def test_a_survivor_that_is_not_freed_is_ended_and_the_others_meet_without_it() 
     job = Job()
     job.kill(2)
     assert job.decide()[0] == Regroup(1, (0, 1), planned=False)
-    job.members.hung(0, "stuck")
+    job.members.set_hung(0, "stuck")
     assert job.decide() == [Kill("n1", (0,))]
     job.kill(0)
     assert job.decide()[0] == Regroup(2, (1,), planned=False)
@@ -1188,8 +1180,8 @@ def test_when_all_survivors_hang_they_are_ended_after_a_while_and_the_attempt_wi
     job = Job()
     job.kill(2)
     assert job.decide()[0] == Regroup(1, (0, 1), planned=False)
-    job.members.hung(0, "stuck")
-    job.members.hung(1, "stuck")
+    job.members.set_hung(0, "stuck")
+    job.members.set_hung(1, "stuck")
     assert job.decide() == []
     assert job.decide(LAST_S / 2) == []
     job.members.regrouped(1, 1, None, job.now)  # one has come out after all
@@ -1197,8 +1189,8 @@ def test_when_all_survivors_hang_they_are_ended_after_a_while_and_the_attempt_wi
     job = Job()
     job.kill(2)
     job.decide()
-    job.members.hung(0, "stuck")
-    job.members.hung(1, "stuck")
+    job.members.set_hung(0, "stuck")
+    job.members.set_hung(1, "stuck")
     job.decide()
     assert [type(one) for one in job.decide(LAST_S)] == [Kill, Kill]
     job.kill(0)
@@ -1211,20 +1203,20 @@ def test_when_all_survivors_hang_they_are_ended_after_a_while_and_the_attempt_wi
 
 def test_a_frozen_rank_of_a_script_that_cannot_go_on_without_it_is_left_alone() -> None:
     job = Job(able=False)
-    job.members.frozen(1, stopped=True)
+    job.members.set_frozen(1, stopped=True)
     assert job.decide() == []
 
 
 def test_the_last_rank_with_the_state_is_ended_when_it_hangs_for_too_long() -> None:
     """Nobody else has the state: the attempt fails, instead of waiting for ever."""
     job = Job()
-    job.members.frozen(0, True)
+    job.members.set_frozen(0, True)
     job.kill(1)
     job.kill(2)
     job.decide()
-    job.members.ready(1, job.now)
+    job.members.newcomer_ready(1, job.now)
     assert job.decide(60.0) == []  # it may be continued
-    job.members.hung(0, "hung for longer than 30 s")
+    job.members.set_hung(0, "hung for longer than 30 s")
     assert Kill("n1", (0,)) in job.decide()
     job.kill(0)
     (failed,) = [one for one in job.decide() if isinstance(one, Fail)]
@@ -1234,7 +1226,7 @@ def test_the_last_rank_with_the_state_is_ended_when_it_hangs_for_too_long() -> N
 def test_a_job_that_is_stopped_as_a_whole_is_left_alone() -> None:
     job = Job()
     for slot in job.places:
-        job.members.frozen(slot, stopped=True)
+        job.members.set_frozen(slot, stopped=True)
     assert job.decide() == []
 
 
@@ -1244,43 +1236,43 @@ def test_a_job_that_is_stopped_as_a_whole_is_left_alone() -> None:
 def test_the_end_in_order() -> None:
     job = Job()
     for slot in job.places:
-        job.members.done(slot, job.now)
+        job.members.rank_done(slot, job.now)
     assert job.decide() == []
-    assert not job.members.pending
+    assert not job.members.is_pending
 
 
 def test_newcomers_that_come_too_late_are_ended() -> None:
     job = Job()
     job.start_again(1)
-    job.members.done(0, job.now)
+    job.members.rank_done(0, job.now)
     assert job.decide() == []
-    job.members.ready(1, job.now)
+    job.members.newcomer_ready(1, job.now)
     assert job.decide(TOGETHER_S) == []
-    job.members.done(2, job.now)
+    job.members.rank_done(2, job.now)
     assert job.decide() == [Kill("n2", (1,))]
 
 
 def test_a_loss_after_rank_zero_has_ended_changes_nothing() -> None:
     job = Job()
-    job.members.done(0, job.now)
-    job.members.done(2, job.now)
+    job.members.rank_done(0, job.now)
+    job.members.rank_done(2, job.now)
     job.kill(1)
     assert not any(isinstance(one, Fail) for one in job.decide())
-    assert not job.members.pending
+    assert not job.members.is_pending
 
 
 def test_the_loss_of_who_saves_is_a_failure() -> None:
     job = Job()
-    job.members.done(1, job.now)
-    job.members.done(2, job.now)
+    job.members.rank_done(1, job.now)
+    job.members.rank_done(2, job.now)
     job.kill(0)
     assert [type(one) for one in job.decide()] == [End, Fail]
 
 
 def test_a_rank_that_ended_early_is_not_waited_for() -> None:
     job = Job()
-    job.members.done(1, job.now)
-    job.members.interrupted(0, job.now)
+    job.members.rank_done(1, job.now)
+    job.members.interrupt_rank(0, job.now)
     assert [type(one) for one in job.decide(ANSWER_S)] == [End]
 
 
@@ -1304,17 +1296,17 @@ def test_ranks_that_stop_are_not_lost(raises: bool) -> None:
     job.members.stop()
     saves(job, 1, 2, raises=raises)
     assert job.decide() == []
-    assert job.members.pending
+    assert job.members.is_pending
     saves(job, 0, raises=raises)
     assert job.decide() == []
-    assert not job.members.pending
-    assert job.members.finished
+    assert not job.members.is_pending
+    assert job.members.is_finished
 
 
 @pytest.mark.parametrize("known", ["before the stop", "at the stop", "after the stop"])
 def test_who_is_left_saves_without_who_is_lost_around_the_stop(known: str) -> None:
     """And nobody is dialled, started or waited for."""
-    job = Job(least=3, patience_s=60)
+    job = Job(min_hosts=3, patience_s=60)
     if known == "before the stop":
         job.lose("n2")
         assert job.decide() == [Dial("n2"), Wait(("n2",))]
@@ -1325,14 +1317,14 @@ def test_who_is_left_saves_without_who_is_lost_around_the_stop(known: str) -> No
         assert job.decide(2.0) == []
         job.lose("n2")
     assert job.decide() == [Regroup(1, (0, 2), False)]
-    assert job.members.recovers
+    assert job.members.can_recover
     job.settle()
     assert [type(one) for one in job.decide()] == [Recovered]
     job.members.server_up("n2")
     assert job.decide(99.0) == []
     saves(job, 2, 0)
     assert job.decide() == []
-    assert job.members.finished
+    assert job.members.is_finished
 
 
 def test_a_group_that_is_on_its_way_at_the_stop_comes_about() -> None:
@@ -1378,7 +1370,7 @@ def test_nobody_waits_in_a_group_for_who_has_just_left() -> None:
 def test_newcomers_do_not_join_a_job_that_is_stopped() -> None:
     job = Job()
     job.start_again(1)
-    job.members.ready(1, job.now)
+    job.members.newcomer_ready(1, job.now)
     job.members.stop()
     assert job.decide(TOGETHER_S) == [Kill("n2", (1,))]
 
@@ -1387,7 +1379,7 @@ def test_a_newcomer_at_the_door_is_ended_when_the_others_have_saved() -> None:
     """They have stopped without opening."""
     job = Job()
     job.start_again(1)
-    job.members.ready(1, job.now)
+    job.members.newcomer_ready(1, job.now)
     assert job.decide(TOGETHER_S) == [Regroup(2, (0, 2, 1), True)]
     job.members.stop()
     assert job.decide() == []
@@ -1395,14 +1387,14 @@ def test_a_newcomer_at_the_door_is_ended_when_the_others_have_saved() -> None:
     assert job.decide() == []
     saves(job, 0)
     assert Kill("n2", (1,)) in job.decide()
-    assert not job.members.pending
+    assert not job.members.is_pending
 
 
 def test_who_gets_the_state_for_long_keeps_nobody_from_saving() -> None:
     """It is large, or the line slow, and there is --grace only: the others save without it."""
     job = Job()
     job.start_again(1)
-    job.members.ready(1, job.now)
+    job.members.newcomer_ready(1, job.now)
     assert [type(one) for one in job.decide(TOGETHER_S)] == [Regroup]
     job.members.stop()
     assert job.decide() == []  # it may be there in a moment
@@ -1418,7 +1410,7 @@ def test_all_are_lost_while_they_stop() -> None:
     job.kill(0)
     job.kill(1)
     assert [type(one) for one in job.decide()] == [End, Fail]
-    assert not job.members.pending
+    assert not job.members.is_pending
 
 
 def test_a_job_that_has_failed_is_not_asked_to_save() -> None:
@@ -1427,7 +1419,7 @@ def test_a_job_that_has_failed_is_not_asked_to_save() -> None:
     assert [type(one) for one in job.decide(OWN_S)] == [End, Fail]
     job.members.stop()
     assert job.decide(10) == []
-    assert not job.members.recovers
+    assert not job.members.can_recover
 
 
 # --- when nobody can join any more
@@ -1438,7 +1430,7 @@ PAST = "the script is in its second session.epochs"
 def test_who_is_lost_where_nobody_can_join_is_not_started_again() -> None:
     job = Job()
     for slot in job.places:
-        job.members.closed(slot, PAST, job.now)
+        job.members.door_closed(slot, PAST, job.now)
     assert job.decide() == []
     job.kill(1)
     assert job.decide() == [Regroup(1, (0, 2), False)]
@@ -1451,7 +1443,7 @@ def test_who_is_lost_where_nobody_can_join_is_not_started_again() -> None:
     assert job.decide() == [Regroup(2, (0,), False)]
     job.settle()
     assert job.decide()[-1] == NotAgain((2,), PAST)
-    assert job.members.recovers
+    assert job.members.can_recover
 
 
 @pytest.mark.parametrize("ready", [False, True])
@@ -1460,47 +1452,47 @@ def test_a_newcomer_that_comes_too_late_is_ended(ready: bool) -> None:
     job.kill(1)
     job.start_again(3)
     if ready:
-        job.members.ready(1, job.now)  # and the other is waited for
+        job.members.newcomer_ready(1, job.now)  # and the other is waited for
     assert job.decide() == []
-    job.members.closed(0, PAST, job.now)
+    job.members.door_closed(0, PAST, job.now)
     ended = [Kill("n1", (1,)), Kill("n2", (3,))]
     assert sorted(map(str, job.decide())) == sorted(map(str, [*ended, NotAgain((1, 3), PAST)]))
     job.kill(1)
     job.kill(3)
     assert job.decide(KILL_AGAIN_S + 1) == []
-    assert job.members.settled
+    assert job.members.is_settled
 
 
 def test_a_group_that_nobody_makes_any_more_is_followed_by_one_without_the_newcomer() -> None:
     job = Job()
     job.start_again(1)
-    job.members.ready(1, job.now)
+    job.members.newcomer_ready(1, job.now)
     assert job.decide() == [Regroup(2, (0, 2, 1), True)]
-    job.members.closed(2, PAST, job.now)
+    job.members.door_closed(2, PAST, job.now)
     assert job.decide() == [Kill("n2", (1,)), Regroup(3, (0, 2), False)]
     job.kill(1)
     job.settle()
     assert job.decide() == [NotAgain((1,), PAST)]
-    assert job.members.members == (0, 2)
+    assert job.members.group == (0, 2)
 
 
 def test_a_newcomer_that_has_joined_stays_although_its_word_comes_late() -> None:
     """Who says that nobody can join any more has made the group with it."""
     job = Job()
     job.start_again(1)
-    job.members.ready(1, job.now)
+    job.members.newcomer_ready(1, job.now)
     job.decide()
     job.settle([0])
-    job.members.closed(0, PAST, job.now)
+    job.members.door_closed(0, PAST, job.now)
     assert job.decide() == []
     job.settle([1, 2])
     assert [type(one) for one in job.decide()] == [Joined]
-    assert job.members.members == (0, 2, 1)
+    assert job.members.group == (0, 2, 1)
 
 
 def test_a_lost_node_that_could_not_join_is_not_waited_for() -> None:
-    job = Job(least=3)
-    job.members.closed(0, PAST, job.now)
+    job = Job(min_hosts=3)
+    job.members.door_closed(0, PAST, job.now)
     job.lose("n2")
     assert job.decide() == [Dial("n2"), Regroup(1, (0, 2), False)]
     job.settle()
@@ -1514,7 +1506,7 @@ def test_a_lost_node_that_could_not_join_is_not_waited_for() -> None:
 def test_any_order_of_events_comes_to_an_end(seed: int) -> None:
     """A generation has only living members with the state; who is lost comes back in the end."""
     chance = random.Random(seed)
-    job = Job(dict(HOSTS), least=3 if seed % 3 else 1, patience_s=1e6)
+    job = Job(dict(HOSTS), min_hosts=3 if seed % 3 else 1, patience_s=1e6)
     alive = dict.fromkeys(HOSTS, True)
     failed = False
 
@@ -1525,7 +1517,7 @@ def test_any_order_of_events_comes_to_an_end(seed: int) -> None:
                 failed = True
             elif isinstance(action, Regroup) and not action.planned:
                 assert all(alive[slot] for slot in action.members)
-                assert action.holds <= job.members.waiting
+                assert action.holds <= job.members.is_waiting
             elif isinstance(action, Start):
                 assert not any(alive[slot] for slot in action.slots)
                 alive.update(dict.fromkeys(action.slots, True))
@@ -1539,12 +1531,12 @@ def test_any_order_of_events_comes_to_an_end(seed: int) -> None:
     def anything(calm: bool) -> None:
         slot = chance.choice(list(HOSTS))
         host = HOSTS[slot]
-        there = job.members._nodes[host].standing
+        there = job.members._hosts[host].state
         what = chance.randrange(4) if calm else chance.randrange(9 if seed % 2 else 8)
         if what == 0 and alive[slot]:
-            job.members.ready(slot, job.now)
+            job.members.newcomer_ready(slot, job.now)
         elif what in (1, 2) and alive[slot]:
-            job.members.stepped(job.members._step + 1)
+            job.members.record_step(job.members._step + 1)
             job.members.regrouped(slot, job.members._generation.number, None, job.now)
         elif what == 3 and there != "up":
             job.members.server_up(host)
@@ -1553,7 +1545,7 @@ def test_any_order_of_events_comes_to_an_end(seed: int) -> None:
             job.kill(slot)
         elif what == 5 and alive[slot]:
             silent = chance.choice(["", *HOSTS.values()])
-            job.members.interrupted(slot, job.now, silent=silent)
+            job.members.interrupt_rank(slot, job.now, silent=silent)
         elif what == 6:
             gone = [slot for slot in HOSTS if HOSTS[slot] == host]
             alive.update(dict.fromkeys(gone, False))
@@ -1564,26 +1556,26 @@ def test_any_order_of_events_comes_to_an_end(seed: int) -> None:
         elif what == 7:
             job.members.store_ended(host)
         elif what == 8 and alive[slot]:
-            job.members.closed(slot, PAST, job.now)
+            job.members.door_closed(slot, PAST, job.now)
 
     for _ in range(chance.randrange(5, 40)):
         anything(calm=False)
         obey(job.decide(chance.random() * 0.2))
     for _ in range(3000):
-        under_way = job.members._standing("lost", "starting", "ready", "joining")
-        if failed or (job.members.settled and not under_way):
+        under_way = job.members._in_state("lost", "starting", "ready", "joining")
+        if failed or (job.members.is_settled and not under_way):
             break
         anything(calm=True)
         obey(job.decide(0.1))
     else:
-        raise AssertionError(f"no end: {job.members._slots} {job.members._nodes}")
+        raise AssertionError(f"no end: {job.members._ranks} {job.members._hosts}")
     if not failed:
-        there = {one.number for one in job.members._standing("in")}
-        assert set(job.members.members) == there
-        left_out = {one.number for one in job.members._standing("left out")}
+        there = {one.number for one in job.members._in_state("in")}
+        assert set(job.members.group) == there
+        left_out = {one.number for one in job.members._in_state("left out")}
         assert there | left_out == set(HOSTS)
 
 
 def test_the_constants_fit_together() -> None:
     """Silence is noticed before an interrupted rank is told that nobody is lost."""
-    assert members_module.ANSWER_S > 2.5
+    assert ANSWER_S > 2.5

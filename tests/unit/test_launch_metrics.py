@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.launch.recorder import Recorder
-from paceline.launch.screen import Screen
+from paceline.launch.terminal.screen import Screen
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.events import Event
 from paceline.spec.records import last_steps

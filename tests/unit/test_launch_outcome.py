@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.launch import outcome
+from paceline.launch import failure_analysis
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure, Kind, Result, signal_name, silent_peer
 
@@ -20,7 +20,7 @@ def failure(rank: int | None, time: float, headline: str = "", kind: Kind = "exc
 def left_for(host: str, reason: str, why: str, time: float) -> Failure | None:
     """What it means that an agent leaves."""
     event = Event("leaving", host, None, time, {"reason": reason, "why": why})
-    return outcome.failure_of(event, lease_s=10.0)
+    return failure_analysis.failure_of(event, lease_s=10.0)
 
 
 ECHOES = [
@@ -41,45 +41,45 @@ ECHOES = [
 @pytest.mark.parametrize("echo", ECHOES)
 def test_a_cause_goes_before_an_earlier_echo(echo: str) -> None:
     cause = failure(1, 5.0, "ValueError: boom")
-    assert outcome.first([failure(0, 4.9, echo), cause]) == cause
+    assert failure_analysis.first([failure(0, 4.9, echo), cause]) == cause
 
 
 def test_the_earliest_cause_wins() -> None:
     early, late = failure(3, 1.0, "ValueError: a"), failure(2, 1.2, "ValueError: b")
-    assert outcome.first([late, early]) == early
+    assert failure_analysis.first([late, early]) == early
 
 
 def test_of_echoes_alone_the_earliest_is_named() -> None:
     one, two = failure(0, 1.0, ECHOES[0]), failure(1, 2.0, ECHOES[1])
-    assert outcome.first([two, one]) == one
+    assert failure_analysis.first([two, one]) == one
 
 
 def test_a_signal_or_a_loss_is_never_an_echo() -> None:
     killed = failure(1, 9.0, "killed by SIGKILL", "signal", signal=9)
     lost = failure(None, 9.5, "the connection to n2 ended: Connection closed by peer", "lost", "n2")
-    assert outcome.first([failure(0, 1.0, ECHOES[0]), killed]) == killed
-    assert outcome.first([failure(0, 1.0, ECHOES[0]), lost]) == lost
+    assert failure_analysis.first([failure(0, 1.0, ECHOES[0]), killed]) == killed
+    assert failure_analysis.first([failure(0, 1.0, ECHOES[0]), lost]) == lost
 
 
 def test_an_exception_and_its_exit_are_one_failure() -> None:
     told = failure(1, 1.0, "ValueError: boom", traceback="Traceback …")
     left = failure(1, 1.1, "exit status 3", "exit", code=3)
-    (merged,) = outcome.merge([left, told])
+    (merged,) = failure_analysis.merge([left, told])
     assert (merged.headline, merged.code, merged.status) == ("ValueError: boom", 3, 3)
     assert merged.traceback
 
 
 def test_the_status_that_a_rank_tells_counts_where_it_is_ended_before_it_gives_it() -> None:
     said = {"type": "SettingError", "message": "no host n9", "traceback": "  found: …", "code": 2}
-    told = outcome.failure_of(Event("exception", "n1", 1, 1.0, said), lease_s=10.0)
+    told = failure_analysis.failure_of(Event("exception", "n1", 1, 1.0, said), lease_s=10.0)
     assert told is not None
     stopped = failure(1, 1.7, "killed by SIGTERM", "signal", signal=15)
-    (merged,) = outcome.merge([told, stopped])
+    (merged,) = failure_analysis.merge([told, stopped])
     assert (merged.headline, merged.status) == ("SettingError: no host n9", 2)
 
 
 def test_ranks_of_the_same_number_on_two_hosts_are_two() -> None:
-    assert len(outcome.merge([failure(0, 1, host="a"), failure(0, 2, host="b")])) == 2
+    assert len(failure_analysis.merge([failure(0, 1, host="a"), failure(0, 2, host="b")])) == 2
 
 
 @pytest.mark.parametrize(
@@ -92,13 +92,13 @@ def test_the_status_a_shell_would_give(more: dict[str, int], status: int) -> Non
 
 def test_echoes_are_waited_for_longer() -> None:
     echo, cause = failure(0, 1.0, ECHOES[0]), failure(1, 1.0, "ValueError")
-    assert outcome.settle_time([echo]) > outcome.settle_time([echo, cause])
+    assert failure_analysis.settle_time([echo]) > failure_analysis.settle_time([echo, cause])
 
 
 def test_ends_in_words() -> None:
-    assert outcome.describe_end(7, None) == "exit status 7"
-    assert outcome.describe_end(None, 11) == "killed by SIGSEGV"
-    assert "memory" in outcome.describe_end(None, 9)
+    assert failure_analysis.describe_end(7, None) == "exit status 7"
+    assert failure_analysis.describe_end(None, 11) == "killed by SIGSEGV"
+    assert "memory" in failure_analysis.describe_end(None, 9)
     assert signal_name(250) == "signal 250"
     assert failure(1, 0.0, "ValueError: x", host="n2").describe() == "rank 1 on n2: ValueError: x"
     assert failure(None, 0.0, "gone", "lost", "n2").describe() == "n2: gone"
@@ -108,24 +108,24 @@ def test_nodes_that_ended_their_ranks_while_we_were_away_are_not_to_blame() -> N
     left = left_for("n1", "lease", "the lease of 10 s ran out", 7.0)
     assert left is not None
     after = [left, failure(0, 7.1, "killed by SIGTERM", "signal", signal=15)]
-    us = outcome.first(outcome.own_absence(after, 20.4, 10.0))
+    us = failure_analysis.first(failure_analysis.own_absence(after, 20.4, 10.0))
     assert us.kind == "launcher"
     assert us.describe() == (
         "this launcher was stopped for 20 s, longer than the lease of 10 s; "
         "the nodes ended their ranks"
     )
-    assert "longer" not in outcome.own_absence(after, 8.0, 10.0)[0].describe()
+    assert "longer" not in failure_analysis.own_absence(after, 8.0, 10.0)[0].describe()
     # we were there: then the network was not
-    assert outcome.first(outcome.own_absence(after, 0.0, 10.0)) == left
+    assert failure_analysis.first(failure_analysis.own_absence(after, 0.0, 10.0)) == left
     # what failed before has failed by itself
     own = failure(1, 5.0, "ValueError: boom")
-    assert outcome.first(outcome.own_absence([own, *after], 20.0, 10.0)) == own
+    assert failure_analysis.first(failure_analysis.own_absence([own, *after], 20.0, 10.0)) == own
 
 
 def test_what_every_rank_raises_belongs_to_the_one_that_met_it() -> None:
     there = failure(0, 1.0, "Stopped: stopped on SIGTERM", origin=1)
     here = failure(1, 1.1, "Stopped: stopped on SIGTERM", origin=1)
-    assert outcome.first([there, here]) == here
+    assert failure_analysis.first([there, here]) == here
 
 
 def test_an_end_in_order_is_to_blame_where_only_echoes_follow() -> None:
@@ -133,9 +133,9 @@ def test_an_end_in_order_is_to_blame_where_only_echoes_follow() -> None:
     late = failure(2, 9.0, "ended with status 0", "early", code=0)
     echo = failure(0, 1.0, ECHOES[0])
     left = failure(0, 1.1, "exit status 1", "exit", code=1)
-    assert outcome.first(outcome.early_end([echo, left], [late, early])).rank == 1
+    assert failure_analysis.first(failure_analysis.early_end([echo, left], [late, early])).rank == 1
     own = failure(0, 1.0, "ValueError: boom")
-    assert outcome.first(outcome.early_end([own], [early])) == own
+    assert failure_analysis.first(failure_analysis.early_end([own], [early])) == own
 
 
 def test_an_agent_that_leaves_for_its_guard_is_named() -> None:
@@ -172,7 +172,7 @@ def test_an_agent_that_leaves_for_its_guard_is_named() -> None:
     ],
 )
 def test_who_killed_in_words(memory: dict[str, Any] | None, words: str) -> None:
-    assert words in outcome.describe_end(None, 9, memory, 1 << 30)
+    assert words in failure_analysis.describe_end(None, 9, memory, 1 << 30)
 
 
 def test_what_is_written_is_what_is_read() -> None:

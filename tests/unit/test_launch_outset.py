@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from each_case import each_case
-from paceline.launch.outcome import describe_end
-from paceline.launch.outset import Outset, by_chance
+from paceline.launch.elastic.startup import StartupTracker, is_by_chance
+from paceline.launch.failure_analysis import describe_end
 from paceline.spec.events import Event
 from paceline.spec.failure import HERE, Failure
 from paceline.spec.job import Entry, Job
@@ -26,10 +26,10 @@ def job(kind: Any = "script", **more: Any) -> Job:
 
 
 def over(job: Job, *told: tuple[str, dict[str, Any]], ranks: int = 2) -> bool:
-    outset = Outset(job, ranks)
+    startup = StartupTracker(job, ranks)
     for kind, fields in told:
-        outset.heard(Event(kind, "n1", 1, 0.0, fields))
-    return outset.over
+        startup.on_event(Event(kind, "n1", 1, 0.0, fields))
+    return startup.is_over
 
 
 def beat(step: int, phase: str = "train") -> tuple[str, dict[str, Any]]:
@@ -103,4 +103,4 @@ def ended(signum: int, memory: dict[str, Any] | None = None) -> Failure:
     ],
 )
 def test_what_is_nobodys_fault(failure: Failure, expected: bool) -> None:
-    assert by_chance(failure) == expected
+    assert is_by_chance(failure) == expected

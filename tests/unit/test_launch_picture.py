@@ -11,8 +11,7 @@ import pytest
 from rich.text import Text
 
 from each_case import each_case
-from paceline.launch.board import Board, Waiting
-from paceline.launch.picture import (
+from paceline.launch.terminal.render import (
     FINE,
     PLAIN,
     Around,
@@ -26,6 +25,7 @@ from paceline.launch.picture import (
     short,
     told_parts,
 )
+from paceline.launch.terminal.run_state import Board, Waiting
 from paceline.spec.events import PARTS, Event
 
 EVEN = [0.02, 0.6, 0.3, 0.08, 0.0, 0.0]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.agent import procs, snapshot
-from paceline.launch.summary import last_lines
+from paceline.launch.results.summary import last_lines
 from paceline.rundir import directory as rundir
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.errors import NodeError, SettingError

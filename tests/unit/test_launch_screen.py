@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.launch import screen as screen_module
-from paceline.launch.screen import REDRAW_S, Lines, Screen
-from paceline.launch.writer import Writer
+from paceline.launch.terminal import screen as screen_module
+from paceline.launch.terminal.screen import REDRAW_S, Lines, Screen
+from paceline.launch.terminal.writer import Writer
 from paceline.progress import describe
 from paceline.spec.job import Show
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.launch.summary import RunOutcome, is_resumable, report_failure, report_success
+from paceline.launch.results.summary import RunOutcome, is_resumable, report_failure, report_success
 from paceline.spec.events import Event
 from paceline.spec.failure import Result
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from paceline.launch import supply
-from paceline.launch.decide import Supplies
+from paceline.launch.nodes.provisioner import Provisioner
+from paceline.launch.planning.planner import Supplies
 
 
 @pytest.mark.parametrize("package", [False, True])
@@ -18,11 +17,12 @@ def test_imports_begin_before_the_code_is_read(package: bool) -> None:
     """Unless the package itself is sent: it is imported from there."""
     fleet: Any = SimpleNamespace(everyone=[], first=None)
     request: Any = SimpleNamespace(package=package)
+    parts: list[Any] = [None, None, None]
 
     async def begins() -> bool:
         reading: asyncio.Future[Supplies] = asyncio.get_running_loop().create_future()
         begun = asyncio.ensure_future(
-            supply.warm_up(fleet, request, reading, Path(), "token")  # type: ignore[arg-type]
+            Provisioner(request, *parts).start_fork_servers(fleet, reading)
         )
         done, _ = await asyncio.wait([begun], timeout=5.0 if not package else 0.1)
         reading.set_result(Supplies())

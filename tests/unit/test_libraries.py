@@ -8,7 +8,7 @@ import pytest
 
 from paceline.explain.evidence_reader import from_log
 from paceline.explain.libraries import summarize
-from paceline.launch import decide
+from paceline.launch.planning import planner
 from paceline.launch.recorder import MAX_PARTIAL, Sieve
 from paceline.report import explanation
 from paceline.spec.libraries import level
@@ -134,8 +134,8 @@ def test_ranks_are_told_to_tell_but_for_what_the_user_set() -> None:
     own = Environment({"NCCL_DEBUG": "TRACE"})
     job = Job("x", Entry("script", "a.py"), "/", "/python", environment=own, debug=asked)
     facts = {"cpu": {"available": [0]}, "rdma": []}
-    early = decide.node_env(job, Host("n1"), facts, 1, None)
-    whole = decide.node_env(job, Host("n1"), facts, 1, NodeNetwork("10.0.0.1", "eth0", "tried"))
+    early = planner.node_env(job, Host("n1"), facts, 1, None)
+    whole = planner.node_env(job, Host("n1"), facts, 1, NodeNetwork("10.0.0.1", "eth0", "tried"))
     assert early["TORCH_CPP_LOG_LEVEL"].value == "INFO"  # read when torch is loaded
     assert "TORCH_DISTRIBUTED_DEBUG" not in early  # the store would tell of every key
     # with DETAIL, DistributedDataParallel of torch 2.13 crashes

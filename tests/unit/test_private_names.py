@@ -70,7 +70,7 @@ def test_of_torch(module: str, name: str, where: str) -> None:
 
 
 def test_torch_has_what_a_first_optimizer_imports() -> None:
-    """launch/entry.py has it imported before the ranks are forked, train/compiler.py not at all."""
+    """launch/planning/entry.py imports it before the fork, train/compiler.py not at all."""
     assert importlib.util.find_spec("torch._dynamo") is not None
 
 

@@ -21,7 +21,7 @@ from paceline.cli.verbs import report
 from paceline.explain.conclusion import conclude
 from paceline.explain.evidence_reader import from_run
 from paceline.explain.rules import load_all
-from paceline.launch.board import Waiting
+from paceline.launch.terminal.run_state import Waiting
 from paceline.report import explanation
 from paceline.rundir.ownership import FETCHED_AT, LAST_STATUS
 from paceline.spec.detached import DETACHED, Detached

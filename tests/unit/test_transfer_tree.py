@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from paceline.agent import inside
-from paceline.launch import decide, prepare
+from paceline.launch.nodes import survey
+from paceline.launch.planning import planner
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Entry, Job
 from paceline.spec.plan import Copy
@@ -160,7 +161,7 @@ def test_a_node_does_not_choose_where_results_go(path: str, fine: bool) -> None:
 def test_inputs_are_renamed_in_the_arguments() -> None:
     entry = Entry("script", "t.py", ("--data", "/here/d", "x"))
     copies = [Copy("code", "x", "/there/code"), Copy("input0", "/here/d", "/there/0")]
-    assert decide.with_inputs(entry, copies).args == ("--data", "/there/0", "x")
+    assert planner.with_inputs(entry, copies).args == ("--data", "/there/0", "x")
 
 
 def imports_of(path: Path) -> set[str]:
@@ -183,12 +184,12 @@ def imports_of(path: Path) -> set[str]:
 
 def test_what_nodes_get_of_this_package_is_what_recipes_need() -> None:
     """And no more: not the report's charts, nor anything else that only the launcher runs."""
-    tree = prepare.package_tree(prepare.OF_RECIPES)
+    tree = survey.package_tree(survey.OF_RECIPES)
     sent = {Path(str(entry[0])).relative_to("paceline").as_posix() for entry in tree.manifest}
     needed = {name for file in sent if file.endswith(".py")
               for name in imports_of(tree.root / "paceline" / file)}  # fmt: skip
-    assert needed <= {Path(part).parts[0].removesuffix(".py") for part in prepare.OF_RECIPES}
-    assert {file for file in sent if file.startswith("agent/")} == {*prepare.OF_RECIPES[-2:]}
+    assert needed <= {Path(part).parts[0].removesuffix(".py") for part in survey.OF_RECIPES}
+    assert {file for file in sent if file.startswith("agent/")} == {*survey.OF_RECIPES[-2:]}
     assert {"__init__.py", "py.typed", "train/__init__.py", "recipes/image.py"} <= sent
     assert not any(file.startswith(("report/", "lab/", "cli/", "launch/")) for file in sent)
     assert tree.size < 2 << 20

@@ -19,10 +19,10 @@ import pytest
 from agents import ENDLESS, Served, agent_in_thread
 
 from paceline.agent import inside, snapshot
-from paceline.launch import prepare, supply
-from paceline.launch.collect import Results
-from paceline.launch.fleet import Fleet, Node
-from paceline.launch.supply import send_folder
+from paceline.launch.nodes import provisioner, survey
+from paceline.launch.nodes.fleet import Fleet, Node
+from paceline.launch.nodes.provisioner import send_folder
+from paceline.launch.results.collector import Results
 from paceline.remote.channel import AgentRefusal
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.directory import RunDirectory
@@ -180,7 +180,7 @@ def test_a_folder_that_both_see_is_used_whatever_changes_in_it(
         for place, look in ((None, as_now), (None, written_to), (str(other), as_now)):
             node.host = replace(node.host, workdir=place)
             monkeypatch.setattr(Tree, "as_now", look)
-            found = await prepare._compare(cast(Any, node), job, tree)
+            found = await survey._compare(cast(Any, node), job, tree)
             assert found is not None
             alike.append(not (found["missing"] or found["different"]))
         return alike
@@ -716,12 +716,12 @@ def test_hosts_of_one_disk_get_a_large_input_once(monkeypatch: pytest.MonkeyPatc
     async def made(channel: Disk, manifest: list[Any], where: Any, folder: str, name: str) -> str:
         return f"/{channel.name}/{name}"
 
-    monkeypatch.setattr(supply, "send_tree", made)
+    monkeypatch.setattr(provisioner, "send_tree", made)
     nodes = [
         SimpleNamespace(name=one[1], channel=Disk(*one))
         for one in (("a", "1"), ("b", "2"), ("a", "3"))
     ]
     copies: Any = [(node, Copy("input0", "/runs/1", "/there")) for node in nodes]
-    first, later = asyncio.run(supply._once_a_disk(copies, "run"))
+    first, later = asyncio.run(provisioner._once_a_disk(copies, "run"))
     assert [node.channel.identity for node, _ in first] == ["1", "2"]
     assert [node.channel.identity for node, _ in later] == ["3"]

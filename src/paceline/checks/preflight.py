@@ -12,13 +12,12 @@ from typing import Any
 from paceline.checks import runner
 from paceline.checks.check import Requirements, Survey
 from paceline.checks.link import bits_per_s
-from paceline.launch import decide
-from paceline.launch.prepare import Inspect
+from paceline.launch.planning import planner
 from paceline.remote.openssh import SshOptions
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError
 from paceline.spec.finding import Finding
-from paceline.spec.hosts import Cluster, Host
+from paceline.spec.hosts import Cluster, Host, Inspect
 from paceline.spec.job import Job
 
 # warnings that matter to a run; `paceline check` shows the others
@@ -31,7 +30,7 @@ def preflight(job: Job, cluster: Cluster,
 
     Raises NodeError if a check fails.
     """
-    hosts = decide.choose_hosts(job, cluster)
+    hosts = planner.choose_hosts(job, cluster)
     survey = asyncio.run(runner.survey_hosts(hosts, ssh, requirements_of(job, hosts), "full"))
     findings = runner.evaluate(survey, "full")
     raise_failures(findings)
@@ -72,7 +71,7 @@ def inspector(job: Job, run_dir: Path | None = None,
 def requirements_of(job: Job, hosts: Sequence[Host]) -> Requirements:
     """Returns the job's requirements for the checks."""
     return Requirements(
-        pythons={host.name: decide.python_of(job, host) for host in hosts},
+        pythons={host.name: planner.python_of(job, host) for host in hosts},
         workdirs={host.name: host.workdir or job.workdir for host in hosts},
         needs_torch=job.needs_torch,
         interface=job.interface.value,

@@ -53,7 +53,7 @@ class Dispatch:
         """
         if self.scheduler.is_direct:
             return
-        from paceline.launch.entry import entry_argv
+        from paceline.launch.planning.entry import entry_argv
         from paceline.rendezvous.started import StartedTransport
         from paceline.rendezvous.typed import TypedTransport
 

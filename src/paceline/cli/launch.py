@@ -27,11 +27,12 @@ from paceline.spec.rundir import DEFAULT_PARENT, PLAN
 from paceline.spec.terminal import for_reader, wrapped
 
 if TYPE_CHECKING:
-    from paceline.launch.launcher import Left
-    from paceline.launch.prepare import Inspect, Package
-    from paceline.launch.screen import Screen
-    from paceline.launch.summary import RunOutcome
+    from paceline.launch.jobs import Left
+    from paceline.launch.planning.request import Package
+    from paceline.launch.results.summary import RunOutcome
+    from paceline.launch.terminal.screen import Screen
     from paceline.remote.transport import Transport
+    from paceline.spec.hosts import Inspect
 
 
 def launch_job(
@@ -58,7 +59,7 @@ def launch_job(
         directory = ctx.params["run_dir"] or fresh_path(parent, job.name)
         return submit(ctx, job, directory, dispatch.scheduler)
     if dispatch.kind == "join":
-        from paceline.launch.entry import entry_argv
+        from paceline.launch.planning.entry import entry_argv
         from paceline.rendezvous.typed import serve
 
         assert dispatch.endpoint is not None
@@ -83,7 +84,7 @@ def launch_job(
         from paceline.cli.runs.leave import start_detached
 
         return start_detached(ctx, job, cluster, dispatch.transport, package, run_dir)
-    from paceline.launch.screen import Screen
+    from paceline.launch.terminal.screen import Screen
 
     screen = Screen(ctx.params["show"], look=ctx.params["screen"])
     return run_to_end(job, cluster, dispatch.transport, screen, run_dir=run_dir, parent=parent,
@@ -117,8 +118,8 @@ def make_inspect(ctx: click.Context, job: Job, cluster: Cluster, dispatch: Dispa
 def show_plan(job: Job, cluster: Cluster, transport: Transport, *, as_json: bool,
               verbose: bool, package: bool, inspect: Inspect | None) -> int:  # fmt: skip
     """Prints the plan that a run would execute."""
-    from paceline.launch.launcher import plan_job
-    from paceline.launch.view import describe, everything
+    from paceline.launch.jobs import plan_job
+    from paceline.launch.planning.plan_text import describe, everything
 
     plan = plan_job(job, cluster, transport, package, inspect)
     if as_json:
@@ -153,7 +154,7 @@ def run_to_end(
         is_generated: The run directory has a generated name; it is removed when the job is refused
             before there is a plan.
     """
-    from paceline.launch.launcher import run_job, secrets_of
+    from paceline.launch.jobs import run_job, secrets_of
     from paceline.schedulers.submission import submitting_arguments
 
     secrets = secrets_of(job, cluster)

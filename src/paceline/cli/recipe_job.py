@@ -16,7 +16,7 @@ import click
 from paceline.cli.dispatch import Dispatch
 from paceline.cli.job_options import build_job
 from paceline.cli.settings import toml_of
-from paceline.launch.entry import COMPILER
+from paceline.launch.planning.entry import COMPILER
 from paceline.recipes import RECIPES, explicit_options, parse_options, recipe
 from paceline.recipes.argv import as_flags, check_known, option_names, parse_values, to_argv
 from paceline.recipes.catalogue import catalogue
@@ -61,7 +61,7 @@ def check_host_names(options: Options, job: Job, cluster: Cluster, dispatch: Dis
     names_hosts = isinstance(weights, Mapping) or isinstance(limits, Mapping)
     if not names_hosts or dispatch.kind != "run" or not dispatch.scheduler.accepts_hosts:
         return
-    from paceline.launch.decide import choose_hosts
+    from paceline.launch.planning.planner import choose_hosts
 
     names = [host.name for host in choose_hosts(job, cluster)]
     if isinstance(weights, Mapping):

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli.launch import run_to_end
-from paceline.launch import outcome
-from paceline.launch.decide import Supplies, choose_hosts
-from paceline.launch.launcher import Left, secrets_of
-from paceline.launch.screen import Screen
+from paceline.launch import failure_analysis
+from paceline.launch.jobs import Left, secrets_of
+from paceline.launch.planning.planner import Supplies, choose_hosts
+from paceline.launch.terminal.screen import Screen
 from paceline.remote import this_machine
 from paceline.remote.channel import Channel
 from paceline.rendezvous.called import CalledTransport, StartsAgain
@@ -204,7 +204,7 @@ class StartDetector:
             self._set_running()
         elif event.kind == "rank started":
             self._wait(MIN_QUIET_S)
-        elif outcome.failure_of(event, self._lease_s) is not None:
+        elif failure_analysis.failure_of(event, self._lease_s) is not None:
             self._wait(None)
 
     def _wait(self, seconds: float | None) -> None:

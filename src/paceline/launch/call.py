@@ -17,15 +17,14 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar, overload
 
 from paceline.agent import pickles
-from paceline.launch.entry import COMPILER, preload_of
-from paceline.launch.prepare import Inspect
-from paceline.launch.summary import RunOutcome, last_lines
+from paceline.launch.planning.entry import COMPILER, preload_of
+from paceline.launch.results.summary import RunOutcome, last_lines
 from paceline.rundir.directory import claim, short
 from paceline.spec import rundir as names
 from paceline.spec.errors import JobError, NodeError, SettingError
 from paceline.spec.events import Event
 from paceline.spec.failure import place
-from paceline.spec.hosts import Host
+from paceline.spec.hosts import Host, Inspect
 from paceline.spec.job import Entry
 
 T = TypeVar("T")
@@ -98,7 +97,7 @@ def write_call(path: Path, function: Callable[..., Any], args: Sequence[Any],
     """
     import cloudpickle  # here: only who calls functions needs it
 
-    about = {
+    header = {
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "argv": list(sys.argv),
         "file": getattr(sys.modules.get("__main__"), "__file__", None),
@@ -108,7 +107,7 @@ def write_call(path: Path, function: Callable[..., Any], args: Sequence[Any],
         "cloudpickle": _modules_of(cloudpickle),
     }
     called = f"{name_of(function)}()"
-    call = [("what the rank is like", about), (called, (function, tuple(args), dict(kwargs)))]
+    call = [("what the rank is like", header), (called, (function, tuple(args), dict(kwargs)))]
     try:
         with _by_value(cloudpickle, by_value):
             written = pickles.write(str(path), call, cloudpickle)
@@ -123,11 +122,11 @@ def write_call(path: Path, function: Callable[..., Any], args: Sequence[Any],
         return written.sha256, file.read(MOST_TEXT)
 
 
-def _from_here(said: str, called: str) -> str:
+def _from_here(text: str, called: str) -> str:
     """The parts of a call by the names that the caller knows."""
     for part, name in (("[0]", ""), ("[1]", ": args"), ("[2]", ": kwargs")):
-        said = said.replace(f"{called}{part}", f"{called}{name}", 1)
-    return said
+        text = text.replace(f"{called}{part}", f"{called}{name}", 1)
+    return text
 
 
 def _source_of(function: Callable[..., Any]) -> str:
@@ -180,7 +179,7 @@ def modules_elsewhere(root: Path | None) -> list[ModuleType]:
     Args:
         root: The folder that is sent; ``None`` for none.
     """
-    found = []
+    modules = []
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not isinstance(module, ModuleType):
@@ -192,8 +191,8 @@ def modules_elsewhere(root: Path | None) -> list[ModuleType]:
         if root is not None and Path(file).absolute().is_relative_to(root):
             continue
         if Path(file).is_file():  # torch has modules that only claim one
-            found.append(module)
-    return found
+            modules.append(module)
+    return modules
 
 
 @contextmanager
@@ -235,12 +234,12 @@ def same_python(inspected: Inspect) -> Inspect:
         notes = inspected(hosts, facts, noise)
         ours = f"{sys.version_info.major}.{sys.version_info.minor}"
         pythons = {host.name: facts[host.name]["python"]["version"] for host in hosts}
-        others = [f"{host} {version}" for host, version in pythons.items()
+        versions = [f"{host} {version}" for host, version in pythons.items()
                   if version.split(".")[:2] != ours.split(".")]  # fmt: skip
-        if others:
+        if versions:
             raise NodeError(
                 f"a function of Python {ours} runs on Python {ours} only",
-                found=", ".join(others),
+                found=", ".join(versions),
                 remedy=f'Name an interpreter of Python {ours} there: python="/path/to/python{ours}"'
                 ", or python under [hosts.NAME] in paceline.toml",
             )
@@ -316,12 +315,14 @@ def results_of(outcome: RunOutcome) -> Results[Any]:
     """
     if outcome.result.failure is not None or outcome.result.exit_code != 0:
         raise _raised(outcome)
-    told = _told(outcome, "returned")
-    missing = next((rank for rank in range(outcome.ranks) if rank not in told), None)
-    values = {rank: _load(outcome, told[rank]) for rank in sorted(told) if rank < outcome.ranks}
+    reports = _told(outcome, "returned")
+    missing = next((rank for rank in range(outcome.ranks) if rank not in reports), None)
+    values = {
+        rank: _load(outcome, reports[rank]) for rank in sorted(reports) if rank < outcome.ranks
+    }
     if missing is not None:
         raise _without(outcome, missing, values)
-    hosts = [told[rank].host for rank in values]
+    hosts = [reports[rank].host for rank in values]
     return Results([*values.values()], hosts, outcome)
 
 
@@ -337,7 +338,10 @@ def _without(outcome: RunOutcome, rank: int, values: Mapping[int, Any]) -> RankE
     who = place(last.host, rank)
     whys = [f"it came again in vain: {event['why']}" for event in outcome.events
             if event.kind == "newcomer lost" and event.rank == rank]  # fmt: skip
-    whys = [*(one.why for one in outcome.result.recoveries if who in one.who), *whys[-1:]]
+    whys = [
+        *(recovery.why for recovery in outcome.result.recoveries if who in recovery.who),
+        *whys[-1:],
+    ]
     return RankError(f"{who} was lost and had not come back when the others returned", outcome,
                      last.host, rank, found="\n".join(whys), returned=values,
                      remedy="What the others returned is in this error's .returned")  # fmt: skip
@@ -360,18 +364,19 @@ def _told(outcome: RunOutcome, kind: str) -> dict[int, Event]:
     return found
 
 
-def _load(outcome: RunOutcome, told: Event) -> Any:
+def _load(outcome: RunOutcome, event: Event) -> Any:
     """The object of a rank's file, after a look at its hash. RankError when it cannot be had."""
-    path = outcome.path / names.RETURNED / str(told.rank)
-    where = place(told.host, told.rank)
+    path = outcome.path / names.RETURNED / str(event.rank)
+    where = place(event.host, event.rank)
     try:
-        return pickles.opened(str(path), str(told["sha256"])).load()
+        return pickles.opened(str(path), str(event["sha256"])).load()
     except (pickles.DamagedError, OSError) as error:
-        raise RankError(f"what {where} {told.kind} did not arrive", outcome, told.host, told.rank,
+        message = f"what {where} {event.kind} did not arrive"
+        raise RankError(message, outcome, event.host, event.rank,
                         found=str(error)) from None  # fmt: skip
     except Exception as error:  # loading runs code of the user's classes
         raise RankError(
-            f"what {where} {told.kind} cannot be loaded here", outcome, told.host, told.rank,
+            f"what {where} {event.kind} cannot be loaded here", outcome, event.host, event.rank,
             found=f"{type(error).__name__}: {error}",
             remedy="Return plain values, tensors or arrays, or install here what it is made of",
         ) from error  # fmt: skip
@@ -382,13 +387,13 @@ def _raised(outcome: RunOutcome) -> Exception:
     failure = outcome.result.failure
     if failure is None:
         return RankError("the job ended without a result", outcome, found=outcome.result.error)
-    said = failure.traceback.rstrip()
+    text = failure.traceback.rstrip()
     logs = f"logs: {short(outcome.path / names.LOGS)}"
-    if not said and failure.rank is not None:
+    if not text and failure.rank is not None:
         log = names.log_file(failure.host, failure.rank)
-        said = last_lines(outcome.path / log, outcome.begins.get(log, 0))
+        text = last_lines(outcome.path / log, outcome.begins.get(log, 0))
     cause = RankError(failure.describe(), outcome, failure.host, failure.rank, failure.traceback,
-                      found=f"{said}\n{logs}".lstrip())  # fmt: skip
+                      found=f"{text}\n{logs}".lstrip())  # fmt: skip
     told = _told(outcome, "raised").get(-1 if failure.rank is None else failure.rank)
     if failure.kind != "exception" or told is None:
         return cause

@@ -19,7 +19,7 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from paceline.agent.control import LONGEST_WISH, address
 from paceline.agent.reconnection import uid_of
@@ -29,10 +29,10 @@ from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError, PacelineError, SettingError
 from paceline.spec.events import Event
 from paceline.spec.failure import place
+from paceline.spec.plan import Plan
 
 if TYPE_CHECKING:
-    from paceline.launch.attempt import Attempt
-    from paceline.launch.verdict import Look
+    from paceline.launch.health.hang_verdict import Look
 
 T = TypeVar("T")
 
@@ -41,6 +41,19 @@ WISH_S = 5.0  # for a wish to come whole, and for an answer to be taken
 PAUSE_S = 0.5
 OUTCOMES = 64  # checkpoints whose outcome is remembered
 _STATES = {"R": "running", "S": "waiting", "D": "waiting for a disk", "T": "stopped", "Z": "ended"}
+
+
+class RunningRanks(Protocol):
+    """The ranks of one attempt, as a person can ask of them."""
+
+    plan: Plan
+
+    async def tell_ranks(self, line: Mapping[str, Any]) -> None:
+        """Sends a line to every rank."""
+
+    async def looks(self) -> list[Look]:
+        """What every rank does at this moment."""
+        ...
 
 
 class Actions:
@@ -59,7 +72,7 @@ class Actions:
     def __init__(self, run_id: str, recorder: Recorder, note: Callable[[str], None]) -> None:
         self.run_id = run_id
         self.interrupts: Interrupts | None = None
-        self.attempt: Attempt | None = None
+        self.attempt: RunningRanks | None = None
         self._recorder, self._note = recorder, note
         self._saves = self._answers = 0  # asked for, and answered
         self._keeps = False  # the ranks make checkpoints
@@ -129,22 +142,22 @@ class Actions:
         return {"run_id": self.run_id, "state": state, "attempt": number, "saves": self._keeps,
                 "pid": os.getpid(), "run_dir": self._recorder.path}  # fmt: skip
 
-    def _running(self, what: str) -> Attempt:
+    def _running(self, what: str) -> RunningRanks:
         if self.attempt is None:
             raise NodeError(f"no ranks run at this moment {what}")
         return self.attempt
 
     async def _until(self, known: Callable[[], T | None]) -> T:
         attempt = self.attempt
-        while (found := known()) is None:
+        while (value := known()) is None:
             if self.attempt is not attempt:
                 raise NodeError("the ranks ended before the checkpoint was made")
             await self._changed.wait()
-        return found
+        return value
 
     # --- hearing -----------------------------------------------------------------------------
 
-    def runs(self, attempt: Attempt | None) -> None:
+    def runs(self, attempt: RunningRanks | None) -> None:
         """Other ranks run from now on, or none do."""
         self.attempt, self._keeps = attempt, False
         self._change()

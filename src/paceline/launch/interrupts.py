@@ -104,8 +104,8 @@ class Interrupts:
 
 def wanted() -> list[signal.Signals]:
     """The signals that are not to be ignored."""
-    ignored = [one for one in LEFT_IGNORED if signal.getsignal(one) == signal.SIG_IGN]
-    return [one for one in HANDLED if one not in ignored]
+    ignored = [signum for signum in LEFT_IGNORED if signal.getsignal(signum) == signal.SIG_IGN]
+    return [signum for signum in HANDLED if signum not in ignored]
 
 
 _told: dict[asyncio.AbstractEventLoop, Callable[[int], None]] = {}  # of runs that take signals

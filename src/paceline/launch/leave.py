@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.agent import caller
-from paceline.launch import decide
 from paceline.launch.interrupts import Interrupts
-from paceline.launch.launcher import request_of, secrets_of, write_result
-from paceline.launch.prepare import Package, Request, package_tree, read_and_keep
-from paceline.launch.screen import Screen
+from paceline.launch.jobs import request_of, secrets_of, write_result
+from paceline.launch.nodes.survey import package_tree, read_and_keep
+from paceline.launch.planning import planner
+from paceline.launch.planning.request import Package, Request
+from paceline.launch.terminal.screen import Screen
 from paceline.remote import this_machine
 from paceline.remote.agent_code import leave_line
 from paceline.remote.channel import LOGINS_AT_ONCE, TRIES, Channel, LoginRefused, Wrap, connect
@@ -202,10 +203,10 @@ class _Start:
                 trees = {"code": supplies.code, "package": supplies.package}
                 for number, tree in enumerate(supplies.inputs.values()):
                     trees[f"input{number}"] = tree
-                about, places = await self._send(channel, directory, trees)
+                reply, places = await self._send(channel, directory, trees)
                 if supplies.data is not None:
                     self._data = await self._send_data(channel, supplies.data)
-                return await self._supervised(channel, directory, places, about)
+                return await self._supervised(channel, directory, places, reply)
             finally:
                 await channel.close(1.0)
         except PacelineError as error:
@@ -226,22 +227,22 @@ class _Start:
             self._wrap = await containers.wrapping(hosts)
             return
         looks = (containers.wrapping([host]) for host in hosts)
-        found = await asyncio.gather(*looks, return_exceptions=True)
+        results = await asyncio.gather(*looks, return_exceptions=True)
         wraps: dict[str, Wrap] = {}
-        for host, one in zip(hosts, found, strict=True):
-            if isinstance(one, PacelineError) and len(hosts) > 1:
-                self._lacking[host.name] = one.brief
-            elif isinstance(one, BaseException):
-                raise one
+        for host, result in zip(hosts, results, strict=True):
+            if isinstance(result, PacelineError) and len(hosts) > 1:
+                self._lacking[host.name] = result.brief
+            elif isinstance(result, BaseException):
+                raise result
             else:
-                wraps[host.name] = one
+                wraps[host.name] = result
         self._wrap = lambda host, agent: wraps[host.name](host, agent)
 
     def _python(self, host: Host) -> str:
         """The interpreter on a host itself, for what is no rank; the job's may be in an image."""
         if self._leaving.containers is not None:
             return this_machine.default_python()
-        return decide.python_of(self._leaving.job, host)
+        return planner.python_of(self._leaving.job, host)
 
     async def _logged_in(self, host: Host) -> Channel:
         try:
@@ -287,7 +288,7 @@ class _Start:
         except OSError as error:
             raise data.unreadable(folder, error) from None
         if ship == "never" and (place.missing or place.gone):
-            raise decide.other_data(str(folder.root), self._host, place)
+            raise planner.other_data(str(folder.root), self._host, place)
         if not place.in_place:
             if not self._leaving.job.follow_links:
                 refuse_outward(folder.root, place.outward)
@@ -360,34 +361,36 @@ class _Start:
         """Heeds the supervisor until it is left alone, or has nothing more to do."""
         folder = ""
         while True:
-            said = await self._next(login)
-            if said is None:
+            report = await self._next(login)
+            if report is None:
                 raise self._no_supervisor(login)
-            if "refused" in said:
+            if "refused" in report:
                 raise NodeError(
-                    f"{self._host.name} cannot supervise the run: {said['refused']}",
-                    found=said.get("found", ""), remedy=said.get("remedy", ""),
+                    f"{self._host.name} cannot supervise the run: {report['refused']}",
+                    found=report.get("found", ""), remedy=report.get("remedy", ""),
                 )  # fmt: skip
-            if "listening" in said:
-                folder = str(said["folder"])
-                self._have_all_call(login, [(str(a), int(p)) for a, p in said["listening"]])
-            elif "starting" in said:
-                self._screen.starting(said["starting"], said["done"], said["of"])
-            elif "text" in said:
-                self._screen.pass_on(said["text"], said["err"])
-            elif "running" in said:
+            if "listening" in report:
+                folder = str(report["folder"])
+                self._have_all_call(login, [(str(a), int(p)) for a, p in report["listening"]])
+            elif "starting" in report:
+                self._screen.starting(report["starting"], report["done"], report["of"])
+            elif "text" in report:
+                self._screen.pass_on(report["text"], report["err"])
+            elif "running" in report:
                 await self._all_stay()
                 login.say({"do": "stay"})
-            elif "left" in said:
+            elif "left" in report:
                 return None, folder
-            elif "over" in said:
+            elif "over" in report:
                 if channel is not None and directory is not None:
                     await self._bring_home(channel, directory, folder)
                 login.say({"do": "done"})
-                if error := said.get("error"):
-                    raise PacelineError(error["message"], found=error["found"],
-                                        remedy=error["remedy"], exit_code=said["over"])  # fmt: skip
-                return int(said["over"]), folder
+                if error := report.get("error"):
+                    raise PacelineError(
+                        error["message"], found=error["found"], remedy=error["remedy"],
+                        exit_code=report["over"],
+                    )  # fmt: skip
+                return int(report["over"]), folder
 
     async def _next(self, login: Login) -> dict[str, Any] | None:
         """The supervisor's next word, unless a caller fails before it."""
@@ -442,10 +445,10 @@ class _Start:
         if why := self._lacking.get(host.name):
             raise _Unheard(host, why)
         wrap, python = self._wrap, self._python(host)
-        about = {"index": place, "node": host.name}
+        settings = {"index": place, "node": host.name}
         config = caller_config(
-            addresses, [decide.python_of(self._leaving.job, host)], [], PROCESS_VARIABLES, CALL_S,
-            about, wrap=list if wrap is None else partial(wrap, host), once=wrap is not None,
+            addresses, [planner.python_of(self._leaving.job, host)], [], PROCESS_VARIABLES, CALL_S,
+            settings, wrap=list if wrap is None else partial(wrap, host), once=wrap is not None,
         )  # fmt: skip
         start = {"argv": caller_command(config), "env": {caller.KEY: self._key.hex()}}
         async with self._gate:
@@ -559,13 +562,13 @@ async def started(host: Host, python: str, ssh: SshOptions, start: Mapping[str, 
     for attempt in range(1, TRIES + 1):
         login = await Login.to(host, python, ssh, "caller", start)
         try:
-            said = await asyncio.wait_for(login.hear(), START_S)
+            report = await asyncio.wait_for(login.hear(), START_S)
         except asyncio.TimeoutError:
-            said = None
+            report = None
         except BaseException:
             await login.end(0.0)
             raise
-        if said is not None:
+        if report is not None:
             return login
         await login.end(0.0)
         refusal = classify(login.words, login.status, host)

@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-import paceline
 from paceline.rundir.directory import Redactor, short
 from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
 from paceline.spec.failure import Result, signal_name
 from paceline.spec.figures import lasting
 from paceline.spec.terminal import clean_line
+from paceline.spec.version import __version__
 
 PATIENCE_S = 30.0
 SOON_S = 2.0  # for those who watch it is said after this long what is waited for
@@ -111,16 +111,16 @@ class Ended:
 
     def variables(self) -> dict[str, str]:
         """The same for a command's environment."""
-        said = self.to_json()
+        values = self.to_json()
         return {
-            jobenv.ENDED_RUN: said["run"],
-            jobenv.ENDED_NAME: said["name"],
-            jobenv.OUTCOME: said["outcome"],
-            jobenv.EXIT_STATUS: str(said["exit_status"]),
-            jobenv.SECONDS: str(said["seconds"]),
-            jobenv.METRICS: json.dumps(dict(_first(said["metrics"].items()))),
-            jobenv.FIRST_FAILURE: (said["failure"] or "")[:MOST],
-            jobenv.SENTENCE: said["text"][:MOST],
+            jobenv.ENDED_RUN: values["run"],
+            jobenv.ENDED_NAME: values["name"],
+            jobenv.OUTCOME: values["outcome"],
+            jobenv.EXIT_STATUS: str(values["exit_status"]),
+            jobenv.SECONDS: str(values["seconds"]),
+            jobenv.METRICS: json.dumps(dict(_first(values["metrics"].items()))),
+            jobenv.FIRST_FAILURE: (values["failure"] or "")[:MOST],
+            jobenv.SENTENCE: values["text"][:MOST],
         }
 
 
@@ -316,7 +316,7 @@ class Telling:
         parts = urlsplit(self.target)
         headers = {
             "Content-Type": "application/json",
-            "User-Agent": f"paceline/{paceline.__version__}",
+            "User-Agent": f"paceline/{__version__}",
         }
         user, at, place = parts.netloc.rpartition("@")
         if at:  # curl takes it so, too

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.launch.board import Board, Waiting
-from paceline.launch.fleet import Node
-from paceline.launch.screen import MAX_PARTIAL, Screen
+from paceline.launch.terminal.run_state import Board, Waiting
+from paceline.launch.terminal.screen import MAX_PARTIAL, Screen
 from paceline.rundir.directory import RunDirectory, short
 from paceline.spec import libraries
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError
 from paceline.spec.events import Event, read_events
+from paceline.spec.plan import Plan
 from paceline.spec.records import Steps
 
+STATE_PERIOD_S = 1.0  # between two writings of where the ranks are while nodes are waited for
 MOST_EVENTS = 20_000  # kept in memory of the beginning, and of the end
 
 
@@ -34,16 +36,16 @@ class Sieve:
     def feed(self, data: bytes) -> tuple[bytes, bytes]:
         """What is to be shown and logged as ever, and what the libraries told."""
         *lines, self._partial = (self._partial + data).split(b"\n")
-        shown, told = bytearray(), bytearray()
+        shown, library_lines = bytearray(), bytearray()
         for line in lines:
             level = self._level(line[: libraries.LOOKED_AT].decode(errors="replace"))
             if level != "told":
                 shown += line + b"\n"
             if level is not None:
-                told += line + b"\n"
+                library_lines += line + b"\n"
         if b"\r" in self._partial or len(self._partial) > MAX_PARTIAL:
             shown += self.rest()
-        return bytes(shown), bytes(told)
+        return bytes(shown), bytes(library_lines)
 
     def _level(self, line: str) -> str | None:
         level = libraries.level(line)
@@ -79,7 +81,9 @@ class Recorder:
         self._begin: list[Mapping[str, Any]] = []
         self._end: deque[Mapping[str, Any]] = deque(maxlen=MOST_EVENTS)
         self.called: Callable[[], Mapping[str, str]] = dict  # hosts on their way back, and how
-        self.waits: Callable[[], Waiting | None] = lambda: None  # whether the job waits for nodes
+        self.waits: Callable[[], Waiting | None] = lambda: None  # whether running ranks wait
+        self._waiting: Waiting | None = None  # while no ranks run
+        self._ticker: asyncio.Task[None] | None = None
 
     @property
     def shown_path(self) -> str:
@@ -112,10 +116,32 @@ class Recorder:
     def where(self) -> None:
         """Writes down who is where, for whoever asks for the state of the run."""
         self.board.called(self.called())
-        self.board.waits = self.waits()
+        self.board.waits = self._waiting or self.waits()
         with contextlib.suppress(NodeError):  # a full disk is told of by what must be written
-            about = self.board.to_json(time.monotonic(), time.time())
-            self._directory.write_json(names.RANKS, about, durable=False)
+            state = self.board.to_json(time.monotonic(), time.time())
+            self._directory.write_json(names.RANKS, state, durable=False)
+
+    def wait(self, waiting: Waiting | None) -> None:
+        """Nodes are waited for while no ranks run: writes down where everybody is meanwhile."""
+        if waiting is self._waiting:
+            return
+        self._waiting = waiting
+        if self._ticker is not None:
+            self._ticker.cancel()
+            self._ticker = None
+        if waiting is None:
+            self.where()
+        else:
+            self._ticker = asyncio.ensure_future(self._tick())
+
+    async def _tick(self) -> None:
+        while True:
+            self.where()
+            await asyncio.sleep(STATE_PERIOD_S)
+
+    def write_plan(self, plan: Plan) -> None:
+        """Writes the plan that is executed."""
+        self._directory.write_json(names.PLAN, plan.to_json())
 
     def next_attempt(self) -> None:
         """The ranks are about to start once more, and to repeat some steps."""
@@ -161,10 +187,10 @@ class Recorder:
     def _sifted(self, event: Event) -> bytes:
         """What a rank wrote, without what its libraries told: that is written down beside it."""
         who = (event.host, _rank(event), event["stream"])
-        shown, told = self._sieves.setdefault(who, Sieve()).feed(event.blob)
-        if told:
+        shown, library_lines = self._sieves.setdefault(who, Sieve()).feed(event.blob)
+        if library_lines:
             name = names.debug_file(event.host, _rank(event))
-            self._directory.append_bytes(name, told, event["stream"])
+            self._directory.append_bytes(name, library_lines, event["stream"])
         return shown
 
     def _begin_metrics(self, *, resumed: bool) -> None:
@@ -174,12 +200,11 @@ class Recorder:
         elif self._steps.none:
             self._directory.set_aside(names.METRICS)
 
-    def agent_log(self, node: Node) -> None:
-        """What ssh and the agent had to say, beside the ranks' logs."""
-        words = node.channel.stderr
-        if words.strip():
+    def agent_log(self, host: str, text: str) -> None:
+        """Writes what ssh and the agent of a host printed beside the ranks' logs."""
+        if text.strip():
             with contextlib.suppress(NodeError):
-                self._directory.append_bytes(names.log_file(node.name, "agent"), words.encode())
+                self._directory.append_bytes(names.log_file(host, "agent"), text.encode())
 
 
 def _rank(event: Event) -> int:

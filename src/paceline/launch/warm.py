@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from paceline.launch import prepare
-from paceline.launch.fleet import Node, together
-from paceline.launch.prepare import Request
-from paceline.launch.supply import fork_servers_up, start_fork_server
+from paceline.launch.nodes import survey
+from paceline.launch.nodes.connect import connect
+from paceline.launch.nodes.fleet import Node, together
+from paceline.launch.nodes.provisioner import fork_servers_up, start_fork_server
+from paceline.launch.planning.request import Request
 from paceline.remote import warm
 from paceline.remote.channel import meet
 from paceline.remote.fanout import wait_without_threads
@@ -36,11 +37,11 @@ async def make_ready(request: Request) -> list[str]:
         if event.kind in ("imported", "import failed", "fork server died"):
             node.take_fork_server(event)
 
-    fleet, _ = await prepare.connect(request, heard, lambda node, why: None)
+    fleet, _ = await connect(request, heard, lambda node, why: None)
     nodes = fleet.everyone
     try:
-        with prepare.lost_nodes_named(fleet):
-            prepare.approve(request, fleet, request.inspect)
+        with survey.lost_nodes_named(fleet):
+            survey.approve(request, fleet, request.inspect)
             token = os.urandom(16).hex()
             await together([start_fork_server(node, request.job, token) for node in nodes])
             await fork_servers_up(fleet, nodes, request.job)

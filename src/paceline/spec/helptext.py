@@ -110,3 +110,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     guess = nearest(word, names)
     listed = "one of " + ", ".join(names)
     return f"{listed}; did you mean `{guess}`?" if guess else listed
+
+
+def span(seconds: float) -> str:
+    """``10 minutes``, ``1 hour``, ``90 s``: a length of time in the largest unit that fits."""
+    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= length and seconds % length == 0:
+            return counted(int(seconds // length), unit)
+    return f"{seconds:g} s"

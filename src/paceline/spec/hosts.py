@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +73,8 @@ class Cluster:
     def head(self, count: int) -> Cluster:
         """The first ``count`` hosts."""
         return replace(self, hosts=self.hosts[:count])
+
+
+Inspect = Callable[[Sequence[Host], Mapping[str, Any], Mapping[str, str]], list[str]]
+"""Judges hosts before a job starts: of hosts, facts by host and what the start-up files of each
+printed it makes notes for the user, or raises PacelineError."""

@@ -1,6 +1,7 @@
 """The plan: what runs where, with which arguments, environment, address and rank.
 
-One pure function makes it (``launch.decide.make_plan``) of what ``launch.prepare`` found out.
+One pure function, ``launch.planning.planner.make_plan``, makes it from what
+``launch.nodes.survey`` found out.
 ``--plan`` prints it, ``plan.json`` keeps it, and ``Launcher.execute`` carries it out.
 """
 

@@ -50,8 +50,8 @@ class Prober:
             JobError: They failed, or the program ended before them.
         """
         from paceline.cli.measure.quiet_screen import PlanNotesScreen
-        from paceline.launch.launcher import run_job
-        from paceline.launch.summary import report_failure
+        from paceline.launch.jobs import run_job
+        from paceline.launch.results.summary import report_failure
 
         names = ", ".join(host.name for host in hosts)
         say(f"paceline: a few steps on {names}", err=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.cli.verb import say
-from paceline.launch.screen import Screen
+from paceline.launch.terminal.screen import Screen
 
 
 class PlanNotesScreen(Screen):

@@ -19,11 +19,11 @@ from paceline.cli.runs.run_end import explain_run
 from paceline.cli.runs.run_lookup import short_name
 from paceline.cli.runs.state import read_state
 from paceline.cli.verb import say
-from paceline.launch.board import Board
 from paceline.launch.interrupts import Echoes
-from paceline.launch.keys import Keys
-from paceline.launch.screen import Screen
-from paceline.launch.summary import RunOutcome, is_resumable, report_failure, report_success
+from paceline.launch.results.summary import RunOutcome, is_resumable, report_failure, report_success
+from paceline.launch.terminal.keys import Keys
+from paceline.launch.terminal.run_state import Board
+from paceline.launch.terminal.screen import Screen
 from paceline.rundir import records
 from paceline.rundir.directory import short
 from paceline.spec import rundir as names

@@ -13,10 +13,10 @@ from paceline.cli.applicability import reject_combination
 from paceline.cli.dispatch import ssh_options
 from paceline.cli.runs.run_lookup import short_name
 from paceline.cli.verb import say
-from paceline.launch.decide import choose_hosts
 from paceline.launch.leave import Leaving, Outcome, leave, supervisor_among
-from paceline.launch.prepare import Package
-from paceline.launch.screen import Screen
+from paceline.launch.planning.planner import choose_hosts
+from paceline.launch.planning.request import Package
+from paceline.launch.terminal.screen import Screen
 from paceline.remote.transport import Transport
 from paceline.schedulers.container import ContainerTransport
 from paceline.spec.command import shell_text

@@ -105,7 +105,7 @@ def lease_s(plan: Mapping[str, Any]) -> float:
 
 def _resume_command(path: Path, plan: Mapping[str, Any]) -> tuple[str, str]:
     """The command that was typed as it goes on in the same folder, and where it was typed."""
-    from paceline.launch.summary import to_resume
+    from paceline.launch.results.summary import to_resume
 
     command = plan.get("typed")
     command = command if isinstance(command, dict) else {}

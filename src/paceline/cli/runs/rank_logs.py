@@ -52,7 +52,7 @@ class LogReader:
     """
 
     def __init__(self, path: Path, tail: int | None = None, *, follow: bool = False) -> None:
-        from paceline.launch.screen import (
+        from paceline.launch.terminal.screen import (
             REDRAW_S,
             Lines,
         )  # asyncio, which completion can do without

@@ -20,7 +20,7 @@ from paceline.spec.rundir import DEBUG, REPORT
 from paceline.spec.terminal import for_reader
 
 if TYPE_CHECKING:
-    from paceline.launch.summary import RunOutcome
+    from paceline.launch.results.summary import RunOutcome
 
 
 REPORT_S = 3.0  # for the page; usually it takes a tenth
@@ -29,7 +29,7 @@ EXPLAIN_S = 4.0  # for the explanation after a failure; `paceline explain` takes
 
 def report_end(job: Job, outcome: RunOutcome, on_success: Callable[[Path], None] | None) -> None:
     """Says how a job ended, and why, and writes the page about it."""
-    from paceline.launch.summary import report_failure, report_success
+    from paceline.launch.results.summary import report_failure, report_success
 
     if job.debug.value:
         print_library_logs(outcome.path)

@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.agent import control
 from paceline.cli.runs.lost import LostRun, read_lost_run
-from paceline.launch import board
+from paceline.launch.terminal import run_state
 from paceline.remote import this_machine
 from paceline.rundir import records
 from paceline.rundir.ownership import (
@@ -56,7 +56,7 @@ class RunState:
         straggler: The rank that holds the others up, one line, while it does.
         ranks: Where each rank is: rank, host, step, phase and seconds of silence.
         hang: Who keeps the others waiting, one line, while it does.
-        hosts: How busy each host is, as far as it is known: see ``launch/board.py``.
+        hosts: How busy each host is, as far as it is known: see ``launch/run_state.py``.
         waiting: Too few nodes are there, and it waits for others.
         lost: Of one that was lost: what is known of its end.
     """
@@ -73,7 +73,7 @@ class RunState:
     hang: str = ""
     hosts: Sequence[Mapping[str, Any]] = ()
     supervisor: Detached | None = None
-    waiting: board.Waiting | None = None
+    waiting: run_state.Waiting | None = None
     lost: LostRun | None = None
 
     @property
@@ -151,14 +151,14 @@ def _with_ranks(state: RunState, max_age_s: float = math.inf) -> RunState:
 def _read_ranks(path: Path, max_age_s: float = math.inf) -> dict[str, Any]:
     """Where everybody is, as the launcher has written it last; empty where that is not known."""
     record = records.read_object(path / names.RANKS)
-    if record is None or not fits(board.SHAPE, record):
+    if record is None or not fits(run_state.SHAPE, record):
         return {}
     ago = max(0.0, time.time() - record["time"])
     if ago > max_age_s:
         return {}
     waiting = record.get("waits")
     return {**record, "ranks": [_add_silence(rank, ago) for rank in record["ranks"]],
-            "waits": None if waiting is None else board.waiting_of(waiting)}  # fmt: skip
+            "waits": None if waiting is None else run_state.waiting_of(waiting)}  # fmt: skip
 
 
 def _add_silence(rank: dict[str, Any], ago: float) -> dict[str, Any]:

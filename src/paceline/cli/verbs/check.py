@@ -118,7 +118,7 @@ def needs_trial(survey: Survey, findings: Sequence[Finding], level: Level) -> bo
 
 def check_subject(ctx: click.Context) -> tuple[tuple[Host, ...], Job, SshOptions]:
     """The hosts, a job that stands for those to come, and how to log in."""
-    from paceline.launch.decide import choose_hosts
+    from paceline.launch.planning.planner import choose_hosts
 
     params, cluster = ctx.params, read_chosen_cluster(ctx)
     job = Job(
@@ -138,7 +138,7 @@ def check_subject(ctx: click.Context) -> tuple[tuple[Host, ...], Job, SshOptions
 
 def environment_of(job: Job, survey: Survey) -> dict[str, dict[str, str]]:
     """By host, what ``run`` sets there: the same function makes the plan."""
-    from paceline.launch import decide
+    from paceline.launch.planning import planner
 
     if not survey.networks or survey.refusals:  # a run would have other nodes
         return {}
@@ -146,8 +146,8 @@ def environment_of(job: Job, survey: Survey) -> dict[str, dict[str, str]]:
     environment = {}
     for host in survey.present:
         facts, network = survey.facts[host.name], survey.networks[host.name]
-        processes = decide.processes_on(job, host, facts).value
-        variables = decide.node_env(job, host, facts, processes, network)
+        processes = planner.processes_on(job, host, facts).value
+        variables = planner.node_env(job, host, facts, processes, network)
         environment[host.name] = {
             name: recorded(name, setting.value) for name, setting in variables.items()
         }

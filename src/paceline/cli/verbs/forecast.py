@@ -33,7 +33,7 @@ from paceline.cli.recipe_job import (
 )
 from paceline.cli.runs.run_lookup import find_run_folder
 from paceline.cli.verb import Verb, say
-from paceline.launch.entry import entry_of, opens_store, preload_of
+from paceline.launch.planning.entry import entry_of, opens_store, preload_of
 from paceline.recipes import RECIPES
 from paceline.spec import communication, rundir
 from paceline.spec.errors import SettingError
@@ -111,7 +111,7 @@ def command(ctx: click.Context, /, what: str | None, args: tuple[str, ...], modu
             found="it prints one run, or the script of a batch",
             remedy=f"paceline {'train' if what in RECIPES else 'run'} --plan",
         )
-    from paceline.launch.decide import choose_hosts
+    from paceline.launch.planning.planner import choose_hosts
     from paceline.rundir.directory import fresh_path
 
     folder = out or fresh_path(Path(rundir.DEFAULT_PARENT), FOLDER_PREFIX.rstrip("-"))

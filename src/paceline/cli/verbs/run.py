@@ -14,7 +14,7 @@ from paceline.cli.job_options import build_job
 from paceline.cli.launch import launch_job
 from paceline.cli.options import run_options
 from paceline.cli.verb import Verb
-from paceline.launch.entry import entry_of, local_rank_flag, opens_store, preload_of
+from paceline.launch.planning.entry import entry_of, local_rank_flag, opens_store, preload_of
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Data
 

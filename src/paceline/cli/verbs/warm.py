@@ -31,7 +31,7 @@ from paceline.cli.options import (
 from paceline.cli.settings import setting
 from paceline.cli.variables import F
 from paceline.cli.verb import Verb, VerbGroup, say
-from paceline.launch.entry import entry_of, preload_of
+from paceline.launch.planning.entry import entry_of, preload_of
 from paceline.remote import this_machine
 from paceline.schedulers import DEFAULT, load
 from paceline.schedulers.scheduler import Options
@@ -80,7 +80,7 @@ def up(ctx: click.Context, /, script: str | None, no_torch: bool, seconds: float
     """
     import asyncio
 
-    from paceline.launch.launcher import request_of
+    from paceline.launch.jobs import request_of
     from paceline.launch.warm import make_ready
 
     cluster = read_chosen_cluster(ctx)
@@ -180,6 +180,6 @@ def _agent_to_json(agent: Seen) -> dict[str, object]:
 
 
 def _duration_text(seconds: float) -> str:
-    from paceline.launch.allowance import span
+    from paceline.spec.helptext import span
 
     return span(round(seconds))

@@ -18,7 +18,7 @@ from paceline.cli.job_options import build_job
 from paceline.cli.options import launch_options
 from paceline.cli.recipe_job import parse_recipe_options, prepared_job
 from paceline.cli.verb import Verb, say
-from paceline.launch.entry import entry_of, opens_store
+from paceline.launch.planning.entry import entry_of, opens_store
 from paceline.recipes import RECIPES
 from paceline.schedulers.scheduler import Scheduler
 from paceline.schedulers.script import SUBMITTED_VARIABLE
@@ -144,8 +144,8 @@ def run_layout(
         nproc_per_node=Setting(layout.processes, Source.COMMAND_LINE),
     )
     from paceline.cli.measure.quiet_screen import PlanNotesScreen
-    from paceline.launch.launcher import run_job
-    from paceline.launch.summary import report_failure
+    from paceline.launch.jobs import run_job
+    from paceline.launch.results.summary import report_failure
 
     screen, transport = PlanNotesScreen(shown_notes), require_transport(ctx.params, "bench scaling")
     start, start_clock = time.time(), time.monotonic()

@@ -55,7 +55,7 @@ def write(hosts: Sequence[Host], ssh: SshOptions, params: Mapping[str, Any]) -> 
 
     from paceline.checks.check import Requirements
     from paceline.checks.runner import require_all_reachable, survey_hosts
-    from paceline.launch.affinity import gpus_seen
+    from paceline.launch.planning.affinity import gpus_seen
 
     pythons = {host.name: host.python or this_machine.default_python() for host in hosts}
     requirements = Requirements(

@@ -1,0 +1,391 @@
+"""One start of all nodes, watched to the end of its last rank."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from paceline.launch import failure_analysis
+from paceline.launch.elastic.commands import RankCommands
+from paceline.launch.elastic.late_starts import LateStartWatch
+from paceline.launch.elastic.members import Members
+from paceline.launch.elastic.reconnect import Reconnector
+from paceline.launch.elastic.recovery import RecoveryController
+from paceline.launch.elastic.retry_policy import RetryPolicy
+from paceline.launch.elastic.startup import StartupTracker
+from paceline.launch.health import independence, links
+from paceline.launch.health.hang_verdict import Hang, Look
+from paceline.launch.health.hangs import HangWatch, look_at_all
+from paceline.launch.health.heartbeats import aside
+from paceline.launch.health.links import Line, LinkWatch
+from paceline.launch.interrupts import Interrupts
+from paceline.launch.nodes.fleet import Fleet, Node, first_of, together, within
+from paceline.launch.planning import planner
+from paceline.launch.recorder import Recorder
+from paceline.launch.results.observer import Observer
+from paceline.launch.terminal.screen import Screen
+from paceline.spec import jobenv
+from paceline.spec.errors import PacelineError
+from paceline.spec.events import Event
+from paceline.spec.failure import Failure, Result, signal_name
+from paceline.spec.job import Job
+from paceline.spec.plan import Plan
+
+FAILURE_GRACE_S = 3.0  # for the others, once one rank has failed
+END_PATIENCE_S = 3.0  # after SIGKILL, until a node that does not answer is given up
+AT_ONCE_S = 0.8  # the same when the user has asked twice
+
+
+class Attempt:
+    """Starts the ranks of a plan and sees them to their end.
+
+    Args:
+        plan: What runs where.
+        job: For the values that the plan does not record.
+        fleet: The nodes, in the plan's order.
+        interrupts: The user's signals.
+        screen, recorder: Where things are shown and written down.
+        policy: Says what is tried again.
+        reconnector: Brings lost hosts back.
+
+    Attributes:
+        is_watching: Whether the ranks run, and signals are passed to them.
+        startup: What the ranks did before their first step.
+        recovery: Recovers from losses in place.
+    """
+
+    def __init__(self, plan: Plan, job: Job, fleet: Fleet, interrupts: Interrupts,
+                 screen: Screen, recorder: Recorder, policy: RetryPolicy,
+                 reconnector: Reconnector) -> None:  # fmt: skip
+        self.plan = plan
+        self.is_watching = False
+        self._job = job
+        self._fleet = fleet
+        self._interrupts = interrupts
+        self._screen = screen
+        self._recorder = recorder
+        self._reports: list[Event] = []
+        self._failures: list[Failure] = []
+        self._early: list[Failure] = []  # not failures unless others still needed them
+        self._error: Exception | None = None  # of the recovery
+        self._failed = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._recalled = asyncio.Event()
+        self._strangers: set[str] = set()
+        self._commands = RankCommands(plan, job, fleet, recorder.shown_path)
+        self.startup = StartupTracker(job, len(self._commands.hosts_of))
+        policy.begin_attempt()
+        members = Members(self._commands.hosts_of, planner.least_nodes(job),
+                          job.wait_for_nodes_s.value, policy)  # fmt: skip
+        self.recovery = RecoveryController(self._commands, members, fleet, reconnector, self.fail,
+                                           screen, recorder)  # fmt: skip
+        limit = job.hang_timeout_s.value
+        limit_s = None if isinstance(limit, str) else limit
+        self._observer = Observer(fleet, recorder, self._interface)
+        self._hangs = HangWatch(fleet, self._on_hang, self._end_hang, self._show_state, limit_s,
+                                lambda: members.ungrouped)  # fmt: skip
+        self._late_starts = LateStartWatch(
+            fleet, self.recovery.starting_newcomers, self.recovery.report.note_late_newcomer,
+            self.recovery.end_late_newcomer, limit_s,
+        )  # fmt: skip
+        self._links = LinkWatch(fleet, lambda: self._commands.addresses, self._commands.host_at,
+                                self._hangs.silent_s, self._on_blocked_links)  # fmt: skip
+
+    async def run(self) -> Result:
+        """From the start of the ranks to the end of the last."""
+        parts = list(zip(self._fleet.nodes, self.plan.nodes, strict=True))
+        for node, _ in parts:
+            node.running, node.active_at = True, None
+        begun = time.monotonic()
+        try:
+            await together([self._commands.start(node, part) for node, part in parts])
+        except (ConnectionError, PacelineError):
+            await self._stop_all(0.0)  # who has started shall not run beside the next attempt
+            raise
+        self.is_watching = True
+        self._recorder.next_attempt()
+        self._recorder.event("started", attempt=self.plan.attempt, world_size=self.plan.world_size)
+        watches = [asyncio.ensure_future(work) for work in (
+            self._watch_safely(self._hangs.run, "hangs are not noticed any more"),
+            self._watch_safely(self._links.run, "lines between hosts are not watched"),
+            self._watch_safely(self._late_starts.run, "late newcomers are not noticed any more"),
+            self._recover(), self._observer.run(),
+        )]  # fmt: skip
+        try:
+            result = await self._watch()
+            await self._end_late_starts()
+        finally:
+            for watch in watches:
+                watch.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
+            self._recorder.where()
+        self._screen.flush()
+        seconds = round(time.monotonic() - begun, 3)
+        self._recorder.event(
+            "ended", attempt=self.plan.attempt, exit_code=result.exit_code, seconds=seconds
+        )
+        return result
+
+    async def _watch_safely(self, run: Callable[[], Awaitable[None]], lost: str) -> None:
+        """Runs a watch; an error in it is no reason to end a training that goes well."""
+        try:
+            await run()
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            self._screen.note(f"paceline: warning: {lost}: {why}")
+
+    async def _recover(self) -> None:
+        try:
+            await self.recovery.run()
+        except Exception as error:  # what is lost from now on would be waited for in vain
+            self._error = error
+            self._failed.set()
+
+    # --- the end -----------------------------------------------------------------------------
+
+    async def _watch(self) -> Result:
+        """Until all ranks are over: by themselves, after a failure, or by the user's signal."""
+        await first_of(self._ended.wait(), self._failed.wait(), self._interrupts.wait(),
+                       self._recalled.wait())  # fmt: skip
+        if self._error is not None:
+            raise self._error
+        if self._interrupts.received:
+            return await self._stop_for_user()
+        if self._failures:
+            return await self._stop_after_failure()
+        if self.recalled:
+            await first_of(self._stop_all(self._job.grace_s.value), self._interrupts.wait())
+            return await self._stop_for_user() if self._interrupts.received else Result(0)
+        return Result(0)
+
+    async def _stop_after_failure(self) -> Result:
+        """Waits for an earlier failure that is still on its way, then ends the others."""
+        if all(failure.echo for failure in self._failures):
+            # whoever waits in vain: what do the others do?
+            await self._fleet.tell("dump_stacks", closely=True)
+        patience = asyncio.sleep(failure_analysis.settle_time(self._failures))
+        await first_of(self._ended.wait(), self._interrupts.wait(), patience)
+        away = self._fleet.absence
+        known = failure_analysis.own_absence(
+            failure_analysis.early_end(self._failures, self._early),
+            away.seconds if away else 0.0,
+            self._fleet.lease_s,
+        )
+        known = failure_analysis.own_line(known, self._fleet.cut_off, self._fleet.lease_s)
+        wished = all(failure.wished for failure in known)
+        if wished and self._interrupts.received:
+            return await self._stop_for_user()
+        to_save = wished or self.recovery.give_up_reason is not None
+        grace_s = self._job.grace_s.value if to_save else FAILURE_GRACE_S
+        await first_of(self._stop_all(grace_s), self._interrupts.wait())
+        if self._interrupts.received:
+            await self._kill_at_once()
+        # what came after the stop may complete what was known, but is no failure of its own
+        complete = {(f.host, f.rank): f for f in failure_analysis.merge(self._failures)}
+        first = failure_analysis.first(known)
+        if first.kind != "launcher":
+            first = complete.get((first.host, first.rank), first)
+        return Result(first.status, first, others=len(failure_analysis.merge(known)) - 1)
+
+    async def _stop_for_user(self) -> Result:
+        """Once: TERM, and KILL after the grace. Twice: KILL at once."""
+        signum = self._interrupts.received[0]
+        name = signal_name(signum)
+        self._screen.note(f"paceline: {name}: stopping (once more to stop at once)")
+        hang = None
+        if not self.recovery.is_regrouping:  # ranks without a group wait for it, and time is short
+            look = asyncio.ensure_future(self._hangs.at_the_end())
+            await first_of(look, self._interrupts.wait(2))
+            hang = None if look.cancelled() else look.result()
+        if hang is not None:
+            self._screen.note(f"paceline: it hung: {hang.text}")
+            self._recorder.event("hang", hang.host or None, hang.rank, text=hang.text)
+        self.recovery.stop()
+        stopping = asyncio.ensure_future(self._stop_all(self._job.grace_s.value))
+        await first_of(asyncio.shield(stopping), self._interrupts.wait(2))
+        if not stopping.done():
+            self._screen.note("paceline: stopping at once")
+            await self._kill_at_once()
+            stopping.cancel()
+        await asyncio.gather(stopping, return_exceptions=True)
+        return Result(128 + signum, interrupted=signum)
+
+    async def _stop_all(self, grace_s: float) -> None:
+        """Returns when all nodes said that nothing is left, or none can be asked any more."""
+        await self._fleet.tell("stop", signal=int(signal.SIGTERM), grace_s=grace_s)
+        if not await within(self._ended.wait(), grace_s + END_PATIENCE_S):
+            await self._fleet.tell("kill")
+            await within(self._ended.wait(), END_PATIENCE_S)
+
+    async def _kill_at_once(self) -> None:
+        """For somebody who does not want to wait: a node that does not answer is none of that."""
+        killing = self._fleet.tell("kill", patience_s=AT_ONCE_S)
+        await asyncio.gather(killing, within(self._ended.wait(), AT_ONCE_S))
+
+    async def _end_late_starts(self) -> None:
+        """Ends newcomers that were ordered just before the last of the others ended.
+
+        Else they would be taken for ranks of the next attempt, which have the same numbers.
+        """
+        at_once = len(self._interrupts.received) > 1
+        await self.recovery.close(AT_ONCE_S if at_once else END_PATIENCE_S)
+        if self._ended.is_set() and self._fleet.running:
+            self._ended.clear()
+            await self._stop_all(0.0)
+
+    # --- what is asked for on the way --------------------------------------------------------
+
+    async def tell_ranks(self, line: Mapping[str, Any]) -> None:
+        """Says a line to every rank, over its control pipe."""
+        await self._fleet.tell("tell_ranks", line=line)
+
+    async def looks(self) -> list[Look]:
+        """What every rank does at this moment."""
+        return await look_at_all(self._fleet)
+
+    # --- what happens ------------------------------------------------------------------------
+
+    def on_event(self, node: Node, event: Event) -> None:
+        """Hears an agent; only what bears on the attempt's end is of interest here."""
+        if not self._fleet.has(node):
+            return  # another has taken its place
+        rank = -1 if event.rank is None else event.rank
+        self.startup.on_event(event)
+        self._late_starts.starts.heard(event, time.monotonic())
+        if event.kind == independence.REPORT:
+            self._reports.append(event)
+        elif event.kind in ("rank frozen", "rank thawed"):
+            self._hangs.frozen(event)
+        elif event.kind == "heartbeat":
+            self._hangs.heartbeat(node.name, rank, event["step"] or 0, event["phase"] or "")
+        elif event.kind == "rank ended":
+            self._hangs.gone(node.name, rank)
+        elif event.kind == "exception" and not event["hooked"]:
+            self._screen.mute(node.name, rank)
+        elif event.kind in ("stranger refused", "stranger at the store"):
+            self._note_stranger(node.name, event["address"])
+        elif event.kind == "node ended":
+            node.running = False
+            self._check_ended()
+        self.recovery.on_event(event)
+        failure = failure_analysis.failure_of(event, self._fleet.lease_s)
+        if failure is None:
+            return
+        if failure.kind == "stranger":  # whoever goes on would do so with them
+            self.fail(failure)
+            return
+        if event.kind == "asked to end" and self.recovery.release(node, failure):
+            return
+        if self.recovery.can_recover and failure.kind in ("agent", "lease"):
+            node.running = False
+            self.recovery.take_failure(failure)  # for what it is: its lease may be our own doing
+            self._fleet.lose(node, failure.headline)  # what becomes of it does not matter any more
+            return
+        if failure.kind != "early" and self.recovery.take_failure(failure):
+            return
+        if failure.rank is None and not node.running:
+            return
+        if failure.kind == "early":
+            self._early.append(failure)
+            self._hangs.ended(node.name, rank)
+        else:
+            self.fail(failure)
+
+    def describe_independence(self) -> str:
+        """One sentence if the ranks did not work together, else empty."""
+        return independence.describe_independence(self.plan.world_size, self._reports)
+
+    @property
+    def recalled(self) -> bool:
+        """Whether the ranks were asked to end because they are to start again with more nodes."""
+        return self._recalled.is_set()
+
+    def recall(self) -> None:
+        """More nodes are there than the ranks run on: asks them to end, with time to save.
+
+        Not any more once a rank has done its work.
+        """
+        if not self._ended.is_set() and not self._early:
+            self._recalled.set()
+
+    def _note_stranger(self, host: str, address: str) -> None:
+        """Tells of an address from which connections are refused, once."""
+        if address not in self._strangers:
+            self._strangers.add(address)
+            self._screen.note(
+                f"paceline: warning: {host} refused a connection from {address}, which is none of"
+                f" this job's hosts (if it is one: --env {jobenv.ADDRESSES}={address})"
+            )
+
+    def fail(self, failure: Failure) -> None:
+        """Ends the attempt after a failure."""
+        self._failures.append(failure)
+        self._failed.set()
+
+    def node_lost(self, node: Node, why: str) -> None:
+        """A node went away while its ranks were running."""
+        if not self._fleet.has(node):
+            return
+        heard = node.channel.last_heard or time.monotonic()
+        running, node.running = node.running, False
+        self._hangs.lost(node.name)
+        taken = self.recovery.take_failure(Failure("lost", node.name, None, heard, headline=why))
+        if running and not taken:
+            self.fail(Failure("lost", node.name, None, time.monotonic(), headline=why))
+        self._check_ended()
+
+    def _check_ended(self) -> None:
+        if not self._fleet.running and not self.recovery.is_pending:
+            self._ended.set()
+
+    def _show_state(self, ranks: list[dict[str, Any]], hang: str) -> None:
+        # Ranks that have no group, or too few nodes, wait for nobody who could be named.
+        self._recorder.board.hang = "" if self.recovery.is_regrouping else hang
+        self._screen.aside(aside(ranks))
+
+    def _interface(self, host: str) -> str:
+        """That the job's traffic goes over on a host; empty of one that the plan does not have."""
+        return next((part.interface for part in self.plan.nodes if part.host == host), "")
+
+    def _on_hang(self, hang: Hang | None, seconds: float) -> None:
+        """A hang is only told: who wants it ended says after how long."""
+        if self.recovery.is_regrouping:
+            return
+        if hang is None:
+            self._screen.note(f"paceline: the job continues, after {seconds:.0f} s")
+            self._recorder.event("hang over", seconds=round(seconds, 1))
+            return
+        since = f"no step for {seconds:.0f} s: " if seconds >= 1 else ""
+        self._screen.note(f"paceline: {since}{hang.text}")
+        self._recorder.event("hang", hang.host or None, hang.rank, text=hang.text)
+
+    def _on_blocked_links(self, pairs: list[Line], silent_s: float) -> None:
+        """Hosts do not hear each other: ranks go on without one of them, or it is a hang."""
+        separated = self.recovery.separate(pairs, time.monotonic() - silent_s)
+        if not separated and not self.recovery.is_regrouping:
+            self._hangs.deaf(links.text(pairs))
+
+    def _end_hang(self, hang: Hang, limit_s: float) -> bool:
+        """A hang is ended: by another process in the rank's place, or with the attempt."""
+        if self.recovery.is_forming(limit_s):  # they say by themselves when they do not meet
+            return True
+        measured = isinstance(self._job.hang_timeout_s.value, str)
+        limit = f"{limit_s:.0f} s" if measured else f"--hang-timeout {limit_s:g}"
+        host = hang.host or "the job"
+        text = hang.text.removeprefix(f"rank {hang.rank} on {hang.host} ")
+        headline = f"hung for longer than {limit}: {text}"
+        rank = hang.rank if hang.replaceable else None
+        if rank is not None and self.recovery.end_hung_rank(rank, headline):
+            return True
+        if hang.kind == "apart" and self.recovery.end_strays(hang.sides, headline):
+            return True
+        if hang.kind == "deaf" and self.recovery.retry_group():
+            text = f"{headline}: they try again in a new group"
+            self._screen.note(f"paceline: {text}")
+            self._recorder.event("recovery", text=text)
+            return True
+        self.fail(Failure("hang", host, hang.rank, time.monotonic(), headline=headline))
+        return False

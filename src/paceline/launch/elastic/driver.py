@@ -1,0 +1,529 @@
+"""Membership of a job, from its plan to the end of its last attempt.
+
+Only :class:`ElasticDriver` hears which hosts are lost or can start ranks. It starts attempts, gives
+ranks to hosts that come, and starts again on the hosts that are left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from paceline.launch.control import Actions
+from paceline.launch.elastic.reconnect import Reconnector
+from paceline.launch.elastic.retry_policy import MAX_HOST_LOSSES, Diagnosis, RetryPolicy, Verdict
+from paceline.launch.elastic.startup import StartupTracker, is_by_chance
+from paceline.launch.failure_analysis import about_full_disk, size_words
+from paceline.launch.interrupts import Interrupts
+from paceline.launch.nodes import survey
+from paceline.launch.nodes.connect import Dialling
+from paceline.launch.nodes.fleet import Fleet, Node, first_of
+from paceline.launch.nodes.provisioner import Provisioner, fork_servers_up
+from paceline.launch.planning import planner
+from paceline.launch.planning.request import Request
+from paceline.launch.recorder import Recorder
+from paceline.launch.results.collector import Results
+from paceline.launch.terminal.run_state import Waiting
+from paceline.launch.terminal.screen import Screen
+from paceline.spec.errors import NodeError, PacelineError
+from paceline.spec.events import Event
+from paceline.spec.failure import HERE, Failure, Recovery, Result
+from paceline.spec.helptext import counted, span
+from paceline.spec.plan import Plan
+
+if TYPE_CHECKING:
+    from paceline.launch.elastic.attempt import Attempt
+
+LATE_HOST_S = 30.0  # for hosts that have answered to be able to start ranks, when all others are
+MIN_DISK_BYTES = 16 << 20  # without which no checkpoint and no log can be written
+
+
+@dataclass(slots=True)
+class _NextStart:
+    """Why all ranks start again, and on how many hosts.
+
+    Attributes:
+        why: For people.
+        count: Which of how many restarts this is, for people; may be empty.
+        min_hosts: Without so many it does not begin.
+        patience_s: How long they are waited for.
+    """
+
+    why: str
+    count: str
+    min_hosts: int
+    patience_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How the last attempt ended.
+
+    Attributes:
+        result: Of its ranks.
+        failure: The failure that nothing followed; ``None`` if all went well.
+        is_collected: Whether the results have come home already.
+    """
+
+    result: Result
+    failure: Failure | None
+    is_collected: bool
+
+
+class ElasticDriver:
+    """Runs the attempts of a job on the hosts that are there.
+
+    Args:
+        request: What to run, and where.
+        provisioner: Gives hosts what ranks need.
+        results: Brings the results home.
+        actions: What a person can ask of running ranks.
+        screen, recorder: Where things are shown and written down.
+        heard: Told what agents say.
+        announce: Tells the user of the plan, once, before its ranks start.
+
+    Attributes:
+        fleet: The nodes; set before :meth:`run`.
+        missing: Hosts that were not there at the start, and why.
+        dialling: Their calls, until the reconnector follows them.
+        policy: Says what is tried again.
+        plan: The one that is executed, once there is one.
+        attempt: The ranks that run; ``None`` while none do.
+        failure: Of the last attempt.
+        recoveries: Recoveries in place of all attempts that are over.
+    """
+
+    def __init__(self, request: Request, provisioner: Provisioner, results: Results,
+                 actions: Actions, screen: Screen, recorder: Recorder,
+                 heard: Callable[[Event], None], announce: Callable[[Plan], None],
+                 ) -> None:  # fmt: skip
+        job = request.job
+        self.fleet: Fleet | None = None
+        self.missing: dict[str, str] = {}
+        self.dialling: list[Dialling] = []
+        self.policy = RetryPolicy(job.max_restarts.value, job.restart_window_s.value,
+                                  request.begins_again)  # fmt: skip
+        self.plan: Plan | None = None
+        self.attempt: Attempt | None = None
+        self.failure: Failure | None = None
+        self.recoveries: list[Recovery] = []
+        self._request, self._provisioner, self._results = request, provisioner, results
+        self._actions, self._screen, self._recorder = actions, screen, recorder
+        self._heard, self._announce = heard, announce
+        self._reconnector: Reconnector | None = None
+        self._next = _NextStart("", "", request.least, job.wait_for_nodes_s.value)
+        self._had_ranks: set[str] = set()
+        self._announced = False
+        self._tasks: set[asyncio.Task[None]] = set()  # questions to schedulers about lost nodes
+        recorder.waits = lambda: None if self.attempt is None else self.attempt.recovery.waiting
+
+    # --- attempts ----------------------------------------------------------------------------
+
+    async def run(self, plan: Plan, interrupts: Interrupts) -> Ending:
+        """Does what the plan says; after a failure again, all in step, as often as allowed.
+
+        Args:
+            plan: What runs where; the fleet has it in that order.
+            interrupts: The user's signals.
+        """
+        fleet = self._nodes
+        hosts = self._reconnector = self._new_reconnector()
+        self._recorder.called = hosts.progress
+        while self.dialling:
+            hosts.follow(self.dialling.pop())
+        number = 0
+        try:
+            plan = await self._with_late_hosts(plan)
+            while True:
+                number, began = number + 1, time.monotonic()
+                attempt: Attempt | None = None
+                startup: StartupTracker | None = StartupTracker(self._request.job, plan.world_size)
+                failed_start: Exception | None = None
+                try:
+                    if number > 1:
+                        plan = await self._plan_next_attempt(plan)
+                    result, attempt = await self._run_attempt(plan, interrupts)
+                    startup = None if attempt.recovery.report.completed else attempt.startup
+                except (ConnectionError, NodeError) as error:
+                    if (lost := lost_between(fleet)) is None:
+                        raise
+                    result, failed_start = Result(1, lost), error if number == 1 else None
+                ending = Ending(result, result.failure, False)
+                if attempt is not None and self._can_be_repeated(attempt, result, interrupts):
+                    await self._results.bring_home_unless_hurried(fleet, interrupts)
+                    ending, startup = Ending(result, self._results.lacking(fleet), True), None
+                self.failure, ran_s = ending.failure, time.monotonic() - began
+                if await self._starts_again(ending, attempt, startup, ran_s, interrupts):
+                    continue
+                raises = not self._request.elastic and not interrupts.received
+                if failed_start is not None and raises:
+                    raise failed_start
+                return ending
+        finally:
+            await hosts.close()
+            self._screen.unwatch()
+
+    @property
+    def _nodes(self) -> Fleet:
+        assert self.fleet is not None
+        return self.fleet
+
+    def _new_reconnector(self) -> Reconnector:
+        return Reconnector(self._request, self._nodes, self._provisioner, self.on_node_ready,
+                           self._screen.note)  # fmt: skip
+
+    def _can_be_repeated(self, attempt: Attempt, result: Result, interrupts: Interrupts) -> bool:
+        """Whether other hosts could make the results again if they are lost with rank 0's."""
+        wanted = not (attempt.recalled or interrupts.received) and result.exit_code == 0
+        return wanted and self._request.elastic and attempt.startup.is_session
+
+    async def _run_attempt(self, plan: Plan, interrupts: Interrupts) -> tuple[Result, Attempt]:
+        """One attempt, from warm fork servers to the end of the last rank."""
+        from paceline.launch.elastic.attempt import Attempt  # imported while hosts are connected
+
+        assert self._reconnector is not None
+        fleet, job = self._nodes, self._request.job
+        await fork_servers_up(fleet, fleet.nodes, job)
+        if not self._announced:  # the first start may have come to nothing
+            self._announced = True
+            self._announce(plan)
+        attempt = self.attempt = Attempt(plan, job, fleet, interrupts, self._screen, self._recorder,
+                                         self.policy, self._reconnector)  # fmt: skip
+        self._actions.runs(attempt)
+        try:
+            result = await attempt.run()
+        finally:
+            self.attempt = None
+            self._actions.runs(None)
+            self.recoveries += attempt.recovery.report.completed
+        await first_of(asyncio.gather(*self._tasks), interrupts.wait(2))
+        if result.exit_code == 0 and (text := attempt.describe_independence()):
+            self._screen.note(f"paceline: {text}")
+        return result, attempt
+
+    async def _with_late_hosts(self, plan: Plan) -> Plan:
+        """The plan with hosts, too, that have come while the others imported.
+
+        Hosts that have answered by then are waited for: to join later costs the others more.
+        """
+        request, fleet, hosts = self._request, self._nodes, self._reconnector
+        assert hosts is not None
+        if not hosts.dialled:
+            return plan
+        with contextlib.suppress(ConnectionError, NodeError):  # which the start itself finds, too
+            await fork_servers_up(fleet, fleet.nodes, request.job)
+
+        def ready() -> list[Node]:
+            return [node for node in fleet.spares if node.name in self.missing and node.could_start]
+
+        room = request.most - len(fleet.nodes)
+        await hosts.until(lambda: len(ready()) >= room or not hosts.is_provisioning, LATE_HOST_S)
+        late = ready()[:room]
+        first = fleet.first.found
+        if not late or first is None:
+            return plan
+        fleet.seat([*fleet.nodes, *late])
+        port = plan.settings["master_port"]
+        if first.network.address != plan.master_addr:
+            asked = request.job.master_port
+            port = await survey.hold_port(fleet.first, first.network.address, asked)
+        new = survey.plan_of(request, fleet, self._provisioner.supplies, port, ())
+        plan = self.set_plan(replace(new, notes=plan.notes))
+        names = ", ".join(node.name for node in late)
+        self._screen.note(f"paceline: {names} came in time: beginning with {len(fleet.nodes)}"
+                          " hosts")  # fmt: skip
+        return plan
+
+    async def _plan_next_attempt(self, plan: Plan) -> Plan:
+        """The plan of a further attempt, on the nodes that the fleet has now."""
+        fleet, first, asked = self._nodes, self._nodes.first, self._request.job.master_port
+        assert first.found is not None
+        port = await survey.hold_port(first, first.found.network.address, asked)
+        hosts = [part.host for part in plan.nodes]
+        if hosts != [node.name for node in fleet.nodes]:
+            new = survey.plan_of(self._request, fleet, self._provisioner.supplies, port, ())
+            plan = replace(new, notes=plan.notes, attempt=plan.attempt)
+        if self._results.first is not first:
+            await self._provisioner.send_checkpoints(first)
+            self._results.expect_from(first)
+        number = plan.attempt + 1
+        return self.set_plan(planner.next_attempt(plan, number, port, self.policy.counted))
+
+    def set_plan(self, plan: Plan) -> Plan:
+        """Makes this the plan that is executed."""
+        self.plan = plan
+        self._recorder.write_plan(plan)
+        return plan
+
+    # --- what follows an attempt -------------------------------------------------------------
+
+    async def _starts_again(self, ending: Ending, attempt: Attempt | None,
+                            startup: StartupTracker | None, ran_s: float,
+                            interrupts: Interrupts) -> bool:  # fmt: skip
+        """Whether another attempt follows; the fleet then has its nodes."""
+        failure = ending.failure
+        if interrupts.received:
+            return False
+        if ending.is_collected and failure is not None and failure.kind != "lost":
+            return False  # no other host could change that: the disk here is full
+        if failure is None and (attempt is None or not attempt.recalled):
+            return False
+        if attempt is not None and (why := attempt.recovery.no_restart_reason):
+            self._screen.note(f"paceline: not started again: {why}")
+            return False
+        leaving = attempt.recovery.leaving_nodes if attempt is not None else []
+        if leaving and self._request.elastic:
+            await self._results.bring_home(self._nodes)
+        if failure is not None and not await self.may_restart(failure, leaving, ran_s, startup):
+            return False
+        return await self.select_nodes()
+
+    async def may_restart(self, failure: Failure, leaving: Sequence[Node], ran_s: float,
+                          startup: StartupTracker | None = None) -> bool:  # fmt: skip
+        """Whether the job goes on after a failure, as far as that is its own.
+
+        Args:
+            failure: The first of the attempt.
+            leaving: Nodes that were asked to end: they are sent home.
+            ran_s: How long the ranks ran.
+            startup: What they did before their first step; ``None``: they recovered from a loss.
+        """
+        request = self._request
+        self._next = _NextStart(failure.describe(), "", request.least,
+                                request.job.wait_for_nodes_s.value)  # fmt: skip
+        diagnosis = await self._diagnose(failure, leaving, startup)
+        verdict = self.policy.after_attempt(failure, diagnosis, startup, time.monotonic(), ran_s)
+        for note in verdict.notes:
+            self._screen.note(f"paceline: {note}")
+        self._plan_start(verdict, diagnosis, startup)
+        return verdict.again
+
+    def _plan_start(self, verdict: Verdict, diagnosis: Diagnosis,
+                    startup: StartupTracker | None) -> None:  # fmt: skip
+        """Notes what the next start is; before the first step, a session needs fewer hosts."""
+        number = f"{verdict.number} of {verdict.limit}"
+        if startup is not None and verdict.before_first_step:
+            self._next.count = f", before the first step ({number})"
+            self._next.min_hosts = self._request.least_again(startup.is_session)
+            if not startup.is_session:
+                self._next.patience_s = self._request.patience_s
+        elif not diagnosis.lost_hosts:
+            self._next.count = f", {number}"
+
+    async def _diagnose(self, failure: Failure, leaving: Sequence[Node],
+                        startup: StartupTracker | None) -> Diagnosis:  # fmt: skip
+        """What the hosts show about a failure."""
+        if failure.kind == "stranger":
+            return Diagnosis()
+        if self._request.elastic and await self._lost_hosts(failure, leaving):
+            return Diagnosis(lost_hosts=True)
+        if why := await full_disk(self._nodes, failure):
+            return Diagnosis(full_disk=why)
+        at_start = startup is not None and not startup.is_over
+        return Diagnosis(by_chance=at_start and await self._by_chance(failure))
+
+    async def _lost_hosts(self, failure: Failure, leaving: Sequence[Node]) -> bool:
+        """Whether nodes were lost, or asked to end, and that is why the attempt failed."""
+        fleet = self._nodes
+        if leaving and len(leaving) < len(fleet.nodes):
+            await asyncio.gather(*(fleet.dismiss(node) for node in leaving))
+            return not self._is_own_failure(failure)
+        if fleet.whole and (failure.echo or failure.wished):  # of a loss that is not known yet?
+            deadline = time.monotonic() + fleet.lease_s / 2 + 1
+            while fleet.whole and time.monotonic() < deadline:
+                await asyncio.sleep(0.05)
+        return not fleet.whole and not self._is_own_failure(failure)
+
+    async def _by_chance(self, failure: Failure) -> bool:
+        """Whether it was chance; never if no start but the first is wanted."""
+        if not self.policy.retries_start:
+            return False
+        if failure.echo:
+            await self._nodes.doubts_settled()
+            return not self._nodes.whole
+        return is_by_chance(failure)
+
+    def _is_own_failure(self, failure: Failure) -> bool:
+        """Whether a rank failed by itself, with no loss at about that time that could be why.
+
+        What was lost before, and recovered from, is still missing then.
+        """
+        if failure.rank is None or failure.echo or failure.wished:
+            return False
+        fleet = self._nodes
+        lost = [node for node in fleet.nodes if node.lost and not node.outlived]
+        return all(abs(failure.time - node.lost_at) > fleet.lease_s for node in lost)
+
+    def _available(self) -> list[Node]:
+        """The nodes that can have ranks: those that had some first, as they were."""
+        fleet, order = self._nodes, [host.name for host in self._request.hosts]
+        ready = [node for node in fleet.spares if node.could_start and node.found is not None]
+        ready.sort(key=lambda node: order.index(node.name))
+        return [*(node for node in fleet.nodes if not node.lost), *ready]
+
+    async def select_nodes(self) -> bool:
+        """Chooses the nodes of the next start; lost ones are dialled, and waited for if needed.
+
+        Returns:
+            Whether there are enough.
+        """
+        fleet, hosts, start = self._nodes, self._reconnector, self._next
+        assert hosts is not None
+        self._had_ranks.update(node.name for node in fleet.nodes)
+        lost = [node for node in fleet.nodes if node.lost]
+        for node in lost:
+            if self.policy.redials(node.name, time.monotonic()):
+                hosts.redial(node)
+            else:
+                text = f"{node.name} was lost {MAX_HOST_LOSSES} times: it is left out"
+                self._screen.note(f"paceline: {text}")
+        waits = len(self._available()) < start.min_hosts
+        if waits and not await self._wait_for_hosts(lost, hosts):
+            return False
+        chosen = self._available()[: self._request.most]
+        stayed = [node.name for node in fleet.nodes if not node.lost]
+        fleet.seat(chosen)
+        came = [node.name for node in chosen if node.name not in stayed]
+        why = start.why
+        if lost and not waits:
+            why += f"; going on with {', '.join(node.name for node in chosen)}"
+        elif came:
+            where = "back" if self._had_ranks.issuperset(came) else "here"
+            why = f"{', '.join(came)} {'is' if len(came) == 1 else 'are'} {where}"
+        self._screen.note(f"paceline: {why}; starting all nodes again{start.count}")
+        start.why, start.count = why, ""
+        return True
+
+    async def _wait_for_hosts(self, lost: Sequence[Node], hosts: Reconnector) -> bool:
+        """Waits until there are enough nodes; whether they came in time."""
+        note, start = self._screen.note, self._next
+        note(f"paceline: {start.why}")
+        if not hosts.redials:
+            names = ", ".join(node.name for node in lost)
+            note(f"paceline: {names} cannot be joined again in this way of starting nodes:"
+                 " run again")  # fmt: skip
+            return False
+
+        def here() -> str:
+            return f"{counted(len(self._available()), 'node')} of at least {start.min_hosts}"
+
+        patience = span(start.patience_s)
+        if names := ", ".join(hosts.dialled):
+            dialling = f"dialling {names} again, for up to {patience}"
+            note(f"paceline: {dialling}")
+            self._recorder.wait(Waiting.now(f"{here()}: {dialling}", start.patience_s))
+            try:
+                if await hosts.until(
+                    lambda: len(self._available()) >= start.min_hosts, start.patience_s
+                ):
+                    return True
+            finally:
+                self._recorder.wait(None)
+        if hosts.dialled:
+            names = ", ".join(hosts.describe_missing())
+            note(f"paceline: {here()} after {patience}: {names} did not come back")
+        else:
+            note(f"paceline: {here()}, and no other is waited for: not started again")
+        return False
+
+    # --- what happens ------------------------------------------------------------------------
+
+    def on_node_ready(self, node: Node) -> None:
+        """Gives a node that could start ranks some, if that is possible; else it is a spare."""
+        attempt, most = self.attempt, self._request.most
+        if attempt is None:
+            return
+        recovery = attempt.recovery
+        if recovery.accepts_newcomers and recovery.num_hosts < most:
+            recovery.add_ranks(node)
+        elif recovery.use_spare():
+            return
+        elif not recovery.can_recover and len(attempt.plan.nodes) < most:
+            attempt.recall()
+        else:
+            self._screen.note(f"paceline: {node.name} is here, as a spare")
+
+    def on_event(self, node: Node, event: Event) -> None:
+        """Hears an agent."""
+        if event.kind in ("imported", "import failed", "fork server died"):
+            node.take_fork_server(event)
+            self.show_imports()
+            if event.kind == "import failed" and self._is_spare(node):
+                self._screen.note(f"paceline: {node.name} is no spare: its imports failed")
+        elif event.kind == "connection restored":
+            text = f"the connection to {node.name} was lost"
+            self._screen.note(f"paceline: {text}; dialled again after {event['seconds']:.1f} s")
+        attempt = self.attempt
+        if attempt is not None:
+            attempt.on_event(node, event)
+            if event.kind == "regrouped":
+                with contextlib.suppress(ConnectionError):  # a spare has just taken its place
+                    self._results.expect_from(self._nodes.named(attempt.recovery.first_host))
+        self._results.heard(node, event)
+        self._actions.heard(event)
+        self._heard(event)
+        try:
+            self._recorder.take(event)
+        except NodeError as error:  # a run that leaves no trace is not worth its time
+            if attempt is not None:
+                attempt.fail(Failure("record", HERE, None, time.monotonic(), headline=str(error)))
+
+    def on_lost(self, node: Node, why: str) -> None:
+        """A node is lost, with its ranks if it has any."""
+        if self.attempt is not None:
+            self.attempt.node_lost(node, why)
+            self._tasks.add(asyncio.ensure_future(self._ask_scheduler(node.name)))
+        if self._reconnector is not None and self._is_spare(node):
+            self._reconnector.redial(node)
+        self._recorder.event("lost", node.name, why=why)
+
+    async def _ask_scheduler(self, name: str) -> None:
+        """Tells the user what the scheduler knows of a lost node."""
+        for host in self._request.hosts:
+            if host.name == name and (text := await self._request.transport.why(host)):
+                self._screen.note(f"paceline: {text}")
+                self._recorder.event("scheduler", name, words=text)
+
+    def show_imports(self) -> None:
+        """Shows how far the imports of the nodes with ranks are."""
+        if (preload := self._request.job.preload) and self.fleet is not None:
+            done = sum(1 for node in self.fleet.nodes if node.loaded)
+            module = preload[0].split(".")[0].rstrip("?")
+            self._screen.starting(f"importing {module}", done, len(self.fleet.nodes))
+
+    def _is_spare(self, node: Node) -> bool:
+        return self.fleet is not None and any(node is spare for spare in self.fleet.spares)
+
+
+def lost_between(fleet: Fleet) -> Failure | None:
+    """The loss of a node, or of its fork server, before the ranks of an attempt ran."""
+    now = time.monotonic()
+    for node in fleet.nodes:
+        if node.lost and (ours := fleet.own_fault(node)):
+            return Failure("launcher", HERE, None, now, headline=ours)
+        if node.lost:
+            return Failure("lost", node.name, None, now, headline=node.why)
+    for node in fleet.nodes:
+        if node.trouble is not None and node.fork_server_died:
+            return Failure("forkserver", node.name, None, now, headline=node.trouble.text)
+    return None
+
+
+async def full_disk(fleet: Fleet, failure: Failure) -> str:
+    """Why it is no use to start again on a disk that was full and still is; else empty."""
+    node = next((node for node in fleet.nodes if node.name == failure.host), None)
+    if node is None or node.lost or not about_full_disk(failure):
+        return ""
+    try:
+        answer = await node.channel.request("disk", paths=[node.run_folder])
+    except (PacelineError, ConnectionError):
+        return ""
+    (disk,) = answer["disks"]
+    free = disk.get("free")
+    if not isinstance(free, int) or free >= MIN_DISK_BYTES:
+        return ""
+    return f"the disk of {disk['path']} on {node.name} is still full ({size_words(free)} free)"

@@ -1,0 +1,272 @@
+"""Which ranks and hosts of an attempt are in which state. Pure.
+
+A *slot* is a rank's number in the plan, which never changes. Ranks train in *generations*: each is
+a group of slots in rank order, survivors first as they were, then newcomers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from paceline.launch.elastic.actions import Action, End, Fail, Kill
+from paceline.launch.elastic.retry_policy import RetryPolicy
+from paceline.spec.failure import Failure
+
+FORMING_S = 30.0  # for a new group, after which a rank that is not there hangs
+
+RankState = Literal["in", "joining", "ready", "starting", "lost", "done", "left out"]
+HostState = Literal["up", "no server", "lost", "gone"]
+
+
+@dataclass(slots=True)
+class Rank:
+    """What is known of one rank of the plan, in whatever process."""
+
+    number: int
+    host: str
+    state: RankState = "in"
+    alive: bool = True  # its process, as far as its agent has told
+    able: bool | None = None  # whether its training can go on without others
+    interrupted_at: float | None = None
+    lost_at: float = 0.0
+    kill_at: float | None = None
+    killed: bool = False  # by us
+    killed_at: float | None = None  # when that was looked at first
+    frozen: bool = False
+    hung: str = ""  # why it is ended
+    tries: int = 0  # newcomers in a row that made no step with the others
+    started_at: float = 0.0
+    joined_at: int | None = None  # the step, of a newcomer that is not known to have made one
+    next_try: float = 0.0
+    ready_at: float = 0.0
+    strikes: tuple[int, int] = (-1, 0)  # step, and how many signals ended it there
+    last: Failure | None = None
+    saved: bool = False  # as it was asked to, and is about to end
+    session_closed: bool = False  # its training is over, and its script goes on by itself
+    came: int = 0  # in which generation it joined
+
+
+@dataclass(slots=True)
+class Host:
+    """What is known of one host."""
+
+    state: HostState = "up"
+    ordered: bool = False  # what brings it back
+    why: Failure | None = None  # it is away, and no other has taken its ranks
+    pause_s: float = 0.0  # before it is dialled
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A rank that failed by itself, until it is known whether others are the cause."""
+
+    until: float
+    slot: int
+    failure: Failure
+
+
+@dataclass(slots=True)
+class Generation:
+    """One group of ranks."""
+
+    number: int
+    members: tuple[int, ...]
+    begun: float = 0.0
+    planned: bool = False
+    holds: bool = False
+    unsettled: set[int] = field(default_factory=set)
+    unformed: set[int] = field(default_factory=set)  # do not have all connections yet
+    met_at: float | None = None  # when all were there to make them
+
+
+class RankStates:
+    """The state of ranks and hosts, and what follows from it without a decision.
+
+    Args:
+        hosts_of: Host by slot.
+        min_hosts: So many hosts must be there for the ranks to train.
+        patience_s: How long they wait for that, with their state in memory.
+        policy: Says what is tried again.
+    """
+
+    def __init__(self, hosts_of: Mapping[int, str], min_hosts: int = 1,
+                 patience_s: float = 600.0, policy: RetryPolicy | None = None) -> None:  # fmt: skip
+        self._ranks = {slot: Rank(slot, host) for slot, host in sorted(hosts_of.items())}
+        self._hosts = {host: Host() for host in hosts_of.values()}
+        self._min_hosts, self._patience_s = min_hosts, patience_s
+        self._policy = policy or RetryPolicy()
+        self._generation = Generation(0, tuple(self._ranks))
+        self._store_host = hosts_of[min(hosts_of)]
+        self._store_is_lost = False
+        self._step = -1  # the latest that was told
+        self._progress_at: float | None = None  # when a rank has said last that it goes on
+        self._last_progress_at: float | None = None  # the last such sign before a group was torn
+        self._broken_at: float | None = None  # since when a member of the generation is gone
+        self._losses: list[Failure] = []  # since the last generation that was settled
+        self._lost_slots: dict[int, str] = {}  # and on which host
+        self._held: list[Held] = []
+        self._waiting_since: float | None = None
+        self._retried_step = -1  # step at which the same members had to regroup
+        self._silent_pairs: dict[frozenset[str], int] = {}  # by two hosts, the step of an error
+        self._silent_since: float | None = None  # the last sign before the first of them
+        self._times_left_out: Counter[str] = Counter()
+        self._give_up_reason: Failure | None = None
+        self._all_hung_since: float | None = None
+        self._is_stopping = False  # the ranks were asked to save and stop
+        self._stopping_since: float | None = None
+        self._closed_reason = ""  # why nobody can join any more
+        self._is_over = False
+        self._actions: list[Action] = []
+
+    @property
+    def can_recover(self) -> bool:
+        """Whether losses are recovered from: all ranks have said that they can."""
+        members = [self._ranks[slot] for slot in self._generation.members]
+        able = any(rank.able for rank in members)  # not if none has ever said so and all have ended
+        all_able = all(rank.able for rank in members if rank.state == "in")
+        return able and all_able and not self._is_over
+
+    @property
+    def has_interrupted(self) -> bool:
+        """Whether ranks had an error in a collective, and wait to hear who is lost."""
+        return any(rank.interrupted_at is not None for rank in self._in_state("in"))
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """Slots of the present generation in rank order."""
+        return self._generation.members
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all members train in the present generation."""
+        return not self._generation.unsettled and self._broken_at is None
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the ranks were asked to save and stop."""
+        return self._is_stopping
+
+    @property
+    def accepts_newcomers(self) -> bool:
+        """Whether newcomers can join."""
+        return not self._closed_reason
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether too few nodes are left, and the ranks wait for another, in a group or in none."""
+        return self._waiting_since is not None and not self._is_over
+
+    @property
+    def required_hosts(self) -> tuple[int, float]:
+        """How many nodes are needed, and for how long they are waited for, in seconds."""
+        return self._min_hosts, self._patience_s
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the ranks of a session have ended in order, with the one that saves."""
+        first = self._ranks[self._generation.members[0]]
+        return bool(first.able) and first.state == "done" and not self._in_state("in")
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether ranks train, or are about to again."""
+        return not self._is_over and bool(self._in_state("in"))
+
+    def is_newcomer(self, slot: int) -> bool:
+        """Whether this is a newcomer that has not joined yet, and that we have not ended."""
+        rank = self._ranks[slot]
+        return rank.state in ("joining", "ready", "starting") and not rank.killed
+
+    def starting_newcomers(self) -> list[tuple[int, str, float]]:
+        """Newcomers that cannot join yet: slot, host and when each was started."""
+        starting = [rank for rank in self._in_state("starting") if rank.alive and not rank.killed]
+        return [(rank.number, rank.host, rank.started_at) for rank in starting]
+
+    @property
+    def ungrouped(self) -> set[int]:
+        """Newcomers that are in no group: nobody waits for them."""
+        return {rank.number for rank in self._in_state("starting", "ready")}
+
+    def is_forming(self, now: float, limit_s: float) -> bool:
+        """Whether a group is being made or was just now, or nodes are waited for: that is no hang.
+
+        Args:
+            now: The time.
+            limit_s: Seconds that ranks may stand still, also in a group that was made.
+        """
+        patience_s = limit_s if self.is_settled else FORMING_S
+        just_now = self._generation.number > 0 and now - self._generation.begun < patience_s
+        return just_now or self.is_waiting
+
+    def _in_state(self, *which: RankState) -> list[Rank]:
+        return [rank for rank in self._ranks.values() if rank.state in which]
+
+    def _drop(self, rank: Rank, failure: Failure | None, now: float) -> None:
+        """A slot's process is out of the job."""
+        if rank.state == "in":
+            rank.lost_at, rank.next_try = failure.time if failure else now, now
+            rank.tries = 0 if rank.joined_at is None else rank.tries
+            self._lost_slots[rank.number] = rank.host
+            if failure is not None and failure not in self._losses:
+                self._losses.append(failure)
+        else:
+            self._count_failed_start(rank, now)
+        if rank.number in self._generation.members and self._broken_at is None:
+            self._broken_at = now
+        rank.state, rank.last = "lost", failure
+        rank.interrupted_at, rank.frozen, rank.hung = None, False, ""
+
+    def _count_failed_start(self, rank: Rank, now: float) -> None:
+        rank.tries += 1
+        rank.next_try = now + (self._policy.newcomer_delay_s(rank.tries) or 0.0)
+
+    def _close(self, why: str) -> None:
+        """Nobody joins any more, for this reason."""
+        self._closed_reason = self._closed_reason or why
+        for rank in self._in_state("starting", "ready"):
+            self._kill(rank)
+            self._restart_later(rank)
+
+    def _restart_later(self, rank: Rank) -> None:
+        """A newcomer has to begin once more, by no fault of its own."""
+        rank.state, rank.tries, rank.next_try, rank.joined_at = "lost", 0, 0.0, None
+
+    def _confirm_steps(self, which: RankState, step: int | None = None) -> None:
+        """Newcomers that are so have made a step with the others, or not; all make it together.
+
+        Args:
+            which: ``in``, or ``lost`` just now.
+            step: That those had made together who are left; else the latest that was told.
+        """
+        made = self._step if step is None else step
+        for rank in self._in_state(which):
+            if rank.joined_at is not None and made > rank.joined_at:
+                rank.joined_at, rank.tries = None, 0
+
+    def _kill(self, rank: Rank) -> None:
+        rank.killed, rank.killed_at = True, None
+        self._actions.append(Kill(rank.host, (rank.number,)))
+
+    def _fail(self, *failures: Failure, why: str = "") -> None:
+        self._actions += [End("the job has failed"), Fail(failures, why)]
+        self._is_over = True
+
+    @property
+    def _survivors(self) -> tuple[int, ...]:
+        members = [self._ranks[slot] for slot in self._generation.members]
+        trains = (rank for rank in members if rank.state == "in" and not rank.session_closed)
+        return tuple(rank.number for rank in trains)
+
+    @property
+    def _training_is_over(self) -> bool:
+        """Whether the training is over for one of its ranks, so for all: nobody joins any more."""
+        closed = any(rank.session_closed for rank in self._in_state("in"))
+        return closed or bool(self._in_state("done"))
+
+    @property
+    def _is_connecting(self) -> bool:
+        """Whether all ranks of a new group are there, and make its connections."""
+        return self._generation.met_at is not None and bool(self._generation.unformed)

@@ -1,0 +1,491 @@
+"""Recovery in place: hears what ranks and hosts report, and does what :class:`Members` decides."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any
+
+from paceline.launch.elastic.actions import (
+    Action,
+    Dial,
+    End,
+    Fail,
+    Kill,
+    Prepare,
+    Regroup,
+    SendAway,
+    Start,
+    Stop,
+    Wait,
+)
+from paceline.launch.elastic.commands import REPLY_TIMEOUT_S, RankCommands
+from paceline.launch.elastic.members import Members
+from paceline.launch.elastic.rank_events import TOO_SOON
+from paceline.launch.elastic.reconnect import LEAVING_S, Reconnector
+from paceline.launch.elastic.recovery_report import RecoveryReport, left_out, listed
+from paceline.launch.nodes.fleet import Fleet, Node
+from paceline.launch.recorder import Recorder
+from paceline.launch.terminal.run_state import Waiting
+from paceline.launch.terminal.screen import Screen
+from paceline.spec.errors import GoneError, PacelineError
+from paceline.spec.events import Event
+from paceline.spec.failure import Failure, place, silent_peer
+from paceline.spec.helptext import counted
+from paceline.spec.plan import NodePlan
+
+TICK_S = 0.1
+MAX_PAUSE_S = 30.0  # between two starts of a fork server
+PAUSE_S = 0.5  # after something could not be done, before it is decided again
+SCHEDULER_SPREAD_S = 0.7  # a scheduler that ends a job asks all its nodes within so long
+STUCK = "did not come out of a collective with a rank that is gone: it was ended"
+
+
+class RecoveryController:
+    """Keeps the ranks of one attempt together.
+
+    Args:
+        commands: Sends commands to the agents and ranks.
+        members: Decides.
+        fleet: The nodes.
+        reconnector: Brings lost hosts back, and gives their ranks to spares.
+        fail: Told of each failure that ends the attempt.
+        screen, recorder: Where things are shown and written down.
+
+    Attributes:
+        report: Tells the user; has the recoveries so far.
+        give_up_reason: The loss after which too few hosts came back, if so.
+        no_restart_reason: Why there is no use in starting again, if so.
+        first_host: Host of the rank that saves.
+    """
+
+    def __init__(self, commands: RankCommands, members: Members, fleet: Fleet,
+                 reconnector: Reconnector, fail: Callable[[Failure], None],
+                 screen: Screen, recorder: Recorder) -> None:  # fmt: skip
+        self.give_up_reason: Failure | None = None
+        self.no_restart_reason = ""
+        self.first_host = next(iter(commands.parts))
+        self._commands, self._members, self._fleet = commands, members, fleet
+        self._reconnector, self._fail = reconnector, fail
+        self._screen, self._recorder = screen, recorder
+        self.report = RecoveryReport(commands.hosts_of, fleet, screen, recorder)
+        self._orders: asyncio.Queue[Regroup | Start | Kill | End] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._starts: set[asyncio.Task[None]] = set()  # of newcomers, until the agent has answered
+        self._is_closed = False
+        self._error: BaseException | None = None
+        self._leaving: list[Node] = []
+        self._waiting: Waiting | None = None  # since too few hosts were left the last time
+        self._dialling: dict[str, asyncio.Task[None]] = {}  # by lost host
+
+    # --- state -------------------------------------------------------------------------------
+
+    @property
+    def can_recover(self) -> bool:
+        """Whether what is lost now is recovered from."""
+        return self._members.can_recover
+
+    @property
+    def accepts_newcomers(self) -> bool:
+        """Whether further ranks can join those that train."""
+        return self._members.can_recover and self._members.accepts_newcomers
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether ranks train, whatever nodes say of their ends."""
+        return self._members.can_recover and self._members.is_pending
+
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts have a part in the job, those that are lost for a while included."""
+        return len(self._commands.parts)
+
+    @property
+    def leaving_nodes(self) -> list[Node]:
+        """Nodes that were asked to end, and whose place no other has taken."""
+        return [node for node in self._leaving if self._fleet.has(node)]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the training is over, in order: a loss no longer matters."""
+        return self._members.is_finished
+
+    @property
+    def is_regrouping(self) -> bool:
+        """Whether ranks have no group in which they train at present: their silence is no hang."""
+        members = self._members
+        return members.can_recover and (members.is_waiting or not members.is_settled)
+
+    @property
+    def waiting(self) -> Waiting | None:
+        """For which hosts the ranks wait because too few are left; ``None`` if they do not."""
+        waits = self._members.can_recover and self._members.is_waiting
+        return self._waiting if waits else None
+
+    def is_forming(self, limit_s: float) -> bool:
+        """Whether a new group is being made or was just now: what stood before is no hang of it."""
+        return self._members.can_recover and self._members.is_forming(time.monotonic(), limit_s)
+
+    def starting_newcomers(self) -> list[tuple[int, str, float]]:
+        """Newcomers that cannot join yet: slot, host and when each was started."""
+        join = self._members.can_recover and not self._members.is_stopping
+        return self._members.starting_newcomers() if join else []
+
+    # --- what happens ------------------------------------------------------------------------
+
+    def on_event(self, event: Event) -> None:
+        """Hears ranks, agents and the launcher itself."""
+        now, slot, members = time.monotonic(), event.rank, self._members
+        if event.kind == "store ended":
+            members.store_ended(event.host)
+        elif slot is None:
+            return
+        elif event.kind == "recoverable":
+            members.set_recoverable(slot, bool(event["able"]))
+        elif event.kind in ("heartbeat", "progress"):
+            members.record_step(event["step"], now)
+            return
+        elif event.kind == "interrupted":
+            members.record_step(event["step"])
+            silent = self._commands.host_at(silent_peer(str(event["error"] or "")))
+            members.interrupt_rank(slot, now, silent=silent, generation=event["generation"])
+        elif event.kind == "stuck":
+            members.set_hung(slot, STUCK)
+        elif event.kind in ("rank frozen", "rank thawed"):
+            members.set_frozen(slot, event["how"] == "stopped")
+        elif event.kind == "gathered":
+            members.group_gathered(event["generation"], now)
+        elif event.kind == "world joined":
+            members.group_connected(slot, event["world_size"])
+        elif event.kind == "newcomer ready":
+            members.newcomer_ready(slot, now)
+        elif event.kind == "session closed":
+            members.close_session(slot)
+        elif event.kind == "door closed":
+            members.door_closed(slot, str(event["why"]), now)
+        elif event.kind == "regrouped":
+            members.regrouped(slot, event["generation"], event["step"], now)
+        elif event.kind == "rank ended" and event["code"] == 0:
+            self._note_lost_newcomer(slot, event.host, TOO_SOON)
+            members.rank_done(slot, now)
+        else:
+            return
+        self.act()
+
+    def take_failure(self, failure: Failure) -> bool:
+        """Whether a failure is recovered from; the recovery then begins."""
+        now = time.monotonic()
+        if self.is_finished:
+            return True
+        if not self.can_recover:
+            return False
+        if failure.rank is not None:
+            self._note_lost_newcomer(failure.rank, failure.host, failure.headline)
+            self._members.rank_lost(failure.rank, failure, now)
+        elif failure.kind == "forkserver":
+            self._members.server_died(failure.host, failure, now)
+        elif failure.kind in ("lost", "agent", "lease"):
+            redials = self._reconnector.redials
+            self._members.node_lost(failure.host, failure, now, redials=redials)
+        else:
+            return False
+        self.act()
+        return True
+
+    def add_ranks(self, node: Node) -> None:
+        """Gives a spare further ranks: they join when they are ready."""
+        self._add_part(self._reconnector.add(node, self._commands.next_slot))
+
+    def _add_part(self, part: NodePlan) -> None:
+        self.report.fresh.update(self._commands.add(part))
+        slots = [rank.rank for rank in part.ranks]
+        self._members.add_host(part.host, slots, time.monotonic())
+        self.act()
+
+    def use_spare(self) -> bool:
+        """Whether a spare that has come takes the place of a host that is still away."""
+        if not self.can_recover or self._members.is_stopping:
+            return False
+        for host, dialling in self._dialling.items():
+            if self._replace_host(host):
+                del self._dialling[host]
+                dialling.cancel()  # it is dialled on, as a spare
+                return True
+        return False
+
+    def _replace_host(self, host: str) -> bool:
+        """Whether a spare has taken the place of a lost host; never if it could not join."""
+        parts = self._commands.parts
+        part = self._reconnector.replace(parts[host]) if self._members.accepts_newcomers else None
+        if part is None:
+            return False
+        del parts[host]
+        self._add_part(part)
+        return True
+
+    def end_hung_rank(self, rank: int, headline: str) -> bool:
+        """Whether a rank that keeps the others waiting is replaced; it is then ended."""
+        if not self.can_recover or self.is_finished:
+            return False
+        self._members.set_hung(rank, headline)
+        self.act()
+        return True
+
+    def end_late_newcomer(self, slot: int, host: str, seconds: float, where: str) -> None:
+        """Ends a newcomer that has stood still for so many seconds; it may be started again."""
+        why = f"hung for longer than {seconds:.0f} s before it joined: {where}"
+        self._note_lost_newcomer(slot, host, why)
+        self._screen.note(f"paceline: {place(host, slot)} is ended: it {why}")
+        self._members.set_hung(slot, why)
+        self.act()
+
+    def end_strays(self, sides: Sequence[Sequence[int]], headline: str) -> bool:
+        """Whether ranks that wait in different collectives go on without those that came later.
+
+        Args:
+            sides: The ranks that wait in the same one.
+            headline: Why the later ones are ended.
+        """
+        if not self.can_recover or self.is_finished:
+            return False
+        if not self._members.end_strays(sides, headline):
+            return False
+        self.act()
+        return True
+
+    def retry_group(self) -> bool:
+        """Whether ranks that all wait for each other try that again in a new group."""
+        if not self.can_recover or self.is_finished:
+            return False
+        if not self._members.retry_group(time.monotonic()):
+            return False
+        self.act()
+        return True
+
+    def separate(self, pairs: Sequence[tuple[str, str]], since: float) -> bool:
+        """Whether the job goes on without one host of each pair that do not hear each other.
+
+        Args:
+            pairs: Two hosts each.
+            since: When the job gave its last sign.
+        """
+        if not self.can_recover or self.is_finished:
+            return False
+        if not self._members.separate(pairs, since, time.monotonic()):
+            return False
+        self.act()
+        return True
+
+    def release(self, node: Node, asked: Failure) -> bool:
+        """Whether the others go on without a node that was asked to end, once or again."""
+        if any(node is leaving for leaving in self._leaving):
+            return True
+        self._leaving.append(node)
+        releases = self.can_recover and not self._members.is_stopping
+        if releases:
+            self._spawn(self._release(node, asked))
+        return releases
+
+    async def _release(self, node: Node, asked: Failure) -> None:
+        await asyncio.sleep(SCHEDULER_SPREAD_S)
+        if self._members.is_stopping:
+            return  # its ranks save, as all others do
+        lost = replace(asked, kind="lost", time=time.monotonic())
+        is_whole_job = len(self.leaving_nodes) >= len(self._fleet.nodes)
+        if is_whole_job or not self.take_failure(lost):
+            self._fail(replace(lost, kind=asked.kind))
+        elif not node.lost:
+            node.running = False
+            await self._fleet.dismiss(node)
+
+    # --- the loop ----------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Decides and acts until it is cancelled. Raises what an action raised unexpectedly."""
+        self._spawn(self._send_orders())
+        try:
+            while True:
+                self._fleet.watchful = self._members.can_recover
+                self._fleet.at_a_loss = self._members.has_interrupted
+                self.act()
+                await asyncio.sleep(TICK_S)
+                if self._error is not None:
+                    raise self._error
+        finally:
+            self._fleet.watchful = self._fleet.at_a_loss = False
+            tasks = [*self._tasks]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def stop(self) -> None:
+        """The ranks are asked to save and stop: nobody joins, and who is left stays together."""
+        self._is_closed = True
+        self._members.stop()
+        self.act()
+
+    async def close(self, patience_s: float) -> None:
+        """Orders no more newcomers, and waits so long for the answers to those ordered."""
+        self._is_closed = True
+        if self._starts:
+            await asyncio.wait(self._starts, timeout=patience_s)
+
+    def act(self) -> None:
+        """Does what is to be done now."""
+        for action in self._members.decide(time.monotonic()):
+            self._execute(action)
+
+    def _execute(self, action: Action) -> None:
+        if isinstance(action, (Regroup, Start, Kill, End)):
+            if isinstance(action, Regroup):
+                self.first_host = self._commands.hosts_of[action.members[0]]
+                self._recorder.event("regroup", generation=action.generation,
+                                     members=list(action.members),
+                                     planned=action.planned)  # fmt: skip
+            self._orders.put_nowait(action)
+        elif isinstance(action, Prepare):
+            self._spawn(self._start_fork_server(action.host))
+        elif isinstance(action, Dial):
+            self._dialling[action.host] = self._spawn(self._bring_back(action))
+        elif isinstance(action, SendAway):
+            self.report.announce(left_out(action, again=self._reconnector.redials))
+            self._spawn(self._send_away(action.host))
+        elif isinstance(action, Fail):
+            self.no_restart_reason = action.why or self.no_restart_reason
+            for failure in action.failures:
+                self._fail(failure)
+        elif isinstance(action, Stop):
+            self.give_up_reason = action.why
+            self._fail(action.why)
+        elif isinstance(action, Wait):
+            self._spawn(self._tell_wait(action))
+        else:
+            self.report.tell(action)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+        return task
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._error = self._error or error
+
+    # --- commands ----------------------------------------------------------------------------
+
+    async def _send_orders(self) -> None:
+        """Sends what is decided in that order; nobody waits for a node's answer."""
+        commands = self._commands
+        while True:
+            action = await self._orders.get()
+            if isinstance(action, Regroup):
+                if action.store_host and not await self._open_store(action.store_host):
+                    continue
+                self._tell_ranks(commands.regroup_message(action))
+            elif isinstance(action, End):
+                self._tell_ranks({"control": "end", "why": action.why})
+            elif isinstance(action, Kill):
+                self._spawn(commands.ask(action.host, "kill_ranks", ranks=list(action.slots)))
+            elif not self._is_closed:
+                starting = self._spawn(self._start_newcomers(action))
+                self._starts.add(starting)
+                starting.add_done_callback(self._starts.discard)
+            await asyncio.sleep(0)
+
+    def _tell_ranks(self, line: dict[str, Any]) -> None:
+        for node in self._fleet.nodes:
+            if not node.lost and node.running:
+                self._spawn(self._commands.ask(node.name, "tell_ranks", line=line))
+
+    async def _open_store(self, host: str) -> bool:
+        """Opens a fresh store there; if that fails, it is decided again."""
+        try:
+            await self._commands.open_store(host)
+        except (PacelineError, ConnectionError, asyncio.TimeoutError):
+            await asyncio.sleep(PAUSE_S)
+            self._members.store_ended(host)
+            self.act()
+            return False
+        return True
+
+    async def _start_newcomers(self, action: Start) -> None:
+        node, part = self._commands.node(action.host), self._commands.parts.get(action.host)
+        if node is None or part is None:
+            return  # a spare has taken its ranks over
+        try:
+            await self._commands.start_newcomers(node, part, action.slots)
+        except (PacelineError, ConnectionError, asyncio.TimeoutError) as error:
+            await asyncio.sleep(PAUSE_S)
+            why = f"it could not be started: {str(error) or 'no answer'}"
+            for slot in action.slots:
+                self._note_lost_newcomer(slot, action.host, why)
+            self._members.start_failed(action.host, action.slots, time.monotonic(), why)
+            self.act()
+
+    async def _start_fork_server(self, host: str) -> None:
+        """Starts a fork server until one is up; tells what stands in its way."""
+        pause_s, last_why = PAUSE_S, ""
+        while (node := self._commands.node(host)) is not None and not node.lost:
+            try:
+                await asyncio.wait_for(node.prepare(), REPLY_TIMEOUT_S)
+                assert node.ready is not None
+                trouble = await node.ready
+            except (PacelineError, ConnectionError, asyncio.TimeoutError) as error:
+                why = str(error) or "no answer"
+            else:
+                if trouble is None:
+                    self._members.server_up(host)
+                    self.act()
+                    return
+                why = (trouble.text.strip() or trouble.kind).splitlines()[-1]
+            if why != last_why and not node.lost:
+                self.report.announce(f"{host} cannot start ranks yet: {why}")
+            last_why = why
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    async def _send_away(self, host: str) -> None:
+        if (node := self._commands.node(host)) is not None and not node.lost:
+            node.running = False
+            await self._fleet.dismiss(node)
+
+    async def _bring_back(self, action: Dial) -> None:
+        """Has a spare take a lost host's place, or that host itself once it is back."""
+        host = action.host
+        if self._replace_host(host):
+            del self._dialling[host]
+            return
+        if not self._reconnector.redials:
+            self._members.node_gone(host)
+            return
+        # a host that was sent home, and not lost, is dialled only after some time in any case
+        await asyncio.sleep(max(0.0, action.after_s - LEAVING_S))
+        try:
+            await self._reconnector.bring_back(host)
+        except GoneError:  # the user has been told
+            self._members.node_gone(host)
+        else:
+            del self._dialling[host]
+            self._members.server_up(host)
+        self.act()
+
+    # --- messages ----------------------------------------------------------------------------
+
+    def _note_lost_newcomer(self, slot: int, host: str, why: str) -> None:
+        """Writes down what became of a newcomer that has not joined; the user hears of the last."""
+        if self._members.is_newcomer(slot):
+            self._recorder.event("newcomer lost", host, slot, why=why)
+
+    async def _tell_wait(self, news: Wait) -> None:
+        self._waiting = None
+        await asyncio.sleep(PAUSE_S)
+        if self._members.is_waiting:  # no spare has taken a place at once
+            words = f"waiting for {listed(news.missing)}, with the training's state in memory"
+            self.report.announce(f"too few nodes are left: {words}")
+            min_hosts, patience_s = self._members.required_hosts
+            here = counted(self.num_hosts - len(news.missing), "node")
+            self._waiting = Waiting.now(f"{here} of at least {min_hosts}: {words}", patience_s)

@@ -1,0 +1,258 @@
+"""The only answer to "try again?": of an attempt, a start, a lost host, a rank. Pure.
+
+One object counts for a whole job. A script's ranks all start again, a session recovers in place
+after an exception of its own: both use up ``--max-restarts``. What the job cannot help does not:
+a lost node where the job may shrink, and, a few times, any loss before the first step. A failure
+that repeats itself is the program's own, and ends the job.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections import deque
+from dataclasses import dataclass, replace
+
+from paceline.launch.elastic.startup import StartupTracker
+from paceline.spec.failure import Failure
+from paceline.spec.helptext import counted, span
+
+MAX_HOST_LOSSES = 3  # of one host within the window, after which it is left out
+MAX_STARTS = 3  # in a row without a step, after which a loss ends the job
+NEWCOMER_DELAYS_S = (0.0, 1.0, 5.0)  # before each start of a newcomer; then it is left out
+MAX_STRIKES = 3  # signals that end the same rank without a step in between
+# Two attempts came equally far if the longer took at most so many times the shorter's time plus a
+# constant: a start never takes equally long.
+SAME_DURATION_RATIO = 1.25
+SAME_DURATION_SLACK_S = 2.0
+
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+"""Signals by which the kernel ends a program for what it did itself."""
+
+_RATES_AND_TIMES = re.compile(r"\d{1,20}(?:[.:,]\d{1,20}){1,9}(?:e[+-]?\d{1,3})?")
+_COUNTS = re.compile(r"\d{1,20}")
+_PLACE = re.compile(r'^\s{0,40}File "([^"\n]{1,4096})", line (\d{1,9})', re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether the job goes on.
+
+    Attributes:
+        again: Whether it does.
+        why: Why not, for people; empty if no restart was allowed in the first place.
+        number: How many failures count by now.
+        limit: How many may.
+        before_first_step: Whether this is another start of an attempt that came to no step.
+        notes: What the user is told.
+    """
+
+    again: bool
+    why: str = ""
+    number: int = 0
+    limit: int = 0
+    before_first_step: bool = False
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What the hosts show about a failed attempt.
+
+    Attributes:
+        lost_hosts: Hosts were lost or asked to end, which is why it failed, and it may shrink.
+        full_disk: Why no checkpoint or log can be written; empty if they can.
+        by_chance: The failure is nobody's fault.
+    """
+
+    lost_hosts: bool = False
+    full_disk: str = ""
+    by_chance: bool = False
+
+
+class RetryPolicy:
+    """Decides what is tried again, and counts what was used of it.
+
+    Args:
+        max_restarts: How many failures within the window another start may follow.
+        window_s: Seconds after which a failure no longer counts; 0 for never.
+        retries_start: Whether a loss before the first step is followed by another start.
+
+    Attributes:
+        counted: How many restarts followed a failure that counts.
+    """
+
+    def __init__(self, max_restarts: int = 0, window_s: float = 0.0,
+                 retries_start: bool = True) -> None:  # fmt: skip
+        self.counted = 0
+        self.retries_start = retries_start
+        self._max_restarts, self._window_s = max_restarts, window_s
+        self._failed_at: deque[float] = deque()
+        self._losses: dict[str, deque[float]] = {}
+        self._starts_without_step = 0
+        self._last: tuple[tuple[str, ...], int | None, float, str] | None = None
+        self._last_at = 0.0
+        self._crash: tuple[Failure, int, int] | None = None  # the last, its step and generation
+
+    # --- the whole job -----------------------------------------------------------------------
+
+    def reconnects(self, number: int) -> bool:
+        """Whether all hosts are connected again after that many losses before there is a plan."""
+        return self.retries_start and number < MAX_STARTS
+
+    def after_attempt(self, failure: Failure, diagnosis: Diagnosis,
+                      startup: StartupTracker | None, now: float,
+                      ran_s: float) -> Verdict:  # fmt: skip
+        """Counts a failed attempt and says whether the job starts again.
+
+        Args:
+            failure: The first of the attempt.
+            diagnosis: What the hosts show.
+            startup: What the attempt did before its first step; ``None`` if it recovered before.
+            now: Seconds of any monotonic clock.
+            ran_s: How long the ranks ran.
+        """
+        if startup is None or startup.is_over:
+            self._starts_without_step = 0
+        if failure.kind == "stranger":
+            note = "the job is not started again while somebody interferes with it"
+            return Verdict(False, notes=(note,))
+        if diagnosis.lost_hosts:
+            return Verdict(True)
+        if diagnosis.full_disk:
+            note = f"{diagnosis.full_disk}: the job is not started again"
+            return Verdict(False, notes=(note,))
+        notes: tuple[str, ...] = ()
+        if diagnosis.by_chance:
+            self._starts_without_step += 1
+            if self._starts_without_step < MAX_STARTS:
+                number = self._starts_without_step
+                return Verdict(True, "", number, MAX_STARTS - 1, before_first_step=True)
+            notes = (f"not begun again: {MAX_STARTS} starts in a row came to no step",)
+        last_line = "" if startup is None else startup.last_line
+        verdict = self.after_failure(failure, now, ran_s=ran_s, last_line=last_line)
+        if verdict.why:
+            notes += (f"not started again: {verdict.why}",)
+        return replace(verdict, limit=self._max_restarts, notes=notes)
+
+    def after_failure(self, failure: Failure, now: float, *, step: int | None = None,
+                      ran_s: float = 0.0, last_line: str = "") -> Verdict:  # fmt: skip
+        """Counts a failure of the program's own and says whether the job goes on after it.
+
+        Args:
+            failure: The first of its attempt.
+            now: Seconds of any monotonic clock.
+            step: Of the session in which it happened; ``None`` for a script, whose steps nobody
+                knows.
+            ran_s: How long the ranks ran: a script that comes equally far each time shows it.
+            last_line: The last line that a rank wrote. Different numbers in it, such as a step's,
+                show that a script came to another place.
+        """
+        mark = signature(failure)
+        last, self._last = self._last, (mark, step, ran_s, last_line)
+        since_last_s, self._last_at = now - self._last_at, now
+        _forget(self._failed_at, now, self._window_s)
+        if not self._max_restarts:
+            return Verdict(False)
+        if mark and last is not None and last[0] == mark:
+            if step is not None and step == last[1]:
+                return Verdict(
+                    False,
+                    f"the same failure as before, at the same step ({step}), on the same data:"
+                    " it is the program's own",
+                    len(self._failed_at),
+                )
+            # A rare failure may follow the clock: a login that expires, a job of the system's.
+            is_recent = not self._window_s or since_last_s <= self._window_s
+            moved = _counts_differ(last_line, last[3])
+            if step is None and is_recent and _same_duration(ran_s, last[2]) and not moved:
+                where = f" at {mark[-1]}" if mark[-1] else ""
+                return Verdict(
+                    False,
+                    f"the same failure as before{where}, and after as long a time:"
+                    " it is the program's own",
+                    len(self._failed_at),
+                )
+        if len(self._failed_at) >= self._max_restarts:
+            return Verdict(False, self._used_up(), len(self._failed_at))
+        self._failed_at.append(now)
+        self.counted += 1
+        return Verdict(True, number=len(self._failed_at))
+
+    def _used_up(self) -> str:
+        times = counted(self._max_restarts, "restart")
+        if not self._window_s:
+            return f"{times} used up (--max-restarts {self._max_restarts})"
+        return f"{times} within {span(self._window_s)} (--max-restarts {self._max_restarts})"
+
+    def redials(self, host: str, now: float) -> bool:
+        """Counts the loss of a host; whether it is dialled again."""
+        losses = self._losses.setdefault(host, deque())
+        _forget(losses, now, self._window_s)
+        losses.append(now)
+        return len(losses) < MAX_HOST_LOSSES
+
+    # --- one rank of a session ---------------------------------------------------------------
+
+    def begin_attempt(self) -> None:
+        """All ranks start; crashes of the former ones are not compared with theirs."""
+        self._crash = None
+
+    @staticmethod
+    def newcomer_delay_s(failed_starts: int) -> float | None:
+        """Seconds before a newcomer is started again; ``None``: not any more."""
+        return NEWCOMER_DELAYS_S[failed_starts] if failed_starts < len(NEWCOMER_DELAYS_S) else None
+
+    @staticmethod
+    def replaces_killed(strikes: int) -> bool:
+        """Whether a rank is replaced that signals have ended so often without a step between."""
+        return strikes < MAX_STRIKES
+
+    def repeated_crash(self, failure: Failure, step: int, generation: int) -> Failure | None:
+        """Notes a crash; returns an earlier one of another group at the same step, if any."""
+        mark = signature(failure)
+        if not mark:
+            return None
+        last, self._crash = self._crash, (failure, step, generation)
+        if last is None or (last[1], signature(last[0])) != (step, mark):
+            return None
+        return last[0] if last[2] != generation else None
+
+
+def _same_duration(ran_s: float, last_s: float) -> bool:
+    """Whether two attempts of a script came equally far, judged by their times.
+
+    One that begins at a checkpoint takes less time to the same place than the first, but as much
+    as the next. What chance does, such as a disk that fails now and then, takes any time.
+    """
+    shorter, longer = sorted((ran_s, last_s))
+    return longer <= shorter * SAME_DURATION_RATIO + SAME_DURATION_SLACK_S
+
+
+def _counts_differ(line: str, last_line: str) -> bool:
+    """Whether two lines hold different whole numbers, rates and times of day left out."""
+    counts, last_counts = (
+        _COUNTS.findall(_RATES_AND_TIMES.sub("", text)) for text in (line, last_line)
+    )
+    return bool(counts and last_counts) and counts != last_counts
+
+
+def _forget(times: deque[float], now: float, window_s: float) -> None:
+    while window_s and times and now - times[0] > window_s:
+        times.popleft()
+
+
+def signature(failure: Failure) -> tuple[str, ...]:
+    """What stays equal when a program fails again in the same way; empty for failures by chance.
+
+    The exception, its message and its line; or the signal, if the program's own instructions
+    caused it. Other signals, a lost node, or a wait for a rank that is gone say nothing about the
+    program.
+    """
+    if failure.kind == "signal" and failure.signal in CRASHES:
+        return failure.headline, ""
+    if failure.kind != "exception" or failure.echo:
+        return ()
+    places = _PLACE.findall(failure.traceback)
+    place = f"{places[-1][0].rsplit('/', 1)[-1]}, line {places[-1][1]}" if places else ""
+    return failure.headline, place

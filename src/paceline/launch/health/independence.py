@@ -1,0 +1,46 @@
+"""Says that the ranks of an attempt did not work together, from what they told at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.spec.events import Event
+
+REPORT = "gradient exchange"
+HOW_TO_TRAIN_ONE = (
+    "To train one model, call init_process_group and wrap the model in DistributedDataParallel"
+)
+
+
+def describe_independence(world_size: int, reports: Sequence[Event]) -> str:
+    """One sentence if the ranks trained separate models or exchanged nothing, else empty.
+
+    It is empty, too, if one rank did not report: it exchanged gradients, runs a program that is not
+    Python, or left without Python's end.
+
+    Args:
+        world_size: Ranks of the attempt.
+        reports: What its ranks, and processes that they started, told at their end.
+    """
+    if world_size < 2 or len({event.rank for event in reports}) < world_size:
+        return ""
+    if any(event["exchanges"] for event in reports):
+        return ""
+    training = {event.rank for event in reports if event["optimizer_steps"]}
+    largest = max(event["largest_call"] or 0 for event in reports)
+    if len(training) > 1 and any(event["calls"] for event in reports):
+        size = f" (at most {largest} elements at a time)" if largest else ""
+        return (
+            f"warning: the ranks exchanged no gradients{size}: "
+            f"each trained a model of its own. {HOW_TO_TRAIN_ONE}"
+        )
+    if any(event["calls"] for event in reports):
+        return ""
+    if len(training) > 1:
+        return (
+            "note: the ranks exchanged nothing: each trained a model of its own. "
+            f"{HOW_TO_TRAIN_ONE}"
+        )
+    if any(event["in_children"] for event in reports):
+        return ""
+    return "note: the ranks exchanged nothing: each worked independently"

@@ -1,0 +1,199 @@
+"""Starts an agent on every host of a run, or on enough of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+
+from paceline.launch.nodes.fleet import Fleet, Node
+from paceline.launch.planning import planner
+from paceline.launch.planning.request import Request, trains
+from paceline.launch.terminal.run_state import Waiting
+from paceline.remote.channel import LOGINS_AT_ONCE, Channel
+from paceline.remote.transport import Reached, Transport, nobody
+from paceline.spec.errors import ConnectError, GoneError, PacelineError
+from paceline.spec.events import Event
+from paceline.spec.helptext import counted, span
+from paceline.spec.hosts import Host
+
+LAST_CALL_S = 5.0  # for the others, once there are enough hosts to begin
+PAUSES_S = (0.5, 1.0, 2.0, 4.0, 5.0)  # between two calls of one host; the last one for ever
+Waits = Callable[["Waiting | None"], None]
+
+
+def unseen(waiting: Waiting | None) -> None:
+    """Is told what nobody looks at."""
+
+
+class Dialling:
+    """Calls one host until it answers.
+
+    Attributes:
+        host: Whom.
+        why: What stood in the way last; empty before the first answer.
+        channel: The connection, once there is one.
+        gone: There will be none: no further call of this run can reach it.
+    """
+
+    def __init__(self, transport: Transport, host: Host, python: str,
+                 gate: asyncio.Semaphore, changed: asyncio.Event,
+                 after_s: float = 0.0) -> None:  # fmt: skip
+        self.host = host
+        self.why = ""
+        self.channel: Channel | None = None
+        self.gone = False
+        self._transport, self._python = transport, python
+        self._gate, self._changed = gate, changed
+        self.task = asyncio.create_task(self._call(after_s))
+
+    async def _call(self, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        for number in itertools.count():
+            try:
+                async with self._gate:
+                    (self.channel,) = await self._transport.open([self.host], [self._python])
+            except PacelineError as error:
+                self.why, self.gone = error.brief, isinstance(error, GoneError)
+            self._changed.set()
+            if self.channel is not None or self.gone:
+                return
+            await asyncio.sleep(PAUSES_S[min(number, len(PAUSES_S) - 1)])
+
+    async def stop(self) -> Channel | None:
+        """Ends the calls; what came of them at the last moment."""
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        return self.channel
+
+    def describe(self) -> str:
+        """The host, and what stands in its way."""
+        return f"{self.host.name} ({self.why or 'no answer yet'})"
+
+
+async def gather(transport: Transport, hosts: Sequence[Host], pythons: Sequence[str],
+                 min_hosts: int, patience_s: float, note: Callable[[str], None],
+                 reached: Reached = nobody, later: list[Dialling] | None = None,
+                 waits: Waits = unseen) -> tuple[list[Channel], dict[str, str]]:  # fmt: skip
+    """As many of the hosts as answer, in their order, and of the others by name why not.
+
+    All that answer at once are taken; who has neither answered nor refused when there are enough
+    gets a few seconds more.
+
+    Args:
+        transport: How agents are started, one by one.
+        hosts, pythons: Whom to call, and the interpreter of each.
+        min_hosts: Without so many nothing can begin.
+        patience_s: How long to wait for those, in seconds.
+        note: Tells the user.
+        reached: Told how many answered by now.
+        later: Gets the calls of the others, which go on; ``None``: they are ended.
+        waits: Told once that too few are there and others are waited for; by whom, until when.
+
+    Raises:
+        ConnectError: There are too few; names the missing ones.
+    """
+    loop, gate = asyncio.get_running_loop(), asyncio.Semaphore(LOGINS_AT_ONCE)
+    changed, began, enough_at, announced = asyncio.Event(), loop.time(), None, False
+    calls = [Dialling(transport, host, python, gate, changed)
+             for host, python in zip(hosts, pythons, strict=True)]  # fmt: skip
+    try:
+        while True:
+            changed.clear()
+            missing = [call for call in calls if call.channel is None]
+            here, now = len(calls) - len(missing), loop.time()
+            reached(here)
+            undecided = [call for call in missing if not call.why]
+            if here >= min_hosts and enough_at is None:
+                enough_at = now
+            if not missing or (enough_at is not None and (
+                    not undecided or now - enough_at >= LAST_CALL_S)):  # fmt: skip
+                break
+            late = now - began >= patience_s or all(call.gone for call in missing)
+            if here < min_hosts and not undecided and late:
+                raise _too_few(missing, here, min_hosts, now - began)
+            if not announced and not undecided and enough_at is None:
+                announced = True
+                text = f"{counted(here, 'host')} of at least {min_hosts}: waiting up to"
+                text += f" {span(patience_s)} for {_named(missing)}"
+                note(f"paceline: {text}")
+                waits(Waiting.now(text, patience_s, now - began))
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(changed.wait(), 0.2)
+    except BaseException:
+        for channel in await asyncio.gather(*(call.stop() for call in calls)):
+            if channel is not None:
+                await channel.close()
+        raise
+    if later is None:
+        await asyncio.gather(*(call.stop() for call in missing))
+    else:
+        later += missing
+    channels = [call.channel for call in calls if call.channel is not None]
+    return channels, {call.host.name: call.why for call in calls if call.channel is None}
+
+
+def _named(missing: Sequence[Dialling], most: int = 6) -> str:
+    shown = ", ".join(call.describe() for call in missing[:most])
+    return shown if len(missing) <= most else f"{shown} and {len(missing) - most} more"
+
+
+def _too_few(missing: Sequence[Dialling], here: int, least: int, seconds: float) -> ConnectError:
+    names = ", ".join(call.host.name for call in missing)
+    waited = f" within {seconds:.0f} s" if seconds >= 1 else ""
+    fewer = ", or ask for fewer: --nnodes" if least > 1 else ""
+    return ConnectError(
+        f"{counted(here, 'host')} can be reached, at least {least} are needed: {names} did not"
+        f" answer{waited}",
+        found="\n".join(f"{call.host.name}: {call.why or 'no answer'}" for call in missing),
+        remedy=f"See that they are on and let you in (paceline check){fewer}",
+    )
+
+
+async def connect(request: Request, on_event: Callable[[Node, Event], None],
+                  on_lost: Callable[[Node, str], None], reached: Reached = nobody,
+                  note: Callable[[str], None] | None = None, again: bool = False,
+                  later: list[Dialling] | None = None,
+                  waits: Waits = unseen,
+                  ) -> tuple[Fleet, dict[str, str]]:  # fmt: skip
+    """Has an agent started on every host, or on enough of them where the job can do with fewer.
+
+    Args:
+        request: What is to run, and where.
+        on_event, on_lost: Of the fleet.
+        reached: Told how many hosts have an agent by now.
+        note: Tells the user that hosts are waited for; ``None`` waits for none.
+        again: Somebody was lost since the first time: also a session goes on with fewer then.
+        later: Gets the calls of hosts that are not waited for, which go on; ``None`` ends them.
+        waits: Told that too few are there and others are waited for.
+
+    Returns:
+        The nodes that are there, and why the others are not, by host.
+    """
+    job, hosts = request.job, request.hosts
+    pythons = [planner.python_of(job, host) for host in hosts]
+    missing: dict[str, str] = {}
+    if request.waits or again:
+        least = request.least_again(trains(job)) if again else request.least
+        patience_s = request.patience_s if note else 0.0
+        channels, missing = await gather(
+            request.transport,
+            hosts,
+            pythons,
+            least,
+            patience_s,
+            note or _nobody,
+            reached,
+            later,
+            waits,
+        )
+    else:
+        channels = await request.transport.open(hosts, pythons, reached)
+    fleet = Fleet(channels, job.lease_s.value, on_event, on_lost)
+    fleet.seat(fleet.nodes[: request.most])
+    return fleet, missing
+
+
+def _nobody(text: str) -> None:
+    """Is told what nobody waits for."""

@@ -1,0 +1,361 @@
+"""What nodes get before ranks start: a run folder, a warm fork server, what the plan sends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.agent.warm import FOLDER
+from paceline.launch.nodes import survey
+from paceline.launch.nodes.fleet import Fleet, Node, Trouble, together
+from paceline.launch.nodes.survey import went_away
+from paceline.launch.planning import planner
+from paceline.launch.planning.planner import Supplies
+from paceline.launch.planning.request import Request
+from paceline.launch.recorder import Recorder
+from paceline.launch.terminal.screen import Screen
+from paceline.remote import agreement
+from paceline.remote.channel import AgentRefusal
+from paceline.rundir.directory import RunDirectory
+from paceline.spec import rundir as names
+from paceline.spec.errors import NodeError
+from paceline.spec.job import Job
+from paceline.spec.plan import Copy, Plan
+from paceline.transfer import data
+from paceline.transfer.checkpoints import send_checkpoints
+from paceline.transfer.data import Folder
+from paceline.transfer.files import is_out_of_space, job_folder, send_blocks, send_tree
+from paceline.transfer.tree import Tree
+
+
+class Provisioner:
+    """Gives nodes what the ranks of a job need: a run folder, a fork server, code, inputs and data.
+
+    Args:
+        request: What to run, and where.
+        directory: The run directory.
+        screen: Shows the progress of transfers.
+        recorder: Writes down where copies are.
+
+    Attributes:
+        supplies: What may have to be sent to nodes; empty until it has been read.
+    """
+
+    def __init__(self, request: Request, directory: RunDirectory, screen: Screen,
+                 recorder: Recorder) -> None:  # fmt: skip
+        self.supplies = Supplies()
+        self._request, self._directory = request, directory
+        self._screen, self._recorder = screen, recorder
+        self._token = os.urandom(16).hex()
+
+    async def start_fork_servers(self, fleet: Fleet, reading: Awaitable[Supplies]) -> None:
+        """Has new nodes begin to import, while the plan is still being made."""
+        request, nodes = self._request, [node for node in fleet.everyone if not node.preparation]
+        package = (await asyncio.shield(reading)).package if request.package else None
+        await together([begin(node, request, package, self._directory, self._token)
+                        for node in nodes])  # fmt: skip
+        if fleet.first in nodes:
+            await self.send_checkpoints(fleet.first)
+
+    async def send_checkpoints(self, first: Node) -> None:
+        """Sends the checkpoints of the run directory to the node of rank 0, unless it sees them."""
+        if not first.shared_run_dir:
+            await send_checkpoints(first.channel, first.run_folder, self._directory)
+
+    async def send(self, plan: Plan, fleet: Fleet) -> None:
+        """Sends all nodes what the plan says is sent."""
+        copies = {part.host: part.copies for part in (*plan.nodes, *plan.spares)}
+        await self._send([(node, copies[node.name]) for node in fleet.everyone])
+
+    async def provision(self, node: Node, fleet: Fleet) -> None:
+        """Surveys a node that came late, and gives it all that the others have.
+
+        Raises:
+            PacelineError: It cannot take part.
+        """
+        request = self._request
+        self._recorder.event("connected", hosts=[node.name])
+        await together([
+            survey.get_to_know(node, fleet, request, self.supplies),
+            begin(node, request, self.supplies.package, self._directory, self._token),
+        ])  # fmt: skip
+        assert node.found is not None
+        place = planner.place_on(request.job, node.found, self.supplies, request.run_id)
+        await self._send([(node, place.copies)])
+        await fork_servers_up(fleet, [node], request.job)
+
+    async def _send(self, wanted: Sequence[tuple[Node, Sequence[Copy]]]) -> None:
+        supplies = self.supplies
+        await send_copies(wanted, supplies, self._request.run_id, self._screen.sending)
+        for node, _ in wanted:
+            for name, tree in (("code", supplies.code), ("paceline", supplies.package)):
+                if tree is None or name not in node.copies:
+                    continue
+                copy = (node.name, node.copies[name][0], str(tree.root))
+                if copy not in self._screen.homes:
+                    self._screen.homes.append(copy)
+                    self._recorder.event("copied", node.name, copy=copy[1], home=copy[2])
+
+
+async def begin(node: Node, request: Request, package: Tree | None, directory: RunDirectory,
+                token: str) -> None:  # fmt: skip
+    """Starts the node's fork server."""
+    await find_run_folder(node, directory)
+    if request.job.entry.kind == "function" and not node.shared_run_dir:
+        path = directory.path / names.CALL
+        await send_blocks(node.channel, path, "put_file", key=directory.key, path=names.CALL)
+    root = ""
+    here = node.host.local and planner.python_of(request.job, node.host) == sys.executable
+    if package is not None and not here:
+        root = await _send_package(node, package, request)
+    await start_fork_server(node, request.job, token, root)
+
+
+async def start_fork_server(node: Node, job: Job, token: str, package: str = "") -> None:
+    """Has a fork server start that has what the job's ranks will need.
+
+    Args:
+        node: Where.
+        job: For its settings.
+        token: By which processes of the job are known.
+        package: Folder of this installation's ``paceline`` there, if that was sent.
+    """
+    python = planner.python_of(job, node.host)
+    env = {**job.environment.all(), **planner.early_env(job, node.host, node.facts)}
+    if package:
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [package, env.get("PYTHONPATH")]))
+    node.preparation = {
+        "python": python,
+        "activate": list(job.activate.value),
+        "defaults": planner.defaults(job, node.host, node.facts),
+        "preload": list(job.preload),
+        "env": env,
+        "unset": list(job.environment.unset),
+        "token": token,
+    }
+    try:
+        await node.prepare()
+    except AgentRefusal as refusal:
+        if not refusal.answer.get("activating"):
+            raise
+        raise _not_activated(node, refusal, job) from None
+
+
+async def _send_package(node: Node, package: Tree, request: Request) -> str:
+    """Where this installation's ``paceline`` is on a node: a fork server that waits has it."""
+    nest = node.channel.nest
+    waited = nest is not None and nest.waiting is not None
+    if nest is None or not (waited or request.keep_warm_s):
+        return await send_folder(node, package, "paceline", job_folder(request.run_id, node.name))
+    name = f"{FOLDER}{nest.name}"
+    root = planner.copy_target(node.facts, name, "paceline")
+    if waited:
+        manifest = package.manifest
+        differs = await node.channel.request("compare_tree", root=root, manifest=manifest)
+        if differs["exists"] and not differs["missing"] and not differs["different"]:
+            return root
+    return await send_folder(node, package, "paceline", name)
+
+
+def _not_activated(node: Node, refusal: AgentRefusal, job: Job) -> NodeError:
+    first = job.activate.value[0]
+    return NodeError(
+        f"{node.name}: --activate failed ({job.activate.source.label})",
+        found=refusal.found,
+        remedy=f"The file is meant on every host, in a container that one's own. Look there: bash"
+        f" -c '. {first} && env'",
+    )
+
+
+async def find_run_folder(node: Node, directory: RunDirectory) -> None:
+    """The run directory itself where the node reads and writes it, else a folder of the node's."""
+    options: dict[str, Any] = {
+        "path": str(directory.path),
+        "token_file": names.PROBE,
+        "token": directory.token,
+        "key": directory.key,
+    }
+    answer = await node.channel.request("run_folder", **options)
+    if answer["shared"] and not directory.pop_sign(node.channel.identity):
+        answer = await node.channel.request("run_folder", **options, own=True)
+    node.run_folder, node.shared_run_dir = answer["folder"], answer["shared"]
+
+
+async def send_copies(wanted: Sequence[tuple[Node, Sequence[Copy]]], supplies: Supplies,
+                      run_id: str, progress: Progress) -> None:  # fmt: skip
+    """Sends nodes what the plan says is sent to each."""
+
+    async def send(node: Node, copy: Copy) -> None:
+        tree = supplies.code if copy.name == "code" else supplies.inputs[copy.source]
+        assert tree is not None
+        root = await send_folder(node, tree, copy.name, job_folder(run_id, node.name))
+        if root != copy.target:
+            raise NodeError(f"{node.name} built {copy.source} in another place than it told",
+                            found=f"{root} instead of {copy.target}")  # fmt: skip
+
+    copies = [(node, copy) for node, parts in wanted for copy in parts]
+    large = {path for path, tree in supplies.inputs.items() if tree.size > LARGE}
+    small = [pair for pair in copies if pair[1].name != "data" and pair[1].source not in large]
+    await together([send(*pair) for pair in small])
+    for pairs in await _once_a_disk([p for p in copies if p[1].source in large], run_id):
+        await together([send(*pair) for pair in pairs])
+    if supplies.data is not None:
+        wanting = [node for node, copy in copies if copy.name == "data"]
+        await send_data(wanting, supplies.data, progress)
+
+
+LARGE = 16 << 20  # bytes of an input from which on hosts of one disk, and so one cache, count
+
+
+async def _once_a_disk(
+    copies: Sequence[tuple[Node, Copy]], run_id: str
+) -> tuple[list[tuple[Node, Copy]], list[tuple[Node, Copy]]]:
+    """The first copy for each disk, and those that will find it in their cache."""
+    nodes = [node for node, _ in copies]
+    signs = await asyncio.gather(*(
+        send_tree(node.channel, [], Path, job_folder(run_id, node.name),
+                  f"seen-{node.channel.identity}")
+        for node in nodes
+    ))  # fmt: skip
+    seen = await _seen_earlier(nodes, signs)
+    pairs = [*zip(copies, seen, strict=True)]
+    return [copy for copy, other in pairs if not other], [copy for copy, other in pairs if other]
+
+
+Progress = Callable[[int, int], None]  # bytes that are there, of how many
+_APPEARS_S = 2.0
+_APPEARS_TRIES = 30  # a network disk may show a new name late
+
+
+async def send_data(nodes: Sequence[Node], folder: Folder, progress: Progress) -> None:
+    """Completes the nodes' copies of the data, once for each disk."""
+    firsts, others = await _by_disk(nodes)
+    total = sum(node.data.size for node in firsts if node.data)
+    done = 0
+
+    def sent(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(done, total)
+
+    if total:
+        progress(0, total)
+    await together([
+        data.send(node.channel, folder, node.data, sent) for node in firsts if node.data
+    ])  # fmt: skip
+    await together([_appears(node, folder) for node in others])
+    for node in nodes:
+        node.data = None
+
+
+async def _by_disk(nodes: Sequence[Node]) -> tuple[list[Node], list[Node]]:
+    """The first node of each disk, and the others."""
+    seen = await _seen_earlier(nodes, [node.data.sign for node in nodes if node.data])
+    firsts = [node for node, other in zip(nodes, seen, strict=True) if not other]
+    return firsts, [node for node, other in zip(nodes, seen, strict=True) if other]
+
+
+async def _seen_earlier(nodes: Sequence[Node], signs: Sequence[str]) -> list[bool]:
+    """Of each node, whether it sees the disk of an earlier one; each has made its sign there."""
+
+    async def sees_earlier(place: int, node: Node) -> bool:
+        if not place:
+            return False
+        answer = await node.channel.request("look", paths=signs[:place])
+        return any(path["exists"] for path in answer["paths"])
+
+    return await asyncio.gather(*(sees_earlier(at, node) for at, node in enumerate(nodes)))
+
+
+async def _appears(node: Node, folder: Folder) -> None:
+    """Waits until a node sees what another one has written to their disk."""
+    for _ in range(_APPEARS_TRIES):
+        place = await data.look(node.channel, folder, always=True)
+        if not place.missing:
+            return
+        await asyncio.sleep(_APPEARS_S)
+    raise NodeError(
+        f"{node.name} does not see the data that another host has written to their disk",
+        found=f"{place.folder} lacks {place.missing[0][0]} there",
+        remedy="Give each host a cache of its own: XDG_CACHE_HOME",
+    )
+
+
+async def send_folder(node: Node, tree: Tree, name: str, folder: str) -> str:
+    """Builds ``tree`` on the node out of what is cached there and what is sent; its folder.
+
+    NodeError when the node cannot take it.
+    """
+    try:
+        root = await send_tree(node.channel, tree.manifest, tree.file, folder, name)
+    except (AgentRefusal, FileNotFoundError) as refusal:
+        if changed := await asyncio.to_thread(tree.changed):
+            raise NodeError(
+                f"the code in {tree.root} has changed since it was read for this run, and"
+                f" {node.name} does not have it as it was",
+                found=", ".join(changed[:5]) + (" …" if len(changed) > 5 else ""),
+                remedy="Run again; keep what other programs write out of the code's folder, or "
+                "out of git's sight by .gitignore",
+            ) from None
+        if not isinstance(refusal, AgentRefusal):
+            raise
+        raise _cannot_take(node, tree, refusal) from None
+    node.copies[name] = (root, tree.manifest)
+    return root
+
+
+def _cannot_take(node: Node, tree: Tree, refusal: AgentRefusal) -> NodeError:
+    cache = str(node.facts["user"].get("cache") or "~/.cache/paceline")
+    remedy = f"Look there: ssh {node.host.address} ls -ld {shlex.quote(cache)}"
+    if is_out_of_space(refusal.found):
+        remedy = f"Make room for {(tree.size >> 20) + 1} MiB in {cache} on {node.name}"
+    return NodeError(
+        f"{node.name} cannot take the files of {tree.root}",
+        found=refusal.found,
+        remedy=f"{remedy}\nOr set XDG_CACHE_HOME on {node.name} to a folder on another disk",
+    )
+
+
+async def fork_servers_up(fleet: Fleet, nodes: Sequence[Node], job: Job) -> None:
+    """Waits for the imports; refuses nodes on which they failed or lack the backend.
+
+    A fork server that died in an earlier attempt is replaced by a new one.
+    """
+    await together([node.prepare() for node in nodes if node.fork_server_died])
+    for node in nodes:
+        if node.ready is not None and (trouble := await node.ready):
+            raise _no_fork_server(fleet, node, trouble, job)
+    for node in nodes:
+        backends = node.loaded.get("backends")
+        if job.backend and backends is not None and job.backend not in backends:
+            raise _no_backend(node, job.backend, backends)
+
+
+def _no_fork_server(fleet: Fleet, node: Node, trouble: Trouble, job: Job) -> NodeError:
+    if trouble.kind == "lost":
+        return went_away(fleet, node, trouble.text)
+    modules = ", ".join(job.preload)
+    python = planner.python_of(job, node.host)
+    if trouble.kind == "died":
+        return NodeError(
+            f"{node.name} could not start its ranks", found=f"{trouble.text} while starting"
+        )
+    found = "\n".join(trouble.text.strip().splitlines()[-8:])
+    remedy = f"Look there: {python} -c 'import {modules}'"
+    if variables := agreement.loading_variables(node.facts):
+        found += f"\nthe login on {node.name} sets {variables}"
+        remedy += "\nIf one of these variables is the cause, hide it from the job: --unset NAME"
+    return NodeError(f"{node.name} cannot import {modules}", found=found, remedy=remedy)
+
+
+def _no_backend(node: Node, wanted: str, backends: Sequence[str]) -> NodeError:
+    return NodeError(
+        f"backend {wanted} was asked for, but torch on {node.name} was built without it",
+        found=f"torch {node.loaded.get('torch')} there has: {', '.join(backends)}",
+        remedy=f"--backend {backends[0] if backends else 'gloo'}, or install a torch with {wanted}",
+    )

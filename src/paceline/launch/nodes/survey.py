@@ -1,0 +1,386 @@
+"""From a job to its plan: connects, looks at the nodes, has them try each other, and decides.
+
+Nothing is sent or started in here but the agents, so ``--plan`` and a run come to the same value.
+What follows from the nodes' tries of each other is decided in ``remote.network``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.nodes.connect import connect
+from paceline.launch.nodes.fleet import Fleet, Node, together
+from paceline.launch.planning import planner
+from paceline.launch.planning.planner import Found, Supplies
+from paceline.launch.planning.request import Package, Request
+from paceline.remote import connectivity, interfaces, network
+from paceline.remote.channel import AgentRefusal
+from paceline.spec import version
+from paceline.spec.errors import NodeError, PacelineError, SettingError
+from paceline.spec.hosts import Host, Inspect
+from paceline.spec.job import Job
+from paceline.spec.plan import Plan
+from paceline.spec.settings import Setting, Source
+from paceline.transfer import data
+from paceline.transfer.data import DataPlace, Folder
+from paceline.transfer.tree import Tree, keep, project_root, read_parts, read_tree
+
+Networks = dict[str, network.NodeNetwork]
+
+# of the package, all that a recipe needs in a rank
+OF_RECIPES = ("__init__.py", "program.py", "progress.py", "py.typed", "recipes", "spec", "train",
+              "agent/__init__.py", "agent/peers.py")  # fmt: skip
+DYING_S = 2.0  # who holds a port and cannot be named: the kernel is ending it, or a stranger
+LEAVING_S = 5.0  # an agent without launcher and its ranks are gone by then
+
+
+def approve(request: Request, fleet: Fleet, inspect: Inspect | None) -> list[str]:
+    """Refuses nodes that cannot train together; the notes of the plan so far."""
+    noise = {node.name: node.channel.noise for node in fleet.everyone}
+    notes = [*request.notes, *check_nodes(fleet, request.job)]
+    return notes + (inspect(fleet.hosts, fleet.facts(), noise) if inspect else [])
+
+
+def check_nodes(fleet: Fleet, job: Job) -> list[str]:
+    """Refuses nodes that cannot train together; notes what merely differs."""
+    chosen = {node.name: node.channel.chosen_python for node in fleet.everyone}
+    notes = planner.check_agreement(fleet.hosts, job, fleet.facts(), chosen)
+    noisy = [node.name for node in fleet.everyone if node.channel.noise.strip()]
+    return notes + [f"the shell start-up files of {name} print text: ignored" for name in noisy]
+
+
+async def prepare(request: Request, fleet: Fleet, supplies: Awaitable[Supplies],
+                  notes: Sequence[str]) -> Plan:  # fmt: skip
+    """Finds out what the plan depends on, and makes it.
+
+    Args:
+        request: What is to run.
+        fleet: The connected nodes.
+        supplies: What may have to be sent to them; it takes a while to read.
+        notes: What was decided before.
+
+    Raises:
+        PacelineError: The job cannot run there, or not as it was planned.
+    """
+    job, planned = request.job, request.planned
+    (networks, more), read = await together(
+        [find_networks(fleet, job, len(request.hosts)), _look(fleet.everyone, job, supplies)]
+    )
+    for node in fleet.everyone:
+        assert node.found is not None
+        node.found = replace(node.found, network=networks[node.name])
+    asked = planned.settings["master_port"] if planned else job.master_port
+    port = await hold_port(fleet.first, networks[fleet.first.name].address, asked)
+    plan = plan_of(request, fleet, read, port, [*notes, *more])
+    return planner.confirmed(planned, plan) if planned else plan
+
+
+def plan_of(request: Request, fleet: Fleet, supplies: Supplies, port: Setting[int],
+            notes: Sequence[str], attempt: int = 0) -> Plan:  # fmt: skip
+    """The plan for the fleet's nodes, of which all is known."""
+    surveyed, spares = ([node.found for node in nodes if node.found is not None]
+                     for nodes in (fleet.nodes, fleet.spares))  # fmt: skip
+    plan = planner.make_plan(
+        request.job, request.run_id, surveyed, supplies, port, notes, attempt, spares
+    )
+    dialects = (*request.transport.dialects, *plan.dialects)
+    return replace(plan, dialects=dialects, hosts=names_of(request, fleet.hosts))
+
+
+def names_of(request: Request, there: Sequence[Host]) -> tuple[str, ...]:
+    """Of all hosts on which the job may run; none where nobody knows them yet.
+
+    Args:
+        request: What is to run, and where.
+        there: Hosts that are connected.
+    """
+    if request.among:
+        return request.among
+    came, meant = ([host.name for host in hosts] for hosts in (there, request.hosts))
+    if set(meant).issuperset(came):
+        return tuple(meant)
+    # Nobody knew who would come: what is described stands for places.
+    return tuple(came) if len(came) == len(meant) else ()
+
+
+async def get_to_know(node: Node, fleet: Fleet, request: Request, supplies: Supplies) -> None:
+    """Finds out about a node that came late what a plan needs to know of it.
+
+    Its addresses are tried from and to all nodes that are there; they keep theirs where they can.
+
+    Raises:
+        PacelineError: It cannot train together with them.
+    """
+    async with fleet.trying:  # else one would end the listeners that another one's tries are for
+        while True:
+            others = [o for o in fleet.everyone if o is not node and o.found and not o.lost]
+            try:
+                await _try_with(others, node, request, supplies)
+            except (ConnectionError, PacelineError):
+                await fleet.doubts_settled()  # who does not answer may be lost in a moment
+                if node.lost or not any(other.lost for other in others):
+                    raise  # else it is tried with those that are left: it has begun to import
+            else:
+                return
+
+
+async def _try_with(others: Sequence[Node], node: Node, request: Request,
+                    supplies: Supplies) -> None:  # fmt: skip
+    members = [*others, node]
+    hosts, facts = (
+        [member.host for member in members],
+        {member.name: member.facts for member in members},
+    )
+    chosen = {member.name: member.channel.chosen_python for member in members}
+    planner.check_agreement(hosts, request.job, facts, chosen)
+
+    async def known() -> Supplies:
+        return supplies
+
+    candidates, _ = network.candidates(hosts, facts, request.job.interface.value)
+    tried, _ = await together([
+        connectivity.try_addresses([member.channel for member in members], candidates, together),
+        _look([node], request.job, known()),
+    ])  # fmt: skip
+    kept = {
+        member.name: [
+            c for c in candidates[member.name] if member is node or c.address == _address(member)
+        ]
+        for member in members
+    }
+    if not others:
+        networks = {node.name: network.only_choice(candidates[node.name], fixed=False)}
+    else:
+        try:
+            networks, _ = network.decide(hosts, kept, tried)
+        except NodeError:
+            networks, _ = network.decide(hosts, candidates, tried)
+    for member in members:
+        assert member.found is not None
+        member.found = replace(member.found, network=networks[member.name])
+
+
+def _address(node: Node) -> str:
+    return node.found.network.address if node.found else ""
+
+
+async def make_plan(request: Request) -> Plan:
+    """What a run would execute; the nodes are let go."""
+    fleet, missing = await connect(request, lambda node, event: None, lambda node, why: None)
+    try:
+        with lost_nodes_named(fleet):
+            notes = approve(request, fleet, request.inspect)
+            notes += [f"{host} is missing: {why or 'no answer'}" for host, why in missing.items()]
+            supplies = asyncio.to_thread(read_supplies, request)
+            return await prepare(request, fleet, supplies, notes)
+    finally:
+        await fleet.close()
+        await request.transport.close(0)
+
+
+@contextlib.contextmanager
+def lost_nodes_named(fleet: Fleet) -> Iterator[None]:
+    """Turns the end of a connection before ranks run into an error that names the host."""
+    try:
+        yield
+    except ConnectionError as error:
+        lost = next((node for node in fleet.everyone if node.lost), fleet.first)
+        raise went_away(fleet, lost, lost.why or str(error)) from None
+
+
+def went_away(fleet: Fleet, node: Node, why: str) -> NodeError:
+    """A host was lost before its ranks ran: its own doing, unless it was this launcher's."""
+    name = node.name
+    if ours := fleet.own_fault(node):
+        return NodeError(
+            f"{ours}; that was while the nodes were starting",
+            found=f"{name}: {why}",
+            remedy="Run again; --lease SECONDS is how long nodes wait for this launcher",
+        )
+    return NodeError(
+        f"{name} went away while starting",
+        found=why,
+        remedy=f"See that {name} is on and can be reached (paceline check), and run again",
+    )
+
+
+# --- the code
+
+
+def read_supplies(request: Request) -> Supplies:
+    """Reads what the nodes may need. Blocking: call it in a thread."""
+    if request.supplies is not None:
+        return request.supplies
+    job, package = request.job, request.package
+    remote = any(not host.local for host in request.hosts)
+    program = (job.entry.kind, job.ship.value) in (("binary", "auto"), ("function", "never"))
+    needs_code = remote and not program and not package
+    return Supplies(
+        code=read_tree(project_root(job)) if needs_code else None,
+        package=package_tree(OF_RECIPES if package is True else package) if package else None,
+        inputs={i.path: read_parts(Path(i.path), i.parts) for i in job.inputs} if remote else {},
+        data=Folder(Path(job.data.path), socket.gethostname()) if job.data and remote else None,
+    )
+
+
+def read_and_keep(request: Request) -> Supplies:
+    """The same for a run: whatever is edited from now on, all nodes get the code as it is now."""
+    supplies = read_supplies(request)
+    if supplies.code is None or supplies.code.copy is not None:
+        return supplies
+    return replace(supplies, code=keep(supplies.code))
+
+
+def package_tree(parts: Package) -> Tree:
+    """This installation's package, or parts of it, for interpreters that do not have it."""
+    folder = Path(version.__file__).parents[1]
+    inner = read_tree(folder, () if isinstance(parts, bool) else parts)
+    manifest = [[f"paceline/{entry[0]}", *entry[1:]] for entry in inner.manifest]
+    return Tree(folder.parent, manifest)
+
+
+async def _look(nodes: Sequence[Node], job: Job, supplies: Awaitable[Supplies]) -> Supplies:
+    """What can be sent; notes of each node how the code differs there, and what else is there."""
+    # who gives up waiting does not give up the reading
+    read = await asyncio.shield(supplies)
+
+    async def look(node: Node) -> None:
+        differs = await _compare(node, job, read.code)
+        there = await _has_workdir(node, job, read.code)
+        place = await _find_data(node, job, read.data)
+        node.found = Found(node.host, node.facts, network.LOOPBACK, differs, there, place)
+
+    await together([look(node) for node in nodes])
+    return read
+
+
+async def _find_data(node: Node, job: Job, folder: Folder | None) -> DataPlace | None:
+    if folder is None or node.host.local:
+        return None
+    try:
+        node.data = await data.look(node.channel, folder, always=job.ship.value == "always")
+    except AgentRefusal as refusal:
+        raise NodeError(
+            f"{node.name} cannot look for the data in {folder.root}", found=refusal.found
+        ) from None
+    except OSError as error:
+        raise data.unreadable(folder, error) from None
+    return node.data
+
+
+async def _compare(node: Node, job: Job, tree: Tree | None) -> Mapping[str, Any] | None:
+    if tree is None or node.host.local or job.ship.value == "always":
+        return None
+    root = planner.code_root(node.host, tree)
+    difference = await node.channel.request("compare_tree", root=root, manifest=tree.manifest)
+    if difference["exists"] and await _changed_alike(node, tree, root, difference):
+        return {**difference, "missing": [], "different": []}
+    return difference
+
+
+async def _changed_alike(node: Node, tree: Tree, root: str, difference: Mapping[str, Any]) -> bool:
+    """Whether what differs there has changed here in the same way since it was read.
+
+    So it is in a folder that both see, where somebody takes notes, or a program writes its log:
+    a file that changes while it is looked at is passed over.
+    """
+    differing, own = {*difference["different"], *difference["missing"]}, tree.copy is None
+    if not (own and differing):
+        return False
+    current = await asyncio.to_thread(tree.as_now, differing)
+    if any(entry in tree.manifest for entry in current.values()):
+        return False
+    gone = {path for path, entry in current.items() if entry is None}
+    there = [entry for entry in current.values() if entry is not None]
+    again = await node.channel.request("compare_tree", root=root, manifest=there)
+    apart = [*again["different"], *again["missing"]]
+    later = await asyncio.to_thread(tree.as_now, apart)
+    return gone <= {*difference["missing"]} and all(later[path] != current[path] for path in apart)
+
+
+async def _has_workdir(node: Node, job: Job, tree: Tree | None) -> bool:
+    wanted = planner.workdir_without_code(job, node.host, tree)
+    if wanted is None:
+        return True
+    answer = await node.channel.request("look", paths=[wanted])
+    return bool(answer["paths"][0]["exists"])
+
+
+# --- the network
+
+
+async def find_networks(fleet: Fleet, job: Job, hosts_in_all: int) -> tuple[Networks, list[str]]:
+    """Address and interface of every node, and what the user should know about the choice.
+
+    Args:
+        fleet: The nodes that are there.
+        job: What is asked for.
+        hosts_in_all: How many there may be at any time.
+    """
+    alike = [host for host in fleet.hosts if not host.env]
+    for hosts in (alike, *([host] for host in fleet.hosts if host.env)):
+        if hosts:
+            interfaces.refuse_absent(hosts, fleet.facts(), planner.given(job, hosts[0]))
+    only, interface = fleet.first, job.interface.value
+    fixed = interface or only.host.interface or only.host.job_address
+    if len(fleet.everyone) == 1 and not fixed and hosts_in_all == 1:  # and stays alone
+        return {only.name: network.LOOPBACK}, []
+    candidates, notes = network.candidates(fleet.hosts, fleet.facts(), interface)
+    if len(fleet.everyone) == 1 and not candidates[only.name]:
+        return {only.name: network.LOOPBACK}, []
+    if len(fleet.everyone) == 1:
+        return {only.name: network.only_choice(candidates[only.name], bool(fixed))}, notes
+    channels = fleet.channels
+    tried = await connectivity.try_addresses(channels, candidates, together)
+    networks, more = network.decide(fleet.hosts, candidates, tried)
+    return networks, notes + more
+
+
+async def hold_port(first: Node, address: str, asked: Setting[int]) -> Setting[int]:
+    """A port for the store on the first node, held by its agent until the store takes it."""
+    began = time.monotonic()
+    while True:
+        try:
+            answer = await first.channel.request("reserve_port", address=address, port=asked.value)
+        except AgentRefusal as refusal:
+            if time.monotonic() > began + _patience_with(refusal):
+                raise _port_taken(first.name, address, asked, refusal) from None
+            await asyncio.sleep(0.2)
+        else:
+            break
+    if asked.value:
+        return asked
+    return Setting(int(answer["port"]), Source.FOUND, f"free on {first.name}, held")
+
+
+def _patience_with(refusal: AgentRefusal) -> float:
+    """Seconds for which who holds a port may still be on the way out."""
+    commands = [command for _, command in refusal.answer.get("holders") or []]
+    if not commands:
+        return DYING_S
+    # perhaps a job of ours whose launcher was killed, and which is leaving
+    return LEAVING_S if any("/paceline/agent/" in command for command in commands) else 0.0
+
+
+def _port_taken(
+    name: str, address: str, asked: Setting[int], refusal: AgentRefusal
+) -> SettingError:
+    holders = refusal.answer.get("holders") or []
+    holder_names = ", ".join(f"process {pid} ({command})" for pid, command in holders)
+    planned = asked.source is Source.FOUND
+    reason = "was planned" if planned else f"was asked for ({asked.source.label})"
+    return SettingError(
+        f"port {asked.value} on {name} ({address}) {reason}",
+        found=refusal.found + (f": held by {holder_names}" if holder_names else ""),
+        remedy="Prepare again, for a free one"
+        if planned
+        else "Leave --master-port out to get a free one, or end that process",
+        exit_code=1,
+    )

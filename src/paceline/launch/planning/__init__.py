@@ -1,0 +1,1 @@
+"""From a job and facts about hosts to a plan. Pure."""

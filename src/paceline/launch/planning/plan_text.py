@@ -1,0 +1,166 @@
+"""A plan as people read it, and as they could type it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from paceline.launch.planning.entry import entry_argv
+from paceline.spec.command import shell_text
+from paceline.spec.helptext import counted
+from paceline.spec.job import recorded
+from paceline.spec.plan import NodePlan, Plan, RankPlan
+from paceline.spec.settings import Setting, Source
+
+# Without our agent nobody holds a store; typed by hand, rank 0 holds its own.
+_NOT_BY_HAND = {"TORCHELASTIC_USE_AGENT_STORE", "PACELINE_RUN_ID", "PACELINE_ATTEMPT"}
+
+
+def rank_command(plan: Plan, node: NodePlan, rank: RankPlan) -> list[str]:
+    """What to type on the node to start this rank by hand."""
+    env = {name: recorded(name, setting.value) for name, setting in node.env.items()}
+    env = {**plan.environment, **env}
+    # a value that was not recorded cannot be shown: it is left for the reader to set
+    env = {k: v for k, v in env.items() if not v.startswith("(")}
+    env |= {k: v for k, v in plan.rank_env(node, rank).items() if k not in _NOT_BY_HAND}
+    binding = ["taskset", "-c", ",".join(map(str, rank.cpus))] if rank.cpus else []
+    assignments = [f"{name}={value}" for name, value in env.items()]
+    command = entry_argv(node.entry, node.python, rank.local_rank)
+    return ["env", "-C", node.workdir, *assignments, *binding, *command]
+
+
+def describe(plan: Plan) -> str:
+    """What would run where, at a glance: hosts and settings with their sources, one command."""
+    ranks, hosts = plan.world_size, len(plan.nodes)
+    lines = [
+        f"{counted(ranks, 'rank')} on {counted(hosts, 'host')}, rank 0 on {plan.nodes[0].host}",
+        f"store: {plan.master_addr} port {plan.master_port}",
+        f"hosts: {_sourced(plan.settings['hosts'])}",
+        *(f"{name}: {_sourced(setting)}" for name, setting in _chosen(plan).items()),
+        "",
+        *_table(plan),
+        *([f"spares: {_few([node.host for node in plan.spares])}"] if plan.spares else []),
+        "",
+        *_commands(plan),
+        *(f"  {name}={value}" for name, value in plan.environment.items()),
+        *_per_host(plan),
+        "",
+        *(f"note: {note}" for note in plan.notes),
+    ]
+    return "\n".join(lines)
+
+
+def _sourced(setting: Setting[Any]) -> str:
+    """A value with where it stands, which is nowhere for what was found out."""
+    where = setting.detail or setting.source.label
+    return str(setting.value) if where == str(setting.value) else f"{setting.value} ({where})"
+
+
+def _chosen(plan: Plan) -> dict[str, Setting[Any]]:
+    """The settings that somebody chose."""
+    return {
+        name: setting
+        for name, setting in plan.settings.items()
+        if name != "hosts" and setting.source >= Source.FILE
+    }
+
+
+def _table(plan: Plan) -> list[str]:
+    """One line a host; a column in which all hosts are alike and say nothing is left out."""
+    titles = ("host", "address", "ranks", "interface", "devices", "code")
+    rows = [
+        (node.host, node.address, _span([rank.rank for rank in node.ranks]), node.interface,
+         _devices(node), node.code)
+        for node in plan.nodes
+    ]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (titles, *rows)
+    ]
+
+
+def _devices(node: NodePlan) -> str:
+    shares = {len(rank.cpus) for rank in node.ranks}
+    each = f", {shares.pop()} a rank" if len(shares) == 1 and node.ranks[0].cpus else ""
+    return f"{node.devices}{each}"
+
+
+def _span(numbers: Sequence[int]) -> str:
+    return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
+
+
+def _commands(plan: Plan) -> list[str]:
+    """The command of a rank as typed, with its folder: once where all hosts have the same."""
+    by_command: dict[tuple[str, str], list[str]] = {}
+    for node in plan.nodes:
+        command = shell_text(entry_argv(plan.entry, node.python))
+        by_command.setdefault((command, _folder(node)), []).append(node.host)
+    lines = []
+    for (command, folder), hosts in by_command.items():
+        who = "each rank" if len(by_command) == 1 else f"each rank on {_few(hosts)}"
+        lines += [f"{who} runs, in {folder}:", f"  {command}"]
+    return lines
+
+
+def _per_host(plan: Plan) -> list[str]:
+    """The variables that paceline.toml has for one host."""
+    return [
+        f"  {name}={_sourced(_variable(name, setting))}, on {node.host}"
+        for node in plan.nodes
+        for name, setting in node.env.items()
+        if setting.source is Source.FILE
+    ]
+
+
+def _folder(node: NodePlan) -> str:
+    """Where a node's ranks run; a copy by what it is a copy of."""
+    code = next((copy for copy in node.copies if copy.name == "code"), None)
+    return f"a copy of {code.source}" if code else node.workdir
+
+
+def _few(names: Sequence[str], most: int = 6) -> str:
+    return ", ".join(names if len(names) <= most else [*names[: most - 2], "…", names[-1]])
+
+
+def everything(plan: Plan) -> str:
+    """The whole plan: world, settings with their sources, and a command for every rank."""
+    lines = [
+        f"world size {plan.world_size}: {counted(len(plan.nodes), 'host')}, rank 0 on "
+        f"{plan.nodes[0].host}, store at {plan.master_addr} port {plan.master_port}"
+        f" (held by {'the agent' if plan.agent_store else 'rank 0'})",
+        "",
+        "settings",
+        *(f"  {name:<16} {_described(setting)}" for name, setting in plan.settings.items()),
+    ]
+    if plan.environment:
+        lines += ["", "environment", *(f"  {k}={v}" for k, v in plan.environment.items())]
+    for note in plan.notes:
+        lines += ["", f"note: {note}"]
+    for node in plan.nodes:
+        lines += ["", *_describe_node(plan, node)]
+    return "\n".join(lines)
+
+
+def _described(setting: Setting[Any]) -> str:
+    return "found on each host" if setting.value is None else setting.describe()
+
+
+def _variable(name: str, setting: Setting[str]) -> Setting[str]:
+    return replace(setting, value=recorded(name, setting.value))
+
+
+def _describe_node(plan: Plan, node: NodePlan) -> list[str]:
+    login = "" if node.login == node.host else f" ({node.login})"
+    lines = [
+        f"{node.host}{login}: {counted(len(node.ranks), 'rank')}, {node.interface} "
+        f"{node.address}, {node.devices}, code {node.code}",
+        *(
+            f"  {name:<32} {_variable(name, setting).describe()}"
+            for name, setting in node.env.items()
+        ),
+    ]
+    for rank in node.ranks:
+        lines.append(f"  rank {rank.rank}: {shell_text(rank_command(plan, node, rank))}")
+    return lines

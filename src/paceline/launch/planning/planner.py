@@ -1,0 +1,670 @@
+"""Job + what was found out about the hosts → plan. Pure: the same input gives the same plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.planning import affinity
+from paceline.remote import agreement, interfaces
+from paceline.remote.network import NodeNetwork
+from paceline.spec import jobenv, launched
+from paceline.spec.errors import NodeError, SettingError
+from paceline.spec.helptext import counted
+from paceline.spec.hosts import Cluster, Host
+from paceline.spec.job import Entry, Job, count_processes
+from paceline.spec.libraries import DEBUG, DEBUG_OF_RANKS
+from paceline.spec.nodes import NodeRange, bounds
+from paceline.spec.plan import Copy, NodePlan, Plan, RankPlan
+from paceline.spec.settings import TOML_NAME, Setting, Source
+from paceline.spec.version import __version__
+from paceline.transfer.data import DataPlace, Folder
+from paceline.transfer.files import job_folder
+from paceline.transfer.links import refuse_outward
+from paceline.transfer.tree import Tree, entry_at, relocate
+
+Facts = Mapping[str, Any]
+PIPES_A_RANK = 4  # that the agent of its node holds open
+ONECCL_BACKENDS = ("ccl", "xccl")
+SPARE_DESCRIPTORS = 128  # for what else the agent opens
+
+
+@dataclass(frozen=True, slots=True)
+class Supplies:
+    """What may have to be sent to nodes, as it is on the launching machine.
+
+    Attributes:
+        code: The job's code; ``None`` when no node can need it.
+        package: This installation's ``paceline``; ``None`` unless the job needs it.
+        inputs: Further folders by their path here.
+        data: The folder of data; ``None`` when there is none, or no node can need it.
+    """
+
+    code: Tree | None = None
+    package: Tree | None = None
+    inputs: Mapping[str, Tree] = field(default_factory=dict)
+    data: Folder | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was found out about one host: its part of the plan follows from it.
+
+    Attributes:
+        host: As described.
+        facts: What its agent told of it.
+        network: Its address and interface.
+        code: How its code differs from ours (``exists``, ``missing``, ``different``); ``None``
+            where there was nothing to compare.
+        has_workdir: The folder of :func:`workdir_without_code` is there.
+        data: Where the data are there, and what it lacks; ``None`` on the launching machine.
+    """
+
+    host: Host
+    facts: Facts
+    network: NodeNetwork
+    code: Mapping[str, Any] | None = None
+    has_workdir: bool = True
+    data: DataPlace | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a node's ranks run.
+
+    Attributes:
+        how: The code is ``in place``, ``verified equal`` or ``shipped``.
+        workdir: Folder in which they run there.
+        entry: What they run, with that node's paths.
+        copies: What is sent there first.
+        data: Its folder of data; empty for none.
+    """
+
+    how: str
+    workdir: str
+    entry: Entry
+    copies: tuple[Copy, ...] = ()
+    data: str = ""
+
+
+def choose_hosts(job: Job, cluster: Cluster) -> tuple[Host, ...]:
+    """The hosts the job may run on, spares included: never fewer than were asked for."""
+    wanted = job.nnodes.value
+    if wanted is None:
+        return cluster.hosts
+    least, _ = bounds(wanted, len(cluster.hosts))
+    if least < 1:
+        raise SettingError(f"--nnodes {wanted}: at least 1", remedy="--nnodes 1")
+    if least > len(cluster.hosts):
+        raise SettingError(
+            f"{wanted} nodes were asked for ({job.nnodes.source.label})",
+            found=f"{len(cluster.hosts)} in {cluster.source or 'the host list'}: "
+            + ", ".join(host.name for host in cluster.hosts),
+            remedy=f"Add hosts, or --nnodes {len(cluster.hosts)}",
+        )
+    return cluster.hosts if isinstance(wanted, NodeRange) else cluster.hosts[:least]
+
+
+def least_nodes(job: Job) -> int:
+    """Nodes without which a training that can go on without some of them waits for them.
+
+    Who named a number wants so many; who named none wants the job done.
+    """
+    return 1 if job.nnodes.value is None else bounds(job.nnodes.value, 1)[0]
+
+
+def processes_on(job: Job, host: Host, facts: Facts) -> Setting[int]:
+    """How many ranks a host gets: as asked, else its slots, else its accelerators, else one.
+
+    Of its accelerators count those that an allocation gave the job, where it says how many.
+
+    SettingError when the host cannot hold so many.
+    """
+    gpus = len(usable_gpus(job, host, facts))
+    if job.nproc_per_node.value is not None:
+        count = _as_asked(job.nproc_per_node, host, gpus, len(available_cpus(facts)))
+    elif host.slots is not None:
+        count = Setting(host.slots, Source.FILE, "slots")
+    elif host.gpus:
+        count = Setting(host.gpus, Source.FOUND, "one a GPU of the allocation")
+    elif gpus:
+        count = Setting(gpus, Source.FOUND, "one a GPU")
+    else:
+        count = Setting(1, Source.DEFAULT)
+    most = most_processes(facts)
+    if most is not None and count.value > most:
+        hard = facts["limits"]["nofile_hard"]
+        raise SettingError(
+            f"{count.value} processes were asked for on {host.name} ({count.source.label})",
+            found=f"at most {hard} files may be open there (ulimit -Hn): enough for {most}",
+            remedy=f"--nproc-per-node {most}, or on {host.name} add `* hard nofile 1048576` to "
+            "/etc/security/limits.conf and log in again",
+        )
+    return count
+
+
+def _as_asked(asked: Setting[Any], host: Host, gpus: int, cpus: int) -> Setting[int]:
+    """A number of processes, or one a GPU or CPU of this host, as torchrun counts them.
+
+    The CPUs are those that the agent may use, which may be fewer than the host has. SettingError
+    for what this host cannot do.
+    """
+    count = asked.value
+    if count == "gpu" and not gpus:
+        raise SettingError(
+            f"--nproc-per-node gpu: {host.name} has no GPU",
+            found="no GPU there that its torch computes on, or CUDA_VISIBLE_DEVICES or the like "
+            "hides them",
+            remedy="--nproc-per-node auto takes the CPUs where there is no GPU",
+        )
+    count = count_processes(count, gpus, cpus)
+    if host.slots is not None and count > host.slots and not host.slots_yield:
+        raise SettingError(
+            f"{count} processes a node were asked for ({asked.source.label})",
+            found=f"{host.name} has {host.slots} slot{'s' * (host.slots != 1)}",
+            remedy=f"--nproc-per-node {host.slots}, or raise the slots of {host.name}",
+        )
+    return Setting(count, asked.source, asked.detail)
+
+
+def most_processes(facts: Facts) -> int | None:
+    """How many ranks a host's limit of open files allows; ``None`` when there is no limit."""
+    hard = (facts.get("limits") or {}).get("nofile_hard", -1)
+    return None if hard < 0 else max(1, (hard - SPARE_DESCRIPTORS) // PIPES_A_RANK)
+
+
+def given(job: Job, host: Host) -> dict[str, str]:
+    """The variables that a host's ranks get from the user.
+
+    What is typed, or stands in the launcher's environment, goes before the host's own table in
+    paceline.toml, and that before what the file says for all hosts.
+    """
+    everywhere = job.environment.all()
+    if job.environment.source <= Source.FILE:
+        return {**everywhere, **host.env}
+    return {**host.env, **everywhere}
+
+
+def usable_gpus(job: Job, host: Host, facts: Facts) -> list[Mapping[str, Any]]:
+    """The GPUs of a host that its ranks see; of an allocation's host, those that are ours."""
+    login = facts.get("environment") or {}
+    left = {name: value for name, value in login.items() if name not in job.environment.unset}
+    return affinity.gpus_seen(facts, {**left, **given(job, host)})[: host.gpus]
+
+
+def slot_notes(job: Job, hosts: Sequence[Host]) -> list[str]:
+    """Where more processes were asked for than the scheduler has tasks."""
+    count = job.nproc_per_node.value
+    over = [h for h in hosts if h.slots_yield and h.slots and isinstance(count, int)
+            and count > h.slots]  # fmt: skip
+    if not over:
+        return []
+    tasks = ", ".join(f"{host.name} {host.slots}" for host in over)
+    return [f"{count} processes a node as asked for; the allocation's tasks are fewer: {tasks}"]
+
+
+def gpu_notes(hosts: Sequence[Host], facts: Sequence[Facts]) -> list[str]:
+    """Where the allocation has GPUs that torch cannot see: a job there would pass for slow."""
+    blind: dict[str, list[str]] = {}
+    for host, host_facts in zip(hosts, facts, strict=True):
+        devices, torch = host_facts.get("devices"), host_facts.get("torch") or {}
+        if not host.gpus or devices is None:
+            continue
+        if not devices.get("gpus"):
+            blind.setdefault("no /dev/nvidia*, /dev/kfd or /dev/dri of one there", []).append(
+                host.name
+            )
+        elif torch and not any(torch.get(kind) for kind in ("cuda", "hip", "xpu")):
+            built = f"torch {torch['version']} is built without GPUs"
+            blind.setdefault(built, []).append(host.name)
+    return [
+        f"torch sees no GPU on {', '.join(names)}, though the allocation has GPUs there ({why}):"
+        " the ranks compute on CPUs"
+        for why, names in blind.items()
+    ]
+
+
+def available_cpus(facts: Facts) -> list[int]:
+    return list((facts.get("cpu") or {}).get("available", ()))
+
+
+def bind(job: Job, host: Host, facts: Facts, processes: int) -> affinity.Binding:
+    """The CPUs of each rank of a host."""
+    if job.bind.value == "none":
+        return [()] * processes
+    return affinity.bind(facts, processes, usable_gpus(job, host, facts))
+
+
+def node_env(job: Job, host: Host, facts: Facts, processes: int,
+             network: NodeNetwork | None) -> dict[str, Setting[str]]:  # fmt: skip
+    """The variables that we set for a node's ranks; the user's own go before them.
+
+    Args:
+        job: For the user's variables.
+        host: As described: its table may have variables of its own.
+        facts: Of that node.
+        processes: Ranks on it.
+        network: Its address and interface; ``None`` leaves those variables out (they are not
+            needed yet when the fork server starts).
+    """
+    env = {
+        "OMP_NUM_THREADS": threads_of(job, host, facts, processes),
+        # torch's own launcher sets it: a failed NCCL collective ends the process
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": Setting("1", Source.DEFAULT),
+    }
+    if job.debug.value:
+        env |= {name: Setting(value, job.debug.source, "--debug") for name, value in DEBUG.items()}
+    if network is not None:
+        if job.debug.value:
+            env |= {name: Setting(value, job.debug.source, "--debug")
+                    for name, value in DEBUG_OF_RANKS.items()}  # fmt: skip
+        named = interfaces.variables(network.interface, facts)
+        env |= {name: Setting(value, Source.FOUND, network.reason) for name, value in named.items()}
+    if job.backend in ONECCL_BACKENDS:
+        bound = bind(job, host, facts, processes)
+        env |= {
+            name: Setting(value, Source.FOUND, f"--backend {job.backend}")
+            for name, value in oneccl(bound, network).items()
+        }
+    chosen, everywhere = given(job, host), job.environment.all()
+    yields = job.environment.source <= Source.FILE
+    table = f"[hosts.{host.name}.env] of {TOML_NAME}"
+    own = {
+        name: Setting(value, Source.FILE, table)
+        for name, value in host.env.items()
+        if yields or name not in everywhere
+    }
+    return {name: setting for name, setting in env.items() if name not in chosen} | own
+
+
+def threads_of(job: Job, host: Host, facts: Facts, processes: int) -> Setting[str]:
+    """One for each of a rank's cores, but no more than the node's own environment allows."""
+    threads = affinity.threads(facts, processes, bind(job, host, facts, processes))
+    given = (facts.get("environment") or {}).get("OMP_NUM_THREADS", "")
+    if "OMP_NUM_THREADS" in job.environment.unset or not given.isascii() or not given.isdigit():
+        return Setting(str(threads), Source.FOUND, "cores a rank")
+    if not 0 < int(given) < threads:
+        return Setting(str(threads), Source.FOUND, "cores a rank")
+    return Setting(given, Source.FOUND, "the host's own environment")
+
+
+def oneccl(bound: affinity.Binding, network: NodeNetwork | None) -> dict[str, str]:
+    """What oneCCL is told on a node: its ranks were started neither by Hydra nor by PMIx.
+
+    One worker thread a rank, on the last of the CPUs that the rank is bound to: left to itself,
+    oneCCL puts those of all ranks on the last CPUs of the node.
+    """
+    found = {
+        "CCL_PROCESS_LAUNCHER": "none",  # see launched.ONECCL for what it asks for then
+        "CCL_ATL_TRANSPORT": "ofi",  # its other one is MPI, which would know one rank alone
+        "CCL_WORKER_COUNT": "1",
+    }
+    if all(bound):
+        found["CCL_WORKER_AFFINITY"] = ",".join(str(cpus[-1]) for cpus in bound)
+    if network is not None:
+        found["CCL_KVS_IFACE"] = network.interface
+    return found
+
+
+def early_env(job: Job, host: Host, facts: Facts) -> dict[str, str]:
+    """What libraries read when they are loaded; interface names follow with the ranks."""
+    settings = node_env(job, host, facts, processes_on(job, host, facts).value, None)
+    return {name: setting.value for name, setting in settings.items()}
+
+
+def defaults(job: Job, host: Host, facts: Facts) -> list[str]:
+    """The variables that we set by ourselves: an activation script's go before them."""
+    nowhere = NodeNetwork("", "", "")
+    env = node_env(job, host, facts, processes_on(job, host, facts).value, nowhere)
+    return [name for name, setting in env.items() if setting.source <= Source.FOUND]
+
+
+def make_plan(job: Job, run_id: str, found: Sequence[Found], supplies: Supplies,
+              master_port: Setting[int], notes: Sequence[str] = (),
+              attempt: int = 0, spares: Sequence[Found] = ()) -> Plan:  # fmt: skip
+    """Puts together what runs where.
+
+    Args:
+        job: What was asked for.
+        run_id: Names the run.
+        found: What was found out about every host; rank 0 runs on the first.
+        supplies: What can be sent to them.
+        master_port: The port held on the first host.
+        notes: What was decided on the way.
+        attempt: 0 for the first start.
+        spares: The same about hosts that get no ranks yet.
+
+    Raises:
+        SettingError: A host cannot hold so many ranks.
+        NodeError: The code on a host differs and may not be sent, or its folder is missing.
+    """
+    nodes: list[NodePlan] = []
+    first_rank = 0
+    for node_rank, survey in enumerate(found):
+        nodes.append(
+            _node(job, survey, place_on(job, survey, supplies, run_id), node_rank, first_rank)
+        )
+        first_rank += len(nodes[-1].ranks)
+    waiting = tuple(
+        replace(_node(job, survey, place_on(job, survey, supplies, run_id), node_rank, 0), ranks=())
+        for node_rank, survey in enumerate(spares, len(nodes))
+    )
+    hosts, facts = [survey.host for survey in found], found[0].facts
+    return Plan(
+        run_id=run_id,
+        attempt=attempt,
+        entry=job.entry,
+        world_size=first_rank,
+        master_addr=found[0].network.address,
+        master_port=master_port.value,
+        agent_store=agent_holds_store(job, facts),
+        nodes=tuple(nodes),
+        environment=job.environment.shown(),
+        settings=_settings(job, hosts, facts, master_port),
+        dialects=(launched.ONECCL,) if job.backend in ONECCL_BACKENDS else (),
+        spares=waiting,
+        typed={"command": job.typed, "folder": job.workdir, "paceline": __version__},
+        notes=(
+            *notes,
+            *link_notes(job, supplies, found),
+            *slot_notes(job, hosts),
+            *gpu_notes(hosts, [survey.facts for survey in found]),
+        ),
+    )
+
+
+def confirmed(planned: Plan, found: Plan) -> Plan:
+    """The plan that was made before, where what is found now comes to the same; else NodeError."""
+    if replace(found, notes=planned.notes, spares=planned.spares, typed=planned.typed) == planned:
+        return planned
+    changed = [
+        f"{before.host}: {name} was {getattr(before, name)}, is {getattr(now, name)}"
+        for before, now in zip(planned.nodes, found.nodes, strict=False)
+        for name in ("host", "address", "interface", "python", "workdir", "code", "devices")
+        if getattr(before, name) != getattr(now, name)
+    ]
+    if len(planned.nodes) != len(found.nodes):
+        changed.insert(0, f"there were {len(planned.nodes)} nodes, there are {len(found.nodes)}")
+    raise NodeError(
+        "the plan does not hold any more: the hosts are not as they were when it was made",
+        found="\n".join(changed) or "ranks, CPUs or variables differ",
+        remedy="Prepare it again",
+    )
+
+
+def next_attempt(plan: Plan, attempt: int, master_port: Setting[int], restarts: int) -> Plan:
+    """The same once more, with a fresh port for a fresh store."""
+    return replace(
+        plan,
+        attempt=attempt,
+        restarts=restarts,
+        master_port=master_port.value,
+        settings={**plan.settings, "master_port": master_port},
+    )
+
+
+def agent_holds_store(job: Job, facts: Facts) -> bool:
+    """The store needs torch on the first node; without it rank 0 is left to hold its own.
+
+    A script that is given an address (``tcp://HOST:PORT``) opens the store itself. Told that
+    somebody else holds it, it would wait for ever: torch looks at that variable for every address.
+    """
+    if job.own_store or any("tcp://" in word for word in job.entry.args):
+        return False
+    return job.needs_torch or facts.get("torch") is not None
+
+
+def _node(job: Job, survey: Found, place: Place, node_rank: int, first_rank: int) -> NodePlan:
+    facts = survey.facts
+    processes = processes_on(job, survey.host, facts).value
+    bound = bind(job, survey.host, facts, processes)
+    return NodePlan(
+        host=survey.host.name,
+        node_rank=node_rank,
+        login="this machine" if survey.host.local else survey.host.address,
+        address=survey.network.address,
+        interface=survey.network.interface,
+        python=python_of(job, survey.host),
+        workdir=place.workdir,
+        code=place.how,
+        entry=place.entry,
+        env=node_env(job, survey.host, facts, processes, survey.network)
+        | data_env(job, place)
+        | inputs_env(place),
+        ranks=tuple(
+            RankPlan(first_rank + local, local, bound[local]) for local in range(processes)
+        ),
+        devices=_devices(job, survey.host, facts),
+        copies=place.copies,
+    )
+
+
+def further_part(job: Job, found: Found, supplies: Supplies, run_id: str, node_rank: int,
+                 ranks: Sequence[int]) -> NodePlan:  # fmt: skip
+    """The part of a host that joins a running job.
+
+    Args:
+        job, found, supplies, run_id: As for :func:`make_plan`.
+        node_rank: Its number.
+        ranks: Numbers for its ranks: as many as it can hold of them, or as there are.
+    """
+    part = _node(job, found, place_on(job, found, supplies, run_id), node_rank, 0)
+    numbered = zip(part.ranks, ranks, strict=False)
+    return replace(part, ranks=tuple(replace(rank, rank=number) for rank, number in numbered))
+
+
+# --- where the code is
+
+
+def place_on(job: Job, found: Found, supplies: Supplies, run_id: str) -> Place:
+    """Where a host's ranks find their code, and what has to be sent there for it."""
+    host, tree = found.host, supplies.code
+    workdir = host.workdir or job.workdir
+    data = found.data.folder if found.data else job.data.path if job.data else ""
+    if host.local:
+        return Place("in place", workdir, job.entry, (), data)
+    how, entry, copies = "in place", job.entry, []
+    if tree is not None:
+        here = code_root(host, tree)
+        how = _how_placed(job, host, here, found.code)
+        if how == "shipped":
+            _demand_within(job, tree)
+            target = copy_target(found.facts, job_folder(run_id, host.name), "code")
+            copies.append(Copy("code", str(tree.root), target))
+            here = copies[0].target
+        workdir = relocate(job.workdir, tree.root, here)
+        entry = entry_at(job.entry, job.workdir, tree.root, here)
+    if not found.has_workdir:
+        if host.workdir:
+            raise NodeError(
+                f"{host.name} has no folder {workdir}",
+                remedy=f"Create it there, or change workdir under [hosts.{host.name}]",
+            )
+        workdir = str(found.facts["user"]["home"])  # a program runs there as well
+    for number, path in enumerate(supplies.inputs):
+        name = f"input{number}"
+        if path not in {one.path for one in job.inputs if one.named}:
+            _demand_within(job, supplies.inputs[path])
+        target = copy_target(found.facts, job_folder(run_id, host.name), name)
+        copies.append(Copy(name, path, target))
+    entry = with_inputs(entry, copies)
+    if job.data is not None:
+        entry = replace(entry, args=tuple(job.data.on_node(arg, data) for arg in entry.args))
+    if job.data is not None and found.data is not None and not found.data.in_place:
+        if job.ship.value == "never" and (found.data.missing or found.data.gone):
+            raise other_data(job.data.path, host, found.data)
+        if not job.follow_links:
+            refuse_outward(Path(job.data.path), found.data.outward)
+        copies.append(Copy("data", job.data.path, data))
+    return Place(how, workdir, entry, tuple(copies), data)
+
+
+def _demand_within(job: Job, tree: Tree) -> None:
+    """SettingError where sending the tree would follow links out of it, and may not."""
+    if not job.follow_links:
+        refuse_outward(tree.root, tree.outward)
+
+
+def link_notes(job: Job, supplies: Supplies, found: Sequence[Found]) -> list[str]:
+    """What is sent although only links in the folders to be sent lead there."""
+    if not job.follow_links:
+        return []
+    trees = [*filter(None, [supplies.code]), *supplies.inputs.values()]
+    links = {
+        f"{tree.root}/{path}": target for tree in trees for path, target in tree.outward.items()
+    }
+    if job.data is not None:
+        places = [survey.data for survey in found if survey.data is not None]
+        links |= {f"{job.data.path}/{path}": target
+                  for place in places for path, target in place.outward.items()}  # fmt: skip
+    shown = ", ".join(f"{path} -> {target}" for path, target in [*links.items()][:5])
+    more = f" and {len(links) - 5} more" if len(links) > 5 else ""
+    return [f"--follow-links: content from outside of the folders: {shown}{more}"] if links else []
+
+
+def data_env(job: Job, place: Place) -> dict[str, Setting[str]]:
+    """By what a node's ranks find the data."""
+    if job.data is None:
+        return {}
+    how = "in place" if place.data == job.data.path else f"a copy of {job.data.path}"
+    return {
+        jobenv.DATA_DIR: Setting(place.data, Source.FOUND, how),
+        jobenv.DATA_HOME: Setting(job.data.path, Source.FOUND, "the launching machine"),
+    }
+
+
+def inputs_env(place: Place) -> dict[str, Setting[str]]:
+    """By what a node's ranks find other folders of the launching machine."""
+    sent = {copy.source: copy.target for copy in place.copies if copy.name.startswith("input")}
+    return {jobenv.INPUTS: Setting(json.dumps(sent), Source.FOUND, "as sent")} if sent else {}
+
+
+def other_data(path: str, host: Host, found: DataPlace) -> NodeError:
+    """What to say where data may not be sent, and are not there."""
+    return NodeError(
+        f"the data on {host.name} are not those of this machine, and --ship never was given",
+        found=f"{path} is missing or different there; its copy lacks"
+        f" {counted(len(found.missing), 'file')}, and has {len(found.gone)} too many",
+        remedy="Leave --ship out (what is missing is sent), or bring the folders into line",
+    )
+
+
+def code_root(host: Host, tree: Tree) -> str:
+    """The folder on a host that may hold the same code already."""
+    return host.workdir or str(tree.root)
+
+
+def copy_target(facts: Facts, folder: str, name: str) -> str:
+    """Where a host's agent builds what it is sent into the job's folder."""
+    user = facts["user"]
+    cache = user.get("cache") or f"{user['home']}/.cache/paceline"
+    return f"{cache}/jobs/{folder}/{name}"
+
+
+def workdir_without_code(job: Job, host: Host, tree: Tree | None) -> str | None:
+    """The work folder that has to be on a host already; ``None`` where the code brings it."""
+    if host.local or (tree is not None and Path(job.workdir).is_relative_to(tree.root)):
+        return None
+    return job.workdir if tree is not None else host.workdir or job.workdir
+
+
+def with_inputs(entry: Entry, copies: Sequence[Copy]) -> Entry:
+    """The entry with the paths of sent folders as they are on the node."""
+    places = {copy.source: copy.target for copy in copies if copy.name.startswith("input")}
+    return replace(entry, args=tuple(places.get(arg, arg) for arg in entry.args))
+
+
+def _how_placed(job: Job, host: Host, root: str, code: Mapping[str, Any] | None) -> str:
+    """What is to be done about a host's code. NodeError where it differs and may not be sent."""
+    if job.ship.value == "always":
+        return "shipped"
+    assert code is not None
+    differing = [*code["different"], *code["missing"]]
+    if code["exists"] and not differing:
+        return "verified equal"
+    if job.ship.value != "never":
+        return "shipped"
+    reason = f"{host.name} has no folder {root}"
+    if code["exists"]:
+        shown = ", ".join(differing[:5]) + (" …" if len(differing) > 5 else "")
+        count = f"{len(differing)} files are" if len(differing) > 1 else "1 file is"
+        reason = f"{count} missing or different there: {shown}"
+    raise NodeError(
+        f"the code on {host.name} is not the code of this machine, and --ship never was given",
+        found=reason,
+        remedy="Leave --ship out (what differs is shipped), or bring the folders into line",
+    )
+
+
+# --- the rest
+
+
+def _devices(job: Job, host: Host, facts: Facts) -> str:
+    """What a host's ranks compute on: its GPUs where they see some, else its CPUs."""
+    gpus = len(usable_gpus(job, host, facts))
+    number, noun = (gpus, "GPU") if gpus else (len(available_cpus(facts)), "CPU")
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def python_of(job: Job, host: Host) -> str:
+    """The interpreter for a host: its own setting, else the job's."""
+    return host.python or job.python
+
+
+def _settings(
+    job: Job, hosts: Sequence[Host], facts: Facts, master_port: Setting[int]
+) -> dict[str, Setting[Any]]:
+    first = processes_on(job, hosts[0], facts)
+    names = ", ".join(host.name for host in hosts)
+    return {
+        "hosts": Setting(names, job.hosts.source, job.hosts.detail or job.hosts.source.label),
+        "nnodes": _nodes_setting(job, len(hosts)),
+        "nproc_per_node": first,
+        **({"activate": job.activate} if job.activate.value else {}),
+        "iface": job.interface,
+        "master_port": master_port,
+        "ship": job.ship,
+        "bind": job.bind,
+        "debug": job.debug,
+        "lease_s": job.lease_s,
+        "grace_s": job.grace_s,
+        "hang_timeout_s": job.hang_timeout_s,
+        "max_restarts": job.max_restarts,
+        "restart_window_s": job.restart_window_s,
+        "wait_for_nodes_s": job.wait_for_nodes_s,
+    }
+
+
+def _nodes_setting(job: Job, nodes: int) -> Setting[Any]:
+    """As asked for where that is a range; what it came to is seen."""
+    asked = job.nnodes
+    shown = str(asked.value) if isinstance(asked.value, NodeRange) else nodes
+    return Setting(shown, asked.source, asked.detail)
+
+
+def check_agreement(hosts: Sequence[Host], job: Job, facts: Mapping[str, Facts],
+                    chosen: Mapping[str, str]) -> list[str]:  # fmt: skip
+    """Refuses nodes that cannot train together; returns what merely differs.
+
+    Args:
+        hosts: In rank order.
+        job: What was asked for.
+        facts: By host.
+        chosen: By host, the interpreter that the agent really runs on.
+
+    Raises:
+        NodeError: An interpreter is missing, torch is missing, or torch differs.
+    """
+    for host in hosts:
+        problem = agreement.interpreter_problem(
+            host, python_of(job, host), chosen[host.name], facts[host.name]
+        )
+        if problem is not None:
+            raise problem
+    if job.needs_torch and (problem := agreement.torch_problem(hosts, facts)) is not None:
+        raise problem
+    pythons = {host.name: facts[host.name]["python"]["version"] for host in hosts}
+    return agreement.differences("Python", pythons)

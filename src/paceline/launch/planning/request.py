@@ -1,0 +1,99 @@
+"""What is to run, and where, as a command asked for it. Pure."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+
+from paceline.launch.planning import planner
+from paceline.launch.planning.planner import Supplies
+from paceline.remote.transport import Transport
+from paceline.spec.hosts import Host, Inspect
+from paceline.spec.job import Job
+from paceline.spec.nodes import NodeRange, bounds
+from paceline.spec.plan import Plan
+from paceline.spec.settings import Source
+
+# whether a job needs this installation's package: all of it, or these parts of it
+Package = bool | tuple[str, ...]
+BACK_S = 30.0  # for a host that is needed and was lost before the first step
+
+
+def trains(job: Job) -> bool:
+    """Whether the job is seen to be a session of ``paceline.train``, before any rank says so."""
+    return any(module.startswith("paceline.") for module in job.preload)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to run, and where.
+
+    Attributes:
+        job: What to run.
+        hosts: Where; rank 0 on the first.
+        transport: How the agents are started and spoken to.
+        package: Send this installation's ``paceline`` to the nodes (recipes need it), or parts.
+        notes: What was decided before and the user should know.
+        inspect: Looks at the nodes' facts; returns further notes or raises PacelineError.
+        planned: Was made before and is to be executed, if the nodes are still what it says.
+        keep_warm_s: How long the hosts stay ready for the next command after this one, at least,
+            in seconds.
+        supplies: What may have to be sent to the nodes, where that was read before.
+        run_id: Names the run.
+        among: Names of all hosts that were described, where ``hosts`` were chosen among them.
+    """
+
+    job: Job
+    hosts: tuple[Host, ...]
+    transport: Transport
+    package: Package = False
+    notes: tuple[str, ...] = ()
+    inspect: Inspect | None = None
+    planned: Plan | None = None
+    keep_warm_s: float = 0.0
+    supplies: Supplies | None = None
+    run_id: str = field(default_factory=lambda: secrets.token_hex(6))
+    among: tuple[str, ...] = ()
+
+    @property
+    def least(self) -> int:
+        """Nodes without which the job does not run."""
+        return bounds(self.job.nnodes.value, len(self.hosts))[0]
+
+    @property
+    def most(self) -> int:
+        """Nodes that get ranks, at most."""
+        return bounds(self.job.nnodes.value, len(self.hosts))[1]
+
+    @property
+    def elastic(self) -> bool:
+        """Whether nodes may go and come while the job runs."""
+        return isinstance(self.job.nnodes.value, NodeRange) and self.transport.redials
+
+    @property
+    def waits(self) -> bool:
+        """Whether hosts that do not answer at the start are waited for."""
+        asked = self.job.wait_for_nodes_s.source is not Source.DEFAULT
+        return self.elastic or (asked and self.transport.redials)
+
+    @property
+    def patience_s(self) -> float:
+        """For hosts that are needed, until the first step; who does not wait sees them come back.
+
+        In seconds.
+        """
+        asked_s = self.job.wait_for_nodes_s.value
+        return asked_s if self.waits else min(asked_s, BACK_S)
+
+    def least_again(self, session: bool) -> int:
+        """Nodes without which the job does not begin again, once some were lost."""
+        return min(self.least, planner.least_nodes(self.job)) if session else self.least
+
+    @property
+    def begins_again(self) -> bool:
+        """Whether a loss before the first step may be followed by another start.
+
+        Who has written ``--max-restarts 0`` wants none.
+        """
+        allowed = self.job.max_restarts
+        return allowed.value > 0 or allowed.source is Source.DEFAULT

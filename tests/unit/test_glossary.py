@@ -26,7 +26,15 @@ RETIRED = {
     r"lets us in|struck": "SSH login works, fault active",
 }
 GERUNDS = re.compile(r"[a-z_]*ing$")
-NOUNS = {"bench_scaling", "finding", "scaling", "string", "setting"}  # nouns that end so
+NOUNS = {
+    "decoding",
+    "finding",
+    "preprocessing",
+    "provisioning",
+    "scaling",
+    "string",
+    "setting",
+}  # nouns that end so
 
 
 def _texts() -> list[tuple[str, str]]:

@@ -103,7 +103,7 @@ _MULTI_RUN = frozenset({"scaling", "forecast"})  # a ladder is many runs
 _DETACHABLE = frozenset({"run", "train"})  # may go on by themselves
 _HINT_STAYS = "Under MPI and --rdzv this command has to stay; a batch needs nobody to watch it"
 _SINGLE_RUN = frozenset(VERBS) - _MULTI_RUN
-_HINT_SBATCH_ARG = "--sbatch-arg takes any directive of the batch system"
+_HINT_DIRECTIVE = "--sbatch-arg takes any directive of the batch system"
 _BY_SCHEDULER = Applicability(by_scheduler=True)
 _RENDEZVOUS = Applicability(by_scheduler=True, verbs=_JOB_VERBS)
 _BATCH = Applicability(by_scheduler=True, submission=True)
@@ -168,16 +168,16 @@ OPTIONS: dict[str, Applicability] = {
     "time_limit": _BATCH,
     "partition": _BATCH,
     "account": _BATCH,
-    "cpus_per_task": Applicability(by_scheduler=True, submission=True, hint=_HINT_SBATCH_ARG),
+    "cpus_per_task": Applicability(by_scheduler=True, submission=True, hint=_HINT_DIRECTIVE),
     "mem": _BATCH,
     "gres": _BATCH,
     "gpus": _BATCH,
     "gpus_per_node": _BATCH,
-    "constraint": Applicability(by_scheduler=True, submission=True, hint=_HINT_SBATCH_ARG),
+    "constraint": Applicability(by_scheduler=True, submission=True, hint=_HINT_DIRECTIVE),
     "sbatch_arg": _BATCH,
     "setup_command": _BATCH,
     "requeue": Applicability(by_scheduler=True, verbs=_SINGLE_RUN, submission=True,
-                             hint=_HINT_SBATCH_ARG),
+                             hint=_HINT_DIRECTIVE),
     "array": Applicability(by_scheduler=True, verbs=_SINGLE_RUN, submission=True),
     "detach": Applicability(by_scheduler=True, immediate_verbs=_DETACHABLE, submission=True,
                             hint=_HINT_STAYS),

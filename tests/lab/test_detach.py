@@ -217,7 +217,9 @@ def test_who_is_left_of_a_host_that_supervised_saves_what_it_has(site: Site) -> 
                 for one in site.lab.home(host).glob(manifests)]  # fmt: skip
     finally:
         site.lab.heal()
-    last = max(int(line.split()[1]) for line in said.read_text().splitlines() if "step" in line)
+    last = max(
+        int(line.split()[1]) for line in said.read_text().splitlines() if line.startswith("step ")
+    )
     assert max(kept) >= last, kept
     assert max(kept) % 50, kept  # no checkpoint was due
     ended = site.run("--run-dir", str(left.directory), "outlive.py", steps)

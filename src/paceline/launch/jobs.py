@@ -30,7 +30,7 @@ from paceline.spec.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What the launching machine has settled for a run that it leaves to a supervisor.
+    """What the launching machine has decided for a run that a supervisor takes over.
 
     Attributes:
         run_id: Names the run.
@@ -45,7 +45,7 @@ class Left:
 
 
 def secrets_of(job: Job, cluster: Cluster) -> tuple[str, ...]:
-    """Values that no file of the run may show."""
+    """Returns the values that must not appear in any file of the run."""
     on_hosts = [value for host in cluster.hosts for value in secrets_among(host.env)]
     return (*job.environment.secrets(), *on_hosts, *notify.secrets_among(job.notify))
 
@@ -53,7 +53,7 @@ def secrets_of(job: Job, cluster: Cluster) -> tuple[str, ...]:
 def request_of(job: Job, cluster: Cluster, transport: Transport, package: Package = False,
                inspect: Inspect | None = None, plan: Plan | None = None,
                keep_warm_s: float = 0.0, left: Left | None = None) -> Request:  # fmt: skip
-    """A job on the hosts of a cluster that it asks for. SettingError when there are too few."""
+    """Makes a request from a job and the hosts it selects; SettingError if there are too few."""
     hosts = planner.choose_hosts(job, cluster)
     request = Request(job, hosts, transport, package, tuple(cluster.notes), inspect, plan,
                       keep_warm_s, among=cluster.among)  # fmt: skip
@@ -64,7 +64,7 @@ def request_of(job: Job, cluster: Cluster, transport: Transport, package: Packag
 
 def plan_job(job: Job, cluster: Cluster, transport: Transport, package: Package = False,
              inspect: Inspect | None = None) -> Plan:  # fmt: skip
-    """The plan that :func:`run_job` would execute."""
+    """Returns the plan that :func:`run_job` would execute."""
     return run(make_plan(request_of(job, cluster, transport, package, inspect)))
 
 
@@ -100,7 +100,7 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
 
 def _run(request: Request, screen: Screen, directory: RunDirectory,
          began: float, left: Left | None) -> RunOutcome:  # fmt: skip
-    """The run itself, and what it left. PacelineError, also in its files, when it never began."""
+    """Runs the job and collects its results; PacelineError, also recorded, if it never began."""
     run_id = request.run_id
     try:
         launcher = Launcher(request, screen, directory, left.heard if left else lambda event: None)
@@ -132,7 +132,7 @@ def _run(request: Request, screen: Screen, directory: RunDirectory,
 
 
 def _for_reader(result: Result, homes: Sequence[Home], directory: RunDirectory) -> Result:
-    """The failure with the user's own paths, and without secrets."""
+    """Returns the failure with local paths and without secrets."""
     failure = result.failure
     if failure is None:
         return result

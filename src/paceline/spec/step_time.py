@@ -1,7 +1,6 @@
-"""How long a training step takes: computing, and gradients that are averaged beside it. Pure.
+"""Model of the time of a training step that averages gradients while it computes. Pure.
 
-The one model of a step: ``communication="auto"`` chooses by it, and ``paceline forecast`` predicts
-and advises by it.
+``communication="auto"`` chooses a method by it; ``paceline forecast`` predicts and advises by it.
 """
 
 from __future__ import annotations
@@ -9,27 +8,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_FORWARD = 1 / 3  # part of computing in which no gradient is ready
+_FORWARD = 1 / 3  # fraction of computing before the first gradient is ready
 
 BYTES_SENT: Mapping[str, tuple[float, float]] = {
     "fp16": (0.5, 0.5),
     "int8": (0.26, 0.26),
     "int4": (0.13, 0.2),
 }
-"""Bytes that each way sends, as a part of those of exact float32 averages: between two ranks, and
-among more. From the one that leaves out least on."""
+"""Bytes that each method sends, as a fraction of exact float32 averages: with two ranks, and with
+more. Ordered from the most to the least exact."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """A step whose gradients are averaged in equal buckets. All times in seconds.
+    """Time of a step whose gradients are averaged in equal buckets. All times in seconds.
 
     Attributes:
-        computing: Of forward and backward pass.
-        moving: For which the link is busy with all bytes.
-        buckets: Number of parts in which gradients are sent.
-        latency: Of a bucket, besides its bytes.
-        blocking: For which messages keep the processor from computing.
+        computing: Time of the forward and backward pass.
+        moving: Time that the link needs for all bytes.
+        buckets: Number of gradient buckets.
+        latency: Time per bucket besides that for its bytes.
+        blocking: Processor time that messages take from computing.
     """
 
     computing: float
@@ -40,22 +39,22 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Of the step, where a bucket is sent while the gradients of the next are computed.
+        """Time of the step when each bucket is sent while the next is computed.
 
-        Either the last gradient has to be waited for and then its bucket, or the link is always
-        busy from the first bucket on.
+        Either the last bucket starts when the last gradient is ready, or the link is busy from the
+        first bucket on.
         """
         before, last_bucket, busy_link = self._parts()
         return before + max(last_bucket + self.latency, busy_link + self.buckets * self.latency)
 
     def latency_from(self, seconds: float) -> float:
-        """The latency with which a step takes so long."""
+        """Returns the latency that explains a measured step time."""
         before, last_bucket, busy_link = self._parts()
         rest = seconds - before
         return max(0.0, min(rest - last_bucket, (rest - busy_link) / self.buckets))
 
     def _parts(self) -> tuple[float, float, float]:
-        """Before anything is sent, and without latencies the two ends of which the later counts."""
+        """Returns the time before the first bucket, then both possible ends without latencies."""
         backward = (1 - _FORWARD) * self.computing
         before = _FORWARD * self.computing + self.blocking
         last_bucket = backward + self.moving / self.buckets

@@ -1,4 +1,4 @@
-"""What is to be done about the ranks of an attempt, as :class:`Members` decides it. Pure values."""
+"""Actions on the ranks of an attempt, as :class:`Members` decides them. Pure values."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from paceline.spec.failure import Failure
 
 @dataclass(frozen=True, slots=True)
 class Regroup:
-    """A new generation: all living ranks are told.
+    """All living ranks form the process groups of a new generation.
 
     Attributes:
         generation: Its number.
         members: Slots in rank order.
-        planned: Somebody joins, between two steps; else somebody is gone, and it is done at once.
-        store_host: Where a fresh store is opened for it; empty when the former one serves.
-        holds: Too few nodes are there to train: who joins gets the state, and no batch is given.
+        planned: Ranks join between two steps. If False, ranks were lost: regroup at once.
+        store_host: Host that opens a new rendezvous store; empty to reuse the current store.
+        holds: Too few nodes are left to train: newcomers get the state, but no batch is computed.
     """
 
     generation: int
@@ -28,7 +28,7 @@ class Regroup:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Newcomers are forked on a host, for these slots."""
+    """Fork new ranks on a host for these slots."""
 
     host: str
     slots: tuple[int, ...]
@@ -36,7 +36,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """These ranks of a host are ended."""
+    """Kill these ranks of a host."""
 
     host: str
     slots: tuple[int, ...]
@@ -44,14 +44,14 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """A host's fork server is started once more."""
+    """Restart the fork server of a host."""
 
     host: str
 
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """A host is dialled, until it is back or the job is over; ``after_s``: not before."""
+    """Reconnect to a host, from ``after_s`` seconds on, until it answers or the job ends."""
 
     host: str
     after_s: float = 0.0
@@ -59,7 +59,7 @@ class Dial:
 
 @dataclass(frozen=True, slots=True)
 class SendAway:
-    """A host that lives is left out, with its agent: another and it do not hear each other.
+    """Exclude a live host and its agent, because it and another host cannot reach each other.
 
     It is lost like any other then, but dialled not before ``again_s``.
     """
@@ -71,21 +71,21 @@ class SendAway:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Too few nodes are left: the ranks wait with their state in memory."""
+    """Too few nodes are left: the ranks wait and keep their state in memory."""
 
     missing: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Nobody came back: the ranks save and stop."""
+    """No lost host came back in time: the ranks save and stop."""
 
     why: Failure
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """There is no recovery: who waits for word raises its error."""
+    """No recovery follows: ranks that wait for a new group raise their own error."""
 
     why: str
 
@@ -105,7 +105,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """The survivors train on.
+    """The surviving ranks have formed a group and continue training.
 
     Attributes:
         losses: What was lost, in order.
@@ -127,7 +127,7 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Newcomers train with the others; ``seconds``: since the first of them was lost."""
+    """New ranks have joined the training, ``seconds`` after the first lost rank was lost."""
 
     slots: tuple[int, ...]
     seconds: float
@@ -135,7 +135,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Newcomers for this slot do not get as far as joining: the others go on without."""
+    """New ranks for this slot repeatedly failed to join; the others continue without it."""
 
     slot: int
     why: Failure | None
@@ -143,7 +143,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class NotAgain:
-    """Nobody is started in the place of these: the others go on without.
+    """These ranks are not replaced; the others continue without them.
 
     Attributes:
         slots: That were lost, or had not joined yet.

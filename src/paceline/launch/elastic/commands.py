@@ -1,4 +1,4 @@
-"""What agents and ranks of one attempt are told: starts, regroupings, rendezvous stores, ends."""
+"""Commands to the agents and ranks of one attempt: start, regroup, open a store, end."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class RankCommands:
 
     @property
     def next_slot(self) -> int:
-        """The number of a further rank."""
+        """The slot number that the next new rank gets."""
         return max(self.hosts_of) + 1
 
     @property
     def addresses(self) -> dict[str, str]:
-        """By host that has a part in the job, its address for the job's traffic."""
+        """Maps each host with ranks to its address for the traffic of the job."""
         return {host: part.address for host, part in self.parts.items()}
 
     def host_at(self, address: str) -> str:
-        """The host that has this address; empty when none does."""
+        """Returns the host with this address, or an empty string."""
         return next((host for host, part in self.parts.items()
                      if address and _same_address(part.address, address)), "")  # fmt: skip
 
@@ -59,7 +59,7 @@ class RankCommands:
         return next((node for node in self._fleet.nodes if node.name == host), None)
 
     def add(self, part: NodePlan) -> list[int]:
-        """Adds the part of a host that is new; returns its slots that nobody had before."""
+        """Adds the plan of a new host; returns the slots that no rank had before."""
         slots = [rank.rank for rank in part.ranks]
         fresh = [slot for slot in slots if slot not in self.hosts_of]
         self.parts[part.host] = part
@@ -75,7 +75,7 @@ class RankCommands:
         await node.channel.request("start", store=store, **self.start_request(node, part))
 
     def start_request(self, node: Node, part: NodePlan) -> dict[str, Any]:
-        """What the agent of a node is told to start its ranks with."""
+        """Returns the message with which the agent of a node starts its ranks."""
         env = {name: setting.value for name, setting in part.env.items()}
         env[jobenv.RUN_DIR] = node.run_folder
         env[jobenv.HOME_DIR] = self._run_dir
@@ -90,7 +90,7 @@ class RankCommands:
         }
 
     async def start_newcomers(self, node: Node, part: NodePlan, slots: Sequence[int]) -> None:
-        """Has ranks forked that are to join the others."""
+        """Forks ranks that will join the running ones."""
         request = self.start_request(node, part)
         size = str(self.next_slot)  # a rank's number has to be less
         env = {jobenv.NEWCOMER: "1", jobenv.MASTER_ADDR: self._store["address"],
@@ -107,20 +107,20 @@ class RankCommands:
         node.running = True
 
     async def _admit_newcomers(self) -> None:
-        """Has the store take connections from hosts that were not there when it was opened."""
+        """Makes the store accept connections from hosts that came after it was opened."""
         host, addresses = self.host_at(str(self._store["address"])), self._admitted()
         if host and addresses:
             admitting = self._fleet.named(host).channel.request("admit", addresses=addresses)
             await asyncio.wait_for(admitting, REPLY_TIMEOUT_S)
 
     def _admitted(self) -> str:
-        """Addresses from which the job's hosts connect at this moment."""
+        """Source addresses of the current hosts of the job."""
         return self._fleet.addresses(self._job.environment.all().get(jobenv.ADDRESSES, ""))
 
     # --- ranks that run ----------------------------------------------------------------------
 
     async def ask(self, host: str, op: str, **fields: Any) -> None:
-        """Asks an agent, and ignores a failure."""
+        """Sends a request to an agent and ignores failures."""
         with contextlib.suppress(PacelineError, ConnectionError, asyncio.TimeoutError):
             channel = self._fleet.named(host).channel
             await asyncio.wait_for(channel.request(op, **fields), REPLY_TIMEOUT_S)
@@ -137,7 +137,7 @@ class RankCommands:
         self._store = {"address": address, "port": int(answer["port"])}
 
     def regroup_message(self, group: Regroup) -> dict[str, Any]:
-        """What ranks are told of their new group; local ranks are counted within it."""
+        """Returns the message that describes the new group; local ranks are counted within it."""
         sizes = Counter(self.hosts_of[slot] for slot in group.members)
         counts: Counter[str] = Counter()
         local_ranks = {}
@@ -155,7 +155,7 @@ class RankCommands:
 
 
 def _same_address(first: str, second: str) -> bool:
-    """Whether both are one address, however it is written."""
+    """Whether two spellings mean the same IP address."""
     try:
         return _plain_address(first) == _plain_address(second)
     except ValueError:

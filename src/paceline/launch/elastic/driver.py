@@ -124,7 +124,7 @@ class ElasticDriver:
     # --- attempts ----------------------------------------------------------------------------
 
     async def run(self, plan: Plan, interrupts: Interrupts) -> Ending:
-        """Does what the plan says; after a failure again, all in step, as often as allowed.
+        """Runs the plan; after a failure starts all ranks again as often as the policy allows.
 
         Args:
             plan: What runs where; the fleet has it in that order.
@@ -182,7 +182,7 @@ class ElasticDriver:
         return wanted and self._request.elastic and attempt.startup.is_session
 
     async def _run_attempt(self, plan: Plan, interrupts: Interrupts) -> tuple[Result, Attempt]:
-        """One attempt, from warm fork servers to the end of the last rank."""
+        """Runs one attempt, from warm fork servers to the end of the last rank."""
         from paceline.launch.elastic.attempt import Attempt  # imported while hosts are connected
 
         assert self._reconnector is not None
@@ -206,7 +206,7 @@ class ElasticDriver:
         return result, attempt
 
     async def _with_late_hosts(self, plan: Plan) -> Plan:
-        """The plan with hosts, too, that have come while the others imported.
+        """Adds hosts to the plan that connected while the others imported.
 
         Hosts that have answered by then are waited for: to join later costs the others more.
         """
@@ -239,7 +239,7 @@ class ElasticDriver:
         return plan
 
     async def _plan_next_attempt(self, plan: Plan) -> Plan:
-        """The plan of a further attempt, on the nodes that the fleet has now."""
+        """Makes the plan of the next attempt on the current nodes of the fleet."""
         fleet, first, asked = self._nodes, self._nodes.first, self._request.job.master_port
         assert first.found is not None
         port = await survey.hold_port(first, first.found.network.address, asked)
@@ -254,7 +254,7 @@ class ElasticDriver:
         return self.set_plan(planner.next_attempt(plan, number, port, self.policy.counted))
 
     def set_plan(self, plan: Plan) -> Plan:
-        """Makes this the plan that is executed."""
+        """Sets the plan that is executed."""
         self.plan = plan
         self._recorder.write_plan(plan)
         return plan
@@ -264,7 +264,7 @@ class ElasticDriver:
     async def _starts_again(self, ending: Ending, attempt: Attempt | None,
                             startup: StartupTracker | None, ran_s: float,
                             interrupts: Interrupts) -> bool:  # fmt: skip
-        """Whether another attempt follows; the fleet then has its nodes."""
+        """Decides whether another attempt follows, and if so selects its nodes."""
         failure = ending.failure
         if interrupts.received:
             return False
@@ -284,7 +284,7 @@ class ElasticDriver:
 
     async def may_restart(self, failure: Failure, leaving: Sequence[Node], ran_s: float,
                           startup: StartupTracker | None = None) -> bool:  # fmt: skip
-        """Whether the job goes on after a failure, as far as that is its own.
+        """Decides whether all ranks start again after a failure, and prepares that start.
 
         Args:
             failure: The first of the attempt.
@@ -304,7 +304,7 @@ class ElasticDriver:
 
     def _plan_start(self, verdict: Verdict, diagnosis: Diagnosis,
                     startup: StartupTracker | None) -> None:  # fmt: skip
-        """Notes what the next start is; before the first step, a session needs fewer hosts."""
+        """Records why and on how many hosts the ranks start again."""
         number = f"{verdict.number} of {verdict.limit}"
         if startup is not None and verdict.before_first_step:
             self._next.count = f", before the first step ({number})"
@@ -316,7 +316,7 @@ class ElasticDriver:
 
     async def _diagnose(self, failure: Failure, leaving: Sequence[Node],
                         startup: StartupTracker | None) -> Diagnosis:  # fmt: skip
-        """What the hosts show about a failure."""
+        """Collects what the hosts show about a failure."""
         if failure.kind == "stranger":
             return Diagnosis()
         if self._request.elastic and await self._lost_hosts(failure, leaving):
@@ -327,7 +327,7 @@ class ElasticDriver:
         return Diagnosis(by_chance=at_start and await self._by_chance(failure))
 
     async def _lost_hosts(self, failure: Failure, leaving: Sequence[Node]) -> bool:
-        """Whether nodes were lost, or asked to end, and that is why the attempt failed."""
+        """Whether the attempt failed because nodes were lost or asked to leave."""
         fleet = self._nodes
         if leaving and len(leaving) < len(fleet.nodes):
             await asyncio.gather(*(fleet.dismiss(node) for node in leaving))
@@ -339,7 +339,7 @@ class ElasticDriver:
         return not fleet.whole and not self._is_own_failure(failure)
 
     async def _by_chance(self, failure: Failure) -> bool:
-        """Whether it was chance; never if no start but the first is wanted."""
+        """Whether a failure counts as chance; never if restarts are not allowed."""
         if not self.policy.retries_start:
             return False
         if failure.echo:
@@ -348,7 +348,7 @@ class ElasticDriver:
         return is_by_chance(failure)
 
     def _is_own_failure(self, failure: Failure) -> bool:
-        """Whether a rank failed by itself, with no loss at about that time that could be why.
+        """Whether a rank failed without a loss at about the same time that explains it.
 
         What was lost before, and recovered from, is still missing then.
         """
@@ -359,14 +359,14 @@ class ElasticDriver:
         return all(abs(failure.time - node.lost_at) > fleet.lease_s for node in lost)
 
     def _available(self) -> list[Node]:
-        """The nodes that can have ranks: those that had some first, as they were."""
+        """Returns the nodes that can have ranks, first those that had some, in their order."""
         fleet, order = self._nodes, [host.name for host in self._request.hosts]
         ready = [node for node in fleet.spares if node.could_start and node.found is not None]
         ready.sort(key=lambda node: order.index(node.name))
         return [*(node for node in fleet.nodes if not node.lost), *ready]
 
     async def select_nodes(self) -> bool:
-        """Chooses the nodes of the next start; lost ones are dialled, and waited for if needed.
+        """Selects the nodes of the next start; reconnects lost ones and waits for them if needed.
 
         Returns:
             Whether there are enough.
@@ -399,7 +399,7 @@ class ElasticDriver:
         return True
 
     async def _wait_for_hosts(self, lost: Sequence[Node], hosts: Reconnector) -> bool:
-        """Waits until there are enough nodes; whether they came in time."""
+        """Waits until there are enough nodes; returns whether they came in time."""
         note, start = self._screen.note, self._next
         note(f"paceline: {start.why}")
         if not hosts.redials:
@@ -433,7 +433,7 @@ class ElasticDriver:
     # --- what happens ------------------------------------------------------------------------
 
     def on_node_ready(self, node: Node) -> None:
-        """Gives a node that could start ranks some, if that is possible; else it is a spare."""
+        """Gives ranks to a node that is ready if possible; else keeps it as a spare."""
         attempt, most = self.attempt, self._request.most
         if attempt is None:
             return
@@ -448,7 +448,7 @@ class ElasticDriver:
             self._screen.note(f"paceline: {node.name} is here, as a spare")
 
     def on_event(self, node: Node, event: Event) -> None:
-        """Hears an agent."""
+        """Handles an event of an agent."""
         if event.kind in ("imported", "import failed", "fork server died"):
             node.take_fork_server(event)
             self.show_imports()
@@ -473,7 +473,7 @@ class ElasticDriver:
                 attempt.fail(Failure("record", HERE, None, time.monotonic(), headline=str(error)))
 
     def on_lost(self, node: Node, why: str) -> None:
-        """A node is lost, with its ranks if it has any."""
+        """Handles the loss of a node and its ranks."""
         if self.attempt is not None:
             self.attempt.node_lost(node, why)
             self._tasks.add(asyncio.ensure_future(self._ask_scheduler(node.name)))
@@ -482,14 +482,14 @@ class ElasticDriver:
         self._recorder.event("lost", node.name, why=why)
 
     async def _ask_scheduler(self, name: str) -> None:
-        """Tells the user what the scheduler knows of a lost node."""
+        """Shows the scheduler's message about a lost node."""
         for host in self._request.hosts:
             if host.name == name and (text := await self._request.transport.why(host)):
                 self._screen.note(f"paceline: {text}")
                 self._recorder.event("scheduler", name, words=text)
 
     def show_imports(self) -> None:
-        """Shows how far the imports of the nodes with ranks are."""
+        """Shows how many nodes have finished their imports."""
         if (preload := self._request.job.preload) and self.fleet is not None:
             done = sum(1 for node in self.fleet.nodes if node.loaded)
             module = preload[0].split(".")[0].rstrip("?")
@@ -514,7 +514,7 @@ def lost_between(fleet: Fleet) -> Failure | None:
 
 
 async def full_disk(fleet: Fleet, failure: Failure) -> str:
-    """Why it is no use to start again on a disk that was full and still is; else empty."""
+    """Returns why a restart is useless if a disk is still full; else an empty string."""
     node = next((node for node in fleet.nodes if node.name == failure.host), None)
     if node is None or node.lost or not about_full_disk(failure):
         return ""

@@ -1,4 +1,4 @@
-"""Hosts that are missing while a job runs: dialled in the background, provisioned, given ranks."""
+"""Reconnects missing hosts in the background, provisions them and gives them ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEAVING_S = 30.0  # a host that asked for its own end is about to go: it is not 
 
 
 class Reconnector:
-    """Dials missing hosts and brings those that come into the fleet.
+    """Reconnects missing hosts and adds them to the fleet.
 
     Args:
         request: What to run, and where.
@@ -43,25 +43,25 @@ class Reconnector:
 
     @property
     def redials(self) -> bool:
-        """Whether a host can be connected again in this way of starting agents."""
+        """Whether this transport can connect to a host again."""
         return self._request.transport.redials
 
     @property
     def dialled(self) -> list[str]:
-        """Hosts that are dialled at present."""
+        """Hosts with a connection attempt under way."""
         return list(self._calls)
 
     @property
     def is_provisioning(self) -> bool:
-        """Whether a host has answered that cannot start ranks yet."""
+        """Whether a host has connected but cannot start ranks yet."""
         return any(call.channel is not None for call in self._calls.values())
 
     def describe_missing(self) -> list[str]:
-        """Hosts that are dialled, each with what stands in its way."""
+        """Describes each missing host and why it is not connected."""
         return [call.describe() for call in self._calls.values()]
 
     def progress(self) -> dict[str, str]:
-        """By host that is dialled: how far that is, in words that follow its name."""
+        """Maps each missing host to its progress, as text that follows its name."""
         return {
             name: "back, getting ready" if call.channel is not None
             else "lost, dialled again" + (f": {call.why}" if call.why else "")
@@ -69,12 +69,12 @@ class Reconnector:
         }  # fmt: skip
 
     def follow(self, call: Dialling) -> None:
-        """Provisions the host of a call that has begun, once it answers."""
+        """Provisions a host of a pending connection once it answers."""
         self._calls[call.host.name] = call
         self._tasks[call.host.name] = asyncio.create_task(self._connect(call))
 
     def redial(self, node: Node) -> None:
-        """Begins to dial the host of a lost node, unless it is dialled already."""
+        """Starts reconnecting the host of a lost node unless that is under way."""
         if self.redials and node.name not in self._tasks:
             self.follow(self._dial(node.host, 0.0 if node.why else LEAVING_S))
 
@@ -84,7 +84,7 @@ class Reconnector:
         return Dialling(transport, host, python, self._gate, self._changed, after_s)
 
     async def _connect(self, call: Dialling) -> None:
-        """Dials a host until it could start ranks."""
+        """Retries connecting a host until it can start ranks."""
         name, number, last_why = call.host.name, 0, ""
         try:
             while True:
@@ -123,7 +123,7 @@ class Reconnector:
         self._changed.set()
 
     async def bring_back(self, host: str) -> None:
-        """Dials a lost host until it has its place in the fleet again, however long that takes.
+        """Retries connecting a lost host until it is back in the fleet, without a limit.
 
         Raises:
             GoneError: It never comes back.
@@ -136,7 +136,7 @@ class Reconnector:
         self._fleet.take_place(await awaited, host)
 
     def replace(self, lost: NodePlan) -> NodePlan | None:
-        """Has a spare take over the ranks of a lost host, which is dialled on.
+        """Gives the ranks of a lost host to a spare and keeps reconnecting that host.
 
         Returns:
             The spare's part of the plan; ``None`` without a spare.
@@ -149,7 +149,7 @@ class Reconnector:
         return self._part(spare, lost.node_rank, [rank.rank for rank in lost.ranks])
 
     def add(self, node: Node, first_rank: int) -> NodePlan:
-        """Gives a spare further ranks; its part of the plan."""
+        """Gives new ranks to a spare; returns its plan."""
         count = planner.processes_on(self._request.job, node.host, node.facts).value
         part = self._part(node, len(self._fleet.nodes), range(first_rank, first_rank + count))
         self._fleet.seat([*self._fleet.nodes, node])
@@ -163,7 +163,7 @@ class Reconnector:
         )
 
     async def until(self, enough: Callable[[], bool], patience_s: float) -> bool:
-        """Waits for nodes to come; whether there are enough in time."""
+        """Waits for nodes to connect; returns whether enough came in time."""
         deadline = asyncio.get_running_loop().time() + patience_s
         while not enough():
             left_s = deadline - asyncio.get_running_loop().time()
@@ -175,7 +175,7 @@ class Reconnector:
         return True
 
     async def close(self) -> None:
-        """Ends all calls; closes connections that the fleet does not have yet."""
+        """Cancels all connection attempts and closes connections outside the fleet."""
         calls = list(self._calls.values())  # which each task forgets at its end
         for task in self._tasks.values():
             task.cancel()

@@ -1,4 +1,4 @@
-"""Recovery in place: hears what ranks and hosts report, and does what :class:`Members` decides."""
+"""Recovery in place: feeds events to :class:`Members` and carries out its decisions."""
 
 from __future__ import annotations
 
@@ -84,59 +84,59 @@ class RecoveryController:
 
     @property
     def can_recover(self) -> bool:
-        """Whether what is lost now is recovered from."""
+        """Whether a loss at this moment would be recovered from in place."""
         return self._members.can_recover
 
     @property
     def accepts_newcomers(self) -> bool:
-        """Whether further ranks can join those that train."""
+        """Whether new ranks can join the running training."""
         return self._members.can_recover and self._members.accepts_newcomers
 
     @property
     def is_pending(self) -> bool:
-        """Whether ranks train, whatever nodes say of their ends."""
+        """Whether ranks still train, whatever their nodes report."""
         return self._members.can_recover and self._members.is_pending
 
     @property
     def num_hosts(self) -> int:
-        """How many hosts have a part in the job, those that are lost for a while included."""
+        """Number of hosts with ranks, including hosts that are lost for the moment."""
         return len(self._commands.parts)
 
     @property
     def leaving_nodes(self) -> list[Node]:
-        """Nodes that were asked to end, and whose place no other has taken."""
+        """Nodes that were asked to leave and have not been replaced."""
         return [node for node in self._leaving if self._fleet.has(node)]
 
     @property
     def is_finished(self) -> bool:
-        """Whether the training is over, in order: a loss no longer matters."""
+        """Whether the training has ended in order, so that a loss no longer matters."""
         return self._members.is_finished
 
     @property
     def is_regrouping(self) -> bool:
-        """Whether ranks have no group in which they train at present: their silence is no hang."""
+        """Whether ranks are between two groups, so that their silence is no hang."""
         members = self._members
         return members.can_recover and (members.is_waiting or not members.is_settled)
 
     @property
     def waiting(self) -> Waiting | None:
-        """For which hosts the ranks wait because too few are left; ``None`` if they do not."""
+        """Hosts that the ranks wait for because too few are left; ``None`` if they do not wait."""
         waits = self._members.can_recover and self._members.is_waiting
         return self._waiting if waits else None
 
     def is_forming(self, limit_s: float) -> bool:
-        """Whether a new group is being made or was just now: what stood before is no hang of it."""
+        """Whether a new group is being formed or has just been: earlier stalls do not count."""
         return self._members.can_recover and self._members.is_forming(time.monotonic(), limit_s)
 
     def starting_newcomers(self) -> list[tuple[int, str, float]]:
-        """Newcomers that cannot join yet: slot, host and when each was started."""
+        """New ranks that cannot join yet, as (slot, host, start time)."""
         join = self._members.can_recover and not self._members.is_stopping
         return self._members.starting_newcomers() if join else []
 
     # --- what happens ------------------------------------------------------------------------
 
     def on_event(self, event: Event) -> None:
-        """Hears ranks, agents and the launcher itself."""
+        """Handles an event of a rank, an agent or the launcher."""
         now, slot, members = time.monotonic(), event.rank, self._members
         if event.kind == "store ended":
             members.store_ended(event.host)
@@ -175,7 +175,7 @@ class RecoveryController:
         self.act()
 
     def take_failure(self, failure: Failure) -> bool:
-        """Whether a failure is recovered from; the recovery then begins."""
+        """Starts recovering from a failure if that is possible; returns whether it is."""
         now = time.monotonic()
         if self.is_finished:
             return True
@@ -195,7 +195,7 @@ class RecoveryController:
         return True
 
     def add_ranks(self, node: Node) -> None:
-        """Gives a spare further ranks: they join when they are ready."""
+        """Starts ranks on a spare node; they join when they are ready."""
         self._add_part(self._reconnector.add(node, self._commands.next_slot))
 
     def _add_part(self, part: NodePlan) -> None:
@@ -205,7 +205,7 @@ class RecoveryController:
         self.act()
 
     def use_spare(self) -> bool:
-        """Whether a spare that has come takes the place of a host that is still away."""
+        """Lets a spare take the place of a missing host if there is one; returns whether it did."""
         if not self.can_recover or self._members.is_stopping:
             return False
         for host, dialling in self._dialling.items():
@@ -216,7 +216,7 @@ class RecoveryController:
         return False
 
     def _replace_host(self, host: str) -> bool:
-        """Whether a spare has taken the place of a lost host; never if it could not join."""
+        """Lets a spare replace a lost host if its ranks could join; returns whether it did."""
         parts = self._commands.parts
         part = self._reconnector.replace(parts[host]) if self._members.accepts_newcomers else None
         if part is None:
@@ -226,7 +226,7 @@ class RecoveryController:
         return True
 
     def end_hung_rank(self, rank: int, headline: str) -> bool:
-        """Whether a rank that keeps the others waiting is replaced; it is then ended."""
+        """Kills a rank that the others wait for if it can be replaced; returns whether it can."""
         if not self.can_recover or self.is_finished:
             return False
         self._members.set_hung(rank, headline)
@@ -234,7 +234,7 @@ class RecoveryController:
         return True
 
     def end_late_newcomer(self, slot: int, host: str, seconds: float, where: str) -> None:
-        """Ends a newcomer that has stood still for so many seconds; it may be started again."""
+        """Kills a new rank that has stalled for that many seconds; it may be started again."""
         why = f"hung for longer than {seconds:.0f} s before it joined: {where}"
         self._note_lost_newcomer(slot, host, why)
         self._screen.note(f"paceline: {place(host, slot)} is ended: it {why}")
@@ -242,7 +242,7 @@ class RecoveryController:
         self.act()
 
     def end_strays(self, sides: Sequence[Sequence[int]], headline: str) -> bool:
-        """Whether ranks that wait in different collectives go on without those that came later.
+        """Drops newer ranks that wait in another collective than the rest; returns whether it did.
 
         Args:
             sides: The ranks that wait in the same one.
@@ -256,7 +256,7 @@ class RecoveryController:
         return True
 
     def retry_group(self) -> bool:
-        """Whether ranks that all wait for each other try that again in a new group."""
+        """Lets ranks that all wait for each other retry in a new group; returns whether it does."""
         if not self.can_recover or self.is_finished:
             return False
         if not self._members.retry_group(time.monotonic()):
@@ -265,7 +265,7 @@ class RecoveryController:
         return True
 
     def separate(self, pairs: Sequence[tuple[str, str]], since: float) -> bool:
-        """Whether the job goes on without one host of each pair that do not hear each other.
+        """Drops one host of each pair that cannot reach each other; returns whether it did.
 
         Args:
             pairs: Two hosts each.
@@ -279,7 +279,7 @@ class RecoveryController:
         return True
 
     def release(self, node: Node, asked: Failure) -> bool:
-        """Whether the others go on without a node that was asked to end, once or again."""
+        """Continues without a node that was asked to leave if possible; returns whether it does."""
         if any(node is leaving for leaving in self._leaving):
             return True
         self._leaving.append(node)
@@ -303,7 +303,7 @@ class RecoveryController:
     # --- the loop ----------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Decides and acts until it is cancelled. Raises what an action raised unexpectedly."""
+        """Decides and acts until cancelled; re-raises unexpected errors of actions."""
         self._spawn(self._send_orders())
         try:
             while True:
@@ -321,19 +321,19 @@ class RecoveryController:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def stop(self) -> None:
-        """The ranks are asked to save and stop: nobody joins, and who is left stays together."""
+        """Notes that the ranks save and stop: no rank joins, and the current group is kept."""
         self._is_closed = True
         self._members.stop()
         self.act()
 
     async def close(self, patience_s: float) -> None:
-        """Orders no more newcomers, and waits so long for the answers to those ordered."""
+        """Starts no more new ranks and waits up to that long for pending replies."""
         self._is_closed = True
         if self._starts:
             await asyncio.wait(self._starts, timeout=patience_s)
 
     def act(self) -> None:
-        """Does what is to be done now."""
+        """Carries out the pending actions."""
         for action in self._members.decide(time.monotonic()):
             self._execute(action)
 
@@ -378,7 +378,7 @@ class RecoveryController:
     # --- commands ----------------------------------------------------------------------------
 
     async def _send_orders(self) -> None:
-        """Sends what is decided in that order; nobody waits for a node's answer."""
+        """Sends decisions in their order without waiting for the replies of nodes."""
         commands = self._commands
         while True:
             action = await self._orders.get()
@@ -402,7 +402,7 @@ class RecoveryController:
                 self._spawn(self._commands.ask(node.name, "tell_ranks", line=line))
 
     async def _open_store(self, host: str) -> bool:
-        """Opens a fresh store there; if that fails, it is decided again."""
+        """Opens a new rendezvous store on a host; if that fails, :class:`Members` decides again."""
         try:
             await self._commands.open_store(host)
         except (PacelineError, ConnectionError, asyncio.TimeoutError):
@@ -427,7 +427,7 @@ class RecoveryController:
             self.act()
 
     async def _start_fork_server(self, host: str) -> None:
-        """Starts a fork server until one is up; tells what stands in its way."""
+        """Retries starting a fork server until one runs; reports what prevents it."""
         pause_s, last_why = PAUSE_S, ""
         while (node := self._commands.node(host)) is not None and not node.lost:
             try:
@@ -454,7 +454,7 @@ class RecoveryController:
             await self._fleet.dismiss(node)
 
     async def _bring_back(self, action: Dial) -> None:
-        """Has a spare take a lost host's place, or that host itself once it is back."""
+        """Fills the place of a lost host with a spare, or with the host itself once it is back."""
         host = action.host
         if self._replace_host(host):
             del self._dialling[host]
@@ -476,7 +476,7 @@ class RecoveryController:
     # --- messages ----------------------------------------------------------------------------
 
     def _note_lost_newcomer(self, slot: int, host: str, why: str) -> None:
-        """Writes down what became of a newcomer that has not joined; the user hears of the last."""
+        """Records the failure of a new rank before it joined; shows the last one to the user."""
         if self._members.is_newcomer(slot):
             self._recorder.event("newcomer lost", host, slot, why=why)
 

@@ -1,4 +1,4 @@
-"""What the user is told of recoveries in place."""
+"""Messages to the user about recoveries in place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.spec.failure import Failure, Recovery, place
 
 
 class RecoveryReport:
-    """Tells the user of losses and newcomers, and counts the recoveries of one attempt.
+    """Reports losses and new ranks to the user and counts the recoveries of one attempt.
 
     Args:
         hosts_of: By slot, its host at present.
@@ -33,14 +33,14 @@ class RecoveryReport:
         self._screen, self._recorder = screen, recorder
 
     def note_late_newcomer(self, slot: int, host: str, seconds: float, where: str) -> None:
-        """Tells of a newcomer that stands still and should have joined by now."""
+        """Reports a new rank that has stalled and should have joined by now."""
         text = f"{place(host, slot)}, started {seconds:.0f} s ago, has not come to the training:"
         text = f"{text} it {where}"
         self._screen.note(f"paceline: {text}")
         self._recorder.event("newcomer late", host, slot, text=text, why=where)
 
     def tell(self, news: Recovered | Joined | LeftOut | NotAgain) -> None:
-        """Tells the user that ranks were lost, joined, or do not come back."""
+        """Reports that ranks were lost, have joined, or do not come back."""
         if isinstance(news, Recovered):
             self._tell_recovered(news)
         elif isinstance(news, Joined):
@@ -74,7 +74,7 @@ class RecoveryReport:
         self.announce(f"{why}. {went_on}; no step was lost", news.seconds)
 
     def announce(self, text: str, seconds: float | None = None) -> None:
-        """Tells the user of a recovery, and writes it down."""
+        """Shows a recovery to the user and records it."""
         self._screen.note(f"paceline: {text}")
         took: dict[str, Any] = {} if seconds is None else {"seconds": round(seconds, 3)}
         self._recorder.event("recovery", text=text, **took)
@@ -84,7 +84,7 @@ class RecoveryReport:
 
 
 def left_out(action: SendAway, again: bool) -> str:
-    """What people are told of a host that lives and is left out."""
+    """Returns the message about a live host that was excluded."""
     later = f", and it is tried again after {action.again_s:.0f} s" if again else ""
     return (f"{action.why} (paceline check tries each direction): {action.host} is left"
             f" out{later}")  # fmt: skip

@@ -1,4 +1,4 @@
-"""The only answer to "try again?": of an attempt, a start, a lost host, a rank. Pure.
+"""Decides what is tried again: an attempt, a start, a lost host, a rank. Pure.
 
 One object counts for a whole job. A script's ranks all start again, a session recovers in place
 after an exception of its own: both use up ``--max-restarts``. What the job cannot help does not:
@@ -71,7 +71,7 @@ class Diagnosis:
 
 
 class RetryPolicy:
-    """Decides what is tried again, and counts what was used of it.
+    """Decides what is tried again and counts the retries that were used.
 
     Args:
         max_restarts: How many failures within the window another start may follow.
@@ -97,7 +97,7 @@ class RetryPolicy:
     # --- the whole job -----------------------------------------------------------------------
 
     def reconnects(self, number: int) -> bool:
-        """Whether all hosts are connected again after that many losses before there is a plan."""
+        """Whether to connect all hosts again after that many losses before there is a plan."""
         return self.retries_start and number < MAX_STARTS
 
     def after_attempt(self, failure: Failure, diagnosis: Diagnosis,
@@ -137,7 +137,7 @@ class RetryPolicy:
 
     def after_failure(self, failure: Failure, now: float, *, step: int | None = None,
                       ran_s: float = 0.0, last_line: str = "") -> Verdict:  # fmt: skip
-        """Counts a failure of the program's own and says whether the job goes on after it.
+        """Counts a failure of the program itself and returns whether the job continues.
 
         Args:
             failure: The first of its attempt.
@@ -186,7 +186,7 @@ class RetryPolicy:
         return f"{times} within {span(self._window_s)} (--max-restarts {self._max_restarts})"
 
     def redials(self, host: str, now: float) -> bool:
-        """Counts the loss of a host; whether it is dialled again."""
+        """Counts the loss of a host; returns whether to reconnect to it."""
         losses = self._losses.setdefault(host, deque())
         _forget(losses, now, self._window_s)
         losses.append(now)
@@ -195,21 +195,21 @@ class RetryPolicy:
     # --- one rank of a session ---------------------------------------------------------------
 
     def begin_attempt(self) -> None:
-        """All ranks start; crashes of the former ones are not compared with theirs."""
+        """Forgets the crashes of the last attempt, because all ranks start again."""
         self._crash = None
 
     @staticmethod
     def newcomer_delay_s(failed_starts: int) -> float | None:
-        """Seconds before a newcomer is started again; ``None``: not any more."""
+        """Returns the seconds before a new rank is started again; ``None`` to give up."""
         return NEWCOMER_DELAYS_S[failed_starts] if failed_starts < len(NEWCOMER_DELAYS_S) else None
 
     @staticmethod
     def replaces_killed(strikes: int) -> bool:
-        """Whether a rank is replaced that signals have ended so often without a step between."""
+        """Whether to replace a rank that signals have ended that often without a step between."""
         return strikes < MAX_STRIKES
 
     def repeated_crash(self, failure: Failure, step: int, generation: int) -> Failure | None:
-        """Notes a crash; returns an earlier one of another group at the same step, if any."""
+        """Records a crash; returns an earlier one of another group at the same step, if any."""
         mark = signature(failure)
         if not mark:
             return None
@@ -220,7 +220,7 @@ class RetryPolicy:
 
 
 def _same_duration(ran_s: float, last_s: float) -> bool:
-    """Whether two attempts of a script came equally far, judged by their times.
+    """Whether two attempts of a script ran about equally long.
 
     One that begins at a checkpoint takes less time to the same place than the first, but as much
     as the next. What chance does, such as a disk that fails now and then, takes any time.
@@ -243,7 +243,7 @@ def _forget(times: deque[float], now: float, window_s: float) -> None:
 
 
 def signature(failure: Failure) -> tuple[str, ...]:
-    """What stays equal when a program fails again in the same way; empty for failures by chance.
+    """Returns what is equal when a program fails in the same way; empty for chance failures.
 
     The exception, its message and its line; or the signal, if the program's own instructions
     caused it. Other signals, a lost node, or a wait for a rank that is gone say nothing about the

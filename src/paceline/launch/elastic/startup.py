@@ -1,4 +1,4 @@
-"""Whether the ranks of an attempt have anything to lose yet, and which failures are chance. Pure.
+"""Tracks whether the ranks of an attempt have work to lose, and which failures are chance. Pure.
 
 Before its first step a training has learnt nothing. A loss then costs only a start, so
 :mod:`paceline.launch.elastic.retry_policy` has the job begin again by itself.
@@ -22,7 +22,7 @@ _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.
 
 
 def is_by_chance(failure: Failure) -> bool:
-    """Whether a failure is nobody's fault: of a host, an agent, a fork server, a kill from outside.
+    """Whether a failure is chance: of a host, an agent, a fork server, or a kill from outside.
 
     Or of this launcher, if it was stopped or asleep for so long that its nodes left. What the
     program does itself (an exception, an exit, a crash, its memory) and a SIGTERM that somebody
@@ -56,7 +56,7 @@ class StartupTracker:
         self._last_lines: dict[int, str] = {}  # by rank, the end of its last line of output
 
     def on_event(self, event: Event) -> None:
-        """Hears an agent or a rank."""
+        """Handles an event of an agent or a rank."""
         if event.kind == "rank started":
             self._started = True
         elif event.kind in ("joined", "recoverable"):
@@ -73,7 +73,7 @@ class StartupTracker:
 
     @property
     def last_line(self) -> str:
-        """The last line of the lowest rank that has written any."""
+        """The last line that the lowest rank with output has written."""
         return self._last_lines[min(self._last_lines)] if self._last_lines else ""
 
     @property

@@ -255,7 +255,7 @@ class Model:
         delay: Of a message between two hosts: seconds of an all-reduce of one number.
         bytes: Of the gradients.
         buckets: Pieces in which they are sent.
-        more: Seconds that two hosts cost besides; less than 0 where they are quicker.
+        residual_s: Seconds that two hosts take beyond the model; negative if they are quicker.
         rates: Bits a second from host to host, where they are known.
         probed: The two hosts that were; empty where only one was.
         sent: Bytes that are sent as a part of the gradients', between two ranks and of more.
@@ -275,7 +275,7 @@ class Model:
     delay: float = 0.0
     bytes: int = 0
     buckets: int = 1
-    more: float = 0.0
+    residual_s: float = 0.0
     rates: Mapping[tuple[str, str], float] = field(default_factory=dict)
     probed: tuple[str, ...] = ()
     sent: tuple[float, float] = (1.0, 1.0)
@@ -369,7 +369,7 @@ def model(alone: Mapping[str, Probe], pair: Probe | None,
         computing = max(host.seconds(share) for host in both)
         data = max(host.data for host in both) * share
         costs.append(one.seconds - data - found.beside(computing, found.exchange(2)))
-    return replace(found, more=statistics.fmean(costs))
+    return replace(found, residual_s=statistics.fmean(costs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,7 +465,7 @@ def shares_by_speed(every: Sequence[Alone], batch: float) -> list[float]:
 def _by_buckets(known: Model, share: float, computing: float, moving: float,
                 hosts: int) -> float:  # fmt: skip
     """Buckets pass while the next gradients are computed; the same constant on more hosts."""
-    return known.beside(computing, moving) + known.more
+    return known.beside(computing, moving) + known.residual_s
 
 
 def _by_hidden_seconds(known: Model, share: float, computing: float, moving: float,
@@ -474,13 +474,13 @@ def _by_hidden_seconds(known: Model, share: float, computing: float, moving: flo
     two = known.exchange(2)
     alone = known.alone[known.probed[0]].seconds(share) if known.probed else computing
     hidden = alone + two - known.beside(alone, two)
-    return computing + moving - hidden + known.more
+    return computing + moving - hidden + known.residual_s
 
 
 def _with_growth(known: Model, share: float, computing: float, moving: float,
                  hosts: int) -> float:  # fmt: skip
     """What two hosts cost besides grows as the exchange does."""
-    grown = max(known.more, 0.0) * (known.exchange(hosts) / max(known.exchange(2), 1e-12) - 1)
+    grown = max(known.residual_s, 0.0) * (known.exchange(hosts) / max(known.exchange(2), 1e-12) - 1)
     return _by_buckets(known, share, computing, moving, hosts) + grown
 
 
@@ -751,7 +751,7 @@ def to_json(found: Sequence[Forecast], known: Model) -> dict[str, Any]:
             "delay": known.delay,
             "buckets": known.buckets,
             "balance": known.balance,
-            "more": known.more,
+            "residual_s": known.residual_s,
             "alone": {name: asdict(one) for name, one in known.alone.items()},
         },
     }

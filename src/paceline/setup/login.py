@@ -135,13 +135,10 @@ with socket.socket(socket.AF_UNIX) as s:
 class PasswordServer:
     """Answers ssh's password prompts while the ``with`` block runs.
 
-    Attributes:
-        num_prompts: Number of prompts so far.
     """
 
     def __init__(self, password: str) -> None:
         self._password = password.encode()
-        self.num_prompts = 0
         self._folder = Path(tempfile.mkdtemp(prefix="paceline-"))
         self._socket = socket.socket(socket.AF_UNIX)
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -180,5 +177,4 @@ class PasswordServer:
             except OSError:
                 return
             with connection, contextlib.suppress(OSError):
-                self.num_prompts += 1
                 connection.sendall(self._password)

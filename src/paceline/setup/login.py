@@ -133,9 +133,7 @@ with socket.socket(socket.AF_UNIX) as s:
 
 
 class PasswordServer:
-    """Answers ssh's password prompts while the ``with`` block runs.
-
-    """
+    """Answers ssh's password prompts while the ``with`` block runs."""
 
     def __init__(self, password: str) -> None:
         self._password = password.encode()

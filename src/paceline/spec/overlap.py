@@ -16,7 +16,7 @@ def refuse(text: str) -> None:
     """
     if text == "late":
         raise SettingError(
-            "--overlap late: optimizer steps are no longer put off into the next forward pass",
+            "--overlap late: late optimizer updates were removed",
             remedy="--overlap auto",
         )
     if text not in WAYS:

@@ -26,7 +26,7 @@ from paceline.launch.jobs import run_job
 from paceline.launch.results.summary import RunOutcome
 from paceline.launch.terminal.screen import Screen
 from paceline.remote.channel import Channel
-from paceline.remote.transport import Reached, nobody
+from paceline.remote.transport import ConnectedCallback, ignore_count
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Job
 
@@ -191,7 +191,7 @@ class SimulatedTransport:
     dialects: tuple[str, ...] = ()
 
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
-                   reached: Reached = nobody) -> list[Channel]:  # fmt: skip
+                   reached: ConnectedCallback = ignore_count) -> list[Channel]:  # fmt: skip
         about = facts.gather()
         channels = []
         for number, host in enumerate(hosts):

@@ -34,11 +34,11 @@ from paceline.schedulers import DEFAULT, load
 from paceline.schedulers.scheduler import Options
 from paceline.spec import jobenv
 from paceline.spec import rundir as names
-from paceline.spec.duration import seconds_in
+from paceline.spec.duration import parse_duration
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Environment, Job, Processes, Show, parse_processes
-from paceline.spec.nodes import NodeCount, nodes_of
+from paceline.spec.nodes import NodeCount, parse_node_count
 from paceline.spec.plan import Plan
 from paceline.spec.rundir import DEFAULT_PARENT
 from paceline.spec.settings import Setting, Source
@@ -119,7 +119,7 @@ def prepare(
         entry=entry,
         **settings,
         preload=preload_of(entry) if torch else (),
-        own_store=opens_store(entry),
+        opens_store=opens_store(entry),
         needs_torch=torch,
     )
     cluster, ssh = _where(hosts, ssh_config)
@@ -301,13 +301,13 @@ def _where(hosts: Hosts | None,
     """The hosts that are meant, and how they are logged in to."""
     ssh = SshOptions(_path(ssh_config))
     if isinstance(hosts, Cluster):
-        return this_machine.mark_me(hosts), ssh
+        return this_machine.mark_local(hosts), ssh
     source = _typed(hosts)
     cluster = read_hosts(source, environ=os.environ, cwd=Path.cwd())
     lab = lab_name(source or "")
     if lab is not None and ssh_config is None:
         ssh = SshOptions(find_lab(lab, os.environ).ssh_config)
-    return this_machine.mark_me(cluster), ssh
+    return this_machine.mark_local(cluster), ssh
 
 
 def _typed(hosts: str | Sequence[str] | None) -> str | None:
@@ -320,7 +320,7 @@ def _path(given: str | Path | None) -> Path | None:
 
 
 def _environment(env: Mapping[str, str] | None) -> Environment:
-    if ours := [name for name in env or {} if jobenv.is_ours(name)]:
+    if ours := [name for name in env or {} if jobenv.is_reserved(name)]:
         raise SettingError(
             f"env holds {ours[0]}, which says a rank's place: that is decided here",
             remedy="Leave it out; nnodes and nproc_per_node change the plan",
@@ -344,7 +344,7 @@ def _nodes(asked: int | str | None) -> NodeCount | None:
     if not isinstance(asked, str):
         return asked
     try:
-        return nodes_of(asked)
+        return parse_node_count(asked)
     except ValueError as error:
         raise SettingError(f"nnodes: {error}", remedy='nnodes=2, or nnodes="1:3"') from None
 
@@ -357,7 +357,7 @@ def _durations(**given: float | str | None) -> dict[str, Any]:
 
 def _seconds(name: str, said: float | str) -> float:
     try:
-        return seconds_in(said)
+        return parse_duration(said)
     except (ValueError, TypeError):
         raise SettingError(
             f"{name.removesuffix('_s')}: {said!r} is no length of time",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from paceline.spec.figures import which_epoch
+from paceline.spec.formatting import format_epoch
 
 
 class Bar:
@@ -67,7 +67,7 @@ def describe(told: Mapping[str, Any], short: bool = False) -> str:
     """``epoch 2/5  step 40/140  loss 0.3100  812 samples/s``, as far as it is known."""
     parts = []
     if "epoch" in told:
-        parts.append(which_epoch(told["epoch"], told.get("epochs")))
+        parts.append(format_epoch(told["epoch"], told.get("epochs")))
     if not short and "step" in told:
         of = f"/{told['steps']}" if told.get("steps") else ""
         parts.append(f"step {told['step']}{of}")

@@ -27,10 +27,10 @@ from paceline.cli.verbs import evaluate
 from paceline.cli.verbs.bench import scaling as scaling_verb
 from paceline.launch import jobs
 from paceline.remote import this_machine
-from paceline.remote.channel import command_for
+from paceline.remote.channel import connect_command
 from paceline.remote.openssh import ssh_command
-from paceline.rendezvous.started import StartedTransport
-from paceline.rendezvous.typed import TypedTransport
+from paceline.rendezvous.manual import ManualTransport
+from paceline.rendezvous.scheduled import ScheduledTransport
 from paceline.schedulers import commands, mpi, submission
 from paceline.schedulers.container import ContainerTransport, Probe, container_for
 from paceline.schedulers.ssh import SshTransport
@@ -162,7 +162,7 @@ def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
         "left", leaving.supervisor, leaving.options["keep_results"]))  # fmt: skip
     monkeypatch.setattr(evaluate, "exec_script", lambda *words: done.is_done("here", words))
     monkeypatch.setattr(submission, "submit_job", written)
-    monkeypatch.setattr(this_machine, "own_names", lambda: set[str]())
+    monkeypatch.setattr(this_machine, "local_names", lambda: set[str]())
     monkeypatch.setattr(
         mpi, "find_mpi", lambda requested: mpi.Mpi("mpich", "4", requested or "mpiexec")
     )
@@ -183,10 +183,10 @@ def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
 
 def rendered(transport: Any) -> object:
     """The commands by which a transport starts its agents."""
-    if isinstance(transport, TypedTransport):
+    if isinstance(transport, ManualTransport):
         endpoint = transport._endpoint
         return endpoint, "made up" if endpoint.token else endpoint.key
-    if isinstance(transport, StartedTransport):
+    if isinstance(transport, ScheduledTransport):
         start = asyncio.run(transport._starter.start(HOSTS))
         folder = getattr(transport._starter, "_config", "")
         config = Path(folder).read_text() if folder else ""
@@ -198,7 +198,7 @@ def rendered(transport: Any) -> object:
         wrapped = transport._engine.wrap(["agent"], container)
         return ssh_command(HOSTS[1], transport._options.ssh, wrapped)
     if isinstance(transport, SshTransport):
-        return command_for(HOSTS[1], "python3", transport._ssh)
+        return connect_command(HOSTS[1], "python3", transport._ssh)
     return type(transport).__name__
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from paceline.remote.openssh import agent_command
-from paceline.rendezvous import called
-from paceline.rendezvous.called import CalledTransport
+from paceline.rendezvous import callback
+from paceline.rendezvous.callback import CallbackTransport
 from paceline.rendezvous.listener import caller_config
 from paceline.schedulers import SCHEDULERS, load
 from paceline.schedulers import container as containers
@@ -250,7 +250,7 @@ def test_where_it_cannot_be_removed_no_other_is_started(
 
 def test_a_supervisor_has_lost_containers_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on its own host, whichever way that was called by then."""
-    monkeypatch.setattr(called, "own_addresses", lambda interface, hosts: ["127.0.0.1"])
+    monkeypatch.setattr(callback, "local_addresses", lambda interface, hosts: ["127.0.0.1"])
     asked: list[Host] = []
 
     async def start(host: Host, python: str) -> Any:
@@ -259,7 +259,7 @@ def test_a_supervisor_has_lost_containers_started_again(monkeypatch: pytest.Monk
 
     async def go() -> None:
         hosts = (Host("n1"), Host("n2"))
-        transport = CalledTransport(hosts, b"k" * 32, "n2", None, lambda where: None, start)
+        transport = CallbackTransport(hosts, b"k" * 32, "n2", None, lambda where: None, start)
         assert transport.redials
         transport.cannot_call({"n1": "no caller", "n2": "no caller"})
         for kind in (ConnectError, NodeError):  # the first time it has to call

@@ -12,7 +12,14 @@ import pytest
 import paceline
 from paceline.rundir.directory import RunDirectory
 from paceline.rundir.records import read_records
-from paceline.spec.events import FIELDS, KINDS, Event, at_home, homes, read_events
+from paceline.spec.events import (
+    FIELDS,
+    KINDS,
+    Event,
+    read_events,
+    restore_local_paths,
+    shipped_copies,
+)
 from paceline.spec.rundir import EVENTS
 
 SOURCE = Path(paceline.__file__).parent
@@ -25,15 +32,16 @@ def told_in(folder: str) -> set[str]:
 
 
 def test_what_is_told_anywhere_is_defined() -> None:
-    by_rank = {name for name, kind in KINDS.items() if kind.by == "rank"}
-    by_launcher = {name for name, kind in KINDS.items() if kind.by == "launcher"}
+    by_rank = {name for name, kind in KINDS.items() if kind.sender == "rank"}
+    by_launcher = {name for name, kind in KINDS.items() if kind.sender == "launcher"}
     assert told_in("train") <= by_rank
     assert told_in("launch") <= by_launcher
     assert told_in("launch") | {"connection ended", "connection restored"} == by_launcher
 
 
 def test_every_field_is_of_some_kind() -> None:
-    assert {name for kind in KINDS.values() for name in (*kind.needs, *kind.may)} == set(FIELDS)
+    names = {name for kind in KINDS.values() for name in (*kind.required, *kind.optional)}
+    assert names == set(FIELDS)
 
 
 def test_a_rank_ended_is_the_same_in_memory_and_in_the_file(tmp_path: Path) -> None:
@@ -42,13 +50,13 @@ def test_a_rank_ended_is_the_same_in_memory_and_in_the_file(tmp_path: Path) -> N
                "peak_bytes": 7, "seen": stack, "memory": {"kills": 1, "kernel": ["x"]}}  # fmt: skip
     event = Event.heard("n2", message)
     assert (event.kind, event.where, event.time) == ("rank ended", "rank 1 on n2", 5.0)
-    assert event.written is not None
+    assert event.recorded_fields is not None
     directory = RunDirectory(tmp_path / "run")
-    line = directory.event(event.kind, event.host, event.rank, **event.written)
+    line = directory.event(event.kind, event.host, event.rank, **event.recorded_fields)
     directory.close()
     (read,) = read_events(read_records(tmp_path / "run" / EVENTS))
     assert (read,) == read_events([line])
-    assert read.fields == {**event.written} == {
+    assert read.fields == {**event.recorded_fields} == {
         "code": None, "signal": 9, "peak_bytes": 7, "seen": stack,
         "memory": {"kills": 1, "kernel": ["x"]},
     }  # fmt: skip
@@ -59,13 +67,14 @@ def test_a_traceback_stands_in_the_result_alone() -> None:
     data = {"kind": "exception", "type": "E", "message": "m", "traceback": "t", "time": 3.0}
     event = Event.heard("n1", {"event": "said", "rank": 0, "data": data})
     assert event["traceback"] == "t"
-    assert event.written == {"type": "E", "message": "m"}
+    assert event.recorded_fields == {"type": "E", "message": "m"}
 
 
 def test_what_a_program_tells_of_itself_is_kept() -> None:
     data = {"kind": "event", "event": "halfway", "share": 0.5, "host": "x", "rank": 7, "time": 1}
     event = Event.heard("n1", {"event": "said", "rank": 0, "data": data})
-    assert (event.kind, event.where, event.written) == ("halfway", "rank 0 on n1", {"share": 0.5})
+    assert (event.kind, event.where) == ("halfway", "rank 0 on n1")
+    assert event.recorded_fields == {"share": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -88,6 +97,6 @@ def test_fields_of_a_foreign_file_that_are_wrong_count_as_absent(
 def test_paths_of_shipped_copies_are_the_users_own() -> None:
     copied = Event("copied", "n2", fields={"copy": "/tmp/c/code", "home": "/home/me/p"})
     root = Event("copied", "n2", fields={"copy": "/", "home": "/x"})
-    known = homes([copied, root, Event("copied", "n1")])
-    assert at_home(known, "n2", "/tmp/c/code/train.py") == "/home/me/p/train.py"
-    assert at_home(known, "n1", "/tmp/c/code/train.py") == "/tmp/c/code/train.py"
+    known = shipped_copies([copied, root, Event("copied", "n1")])
+    assert restore_local_paths(known, "n2", "/tmp/c/code/train.py") == "/home/me/p/train.py"
+    assert restore_local_paths(known, "n1", "/tmp/c/code/train.py") == "/tmp/c/code/train.py"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.remote.fanout import connect_all, wait_without_threads
+from paceline.remote.fanout import connect_all, use_pidfd_watcher
 from paceline.remote.openssh import SshOptions
 from paceline.spec.errors import ConnectError
 from paceline.spec.hosts import Host
@@ -19,11 +19,11 @@ CHILDREN = 20
 
 async def _children() -> tuple[int, list[int]]:
     """Threads while children run, and their exit statuses."""
-    wait_without_threads()
+    use_pidfd_watcher()
     argv = [sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read(); sys.exit(7)"]
     pipe = asyncio.subprocess.PIPE
     children = [await asyncio.create_subprocess_exec(*argv, stdin=pipe) for _ in range(CHILDREN)]
-    wait_without_threads()  # further hosts, dialled on the way: those before are not forgotten
+    use_pidfd_watcher()  # further hosts, dialled on the way: those before are not forgotten
     threads = threading.active_count()
     for child in children:
         assert child.stdin is not None

@@ -29,7 +29,7 @@ from paceline.rendezvous.listener import (
     caller_config,
     identity,
 )
-from paceline.rendezvous.peers import KnownHosts, Peers
+from paceline.rendezvous.peers import HostAdmission, Peers
 from paceline.spec.hosts import Host
 
 KEY = b"k" * 32
@@ -62,7 +62,7 @@ def test_the_key_opens() -> None:
             connection = await asyncio.to_thread(dial, listener, KEY, stream="frames", index=3)
             connection.sendall(b"hello")
             assert await calls[0].reader.readexactly(5) == b"hello"
-            assert calls[0].about == {"stream": "frames", "index": 3}
+            assert calls[0].info == {"stream": "frames", "index": 3}
             connection.close()
             calls[0].writer.close()
 
@@ -162,10 +162,10 @@ def test_silent_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
 
         async with listening(take) as listener:
             silent = []
-            for _ in range(5 * listeners.UNPROVEN):
+            for _ in range(5 * listeners.MAX_UNPROVEN):
                 silent.append(await asyncio.open_connection(*listener.addresses[0]))
             await asyncio.sleep(0.1)
-            assert len(listener._unproven) <= listeners.UNPROVEN
+            assert len(listener._unproven) <= listeners.MAX_UNPROVEN
             connection = await asyncio.to_thread(dial, listener, KEY, stream="frames", index=0)
             assert len(calls) == 1
             await asyncio.sleep(listeners.HANDSHAKE_S + 0.5)
@@ -225,8 +225,11 @@ def test_the_streams_of_an_agent_cross_encrypted(size: int) -> None:
     """Its input ends where the launcher says so; all comes back whole, and nobody can read it."""
 
     async def go() -> None:
-        peers = Peers(KnownHosts([Host("n1")]))
-        async with listening(peers.take) as listener, sniffing(listener.addresses[0]) as (at, seen):
+        peers = Peers(HostAdmission([Host("n1")]))
+        async with (
+            listening(peers.admit) as listener,
+            sniffing(listener.addresses[0]) as (at, seen),
+        ):
             config = caller_config([at], ["python3"], ["T_PLACE"], "X", 5)
             config["agent"] = ["@", "-c", ECHO]
             child = await asyncio.create_subprocess_exec(
@@ -252,8 +255,8 @@ def test_the_streams_of_an_agent_cross_encrypted(size: int) -> None:
 
 def test_a_lost_launcher_ends_an_agents_input() -> None:
     async def go() -> None:
-        peers = Peers(KnownHosts([Host("n1")]))
-        async with listening(peers.take) as listener:
+        peers = Peers(HostAdmission([Host("n1")]))
+        async with listening(peers.admit) as listener:
             config = caller_config(listener.addresses, ["python3"], ["T_PLACE"], "X", 5)
             config["agent"] = ["@", "-c", "import sys; sys.stdin.buffer.read(); sys.exit(7)"]
             child = await asyncio.create_subprocess_exec(
@@ -284,11 +287,11 @@ def test_a_killed_agent_is_known_at_once_and_ends_nobody_elses_agent() -> None:
     """Nobody waits until it calls again, and the scheduler's command sees no failure in it."""
 
     async def go() -> None:
-        peers = Peers(KnownHosts([Host("n1")]))
-        async with listening(peers.take) as listener:
+        peers = Peers(HostAdmission([Host("n1")]))
+        async with listening(peers.admit) as listener:
             child, channel = await joined(peers, listener)
             looked = []
-            channel.look_again = lambda: looked.append(1)  # type: ignore[method-assign]
+            channel.reconnect = lambda: looked.append(1)  # type: ignore[method-assign]
             os.kill(channel_agent(child.pid), signal.SIGKILL)
             await asyncio.wait_for(channel.lost.wait(), PATIENCE_S)
             assert not looked
@@ -306,8 +309,8 @@ def channel_agent(caller_pid: int) -> int:
 
 def test_what_is_said_to_a_closed_connection_is_lost_and_no_error() -> None:
     async def go() -> None:
-        peers = Peers(KnownHosts([Host("n1")]))
-        async with listening(peers.take) as listener:
+        peers = Peers(HostAdmission([Host("n1")]))
+        async with listening(peers.admit) as listener:
             child, channel = await joined(peers, listener)
             link: Any = channel._link
             for _ in range(2):
@@ -322,8 +325,8 @@ def test_what_is_said_to_a_closed_connection_is_lost_and_no_error() -> None:
 
 def test_a_node_that_was_cut_off_calls_again() -> None:
     async def go() -> None:
-        peers = Peers(KnownHosts([Host("n1")]))
-        async with listening(peers.take) as listener:
+        peers = Peers(HostAdmission([Host("n1")]))
+        async with listening(peers.admit) as listener:
             child, channel = await joined(peers, listener)
             told: list[str] = []
             channel.on_event = lambda event: told.append(event.kind)
@@ -354,14 +357,14 @@ def test_a_node_that_was_cut_off_calls_again() -> None:
 
 
 def test_a_node_calls_again_when_a_meeting_came_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    true_line, lines = reconnection.again_line, [b"raise SystemExit(1)\n"] * 2
+    true_line, lines = reconnection.reconnect_source, [b"raise SystemExit(1)\n"] * 2
     monkeypatch.setattr(
-        reconnection, "again_line", lambda *place: lines.pop() if lines else true_line(*place)
+        reconnection, "reconnect_source", lambda *place: lines.pop() if lines else true_line(*place)
     )
 
     async def go() -> None:
-        peers = Peers(KnownHosts([Host("n1")]))
-        async with listening(peers.take) as listener:
+        peers = Peers(HostAdmission([Host("n1")]))
+        async with listening(peers.admit) as listener:
             child, channel = await joined(peers, listener)
             peers.by_place[0].frames.writer.transport.abort()
             assert (await asyncio.wait_for(channel.request("clock"), PATIENCE_S))["time"] > 0
@@ -375,8 +378,8 @@ def test_a_node_calls_again_when_a_meeting_came_to_nothing(monkeypatch: pytest.M
 
 def test_a_node_whose_launcher_has_ended_ends() -> None:
     async def go() -> None:
-        peers = Peers(KnownHosts([Host("n1")]))
-        async with listening(peers.take) as listener:
+        peers = Peers(HostAdmission([Host("n1")]))
+        async with listening(peers.admit) as listener:
             child, channel = await joined(peers, listener)
             channel._dial = None  # as if this process had been killed
         peers.by_place[0].frames.writer.transport.abort()
@@ -480,11 +483,11 @@ def test_places_are_given_once() -> None:
         return Connection(about, None, writer, "10.0.0.2"), writer  # type: ignore[arg-type]
 
     async def go() -> None:
-        peers = Peers(KnownHosts([Host("n1"), Host("n2")]))
+        peers = Peers(HostAdmission([Host("n1"), Host("n2")]))
 
         def said(**about: Any) -> dict[str, Any]:
             made, writer = call(**about)
-            peers.take(made)
+            peers.admit(made)
             answer: dict[str, Any] = json.loads(writer.said)
             return answer
 

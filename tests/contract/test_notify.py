@@ -69,7 +69,7 @@ def test_a_run_that_was_left_is_told_by_the_name_that_its_user_knows(
 
 def test_nothing_that_is_told_says_a_rank_s_place() -> None:
     """So a job that a command starts is no part of the run that is over."""
-    assert not any(jobenv.is_ours(name) for name in WELL.variables())
+    assert not any(jobenv.is_reserved(name) for name in WELL.variables())
     assert not any(name.startswith("PACELINE_OPT_") for name in WELL.variables())
 
 

@@ -22,7 +22,7 @@ from paceline.launch.nodes import survey
 from paceline.launch.planning.planner import Supplies
 from paceline.launch.terminal.screen import Screen
 from paceline.remote.channel import Channel
-from paceline.remote.transport import Reached, nobody
+from paceline.remote.transport import ConnectedCallback, ignore_count
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Environment, Input, Job
@@ -41,7 +41,7 @@ class Differing(SimulatedTransport):
         self.agents: list[Simulated] = []
 
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
-                   reached: Reached = nobody) -> list[Channel]:  # fmt: skip
+                   reached: ConnectedCallback = ignore_count) -> list[Channel]:  # fmt: skip
         channels = await super().open(hosts, pythons, reached)
         self.agents = [channel._link for channel in channels]
         self.agents[-1].differs = True

@@ -37,7 +37,7 @@ from paceline.launch.planning import planner
 from paceline.launch.recorder import Recorder
 from paceline.launch.terminal.screen import Screen
 from paceline.remote import protocol
-from paceline.remote.channel import Channel, LoginRefused, Silent, Untrusted
+from paceline.remote.channel import Channel, HostUnresponsive, LoginRefused, ProtocolViolation
 from paceline.remote.network import candidates
 from paceline.remote.protocol import ANSWERS, BOOT, EVENTS, Conversation
 from paceline.rundir.directory import RunDirectory
@@ -45,7 +45,7 @@ from paceline.spec.errors import NodeError, PacelineError
 from paceline.spec.events import KINDS, Event
 from paceline.spec.hosts import Host
 from paceline.spec.job import Entry, Job
-from paceline.spec.shapes import MOST_DIGITS, Untrue
+from paceline.spec.schema import MAX_DIGITS, InvalidValue
 
 AGENT = Path(server.__file__).parent
 LONGEST_S = 5.0
@@ -208,7 +208,7 @@ FACTS = json.loads(json.dumps(facts.gather()))
 
 
 def test_a_schema_takes_the_numbers_that_a_frame_takes() -> None:
-    assert frames.MOST_DIGITS == MOST_DIGITS
+    assert frames.MOST_DIGITS == MAX_DIGITS
 
 
 def test_every_request_has_a_schema_and_an_example() -> None:
@@ -314,7 +314,7 @@ def test_a_right_greeting_after_any_noise(noise: bytes) -> None:
 
 
 def test_a_greeting_that_stops_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.remote.channel.STALL_S", 1.0)
+    monkeypatch.setattr("paceline.remote.channel.HELLO_STALL_S", 1.0)
     for said in (encode(hello())[:-1], MAGIC + struct.pack(">II", MAX_HELLO, 5) + b"{"):
         refused = opened(HAVE + said, end=False)
         assert isinstance(refused, LoginRefused)
@@ -324,13 +324,13 @@ def test_a_greeting_that_stops_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("said", [b"", MAGIC + struct.pack(">II", 99, 5) + b"{"])
 def test_a_host_that_falls_silent_is_given_up(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where no run's lease watches it, as in setup."""
-    monkeypatch.setattr("paceline.remote.channel.BEAT_S", 0.05)
-    monkeypatch.setattr("paceline.remote.channel.SILENCE_S", 1.0)
+    monkeypatch.setattr("paceline.remote.channel.POLL_S", 0.05)
+    monkeypatch.setattr("paceline.remote.channel.SILENCE_TIMEOUT_S", 1.0)
 
     async def go() -> None:
         channel = Channel(Host("n2"), Said(HAVE + encode(hello()) + said, end=False))  # type: ignore[arg-type]
         await channel.open()
-        with pytest.raises(Silent, match="fell silent"):
+        with pytest.raises(HostUnresponsive, match="fell silent"):
             await channel.request("execute", argv=["true"], input="", timeout_s=60)
         await channel.close()
 
@@ -373,7 +373,7 @@ def test_numbers_that_json_does_not_have() -> None:
         ((message, _),) = Decoder().feed(framed(b'{"re": 1, "monotonic": ' + text.encode() + b"}"))
         conversation = Conversation()
         conversation.ask(1, "lease", {})
-        with pytest.raises(Untrue, match="finite"):
+        with pytest.raises(InvalidValue, match="finite"):
             conversation.answer({**message, "time": 1.0}, b"")
 
 
@@ -448,7 +448,7 @@ def lie_in(hear: Callable[[], Any]) -> str:
     """What was called untrue, in few words; empty when nothing was."""
     try:
         hear()
-    except Untrue as lie:
+    except InvalidValue as lie:
         return str(lie) if len(str(lie)) < 400 else pytest.fail("too many words")
     return ""
 
@@ -468,9 +468,9 @@ def test_hostile_answers(op: str) -> None:
     hear(answer)
     hear({"error": "no", "holders": [[3, "x"]]}, b"")
     for lie in ({"error": 5}, {"error": None}, {"error": "x", "holders": 3}):
-        with pytest.raises(Untrue):
+        with pytest.raises(InvalidValue):
             hear(lie, b"")
-    with pytest.raises(Untrue, match="bytes with the answer"):
+    with pytest.raises(InvalidValue, match="bytes with the answer"):
         hear(answer, blob + b"x")
     if answer:
         lies = [lie_in(lambda: hear(variants(answer, chosen))) for _ in range(VARIANTS)]
@@ -512,7 +512,7 @@ def test_answers_to_what_was_not_asked(op: str, lie: dict[str, Any]) -> None:
     fields, _, blob = REQUESTS[op]
     conversation = Conversation()
     conversation.ask(2, op, fields)
-    with pytest.raises(Untrue):
+    with pytest.raises(InvalidValue):
         conversation.answer({"re": 2, **lie}, blob)
 
 
@@ -520,7 +520,7 @@ def test_answers_to_what_was_not_asked(op: str, lie: dict[str, Any]) -> None:
 def test_answers_to_nobody(number: Any) -> None:
     conversation = Conversation()
     conversation.ask(2, "bye", {})
-    with pytest.raises(Untrue):
+    with pytest.raises(InvalidValue):
         conversation.answer({"re": number}, b"")
 
 
@@ -596,7 +596,7 @@ def test_hostile_events(tmp_path: Path) -> None:
         try:
             if not conversation.event(message, blob):
                 return 1
-        except Untrue:
+        except InvalidValue:
             return 1
         ranks = [SimpleNamespace(rank=0)]
         plan: Any = SimpleNamespace(master_addr="", master_port=0, nodes=[
@@ -618,7 +618,7 @@ def test_hostile_events(tmp_path: Path) -> None:
             node.take_fork_server(event)
         attempt.on_event(node, event)
         recorder.take(event)
-        if event.written is not None:
+        if event.recorded_fields is not None:
             assert recorder.events[-1].kind == event.kind
         return 0
 
@@ -640,7 +640,7 @@ def below(root: Path) -> list[str]:
 def test_events_that_no_agent_sends(kind: Any) -> None:
     conversation = Conversation()
     conversation.event(hello(), b"")
-    with pytest.raises(Untrue, match="an event called"):
+    with pytest.raises(InvalidValue, match="an event called"):
         conversation.event({"event": kind, "stderr": "x", "rank": "../../x"}, b"")
 
 
@@ -650,7 +650,7 @@ def test_ranks_of_other_nodes(kind: str, rank: Any) -> None:
     conversation = Conversation()
     conversation.event(hello(), b"")
     conversation.ask(1, "start", {"ranks": [{"rank": 0}]})
-    with pytest.raises(Untrue):
+    with pytest.raises(InvalidValue):
         conversation.event({"event": kind, **TOLD[kind][0], "rank": rank}, b"")
 
 
@@ -663,7 +663,7 @@ def test_a_late_look_at_ranks_that_have_other_numbers_by_now() -> None:
     conversation.ask(3, "start", {"ranks": [{"rank": 0}]})
     assert conversation.answer({"re": 2, "ranks": [{"rank": 1, **LOOKED}]}, b"") == 2
     conversation.ask(4, "seen", {})
-    with pytest.raises(Untrue, match="rank 1, which does not run there"):
+    with pytest.raises(InvalidValue, match="rank 1, which does not run there"):
         conversation.answer({"re": 4, "ranks": [{"rank": 1, **LOOKED}]}, b"")
 
 
@@ -679,7 +679,7 @@ def test_what_a_program_says_wrongly_is_not_heard() -> None:
     for data in wrong:
         assert not conversation.event({"event": "said", "rank": 0, "data": data}, b"")
     # nor what only an agent or the launcher can know
-    for name in (name for name, kind in KINDS.items() if kind.by != "rank"):
+    for name in (name for name, kind in KINDS.items() if kind.sender != "rank"):
         told = {"kind": "event", "event": name, "code": 0, "copy": "/a", "home": "/b"}
         assert not conversation.event({"event": "said", "rank": 0, "data": told}, b"")
 
@@ -703,12 +703,12 @@ def test_a_lie_ends_the_connection_and_is_told() -> None:
         waiting = asyncio.ensure_future(channel.request("lease", seconds=1.0))
         await asyncio.sleep(0)
         link.reader.feed_data(lie)
-        with pytest.raises(Untrusted, match="n2 sent what no agent") as caught:
+        with pytest.raises(ProtocolViolation, match="n2 sent what no agent") as caught:
             await asyncio.wait_for(waiting, 60)
         assert isinstance(caught.value, NodeError)
         (lost,) = told
         assert lost.kind == "connection ended"
-        assert lost["trouble"] == channel.trouble == caught.value.found
+        assert lost["trouble"] == channel.violation == caught.value.found
         await channel.close()
 
     for lie in lies:
@@ -729,7 +729,7 @@ def test_a_right_conversation_goes_on() -> None:
 
     asyncio.run(go())
     known = protocol.BOOT_WORDS
-    assert protocol.words_after_mark(b"old 3.8 /usr/bin/python3", known) == [
+    assert protocol.parse_boot_line(b"old 3.8 /usr/bin/python3", known) == [
         "old",
         "3.8",
         "/usr/bin/python3",

@@ -27,13 +27,13 @@ from paceline.agent.reconnection import MARK, Place, mac
 from paceline.agent.server import Agent
 from paceline.agent.stream import Stream
 from paceline.remote import reconnection
-from paceline.remote.agent_code import again_line
+from paceline.remote.agent_code import reconnect_source
 from paceline.remote.channel import Channel, LoginRefused
 from paceline.remote.link import ProcessLink
 from paceline.remote.openssh import agent_command
 from paceline.spec.events import Event
 from paceline.spec.hosts import Host
-from paceline.spec.shapes import Untrue
+from paceline.spec.schema import InvalidValue
 
 KEY = b"k" * 32
 ENDLESS = 1 << 60
@@ -255,7 +255,7 @@ async def talk(*lefts: int) -> AsyncIterator[Talk]:
     channel.on_event = told.append
     channel._tasks.append(asyncio.create_task(channel._read_stderr()))
     channel.listen()
-    await channel._stay()
+    await channel._register()
     try:
         yield Talk(channel, agent, told, left)
     finally:
@@ -278,7 +278,7 @@ def test_nothing_is_lost_and_nothing_comes_twice(
 ) -> None:
     chance = random.Random(seed)
     monkeypatch.setattr(reconnection, "PAUSE_S", 0.0)
-    monkeypatch.setattr("paceline.remote.channel.LAST_WORDS_S", 0.0)
+    monkeypatch.setattr("paceline.remote.channel.STDERR_GRACE_S", 0.0)
     many = 400
     lefts = [chance.randrange(1, 6000) for _ in range(25)]
 
@@ -317,7 +317,7 @@ def test_what_goes_in_pieces_goes_on_over_other_links(
 ) -> None:
     chance = random.Random(seed)
     monkeypatch.setattr(reconnection, "PAUSE_S", 0.0)
-    monkeypatch.setattr("paceline.remote.channel.LAST_WORDS_S", 0.0)
+    monkeypatch.setattr("paceline.remote.channel.STDERR_GRACE_S", 0.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     lefts = [chance.randrange(2000, 90_000) for _ in range(8)]
     paths = [f"{number}/{'x' * 200}" for number in range(1500)]  # in a frame of 300 KB
@@ -342,7 +342,7 @@ def test_what_goes_in_pieces_goes_on_over_other_links(
 def test_the_launcher_hears_at_once_that_nobody_is_there() -> None:
     async def go() -> None:
         async with talk() as one:
-            one.channel._place = reconnection.Place("paceline-" + "0" * 32, KEY)
+            one.channel._address = reconnection.AgentAddress("paceline-" + "0" * 32, KEY)
 
             async def dial() -> Any:
                 argv = agent_command(sys.executable)
@@ -394,9 +394,9 @@ def test_a_link_that_is_dropped_for_another_is_a_break() -> None:
 
     async def go() -> None:
         channel = Channel(Host("n1"), Mock(cut=AsyncMock()))
-        channel.last_heard = 5.0
+        channel.last_received = 5.0
         await channel._drop_link()
-        assert channel.broken
+        assert channel.is_broken
         assert channel._broken_at == 5.0  # so long it took until it goes on
 
     asyncio.run(go())
@@ -486,13 +486,13 @@ def test_a_goodbye_that_is_not_answered_is_said_again(
                 assert dial is not None
 
                 async def later() -> Any:
-                    if not one.channel._left:
+                    if not one.channel._has_left:
                         raise OSError("no way yet")
                     return await dial()
 
                 one.channel._dial = later
                 line.transport.abort()
-                await one.until(lambda: one.channel.broken)
+                await one.until(lambda: one.channel.is_broken)
             await one.channel.close(60.0)
             await one.until(lambda: bool(reasons))
             assert reasons == ["bye"]
@@ -509,11 +509,11 @@ def test_a_silent_link_that_speaks_again_is_kept() -> None:
 
             one.channel._dial = nobody
             link = one.channel._link
-            one.channel.look_again()
+            one.channel.reconnect()
             await asyncio.sleep(0.05)
             assert await one.channel.request("clock")
             assert one.channel._link is link
-            assert one.channel._looking is None
+            assert one.channel._reconnecting is None
 
     asyncio.run(asyncio.wait_for(go(), 60))
 
@@ -645,7 +645,7 @@ def test_a_place_without_an_agent_is_said_to_be_gone() -> None:
     place = Place(KEY)
     place.close()
     done = subprocess.run(
-        agent_command(sys.executable), input=again_line(place.name), capture_output=True,
+        agent_command(sys.executable), input=reconnect_source(place.name), capture_output=True,
         timeout=60, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (3, MARK + b"gone\n")
@@ -654,7 +654,7 @@ def test_a_place_without_an_agent_is_said_to_be_gone() -> None:
 def test_the_command_line_tells_nothing_of_the_reconnection() -> None:
     """All of it is sent: the remote command is the one that starts an agent."""
     assert "paceline-" not in " ".join(agent_command("python3")).replace("paceline-boot", "")
-    assert KEY not in again_line("paceline-ab")
+    assert KEY not in reconnect_source("paceline-ab")
 
 
 class Liar:
@@ -684,15 +684,15 @@ class Liar:
 ])  # fmt: skip
 def test_who_cannot_prove_to_be_the_agent_is_not_listened_to(said: bytes) -> None:
     async def go() -> None:
-        found = reconnection.Found(Liar(said), "ab" * 16, b"")  # type: ignore[arg-type]
-        with pytest.raises((reconnection.Gone, EOFError, Untrue)):
-            await reconnection.prove(found, reconnection.Place("paceline-x", KEY), 3)
+        found = reconnection.PendingLink(Liar(said), "ab" * 16, b"")  # type: ignore[arg-type]
+        with pytest.raises((reconnection.AgentGone, EOFError, InvalidValue)):
+            await reconnection.authenticate(found, reconnection.AgentAddress("paceline-x", KEY), 3)
 
     asyncio.run(go())
 
 
 def test_who_gives_the_search_up_leaves_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reconnection, "EVERY_S", 0.01)
+    monkeypatch.setattr(reconnection, "ATTEMPT_INTERVAL_S", 0.01)
     monkeypatch.setattr(reconnection, "PAUSE_S", 0.0)
 
     class Slow(Liar):
@@ -715,7 +715,9 @@ def test_who_gives_the_search_up_leaves_no_link(monkeypatch: pytest.MonkeyPatch)
         async def dial() -> Any:
             return links.pop(0) if links else await asyncio.Event().wait()
 
-        looking = asyncio.create_task(reconnection.look(dial, reconnection.Place("x", KEY)))
+        looking = asyncio.create_task(
+            reconnection.reconnect(dial, reconnection.AgentAddress("x", KEY))
+        )
         await asyncio.wait_for(slow.cutting.wait(), 60)
         looking.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -731,7 +733,7 @@ def test_an_agent_that_heard_more_than_was_said_is_not_believed() -> None:
             one.agent.outbox.heard = 10**6
             with pytest.raises(ConnectionError):
                 await one.channel.request("clock")
-            assert "never sent" in one.channel.trouble
+            assert "never sent" in one.channel.violation
 
     with pytest.raises(Exception, match="never sent"):
         asyncio.run(asyncio.wait_for(go(), 60))

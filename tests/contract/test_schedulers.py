@@ -22,7 +22,7 @@ from paceline.schedulers import SCHEDULERS, current_scheduler, load, mpi, slurm,
 from paceline.schedulers.scheduler import Options
 from paceline.schedulers.script import BatchRequest
 from paceline.schedulers.slurm import parse_job
-from paceline.spec.errors import GoneError, SettingError
+from paceline.spec.errors import PermanentConnectError, SettingError
 from paceline.spec.hosts import Host
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "schedulers"
@@ -790,7 +790,7 @@ def test_what_srun_says_is_explained(
     assert cause in error.message
     assert error.brief.endswith(f": {words.splitlines()[0]}")
     assert cause in error.brief
-    assert isinstance(error, GoneError) is ("is over" in cause or "no longer" in cause)
+    assert isinstance(error, PermanentConnectError) is ("is over" in cause or "no longer" in cause)
     assert "n2" in error.message
     assert words in error.found
     assert error.remedy

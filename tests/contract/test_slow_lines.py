@@ -26,7 +26,7 @@ from paceline.agent.snapshot import BLOCK, blob_path
 from paceline.remote.channel import Channel
 from paceline.spec.events import Event
 from paceline.spec.hosts import Host
-from paceline.transfer.files import fetch_file, send_file
+from paceline.transfer.files import fetch_file, send_blocks
 
 RATE = 500_000  # bytes a second: 4 Mbit/s
 LARGE = 2_000_000  # bytes: four seconds of it
@@ -164,7 +164,9 @@ def test_words_go_between_the_pieces_of_what_is_sent(large: Path) -> None:
     async def go() -> None:
         async with slow() as one:
             digest = hashlib.sha256(large.read_bytes()).hexdigest()
-            sending = asyncio.create_task(send_file(one.channel, digest, large))
+            sending = asyncio.create_task(
+                send_blocks(one.channel, large, "put_blob", sha256=digest)
+            )
             assert await one.words(sending) > 8  # four blocks are under way at once
             assert one.line.most["up"] < SHORT
             assert blob_path(digest)
@@ -240,7 +242,9 @@ def test_a_line_that_stops_takes_no_more_than_it_had_carried(large: Path) -> Non
     async def go() -> None:
         async with slow() as one:
             digest = hashlib.sha256(large.read_bytes()).hexdigest()
-            sending = asyncio.create_task(send_file(one.channel, digest, large))
+            sending = asyncio.create_task(
+                send_blocks(one.channel, large, "put_blob", sha256=digest)
+            )
             while one.line.most["up"] < 20_000:
                 await asyncio.sleep(0.01)
             one.line.stopped = True
@@ -266,8 +270,10 @@ def test_a_line_that_stands_still_holds_up_no_other(large: Path) -> None:
         async with slow() as one, slow() as other:
             digest = hashlib.sha256(large.read_bytes()).hexdigest()
             other.line.stopped = True
-            waiting = asyncio.create_task(send_file(other.channel, digest, large))
-            await send_file(one.channel, digest, large)
+            waiting = asyncio.create_task(
+                send_blocks(other.channel, large, "put_blob", sha256=digest)
+            )
+            await send_blocks(one.channel, large, "put_blob", sha256=digest)
             assert not waiting.done()
             assert len(other.line.up) < SHORT
             other.line.stopped = False
@@ -285,7 +291,7 @@ def test_who_leaves_waits_for_no_file(large: Path, tmp_path: Path) -> None:
             arriving = Arriving(str(tmp_path / "here"), "large")
             digest = hashlib.sha256(large.read_bytes()).hexdigest()
             work = [
-                asyncio.create_task(send_file(one.channel, digest, large)),
+                asyncio.create_task(send_blocks(one.channel, large, "put_blob", sha256=digest)),
                 asyncio.create_task(
                     fetch_file(one.channel, str(large.parent), "large", LARGE, arriving)
                 ),

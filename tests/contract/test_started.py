@@ -16,8 +16,8 @@ import pytest
 from paceline.agent import caller
 from paceline.remote import this_machine
 from paceline.remote.channel import Channel
-from paceline.rendezvous.started import Start, StartedTransport, _Command, end_group
-from paceline.spec.errors import ConnectError, GoneError, PacelineError
+from paceline.rendezvous.scheduled import ScheduledTransport, Start, _Command, end_group
+from paceline.spec.errors import ConnectError, PacelineError, PermanentConnectError
 from paceline.spec.hosts import Host
 
 PATIENCE_S = 60.0
@@ -35,7 +35,7 @@ class Fan:
     """Starts callers on this machine, under the hosts' names."""
 
     def __init__(self, *, apart: bool = False) -> None:
-        self.apart = apart
+        self.starts_each_host = apart
         self.fails = ""  # instead of starting anything
         self.ended = False
 
@@ -56,11 +56,11 @@ class Fan:
         self.ended = True
 
 
-async def opened(transport: StartedTransport, *hosts: Host) -> list[Channel]:
+async def opened(transport: ScheduledTransport, *hosts: Host) -> list[Channel]:
     return await transport.open(hosts, [sys.executable] * len(hosts))
 
 
-def agent_of(transport: StartedTransport, number: int, place: int = 0) -> int:
+def agent_of(transport: ScheduledTransport, number: int, place: int = 0) -> int:
     """The process of an agent: its guard's child, which is its caller's, which is the command's."""
     process = transport._commands[number]._process
     assert process is not None
@@ -83,7 +83,7 @@ async def gone(pid: int) -> None:
 def test_a_lost_agent_is_started_again_and_the_others_stay() -> None:
     async def go() -> None:
         starter = Fan()
-        transport = StartedTransport(starter)
+        transport = ScheduledTransport(starter)
         first, second = await opened(transport, *HOSTS)
         os.kill(agent_of(transport, 0, 1), signal.SIGKILL)
         await asyncio.wait_for(second.lost.wait(), PATIENCE_S)
@@ -111,7 +111,7 @@ def test_an_agent_that_was_only_cut_off_is_refused_once_it_was_replaced() -> Non
     """It ends: also when nobody is left of the command that had started it."""
 
     async def go() -> None:
-        transport = StartedTransport(Fan())
+        transport = ScheduledTransport(Fan())
         first, second = await opened(transport, *HOSTS)
         stale, agent = transport._commands[0].peers.by_place[1], agent_of(transport, 0, 1)
         second.abandon()  # as when nothing was heard of it; the agent itself lives, and calls again
@@ -149,7 +149,7 @@ def test_hosts_one_by_one_at_once() -> None:
     """As a start with fewer hosts than asked for does, each by a command of its own."""
 
     async def go() -> None:
-        transport = StartedTransport(Fan())
+        transport = ScheduledTransport(Fan())
         opening = (opened(transport, host) for host in HOSTS)
         channels = [channel for one in await asyncio.gather(*opening) for channel in one]
         assert [channel.host for channel in channels] == list(HOSTS)
@@ -169,7 +169,7 @@ def test_a_command_for_each_host_from_the_beginning() -> None:
     async def go() -> None:
         reached: list[int] = []
         starter = Fan(apart=True)
-        transport = StartedTransport(starter)
+        transport = ScheduledTransport(starter)
         first, second = await transport.open(HOSTS, [sys.executable] * 2, reached.append)
         assert [first.host, second.host] == list(HOSTS)
         assert max(reached) == 2
@@ -193,7 +193,7 @@ def test_of_a_command_for_each_host_all_that_are_missing_are_named() -> None:
     async def go() -> None:
         starter = Fan(apart=True)
         starter.fails = "no such node"
-        transport = StartedTransport(starter)
+        transport = ScheduledTransport(starter)
         with pytest.raises(ConnectError, match="no n1, n2: 3") as caught:
             await opened(transport, *HOSTS)
         assert caught.value.brief == "no such node"
@@ -204,10 +204,10 @@ def test_of_a_command_for_each_host_all_that_are_missing_are_named() -> None:
 
 
 def test_a_further_try_is_no_use_where_a_way_is_closed_for_good() -> None:
-    assert issubclass(GoneError, ConnectError)
-    assert GoneError("x", found="a\nb").brief == "a"
-    assert GoneError("x", found="a\nb", brief="c").brief == "c"
-    assert GoneError("x").brief == "x"
+    assert issubclass(PermanentConnectError, ConnectError)
+    assert PermanentConnectError("x", found="a\nb").brief == "a"
+    assert PermanentConnectError("x", found="a\nb", brief="c").brief == "c"
+    assert PermanentConnectError("x").brief == "x"
 
 
 def test_with_a_command_ends_what_it_has_left_in_a_group_of_its_own() -> None:
@@ -221,7 +221,7 @@ def test_with_a_command_ends_what_it_has_left_in_a_group_of_its_own() -> None:
         )
         assert process.stdout is not None
         assert await asyncio.wait_for(process.stdout.readline(), PATIENCE_S) == b"up\n"
-        pids = [pid for pid, _ in this_machine.started_by(process.pid)]
+        pids = [pid for pid, _ in this_machine.session_processes(process.pid)]
         assert len(pids) == 2
         await end_group(process)
         for pid in pids:
@@ -237,10 +237,10 @@ def test_what_a_command_leaves_that_ends_by_itself_is_ended_with_it() -> None:
     async def go() -> None:
         command = _Command(1, HOSTS, [sys.executable] * 2)
         start = Start((sys.executable, "-c", left), {}, (), "T_NODE")
-        await command.begin(start, [("127.0.0.1", 1)], b"k" * 32)
-        while command.status is None or not command.words:
+        await command.start(start, [("127.0.0.1", 1)], b"k" * 32)
+        while command.status is None or not command.output:
             await asyncio.sleep(0.01)
-        pid = int(command.words)
+        pid = int(command.output)
         os.kill(pid, 0)
         await command.end(0.0)
         await gone(pid)
@@ -262,8 +262,8 @@ def test_what_a_command_leaves_in_a_session_of_its_own_is_ended_with_it() -> Non
     async def go() -> None:
         command = _Command(1, HOSTS, [sys.executable] * 2)
         start = Start((sys.executable, "-c", left), {}, (), "T_NODE")
-        await command.begin(start, [("127.0.0.1", 1)], b"k" * 32)
-        while not command.words:
+        await command.start(start, [("127.0.0.1", 1)], b"k" * 32)
+        while not command.output:
             await asyncio.sleep(0.01)
         command.peers.channels = nobody_else  # type: ignore[method-assign]
         await command.connect()
@@ -272,6 +272,6 @@ def test_what_a_command_leaves_in_a_session_of_its_own_is_ended_with_it() -> Non
         while command.status is None:
             await asyncio.sleep(0.01)
         await asyncio.wait_for(command.end(0.0), PATIENCE_S)
-        await gone(int(command.words))
+        await gone(int(command.output))
 
     asyncio.run(go())

@@ -37,15 +37,15 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_process_is_known_by_its_start(system: str, sleeper: subprocess.Popen[bytes]) -> None:
-    start = this_machine.started(sleeper.pid)
+    start = this_machine.start_time(sleeper.pid)
     assert start is not None
-    assert start == this_machine.started(sleeper.pid)
-    assert not this_machine.send(sleeper.pid, start + 1, signal.SIGKILL)
+    assert start == this_machine.start_time(sleeper.pid)
+    assert not this_machine.signal_process(sleeper.pid, start + 1, signal.SIGKILL)
     assert sleeper.poll() is None
-    assert this_machine.send(sleeper.pid, start, signal.SIGTERM)
+    assert this_machine.signal_process(sleeper.pid, start, signal.SIGTERM)
     assert sleeper.wait(60) == -signal.SIGTERM
-    assert this_machine.started(sleeper.pid) is None
-    assert not this_machine.send(sleeper.pid, start, signal.SIGTERM)
+    assert this_machine.start_time(sleeper.pid) is None
+    assert not this_machine.signal_process(sleeper.pid, start, signal.SIGTERM)
 
 
 def test_a_dead_child_that_nobody_waited_for_is_gone(system: str) -> None:
@@ -54,13 +54,13 @@ def test_a_dead_child_that_nobody_waited_for_is_gone(system: str) -> None:
         os._exit(0)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     try:
-        assert this_machine.started(pid) is None
+        assert this_machine.start_time(pid) is None
     finally:
         os.waitpid(pid, 0)
 
 
 def test_a_pid_of_nobody(system: str) -> None:
-    assert this_machine.started(GONE) is None
+    assert this_machine.start_time(GONE) is None
 
 
 def test_addresses_are_those_of_the_interfaces(system: str) -> None:

@@ -24,7 +24,7 @@ from launches import PATIENCE_S, SOURCE, Site, eventually, project_at
 
 from paceline.agent.control import ask
 from paceline.rundir import detached_file
-from paceline.spec.detached import About, Detached
+from paceline.spec.detached import DetachedRecord, SupervisorLocation
 
 pytestmark = pytest.mark.lab
 
@@ -52,7 +52,7 @@ def said(where: Path, *words: str) -> tuple[int, str, str]:
 
 
 @contextlib.contextmanager
-def left(site: Site, *job: str, launched_in: Path) -> Iterator[tuple[About, Path]]:
+def left(site: Site, *job: str, launched_in: Path) -> Iterator[tuple[DetachedRecord, Path]]:
     """A run that a launcher on n1 has in the place of a detached one; and its folder there."""
     home, inside = site.lab.home("n1"), site.lab.home_inside()
     site.runs += 1
@@ -66,7 +66,7 @@ def left(site: Site, *job: str, launched_in: Path) -> Iterator[tuple[About, Path
         owner = home / run / "owner.json"
         assert eventually(lambda: (home / run / "plan.json").exists())
         mark = json.loads(owner.read_text())
-        about = About(
+        about = DetachedRecord(
             mark["run_id"], "job", ("paceline", "run", *job), ("n1",), time.time(),
             f"{getpass.getuser()}@{socket.gethostname()}", str(launched_in), mark["host"],
             mark["pid"], mark["start"], f"{inside}/{run}",
@@ -80,12 +80,13 @@ def left(site: Site, *job: str, launched_in: Path) -> Iterator[tuple[About, Path
         process.wait(PATIENCE_S)
 
 
-def leads_there(site: Site, about: About, folder: Path) -> None:
+def leads_there(site: Site, about: DetachedRecord, folder: Path) -> None:
     """What a launching machine keeps of a run that it has left."""
     folder.mkdir(parents=True)
     config = str(site.lab.ssh_config)
-    there = Detached(about.run_id, "n1", "n1", "/x", about.started - 1, python=sys.executable,
-                     ssh_config=config)  # fmt: skip
+    there = SupervisorLocation(
+        about.run_id, "n1", "n1", "/x", about.started - 1, python=sys.executable, ssh_config=config
+    )
     detached_file.write(folder, there)
 
 
@@ -170,7 +171,9 @@ def test_a_host_that_cannot_be_asked_is_told_and_what_is_known_is_shown(
 ) -> None:
     folder = tmp_path / "runs" / "three"
     folder.mkdir(parents=True)
-    there = Detached("ab" * 6, "n1", "n1", "/x", 5.0, port=1, ssh_config=str(site.lab.ssh_config))
+    there = SupervisorLocation(
+        "ab" * 6, "n1", "n1", "/x", 5.0, port=1, ssh_config=str(site.lab.ssh_config)
+    )
     detached_file.write(folder, there)
     code, out, err = said(tmp_path, "status", "three")
     assert code == 1
@@ -183,7 +186,9 @@ def test_a_host_that_cannot_be_asked_is_told_and_what_is_known_is_shown(
     code, out, err = said(tmp_path, "runs")
     assert code == 0
     assert "n1 could not be asked" in err
-    nobody = Detached("ab" * 6, "n1", "n1", "/x", 5.0, ssh_config=str(site.lab.ssh_config))
+    nobody = SupervisorLocation(
+        "ab" * 6, "n1", "n1", "/x", 5.0, ssh_config=str(site.lab.ssh_config)
+    )
     detached_file.write(folder, nobody)
     code, _, err = said(tmp_path, "attach", "three")
     assert code == 1

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from launches import Launch, Site, eventually, project_at
 
-from paceline.spec.rundir import version_of
+from paceline.spec.rundir import parse_version
 
 pytestmark = pytest.mark.lab
 
@@ -90,8 +90,8 @@ def test_who_is_cut_off_writes_nothing_beside_the_others(site: Site, cut: str) -
         until(second, lambda: tokens(root) >= {2})
         former = [one for one in names(root) if token(one) == 1]
         assert eventually(lambda: not ours(site)), ours(site)
-        newest = max(names(root), key=version_of)
-        until(second, lambda: max(names(root), key=version_of) > newest)
+        newest = max(names(root), key=parse_version)
+        until(second, lambda: max(names(root), key=parse_version) > newest)
         second.signal(signal.SIGINT)
         second.end()
     left = [one for one in names(root) if token(one) == 1]
@@ -110,8 +110,8 @@ def tokens(root: Path) -> set[int]:
 
 
 def names(root: Path) -> list[str]:
-    return [one.name for one in root.iterdir() if version_of(one.name)] if root.exists() else []
+    return [one.name for one in root.iterdir() if parse_version(one.name)] if root.exists() else []
 
 
 def token(name: str) -> int:
-    return (version_of(name) or (0, 0))[0]
+    return (parse_version(name) or (0, 0))[0]

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from paceline import train
-from paceline.spec.failure import ECHO, WAITED
+from paceline.spec.failure import COLLECTIVE_TIMEOUT, SECONDARY_ERROR
 from paceline.train import direct, recovery
 from paceline.train.comms import Comms
 from paceline.train.communication.wire import Wire
@@ -182,7 +182,7 @@ def lost(folder: Path) -> None:
     if comms.world.rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     said = refused(comms.barrier)
-    assert ECHO.search(said), said
+    assert SECONDARY_ERROR.search(said), said
     assert refused(comms.barrier) == said  # who asks once more hears the same
     note(folder, {"said": [said]})
     os._exit(0)
@@ -196,7 +196,7 @@ def late(folder: Path) -> None:
         time.sleep(1.5)
         os._exit(0)
     said = refused(comms.barrier)
-    assert WAITED.search(said), said
+    assert COLLECTIVE_TIMEOUT.search(said), said
     note(folder, {"said": [said]})
     os._exit(0)
 

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from paceline.spec.rundir import BEST, LATEST, pointed, version_of
+from paceline.spec.rundir import BEST, LATEST, parse_version, read_pointer
 from paceline.train.checkpoints.format import Damaged, Entry, Manifest, write_chunks
 from paceline.train.checkpoints.store import Fenced, Store
 
@@ -75,7 +75,7 @@ def second(root: Path) -> int:
     passed, name = newest_intact(root)
     assert passed <= 1, (passed, name)
     (root.parent / "known.json").write_text(json.dumps(sorted(known)))
-    version = version_of(name)
+    version = parse_version(name)
     assert version is not None
     for step in range(version[1] + 1, version[1] + 1 + STEPS):
         make(store, step)
@@ -126,7 +126,7 @@ def one_case(root: Path, draw: random.Random, seen: Counter[str]) -> None:
     assert ended == 0, ended
     assert left in (FENCED, -signal.SIGKILL), left
     passed, name = newest_intact(root)
-    version = version_of(name)
+    version = parse_version(name)
     assert passed == 0, name
     assert version is not None
     assert version[0] == 2
@@ -136,7 +136,7 @@ def one_case(root: Path, draw: random.Random, seen: Counter[str]) -> None:
     third = Store(root)
     third.claim(0, "the third")
     make(third, version[1] + 5 - version[1] % 5)  # the next best: pointers are right again
-    assert pointed(root / LATEST) == pointed(root / BEST) == newest_intact(root)[1]
+    assert read_pointer(root / LATEST) == read_pointer(root / BEST) == newest_intact(root)[1]
     seen["late"] += (root.parent / "late").exists()
     seen["fenced" if left == FENCED else "killed"] += 1
 

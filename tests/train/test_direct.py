@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import ranks
 
 from paceline.explain import stacks
-from paceline.spec.failure import ECHO, silent_peer
+from paceline.spec.failure import SECONDARY_ERROR, unreachable_peer
 from paceline.train import direct
 
 SCRIPT = str(Path(__file__).with_name("directly.py"))
@@ -87,5 +87,7 @@ def test_an_end_is_known_for_what_it_is_and_whose_it_is(number: int) -> None:
     one = direct._Both(2, Silent(), "[10.0.0.2]:4567", 1, room, room)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError) as caught:
         one.move()
-    assert ECHO.search(str(caught.value))
-    assert silent_peer(str(caught.value)) == ("" if number == errno.ECONNABORTED else "10.0.0.2")
+    assert SECONDARY_ERROR.search(str(caught.value))
+    assert unreachable_peer(str(caught.value)) == (
+        "" if number == errno.ECONNABORTED else "10.0.0.2"
+    )

@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import ranks
 
-from paceline.spec.failure import ECHO
+from paceline.spec.failure import SECONDARY_ERROR
 
 SCRIPT = str(Path(__file__).with_name("handing.py"))
 Found = dict[str, Any]
@@ -95,7 +95,7 @@ def test_a_newcomer_that_cannot_take_it_fails_alone(worlds: Path) -> None:
     *others, taker = read(worlds / "another afresh")
     assert "runs another training\nsize: 3 there, 4 here" in taker["problem"]
     for one in others:
-        assert ECHO.search(one["problem"])
+        assert SECONDARY_ERROR.search(one["problem"])
         assert "another training" not in one["problem"]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paceline.spec.failure import ASTRAY
+from paceline.spec.failure import NEWCOMER_DIVERGED
 
 sys.path.insert(0, str(Path(__file__).parent))
 import ranks
@@ -107,7 +107,7 @@ def test_who_goes_by_a_counter_of_its_own_ends_before_it_does_harm(worlds: Path)
     assert float((left(worlds / "plain: astray") - left(worlds / "plain")).abs().max()) < 1e-10
     assert [slot for _, slot, _ in events(found, "newcomer ready")] == [1]
     assert found["statuses"] == {"0": 0, "1": -9, "2": 0}
-    assert ASTRAY in (worlds / "plain: astray" / "astray").read_text()
+    assert NEWCOMER_DIVERGED in (worlds / "plain: astray" / "astray").read_text()
 
 
 @pytest.mark.parametrize("name", PHASES)

@@ -109,7 +109,7 @@ def test_what_cannot_be_is_refused(worlds: Any) -> None:
             "no host of this job is called n9",
             "there is no weight for n2",
             "--global-batch 1 cannot be shared unevenly among 2 processes",
-            "--drop-slow has nothing to go by",
+            "--drop-slow needs --balance auto",
             "balance='quick' cannot be understood",
             "--balance auto does not go with --shard",
             "a limit for each host does not go with a sharded model",

@@ -17,7 +17,7 @@ from paceline.agent import inside
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.directory import RunDirectory
 from paceline.spec import rundir as names
-from paceline.transfer.follow import foreign
+from paceline.transfer.follow import is_remote
 from paceline.transfer.results import Fetcher
 
 __all__ = ["cache"]  # for all tests here
@@ -176,12 +176,12 @@ def test_a_node_writes_no_record_of_a_run(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_a_supervisor_writes_its_own_records_alone(name: str) -> None:
-    assert not foreign(name)
+    assert not is_remote(name)
 
 
 @pytest.mark.parametrize("line", ["[", "7", '"a"', '{"own": 3}', "\\xff"])
 def test_a_damaged_record_makes_a_folder_nobodys(tmp_path: Path, line: str) -> None:
-    (tmp_path / names.BROUGHT).write_text(f"{line}\n" * 3)
+    (tmp_path / names.FETCHED_LIST).write_text(f"{line}\n" * 3)
     (tmp_path / "mine").touch()
     assert Arrivals(tmp_path).place("mine", "n1") == "files/n1/mine"
 
@@ -198,8 +198,8 @@ def test_what_stays_on_a_node_is_not_removed_with_the_job(tmp_path: Path, cache:
         there = Path(answer["root"])
         fill(there, {"a/HEAD": b"x", ".hydra/config.yaml": b"x", "plan.json": b"x", "b": b"x",
                      ".paceline-run": b""})  # fmt: skip
-        await fetcher.fetch(channel, str(there), None, home, leave=names.is_brought_apart,
-                            refuse=names.why_reserved)  # fmt: skip
+        await fetcher.fetch(channel, str(there), None, home, leave=names.is_fetched_separately,
+                            refuse=names.reserved_reason)  # fmt: skip
         assert fetcher.left_on == {"n1"}
         assert content(home) == {"b": b"x"}
         assert f"3 files stayed on n1 in {there}" in noted[0]

@@ -112,13 +112,13 @@ def test_module_and_program_exclude_each_other() -> None:
 
 def test_this_very_machine_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = [{"address": "127.0.0.1"}, {"address": "10.0.0.2"}]
-    monkeypatch.setattr(this_machine, "own_names", lambda: {"n1", "localhost"})
+    monkeypatch.setattr(this_machine, "local_names", lambda: {"n1", "localhost"})
     monkeypatch.setattr(this_machine, "addresses", lambda: mine)
-    by_name = this_machine.mark_me(Cluster((Host("n1"), Host("n3"))))
+    by_name = this_machine.mark_local(Cluster((Host("n1"), Host("n3"))))
     assert [host.local for host in by_name.hosts] == [True, False]
-    by_address = this_machine.mark_me(Cluster((Host("n3"), Host("10.0.0.2"))))
+    by_address = this_machine.mark_local(Cluster((Host("n3"), Host("10.0.0.2"))))
     assert [host.local for host in by_address.hosts] == [False, True]
-    neither = this_machine.mark_me(Cluster((Host("n3"), Host("n4"))))
+    neither = this_machine.mark_local(Cluster((Host("n3"), Host("n4"))))
     assert [host.local for host in neither.hosts] == [False, False]
 
 

@@ -16,11 +16,13 @@ from paceline.cli.verbs import runs as runs_verb
 from paceline.remote import this_machine
 from paceline.remote.openssh import SshOptions
 from paceline.rundir import detached_file, ownership
-from paceline.spec.detached import DETACHED, About, Detached
+from paceline.spec.detached import DETACHED, DetachedRecord, SupervisorLocation
 from paceline.spec.errors import SettingError
 from paceline.transfer import follow
 
-BACK = Detached("ab" * 6, "n1", "10.0.0.1", "/x", 5.0, "ada", 22, "/k", "/opt/python", "/c")
+BACK = SupervisorLocation(
+    "ab" * 6, "n1", "10.0.0.1", "/x", 5.0, "ada", 22, "/k", "/opt/python", "/c"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +99,7 @@ def test_another_users_key_or_a_planted_one_seals_nothing(tmp_path: Path) -> Non
 def test_a_host_that_the_user_names_makes_it_the_users_own(tmp_path: Path) -> None:
     path = written(tmp_path)
     change(path, python="/evil")
-    about = About(BACK.run_id, "job", (), (), 5.0, "me@here", "/x", "n1", 2, 3.0, "/x/run")
+    about = DetachedRecord(BACK.run_id, "job", (), (), 5.0, "me@here", "/x", "n1", 2, 3.0, "/x/run")
     named = replace(BACK, python="python3")
     assert detached.local_folder(about, named, path.parent) == path
     assert detached_file.is_authentic(path)

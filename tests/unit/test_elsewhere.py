@@ -12,13 +12,13 @@ import pytest
 
 from paceline.cli.runs import client, sync
 from paceline.cli.runs.client import RemoteLauncher
-from paceline.remote.channel import Silent
-from paceline.spec.detached import Detached
+from paceline.remote.channel import HostUnresponsive
+from paceline.spec.detached import SupervisorLocation
 from paceline.spec.errors import ConnectError, NodeError
 from paceline.spec.hosts import Host
-from paceline.transfer.follow import Forgotten, Standing
+from paceline.transfer.follow import RunState, UnknownRun
 
-BREAKS = [ConnectionError("n2 is gone"), Silent(Host("n2", "n2"), 4.0)]
+BREAKS = [ConnectionError("n2 is gone"), HostUnresponsive(Host("n2", "n2"), 4.0)]
 
 
 class Channel:
@@ -40,11 +40,11 @@ class Following:
         self._behind -= 1
         return self._behind >= 0
 
-    async def refresh(self) -> Standing:
+    async def refresh(self) -> RunState:
         answer = self._answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        assert isinstance(answer, Standing)
+        assert isinstance(answer, RunState)
         return answer
 
     async def finish(self, _: str, note: Any) -> bool:
@@ -73,12 +73,12 @@ def way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             return left.pop(0)
 
         monkeypatch.setattr(client, "follow", follow)
-        return RemoteLauncher(tmp_path, Detached("ab" * 6, "n2", "n2", "/x", 1.0))
+        return RemoteLauncher(tmp_path, SupervisorLocation("ab" * 6, "n2", "n2", "/x", 1.0))
 
     return to
 
 
-RUNNING, ENDED = Standing("running", None), Standing("ended", None)
+RUNNING, ENDED = RunState("running", None), RunState("ended", None)
 
 
 @pytest.mark.parametrize("broken", BREAKS)
@@ -120,7 +120,7 @@ def test_a_connection_that_breaks_is_an_error_in_words(
 
 
 def test_a_run_that_somebody_else_has_brought_home_is_over(way: Any) -> None:
-    there = way(Following(RUNNING, Forgotten("gone")))
+    there = way(Following(RUNNING, UnknownRun("gone")))
 
     async def looks() -> None:
         await there.look()
@@ -134,12 +134,12 @@ def test_what_ranks_save_after_their_supervisor_was_lost_comes_home_too(
     way: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ago_s: float, waits: float | None
 ) -> None:
     """Its folder on the host goes then: not before the lease is over, which ends the ranks."""
-    back = Detached("ab" * 6, "n2", "n2", "/x", 1.0).to_json()
+    back = SupervisorLocation("ab" * 6, "n2", "n2", "/x", 1.0).to_json()
     lease = {"settings": {"lease_s": {"value": 30.0}}}
     where = {"time": time.time() - ago_s, "ranks": [], "hang": ""}
     for name, said in {"detached": back, "plan": lease, "ranks": where}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(said))
-    lost = Standing("lost", None)
+    lost = RunState("lost", None)
     there, slept = way(Following(lost, lost, lost)), list[float]()
 
     async def sleep(seconds: float) -> None:

@@ -18,10 +18,10 @@ from agents import Served, agent_in_thread
 from paceline.agent import procs
 from paceline.remote.channel import AgentRefusal
 from paceline.rundir.ownership import detached_of
-from paceline.spec.detached import DETACHED, Detached
+from paceline.spec.detached import DETACHED, SupervisorLocation
 from paceline.spec.errors import NodeError
 from paceline.transfer import follow
-from paceline.transfer.follow import Follower, Standing, foreign, grows
+from paceline.transfer.follow import Follower, RunState, is_growing, is_remote
 
 RUN_ID = "ab" * 6
 
@@ -30,7 +30,7 @@ RUN_ID = "ab" * 6
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own for the agent; short files count as long."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(follow, "WHOLE", 1000)
+    monkeypatch.setattr(follow, "MAX_SMALL_BYTES", 1000)
     monkeypatch.setattr(follow, "BLOCK", 64)
     return tmp_path / "cache" / "paceline"
 
@@ -52,7 +52,7 @@ def there(cache: Path, **more: Any) -> Path:
 def home(tmp_path: Path) -> Path:
     path = tmp_path / "home"
     path.mkdir(exist_ok=True)
-    left = Detached(RUN_ID, "n1", "n1", "/somewhere", 4.0)
+    left = SupervisorLocation(RUN_ID, "n1", "n1", "/somewhere", 4.0)
     (path / DETACHED).write_text(json.dumps(left.to_json()))
     return path
 
@@ -195,7 +195,7 @@ def test_a_supervisor_that_died_is_told_and_a_living_one_is_not_discarded(
     there(cache, pid=1 << 22)
 
     async def work(follower: Follower, _: Served) -> None:
-        assert await follower.refresh() == Standing("lost", (await follower.refresh()).about)
+        assert await follower.refresh() == RunState("lost", (await follower.refresh()).about)
         assert await follower.ask({"do": "state"}) is None
         assert not await follower.signal(1)
         there(cache)
@@ -269,4 +269,4 @@ def test_only_files_of_the_run_can_be_read(cache: Path, tmp_path: Path) -> None:
      (".paceline-key", False, False), ("model/config.json", False, True)],
 )  # fmt: skip
 def test_which_files_come_and_how(path: str, added: bool, comes: bool) -> None:
-    assert (grows(path), foreign(path)) == (added, comes)
+    assert (is_growing(path), is_remote(path)) == (added, comes)

@@ -20,9 +20,9 @@ import torch._dynamo  # as the first optimizer does; it leaves a variable behind
 from safetensors.torch import save_file
 
 from paceline.spec.errors import PacelineError
-from paceline.spec.records import MOST_BYTES as MOST_LINE
+from paceline.spec.records import MAX_LINE_BYTES as MOST_LINE
 from paceline.spec.records import last_steps
-from paceline.spec.rundir import BEST, WRITER, pointed
+from paceline.spec.rundir import BEST, WRITER, read_pointer
 from paceline.train import files
 from paceline.train.checkpoints.capture import Copier, Training, capture
 from paceline.train.checkpoints.format import (
@@ -261,7 +261,7 @@ def test_pointers(tmp_path: Path) -> None:
     for raw in [*RAW, *(json.dumps({"step": one}).encode() for one in ODD[:8])]:
         (tmp_path / "best.json").write_bytes(raw)
         assert Store(tmp_path).best([]) is None
-        assert isinstance(pointed(tmp_path / BEST), str)
+        assert isinstance(read_pointer(tmp_path / BEST), str)
 
 
 def test_what_starting_again_would_do(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from paceline.launch import call, interrupts
 from paceline.launch.call import RankError
 from paceline.launch.planning.planner import with_inputs
 from paceline.launch.results.summary import RunOutcome
-from paceline.spec.duration import seconds_in
+from paceline.spec.duration import parse_duration
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure, Result
@@ -179,10 +179,10 @@ def test_hosts_and_paths_as_people_pass_them(tmp_path: Path,
 
 def test_lengths_of_time_as_people_type_them() -> None:
     typed = {"90": 90, 90: 90, 0.5: 0.5, "10m": 600, "1h30m": 5400, "1.5s": 1.5, "2d": 172800}
-    assert {said: seconds_in(said) for said in typed} == typed
+    assert {said: parse_duration(said) for said in typed} == typed
     for said in ("", "m", "10x", "1h 30m", "-1", -1, "inf", "nan", float("nan")):
         with pytest.raises(ValueError):
-            seconds_in(said)
+            parse_duration(said)
 
 
 def test_a_function_may_name_the_package_that_launches_it() -> None:

@@ -22,7 +22,7 @@ from paceline.remote.transport import Transport
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Data, Entry, Environment, Input, Job, parse_processes
-from paceline.spec.launched import MPI_DIALECTS
+from paceline.spec.launchers import MPI_DIALECTS
 from paceline.spec.plan import Copy, Plan
 from paceline.spec.settings import Setting, Source
 from paceline.transfer.data import DataPlace

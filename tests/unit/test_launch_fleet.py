@@ -44,12 +44,12 @@ from paceline.launch.terminal.run_state import Waiting
 from paceline.remote import fanout
 from paceline.remote.network import LOOPBACK
 from paceline.remote.openssh import SshOptions
-from paceline.spec.errors import ConnectError, GoneError, NodeError
+from paceline.spec.errors import ConnectError, NodeError, PermanentConnectError
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure, Result
 from paceline.spec.hosts import Host
 from paceline.spec.job import Entry, Job
-from paceline.spec.nodes import nodes_of
+from paceline.spec.nodes import parse_node_count
 from paceline.spec.settings import Setting, Source
 
 ENTRY = Entry("script", "a.py")
@@ -62,13 +62,13 @@ class Agent:
         self.host = Host(name)
         self.on_event: Any = None
         self.facts: dict[str, Any] = {}
-        self.last_heard = 0.0
+        self.last_received = 0.0
         self.silent = False
         self.asked: list[str] = []
         self.abandoned = False
         self.looked = 0
-        self.broken = False
-        self.nest = None
+        self.is_broken = False
+        self.warm_slot = None
 
     async def request(self, op: str, **_: Any) -> dict[str, Any]:
         self.asked.append(op)
@@ -76,13 +76,13 @@ class Agent:
             await asyncio.sleep(60)
         if op == "refuse":
             raise NodeError("no")
-        self.last_heard = asyncio.get_running_loop().time()
+        self.last_received = asyncio.get_running_loop().time()
         return {"monotonic": 0.0, "quiet_s": 3.5}
 
-    def leased(self) -> None:
+    def stop_watching(self) -> None:
         pass
 
-    def look_again(self) -> None:
+    def reconnect(self) -> None:
         self.looked += 1
 
     def abandon(self) -> None:
@@ -249,7 +249,7 @@ def test_a_way_that_broke_counts_sooner_where_ranks_have_lost_somebody(
         fleet, _, losses = fleet_of(*agents, lease_s=8.0)
         fleet.watchful, fleet.at_a_loss = True, at_a_loss
         await asyncio.sleep(0.1)
-        agents[1].silent = agents[1].broken = True
+        agents[1].silent = agents[1].is_broken = True
         for _ in range(400 if at_a_loss else 30):
             await asyncio.sleep(0.05)
             if losses:
@@ -323,7 +323,7 @@ class Dialling:
     async def open(self, hosts: Any, pythons: Any) -> list[Any]:
         self.tries += 1
         if self.gone:
-            raise GoneError("no agent", found="words", brief="the allocation is over")
+            raise PermanentConnectError("no agent", found="words", brief="the allocation is over")
         if self.tries < 2 or not self._comes_back:
             raise ConnectError("cannot log in", found="no answer: n2: timed out")
         return [Agent(host.name) for host in hosts]
@@ -561,7 +561,7 @@ def recovery_of(plan: Any, members: Any, fleet: Fleet, reconnector: Any = None, 
 
 
 def elastic(text: str, **more: Any) -> Job:
-    return Job("a", ENTRY, "/", "python3", nnodes=Setting(nodes_of(text)), **more)
+    return Job("a", ENTRY, "/", "python3", nnodes=Setting(parse_node_count(text)), **more)
 
 
 def test_a_job_that_can_do_with_fewer_goes_on() -> None:
@@ -1132,7 +1132,7 @@ def test_what_was_opened_is_closed_before_the_event_loop_is(
     async def scene() -> None:
         hosts = [Host("n1"), Host("n2")]
         for work in (
-            fanout.reach_all(hosts, ["python3"] * 2, SshOptions()),
+            fanout.try_connect_all(hosts, ["python3"] * 2, SshOptions()),
             together([connect(host) for host in hosts]),
         ):
             task = asyncio.ensure_future(work)
@@ -1193,7 +1193,9 @@ def test_hosts_connect_from_all_their_addresses_or_nobody_knows_from_where() -> 
 
 
 def test_nothing_starts_again_beside_a_stranger() -> None:
-    job = Job("a", ENTRY, "/", "python3", max_restarts=Setting(3), nnodes=Setting(nodes_of("1:2")))
+    job = Job(
+        "a", ENTRY, "/", "python3", max_restarts=Setting(3), nnodes=Setting(parse_node_count("1:2"))
+    )
 
     async def scene() -> None:
         notes: list[str] = []

@@ -62,7 +62,7 @@ def test_ucx_keeps_its_cards(interface: str, cards: list[Any], devices: str) -> 
 )
 def test_what_a_host_does_not_have_is_refused(variable: str, value: str, said: str) -> None:
     with pytest.raises(SettingError) as refused:
-        interfaces.refuse_absent(HOSTS, FACTS, {variable: value})
+        interfaces.validate_variables(HOSTS, FACTS, {variable: value})
     assert said in refused.value.found
     assert f"{variable}={value}" in refused.value.message
     assert refused.value.exit_code == 2
@@ -86,13 +86,13 @@ def test_what_a_host_does_not_have_is_refused(variable: str, value: str, said: s
     ],
 )
 def test_what_may_be_is_left_alone(variable: str, value: str) -> None:
-    interfaces.refuse_absent(HOSTS, FACTS, {variable: value})
+    interfaces.validate_variables(HOSTS, FACTS, {variable: value})
 
 
 def test_a_node_that_tells_nothing_is_not_judged() -> None:
     silent = {"n1": {"interfaces": None, "rdma": None}}
     for variable in (*interfaces.EXACT, "NCCL_SOCKET_IFNAME", "UCX_NET_DEVICES", "FI_PROVIDER"):
-        interfaces.refuse_absent([Host("n1")], silent, {variable: "verbs"})
+        interfaces.validate_variables([Host("n1")], silent, {variable: "verbs"})
 
 
 def test_cards_are_read_from_the_kernels_files(tmp_path: Path) -> None:

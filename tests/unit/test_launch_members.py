@@ -39,7 +39,7 @@ from paceline.launch.elastic.members import (
 )
 from paceline.launch.elastic.rank_events import ANSWER_S, LEAVING_S, OWN_S, SAVED
 from paceline.launch.elastic.retry_policy import MAX_STRIKES, NEWCOMER_DELAYS_S, RetryPolicy
-from paceline.spec.failure import ASTRAY, UNLIKE, Failure
+from paceline.spec.failure import NEWCOMER_DIVERGED, NEWCOMER_MISMATCH, Failure
 
 HOSTS = {0: "n1", 1: "n1", 2: "n2", 3: "n2", 4: "n3"}
 BOOM = "ValueError: boom"
@@ -106,7 +106,7 @@ class Job:
         assert [type(one) for one in self.decide()] == [Joined]
 
 
-@pytest.mark.parametrize("why", [UNLIKE, ASTRAY])
+@pytest.mark.parametrize("why", [NEWCOMER_MISMATCH, NEWCOMER_DIVERGED])
 def test_a_newcomer_that_does_not_do_as_the_others_ends_alone(why: str) -> None:
     """It says so before its first batch, or after its first steps with the others."""
     job = Job()
@@ -137,7 +137,7 @@ def test_where_ranks_wait_apart_those_that_came_later_are_at_fault() -> None:
     told, never = job.decide()
     assert isinstance(told, Recovered)
     assert told.losses[0].headline == "hung for longer than 30 s"
-    assert never == NotAgain((2,), ASTRAY)
+    assert never == NotAgain((2,), NEWCOMER_DIVERGED)
 
 
 def test_a_rank_whose_loader_worker_was_killed_is_replaced() -> None:

@@ -214,7 +214,7 @@ def test_a_host_without_addresses_is_named() -> None:
 @pytest.mark.parametrize("count", [1, 2, 16, 17, 64])
 def test_who_tries_whom(count: int) -> None:
     names = [f"n{number}" for number in range(count)]
-    pairs = network.pairs(names)
+    pairs = network.probe_targets(names)
     assert list(pairs) == names
     assert all(name not in others for name, others in pairs.items())
     assert all(names[0] in others for name, others in pairs.items() if name != names[0])

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.launch import failure_analysis
 from paceline.spec.events import Event
-from paceline.spec.failure import Failure, Kind, Result, signal_name, silent_peer
+from paceline.spec.failure import Failure, Kind, Result, signal_name, unreachable_peer
 
 
 def failure(rank: int | None, time: float, headline: str = "", kind: Kind = "exception",
@@ -207,12 +207,12 @@ def test_a_line_that_is_gone_is_an_echo_in_gloo_s_words_only(why: str) -> None:
     said = (
         f"{GLOO}Read error [10.77.0.13]:12957: {why}. This is typically caused by a remote worker"
     )
-    assert failure(1, 0.0, said).echo
-    assert silent_peer(said) == "10.77.0.13"
+    assert failure(1, 0.0, said).is_secondary
+    assert unreachable_peer(said) == "10.77.0.13"
     for own in (f"TimeoutError: [Errno 110] {why}", f"URLError: <urlopen error [Errno 101] {why}>",
                 f"OSError: read error [10.0.0.1]: {why}"):  # fmt: skip
-        assert not failure(1, 0.0, own).echo
-        assert not silent_peer(own)
+        assert not failure(1, 0.0, own).is_secondary
+        assert not unreachable_peer(own)
 
 
 @pytest.mark.parametrize(
@@ -228,4 +228,4 @@ def test_a_line_that_is_gone_is_an_echo_in_gloo_s_words_only(why: str) -> None:
     ],
 )  # fmt: skip
 def test_whom_a_rank_could_not_hear(said: str, peer: str) -> None:
-    assert silent_peer(GLOO + said) == peer
+    assert unreachable_peer(GLOO + said) == peer

@@ -10,7 +10,7 @@ from each_case import each_case
 from paceline.launch.elastic.startup import StartupTracker, is_by_chance
 from paceline.launch.failure_analysis import describe_end
 from paceline.spec.events import Event
-from paceline.spec.failure import HERE, Failure
+from paceline.spec.failure import LAUNCHER_HOST, Failure
 from paceline.spec.job import Entry, Job
 
 SESSION = ("torch", "paceline.train?")
@@ -70,7 +70,7 @@ def test_a_script_is_at_its_beginning_until_it_shows(told: list[Any], expected: 
     ("alone", "ranks"),
     [
         (job(), 1), (job("binary"), 2), (job("function"), 2), (job(needs_torch=False), 2),
-        (job(own_store=True), 2),
+        (job(opens_store=True), 2),
     ],
 )  # fmt: skip
 def test_what_needs_no_others_may_do_anything_once_it_runs(alone: Job, ranks: int) -> None:
@@ -95,7 +95,7 @@ def ended(signum: int, memory: dict[str, Any] | None = None) -> Failure:
         (Failure("lost", "n1", None, headline="no word"), True),
         (Failure("agent", "n1", None, headline="its guard was killed"), True),
         (Failure("forkserver", "n1", None, headline="killed"), True),
-        (Failure("launcher", HERE, None, headline="this launcher was stopped"), True),
+        (Failure("launcher", LAUNCHER_HOST, None, headline="this launcher was stopped"), True),
         (Failure("exception", "n1", 1, headline="ValueError: boom"), False),
         (Failure("exit", "n1", 1, code=7, headline="exit status 7"), False),
         (Failure("hang", "n1", 1, headline="hung"), False),

@@ -16,7 +16,7 @@ from paceline.launch.results.summary import last_lines
 from paceline.rundir import directory as rundir
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.errors import NodeError, SettingError
-from paceline.spec.rundir import log_file, safe
+from paceline.spec.rundir import log_file, safe_name
 
 
 def owner(path: Path, **more: Any) -> None:
@@ -245,7 +245,7 @@ def test_a_place_where_nothing_can_be() -> None:
      (".x", "x"), ("", "_")],
 )  # fmt: skip
 def test_names_of_folders(name: str, folder: str) -> None:
-    assert safe(name) == folder
+    assert safe_name(name) == folder
 
 
 def test_fresh_names(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from paceline.explain.libraries import summarize
 from paceline.launch.planning import planner
 from paceline.launch.recorder import MAX_PARTIAL, Sieve
 from paceline.report import explanation
-from paceline.spec.libraries import level
+from paceline.spec.libraries import classify_line
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "libraries"
 SAID = {
@@ -78,7 +78,7 @@ def test_warnings_come_first_and_once() -> None:
     ],
 )  # fmt: skip
 def test_a_line_is_known_by_its_form(line: str, found: str | None) -> None:
-    assert level(line) == found
+    assert classify_line(line) == found
 
 
 def test_lines_are_parted_however_they_are_cut() -> None:

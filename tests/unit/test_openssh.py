@@ -12,7 +12,7 @@ import pytest
 from each_case import each_case
 from paceline.remote import openssh
 from paceline.remote.agent_code import agent_code
-from paceline.remote.openssh import BOOT_S, SshOptions, agent_command, classify
+from paceline.remote.openssh import BOOT_TIMEOUT_S, SshOptions, agent_command, classify
 from paceline.spec.hosts import Host
 
 HOST = Host("n2", address="10.77.0.12", user="me", port=2222)
@@ -210,7 +210,9 @@ def test_the_key_that_was_shown(words: str, key: str | None) -> None:
 
 def test_an_agent_that_is_told_nothing_ends() -> None:
     """A firewall may end its connection on the other side only; sshd keeps it for hours."""
-    command = [word.replace(f"[],{BOOT_S}", "[],0.1") for word in agent_command(sys.executable)]
+    command = [
+        word.replace(f"[],{BOOT_TIMEOUT_S}", "[],0.1") for word in agent_command(sys.executable)
+    ]
     assert command != agent_command(sys.executable)
     with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
         assert child.wait(30) == 0

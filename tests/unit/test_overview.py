@@ -29,7 +29,7 @@ from paceline.cli.verbs.runs import Row, best_metric, row_of_detached, table
 from paceline.remote.openssh import SshOptions
 from paceline.rundir import records
 from paceline.rundir.ownership import FETCHED_AT
-from paceline.spec.detached import DETACHED, About
+from paceline.spec.detached import DETACHED, DetachedRecord
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Host
 
@@ -41,7 +41,7 @@ def left(run_id: str = "ab" * 6, name: str = "one", **more: Any) -> DetachedRun:
              "pid_start": 4.0, "run": "/home/me/.cache/x/run"}  # fmt: skip
     own = {key: more.pop(key) for key in ("ended", "exit_code", "started") if key in more}
     fields: dict[str, Any] = {"alive": True, "result": "", "ranks": "", "metrics": "", **more}
-    return DetachedRun(Host("n1", "10.0.0.1"), About(**{**about, **own}), **fields)  # type: ignore[arg-type]
+    return DetachedRun(Host("n1", "10.0.0.1"), DetachedRecord(**{**about, **own}), **fields)  # type: ignore[arg-type]
 
 
 def test_the_best_figure_is_that_of_an_evaluation() -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from paceline.rendezvous import endpoint as endpoints
-from paceline.rendezvous import typed
+from paceline.rendezvous import manual
 from paceline.rendezvous.endpoint import Endpoint
 from paceline.rendezvous.listener import Connection
-from paceline.rendezvous.peers import Peers, SameCommand
+from paceline.rendezvous.peers import CommandAdmission, Peers
 from paceline.spec.errors import ConnectError, SettingError
 
 KEY = "00112233445566778899aabbccddeeff"
@@ -31,7 +31,7 @@ def test_a_name_is_no_key() -> None:
     one, other = endpoint(name="456"), endpoint(name="456")
     assert one.key != other.key
     assert "456" not in one.token
-    assert endpoints.key_of(one.token) == one.key
+    assert endpoints.derive_key(one.token) == one.key
     assert re.fullmatch(r"([0-9a-f]{4}-){7}[0-9a-f]{4}", one.token)
 
 
@@ -44,16 +44,16 @@ def test_a_key_is_shown_by_nothing_else() -> None:
 def test_a_key_from_the_environment_is_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_RDZV_KEY", KEY)
     made = endpoint(place=1)
-    assert made.key == endpoints.key_of(KEY)
+    assert made.key == endpoints.derive_key(KEY)
     assert made.token == ""
     assert "PACELINE_RDZV_KEY" not in os.environ
 
 
 def test_a_key_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "key"
-    file.write_text(endpoints.spelled(KEY).upper() + "\n")
+    file.write_text(endpoints.format_token(KEY).upper() + "\n")
     file.chmod(0o600)
-    assert endpoint(file).key == endpoint(file, place=1).key == endpoints.key_of(KEY)
+    assert endpoint(file).key == endpoint(file, place=1).key == endpoints.derive_key(KEY)
     file.chmod(0o640)
     with pytest.raises(SettingError, match="can be read by others"):
         endpoint(file)
@@ -66,7 +66,7 @@ def test_a_key_from_a_file(tmp_path: Path) -> None:
 )
 def test_what_could_be_guessed_is_no_key(text: str) -> None:
     with pytest.raises(SettingError, match="no key for a rendezvous"):
-        endpoints.key_of(text)
+        endpoints.derive_key(text)
 
 
 def test_another_node_needs_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_it_is_asked_for_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("sys.stdin", Terminal())
     monkeypatch.setattr("getpass.getpass", lambda prompt: KEY)
-    assert endpoint(place=1).key == endpoints.key_of(KEY)
+    assert endpoint(place=1).key == endpoints.derive_key(KEY)
 
 
 class Writer:
@@ -101,12 +101,12 @@ class Writer:
 def comes(peers: Peers, **about: Any) -> str:
     writer = Writer()
     base = {"stream": "frames", "nodes": 2, "command": "c", "rendezvous": "a", "name": "n2"}
-    peers.take(Connection({**base, **about}, None, writer, "10.0.0.2"))  # type: ignore[arg-type]
+    peers.admit(Connection({**base, **about}, None, writer, "10.0.0.2"))  # type: ignore[arg-type]
     return writer.said.decode()
 
 
 def test_who_may_come() -> None:
-    peers = Peers(SameCommand(2, "a", "c"))
+    peers = Peers(CommandAdmission(2, "a", "c"))
     assert "is called 'a'" in comes(peers, rendezvous="b")
     assert "waits for 2 nodes" in comes(peers, nodes=None)
     assert "another script" in comes(peers, command="d")
@@ -115,14 +115,14 @@ def test_who_may_come() -> None:
 
 @pytest.mark.parametrize("name", ["../../x", "/etc", "", "a\nb", None, 7, "x" * 200, "\x1b[2J"])
 def test_a_node_cannot_choose_a_path_for_a_name(name: object) -> None:
-    peers = Peers(SameCommand(2, "a", "c"))
+    peers = Peers(CommandAdmission(2, "a", "c"))
     assert '"ok"' in comes(peers, name=name)
     assert peers.by_place[1].host.name in ("node1", "7")
 
 
 @pytest.mark.parametrize("place", [[1], {}, "1", 9, -1, 1.5])
 def test_a_place_that_is_none_breaks_nothing(place: object) -> None:
-    peers = Peers(SameCommand(2, "a", "c"))
+    peers = Peers(CommandAdmission(2, "a", "c"))
     comes(peers)
     assert '"error"' in comes(peers, place=place)
 
@@ -135,12 +135,12 @@ def test_a_name_that_nobody_knows_yet_is_asked_for_again(monkeypatch: pytest.Mon
         asked.extend(addresses)
         raise OSError("Name or service not known")
 
-    monkeypatch.setattr(typed.caller, "dial", dial)
-    monkeypatch.setattr(typed, "addresses_of", lambda host: [])
+    monkeypatch.setattr(manual.caller, "dial", dial)
+    monkeypatch.setattr(manual, "resolve", lambda host: [])
     monkeypatch.setenv("PACELINE_RDZV_KEY", KEY)
     here = endpoints.endpoint("first.invalid:29400", None, None, 1, 2, 5.0)
     with pytest.raises(ConnectError, match="did not meet the first node") as caught:
-        typed.serve(here, ("train.py",), "python3")
+        manual.serve(here, ("train.py",), "python3")
     assert asked == [("first.invalid", 29400)]
     assert "Name or service not known" in caught.value.found
 
@@ -153,13 +153,13 @@ def test_a_first_node_that_lost_its_power_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its connection stays open and silent; the agent, whose lease ran out, has ended."""
-    monkeypatch.setattr(typed, "GOODBYE_S", 0.2)
+    monkeypatch.setattr(manual, "GOODBYE_S", 0.2)
     ours, theirs = socket.socketpair()
     argv = [sys.executable, "-c", "import sys; sys.exit('no launcher for 10 s')"]
     with ours, theirs, subprocess.Popen(argv, stderr=subprocess.PIPE) as agent:
         agent.wait(20)
         with pytest.raises(ConnectError, match="the first node went away"):
-            typed._wait(ours, agent, nobody)
+            manual._wait(ours, agent, nobody)
         ours.shutdown(socket.SHUT_RDWR)
 
 
@@ -167,5 +167,5 @@ def test_what_the_first_node_says_at_the_end() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, subprocess.Popen(["sleep", "60"], stderr=subprocess.PIPE) as agent:
         theirs.sendall(b'{"exit_code": 7}\n')
-        assert typed._wait(ours, agent, nobody) == 7
+        assert manual._wait(ours, agent, nobody) == 7
         agent.kill()

@@ -24,7 +24,7 @@ from paceline.explain.rules import load_all
 from paceline.launch.terminal.run_state import Waiting
 from paceline.report import explanation
 from paceline.rundir.ownership import FETCHED_AT, LAST_STATUS
-from paceline.spec.detached import DETACHED, Detached
+from paceline.spec.detached import DETACHED, SupervisorLocation
 from paceline.spec.errors import SettingError
 
 ALIVE = 4711  # a process id that stands for one that lives
@@ -204,7 +204,7 @@ def left_elsewhere(name: str, **more: object) -> Path:
     """The folder of a run whose supervisor is on another host."""
     folder = Path("runs") / name
     folder.mkdir(parents=True)
-    back = Detached("ab" * 6, "n2", "n2", "/x", 1000.0).to_json()
+    back = SupervisorLocation("ab" * 6, "n2", "n2", "/x", 1000.0).to_json()
     (folder / DETACHED).write_text(json.dumps({**back, **more}))
     return folder
 

@@ -9,21 +9,23 @@ from pathlib import Path
 import pytest
 
 from paceline.agent import leave as there
-from paceline.spec.detached import About, Detached
+from paceline.spec.detached import DetachedRecord, SupervisorLocation
 from paceline.spec.hosts import Host
 
-ABOUT = About(
+ABOUT = DetachedRecord(
     run_id="0123456789ab", name="train", command=("paceline", "run", "train.py"),
     hosts=("n1", "n2"), started=1.5e9, launched_by="ada@laptop", launched_in="/home/ada/runs/x",
     supervisor_host="node-1", pid=77, pid_start=12.0, run="/home/ada/.cache/x/run",
 )  # fmt: skip
-DETACHED = Detached("0123456789ab", "n1", "10.0.0.1", "/home/ada/.cache/x", 1.5e9, "ada", 2222,
-                    "/home/ada/.ssh/key", "/usr/bin/python3", "/home/ada/config")  # fmt: skip
+DETACHED = SupervisorLocation(
+    "0123456789ab", "n1", "10.0.0.1", "/home/ada/.cache/x", 1.5e9, "ada", 2222,
+    "/home/ada/.ssh/key", "/usr/bin/python3", "/home/ada/config",
+)  # fmt: skip
 
 
 def test_both_come_back_from_json_as_they_were() -> None:
-    assert About.read(json.loads(json.dumps(ABOUT.to_json()))) == ABOUT
-    assert Detached.read(json.loads(json.dumps(DETACHED.to_json()))) == DETACHED
+    assert DetachedRecord.read(json.loads(json.dumps(ABOUT.to_json()))) == ABOUT
+    assert SupervisorLocation.read(json.loads(json.dumps(DETACHED.to_json()))) == DETACHED
     assert DETACHED.to_json()["ssh"] == {
         "config": "/home/ada/config", "identity_file": "/home/ada/.ssh/key"
     }  # fmt: skip
@@ -38,17 +40,22 @@ def test_both_come_back_from_json_as_they_were() -> None:
      {"folder": "relative"}, {"host": ["n1"]}],
 )  # fmt: skip
 def test_what_leads_nowhere_is_nothing(change: dict[str, object]) -> None:
-    tables = [(About, {**ABOUT.to_json(), **change}), (Detached, {**DETACHED.to_json(), **change})]
+    tables = [
+        (DetachedRecord, {**ABOUT.to_json(), **change}),
+        (SupervisorLocation, {**DETACHED.to_json(), **change}),
+    ]
     (kind, said) = next((kind, said) for kind, said in tables if set(change) <= set(
-        ABOUT.to_json() if kind is About else DETACHED.to_json()))  # fmt: skip
+        ABOUT.to_json() if kind is DetachedRecord else DETACHED.to_json()))  # fmt: skip
     assert kind.read(said) is None
 
 
 def test_odd_values_of_little_weight_count_as_absent() -> None:
-    odd = About.read({**ABOUT.to_json(), "hosts": "n1", "ended": "x", "exit_code": 1.5, "name": 3})
+    odd = DetachedRecord.read(
+        {**ABOUT.to_json(), "hosts": "n1", "ended": "x", "exit_code": 1.5, "name": 3}
+    )
     assert odd is not None
     assert (odd.hosts, odd.ended, odd.exit_code, odd.name) == ((), 0.0, None, "")
-    away = Detached.read({**DETACHED.to_json(), "ssh": None, "port": "22", "address": ""})
+    away = SupervisorLocation.read({**DETACHED.to_json(), "ssh": None, "port": "22", "address": ""})
     assert away is not None
     assert (away.ssh_config, away.port, away.address) == (None, None, "n1")
 

@@ -73,7 +73,7 @@ def planted(pid: int, **more: Any) -> Path:
     folder.mkdir(parents=True)
     (folder / "plan.json").write_text("{}")
     (folder / ".paceline-probe").write_text("0" * 32)
-    owner = {"host": socket.gethostname(), "pid": pid, "start": this_machine.started(pid),
+    owner = {"host": socket.gethostname(), "pid": pid, "start": this_machine.start_time(pid),
              "since": "now", **more}  # fmt: skip
     (folder / "owner.json").write_text(json.dumps(owner))
     return folder

@@ -18,7 +18,7 @@ from paceline.setup import access
 from paceline.spec import terminal
 from paceline.spec.errors import NodeError
 from paceline.spec.hosts import Host
-from paceline.spec.terminal import clean, clean_line, wrapped
+from paceline.spec.terminal import clean, clean_line, wrap
 
 OBEYED = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -79,26 +79,26 @@ def test_every_error_of_ours_is_clean() -> None:
 
 
 def test_lines_are_broken_between_words() -> None:
-    text = wrapped("  remedy: " + "word " * 20 + "a-path/" * 3, 40)
+    text = wrap("  remedy: " + "word " * 20 + "a-path/" * 3, 40)
     assert all(len(line) <= 40 for line in text.splitlines())
     assert all(line.startswith(" " * 10) for line in text.splitlines()[1:])
     assert "a-path/a-path/a-path/" in text
-    assert wrapped("paceline: " + "word " * 10, 40).splitlines()[1].startswith("  word")
+    assert wrap("paceline: " + "word " * 10, 40).splitlines()[1].startswith("  word")
     for label in ("epoch 12  ", "warn     ", "unknown  "):
-        assert wrapped(label + "word " * 10, 40).splitlines()[1].index("word") == len(label)
+        assert wrap(label + "word " * 10, 40).splitlines()[1].index("word") == len(label)
 
 
 def test_what_can_be_pasted_stays_on_one_line() -> None:
     command = "         → sudo ufw allow from 10.77.0.1 to any port 1024:65535 proto tcp"
-    assert wrapped(command, 40) == command
-    assert len(wrapped("  remedy: paceline check tells the cases apart, for all hosts", 40)
+    assert wrap(command, 40) == command
+    assert len(wrap("  remedy: paceline check tells the cases apart, for all hosts", 40)
                .splitlines()) == 2  # fmt: skip
 
 
 def test_verbs_print_through_one_place() -> None:
     """What goes straight to the terminal is JSON, help, or a text for a file."""
     plain = re.compile(r"click\.echo\((?!json\.dumps|ctx\.get_help|click\.style|write_hosts|script"
-                       r"|markdown|text, nl=False|f\"export|for_reader|clean)")  # fmt: skip
+                       r"|markdown|text, nl=False|f\"export|format_for|clean)")  # fmt: skip
     folder = Path(cli.__file__).parent
     found = [f"{file.name}: {line.strip()}" for file in sorted(folder.rglob("*.py"))
              for line in file.read_text().splitlines() if plain.search(line)]  # fmt: skip

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from each_case import each_case
-from paceline.spec.balance import refuse_limits, refuse_weights
+from paceline.spec.balance import validate_limits, validate_weights
 from paceline.spec.errors import SettingError
 from paceline.train import balance
 from paceline.train.balance import Controller, even
@@ -323,23 +323,23 @@ def test_hosts_that_are_away_or_came_later_have_their_part_of_the_weights() -> N
 )
 def test_wrong_weights_are_refused(weights: dict[str, float], said: str) -> None:
     with pytest.raises(SettingError, match=said) as refused:
-        refuse_weights(weights, ["n1", "n2"])
+        validate_weights(weights, ["n1", "n2"])
     assert refused.value.remedy
 
 
 def test_wrong_limits_are_refused() -> None:
-    refuse_limits({"n2": 8}, ["n1", "n2", "n2"])
+    validate_limits({"n2": 8}, ["n1", "n2", "n2"])
     with pytest.raises(SettingError, match="no host of this job is called n9") as refused:
-        refuse_limits({"n9": 8}, ["n1", "n2"])
+        validate_limits({"n9": 8}, ["n1", "n2"])
     assert refused.value.remedy == "--micro-batch n2=8"
     with pytest.raises(SettingError) as refused:
-        refuse_limits({"N1": 4, "n9": 8}, ["n1", "n2"])
+        validate_limits({"N1": 4, "n9": 8}, ["n1", "n2"])
     assert refused.value.remedy == "--micro-batch n1=4"
     with pytest.raises(SettingError) as refused:
-        refuse_weights({"N1": 3, "n2": 1}, ["n1", "n2"])
+        validate_weights({"N1": 3, "n2": 1}, ["n1", "n2"])
     assert refused.value.remedy == "--balance n1=3,n2=1"
     with pytest.raises(SettingError, match="at least 1 sample"):
-        refuse_limits({"n1": 0}, ["n1", "n2"])
+        validate_limits({"n1": 0}, ["n1", "n2"])
 
 
 def test_weights_are_for_all_hosts_of_the_plan_whoever_is_there() -> None:

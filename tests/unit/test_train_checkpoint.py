@@ -27,7 +27,7 @@ from paceline import train
 from paceline.spec.errors import DataError, SettingError
 from paceline.spec.events import read_events
 from paceline.spec.records import last_steps
-from paceline.spec.rundir import BEST, CHECKPOINTS, LATEST, pointed, surplus
+from paceline.spec.rundir import BEST, CHECKPOINTS, LATEST, expired, read_pointer
 from paceline.train import files
 from paceline.train.checkpoints.capture import (
     Copier,
@@ -220,9 +220,9 @@ def test_choices(tmp_path: Path) -> None:
 def test_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     where = written(tmp_path, 1, 2, 3, 4, 5, keep=2, best=1)
     assert [one.step for one in where.found()[0]] == [5, 4, 1]
-    assert pointed(tmp_path / BEST) == "1"
-    assert pointed(tmp_path / LATEST) == "5"
-    assert surplus([(1, 1), (1, 2), (1, 3)], 0, set()) == []
+    assert read_pointer(tmp_path / BEST) == "1"
+    assert read_pointer(tmp_path / LATEST) == "5"
+    assert expired([(1, 1), (1, 2), (1, 3)], 0, set()) == []
 
 
 def test_a_step_is_replaced_whole(tmp_path: Path) -> None:

@@ -18,14 +18,14 @@ from paceline.spec.errors import SettingError
 from paceline.spec.rundir import (
     BEST,
     LATEST,
-    MOST_STEP,
-    MOST_TOKEN,
+    MAX_STEP,
+    MAX_TOKEN,
     checkpoint_name,
     checkpoints,
     is_like_checkpoint,
-    pointed,
-    unfinished,
-    version_of,
+    parse_version,
+    read_pointer,
+    usable_checkpoint,
 )
 from paceline.train import files
 from paceline.train.checkpoints.format import Entry, Manifest, write_chunks
@@ -115,8 +115,8 @@ def test_a_late_writer_changes_nothing_at_any_moment(tmp_path: Path) -> None:
         make(third, 50)
         make(third, 60)
         assert names(root) == ["60.3", "50.3", "40.2"]
-        assert pointed(root / LATEST) == "60.3"
-        assert pointed(root / BEST) == "40.2"
+        assert read_pointer(root / LATEST) == "60.3"
+        assert read_pointer(root / BEST) == "40.2"
         assert not list(root.glob(".*.tmp"))
         with pytest.raises(Fenced, match="another writer"):
             make(first, 70)
@@ -188,22 +188,22 @@ def test_a_token_is_larger_than_any_that_others_know(tmp_path: Path) -> None:
 
 def test_names() -> None:
     assert [checkpoint_name(one) for one in ((0, 5), (1, 5), (2, 5))] == ["5", "5", "5.2"]
-    assert version_of("120") == (1, 120)
-    assert version_of("120.3") == (3, 120)
+    assert parse_version("120") == (1, 120)
+    assert parse_version("120.3") == (3, 120)
     for name in ("", ".5", "5.", "5.0", "5.1", "5.02", "a", "5.a", "-5", "5.2.3", "٥", "9" * 20):
-        assert version_of(name) is None, name
+        assert parse_version(name) is None, name
 
 
-@given(st.integers(1, MOST_TOKEN), st.integers(0, MOST_STEP))
+@given(st.integers(1, MAX_TOKEN), st.integers(0, MAX_STEP))
 def test_what_a_writer_names_its_readers_find(token: int, step: int) -> None:
     name = checkpoint_name((token, step))
-    assert version_of(name) == (token, step)
+    assert parse_version(name) == (token, step)
     assert not is_like_checkpoint(name)
 
 
 @given(st.from_regex(r"[0-9]{1,25}(\.[0-9]{1,25})?", fullmatch=True))
 def test_a_name_is_that_of_its_version_or_of_none(name: str) -> None:
-    version = version_of(name)
+    version = parse_version(name)
     assert is_like_checkpoint(name) if version is None else checkpoint_name(version) == name
 
 
@@ -225,7 +225,7 @@ def test_a_number_that_no_run_reaches_is_passed_over_and_named(tmp_path: Path, n
 
 
 def test_after_the_last_number_of_a_writer_nobody_begins(tmp_path: Path) -> None:
-    (tmp_path / f"5.{MOST_TOKEN}").mkdir()
+    (tmp_path / f"5.{MAX_TOKEN}").mkdir()
     with pytest.raises(SettingError, match="no later one can follow"):
         Store(tmp_path).claim(0, "")
 
@@ -247,7 +247,7 @@ def test_what_is_used_of_a_run(tmp_path: Path) -> None:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         (tmp_path / "checkpoints" / name / "manifest.json").write_text("{}")
     assert [one.name for one in checkpoints(tmp_path)] == ["15.2", "20", "10"]
-    found = unfinished(tmp_path)
+    found = usable_checkpoint(tmp_path)
     assert found is not None
     assert found.name == "15.2"
     for text, meant in (
@@ -259,6 +259,6 @@ def test_what_is_used_of_a_run(tmp_path: Path) -> None:
         ("{", "15.2"),
     ):
         (tmp_path / "checkpoints" / BEST).write_text(text)
-        found = unfinished(tmp_path)
+        found = usable_checkpoint(tmp_path)
         assert found is not None
         assert found.name == meant, text

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paceline.spec.errors import JobError
-from paceline.spec.shapes import row, text, whole
+from paceline.spec.schema import integer, text, tuple_of
 from paceline.train import comms as ranks
 from paceline.train import disks
 from paceline.train.checkpoints import handover, resume
@@ -99,7 +99,7 @@ def test_shards_are_written_where_checkpoints_are_made(tmp_path: Path, name: str
 ])  # fmt: skip
 def test_a_message_of_another_shape_names_its_rank(message: str) -> None:
     with pytest.raises(JobError, match="rank 1 sent what no rank of this program sends"):
-        checked(['["n1", 3]', message], row(text(), whole()))
+        checked(['["n1", 3]', message], tuple_of(text(), integer()))
 
 
 @pytest.mark.parametrize("length", [1 << 40, (1 << 64) - 1])

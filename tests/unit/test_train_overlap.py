@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.spec.errors import SettingError
-from paceline.spec.overlap import refuse
+from paceline.spec.overlap import validate
 from paceline.train.comms import Comms
 from paceline.train.exchange import Exchange
 from paceline.train.overlap import Overlap, Way, ways
@@ -28,10 +28,10 @@ def test_sizes_are_tried_only_where_they_change_no_result() -> None:
 )
 def test_an_unknown_way_is_refused(asked: str, told: str) -> None:
     with pytest.raises(SettingError) as caught:
-        refuse(asked)
+        validate(asked)
     assert told in caught.value.render()
     for known in ("auto", "backward"):
-        refuse(known)
+        validate(known)
 
 
 class RecordingExchange:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from paceline.program import guarded
-from paceline.spec import launched
+from paceline.spec import launchers
 from paceline.spec.errors import DataError, JobError, NodeError, SettingError
 from paceline.train import disks, insync, parallel, weights, world
 from paceline.train.comms import FIRST, Comms
@@ -295,15 +295,15 @@ def test_precision_names() -> None:
     ],
 )
 def test_other_launchers(environ: dict[str, str], place: tuple[str, ...]) -> None:
-    said = launched.translated(environ, 77)
+    said = launchers.torchrun_variables(environ, 77)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     assert tuple(said[name] for name in names) == place
     assert 20_000 <= int(said["MASTER_PORT"]) < 30_000
-    assert launched.translated(environ, 77) == said
+    assert launchers.torchrun_variables(environ, 77) == said
 
 
 def test_nobody_launched() -> None:
-    assert launched.translated({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, 1) == {}
+    assert launchers.torchrun_variables({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, 1) == {}
 
 
 PLACE = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -312,19 +312,21 @@ PLACE = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": 
 def test_a_place_in_the_words_of_others_is_the_same_place() -> None:
     """What we tell a rank is what we would read from that launcher itself."""
     place = {**PLACE, "GROUP_RANK": "1"}
-    said = launched.in_words_of(launched.MPI_DIALECTS, place)
-    for one in launched.DIALECTS:
-        if one.name in launched.MPI_DIALECTS:
+    said = launchers.foreign_variables(launchers.MPI_DIALECTS, place)
+    for one in launchers.DIALECTS:
+        if one.name in launchers.MPI_DIALECTS:
             names = (one.rank, one.size, one.local_rank, one.local_size)
             own = {name: said.pop(name) for name in names}
-            found = launched.translated({**own, "MASTER_ADDR": "n1", "MASTER_PORT": "5"}, 1)
+            found = launchers.torchrun_variables(
+                {**own, "MASTER_ADDR": "n1", "MASTER_PORT": "5"}, 1
+            )
             assert {name: found[name] for name in PLACE} == PLACE
     assert said == {}  # above all no word of a process manager
-    assert launched.in_words_of(launched.SRUN_DIALECTS, place) == {
+    assert launchers.foreign_variables(launchers.SRUN_DIALECTS, place) == {
         "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}  # fmt: skip
-    assert launched.in_words_of([launched.ONECCL], place) == {
+    assert launchers.foreign_variables([launchers.ONECCL], place) == {
         "CCL_LOCAL_RANK": "1", "CCL_LOCAL_SIZE": "2"}  # fmt: skip
-    assert launched.in_words_of([], place) == {}
+    assert launchers.foreign_variables([], place) == {}
 
 
 def test_ranks_that_cannot_meet() -> None:
@@ -332,8 +334,8 @@ def test_ranks_that_cannot_meet() -> None:
         "PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2",
     }  # fmt: skip
     with pytest.raises(SettingError, match="MASTER_ADDR and MASTER_PORT not set"):
-        launched.translated(environ, 1)
-    said = launched.translated({**environ, "MASTER_ADDR": "n1", "MASTER_PORT": "5"}, 1)
+        launchers.torchrun_variables(environ, 1)
+    said = launchers.torchrun_variables({**environ, "MASTER_ADDR": "n1", "MASTER_PORT": "5"}, 1)
     assert (said["MASTER_ADDR"], said["MASTER_PORT"]) == ("n1", "5")
 
 
@@ -348,7 +350,7 @@ def test_ranks_that_cannot_meet() -> None:
     ],
 )
 def test_first_node(nodes: str, first: str) -> None:
-    assert launched.first_node(nodes) == first
+    assert launchers.first_node(nodes) == first
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 from torch.utils.data import TensorDataset
 
 from paceline import train
-from paceline.spec.communication import refuse
+from paceline.spec.communication import validate
 from paceline.spec.errors import SettingError
 from paceline.train import waits
 from paceline.train.models import ALONE
@@ -258,7 +258,7 @@ def test_ways_that_do_not_go_with_something(tmp_path: Path) -> None:
             session.prepare(network, optimizer, communication=asked, name=name)
     for beside in ("scaled", "sharded", "averaged"):
         with pytest.raises(SettingError, match="local does not go with"):
-            refuse("local", **{beside: True})
+            validate("local", **{beside: True})
 
 
 # --- what stands in the way of ranks that come, or are lost

@@ -17,7 +17,7 @@ from paceline.agent import data as agent_data
 from paceline.agent import snapshot
 from paceline.spec.errors import NodeError, PacelineError
 from paceline.transfer import data
-from paceline.transfer.data import Comparison, Folder
+from paceline.transfer.data import Comparison, DataFolder
 
 BLOCK = 512
 
@@ -27,8 +27,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own for the agent; short blocks, so that little makes many."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(data, "BLOCK", BLOCK)
-    monkeypatch.setattr(data, "SMALL", BLOCK // 2)
-    monkeypatch.setattr(data, "RESUMED", 4 * BLOCK)
+    monkeypatch.setattr(data, "MAX_SMALL_BYTES", BLOCK // 2)
+    monkeypatch.setattr(data, "MIN_RESUMED_BYTES", 4 * BLOCK)
     return tmp_path / "cache" / "paceline"
 
 
@@ -74,10 +74,10 @@ def run(work: Callable[[Served], Coroutine[Any, Any, Any]], left: int = ENDLESS)
 def sync(root: Path, left: int = ENDLESS, always: bool = True) -> tuple[data.DataPlace, int, int]:
     """What a node was found to lack, the bytes told as sent, and those that passed the line."""
     told: list[int] = []
-    folder = Folder(root, "me")
+    folder = DataFolder(root, "me")
 
     async def work(served: Served) -> data.DataPlace:
-        place = await data.look(served.node.channel, folder, always)
+        place = await data.locate(served.node.channel, folder, always)
         if not place.in_place:
             await data.send(served.node.channel, folder, place, told.append)
         return place
@@ -101,10 +101,10 @@ def compared(here: list[list[Any]], there: list[list[Any]], page: int = 2) -> Co
 def test_differences() -> None:
     here = [["a", 1, 5], ["b/c", 2, 5], ["b/d", 3, 5], ["e/f", 4, 5], ["z", 1, 1]]
     there = [["a", 1, 5], ["a.b", 1, 1], ["b/c", 2, 6], ["b/d", 9, 5], ["g/h", 1, 1]]
-    found = compared(here, there).found
+    found = compared(here, there).differences
     assert [item[0] for item in found.missing] == ["z", "b/d", "e/f"]
     assert [item[0] for item in found.doubtful] == ["b/c"]
-    assert found.gone == ["a.b", "g/h"]
+    assert found.extra == ["a.b", "g/h"]
 
 
 def test_any_two_folders() -> None:
@@ -113,14 +113,14 @@ def test_any_two_folders() -> None:
         names = ["/".join(draw.choices("ab.-", k=draw.randint(1, 3))) for _ in range(8)]
         here = {n: [n, draw.randint(0, 1), draw.randint(0, 1)] for n in draw.sample(names, 5)}
         there = {n: [n, draw.randint(0, 1), draw.randint(0, 1)] for n in draw.sample(names, 5)}
-        found = compared([*here.values()], [*there.values()], draw.randint(1, 4)).found
+        found = compared([*here.values()], [*there.values()], draw.randint(1, 4)).differences
         assert {i[0] for i in found.missing} == {
             n for n in here if n not in there or there[n][1] != here[n][1]
         }
         assert {i[0] for i in found.doubtful} == {
             n for n in here if n in there and there[n][1] == here[n][1] and there[n] != here[n]
         }
-        assert set(found.gone) == set(there) - set(here)
+        assert set(found.extra) == set(there) - set(here)
 
 
 def test_the_order_of_a_walk(photos: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_folder_is_sent_once(photos: Path) -> None:
     assert Path(place.folder).name == "photos"
     assert told == sum(map(len, FILES.values()))
     again, told, passed = sync(photos)
-    assert (again.missing, again.gone, told) == ([], [], 0)
+    assert (again.missing, again.extra, told) == ([], [], 0)
     assert passed < 20_000
 
 
@@ -169,7 +169,7 @@ def test_only_what_changed_travels(photos: Path) -> None:
     place, told, _ = sync(photos)
     assert [item[0] for item in place.missing] == ["cats/1.png", "even.tar"]
     assert [item[0] for item in place.same] == ["big.tar"]
-    assert place.gone == ["dogs/old/2.png"]
+    assert place.extra == ["dogs/old/2.png"]
     assert told == 3 + 8 * BLOCK
     assert below(Path(place.folder)) == below(photos)
     assert not (Path(place.folder) / "dogs/old").exists()  # an empty class would be one
@@ -197,9 +197,9 @@ def test_an_equal_folder_at_the_same_path(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     """Here with other marks, as on another disk."""
-    folder = Folder(photos, "me")
+    folder = DataFolder(photos, "me")
     folder.items()
-    monkeypatch.setattr(Folder, "marks", lambda self: ["another disk"])
+    monkeypatch.setattr(DataFolder, "marks", lambda self: ["another disk"])
     if change == "time":
         os.utime(photos / "big.tar", (5, 5))
     if change == "content":
@@ -209,7 +209,7 @@ def test_an_equal_folder_at_the_same_path(
         (photos / "cats/3.png").write_bytes(b"")
 
     async def work(served: Served) -> data.DataPlace:
-        return await data.look(served.node.channel, folder)
+        return await data.locate(served.node.channel, folder)
 
     assert run(work)[0].in_place == (change in ("none", "time"))
 
@@ -256,10 +256,10 @@ def test_the_rest_of_another_file_is_not_used(photos: Path, cache: Path) -> None
 
 
 def test_no_room(photos: Path) -> None:
-    folder = Folder(photos, "me")
+    folder = DataFolder(photos, "me")
 
     async def work(served: Served) -> None:
-        place = await data.look(served.node.channel, folder, always=True)
+        place = await data.locate(served.node.channel, folder, needs_copy=True)
         place.free = 1000
         with pytest.raises(NodeError, match="n1 has no room for the data") as told:
             await data.send(served.node.channel, folder, place, lambda _: None)
@@ -273,10 +273,10 @@ def test_no_room(photos: Path) -> None:
     ("name", "size"), [("cats/1.png", 3), ("cats/1.png", 30 * BLOCK), ("big.tar", 3)]
 )
 def test_a_file_that_changes_meanwhile(photos: Path, name: str, size: int) -> None:
-    folder = Folder(photos, "me")
+    folder = DataFolder(photos, "me")
 
     async def work(served: Served) -> None:
-        place = await data.look(served.node.channel, folder, always=True)
+        place = await data.locate(served.node.channel, folder, needs_copy=True)
         (photos / name).write_bytes(content("z", size))
         with pytest.raises(NodeError, match="changed while they were sent"):
             await data.send(served.node.channel, folder, place, lambda _: None)

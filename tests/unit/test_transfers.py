@@ -34,7 +34,7 @@ from paceline.spec.plan import Copy
 from paceline.transfer import checkpoints, files
 from paceline.transfer.checkpoints import CheckpointFetcher, send_checkpoints
 from paceline.transfer.results import Fetcher
-from paceline.transfer.tree import Tree, keep, read_parts
+from paceline.transfer.tree import Tree, cache_files, read_parts
 
 BLOCK = 512
 CUTS = 200
@@ -46,7 +46,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own for the agent; short blocks, so that little makes many."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(files, "BLOCK", BLOCK)
-    monkeypatch.setattr(files, "SMALL", BLOCK // 2)
+    monkeypatch.setattr(files, "MAX_SMALL_BYTES", BLOCK // 2)
     return tmp_path / "cache" / "paceline"
 
 
@@ -116,7 +116,7 @@ MANY = {f"{at % 7}/{at}": content("many", at % 50) + b"%d" % (at % 90) for at in
 def test_a_tree_of_many_files_comes_in_pieces(
     tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "PIECE", piece)
+    monkeypatch.setattr(files, "ENTRY_BATCH", piece)
     tree = read_parts(fill(tmp_path / "project", MANY), ())
 
     async def work(served: Served) -> list[dict[str, bytes]]:
@@ -144,7 +144,7 @@ def test_nodes_get_files_as_they_were_kept_whatever_became_of_them(
 ) -> None:
     read = read_parts(fill(tmp_path / "project", FILES | {"log": b"1"}), ())
     (tmp_path / "project" / "log").write_bytes(b"12")
-    tree = keep(read)
+    tree = cache_files(read)
     (tmp_path / "project" / "a.py").write_bytes(b"edited")
     (tmp_path / "project" / "log").write_bytes(b"123")
     (tmp_path / "project" / "b" / "odd").unlink()
@@ -198,8 +198,8 @@ def test_an_empty_tree_is_a_folder(tmp_path: Path) -> None:
 
 
 def test_messages_of_small_files_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "BLOCK", 10 * files.SMALLEST)
-    sizes = {**{f"e{at}": 0 for at in range(25)}, "l": 8 * files.SMALLEST, "m": 50}
+    monkeypatch.setattr(files, "BLOCK", 10 * files.MIN_COUNTED_BYTES)
+    sizes = {**{f"e{at}": 0 for at in range(25)}, "l": 8 * files.MIN_COUNTED_BYTES, "m": 50}
     groups = list(files.grouped(list(sizes), sizes.__getitem__))
     assert [name for group in groups for name in group] == list(sizes)
     assert [len(group) for group in groups] == [10, 10, 6, 1]
@@ -471,12 +471,12 @@ def test_the_other_checkpoints_come_when_one_cannot_be_read(
 ) -> None:
     home, there = RunDirectory(tmp_path / "run"), tmp_path / "node"
     fill(there / "checkpoints", steps(10, 20))
-    sizes = checkpoints._sizes_on
+    sizes = checkpoints._remote_sizes
 
     async def believed(*where: Any) -> dict[str, int]:
         return {**await sizes(*where), "10/weights": 5}  # it is longer by now
 
-    monkeypatch.setattr(checkpoints, "_sizes_on", believed)
+    monkeypatch.setattr(checkpoints, "_remote_sizes", believed)
 
     async def work(served: Served) -> None:
         with pytest.raises(AgentRefusal):
@@ -517,7 +517,7 @@ def test_what_is_no_checkpoint_takes_the_place_of_none(
     async def work(served: Served) -> None:
         for _ in range(2):
             await CheckpointFetcher(served.node.channel, str(there), home.path, Fetcher(home.path),
-                                    keep=keep, note=noted.append).sync()  # fmt: skip
+                                    keep=cache_files, note=noted.append).sync()  # fmt: skip
 
     run(work)
     assert below(home.path / "checkpoints") == steps(10, 20, 30)

@@ -13,10 +13,10 @@ from paceline.agent import inside, snapshot
 from paceline.recipes.data.decoding import image_files
 from paceline.spec.errors import DataError, SettingError
 from paceline.transfer import tree
-from paceline.transfer.checkpoints import sizes_below
-from paceline.transfer.data import Folder
-from paceline.transfer.git import run_git, top_of
-from paceline.transfer.links import OutwardLinks, refuse_outward
+from paceline.transfer.checkpoints import local_sizes
+from paceline.transfer.data import DataFolder
+from paceline.transfer.git import run_git, work_tree_root
+from paceline.transfer.links import OutwardLinks, reject_outward
 
 DEEP = 1500  # folders: more than Python's own recursion allows
 
@@ -87,7 +87,7 @@ def test_a_bare_repository_is_data(tmp_path: Path) -> None:
     git(bare, "config", "core.worktree", str(bare))
     git(bare, "config", "core.fsmonitor", str(program))
     (bare / "train.py").write_text("pass")
-    assert top_of(bare) is None
+    assert work_tree_root(bare) is None
     assert "train.py" in [*tree.files_of(bare)]
     assert not sign.exists()
 
@@ -149,14 +149,14 @@ def test_code_in_some_folders_is_code(tmp_path: Path) -> None:
 
 def test_data_that_are_nested_too_deep_are_refused(nested: Path) -> None:
     with pytest.raises(OSError, match="nested more than 128 deep"):
-        Folder(nested, "here").items()
+        DataFolder(nested, "here").items()
 
 
 def test_a_node_lists_looks_at_and_removes_any_depth(nested: Path) -> None:
     (file,) = snapshot.changed_files(str(nested), None)
     assert file["path"].count("/") == DEEP
     assert snapshot._newest(nested) > 0
-    assert sizes_below(nested) == {}
+    assert local_sizes(nested) == {}
     snapshot.remove_tree(nested)
     assert not [*nested.parent.iterdir()]
 
@@ -200,7 +200,7 @@ def test_a_link_out_of_the_code_is_named(tmp_path: Path, key: Path, tracked: boo
     read = tree.read_tree(folder)
     assert read.outward == {"label.txt": str(key)}
     with pytest.raises(SettingError, match="lead out of it") as refused:
-        refuse_outward(read.root, read.outward)
+        reject_outward(read.root, read.outward)
     assert refused.value.found == f"label.txt -> {key}"
     assert "--follow-links" in refused.value.remedy
 
@@ -222,7 +222,7 @@ def test_links_out_of_data_are_named(tmp_path: Path, key: Path) -> None:
     (tmp_path / "photos" / "2.png").symlink_to("cats/1.png")
     (tmp_path / "photos" / "label.txt").symlink_to(key)
     (tmp_path / "photos" / "dogs").symlink_to(key.parent)
-    folder = Folder(tmp_path / "photos", "here")
+    folder = DataFolder(tmp_path / "photos", "here")
     assert folder.outward(folder.items()) == {
         "label.txt": str(key), f"dogs/{key.name}": str(key)
     }  # fmt: skip

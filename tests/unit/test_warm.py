@@ -26,28 +26,28 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def nest(host: Host = HOST, python: str = PYTHON, ssh: SshOptions = SSH) -> warm.Nest:
-    return warm.Nest(host, python, ssh)
+def nest(host: Host = HOST, python: str = PYTHON, ssh: SshOptions = SSH) -> warm.WarmSlot:
+    return warm.WarmSlot(host, python, ssh)
 
 
-def left(seconds: float = 60.0) -> warm.Waiting:
+def left(seconds: float = 60.0) -> warm.WarmAgent:
     """An agent that waits for the next command."""
     one = nest()
-    waiting = one.leave(seconds, "boot", "torch 2", anew=True)
+    waiting = one.offer(seconds, "boot", "torch 2", is_new_use=True)
     assert waiting is not None
-    one.let_go()
+    one.release()
     return waiting
 
 
 def test_what_was_left_is_taken_once() -> None:
     waiting = left()
     first, second = nest(), nest()
-    assert first.take() == waiting
-    assert second.take() is None
-    assert second.leave(60.0, "boot", "", anew=True) is None  # the other's place is not lost
-    first.let_go()
+    assert first.claim() == waiting
+    assert second.claim() is None
+    assert second.offer(60.0, "boot", "", is_new_use=True) is None  # the other's place is not lost
+    first.release()
     third = nest()
-    assert third.take() == waiting
+    assert third.claim() == waiting
     third.forget()
     assert not third.path.exists()
 
@@ -57,7 +57,7 @@ def test_nobody_else_can_read_it_and_its_key_is_not_shown() -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
     assert waiting.key not in repr(waiting)
-    assert waiting.key not in repr(waiting.where())
+    assert waiting.key not in repr(waiting.agent_address())
 
 
 OTHERS = {
@@ -73,9 +73,9 @@ OTHERS = {
 @pytest.mark.parametrize("other", OTHERS)
 def test_who_would_start_another_agent_does_not_find_it(other: str) -> None:
     left()
-    assert OTHERS[other]().take() is None
+    assert OTHERS[other]().claim() is None
     own = nest()
-    assert own.take() is not None
+    assert own.claim() is not None
     own.forget()
 
 
@@ -84,7 +84,7 @@ def test_another_version_does_not_find_it(monkeypatch: pytest.MonkeyPatch) -> No
     code = warm.agent_code()
     other = type(code)("0" * 64, code.first_line, code.files)
     monkeypatch.setattr(warm, "agent_code", lambda: other)
-    assert nest().take() is None
+    assert nest().claim() is None
 
 
 DAMAGE: dict[str, Any] = {
@@ -108,7 +108,7 @@ DAMAGE: dict[str, Any] = {
 def test_what_is_not_as_it_was_written_is_nothing(damage: str) -> None:
     left()
     DAMAGE[damage](nest().path)
-    assert nest().take() is None
+    assert nest().claim() is None
 
 
 PLACES: dict[str, Any] = {
@@ -123,9 +123,9 @@ PLACES: dict[str, Any] = {
 def test_a_folder_that_others_could_have_filled_is_not_looked_into(place: str) -> None:
     left()
     PLACES[place](nest().path.parent)
-    assert nest().take() is None
-    assert nest().leave(60.0, "boot", "", anew=True) is None
-    assert list(warm.every_nest()) == []
+    assert nest().claim() is None
+    assert nest().offer(60.0, "boot", "", is_new_use=True) is None
+    assert list(warm.warm_slots()) == []
     assert warm.control_path() is None
 
 
@@ -147,8 +147,8 @@ def test_a_pipe_in_the_place_of_a_file_holds_nobody_up() -> None:
     left()
     path.unlink()
     os.mkfifo(path, 0o600)
-    assert nest().take() is None
-    assert list(warm.every_nest()) == []
+    assert nest().claim() is None
+    assert list(warm.warm_slots()) == []
 
 
 def test_without_room_nobody_is_left_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,15 +157,15 @@ def test_without_room_nobody_is_left_to_wait(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("os.pwrite", full)
     one = nest()
-    assert one.leave(60.0, "boot", "", anew=True) is None
+    assert one.offer(60.0, "boot", "", is_new_use=True) is None
     assert not one.path.exists()
 
 
 def test_a_look_at_it_does_not_begin_its_time_anew() -> None:
     before = left(60.0)
     one = nest()
-    one.take()
-    again_there = one.leave(60.0, "boot", "", anew=False)
+    one.claim()
+    again_there = one.offer(60.0, "boot", "", is_new_use=False)
     assert again_there is not None
     assert again_there.until == before.until
     assert (again_there.imported, again_there.key == before.key) == ("torch 2", False)

@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from paceline.bench.speedup import Point, speedups
-from paceline.spec.figures import lasting
+from paceline.spec.formatting import format_duration
 from paceline.spec.step_time import BYTES_SENT, StepTime
-from paceline.spec.terminal import wrapped
+from paceline.spec.terminal import wrap
 
 LEAST_SPREAD = 0.02  # a step is never known better
 UNLIKE = 1.25  # times the other's time for computing: hosts of a kind are not alike
@@ -611,8 +611,9 @@ def _unknown(known: Model, made: Forecast) -> str:
     wide = (made.step.high - made.step.low) / 2 / made.step.seconds
     if wide > UNKNOWN:
         return (
-            f"between {lasting(max(made.step.low, 0))} and {lasting(made.step.high)} a step: the"
-            " probe's steps differ too much (a busy host?), or a few messages take all the time"
+            f"between {format_duration(max(made.step.low, 0))} and"
+            f" {format_duration(made.step.high)} a step: the probe's steps differ too much"
+            " (a busy host?), or a few messages take all the time"
         )
     return ""
 
@@ -674,11 +675,13 @@ def advice(one: Forecast, known: Model) -> str:
     }[limit]
     parts = [f"limited by {words}"]
     if one.communication and one.with_it is not None:
-        parts.append(f"--communication {one.communication}: about {lasting(one.with_it)} a step")
+        parts.append(
+            f"--communication {one.communication}: about {format_duration(one.with_it)} a step"
+        )
     if one.better_batch:
         parts.append(f"a global batch of {one.better_batch:,} would be {GOOD:.0%} efficient")
     if one.by_speed is not None:
-        parts.append(f"shares by speed (--balance auto): {lasting(one.by_speed)} a step")
+        parts.append(f"shares by speed (--balance auto): {format_duration(one.by_speed)} a step")
     if len(known.hosts) > one.hosts:
         parts.append(f"on {', '.join(one.names)}")
     return "; ".join(parts)
@@ -694,15 +697,15 @@ def table(found: Sequence[Forecast], known: Model) -> str:
     for one in found:
         if not one.declined:
             off = (one.step.high - one.step.low) / 2 / one.step.seconds
-            row = f"{lasting(one.step.seconds)} ±{off:.0%}"
+            row = f"{format_duration(one.step.seconds)} ±{off:.0%}"
             price = f"{_money(one.price):>10}" if one.price is not None else ""
             lines.append(
                 f"{one.hosts:<6}{one.batch:>8,}{row:>20}{one.speedup:>10.2f}{one.efficiency:>12.0%}"
-                f"{lasting(one.total):>14}{price}"
+                f"{format_duration(one.total):>14}{price}"
             )
         else:
             lines.append(f"{one.hosts:<6}{one.batch:>8,}{'?':>20}")
-        lines.append(wrapped(f"{'':<6}{advice(one, known)}", 80))
+        lines.append(wrap(f"{'':<6}{advice(one, known)}", 80))
     return "\n".join(lines)
 
 
@@ -719,13 +722,13 @@ def conclusion(found: Sequence[Forecast]) -> str:
     if not said:
         return "nothing can be forecast"
     quick = min(said, key=lambda one: one.total)
-    words = f"fastest: {_hosts(quick.hosts)}, {lasting(quick.total)} of training"
+    words = f"fastest: {_hosts(quick.hosts)}, {format_duration(quick.total)} of training"
     worth = max((one for one in said if one.efficiency >= GOOD), key=lambda one: one.hosts,
                 default=said[0])  # fmt: skip
     if worth.hosts != quick.hosts:
         words += (
             f"; up to {_hosts(worth.hosts)} at {worth.efficiency:.0%} efficiency,"
-            f" {lasting(worth.total)}"
+            f" {format_duration(worth.total)}"
         )
     return words
 

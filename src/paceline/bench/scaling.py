@@ -9,8 +9,8 @@ from typing import Any
 
 from paceline.bench.speedup import Point, speedups
 from paceline.spec.events import Event
-from paceline.spec.failure import place
-from paceline.spec.terminal import wrapped
+from paceline.spec.failure import format_location
+from paceline.spec.terminal import wrap
 
 MIN_EFFICIENCY = 0.8  # a lower one is explained
 MIN_LIMITING_SHARE = 0.2  # of the time, for a part to be named as the limit
@@ -95,7 +95,7 @@ def measure(wall: float, started_at: float, events: Sequence[Event]) -> Measurem
         samples=trained["samples"],
         loop=trained["seconds"],
         shares=trained["parts"] or None,
-        slowest="" if rank is None else place(trained["its_host"] or "", rank),
+        slowest="" if rank is None else format_location(trained["its_host"] or "", rank),
     )
 
 
@@ -232,7 +232,7 @@ def format_table(rows: Sequence[Row]) -> str:
         lines.append(
             f"{row.layout.label:<8}{times}{speed:>15}{row.speedup:>10.2f}{row.efficiency:>12.0%}"
         )
-        lines.append(wrapped(f"{'':<8}{verdict(row, rows)}", 80))
+        lines.append(wrap(f"{'':<8}{verdict(row, rows)}", 80))
     return "\n".join(lines)
 
 

@@ -20,7 +20,7 @@ from paceline.checks.check import (
     passed,
 )
 from paceline.spec.finding import Finding
-from paceline.spec.helptext import counted
+from paceline.spec.helptext import pluralize
 
 
 async def probe(session: ProbeSession) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _copy_commands(path: str, source: str, targets: list[str]) -> str:
 
 
 def _size(tree: Mapping[str, Any]) -> str:
-    return f"{counted(tree['files'], 'file')}, {format_bytes(tree['bytes'])}"
+    return f"{pluralize(tree['files'], 'file')}, {format_bytes(tree['bytes'])}"
 
 
 check = Check("data", "Data", "full", evaluate, probe)

@@ -10,7 +10,7 @@ noexec.
 from __future__ import annotations
 
 from paceline.checks.check import Check, Survey, failed, passed, warned
-from paceline.remote.agreement import LOADING, odd_ones
+from paceline.remote.agreement import LOADER_VARIABLES, outliers
 from paceline.spec.finding import Finding
 
 
@@ -44,9 +44,9 @@ def _python_home(survey: Survey) -> list[Finding]:
 def _differing(survey: Survey) -> list[Finding]:
     findings = []
     by_host = {name: _login_variables(survey, name) for name in survey.names}
-    for variable in LOADING:
+    for variable in LOADER_VARIABLES:
         values = {name: variables.get(variable) for name, variables in by_host.items()}
-        for name in odd_ones(values) if len(set(values.values())) > 1 else ():
+        for name in outliers(values) if len(set(values.values())) > 1 else ():
             setting = f"{variable}={values[name]}" if values[name] else f"no {variable}"
             message = f"{name} has {setting}, unlike the other hosts: it may load other libraries"
             findings.append(warned("environment", [name], message, _unset(name, variable)))

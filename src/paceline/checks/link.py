@@ -23,8 +23,8 @@ from paceline.checks.check import (
     warned,
 )
 from paceline.spec.errors import PacelineError
-from paceline.spec.figures import bit_rate
 from paceline.spec.finding import Finding
+from paceline.spec.formatting import format_bit_rate
 
 TRANSFER_S = 0.2
 TIMEOUT_S = 15.0
@@ -127,7 +127,7 @@ def evaluate(survey: Survey) -> list[Finding]:
     if findings:
         return findings
     slowest = min(completed, key=bits_per_s)
-    rate = bit_rate(bits_per_s(slowest))
+    rate = format_bit_rate(bits_per_s(slowest))
     message = f"slowest of {len(completed)} ways: {rate} ({_direction(slowest)})"
     return [passed("link", survey.names, message)]
 
@@ -180,7 +180,7 @@ def _lossy_findings(survey: Survey, transfers: Sequence[Transfer]) -> list[Findi
     worst = max(lossy, key=lambda transfer: _retransmitted_share(transfer["paced"]))
     message = (
         f"{subject} loses packets: up to {100 * _retransmitted_share(worst['paced']):.1f} % of TCP "
-        f"segments are sent again ({_direction(worst)}, {bit_rate(bits_per_s(worst))})"
+        f"segments are sent again ({_direction(worst)}, {format_bit_rate(bits_per_s(worst))})"
     )
     remedy = (
         f"Look at cable, switch port and driver of {names}: "
@@ -237,7 +237,7 @@ def _slow_findings(survey: Survey, transfers: Sequence[Transfer]) -> list[Findin
     if rate >= SLOW_BITS_PER_S:
         return []
     message = (
-        f"the way {_direction(slowest)} carries only {bit_rate(rate)}: exchanging 100 MB of "
+        f"the way {_direction(slowest)} carries only {format_bit_rate(rate)}: exchanging 100 MB of "
         f"gradients takes {1.6e9 / rate:.0f} s a step"
     )
     remedy = "Use a wired network (--iface NAME), larger batches with accumulation, or one host"
@@ -247,8 +247,8 @@ def _slow_findings(survey: Survey, transfers: Sequence[Transfer]) -> list[Findin
 def _slow_host_finding(survey: Survey, name: str, rate: float, median: float) -> Finding:
     interface = survey.networks[name].interface
     message = (
-        f"the link of {name} ({interface}) is slow: {bit_rate(rate)}, the others reach "
-        f"{bit_rate(median)}; the whole job goes at its pace"
+        f"the link of {name} ({interface}) is slow: {format_bit_rate(rate)}, the others reach "
+        f"{format_bit_rate(median)}; the whole job goes at its pace"
     )
     remedy = (
         f"On {name}: ethtool {interface} (speed, duplex), try another cable or port; or leave "

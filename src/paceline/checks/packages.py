@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.checks.check import Check, ProbeSession, Survey, join_names, passed, warned
 from paceline.spec.finding import Finding
-from paceline.spec.helptext import counted
+from paceline.spec.helptext import pluralize
 
 MAX_LISTED = 8
 
@@ -27,7 +27,7 @@ def evaluate(survey: Survey) -> list[Finding]:
     differing = differences(packages)
     if not differing:
         count = len(next(iter(packages.values()), {}))
-        message = f"{counted(count, 'package')}, the same on all hosts"
+        message = f"{pluralize(count, 'package')}, the same on all hosts"
         return [passed("packages", survey.names, message)]
     lines = []
     for package, versions in differing.items():

@@ -44,7 +44,7 @@ async def probe(session: ProbeSession) -> dict[str, Any]:
     except PacelineError as error:  # the requested interface is missing on a host
         return {"refused": [error.message, error.found, error.remedy]}
     session.candidates = candidates
-    attempts = await connectivity.try_addresses(
+    attempts = await connectivity.probe_addresses(
         list(session.channels.values()), candidates, gather_all
     )
     reachable = True
@@ -98,7 +98,7 @@ async def _try_ports(session: ProbeSession, addresses: Mapping[str, str]) -> tup
             results = merge_results(results, await _connect(session, name, retries))
         return results
 
-    pairs = network.pairs(names)
+    pairs = network.probe_targets(names)
     results = await gather_all([attempt(name, peers) for name, peers in pairs.items()])
     answers = {name: await session.request(name, "half_open") for name in names}
     await gather_all([session.request(name, "stop_listening") for name in names])

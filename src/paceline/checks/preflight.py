@@ -76,7 +76,7 @@ def requirements_of(job: Job, hosts: Sequence[Host]) -> Requirements:
         needs_torch=job.needs_torch,
         interface=job.interface.value,
         master_port=job.master_port.value,
-        settled=(*job.environment.all(), *job.environment.unset),
+        settled=(*job.environment.variables(), *job.environment.unset),
     )
 
 

@@ -11,12 +11,12 @@ from typing import Any
 from paceline.checks import checks_up_to
 from paceline.checks.check import Check, Level, ProbeSession, Requirements, Survey, unknown
 from paceline.remote.channel import Channel
-from paceline.remote.fanout import reach_all
+from paceline.remote.fanout import try_connect_all
 from paceline.remote.network import LOOPBACK
 from paceline.remote.openssh import SshOptions
 from paceline.spec.errors import ConnectError, PacelineError
 from paceline.spec.finding import Finding, Outcome
-from paceline.spec.helptext import counted
+from paceline.spec.helptext import pluralize
 from paceline.spec.hosts import Host
 
 CLOSE_TIMEOUT_S = 2.0
@@ -37,9 +37,9 @@ async def survey_hosts(hosts: Sequence[Host], ssh: SshOptions, requirements: Req
         progress: Called with the title of each step.
         only: Run the probes of these checks only; empty for all of the level.
     """
-    progress(f"logging in to {counted(len(hosts), 'host')}")
+    progress(f"logging in to {pluralize(len(hosts), 'host')}")
     pythons = [requirements.pythons[host.name] for host in hosts]
-    outcomes = await reach_all(hosts, pythons, ssh)
+    outcomes = await try_connect_all(hosts, pythons, ssh)
     channels = {o.host.name: o for o in outcomes if isinstance(o, Channel)}
     refusals = {
         o.host.name: {key: getattr(o.refusal, key) for key in ("cause", "found", "remedy")}
@@ -50,7 +50,7 @@ async def survey_hosts(hosts: Sequence[Host], ssh: SshOptions, requirements: Req
         hosts=tuple(hosts),
         refusals=refusals,
         facts={name: channel.facts for name, channel in channels.items()},
-        interpreters={name: channel.chosen_python for name, channel in channels.items()},
+        interpreters={name: channel.agent_python for name, channel in channels.items()},
         shell_output={name: channel.noise for name, channel in channels.items()},
         requirements=requirements,
     )
@@ -64,7 +64,7 @@ def require_all_reachable(survey: Survey, remedy: str = "") -> None:
     """Raises ConnectError that names the hosts that refused the login, if any."""
     if refusals := survey.refusals:
         raise ConnectError(
-            f"{counted(len(refusals), 'host')} cannot be reached: {', '.join(refusals)}",
+            f"{pluralize(len(refusals), 'host')} cannot be reached: {', '.join(refusals)}",
             found="\n".join(f"{name}: {refusal['found']}" for name, refusal in refusals.items()),
             remedy=f"paceline check names the cause of each{remedy}",
         )

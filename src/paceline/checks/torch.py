@@ -8,7 +8,7 @@ not the one that torch brings.
 from __future__ import annotations
 
 from paceline.checks.check import Check, Survey, failed, passed, warned
-from paceline.remote.agreement import odd_ones, torch_problem
+from paceline.remote.agreement import outliers, torch_problem
 from paceline.spec.finding import Finding
 
 
@@ -21,7 +21,7 @@ def evaluate(survey: Survey) -> list[Finding]:
     problem = torch_problem(hosts, survey.facts)
     if problem is not None:
         details = problem.found.replace("\n", ", ")
-        culprits = [name for name in names if versions[name] is None] or odd_ones(versions)
+        culprits = [name for name in names if versions[name] is None] or outliers(versions)
         return [failed("torch", culprits, f"{problem.message}: {details}", problem.remedy)]
     return _nccl(survey, names) or [passed("torch", names, f"torch {versions[names[0]]}")]
 

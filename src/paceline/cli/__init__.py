@@ -18,7 +18,7 @@ import paceline
 from paceline.cli.verb import Registered, Registry
 from paceline.spec.errors import ConnectError, PacelineError, SettingError
 from paceline.spec.helptext import Row, Section
-from paceline.spec.terminal import for_reader
+from paceline.spec.terminal import format_for
 
 # title → verb → (module of its command in verbs/, one line for --help)
 GROUPS: dict[str, Registry] = {
@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _exit_with(error: PacelineError) -> NoReturn:
-    sys.stderr.write(for_reader(error.render(), sys.stderr) + "\n")
+    sys.stderr.write(format_for(error.render(), sys.stderr) + "\n")
     sys.exit(error.exit_code)
 
 

@@ -288,15 +288,15 @@ def resolve_node_range(ctx: click.Context, mode: LaunchMode) -> None:
         reason = "a batch asks for a certain number of nodes"
     elif verb in MEASURING:
         reason = "what is measured must not change on the way"
-    if reason and nodes.least == nodes.most:
-        ctx.params["nnodes"] = nodes.least
+    if reason and nodes.minimum == nodes.maximum:
+        ctx.params["nnodes"] = nodes.minimum
     elif reason:
         context = f"paceline {VERBS[verb]}" if verb in MEASURING else str(mode)
         raise SettingError(
             f"{specified_options(ctx, ['nnodes'])['nnodes']} {nodes} is a range,"
             f" which does not go with {context}",
             found=reason,
-            remedy=f"--nnodes {nodes.most or nodes.least}",
+            remedy=f"--nnodes {nodes.maximum or nodes.minimum}",
         )
 
 

@@ -24,10 +24,10 @@ def read_cluster(ctx: click.Context, source: str | None) -> Cluster:
     """
     from paceline.hosts import apply_overrides, read_hosts
     from paceline.hosts.lab import lab_name
-    from paceline.remote.this_machine import mark_me
+    from paceline.remote.this_machine import mark_local
 
     cwd, toml = Path.cwd(), toml_of(ctx)
-    cluster = mark_me(apply_overrides(read_hosts(source, environ=os.environ, cwd=cwd), toml))
+    cluster = mark_local(apply_overrides(read_hosts(source, environ=os.environ, cwd=cwd), toml))
     if any(host.python or host.env for host in cluster.hosts) and lab_name(source or "") is None:
         from_file = setting(ctx, "hosts").source is Source.FILE
         trust.require_trust_of_hosts(cwd / TOML_NAME, toml, described=from_file)

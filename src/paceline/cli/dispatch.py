@@ -54,12 +54,12 @@ class Dispatch:
         if self.scheduler.is_direct:
             return
         from paceline.launch.planning.entry import entry_argv
-        from paceline.rendezvous.started import StartedTransport
-        from paceline.rendezvous.typed import TypedTransport
+        from paceline.rendezvous.manual import ManualTransport
+        from paceline.rendezvous.scheduled import ScheduledTransport
 
-        if isinstance(self.transport, TypedTransport):
-            self.transport.words = entry_argv(job.entry, "python")
-        elif isinstance(self.transport, StartedTransport):
+        if isinstance(self.transport, ManualTransport):
+            self.transport.command = entry_argv(job.entry, "python")
+        elif isinstance(self.transport, ScheduledTransport):
             for name in job.environment.forwarded_secrets():
                 os.environ.pop(name, None)
 

@@ -90,7 +90,7 @@ def activation_scripts(ctx: click.Context) -> Setting[tuple[str, ...]]:
 
 def reject_reserved(flag: str, name: str) -> None:
     """SettingError for a variable that the plan decides: it would be overwritten."""
-    if jobenv.is_ours(name):
+    if jobenv.is_reserved(name):
         raise SettingError(
             f"{flag} {name}: that variable says a rank's place, which paceline decides",
             remedy="Leave it out; --master-port, --nnodes and --nproc-per-node change the plan",

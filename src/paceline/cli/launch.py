@@ -20,11 +20,11 @@ from paceline.cli.dispatch import Dispatch, ssh_options
 from paceline.cli.runs.run_end import explain_run, report_end, report_run
 from paceline.cli.verb import say
 from paceline.spec.errors import PacelineError
-from paceline.spec.failure import HERE, Failure, Result
+from paceline.spec.failure import LAUNCHER_HOST, Failure, Result
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Job
 from paceline.spec.rundir import DEFAULT_PARENT, PLAN
-from paceline.spec.terminal import for_reader, wrapped
+from paceline.spec.terminal import format_for, wrap
 
 if TYPE_CHECKING:
     from paceline.launch.jobs import Left
@@ -60,7 +60,7 @@ def launch_job(
         return submit(ctx, job, directory, dispatch.scheduler)
     if dispatch.kind == "join":
         from paceline.launch.planning.entry import entry_argv
-        from paceline.rendezvous.typed import serve
+        from paceline.rendezvous.manual import serve
 
         assert dispatch.endpoint is not None
         return serve(dispatch.endpoint, entry_argv(job.entry, "python"), job.python)
@@ -69,7 +69,7 @@ def launch_job(
         from paceline.cli.measure.forecasts import choose_fastest
 
         cluster, reason = choose_fastest(job, cluster, ctx.params["run_dir"] or parent / job.name)
-        say(wrapped(f"paceline: {reason}", 80), err=True)
+        say(wrap(f"paceline: {reason}", 80), err=True)
     dispatch.agree_on(job)
     plan_only = ctx.params["plan_only"]
     run_dir = None
@@ -111,7 +111,7 @@ def make_inspect(ctx: click.Context, job: Job, cluster: Cluster, dispatch: Dispa
     if level == "full" and run_dir is not None and dispatch.scheduler.is_direct:
         warnings, links = preflight(job, cluster, ssh_options(ctx.params))
         for warning in warnings:
-            say(for_reader(f"paceline: warning: {warning}", sys.stderr), err=True)
+            say(format_for(f"paceline: warning: {warning}", sys.stderr), err=True)
     return inspector(job, run_dir, links)
 
 
@@ -187,7 +187,7 @@ def notify_on_end(job: Job, run_dir: Path, secrets: Sequence[str],
         yield outcomes
     except Exception as error:
         headline = f"internal error: {error!r}"
-        result = Result(1, Failure("launcher", HERE, None, headline=headline))
+        result = Result(1, Failure("launcher", LAUNCHER_HOST, None, headline=headline))
         if isinstance(error, PacelineError):
             result = Result(error.exit_code, error=error.render())
         ended = notify.Ended(run_dir, job.name, result, time.monotonic() - start, secrets=secrets)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.cli.verb import say
 from paceline.spec.errors import SettingError
-from paceline.spec.rundir import MODEL_CONFIG, unfinished
+from paceline.spec.rundir import MODEL_CONFIG, usable_checkpoint
 
 SCRIPTS = "paceline.recipes.use"
 
@@ -18,7 +18,7 @@ def model_folder(run: Path) -> Path:
     folder = run.absolute()
     if (folder / MODEL_CONFIG).is_file():
         return folder
-    if (checkpoint := unfinished(folder)) is not None:
+    if (checkpoint := usable_checkpoint(folder)) is not None:
         say(f"{run} has no finished model: using its checkpoint {checkpoint.name}", err=True)
         return folder
     raise SettingError(

@@ -12,9 +12,9 @@ import click
 from paceline.cli.torchrun import Aliased, torchrun_options
 from paceline.cli.variables import F, as_settings, is_setting, key_of
 from paceline.schedulers import BY_HAND, SCHEDULERS
-from paceline.spec.duration import seconds_in
+from paceline.spec.duration import parse_duration
 from paceline.spec.job import parse_processes
-from paceline.spec.nodes import NodeRange, nodes_of
+from paceline.spec.nodes import NodeRange, parse_node_count
 
 
 class Seconds(click.FloatRange):
@@ -48,7 +48,7 @@ class Duration(Seconds):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            return super().convert(seconds_in(value), param, ctx)
+            return super().convert(parse_duration(value), param, ctx)
         except (ValueError, TypeError, click.BadParameter):
             self.fail(f"{value!r} is not a duration: type 90, 10m or 1h30m", param, ctx)
 
@@ -83,7 +83,7 @@ class Nodes(click.ParamType):  # type: ignore[type-arg]
         if isinstance(value, (int, NodeRange)):
             return value
         try:
-            return nodes_of(str(value))
+            return parse_node_count(str(value))
         except ValueError as error:
             self.fail(str(error), param, ctx)
 

@@ -22,18 +22,18 @@ from paceline.recipes.argv import as_flags, check_known, option_names, parse_val
 from paceline.recipes.catalogue import catalogue
 from paceline.recipes.effect import has_effect
 from paceline.recipes.options import Options, parse_micro_batch
-from paceline.spec.balance import refuse_limits, refuse_weights, weights_of
+from paceline.spec.balance import parse_weights, validate_limits, validate_weights
 from paceline.spec.command import shell_text
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Data, Entry, Input, Job
-from paceline.spec.rundir import used
+from paceline.spec.rundir import model_paths
 
 GATHERED_PREFIX = "paceline-data-"  # begins the name of a folder that goes with this command
 DATA_FILES = ("data", "test_data", "target")
 """Options of recipes that may name a file."""
 PER_HOST_PARSERS: dict[str, Callable[[str], object]] = {
-    "balance": weights_of,
+    "balance": parse_weights,
     "micro_batch": parse_micro_batch,
 }
 """Options that may have a number for each host, and what understands them."""
@@ -57,7 +57,7 @@ def require_recipe_first(option: str, following: Sequence[str], verb: str) -> No
 
 def check_host_names(options: Options, job: Job, cluster: Cluster, dispatch: Dispatch) -> None:
     """SettingError for what is said of other hosts, before anything starts; the ranks look, too."""
-    weights, limits = weights_of(options.balance), parse_micro_batch(options.micro_batch)
+    weights, limits = parse_weights(options.balance), parse_micro_batch(options.micro_batch)
     names_hosts = isinstance(weights, Mapping) or isinstance(limits, Mapping)
     if not names_hosts or dispatch.kind != "run" or not dispatch.scheduler.accepts_hosts:
         return
@@ -65,9 +65,9 @@ def check_host_names(options: Options, job: Job, cluster: Cluster, dispatch: Dis
 
     names = [host.name for host in choose_hosts(job, cluster)]
     if isinstance(weights, Mapping):
-        refuse_weights(weights, names)
+        validate_weights(weights, names)
     if isinstance(limits, Mapping):
-        refuse_limits(limits, names)
+        validate_limits(limits, names)
 
 
 def parse_recipe_options(ctx: click.Context, name: str, argv: Sequence[str]) -> Options:
@@ -140,7 +140,7 @@ def weights_input(weights: str) -> tuple[str, tuple[Input, ...]]:
     if path.is_file():
         return str(path), (Input(str(path.parent), (path.name,), named=True),)
     if weights and path.is_dir():
-        return str(path), (Input(str(path), used(path)),)
+        return str(path), (Input(str(path), model_paths(path)),)
     return weights, ()
 
 
@@ -228,7 +228,7 @@ def recipe_job(ctx: click.Context, name: str, options: Options) -> Job:
 
 def quiet_torch(job: Job) -> Job:
     """Keeps torch's C++ warnings (failed reverse name look-ups, say) out of a recipe's output."""
-    if "TORCH_CPP_LOG_LEVEL" in os.environ or "TORCH_CPP_LOG_LEVEL" in job.environment.all():
+    if "TORCH_CPP_LOG_LEVEL" in os.environ or "TORCH_CPP_LOG_LEVEL" in job.environment.variables():
         return job
     public = {**job.environment.public, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     return dataclasses.replace(job, environment=dataclasses.replace(job.environment, public=public))

@@ -87,9 +87,9 @@ def printable(text: str) -> str:
 
 
 def unknown_name_error(message: str, name: str, legal: Sequence[str]) -> SettingError:
-    from paceline.spec.helptext import nearest
+    from paceline.spec.helptext import closest_match
 
-    suggestion = nearest(name, legal)
+    suggestion = closest_match(name, legal)
     if suggestion:
         return SettingError(message, remedy=f"Did you mean {suggestion}?")
     return SettingError(message, found=f"there are: {', '.join(sorted(legal))}")

@@ -31,16 +31,16 @@ from paceline.launch.planning.planner import Supplies, choose_hosts
 from paceline.launch.terminal.screen import Screen
 from paceline.remote import this_machine
 from paceline.remote.channel import Channel
-from paceline.rendezvous.called import CalledTransport, StartsAgain
+from paceline.rendezvous.callback import AgentStarter, CallbackTransport
 from paceline.rundir.directory import Redactor, set_display_path
 from paceline.spec import detached
-from paceline.spec.detached import About
+from paceline.spec.detached import DetachedRecord
 from paceline.spec.errors import PacelineError
 from paceline.spec.events import Event
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Job, Show
-from paceline.spec.plain import from_plain
-from paceline.transfer.data import Folder
+from paceline.spec.serialization import from_jsonable
+from paceline.transfer.data import DataFolder
 from paceline.transfer.tree import Tree
 
 MARK = b"\xf5PLleave "
@@ -224,20 +224,20 @@ def main() -> int:
     folder, needed = Path(sys.argv[1]), int(sys.argv[2])
     line = LauncherLink(needed, folder / LOG)
     order = line.order
-    job, cluster = from_plain(order["job"]), from_plain(order["cluster"])
+    job, cluster = from_jsonable(order["job"]), from_jsonable(order["cluster"])
     sys.argv = list(order["command"])  # what a run tells its user to type again
     is_launching_machine = order["run"] is not None  # on the launching machine
-    run = Path(order["run"]) if is_launching_machine else folder / detached.RUN
+    run = Path(order["run"]) if is_launching_machine else folder / detached.RUN_FOLDER
     run.parent.mkdir(parents=True, exist_ok=True)
     run.mkdir(mode=0o700, exist_ok=True)
     if not is_launching_machine:
         os.chdir(folder)
         set_display_path(run, order["shown"])
-    record = About(
+    record = DetachedRecord(
         order["run_id"], job.name, tuple(order["command"]),
         tuple(host.name for host in choose_hosts(job, cluster)), time.time(), order["launched_by"],
         order["launched_in"], socket.gethostname(), os.getpid(),
-        float(this_machine.started(os.getpid()) or 0), str(run), order["keep_results"],
+        float(this_machine.start_time(os.getpid()) or 0), str(run), order["keep_results"],
     )  # fmt: skip
     _write_record(folder, record)
     secrets = secrets_of(job, cluster)
@@ -251,7 +251,7 @@ def main() -> int:
         parts = {"message": error.message, "found": error.found, "remedy": error.remedy}
         code, problem = error.exit_code, {"error": parts}
     for path in folder.iterdir():  # what was only needed while it ran
-        if path.name not in (detached.ABOUT, detached.RUN, LOG):
+        if path.name not in (detached.RECORD_FILE, detached.RUN_FOLDER, LOG):
             shutil.rmtree(path, ignore_errors=True)
     _write_record(folder, replace(record, ended=time.time(), exit_code=code))
     if not line.finish(over=code, **problem) and is_launching_machine:
@@ -279,7 +279,7 @@ def _supervise(
             listening=[list(address) for address in addresses], folder=str(folder), run=str(run)
         )
 
-    transport = CalledTransport(
+    transport = CallbackTransport(
         hosts, bytes.fromhex(order["key"]), order["supervisor"], job.interface.value, listening,
         None if order["containers"] is None else _containers(order["containers"], hosts),
     )  # fmt: skip
@@ -308,7 +308,7 @@ def _supervise(
     )
 
 
-def _containers(containers: Mapping[str, Any], hosts: Sequence[Host]) -> StartsAgain:
+def _containers(containers: Mapping[str, Any], hosts: Sequence[Host]) -> AgentStarter:
     """Starts containers anew on hosts of which the first one was lost."""
     from paceline.schedulers.container import ContainerTransport
 
@@ -333,14 +333,14 @@ def _supplies(folder: Path, order: Mapping[str, Any]) -> Supplies | None:
     data = None
     if (sent := order["data"]) is not None:
         root = Path(order["job"]["data"]["path"])
-        data = Folder(root, "", copy=(sent["key"], Path(sent["place"])))
+        data = DataFolder(root, "", copy=(sent["key"], Path(sent["place"])))
     return Supplies(trees.get("code"), trees.get("package"), inputs, data)
 
 
-def _write_record(folder: Path, record: About) -> None:
+def _write_record(folder: Path, record: DetachedRecord) -> None:
     """Writes about.json at once."""
-    temporary = folder / f".{detached.ABOUT}"
+    temporary = folder / f".{detached.RECORD_FILE}"
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         json.dump(record.to_json(), file, indent=2)
         file.write("\n")
-    temporary.replace(folder / detached.ABOUT)
+    temporary.replace(folder / detached.RECORD_FILE)

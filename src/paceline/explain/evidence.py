@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from paceline.spec.events import Event
-from paceline.spec.failure import Failure, Result, place
+from paceline.spec.failure import Failure, Result, format_location
 from paceline.spec.terminal import clean
 
 MAX_LINE_CHARS = 2000  # a longer line is cut in the middle
@@ -55,7 +55,7 @@ class Log:
     @property
     def label(self) -> str:
         """``rank 1 on n2``, as far as it is known."""
-        return place(self.host, self.rank)
+        return format_location(self.host, self.rank)
 
     @property
     def hosts(self) -> tuple[str, ...]:

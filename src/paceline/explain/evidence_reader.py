@@ -29,9 +29,9 @@ from paceline.rundir.records import (
     read_records,
 )
 from paceline.spec import rundir as names
-from paceline.spec.detached import DETACHED, Detached
+from paceline.spec.detached import DETACHED, SupervisorLocation
 from paceline.spec.errors import DataError
-from paceline.spec.events import Event, at_home, homes, read_events
+from paceline.spec.events import Event, read_events, restore_local_paths, shipped_copies
 from paceline.spec.failure import Failure, Result
 
 HEAD_BYTES = 64 << 10  # read of a log's beginning
@@ -100,12 +100,16 @@ def from_result(path: Path, result: Result, events: tuple[Event, ...],
         result, events: From the launcher's memory if the run has just ended, else from files.
         launcher: Who owns the run.
     """
-    copies = homes(events)
+    copies = shipped_copies(events)
     logs = [
-        Log(log.host, log.rank, tuple(at_home(copies, log.host, line) for line in log.lines))
+        Log(
+            log.host,
+            log.rank,
+            tuple(restore_local_paths(copies, log.host, line) for line in log.lines),
+        )
         for log in _rank_logs(path / names.LOGS, events, result.failure)
     ]
-    versions = (names.version_of(folder.name) for folder in names.checkpoints(path))
+    versions = (names.parse_version(folder.name) for folder in names.checkpoints(path))
     return Evidence(
         logs=_sort_logs(logs, result.failure, events),
         result=result,
@@ -128,7 +132,7 @@ def _launcher(path: Path, confirmed: bool) -> Launcher | None:
     return None if detached is None else _supervisor(detached, False)
 
 
-def _supervisor(detached: Detached, alive: bool | None) -> Launcher:
+def _supervisor(detached: SupervisorLocation, alive: bool | None) -> Launcher:
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(detached.since))
     return Launcher(detached.host, None, since, alive)
 
@@ -162,12 +166,12 @@ def _sort_logs(logs: Iterable[Log], failure: Failure | None,
 
 def _rank_logs(folder: Path, events: Sequence[Event], failure: Failure | None) -> list[Log]:
     """Reads every rank's log; of many logs less each, except of the first rank to fail."""
-    hosts = {names.safe(event.host): event.host for event in events if event.host}
+    hosts = {names.safe_name(event.host): event.host for event in events if event.host}
     files = log_files(folder)
     share = min(TAIL_BYTES, MAX_TOTAL_BYTES // max(1, len(files)))
     logs = []
     for file in files:
-        host, rank = hosts.get(file.parent.name, file.parent.name), names.rank_of(file)
+        host, rank = hosts.get(file.parent.name, file.parent.name), names.rank_of_log(file)
         is_first = failure is not None and (failure.host, failure.rank) == (host, rank)
         logs.append(Log.from_text(host, rank, read_log(file, TAIL_BYTES if is_first else share)))
     return logs

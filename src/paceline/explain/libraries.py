@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from paceline.explain.evidence import Log
-from paceline.spec.libraries import level
+from paceline.spec.libraries import classify_line
 
 WIDTH = 180
 MAX_WARNINGS = 6
@@ -44,7 +44,7 @@ _VARYING = re.compile(r"0x[0-9a-f]+|\d+")  # parts in which two ranks' warnings 
 
 def summarize(logs: Sequence[Log]) -> list[str]:
     """The warnings, then a line for each fact with its hosts. Skips lines of other origin."""
-    library_lines = [(log, [line for line in log.lines if level(line)]) for log in logs]
+    library_lines = [(log, [line for line in log.lines if classify_line(line)]) for log in logs]
     warnings = _warnings(library_lines)
     facts: dict[tuple[str, str], dict[str, list[Log]]] = {}
     for log, lines in library_lines:
@@ -69,7 +69,7 @@ def _warnings(library_lines: Sequence[tuple[Log, Sequence[str]]]) -> list[str]:
     distinct: dict[str, tuple[str, str, int]] = {}
     for log, lines in library_lines:
         for line in lines:
-            if level(line) != "warned":
+            if classify_line(line) != "warned":
                 continue
             key = _VARYING.sub("#", line)
             label, text, count = distinct.get(key, (log.label, line, 0))

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paceline.explain.evidence import Evidence
-from paceline.spec.failure import place
+from paceline.spec.failure import format_location
 
 _FRAME = re.compile(
     r'^\s*(?:\[rank\d+\]: *)?File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<in>\S+)'
@@ -60,7 +60,7 @@ class RankStack:
 
     @property
     def label(self) -> str:
-        return place(self.host, self.rank)
+        return format_location(self.host, self.rank)
 
     @property
     def script_frame(self) -> Frame | None:

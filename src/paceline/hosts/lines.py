@@ -32,7 +32,7 @@ from paceline.hosts.address import (
 from paceline.hosts.dialect import ColonMeaning, Parsed, Reading, UnreadableError, line_error
 from paceline.hosts.nodelist import split_list
 from paceline.spec.errors import HostsError
-from paceline.spec.helptext import counted, did_you_mean
+from paceline.spec.helptext import pluralize, suggest
 from paceline.spec.hosts import Host
 
 MAX_SLOTS = 4096
@@ -254,7 +254,7 @@ def _options(options: list[str]) -> dict[str, str]:
             raise UnreadableError(_expected_after_host(option))
         field = key.lower().replace("-", "_")
         if field not in KEYS and not field.startswith("ansible_"):
-            raise UnreadableError(f"for the key `{key}` {did_you_mean(key, _DOCUMENTED_KEYS)}")
+            raise UnreadableError(f"for the key `{key}` {suggest(key, _DOCUMENTED_KEYS)}")
         meaning = KEYS.get(field) or field
         if meaning in settings:
             raise UnreadableError(f"`{key}` once on a line, and one host a line")
@@ -434,7 +434,7 @@ def _colon_notes(mentions: Sequence[Mention], meanings: Sequence[ColonMeaning | 
         matches = [mention for mention, own_meaning in pairs if own_meaning == meaning]
         if matches:
             number = matches[0].number or 0
-            note = text.format(number=number, slots=counted(number, "slot"))
+            note = text.format(number=number, slots=pluralize(number, "slot"))
             more = f" ({len(matches) - 1} more alike)" if len(matches) > 1 else ""
             notes.append(f"`{join_number(matches[0].address, number)}` {note}{more}")
     return notes

@@ -27,7 +27,7 @@ from paceline.hosts.files import read_text, with_includes
 from paceline.hosts.lab import find_lab, lab_name
 from paceline.hosts.tables import apply_overrides
 from paceline.spec.errors import HostsError, SettingError
-from paceline.spec.helptext import did_you_mean, nearest
+from paceline.spec.helptext import closest_match, suggest
 from paceline.spec.hosts import Cluster, Host
 
 # No ending that is also a common top-level domain (.sh, .py).
@@ -52,7 +52,7 @@ def must_be_file(text: str, folder: Collection[str]) -> bool:
     if set(text) & set(",;[@:"):
         return False
     name = text.lower()
-    known_name = nearest(name, _FILE_NAMES, cutoff=0.85)
+    known_name = closest_match(name, _FILE_NAMES, cutoff=0.85)
     return (
         PurePath(name).suffix in _FILE_ENDINGS
         or bool(known_name and not any(char.isdigit() for char in name))
@@ -62,7 +62,7 @@ def must_be_file(text: str, folder: Collection[str]) -> bool:
 
 def missing_file_error(path: str, folder: Collection[str]) -> HostsError:
     """Returns the error for a path that does not exist; suggests the nearest name."""
-    guess = nearest(PurePath(path).name, folder)
+    guess = closest_match(PurePath(path).name, folder)
     suggestion = f"did you mean `{PurePath(path).parent / guess}`? " if guess else ""
     hint = f"If a host is called that, write `{path},`" if "/" not in path else ""
     return HostsError(
@@ -74,7 +74,7 @@ def missing_file_error(path: str, folder: Collection[str]) -> HostsError:
 
 
 def _near_miss(name: str, folder: Collection[str]) -> str:
-    guess = nearest(name, folder, cutoff=0.85)
+    guess = closest_match(name, folder, cutoff=0.85)
     digits = str.maketrans("", "", "0123456789")
     return guess if guess and guess.translate(digits) != name.translate(digits) else ""
 
@@ -301,7 +301,7 @@ def _dialect(name: str | None) -> Dialect | None:
         raise SettingError(
             f"there is no dialect `{name}`",
             found="`--dialect` names how hosts are written down",
-            remedy=did_you_mean(name, list(DIALECTS)),
+            remedy=suggest(name, list(DIALECTS)),
         )
     return dialect
 

@@ -18,7 +18,7 @@ from paceline.hosts.dialect import UnreadableError
 from paceline.hosts.lines import MAX_SLOTS
 from paceline.spec import jobenv
 from paceline.spec.errors import HostsError
-from paceline.spec.helptext import did_you_mean, nearest
+from paceline.spec.helptext import closest_match, suggest
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.settings import TOML_NAME
 
@@ -92,7 +92,7 @@ def _check_table(name: str, table: Any) -> None:
             dotted_name = _dotted_name(f"{name}.{key}", value)
             raise TableError(name, "", f'quotes around a name with dots: `[hosts."{dotted_name}"]`')
         else:
-            raise TableError(name, key, did_you_mean(key, FIELDS))
+            raise TableError(name, key, suggest(key, FIELDS))
 
 
 def _dotted_name(name: str, table: Mapping[str, Any]) -> str:
@@ -121,7 +121,7 @@ def _variables(host: str, table: Any) -> dict[str, str]:
             raise TableError(host, "", f'quotes around a name with dots: `[hosts."{dotted_name}"]`')
         if not _VARIABLE.fullmatch(name):
             raise TableError(host, name, "the name of a variable: letters, digits and _")
-        if jobenv.is_ours(name):
+        if jobenv.is_reserved(name):
             raise TableError(host, name, "a variable that does not say a rank's place")
         if (
             not isinstance(value, (str, int, float))
@@ -210,7 +210,7 @@ def _intended_host(name: str, candidates: Collection[str]) -> str:
     digits = str.maketrans("", "", "0123456789")
     if any(name.translate(digits) == candidate.translate(digits) for candidate in candidates):
         return ""
-    return nearest(name, candidates, cutoff=0.8)
+    return closest_match(name, candidates, cutoff=0.8)
 
 
 def _error(problem: TableError) -> HostsError:

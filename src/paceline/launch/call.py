@@ -23,7 +23,7 @@ from paceline.rundir.directory import claim, short
 from paceline.spec import rundir as names
 from paceline.spec.errors import JobError, NodeError, SettingError
 from paceline.spec.events import Event
-from paceline.spec.failure import place
+from paceline.spec.failure import format_location
 from paceline.spec.hosts import Host, Inspect
 from paceline.spec.job import Entry
 
@@ -335,11 +335,11 @@ def _without(outcome: RunOutcome, rank: int, values: Mapping[int, Any]) -> RankE
         return RankError(f"rank {rank} ended without returning", outcome, rank=rank,
                          found="the function ended the process: sys.exit() or os._exit()",
                          remedy="Return from the function instead", returned=values)  # fmt: skip
-    who = place(last.host, rank)
+    who = format_location(last.host, rank)
     whys = [f"it came again in vain: {event['why']}" for event in outcome.events
             if event.kind == "newcomer lost" and event.rank == rank]  # fmt: skip
     whys = [
-        *(recovery.why for recovery in outcome.result.recoveries if who in recovery.who),
+        *(recovery.reason for recovery in outcome.result.recoveries if who in recovery.ranks),
         *whys[-1:],
     ]
     return RankError(f"{who} was lost and had not come back when the others returned", outcome,
@@ -366,8 +366,8 @@ def _told(outcome: RunOutcome, kind: str) -> dict[int, Event]:
 
 def _load(outcome: RunOutcome, event: Event) -> Any:
     """The object of a rank's file, after a look at its hash. RankError when it cannot be had."""
-    path = outcome.path / names.RETURNED / str(event.rank)
-    where = place(event.host, event.rank)
+    path = outcome.path / names.RETURN_VALUES / str(event.rank)
+    where = format_location(event.host, event.rank)
     try:
         return pickles.opened(str(path), str(event["sha256"])).load()
     except (pickles.DamagedError, OSError) as error:
@@ -424,8 +424,8 @@ def folder_for(run_dir: Path | None, name: str) -> Iterator[Path]:
     try:
         yield path
     finally:
-        for pickled in [path / names.CALL, *(path / names.RETURNED).glob("*")]:
+        for pickled in [path / names.CALL, *(path / names.RETURN_VALUES).glob("*")]:
             pickled.unlink(missing_ok=True)
-        for folder in (path / names.RETURNED, path):
+        for folder in (path / names.RETURN_VALUES, path):
             with suppress(OSError):  # there is more in it
                 folder.rmdir()

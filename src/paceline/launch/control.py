@@ -28,7 +28,7 @@ from paceline.launch.recorder import Recorder
 from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError, PacelineError, SettingError
 from paceline.spec.events import Event
-from paceline.spec.failure import place
+from paceline.spec.failure import format_location
 from paceline.spec.plan import Plan
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def stacks_text(looks: Sequence[Look]) -> str:
     for look in sorted(looks, key=lambda one: one.stand.rank):
         stand = look.stand
         state = _STATES.get(stand.state, stand.state)
-        lines = [f"{place(stand.host, stand.rank)} (process {look.pid}, {state}):"]
+        lines = [f"{format_location(stand.host, stand.rank)} (process {look.pid}, {state}):"]
         frames = [f'  File "{one.file}", line {one.line} in {one.function}'
                   for one in reversed(stand.frames)]  # fmt: skip
         parts.append("\n".join([*lines, *(frames or ["  no Python stack could be had"])]))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.spec.events import Event
-from paceline.spec.failure import HERE, Failure, Kind, signal_name
+from paceline.spec.failure import LAUNCHER_HOST, Failure, Kind, signal_name
 
 _FULL = re.compile(r"No space left on device|Disk quota exceeded|is too full|disk .{0,200}is full")
 _MEMORY = "killed by the kernel for its memory"
@@ -82,7 +82,7 @@ def merge(failures: Sequence[Failure]) -> list[Failure]:
 def first(failures: Sequence[Failure]) -> Failure:
     """The failure that the others follow from: the earliest that is not an echo."""
     merged = merge(failures)
-    return next((failure for failure in merged if not failure.echo), merged[0])
+    return next((failure for failure in merged if not failure.is_secondary), merged[0])
 
 
 def about_full_disk(failure: Failure) -> bool:
@@ -97,7 +97,7 @@ def for_its_memory(failure: Failure) -> bool:
 
 def settle_time(failures: Sequence[Failure]) -> float:
     """How long to wait for others before the first failure is named."""
-    return SETTLE_ECHO_S if all(failure.echo for failure in failures) else SETTLE_S
+    return SETTLE_ECHO_S if all(failure.is_secondary for failure in failures) else SETTLE_S
 
 
 def describe_end(code: int | None, signum: int | None,
@@ -153,7 +153,8 @@ def early_end(failures: Sequence[Failure], early: Sequence[Failure]) -> list[Fai
         failures: As reported.
         early: Ranks that had ended with status 0 while others were still training.
     """
-    if early and all(failure.echo and failure.origin is None for failure in merge(failures)):
+    merged = merge(failures)
+    if early and all(failure.is_secondary and failure.origin is None for failure in merged):
         before = min((failure.time for failure in failures), default=0.0)
         # the others may notice it before it is really over
         return [*(replace(one, time=min(one.time, before)) for one in early
@@ -173,7 +174,7 @@ def own_absence(failures: Sequence[Failure], away_s: float, lease_s: float) -> l
     if not expired or away_s < lease_s / 2:
         return list(failures)
     headline = f"{own_pause(away_s, lease_s)}; the nodes ended their ranks"
-    us = Failure("launcher", HERE, None, min(expired), headline=headline)
+    us = Failure("launcher", LAUNCHER_HOST, None, min(expired), headline=headline)
     return [us, *(failure for failure in failures if failure.time < us.time)]
 
 
@@ -192,7 +193,7 @@ def own_line(
         return list(failures)
     headline = own_silence(max(silent_s.values()), lease_s)
     first = min(failure.time for failure in lost)
-    us = Failure("launcher", HERE, None, first, headline=headline)
+    us = Failure("launcher", LAUNCHER_HOST, None, first, headline=headline)
     return [us, *(failure for failure in failures if failure not in lost)]
 
 

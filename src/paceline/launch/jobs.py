@@ -21,10 +21,10 @@ from paceline.remote.transport import Transport
 from paceline.rundir.directory import RunDirectory, fresh_path
 from paceline.spec import rundir as names
 from paceline.spec.errors import PacelineError
-from paceline.spec.events import Event, Home, at_home
-from paceline.spec.failure import HERE, Failure, Result
+from paceline.spec.events import Event, ShippedCopy, restore_local_paths
+from paceline.spec.failure import LAUNCHER_HOST, Failure, Result
 from paceline.spec.hosts import Cluster, Inspect
-from paceline.spec.job import Job, secrets_among
+from paceline.spec.job import Job, secret_values
 from paceline.spec.plan import Plan
 
 
@@ -46,7 +46,7 @@ class Left:
 
 def secrets_of(job: Job, cluster: Cluster) -> tuple[str, ...]:
     """Returns the values that must not appear in any file of the run."""
-    on_hosts = [value for host in cluster.hosts for value in secrets_among(host.env)]
+    on_hosts = [value for host in cluster.hosts for value in secret_values(host.env)]
     return (*job.environment.secrets(), *on_hosts, *notify.secrets_among(job.notify))
 
 
@@ -113,7 +113,7 @@ def _run(request: Request, screen: Screen, directory: RunDirectory,
         result = _for_reader(result, screen.homes, directory)
         if result.failure is None and not directory.is_owned:
             headline = f"the run directory {directory.path} was removed while the run went on"
-            removed = Failure("record", HERE, None, time.monotonic(), headline=headline)
+            removed = Failure("record", LAUNCHER_HOST, None, time.monotonic(), headline=headline)
             result = replace(result, exit_code=result.exit_code or 1, failure=removed)
         write_result(directory, run_id, result, began, launcher.recorder.metrics)
     finally:
@@ -132,12 +132,12 @@ def _run(request: Request, screen: Screen, directory: RunDirectory,
 
 
 def _for_reader(result: Result, homes: Sequence[Home], directory: RunDirectory) -> Result:
-    """Returns the failure with local paths and without secrets."""
+    """The failure with the user's own paths, and without secrets."""
     failure = result.failure
     if failure is None:
         return result
     headline, traceback = (
-        directory.redacted(at_home(homes, failure.host, text))
+        directory.redacted(restore_local_paths(homes, failure.host, text))
         for text in (failure.headline, failure.traceback)
     )
     return replace(result, failure=replace(failure, headline=headline, traceback=traceback))

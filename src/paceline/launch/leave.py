@@ -33,13 +33,20 @@ from paceline.launch.planning import planner
 from paceline.launch.planning.request import Package, Request
 from paceline.launch.terminal.screen import Screen
 from paceline.remote import this_machine
-from paceline.remote.agent_code import leave_line
-from paceline.remote.channel import LOGINS_AT_ONCE, TRIES, Channel, LoginRefused, Wrap, connect
-from paceline.remote.fanout import refusals, wait_without_threads
+from paceline.remote.agent_code import detach_source
+from paceline.remote.channel import (
+    MAX_ATTEMPTS,
+    MAX_PARALLEL_LOGINS,
+    Channel,
+    LoginRefused,
+    Wrap,
+    connect,
+)
+from paceline.remote.fanout import refusal_error, use_pidfd_watcher
 from paceline.remote.link import ProcessLink
 from paceline.remote.openssh import (
-    ANOTHER_COMMAND,
     NO_ANSWER,
+    UNEXPECTED_COMMAND,
     SshOptions,
     agent_command,
     classify,
@@ -50,20 +57,20 @@ from paceline.rendezvous.listener import caller_command, caller_config
 from paceline.rundir import detached_file
 from paceline.rundir.directory import Redactor, RunDirectory, short
 from paceline.spec import rundir as names
-from paceline.spec.detached import DETACHED, RUN, Detached
+from paceline.spec.detached import DETACHED, RUN_FOLDER, SupervisorLocation
 from paceline.spec.errors import ConnectError, NodeError, PacelineError, SettingError
 from paceline.spec.failure import Result
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Job
-from paceline.spec.launched import PROCESS_VARIABLES
+from paceline.spec.launchers import PROCESS_VARIABLES
 from paceline.spec.nodes import NodeRange
-from paceline.spec.plain import to_plain
+from paceline.spec.serialization import to_jsonable
 from paceline.spec.settings import Source
 from paceline.transfer import data
-from paceline.transfer.data import Folder
+from paceline.transfer.data import DataFolder
 from paceline.transfer.files import send_tree
-from paceline.transfer.follow import foreign
-from paceline.transfer.links import refuse_outward
+from paceline.transfer.follow import is_remote
+from paceline.transfer.links import reject_outward
 from paceline.transfer.results import Fetcher
 from paceline.transfer.tree import Manifest, Tree, read_parts
 
@@ -158,14 +165,14 @@ class _Start:
         self._sent: Manifest = []
         self._data: dict[str, str] | None = None  # how the supervisor finds the folder of --data
         self._watching: list[asyncio.Task[None]] = []
-        self._gate = asyncio.Semaphore(LOGINS_AT_ONCE)
+        self._gate = asyncio.Semaphore(MAX_PARALLEL_LOGINS)
 
     async def run(self) -> Outcome:
         task = asyncio.current_task()
         assert task is not None
         with Interrupts(lambda: self._interrupted(task)) as self._interrupts:
             try:
-                wait_without_threads()
+                use_pidfd_watcher()
                 code = await (self._here() if self._host.local else self._there())
             except asyncio.CancelledError:
                 if not self._interrupts.received:
@@ -248,7 +255,7 @@ class _Start:
         try:
             return await connect(host, self._python(host), self._leaving.ssh)
         except LoginRefused as refused:
-            raise await refusals([refused], 1, self._leaving.ssh) from None
+            raise await refusal_error([refused], 1, self._leaving.ssh) from None
 
     async def _send(
         self, channel: Channel, directory: RunDirectory, trees: Mapping[str, Tree | None]
@@ -267,7 +274,7 @@ class _Start:
                 continue
             named = {one.path for one in self._leaving.job.inputs if one.named}
             if not self._leaving.job.follow_links and str(tree.root) not in named:
-                refuse_outward(tree.root, tree.outward)
+                reject_outward(tree.root, tree.outward)
             about[called] = {"root": str(tree.root), "manifest": tree.manifest, "in": called}
             if called == "package":
                 about[called]["in"] = "control"
@@ -277,21 +284,21 @@ class _Start:
         kept = [names.KEY, names.METRICS, names.CHECKPOINTS]
         run = await asyncio.to_thread(read_parts, directory.path, kept)
         self._sent = run.manifest
-        places[RUN] = await send_tree(channel, run.manifest, run.file, name, RUN)
+        places[RUN_FOLDER] = await send_tree(channel, run.manifest, run.file, name, RUN_FOLDER)
         return about, places
 
-    async def _send_data(self, channel: Channel, folder: Folder) -> dict[str, str]:
+    async def _send_data(self, channel: Channel, folder: DataFolder) -> dict[str, str]:
         """Has the supervisor's host get the data, for itself and for the other hosts."""
         ship = self._leaving.job.ship.value
         try:
-            place = await data.look(channel, folder, always=ship == "always")
+            place = await data.locate(channel, folder, needs_copy=ship == "always")
         except OSError as error:
             raise data.unreadable(folder, error) from None
-        if ship == "never" and (place.missing or place.gone):
+        if ship == "never" and (place.missing or place.extra):
             raise planner.other_data(str(folder.root), self._host, place)
         if not place.in_place:
             if not self._leaving.job.follow_links:
-                refuse_outward(folder.root, place.outward)
+                reject_outward(folder.root, place.outward)
             done = 0
 
             def sent(count: int) -> None:
@@ -341,8 +348,8 @@ class _Start:
         return {
             "run_id": self._request.run_id,
             "key": self._key.hex(),
-            "job": to_plain(leaving.job),
-            "cluster": to_plain(cluster),
+            "job": to_jsonable(leaving.job),
+            "cluster": to_jsonable(cluster),
             "package": leaving.package,
             "supervisor": self._host.name,
             "containers": None if leaving.containers is None else leaving.containers.to_json(),
@@ -407,7 +414,7 @@ class _Start:
     def _no_supervisor(self, login: Login) -> PacelineError:
         words = login.words.strip()
         refusal = classify(words, login.status, self._host)
-        known = refusal.cause not in (NO_ANSWER, ANOTHER_COMMAND)
+        known = refusal.cause not in (NO_ANSWER, UNEXPECTED_COMMAND)
         return NodeError(
             f"the supervisor on {self._host.name} ended before the run began",
             found=refusal.found
@@ -419,14 +426,14 @@ class _Start:
     async def _bring_home(self, channel: Channel, directory: RunDirectory, folder: str) -> None:
         """What a run that ended at once has left, as an attached one would have left it here."""
         await Fetcher(directory.path, self._screen.note).fetch(
-            channel, f"{folder}/{RUN}", self._sent, directory.path,
-            leave=lambda path: not foreign(path), supervisor=True,
+            channel, f"{folder}/{RUN_FOLDER}", self._sent, directory.path,
+            leave=lambda path: not is_remote(path), supervisor=True,
         )  # fmt: skip
 
     def _leads_back(self, directory: RunDirectory, folder: str) -> None:
         host, ssh = self._host, self._leaving.ssh
         config = str(ssh.config.absolute()) if ssh.config else None
-        back = Detached(
+        back = SupervisorLocation(
             self._request.run_id, host.name, host.address, folder, time.time(), host.user,
             host.port, host.identity_file, self._python(host), config,
         )  # fmt: skip
@@ -474,7 +481,7 @@ class _Start:
             why |= {one.host.name: one.found for one in unheard}
             login.say({"do": "missing", "missing": why})
         elif refused:
-            raise await refusals(refused, len(self._request.hosts), self._leaving.ssh)
+            raise await refusal_error(refused, len(self._request.hosts), self._leaving.ssh)
         else:
             raise ConnectError(
                 f"{', '.join(one.host.name for one in unheard)} cannot reach the supervisor on"
@@ -559,7 +566,7 @@ def installation() -> tuple[Manifest, dict[str, Path]]:
 
 async def started(host: Host, python: str, ssh: SshOptions, start: Mapping[str, Any]) -> Login:
     """A caller on a host; what may pass is tried again. LoginRefused when it cannot be had."""
-    for attempt in range(1, TRIES + 1):
+    for attempt in range(1, MAX_ATTEMPTS + 1):
         login = await Login.to(host, python, ssh, "caller", start)
         try:
             report = await asyncio.wait_for(login.hear(), START_S)
@@ -572,7 +579,7 @@ async def started(host: Host, python: str, ssh: SshOptions, start: Mapping[str, 
             return login
         await login.end(0.0)
         refusal = classify(login.words, login.status, host)
-        if not refusal.passing or attempt == TRIES:
+        if not refusal.passing or attempt == MAX_ATTEMPTS:
             raise LoginRefused(host, refusal)
         await asyncio.sleep(random.uniform(0.2, 0.6) * 2**attempt)  # noqa: S311 - jitter
     raise AssertionError("unreachable")
@@ -615,7 +622,7 @@ class Login:
         login = cls(host, ProcessLink(process))
         login._reading = asyncio.create_task(login._read_words())
         text = json.dumps(start).encode()
-        login._link.writer.write(leave_line(what) + b"%010d" % len(text) + text)
+        login._link.writer.write(detach_source(what) + b"%010d" % len(text) + text)
         return login
 
     async def _read_words(self) -> None:

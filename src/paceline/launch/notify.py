@@ -29,7 +29,7 @@ from paceline.rundir.directory import Redactor, short
 from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
 from paceline.spec.failure import Result, signal_name
-from paceline.spec.figures import lasting
+from paceline.spec.formatting import format_duration
 from paceline.spec.terminal import clean_line
 from paceline.spec.version import __version__
 
@@ -82,7 +82,7 @@ class Ended:
 
     def sentence(self) -> str:
         """All of it for a person, in one line."""
-        took = f"after {lasting(self.seconds)}"
+        took = f"after {format_duration(self.seconds)}"
         figures = ", ".join(f"{key} {_shown(v)}" for key, v in [*self.metrics.items()][:FIGURES])
         said = {
             "finished": f"finished {took}",

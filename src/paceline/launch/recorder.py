@@ -17,7 +17,7 @@ from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError
 from paceline.spec.events import Event, read_events
 from paceline.spec.plan import Plan
-from paceline.spec.records import Steps
+from paceline.spec.records import StepFilter
 
 STATE_PERIOD_S = 1.0  # between two writings of where the ranks are while nodes are waited for
 MOST_EVENTS = 20_000  # kept in memory of the beginning, and of the end
@@ -38,7 +38,7 @@ class Sieve:
         *lines, self._partial = (self._partial + data).split(b"\n")
         shown, library_lines = bytearray(), bytearray()
         for line in lines:
-            level = self._level(line[: libraries.LOOKED_AT].decode(errors="replace"))
+            level = self._level(line[: libraries.MAX_PREFIX].decode(errors="replace"))
             if level != "told":
                 shown += line + b"\n"
             if level is not None:
@@ -48,9 +48,9 @@ class Sieve:
         return bytes(shown), bytes(library_lines)
 
     def _level(self, line: str) -> str | None:
-        level = libraries.level(line)
-        listed = self._in_list and level is None and libraries.of_list(line)
-        self._in_list = libraries.opens_list(line) or (listed and bool(line))
+        level = libraries.classify_line(line)
+        listed = self._in_list and level is None and libraries.is_list_item(line)
+        self._in_list = libraries.starts_list(line) or (listed and bool(line))
         return "told" if listed else level
 
     def rest(self) -> bytes:
@@ -75,7 +75,7 @@ class Recorder:
         self._debug = debug
         self._sieves: dict[tuple[str, int, str], Sieve] = {}
         self.metrics: dict[str, Any] = {}  # the last value of every one that was reported
-        self._steps = Steps()
+        self._steps = StepFilter()
         self._directory = directory
         self._screen = screen
         self._begin: list[Mapping[str, Any]] = []
@@ -164,7 +164,7 @@ class Recorder:
         elif event.kind == "metrics":
             if event["split"] != "pace":  # how it went, not what came out
                 self.metrics |= event.fields
-            if self._steps.new(event.fields, (event.host, event.rank)):
+            if self._steps.accept(event.fields, (event.host, event.rank)):
                 self.board.record(event.fields)
                 now = {} if "time" in event.fields else {"time": round(time.time(), 3)}
                 self._directory.append_line(names.METRICS, {**event.fields, **now})
@@ -174,7 +174,7 @@ class Recorder:
             self._screen.say(event["text"], event.rank)
             line = event["text"].encode(errors="replace") + b"\n"
             self._directory.append_bytes(_log(event), line)
-        if (written := event.written) is not None:
+        if (written := event.recorded_fields) is not None:
             self.event(event.kind, event.host, event.rank, **written)
         elif event.kind in ("heartbeat", "pace", "progress"):
             self.board.take(event, time.monotonic())
@@ -197,7 +197,7 @@ class Recorder:
         """A training begins; one that does not resume leaves the earlier run's file aside."""
         if resumed:
             self._steps.resume(self._directory.path / names.METRICS)
-        elif self._steps.none:
+        elif self._steps.is_empty:
             self._directory.set_aside(names.METRICS)
 
     def agent_log(self, host: str, text: str) -> None:

@@ -15,8 +15,8 @@ from paceline.launch.nodes.fleet import Node, together
 from paceline.launch.nodes.provisioner import fork_servers_up, start_fork_server
 from paceline.launch.planning.request import Request
 from paceline.remote import warm
-from paceline.remote.channel import meet
-from paceline.remote.fanout import wait_without_threads
+from paceline.remote.channel import connect_to_warm_agent
+from paceline.remote.fanout import use_pidfd_watcher
 from paceline.spec.events import Event
 
 
@@ -48,7 +48,7 @@ async def make_ready(request: Request) -> list[str]:
     finally:
         await fleet.close(keep_warm_s=request.keep_warm_s)
         await request.transport.close(0)
-    return [node.name for node in nodes if not node.channel.rests]
+    return [node.name for node in nodes if not node.channel.is_parked]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Seen:
             not found any more (``gone``).
     """
 
-    waiting: warm.Waiting
+    waiting: warm.WarmAgent
     state: Literal["waits", "in use", "gone"]
 
     @property
@@ -77,25 +77,25 @@ async def look(names: frozenset[str], end: bool = False) -> list[Seen]:
         names: Hosts; empty for all.
         end: They are not to wait any longer.
     """
-    wait_without_threads()
-    nests = [one for one in warm.every_nest() if not names or one[1].host in names]
+    use_pidfd_watcher()
+    nests = [one for one in warm.warm_slots() if not names or one[1].host in names]
     seen = await asyncio.gather(*(_look(*nest, end) for nest in nests))
     return sorted(seen, key=lambda one: (one.waiting.host, one.waiting.python))
 
 
-async def _look(path: Path, waiting: warm.Waiting, used: bool, end: bool) -> Seen:
+async def _look(path: Path, waiting: warm.WarmAgent, used: bool, end: bool) -> Seen:
     if used:
         return Seen(waiting, "in use")
     host, options = waiting.as_host(), waiting.options()
-    nest = warm.Nest.at(path, waiting)
-    channel = await meet(host, waiting.python, options, nest)
+    nest = warm.WarmSlot.from_file(path, waiting)
+    channel = await connect_to_warm_agent(host, waiting.python, options, nest)
     if end:
         await warm.end_login(host, options)
     if channel is None:
         return Seen(waiting, "gone")
     if end:
         await channel.close(1.0)
-    elif not await channel.rest(0.0, anew=False):
+    elif not await channel.park(0.0, is_new_use=False):
         await channel.close(1.0)
         return Seen(waiting, "gone")
     return Seen(waiting, "waits")

@@ -18,7 +18,7 @@ from paceline.program import guarded
 from paceline.recipes import parse_options
 from paceline.recipes.optimization import Batching, Curve, compute_batching, make_optimizer
 from paceline.recipes.options import Options, parse_copies, parse_micro_batch
-from paceline.spec.balance import weights_of
+from paceline.spec.balance import parse_weights
 from paceline.train import Best
 from paceline.train.data import Data
 from paceline.train.device import choose_device, look
@@ -115,7 +115,7 @@ def make_loader(
         lengths=lengths,
         workers=workers,
         limit=0 if limit == "auto" else limit,
-        balance=weights_of(options.balance),
+        balance=parse_weights(options.balance),
         drop_slow=options.drop_slow,
     )
 

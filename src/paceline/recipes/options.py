@@ -162,8 +162,8 @@ class Options:
                 remedy="500 (steps), 10m (minutes), epoch, never, or several: epoch,10m",
             )
         parse_copies(self.checkpoint_copies)
-        balance.weights_of(self.balance)
-        balance.refuse(
+        balance.parse_weights(self.balance)
+        balance.validate(
             self.balance,
             drop_slow=self.drop_slow,
             sharded=self.shard,
@@ -180,13 +180,13 @@ class Options:
                     found="a process whose memory is full would leave the others waiting",
                     remedy="leave out one of the two",
                 )
-        communication.refuse(
+        communication.validate(
             self.communication,
             sharded=self.shard,
             scaled=self.dtype == "fp16",
             averaged=bool(self.ema),
         )
-        overlap.refuse(self.overlap)
+        overlap.validate(self.overlap)
         if self.scale_lr != "none" and not self.batch_per_process:
             raise SettingError(
                 f"--scale-lr {self.scale_lr} has nothing to scale by",

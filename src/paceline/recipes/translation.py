@@ -39,7 +39,7 @@ from paceline.recipes.tokens import (
 )
 from paceline.recipes.transformer import Search, Shape, Transformer, decode
 from paceline.spec import rundir
-from paceline.spec.shapes import LONG_TEXT, each, row, text, whole
+from paceline.spec.schema import MAX_LONG_TEXT, integer, list_of, text, tuple_of
 from paceline.train import Best, files
 from paceline.train.comms import checked
 
@@ -170,7 +170,7 @@ def translate(
         translated += zip(numbers, tokenizer.decode(rows_out), strict=True)
     network.train()
     parts = session.comms.texts(json.dumps(translated))
-    shape = each(row(whole(0, len(rows) - 1), text(LONG_TEXT)), len(rows))
+    shape = list_of(tuple_of(integer(0, len(rows) - 1), text(MAX_LONG_TEXT)), len(rows))
     by_number = dict(pair for part in checked(parts, shape) for pair in part)
     return [by_number[number] for number in range(len(rows))]
 

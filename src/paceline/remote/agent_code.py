@@ -1,4 +1,4 @@
-"""The agent as it travels: its files in one archive, named by their hash."""
+"""Packs the agent's code for the nodes: one archive, named by its hash."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from paceline import agent
 from paceline.remote.openssh import GUARD_LINE
 
 _FOLDER = Path(agent.__file__).parent
-_SENT_ALONE = ("bootstrap.py", "again.py", "leave.py")
+_BOOT_FILES = ("bootstrap.py", "again.py", "leave.py")
 _MAIN = "import sys\nfrom paceline_agent.entry import main\nsys.exit(main())\n"
-_READ = """import os, sys
+_READ_SOURCE = """import os, sys
 rest = b""
 while len(rest) < %(count)d:
     more = os.read(0, %(count)d - len(rest))
@@ -28,11 +28,11 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)  # the archive must depend on nothing but the fil
 
 @dataclass(frozen=True)
 class AgentCode:
-    """What a node needs to become an agent.
+    """The code that turns a node's Python into an agent.
 
     Attributes:
-        digest: SHA-256 of the content. The node caches under it, and runs nothing else.
-        first_line: What is sent before anything else: Python source behind the guard's line.
+        digest: SHA-256 of the content; the node's cache key, and the only code that it runs.
+        first_line: Python source that is sent first, after the guard line.
         files: The agent's files by name.
     """
 
@@ -42,60 +42,49 @@ class AgentCode:
 
     @functools.cached_property
     def archive(self) -> bytes:
-        """Zip archive of the agent's files, for nodes that do not have them."""
-        return _archive(self.files)
+        """Zip archive of the agent's files, for nodes without a cached copy."""
+        import io
+        import zipfile  # only needed if a host has no cached copy
+
+        target = io.BytesIO()
+        with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, content in self.files.items():
+                archive.writestr(zipfile.ZipInfo(name, _EPOCH), content)
+        return target.getvalue()
 
 
 @functools.cache
 def agent_code() -> AgentCode:
-    """The agent of this installation."""
+    """The agent's code from this installation."""
     files = {"__main__.py": _MAIN.encode()}
     for path in sorted(_FOLDER.glob("*.py")):
-        if path.name not in _SENT_ALONE:
+        if path.name not in _BOOT_FILES:
             files[f"paceline_agent/{path.name}"] = path.read_bytes()
     digest = hashlib.sha256()
     for name, content in files.items():
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
     name = digest.hexdigest()
-    return AgentCode(name, _first_line(name), files)
+    first_line = _source(("bootstrap.py",), f"boot({name!r}, sys.argv[1])")
+    return AgentCode(name, first_line, files)
 
 
-def _archive(files: Mapping[str, bytes]) -> bytes:
-    import io
-    import zipfile  # here: hosts that were used before have it all
-
-    target = io.BytesIO()
-    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in files.items():
-            archive.writestr(zipfile.ZipInfo(name, _EPOCH), content)
-    return target.getvalue()
-
-
-def again_line(place: str, anew: bool = False) -> bytes:
-    """Python source for a node whose agent waits at ``place``, sent instead of ``first_line``.
+def reconnect_source(place: str, anew: bool = False) -> bytes:
+    """Python source that connects to an agent waiting at ``place``, sent as the first line.
 
     Args:
-        place: The name that the agent told.
-        anew: For the next command, of which the agent knows nothing yet.
+        place: The agent's name for it.
+        anew: Begin a new conversation, for the next command.
     """
-    return _line(("again.py",), f"meet({place!r}, {anew})" if anew else f"meet({place!r})")
+    return _source(("again.py",), f"meet({place!r}, {anew})" if anew else f"meet({place!r})")
 
 
-def leave_line(what: str) -> bytes:
-    """Python source for a host on which something is started that stays, sent in the same place.
-
-    Args:
-        what: ``caller`` or ``supervisor``.
-    """
-    return _line(("bootstrap.py", "leave.py"), f"leave_{what}()")
+def detach_source(role: str) -> bytes:
+    """Python source that starts a background process, ``caller`` or ``supervisor``."""
+    return _source(("bootstrap.py", "leave.py"), f"leave_{role}()")
 
 
-def _first_line(digest: str) -> bytes:
-    return _line(("bootstrap.py",), f"boot({digest!r}, sys.argv[1])")
-
-
-def _line(files: Sequence[str], call: str) -> bytes:
-    """The guard's line, and one that reads the rest at once: lines are read byte by byte there."""
+def _source(files: Sequence[str], call: str) -> bytes:
+    """The guard line, a line that reads the remaining source in one piece, and that source."""
     sources = [(_FOLDER / file).read_text(encoding="utf-8") for file in files]
-    rest = "\n".join([*sources, call, ""]).encode()
-    return GUARD_LINE + f"exec({_READ % {'count': len(rest)}!a})\n".encode("ascii") + rest
+    body = "\n".join([*sources, call, ""]).encode()
+    return GUARD_LINE + f"exec({_READ_SOURCE % {'count': len(body)}!a})\n".encode("ascii") + body

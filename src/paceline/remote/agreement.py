@@ -1,4 +1,4 @@
-"""What all nodes must have alike before they can train together. Pure."""
+"""Checks that all nodes have the same Python and torch."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from paceline.spec.hosts import Host
 Facts = Mapping[str, Any]
 
 
-def interpreter_problem(host: Host, wanted: str, chosen: str, facts: Facts) -> NodeError | None:
-    """The wanted interpreter is not there, so the agent runs on another.
+def interpreter_problem(host: Host, requested: str, actual: str, facts: Facts) -> NodeError | None:
+    """An error if the agent had to use another interpreter than requested.
 
     Args:
-        host: Where.
-        wanted: Path that the job was to use.
-        chosen: The interpreter that the agent really found.
-        facts: Of that host, for what it has instead.
+        host: The host.
+        requested: Path of the interpreter for the job.
+        actual: Path of the agent's interpreter.
+        facts: The host's facts.
     """
-    if chosen == wanted:
+    if actual == requested:
         return None
     torch = facts.get("torch")
-    having = f"with torch {torch['version']}" if torch else "without torch"
+    with_torch = f"with torch {torch['version']}" if torch else "without torch"
     python = facts["python"]
     return NodeError(
-        f"{host.name} has no Python at {wanted}",
-        found=f"{python['executable']} (Python {python['version']}, {having})",
+        f"{host.name} has no Python at {requested}",
+        found=f"{python['executable']} (Python {python['version']}, {with_torch})",
         remedy=f'Set python = "/path/to/python" under [hosts.{host.name}] in paceline.toml, '
         f"or --python PATH when it is the same on all hosts",
     )
 
 
 def torch_problem(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> NodeError | None:
-    """Torch is missing on a node, or is not the same version on all."""
+    """An error if torch is missing on a node or its versions differ."""
     versions = {host.name: (facts[host.name].get("torch") or {}).get("version") for host in hosts}
     without = [name for name, version in versions.items() if version is None]
     if without:
@@ -52,44 +52,44 @@ def torch_problem(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> NodeErro
             found="\n".join(f"{name}: torch {version}" for name, version in versions.items()),
             remedy="\n".join(
                 f"On {name}: {facts[name]['python']['executable']} -m pip install "
-                f"torch=={_plain(usual(versions))}"
-                for name in odd_ones(versions)
+                f"torch=={_base_version(most_common(versions))}"
+                for name in outliers(versions)
             ),
         )
     return None
 
 
-LOADING = (
+LOADER_VARIABLES = (
     "PYTHONPATH", "PYTHONUSERBASE", "PYTHONNOUSERSITE", "PYTHONSAFEPATH", "PYTHONWARNINGS",
     "PYTHONOPTIMIZE", "LD_LIBRARY_PATH", "LD_PRELOAD", "LD_AUDIT",
 )  # fmt: skip
-"""Variables that decide which modules and libraries Python loads, or what it makes of them."""
+"""Variables that change which modules and libraries Python loads, or how."""
 
 
-def loading_variables(facts: Facts) -> str:
-    """``NAME=value`` of each such variable that the login on a host sets; empty for none."""
+def loader_variables(facts: Facts) -> str:
+    """``NAME=value`` of each such variable that a host's login sets; may be empty."""
     login = facts.get("environment") or {}
-    return " ".join(f"{name}={login[name]}" for name in LOADING if name in login)
+    return " ".join(f"{name}={login[name]}" for name in LOADER_VARIABLES if name in login)
 
 
-def usual(values: Mapping[str, str | None]) -> str | None:
-    """What most have; of equally many, what the first has."""
+def most_common(values: Mapping[str, str | None]) -> str | None:
+    """The most common value; of several, the first."""
     return Counter(values.values()).most_common(1)[0][0]
 
 
-def odd_ones(values: Mapping[str, str | None]) -> list[str]:
-    """Those that do not have what most have."""
-    most = usual(values)
-    return [name for name, value in values.items() if value != most]
+def outliers(values: Mapping[str, str | None]) -> list[str]:
+    """The names whose value differs from the most common one."""
+    expected = most_common(values)
+    return [name for name, value in values.items() if value != expected]
 
 
-def _plain(version: str | None) -> str:
+def _base_version(version: str | None) -> str:
     return (version or "").split("+")[0]
 
 
-def differences(what: str, values: Mapping[str, str]) -> list[str]:
-    """One sentence when the nodes' values are not all the same; none when they are."""
+def differences(subject: str, values: Mapping[str, str]) -> list[str]:
+    """A sentence if the nodes' values differ; else none."""
     if len(set(values.values())) < 2:
         return []
     listed = ", ".join(f"{name} {value}" for name, value in values.items())
-    return [f"{what} differs between the nodes: {listed}"]
+    return [f"{subject} differs between the nodes: {listed}"]

@@ -1,7 +1,7 @@
-"""One conversation with one agent: requests with answers, and a queue of events.
+"""The connection to one agent: requests with answers, and events.
 
-It outlives the link that it began with: when that breaks, or is silent, another one to the same
-agent is looked for (``reconnection.py``), on which both sides go on where they were.
+It survives its link: when that breaks or stalls, ``reconnection.py`` opens another one to the same
+agent, and both sides resume where they were.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ from paceline.agent.lanes import AT_ONCE, Joiner, Lanes, Waiting, lane_of
 from paceline.agent.pace import Pace
 from paceline.remote import protocol, reconnection, this_machine, warm
 from paceline.remote.agent_code import agent_code
-from paceline.remote.link import Link, ProcessLink, ended
+from paceline.remote.link import Link, ProcessLink, wait_for_exit
 from paceline.remote.openssh import (
-    ANOTHER_COMMAND,
     NO_ANSWER,
+    UNEXPECTED_COMMAND,
     Refusal,
     SshOptions,
     agent_command,
     classify,
-    newly_pinned,
     pinned_key,
+    pinned_new_key,
     ssh_command,
 )
 from paceline.spec.errors import NodeError
 from paceline.spec.events import Event
 from paceline.spec.hosts import Host
-from paceline.spec.shapes import Untrue
+from paceline.spec.schema import InvalidValue
 
 Message = dict[str, Any]
-STDERR_KEPT = 64 * 1024
-LAST_WORDS_S = 0.5
+MAX_STDERR_BYTES = 64 * 1024
+STDERR_GRACE_S = 0.5
 HELLO_TIMEOUT_S = 30.0
-END_OF_INPUT_S = 3.0  # for a shell that reads all of its input first, such as fish
-REST_S = 5.0  # for an agent to be done with a job
-MEET_S = 5.0  # for one that waits to be there
-STALL_S = 5.0  # for the rest of a greeting that has begun
-BEAT_S = 5.0  # between two looks at a host that no lease watches
-SILENCE_S = 60.0  # after which such a host is given up
-TRIES = 4
-LOGINS_AT_ONCE = 16
-FAREWELL_S = 2.0  # to say goodbye on another link, when the one it was said on broke
+END_OF_INPUT_S = 3.0  # a shell such as fish reads all of its input first
+PARK_TIMEOUT_S = 5.0  # for an agent to be done with a job
+RECONNECT_TIMEOUT_S = 5.0  # for one that waits to be there
+HELLO_STALL_S = 5.0  # for the rest of a greeting that has begun
+POLL_S = 5.0  # between two looks at a host that no lease watches
+SILENCE_TIMEOUT_S = 60.0  # after which such a host is given up
+MAX_ATTEMPTS = 4
+MAX_PARALLEL_LOGINS = 16
+GOODBYE_TIMEOUT_S = 2.0  # to say goodbye on another link, when the one it was said on broke
 
 
 class LoginRefused(Exception):
-    """A login failed; sorted and reported together with the others by the caller."""
+    """A login failed; the caller reports all refusals together."""
 
     def __init__(self, host: Host, refusal: Refusal) -> None:
         super().__init__(f"{host.name}: {refusal.cause}")
@@ -74,231 +74,231 @@ class Channel:
     """The connection to one host's agent.
 
     Attributes:
-        host: Whom it leads to.
-        facts: What the agent said of its machine.
+        host: The host.
+        facts: The agent's facts about its machine.
         identity: The agent's random identity, hexadecimal.
-        noise: What stood outside frames (login banners), decoded.
-        fingerprint: The host key that this login pinned for the first time, if it did.
+        noise: Output outside frames (login banners), decoded.
+        fingerprint: The host key, if this login pinned it for the first time.
         lost: Set when the connection has ended.
-        trouble: What the host sent that no agent sends, if it did: its connection ends with it.
-        nest: Where the agent can be left for the next command; ``None`` where it cannot.
-        rests: It waits there.
+        violation: The protocol violation that ended the connection, if any.
+        warm_slot: Where the agent can wait for the next command; ``None`` if it cannot.
+        is_parked: The agent waits there.
 
     Args:
-        link: What it begins with.
-        dial: How another link to the host is had; ``None`` where there can be none.
+        link: The first link.
+        dial: Opens another link to the host; ``None`` if that is impossible.
     """
 
     def __init__(self, host: Host, link: Link, dial: reconnection.Dial | None = None) -> None:
         self.host = host
         self.facts: Message = {}
         self.identity = ""
-        self.chosen_python = ""
+        self.agent_python = ""
         self.fingerprint: str | None = None
         self.lost = asyncio.Event()
-        self.last_heard = 0.0
+        self.last_received = 0.0
         self.on_event: Callable[[Event], None] = lambda event: None
-        self.nest: warm.Nest | None = None
-        self.rests = False
+        self.warm_slot: warm.WarmSlot | None = None
+        self.is_parked = False
         self._link = link
-        self._linked = True  # what is said goes out at once
+        self._is_linked = True  # what is said goes out at once
         self._broken_at: float | None = None
         self._dial = dial
-        self._place: reconnection.Place | None = None  # where the agent can be met again
-        self._left = False  # it said that it leaves, or was told to
-        self._bye: int | None = None  # number of our goodbye, until that is answered
-        self._looking: asyncio.Task[None] | None = None  # for another link
-        self._staying: asyncio.Task[None] | None = None
-        self._unheard = Unheard()
+        self._address: reconnection.AgentAddress | None = None  # where the agent can be met again
+        self._has_left = False  # it said that it leaves, or was told to
+        self._goodbye_id: int | None = None  # number of our goodbye, until that is answered
+        self._reconnecting: asyncio.Task[None] | None = None  # for another link
+        self._registering: asyncio.Task[None] | None = None
+        self._unacked = Unheard()
         self._lanes = Lanes()  # what waits for room on the line
         self._pace = Pace()
         self._joiner = Joiner(MAX_HELLO)
-        self._heard = 0  # frames
-        self._untold = 0  # bytes heard since we said anything
-        self.trouble = ""
+        self._num_received = 0  # frames
+        self._unacked_bytes = 0  # bytes heard since we said anything
+        self.violation = ""
         self._decoder = _decoder(max_json=MAX_HELLO)
         self._conversation = protocol.Conversation()
-        self._early = b""  # came with the first line
+        self._buffered = b""  # came with the first line
         self._ids = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[tuple[Message, bytes]]] = {}
+        self._pending: dict[int, asyncio.Future[tuple[Message, bytes]]] = {}
         self._stderr = bytearray()
-        self._stderr_before = 0  # bytes of it that came by earlier links
+        self._stderr_offset = 0  # bytes of it that came by earlier links
         self._tasks: list[asyncio.Task[None]] = []
-        self._watching: asyncio.Task[None] | None = None
-        self._silent_s = 0.0
+        self._watcher: asyncio.Task[None] | None = None
+        self._silence_s = 0.0
         self._hello: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # nobody may be waiting for it when the connection ends: that is no error of its own
+        # retrieve its exception, which may have no waiter
         self._hello.add_done_callback(lambda hello: hello.cancelled() or hello.exception())
 
     # --- opening -----------------------------------------------------------------------------
 
     async def open(self, met: bytes | None = None) -> None:
-        """Becomes a connection to a running agent. LoginRefused when it does not.
+        """Starts the agent and waits for its hello; raises LoginRefused when that fails.
 
         Args:
-            met: It has been met already, and this came after its first words.
+            met: Data that followed the handshake with an agent that was already running.
         """
         self._tasks.append(asyncio.create_task(self._read_stderr()))
         try:
             if met is None:
                 await asyncio.wait_for(self._boot(), HELLO_TIMEOUT_S)
             else:
-                self._early = met
+                self._buffered = met
             self.listen()
-            if self._dial is not None:  # said before the hello: no break is too early for it
-                self._staying = asyncio.create_task(self._stay())
-            await asyncio.wait_for(self._greeting(), HELLO_TIMEOUT_S)
-            if self._staying is not None:
-                await asyncio.wait_for(self._staying, HELLO_TIMEOUT_S)
-        except Untrue as lie:
-            self.trouble = self.trouble or str(lie)
+            if self._dial is not None:  # before the hello, so that no break comes too early
+                self._registering = asyncio.create_task(self._register())
+            await asyncio.wait_for(self._wait_for_hello(), HELLO_TIMEOUT_S)
+            if self._registering is not None:
+                await asyncio.wait_for(self._registering, HELLO_TIMEOUT_S)
+        except InvalidValue as error:
+            self.violation = self.violation or str(error)
             await self.close()
-            raise LoginRefused(self.host, self._not_our_agent()) from None
+            raise LoginRefused(self.host, self._violation_refusal()) from None
         except (OSError, EOFError, asyncio.TimeoutError) as error:
             timed_out = isinstance(error, asyncio.TimeoutError)
             await self.close(END_OF_INPUT_S if timed_out else 0.0)
             raise LoginRefused(self.host, self._refusal(timed_out)) from None
-        if newly_pinned(self.stderr):
+        if pinned_new_key(self.stderr):
             self.fingerprint = pinned_key(self.stderr)
-        self._watching = asyncio.create_task(self._watch())
+        self._watcher = asyncio.create_task(self._watch())
 
-    async def _stay(self) -> None:
-        """Has the agent wait for us after a break, from now on.
-
-        ConnectionError when the connection ends before the answer.
-        """
-        key = reconnection.fresh_key()
-        with contextlib.suppress(NodeError):  # it cannot: then a break is the end
+    async def _register(self) -> None:
+        """Asks the agent to accept reconnections; raises ConnectionError if the link ends first."""
+        key = reconnection.new_key()
+        with contextlib.suppress(NodeError):  # unsupported: a break then ends the connection
             answer = await self.request("stay", key=key.hex())
-            self._place = reconnection.Place(str(answer["place"]), key)
+            self._address = reconnection.AgentAddress(str(answer["place"]), key)
 
     def listen(self) -> None:
-        """Takes what the agent says from now on."""
+        """Starts reading frames."""
         self._tasks.append(asyncio.create_task(self._read_frames()))
 
     async def _watch(self) -> None:
-        """Gives the host up once nothing at all has come for long, though it was asked the time.
+        """Abandons the host after long silence in spite of a ``clock`` request.
 
-        Looks are counted, not clocks compared: a time in which we did not run is no silence.
+        Polls are counted instead of comparing clocks: time in which this process was suspended
+        does not count.
         """
-        heard, asked = self.last_heard, None
+        previous, ping = self.last_received, None
         while not self.lost.is_set():
-            await asyncio.sleep(BEAT_S)
-            self._silent_s = 0.0 if self.last_heard != heard else self._silent_s + BEAT_S
-            heard = self.last_heard
-            if self._silent_s >= SILENCE_S:
+            await asyncio.sleep(POLL_S)
+            is_silent = self.last_received == previous
+            self._silence_s = self._silence_s + POLL_S if is_silent else 0.0
+            previous = self.last_received
+            if self._silence_s >= SILENCE_TIMEOUT_S:
                 self.abandon()
-            elif self._waiting and (asked is None or asked.done()):
-                asked = asyncio.create_task(self.request("clock"))
-                # whoever waits for an answer of use hears of the end: nobody waits for this one
-                asked.add_done_callback(lambda task: task.cancelled() or task.exception())
+            elif self._pending and (ping is None or ping.done()):
+                ping = asyncio.create_task(self.request("clock"))
+                # retrieve its exception; other requests report the end
+                ping.add_done_callback(lambda task: task.cancelled() or task.exception())
 
-    def leased(self) -> None:
-        """From now on somebody else notices the host's silence."""
-        if self._watching is not None:
-            self._watching.cancel()
+    def stop_watching(self) -> None:
+        """Stops the watch for silence, because a lease replaces it."""
+        if self._watcher is not None:
+            self._watcher.cancel()
 
-    async def _greeting(self) -> None:
-        """Waits for it; once begun it has to come at once."""
+    async def _wait_for_hello(self) -> None:
+        """Waits for the hello; raises InvalidValue if it stalls halfway."""
         loop = asyncio.get_running_loop()
         while not self._hello.done():
-            await asyncio.wait([self._hello], timeout=STALL_S / 10)
-            if self._decoder.halfway and loop.time() - self.last_heard > STALL_S:
-                raise Untrue(f"the beginning of a message, and then nothing for {STALL_S:.0f} s")
+            await asyncio.wait([self._hello], timeout=HELLO_STALL_S / 10)
+            if self._decoder.halfway and loop.time() - self.last_received > HELLO_STALL_S:
+                raise InvalidValue(
+                    f"the beginning of a message, and then nothing for {HELLO_STALL_S:.0f} s"
+                )
         self._hello.result()
 
     async def _boot(self) -> None:
         code = agent_code()
         await self._write(code.first_line)
-        words, self._early = await reconnection.read_words(
+        reply, self._buffered = await reconnection.read_boot_line(
             self._link, b"", self._decoder.take_noise, protocol.BOOT_WORDS
         )
-        if words[0] == "need":
+        if reply[0] == "need":
             await self._write(b"%010d" % len(code.archive) + code.archive)
-        elif words[0] == "old":
-            self._stderr += f"\npaceline-boot: no Python: {words[2]} is {words[1]}".encode()
+        elif reply[0] == "old":
+            self._stderr += f"\npaceline-boot: no Python: {reply[2]} is {reply[1]}".encode()
             raise EOFError
-        elif words[0] == "system":
-            self._stderr += f"\npaceline-boot: not Linux: this is {words[1]}".encode()
+        elif reply[0] == "system":
+            self._stderr += f"\npaceline-boot: not Linux: this is {reply[1]}".encode()
             raise EOFError
 
-    def _not_our_agent(self) -> Refusal:
+    def _violation_refusal(self) -> Refusal:
         return Refusal(
             "not our agent",
-            f"it sent {self.trouble}",
+            f"it sent {self.violation}",
             f"Look at the shell start-up files of that user on {self.host.name}, and at the "
             f"Python there: ssh {self.host.address}",
         )
 
     def _refusal(self, timed_out: bool) -> Refusal:
         refusal = classify(self.stderr, self._link.status, self.host, self.noise)
-        if timed_out and refusal.cause in (NO_ANSWER, ANOTHER_COMMAND):
-            words = f"\n{refusal.found}" if self.stderr.strip() else ""
+        if timed_out and refusal.cause in (NO_ANSWER, UNEXPECTED_COMMAND):
+            details = f"\n{refusal.found}" if self.stderr.strip() else ""
             return Refusal(
                 "no answer",
-                f"connected, but no agent answered within {HELLO_TIMEOUT_S:.0f} s{words}",
+                f"connected, but no agent answered within {HELLO_TIMEOUT_S:.0f} s{details}",
                 f"Look at the shell start-up files of that user on {self.host.name}: "
                 "one of them may wait for input, or for a lock",
             )
         return refusal
 
-    # --- talking -----------------------------------------------------------------------------
+    # --- requests ----------------------------------------------------------------------------
 
     async def request(self, op: str, *, blob: bytes = b"", **fields: Any) -> Message:
-        """Asks and waits for the answer; NodeError when the agent says it cannot.
+        """Sends a request and returns the answer.
 
-        ConnectionError when the connection ends before the answer.
+        Raises:
+            NodeError: The agent refuses.
+            ConnectionError: The connection ended before the answer.
         """
         message, _ = await self.ask(op, blob=blob, **fields)
         return message
 
     async def ask(self, op: str, *, blob: bytes = b"", **fields: Any) -> tuple[Message, bytes]:
-        """As :meth:`request`; also the bytes that came with the answer."""
+        """As :meth:`request`; also returns the bytes that came with the answer."""
         if self.lost.is_set():
             raise ConnectionError(f"{self.host.name} is gone")
         number = next(self._ids)
         answer = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answer
+        self._pending[number] = answer
         self._conversation.ask(number, op, fields)
-        waiting = self._put({"op": op, "id": number, **fields}, blob)
+        waiting = self._enqueue({"op": op, "id": number, **fields}, blob)
         try:
-            if self._linked:
+            if self._is_linked:
                 with contextlib.suppress(OSError):
                     await self._link.writer.drain()
             message, data = await answer
         except asyncio.CancelledError:
             if waiting is not None and self._lanes.withdraw(waiting):
-                del self._waiting[number]  # the agent never hears of it
+                del self._pending[number]  # it was never sent
             raise
         if "error" in message:
             raise AgentRefusal(self.host, op, message)
         return message, data
 
-    def _put(self, message: Message, blob: bytes = b"") -> Waiting | None:
-        """One frame, now or on the next link; what is long waits for room in its lane.
-
-        Callers wait for answers, so these are few.
-        """
-        frame = encode({**message, "heard": self._heard}, blob)
+    def _enqueue(self, message: Message, blob: bytes = b"") -> Waiting | None:
+        """Sends a frame now, or queues a long one in its lane; may be for the next link."""
+        frame = encode({**message, "heard": self._num_received}, blob)
         lane = lane_of(message, len(frame), blob)
         if lane == AT_ONCE:
             self._send(frame)
             return None
         waiting = self._lanes.add(lane, frame)
-        self._fill()
+        self._flush()
         return waiting
 
-    def _fill(self) -> None:
-        """Sends what there is room for on the line."""
-        while self._linked and self._lanes and self._pace.room:
-            frame, about, data = self._lanes.next(self._pace)
-            self._send(frame or encode({**about, "heard": self._heard}, data))
+    def _flush(self) -> None:
+        """Sends queued frames as far as the pace allows."""
+        while self._is_linked and self._lanes and self._pace.room:
+            frame, message, data = self._lanes.next(self._pace)
+            self._send(frame or encode({**message, "heard": self._num_received}, data))
 
     def _send(self, frame: bytes) -> None:
-        self._untold = 0
-        self._unheard.add(frame)
+        self._unacked_bytes = 0
+        self._unacked.add(frame)
         self._pace.sent(len(frame), asyncio.get_running_loop().time(), bool(self._lanes))
-        if self._linked:
+        if self._is_linked:
             with contextlib.suppress(OSError):
                 self._link.writer.write(frame)
 
@@ -310,21 +310,21 @@ class Channel:
     async def _read_frames(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            data, self._early = self._early, b""
+            data, self._buffered = self._buffered, b""
             while data or (data := await self._link.reader.read(1 << 18)):
-                self.last_heard = loop.time()
-                self._stop_looking()  # it was only silent
-                self._untold += len(data)
+                self.last_received = loop.time()
+                self._cancel_reconnect()  # the link only stalled
+                self._unacked_bytes += len(data)
                 for message, blob in self._decoder.feed(data):
-                    self._hear(message, blob)
-                if self._untold > SAY_HEARD:
-                    self._put({})  # with what every frame tells
+                    self._on_frame(message, blob)
+                if self._unacked_bytes > SAY_HEARD:
+                    self._enqueue({})  # acknowledges, as every frame does
                 data = b""
         except OSError:
             pass
-        except (Untrue, FrameError) as lie:
-            self.trouble = str(lie)
-            self._dismiss()  # one that only erred leaves at once, not when its lease runs out
+        except (InvalidValue, FrameError) as error:
+            self.violation = str(error)
+            self._dismiss()  # so that a faulty agent leaves before its lease expires
             self._link.writer.close()
         except asyncio.CancelledError:
             raise
@@ -332,57 +332,60 @@ class Channel:
             self._end()
             raise
         if not self.lost.is_set():
-            await self._link_ended()
+            await self._on_link_end()
 
-    async def _link_ended(self) -> None:
-        """Another one is looked for, unless there is nobody that it could lead to."""
-        self._linked, self._broken_at = False, asyncio.get_running_loop().time()
-        if not self.trouble:
-            await self._last_words()
-        gone = ENDED in self._stderr[self._stderr_before :]
-        if self._place is None or self._left or self.trouble or gone or await self._link.over():
+    async def _on_link_end(self) -> None:
+        """Reconnects, unless the agent has ended or left."""
+        self._is_linked, self._broken_at = False, asyncio.get_running_loop().time()
+        if not self.violation:
+            await self._wait_for_stderr()
+        has_ended = ENDED in self._stderr[self._stderr_offset :]
+        cannot_resume = self._address is None or self._has_left or self.violation or has_ended
+        if cannot_resume or await self._link.over():
             self._end()
         else:
-            self.look_again()
+            self.reconnect()
 
     # --- another link ------------------------------------------------------------------------
 
     @property
-    def broken(self) -> bool:
-        """True while its link has ended and another one is looked for."""
+    def is_broken(self) -> bool:
+        """Whether its link has ended and it is reconnecting."""
         return self._broken_at is not None and not self.lost.is_set()
 
-    def look_again(self) -> None:
-        """Looks for another link to the agent: the one there is has broken, or is silent.
+    def reconnect(self) -> None:
+        """Starts to look for another link, because this one broke or stalled.
 
-        As soon as a silent one speaks it is kept after all. Nothing where no other can be had.
+        Stops as soon as a stalled link delivers data. Does nothing if no other link is possible.
         """
-        if self._dial is None or self._place is None or self.lost.is_set():
+        if self._dial is None or self._address is None or self.lost.is_set():
             return
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._meet_again(self._dial, self._place))
+        if self._reconnecting is None or self._reconnecting.done():
+            self._reconnecting = asyncio.create_task(self._reconnect(self._dial, self._address))
 
-    def _stop_looking(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
-            self._looking = None
+    def _cancel_reconnect(self) -> None:
+        if self._reconnecting is not None:
+            self._reconnecting.cancel()
+            self._reconnecting = None
 
-    async def _meet_again(self, dial: reconnection.Dial, place: reconnection.Place) -> None:
+    async def _reconnect(self, dial: reconnection.Dial, place: reconnection.AgentAddress) -> None:
         try:
             while True:
-                found = await reconnection.look(dial, place)
+                found = await reconnection.reconnect(dial, place)
                 try:
-                    await self._drop_link()  # what it still holds will be said again
-                    count, self._early = await reconnection.prove(found, place, self._heard)
-                    self._unheard.heard(count)
-                except (OSError, EOFError, ValueError, Untrue):
+                    await self._drop_link()  # frames in transit will be sent again
+                    count, self._buffered = await reconnection.authenticate(
+                        found, place, self._num_received
+                    )
+                    self._unacked.heard(count)
+                except (OSError, EOFError, ValueError, InvalidValue):
                     await found.link.cut()
                 except BaseException:
                     await found.link.cut()
                     raise
                 else:
                     break
-        except reconnection.Gone:
+        except reconnection.AgentGone:
             self._end()
             return
         except asyncio.CancelledError:
@@ -390,81 +393,81 @@ class Channel:
         except BaseException:
             self._end()
             raise
-        self._looking = None
-        self._go_on(found.link)
+        self._reconnecting = None
+        self._resume(found.link)
 
     async def _drop_link(self) -> None:
-        self._linked = False
-        self._broken_at = self._broken_at or self.last_heard  # a silent one: since then
+        self._is_linked = False
+        self._broken_at = self._broken_at or self.last_received  # for a stalled link
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._link.cut()
 
-    def _go_on(self, link: Link) -> None:
-        """On another link, with the first of our frames that the agent has not heard."""
-        self._link, self._linked = link, True
+    def _resume(self, link: Link) -> None:
+        """Resumes on another link with the first frame that the agent has not received."""
+        self._link, self._is_linked = link, True
         now = asyncio.get_running_loop().time()
-        about = {"seconds": round(now - (self._broken_at or self.last_heard), 3)}
-        self.last_heard, self._broken_at = now, None
+        seconds = round(now - (self._broken_at or self.last_received), 3)
+        self.last_received, self._broken_at = now, None
         self._decoder = _decoder(bytes(self._decoder.noise))
-        self._stderr_before = len(self._stderr)
-        self._pace = Pace()  # it is another line
-        for frame in self._unheard:
+        self._stderr_offset = len(self._stderr)
+        self._pace = Pace()
+        for frame in self._unacked:
             link.writer.write(frame)
             self._pace.sent(len(frame), now, bool(self._lanes))
-        self._fill()
+        self._flush()
         self._tasks = [asyncio.create_task(self._read_stderr())]
         self.listen()
-        self.on_event(Event("connection restored", self.host.name, fields=about))
+        self.on_event(Event("connection restored", self.host.name, fields={"seconds": seconds}))
 
-    async def _last_words(self) -> None:
-        """What ended the connection may say why on standard error, a moment later."""
-        await asyncio.wait(self._tasks[:1], timeout=LAST_WORDS_S)
+    async def _wait_for_stderr(self) -> None:
+        """Waits a moment for the reason of the end on standard error."""
+        await asyncio.wait(self._tasks[:1], timeout=STDERR_GRACE_S)
 
-    def _hear(self, message: Message, blob: bytes) -> None:
-        """A frame, or a piece of one."""
+    def _on_frame(self, message: Message, blob: bytes) -> None:
+        """Handles a frame, or a part of one."""
         try:
-            if fresh := self._unheard.heard(message.pop("heard", 0)):
-                self._pace.heard(fresh, self.last_heard)
-                self._fill()
-            self._heard += 1
+            if num_acked := self._unacked.heard(message.pop("heard", 0)):
+                self._pace.heard(num_acked, self.last_received)
+                self._flush()
+            self._num_received += 1
             if "part" not in message:
-                self._take(message, blob)
+                self._on_message(message, blob)
                 return
-            self._untold += SAY_HEARD  # the next piece waits until this one was heard
+            self._unacked_bytes += SAY_HEARD  # the next part waits for an acknowledgement
             for frame in self._joiner.add(message, blob):
                 for inner in _decoder().feed(frame):
-                    self._take(*inner)
-        except ValueError as lie:
-            raise Untrue(str(lie)) from None
+                    self._on_message(*inner)
+        except ValueError as error:
+            raise InvalidValue(str(error)) from None
 
-    def _take(self, message: Message, blob: bytes) -> None:
-        message.pop("heard", 0)  # of when it began to wait
+    def _on_message(self, message: Message, blob: bytes) -> None:
+        message.pop("heard", 0)  # outdated: from when it was queued
         if not message:
             return
         if "re" in message:
-            if message["re"] == self._bye:
-                self._bye = None
-            waiting = self._waiting.pop(self._conversation.answer(message, blob), None)
+            if message["re"] == self._goodbye_id:
+                self._goodbye_id = None
+            waiting = self._pending.pop(self._conversation.answer(message, blob), None)
             if waiting is not None and not waiting.done():
                 waiting.set_result((message, blob))
         elif not self._conversation.event(message, blob):
             return
         elif message["event"] == "hello":
             self.facts, self.identity = message["facts"], message["identity"]
-            self.chosen_python = message["chosen_python"]
+            self.agent_python = message["chosen_python"]
             self._decoder.allow(MAX_ANSWER)
             self._joiner = Joiner(MAX_ANSWER + MAX_ANSWER_BLOB)
             if not self._hello.done():
                 self._hello.set_result(None)
         else:
             if message["event"] == "leaving":
-                self._left, self._bye = True, None
+                self._has_left, self._goodbye_id = True, None
             self.on_event(Event.heard(self.host.name, message, blob))
 
     def abandon(self) -> None:
-        """Gives up a host that is silent: whoever waits for an answer gets ConnectionError."""
+        """Ends the connection to a silent host; pending requests raise ConnectionError."""
         if not self.lost.is_set():
             with contextlib.suppress(AttributeError):  # asyncio's, of a pipe that has closed by now
                 self._link.writer.transport.abort()  # a full pipe to a frozen host never drains
@@ -474,148 +477,153 @@ class Channel:
         if self.lost.is_set():
             return
         self.lost.set()
-        self._linked = False
-        if self._looking is not None and self._looking is not asyncio.current_task():
-            self._looking.cancel()
-        for waiting in self._waiting.values():
+        self._is_linked = False
+        if self._reconnecting is not None and self._reconnecting is not asyncio.current_task():
+            self._reconnecting.cancel()
+        for waiting in self._pending.values():
             if not waiting.done():
-                waiting.set_exception(self._why_lost())
-        self._waiting.clear()
+                waiting.set_exception(self._lost_error())
+        self._pending.clear()
         if not self._hello.done():
-            self._hello.set_exception(Untrue(self.trouble) if self.trouble else EOFError())
-        words = self._stderr[self._stderr_before :].decode(errors="replace")
-        about = {"stderr": words[-2000:], "trouble": self.trouble}
-        self.on_event(Event("connection ended", self.host.name, fields=about))
+            self._hello.set_exception(
+                InvalidValue(self.violation) if self.violation else EOFError()
+            )
+        stderr = self._stderr[self._stderr_offset :].decode(errors="replace")
+        fields = {"stderr": stderr[-2000:], "trouble": self.violation}
+        self.on_event(Event("connection ended", self.host.name, fields=fields))
 
-    def _why_lost(self) -> Exception:
-        if self.trouble:
-            return Untrusted(self.host, self.trouble)
-        if self._silent_s >= SILENCE_S:
-            return Silent(self.host, self._silent_s)
+    def _lost_error(self) -> Exception:
+        if self.violation:
+            return ProtocolViolation(self.host, self.violation)
+        if self._silence_s >= SILENCE_TIMEOUT_S:
+            return HostUnresponsive(self.host, self._silence_s)
         return ConnectionError(f"{self.host.name} is gone")
 
     async def _read_stderr(self) -> None:
         with contextlib.suppress(OSError):
             while data := await self._link.errors.read(1 << 16):
                 self._stderr += data
-                too_many = max(0, len(self._stderr) - STDERR_KEPT)
-                del self._stderr[:too_many]
-                self._stderr_before = max(0, self._stderr_before - too_many)
+                excess = max(0, len(self._stderr) - MAX_STDERR_BYTES)
+                del self._stderr[:excess]
+                self._stderr_offset = max(0, self._stderr_offset - excess)
 
     @property
     def stderr(self) -> str:
-        """What ssh and the agent wrote on standard error (the last of it)."""
+        """The end of the standard error of ssh and the agent."""
         return self._stderr.decode(errors="replace")
 
     @property
     def noise(self) -> str:
         return self._decoder.noise.decode(errors="replace")
 
-    async def rest(self, seconds: float, imported: str = "", anew: bool = True) -> bool:
-        """Has the agent wait for the next command instead of leaving; closes the connection.
+    async def park(self, seconds: float, imported: str = "", is_new_use: bool = True) -> bool:
+        """Lets the agent wait for the next command instead of leaving; closes the connection.
 
         Args:
-            seconds: How long it is to wait, at least: after each use it is as long.
-            imported: What its fork server has, for people.
-            anew: This was such a use.
+            seconds: Minimum time to wait, also after each later use.
+            imported: The fork server's imports, for people.
+            is_new_use: The agent was used, so its time starts again.
 
         Returns:
-            False where it cannot be: the connection is to be closed as ever.
+            False if it cannot wait: the connection must be closed as usual.
         """
-        nest = self.nest
-        if nest is None or self.lost.is_set() or not self._linked:
+        slot = self.warm_slot
+        if slot is None or self.lost.is_set() or not self._is_linked:
             return False
-        seconds = max(seconds, nest.waiting.seconds if nest.waiting is not None else 0.0)
+        seconds = max(seconds, slot.waiting.seconds if slot.waiting is not None else 0.0)
         boot = str(self.facts.get("boot_id") or "")
-        waiting = nest.leave(seconds, boot, imported, anew) if seconds else None
-        if waiting is None:
-            nest.forget()
+        agent = slot.offer(seconds, boot, imported, is_new_use) if seconds else None
+        if agent is None:
+            slot.forget()
             return False
-        left = waiting.until - waiting.since
+        remaining_s = agent.until - agent.since
         try:
-            asked = self.request("rest", place=waiting.place, key=waiting.key, seconds=left)
-            await asyncio.wait_for(asked, REST_S)
-            await asyncio.wait_for(self.lost.wait(), REST_S)  # it has cleaned up
+            request = self.request("rest", place=agent.place, key=agent.key, seconds=remaining_s)
+            await asyncio.wait_for(request, PARK_TIMEOUT_S)
+            await asyncio.wait_for(self.lost.wait(), PARK_TIMEOUT_S)  # it has cleaned up
         except (NodeError, ConnectionError, asyncio.TimeoutError):
-            nest.forget()
+            slot.forget()
             return False
-        self.rests = True
-        await asyncio.gather(self.close(), nest.keep_login(left))
-        nest.let_go()
+        self.is_parked = True
+        await asyncio.gather(self.close(), slot.keep_login(remaining_s))
+        slot.release()
         return True
 
     async def close(self, patience_s: float = 0.0) -> None:
-        """Ends the connection; the agent ends what is left of the job there.
+        """Ends the connection; the agent ends the job's remaining processes.
 
         Args:
             patience_s: How long the agent may take to end by itself.
         """
-        self.leased()
+        self.stop_watching()
         self._dismiss()
-        looking = [task for task in (self._looking, self._staying) if task is not None]
-        for task in looking:
+        tasks = [task for task in (self._reconnecting, self._registering) if task is not None]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*looking, return_exceptions=True)
-        if self.rests:
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self.is_parked:
             await self._link.release()
         else:
-            if self.nest is not None:
-                self.nest.forget()
+            if self.warm_slot is not None:
+                self.warm_slot.forget()
             closing = asyncio.get_running_loop().time()
             await self._link.end(patience_s)
             took_s = asyncio.get_running_loop().time() - closing
-        for task in self._tasks if not self.rests else ():
+        for task in self._tasks if not self.is_parked else ():
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(asyncio.shield(task), 0.5)
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._bye is not None and not self.rests and took_s < patience_s:
-            await self._say_goodbye_again(min(FAREWELL_S, patience_s))
+        if self._goodbye_id is not None and not self.is_parked and took_s < patience_s:
+            await self._resend_goodbye(min(GOODBYE_TIMEOUT_S, patience_s))
         if not self.lost.is_set():
             self._end()
 
     def _dismiss(self) -> None:
-        """The end of the link is no break from now on; an agent that was not told so would wait."""
-        self._lanes.clear()  # it does not need the rest of a file
-        if not self._left and not self.lost.is_set() and self._hello.done():
-            self._bye = next(self._ids)
-            self._conversation.ask(self._bye, "bye", {})
-            self._put({"op": "bye", "id": self._bye})
-        self._left = True
+        """Tells the agent to leave; without that it would wait for a reconnection."""
+        self._lanes.clear()  # no more files
+        if not self._has_left and not self.lost.is_set() and self._hello.done():
+            self._goodbye_id = next(self._ids)
+            self._conversation.ask(self._goodbye_id, "bye", {})
+            self._enqueue({"op": "bye", "id": self._goodbye_id})
+        self._has_left = True
 
-    async def _say_goodbye_again(self, seconds: float) -> None:
-        """The link broke before the goodbye was answered: said by another one, or by the lease."""
-        if self._dial is None or self._place is None or self.trouble:
+    async def _resend_goodbye(self, seconds: float) -> None:
+        """Sends the goodbye over another link if the first broke before its answer."""
+        if self._dial is None or self._address is None or self.violation:
             return
-        with contextlib.suppress(reconnection.Gone, OSError, EOFError, ValueError, FrameError,
-                                 Untrue, asyncio.TimeoutError):  # fmt: skip
-            await asyncio.wait_for(self._meet_for_goodbye(self._dial, self._place), seconds)
+        with contextlib.suppress(reconnection.AgentGone, OSError, EOFError, ValueError, FrameError,
+                                 InvalidValue, asyncio.TimeoutError):  # fmt: skip
+            await asyncio.wait_for(self._goodbye_over_new_link(self._dial, self._address), seconds)
 
-    async def _meet_for_goodbye(self, dial: reconnection.Dial, place: reconnection.Place) -> None:
-        found = await reconnection.look(dial, place)
+    async def _goodbye_over_new_link(
+        self, dial: reconnection.Dial, place: reconnection.AgentAddress
+    ) -> None:
+        found = await reconnection.reconnect(dial, place)
         try:
-            count, data = await reconnection.prove(found, place, self._heard)
-            self._unheard.heard(count)
-            for frame in self._unheard:
+            count, data = await reconnection.authenticate(found, place, self._num_received)
+            self._unacked.heard(count)
+            for frame in self._unacked:
                 found.link.writer.write(frame)
             await found.link.writer.drain()
-            said, answered = _decoder(), False
-            while not answered and (data := data or await found.link.reader.read(1 << 16)):
-                answered = any(about.get("re") == self._bye for about, _ in said.feed(data))
+            decoder, is_answered = _decoder(), False
+            while not is_answered and (data := data or await found.link.reader.read(1 << 16)):
+                messages = decoder.feed(data)
+                is_answered = any(m.get("re") == self._goodbye_id for m, _ in messages)
                 data = b""
         finally:
             await found.link.cut()
 
 
 def _decoder(noise: bytes = b"", max_json: int = MAX_ANSWER) -> Decoder:
-    """For what an agent says; begins with what an earlier link held beside it."""
+    """A decoder for an agent's frames, with the noise of an earlier link."""
     decoder = Decoder(max_json=max_json, max_blob=MAX_ANSWER_BLOB)
     decoder.take_noise(noise)
     return decoder
 
 
 class AgentRefusal(NodeError):
-    """An agent could not do what it was asked; ``answer`` is all that it said."""
+    """An agent refused a request; ``answer`` is its message."""
 
     def __init__(self, host: Host, op: str, answer: Message) -> None:
         super().__init__(
@@ -627,20 +635,20 @@ class AgentRefusal(NodeError):
         self.answer = answer
 
 
-class Untrusted(NodeError):
-    """A host sent what no agent sends; its connection has ended."""
+class ProtocolViolation(NodeError):
+    """A host violated the protocol; its connection has ended."""
 
-    def __init__(self, host: Host, trouble: str) -> None:
+    def __init__(self, host: Host, violation: str) -> None:
         super().__init__(
             f"{host.name} sent what no agent of this version sends",
-            found=trouble,
+            found=violation,
             remedy=f"Leave {host.name} out until it is known what answers there: "
             f"ssh {host.address}",
         )
 
 
-class Silent(NodeError):
-    """A host said nothing for long; its connection has ended."""
+class HostUnresponsive(NodeError):
+    """A host sent nothing for long; its connection has ended."""
 
     def __init__(self, host: Host, seconds: float) -> None:
         super().__init__(
@@ -653,49 +661,50 @@ class Silent(NodeError):
 Wrap = Callable[[Host, list[str]], list[str]]
 
 
-def unwrapped(host: Host, agent: list[str]) -> list[str]:
+def not_wrapped(host: Host, agent: list[str]) -> list[str]:
     """The agent runs on the host itself, not in a container there."""
     return agent
 
 
-def command_for(host: Host, python: str, options: SshOptions, wrap: Wrap = unwrapped,
+def connect_command(host: Host, python: str, options: SshOptions, wrap: Wrap = not_wrapped,
                 control: str | None = None) -> list[str]:  # fmt: skip
-    """The process that leads to the agent of ``host``, by a kept connection where there is one."""
+    """The command that connects to ``host``'s agent, over ssh's ``control`` socket if there is."""
     agent = wrap(host, agent_command(python))
     return agent if host.local else ssh_command(host, options, agent, control)
 
 
-async def connect(host: Host, python: str, options: SshOptions, wrap: Wrap = unwrapped,
-                  lasts: bool = False) -> Channel:  # fmt: skip
-    """Opens one connection; retries what may pass. LoginRefused when it cannot be had.
+async def connect(host: Host, python: str, options: SshOptions, wrap: Wrap = not_wrapped,
+                  reuse: bool = False) -> Channel:  # fmt: skip
+    """Opens a connection, retrying transient failures; raises LoginRefused when that fails.
 
     Args:
-        host: Whom to connect to.
+        host: The host.
         python: Interpreter for the agent there.
         options: How to log in.
-        wrap: Puts the agent's command into another, such as a container engine's.
-        lasts: An agent that waits there since an earlier command will do, and this one may wait
-            for the next.
+        wrap: Wraps the agent's command, for example in a container engine's.
+        reuse: Use an agent that waits since an earlier command, and let this one wait later.
     """
-    if host.local and wrap is unwrapped and not this_machine.LINUX:
-        words = f"paceline-boot: not Linux: this is {sys.platform}"
-        raise LoginRefused(host, classify(words, 1, host))
+    if host.local and wrap is not_wrapped and not this_machine.LINUX:
+        stderr = f"paceline-boot: not Linux: this is {sys.platform}"
+        raise LoginRefused(host, classify(stderr, 1, host))
 
     async def dial(is_agent: bool = False) -> Link:
-        return await _start(command_for(host, python, options, wrap), is_agent)
+        return await _start(connect_command(host, python, options, wrap), is_agent)
 
-    lasting = host.local or wrap is not unwrapped  # a pipe never breaks; a container is another
-    redial = None if lasting else dial
-    nest = warm.Nest(host, python, options) if lasts and wrap is unwrapped else None
-    if nest is not None and (channel := await meet(host, python, options, nest)) is not None:
-        return channel
+    is_final = host.local or wrap is not not_wrapped  # pipes do not break; containers are new ones
+    redial = None if is_final else dial
+    slot = warm.WarmSlot(host, python, options) if reuse and wrap is not_wrapped else None
+    if slot is not None:
+        channel = await connect_to_warm_agent(host, python, options, slot)
+        if channel is not None:
+            return channel
     for attempt in itertools.count(1):
         channel = Channel(host, await dial(is_agent=host.local), redial)
-        channel.nest = nest
+        channel.warm_slot = slot
         try:
             await channel.open()
-        except LoginRefused as refused:
-            if not refused.refusal.passing or attempt == TRIES:
+        except LoginRefused as error:
+            if not error.refusal.passing or attempt == MAX_ATTEMPTS:
                 raise
             await asyncio.sleep(random.uniform(0.2, 0.6) * 2**attempt)  # noqa: S311 - jitter
         except asyncio.CancelledError:
@@ -718,47 +727,52 @@ async def _start(command: list[str], is_agent: bool = False) -> Link:
     return ProcessLink(process, is_agent)
 
 
-async def meet(host: Host, python: str, options: SshOptions, nest: warm.Nest) -> Channel | None:
-    """The connection to an agent that waits for this command; ``None``, silently, without one.
+async def connect_to_warm_agent(
+    host: Host, python: str, options: SshOptions, slot: warm.WarmSlot
+) -> Channel | None:
+    """Connects to an agent that waits for this command; ``None`` without one.
 
     Args:
         host, python, options: As for :func:`connect`.
-        nest: Where it may wait.
+        slot: Where the agent may wait.
     """
-    waiting = nest.take()
-    if waiting is None:
+    agent = slot.claim()
+    if agent is None:
         return None
+    address = agent.agent_address()
 
-    async def kept() -> Link:
-        return await _start(command_for(host, python, options, control=warm.control_path()))
+    async def dial_kept_login() -> Link:
+        command = connect_command(host, python, options, control=warm.control_path())
+        return await _start(command)
 
-    async def again() -> Link:
-        return await _start(command_for(host, python, options))
+    async def dial() -> Link:
+        return await _start(connect_command(host, python, options))
 
-    async def met() -> tuple[reconnection.Found, bytes]:
-        found = await reconnection.find(kept, waiting.where())
+    async def handshake() -> tuple[reconnection.PendingLink, bytes]:
+        pending = await reconnection.connect_once(dial_kept_login, address)
         try:
-            return found, (await reconnection.prove(found, waiting.where(), 0))[1]
+            return pending, (await reconnection.authenticate(pending, address, 0))[1]
         except BaseException:
-            await found.link.cut()
+            await pending.link.cut()
             raise
 
     try:
-        found, early = await asyncio.wait_for(met(), MEET_S)
-        channel = Channel(host, found.link, None if host.local else again)
-        channel.nest = nest
-        await channel.open(early)
-    except (reconnection.Gone, OSError, EOFError, Untrue, asyncio.TimeoutError, LoginRefused):
-        nest.forget()
+        pending, data = await asyncio.wait_for(handshake(), RECONNECT_TIMEOUT_S)
+        channel = Channel(host, pending.link, None if host.local else dial)
+        channel.warm_slot = slot
+        await channel.open(data)
+    except (reconnection.AgentGone, OSError, EOFError, InvalidValue, asyncio.TimeoutError,
+            LoginRefused):  # fmt: skip
+        slot.forget()
         return None
     except BaseException:
-        nest.let_go()
+        slot.release()
         raise
     return channel
 
 
-async def show_host_key(host: Host, options: SshOptions) -> str | None:
-    """The fingerprint that a host shows, without trusting it; ``None`` when it shows none."""
+async def fetch_host_key(host: Host, options: SshOptions) -> str | None:
+    """The fingerprint of a host's key, without trusting it; ``None`` if it sends none."""
     argv = ssh_command(host, options, ["true"])
     process = await asyncio.create_subprocess_exec(
         argv[0],
@@ -770,11 +784,11 @@ async def show_host_key(host: Host, options: SshOptions) -> str | None:
         start_new_session=True,
     )
     try:
-        _, words = await asyncio.wait_for(process.communicate(), 15)
+        _, stderr = await asyncio.wait_for(process.communicate(), 15)
     except asyncio.TimeoutError:
         return None
     finally:
         if process.returncode is None:
             process.kill()
-            await ended(process)
-    return pinned_key(words.decode(errors="replace"))
+            await wait_for_exit(process)
+    return pinned_key(stderr.decode(errors="replace"))

@@ -1,4 +1,4 @@
-"""Many hosts at once: bounded, all outcomes kept."""
+"""Opens connections to many hosts in parallel and reports all failures together."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 
 from paceline.agent.procs import make_room_for_descriptors
 from paceline.remote.channel import (
-    LOGINS_AT_ONCE,
+    MAX_PARALLEL_LOGINS,
     Channel,
     LoginRefused,
     Wrap,
     connect,
-    show_host_key,
-    unwrapped,
+    fetch_host_key,
+    not_wrapped,
 )
 from paceline.remote.openssh import SshOptions, fingerprint, offending_line
 from paceline.spec.errors import ConnectError
@@ -27,46 +27,49 @@ from paceline.spec.hosts import Host
 
 T = TypeVar("T")
 
-FILES_A_HOST = 4  # three pipes of its ssh, and what waits for its end
+FILES_PER_HOST = 4  # three pipes of its ssh, and its pidfd
 
 
-async def reach_all(
+async def try_connect_all(
     hosts: Sequence[Host],
     pythons: Sequence[str],
     options: SshOptions,
-    wrap: Wrap = unwrapped,
+    wrap: Wrap = not_wrapped,
     reached: Callable[[int], None] | None = None,
-    lasts: bool = False,
+    reuse: bool = False,
 ) -> list[Channel | LoginRefused]:
-    """Logs in everywhere at once; one outcome a host, in order. No refusal hides another.
+    """Logs in to all hosts in parallel; returns a channel or a refusal for each, in order.
 
-    ``reached`` is told how many hosts answered by now; ``lasts`` as for :func:`connect`.
+    Args:
+        hosts, pythons, options, wrap, reuse: As for :func:`connect`.
+        reached: Called with the number of hosts that have answered.
 
-    ConnectError when this machine may not open so many files.
+    Raises:
+        ConnectError: This machine may not open so many files.
     """
-    _make_room(len(hosts))
-    wait_without_threads()
-    gate = asyncio.Semaphore(LOGINS_AT_ONCE)
-    there = itertools.count(1)
+    _raise_file_limit(len(hosts))
+    use_pidfd_watcher()
+    gate = asyncio.Semaphore(MAX_PARALLEL_LOGINS)
+    counter = itertools.count(1)
 
-    async def one(host: Host, python: str) -> Channel | LoginRefused:
+    async def try_connect(host: Host, python: str) -> Channel | LoginRefused:
         async with gate:
             try:
-                channel = await connect(host, python, options, wrap, lasts)
-            except LoginRefused as refused:
-                return refused
+                channel = await connect(host, python, options, wrap, reuse)
+            except LoginRefused as refusal:
+                return refusal
             if reached is not None:
-                reached(next(there))
+                reached(next(counter))
             return channel
 
-    return await all_opened([one(*pair) for pair in zip(hosts, pythons, strict=True)])
+    return await open_all([try_connect(*pair) for pair in zip(hosts, pythons, strict=True)])
 
 
-async def all_opened(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What opens channels, at once: all results, or the first failure and no channel left open."""
-    tasks = [asyncio.create_task(one) for one in work]
+async def open_all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Runs coroutines that open channels; after a failure all opened channels are closed."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in work]
     try:
-        return await all_of(tasks)
+        return await wait_all(tasks)
     except BaseException:
         for task in tasks:
             task.cancel()
@@ -76,20 +79,20 @@ async def all_opened(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         raise
 
 
-async def all_of(tasks: Sequence[asyncio.Task[T]]) -> list[T]:
-    """The results of all, in order, or the first failure; the tasks stay the caller's.
+async def wait_all(tasks: Sequence[asyncio.Task[T]]) -> list[T]:
+    """The results of all tasks, in order, or the first failure.
 
-    Unlike ``gather``, which cancels them when it is cancelled: the caller, who has to end them in
-    any case, would cancel them a second time, in the midst of closing what they had opened.
+    Unlike ``gather`` it does not cancel the tasks when it is cancelled: the caller does, and a
+    second cancellation would interrupt their cleanup.
     """
     if tasks:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     return await asyncio.gather(*tasks)
 
 
-def _make_room(hosts: int) -> None:
+def _raise_file_limit(hosts: int) -> None:
     try:
-        make_room_for_descriptors(FILES_A_HOST * hosts)
+        make_room_for_descriptors(FILES_PER_HOST * hosts)
     except OSError as error:
         raise ConnectError(
             f"this machine may not hold connections to {hosts} hosts",
@@ -98,8 +101,8 @@ def _make_room(hosts: int) -> None:
         ) from None
 
 
-def wait_without_threads() -> None:
-    """asyncio of Python 3.10 and 3.11 starts a thread for each child unless told otherwise."""
+def use_pidfd_watcher() -> None:
+    """Avoids a thread for each child, which asyncio of Python 3.10 and 3.11 starts."""
     if sys.version_info < (3, 12):
         with contextlib.suppress(AttributeError, OSError):  # macOS; kernels before 5.3
             os.close(os.pidfd_open(os.getpid()))
@@ -110,16 +113,13 @@ def wait_without_threads() -> None:
 if sys.version_info < (3, 12):
 
     class _Watcher(asyncio.PidfdChildWatcher):
-        """Watches each child in the event loop that started it, as later Pythons do.
-
-        There is one watcher for all of a process's threads, and each may have a loop.
-        """
+        """Watches each child in the event loop that started it, as later Pythons do."""
 
         def is_active(self) -> bool:
             return True
 
         def attach_loop(self, loop: asyncio.AbstractEventLoop | None) -> None:
-            """It has none of its own."""
+            """Does nothing: each child has its own loop."""
 
         def add_child_handler(  # type: ignore[override,unused-ignore]
             self, pid: int, callback: Any, *args: Any
@@ -133,7 +133,7 @@ if sys.version_info < (3, 12):
                 try:
                     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 except ChildProcessError:
-                    status = 255  # somebody else has taken it: as asyncio's own watchers say
+                    status = 255  # reaped elsewhere; as asyncio's own watchers do
                 callback(pid, status, *args)
 
             loop.add_reader(fd, ended)
@@ -146,57 +146,52 @@ async def connect_all(
     hosts: Sequence[Host],
     pythons: Sequence[str],
     options: SshOptions,
-    wrap: Wrap = unwrapped,
+    wrap: Wrap = not_wrapped,
     reached: Callable[[int], None] | None = None,
-    lasts: bool = False,
+    reuse: bool = False,
 ) -> list[Channel]:
-    """Logs in everywhere at once; all refusals in one ConnectError, sorted by cause."""
-    outcomes = await reach_all(hosts, pythons, options, wrap, reached, lasts)
+    """Logs in to all hosts in parallel; one ConnectError reports all refusals."""
+    outcomes = await try_connect_all(hosts, pythons, options, wrap, reached, reuse)
     channels = [outcome for outcome in outcomes if isinstance(outcome, Channel)]
-    refused = [outcome for outcome in outcomes if isinstance(outcome, LoginRefused)]
-    if refused:
+    refusals = [outcome for outcome in outcomes if isinstance(outcome, LoginRefused)]
+    if refusals:
         await asyncio.gather(*(channel.close() for channel in channels))
-        raise await refusals(refused, len(hosts), options)
+        raise await refusal_error(refusals, len(hosts), options)
     return channels
 
 
-async def refusals(refused: Sequence[LoginRefused], total: int,
-                   options: SshOptions) -> ConnectError:  # fmt: skip
-    """One error for all refusals, grouped by cause, with one remedy a host."""
-    by_cause: dict[str, list[LoginRefused]] = {}
-    for one in refused:
-        by_cause.setdefault(one.refusal.cause, []).append(one)
-    found, remedies = [], []
-    for cause, group in sorted(by_cause.items()):
-        for one in group:
-            found.append(f"{cause}: {one.host.name}: {await _words(one, options)}")
-            remedies.append(f"{one.host.name}: {one.refusal.remedy}")
-    names = ", ".join(one.host.name for one in refused)
+async def refusal_error(refusals: Sequence[LoginRefused], total: int,
+                        options: SshOptions) -> ConnectError:  # fmt: skip
+    """One error for all refusals, sorted by cause, with a remedy for each host."""
+    ordered = sorted(refusals, key=lambda error: error.refusal.cause)
+    details = [f"{error.refusal.cause}: {error.host.name}: {await _details(error, options)}"
+               for error in ordered]  # fmt: skip
+    names = ", ".join(error.host.name for error in refusals)
     noun = "host" if total == 1 else "hosts"
     return ConnectError(
-        f"cannot log in to {len(refused)} of {total} {noun}: {names}",
-        found="\n".join(found),
-        remedy="\n".join(remedies),
+        f"cannot log in to {len(refusals)} of {total} {noun}: {names}",
+        found="\n".join(details),
+        remedy="\n".join(f"{error.host.name}: {error.refusal.remedy}" for error in ordered),
     )
 
 
-async def _words(one: LoginRefused, options: SshOptions) -> str:
-    """What was met, with the fingerprints where a host key is the matter."""
-    name, words = one.host.name, one.refusal.found
-    if one.refusal.cause == "host key not known":
-        key = await show_host_key(one.host, options)
-        return f"{name} shows the key {key}, which is not pinned\n{words}" if key else words
-    if one.refusal.cause == "host key changed" and (pinned := _pinned(words)):
-        return f"another key is pinned: {pinned}\n{words}"
-    return words
+async def _details(error: LoginRefused, options: SshOptions) -> str:
+    """The refusal's text, with the fingerprints if it concerns a host key."""
+    name, text = error.host.name, error.refusal.found
+    if error.refusal.cause == "host key not known":
+        key = await fetch_host_key(error.host, options)
+        return f"{name} shows the key {key}, which is not pinned\n{text}" if key else text
+    if error.refusal.cause == "host key changed" and (pinned := _pinned_fingerprint(text)):
+        return f"another key is pinned: {pinned}\n{text}"
+    return text
 
 
-def _pinned(words: str) -> str | None:
-    """The fingerprint that the offended file holds, and where."""
-    place = offending_line(words)
-    if place is None:
+def _pinned_fingerprint(text: str) -> str | None:
+    """The fingerprint of the pinned key that ssh's message names, with its file and line."""
+    location = offending_line(text)
+    if location is None:
         return None
-    file, number = place
+    file, number = location
     try:
         line = Path(file).read_text(errors="replace").splitlines()[number - 1]
     except (OSError, IndexError):

@@ -1,7 +1,7 @@
-"""Variables that tell libraries which interface to use: what a node gets, what is refused. Pure.
+"""Variables that select the network interface of libraries: set for each node, and validated.
 
-One value for all hosts is right only where all have the same names, so each node gets its own, and
-what the user set for all is held against what each of them has.
+Each node gets its own values, because interface names differ. The user's values for all ranks are
+checked on each host.
 """
 
 from __future__ import annotations
@@ -15,57 +15,55 @@ from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Host
 
 Facts = Mapping[str, Any]
-# gloo and TensorPipe, then what MPI libraries and oneCCL talk by (libfabric over TCP)
+# gloo and TensorPipe, then libfabric over TCP for MPI libraries and oneCCL
 EXACT = (
     "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "FI_TCP_IFACE", "FI_SOCKETS_IFACE",
     "I_MPI_HYDRA_IFACE",
 )  # fmt: skip
 NCCL, UCX, PROVIDER = "NCCL_SOCKET_IFNAME", "UCX_NET_DEVICES", "FI_PROVIDER"
-NEED_A_CARD = ("verbs", "efa", "mlx")  # providers of libfabric without which nothing can be done
+RDMA_PROVIDERS = ("verbs", "efa", "mlx")  # libfabric providers that need an RDMA card
 PROVIDERS = (
-    *NEED_A_CARD, "tcp", "sockets", "udp", "shm", "sm2", "psm", "psm2", "psm3", "opx", "cxi",
+    *RDMA_PROVIDERS, "tcp", "sockets", "udp", "shm", "sm2", "psm", "psm2", "psm3", "opx", "cxi",
     "usnic", "ofi_rxm", "ofi_rxd", "ofi_mrail", "lnx",
 )  # fmt: skip
-SHOWN = 8  # lines of an error
+MAX_LINES = 8  # lines of an error
 
 
 def variables(interface: str, facts: Facts) -> dict[str, str]:
-    """What a node's ranks are told.
+    """The variables of a node's ranks.
 
     Args:
-        interface: Of the node's address for the job.
-        facts: Of the node: its RDMA cards.
+        interface: Interface of the node's address for the job.
+        facts: The node's facts, for its RDMA cards.
     """
     # "=" asks NCCL for exactly this name; alone it would be a prefix
-    found = {**dict.fromkeys(EXACT, interface), NCCL: f"={interface}"}
-    if devices := ucx_devices(interface, facts):
-        found[UCX] = devices
-    return found
+    values = {**dict.fromkeys(EXACT, interface), NCCL: f"={interface}"}
+    devices = ucx_devices(interface, facts)
+    return {**values, UCX: devices} if devices else values
 
 
 def ucx_devices(interface: str, facts: Facts) -> str:
-    """UCX's devices: the interface, with the port of its own card; empty leaves it to UCX.
+    """UCX's devices: the interface and the port of its card; empty leaves the choice to UCX.
 
-    Unlike the other variables this one names cards, too: where there are some that do not belong to
-    the interface, naming it alone would forbid UCX the faster way.
+    If the node has only cards of other interfaces, naming this interface would exclude them.
     """
     cards = [card for card in facts.get("rdma") or () if card["active"]]
     own = [f"{card['name']}:{card['port']}" for card in cards if interface in card["interfaces"]]
     return "" if cards and not own else ",".join([*own, interface])
 
 
-def refuse_absent(hosts: Sequence[Host], facts: Mapping[str, Facts],
-                  given: Mapping[str, str]) -> None:  # fmt: skip
-    """SettingError where a variable of the user's names what some host does not have.
+def validate_variables(hosts: Sequence[Host], facts: Mapping[str, Facts],
+                       environment: Mapping[str, str]) -> None:  # fmt: skip
+    """Raises SettingError if a variable names an interface or provider that a host lacks.
 
-    Libraries would take another without a word (libfabric), or end in the first collective.
+    Libraries would silently use another (libfabric), or fail in the first collective.
 
     Args:
         hosts, facts: The nodes.
-        given: Variables for the ranks there, by name.
+        environment: Variables for their ranks.
     """
     for variable in (*EXACT, NCCL, UCX, PROVIDER):
-        value = given.get(variable, "")
+        value = environment.get(variable, "")
         lacking = {
             host.name: missing
             for host in hosts
@@ -79,19 +77,19 @@ def _links(facts: Facts) -> list[str]:
     return [str(link["name"]) for link in facts["interfaces"] or ()]
 
 
-def _words(value: str) -> list[str]:
+def _items(value: str) -> list[str]:
     return [word.strip() for word in value.split(",") if word.strip()]
 
 
 def _exact(value: str, facts: Facts) -> Iterator[str]:
     names = _links(facts)
-    yield from (word for word in _words(value) if names and word not in names)
+    yield from (word for word in _items(value) if names and word not in names)
 
 
 def _nccl(value: str, facts: Facts) -> Iterator[str]:
     """A list of prefixes, of names after ``=``; after ``^`` of what is not to be used."""
     names, exact = _links(facts), value.startswith("=")
-    words = _words(value.removeprefix("="))
+    words = _items(value.removeprefix("="))
     if not names or not words or value.startswith("^"):
         return
     if not any(name == word if exact else name.startswith(word)
@@ -105,7 +103,7 @@ def _ucx(value: str, facts: Facts) -> Iterator[str]:
     cards = [str(card["name"]) for card in facts.get("rdma") or ()]
     if not names or value.startswith("^"):
         return
-    for word in _words(value):
+    for word in _items(value):
         plain = re.fullmatch(r"[\w.-]+(?::\d+)?", word)
         if plain and word != "all" and word.split(":")[0] not in (*names, *cards):
             yield word
@@ -116,7 +114,7 @@ def _provider(value: str, facts: Facts) -> Iterator[str]:
     if value.startswith("^"):
         return
     for word in re.split(r"[,;]", value.lower()):
-        if (word in NEED_A_CARD and cards == []) or (word not in PROVIDERS and _nearest(word)):
+        if (word in RDMA_PROVIDERS and cards == []) or (word not in PROVIDERS and _closest(word)):
             yield word
 
 
@@ -128,7 +126,7 @@ _MISSING: dict[str, Callable[[str, Facts], Iterator[str]]] = {
 def _absent(variable: str, value: str, lacking: Mapping[str, Sequence[str]],
             facts: Mapping[str, Facts]) -> SettingError:  # fmt: skip
     tell = _of_provider if variable == PROVIDER else _of_interface
-    lines = [tell(host, lacking[host], facts[host]) for host in list(lacking)[:SHOWN]]
+    lines = [tell(host, lacking[host], facts[host]) for host in list(lacking)[:MAX_LINES]]
     remedy = "Leave it out, or --env FI_PROVIDER=tcp, which works everywhere"
     if variable != PROVIDER:
         remedy = (
@@ -147,10 +145,10 @@ def _of_interface(host: str, missing: Sequence[str], facts: Facts) -> str:
 
 def _of_provider(host: str, missing: Sequence[str], facts: Facts) -> str:
     name = missing[0]
-    if name in NEED_A_CARD:
+    if name in RDMA_PROVIDERS:
         return f"{host} has no RDMA card, which {name} needs"
-    return f"{name} is no provider of libfabric: did you mean {_nearest(name)}?"
+    return f"{name} is no provider of libfabric: did you mean {_closest(name)}?"
 
 
-def _nearest(name: str) -> str:
+def _closest(name: str) -> str:
     return next(iter(difflib.get_close_matches(name, PROVIDERS, 1, 0.6)), "")

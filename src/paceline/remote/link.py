@@ -1,4 +1,4 @@
-"""What a connection to an agent is made of: three streams and an end."""
+"""Links to agents: three streams and their end."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Protocol
 
 from paceline.remote.openssh import SSH_FAILED
 
-LAST_WORDS_S = 0.5  # after the child's end
-_LOOK_S = 0.01
+EXIT_GRACE_S = 0.5  # after the child's end
+_POLL_S = 0.01
 
 
-async def ended(process: asyncio.subprocess.Process) -> None:
-    """Waits for the end of a child, whoever still holds its pipes.
+async def wait_for_exit(process: asyncio.subprocess.Process) -> None:
+    """Waits for a child's exit only.
 
-    asyncio's own ``wait`` waits for those, too, in some versions of Python (3.11 is one): a
-    child's child may keep them.
+    In some versions of Python (such as 3.11) asyncio's ``wait`` also waits until its pipes are
+    closed, which a grandchild may hold open.
     """
     while process.returncode is None:
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)
 
 
 class Writer(Protocol):
-    """What is written to: a ``StreamWriter``, or something in front of one."""
+    """A ``StreamWriter``, or a wrapper around one."""
 
     @property
     def transport(self) -> asyncio.WriteTransport:
@@ -43,11 +43,11 @@ class Writer(Protocol):
 
 
 class Link(Protocol):
-    """Two streams to talk by, one for the agent's words, and an end.
+    """The streams of a connection to an agent.
 
     Attributes:
-        reader: What the agent sends.
-        errors: Standard error of the agent and of what leads to it.
+        reader: The agent's frames.
+        errors: Standard error of the agent and of the processes in between.
     """
 
     reader: asyncio.StreamReader
@@ -55,23 +55,23 @@ class Link(Protocol):
 
     @property
     def writer(self) -> Writer:
-        """What is sent to it; closing it tells the agent to leave."""
+        """Frames for the agent; closing it tells the agent to leave."""
 
     @property
     def status(self) -> int | None:
-        """Exit status of the process that leads there; ``None`` while it runs or without one."""
+        """Exit status of the connecting process; ``None`` while it runs or without one."""
 
     async def over(self) -> bool:
-        """Asked when its streams have ended: whether what it led to has ended by itself.
+        """Whether the agent has ended by itself, after the streams have ended.
 
-        False where only the way to it may have broken.
+        False if only the connection may have broken.
         """
 
     async def cut(self) -> None:
-        """Gives the link up at once, as if the network had: the agent is not told to leave."""
+        """Drops the link like a network failure: the agent is not told to leave."""
 
     async def release(self) -> None:
-        """Gives the link up; what it led to has let go of it already, and lives on."""
+        """Drops the link after the agent has detached from it."""
 
     async def end(self, patience_s: float) -> None:
         """Closes the link; the other side has ``patience_s`` seconds to end by itself."""
@@ -82,7 +82,7 @@ class ProcessLink:
 
     Args:
         process: With its three pipes, and leader of a process group of its own.
-        is_agent: It is no way to the agent, but the agent itself.
+        is_agent: The process is the agent itself.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, is_agent: bool = False) -> None:
@@ -98,66 +98,66 @@ class ProcessLink:
         return self._process.returncode
 
     async def over(self) -> bool:
-        """By the child's exit status: ssh passes that of the remote command on."""
+        """By the child's exit status: ssh passes on that of the remote command."""
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(ended(self._process), LAST_WORDS_S)
+            await asyncio.wait_for(wait_for_exit(self._process), EXIT_GRACE_S)
         status = self._process.returncode
         return status is not None and 0 <= status < SSH_FAILED
 
     async def cut(self) -> None:
-        """Kills the child, which so cannot pass on that its input has ended."""
+        """Kills the child, so that it cannot pass on the end of its input."""
         self._signal(signal.SIGKILL)
         try:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(ended(self._process), LAST_WORDS_S)
+                await asyncio.wait_for(wait_for_exit(self._process), EXIT_GRACE_S)
         finally:
-            self._let_go()
+            self._close_pipes()
 
     async def release(self) -> None:
-        """Ends what only leads to the agent; an agent itself is not our child any more."""
+        """Kills the child unless it is the agent, which is no longer ours to end."""
         if not self._is_agent:
             await self.cut()
             return
         transport = getattr(self._process, "_transport", None)
         if transport is not None:
-            transport._proc = None  # whose end asyncio would else see to when it closes the pipes
+            transport._proc = None  # or asyncio would kill it when it closes the pipes
         if sys.version_info < (3, 12):
             asyncio.get_child_watcher().remove_child_handler(self._process.pid)
-        self._let_go()
+        self._close_pipes()
 
     async def end(self, patience_s: float) -> None:
-        """Waits for the child; then asks it to end; then makes it."""
+        """Waits for the child, then terminates, then kills it."""
         self.writer.close()
         try:
             try:
-                await asyncio.wait_for(ended(self._process), patience_s or 0.001)
+                await asyncio.wait_for(wait_for_exit(self._process), patience_s or 0.001)
             except asyncio.TimeoutError:
-                await self._insist()
+                await self._terminate()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._last_words(), LAST_WORDS_S)
+                await asyncio.wait_for(self._read_to_end(), EXIT_GRACE_S)
         finally:
-            self._let_go()
+            self._close_pipes()
 
-    async def _insist(self) -> None:
+    async def _terminate(self) -> None:
         self._signal(signal.SIGTERM)
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(ended(self._process), 2.0)
+            await asyncio.wait_for(wait_for_exit(self._process), 2.0)
         if self._process.returncode is None:
             self._signal(signal.SIGKILL)
-            await ended(self._process)
+            await wait_for_exit(self._process)
 
-    def _let_go(self) -> None:
-        """Closes the pipes, which a grandchild may hold open, before the event loop goes."""
+    def _close_pipes(self) -> None:
+        """Closes the pipes, which a grandchild may hold open, before the event loop ends."""
         transport = getattr(self._process, "_transport", None)  # asyncio offers no other way
         if transport is not None:
             transport.close()
 
-    async def _last_words(self) -> None:
+    async def _read_to_end(self) -> None:
         while not (self.reader.at_eof() and self.errors.at_eof()):
             await asyncio.sleep(0.005)  # the channel's own tasks do the reading
 
     def _signal(self, signum: int) -> None:
-        """To the child's whole group: a ProxyCommand would go on, with our pipes in its hands."""
-        # macOS says "not permitted" of a group that has just ended
+        """Signals the child's whole group, including a ProxyCommand that holds the pipes."""
+        # macOS raises "not permitted" for a group that has just ended
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signum)

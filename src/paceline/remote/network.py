@@ -1,7 +1,6 @@
-"""Which address and interface each node uses for the job's traffic. Pure.
+"""Chooses the address and interface of each node for the job's traffic.
 
-Decided from the nodes' own addresses and from connections that were really tried between them,
-never from names: what a host name resolves to is shown to people and otherwise ignored.
+The choice depends on the nodes' addresses and on probed connections, never on host names.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.hosts import Host
 
 Facts = Mapping[str, Any]
-ALL_PAIRS_LIMIT = 16  # hosts; beyond it each host tries rank 0's and its next neighbours
+ALL_PAIRS_LIMIT = 16  # hosts; beyond it each probes rank 0's host and its next neighbours
 NEIGHBOURS = 8
 _KIND_ORDER = ("hardware", "virtual", "wireless", "bridge", "tun")
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An address that may carry the job's traffic."""
+    """A possible address for the job's traffic."""
 
     host: str
     interface: str
@@ -36,12 +35,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class NodeNetwork:
-    """What was decided for one node.
+    """The choice for a node.
 
     Attributes:
-        address: Address of the node that every other reaches.
+        address: Address that all other nodes can reach.
         interface: Its interface.
-        reason: Why this one, for people.
+        reason: Reason for the choice, for people.
     """
 
     address: str
@@ -53,7 +52,7 @@ LOOPBACK = NodeNetwork("127.0.0.1", "lo", "the job stays on one machine")
 
 
 def sources(facts: Facts) -> list[str] | None:
-    """The addresses from which a host may connect to another; ``None`` if it told none."""
+    """The addresses from which a host may connect to others; ``None`` if unknown."""
     links = facts.get("interfaces")
     if not links:
         return None
@@ -64,42 +63,40 @@ def sources(facts: Facts) -> list[str] | None:
 def candidates(
     hosts: Sequence[Host], facts: Mapping[str, Facts], interface: str | None
 ) -> tuple[dict[str, list[Candidate]], list[str]]:
-    """The addresses worth trying on each host, and notes about those left out.
+    """The candidates of each host, and notes about unusable addresses.
 
     Args:
         hosts: In rank order.
-        facts: By host name, as the agents told them.
-        interface: The interface asked for on all hosts; a host's own setting goes before it.
+        facts: The agents' facts by host name.
+        interface: The requested interface; a host's own setting takes precedence.
     """
-    own = {host.name: _addresses(host, facts[host.name]) for host in hosts}
-    _refuse_twins(hosts, facts, own)
-    count = Counter(c.address for found in own.values() for c in found)
+    addresses = {host.name: _addresses(host, facts[host.name]) for host in hosts}
+    _reject_duplicates(hosts, facts, addresses)
+    every = [c for candidates in addresses.values() for c in candidates]
+    count = Counter(c.address for c in every)
     notes = []
     for address, times in count.items():
         if times > 1:
-            where = ", ".join(
-                sorted({c.host for found in own.values() for c in found if c.address == address})
-            )
-            notes.append(f"{address} exists on {times} hosts ({where}): not used")
-    kept = {}
+            names = ", ".join(sorted({c.host for c in every if c.address == address}))
+            notes.append(f"{address} exists on {times} hosts ({names}): not used")
+    usable = {}
     for host in hosts:
-        unique = [c for c in own[host.name] if count[c.address] == 1]
-        kept[host.name] = _restricted(host, unique, own[host.name], interface)
-    return kept, notes
+        unique = [c for c in addresses[host.name] if count[c.address] == 1]
+        usable[host.name] = _apply_settings(host, unique, addresses[host.name], interface)
+    return usable, notes
 
 
-def same_machine(facts: Facts, others: Facts) -> bool:
-    """Whether two hosts are one machine: one running kernel, one name, the same addresses.
+def same_machine(first: Facts, second: Facts) -> bool:
+    """Whether two hosts are one machine: the same kernel, name and addresses.
 
-    Containers on one machine differ in name or address; those that share its network do not, and
-    cannot be told from it by anything that a job could use.
+    Containers on one machine differ in name or address unless they share its network.
     """
-    identity = _identity(facts)
-    return identity is not None and identity == _identity(others)
+    identity = _identity(first)
+    return identity is not None and identity == _identity(second)
 
 
 def _identity(facts: Facts) -> tuple[str, str, frozenset[str]] | None:
-    """Kernel, name and addresses; ``None`` where the kernel is not known."""
+    """Boot id, name and addresses; ``None`` if the boot id is unknown."""
     if not facts.get("boot_id"):
         return None
     links = facts.get("interfaces") or []
@@ -107,158 +104,145 @@ def _identity(facts: Facts) -> tuple[str, str, frozenset[str]] | None:
     return str(facts["boot_id"]), facts["name"]["hostname"], addresses
 
 
-def _refuse_twins(
-    hosts: Sequence[Host], facts: Mapping[str, Facts], own: Mapping[str, Sequence[Candidate]]
+def _reject_duplicates(
+    hosts: Sequence[Host], facts: Mapping[str, Facts], addresses: Mapping[str, Sequence[Candidate]]
 ) -> None:
-    """NodeError when two hosts are one machine, unless each was given an address for the job."""
+    """Raises NodeError if two hosts are one machine without job addresses of their own."""
     machines: dict[tuple[str, str, frozenset[str]], Host] = {}
     for host in hosts:
         identity = _identity(facts[host.name])
         first = machines.setdefault(identity, host) if identity is not None else host
         if first is host or (host.job_address and first.job_address):
             continue
-        has = ", ".join(f"{c.address} on {c.interface}" for c in own[host.name])
+        listed = ", ".join(f"{c.address} on {c.interface}" for c in addresses[host.name])
         raise NodeError(
             f"{first.name} and {host.name} are one machine",
             found=f"both are {facts[host.name]['name']['hostname']}"
-            + (f", which has the address {has}" if has else ""),
+            + (f", which has the address {listed}" if listed else ""),
             remedy=f"Name it once, with the number of its processes: {first.name} slots=2",
         )
 
 
 def _addresses(host: Host, facts: Facts) -> list[Candidate]:
-    found = []
-    for link in facts["interfaces"] or []:
-        if link["kind"] == "loopback" or link["state"] == "down":
-            continue
-        for a in link["addresses"]:
-            if a["scope"] == "global" and a["usable"]:
-                found.append(
-                    Candidate(
-                        host.name,
-                        link["name"],
-                        a["address"],
-                        a["family"],
-                        link["kind"],
-                        link["speed"],
-                        a["prefix"],
-                    )
-                )
-    return found
+    return [
+        Candidate(host.name, link["name"], a["address"], a["family"], link["kind"], link["speed"],
+                  a["prefix"])
+        for link in facts["interfaces"] or []
+        if link["kind"] != "loopback" and link["state"] != "down"
+        for a in link["addresses"]
+        if a["scope"] == "global" and a["usable"]
+    ]  # fmt: skip
 
 
-def _restricted(
+def _apply_settings(
     host: Host, unique: list[Candidate], every: list[Candidate], interface: str | None
 ) -> list[Candidate]:
-    """Applies what the user fixed; SettingError when the host has no such thing."""
+    """Applies the user's settings; raises SettingError if the host cannot satisfy them."""
     if host.job_address:
         fixed = [c for c in every if c.address == host.job_address]
         if not fixed:
             raise SettingError(
                 f"{host.name} was given the address {host.job_address} for the job's traffic",
-                found=f"{host.name} has: {_listed(every)}",
+                found=f"{host.name} has: {_format_candidates(every)}",
                 remedy=f"Name one of these under [hosts.{host.name}] in paceline.toml",
             )
         return fixed
-    wanted = host.interface or interface
-    if wanted is None:
+    requested = host.interface or interface
+    if requested is None:
         return unique
-    fixed = [c for c in every if c.interface == wanted]
+    fixed = [c for c in every if c.interface == requested]
     if not fixed:
         raise SettingError(
-            f"interface {wanted} was asked for, but {host.name} has no usable address on it",
-            found=f"{host.name} has: {_listed(every)}",
+            f"interface {requested} was asked for, but {host.name} has no usable address on it",
+            found=f"{host.name} has: {_format_candidates(every)}",
             remedy=f'--iface NAME, or interface = "NAME" under [hosts.{host.name}] in '
             "paceline.toml for this host alone",
         )
     if not any(c in unique for c in fixed):
         raise SettingError(
-            f"interface {wanted} was asked for, but it cannot tell {host.name} from other hosts",
+            f"interface {requested} was asked for, but it cannot tell {host.name} from other hosts",
             found=f"its address {fixed[0].address} exists on several of them (a bridge?); "
-            f"{host.name} has: {_listed(every)}",
+            f"{host.name} has: {_format_candidates(every)}",
             remedy="Leave --iface out, or name another",
         )
     return fixed
 
 
-def _listed(found: Sequence[Candidate]) -> str:
-    return ", ".join(f"{c.interface} {c.address}" for c in found) or "no usable address"
+def _format_candidates(candidates: Sequence[Candidate]) -> str:
+    return ", ".join(f"{c.interface} {c.address}" for c in candidates) or "no usable address"
 
 
-def pairs(names: Sequence[str]) -> dict[str, list[str]]:
-    """Whom each host tries: everyone up to 16 hosts, else rank 0's host and its neighbours."""
+def probe_targets(names: Sequence[str]) -> dict[str, list[str]]:
+    """The hosts that each host probes: all up to 16, else rank 0's and its neighbours."""
     if len(names) <= ALL_PAIRS_LIMIT:
-        return {name: [other for other in names if other != name] for name in names}
-    tried = {}
-    for at, name in enumerate(names):
-        ring = [names[(at + step) % len(names)] for step in range(1, NEIGHBOURS + 1)]
-        chosen = dict.fromkeys([names[0], *ring])
-        chosen.pop(name, None)
-        tried[name] = list(chosen)
-    tried[names[0]] = [other for other in names if other != names[0]]
-    return tried
+        return {name: [peer for peer in names if peer != name] for name in names}
+    targets = {}
+    for index, name in enumerate(names):
+        ring = [names[(index + step) % len(names)] for step in range(1, NEIGHBOURS + 1)]
+        targets[name] = [peer for peer in dict.fromkeys([names[0], *ring]) if peer != name]
+    targets[names[0]] = [peer for peer in names if peer != names[0]]
+    return targets
 
 
 def decide(
     hosts: Sequence[Host],
-    found: Mapping[str, Sequence[Candidate]],
-    tried: Mapping[str, Sequence[Mapping[str, Any]]],
+    candidates: Mapping[str, Sequence[Candidate]],
+    probes: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> tuple[dict[str, NodeNetwork], list[str]]:
-    """One address for every host that all who tried it have reached.
+    """Chooses an address for each host that all probing hosts have reached.
 
     Args:
         hosts: In rank order, two or more.
-        found: Candidates by host.
-        tried: By connecting host, the results of ``agent.probe.connect_all``.
+        candidates: Candidates by host.
+        probes: Results of ``agent.probe.connect_all`` by connecting host.
 
     Returns:
         The choice by host, and notes.
 
     Raises:
-        NodeError: A host cannot be reached by some other on any address, or no address family
-            serves all hosts.
+        NodeError: A host is unreachable from another, or no address family serves all hosts.
     """
-    results = _by_target(tried)
+    results = _by_target(probes)
     valid = {
-        host.name: [c for c in found[host.name] if _reached_by_all(results.get(c.address, {}))]
+        host.name: [c for c in candidates[host.name] if _is_reachable(results.get(c.address, {}))]
         for host in hosts
     }
     for family in (4, 6):
-        chosen = {
-            host.name: _best([c for c in valid[host.name] if c.family == family], results)
+        fastest = {
+            host.name: _fastest([c for c in valid[host.name] if c.family == family], results)
             for host in hosts
         }
-        if all(chosen.values()):
-            sure = {name: c for name, c in chosen.items() if c is not None}
-            return {n: _network(c) for n, c in sure.items()}, _route_notes(sure, results)
-    raise _unreachable(hosts, found, results)
+        chosen = {name: c for name, c in fastest.items() if c is not None}
+        if len(chosen) == len(hosts):
+            return {n: _network(c) for n, c in chosen.items()}, _route_notes(chosen, results)
+    raise _unreachable(hosts, candidates, results)
 
 
-def only_choice(found: Sequence[Candidate], fixed: bool = True) -> NodeNetwork:
-    """For a single node whose address or interface the user fixed, or which others may join."""
+def single_choice(candidates: Sequence[Candidate], fixed: bool = True) -> NodeNetwork:
+    """The choice for a single node, as the user fixed it, or so that others can join."""
     if fixed:
-        return NodeNetwork(found[0].address, found[0].interface, "as asked for")
-    best = min(found, key=lambda c: (c.family, _kind(c), -c.speed), default=None)
-    return NodeNetwork(best.address, best.interface, "for nodes to join") if best else LOOPBACK
+        return NodeNetwork(candidates[0].address, candidates[0].interface, "as asked for")
+    c = min(candidates, key=lambda c: (c.family, _kind(c), -c.speed), default=None)
+    return NodeNetwork(c.address, c.interface, "for nodes to join") if c else LOOPBACK
 
 
 Results = dict[str, dict[str, Mapping[str, Any]]]  # address -> connecting host -> result
 
 
-def _by_target(tried: Mapping[str, Sequence[Mapping[str, Any]]]) -> Results:
+def _by_target(probes: Mapping[str, Sequence[Mapping[str, Any]]]) -> Results:
     results: Results = {}
-    for source, outcomes in tried.items():
+    for source, outcomes in probes.items():
         for outcome in outcomes:
             results.setdefault(outcome["address"], {})[source] = outcome
     return results
 
 
-def _reached_by_all(outcomes: Mapping[str, Mapping[str, Any]]) -> bool:
+def _is_reachable(outcomes: Mapping[str, Mapping[str, Any]]) -> bool:
     return bool(outcomes) and all(outcome["ok"] for outcome in outcomes.values())
 
 
-def _best(valid: list[Candidate], results: Results) -> Candidate | None:
-    """The least indirect kind first, then the fastest link, then the quickest answer."""
+def _fastest(valid: list[Candidate], results: Results) -> Candidate | None:
+    """Prefers the most direct kind, then the fastest link, then the shortest round trip."""
 
     def order(c: Candidate) -> tuple[int, int, float]:
         rtt = max(outcome["rtt"] for outcome in results[c.address].values())
@@ -276,7 +260,7 @@ def _network(chosen: Candidate) -> NodeNetwork:
 
 
 def _route_notes(chosen: Mapping[str, Candidate], results: Results) -> list[str]:
-    """Says where the kernel would leave by another address than the chosen one."""
+    """Notes for routes on which the kernel uses another source address than the chosen one."""
     notes = []
     for target in chosen.values():
         for source, outcome in results[target.address].items():
@@ -290,48 +274,49 @@ def _route_notes(chosen: Mapping[str, Candidate], results: Results) -> list[str]
 
 
 def _unreachable(
-    hosts: Sequence[Host], found: Mapping[str, Sequence[Candidate]], results: Results
+    hosts: Sequence[Host], candidates: Mapping[str, Sequence[Candidate]], results: Results
 ) -> NodeError:
-    """Which host cannot be reached from where, on which address, and why; alike ones together."""
+    """Reports which hosts are unreachable from where, grouped by address and reason."""
     lines: list[str] = []
     advice: list[str] = []
     for host in hosts:
-        if not found[host.name]:
+        if not candidates[host.name]:
             lines.append(f"{host.name} has no address of its own but loopback")
             advice.append(f"Bring up a network interface on {host.name}")
-        for candidate in found[host.name]:
-            tried = results.get(candidate.address, {})
-            alike: dict[str, list[str]] = {}
-            for source, outcome in tried.items():
+        for candidate in candidates[host.name]:
+            outcomes = results.get(candidate.address, {})
+            by_reason: dict[str, list[str]] = {}
+            for source, outcome in outcomes.items():
                 if not outcome["ok"]:
-                    alike.setdefault(explain_failure(outcome), []).append(source)
-            for sources in alike.values():
-                own = [_own(found.get(source, ()), candidate) for source in sources]
-                advice.append(remedy_for(tried[sources[0]], host.name, sources, own))
-            where = f"{host.name} at {candidate.address} ({candidate.interface})"
-            lines += [f"{_some(sources)} → {where}: {why}" for why, sources in alike.items()]
+                    by_reason.setdefault(explain_failure(outcome), []).append(source)
+            for sources in by_reason.values():
+                own = [_source_address(candidates.get(source, ()), candidate) for source in sources]
+                advice.append(remedy_for(outcomes[sources[0]], host.name, sources, own))
+            target = f"{host.name} at {candidate.address} ({candidate.interface})"
+            lines += [f"{_format_names(sources)} → {target}: {reason}"
+                      for reason, sources in by_reason.items()]  # fmt: skip
     return NodeError(
         "the nodes cannot reach each other over TCP",
-        found="\n".join(_first_of(lines)),
-        remedy="\n".join(_first_of(list(dict.fromkeys(advice)))),
+        found="\n".join(_truncate(lines)),
+        remedy="\n".join(_truncate(list(dict.fromkeys(advice)))),
     )
 
 
-SHOWN = 8  # lines of an error, and names in a line
+MAX_LINES = 8  # lines of an error, and names in a line
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+def _format_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_LINES} more" if len(names) > MAX_LINES else ""
+    return ", ".join(names[:MAX_LINES]) + more
 
 
-def _first_of(lines: Sequence[str]) -> list[str]:
-    more = [f"… and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-    return [*lines[:SHOWN], *more]
+def _truncate(lines: Sequence[str]) -> list[str]:
+    more = [f"… and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
+    return [*lines[:MAX_LINES], *more]
 
 
 def explain_failure(outcome: Mapping[str, Any]) -> str:
-    """One tried connection that failed, in words."""
+    """Describes a failed probe."""
     if "reached" in outcome:
         return "another machine answered at that address"
     code = outcome.get("errno")
@@ -344,14 +329,14 @@ def explain_failure(outcome: Mapping[str, Any]) -> str:
     return f"{outcome.get('error', 'failed')} (errno {code})"
 
 
-def _own(candidates: Sequence[Candidate], target: Candidate) -> str:
-    """The address from which a host calls another: its first of the same family."""
-    six = ":" in target.address
-    return next((one.address for one in candidates if (":" in one.address) == six), "")
+def _source_address(candidates: Sequence[Candidate], target: Candidate) -> str:
+    """A host's first address of the target's family."""
+    is_ipv6 = ":" in target.address
+    return next((c.address for c in candidates if (":" in c.address) == is_ipv6), "")
 
 
 def allow_from(addresses: Sequence[str]) -> str:
-    """The commands that let these addresses through a host's firewall, for each kind of it."""
+    """Commands that open a host's firewall for these addresses, for each firewall tool."""
     family = "6" if ":" in addresses[0] else ""
     ufw = " && ".join(f"sudo ufw allow from {address}" for address in addresses)
     zone = " ".join(f"--add-source={address}" for address in addresses)
@@ -366,14 +351,14 @@ def allow_from(addresses: Sequence[str]) -> str:
 
 def remedy_for(outcome: Mapping[str, Any], host: str, sources: Sequence[str],
                addresses: Sequence[str]) -> str:  # fmt: skip
-    """What to do about one tried connection that failed.
+    """What to do about a failed probe.
 
     Args:
-        outcome: What became of it.
-        host: Who was called.
-        sources, addresses: Who called, and from where; an address is empty where it has none.
+        outcome: Result of the probe.
+        host: The target's name.
+        sources, addresses: The connecting hosts and their addresses, empty if unknown.
     """
-    source, own = _some(sources), list(filter(None, addresses))
+    source, own = _format_names(sources), list(filter(None, addresses))
     code = outcome.get("errno")
     if code == errno.EBUSY:
         return f"Look at the load of {host}, and try again"

@@ -15,7 +15,7 @@ from paceline.spec.hosts import Host
 
 CONNECT_TIMEOUT_S = 10
 SSH_FAILED = 255  # its own exit status; every other is that of the command there
-BOOT_S = 120
+BOOT_TIMEOUT_S = 120
 """How long an agent's process waits for its first word: a connection may have ended untold."""
 GUARD_LINE = b'exec /bin/sh -c "echo paceline-boot: another shell >&2; exit 3"\n'
 """Sent before the agent's code: a start-up file may have replaced the login shell by one that reads
@@ -23,7 +23,7 @@ commands from standard input. Any shell runs this line, and nothing after it. Py
 # One POSIX line without single quotes, exclamation marks or newlines: any login shell passes it on.
 _READ_CODE = (
     "import select,sys;r=sys.stdin.buffer.raw.readline;"
-    f"select.select([0],[],[],{BOOT_S})[0] or sys.exit();"
+    f"select.select([0],[],[],{BOOT_TIMEOUT_S})[0] or sys.exit();"
     r"l=r();l=r() if l[:6]==b\"exec /\" else l;"
     r"exec(l) if l[:5]==b\"exec(\" else sys.exit(\"paceline-boot: input\")"
 )
@@ -32,11 +32,11 @@ _FIND_PYTHON = (
     f'exec "$p" -I -c "{_READ_CODE}" "$p"; fi; done; '
     "echo paceline-boot: no Python: tried $* >&2; exit 127"
 )
-NO_ANSWER, ANOTHER_COMMAND = "ended without an answer", "another command ran"
+NO_ANSWER, UNEXPECTED_COMMAND = "ended without an answer", "another command ran"
 FALLBACK_PYTHONS = ("python3", "/usr/bin/python3", "/usr/local/bin/python3")
 
 
-FOR_PROGRAMS = {
+BATCH_SETTINGS = {
     "LogLevel": "INFO",  # with less, ssh does not say why it fails
     "VisualHostKey": "no",
     "AddKeysToAgent": "no",
@@ -89,7 +89,7 @@ def ssh_command(host: Host, options: SshOptions, remote: list[str], control: str
         "ConnectTimeout": str(CONNECT_TIMEOUT_S),
         "ServerAliveInterval": "5",
         "ServerAliveCountMax": "3",
-        **FOR_PROGRAMS,
+        **BATCH_SETTINGS,
         "ControlMaster": "no",  # the agent's frames are the multiplexing: one login a host
         "ControlPath": control or "none",
         **more,
@@ -376,7 +376,7 @@ CAUSES: tuple[_Cause, ...] = (
         passing=True,
     ),
 )
-_OF_SSH_ITSELF = re.compile(
+_SSH_LINES = re.compile(
     r"kex_exchange|ssh_exchange|ssh_dispatch|banner exchange|client_loop|packet_write|Connection |"
     r"Disconnected from|Timeout, server|Read from|Write failed|Warning: Permanently|\*\* |"
     r"Pseudo-terminal|Killed by signal"
@@ -398,28 +398,28 @@ def classify(stderr: str, status: int | None, host: Host, printed: str = "") -> 
     for cause in CAUSES:
         if not re.search(cause.pattern, text):
             continue
-        reason = [line for line in text.splitlines() if not _OF_SSH_ITSELF.match(line)]
+        reason = [line for line in text.splitlines() if not _SSH_LINES.match(line)]
         if cause.passing and reason:
             return Refusal(
                 "the host refused",
-                _essence(text),
+                _summary(text),
                 f"{host.name} ended the connection, and the words above say why. If they do not, "
                 f"its log does: journalctl -u ssh there. By hand: ssh -v {_target(host)} true",
             )
         remedy = _fill(cause.remedy, host, text)
-        return Refusal(cause.name, _essence(text), remedy, cause.passing)
+        return Refusal(cause.name, _summary(text), remedy, cause.passing)
     if status not in (None, SSH_FAILED):
         return Refusal(
-            ANOTHER_COMMAND,
+            UNEXPECTED_COMMAND,
             f"ssh ended with status {status} before our command ran, and "
-            + (f"printed: {_essence(text)}" if text else "said nothing"),
+            + (f"printed: {_summary(text)}" if text else "said nothing"),
             f"A start-up file of that user on {host.name} ends the shell (exit in ~/.bashrc), or "
             f"its sshd runs another command (ForceCommand, command= in authorized_keys). By hand: "
             f"ssh {_target(host)} echo reached",
         )
     return Refusal(
         NO_ANSWER,
-        _essence(text) or f"ssh ended with status {status} and said nothing",
+        _summary(text) or f"ssh ended with status {status} and said nothing",
         f"Try by hand: ssh -v {_target(host)} true",
     )
 
@@ -432,7 +432,7 @@ def clean(stderr: str) -> str:
     return "\n".join(kept)
 
 
-def _essence(text: str) -> str:
+def _summary(text: str) -> str:
     lines = [
         re.sub("^paceline-boot: (not Linux: |no room: |broken Python: )?", "", line)
         for line in text.splitlines()
@@ -490,6 +490,6 @@ def pinned_key(stderr: str) -> str | None:
     return match.group(1) if match else None
 
 
-def newly_pinned(stderr: str) -> bool:
+def pinned_new_key(stderr: str) -> bool:
     """True when this call pinned the host's key for the first time."""
     return "Permanently added" in stderr

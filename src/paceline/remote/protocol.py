@@ -2,7 +2,7 @@
 
 No node is believed. An answer must be what was asked for, an event must be of what runs there, and
 all of it must have the shape that an agent of this version gives it. Anything else is
-:class:`Untrue`, and the node fails for it, alone.
+:class:`InvalidValue`, and the node fails for it, alone.
 """
 
 from __future__ import annotations
@@ -12,39 +12,39 @@ from typing import Any
 
 from paceline.agent.inside import parts_of
 from paceline.agent.reconnection import MARK
-from paceline.spec.events import KINDS, STACK, believed
-from paceline.spec.shapes import (
-    LARGEST,
-    LONG_TEXT,
+from paceline.spec.events import KINDS, STACK, is_valid_report
+from paceline.spec.schema import (
+    MAX_INTEGER,
+    MAX_LONG_TEXT,
     PROCESS,
     RANK,
+    SHORT_TEXT,
     SIZE,
-    SMALL,
-    Shape,
-    Untrue,
+    InvalidValue,
+    Schema,
     address,
-    each,
-    flag,
-    form,
-    free,
-    maybe,
+    any_json,
+    boolean,
+    choice,
+    describe_value,
+    dict_of,
+    integer,
+    list_of,
     number,
-    one_of,
+    optional,
     record,
-    refuse,
-    row,
-    shown,
-    table,
+    regex,
+    reject,
     text,
-    whole,
+    tuple_of,
 )
 
 Message = dict[str, Any]
 Fields = Mapping[str, Any]
 
 BOOT = MARK
-MOST_BANNER = 4 << 20  # bytes of what a login prints before the agent speaks
-MOST_WORDS = 4096
+MAX_BANNER_BYTES = 4 << 20  # bytes of what a login prints before the agent speaks
+MAX_FIELDS = 4096
 
 
 def path_inside(value: Any, where: str) -> None:
@@ -53,93 +53,102 @@ def path_inside(value: Any, where: str) -> None:
     try:
         parts_of(value)
     except ValueError:
-        refuse(where, value, "a path inside the folder")
+        reject(where, value, "a path inside the folder")
 
 
-def anything(value: Any, where: str) -> None:
+def unchecked(value: Any, where: str) -> None:
     """What is looked at elsewhere."""
 
 
 # --- words --------------------------------------------------------------------------------------
 
-PORT = whole(1, 65535)
-WHOLE_TEXT = form("[0-9]{1,8}", "a number")
-SHA256 = form("[0-9a-f]{64}", "a SHA-256")
-IDENTITY = form("[0-9a-f]{32}", "an identity")
-HOLDERS = each(row(PROCESS, text(LONG_TEXT)), 1000)
+PORT = integer(1, 65535)
+INTEGER_TEXT = regex("[0-9]{1,8}", "a number")
+SHA256 = regex("[0-9a-f]{64}", "a SHA-256")
+IDENTITY = regex("[0-9a-f]{32}", "an identity")
+HOLDERS = list_of(tuple_of(PROCESS, text(MAX_LONG_TEXT)), 1000)
 
-_ADDRESS = record(interface=SMALL, address=address, prefix=whole(0, 128), family=one_of(4, 6),
-                  scope=SMALL, usable=flag)  # fmt: skip
-_LINK = record(name=SMALL, kind=SMALL, state=SMALL, mtu=whole(0, 1 << 31),
-               speed=whole(-LARGEST), addresses=each(_ADDRESS, 10_000))  # fmt: skip
-_DISK = record({"total": SIZE, "free": SIZE, "writable": flag, "noexec": flag}, path=text())
-_PYTHON = record(executable=maybe(text()), version=SMALL)
-_TORCH = record({"cuda": maybe(SMALL), "hip": maybe(SMALL)}, version=maybe(SMALL))
-_NAME = record(hostname=SMALL, resolves_to=maybe(each(address, 1000)),
-               hosts_lines=each(text(), 10_000))  # fmt: skip
-_CPUS = each(whole(0, 1 << 20), 1 << 16)
-_CPU = record(available=_CPUS, cores=each(_CPUS, 1 << 16), nodes=table(_CPUS, WHOLE_TEXT, 1 << 12),
-              quota=maybe(number), model=text(), machine=SMALL)  # fmt: skip
-_GPU = record(maker=one_of("nvidia", "amd", "intel"), device=SMALL, pci=SMALL, node=whole(-1))
-_DEVICES = record(gpus=each(_GPU, 1000), nvidia_driver=maybe(SMALL))
-_PORT_OF_CARD = record(name=SMALL, port=whole(0, 1 << 16), active=flag, speed=whole(-1),
-                       interfaces=each(SMALL, 1000))  # fmt: skip
-_LIMITS = record(nofile=whole(-1), nofile_hard=whole(-1), memlock=whole(-1, 1 << 64), shm=SIZE)
+_ADDRESS = record(interface=SHORT_TEXT, address=address, prefix=integer(0, 128),
+                  family=choice(4, 6), scope=SHORT_TEXT, usable=boolean)  # fmt: skip
+_LINK = record(name=SHORT_TEXT, kind=SHORT_TEXT, state=SHORT_TEXT, mtu=integer(0, 1 << 31),
+               speed=integer(-MAX_INTEGER), addresses=list_of(_ADDRESS, 10_000))  # fmt: skip
+_DISK = record({"total": SIZE, "free": SIZE, "writable": boolean, "noexec": boolean}, path=text())
+_PYTHON = record(executable=optional(text()), version=SHORT_TEXT)
+_TORCH = record(
+    {"cuda": optional(SHORT_TEXT), "hip": optional(SHORT_TEXT)}, version=optional(SHORT_TEXT)
+)
+_NAME = record(hostname=SHORT_TEXT, resolves_to=optional(list_of(address, 1000)),
+               hosts_lines=list_of(text(), 10_000))  # fmt: skip
+_CPUS = list_of(integer(0, 1 << 20), 1 << 16)
+_CPU = record(available=_CPUS, cores=list_of(_CPUS, 1 << 16),
+              nodes=dict_of(_CPUS, INTEGER_TEXT, 1 << 12), quota=optional(number), model=text(),
+              machine=SHORT_TEXT)  # fmt: skip
+_GPU = record(
+    maker=choice("nvidia", "amd", "intel"), device=SHORT_TEXT, pci=SHORT_TEXT, node=integer(-1)
+)
+_DEVICES = record(gpus=list_of(_GPU, 1000), nvidia_driver=optional(SHORT_TEXT))
+_PORT_OF_CARD = record(name=SHORT_TEXT, port=integer(0, 1 << 16), active=boolean, speed=integer(-1),
+                       interfaces=list_of(SHORT_TEXT, 1000))  # fmt: skip
+_LIMITS = record(
+    nofile=integer(-1), nofile_hard=integer(-1), memlock=integer(-1, 1 << 64), shm=SIZE
+)
 
 # facts that nothing works without; of the others a node may have none, and says so
 _FACTS = record(
-    torch=maybe(_TORCH),
-    interfaces=maybe(each(_LINK, 10_000)),
-    cpu=maybe(_CPU),
-    memory=maybe(record(total=SIZE, available=SIZE)),
-    devices=maybe(_DEVICES),
-    rdma=maybe(each(_PORT_OF_CARD, 1000)),
-    limits=maybe(_LIMITS),
-    environment=maybe(table(text(LONG_TEXT), SMALL, 10_000)),
-    disks=maybe(table(_DISK, SMALL, 100)),
-    kernel=maybe(SMALL),
-    boot_id=maybe(SMALL),
-    errors=table(text(LONG_TEXT), SMALL, 100),
+    torch=optional(_TORCH),
+    interfaces=optional(list_of(_LINK, 10_000)),
+    cpu=optional(_CPU),
+    memory=optional(record(total=SIZE, available=SIZE)),
+    devices=optional(_DEVICES),
+    rdma=optional(list_of(_PORT_OF_CARD, 1000)),
+    limits=optional(_LIMITS),
+    environment=optional(dict_of(text(MAX_LONG_TEXT), SHORT_TEXT, 10_000)),
+    disks=optional(dict_of(_DISK, SHORT_TEXT, 100)),
+    kernel=optional(SHORT_TEXT),
+    boot_id=optional(SHORT_TEXT),
+    errors=dict_of(text(MAX_LONG_TEXT), SHORT_TEXT, 100),
     python=_PYTHON,
     name=_NAME,
-    ephemeral_ports=row(whole(0, 65535), whole(0, 65535)),
+    ephemeral_ports=tuple_of(integer(0, 65535), integer(0, 65535)),
     clock=record(time=number, monotonic=number),
-    user=record({"shell": maybe(text()), "cache": text()}, uid=whole(), home=text()),
+    user=record({"shell": optional(text()), "cache": text()}, uid=integer(), home=text()),
 )
 
 # --- events -------------------------------------------------------------------------------------
 
-EVENTS: dict[str, Shape] = {
+EVENTS: dict[str, Schema] = {
     "hello": record(pid=PROCESS, identity=IDENTITY, chosen_python=text(), facts=_FACTS),
-    "said": record(rank=RANK, data=anything),  # by a program in a rank: see events.believed
-    **{name: kind.shape() for name, kind in KINDS.items() if kind.by == "agent"},
+    "said": record(rank=RANK, data=unchecked),  # by a program in a rank: see events.believed
+    **{name: kind.shape() for name, kind in KINDS.items() if kind.sender == "agent"},
 }
 
 
 # --- answers ------------------------------------------------------------------------------------
 
 _DONE = record()
-_NONE: dict[str, Shape] = {}
-_DOES: dict[str, Shape] = {
-    "pid": PROCESS, "stack": STACK, "call": SMALL, "on": text(), "readers": each(PROCESS, 10_000)
+_NONE: dict[str, Schema] = {}
+_ACTIVITY: dict[str, Schema] = {
+    "pid": PROCESS, "stack": STACK, "call": SHORT_TEXT, "on": text(),
+    "readers": list_of(PROCESS, 10_000),
 }  # fmt: skip
 _FILE = record(path=path_inside, size=SIZE)
-_LOOKED = record(path=text(), exists=flag, file=flag, executable=flag)
-_TRIED = record({"local_address": address, "rtt": number, "reached": form("[0-9a-f]{0,64}", "hex"),
-                 "errno": whole(0, 1 << 16), "error": text()},
-                host=text(), address=address, port=PORT, ok=flag)  # fmt: skip
-_OUTPUT = text(LONG_TEXT)
-RUN_ID = form("[0-9a-f]{6,64}", "the id of a run")
-_LEFT = record(run_id=RUN_ID, about=_OUTPUT, alive=maybe(flag), result=_OUTPUT, where=_OUTPUT,
+_PATH_STATE = record(path=text(), exists=boolean, file=boolean, executable=boolean)
+_PROBE = record({"local_address": address, "rtt": number, "reached": regex("[0-9a-f]{0,64}", "hex"),
+                 "errno": integer(0, 1 << 16), "error": text()},
+                host=text(), address=address, port=PORT, ok=boolean)  # fmt: skip
+_OUTPUT = text(MAX_LONG_TEXT)
+RUN_ID = regex("[0-9a-f]{6,64}", "the id of a run")
+_DETACHED_RUN = record(run_id=RUN_ID, about=_OUTPUT, alive=optional(boolean), result=_OUTPUT,
+                       where=_OUTPUT,
                metrics=_OUTPUT)  # fmt: skip
-_CHANGED = record(path=path_inside, mark=SMALL, size=SIZE)
+_CHANGED = record(path=path_inside, mark=SHORT_TEXT, size=SIZE)
 
-ANSWERS: dict[str, Shape] = {
-    "lease": record({"quiet_s": maybe(number)}, monotonic=number, time=number),
+ANSWERS: dict[str, Schema] = {
+    "lease": record({"quiet_s": optional(number)}, monotonic=number, time=number),
     "prepare": _DONE,
-    "listen": record(ports=table(PORT, address), errors=table(text(), address)),
+    "listen": record(ports=dict_of(PORT, address), errors=dict_of(text(), address)),
     "stop_listening": _DONE,
-    "connect": record(results=each(_TRIED)),
+    "connect": record(results=list_of(_PROBE)),
     "reserve_port": record(port=PORT),
     "start": _DONE,
     "add_ranks": _DONE,
@@ -148,200 +157,204 @@ ANSWERS: dict[str, Shape] = {
     "open_store": record(port=PORT),
     "admit": _DONE,
     "dump_stacks": _DONE,
-    "seen": record(ranks=each(
+    "seen": record(ranks=list_of(
         record(_NONE, rank=RANK, cpu_s=number, moved=number, sent=number, switches=SIZE,
-               state=SMALL, calls=each(text(), 100),
-               children=each(record(_NONE, name=SMALL, **_DOES), 100), **_DOES)
+               state=SHORT_TEXT, calls=list_of(text(), 100),
+               children=list_of(record(_NONE, name=SHORT_TEXT, **_ACTIVITY), 100), **_ACTIVITY)
     )),
     "stop": _DONE,
     "kill": record(killed=SIZE),
-    "compare_tree": record(exists=flag, missing=each(text()), different=each(text())),
-    "lacking_blobs": record(hashes=each(SHA256)),
+    "compare_tree": record(exists=boolean, missing=list_of(text()), different=list_of(text())),
+    "lacking_blobs": record(hashes=list_of(SHA256)),
     "put_blob": _DONE,
     "put_blobs": _DONE,
     "put_file": _DONE,
     "place": _DONE,
-    "build_tree": record(root=text(), damaged=each(SHA256)),
-    "run_folder": record(shared=flag, folder=text()),
+    "build_tree": record(root=text(), damaged=list_of(SHA256)),
+    "run_folder": record(shared=boolean, folder=text()),
     "discard_run_folder": _DONE,
     "keep_folder": _DONE,
-    "look": record(paths=each(_LOOKED)),
-    "which": record(path=maybe(text())),
-    "disk": record(disks=each(_DISK)),
-    "list_results": record(files=each(_FILE)),
+    "look": record(paths=list_of(_PATH_STATE)),
+    "which": record(path=optional(text())),
+    "disk": record(disks=list_of(_DISK)),
+    "list_results": record(files=list_of(_FILE)),
     "read_block": record({"sha256": SHA256}),
-    "detached_runs": record(runs=each(_LEFT, 200)),
-    "run_changes": record(about=_OUTPUT, alive=maybe(flag), root=text(), files=each(_CHANGED),
-                          gone=each(path_inside)),
+    "detached_runs": record(runs=list_of(_DETACHED_RUN, 200)),
+    "run_changes": record(about=_OUTPUT, alive=optional(boolean), root=text(),
+                          files=list_of(_CHANGED), gone=list_of(path_inside)),
     "read_part": _DONE,
-    "ask_run": record(answer=maybe(_OUTPUT)),
-    "signal_run": record(sent=flag),
-    "discard_run": record(gone=flag),
-    "data_folder": record(marks=each(SMALL, 1001), folder=text(), sign=text(),
+    "ask_run": record(answer=optional(_OUTPUT)),
+    "signal_run": record(sent=boolean),
+    "discard_run": record(gone=boolean),
+    "data_folder": record(marks=list_of(SHORT_TEXT, 1001), folder=text(), sign=text(),
                           free=SIZE),
-    "list_data": record(files=each(row(path_inside, SIZE, whole(-LARGEST)), 2000), last=flag),
-    "hash_data": record(hashes=each(form("([0-9a-f]{64})?", "a SHA-256"), 200)),
+    "list_data": record(files=list_of(tuple_of(path_inside, SIZE, integer(-MAX_INTEGER)), 2000),
+                        last=boolean),
+    "hash_data": record(hashes=list_of(regex("([0-9a-f]{64})?", "a SHA-256"), 200)),
     "settle_data": _DONE,
     "put_data_files": _DONE,
     "have_data": record(size=SIZE, sha256=SHA256),
     "put_data": _DONE,
-    "job_processes": record(pids=each(PROCESS)),
-    "stay": record(place=form("paceline-[0-9a-f]{32}", "a place to connect to again")),
+    "job_processes": record(pids=list_of(PROCESS)),
+    "stay": record(place=regex("paceline-[0-9a-f]{32}", "a place to connect to again")),
     "rest": _DONE,
     "bye": _DONE,
     "clock": record(time=number, monotonic=number),
-    "resolve": record(names=table(maybe(each(address, 1000)))),
-    "open_ports": record(opened=each(PORT), taken=table(
-        record({"holders": HOLDERS}, error=maybe(text()))
+    "resolve": record(names=dict_of(optional(list_of(address, 1000)))),
+    "open_ports": record(opened=list_of(PORT), taken=dict_of(
+        record({"holders": HOLDERS}, error=optional(text()))
     )),
-    "half_open": record(peers=each(row(PORT, address)), rejects=each(address)),
+    "half_open": record(peers=list_of(tuple_of(PORT, address)), rejects=list_of(address)),
     "sink": record(port=PORT),
-    "transfer": record({"pmtu": whole(), "rtt": number, "retransmitted": whole(),
-                        "segments": whole()}, bytes=SIZE, seconds=number, sent=SIZE),
-    "counters": record(bytes=table(row(SIZE, SIZE))),
-    "leave_token": record({"step": SMALL, "why": maybe(text()), "errno": maybe(whole())}, ok=flag),
-    "see_tokens": record(exists=flag, seen=table(text(LONG_TEXT)), type=SMALL),
+    "transfer": record({"pmtu": integer(), "rtt": number, "retransmitted": integer(),
+                        "segments": integer()}, bytes=SIZE, seconds=number, sent=SIZE),
+    "counters": record(bytes=dict_of(tuple_of(SIZE, SIZE))),
+    "leave_token": record({"step": SHORT_TEXT, "why": optional(text()),
+                           "errno": optional(integer())}, ok=boolean),
+    "see_tokens": record(exists=boolean, seen=dict_of(text(MAX_LONG_TEXT)), type=SHORT_TEXT),
     "take_token": _DONE,
-    "digest_tree": record({"files": SIZE, "bytes": SIZE, "digest": SHA256}, exists=flag),
-    "token_processes": record(processes=each(
-        record({"warm": flag}, pid=PROCESS, run=text(), owned=flag, age=number, command=text())
+    "digest_tree": record({"files": SIZE, "bytes": SIZE, "digest": SHA256}, exists=boolean),
+    "token_processes": record(processes=list_of(
+        record({"warm": boolean}, pid=PROCESS, run=text(), owned=boolean, age=number,
+               command=text())
     )),
-    "execute": record(code=whole(-1000, 1000), output=_OUTPUT),
-    "gpus": record({"missing": flag, "broken": _OUTPUT, "gpus": _OUTPUT, "apps": _OUTPUT}),
-    "unanswered": record(connections=each(row(address, SIZE, SIZE), 100)),
+    "execute": record(code=integer(-1000, 1000), output=_OUTPUT),
+    "gpus": record({"missing": boolean, "broken": _OUTPUT, "gpus": _OUTPUT, "apps": _OUTPUT}),
+    "unanswered": record(connections=list_of(tuple_of(address, SIZE, SIZE), 100)),
     "hear": record(port=PORT),
-    "vitals": record(time=number, cpu=row(SIZE, SIZE), memory=row(SIZE, SIZE),
-                     links=table(row(SIZE, SIZE), SMALL, 1000), gpus=each(number, 1000)),
-    "packages": record(packages=table(SMALL, text())),
+    "vitals": record(time=number, cpu=tuple_of(SIZE, SIZE), memory=tuple_of(SIZE, SIZE),
+                     links=dict_of(tuple_of(SIZE, SIZE), SHORT_TEXT, 1000),
+                     gpus=list_of(number, 1000)),
+    "packages": record(packages=dict_of(SHORT_TEXT, text())),
     "mpi": record(mpi=record(mpiexec=text(), setvars=text(), libfabric=text(),
-                             missing_folders=table(text(), SMALL))),
+                             missing_folders=dict_of(text(), SHORT_TEXT))),
 }  # fmt: skip
-_REFUSAL = record({"holders": HOLDERS, "activating": flag}, error=text(LONG_TEXT))
+_REFUSAL = record({"holders": HOLDERS, "activating": boolean}, error=text(MAX_LONG_TEXT))
 
 
-def _among(found: Sequence[str], asked: Sequence[str] | set[str], what: str) -> None:
+def _check_subset(found: Sequence[str], asked: Sequence[str] | set[str], what: str) -> None:
     """Each once, and none that was not asked for."""
     if len(set(found)) != len(found):
-        raise Untrue(f"{what} twice")
+        raise InvalidValue(f"{what} twice")
     if foreign := set(found) - set(asked):
-        raise Untrue(f"{what} that nobody asked for: {shown(min(foreign))}")
+        raise InvalidValue(f"{what} that nobody asked for: {describe_value(min(foreign))}")
 
 
-def _about_tree(fields: Fields, answer: Message) -> None:
+def _check_tree(fields: Fields, answer: Message) -> None:
     paths = {entry[0] for entry in fields["manifest"]}
-    _among([*answer["missing"], *answer["different"]], paths, "a path")
+    _check_subset([*answer["missing"], *answer["different"]], paths, "a path")
 
 
-def _about_blobs(fields: Fields, answer: Message) -> None:
+def _check_blobs(fields: Fields, answer: Message) -> None:
     hashes = {entry[1] for entry in fields["manifest"]}
-    _among(sorted({*answer.get("hashes", ()), *answer.get("damaged", ())}), hashes, "a hash")
+    _check_subset(sorted({*answer.get("hashes", ()), *answer.get("damaged", ())}), hashes, "a hash")
     if "root" in answer and not answer["root"].endswith(
         f"/jobs/{fields['folder']}/{fields['name']}"
     ):
-        refuse("the folder of a tree", answer["root"], "one of the job's folder")
+        reject("the folder of a tree", answer["root"], "one of the job's folder")
 
 
-def _about_run_folder(fields: Fields, answer: Message) -> None:
+def _check_run_folder(fields: Fields, answer: Message) -> None:
     folder = answer["folder"]
     own = folder.startswith("/") and folder.endswith(f"/paceline/runs/{fields['key']}")
     if not (folder == fields["path"] if answer["shared"] else own):
-        refuse("the run's folder", folder, "the run directory or one under its key")
+        reject("the run's folder", folder, "the run directory or one under its key")
 
 
-def _about_results(fields: Fields, answer: Message) -> None:
+def _check_results(fields: Fields, answer: Message) -> None:
     if len({file["path"] for file in answer["files"]}) != len(answer["files"]):
-        raise Untrue("a file twice")
+        raise InvalidValue("a file twice")
 
 
-def _about_looks(fields: Fields, answer: Message) -> None:
+def _check_paths(fields: Fields, answer: Message) -> None:
     if [one["path"] for one in answer["paths"]] != fields["paths"]:
-        raise Untrue("other paths than were asked for")
+        raise InvalidValue("other paths than were asked for")
 
 
-def _about_tries(fields: Fields, answer: Message) -> None:
+def _check_probes(fields: Fields, answer: Message) -> None:
     key = lambda one: (one["host"], one["address"], one["port"])  # noqa: E731
     tried, asked = map(key, answer["results"]), set(map(key, fields["targets"]))
     if foreign := set(tried) - asked:
-        raise Untrue(f"a connection that nobody asked for: {foreign.pop()}")
+        raise InvalidValue(f"a connection that nobody asked for: {foreign.pop()}")
 
 
-def _about_listeners(fields: Fields, answer: Message) -> None:
-    _among([*answer["ports"]], fields["addresses"], "an address")
+def _check_listeners(fields: Fields, answer: Message) -> None:
+    _check_subset([*answer["ports"]], fields["addresses"], "an address")
 
 
-def _about_disks(fields: Fields, answer: Message) -> None:
+def _check_disks(fields: Fields, answer: Message) -> None:
     if len(answer["disks"]) != len(fields["paths"]):
-        raise Untrue("other disks than were asked for")
+        raise InvalidValue("other disks than were asked for")
 
 
-def _about_names(fields: Fields, answer: Message) -> None:
-    _among([*answer["names"]], fields["names"], "a name")
+def _check_names(fields: Fields, answer: Message) -> None:
+    _check_subset([*answer["names"]], fields["names"], "a name")
 
 
-def _about_links(fields: Fields, answer: Message) -> None:
-    _among([*answer["links"]], fields["interfaces"], "an interface")
+def _check_links(fields: Fields, answer: Message) -> None:
+    _check_subset([*answer["links"]], fields["interfaces"], "an interface")
 
 
-def _about_ports(fields: Fields, answer: Message) -> None:
+def _check_ports(fields: Fields, answer: Message) -> None:
     ports = {str(port) for port in fields["ports"]}
-    _among([*map(str, answer["opened"]), *answer["taken"]], ports, "a port")
+    _check_subset([*map(str, answer["opened"]), *answer["taken"]], ports, "a port")
 
 
-def _about_tokens(fields: Fields, answer: Message) -> None:
-    _among([*answer["seen"]], fields["names"], "a file")
+def _check_tokens(fields: Fields, answer: Message) -> None:
+    _check_subset([*answer["seen"]], fields["names"], "a file")
 
 
-def _about_block(fields: Fields, answer: Message) -> None:
+def _check_block(fields: Fields, answer: Message) -> None:
     if fields["last"] != ("sha256" in answer):
-        raise Untrue("the hash of a file belongs to its last block")
+        raise InvalidValue("the hash of a file belongs to its last block")
 
 
-def _about_data(fields: Fields, answer: Message) -> None:
+def _check_data(fields: Fields, answer: Message) -> None:
     place = f"/data/{fields['key']}/"
     if not answer["folder"].endswith(f"{place}files/{fields['name']}"):
-        refuse("the folder of data", answer["folder"], "one under its key")
+        reject("the folder of data", answer["folder"], "one under its key")
     if place not in answer["sign"]:
-        refuse("the sign of a node", answer["sign"], "one under the key")
+        reject("the sign of a node", answer["sign"], "one under the key")
 
 
-def _about_hashes(fields: Fields, answer: Message) -> None:
+def _check_hashes(fields: Fields, answer: Message) -> None:
     if len(answer["hashes"]) != len(fields["paths"]):
-        raise Untrue("hashes of other files than were asked for")
+        raise InvalidValue("hashes of other files than were asked for")
 
 
-def _about_changes(fields: Fields, answer: Message) -> None:
-    _about_results(fields, answer)
+def _check_changes(fields: Fields, answer: Message) -> None:
+    _check_results(fields, answer)
     if {file["path"] for file in answer["files"]} & set(answer["gone"]):
-        raise Untrue("a file that is new and gone")
+        raise InvalidValue("a file that is new and gone")
 
 
-def _about_runs(_: Fields, answer: Message) -> None:
+def _check_runs(_: Fields, answer: Message) -> None:
     if len({one["run_id"] for one in answer["runs"]}) != len(answer["runs"]):
-        raise Untrue("a run twice")
+        raise InvalidValue("a run twice")
 
 
-WITH_BYTES = ("read_block", "read_part")  # as many as were asked for
+BLOB_OPS = ("read_block", "read_part")  # as many as were asked for
 
 # what an answer must have to do with its request
 RELATIONS: dict[str, Callable[[Fields, Message], None]] = {
-    "compare_tree": _about_tree,
-    "lacking_blobs": _about_blobs,
-    "build_tree": _about_blobs,
-    "run_folder": _about_run_folder,
-    "list_results": _about_results,
-    "look": _about_looks,
-    "connect": _about_tries,
-    "listen": _about_listeners,
-    "disk": _about_disks,
-    "resolve": _about_names,
-    "open_ports": _about_ports,
-    "vitals": _about_links,
-    "see_tokens": _about_tokens,
-    "read_block": _about_block,
-    "run_changes": _about_changes,
-    "detached_runs": _about_runs,
-    "data_folder": _about_data,
-    "hash_data": _about_hashes,
+    "compare_tree": _check_tree,
+    "lacking_blobs": _check_blobs,
+    "build_tree": _check_blobs,
+    "run_folder": _check_run_folder,
+    "list_results": _check_results,
+    "look": _check_paths,
+    "connect": _check_probes,
+    "listen": _check_listeners,
+    "disk": _check_disks,
+    "resolve": _check_names,
+    "open_ports": _check_ports,
+    "vitals": _check_links,
+    "see_tokens": _check_tokens,
+    "read_block": _check_block,
+    "run_changes": _check_changes,
+    "detached_runs": _check_runs,
+    "data_folder": _check_data,
+    "hash_data": _check_hashes,
 }
 
 
@@ -365,19 +378,19 @@ class Conversation:
             self._ranks |= {rank["rank"] for rank in fields["ranks"]}
 
     def answer(self, message: Message, blob: bytes) -> int:
-        """The number of the request that is answered. Untrue when none is, or not so."""
-        whole(1)(message["re"], "the number of an answer")
+        """The number of the request that is answered. InvalidValue when none is, or not so."""
+        integer(1)(message["re"], "the number of an answer")
         if message["re"] not in self._asked:
-            raise Untrue("an answer to what nobody asked")
+            raise InvalidValue("an answer to what nobody asked")
         op, fields, then = self._asked.pop(message["re"])
-        wanted = fields["count"] if op in WITH_BYTES and "error" not in message else 0
+        wanted = fields["count"] if op in BLOB_OPS and "error" not in message else 0
         if len(blob) != wanted:
-            raise Untrue(f"{len(blob)} bytes with the answer to {op} instead of {wanted}")
+            raise InvalidValue(f"{len(blob)} bytes with the answer to {op} instead of {wanted}")
         where = f"the answer to {op}"
         if "error" in message:
             _REFUSAL(message, where)
         else:
-            ANSWERS.get(op, free)(message, where)
+            ANSWERS.get(op, any_json)(message, where)
             if op in RELATIONS:
                 RELATIONS[op](fields, message)
             for one in message["ranks"] if op == "seen" else ():
@@ -386,28 +399,28 @@ class Conversation:
         return int(message["re"])
 
     def event(self, message: Message, blob: bytes) -> bool:
-        """Whether an event is to be heard. Untrue for one that no agent sends."""
+        """Whether an event is to be heard. InvalidValue for one that no agent sends."""
         kind = message.get("event")
         if not isinstance(kind, str) or kind not in EVENTS:
-            raise Untrue(f"an event called {shown(kind)}")
+            raise InvalidValue(f"an event called {describe_value(kind)}")
         EVENTS[kind](message, f"the event {kind}")
         if blob and kind != "output":
-            raise Untrue(f"{len(blob)} bytes with the event {kind}")
+            raise InvalidValue(f"{len(blob)} bytes with the event {kind}")
         if "rank" in message:
             self._own(message["rank"])
         if kind == "hello":
             if self._greeted:
-                raise Untrue("hello twice")
+                raise InvalidValue("hello twice")
             self._greeted = True
         elif not self._greeted and kind not in ("leaving", "asked to end"):
-            raise Untrue(f"the event {kind} before hello")
+            raise InvalidValue(f"the event {kind} before hello")
         elif kind == "said":
-            return believed(message.get("data"))
+            return is_valid_report(message.get("data"))
         return True
 
     def _own(self, rank: int) -> None:
         if rank not in self._ranks:
-            raise Untrue(f"rank {rank}, which does not run there")
+            raise InvalidValue(f"rank {rank}, which does not run there")
 
 
 # --- before the first frame ---------------------------------------------------------------------
@@ -417,9 +430,9 @@ BOOT_WORDS = {"have": 0, "need": 0, "old": 2, "system": 1}
 RECONNECTION_WORDS = {"meet": 1, "again": 2, "gone": 0, "stranger": 0}
 
 
-def words_after_mark(line: bytes, known: Mapping[str, int]) -> list[str]:
+def parse_boot_line(line: bytes, known: Mapping[str, int]) -> list[str]:
     """What stands after the mark ``BOOT`` on a line: a word of ``known``, and what it is about."""
     words = line.decode(errors="replace").split()
-    if not words or len(words) <= known.get(words[0], MOST_WORDS):
-        raise Untrue(f"its first line is {shown(' '.join(words))}")
+    if not words or len(words) <= known.get(words[0], MAX_FIELDS):
+        raise InvalidValue(f"its first line is {describe_value(' '.join(words))}")
     return words

@@ -1,6 +1,6 @@
-"""The launching machine, which need not be Linux: its names, addresses, and processes.
+"""The launching machine: its names, addresses and processes.
 
-Linux is asked through netlink and ``/proc``, as its agents ask; elsewhere psutil knows.
+Uses netlink and ``/proc`` on Linux, as the agents do, and psutil elsewhere.
 """
 
 from __future__ import annotations
@@ -20,38 +20,34 @@ LINUX = sys.platform.startswith("linux")
 
 
 def default_python(image: str | None = None) -> str:
-    """The interpreter for hosts of which nothing is said: the one that runs this, if it may be.
-
-    Args:
-        image: Container image in which the job runs, if it does: it has a Python of its own.
-    """
+    """The default interpreter of hosts: this one on Linux, unless an image has its own."""
     return sys.executable if LINUX and not image else "python3"
 
 
 def config_folder() -> Path:
-    """Where paceline keeps what this user has trusted, and what shows that a file is the user's."""
+    """Folder for the user's trust decisions and signing key."""
     base = os.environ.get("XDG_CONFIG_HOME", "")
     return (Path(base) if base.startswith("/") else Path("~/.config").expanduser()) / "paceline"
 
 
-def mark_me(cluster: Cluster) -> Cluster:
-    """Marks the host that is this very machine: no SSH to oneself."""
+def mark_local(cluster: Cluster) -> Cluster:
+    """Marks the host that is this machine, which needs no SSH."""
     if any(host.local for host in cluster.hosts):
         return cluster
     from paceline.hosts import find_local_host
 
-    me = find_local_host(cluster, own_names(), {str(entry["address"]) for entry in addresses()})
+    me = find_local_host(cluster, local_names(), {str(entry["address"]) for entry in addresses()})
     hosts = tuple(replace(host, local=host.name == me) for host in cluster.hosts)
     return replace(cluster, hosts=hosts)
 
 
-def own_names() -> set[str]:
+def local_names() -> set[str]:
     name = socket.gethostname()
     return {name, name.split(".")[0], "localhost"}
 
 
 def addresses() -> list[dict[str, Any]]:
-    """The addresses of every interface, as ``agent.netlink.addresses`` tells them."""
+    """The addresses of all interfaces, as from ``agent.netlink.addresses``."""
     with contextlib.suppress(AttributeError, OSError):  # some containers have no netlink either
         return netlink.addresses()
     import psutil
@@ -68,19 +64,15 @@ def addresses() -> list[dict[str, Any]]:
 def _address(interface: str, family: int, address: str) -> dict[str, Any]:
     import ipaddress
 
-    plain = address.split("%")[0]  # a link-local address carries its interface
-    known = ipaddress.ip_address(plain)
-    scope = "host" if known.is_loopback else "link" if known.is_link_local else "global"
-    return {"interface": interface, "address": plain, "family": family, "scope": scope,
+    bare = address.split("%")[0]  # a link-local address contains its interface
+    parsed = ipaddress.ip_address(bare)
+    scope = "host" if parsed.is_loopback else "link" if parsed.is_link_local else "global"
+    return {"interface": interface, "address": bare, "family": family, "scope": scope,
             "usable": True}  # fmt: skip
 
 
-def started(pid: int) -> float | None:
-    """When a process began, by the system's own measure; ``None`` when it is gone.
-
-    Two processes that ask here of the same pid get the same number as long as it is the same
-    process.
-    """
+def start_time(pid: int) -> float | None:
+    """Start time of a process in the system's unit; ``None`` if it does not exist."""
     if Path("/proc/self/stat").exists():
         process = procs.identify(pid)
         return None if process is None else process.start
@@ -94,18 +86,18 @@ def started(pid: int) -> float | None:
 
 
 def has_open(pid: int, file: Path) -> bool:
-    """Whether a process of this user has the file of exactly this name open."""
+    """Whether a process of this user has the file open under exactly this path."""
     import psutil
 
     name = str(file.parent.resolve() / file.name)  # a link may lead to any file
     try:
-        return any(one.path == name for one in psutil.Process(pid).open_files())
+        return any(opened.path == name for opened in psutil.Process(pid).open_files())
     except (OSError, psutil.Error):
         return False
 
 
-def started_by(leader: int) -> list[tuple[int, float]]:
-    """The processes of a session, and those below its leader, each with when it began."""
+def session_processes(leader: int) -> list[tuple[int, float]]:
+    """The processes of a session and its leader's descendants, with their start times."""
     if Path("/proc/self/stat").exists():
         stats = procs.all_stats()
         pids = {stat.pid for stat in stats.values() if stat.session == leader}
@@ -115,8 +107,8 @@ def started_by(leader: int) -> list[tuple[int, float]]:
 
         pids = {pid for pid in psutil.pids() if _session(pid) == leader}
         with contextlib.suppress(psutil.Error):
-            pids |= {one.pid for one in psutil.Process(leader).children(recursive=True)}
-    return [(pid, began) for pid in sorted(pids) if (began := started(pid)) is not None]
+            pids |= {child.pid for child in psutil.Process(leader).children(recursive=True)}
+    return [(pid, start) for pid in sorted(pids) if (start := start_time(pid)) is not None]
 
 
 def _session(pid: int) -> int | None:
@@ -126,9 +118,9 @@ def _session(pid: int) -> int | None:
         return None
 
 
-def send(pid: int, start: float, signum: int) -> bool:
-    """Signals exactly the process that began at ``start``; False when it is gone."""
-    if started(pid) != start:
+def signal_process(pid: int, start: float, signum: int) -> bool:
+    """Signals the process that started at ``start``; False if it no longer exists."""
+    if start_time(pid) != start:
         return False
     try:
         os.kill(pid, signum)

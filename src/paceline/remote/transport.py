@@ -1,4 +1,4 @@
-"""How a run reaches its nodes: something starts one agent a node, the rest is always the same."""
+"""The interface between a run and whatever starts its agents: SSH, schedulers, containers."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from typing import Protocol
 from paceline.remote.channel import Channel
 from paceline.spec.hosts import Host
 
-Reached = Callable[[int], None]  # told how many hosts have an agent by now
+ConnectedCallback = Callable[[int], None]  # called with the number of connected hosts
 
 
-def nobody(count: int) -> None:
-    """For whom it does not matter."""
+def ignore_count(count: int) -> None:
+    """The default :data:`ConnectedCallback`."""
 
 
 class Transport(Protocol):
-    """Starts the agents of one run and ends with it. Used once: open, then close.
+    """Starts the agents of one run. Used once: open, then close.
 
     Attributes:
-        dialects: Whose names for a rank's place its ranks find, too: of ``launched.DIALECTS``.
-        redials: :meth:`open` may be called again on the way, for hosts that were lost.
+        dialects: Names of ``launchers.DIALECTS`` that its ranks get, too.
+        redials: :meth:`open` may be called again later, for hosts that were lost.
     """
 
     redials: bool
     dialects: tuple[str, ...]
 
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
-                   reached: Reached = nobody) -> list[Channel]:  # fmt: skip
-        """One agent on each host, in the order of the hosts; leaves nothing when it fails.
+                   reached: ConnectedCallback = ignore_count) -> list[Channel]:  # fmt: skip
+        """Opens a channel to an agent on each host, in their order; cleans up after a failure.
 
         Args:
             hosts: In rank order.
             pythons: The interpreter for each.
-            reached: Told of every host that was reached.
+            reached: Called for every connected host.
 
         Raises:
-            PacelineError: Some host has no agent; all such hosts are named.
+            PacelineError: Names all hosts without an agent.
         """
 
     async def close(self, exit_code: int) -> None:
         """Called once, when all channels are closed or :meth:`open` failed.
 
         Args:
-            exit_code: How the job ended, for those who wait for it elsewhere.
+            exit_code: The job's exit status, for nodes that wait for it.
         """
 
     async def why(self, host: Host) -> str:
-        """Why a host was lost, in its scheduler's own words; empty when it has none."""
+        """Why a host was lost, in its scheduler's words; empty if unknown."""

@@ -1,7 +1,6 @@
-"""Where nodes connect to, and the token by which they prove that they belong there.
+"""The rendezvous endpoint: its address, and the token from which its key is derived.
 
-The token is what people type, keep in a file or in the environment (there it is called the
-rendezvous' key); the key of the proofs is made of it.
+Users call the token the rendezvous' key: it is typed, or read from a file or the environment.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ from paceline.spec.hosts import Host
 
 DEFAULT_PORT = 29400
 KEY_VARIABLE = "PACELINE_RDZV_KEY"
-TOKEN_DIGITS = 32  # 128 bits: nobody who has heard a proof can find them
+TOKEN_DIGITS = 32  # 128 bits cannot be guessed from a recorded proof
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where nodes meet on which the same command is typed, and what they prove.
+    """The rendezvous of nodes on which the same command is typed.
 
     Attributes:
-        host, port: The address.
-        key: Proves that a node belongs to it; made of the token.
-        token: As it is to be typed on the other nodes, when it was made up here; else empty.
-        name: What the user calls it; no secret, may be empty.
-        nodes: How many nodes meet.
-        place: This node's place, ``None`` for the order of arrival.
+        host, port: Address of the first node.
+        key: Secret that proves membership, derived from the token.
+        token: The token to type on other nodes, if it was generated here; else empty.
+        name: The user's name for it; no secret, may be empty.
+        nodes: Number of nodes.
+        place: This node's rank, ``None`` for the order of arrival.
         first: This node launches.
-        patience_s: How long to wait for the others.
+        patience_s: How long to wait for the other nodes.
     """
 
     host: str
@@ -57,7 +56,7 @@ class Endpoint:
 
 def endpoint(address: str, name: str | None, key_file: Path | None, place: int | None,
             nodes: int | None, patience_s: float) -> Endpoint:  # fmt: skip
-    """What the options mean on this machine. SettingError when something is missing."""
+    """The endpoint for the options; raises SettingError if one is missing or invalid."""
     if not nodes:
         raise SettingError("--rdzv needs the number of nodes", remedy="--nnodes N")
     if place is not None and place >= nodes:
@@ -65,22 +64,22 @@ def endpoint(address: str, name: str | None, key_file: Path | None, place: int |
             f"--node-rank {place} cannot be among {nodes} nodes", remedy=f"0 to {nodes - 1}"
         )
     host, port = parse_address(address)
-    first = place == 0 if place is not None else is_mine(host)
-    given = given_token(key_file)
-    if given is None and not first:
-        given = asked_token()
-    made = "" if given else spelled(secrets.token_hex(TOKEN_DIGITS // 2))
-    key = key_of(given or made)
-    return Endpoint(host, port, key, made, name or "", nodes, place, first, patience_s)
+    first = place == 0 if place is not None else is_local(host)
+    token = read_token(key_file)
+    if token is None and not first:
+        token = prompt_token()
+    generated = "" if token else format_token(secrets.token_hex(TOKEN_DIGITS // 2))
+    key = derive_key(token or generated)
+    return Endpoint(host, port, key, generated, name or "", nodes, place, first, patience_s)
 
 
-def given_token(file: Path | None) -> str | None:
-    """The token from a file or the environment, from which it is taken away; ``None`` for neither.
+def read_token(file: Path | None) -> str | None:
+    """The token from a file, or from the environment, which loses it; ``None`` for neither.
 
     Raises:
-        SettingError: The file cannot be read, or others can read it, too.
+        SettingError: The file cannot be read, or other users can read it.
     """
-    environment = os.environ.pop(KEY_VARIABLE, None)  # the ranks need not have it
+    environment = os.environ.pop(KEY_VARIABLE, None)  # so that ranks do not get it
     if file is None:
         return environment
     try:
@@ -95,8 +94,8 @@ def given_token(file: Path | None) -> str | None:
     return text
 
 
-def asked_token() -> str:
-    """The token as typed at this terminal. SettingError when there is none."""
+def prompt_token() -> str:
+    """Prompts for the token; raises SettingError without a terminal."""
     if sys.stdin is not None and sys.stdin.isatty():
         with contextlib.suppress(EOFError, OSError):
             return getpass.getpass("Key of the rendezvous, as the first node shows it: ")
@@ -107,11 +106,11 @@ def asked_token() -> str:
     )
 
 
-def key_of(text: str) -> bytes:
-    """The key that a token stands for; blanks and dashes do not count.
+def derive_key(text: str) -> bytes:
+    """The key of a token; blanks and dashes are ignored.
 
     Raises:
-        SettingError: It is none: what could be guessed proves nothing.
+        SettingError: The token is not long enough, or not hexadecimal.
     """
     digits = re.sub(r"[-\s]", "", text).lower()
     if not re.fullmatch(rf"[0-9a-f]{{{TOKEN_DIGITS},256}}", digits):
@@ -123,9 +122,9 @@ def key_of(text: str) -> bytes:
     return hashlib.sha256(b"paceline-rendezvous\0" + digits.encode()).digest()
 
 
-def spelled(digits: str) -> str:
-    """A token as people type it."""
-    return "-".join(digits[at : at + 4] for at in range(0, len(digits), 4))
+def format_token(digits: str) -> str:
+    """A token with dashes, for people."""
+    return "-".join(digits[i : i + 4] for i in range(0, len(digits), 4))
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -139,50 +138,53 @@ def parse_address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def is_mine(host: str) -> bool:
+def is_local(host: str) -> bool:
     """Whether an address or name is this machine."""
     name = socket.gethostname()
     if host in {name, name.split(".")[0], "localhost", "127.0.0.1", "::1"}:
         return True
-    mine = {str(entry["address"]) for entry in usable_addresses()}
-    return bool(mine & set(addresses_of(host)))
+    own = {str(entry["address"]) for entry in usable_addresses()}
+    return bool(own & set(resolve(host)))
 
 
-def addresses_of(host: str) -> list[str]:
-    """What a name resolves to, without loopback where there is anything else."""
+def resolve(host: str) -> list[str]:
+    """The addresses of a name, without loopback if there are others."""
     try:
-        found = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
+        entries = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
     except OSError:
         return []
-    every = list(dict.fromkeys(str(entry[4][0]) for entry in found))
-    return [a for a in every if not ipaddress.ip_address(a.split("%")[0]).is_loopback] or every
+    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
+    return [
+        a for a in addresses if not ipaddress.ip_address(a.split("%")[0]).is_loopback
+    ] or addresses
 
 
 def listening_addresses(endpoint: Endpoint) -> list[str]:
-    """Where the first node listens: on the endpoint's address and on nothing else.
+    """The addresses on which the first node listens: only the endpoint's, if it is usable.
 
-    A Debian machine resolves its own name to 127.0.1.1, where nobody else can call: then on
-    every address of its own.
+    A Debian machine resolves its own name to 127.0.1.1, which other nodes cannot reach: then it
+    listens on all of its addresses.
     """
-    mine = {str(entry["address"]) for entry in usable_addresses()}
-    named = [a for a in addresses_of(endpoint.host) if a in mine]
-    if named or endpoint.host in ("localhost", "127.0.0.1", "::1"):
-        return named or addresses_of(endpoint.host)
-    return sorted(mine) or ["127.0.0.1"]
+    own = {str(entry["address"]) for entry in usable_addresses()}
+    resolved = resolve(endpoint.host)
+    usable = [address for address in resolved if address in own]
+    if usable or endpoint.host in ("localhost", "127.0.0.1", "::1"):
+        return usable or resolved
+    return sorted(own) or ["127.0.0.1"]
 
 
-def own_addresses(interface: str | None, hosts: Sequence[Host]) -> list[str]:
-    """Where agents can call this machine: loopback when they are all here.
+def local_addresses(interface: str | None, hosts: Sequence[Host]) -> list[str]:
+    """This machine's addresses for agents: loopback if all agents are local.
 
     Raises:
-        SettingError: The interface that was asked for has no usable address.
+        SettingError: There is no usable address on the interface.
     """
     if all(host.local for host in hosts) and interface is None:
         return ["127.0.0.1"]
-    found = usable_addresses()
-    wanted = [a for a in found if interface is None or a["interface"] == interface]
-    if not wanted:
-        listed = ", ".join(f"{a['interface']} {a['address']}" for a in found)
+    usable = usable_addresses()
+    matching = [a for a in usable if interface is None or a["interface"] == interface]
+    if not matching:
+        listed = ", ".join(f"{a['interface']} {a['address']}" for a in usable)
         raise SettingError(
             f"interface {interface} was asked for, but this machine has no usable address on it"
             if interface
@@ -190,11 +192,11 @@ def own_addresses(interface: str | None, hosts: Sequence[Host]) -> list[str]:
             found=listed or "loopback only",
             remedy="--iface NAME with one of these" if listed else "Bring up a network interface",
         )
-    return [str(a["address"]) for a in wanted]
+    return [str(a["address"]) for a in matching]
 
 
 def usable_addresses() -> list[dict[str, Any]]:
-    """Addresses of this machine that others may reach."""
+    """Addresses of this machine that other machines may reach."""
     return [
         entry
         for entry in this_machine.addresses()

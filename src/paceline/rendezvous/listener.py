@@ -1,8 +1,8 @@
-"""Connections from nodes: where a scheduler, or a person, starts them and leaves us no stream.
+"""Accepts TLS connections from nodes that a scheduler or a person started.
 
-The launcher listens, each node's first process (see ``agent.caller``) connects over TLS, both prove
-that they know the key of this run, and two connections (frames, standard error) become one link.
-Nobody vouches for the certificate, which is made for one run: the key is proven over its hash.
+Each node's first process (see ``agent.caller``) connects, both sides prove that they know the run's
+key, and two connections (frames, standard error) become one link. The certificate is made for the
+run and not signed: the proofs include its hash.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from paceline.remote.openssh import FALLBACK_PYTHONS, agent_command
 from paceline.spec.errors import SettingError
 
 HANDSHAKE_S = 5.0
-UNPROVEN = 64  # connections that have not proven the key yet; beyond it somebody has to go
+MAX_UNPROVEN = 64  # connections without a proof yet; more are dropped
 LINE_LIMIT = caller.LINE_LIMIT
-STRANGERS_KEPT = 100
+MAX_STRANGERS = 100
 _BACKLOG = 256
 _CERTIFICATE_CONFIG = "[req]\ndistinguished_name = name\nprompt = no\n[name]\nCN = paceline\n"
 _OPENSSL_S = 20.0
 
-# Takes the first Python there is: this part runs on any, the agent itself then on the chosen one.
+# Runs on the first Python there is; the agent itself then runs on the requested one.
 _FIND_PYTHON = (
     'c="$1"; d="$2"; shift 2; for p in "$@"; do if command -v "$p" >/dev/null 2>&1; then '
     'exec "$p" -I -c "import base64,sys,zlib;'
@@ -50,26 +50,23 @@ _FIND_PYTHON = (
 
 
 class Records:
-    """Writes to a node in records, so that an end can be said where TLS knows no half-closing."""
+    """Writes records, because TLS cannot close one direction: an empty record is the end."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self.transport = writer.transport
 
     def write(self, data: bytes) -> None:
-        """Sends ``data``; nothing when it is empty, which would be the end."""
+        """Sends ``data`` unless it is empty."""
         if data:
-            self._say(caller.RECORD.pack(len(data)) + data)
+            self._write(caller.RECORD.pack(len(data)) + data)
 
     def write_eof(self) -> None:
-        """Nothing more comes."""
-        self._say(caller.RECORD.pack(0))
+        """Announces the end."""
+        self._write(caller.RECORD.pack(0))
 
-    def _say(self, record: bytes) -> None:
-        """What is said to a connection that is closed is lost, as on any other.
-
-        A closed TLS transport raises what nobody looks for: AttributeError.
-        """
+    def _write(self, record: bytes) -> None:
+        # a closed TLS transport raises AttributeError
         if not self.transport.is_closing():
             self._writer.write(record)
 
@@ -81,7 +78,7 @@ class Records:
 
 
 class PeerLink:
-    """A link made of the two connections of a peer."""
+    """A link over the two connections of a node."""
 
     def __init__(self, frames: Connection, errors: Connection) -> None:
         self.reader, self.errors = frames.reader, errors.reader
@@ -93,7 +90,7 @@ class PeerLink:
         return None
 
     async def over(self) -> bool:
-        """The node's end of it says nothing about what became of the agent."""
+        """Unknown: the end of a connection does not show whether the agent ended."""
         return False
 
     async def cut(self) -> None:
@@ -104,48 +101,48 @@ class PeerLink:
         await self.cut()
 
     async def end(self, patience_s: float) -> None:
-        """Says that nothing more comes; waits until the agent has hung up."""
+        """Announces the end and waits until the agent closes the connection."""
         with contextlib.suppress(OSError, RuntimeError):
             self.writer.write_eof()
         with contextlib.suppress(asyncio.TimeoutError, ConnectionError, RuntimeError):
-            await asyncio.wait_for(_to_end(self.reader), patience_s or 0.001)
+            await asyncio.wait_for(_wait_for_eof(self.reader), patience_s or 0.001)
         for writer in (self.writer, self._errors_writer):
             writer.close()
 
 
-async def _to_end(reader: asyncio.StreamReader) -> None:
+async def _wait_for_eof(reader: asyncio.StreamReader) -> None:
     while not reader.at_eof():
         await asyncio.sleep(0.01)  # the channel's own task does the reading
 
 
 @dataclass
 class Connection:
-    """One connection of somebody who knows the key.
+    """A connection from a node that has proven the key.
 
     Attributes:
-        about: What it said of itself: ``stream``, ``index``, ``name``, ``session``, …
-        reader, writer: The connection, ready for use once :meth:`accept` was called.
-        peer: Address it came from.
-        seal: Puts our proof of the key before the first answer.
+        info: The node's description of itself: ``stream``, ``index``, ``name``, ``session``, …
+        reader, writer: Its streams, usable after :meth:`accept`.
+        peer: Remote address.
+        seal: Prepends this side's proof to the first answer.
     """
 
-    about: dict[str, Any]
+    info: dict[str, Any]
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     peer: str
     seal: Callable[[str], str] = str
 
     def accept(self) -> None:
-        """Proves the key in turn."""
+        """Accepts the node and proves the key."""
         self._answer({"ok": True}, self.seal)
 
-    def refuse(self, why: str) -> None:
-        """Tells it why, and hangs up."""
-        self._answer({"error": why}, self.seal)
+    def reject(self, reason: str) -> None:
+        """Sends the reason and closes the connection."""
+        self._answer({"error": reason}, self.seal)
         self.writer.close()
 
-    def tell(self, **message: Any) -> None:
-        """One line of JSON, for those who only wait (stream ``status``)."""
+    def send_status(self, **message: Any) -> None:
+        """Sends a line of JSON on a connection of stream ``status``."""
         self._answer(message)
 
     def _answer(self, message: Mapping[str, Any], seal: Callable[[str], str] = str) -> None:
@@ -155,13 +152,13 @@ class Connection:
 
 @dataclass
 class Listener:
-    """Listens, and hands over the connections of those who know the key.
+    """Listens for nodes, and hands over their connections once they have proven the key.
 
     Attributes:
         key: The secret of this run.
-        on_connection: Told of every proven connection; has to accept or refuse it.
+        on_connection: Called with every proven connection; must accept or reject it.
         addresses: Where it listens, after :meth:`open`.
-        strangers: Addresses from which somebody came with another key.
+        strangers: Addresses of nodes with another key.
     """
 
     key: bytes
@@ -172,7 +169,7 @@ class Listener:
     _unproven: dict[asyncio.Task[None], str] = field(default_factory=dict)  # oldest first
 
     async def open(self, addresses: Sequence[str], port: int = 0) -> None:
-        """Listens on each address, on ``port`` or a free one. OSError when none can be had."""
+        """Listens on each address, on ``port`` or a free one; raises OSError if all fail."""
         self._context, self._certificate = await asyncio.to_thread(identity)
         problem: OSError | None = None
         for address in addresses:
@@ -192,25 +189,25 @@ class Listener:
         while True:
             try:
                 connection, peer = await loop.sock_accept(listener)
-            except OSError:  # out of descriptors, or it was gone before it was taken
+            except OSError:  # out of descriptors, or closed before it was accepted
                 await asyncio.sleep(0.05)
                 continue
-            self._make_room()
-            task = asyncio.create_task(self._take(connection, str(peer[0])))
+            self._drop_excess()
+            task = asyncio.create_task(self._handle(connection, str(peer[0])))
             self._unproven[task] = str(peer[0])
-            task.add_done_callback(lambda done: self._unproven.pop(done, None))
+            task.add_done_callback(lambda task: self._unproven.pop(task, None))
 
-    def _make_room(self) -> None:
-        """Hangs up on the longest silent of those who have the most unproven connections."""
-        if len(self._unproven) < UNPROVEN:
+    def _drop_excess(self) -> None:
+        """Drops the oldest unproven connection of the peer with the most of them."""
+        if len(self._unproven) < MAX_UNPROVEN:
             return
         (busiest, _), *_ = Counter(self._unproven.values()).most_common(1)
         task = next(task for task, peer in self._unproven.items() if peer == busiest)
         del self._unproven[task]
         task.cancel()
 
-    async def _take(self, connection: socket.socket, peer: str) -> None:
-        """One connection, up to its proof. Whatever a stranger does is no error of ours."""
+    async def _handle(self, connection: socket.socket, peer: str) -> None:
+        """Handles a connection up to its proof; errors of the peer are ignored."""
         opened: list[asyncio.StreamWriter] = []
         try:
             handshake = self._shake_hands(connection, peer, opened.append)
@@ -218,7 +215,7 @@ class Listener:
         except (OSError, EOFError, ValueError, RecursionError, asyncio.LimitOverrunError,
                 asyncio.TimeoutError, asyncio.CancelledError):  # fmt: skip
             for writer in opened:
-                writer.transport.abort()  # to close in order takes a stranger's consent
+                writer.transport.abort()  # an orderly close needs the peer's cooperation
         else:
             self.on_connection(proven)
 
@@ -245,28 +242,28 @@ class Listener:
     async def _proven(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str
     ) -> Connection:
-        """The caller proves first: we say nothing that depends on the key to anybody else."""
+        """Verifies the caller's proof, before anything that depends on the key is sent."""
         line = (await reader.readuntil(b"\n")).decode().rstrip("\n")
-        magic, nonce, proof, about = line.split(" ", 3)
+        magic, nonce, proof, text = line.split(" ", 3)
         if magic != caller.MAGIC:
             raise ValueError(magic)
-        expected = caller.mac(self.key, "caller", self._certificate, nonce, about)
+        expected = caller.mac(self.key, "caller", self._certificate, nonce, text)
         if not hmac.compare_digest(proof.encode(), expected.encode()):
-            self.strangers = [*self.strangers[-STRANGERS_KEPT:], peer]
+            self.strangers = [*self.strangers[-MAX_STRANGERS:], peer]
             writer.write(f"{caller.WRONG_KEY}\n".encode())
             raise ValueError("wrong key")
-        said = json.loads(about)
-        if not isinstance(said, dict):
-            raise ValueError(about)
+        info = json.loads(text)
+        if not isinstance(info, dict):
+            raise ValueError(text)
 
         def seal(answer: str) -> str:
-            ours = caller.mac(self.key, "launcher", self._certificate, nonce, answer)
-            return f"{ours} {answer}"
+            proof = caller.mac(self.key, "launcher", self._certificate, nonce, answer)
+            return f"{proof} {answer}"
 
-        return Connection(said, reader, writer, peer, seal)
+        return Connection(info, reader, writer, peer, seal)
 
     async def close(self) -> None:
-        """Stops listening; connections that were accepted go on."""
+        """Stops listening; accepted connections stay open."""
         for listener, accepting in self._listeners:
             accepting.cancel()
             listener.close()
@@ -290,40 +287,40 @@ def caller_config(
     places: Sequence[str],
     strip: str,
     patience_s: float,
-    about: Mapping[str, Any] | None = None,
+    info: Mapping[str, Any] | None = None,
     names: Sequence[str] = (),
     wrap: Callable[[list[str]], list[str]] = list,
     once: bool = False,
 ) -> dict[str, Any]:
-    """What a node needs to know to call.
+    """The configuration of a node's caller.
 
     Args:
         addresses: Where the launcher listens.
         pythons: The interpreter for each node, in rank order.
-        places: Variables that tell a node its place, the first that is set wins.
+        places: Variables with the node's rank; the first that is set counts.
         strip: Regular expression of variables that the agent must not inherit.
         patience_s: How long to try.
-        about: Further facts that the node shall tell of itself.
-        names: Variables that hold the scheduler's name for the node, the first that is set wins.
-        wrap: Puts the agent's command into another, such as a container engine's.
-        once: The agent's streams cannot be met again: a call that breaks is its end.
+        info: Further entries of the node's description of itself.
+        names: Variables with the scheduler's name for the node; the first that is set counts.
+        wrap: Wraps the agent's command, for example in a container engine's.
+        once: The agent cannot reconnect: a broken connection is its end.
     """
-    same = len(set(pythons)) == 1
+    is_uniform = len(set(pythons)) == 1
     return {
         "addresses": [list(address) for address in addresses],
-        "pythons": list(pythons[:1] if same else pythons),
+        "pythons": list(pythons[:1] if is_uniform else pythons),
         "places": list(places),
         "names": list(names),
         "strip": strip,
         "patience": patience_s,
         "agent": wrap(agent_command("@")),
         **({"once": True} if once else {}),
-        **({"about": dict(about)} if about else {}),
+        **({"about": dict(info)} if info else {}),
     }
 
 
 def caller_command(config: Mapping[str, Any]) -> list[str]:
-    """The command that makes a node call. It holds no secret: the key is in the environment."""
+    """The command that makes a node connect, without secrets: the key is in the environment."""
     source = Path(caller.__file__).read_text(encoding="utf-8") + "\nmain(sys.argv[2])\n"
     packed = base64.b64encode(zlib.compress(source.encode(), 9)).decode()
     pythons = dict.fromkeys([*FALLBACK_PYTHONS, *config["pythons"]])
@@ -331,7 +328,7 @@ def caller_command(config: Mapping[str, Any]) -> list[str]:
     return ["/bin/sh", "-c", _FIND_PYTHON, "paceline", packed, text, *pythons]
 
 
-# --- the certificate of one run
+# --- the run's certificate
 
 
 @functools.cache
@@ -342,7 +339,7 @@ def identity() -> tuple[ssl.SSLContext, str]:
         SettingError: There is no ``openssl`` to make one, or it cannot.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-tls-") as folder:
-        key, certificate = _made_in(Path(folder))
+        key, certificate = _make_certificate(Path(folder))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.load_cert_chain(certificate, key)
@@ -350,8 +347,8 @@ def identity() -> tuple[ssl.SSLContext, str]:
     return context, hashlib.sha256(der).hexdigest()
 
 
-def _made_in(folder: Path) -> tuple[Path, Path]:
-    """Private key and certificate, in a folder that only this user can enter."""
+def _make_certificate(folder: Path) -> tuple[Path, Path]:
+    """Creates a private key and a certificate in a private folder."""
     config, key, certificate = (folder / name for name in ("config", "key.pem", "cert.pem"))
     config.write_text(_CERTIFICATE_CONFIG, encoding="ascii")
     argv = [
@@ -359,25 +356,26 @@ def _made_in(folder: Path) -> tuple[Path, Path]:
         "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "30",
         "-keyout", str(key), "-out", str(certificate),
     ]  # fmt: skip
-    done = subprocess.run(
+    process = subprocess.run(
         argv, capture_output=True, text=True, check=False, timeout=_OPENSSL_S,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
-    if done.returncode:
+    if process.returncode:
         raise SettingError(
             "openssl could not make a certificate for the connections of this run",
-            found=done.stderr.strip(), remedy=f"Try: {argv[0]} version", exit_code=1,
+            found=process.stderr.strip(), remedy=f"Try: {argv[0]} version", exit_code=1,
         )  # fmt: skip
     return key, certificate
 
 
 def _openssl() -> str:
-    beside = str(Path(sys.executable).parent)  # conda has its own there
-    found = shutil.which("openssl", path=os.pathsep.join([os.environ.get("PATH", ""), beside]))
-    if found is None:
+    python_folder = str(Path(sys.executable).parent)  # conda's openssl is there
+    search_path = os.pathsep.join([os.environ.get("PATH", ""), python_folder])
+    openssl = shutil.which("openssl", path=search_path)
+    if openssl is None:
         raise SettingError(
             "agents that call back do so over TLS, and there is no openssl to make a certificate",
             found="no openssl on PATH",
             remedy="Install it (Debian: sudo apt-get install openssl), or start over SSH",
         )
-    return found
+    return openssl

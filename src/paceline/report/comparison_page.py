@@ -23,7 +23,7 @@ from paceline.report.run_page import (
     versions_of,
 )
 from paceline.rundir.records import as_text
-from paceline.spec.figures import lasting
+from paceline.spec.formatting import format_duration
 
 _OVER_TIME = "The same over the seconds since each run began, its start included."
 _NOT_COMPARED = {"hosts", "master_port"}  # settings that are shown elsewhere or always differ
@@ -69,17 +69,17 @@ def _conclusion(runs: _Labeled) -> str:
                       if outcome_of(run)[0] == "good")  # fmt: skip
     if len(finished) == 1:
         seconds, label, _ = finished[0]
-        return f"Only {label} of {len(runs)} runs ended well, after {lasting(seconds)}."
+        return f"Only {label} of {len(runs)} runs ended well, after {format_duration(seconds)}."
     if not finished:
         return f"0 of {len(runs)} runs ended well."
     (fastest_s, fastest, fastest_steps), *_, (slowest_s, slowest, slowest_steps) = finished
     if fastest_steps == slowest_steps:
-        text = (
-            f"{fastest} was the quickest: {lasting(fastest_s)}, {slowest} took {lasting(slowest_s)}"
-        )
+        text = (f"{fastest} was the quickest: {format_duration(fastest_s)},"
+                f" {slowest} took {format_duration(slowest_s)}")  # fmt: skip
     else:  # the run that took longer may have been the quicker one
-        text = (f"{fastest} trained {fastest_steps:,} steps in {lasting(fastest_s)};"
-                f" {slowest} trained {slowest_steps:,} steps in {lasting(slowest_s)}")  # fmt: skip
+        text = (f"{fastest} trained {fastest_steps:,} steps in {format_duration(fastest_s)};"
+                f" {slowest} trained {slowest_steps:,} steps in"
+                f" {format_duration(slowest_s)}")  # fmt: skip
     failed = len(runs) - len(finished)
     return text + (f"; {failed} did not end well." if failed else ".")
 
@@ -92,7 +92,7 @@ def _outcomes(runs: _Labeled) -> Table:
     for label, run in runs:
         curves, rate = {curve.key: curve for curve in run.curves}, mean_rate(run.metrics)
         rows.append([
-            label, outcome_of(run)[1], lasting(run.duration_s), str(len(run.hosts) or ""),
+            label, outcome_of(run)[1], format_duration(run.duration_s), str(len(run.hosts) or ""),
             str(run.num_ranks or ""), format_value(rate) if rate else "",
             *(format_last(curves[key]) if key in curves else "" for key in keys),
         ])  # fmt: skip
@@ -128,7 +128,7 @@ def _times_to_goals(runs: _Labeled, goals: Sequence[Goal]) -> Iterator[Part]:
         text = f"{title}. "
         if times:
             seconds, label = min(times)
-            text += f"First to reach it: {label}, after {lasting(seconds)}."
+            text += f"First to reach it: {label}, after {format_duration(seconds)}."
         yield Paragraph(text)
         titles = ["run", "seconds", "step", "value"]
         yield Table(titles, rows, f"Time to {title}", collapsed=False)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from paceline.spec.finding import Finding, Outcome
-from paceline.spec.terminal import clean, clean_line, for_reader
+from paceline.spec.terminal import clean, clean_line, format_for
 
 LABELS: dict[Outcome, str] = {"fail": "FAIL", "unknown": "unknown", "warn": "warn", "pass": "ok"}
 STYLES: dict[Outcome, str] = {
@@ -125,7 +125,7 @@ def _draw_rich(text: Sequence[str], tables: Sequence[tuple[list[str], list[list[
     console = Console(file=out, highlight=False)
     for index, line in enumerate(text):
         style = _style(line.split(" ", 1)[0]) if index else "bold"
-        console.print(Text(for_reader(line, out), style=style), soft_wrap=True)
+        console.print(Text(format_for(line, out), style=style), soft_wrap=True)
     for titles, rows in (fitting(*table, console.width) for table in tables):
         drawn = Table(*titles, box=None, pad_edge=False, header_style="dim")
         for row in rows:
@@ -134,7 +134,7 @@ def _draw_rich(text: Sequence[str], tables: Sequence[tuple[list[str], list[list[
         console.print(drawn)
     console.print()
     for line in after:
-        console.print(Text(for_reader(line, out), style="dim"), soft_wrap=True)
+        console.print(Text(format_for(line, out), style="dim"), soft_wrap=True)
 
 
 def _style(label: str) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 from paceline.report.page import Figure, Paragraph, Part, Table
 from paceline.report.record import Record, object_in, objects_in
 from paceline.rundir.records import as_float, as_int, as_text
-from paceline.spec.figures import bit_rate
-from paceline.spec.helptext import counted
+from paceline.spec.formatting import format_bit_rate
+from paceline.spec.helptext import pluralize
 
 MAX_HOSTS = 512  # in the table
 MAX_MAP_HOSTS = 8  # drawn as a map; more are drawn as a matrix
@@ -65,7 +65,7 @@ def _describe_interface(facts: Mapping[str, Any], name: str) -> str:
     for interface in objects_in(facts.get("interfaces")):
         speed = as_float(interface.get("speed"))
         if name and interface.get("name") == name and speed > 0:
-            return f"{name}, {bit_rate(speed * 1e6)} by its own account"
+            return f"{name}, {format_bit_rate(speed * 1e6)} by its own account"
     return name
 
 
@@ -82,22 +82,23 @@ def _links(record: Record) -> Iterator[Part]:
                         + _describe_traffic(record), "small")  # fmt: skip
         return
     median = statistics.median(measured.values())
-    slow = [f"{sender} → {receiver} ({bit_rate(rate)})" for (sender, receiver), rate
+    slow = [f"{sender} → {receiver} ({format_bit_rate(rate)})" for (sender, receiver), rate
             in sorted(measured.items(), key=lambda item: item[1]) if rate < median / 2]  # fmt: skip
     description = (
-        f"{counted(len(measured), 'direction')} between {counted(len(hosts), 'host')}, measured by"
-        f" {source}: from {bit_rate(min(measured.values()))} to {bit_rate(max(measured.values()))}."
+        f"{pluralize(len(measured), 'direction')} between {pluralize(len(hosts), 'host')},"
+        f" measured by {source}: from {format_bit_rate(min(measured.values()))} to"
+        f" {format_bit_rate(max(measured.values()))}."
         + (f" Under half of the median: {', '.join(slow[:8])}." if slow else "")
         + _describe_traffic(record)
     )
-    rows = [[*pair, bit_rate(rate), f"{rate / 1e6:.1f}"] for pair, rate in measured.items()]
+    rows = [[*pair, format_bit_rate(rate), f"{rate / 1e6:.1f}"] for pair, rate in measured.items()]
     table = Table(["from", "to", "rate", "Mbit/s"], rows[:2000], "The numbers")
     drawn = hosts[:MAX_MATRIX_HOSTS]
     devices = {host: as_text(node.get("devices"), 100)
                for host, node in zip(record.planned_hosts, record.nodes, strict=True)}  # fmt: skip
     data = {
         "hosts": [[host, devices.get(host, "")] for host in drawn],
-        "rates": [[drawn.index(sender), drawn.index(receiver), rate, bit_rate(rate)]
+        "rates": [[drawn.index(sender), drawn.index(receiver), rate, format_bit_rate(rate)]
                   for (sender, receiver), rate in measured.items()
                   if sender in drawn and receiver in drawn],
         "middle": median,

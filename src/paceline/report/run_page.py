@@ -17,9 +17,9 @@ from paceline.rundir.records import as_float, as_int, as_text
 from paceline.spec import rundir as names
 from paceline.spec.command import shell_text
 from paceline.spec.events import PART_NAMES, PARTS, Event
-from paceline.spec.failure import UNKNOWN, place, signal_name
-from paceline.spec.figures import lasting
-from paceline.spec.helptext import counted
+from paceline.spec.failure import UNKNOWN, format_location, signal_name
+from paceline.spec.formatting import format_duration
+from paceline.spec.helptext import pluralize
 
 MAX_ROWS = 400  # of a table of raw numbers
 MAX_EXPANDED_LINES = 40  # a longer traceback is collapsed
@@ -131,12 +131,12 @@ def build_page(run: Run) -> Page:
 def outcome_of(run: Run) -> tuple[Status, str]:
     """The status and the outcome in one sentence."""
     record, result = run.record, run.record.result
-    hosts = f" on {counted(len(run.hosts), 'host')}" if run.hosts else ""
-    size = f"{counted(run.num_ranks, 'rank')}{hosts}"
+    hosts = f" on {pluralize(len(run.hosts), 'host')}" if run.hosts else ""
+    size = f"{pluralize(run.num_ranks, 'rank')}{hosts}"
     step = run.last_step
     if record.is_running:
         return "unsure", f"Still running: {size}" + f", now at step {step}" * bool(step) + "."
-    duration = lasting(run.duration_s)
+    duration = format_duration(run.duration_s)
     if not record.has_result:
         if not record.events:
             return "unsure", "Nothing tells how this run went: it left neither events nor a result."
@@ -147,7 +147,11 @@ def outcome_of(run: Run) -> tuple[Status, str]:
         return "bad", f"Not started: {result.error.splitlines()[0]}"
     if result.failure is not None:
         verb = "Stopped" if result.interrupted else "Failed"
-        echoes = f"; {counted(result.others, 'other')} failed after it" if result.others else ""
+        echoes = (
+            f"; {pluralize(result.num_other_failures, 'other')} failed after it"
+            if result.num_other_failures
+            else ""
+        )
         cause = _cause(record) or result.failure.describe()
         return "bad", f"{verb} after {duration}: {cause}{echoes}."
     if result.interrupted is not None:
@@ -190,7 +194,7 @@ def _describe_troubles(run: Run) -> str:
         texts.append(f"the others trained on after {_describe_losses(run)}")
     restarts = len(run.events("started")) - 1
     if restarts > 0:
-        texts.append(f"it was started again {counted(restarts, 'time')}")
+        texts.append(f"it was started again {pluralize(restarts, 'time')}")
     if (slowest := slowest_rank(run)) is not None:
         texts.append(f"{slowest[0]} held the others up")
     return ", ".join(texts)
@@ -215,13 +219,13 @@ def slowest_rank(run: Run) -> tuple[str, str] | None:
         rank = trained["straggler"]
         if rank is None:
             return None
-        label = place(str(trained["its_host"] or ""), rank)
+        label = format_location(str(trained["its_host"] or ""), rank)
         texts = [str(event["text"] or "") for event in stragglers if event["straggler"] == rank]
         return label, texts[-1] if texts else f"{label}: {trained['cause'] or ''}"
     if not stragglers:
         return None
     last = stragglers[-1]
-    return place(str(last["its_host"] or ""), last["straggler"]), str(last["text"] or "")
+    return format_location(str(last["its_host"] or ""), last["straggler"]), str(last["text"] or "")
 
 
 # Remedies for the causes in train/straggler.py.
@@ -253,7 +257,7 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
         started = time.gmtime(run.timeline.started_at)
         yield "Started", time.strftime("%Y-%m-%d %H:%M:%S UTC", started)
     if run.duration_s:
-        yield "Took", lasting(run.duration_s)
+        yield "Took", format_duration(run.duration_s)
     if run.num_ranks:
         hosts = f" on {len(run.hosts)}" if run.hosts else ""
         yield "Ranks" + (", hosts" if hosts else ""), f"{run.num_ranks}{hosts}"
@@ -289,14 +293,14 @@ def _timeline_parts(run: Run) -> Iterator[Part]:
         yield Figure("timeline", "All ranks over time", _describe_timeline(timeline),
                      timeline_data(timeline), height=0)  # fmt: skip
         if timeline.moments:
-            items = [(moment.severity, f"after {lasting(moment.at)}: {moment.text}")
+            items = [(moment.severity, f"after {format_duration(moment.at)}: {moment.text}")
                      for moment in timeline.moments]  # fmt: skip
             yield ItemList(items, numbered=True)
         if timeline.hidden_ranks:
-            yield Paragraph(f"{counted(timeline.hidden_ranks, 'rank')} more are not drawn, because"
-                            " less happened to them.", "small")  # fmt: skip
+            yield Paragraph(f"{pluralize(timeline.hidden_ranks, 'rank')} more are not drawn,"
+                            " because less happened to them.", "small")  # fmt: skip
         if timeline.hidden_moments:
-            yield Paragraph(f"{counted(timeline.hidden_moments, 'moment')} more are not numbered;"
+            yield Paragraph(f"{pluralize(timeline.hidden_moments, 'moment')} more are not numbered;"
                             " the events below have them.", "small")  # fmt: skip
     elif run.record.events:
         yield Paragraph("No rank was started.")
@@ -308,10 +312,11 @@ def _describe_timeline(timeline: Timeline) -> str:
     texts = [text for row in timeline.rows for text in _describe_row(row)]
     saved = sum(mark.kind == "checkpoint" for row in timeline.rows for mark in row.marks)
     if saved:
-        texts.append(f"{counted(saved, 'checkpoint')} {'was' if saved == 1 else 'were'} written")
+        texts.append(f"{pluralize(saved, 'checkpoint')} {'was' if saved == 1 else 'were'} written")
     text = "; ".join(texts[:12]) or "no rank was lost, and none held the others up"
-    ranks = counted(len(timeline.rows), "rank")
-    return f"{ranks} over {lasting(timeline.duration_s)}, a row each. {text[0].upper()}{text[1:]}."
+    ranks = pluralize(len(timeline.rows), "rank")
+    duration = format_duration(timeline.duration_s)
+    return f"{ranks} over {duration}, a row each. {text[0].upper()}{text[1:]}."
 
 
 def _describe_row(row: Row) -> Iterator[str]:
@@ -320,13 +325,13 @@ def _describe_row(row: Row) -> Iterator[str]:
         yield f"{row.label} failed"
     elif losses and row.has_returned:
         gone_s = sum(span.end - span.start for span in row.spans if span.activity == "gone")
-        absence = f" (away for {lasting(gone_s)})" if gone_s > 0.05 else ""
+        absence = f" (away for {format_duration(gone_s)})" if gone_s > 0.05 else ""
         yield f"{row.label} was lost {_times(len(losses))}, and came back{absence}"
     elif losses:
         yield f"{row.label} was lost {_times(len(losses)) if len(losses) > 1 else 'for good'}"
     if row.slowdowns:
         duration = sum(slowdown.end - slowdown.start for slowdown in row.slowdowns)
-        yield f"{row.label} held the others up for {lasting(duration)}"
+        yield f"{row.label} held the others up for {format_duration(duration)}"
 
 
 def _times(count: int) -> str:
@@ -389,7 +394,7 @@ def _findings(run: Run) -> Iterator[Part]:
         yield ItemList(items)
     elif not error:
         passed = sum(finding.get("outcome") == "pass" for finding in run.record.findings)
-        checks = f" ({counted(passed, 'check')} passed)" if passed else ""
+        checks = f" ({pluralize(passed, 'check')} passed)" if passed else ""
         scope = "Apart from what is told above, nothing" if run.timeline.moments else "Nothing"
         yield Paragraph(f"{scope} was found wrong{checks}.")
     if failure is None:
@@ -443,7 +448,7 @@ def _describe_curves(group: Sequence[Curve]) -> str:
             if best not in (first, last) and curve.metric != "lr":
                 text += f", best {_at_step(best)}"
         if curve.num_nonfinite:
-            text += f"; {counted(curve.num_nonfinite, 'value')} not a finite number"
+            text += f"; {pluralize(curve.num_nonfinite, 'value')} not a finite number"
         texts.append(text)
     is_thinned = any(curve.num_recorded > len(curve.points) for curve in group)
     return "; ".join(texts) + "." + " Of many values, highs and lows are drawn." * is_thinned

@@ -16,8 +16,8 @@ from typing import Any, Literal
 from paceline.report.record import Record, objects_in
 from paceline.rundir.records import as_float, as_int, as_text
 from paceline.spec.events import PARTS, Event
-from paceline.spec.failure import Failure, place
-from paceline.spec.figures import lasting
+from paceline.spec.failure import Failure, format_location
+from paceline.spec.formatting import format_duration
 
 MAX_ROWS = 64  # ranks drawn
 MAX_BOXES = 8000  # parts of steps drawn, over all rows
@@ -307,10 +307,12 @@ class _Builder:
         self._planned = set(self.tracks)
 
     def _track(self, rank: int, host: str) -> _Track:
-        track = self.tracks.setdefault(rank, _Track(place(host, rank)))
+        track = self.tracks.setdefault(rank, _Track(format_location(host, rank)))
         if host and self._hosts.get(rank, host) != host:
             is_planned = rank in self._planned
-            track.label = place(host, rank) if is_planned else f"{track.label}, then {host}"
+            track.label = (
+                format_location(host, rank) if is_planned else f"{track.label}, then {host}"
+            )
         if host:
             self._hosts[rank] = host
             self._planned.discard(rank)
@@ -509,7 +511,7 @@ def _moments(events: Sequence[Event], started_at: float,
             yield _recovery_moment(event, at, lost_at)
         elif event.kind == "straggler":
             end = next((end for end in ends if end > event.time), None)
-            duration = "" if end is None else f", for {lasting(end - event.time)}"
+            duration = "" if end is None else f", for {format_duration(end - event.time)}"
             text = str(event["text"] or "a rank slows the others down")
             yield Moment(at, text + duration, "slow")
         elif (described := _describe(event)) is not None:
@@ -544,7 +546,7 @@ def _describe(event: Event) -> tuple[str, Severity] | None:
         case "newcomer lost":
             return f"{event.where} was lost before it had joined: {event['why']}", "bad"
         case "hang over":
-            duration = lasting(as_float(event["seconds"]))
+            duration = format_duration(as_float(event["seconds"]))
             return str(event["text"] or f"it continues after {duration}"), "good"
         case "rank frozen":
             return f"{event.where} does not move: {event['how']} {event['on'] or ''}", "bad"

@@ -33,7 +33,7 @@ class Arrivals:
         self._arrived: set[str] = set()
         self._is_exclusive = self._has_only_run_files()
         try:
-            with records.open_regular(folder / names.BROUGHT) as file:
+            with records.open_regular(folder / names.FETCHED_LIST) as file:
                 lines = file.read(_MAX_RECORD_BYTES).split(b"\n")
         except FileNotFoundError:
             self._write({"own": self._is_exclusive})
@@ -49,7 +49,9 @@ class Arrivals:
     def _has_only_run_files(self) -> bool:
         products = {names.MODEL, *names.PRODUCTS}
         return all(
-            path.name in products or names.is_ours(path.name) or _INPUT.fullmatch(path.name)
+            path.name in products
+            or names.is_launcher_file(path.name)
+            or _INPUT.fullmatch(path.name)
             for path in self._folder.iterdir()
         )
 
@@ -76,7 +78,7 @@ class Arrivals:
         if (self._is_exclusive or path.startswith(f"{names.FETCHED}/")) and is_free:
             return path
         relative = path.removeprefix(f"{names.FETCHED}/")
-        folders = (names.safe(host) + (f"-{n}" if n > 1 else "") for n in itertools.count(1))
+        folders = (names.safe_name(host) + (f"-{n}" if n > 1 else "") for n in itertools.count(1))
         candidates = (f"{names.FETCHED}/{folder}/{relative}" for folder in folders)
         return next(candidate for candidate in candidates if not self._is_foreign(candidate))
 
@@ -91,7 +93,7 @@ class Arrivals:
 
     def _write(self, line: object) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        file = inside.open_file(str(self._folder), names.BROUGHT, flags)
+        file = inside.open_file(str(self._folder), names.FETCHED_LIST, flags)
         try:
             inside.write_all(file, json.dumps(line).encode() + b"\n")
         finally:

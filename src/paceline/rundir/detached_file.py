@@ -21,14 +21,14 @@ from typing import Any
 from paceline.agent import inside
 from paceline.remote import this_machine
 from paceline.rundir import records
-from paceline.spec.detached import DETACHED, Detached
+from paceline.spec.detached import DETACHED, SupervisorLocation
 from paceline.spec.errors import NodeError, SettingError
 
 SEAL = "seal"  # a field of the file
 _KEY_BYTES = 32
 
 
-def write(path: Path, detached: Detached) -> None:
+def write(path: Path, detached: SupervisorLocation) -> None:
     """Writes the file into a run's folder.
 
     Raises:
@@ -42,7 +42,7 @@ def write(path: Path, detached: Detached) -> None:
         raise NodeError(f"{path / DETACHED} cannot be written", found=str(error)) from None
 
 
-def require_authentic(path: Path, detached: Detached) -> None:
+def require_authentic(path: Path, detached: SupervisorLocation) -> None:
     """Raises SettingError unless this user wrote where the run continues."""
     if not is_authentic(path):
         raise SettingError(
@@ -56,7 +56,7 @@ def require_authentic(path: Path, detached: Detached) -> None:
 def is_authentic(path: Path) -> bool:
     """Whether this user wrote the file in a run's folder, and nobody has changed it since."""
     record = records.read_object(path / DETACHED) or {}
-    detached = Detached.read(record)
+    detached = SupervisorLocation.read(record)
     return detached is not None and _is_valid(record.get(SEAL), detached.to_json())
 
 

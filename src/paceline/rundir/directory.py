@@ -108,7 +108,7 @@ class RunDirectory:
         owner_record = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "start": this_machine.started(os.getpid()),
+            "start": this_machine.start_time(os.getpid()),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
             **({"run_id": self.run_id} if self.run_id else {}),
         }
@@ -118,7 +118,7 @@ class RunDirectory:
         self._probe = open_regular(self.path / names.PROBE)
         with contextlib.suppress(OSError):  # a full disk is reported by the next write
             reserve = os.urandom(RESERVED_BYTES)  # which no file system can compress
-            inside.write_file(str(self.path), names.ROOM, reserve, durable=False)
+            inside.write_file(str(self.path), names.DISK_RESERVE, reserve, durable=False)
 
     @property
     def is_owned(self) -> bool:
@@ -131,7 +131,7 @@ class RunDirectory:
     def free_reserve(self) -> None:
         """Frees the disk space that was reserved for the run's result."""
         with contextlib.suppress(OSError):
-            (self.path / names.ROOM).unlink()
+            (self.path / names.DISK_RESERVE).unlink()
 
     def redacted(self, text: str) -> str:
         """A text without secrets, as in the run's files."""
@@ -202,7 +202,7 @@ class RunDirectory:
             if file := self._files.pop(name, None):
                 file.close()
             if (path := self.path / name).exists():
-                path.rename(names.aside(path))
+                path.rename(names.backup_name(path))
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -234,14 +234,14 @@ class RunDirectory:
         self._files.clear()
         self._probe.close()
         shutil.rmtree(self.path / inside.INCOMING, ignore_errors=True)
-        for name in (names.OWNER, names.PROBE, names.ROOM):
+        for name in (names.OWNER, names.PROBE, names.DISK_RESERVE):
             with contextlib.suppress(OSError):
                 (self.path / name).unlink()
 
 
 def fresh_path(parent: Path, name: str) -> Path:
     """``NAME-DATE-TIME`` below ``parent``, numbered when several start in the same second."""
-    base = f"{names.safe(name)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    base = f"{names.safe_name(name)}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in range(1, 1000):
         path = parent / (base if number == 1 else f"{base}-{number}")
         if not path.exists():

@@ -10,7 +10,7 @@ from typing import Any
 from paceline.remote import this_machine
 from paceline.rundir import records
 from paceline.spec import rundir as names
-from paceline.spec.detached import DETACHED, Detached
+from paceline.spec.detached import DETACHED, SupervisorLocation
 
 FETCHED_AT = "home_since"  # in detached.json: when all results were fetched, in seconds since 1970
 LAST_STATUS = "stands"  # in detached.json: the run's status at that time
@@ -35,7 +35,7 @@ def owner_alive(owner: dict[str, Any]) -> bool:
     """False only if the owner is known to have ended; on another machine that is not known."""
     if not owner_here(owner):
         return True
-    start = this_machine.started(int(owner["pid"]))
+    start = this_machine.start_time(int(owner["pid"]))
     return start is not None and start == owner.get("start", start)
 
 
@@ -55,20 +55,20 @@ def is_launcher(path: Path, owner: dict[str, Any]) -> bool:
     return this_machine.has_open(int(owner["pid"]), path / names.PROBE)
 
 
-def detached_of(path: Path) -> Detached | None:
+def detached_of(path: Path) -> SupervisorLocation | None:
     """Where the run of a folder continues or has ended; ``None`` if all its results are here."""
     record = records.read_object(path / DETACHED) or {}
-    return None if records.as_float(record.get(FETCHED_AT)) else Detached.read(record)
+    return None if records.as_float(record.get(FETCHED_AT)) else SupervisorLocation.read(record)
 
 
-def ended_since(path: Path, detached: Detached) -> bool:
+def ended_since(path: Path, detached: SupervisorLocation) -> bool:
     """Whether the run has a result that is newer than its start."""
     with contextlib.suppress(OSError):
         return (path / names.RESULT).lstat().st_mtime >= detached.since
     return False
 
 
-def lost(path: Path) -> Detached | None:
+def lost(path: Path) -> SupervisorLocation | None:
     """Where the run's supervisor was, if it had died when the results were fetched."""
     record = records.read_object(path / DETACHED) or {}
-    return Detached.read(record) if record.get(LAST_STATUS) == "lost" else None
+    return SupervisorLocation.read(record) if record.get(LAST_STATUS) == "lost" else None

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.remote.link import ended
+from paceline.remote.link import wait_for_exit
 from paceline.schedulers.scheduler import Scheduler
 from paceline.spec.errors import SettingError
 
@@ -31,7 +31,7 @@ async def command_output(*argv: str, timeout_s: float = COMMAND_TIMEOUT_S) -> st
     finally:
         if process.returncode is None:
             process.kill()
-            await ended(process)
+            await wait_for_exit(process)
     return output.decode(errors="replace")
 
 

@@ -16,8 +16,8 @@ from typing import Any
 from paceline.remote.channel import Channel, Wrap
 from paceline.remote.fanout import connect_all
 from paceline.remote.openssh import SSH_FAILED, classify, ssh_command
-from paceline.remote.transport import Reached, Transport, nobody
-from paceline.rendezvous.started import said_by
+from paceline.remote.transport import ConnectedCallback, Transport, ignore_count
+from paceline.rendezvous.scheduled import run_command
 from paceline.schedulers import load
 from paceline.schedulers.scheduler import (
     DETACH_OPTIONS,
@@ -162,7 +162,7 @@ class ContainerTransport(SshTransport):
         return transport
 
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
-                   reached: Reached = nobody) -> list[Channel]:  # fmt: skip
+                   reached: ConnectedCallback = ignore_count) -> list[Channel]:  # fmt: skip
         """Checks the image on all hosts, then starts the agents.
 
         Raises:
@@ -208,7 +208,7 @@ class ContainerTransport(SshTransport):
                        mark: str = "\0") -> tuple[int | None, str]:  # fmt: skip
         """Returns status and output of a command on a host; ``mark`` shows that it ran."""
         argv = command if host.local else ssh_command(host, self._options.ssh, command)
-        status, output = await said_by(argv, {})
+        status, output = await run_command(argv, {})
         if not host.local and status == SSH_FAILED and mark not in output:
             refusal = classify(output, status, host)
             raise ConnectError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.remote.channel import Channel
-from paceline.remote.transport import Reached, Transport, nobody
+from paceline.remote.transport import ConnectedCallback, Transport, ignore_count
 from paceline.schedulers.scheduler import DETACH_OPTIONS, START_OPTIONS, Options, Scheduler
 from paceline.schedulers.ssh import SshTransport
 from paceline.spec.errors import SettingError
@@ -16,7 +16,7 @@ class LocalTransport(SshTransport):
     """Refuses every host but this machine, so that it never uses SSH."""
 
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
-                   reached: Reached = nobody) -> list[Channel]:  # fmt: skip
+                   reached: ConnectedCallback = ignore_count) -> list[Channel]:  # fmt: skip
         """Starts the agent. Raises SettingError if a host is another machine."""
         remote_hosts = [host.name for host in hosts if not host.local]
         if remote_hosts:

@@ -20,17 +20,17 @@ from pathlib import Path
 
 from paceline.agent.caller import KEY
 from paceline.remote.network import allow_from
-from paceline.remote.openssh import FOR_PROGRAMS, SSH_FAILED, Refusal, SshOptions, classify
+from paceline.remote.openssh import BATCH_SETTINGS, SSH_FAILED, Refusal, SshOptions, classify
 from paceline.remote.transport import Transport
 from paceline.rendezvous.endpoint import usable_addresses
-from paceline.rendezvous.started import Start, StartedTransport, said_by
+from paceline.rendezvous.scheduled import ScheduledTransport, Start, run_command
 from paceline.schedulers.commands import last_lines
 from paceline.schedulers.scheduler import SSH_OPTIONS, START_OPTIONS, Options, Scheduler
 from paceline.setup.login import effective_config
 from paceline.spec.command import shell_text
 from paceline.spec.errors import ConnectError, PacelineError, SettingError
 from paceline.spec.hosts import Host
-from paceline.spec.launched import MPI_DIALECTS, PROCESS_VARIABLES
+from paceline.spec.launchers import MPI_DIALECTS, PROCESS_VARIABLES
 
 MPIEXEC_NAMES = ("mpiexec", "mpirun", "mpiexec.hydra")  # the first on PATH that can be told counts
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
@@ -209,7 +209,7 @@ def ssh_config(hosts: Sequence[Host], ssh: SshOptions) -> str:
         "    BatchMode yes",
         f"    StrictHostKeyChecking {checking}",
         "    ConnectTimeout 5",
-        *(f"    {name} {value}" for name, value in FOR_PROGRAMS.items()),
+        *(f"    {name} {value}" for name, value in BATCH_SETTINGS.items()),
     ]
     config = ssh.config.absolute() if ssh.config else "~/.ssh/config"
     return "\n".join([*lines, *common, f"    Include {_quoted(str(config))}"]) + "\n"
@@ -334,7 +334,7 @@ class MpiStarter:
     Their ssh config is in a temporary folder until the end.
     """
 
-    apart = False
+    starts_each_host = False
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -392,13 +392,13 @@ class MpiStarter:
         if not host.local:
             remote = shell_text(["ls", self._mpi.path])
             ssh = ["ssh", "-F", self._config, "--", host.address, remote]
-            status, output = await said_by(ssh, {})
+            status, output = await run_command(ssh, {})
             if status == SSH_FAILED or status is None:
                 return classify(output, status, host)
             if status:
                 return missing_mpi_refusal(self._mpi, host)
         head = await self._command([host])
-        status, output = await said_by([*head, "hostname"], {KEY: "", **self._environment()})
+        status, output = await run_command([*head, "hostname"], {KEY: "", **self._environment()})
         return launch_refusal(host, output) if status != 0 else None
 
 
@@ -451,7 +451,7 @@ class MpiExec(Scheduler):
     needs_callback = True
 
     def start(self, options: Options) -> Transport:
-        return StartedTransport(MpiStarter(options), options.interface, dialects=MPI_DIALECTS)
+        return ScheduledTransport(MpiStarter(options), options.interface, dialects=MPI_DIALECTS)
 
 
 SCHEDULER = MpiExec()

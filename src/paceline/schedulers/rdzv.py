@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.remote.transport import Transport
-from paceline.rendezvous.typed import TypedTransport
+from paceline.rendezvous.manual import ManualTransport
 from paceline.schedulers.scheduler import START_OPTIONS, Options, Scheduler
 
 
@@ -19,10 +19,10 @@ class Rendezvous(Scheduler):
     fixed_size_reason = "the first node waits for all the others before it begins"
 
     def start(self, options: Options) -> Transport:
-        """Returns the first node's transport; :mod:`paceline.rendezvous.typed` has the others'."""
+        """Returns the first node's transport; :mod:`paceline.rendezvous.manual` has the others'."""
         if options.endpoint is None:
             raise self._cannot("needs an address")
-        return TypedTransport(options.endpoint)
+        return ManualTransport(options.endpoint)
 
 
 SCHEDULER = Rendezvous()

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from paceline.remote.transport import Transport
-from paceline.rendezvous.started import Start, StartedTransport, Starter
+from paceline.rendezvous.scheduled import ScheduledTransport, Start, Starter
 from paceline.schedulers.commands import (
     command_output,
     find_program,
@@ -35,9 +35,9 @@ from paceline.schedulers.script import (
     prologue,
     run_dir_of,
 )
-from paceline.spec.errors import ConnectError, GoneError, PacelineError, SettingError
+from paceline.spec.errors import ConnectError, PacelineError, PermanentConnectError, SettingError
 from paceline.spec.hosts import Host
-from paceline.spec.launched import PROCESS_VARIABLES, SRUN_DIALECTS
+from paceline.spec.launchers import PROCESS_VARIABLES, SRUN_DIALECTS
 from paceline.spec.rundir import RESULT
 
 NODE_NAME_VARIABLES = ("SLURMD_NODENAME",)
@@ -98,7 +98,7 @@ class Slurm(Scheduler):
             )
         srun = find_program(self, "srun", remedy="module load slurm")
         starter = SlurmStarter(srun, options.arguments, job)
-        return StartedTransport(starter, options.interface, self.why, SRUN_DIALECTS)
+        return ScheduledTransport(starter, options.interface, self.why, SRUN_DIALECTS)
 
     def render(self, request: BatchRequest) -> str:
         """Returns directives, the user's setup, and the command as typed."""
@@ -331,7 +331,7 @@ class SlurmStarter(Starter):
         job: The allocation's id.
     """
 
-    apart = True
+    starts_each_host = True
 
     def __init__(self, path: str, arguments: Sequence[str], job: str) -> None:
         self._path, self._arguments, self._job = path, arguments, job
@@ -361,7 +361,11 @@ class SlurmStarter(Starter):
                 break
         names = ", ".join(host.name for host in missing)
         ending = "srun is still waiting" if status is None else f"srun ended with status {status}"
-        kind = GoneError if cause in (ALLOCATION_ENDED, NODE_NOT_IN_ALLOCATION) else ConnectError
+        kind = (
+            PermanentConnectError
+            if cause in (ALLOCATION_ENDED, NODE_NOT_IN_ALLOCATION)
+            else ConnectError
+        )
         return kind(
             f"no agent on {len(missing)} of {len(hosts)} nodes of Slurm's job {self._job}"
             f" ({names}): {cause}",

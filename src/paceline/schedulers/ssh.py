@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from paceline.remote.channel import Channel
 from paceline.remote.fanout import connect_all
-from paceline.remote.transport import Reached, Transport, nobody
+from paceline.remote.transport import ConnectedCallback, Transport, ignore_count
 from paceline.schedulers.scheduler import (
     DETACH_OPTIONS,
     SSH_OPTIONS,
@@ -27,9 +27,9 @@ class SshTransport:
         self._ssh = options.ssh
 
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
-                   reached: Reached = nobody) -> list[Channel]:  # fmt: skip
+                   reached: ConnectedCallback = ignore_count) -> list[Channel]:  # fmt: skip
         """Logs in everywhere. Raises ConnectError with all hosts that refuse."""
-        return await connect_all(hosts, pythons, self._ssh, reached=reached, lasts=True)
+        return await connect_all(hosts, pythons, self._ssh, reached=reached, reuse=True)
 
     async def close(self, exit_code: int) -> None:
         """Every channel has ended its own ssh."""

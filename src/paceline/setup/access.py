@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from paceline.remote.channel import LOGINS_AT_ONCE, show_host_key
+from paceline.remote.channel import MAX_PARALLEL_LOGINS, fetch_host_key
 from paceline.remote.openssh import Refusal, SshOptions
 from paceline.setup import keys
 from paceline.setup.journal import Change, Journal, write_file
@@ -43,7 +43,7 @@ _STATES: dict[str, State] = {"host key not known": "unpinned", "login refused": 
 
 async def check_access(hosts: Sequence[Host], options: SshOptions) -> list[AccessStatus]:
     """Tries to log in everywhere, without prompts."""
-    gate = asyncio.Semaphore(LOGINS_AT_ONCE)
+    gate = asyncio.Semaphore(MAX_PARALLEL_LOGINS)
 
     async def check_one(host: Host) -> AccessStatus:
         async with gate:
@@ -61,7 +61,7 @@ async def _check_host(host: Host, options: SshOptions) -> AccessStatus:
     state = _STATES.get(answer.refusal.cause, "refused")
     if state != "unpinned":
         return AccessStatus(host, state, refusal=answer.refusal)
-    fingerprint = await show_host_key(host, options)
+    fingerprint = await fetch_host_key(host, options)
     state = "unpinned" if fingerprint else "refused"
     return AccessStatus(host, state, fingerprint or "", answer.refusal)
 
@@ -110,7 +110,7 @@ async def install_keys(statuses: Sequence[AccessStatus], options: SshOptions, pu
                        passwords: PasswordServer, journal: Journal,
                        report: Report) -> dict[str, str]:  # fmt: skip
     """Installs the public key on hosts that lack it; returns why it failed, by host."""
-    gate = asyncio.Semaphore(LOGINS_AT_ONCE)
+    gate = asyncio.Semaphore(MAX_PARALLEL_LOGINS)
     failures: dict[str, str] = {}
     script = keys.install_script(public)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from paceline.remote.link import ended
+from paceline.remote.link import wait_for_exit
 from paceline.remote.openssh import Refusal, SshOptions, classify, pinned_key, ssh_command
 from paceline.spec.hosts import Host
 
@@ -94,7 +94,7 @@ async def run_on_host(host: Host, options: SshOptions, remote: list[str], script
     finally:
         if process.returncode is None:
             process.kill()
-            await ended(process)
+            await wait_for_exit(process)
     messages = err.decode(errors="replace")
     status = process.returncode if process.returncode is not None else 255
     refusal = classify(messages, status, host) if status == 255 else None

@@ -1,4 +1,4 @@
-"""What ``--balance`` says, and what it does not go with."""
+"""Parses ``--balance`` and ``--micro-batch`` values for hosts and refuses what does not fit."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from paceline.spec import communication as ways
+from paceline.spec import communication as methods
 from paceline.spec.errors import SettingError
 
-MOST_WEIGHT = 1e100
-"""Of a host: sums of larger ones may be no numbers any more."""
+MAX_WEIGHT = 1e100
+"""Largest weight of a host: sums of larger ones may overflow."""
 
 
-def refuse(
+def validate(
     balance: str, *, drop_slow: bool = False, sharded: bool = False, communication: str = "exact"
 ) -> None:
-    """For shares of the global batch that cannot be had.
+    """Refuses shares of the global batch that other options rule out.
 
     Args:
-        balance: ``auto``, ``even``, or weights of hosts as they are typed.
-        drop_slow: A rank that only makes steps longer is to get nothing to do.
+        balance: ``auto``, ``even``, or weights of hosts as typed.
+        drop_slow: Ranks that only make steps longer get no samples.
         sharded: The model's parameters are spread over the ranks.
         communication: How gradients are averaged.
 
     Raises:
-        SettingError: Says what does not go together.
+        SettingError: Names the options that exclude each other.
     """
     if drop_slow and balance != "auto":
         raise SettingError(
-            "--drop-slow has nothing to go by",
+            "--drop-slow needs --balance auto",
             found="only with --balance auto the ranks' speeds decide who computes what",
             remedy="--balance auto --drop-slow, or leave it out",
         )
@@ -41,16 +41,16 @@ def refuse(
             remedy="a weight for each of your hosts, as in --balance n1=3,n2=1, or leave --shard"
             " out",
         )
-    if balance != "even" and ways.asked(communication).name == "local":
+    if balance != "even" and methods.parse_method(communication).name == "local":
         raise SettingError(
             f"--balance {balance} does not go with --communication {communication}",
-            found="ranks that step alone need samples of their own, as many as the others",
-            remedy="--balance even, or another way to communicate",
+            found="with local steps every rank needs the same number of samples",
+            remedy="--balance even, or another --communication",
         )
 
 
-def weights_of(balance: str) -> Literal["auto", "even"] | dict[str, float]:
-    """What ``--balance`` says: ``auto``, ``even``, or weights of hosts.
+def parse_weights(balance: str) -> Literal["auto", "even"] | dict[str, float]:
+    """Returns ``auto``, ``even``, or weights by host name.
 
     Raises:
         SettingError: Anything else, or a weight that is not greater than 0.
@@ -60,48 +60,48 @@ def weights_of(balance: str) -> Literal["auto", "even"] | dict[str, float]:
     if balance == "even":
         return "even"
     weights: dict[str, float] = {}
-    for word in balance.split(","):
-        name, _, number = (one.strip() for one in word.partition("="))
+    for item in balance.split(","):
+        name, _, number = (part.strip() for part in item.partition("="))
         try:
             weight = float(number)
         except ValueError:
             weight = math.nan
-        if not name or not 0 < weight <= MOST_WEIGHT or name in weights:
-            twice = f"{name} has a weight already" if name in weights else ""
+        if not name or not 0 < weight <= MAX_WEIGHT or name in weights:
+            repeated = f"{name} has a weight already" if name in weights else ""
             raise SettingError(
                 f"--balance {balance}: cannot be understood",
-                found=twice or f"{word!r} is no host with a weight greater than 0",
+                found=repeated or f"{item!r} is no host with a weight greater than 0",
                 remedy="auto, even, or a weight for each host: --balance n1=3,n2=1",
             )
         weights[name] = weight
     return weights
 
 
-def refuse_weights(weights: Mapping[str, float], hosts: Sequence[str]) -> None:
-    """For weights that are not those of the job's hosts.
+def validate_weights(weights: Mapping[str, float], hosts: Sequence[str]) -> None:
+    """Refuses weights that do not match the job's hosts.
 
     Args:
-        weights: By the name of the host.
-        hosts: All that the job may run on, also those that are not there now.
+        weights: By host name.
+        hosts: All hosts that the job may run on, including absent ones.
 
     Raises:
-        SettingError: A host has none or is no host of the job, or a weight is not greater than 0.
+        SettingError: A host is missing or unknown, or a weight is not greater than 0.
     """
     names = list(dict.fromkeys(hosts))
     text = ",".join(f"{name}={weight:g}" for name, weight in weights.items())
-    meant = {name.lower(): weight for name, weight in weights.items()}
-    right = ",".join(f"{name}={meant.get(name.lower(), 1):g}" for name in names)
+    lowercase = {name.lower(): weight for name, weight in weights.items()}
+    suggestion = ",".join(f"{name}={lowercase.get(name.lower(), 1):g}" for name in names)
     if unknown := [name for name in weights if name not in names]:
         raise SettingError(
             f"--balance {text}: no host of this job is called {', '.join(unknown)}",
             found=f"its hosts are {', '.join(names)}",
-            remedy=f"--balance {right}",
+            remedy=f"--balance {suggestion}",
         )
     if missing := [name for name in names if name not in weights]:
         raise SettingError(
             f"--balance {text}: there is no weight for {', '.join(missing)}",
             found=f"the hosts of this job are {', '.join(names)}",
-            remedy=f"--balance {right}",
+            remedy=f"--balance {suggestion}",
         )
     for name, weight in weights.items():
         if not 0 < weight < math.inf:
@@ -111,15 +111,15 @@ def refuse_weights(weights: Mapping[str, float], hosts: Sequence[str]) -> None:
             )
 
 
-def refuse_limits(limits: Mapping[str, int], hosts: Sequence[str]) -> None:
-    """For numbers of samples computed at once that are not those of the job's hosts.
+def validate_limits(limits: Mapping[str, int], hosts: Sequence[str]) -> None:
+    """Refuses micro-batch limits that do not match the job's hosts.
 
     Args:
-        limits: By the name of the host; a host without one has no limit.
-        hosts: All that the job may run on, also those that are not there now.
+        limits: Samples computed at once, by host name; other hosts have no limit.
+        hosts: All hosts that the job may run on, including absent ones.
 
     Raises:
-        SettingError: One is for no host of the job, or below 1.
+        SettingError: A limit names no host of the job, or is below 1.
     """
     names = list(dict.fromkeys(hosts))
     text = ",".join(f"{name}={limit}" for name, limit in limits.items())
@@ -127,7 +127,7 @@ def refuse_limits(limits: Mapping[str, int], hosts: Sequence[str]) -> None:
         raise SettingError(
             f"--micro-batch {text}: no host of this job is called {', '.join(unknown)}",
             found=f"its hosts are {', '.join(names)}",
-            remedy=f"--micro-batch {_meant(limits, names)}",
+            remedy=f"--micro-batch {_suggested_limits(limits, names)}",
         )
     if min(limits.values(), default=1) < 1:
         raise SettingError(
@@ -136,9 +136,9 @@ def refuse_limits(limits: Mapping[str, int], hosts: Sequence[str]) -> None:
         )
 
 
-def _meant(limits: Mapping[str, int], names: Sequence[str]) -> str:
-    """The limits of hosts that there are, as they are typed; or one for the last of them."""
-    said = {name.lower(): limit for name, limit in limits.items()}
-    meant = {name: said[name.lower()] for name in names if name.lower() in said}
-    meant = meant or {names[-1]: next(iter(limits.values()))}
-    return ",".join(f"{name}={limit}" for name, limit in meant.items())
+def _suggested_limits(limits: Mapping[str, int], names: Sequence[str]) -> str:
+    """Formats the limits of the hosts that exist, or one for the last host as an example."""
+    lowercase = {name.lower(): limit for name, limit in limits.items()}
+    known = {name: lowercase[name.lower()] for name in names if name.lower() in lowercase}
+    known = known or {names[-1]: next(iter(limits.values()))}
+    return ",".join(f"{name}={limit}" for name, limit in known.items())

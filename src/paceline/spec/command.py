@@ -1,4 +1,4 @@
-"""Commands are lists; this is the one place where a list becomes text."""
+"""Turns commands, which are lists, into shell text; nothing else does."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 
 def shell_text(argv: Sequence[str]) -> str:
-    """The command as a POSIX shell (and csh, and fish) reads it back, word for word."""
+    """Quotes a command for POSIX shells, csh and fish."""
     return shlex.join(argv)
 
 
 def bash_line(argv: Sequence[str]) -> str:
-    """The same for bash, on one line: no line break in a word begins a line of a script."""
-    return " ".join(_without_breaks(word) for word in argv)
+    """Quotes a command for bash on a single line: line breaks are escaped."""
+    return " ".join(map(_quote_on_one_line, argv))
 
 
-def _without_breaks(word: str) -> str:
-    if not {"\n", "\r"} & set(word):
-        return shlex.quote(word)
-    plain = word.replace("\\", "\\\\").replace("'", "\\'")
-    return "$'" + plain.replace("\n", "\\n").replace("\r", "\\r") + "'"
+def _quote_on_one_line(arg: str) -> str:
+    if not {"\n", "\r"} & set(arg):
+        return shlex.quote(arg)
+    escaped = arg.replace("\\", "\\\\").replace("'", "\\'")
+    return "$'" + escaped.replace("\n", "\\n").replace("\r", "\\r") + "'"

@@ -1,16 +1,16 @@
-"""Runs that nobody watches: what lies on the supervisor's host, and what leads back to it.
+"""Detached runs: their files on the supervisor's host, and the file that leads back to it.
 
-On the supervisor's host a run has a folder of its own, ``~/.cache/paceline/detached/RUN_ID``, for
-its user alone. While it runs, and until its results were fetched::
+On the supervisor's host a run has a folder, ``~/.cache/paceline/detached/RUN_ID``, that only its
+user can read. It exists until the results are fetched::
 
-    about.json    what this is: :class:`About`
-    run/          the run directory, as an attached launcher keeps it; run/screen.txt is the screen
-    control/      paceline itself, as it was where the run was started; goes with the supervisor
-    code/, input0/ …  folders of the launching machine that the hosts are sent; the same
+    about.json    describes the run: :class:`DetachedRecord`
+    run/          the run directory, as with an attached launcher; run/screen.txt is the screen
+    control/      paceline, as installed where the run was started; removed with the supervisor
+    code/, input0/ …  folders of the launching machine for the hosts; removed likewise
 
-On the launching machine the run's folder holds ``detached.json`` (:class:`Detached`): whom to ask.
-Where the supervisor runs on the launching machine itself, the run directory is the run's folder:
-there is no ``detached.json``, and the folder with ``about.json`` goes with the supervisor.
+On the launching machine the run directory holds ``detached.json`` (:class:`SupervisorLocation`).
+If the supervisor runs on the launching machine itself, ``run/`` is that run directory: there is no
+``detached.json``, and the folder with ``about.json`` is removed with the supervisor.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from paceline.spec.hosts import Host
 from paceline.spec.rundir import DETACHED as DETACHED
 from paceline.spec.rundir import SCREEN as SCREEN
 
-ABOUT = "about.json"  # in the run's folder on the supervisor's host
-FOLDERS = "detached"  # of such folders, below the cache of paceline
-RUN = "run"  # in it: the run directory
-KEPT_S = 7 * 24 * 3600.0  # results that nobody fetches stay for so long by default, in seconds
+RECORD_FILE = "about.json"  # in the run's folder on the supervisor's host
+PARENT_FOLDER = "detached"  # holds these folders, in paceline's cache
+RUN_FOLDER = "run"  # the run directory in such a folder
+RETENTION_S = 7 * 24 * 3600.0  # default time for which unfetched results are kept
 
 _RUN_ID = re.compile("[0-9a-f]{6,64}")
 
 
 @dataclass(frozen=True, slots=True)
-class About:
-    """A detached run, as its folder on the supervisor's host tells of it.
+class DetachedRecord:
+    """The content of ``about.json``.
 
     Attributes:
-        run_id: Names the run; its folder has this name, too.
-        name: What its user calls it.
-        command: The words that were typed, the program's name first.
+        run_id: Id of the run and name of its folder.
+        name: The user's name for the run.
+        command: The command line, the program's name first.
         hosts: Names of its hosts, in rank order.
-        started: When it was left, in seconds since 1970.
+        started: When it was detached, in seconds since 1970.
         launched_by: Who started it, as ``user@machine``.
-        launched_in: The run's folder there, absolute.
-        supervisor_host: Name of this machine by its own word.
+        launched_in: Absolute path of the run directory on the launching machine.
+        supervisor_host: Host name of this machine.
         pid: Process id of the supervisor.
-        pid_start: When that process began, by this machine's own measure.
+        pid_start: Start time of that process, in this machine's own unit.
         run: Absolute path of the run directory on this machine.
-        keep_s: How long it stays there after the end when nobody fetches it, in seconds.
+        keep_s: How long unfetched results are kept after the end, in seconds.
         ended: When it ended, in seconds since 1970; ``None`` while it runs.
-        exit_code: How; ``None`` while it runs.
+        exit_code: Exit status of the run; ``None`` while it runs.
     """
 
     run_id: str
@@ -65,52 +65,48 @@ class About:
     pid: int
     pid_start: float
     run: str
-    keep_s: float = KEPT_S
+    keep_s: float = RETENTION_S
     ended: float | None = None
     exit_code: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As ``about.json`` holds it."""
         return asdict(self)
 
     @classmethod
-    def read(cls, said: Mapping[str, Any]) -> About | None:
-        """From what a file holds; ``None`` for what tells of no run."""
-        run_id, pid = said.get("run_id"), said.get("pid")
-        if not is_run_id(run_id) or not _whole(pid) or not _text(said.get("run")):
+    def read(cls, record: Mapping[str, Any]) -> DetachedRecord | None:
+        """Builds it from a file's content; ``None`` if that describes no run."""
+        run_id, pid = record.get("run_id"), record.get("pid")
+        if not is_run_id(run_id) or not _is_integer(pid) or not _text(record.get("run")):
             return None
-        ended, code = said.get("ended"), said.get("exit_code")
+        ended, code = record.get("ended"), record.get("exit_code")
+        texts = ("name", "launched_by", "launched_in", "supervisor_host", "run")
         return cls(
             run_id=str(run_id),
-            name=_text(said.get("name")),
-            command=_texts(said.get("command")),
-            hosts=_texts(said.get("hosts")),
-            started=_number(said.get("started")),
-            launched_by=_text(said.get("launched_by")),
-            launched_in=_text(said.get("launched_in")),
-            supervisor_host=_text(said.get("supervisor_host")),
+            command=_text_tuple(record.get("command")),
+            hosts=_text_tuple(record.get("hosts")),
+            started=_number(record.get("started")),
             pid=int(str(pid)),
-            pid_start=_number(said.get("pid_start")),
-            run=_text(said.get("run")),
-            keep_s=_number(said.get("keep_s", KEPT_S)),
+            pid_start=_number(record.get("pid_start")),
+            keep_s=_number(record.get("keep_s", RETENTION_S)),
             ended=None if ended is None else _number(ended),
-            exit_code=code if _whole(code) else None,
+            exit_code=code if _is_integer(code) else None,
+            **{key: _text(record.get(key)) for key in texts},
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Detached:
-    """Where a run that was left goes on; no secret.
+class SupervisorLocation:
+    """The content of ``detached.json``: where a detached run continues. Holds no secret.
 
     Attributes:
-        run_id: Names the run.
-        host: What its user calls the supervisor's host.
+        run_id: Id of the run.
+        host: The user's name for the supervisor's host.
         address: What SSH connects to.
         folder: The run's folder there.
-        since: When it was left, in seconds since 1970.
-        user, port, identity_file: As of :class:`paceline.spec.hosts.Host`.
+        since: When it was detached, in seconds since 1970.
+        user, port, identity_file: As in :class:`paceline.spec.hosts.Host`.
         python: Interpreter for an agent there.
-        ssh_config: ssh config file that was named; ``None`` for the user's own.
+        ssh_config: ssh config file; ``None`` for the user's own.
     """
 
     run_id: str
@@ -125,41 +121,41 @@ class Detached:
     ssh_config: str | None = None
 
     def to_host(self) -> Host:
-        """The supervisor's host, to be logged in to."""
+        """The supervisor's host, for a login."""
         return Host(self.host, self.address, user=self.user, port=self.port,
                     identity_file=self.identity_file, python=self.python)  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
-        """As ``detached.json`` holds it: how it was logged in stands in a table of its own."""
+        """The content of ``detached.json``; ssh's settings are in a table of their own."""
         flat = asdict(self)
         ssh = {"config": flat.pop("ssh_config"), "identity_file": flat.pop("identity_file")}
         return {**flat, "ssh": ssh}
 
     @classmethod
-    def read(cls, said: Mapping[str, Any]) -> Detached | None:
-        """From what a file holds; ``None`` for what leads nowhere."""
-        ssh = said.get("ssh")
+    def read(cls, record: Mapping[str, Any]) -> SupervisorLocation | None:
+        """Builds it from a file's content; ``None`` if that names no run on a host."""
+        ssh = record.get("ssh")
         ssh = ssh if isinstance(ssh, dict) else {}
-        run_id, port = said.get("run_id"), said.get("port")
-        host, folder = _text(said.get("host")), _text(said.get("folder"))
+        run_id, port = record.get("run_id"), record.get("port")
+        host, folder = _text(record.get("host")), _text(record.get("folder"))
         if not is_run_id(run_id) or not host or not folder.startswith("/"):
             return None
         return cls(
             run_id=str(run_id),
             host=host,
-            address=_text(said.get("address")) or host,
+            address=_text(record.get("address")) or host,
             folder=folder,
-            since=_number(said.get("since")),
-            user=_text(said.get("user")) or None,
-            port=port if _whole(port) else None,
+            since=_number(record.get("since")),
+            user=_text(record.get("user")) or None,
+            port=port if _is_integer(port) else None,
             identity_file=_text(ssh.get("identity_file")) or None,
-            python=_text(said.get("python")) or "python3",
+            python=_text(record.get("python")) or "python3",
             ssh_config=_text(ssh.get("config")) or None,
         )
 
 
 def is_run_id(value: Any) -> bool:
-    """Whether a value has the form of a run's name, which is good for a path."""
+    """Whether a value has the form of a run's id, which is safe in a path."""
     return isinstance(value, str) and bool(_RUN_ID.fullmatch(value))
 
 
@@ -167,15 +163,15 @@ def _text(value: Any) -> str:
     return value[:4096] if isinstance(value, str) else ""
 
 
-def _texts(value: Any) -> tuple[str, ...]:
-    given = value if isinstance(value, list) else []
-    return tuple(one[:4096] for one in given[:4096] if isinstance(one, str))
+def _text_tuple(value: Any) -> tuple[str, ...]:
+    items = value if isinstance(value, list) else []
+    return tuple(item[:4096] for item in items[:4096] if isinstance(item, str))
 
 
-def _whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
 
 
 def _number(value: Any) -> float:
-    usable = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if usable and abs(value) < 1 << 63 and math.isfinite(value) else 0.0
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < 1 << 63 and math.isfinite(value) else 0.0

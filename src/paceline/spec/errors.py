@@ -1,18 +1,18 @@
-"""The exception tree.
+"""The exceptions that Paceline handles.
 
 ::
 
     PacelineError              handled: printed without traceback, exit status ``exit_code``
-    ├── SettingError           an option, a file or a variable says something that cannot be
+    ├── SettingError           an option, a file or a variable has an unusable value
     ├── HostsError             a host file or host list cannot be understood (line and number)
     ├── ConnectError           hosts cannot be reached or refuse the login
-    │   └── GoneError          … nor can they be had by a further try of this run
+    │   └── PermanentConnectError  … and trying again in this run cannot help
     ├── NodeError              a node cannot do what the plan needs (Python, torch, disk, port …)
     ├── DataError              a data set is missing, unreadable or unfit
-    ├── LabError               the virtual cluster cannot do what was asked
+    ├── LabError               the virtual cluster cannot do what was requested
     └── JobError               the job ran and failed; ``exit_code`` is the first failing rank's
 
-Everything else that reaches the top is a bug of ours and shows its traceback.
+Any other exception is a bug of Paceline and shows its traceback.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ from paceline.spec.terminal import clean
 
 
 class PacelineError(Exception):
-    """A failure we understand, said in three parts.
+    """A failure with a known cause, reported in three parts.
 
     Args:
-        message: What was asked for and why it cannot be (what you set).
-        found: What was met instead (what we found). May be empty.
-        remedy: What to type or change (what to do). May be empty.
-        brief: What was met, in a few words that can stand behind a host's name; the first line of
-            ``found`` unless it is given.
+        message: What was requested and why it is impossible.
+        found: What was found instead; may be empty.
+        remedy: What to type or change; may be empty.
+        brief: Short form that can follow a host's name; by default the first line of ``found``.
     """
 
     exit_code: int = 1
-    origin_rank: int | None = None  # who met it, where every rank of a job raises the same
+    origin_rank: int | None = None  # the rank with the cause, if every rank raises the same
 
     def __init__(
         self, message: str, *, found: str = "", remedy: str = "", exit_code: int | None = None,
@@ -47,19 +46,19 @@ class PacelineError(Exception):
             self.exit_code = exit_code
 
     def render(self) -> str:
-        """The error as the user reads it: one line a part."""
+        """Formats the error for the user, each part on its own line."""
         lines = [f"paceline: {self.message}"]
         if self.found:
-            lines.append(_indented("found:  ", self.found))
+            lines.append(_indent("found:  ", self.found))
         if self.remedy:
-            lines.append(_indented("remedy: ", self.remedy))
+            lines.append(_indent("remedy: ", self.remedy))
         return clean("\n".join(lines))
 
     def __str__(self) -> str:
         return self.render().removeprefix("paceline: ")
 
 
-def _indented(label: str, text: str) -> str:
+def _indent(label: str, text: str) -> str:
     pad = " " * (2 + len(label))
     return "  " + label + text.replace("\n", "\n" + pad)
 
@@ -71,17 +70,17 @@ class SettingError(PacelineError):
 
 
 class HostsError(PacelineError):
-    """A description of hosts cannot be understood."""
+    """A description of hosts cannot be parsed."""
 
     exit_code = 2
 
 
 class ConnectError(PacelineError):
-    """Hosts cannot be reached or do not let us in."""
+    """Hosts cannot be reached or refuse the login."""
 
 
-class GoneError(ConnectError):
-    """Hosts cannot be reached, and no further try of this run will reach them."""
+class PermanentConnectError(ConnectError):
+    """Hosts cannot be reached, and trying again in this run cannot help."""
 
 
 class NodeError(PacelineError):
@@ -93,7 +92,7 @@ class DataError(PacelineError):
 
 
 class LabError(PacelineError):
-    """The virtual cluster cannot be built or cannot do what was asked."""
+    """The virtual cluster cannot be built or cannot do what was requested."""
 
 
 class JobError(PacelineError):

@@ -1,9 +1,8 @@
-"""What happens in a run: every kind of event with its fields, defined here once.
+"""The events of a run: every kind with its fields.
 
-A rank tells its agent, the agent the launcher, and the launcher adds what it sees itself. Each is
-one :class:`Event`: the wire is held against :data:`KINDS`, ``events.jsonl`` holds one event a line,
-and the screen, ``status``, ``explain`` and the report are made of the same values, in memory of a
-run that has just ended and from the file of an older one.
+Ranks send events to their agent, agents send them to the launcher, and the launcher adds its own.
+Messages are validated by :data:`KINDS`, ``events.jsonl`` holds one event a line, and the screen,
+``status``, ``explain`` and the report use the same :class:`Event`, from memory or from the file.
 """
 
 from __future__ import annotations
@@ -12,38 +11,38 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from paceline.spec.failure import place
-from paceline.spec.shapes import (
-    LARGEST,
-    LONG_TEXT,
+from paceline.spec.failure import format_location
+from paceline.spec.schema import (
+    MAX_INTEGER,
+    MAX_LONG_TEXT,
     PROCESS,
     RANK,
+    SHORT_TEXT,
     SIZE,
-    SMALL,
-    Shape,
+    Schema,
     address,
-    each,
-    fits,
-    flag,
-    free,
-    maybe,
+    any_json,
+    boolean,
+    choice,
+    integer,
+    list_of,
+    matches,
     number,
-    one_of,
+    optional,
     record,
     text,
-    whole,
 )
 
 Message = Mapping[str, Any]
 
-MEMORY = maybe(record({
-    "kills": maybe(whole(-LARGEST)),
-    "limit": maybe(record(bytes=SIZE, peak=maybe(SIZE), group=text())),
-    "kernel": each(text(), 100),
+MEMORY = optional(record({
+    "kills": optional(integer(-MAX_INTEGER)),
+    "limit": optional(record(bytes=SIZE, peak=optional(SIZE), group=text())),
+    "kernel": list_of(text(), 100),
 }))  # fmt: skip
-STACK = each(text(), 1000)
+STACK = list_of(text(), 1000)
 
-# Of a step, see train/pace.py, with the words that people read for it, wherever it is told.
+# Parts of a step (see train/pace.py), with the label that people read.
 PART_NAMES = {
     "data": "waiting for data",
     "computing": "computing",
@@ -54,90 +53,92 @@ PART_NAMES = {
 }
 PARTS = tuple(PART_NAMES)
 
-# By name: what it may be, and in which unit. A field means the same in every kind of event.
-FIELDS: dict[str, Shape] = {
+# Schema by name of the field, with its unit. A field means the same in every kind of event.
+FIELDS: dict[str, Schema] = {
     "address": address,
-    "able": flag,  # whether the training can go on without ranks that are lost
-    "attempt": whole(),  # number of the start, from 0
-    "before": number,  # seconds of a step
+    "able": boolean,  # whether the training can go on without ranks that are lost
+    "attempt": integer(),  # number of the start, from 0
+    "before": number,  # seconds of a step before the change
     "bytes": SIZE,  # of a file
-    "bucket_bytes": SIZE,  # of gradients that travel together; 0: DDP's own
-    "backend": SMALL,  # of torch.distributed
-    "backends": each(SMALL, 50),  # that torch was built with
+    "bucket_bytes": SIZE,  # gradient bucket size; 0: DDP's default
+    "backend": SHORT_TEXT,  # of torch.distributed
+    "backends": list_of(SHORT_TEXT, 50),  # that torch was built with
     "calls": SIZE,  # collectives
-    "cause": SMALL,  # why a rank is slow: see train/straggler.py
-    "code": maybe(whole(0, 255)),  # exit status; null after a signal
-    "copy": text(),  # a folder on the host
+    "cause": SHORT_TEXT,  # why a rank is slow: see train/straggler.py
+    "code": optional(integer(0, 255)),  # exit status; null after a signal
+    "copy": text(),  # folder on the host
     "count": SIZE,  # processes
-    "cuda": maybe(SMALL),  # version that torch was built for
-    "device": SMALL,
-    "do": one_of("stop", "save", "stacks"),
+    "cuda": optional(SHORT_TEXT),  # version that torch was built for
+    "device": SHORT_TEXT,
+    "do": choice("stop", "save", "stacks"),
     "epoch": number,
-    "epochs": maybe(number),
-    "error": text(LONG_TEXT),
-    "exchanges": flag,  # gradients, or in a way that cannot be seen
+    "epochs": optional(number),
+    "error": text(MAX_LONG_TEXT),
+    "exchanges": boolean,  # whether it exchanges gradients, or may do so unseen
     "executable": text(),  # path of the interpreter
-    "exit_code": whole(),
+    "exit_code": integer(),
     "first_bytes": SIZE,  # of the bucket that is sent first
     "folder": text(),  # on the rank's node
-    "generation": whole(),  # number of the group of ranks in an attempt, from 0
-    "frozen": flag,  # a signal had stopped it
-    "home": text(),  # the folder on the launching machine that ``copy`` is a copy of
-    "hooked": flag,  # the script shows its exceptions itself
-    "hosts": each(text(255)),
-    "how": SMALL,  # a rank is held up: see agent/held.py
-    "in_children": flag,  # programs that it started have done most of its work
-    "its_host": text(255),  # of the rank that it is about
+    "generation": integer(),  # number of the group of ranks in an attempt, from 0
+    "frozen": boolean,  # a signal had stopped it
+    "home": text(),  # folder on the launching machine that ``copy`` is a copy of
+    "hooked": boolean,  # the script shows its exceptions itself
+    "hosts": list_of(text(255)),
+    "how": SHORT_TEXT,  # why a rank stands still: see agent/held.py
+    "in_children": boolean,  # its child processes have done most of the work
+    "its_host": text(255),  # host of the rank that the event concerns
     "largest_call": SIZE,  # elements of the largest tensor in a collective
     "megabytes": number,  # 10**6 bytes
     "memory": MEMORY,  # what the memory killer left: see agent/memory.py
-    "members": each(RANK),  # of a generation, in the order of their ranks in it
-    "message": text(LONG_TEXT),  # of the exception
-    "nccl": SMALL,  # version
-    "on": text(),  # what holds it up
-    "optimizer_steps": SIZE,  # that were counted: not those after the first exchange of gradients
-    "origin": maybe(RANK),  # the rank that met what all raise
+    "members": list_of(RANK),  # of a generation, in the order of their ranks in it
+    "message": text(MAX_LONG_TEXT),  # of the exception
+    "nccl": SHORT_TEXT,  # version
+    "on": text(),  # what it waits for
+    "optimizer_steps": SIZE,  # before the first exchange of gradients
+    "origin": optional(RANK),  # the rank with the cause of what all raise
     "parameters": SIZE,  # of the model
     "part": number,  # of the time of a step
     "parts": record(dict.fromkeys(PARTS, number)),  # of the time of the steps
     "peak_bytes": SIZE,  # most memory that the rank had
-    "phase": SMALL,  # of the training: train, evaluate, …
+    "phase": SHORT_TEXT,  # of the training: train, evaluate, …
     "pid": PROCESS,  # on its host
-    "planned": flag,  # the group changes because ranks join, not because some are gone
-    "problem": text(LONG_TEXT),
-    "python": SMALL,  # version
+    "planned": boolean,  # the group changes because ranks join, not after a loss
+    "problem": text(MAX_LONG_TEXT),
+    "python": SHORT_TEXT,  # version
     "rank": RANK,
-    "ranks_s": each(each(number, 20), 1 << 20),  # of each rank: seconds of a step in each of PARTS
-    "rates": each(number, 1 << 20),  # of each rank: its own samples a second
-    "reason": SMALL,  # one word, for the launcher
-    "resumed": flag,  # the training continues an earlier one
+    "ranks_s": list_of(
+        list_of(number, 20), 1 << 20
+    ),  # of each rank: seconds of a step in each of PARTS
+    "rates": list_of(number, 1 << 20),  # of each rank: its own samples a second
+    "reason": SHORT_TEXT,  # one word, for the launcher
+    "resumed": boolean,  # the training continues an earlier one
     "samples": SIZE,  # over all ranks
-    "saved": whole(),  # the step of the newest checkpoint that is whole; 0: there is none
+    "saved": integer(),  # step of the newest complete checkpoint; 0: none
     "seconds": number,
-    # when another rank failed, or as it crashed: innermost line first; its last collectives
-    "seen": record({"calls": each(text(), 100)}, state=SMALL, stack=STACK),
-    "sha256": SMALL,  # of a file, in hexadecimal
-    "shares": each(SIZE),  # samples of each rank
-    "signal": maybe(whole(1, 128)),  # its number; null after an exit
+    # its state when another rank failed or it crashed: innermost frame first; last collectives
+    "seen": record({"calls": list_of(text(), 100)}, state=SHORT_TEXT, stack=STACK),
+    "sha256": SHORT_TEXT,  # of a file, in hexadecimal
+    "shares": list_of(SIZE),  # samples of each rank
+    "signal": optional(integer(1, 128)),  # its number; null after an exit
     "source": text(),  # of what was resumed
-    "split": SMALL,  # of the data: train, test, …
-    "status": whole(-1000, 1000),  # as Python's subprocess gives it: -9 after signal 9
-    "stderr": text(LONG_TEXT),  # the end of what ssh and the agent wrote
-    "step": maybe(whole()),  # global step
-    "keep": whole(),  # checkpoints that stay, besides the best; 0: all
-    "steps": maybe(whole()),  # of the whole training
-    "straggler": RANK,  # a rank that holds the others up
-    "stream": one_of("out", "err"),
-    "text": text(LONG_TEXT),
-    "time": number,  # seconds of the teller's monotonic clock; in the file see Event
-    "torch": SMALL,  # version
-    "traceback": text(LONG_TEXT),
-    "tried": SIZE,  # ways
-    "trouble": text(LONG_TEXT),  # what it said that no agent says
+    "split": SHORT_TEXT,  # of the data: train, test, …
+    "status": integer(-1000, 1000),  # as Python's subprocess gives it: -9 after signal 9
+    "stderr": text(MAX_LONG_TEXT),  # the end of what ssh and the agent wrote
+    "step": optional(integer()),  # global step
+    "keep": integer(),  # checkpoints kept besides the best; 0: all
+    "steps": optional(integer()),  # of the whole training
+    "straggler": RANK,  # a rank that the others wait for
+    "stream": choice("out", "err"),
+    "text": text(MAX_LONG_TEXT),
+    "time": number,  # seconds of the sender's monotonic clock; in the file see Event
+    "torch": SHORT_TEXT,  # version
+    "traceback": text(MAX_LONG_TEXT),
+    "tried": SIZE,  # settings tried
+    "trouble": text(MAX_LONG_TEXT),  # the protocol violation
     "type": text(),  # of the exception
-    "warning": text(LONG_TEXT),
-    "why": text(LONG_TEXT),
-    "words": text(LONG_TEXT),  # a scheduler's own
+    "warning": text(MAX_LONG_TEXT),
+    "why": text(MAX_LONG_TEXT),
+    "words": text(MAX_LONG_TEXT),  # the scheduler's message
     "world": SIZE,  # ranks
     "world_size": SIZE,  # ranks
 }
@@ -148,112 +149,116 @@ class Kind:
     """A kind of event.
 
     Attributes:
-        by: Who tells it. What an agent or the launcher tells is not believed of a rank.
-        needs, may: Names of the fields that it has, and of those that it may have.
-        written: Whether it stands in events.jsonl.
+        sender: Who sends it; a rank cannot send events of agents or the launcher.
+        required, optional: Names of its fields.
+        is_recorded: Whether it is written to events.jsonl.
     """
 
-    by: Literal["rank", "agent", "launcher"]
-    needs: tuple[str, ...] = ()
-    may: tuple[str, ...] = ()
-    written: bool = True
+    sender: Literal["rank", "agent", "launcher"]
+    required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    is_recorded: bool = True
 
-    def shape(self) -> Shape:
-        """Of the message that tells it."""
-        may = {name: FIELDS[name] for name in self.may}
-        return record(may, **{name: FIELDS[name] for name in self.needs})
+    def shape(self) -> Schema:
+        """The schema of its messages."""
+        may = {name: FIELDS[name] for name in self.optional}
+        return record(may, **{name: FIELDS[name] for name in self.required})
 
 
-def _kind(by: Literal["rank", "agent", "launcher"], needs: str = "", may: str = "",
-          written: bool = True) -> Kind:  # fmt: skip
-    return Kind(by, tuple(needs.split()), tuple(may.split()), written)
+def _kind(sender: Literal["rank", "agent", "launcher"], required: str = "", optional: str = "",
+          is_recorded: bool = True) -> Kind:  # fmt: skip
+    return Kind(sender, tuple(required.split()), tuple(optional.split()), is_recorded)
 
 
 KINDS: dict[str, Kind] = {
-    # what a program in a rank tells, through the pipe to its agent; it may tell others, too
-    "world joined": _kind("rank", may="world_size backend"),
+    # sent by a program in a rank through the pipe to its agent; it may send other kinds, too
+    "world joined": _kind("rank", optional="world_size backend"),
     "world left": _kind("rank"),
-    "joined": _kind("rank", may="world device backend"),
-    "prepared": _kind("rank", may="parameters"),
-    "resumed": _kind("rank", may="step source"),
-    "communication": _kind("rank", may="step text"),  # another way is taken, or would help
-    "keeps checkpoints": _kind("rank", may="keep"),  # and makes one when it is asked to
-    "saving": _kind("rank", may="step"),  # the checkpoint that was asked for; told by rank 0
-    "checkpoint": _kind("rank", may="step megabytes seconds"),
-    "checkpoint copied": _kind("rank", may="step megabytes seconds hosts"),  # which have it now
-    "checkpoint copy failed": _kind("rank", may="step problem warning"),
-    "checkpoint failed": _kind("rank", may="step problem warning"),
-    "checkpoint skipped": _kind("rank", may="warning"),
+    "joined": _kind("rank", optional="world device backend"),
+    "prepared": _kind("rank", optional="parameters"),
+    "resumed": _kind("rank", optional="step source"),
+    "communication": _kind("rank", optional="step text"),  # another method is used, or would help
+    "keeps checkpoints": _kind("rank", optional="keep"),  # and makes one on request
+    "saving": _kind("rank", optional="step"),  # the requested checkpoint; by rank 0
+    "checkpoint": _kind("rank", optional="step megabytes seconds"),
+    "checkpoint copied": _kind(
+        "rank", optional="step megabytes seconds hosts"
+    ),  # which have it now
+    "checkpoint copy failed": _kind("rank", optional="step problem warning"),
+    "checkpoint failed": _kind("rank", optional="step problem warning"),
+    "checkpoint skipped": _kind("rank", optional="warning"),
     "overlap settled": _kind(
-        "rank", may="step bucket_bytes first_bytes seconds before tried"
+        "rank", optional="step bucket_bytes first_bytes seconds before tried"
     ),  # of the exchange of gradients with computing
-    "stopped": _kind("rank", may="step why saved"),  # for it was asked to
-    "straggler": _kind("rank", may="straggler its_host cause seconds part text"),  # by rank 0
-    "straggler over": _kind("rank", may="straggler its_host text"),
-    "trained": _kind("rank", may="steps samples seconds parts straggler its_host cause"),
-    "stopped early": _kind("rank", may="step why"),
-    "model saved": _kind("rank", may="step sha256 folder"),
-    "model kept elsewhere": _kind("rank", may="folder"),
-    "shares": _kind("rank", may="step shares why"),  # of the global batch, from that step on
+    "stopped": _kind("rank", optional="step why saved"),  # on request
+    "straggler": _kind("rank", optional="straggler its_host cause seconds part text"),  # by rank 0
+    "straggler over": _kind("rank", optional="straggler its_host text"),
+    "trained": _kind("rank", optional="steps samples seconds parts straggler its_host cause"),
+    "stopped early": _kind("rank", optional="step why"),
+    "model saved": _kind("rank", optional="step sha256 folder"),
+    "model kept elsewhere": _kind("rank", optional="folder"),
+    "shares": _kind("rank", optional="step shares why"),  # of the global batch, from that step on
     "gradient exchange": _kind(
-        "rank", may="optimizer_steps calls largest_call exchanges in_children"
-    ),  # what a rank, or a process that it started, has exchanged; told at its end
-    "slow rank": _kind("rank", may="warning"),
-    "warning": _kind("rank", may="warning"),
-    "failed": _kind("rank", may="error"),
-    "stranger": _kind("rank", "address time"),  # a connection of its group leads there
-    "stranger refused": _kind("rank", "address", may="time"),  # it is none of the job's hosts
+        "rank", optional="optimizer_steps calls largest_call exchanges in_children"
+    ),  # sent at the end of a rank, children included
+    "slow rank": _kind("rank", optional="warning"),
+    "warning": _kind("rank", optional="warning"),
+    "failed": _kind("rank", optional="error"),
+    "stranger": _kind("rank", "address time"),  # its group has a connection to that address
+    "stranger refused": _kind("rank", "address", optional="time"),  # no host of the job
     "exception": _kind("rank", "type message traceback time", "hooked origin code"),
-    "returned": _kind("rank", "bytes sha256"),  # what a function returned lies in its file
-    "raised": _kind("rank", "bytes sha256"),  # the same of what it raised
-    "recoverable": _kind("rank", "able", may="why"),  # before its first step
-    "interrupted": _kind("rank", may="step error generation"),  # it waits for word; of which group
-    "gathered": _kind("rank", "generation"),  # all of a new group are there: connections are made
+    "returned": _kind("rank", "bytes sha256"),  # a function returned; the value is in its file
+    "raised": _kind("rank", "bytes sha256"),  # a function raised; the exception is in its file
+    "recoverable": _kind("rank", "able", optional="why"),  # before its first step
+    "interrupted": _kind("rank", optional="step error generation"),  # waits for the launcher
+    "gathered": _kind("rank", "generation"),  # a new group is complete and connects
     "door closed": _kind("rank", "why"),  # nobody can join any more
-    "session closed": _kind("rank"),  # the training is over on this rank, its script may go on
+    "session closed": _kind("rank"),  # the training is over on this rank; its script may continue
     "newcomer ready": _kind("rank"),  # to join the others
-    "stuck": _kind("rank", "seconds", may="step"),  # in a collective that nothing frees
-    "regrouped": _kind("rank", "generation", may="step seconds"),  # it trains in the new group
-    "begin": _kind("rank", may="resumed", written=False),
-    "heartbeat": _kind("rank", may="step phase", written=False),
-    "metrics": _kind("rank", may="step split", written=False),  # to metrics.jsonl
-    "progress": _kind("rank", may="step steps epoch epochs", written=False),
-    "pace": _kind("rank", "ranks_s rates", may="step", written=False),  # by rank 0, now and then
-    "say": _kind("rank", "text", written=False),  # to the rank's log
-    # what an agent tells
+    "stuck": _kind("rank", "seconds", optional="step"),  # in a collective
+    "regrouped": _kind("rank", "generation", optional="step seconds"),  # it trains in the new group
+    "begin": _kind("rank", optional="resumed", is_recorded=False),
+    "heartbeat": _kind("rank", optional="step phase", is_recorded=False),
+    "metrics": _kind("rank", optional="step split", is_recorded=False),  # to metrics.jsonl
+    "progress": _kind("rank", optional="step steps epoch epochs", is_recorded=False),
+    "pace": _kind(
+        "rank", "ranks_s rates", optional="step", is_recorded=False
+    ),  # by rank 0, periodically
+    "say": _kind("rank", "text", is_recorded=False),  # to the rank's log
+    # sent by an agent
     "imported": _kind("agent", "seconds python executable", "torch cuda nccl backends"),
-    "import failed": _kind("agent", "error traceback", written=False),
-    "fork server died": _kind("agent", "status time", "memory frozen", written=False),
+    "import failed": _kind("agent", "error traceback", is_recorded=False),
+    "fork server died": _kind("agent", "status time", "memory frozen", is_recorded=False),
     "rank started": _kind("agent", "rank pid"),
-    "output": _kind("agent", "rank stream", written=False),  # to the rank's log; with bytes
+    "output": _kind("agent", "rank stream", is_recorded=False),  # to the rank's log; with bytes
     "rank ended": _kind("agent", "rank code signal time peak_bytes", "memory seen"),
-    "stranger at the store": _kind("agent", "address"),  # and refused
-    "store ended": _kind("agent", "time", written=False),  # not by us
+    "stranger at the store": _kind("agent", "address"),  # refused
+    "store ended": _kind("agent", "time", is_recorded=False),  # unexpectedly
     "rank frozen": _kind("agent", "rank how seconds on pid"),
     "rank thawed": _kind("agent", "rank"),
     "leftovers killed": _kind("agent", "count"),
-    "node ended": _kind("agent", "time", written=False),  # all its ranks have
-    "asked to end": _kind("agent", "time", written=False),  # by SIGTERM
-    "leaving": _kind("agent", "reason why time", written=False),
-    # what the launcher sees
+    "node ended": _kind("agent", "time", is_recorded=False),  # all its ranks have
+    "asked to end": _kind("agent", "time", is_recorded=False),  # by SIGTERM
+    "leaving": _kind("agent", "reason why time", is_recorded=False),
+    # recorded by the launcher
     "connected": _kind("launcher", "hosts"),
     "copied": _kind("launcher", "copy home"),
     "started": _kind("launcher", "attempt world_size"),
     "ended": _kind("launcher", "attempt exit_code seconds"),
-    "connection ended": _kind("launcher", "stderr trouble", written=False),
+    "connection ended": _kind("launcher", "stderr trouble", is_recorded=False),
     "connection restored": _kind("launcher", "seconds"),  # after a break, or a silence
     "lost": _kind("launcher", "why"),
     "regroup": _kind("launcher", "generation members planned"),
-    "newcomer late": _kind("launcher", "text why"),  # it stands still instead of joining
+    "newcomer late": _kind("launcher", "text why"),  # does not join
     "newcomer lost": _kind("launcher", "why"),  # before it had joined
-    "recovery": _kind("launcher", "text", may="seconds"),  # in the words of the screen
+    "recovery": _kind("launcher", "text", optional="seconds"),  # as on the screen
     "scheduler": _kind("launcher", "words"),
-    "asked": _kind("launcher", "do", may="text"),  # by a person, on the way: see launch/control.py
+    "asked": _kind("launcher", "do", optional="text"),  # by a person: see launch/control.py
     "hang": _kind("launcher", "text"),
     "hang over": _kind("launcher", "seconds"),
 }
-_OWN = {"event", "host", "rank", "time"}  # of every line
-_IN_RESULT = {"hooked", "origin", "traceback"}  # not in events.jsonl: of the first failure only
+_COMMON_KEYS = {"event", "host", "rank", "time"}  # in every line
+_IN_RESULT = {"hooked", "origin", "traceback"}  # only in result.json, for the first failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,14 +266,13 @@ class Event:
     """Something that happened.
 
     Attributes:
-        kind: One of :data:`KINDS`, or another name that a program gave to what it tells.
-        host: Where; empty when the whole job is meant.
-        rank: Whose; ``None`` when the node or the job is meant.
+        kind: One of :data:`KINDS`, or a name of the program's own.
+        host: Host name; empty for the whole job.
+        rank: Rank; ``None`` for the node or the job.
         time: While the job runs, seconds of the launcher's monotonic clock, corrected for the
-            node's (0: now); in the file, and as it is read from there, seconds since 1970 at the
-            launcher.
-        fields: The rest: see :data:`FIELDS`. ``event[name]`` is ``None`` for one that is missing.
-        blob: Bytes that came with it.
+            node's (0: now); from the file, seconds since 1970 at the launcher.
+        fields: Other fields: see :data:`FIELDS`. ``event[name]`` is ``None`` for a missing one.
+        blob: Bytes that came with the message.
     """
 
     kind: str
@@ -284,76 +288,78 @@ class Event:
     @property
     def where(self) -> str:
         """``rank 1 on n2``."""
-        return place(self.host, self.rank)
+        return format_location(self.host, self.rank)
 
     @property
     def resumable(self) -> bool:
-        """Whether it tells of a training that stopped and can be resumed."""
+        """Whether it reports a training that stopped and can be resumed."""
         return self.kind == "stopped" and self["saved"] != 0
 
     @property
-    def written(self) -> Mapping[str, Any] | None:
-        """The fields that stand in events.jsonl; ``None`` when it is not written there."""
+    def recorded_fields(self) -> Mapping[str, Any] | None:
+        """The fields for events.jsonl; ``None`` if the event is not recorded."""
         kind = KINDS.get(self.kind)
         if kind is None:
             return self.fields
-        if not kind.written:
+        if not kind.is_recorded:
             return None
-        unwritten = _IN_RESULT | {"time"}
-        return {name: value for name, value in self.fields.items() if name not in unwritten}
+        omitted = _IN_RESULT | {"time"}
+        return {name: value for name, value in self.fields.items() if name not in omitted}
 
     @classmethod
     def heard(cls, host: str, message: Message, blob: bytes = b"") -> Event:
-        """Of an agent's message that has passed the wire's schema."""
-        told = message["data"] if message["event"] == "said" else message
-        kind = told_kind(told) if message["event"] == "said" else str(message["event"])
-        timed = kind in KINDS and "time" in KINDS[kind].needs
-        own = {"event", "rank"} if told is message else {"kind"}
-        own = {"kind", *_OWN} if told.get("kind") == "event" else own
-        fields = {name: value for name, value in told.items() if name not in own}
-        when = float(told["time"]) if timed else 0.0
-        return cls(str(kind), host, message.get("rank"), when, fields, blob)
+        """Builds an event from an agent's validated message."""
+        is_report = message["event"] == "said"  # by a rank, passed on
+        data = message["data"] if is_report else message
+        kind = str(reported_kind(data) if is_report else message["event"])
+        is_timed = kind in KINDS and "time" in KINDS[kind].required
+        omitted = {"kind"} if is_report else {"event", "rank"}
+        if data.get("kind") == "event":
+            omitted = {"kind", *_COMMON_KEYS}
+        fields = {name: value for name, value in data.items() if name not in omitted}
+        time = float(data["time"]) if is_timed else 0.0
+        return cls(kind, host, message.get("rank"), time, fields, blob)
 
     @classmethod
     def read(cls, line: Message) -> Event | None:
-        """Of a line of events.jsonl, as far as it can be believed; ``None`` of any other object."""
-        name, host, rank, when = (line.get(own) for own in ("event", "host", "rank", "time"))
+        """Builds an event from a line of events.jsonl, without its invalid fields."""
+        name, host, rank, time = (line.get(key) for key in ("event", "host", "rank", "time"))
         if not isinstance(name, str):
             return None
         kind = KINDS.get(name)
-        known = None if kind is None else {*kind.needs, *kind.may}
+        allowed = None if kind is None else {*kind.required, *kind.optional}
         fields = {
             name: value for name, value in line.items()
-            if name not in _OWN
-            and (known is None or (name in known and fits(FIELDS[name], value)))
+            if name not in _COMMON_KEYS
+            and (allowed is None or (name in allowed and matches(FIELDS[name], value)))
         }  # fmt: skip
         return cls(
             name,
-            host if isinstance(host, str) and fits(text(255), host) else "",
-            rank if isinstance(rank, int) and fits(RANK, rank) else None,
-            float(when) if isinstance(when, (int, float)) and fits(number, when) else 0.0,
+            host if isinstance(host, str) and matches(text(255), host) else "",
+            rank if isinstance(rank, int) and matches(RANK, rank) else None,
+            float(time) if isinstance(time, (int, float)) and matches(number, time) else 0.0,
             fields,
         )
 
 
-def told_kind(data: Message) -> str | None:
-    """The kind of what a rank told: its library names its own kinds, a program any event."""
+def reported_kind(data: Message) -> str | None:
+    """The kind of a rank's report: Paceline's library names a kind, a program any event."""
     return str(data.get("event", "event")) if data.get("kind") == "event" else data.get("kind")
 
 
-def believed(data: Any) -> bool:
-    """Whether what a rank told is to be heard: a program may write to its pipe what it likes."""
+def is_valid_report(data: Any) -> bool:
+    """Whether a rank's report is accepted: a program may write anything to its pipe."""
     if not isinstance(data, dict) or not isinstance(data.get("event", ""), str):
         return False
-    if not fits(free, data):
+    if not matches(any_json, data):
         return False
-    name = told_kind(data)
-    if not isinstance(name, str) or not fits(SMALL, name):
+    name = reported_kind(data)
+    if not isinstance(name, str) or not matches(SHORT_TEXT, name):
         return False
     kind = KINDS.get(name)
     if kind is None:
         return bool(data["kind"] == "event")
-    return kind.by == "rank" and fits(kind.shape(), data)
+    return kind.sender == "rank" and matches(kind.shape(), data)
 
 
 def read_events(lines: Iterable[Message]) -> tuple[Event, ...]:
@@ -361,20 +367,21 @@ def read_events(lines: Iterable[Message]) -> tuple[Event, ...]:
     return tuple(event for event in map(Event.read, lines) if event is not None)
 
 
-# host, folder of a shipped copy there, the folder here that it is a copy of
-Home = tuple[str, str, str]
+# host, folder of a shipped copy there, the launching machine's folder that it is a copy of
+ShippedCopy = tuple[str, str, str]
 
 
-def homes(events: Iterable[Event]) -> list[Home]:
-    """Where shipped copies of folders of the launching machine were."""
-    copied = [(event.host, event["copy"], event["home"]) for event in events
-              if event.kind == "copied"]  # fmt: skip
-    return [one for one in copied if one[1] and one[2] and one[1].count("/") > 1][:10_000]
+def shipped_copies(events: Iterable[Event]) -> list[ShippedCopy]:
+    """Lists the copies of the launching machine's folders on hosts."""
+    copied = ((event.host, event["copy"], event["home"]) for event in events
+              if event.kind == "copied")  # fmt: skip
+    # a folder right below the root would match too much text
+    return [entry for entry in copied if all(entry[1:]) and entry[1].count("/") > 1][:10_000]
 
 
-def at_home(homes: Sequence[Home], host: str, text: str) -> str:
-    """The text with the user's own paths in place of those of shipped copies on the host."""
-    for name, copy, home in homes:
+def restore_local_paths(copies: Sequence[ShippedCopy], host: str, text: str) -> str:
+    """Replaces the paths of a host's shipped copies in a text by the user's own paths."""
+    for name, copy, source in copies:
         if name == host and copy in text:
-            text = text.replace(copy, home)
+            text = text.replace(copy, source)
     return text

@@ -1,8 +1,4 @@
-"""How a job ends: its first failure and its result, the same values from launcher to explanation.
-
-The launcher decides what failed first, writes the result to ``result.json`` and hands it over to
-whoever explains it; ``status`` and ``explain`` make the same values of an older run's file.
-"""
+"""How a job ends: its first failure and its result, from the launcher or from ``result.json``."""
 
 from __future__ import annotations
 
@@ -12,66 +8,72 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from paceline.spec.shapes import LONG_TEXT, RANK, Shape, fits, maybe, one_of, text, whole
+from paceline.spec.schema import (
+    MAX_LONG_TEXT,
+    RANK,
+    Schema,
+    choice,
+    integer,
+    matches,
+    optional,
+    text,
+)
 
-# "agent": it left by itself; "lease": because it heard nothing of the launcher; "launcher": which
-# was away; "early": a rank that ended in order while others needed it; "hang": nothing went on;
-# "record": the run directory takes no more; "forkserver": it died, and the ranks with it;
-# "stranger": somebody on the network pretends to be a rank
+# "agent": it left by itself; "lease": it lost the launcher; "launcher": that was away; "early": a
+# rank ended normally while others needed it; "hang": no progress; "record": the run directory
+# cannot be written; "forkserver": it died, with its ranks; "stranger": a foreign process connected
 Kind = Literal["exception", "exit", "signal", "lost", "forkserver", "record", "agent", "lease",
                "launcher", "early", "hang", "stranger"]  # fmt: skip
-HERE = "this machine"
-# So says a process that joins others and does more than they did before their first batch
-UNLIKE = "this process began in another way than the ranks that it comes to"
-# and one that has joined, and whose loop goes by what only the others have counted
-ASTRAY = "this process trains otherwise than the ranks that it has come to"
+LAUNCHER_HOST = "this machine"
+# Raised by a newcomer that does more than the other ranks did before their first batch
+NEWCOMER_MISMATCH = "this process started differently from the ranks that it joins"
+# and by one that has joined, if its loop depends on a count that only the others have
+NEWCOMER_DIVERGED = "this process trains differently from the ranks that it joined"
 UNKNOWN = -1  # exit code of a run that left no result
 
-# What a healthy rank says when another one has gone: the other's failure is the cause. Each way of
-# saying it stands here once.
-GIVEN_UP = "its connections were cut"  # a wait of ours, see train/waits.py
-_GONE = r"Connection (?:closed|reset) by peer|Broken pipe|connectFullMesh|Socket Timeout"
-_GONE += f"|{GIVEN_UP}"
-# gloo, of a line that is silent. Only with its own words before: a program's own sockets say the
-# rest, too.
+# Errors of a healthy rank whose peer failed: the peer's failure is the cause.
+CONNECTIONS_CUT = "its connections were cut"  # by Paceline itself, see train/waits.py
+_LOST = r"Connection (?:closed|reset) by peer|Broken pipe|connectFullMesh|Socket Timeout"
+_LOST += f"|{CONNECTIONS_CUT}"
+# gloo's messages for a peer that does not answer; without its prefix, another socket may be meant
 _PEER = r"\[[\w.:%]{1,80}\]:\d{1,5}(?:\$\d{1,9})?"
-_SILENCE = (
+_NO_ANSWER = (
     "(?:Connection timed out|No route to host|(?:Network|Host) is unreachable"
     "|(?:Network|Host) is down)"
 )
-_ENDED = (  # by this host itself: an administrator's ss -K, a tunnel or a firewall that restarts
+_ABORTED = (  # on this host: an administrator's ss -K, or a tunnel or firewall that restarts
     "(?:Software caused connection abort|Network dropped connection on reset"
     "|Transport endpoint is not connected|No buffer space available)"
 )
-_SILENT = rf"(?:Read error|writev) {_PEER}: {_SILENCE}|SO_ERROR: {_SILENCE}, remote="
-_SILENT += rf"|Connect timeout {_PEER}"
-_GONE += rf"|{_SILENT}|(?:Read error|writev) {_PEER}: {_ENDED}|SO_ERROR: {_ENDED}, remote="
-_IN_VAIN = r"Timed out waiting \d+ms|Watchdog caught collective|Application timeout"
+_UNREACHABLE = rf"(?:Read error|writev) {_PEER}: {_NO_ANSWER}|SO_ERROR: {_NO_ANSWER}, remote="
+_UNREACHABLE += rf"|Connect timeout {_PEER}"
+_LOST += rf"|{_UNREACHABLE}|(?:Read error|writev) {_PEER}: {_ABORTED}|SO_ERROR: {_ABORTED}, remote="
+_TIMEOUT = r"Timed out waiting \d+ms|Watchdog caught collective|Application timeout"
 _NETWORK = (
     r"Socket closed|recvValue failed|remote process exited|Connection refused|DistNetworkError"
     r"|failed to recv|Timed out waiting|NCCL.{0,300}(?:abort|remote)"
 )
-WAITED = re.compile(_IN_VAIN)  # for a rank that did not come to a collective
-PEER_GONE = re.compile(rf"{_GONE}|{_IN_VAIN}|ncclSystemError|ncclRemoteError")  # while it trained
-ECHO = re.compile(f"{_GONE}|{_IN_VAIN}|{_NETWORK}", re.IGNORECASE)  # at any time
-_OTHER_END = re.compile(
-    rf"(?:{_SILENT}).{{0,100}}|trying to connect to \([^,()\s]{{1,80}}, \d{{1,5}}\)"
+COLLECTIVE_TIMEOUT = re.compile(_TIMEOUT)  # a rank did not come to a collective
+PEER_LOST = re.compile(rf"{_LOST}|{_TIMEOUT}|ncclSystemError|ncclRemoteError")  # while it trained
+SECONDARY_ERROR = re.compile(f"{_LOST}|{_TIMEOUT}|{_NETWORK}", re.IGNORECASE)  # at any time
+_PEER_ADDRESS = re.compile(
+    rf"(?:{_UNREACHABLE}).{{0,100}}|trying to connect to \([^,()\s]{{1,80}}, \d{{1,5}}\)"
 )
 _ADDRESS = re.compile(r"\[([\w.:%]{1,80})\]:\d|\(([^,()\s]{1,80}), \d")
 
 
-def silent_peer(said: str) -> str:
-    """The address of whom a rank could not hear; empty where its error is not of that kind.
+def unreachable_peer(error: str) -> str:
+    """The address of the peer that did not answer; empty for another kind of error.
 
-    A connection that was closed says nothing of the line: whoever leaves a group closes all.
+    A closed connection does not count: a rank that leaves its group closes all of its connections.
     """
-    about = _OTHER_END.search(said)
-    address = _ADDRESS.search(about[0]) if about else None
+    match = _PEER_ADDRESS.search(error)
+    address = _ADDRESS.search(match[0]) if match else None
     return (address[1] or address[2]) if address else ""
 
 
-def place(host: str, rank: int | None) -> str:
-    """``rank 1 on n2``, as far as it is known."""
+def format_location(host: str, rank: int | None) -> str:
+    """``rank 1 on n2``, or the part of it that is known."""
     if rank is None:
         return host or "the job"
     return f"rank {rank} on {host}" if host else f"rank {rank}"
@@ -86,19 +88,18 @@ def signal_name(number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Something that ended a rank or a node.
+    """The end of a rank or a node by a failure.
 
     Attributes:
-        kind: How it showed.
-        host: Where; empty when not known.
-        rank: Which rank; ``None`` when the whole node is meant.
-        time: Seconds of the launcher's monotonic clock, already corrected for the node's; 0 for
-            that of an older run.
+        kind: Kind of the failure.
+        host: Host name; empty if unknown.
+        rank: Rank; ``None`` for the whole node.
+        time: Seconds of the launcher's monotonic clock, corrected for the node's; 0 from a file.
         code: Exit status, if it exited.
-        signal: Number of the signal, if one ended it.
-        headline: One line: the exception's, or what happened.
-        traceback: Of the exception, if there was one.
-        origin: The rank that met it, where every rank raises what one of them met.
+        signal: Number of the signal that ended it, if any.
+        headline: The exception's last line, or what happened.
+        traceback: Traceback of the exception, if any.
+        origin: The rank with the cause, if every rank raises the same exception.
     """
 
     kind: Kind
@@ -112,21 +113,21 @@ class Failure:
     origin: int | None = None
 
     @property
-    def echo(self) -> bool:
-        """True when this looks like the consequence of somebody else's failure."""
+    def is_secondary(self) -> bool:
+        """Whether it looks like the consequence of another rank's failure."""
         if self.origin is not None:
             return self.origin != self.rank
-        return self.kind in ("exception", "exit") and bool(ECHO.search(self.headline))
+        return self.kind in ("exception", "exit") and bool(SECONDARY_ERROR.search(self.headline))
 
     @property
-    def wished(self) -> bool:
-        """True when somebody asked for it: a scheduler that cancels a job tells every process."""
+    def was_requested(self) -> bool:
+        """Whether SIGTERM ended it, as when a scheduler cancels a job."""
         return self.signal == signal.SIGTERM
 
     @property
     def where(self) -> str:
         """``rank 1 on n2``."""
-        return place(self.host, self.rank)
+        return format_location(self.host, self.rank)
 
     def describe(self) -> str:
         """``rank 1 on n2: ValueError: boom``."""
@@ -143,24 +144,24 @@ class Failure:
         return {name: getattr(self, name) for name in _FAILURE}
 
     @classmethod
-    def from_json(cls, said: Any) -> Failure | None:
-        """What ``result.json`` says, if that can be believed; ``None`` when it says nothing."""
-        known = _fitting(_FAILURE, said)
-        return cls(**{"host": "", "rank": None, **known}) if "kind" in known else None
+    def from_json(cls, record: Any) -> Failure | None:
+        """Reads the valid fields of a record in ``result.json``; ``None`` without a kind."""
+        valid = _valid_fields(_FAILURE, record)
+        return cls(**{"host": "", "rank": None, **valid}) if "kind" in valid else None
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """A loss that the other ranks went on after, in place.
+    """An in-place recovery: the other ranks continued after a loss.
 
     Attributes:
-        who: The lost ranks: ``rank 1 on n2``.
-        why: How they were lost.
-        seconds: From the loss until all others had a new group.
+        ranks: The lost ranks: ``rank 1 on n2``.
+        reason: How they were lost.
+        seconds: Time from the loss to the new group.
     """
 
-    who: tuple[str, ...]
-    why: str
+    ranks: tuple[str, ...]
+    reason: str
     seconds: float
 
 
@@ -173,15 +174,15 @@ class Result:
             run that left no result.
         failure: The first failure, if any.
         interrupted: Number of the signal that the user sent, if any.
-        others: Ranks and nodes that failed after the first.
+        num_other_failures: Ranks and nodes that failed after the first.
         error: Why it was not started: message, what was found and a remedy as one text.
-        recoveries: What was lost on the way without ending the job.
+        recoveries: Losses that did not end the job.
     """
 
     exit_code: int = UNKNOWN
     failure: Failure | None = None
     interrupted: int | None = None
-    others: int = 0
+    num_other_failures: int = 0
     error: str = ""
     recoveries: tuple[Recovery, ...] = ()
 
@@ -192,41 +193,42 @@ class Result:
         failure = self.failure.to_json() if self.failure else None
         recoveries = {
             "count": len(self.recoveries),
-            "seconds": round(sum(one.seconds for one in self.recoveries), 3),
-            "of": [{"who": [*one.who], "why": one.why, "seconds": one.seconds}
-                   for one in self.recoveries],
+            "seconds": round(sum(recovery.seconds for recovery in self.recoveries), 3),
+            "of": [{"who": [*recovery.ranks], "why": recovery.reason, "seconds": recovery.seconds}
+                   for recovery in self.recoveries],
         }  # fmt: skip
-        about = {"first_failure": failure, "interrupted": self.interrupted}
-        return about | ({"recoveries": recoveries} if self.recoveries else {})
+        record = {"first_failure": failure, "interrupted": self.interrupted}
+        return record | ({"recoveries": recoveries} if self.recoveries else {})
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> Result:
-        """What ``result.json`` says, as far as it can be believed."""
-        known = _fitting(_RESULT, said)
-        failure = Failure.from_json(said.get("first_failure"))
-        return cls(known.get("exit_code", UNKNOWN), failure, known.get("interrupted"),
-                   error=known.get("error", ""))  # fmt: skip
+    def from_json(cls, record: Mapping[str, Any]) -> Result:
+        """Reads the valid fields of ``result.json``."""
+        valid = _valid_fields(_RESULT, record)
+        failure = Failure.from_json(record.get("first_failure"))
+        return cls(valid.get("exit_code", UNKNOWN), failure, valid.get("interrupted"),
+                   error=valid.get("error", ""))  # fmt: skip
 
 
-_SIGNAL = maybe(whole(1, 128))
-_FAILURE: dict[str, Shape] = {
-    "kind": one_of(*get_args(Kind)),
+_SIGNAL = optional(integer(1, 128))
+_FAILURE: dict[str, Schema] = {
+    "kind": choice(*get_args(Kind)),
     "host": text(255),
-    "rank": maybe(RANK),
-    "code": maybe(whole()),
+    "rank": optional(RANK),
+    "code": optional(integer()),
     "signal": _SIGNAL,
-    "headline": text(LONG_TEXT),
-    "traceback": text(LONG_TEXT),
+    "headline": text(MAX_LONG_TEXT),
+    "traceback": text(MAX_LONG_TEXT),
 }
-_RESULT: dict[str, Shape] = {
-    "exit_code": whole(),
+_RESULT: dict[str, Schema] = {
+    "exit_code": integer(),
     "interrupted": _SIGNAL,
-    "error": text(LONG_TEXT),
+    "error": text(MAX_LONG_TEXT),
 }
 
 
-def _fitting(shapes: Mapping[str, Shape], said: Any) -> dict[str, Any]:
-    """The fields that are what they should be: a file of a run may come from anybody."""
-    if not isinstance(said, dict):
+def _valid_fields(schemas: Mapping[str, Schema], record: Any) -> dict[str, Any]:
+    """The fields of a record that match their schema: the file may come from anybody."""
+    if not isinstance(record, dict):
         return {}
-    return {name: said[name] for name in shapes if name in said and fits(shapes[name], said[name])}
+    return {name: record[name] for name, schema in schemas.items()
+            if name in record and matches(schema, record[name])}  # fmt: skip

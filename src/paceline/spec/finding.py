@@ -1,4 +1,4 @@
-"""What a check says."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Outcome = Literal["pass", "warn", "fail", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One statement about hosts, with its remedy.
+    """One result of a check about hosts, with its remedy.
 
     Attributes:
-        check: Identifier of the check that says it.
+        check: Identifier of the check.
         outcome: ``unknown`` means that the check could not be made.
-        hosts: The hosts it speaks of.
+        hosts: The hosts that it concerns.
         message: What was found, in one sentence.
         remedy: What to type or change; required when the outcome is ``fail``.
     """

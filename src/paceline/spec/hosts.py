@@ -1,4 +1,4 @@
-"""Hosts and clusters, as the user described them: before anything was connected."""
+"""Hosts and clusters, as the user described them, before any connection."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One machine of the cluster, as described (not as found).
+    """One machine of the cluster, as described.
 
     Attributes:
         name: What the user calls it and what logs show; unique in a cluster.
         address: What SSH connects to (name, alias of the ssh config, IPv4 or IPv6 address).
         slots: How many processes fit; ``None`` when the description does not say.
-        slots_yield: The slots are a scheduler's tasks: more processes may be asked for.
-        gpus: How many GPUs a scheduler gave the job there; ``None`` when it says nothing of them.
+        slots_yield: The slots are a scheduler's tasks: more processes may be requested.
+        gpus: GPUs that a scheduler gave the job there; ``None`` if it does not say.
         user: Login name; ``None`` leaves it to the ssh config.
         port: SSH port; ``None`` leaves it to the ssh config.
         identity_file: Private key; ``None`` leaves it to the ssh config.
-        interface: Network interface for the job's traffic; ``None`` finds it out.
-        job_address: Address for the job's traffic; ``None`` finds it out.
+        interface: Network interface for the job's traffic; ``None`` detects it.
+        job_address: Address for the job's traffic; ``None`` detects it.
         python: Absolute path of the interpreter on that host; ``None`` takes the launcher's path.
         workdir: Folder on that host in which the job runs; ``None`` takes the launcher's.
         env: Variables for the ranks on that host.
-        local: True when the host is this very machine and needs no SSH.
+        local: The host is this machine and needs no SSH.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Cluster:
         source: Where the description came from, for people ("hostfile, line form: openmpi").
         notes: Choices made where the description was ambiguous, one sentence each
             ("`a:2` was read as 2 slots").
-        among: Names of all hosts that were described, where these were chosen among them.
+        among: Names of all described hosts, if these were selected from them.
     """
 
     hosts: tuple[Host, ...]

@@ -15,10 +15,10 @@ Ship = Literal["auto", "always", "never"]
 Bind = Literal["auto", "none"]
 Processes = int | Literal["auto", "gpu", "cpu"]
 Show = Literal["all", "rank0", "none"]
-Look = Literal["live", "lines"]
+DisplayMode = Literal["live", "lines"]
 
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
-LEAST_SECRET = 6  # characters; what is shorter stands in many a word, too
+MIN_SECRET_LENGTH = 6  # characters; what is shorter stands in many a word, too
 _SECRET_SHAPE = re.compile(r"(?=.*[A-Za-z])(?=.*\d)[A-Za-z0-9+_.=-]{16,}")
 
 
@@ -42,15 +42,15 @@ def count_processes(asked: Processes, gpus: int, cpus: int) -> int:
     return gpus if asked != "cpu" and gpus else max(1, cpus)
 
 
-def recorded(name: str, value: str) -> str:
+def redact(name: str, value: str) -> str:
     """The value of a variable as files and screens show it."""
     return "(not recorded)" if _SECRET_NAME.search(name) else value
 
 
-def secrets_among(variables: Mapping[str, str]) -> list[str]:
+def secret_values(variables: Mapping[str, str]) -> list[str]:
     """Values whose variable's name says that they are secret; short ones stand everywhere."""
     return [value for name, value in variables.items()
-            if _SECRET_NAME.search(name) and len(value) >= LEAST_SECRET]  # fmt: skip
+            if _SECRET_NAME.search(name) and len(value) >= MIN_SECRET_LENGTH]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Environment:
     unset: tuple[str, ...] = ()
     source: Source = Source.COMMAND_LINE
 
-    def all(self) -> dict[str, str]:
+    def variables(self) -> dict[str, str]:
         """Every variable with its value: for the wire only."""
         return {**self.public, **self.forwarded}
 
@@ -101,7 +101,7 @@ class Environment:
         Those whose name says so, and those that were forwarded and look like a key: a path or a
         language would be missed in the logs.
         """
-        named = secrets_among(self.all())
+        named = secret_values(self.variables())
         shaped = [value for value in self.forwarded.values() if _SECRET_SHAPE.fullmatch(value)]
         return tuple(dict.fromkeys([*named, *shaped]))
 
@@ -114,9 +114,9 @@ class Environment:
             and (_SECRET_NAME.search(name) or _SECRET_SHAPE.fullmatch(value))
         )
 
-    def shown(self) -> dict[str, str]:
+    def redacted(self) -> dict[str, str]:
         """Every variable as the plan records it."""
-        public = {name: recorded(name, value) for name, value in self.public.items()}
+        public = {name: redact(name, value) for name, value in self.public.items()}
         return {**public, **dict.fromkeys(self.forwarded, "(forwarded, not recorded)")}
 
 
@@ -182,7 +182,7 @@ class Job:
         activate: Scripts that a shell sources on each node before the interpreter starts.
         preload: Modules that a node imports once, before its ranks are forked; one whose name
             ends in ``?`` may be missing.
-        own_store: The script may open the rendezvous store itself, so none is held for it.
+        opens_store: The script may open the rendezvous store itself, so none is held for it.
         needs_torch: Refuse nodes without torch.
         backend: Communication backend that must be there, ``None`` for none in particular.
         ship: Whether the code is copied to the nodes.
@@ -216,7 +216,7 @@ class Job:
     master_port: Setting[int] = Setting(0)
     activate: Setting[tuple[str, ...]] = Setting(())
     preload: tuple[str, ...] = ("torch",)
-    own_store: bool = False
+    opens_store: bool = False
     needs_torch: bool = True
     backend: str | None = None
     ship: Setting[Ship] = Setting("auto")

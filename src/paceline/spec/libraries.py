@@ -1,14 +1,14 @@
-"""Libraries under a job that can tell what they do: how to ask them, and which lines are theirs.
+"""Debug output of the libraries under a job: its variables, and the recognition of its lines.
 
-NCCL (and RCCL), torch's c10d, gloo, libfabric, UCX, oneCCL and Intel MPI. Each writes into the
-rank's output; by its form a line can be told from the script's.
+For NCCL (and RCCL), torch's c10d, gloo, libfabric, UCX, oneCCL and Intel MPI. Each writes into the
+rank's output; the form of a line distinguishes it from the script's.
 """
 
 from __future__ import annotations
 
 import re
 
-# what makes each of them tell; a rank's own settings go before it
+# turns the output on; a rank's own settings take precedence
 DEBUG = {
     "NCCL_DEBUG": "INFO",
     "NCCL_DEBUG_SUBSYS": "INIT,BOOTSTRAP,ENV,NET,GRAPH",
@@ -19,14 +19,14 @@ DEBUG = {
     "CCL_LOG_LEVEL": "info",
     "I_MPI_DEBUG": "5",
 }
-# for ranks alone: the store, which is no rank, would tell of every key
-# (not DETAIL: with it DistributedDataParallel of torch 2.13 crashes, SIGSEGV, as it is built)
+# for ranks only: the store would log every key
+# (not DETAIL, with which DistributedDataParallel of torch 2.13 crashes: SIGSEGV)
 DEBUG_OF_RANKS = {"TORCH_DISTRIBUTED_DEBUG": "INFO"}
-LOOKED_AT = 400  # characters of a line
+MAX_PREFIX = 400  # characters of a line
 _TORCH = r"(?:\[rank\d{1,9}\]:? ?)?\[(?P<torch>[IWEFV])\d{4} [\d:.]{1,30} [\w.-]{1,80}:\d{1,6}\]"
-# torch's DistributedDataParallel tells below such a line, up to an empty one
+# torch's DistributedDataParallel prints a list below such a line, up to an empty line
 _LIST = re.compile(rf"{_TORCH} \[Rank \d{{1,9}}\]: DDP Initialized with:")
-_OF_LIST = re.compile(r"\w{1,60}: ?[^:]{0,1000}$|$")
+_LIST_ITEM = re.compile(r"\w{1,60}: ?[^:]{0,1000}$|$")
 _LINE = re.compile(
     rf"^(?:{_TORCH}|"
     r"libfabric:\d+:.{0,200}?<(?P<fabric>\w{1,10})>|"
@@ -37,30 +37,29 @@ _LINE = re.compile(
     r" ?Avg (?:for|back)ward (?:compute|comm\.|comm/comp overlap) time: \d{1,20} ?$|"
     r".{0,250}?\bNCCL (?P<nccl>INFO|WARN|TRACE|CALL|ABORT|version)\b)"
 )
-_BAD = ("W", "E", "F", "WARN", "ERROR", "FATAL", "ABORT", "warn")
-# libfabric warns of every provider that it does not take
-_USUAL = re.compile(
+_WARNINGS = ("W", "E", "F", "WARN", "ERROR", "FATAL", "ABORT", "warn")
+# libfabric warns of every provider that it does not use
+_HARMLESS = re.compile(
     r"returned -61|env variable not set|\[c10d\] The (?:hostname of the client socket cannot be"
     r"|IPv[46] network addresses of \(localhost)|NCCL_CUMEM_ENABLE"
     r"|destroy_process_group\(\) was not called"  # torch's own wrapper for DETAIL does not
 )
 
 
-def level(line: str) -> str | None:
-    """``told`` or ``warned`` for a line of a library's own; ``None`` for any other."""
-    found = _LINE.match(line[:LOOKED_AT])
-    if found is None:
+def classify_line(line: str) -> str | None:
+    """``told`` or ``warned`` for a library's line; ``None`` for any other."""
+    match = _LINE.match(line[:MAX_PREFIX])
+    if match is None:
         return None
-    said = [value for value in found.groupdict().values() if value]
-    bad = any(value in _BAD for value in said) and not _USUAL.search(line[:LOOKED_AT])
-    return "warned" if bad else "told"
+    is_warning = any(value in _WARNINGS for value in match.groupdict().values())
+    return "warned" if is_warning and not _HARMLESS.search(line[:MAX_PREFIX]) else "told"
 
 
-def opens_list(line: str) -> bool:
-    """Whether lines of a library's own follow that cannot be told from others by their form."""
-    return _LIST.match(line[:LOOKED_AT]) is not None
+def starts_list(line: str) -> bool:
+    """Whether a library's list follows, whose lines have no form of their own."""
+    return _LIST.match(line[:MAX_PREFIX]) is not None
 
 
-def of_list(line: str) -> bool:
-    """Whether a line may stand in such a list; its last one is empty."""
-    return _OF_LIST.match(line) is not None
+def is_list_item(line: str) -> bool:
+    """Whether a line may belong to such a list; its last line is empty."""
+    return _LIST_ITEM.match(line) is not None

@@ -1,50 +1,50 @@
-"""How many nodes a job is to have: a number, or a range in which it may shrink and grow."""
+"""How many nodes a job has: a number, or a range within which it may shrink and grow."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-_RANGE = re.compile(r"(?P<least>\d{1,9})(?P<colon>:(?P<most>\d{1,9})?)?", re.ASCII)
+_RANGE = re.compile(r"(?P<minimum>\d{1,9})(?P<colon>:(?P<maximum>\d{1,9})?)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeRange:
-    """``MIN:MAX``, as torchrun writes it, or ``MIN:``. Hosts beyond the most are spares.
+    """``MIN:MAX``, as torchrun writes it, or ``MIN:``. Hosts beyond the maximum are spares.
 
     Attributes:
-        least: Nodes without which the job does not run.
-        most: Nodes that get ranks at most; ``None`` for all hosts.
+        minimum: Nodes without which the job does not run.
+        maximum: Nodes that get ranks at most; ``None`` for all hosts.
     """
 
-    least: int
-    most: int | None = None
+    minimum: int
+    maximum: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.least}:{'' if self.most is None else self.most}"
+        return f"{self.minimum}:{'' if self.maximum is None else self.maximum}"
 
 
 NodeCount = int | NodeRange
 
 
-def nodes_of(text: str) -> NodeCount:
-    """``2``, ``1:3`` or ``2:``. ValueError, with what is wrong, for anything else."""
-    found = _RANGE.fullmatch(text)
-    if found is None:
+def parse_node_count(text: str) -> NodeCount:
+    """Parses ``2``, ``1:3`` or ``2:``; raises ValueError, with the reason, for anything else."""
+    match = _RANGE.fullmatch(text)
+    if match is None:
         raise ValueError(f"{text!r} is neither a number nor MIN:MAX")
-    least = int(found["least"])
-    if not found["colon"]:
-        return least
-    most = None if found["most"] is None else int(found["most"])
-    if least < 1:
+    minimum = int(match["minimum"])
+    if not match["colon"]:
+        return minimum
+    maximum = None if match["maximum"] is None else int(match["maximum"])
+    if minimum < 1:
         raise ValueError(f"{text}: at least 1 node")
-    if most is not None and most < least:
+    if maximum is not None and maximum < minimum:
         raise ValueError(f"{text}: the most is less than the least")
-    return NodeRange(least, most)
+    return NodeRange(minimum, maximum)
 
 
 def bounds(nodes: NodeCount | None, hosts: int) -> tuple[int, int]:
-    """Fewest and most nodes with ranks, of so many hosts. ``None`` means all of them."""
+    """Smallest and largest number of nodes with ranks; ``None`` means all ``hosts``."""
     if isinstance(nodes, NodeRange):
-        return nodes.least, hosts if nodes.most is None else min(nodes.most, hosts)
+        return nodes.minimum, hosts if nodes.maximum is None else min(nodes.maximum, hosts)
     return (hosts, hosts) if nodes is None else (nodes, nodes)

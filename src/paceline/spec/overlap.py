@@ -1,25 +1,25 @@
-"""What ``--overlap`` may be: whether the first steps settle the size of gradient buckets."""
+"""The values of ``--overlap``: whether the first steps settle the size of gradient buckets."""
 
 from __future__ import annotations
 
 from paceline.spec.errors import SettingError
 
-WAYS = ("backward", "auto")
-"""``backward``: buckets keep DDP's sizes; ``auto``: some sizes are tried, the quickest stays."""
+VALUES = ("backward", "auto")
+"""``backward``: buckets keep DDP's sizes; ``auto``: some sizes are tried, the fastest is used."""
 
 
-def refuse(text: str) -> None:
+def validate(text: str) -> None:
     """Refuses an unknown value.
 
     Raises:
-        SettingError: Names the values that can be used.
+        SettingError: Names the possible values.
     """
     if text == "late":
         raise SettingError(
             "--overlap late: late optimizer updates were removed",
             remedy="--overlap auto",
         )
-    if text not in WAYS:
+    if text not in VALUES:
         raise SettingError(
-            f"--overlap {text}: there is no such way", remedy=f"one of {', '.join(WAYS)}"
+            f"--overlap {text}: there is no such way", remedy=f"one of {', '.join(VALUES)}"
         )

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline.spec import jobenv, launched
-from paceline.spec.job import Entry, recorded
+from paceline.spec import jobenv, launchers
+from paceline.spec.job import Entry, redact
 from paceline.spec.settings import Setting
 
 
@@ -100,7 +100,7 @@ class Plan:
         environment: The user's variables as recorded (see ``Environment.shown``).
         settings: Every setting that shaped the plan, with its source.
         dialects: Whose names for a rank's place are set beside torchrun's
-            (:func:`paceline.spec.launched.in_words_of`).
+            (:func:`paceline.spec.launchers.in_words_of`).
         notes: What the user should know about the choices made.
         spares: Nodes without ranks, for when one is lost.
         typed: ``command`` that started it, ``folder`` in which it was typed, and ``paceline``, its
@@ -149,7 +149,7 @@ class Plan:
             jobenv.HOST: node.host,
             jobenv.HOSTS: ",".join(self.hosts),
         }
-        others = launched.in_words_of(self.dialects, place)  # the user's own go before them
+        others = launchers.foreign_variables(self.dialects, place)  # the user's own go before them
         given = {*self.environment, *node.env}
         return {name: value for name, value in others.items() if name not in given} | place
 
@@ -183,7 +183,7 @@ class Plan:
             "devices": node.devices,
             "entry": entry_json(node.entry),
             "env": {
-                name: _setting_json(replace(setting, value=recorded(name, setting.value)))
+                name: _setting_json(replace(setting, value=redact(name, setting.value)))
                 for name, setting in node.env.items()
             },
             "ranks": self.ranks_json(node),

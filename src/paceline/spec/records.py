@@ -1,4 +1,4 @@
-"""``metrics.jsonl`` as the launcher or a rank keeps it: one record a line, every step once."""
+"""Filters the records of ``metrics.jsonl``, so that it holds each step once."""
 
 from __future__ import annotations
 
@@ -6,76 +6,69 @@ import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-MOST_BYTES = 1 << 20
-"""Of a line; a longer one is no record."""
-
-
-_MOST_TOLD = 4096  # steps of splits of which it is known who told them
+MAX_LINE_BYTES = 1 << 20  # a longer line is no record
+_MAX_SENDERS = 4096  # steps of splits whose sender is remembered
 
 
-class Steps:
-    """Which steps of each split are recorded: a training that resumes repeats some. Pure, but for
-    the file that :meth:`resume` reads.
-    """
+class StepFilter:
+    """Accepts each step of each split once: a training that resumes repeats some."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, int] = {}  # the last step of each split
-        self._known: dict[str, int] = {}  # the same, before the present attempt
-        self._told: dict[tuple[str, int], object] = {}  # by whom, of the latest steps
+        self._last: dict[str, int] = {}  # the last step of each split
+        self._previous: dict[str, int] = {}  # the same, before the present attempt
+        self._senders: dict[tuple[str, int], object] = {}  # of the latest steps
 
     @property
-    def none(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether nothing was recorded yet."""
-        return not self._seen
+        return not self._last
 
     def next_attempt(self) -> None:
-        """Whatever comes again from now on is known."""
-        self._known = dict(self._seen)
-        self._told.clear()
+        """Rejects all recorded steps from now on."""
+        self._previous = dict(self._last)
+        self._senders.clear()
 
     def resume(self, path: Path) -> None:
-        """What an earlier run has left in a file is known, too."""
-        self._known = _later(self._known, last_steps(path))
+        """Rejects the steps that an earlier run has recorded in a file."""
+        self._previous = _maxima(self._previous, last_steps(path))
 
-    def new(self, record: Mapping[str, Any], speaker: object = None) -> bool:
+    def accept(self, record: Mapping[str, Any], sender: object = None) -> bool:
         """Whether a record is to be kept.
 
         Args:
-            record: Of the same step and split there may be several, by one speaker.
-            speaker: Who tells it. What the next one has said again comes late from the former, too,
-                where its host could not be heard for a while.
+            record: One sender may send several for the same step and split.
+            sender: Who sent it. After a handover, a former sender that was disconnected may deliver
+                late what its successor has sent again.
         """
         split, step = str(record.get("split", "")), record.get("step")
         if not isinstance(step, int):
             return True
-        if step <= self._known.get(split, -1):
+        if step <= self._previous.get(split, -1):
             return False
-        if self._told.setdefault((split, step), speaker) != speaker:
+        if self._senders.setdefault((split, step), sender) != sender:
             return False
-        if len(self._told) > _MOST_TOLD:
-            del self._told[next(iter(self._told))]
-        self._seen = _later(self._seen, {split: step})
+        if len(self._senders) > _MAX_SENDERS:
+            del self._senders[next(iter(self._senders))]
+        self._last = _maxima(self._last, {split: step})
         return True
 
 
-def _later(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    return {split: max(one.get(split, -1), other.get(split, -1)) for split in {*one, *other}}
+def _maxima(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
+    return {split: max(a.get(split, -1), b.get(split, -1)) for split in {*a, *b}}
 
 
 def last_steps(path: Path) -> dict[str, int]:
-    """The last recorded step of each split.
-
-    What is no record does not count, whatever it is: the file may come from anywhere.
-    """
+    """The last recorded step of each split; ignores anything that is no record."""
     last: dict[str, int] = {}
     with contextlib.suppress(OSError), path.open("rb") as file:
-        while line := file.readline(MOST_BYTES):
-            if not line.endswith(b"\n") and len(line) == MOST_BYTES:
-                _skip_line(file)
+        while line := file.readline(MAX_LINE_BYTES):
+            if not line.endswith(b"\n") and len(line) == MAX_LINE_BYTES:
+                while (tail := file.readline(MAX_LINE_BYTES)) and not tail.endswith(b"\n"):
+                    pass
                 continue
-            # a number may be too long to be read, or brackets too deep
+            # a number may be too long, or brackets nested too deeply
             with contextlib.suppress(ValueError, RecursionError):
                 record = json.loads(line)
                 if isinstance(record, dict):
@@ -83,8 +76,3 @@ def last_steps(path: Path) -> dict[str, int]:
                     if isinstance(split, str) and type(step) is int and 0 <= step < 1 << 63:
                         last[split] = max(last.get(split, -1), step)
     return last
-
-
-def _skip_line(file: BinaryIO) -> None:
-    while (rest := file.readline(MOST_BYTES)) and not rest.endswith(b"\n"):
-        pass

@@ -8,14 +8,14 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-TOML_NAME = "paceline.toml"  # the file of settings, in the folder that one starts from
+TOML_NAME = "paceline.toml"  # settings file in the current folder
 
 
 class Source(IntEnum):
     """Where a value came from; a higher source wins over a lower one."""
 
     DEFAULT = 0
-    FOUND = 1  # found out from the machine or the scheduler
+    FOUND = 1  # detected on the machine or from the scheduler
     FILE = 2  # paceline.toml
     ENVIRONMENT = 3
     COMMAND_LINE = 4
@@ -32,8 +32,8 @@ class Setting(Generic[T]):
 
     Attributes:
         value: The effective value.
-        source: Which kind of source won.
-        detail: Which file, variable or rule exactly; may be empty.
+        source: Where the value came from.
+        detail: The file, variable or rule; may be empty.
     """
 
     value: T
@@ -42,5 +42,5 @@ class Setting(Generic[T]):
 
     def describe(self) -> str:
         """``value (source: detail)`` for people."""
-        where = f"{self.source.label}: {self.detail}" if self.detail else self.source.label
-        return f"{self.value} ({where})"
+        label = self.source.label
+        return f"{self.value} ({f'{label}: {self.detail}' if self.detail else label})"

@@ -1,7 +1,7 @@
-"""Text of strangers, made fit for a terminal.
+"""Makes untrusted text safe for a terminal, and wraps it.
 
-What nodes, ssh, foreign files and run directories say may hold sequences that rename the window,
-fill the clipboard, move the cursor or turn the reading direction. Whatever we show passes here.
+Text from nodes, ssh, files and run directories may contain sequences that rename the window, fill
+the clipboard, move the cursor or change the writing direction. All shown text passes here.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _RESET = "\x1b[0m"
 
 
 def clean(text: str, colours: bool = False) -> str:
-    """The text without sequences that a terminal obeys; other controls are shown as ``\\x07``.
+    """Removes terminal sequences; other control characters become ``\\x07``.
 
     Args:
-        text: Anything. Line ends and tabs stay.
-        colours: Let colours pass, put back to normal at the end.
+        text: Any text. Line ends and tabs are kept.
+        colours: Keep colours, and reset them at the end.
     """
-    if text.isprintable():  # almost every line is; the rest costs ten times as much
+    if text.isprintable():  # almost every line is; the code below is ten times slower
         return text
     if not colours:
         return _SEQUENCE.sub("", text).translate(_VISIBLE)
@@ -44,13 +44,13 @@ def clean(text: str, colours: bool = False) -> str:
     return "".join(parts) + _RESET * (len(parts) > 1)
 
 
-def in_place(text: str) -> str:
-    """As :func:`clean_line`, with one sign for each character: what is drawn keeps its places."""
+def fixed_width(text: str) -> str:
+    """Replaces each control character by one sign, so that columns stay aligned."""
     return text if text.isprintable() else text.translate(_SIGNS)
 
 
 def clean_line(text: str) -> str:
-    """As :func:`clean`, for what must stay on one line: a host's name, a message in a table."""
+    """As :func:`clean`, with line ends escaped: for a host's name, or a message in a table."""
     return clean(text).replace("\n", "\\n")
 
 
@@ -58,7 +58,7 @@ _LABEL = re.compile(
     r"(?:paceline: |(?:to |with )?[a-z]{1,12}: {1,12}|→ |epoch \d{1,9} {2}"
     r"|(?:ok|warn|FAIL|unknown) {2,7})?"
 )
-# what can be pasted must stay on one line: the terminal breaks it without a line end
+# a command must stay on one line, so that it can be pasted
 _COMMAND = re.compile(
     r"(?:(?:(?:to |with )?[a-z]{1,12}:|On \S{1,64}:|→) {1,12}){0,3}"
     r"(?:sudo|ssh|paceline|python|python3|pip|cp|scp|rsync|ping|nc|df|export|systemctl|docker"
@@ -67,36 +67,33 @@ _COMMAND = re.compile(
 _PROSE = re.compile(r"[a-zA-Z)][,;.:] ")
 
 
-def wrapped(text: str, width: int) -> str:
-    """The text with its long lines broken between words, continued under where they began.
-
-    Commands stay whole, as do words longer than the line.
-    """
-    return "\n".join(_wrapped_line(line, width) for line in text.split("\n"))
+def wrap(text: str, width: int) -> str:
+    """Wraps long lines between words with a hanging indent; commands are not wrapped."""
+    return "\n".join(_wrap_line(line, width) for line in text.split("\n"))
 
 
-def _wrapped_line(line: str, width: int) -> str:
+def _wrap_line(line: str, width: int) -> str:
     bare = line.lstrip(" ")
     label = _LABEL.match(bare)
     hanging = len(line) - len(bare) + (label.end() if label else 0)
     command = _COMMAND.match(bare)
     if len(line) <= width or (command and not _PROSE.search(bare, command.end())):
         return line
-    below = " " * (2 if line.startswith("paceline: ") else hanging)
+    indent = " " * (2 if line.startswith("paceline: ") else hanging)
     return textwrap.fill(line[hanging:], width, initial_indent=line[:hanging],
-                         subsequent_indent=below, break_long_words=False,
+                         subsequent_indent=indent, break_long_words=False,
                          break_on_hyphens=False)  # fmt: skip
 
 
-def for_reader(text: str, out: TextIO) -> str:
-    """Text of whatever origin for ``out``: clean, and on a terminal broken between words."""
+def format_for(text: str, out: TextIO) -> str:
+    """Cleans a text for ``out``, and wraps it on a terminal."""
     if not out.isatty():
         return clean(text)
-    return wrapped(clean(text), max(40, columns()))
+    return wrap(clean(text), max(40, columns()))
 
 
 def columns() -> int:
-    """Width of the terminal; 80 where none can be asked."""
+    """Width of the terminal, or 80."""
     import shutil
 
     return shutil.get_terminal_size((80, 24)).columns

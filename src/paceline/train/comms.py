@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paceline.spec import errors
 from paceline.spec.errors import JobError, PacelineError
-from paceline.spec.shapes import Shape, Untrue
+from paceline.spec.schema import InvalidValue, Schema
 from paceline.train import little, waits
 from paceline.train.world import World
 
@@ -428,7 +428,7 @@ def _length_and_first(message: Tensor) -> tuple[int, bytes]:
     return length, said[_LENGTH : _LENGTH + length]
 
 
-def checked(texts: Sequence[str], shape: Shape) -> list[Any]:
+def checked(texts: Sequence[str], shape: Schema) -> list[Any]:
     """The JSON values that ranks have sent, by rank; ``None`` for an empty text.
 
     JobError names the first rank whose value has not this shape.
@@ -438,7 +438,7 @@ def checked(texts: Sequence[str], shape: Shape) -> list[Any]:
         try:
             value = json.loads(text) if text else None
             shape(value, "its message")
-        except (ValueError, RecursionError, Untrue) as problem:
+        except (ValueError, RecursionError, InvalidValue) as problem:
             raise JobError(
                 f"rank {rank} sent what no rank of this program sends",
                 found=f"{problem}"[:300],

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group
 
-from paceline.spec.failure import GIVEN_UP
+from paceline.spec.failure import CONNECTIONS_CUT
 from paceline.train import greetings, waits
 
 MANY = 64
@@ -151,7 +151,7 @@ class Mesh:
         self._sockets = {one: sockets[one] for one in after}
         self._names = {one: _name(sockets[one], one) for one in after}
         self._cuts, self._number = cuts, 0
-        self._ended = GIVEN_UP  # or the error that ended them, which says whose fault it is
+        self._ended = CONNECTIONS_CUT  # or the error that ended them, which says whose fault it is
         self._looking = 0.0 if large else _LOOKING_S
         self._group = weakref.ref(group)  # which has these, until nobody has it
 
@@ -204,7 +204,7 @@ class Mesh:
         except BaseException as error:
             self.close()
             if isinstance(error, RuntimeError) and _open.cuts != self._cuts:
-                raise waits.GivenUp(GIVEN_UP) from error
+                raise waits.GivenUp(CONNECTIONS_CUT) from error
             if isinstance(error, RuntimeError):
                 self._ended = str(error)
             raise

@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline.spec import balance
 from paceline.spec.errors import SettingError
-from paceline.spec.figures import lasting
+from paceline.spec.formatting import format_duration
 from paceline.train import parallel
 from paceline.train.balance import (
     OFFERED,
@@ -46,7 +46,7 @@ def wished(said: str | Mapping[str, float]) -> Wish:
     if not isinstance(said, str):
         return said
     try:
-        return balance.weights_of(said)
+        return balance.parse_weights(said)
     except SettingError as error:
         raise SettingError(
             f"balance={said!r} cannot be understood",
@@ -104,7 +104,7 @@ class Division:
                 f"balance={wish!r} cannot be understood",
                 remedy='balance="auto", "even", or a weight for each host: {"n1": 3, "n2": 1}',
             )
-        balance.refuse(_typed(wish), drop_slow=drop_slow)
+        balance.validate(_typed(wish), drop_slow=drop_slow)
         ranks = self._comms.world.size
         if wish != "even" and global_batch < ranks:
             raise SettingError(
@@ -114,7 +114,7 @@ class Division:
             )
         if not isinstance(wish, str):
             there = self._comms.texts(self._comms.world.host)
-            balance.refuse_weights(wish, self._comms.world.hosts or there)
+            balance.validate_weights(wish, self._comms.world.hosts or there)
 
     def begin(
         self,
@@ -259,7 +259,7 @@ class Division:
         what = f"{fast} is faster than {slow}" if fast != slow else "some ranks are faster"
         self._journal.say(
             f"{what}. Giving {self._said(shares)} of the {sum(shares)} samples of a batch could"
-            f" shorten a step from {lasting(before)} to {lasting(after)}:"
+            f" shorten a step from {format_duration(before)} to {format_duration(after)}:"
             ' session.loader(…, balance="auto"), or --balance auto of a recipe'
         )
 
@@ -312,7 +312,7 @@ def _are_weights(wish: object) -> bool:
     if not isinstance(wish, Mapping) or not all(isinstance(host, str) for host in wish):
         return False
     numbers = [one for one in wish.values() if isinstance(one, (int, float))]
-    most = balance.MOST_WEIGHT
+    most = balance.MAX_WEIGHT
     return len(numbers) == len(wish) and not any(most < one < math.inf for one in numbers)
 
 
@@ -323,7 +323,7 @@ def _steps_alone(models: Models) -> bool:
 def _refuse(models: Models, wish: Wish, drop_slow: bool) -> None:
     way = "local" if _steps_alone(models) else "exact"
     sharded = parallel.is_sharded(models.module)
-    balance.refuse(_typed(wish), sharded=sharded, communication=way)
+    balance.validate(_typed(wish), sharded=sharded, communication=way)
     if wish != "auto":
         return
     names = [name for name in models.figures("loss") if name != ALONE]

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from paceline.spec.records import Steps
-from paceline.spec.rundir import aside
+from paceline.spec.records import StepFilter
+from paceline.spec.rundir import backup_name
 
 _BLOCK = 1 << 16
 _SMALL = 64 << 20  # of a description; states and manifests are kilobytes
@@ -180,13 +180,13 @@ class Records:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._steps = Steps()
+        self._steps = StepFilter()
         self._failed = False
         _end_with_a_whole_line(path)
 
     def append(self, record: Mapping[str, Any]) -> bool:
         """Adds a record with the present time, unless it is known; whether it was not."""
-        new = self._steps.new(record)
+        new = self._steps.accept(record)
         if new:
             self._write(line({"time": round(time.time(), 3), **record}))
         return new
@@ -207,7 +207,7 @@ class Records:
     def set_aside(self) -> None:
         """Keeps the records of an earlier run under another name and begins a new file."""
         if self.path.exists():
-            self.path.rename(aside(self.path))
+            self.path.rename(backup_name(self.path))
 
 
 def _end_with_a_whole_line(path: Path) -> None:

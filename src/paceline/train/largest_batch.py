@@ -22,7 +22,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.spec.errors import SettingError
-from paceline.spec.shapes import row, text, whole
+from paceline.spec.schema import integer, text, tuple_of
 from paceline.train import files, parallel
 from paceline.train.balance import by_host
 from paceline.train.comms import checked
@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 TABLE = "batch-trials.csv"
 _PART = 0.8  # of the free memory
 _NEAR = 16  # parts of the largest batch that may be missing
-_FITS = row(text(), whole(), whole(), text())  # host, samples that fit, of how many, in what
+_FITS = tuple_of(
+    text(), integer(), integer(), text()
+)  # host, samples that fit, of how many, in what
 _FULL = ("out of memory", "alloc", "could not create a memory", "could not create a primitive")
 
 

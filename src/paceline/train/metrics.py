@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.spec.shapes import each, row, text
+from paceline.spec.schema import list_of, text, tuple_of
 from paceline.train.comms import checked
 
-_NAMES = row(each(text()), each(text()))  # all of a rank's, and those not given for all samples
+_NAMES = tuple_of(
+    list_of(text()), list_of(text())
+)  # all of a rank's, and those not given for all samples
 
 Reduce = Callable[[Tensor], Tensor]
 """Sums a float64 vector over all ranks."""

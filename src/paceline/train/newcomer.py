@@ -36,7 +36,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from paceline.spec import jobenv
 from paceline.spec.errors import JobError
-from paceline.spec.failure import UNLIKE
+from paceline.spec.failure import NEWCOMER_MISMATCH
 from paceline.train.comms import Mender
 from paceline.train.world import World, read
 
@@ -167,7 +167,7 @@ class Replay:
         kind, content = self._left[0] if self._left else ("", None)
         if kind != "gave":
             raise JobError(
-                UNLIKE,
+                NEWCOMER_MISMATCH,
                 found=f"after {self._after} they had told each other less",
                 remedy="give every node the same files and the same options; a script must not do"
                 " other things on some ranks, nor before the first batch of a pass that goes on in"

@@ -26,7 +26,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.spec import events
-from paceline.spec.figures import lasting
+from paceline.spec.formatting import format_duration
 from paceline.train import waits
 from paceline.train.comms import Comms
 from paceline.train.parallel import Replica, is_sharded
@@ -592,8 +592,8 @@ def summary(
             if shares[name] >= 0.005 or name not in ("saving", "other")
         )  # fmt: skip
     text = (
-        f"trained {counted(steps, 'step')}, {counted(samples, 'sample')} in {lasting(seconds)}:"
-        f" {samples / seconds:,.0f} samples/s ({parts})"
+        f"trained {counted(steps, 'step')}, {counted(samples, 'sample')} in"
+        f" {format_duration(seconds)}: {samples / seconds:,.0f} samples/s ({parts})"
     )
     return f"{text}\n{slowest}" if slowest else text
 

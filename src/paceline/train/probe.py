@@ -150,7 +150,7 @@ class Probe:
         }
         only = self._models.first.communication
         if only:
-            communication.refuse_forecast(only.asked.name)
+            communication.validate_forecast(only.asked.name)
             self._about["communication"] = only.asked.name
         self._warm = loader.warm = SETTLING if only and only.asked.name != "exact" else WARM
         self._round = len(loader.sizes) * (1 + COUNTED)

@@ -58,8 +58,8 @@ from torch.distributed.constants import default_pg_timeout
 
 from paceline.spec import jobenv
 from paceline.spec.errors import JobError
-from paceline.spec.failure import ECHO, silent_peer
-from paceline.spec.shapes import each, form, maybe, row, whole
+from paceline.spec.failure import SECONDARY_ERROR, unreachable_peer
+from paceline.spec.schema import integer, list_of, optional, regex, tuple_of
 from paceline.train import direct, gloo, waits
 from paceline.train.comms import TENSOR_TYPE, Comms, checked
 from paceline.train.stop import wait_for_idle_workers
@@ -85,7 +85,7 @@ def _any(value: object, where: str) -> None:
 
 
 # of a tensor its shape and type, else the result itself
-_RESULT = row(maybe(each(whole(), 64)), form(f"({TENSOR_TYPE})?", "a type"), _any)
+_RESULT = tuple_of(optional(list_of(integer(), 64)), regex(f"({TENSOR_TYPE})?", "a type"), _any)
 
 
 class At(IntEnum):
@@ -816,7 +816,7 @@ class Recovery:
             except RuntimeError as another:
                 if not self._lost(another):
                     raise
-                if silent_peer(str(another)):  # the launcher leaves out one end of that line
+                if unreachable_peer(str(another)):  # the launcher leaves out one end of that line
                     error = another
                 continue
             break
@@ -860,7 +860,7 @@ class Recovery:
 
     def _lost(self, error: RuntimeError) -> bool:
         """Whether this is what a rank sees of another one's end."""
-        if isinstance(error, (dist.DistError, Overtaken)) or ECHO.search(str(error)):
+        if isinstance(error, (dist.DistError, Overtaken)) or SECONDARY_ERROR.search(str(error)):
             return True
         word = self._control.newer(self.generation)
         return word is not None and not word.planned  # whatever is said of connections that are cut
@@ -1065,7 +1065,7 @@ def _passed_on(comms: Comms, source: int, result: Any) -> Any:
         shape, kind = list(result.shape), str(result.dtype).removeprefix("torch.")
     plain = None if isinstance(result, Tensor) else result
     texts = comms.texts(json.dumps([shape, kind, plain]) if mine else "")
-    shape, kind, plain = checked(texts, maybe(_RESULT))[source] or (None, "", None)
+    shape, kind, plain = checked(texts, optional(_RESULT))[source] or (None, "", None)
     if shape is None:
         return plain
     tensor = result if mine else torch.empty(shape, dtype=getattr(torch, kind))

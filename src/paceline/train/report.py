@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from paceline.progress import Bar
 from paceline.spec import jobenv, rundir
-from paceline.spec.figures import which_epoch
+from paceline.spec.formatting import format_epoch
 from paceline.train import files
 
 HEARTBEAT_SECONDS = 1.0
@@ -306,7 +306,7 @@ def figures(
         steps: Of the whole training; 0 leaves them out.
         parts: Values by the name of their split.
     """
-    words = [which_epoch(epoch), f"step {step}/{steps}" if steps else f"step {step}"]
+    words = [format_epoch(epoch), f"step {step}/{steps}" if steps else f"step {step}"]
     for split, values in parts:
         shown = [f"{name} {_short(value)}" for name, value in values.items() if name != "samples"]
         words.append(f"{split}: {', '.join(shown)}")

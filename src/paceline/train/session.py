@@ -22,10 +22,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.spec import overlap as overlaps
 from paceline.spec import rundir
-from paceline.spec.balance import refuse_limits
-from paceline.spec.communication import refuse
+from paceline.spec.balance import validate_limits
+from paceline.spec.communication import validate
 from paceline.spec.errors import JobError, SettingError
-from paceline.spec.failure import ASTRAY
+from paceline.spec.failure import NEWCOMER_DIVERGED
 from paceline.train import device as devices
 from paceline.train import parallel, report, weights, world
 from paceline.train.average import Average
@@ -187,7 +187,7 @@ class Session(Member):
             name=name,
             scaled=scaler is not None,
         )
-        overlaps.refuse(overlap)
+        overlaps.validate(overlap)
         self._overlap = None
         self.models.leave(name)
         updater = Updater(module, optimizer, schedule, scaler, clip_norm)
@@ -235,7 +235,7 @@ class Session(Member):
         updater = self.models[name]
         self._changes("average")
         if updater.communication is not None:
-            refuse(updater.communication.asked.name, averaged=True)
+            validate(updater.communication.asked.name, averaged=True)
         updater.average = Average(updater.module, self.comms, decay, start, self._settle)
         return updater.average
 
@@ -341,7 +341,7 @@ class Session(Member):
         """This rank's, of limits by host; a collective."""
         probes = self._probe is not None  # hosts are tried alone, too
         hosts = [*limits] if probes else self.world.hosts or self.comms.texts(self.world.host)
-        refuse_limits(limits, hosts)
+        validate_limits(limits, hosts)
         return limits.get(self.world.host, 0)
 
     def shard(self, data: Data, size: int = 512, *, collate: Collate | None = None) -> Shard:
@@ -696,7 +696,7 @@ class Session(Member):
             return
         if wrong := self._proof.astray(slot, self._newcomers):
             raise JobError(
-                ASTRAY,
+                NEWCOMER_DIVERGED,
                 found=f"after step {self.progress.step} {wrong} is not what it is there",
                 remedy="a counter of the script's own (of enumerate, of a warm-up) begins anew in"
                 " the process that comes for a lost one: go by session.progress.step",

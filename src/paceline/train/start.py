@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from paceline.spec import jobenv, launched, rundir
+from paceline.spec import jobenv, launchers, rundir
 from paceline.train import compiler, newcomer, report, world
 from paceline.train import device as devices
 from paceline.train.newcomer import Recording
@@ -68,7 +68,7 @@ def join(
         JobError: The world is not the planned one.
     """
     compiler.put_off()
-    os.environ.update(launched.translated(os.environ, os.getppid()))
+    os.environ.update(launchers.torchrun_variables(os.environ, os.getppid()))
     comes = newcomer.comes(os.environ)
     place = world.read(os.environ) if comes is None else comes.place
     found = devices.look()

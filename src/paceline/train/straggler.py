@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paceline.spec.figures import lasting
+from paceline.spec.formatting import format_duration
 from paceline.train.pace import PARTS, Look, at_work, facts_of, steps_of
 from paceline.train.slow_link import STEADY, recent, slow_link
 from paceline.train.vitals import VITALS
@@ -70,14 +70,14 @@ class Straggler:
         """For people, who know it by this name."""
         why = CAUSES[self.cause] + (f" ({self.detail})" if self.detail else "")
         return (
-            f"{who} slows the others down by {lasting(self.seconds)} a step"
+            f"{who} slows the others down by {format_duration(self.seconds)} a step"
             f" ({self.part:.0%}): {why}"
         )
 
     def summed(self, who: str) -> str:
         """For people, at the end of a training."""
         return (
-            f"{who}, for which the others waited {lasting(self.seconds)} a step"
+            f"{who}, for which the others waited {format_duration(self.seconds)} a step"
             f" ({self.part:.0%} of it): {CAUSES[self.cause]}"
         )
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from paceline.spec.failure import GIVEN_UP
+from paceline.spec.failure import CONNECTIONS_CUT
 from paceline.train import gloo
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class _Promise:
             self._open(self._mean)
 
     def broken(self) -> None:
-        if self._open(GivenUp(GIVEN_UP)):
+        if self._open(GivenUp(CONNECTIONS_CUT)):
             leave(self._work)
 
     def _open(self, what: object) -> bool:
@@ -116,7 +116,7 @@ def wait(work: dist.Work | None, moved: Tensor) -> None:
         while not work.is_completed():
             if _waits.ends != ends:
                 leave(work)
-                raise GivenUp(GIVEN_UP)
+                raise GivenUp(CONNECTIONS_CUT)
             with contextlib.suppress(RuntimeError):  # it has to wait on, or its error comes below
                 work.wait(timedelta(seconds=_LOOK_S))
     work.wait()
@@ -149,7 +149,7 @@ def apart(act: Callable[[], T]) -> T:
     while not over.wait(_LOOK_S):
         if _waits.ends != ends:
             _waits.left_apart = True
-            raise GivenUp(GIVEN_UP)
+            raise GivenUp(CONNECTIONS_CUT)
     if failed:
         raise failed[0]
     return gave[0]

@@ -100,7 +100,7 @@ def load_config(folder: Path) -> dict[str, Any]:
     Raises:
         DataError: The run directory holds no model, or not one of ours.
     """
-    path, found = folder / rundir.MODEL_CONFIG, rundir.unfinished(folder)
+    path, found = folder / rundir.MODEL_CONFIG, rundir.usable_checkpoint(folder)
     if not path.is_file() and found is not None:
         return _of_checkpoint(found)
     try:
@@ -158,7 +158,7 @@ def saved_state(folder: Path) -> tuple[Path, dict[str, Tensor]]:
         DataError: The file is missing or damaged.
     """
     path = folder / rundir.WEIGHTS
-    found = folder if (folder / MANIFEST).is_file() else rundir.unfinished(folder)
+    found = folder if (folder / MANIFEST).is_file() else rundir.usable_checkpoint(folder)
     if not (folder / rundir.MODEL_CONFIG).is_file() and found is not None:
         return found, _checkpointed(found)
     config = load_config(folder)

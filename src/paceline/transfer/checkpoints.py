@@ -1,7 +1,6 @@
-"""Checkpoints where there is no shared disk: sent to rank 0's node, and brought home as they come.
+"""Copies checkpoints to and from rank 0's node if there is no shared disk.
 
-So a run is resumed from its run directory wherever it is started next, and losing the node with
-rank 0 costs the steps since its last checkpoint and no more.
+So the run directory always has what is needed to resume the run anywhere.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from paceline.spec.rundir import (
     LATEST,
     MANIFEST,
     Version,
+    expired,
     is_frozen_file,
-    pointed,
-    surplus,
-    version_of,
+    parse_version,
+    read_pointer,
 )
 from paceline.transfer.files import send_blocks
 from paceline.transfer.results import Fetcher
@@ -37,29 +36,28 @@ Sizes = dict[str, int]  # by path relative to the folder of checkpoints
 
 
 async def send_checkpoints(channel: Channel, folder: str, directory: RunDirectory) -> None:
-    """Puts the run directory's checkpoints into ``folder`` of a node where it lacks them.
+    """Sends the run directory's checkpoints that a node's ``folder`` lacks.
 
-    What the node has is left: it may hold newer checkpoints than we do, from a run whose
-    launcher was killed.
+    The node may have newer ones, from a run whose launcher was killed; they are kept.
     """
-    here = await asyncio.to_thread(sizes_below, directory.path / CHECKPOINTS)
-    if not here:
+    local_files = await asyncio.to_thread(local_sizes, directory.path / CHECKPOINTS)
+    if not local_files:
         return
-    there = await _sizes_on(channel, folder)
-    ours, theirs = by_name(here), by_name(there)
-    for name in sorted((name for name in ours if ours[name] != theirs.get(name)), key=_version):
-        if name in theirs and not _lies_within(theirs[name], ours[name]):
-            continue  # another checkpoint of that name: theirs is the later one
-        await _send_whole(channel, directory, name, list(ours[name]))
-    for pointer in here:
-        if "/" not in pointer and pointer not in there:
+    remote_files = await _remote_sizes(channel, folder)
+    local, remote = by_name(local_files), by_name(remote_files)
+    for name in sorted((n for n in local if local[n] != remote.get(n)), key=_version):
+        if name in remote and not remote[name].items() <= local[name].items():
+            continue  # another checkpoint of that name, which is newer
+        await _send_checkpoint(channel, directory, name, list(local[name]))
+    for pointer in local_files:
+        if "/" not in pointer and pointer not in remote_files:
             await _send(channel, directory, pointer, f"{CHECKPOINTS}/{pointer}")
 
 
-async def _send_whole(
+async def _send_checkpoint(
     channel: Channel, directory: RunDirectory, name: str, files: list[str]
 ) -> None:
-    """A whole checkpoint or none: its folder has another name until the last file is there."""
+    """Sends a checkpoint; its folder has a temporary name until it is complete."""
     part = f"{CHECKPOINTS}/.{name}.arriving.tmp"
     for file in files:
         await _send(channel, directory, f"{name}/{file}", f"{part}/{file}")
@@ -71,67 +69,63 @@ async def _send(channel: Channel, directory: RunDirectory, name: str, target: st
     await send_blocks(channel, path, "put_file", key=directory.key, path=target)
 
 
-async def _sizes_on(channel: Channel, folder: str) -> Sizes:
-    """The finished checkpoints' files on the node, and the pointers beside them."""
+async def _remote_sizes(channel: Channel, folder: str) -> Sizes:
+    """The sizes of the node's finished checkpoints and their pointers."""
     root = f"{folder}/{CHECKPOINTS}"
     answer = await channel.request("list_results", root=root, manifest=None)
     return {f["path"]: f["size"] for f in answer["files"]
-            if _counts(f["path"]) and not inside.why_refused(f["path"])}  # fmt: skip
+            if _is_published(f["path"]) and not inside.why_refused(f["path"])}  # fmt: skip
 
 
-def sizes_below(folder: Path) -> Sizes:
-    """As :func:`_sizes_on` tells of a node, the files of a folder here; no link counts."""
-    found = {}
-    for above, _, names in inside.walk(str(folder)):
-        for relative in (f"{above}/{name}" if above else name for name in names):
+def local_sizes(folder: Path) -> Sizes:
+    """The sizes of a local folder's finished checkpoints and their pointers, without links."""
+    sizes = {}
+    for parent, _, names in inside.walk(str(folder)):
+        for relative in (f"{parent}/{name}" if parent else name for name in names):
             path = folder / relative
-            if _counts(relative) and path.is_file() and not path.is_symlink():
-                found[relative] = path.stat().st_size
-    return found
+            if _is_published(relative) and path.is_file() and not path.is_symlink():
+                sizes[relative] = path.stat().st_size
+    return sizes
 
 
-def _counts(path: str) -> bool:
-    """Files of checkpoints that were published, and pointers to them."""
+def _is_published(path: str) -> bool:
+    """Whether a path belongs to a finished checkpoint or is a pointer."""
     first, inner, _ = path.partition("/")
     if not inner:
         return first in (LATEST, BEST)
-    return version_of(first) is not None
+    return parse_version(first) is not None
 
 
 def _version(name: str) -> Version:
-    return version_of(name) or _NONE
+    return parse_version(name) or _NO_VERSION
 
 
-_NONE: Version = (0, -1)
+_NO_VERSION: Version = (0, -1)
 
 
 def by_name(sizes: Sizes) -> dict[str, Sizes]:
-    """By checkpoint, its files with their sizes; without the pointers."""
-    found: dict[str, Sizes] = {}
+    """Groups file sizes by checkpoint, without the pointers."""
+    checkpoints: dict[str, Sizes] = {}
     for path, size in sizes.items():
-        name, inner, file = path.partition("/")
-        if inner:
-            found.setdefault(name, {})[file] = size
-    return found
+        name, separator, file = path.partition("/")
+        if separator:
+            checkpoints.setdefault(name, {})[file] = size
+    return checkpoints
 
 
-def _lies_within(some: Sizes, all_of_them: Sizes) -> bool:
-    return some.items() <= all_of_them.items()
+def outdated(local: Iterable[str], remote: Collection[str], verified: Collection[str]) -> list[str]:
+    """Local checkpoints that the node has removed, older than a verified one."""
+    latest = max(map(_version, verified), default=_NO_VERSION)
+    return [name for name in local if name not in remote and _version(name) < latest]
 
 
-def outdated(here: Iterable[str], there: Collection[str], verified: Collection[str]) -> list[str]:
-    """Checkpoints that the node has removed, older than one that was verified here."""
-    newest = max(map(_version, verified), default=_NONE)
-    return [name for name in here if name not in there and _version(name) < newest]
-
-
-def damage_of(folder: Path, name: str, hashes: Mapping[str, str]) -> str:
-    """What is wrong with a checkpoint that came; empty for nothing.
+def find_damage(folder: Path, name: str, hashes: Mapping[str, str]) -> str:
+    """The defect of a fetched checkpoint; empty if there is none.
 
     Args:
-        folder: Where it is.
-        name: Its own.
-        hashes: SHA-256 of the files that came.
+        folder: Its folder.
+        name: Its name.
+        hashes: SHA-256 of the fetched files.
     """
     manifest = records.read_object(folder / MANIFEST) or {}
     files = manifest.get("files")
@@ -143,7 +137,7 @@ def damage_of(folder: Path, name: str, hashes: Mapping[str, str]) -> str:
     return ""
 
 
-async def _refusal_of(work: Awaitable[object]) -> AgentRefusal | None:
+async def _catch_refusal(work: Awaitable[object]) -> AgentRefusal | None:
     try:
         await work
     except AgentRefusal as refusal:
@@ -152,16 +146,16 @@ async def _refusal_of(work: Awaitable[object]) -> AgentRefusal | None:
 
 
 class CheckpointFetcher:
-    """Keeps the run directory's checkpoints like those of rank 0's node, which does not see it.
+    """Synchronises the run directory's checkpoints with those of rank 0's node.
 
     Args:
-        channel: To the node with rank 0.
-        folder: Where the run's files go there.
+        channel: Channel of the node with rank 0.
+        folder: The run's folder there.
         run: The run directory.
-        fetcher: Receives the files.
-        followed: Another node had rank 0 before: what this one never had stays here, too.
-        keep: As many as the script wants to stay, besides the best; 0: not known, or all.
-        note: Tells the user.
+        fetcher: Fetches the files.
+        followed: Another node had rank 0 before: its checkpoints are kept, too.
+        keep: Number of checkpoints to keep besides the best; 0: unknown, or all.
+        note: Shows a message to the user.
     """
 
     def __init__(self, channel: Channel, folder: str, run: Path, fetcher: Fetcher, *,
@@ -169,88 +163,88 @@ class CheckpointFetcher:
                  note: Callable[[str], None] = lambda text: None) -> None:  # fmt: skip
         self.keep = keep
         self._note, self._noted = note, set[str]()
-        self._verified = set[str]()  # names of what came whole
+        self._verified = set[str]()  # names of completely fetched checkpoints
         self._channel, self._folder = channel, folder
         self._run = str(run)
         self._target = run / CHECKPOINTS
         self._fetcher = fetcher
-        self._followed, self._listed = followed, set[str]()  # what the node had at any time
+        self._followed, self._listed = followed, set[str]()  # names that the node had at any time
         self._task: asyncio.Task[None] | None = None
-        self._again = False
+        self._needs_rerun = False
 
-    def wanted(self) -> None:
-        """There is a new checkpoint: brings it in the background."""
+    def schedule(self) -> None:
+        """Fetches a new checkpoint in the background."""
         if self._task is not None and not self._task.done():
-            self._again = True
+            self._needs_rerun = True
             return
         self._task = asyncio.create_task(self._follow())
 
     async def _follow(self) -> None:
         while True:
-            self._again = False
-            # what fails now is tried again with the next checkpoint, and at the end
+            self._needs_rerun = False
+            # failures are retried with the next checkpoint, and at the end
             with contextlib.suppress(PacelineError, ConnectionError, OSError):
                 await self.sync()
-            if not self._again:
+            if not self._needs_rerun:
                 return
 
     async def finish(self) -> None:
-        """Waits for what is under way."""
+        """Waits for the background task."""
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def sync(self) -> None:
-        """Brings what is new on the node, and removes what the node has removed.
+        """Fetches new checkpoints and removes those that the node has removed.
 
-        A checkpoint has its name here once all of its files have come. AgentRefusal, after all
-        the rest was done, when one changed while it was read.
+        A checkpoint gets its name once it is complete. Raises AgentRefusal at the end if a file
+        changed while it was read.
         """
-        there = await _sizes_on(self._channel, self._folder)
-        known = by_name(await asyncio.to_thread(sizes_below, self._target))
-        made = by_name(there)
-        new = [(name, files) for name, files in made.items() if known.get(name) != files]
-        pointers = {name: size for name, size in there.items() if "/" not in name}
-        refused = [
-            *[await _refusal_of(self._bring(name, files)) for name, files in new],
-            await _refusal_of(self._fetch(pointers, self._target)),
+        files = await _remote_sizes(self._channel, self._folder)
+        local = by_name(await asyncio.to_thread(local_sizes, self._target))
+        remote = by_name(files)
+        changed = [(name, sizes) for name, sizes in remote.items() if local.get(name) != sizes]
+        pointers = {name: size for name, size in files.items() if "/" not in name}
+        refusals = [
+            *[await _catch_refusal(self._fetch_checkpoint(*entry)) for entry in changed],
+            await _catch_refusal(self._fetch(pointers, self._target)),
         ]
-        gone = outdated(known, made, self._verified)
+        removed = outdated(local, remote, self._verified)
         if self.keep:
-            here = by_name(await asyncio.to_thread(sizes_below, self._target))
-            best = version_of(pointed(self._target / BEST))
-            over = surplus([*filter(None, map(version_of, here))], self.keep, {best})
-            gone = [name for name in gone if version_of(name) in over]
+            present = by_name(await asyncio.to_thread(local_sizes, self._target))
+            best = parse_version(read_pointer(self._target / BEST))
+            excess = expired([*filter(None, map(parse_version, present))], self.keep, {best})
+            removed = [name for name in removed if parse_version(name) in excess]
         elif self._followed:
-            gone = [name for name in gone if name in self._listed]
-        self._listed |= made.keys()
-        await asyncio.to_thread(self._drop, gone)
-        for refusal in filter(None, refused):
+            removed = [name for name in removed if name in self._listed]
+        self._listed |= remote.keys()
+        await asyncio.to_thread(self._remove, removed)
+        for refusal in filter(None, refusals):
             raise refusal
 
-    async def _bring(self, name: str, files: Sizes) -> None:
+    async def _fetch_checkpoint(self, name: str, files: Sizes) -> None:
         arriving = self._target / f".{name}.arriving.tmp"
         await asyncio.to_thread(shutil.rmtree, arriving, ignore_errors=True)
         hashes = await asyncio.to_thread(self._link_shared, files, arriving / name)
-        coming = {f"{name}/{file}": size for file, size in files.items() if file not in hashes}
-        arrived = await self._fetch(coming, arriving)
-        hashes |= {path.partition("/")[2]: sha256 for path, sha256 in arrived.items()}
-        if problem := await asyncio.to_thread(damage_of, arriving / name, name, hashes):
+        missing = {f"{name}/{file}": size for file, size in files.items() if file not in hashes}
+        fetched = await self._fetch(missing, arriving)
+        hashes |= {path.partition("/")[2]: sha256 for path, sha256 in fetched.items()}
+        if problem := await asyncio.to_thread(find_damage, arriving / name, name, hashes):
             await asyncio.to_thread(shutil.rmtree, arriving, ignore_errors=True)
             self._fetcher.left_on.add(self._channel.host.name)
             if name not in self._noted:
                 self._noted.add(name)
-                where = f"checkpoint {name} of {self._channel.host.name}"
-                self._note(f"paceline: {where} is damaged and was left there: {problem}")
+                self._note(f"paceline: checkpoint {name} of {self._channel.host.name} is damaged"
+                           f" and was left there: {problem}")  # fmt: skip
             return
         await asyncio.to_thread(self._place, arriving.name, name)
         self._verified.add(name)
 
     def _link_shared(self, files: Sizes, into: Path) -> dict[str, str]:
-        """Links the frozen weights that an earlier checkpoint here has; returns their SHA-256."""
+        """Links frozen weights from an earlier local checkpoint; returns their SHA-256."""
         linked = {}
         for file in filter(is_frozen_file, files):
             for path in self._target.glob(f"*/{file}"):
-                if version_of(path.parent.name) and path.lstat().st_size == files[file]:
+                if parse_version(path.parent.name) and path.lstat().st_size == files[file]:
                     with contextlib.suppress(OSError):  # a disk without hard links
                         into.mkdir(parents=True, exist_ok=True)
                         os.link(path, into / file, follow_symlinks=False)
@@ -268,7 +262,7 @@ class CheckpointFetcher:
         inside.rename(self._run, f"{CHECKPOINTS}/{arriving}/{name}", f"{CHECKPOINTS}/{name}")
         inside.remove(self._run, f"{CHECKPOINTS}/{arriving}")
 
-    def _drop(self, checkpoints: Iterable[str]) -> None:
+    def _remove(self, checkpoints: Iterable[str]) -> None:
         for name in checkpoints:
             with contextlib.suppress(OSError):
                 inside.remove(self._run, f"{CHECKPOINTS}/{name}")

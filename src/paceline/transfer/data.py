@@ -1,4 +1,4 @@
-"""A folder of data on its way to nodes that do not see it: only what they lack travels."""
+"""Sends a data folder to nodes that lack it, only with the missing files."""
 
 from __future__ import annotations
 
@@ -12,66 +12,66 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from paceline.agent import data as there
+from paceline.agent import data as agent_data
 from paceline.agent.snapshot import BLOCK, hash_file
 from paceline.remote.channel import AgentRefusal, Channel
 from paceline.spec.errors import NodeError
-from paceline.spec.helptext import counted
-from paceline.transfer.files import SMALL, Window, grouped, is_out_of_space
+from paceline.spec.helptext import pluralize
+from paceline.transfer.files import MAX_SMALL_BYTES, Window, grouped, is_out_of_space
 from paceline.transfer.links import OutwardLinks
 
 Item = Sequence[Any]  # path, size, mtime in microseconds
-PIECE = 2000  # items in a message
-HASHED = 200  # files in a message that asks for their hashes
-RESUMED = 16 << 20  # bytes from which on an earlier try is worth to be asked for
-SPARE = 64 << 20  # bytes that stay free on a node's disk
+ITEM_BATCH = 2000  # items in a message
+HASH_BATCH = 200  # files in a request for hashes
+MIN_RESUMED_BYTES = 16 << 20  # smaller files are not resumed
+RESERVED_BYTES = 64 << 20  # kept free on a node's disk
 
 
-class Folder:
-    """The folder on the launching machine; read when that is needed, and once.
+class DataFolder:
+    """A data folder of the launching machine, read once when needed.
 
     Attributes:
         root: Its absolute path.
-        place: Where its files can be read: there, or in a copy on a supervisor's host.
-        key: What its copies are known by.
-        name: What they are called.
+        place: Where its files are: the same path, or a copy on a supervisor's host.
+        key: Id of its copies.
+        name: Name of its copies.
 
     Args:
-        root: As above.
-        machine: Names the launching machine.
-        copy: Key and place of a copy, on another machine.
+        root: Its absolute path.
+        machine: Name of the launching machine.
+        copy: Key and path of a copy, on another machine.
     """
 
     def __init__(self, root: Path, machine: str, copy: tuple[str, Path] | None = None) -> None:
         self.root = root
-        about = f"{machine}\0{os.path.realpath(root)}".encode(errors="surrogateescape")
-        own = hashlib.sha256(about).hexdigest()[:24]
-        self.key, self.place = copy or (own, root)
+        identity = f"{machine}\0{os.path.realpath(root)}".encode(errors="surrogateescape")
+        key = hashlib.sha256(identity).hexdigest()[:24]
+        self.key, self.place = copy or (key, root)
         self.name = root.name if root.name not in ("", ".", "..") else "data"
         self._lock = threading.Lock()
         self._items: list[Item] | None = None
         self._hashes: dict[str, str] = {}
 
     def marks(self) -> list[str]:
-        """By which a node's folder is told to be this one."""
-        return there.marks(str(self.place))
+        """Marks that identify this folder on a node's disk."""
+        return agent_data.marks(str(self.place))
 
     def items(self) -> list[Item]:
-        """Its files, in order. Blocking; OSError where one cannot be looked at."""
+        """Its files, in order. Blocking; raises OSError for an unreadable one."""
         with self._lock:
             if self._items is None:
-                self._items = [*there.walk(str(self.place))]
+                self._items = [*agent_data.walk(str(self.place))]
             return self._items
 
     def outward(self, items: Iterable[Item]) -> dict[str, str]:
-        """Of these, by path, where files lie that only links in the folder lead to. Blocking."""
+        """The targets of files that are outside and only linked, by path. Blocking."""
         if self.place != self.root:  # a copy has no links
             return {}
         links = OutwardLinks(self.root)
         return {item[0]: target for item in items if (target := links.target(item[0]))}
 
     def hashes(self, paths: Iterable[str]) -> list[str]:
-        """SHA-256 of files. Blocking; OSError where one cannot be read."""
+        """SHA-256 of files. Blocking; raises OSError for an unreadable one."""
         for path in paths:
             with self._lock:
                 if path not in self._hashes:
@@ -81,57 +81,57 @@ class Folder:
 
 @dataclass(slots=True)
 class Differences:
-    """How a folder differs from ours.
+    """How a node's folder differs from the local one.
 
     Attributes:
-        missing: Our items that it lacks, or has otherwise.
-        doubtful: Our items that it has with the same size, and another time.
-        gone: Its paths that we do not have.
+        missing: Local items that it lacks, or has with another size.
+        doubtful: Local items that it has with the same size and another time.
+        extra: Its paths without a local file.
     """
 
     missing: list[Item] = field(default_factory=list)
     doubtful: list[Item] = field(default_factory=list)
-    gone: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
 
     @property
     def certain(self) -> bool:
-        """Whether it differs, whatever the doubtful files hold."""
-        return bool(self.missing or self.gone)
+        """Whether it differs, regardless of the doubtful files."""
+        return bool(self.missing or self.extra)
 
 
 class Comparison:
-    """Finds the differences while the other folder's items come. Pure."""
+    """Finds the differences while the node's items arrive."""
 
-    def __init__(self, here: Sequence[Item]) -> None:
-        self.found = Differences()
-        self._here = iter(here)
-        self._next = next(self._here, None)
+    def __init__(self, items: Sequence[Item]) -> None:
+        self.differences = Differences()
+        self._items = iter(items)
+        self._next = next(self._items, None)
 
     def feed(self, items: Iterable[Item]) -> None:
-        """The next items of the other folder, in order."""
+        """Compares the next items of the node, in order."""
         for item in items:
-            place = there.order(item[0])
-            while self._next is not None and there.order(self._next[0]) < place:
-                self._take(self.found.missing)
+            position = agent_data.order(item[0])
+            while self._next is not None and agent_data.order(self._next[0]) < position:
+                self._move_to(self.differences.missing)
             if self._next is None or self._next[0] != item[0]:
-                self.found.gone.append(item[0])
+                self.differences.extra.append(item[0])
             elif self._next[1] != item[1]:
-                self._take(self.found.missing)
+                self._move_to(self.differences.missing)
             elif self._next[2] != item[2]:
-                self._take(self.found.doubtful)
+                self._move_to(self.differences.doubtful)
             else:
-                self._next = next(self._here, None)
+                self._next = next(self._items, None)
 
     def finish(self) -> Differences:
-        """There are no more."""
+        """Returns the differences after the node's last item."""
         while self._next is not None:
-            self._take(self.found.missing)
-        return self.found
+            self._move_to(self.differences.missing)
+        return self.differences
 
-    def _take(self, into: list[Item]) -> None:
+    def _move_to(self, items: list[Item]) -> None:
         assert self._next is not None
-        into.append(self._next)
-        self._next = next(self._here, None)
+        items.append(self._next)
+        self._next = next(self._items, None)
 
 
 @dataclass(slots=True)
@@ -139,12 +139,12 @@ class DataPlace:
     """Where a node has the data, and what it lacks.
 
     Attributes:
-        folder: On that node.
-        in_place: It is the folder itself, or one of the same content under the same path.
-        sign: A file by which others that see this disk are told.
-        missing, same, gone: What has to be sent, given its time, and removed.
-        free: Bytes on the disk of the copy.
-        outward: Of what has to be sent, where files lie that only links in the folder lead to.
+        folder: Path on the node.
+        in_place: It is the folder itself, or has the same content under the same path.
+        sign: A file that identifies this disk to other nodes.
+        missing, same, extra: Files to send, to set the time of, and to remove.
+        free: Free bytes on the disk of the copy.
+        outward: Targets of missing files that are outside the folder and only linked.
     """
 
     folder: str
@@ -152,7 +152,7 @@ class DataPlace:
     sign: str = ""
     missing: list[Item] = field(default_factory=list)
     same: list[Item] = field(default_factory=list)
-    gone: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
     free: int = 0
     outward: Mapping[str, str] = field(default_factory=dict)
 
@@ -162,39 +162,39 @@ class DataPlace:
         return sum(int(item[1]) for item in self.missing)
 
 
-async def look(channel: Channel, folder: Folder, always: bool = False) -> DataPlace:
-    """Finds out where a node has the data; nothing is sent.
+async def locate(channel: Channel, folder: DataFolder, needs_copy: bool = False) -> DataPlace:
+    """Finds out where a node has the data, without sending any.
 
     Args:
-        channel: To the node.
-        folder: The data here.
-        always: Not in place, even where they are there.
+        channel: The node's channel.
+        folder: The local data.
+        needs_copy: Ignore data that are in place.
 
     Raises:
-        AgentRefusal: The node cannot look.
-        OSError: A file here cannot be read.
+        AgentRefusal: The node cannot read its folder.
+        OSError: A local file cannot be read.
     """
     path = str(folder.root)
-    about: dict[str, Any] = {"key": folder.key, "name": folder.name}
-    answer = await channel.request("data_folder", path=path, **about)
-    if not always and answer["marks"]:
+    fields: dict[str, Any] = {"key": folder.key, "name": folder.name}
+    answer = await channel.request("data_folder", path=path, **fields)
+    if not needs_copy and answer["marks"]:
         if answer["marks"] == await asyncio.to_thread(folder.marks):
             return DataPlace(path, in_place=True)
-        found = await _compare(channel, folder, path, all_of_it=False)
-        if not found.certain and not (await _different(channel, folder, path, found.doubtful)):
+        diff = await _compare(channel, folder, path, is_complete=False)
+        if not diff.certain and not (await _changed_files(channel, folder, path, diff.doubtful)):
             return DataPlace(path, in_place=True)
     copy = str(answer["folder"])
-    found = await _compare(channel, folder, copy)
-    changed = await _different(channel, folder, copy, found.doubtful)
-    same = [item for item in found.doubtful if item[0] not in changed]
-    missing = [*found.missing, *(item for item in found.doubtful if item[0] in changed)]
+    diff = await _compare(channel, folder, copy)
+    changed = await _changed_files(channel, folder, copy, diff.doubtful)
+    same = [item for item in diff.doubtful if item[0] not in changed]
+    missing = [*diff.missing, *(item for item in diff.doubtful if item[0] in changed)]
     outward = await asyncio.to_thread(folder.outward, missing)
     sign, free = str(answer["sign"]), answer["free"]
-    return DataPlace(copy, False, sign, missing, same, found.gone, free, outward)
+    return DataPlace(copy, False, sign, missing, same, diff.extra, free, outward)
 
 
 async def _compare(
-    channel: Channel, folder: Folder, root: str, all_of_it: bool = True
+    channel: Channel, folder: DataFolder, root: str, is_complete: bool = True
 ) -> Differences:
     comparison = Comparison(await asyncio.to_thread(folder.items))
     first = True
@@ -203,60 +203,60 @@ async def _compare(
         await asyncio.to_thread(comparison.feed, answer["files"])
         if answer["last"]:
             return comparison.finish()
-        if comparison.found.certain and not all_of_it:
-            return comparison.found
+        if comparison.differences.certain and not is_complete:
+            return comparison.differences
         first = False
 
 
-async def _different(
-    channel: Channel, folder: Folder, root: str, doubtful: Sequence[Item]
+async def _changed_files(
+    channel: Channel, folder: DataFolder, root: str, doubtful: Sequence[Item]
 ) -> set[str]:
-    """Those of the doubtful files whose content is another one."""
-    found = set()
-    for piece in _pieces([str(item[0]) for item in doubtful], HASHED):
-        hashing = asyncio.to_thread(folder.hashes, piece)
-        answer, here = await asyncio.gather(
-            channel.request("hash_data", root=root, paths=piece), hashing
+    """The paths of doubtful files whose content differs."""
+    changed = set()
+    for paths in _chunks([str(item[0]) for item in doubtful], HASH_BATCH):
+        answer, hashes = await asyncio.gather(
+            channel.request("hash_data", root=root, paths=paths),
+            asyncio.to_thread(folder.hashes, paths),
         )
-        found |= {p for p, a, b in zip(piece, here, answer["hashes"], strict=True) if a != b}
-    return found
+        changed |= {p for p, a, b in zip(paths, hashes, answer["hashes"], strict=True) if a != b}
+    return changed
 
 
-def _pieces(items: Sequence[Any], size: int) -> Iterator[list[Any]]:
-    left = iter(items)
-    while piece := list(islice(left, size)):
-        yield piece
+def _chunks(items: Sequence[Any], size: int) -> Iterator[list[Any]]:
+    iterator = iter(items)
+    while chunk := list(islice(iterator, size)):
+        yield chunk
 
 
 async def send(
-    channel: Channel, folder: Folder, place: DataPlace, sent: Callable[[int], None]
+    channel: Channel, folder: DataFolder, place: DataPlace, sent: Callable[[int], None]
 ) -> None:
-    """Makes a node's copy like the folder here.
+    """Makes a node's copy equal to the local folder.
 
     Args:
-        channel: To the node.
-        folder: The data here.
-        place: What :func:`look` found.
-        sent: Called with the number of bytes that are there now besides.
+        channel: The node's channel.
+        folder: The local data.
+        place: The result of :func:`locate`.
+        sent: Called with the number of additional bytes on the node.
 
     Raises:
-        NodeError: There is no room for them, or the node cannot take them.
+        NodeError: There is no space for them, or the node cannot take them.
     """
-    if place.size + SPARE > place.free and place.missing:
-        raise _no_room(channel.host.name, folder, place, f"{_gib(place.free)} GiB are free")
-    about: dict[str, Any] = {"key": folder.key, "name": folder.name}
+    if place.size + RESERVED_BYTES > place.free and place.missing:
+        raise _out_of_space(channel.host.name, folder, place, f"{_gib(place.free)} GiB are free")
+    fields: dict[str, Any] = {"key": folder.key, "name": folder.name}
     try:
-        for gone in _pieces(place.gone, PIECE):
-            await channel.request("settle_data", gone=gone, same=[], **about)
-        for same in _pieces(place.same, PIECE):
-            await channel.request("settle_data", gone=[], same=same, **about)
-        small = [item for item in place.missing if item[1] <= SMALL]
-        await _send_small(channel, folder, small, about, sent)
-        for item in (item for item in place.missing if item[1] > SMALL):
-            await _send_large(channel, folder, item, about, sent)
+        for extra in _chunks(place.extra, ITEM_BATCH):
+            await channel.request("settle_data", gone=extra, same=[], **fields)
+        for same in _chunks(place.same, ITEM_BATCH):
+            await channel.request("settle_data", gone=[], same=same, **fields)
+        small = [item for item in place.missing if item[1] <= MAX_SMALL_BYTES]
+        await _send_small(channel, folder, small, fields, sent)
+        for item in (item for item in place.missing if item[1] > MAX_SMALL_BYTES):
+            await _send_large(channel, folder, item, fields, sent)
     except AgentRefusal as refusal:
         if is_out_of_space(refusal.found):
-            raise _no_room(channel.host.name, folder, place, refusal.found) from None
+            raise _out_of_space(channel.host.name, folder, place, refusal.found) from None
         raise NodeError(
             f"{channel.host.name} cannot take the data in {folder.root}",
             found=refusal.found,
@@ -267,8 +267,8 @@ async def send(
         raise unreadable(folder, error) from None
 
 
-def unreadable(folder: Folder, error: OSError) -> NodeError:
-    """What to say where the data here cannot be read."""
+def unreadable(folder: DataFolder, error: OSError) -> NodeError:
+    """The error for local data that cannot be read."""
     return NodeError(
         f"the data in {folder.root} cannot be read here",
         found=f"{error.filename or folder.place}: {error.strerror or error}",
@@ -276,11 +276,11 @@ def unreadable(folder: Folder, error: OSError) -> NodeError:
     )
 
 
-def _no_room(host: str, folder: Folder, place: DataPlace, found: str) -> NodeError:
-    files = counted(len(place.missing), "file")
+def _out_of_space(host: str, folder: DataFolder, place: DataPlace, details: str) -> NodeError:
+    files = pluralize(len(place.missing), "file")
     return NodeError(
         f"{host} has no room for the data in {folder.root}",
-        found=f"{_gib(place.size)} GiB in {files} are missing there; {found}",
+        found=f"{_gib(place.size)} GiB in {files} are missing there; {details}",
         remedy=f"Make room below {place.folder.partition('/data/')[0]} on {host}, or set"
         " XDG_CACHE_HOME there to a folder on another disk, or put the data on a disk that all"
         " hosts see",
@@ -293,23 +293,23 @@ def _gib(count: int) -> str:
 
 async def _send_small(
     channel: Channel,
-    folder: Folder,
+    folder: DataFolder,
     items: Sequence[Item],
-    about: dict[str, Any],
+    fields: dict[str, Any],
     sent: Callable[[int], None],
 ) -> None:
     async with Window() as window:
-        for handful in grouped(items, lambda item: item[1]):
-            content = await asyncio.to_thread(_read, folder.place, handful)
+        for batch in grouped(items, lambda item: int(item[1])):
+            content = await asyncio.to_thread(_read, folder.place, batch)
             if window.full:
                 await window.next()
-            window.add(channel.request("put_data_files", items=handful, blob=content, **about))
+            window.add(channel.request("put_data_files", items=batch, blob=content, **fields))
             sent(len(content))
-        await window.rest()
+        await window.drain()
 
 
 def _read(root: Path, items: Sequence[Item]) -> bytes:
-    """Their contents, one after the other. NodeError where one is no longer what was listed."""
+    """Their concatenated contents; raises NodeError if a size has changed."""
     contents = [(root / item[0]).read_bytes() for item in items]
     for item, content in zip(items, contents, strict=True):
         if len(content) != item[1]:
@@ -326,17 +326,21 @@ def _changed(root: Path, path: str) -> NodeError:
 
 
 async def _send_large(
-    channel: Channel, folder: Folder, item: Item, about: dict[str, Any], sent: Callable[[int], None]
+    channel: Channel,
+    folder: DataFolder,
+    item: Item,
+    fields: dict[str, Any],
+    sent: Callable[[int], None],
 ) -> None:
     path, size, mtime = item
     digest, offset = hashlib.sha256(), 0
     with await asyncio.to_thread((folder.place / path).open, "rb") as file:
-        if size >= RESUMED:
-            had = await channel.request("have_data", path=path, **about)
+        if size >= MIN_RESUMED_BYTES:
+            had = await channel.request("have_data", path=path, **fields)
             if 0 < had["size"] <= size:
-                before = await asyncio.to_thread(_hash_of, file, had["size"])
-                if before.hexdigest() == had["sha256"]:
-                    digest, offset = before, had["size"]
+                prefix = await asyncio.to_thread(_hash_of, file, had["size"])
+                if prefix.hexdigest() == had["sha256"]:
+                    digest, offset = prefix, had["size"]
                     sent(offset)
             file.seek(offset)
         async with Window() as window:
@@ -351,11 +355,11 @@ async def _send_large(
                 if window.full:
                     await window.next()
                 window.add(channel.request(
-                    "put_data", path=path, offset=offset, last=last, blob=data, **end, **about
+                    "put_data", path=path, offset=offset, last=last, blob=data, **end, **fields
                 ))  # fmt: skip
                 offset += len(data)
                 sent(len(data))
-            await window.rest()
+            await window.drain()
 
 
 def _hash_of(file: Any, size: int) -> hashlib._Hash:

@@ -1,9 +1,8 @@
-"""A detached run's directory here, kept like the one on the supervisor's host.
+"""Mirrors a detached run's directory from the supervisor's host.
 
-While the run lasts, its files come as they grow: appended bytes of logs, events and metrics, small
-files whole. At its end everything else comes: checkpoints, the model, what ranks wrote. What a host
-sends is not believed: names stay below the folder and pass over no link, what only the launching
-machine writes is never taken from there, and who reads the files expects anything in them.
+While it runs, appended bytes of logs, events and metrics and small files are fetched; at the end
+all other files: checkpoints, the model, the ranks' files. The host is not trusted: names stay below
+the folder and follow no link, and files that only the launching machine writes are not taken.
 """
 
 from __future__ import annotations
@@ -28,30 +27,30 @@ from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.ownership import FETCHED_AT, LAST_STATUS
 from paceline.spec import rundir as names
 from paceline.spec.command import shell_text
-from paceline.spec.detached import DETACHED, SCREEN, About, Detached
+from paceline.spec.detached import DETACHED, SCREEN, DetachedRecord, SupervisorLocation
 from paceline.spec.errors import ConnectError, NodeError
 from paceline.transfer.checkpoints import CheckpointFetcher
 from paceline.transfer.results import Fetcher
 
-WHOLE = 1 << 20  # bytes: larger files that do not grow come at the end
-UNDER_WAY = 8
-SEEN_AGAIN = 256  # bytes before the new ones that must be what is here
+MAX_SMALL_BYTES = 1 << 20  # larger files that do not grow are fetched at the end
+MAX_PARALLEL = 8
+OVERLAP_BYTES = 256  # bytes before the new ones that must match
 _GROWING = {names.EVENTS, names.METRICS, SCREEN}
-_OURS = {DETACHED, names.OWNER, names.FORECAST, names.BATCH, "index.html"}
+_LOCAL_FILES = {DETACHED, names.OWNER, names.FORECAST, names.BATCH, "index.html"}
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """How a run stands, by what its supervisor's host says.
+class RunState:
+    """The state of a run, according to its supervisor's host.
 
     Attributes:
-        word: ``running``, ``ended``, or ``lost`` (its supervisor died without a word).
-        about: What it is.
-        news: Whether anything came.
+        word: ``running``, ``ended``, or ``lost`` (its supervisor died without a result).
+        about: Its description.
+        news: Whether any file was fetched.
     """
 
     word: str
-    about: About | None
+    about: DetachedRecord | None
     news: bool = False
 
     @property
@@ -59,29 +58,29 @@ class Standing:
         return self.word != "running"
 
 
-def grows(path: str) -> bool:
-    """Whether bytes are only added to a file of a run directory."""
+def is_growing(path: str) -> bool:
+    """Whether a file of a run directory is only appended to."""
     top = path.split("/")[0]
     return path in _GROWING or top in (names.LOGS, names.DEBUG)
 
 
-def foreign(path: str) -> bool:
-    """Whether a file is to come from the supervisor's host, and not written only here."""
+def is_remote(path: str) -> bool:
+    """Whether a file is taken from the supervisor's host."""
     top = inside.folded(path.split("/")[0])
-    return top not in _OURS and not top.startswith(".")
+    return top not in _LOCAL_FILES and not top.startswith(".")
 
 
-class Forgotten(NodeError):
-    """A host has nothing of a run: its results were fetched, or kept for long enough."""
+class UnknownRun(NodeError):
+    """A host has no such run: its results were fetched or have expired."""
 
 
 class Follower:
-    """Keeps a folder here like the run directory on a supervisor's host.
+    """Mirrors the run directory of a supervisor's host.
 
     Args:
-        channel: To an agent there.
-        run_id: Which run.
-        path: The folder here: of this user alone, and no link in it is followed.
+        channel: Channel of an agent there.
+        run_id: Id of the run.
+        path: The local folder, private to this user; links in it are not followed.
     """
 
     def __init__(self, channel: Channel, run_id: str, path: Path) -> None:
@@ -89,63 +88,65 @@ class Follower:
         self._afresh = True
         self._arrivals = Arrivals(path)
         self._root = ""
-        self._owed: dict[str, tuple[str, int]] = {}  # what did not come: path → mark, size
-        self._same: dict[str, str] = {}  # what is here of growing files is theirs: path → inode
-        self._gate = asyncio.Semaphore(UNDER_WAY)
+        self._missing: dict[str, tuple[str, int]] = {}  # files to retry: path → mark, size
+        self._inodes: dict[str, str] = {}  # remote inodes of verified growing files
+        self._gate = asyncio.Semaphore(MAX_PARALLEL)
 
     @property
     def behind(self) -> bool:
-        """Whether a file has changed while it was read, and is here as it was before."""
-        return bool(self._owed)
+        """Whether a file changed while it was read and is still outdated."""
+        return bool(self._missing)
 
-    async def refresh(self) -> Standing:
-        """Brings what is new.
+    async def refresh(self) -> RunState:
+        """Fetches new and changed files.
 
         Raises:
-            Forgotten: There is no such run.
-            NodeError: It cannot be written here.
-            ConnectionError, Silent: The connection ended.
+            UnknownRun: There is no such run.
+            NodeError: It cannot be written locally.
+            ConnectionError, HostUnresponsive: The connection ended.
         """
         answer = await self.channel.request("run_changes", run_id=self.run_id, afresh=self._afresh)
-        about = _about(answer["about"])
+        record = records.parse_json(answer["about"])
+        about = DetachedRecord.read(record) if isinstance(record, dict) else None
         if about is None or about.run_id != self.run_id:
-            raise Forgotten(
+            raise UnknownRun(
                 f"{self.channel.host.name} has no run {self.run_id} any more",
                 found="its results were fetched from there, or it was left for longer than"
                 " they are kept",
             )
         afresh, self._afresh, self._root = self._afresh, False, str(answer["root"])
-        wanted = {one["path"]: (one["mark"], one["size"]) for one in answer["files"]}
-        changed = {**self._owed, **wanted}
+        files = {file["path"]: (file["mark"], file["size"]) for file in answer["files"]}
+        changed = {**self._missing, **files}
         for path in answer["gone"]:
             changed.pop(path, None)
-        self._forget({*answer["gone"]}, {*wanted} if afresh else None)
-        self._owed = {}
-        due = [
-            self._bring(path, mark, size)
+        self._remove_outcome({*answer["gone"]}, {*files} if afresh else None)
+        self._missing = {}
+        fetches = [
+            self._fetch(path, mark, size)
             for path, (mark, size) in changed.items()
-            if foreign(path) and not inside.why_refused(path) and (grows(path) or size <= WHOLE)
+            if is_remote(path)
+            and not inside.why_refused(path)
+            and (is_growing(path) or size <= MAX_SMALL_BYTES)
         ]
-        await self._all(due)
-        ended = about.ended is not None
-        word = "ended" if ended else "running"
-        if answer["alive"] is False and not ended:
-            said = records.is_regular(self._path / names.RESULT)
-            word = "ended" if said else "lost"
-        return Standing(word, about, bool(due))
+        await self._run_all(fetches)
+        has_ended = about.ended is not None
+        state = "ended" if has_ended else "running"
+        if answer["alive"] is False and not has_ended:
+            state = "ended" if records.is_regular(self._path / names.RESULT) else "lost"
+        return RunState(state, about, bool(fetches))
 
-    def _forget(self, gone: set[str], there: set[str] | None) -> None:
-        """Takes away what says how an earlier start of the run ended, once that is not so."""
+    def _remove_outcome(self, removed: set[str], remote: set[str] | None) -> None:
+        """Removes the outcome of an earlier start of the run once the host has removed it."""
         for name in (names.RESULT, names.RANKS):
-            if name in gone or (there is not None and name not in there):
+            if name in removed or (remote is not None and name not in remote):
                 (self._path / name).unlink(missing_ok=True)
 
-    async def _all(self, work: list[Coroutine[Any, Any, None]]) -> None:
-        async def one(task: Coroutine[Any, Any, None]) -> None:
+    async def _run_all(self, coroutines: list[Coroutine[Any, Any, None]]) -> None:
+        async def limited(coroutine: Coroutine[Any, Any, None]) -> None:
             async with self._gate:
-                await task
+                await coroutine
 
-        outcomes = await asyncio.gather(*map(one, work), return_exceptions=True)
+        outcomes = await asyncio.gather(*map(limited, coroutines), return_exceptions=True)
         for problem in filter(None, outcomes):
             if isinstance(problem, OSError) and not isinstance(problem, ConnectionError):
                 raise NodeError(
@@ -155,15 +156,15 @@ class Follower:
                 )
             raise problem
 
-    async def _bring(self, path: str, mark: str, size: int) -> None:
+    async def _fetch(self, path: str, mark: str, size: int) -> None:
         try:
-            if grows(path):
+            if is_growing(path):
                 await self._append(path, mark, size)
             else:
                 data = await self._read(path, 0, size, whole=True)
                 await asyncio.to_thread(self._put, path, data)
-        except AgentRefusal:  # it has changed meanwhile: the next time
-            self._owed[path] = mark, size
+        except AgentRefusal:  # it has changed meanwhile: retry with the next refresh
+            self._missing[path] = mark, size
 
     async def _read(self, path: str, offset: int, count: int, whole: bool = False) -> bytes:
         _, data = await self.channel.ask(
@@ -172,8 +173,8 @@ class Follower:
         return data
 
     def _put(self, path: str, data: bytes) -> None:
-        """A whole file: it can be had again, so it need not be on the disk already."""
-        direct = names.is_ours(path) and not path.startswith(f"{names.FETCHED}/")
+        """Writes a complete file, without a sync: it can be fetched again."""
+        direct = names.is_launcher_file(path) and not path.startswith(f"{names.FETCHED}/")
         place = path if direct else self._arrivals.place(path, self.channel.host.name)
         file = inside.Arriving(str(self._path), place, durable=False)
         try:
@@ -185,56 +186,58 @@ class Follower:
             self._arrivals.record(place)
 
     async def _append(self, path: str, mark: str, size: int) -> None:
-        """Brings what was added to a file; all of it where what is here is not its beginning.
+        """Fetches the bytes appended to a file, or all of it if the local part differs.
 
-        Several followers of this machine may do so at once: each byte has its place.
+        Several followers may do so at the same time: each byte has a fixed position.
         """
         inode = mark.partition(".")[0]
         fd = self._open(path)
         try:
-            here = os.fstat(fd).st_size
-            known = self._same.get(path) == inode and here <= size
-            again = 0 if known else min(here, SEEN_AGAIN)
-            if here > size or (again and not await self._agrees(fd, path, here, again)):
-                fd, here = self._anew(fd, path), 0
-            self._same[path] = inode
-            while here < size:
-                data = await self._read(path, here, min(BLOCK, size - here))
-                os.pwrite(fd, data, here)
-                here += len(data)
+            offset = os.fstat(fd).st_size
+            is_verified = self._inodes.get(path) == inode and offset <= size
+            overlap = 0 if is_verified else min(offset, OVERLAP_BYTES)
+            if offset > size or (overlap and not await self._agrees(fd, path, offset, overlap)):
+                fd, offset = self._replace(fd, path), 0
+            self._inodes[path] = inode
+            while offset < size:
+                data = await self._read(path, offset, min(BLOCK, size - offset))
+                os.pwrite(fd, data, offset)
+                offset += len(data)
         finally:
             os.close(fd)
 
     def _open(self, path: str) -> int:
         return inside.open_file(str(self._path), path, os.O_RDWR | os.O_CREAT)
 
-    def _anew(self, fd: int, path: str) -> int:
-        """An empty file in the place of that of an earlier start, which is kept beside it."""
+    def _replace(self, fd: int, path: str) -> int:
+        """Renames the file of an earlier start and opens an empty one."""
         file = self._path / path
-        mine = os.fstat(fd).st_ino
+        inode = os.fstat(fd).st_ino
         os.close(fd)
-        if file.lstat().st_ino == mine:  # else another follower was quicker
-            inside.rename(str(self._path), path, names.aside(Path(path)).as_posix(), durable=False)
+        if file.lstat().st_ino == inode:  # else another follower was faster
+            inside.rename(
+                str(self._path), path, names.backup_name(Path(path)).as_posix(), durable=False
+            )
         return self._open(path)
 
-    async def _agrees(self, fd: int, path: str, here: int, count: int) -> bool:
-        """Whether the end of what is here stands there, too."""
-        there = await self._read(path, here - count, count)
-        return there == os.pread(fd, count, here - count)
+    async def _agrees(self, fd: int, path: str, offset: int, count: int) -> bool:
+        """Whether the last bytes before an offset are equal on both sides."""
+        data = await self._read(path, offset - count, count)
+        return data == os.pread(fd, count, offset - count)
 
     async def finish(self, word: str = "ended",
                      note: Callable[[str], None] = lambda text: None) -> bool:  # fmt: skip
-        """After the end: brings all that is not here yet, and notes that everything is.
+        """Fetches all remaining files after the end, and records that.
 
         Args:
-            word: How it stands: ``ended`` or ``lost``.
-            note: Tells the user.
+            word: The state: ``ended`` or ``lost``.
+            note: Shows a message to the user.
 
         Returns:
-            False when something was refused and stays there.
+            False if some files were refused and stay there.
 
         Raises:
-            NodeError: It is too much, or cannot be written.
+            NodeError: The results are too large, or cannot be written.
             ConnectionError: The connection ended.
         """
         self._afresh = True
@@ -243,58 +246,59 @@ class Follower:
         await CheckpointFetcher(self.channel, self._root, self._path, fetcher, note=note).sync()
         await fetcher.fetch(
             self.channel, self._root, None, self._path, leave=self._leaves,
-            refuse=lambda path: "" if foreign(path) else names.why_reserved(path), supervisor=True,
+            refuse=lambda path: "" if is_remote(path) else names.reserved_reason(path),
+            supervisor=True,
         )  # fmt: skip
-        if self._owed:
-            raise NodeError(f"{', '.join(sorted(self._owed)[:5])} did not come as they are there")
-        said = records.read_object(self._path / DETACHED) or {}
-        text = json.dumps({**said, FETCHED_AT: round(time.time(), 3), LAST_STATUS: word}, indent=2)
+        if self._missing:
+            raise NodeError(
+                f"{', '.join(sorted(self._missing)[:5])} did not come as they are there"
+            )
+        record = records.read_object(self._path / DETACHED) or {}
+        text = json.dumps(
+            {**record, FETCHED_AT: round(time.time(), 3), LAST_STATUS: word}, indent=2
+        )
         await asyncio.to_thread(inside.write_file, str(self._path), DETACHED, text.encode() + b"\n")
-        with contextlib.suppress(OSError):  # another follower still has something on its way
+        with contextlib.suppress(OSError):  # another follower is still receiving
             (self._path / inside.INCOMING).rmdir()
         return not fetcher.left_on
 
     def _leaves(self, path: str) -> bool:
-        """What came already, in its own way, and what only the supervisor needs."""
-        own = path in _OURS or names.is_brought_apart(path)
-        return own or grows(path)
+        """Whether a file was fetched before, or is only for the supervisor."""
+        return path in _LOCAL_FILES or names.is_fetched_separately(path) or is_growing(path)
 
-    async def ask(self, wish: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What the supervisor answers to a wish (see ``launch/control.py``); ``None``: it is gone.
+    async def ask(self, message: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The supervisor's reply to a message (see ``launch/control.py``); ``None`` if it is gone.
 
-        AgentRefusal when it does not answer in time.
+        Raises:
+            AgentRefusal: It does not reply in time.
         """
-        answer = await self.channel.request("ask_run", run_id=self.run_id, wish=dict(wish))
+        answer = await self.channel.request("ask_run", run_id=self.run_id, wish=dict(message))
         if answer["answer"] is None:
             return None
-        said = json.loads(answer["answer"])
-        return said if isinstance(said, dict) else {}
+        reply = json.loads(answer["answer"])
+        return reply if isinstance(reply, dict) else {}
 
     async def signal(self, times: int) -> bool:
-        """Sends SIGTERM to the supervisor; whether it lived."""
+        """Sends SIGTERM to the supervisor; returns whether it was alive."""
         answer = await self.channel.request("signal_run", run_id=self.run_id, times=times)
         return bool(answer["sent"])
 
     async def discard(self, *, fetched: bool) -> bool:
-        """Lets the folder there go, as far as this follower is concerned; whether it is gone.
+        """Releases the run's folder on the host; returns whether it was removed.
 
         Args:
-            fetched: Everything is where the run was started: it goes with its last follower.
+            fetched: Everything was fetched: the folder is removed with its last follower.
         """
         answer = await self.channel.request("discard_run", run_id=self.run_id, fetched=fetched)
         return bool(answer["gone"])
 
 
-def _about(text: str) -> About | None:
-    said = records.parse_json(text)
-    return About.read(said) if isinstance(said, dict) else None
-
-
-async def follow(path: Path, detached: Detached) -> Follower:
+async def follow(path: Path, detached: SupervisorLocation) -> Follower:
     """Logs in to the supervisor's host of a run.
 
-    ConnectError where that cannot be had, with what is known of the run; SettingError where it was
-    not this user who wrote that the run is there.
+    Raises:
+        ConnectError: The host cannot be reached; names the run's last known state.
+        SettingError: The location was not written by this user.
     """
     detached_file.require_authentic(path, detached)
     config = Path(detached.ssh_config) if detached.ssh_config else None

@@ -1,4 +1,4 @@
-"""Calls git about a folder that may come from anybody: no program that its settings name is run."""
+"""Runs git in an untrusted folder, without running programs that its settings name."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _SETTINGS = {
     "core.alternateRefsCommand": "",
     "core.pager": "cat",
     "diff.external": "",
-    "protocol.allow": "never",  # a partial clone fetches what it lacks
-    "safe.bareRepository": "explicit",  # what looks like a repository without .git is data
+    "protocol.allow": "never",  # a partial clone would fetch missing objects
+    "safe.bareRepository": "explicit",  # a bare repository is data
     "submodule.recurse": "false",
 }
 _ENVIRONMENT = {
     "GIT_CONFIG_NOSYSTEM": "1",
-    "GIT_ALLOW_PROTOCOL": "none",  # goes before what the repository allows
+    "GIT_ALLOW_PROTOCOL": "none",  # overrides the repository's settings
     "GIT_NO_LAZY_FETCH": "1",
     "GIT_OPTIONAL_LOCKS": "0",
     "GIT_TERMINAL_PROMPT": "0",
 }
 
 # set in a git hook, for another repository (git rev-parse --local-env-vars)
-_OF_A_REPOSITORY = {
+_REPOSITORY_VARIABLES = {
     "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_COMMON_DIR", "GIT_CONFIG", "GIT_CONFIG_PARAMETERS",
     "GIT_DIR", "GIT_INDEX_FILE", "GIT_NAMESPACE", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX",
     "GIT_WORK_TREE",
@@ -33,33 +33,32 @@ _OF_A_REPOSITORY = {
 
 
 def run_git(folder: Path, *args: str) -> str | None:
-    """Standard output of ``git ARGS`` in ``folder``; ``None`` if it fails or there is no git.
-
-    File names in the output are bytes that need not be text: they are decoded by ``os.fsdecode``.
-    """
+    """Output of ``git ARGS`` in ``folder``, decoded by ``os.fsdecode``; ``None`` if it fails."""
     options = [word for name, value in _SETTINGS.items() for word in ("-c", f"{name}={value}")]
     command = ["git", "--no-optional-locks", *options, "-C", str(folder), *args]
-    kept = {name: value for name, value in os.environ.items() if name not in _OF_A_REPOSITORY}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in _REPOSITORY_VARIABLES
+    }
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, check=False, stdin=subprocess.DEVNULL,
-            env={**kept, **_ENVIRONMENT},
+            env={**environment, **_ENVIRONMENT},
         )  # fmt: skip
     except OSError:
         return None
-    return os.fsdecode(done.stdout) if done.returncode == 0 else None
+    return os.fsdecode(process.stdout) if process.returncode == 0 else None
 
 
-def top_of(folder: Path) -> Path | None:
-    """The top of the git work tree that holds ``folder``; ``None`` if there is none.
+def work_tree_root(folder: Path) -> Path | None:
+    """The root of the git work tree that contains ``folder``; ``None`` if there is none.
 
-    A repository may name any folder as its work tree (``core.worktree``): only one that holds both
-    the repository and ``folder`` counts.
+    A repository may name any folder as its work tree (``core.worktree``); it must contain both the
+    repository and ``folder``.
     """
-    shown = run_git(folder, "rev-parse", "--show-toplevel")
-    if shown is None:
+    output = run_git(folder, "rev-parse", "--show-toplevel")
+    if output is None:
         return None
-    top = Path(shown.removesuffix("\n"))
-    real, real_top = os.path.realpath(folder), os.path.realpath(top)
-    holds = real == real_top or real.startswith(real_top.rstrip("/") + "/")
-    return top if holds and os.path.lexists(top / ".git") else None
+    root = Path(output.removesuffix("\n"))
+    real, real_root = os.path.realpath(folder), os.path.realpath(root)
+    contains = real == real_root or real.startswith(real_root.rstrip("/") + "/")
+    return root if contains and os.path.lexists(root / ".git") else None

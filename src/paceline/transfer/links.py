@@ -1,6 +1,6 @@
-"""Links in a folder to be sent that lead out of it: what they lead to is not sent unasked.
+"""Finds links that lead out of a folder, so that their targets are not sent unintentionally.
 
-A project or a data set may come from anybody, with a link to a key of whoever sends it on.
+An untrusted project or data set may contain a link to a key of its user.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from pathlib import Path
 
 from paceline.spec.errors import SettingError
 
-_SHOWN = 5
-_is_link = os.path.islink  # there may be very many files
+_MAX_LINKS = 5
+_is_link = os.path.islink  # called for very many files
 
 
 class OutwardLinks:
     """Finds links that lead out of a folder.
 
     Args:
-        root: The folder; it may itself be reached through links.
+        root: The folder; its path may contain links.
     """
 
     def __init__(self, root: Path) -> None:
         self._root = root
         real = root.resolve()
-        self._within = [real]
+        self._roots = [real]
         if real.parent.name == "snapshots":
-            # of the Hugging Face cache: all files of a snapshot are links to the blobs beside it
-            self._within.append(real.parent.parent / "blobs")
-        self._folders: dict[str, bool] = {}  # by relative path: whether it lies in the root
+            # Hugging Face cache: the files of a snapshot are links to blobs
+            self._roots.append(real.parent.parent / "blobs")
+        self._folders: dict[str, bool] = {}  # whether a folder is inside, by relative path
 
     def target(self, path: str) -> str:
-        """Where the file ``path`` really lies if that is outside; empty if it is inside."""
+        """The real path of a file that is outside; empty if it is inside."""
         folder, _, _ = path.rpartition("/")
         if folder not in self._folders:
             self._folders[folder] = not self._outside(folder)
@@ -42,17 +42,17 @@ class OutwardLinks:
 
     def _outside(self, path: str) -> str:
         real = Path(os.path.realpath(self._root / path))
-        return "" if any(real.is_relative_to(folder) for folder in self._within) else str(real)
+        return "" if any(real.is_relative_to(folder) for folder in self._roots) else str(real)
 
 
-def refuse_outward(root: Path, outward: Mapping[str, str]) -> None:
-    """SettingError that names the links, if there are any."""
+def reject_outward(root: Path, outward: Mapping[str, str]) -> None:
+    """Raises SettingError with the names of the links, if there are any."""
     if not outward:
         return
-    shown = [f"{path} -> {target}" for path, target in [*outward.items()][:_SHOWN]]
-    more = f"\nand {len(outward) - _SHOWN} more" if len(outward) > _SHOWN else ""
+    links = [f"{path} -> {target}" for path, target in [*outward.items()][:_MAX_LINKS]]
+    more = f"\nand {len(outward) - _MAX_LINKS} more" if len(outward) > _MAX_LINKS else ""
     raise SettingError(
         f"links in {root} lead out of it, and their content would be sent to other hosts",
-        found="\n".join(shown) + more,
+        found="\n".join(links) + more,
         remedy="Remove them; or add --follow-links, if the hosts may have what they lead to",
     )

@@ -1,4 +1,4 @@
-"""New files of the nodes, brought into the run directory."""
+"""Fetches new files of the nodes into the run directory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from paceline.agent.inside import Arriving, why_refused
 from paceline.remote.channel import Channel
 from paceline.rundir.arrivals import Arrivals
 from paceline.spec.errors import NodeError
-from paceline.spec.helptext import counted
-from paceline.spec.rundir import FETCHED, is_ours
+from paceline.spec.helptext import pluralize
+from paceline.spec.rundir import FETCHED, is_launcher_file
 from paceline.transfer.files import fetch_file
 from paceline.transfer.tree import Manifest
 
@@ -19,14 +19,14 @@ RESULT_LIMIT = 8 << 30  # bytes brought back from one node
 
 
 class Fetcher:
-    """Brings files of nodes into the run directory, each under its name once it is whole.
+    """Fetches files of nodes; each gets its name only when it is complete.
 
     Args:
-        directory: The run directory: no link inside it is followed.
-        note: Tells the user.
+        directory: The run directory; links inside it are not followed.
+        note: Shows a message to the user.
 
     Attributes:
-        left_on: Hosts on which something has stayed: its folder there may not be removed.
+        left_on: Hosts with files that were not fetched: the run's folder there must be kept.
     """
 
     def __init__(self, directory: Path, note: Callable[[str], None] = lambda text: None) -> None:
@@ -37,24 +37,25 @@ class Fetcher:
                     leave: Callable[[str], bool] = lambda path: False,
                     *, refuse: Callable[[str], str] = lambda path: "",
                     supervisor: bool = False) -> list[str]:  # fmt: skip
-        """Brings the new and changed files below ``root`` of a node to ``target``.
+        """Fetches new and changed files below ``root`` of a node into ``target``.
 
         Args:
-            channel: To the node.
-            root: Folder there.
-            manifest: What was there before the job; ``None`` when nothing was.
-            target: Folder here, in the run directory.
-            leave: True for paths that stay there, untold.
-            refuse: Why a path stays there besides those that are never brought; empty if it comes.
-            supervisor: The launcher of the run is there: it writes the run's records.
+            channel: The node's channel.
+            root: Folder on the node.
+            manifest: The folder's content before the job; ``None`` if it was empty.
+            target: Local folder, in the run directory.
+            leave: Whether to skip a path silently.
+            refuse: Reason to refuse a path besides the general rules; may be empty.
+            supervisor: The node has the run's launcher, which writes the run's records.
 
         Returns:
-            The paths that came, as they are there.
+            The fetched paths, as on the node.
         """
         answer = await channel.request("list_results", root=root, manifest=manifest)
         listed = {str(f["path"]): int(f["size"]) for f in answer["files"] if not leave(f["path"])}
-        refused = {path: why for path in listed
-                   if (why := why_refused(self._below(target, path)) or refuse(path))}  # fmt: skip
+        refused = {path: reason for path in listed
+                   if (reason := why_refused(self._in_run(target, path)) or refuse(path))
+                   }  # fmt: skip
         files = {path: size for path, size in listed.items() if path not in refused}
         total = sum(files.values())
         if total > RESULT_LIMIT:
@@ -67,13 +68,13 @@ class Fetcher:
         if refused:
             self.left_on.add(host)
             await channel.request("keep_folder", root=root)
-            shown = "; ".join(f"{path:.100} ({why})" for path, why in [*refused.items()][:3])
-            said = f"{counted(len(refused), 'file')} stayed on {host} in {root}: {shown}"
-            self._note(f"paceline: {said}")
+            examples = "; ".join(f"{path:.100} ({why})" for path, why in [*refused.items()][:3])
+            files_text = pluralize(len(refused), "file")
+            self._note(f"paceline: {files_text} stayed on {host} in {root}: {examples}")
         arrivals, moved = Arrivals(self._directory), list[str]()
         for path, size in files.items():
-            name = self._below(target, path)
-            direct = supervisor and is_ours(name) and not name.startswith(f"{FETCHED}/")
+            name = self._in_run(target, path)
+            direct = supervisor and is_launcher_file(name) and not name.startswith(f"{FETCHED}/")
             place = name if direct else arrivals.place(name, host)
             await self._fetch_to(channel, root, path, size, place)
             if not direct:
@@ -81,28 +82,28 @@ class Fetcher:
             if place != name:
                 moved.append(f"{name} as {place}")
         if moved:
-            shown = ", ".join(moved[:3]) + (" …" if len(moved) > 3 else "")
+            examples = ", ".join(moved[:3]) + (" …" if len(moved) > 3 else "")
             self._note(
-                f"paceline: {counted(len(moved), 'file')} of {host} came to another place, for the"
-                f" folder holds more than runs: {shown}"
+                f"paceline: {pluralize(len(moved), 'file')} of {host} came to another place, for"
+                f" the folder holds more than runs: {examples}"
             )
         return list(files)
 
     async def fetch_files(self, channel: Channel, root: str, files: Mapping[str, int],
                           target: Path) -> dict[str, str]:  # fmt: skip
-        """Brings these files below ``root``, by their sizes in bytes; returns their SHA-256."""
+        """Fetches these files below ``root``, given their sizes; returns their SHA-256."""
         hashes = {}
         for path, size in files.items():
-            place = self._below(target, path)
+            place = self._in_run(target, path)
             hashes[path] = await self._fetch_to(channel, root, path, size, place)
         return hashes
 
-    def _below(self, target: Path, path: str) -> str:
-        below = target.relative_to(self._directory).as_posix()
-        return path if below == "." else f"{below}/{path}"
+    def _in_run(self, target: Path, path: str) -> str:
+        folder = target.relative_to(self._directory).as_posix()
+        return path if folder == "." else f"{folder}/{path}"
 
     async def _fetch_to(self, channel: Channel, root: str, path: str, size: int, place: str) -> str:
-        """Brings one file to its place below the run directory; returns its SHA-256."""
+        """Fetches a file to its place in the run directory; returns its SHA-256."""
         try:
             arriving = await asyncio.to_thread(Arriving, str(self._directory), place)
             await fetch_file(channel, root, path, size, arriving)

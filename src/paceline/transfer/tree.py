@@ -1,4 +1,4 @@
-"""Which files are the job's code, and where they lie on each node."""
+"""Finds and hashes the files of a job's code, and maps paths to nodes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pathlib import Path
 from paceline.agent import inside, snapshot
 from paceline.agent.snapshot import hash_file
 from paceline.spec.errors import SettingError
-from paceline.spec.helptext import counted
+from paceline.spec.helptext import pluralize
 from paceline.spec.job import Entry, Job
-from paceline.spec.rundir import WEIGHTS, is_ours, is_run
-from paceline.transfer.git import run_git, top_of
+from paceline.spec.rundir import WEIGHTS, is_launcher_file, is_run
+from paceline.transfer.git import run_git, work_tree_root
 from paceline.transfer.links import OutwardLinks
 
-MAX_DEPTH = 2 * inside.MOST_DEPTH  # also with what runs bring home somewhere in the folder
+MAX_DEPTH = 2 * inside.MOST_DEPTH  # runs may be nested in the folder
 MAX_FILES = 5000
 MAX_BYTES = 256 * 1024 * 1024
 _SKIPPED = {"__pycache__", "node_modules", "runs", "wandb", "mlruns", "site-packages"}
 
-# There may be thousands of files, and somebody waits: a Path for each takes longer than its hash.
+# For thousands of files: creating a Path takes longer than hashing a small file.
 _stat, _is_file = os.stat, os.path.isfile
 
 Manifest = list[list[object]]  # [path, sha256, mode, size], as the agent takes it
@@ -36,22 +36,22 @@ class Tree:
     """A folder of the launching machine that the job needs.
 
     Attributes:
-        root: Absolute path there, by which the user knows it.
+        root: Its absolute path on the launching machine.
         manifest: Its files with their hashes, sorted by path.
-        copy: Where its files lie here, when the launching machine is another one.
-        kept: By path, where a file lies that stays as it was when it was hashed.
-        outward: By path, where a file lies that only a link in the folder leads to.
+        copy: Local copy of the folder, if the launching machine is another one.
+        cached: Cached copies of files, as they were when hashed, by path.
+        outward: Targets of files that are outside the folder and only linked, by path.
     """
 
     root: Path
     manifest: Manifest
     copy: Path | None = None
-    kept: Mapping[str, Path] = field(default_factory=dict)
+    cached: Mapping[str, Path] = field(default_factory=dict)
     outward: Mapping[str, str] = field(default_factory=dict)
 
     def file(self, path: str) -> Path:
-        """Where a file of it lies here."""
-        return self.kept.get(path) or (self.copy or self.root) / path
+        """The local path of a file."""
+        return self.cached.get(path) or (self.copy or self.root) / path
 
     @property
     def size(self) -> int:
@@ -59,55 +59,54 @@ class Tree:
         return sum(int(str(entry[3])) for entry in self.manifest)
 
     def changed(self) -> list[str]:
-        """Files that cannot be had any more as they were when they were hashed. Blocking."""
+        """Files that have changed since they were hashed. Blocking."""
         return [str(path) for path, sha256, *_ in self.manifest
                 if not self.file(str(path)).is_file()
                 or hash_file(self.file(str(path))) != sha256]  # fmt: skip
 
-    def as_now(self, paths: Collection[str]) -> dict[str, list[object] | None]:
-        """Of these the entries that its folder would give now; ``None``: it is gone. Blocking."""
-        now: dict[str, list[object] | None] = dict.fromkeys(paths)
+    def current_entries(self, paths: Collection[str]) -> dict[str, list[object] | None]:
+        """The current entries of files; ``None`` for a missing one. Blocking."""
+        entries: dict[str, list[object] | None] = dict.fromkeys(paths)
         for path in paths:
             with contextlib.suppress(OSError):
-                now[path] = _entry(self.root, path)
-        return now
+                entries[path] = _entry(self.root, path)
+        return entries
 
 
-def keep(tree: Tree) -> Tree:
-    """The tree with a copy of each file in this machine's cache, from which nodes get it then.
+def cache_files(tree: Tree) -> Tree:
+    """Copies the files into this machine's cache, from which nodes then get them. Blocking.
 
-    Blocking. A file that has changed since it was hashed is another one in the new tree; what
-    finds no room is not kept.
+    Files that have changed get new hashes in the returned tree; without space they are not cached.
     """
-    kept: dict[str, Path] = {}
-    manifest = [_kept(tree, entry, kept) for entry in tree.manifest]
-    snapshot.forget_old(keep="")  # there may never be an agent on this machine that does so
-    return replace(tree, manifest=manifest, kept=kept)
+    cached: dict[str, Path] = {}
+    manifest = [_cache_file(tree, entry, cached) for entry in tree.manifest]
+    snapshot.forget_old(keep="")  # this machine may never have an agent that does so
+    return replace(tree, manifest=manifest, cached=cached)
 
 
-def _kept(tree: Tree, entry: list[object], kept: dict[str, Path]) -> list[object]:
-    """The entry of a file as it is kept now; notes where."""
+def _cache_file(tree: Tree, entry: list[object], cached: dict[str, Path]) -> list[object]:
+    """Caches a file, adds its path to ``cached``, and returns its entry."""
     path, sha256, mode, size = entry
     with contextlib.suppress(OSError):
         if snapshot.lacking([entry]):
             content = tree.file(str(path)).read_bytes()
             sha256, size = hashlib.sha256(content).hexdigest(), len(content)
             snapshot.store([(sha256, content)])
-        kept[str(path)] = snapshot.cache_folder() / snapshot.blob_path(str(sha256))
+        cached[str(path)] = snapshot.cache_folder() / snapshot.blob_path(str(sha256))
         return [path, sha256, mode, size]
     return entry
 
 
 def project_root(job: Job) -> Path:
-    """The folder that belongs to the job.
+    """The root of the job's code.
 
-    The git work tree that holds the work folder, else the work folder itself; for a script that
-    lies elsewhere, or whose function it is, the same of the script's folder.
+    This is the git work tree of the work folder, else the work folder; or the same for the folder
+    of a script or function outside it.
     """
     root = folder_root(Path(job.workdir))
     if job.entry.kind == "function" and job.entry.args:
-        home = Path(job.entry.args[0])
-        return root if home.is_relative_to(root) else folder_root(home)
+        folder = Path(job.entry.args[0])
+        return root if folder.is_relative_to(root) else folder_root(folder)
     if job.entry.kind == "script":
         script = script_path(job.entry, job.workdir)
         if not script.is_relative_to(root):
@@ -116,25 +115,25 @@ def project_root(job: Job) -> Path:
 
 
 def script_path(entry: Entry, workdir: str) -> Path:
-    """Absolute path of the script on this machine, without ``..``; links are left alone."""
+    """Absolute local path of the script, without ``..``; links are not resolved."""
     return Path(os.path.normpath(Path(workdir, entry.target)))
 
 
 def folder_root(folder: Path) -> Path:
-    """The top of the git work tree that holds a folder, else the folder."""
-    return top_of(folder) or folder
+    """The git work tree that contains a folder, else the folder."""
+    return work_tree_root(folder) or folder
 
 
 def read_tree(root: Path, parts: Sequence[str] = ()) -> Tree:
-    """Hashes the code in ``root``: what git tracks or would track, else everything plain.
+    """Hashes the code in ``root``: files that git does not ignore, else all visible files.
 
-    What runs have left in it is no code: it changes while it is read.
+    Files of run directories are excluded. With ``parts`` only paths that begin with one of them.
 
-    With ``parts`` only what begins with one of them. SettingError when that is more than is
-    sensibly shipped at every start.
+    Raises:
+        SettingError: The code is too large to be shipped at every start.
     """
     files = sorted(path for path in files_of(root) if _is_within(path, parts))
-    _demand_depth(root, files)
+    _check_depth(root, files)
     sizes = {path: _stat(f"{root}/{path}").st_size for path in files}
     if len(files) > MAX_FILES or sum(sizes.values()) > MAX_BYTES:
         raise _too_large(root, sizes)
@@ -142,14 +141,14 @@ def read_tree(root: Path, parts: Sequence[str] = ()) -> Tree:
 
 
 def read_parts(root: Path, parts: Sequence[str]) -> Tree:
-    """Hashes those files and folders below ``root``, all if none are named."""
+    """Hashes these files and folders below ``root``, by default all."""
     files = {path for part in parts or (".",) for path in _below(root, part)}
-    _demand_depth(root, files)
+    _check_depth(root, files)
     return _hashed(root, sorted(files))
 
 
 def _below(root: Path, part: str) -> Iterator[str]:
-    """Relative paths, ``/``-separated, of a file, or all plain files of a folder."""
+    """Relative paths of a file, or of all files of a folder."""
     if (root / part).is_file():
         yield part
     for folder, _, names in inside.walk(str(root / part)):
@@ -159,8 +158,8 @@ def _below(root: Path, part: str) -> Iterator[str]:
                 yield path
 
 
-def _demand_depth(root: Path, files: Iterable[str]) -> None:
-    """SettingError for a file that lies too deep to be shipped."""
+def _check_depth(root: Path, files: Iterable[str]) -> None:
+    """Raises SettingError for a file that is nested too deeply."""
     for path in files:
         if path.count("/") >= MAX_DEPTH:
             raise SettingError(
@@ -187,21 +186,22 @@ def _entry(root: Path, path: str) -> list[object]:
 
 
 def files_of(root: Path) -> Iterator[str]:
-    """Relative paths, ``/``-separated, of plain files that no run has left."""
-    holds_run = functools.cache(lambda folder: _true_of(is_run, root / folder))
-    for name in _plain(root):
+    """Relative paths of files that do not belong to run directories."""
+    is_run_folder = functools.cache(lambda folder: _allowed(is_run, root / folder))
+    for name in _list_files(root):
         parts = name.split("/")
-        above = ("/".join(parts[:depth]) for depth in range(1, len(parts)))
-        if not any(_of_a_run(name.removeprefix(f"{run}/")) for run in above if holds_run(run)):
+        parents = ("/".join(parts[:depth]) for depth in range(1, len(parts)))
+        runs = (parent for parent in parents if is_run_folder(parent))
+        if not any(_belongs_to_run(name.removeprefix(f"{run}/")) for run in runs):
             yield name
 
 
-def _of_a_run(path: str) -> bool:
-    """Whether a path in a run directory is the run's; a script may well lie beside it."""
-    return is_ours(path) or path == WEIGHTS
+def _belongs_to_run(path: str) -> bool:
+    """Whether a path in a run directory is the run's; other files may be code."""
+    return is_launcher_file(path) or path == WEIGHTS
 
 
-def _plain(root: Path) -> Iterator[str]:
+def _list_files(root: Path) -> Iterator[str]:
     listed = run_git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     if listed is not None:
         for name in dict.fromkeys(filter(None, listed.split("\0"))):
@@ -211,36 +211,36 @@ def _plain(root: Path) -> Iterator[str]:
     for folder, folders, names in inside.walk(str(root)):
         folders[:] = [name for name in folders if not _skip(root / folder / name)]
         for name in names:
-            if _true_of(Path.is_file, root / folder / name):
+            if _allowed(Path.is_file, root / folder / name):
                 yield f"{folder}/{name}" if folder else name
 
 
 def _skip(folder: Path) -> bool:
     name = folder.name
-    return name.startswith(".") or name in _SKIPPED or _true_of(Path.exists, folder / "pyvenv.cfg")
+    return name.startswith(".") or name in _SKIPPED or _allowed(Path.exists, folder / "pyvenv.cfg")
 
 
-def _true_of(ask: Callable[[Path], bool], path: Path) -> bool:
-    """False, too, where we may not look."""
+def _allowed(predicate: Callable[[Path], bool], path: Path) -> bool:
+    """The predicate's result, or False without permission."""
     try:
-        return ask(path)
+        return predicate(path)
     except PermissionError:
         return False
 
 
 def _too_large(root: Path, sizes: Mapping[str, int]) -> SettingError:
-    """Says which part is too large, for it is data or results as a rule."""
+    """The error for too large a tree; names its largest part, usually data or results."""
     folders: Counter[str] = Counter()
     for path, size in sizes.items():
-        # A block each: very many small files are as bad as a few large ones.
+        # a minimum for each: very many small files are as slow as a few large ones
         folders[path.split("/")[0]] += size + MAX_BYTES // MAX_FILES
     largest = folders.most_common(1)[0][0]
     inside = [size for path, size in sizes.items() if path.split("/")[0] == largest]
     return SettingError(
         f"the code in {root} is too large to ship at every start",
-        found=f"{counted(len(sizes), 'file')}, {sum(sizes.values()) >> 20} MiB (at most"
+        found=f"{pluralize(len(sizes), 'file')}, {sum(sizes.values()) >> 20} MiB (at most"
         f" {MAX_FILES} and {MAX_BYTES >> 20} MiB); most of it is {largest}:"
-        f" {counted(len(inside), 'file')}, {sum(inside) >> 20} MiB",
+        f" {pluralize(len(inside), 'file')}, {sum(inside) >> 20} MiB",
         remedy=f"Keep {largest} out by .gitignore; if ranks need it, add --data {largest}, which "
         "sends it once. Or start from a folder that holds only the code, or put the code at the "
         "same path on every host and add --ship never",
@@ -248,7 +248,7 @@ def _too_large(root: Path, sizes: Mapping[str, int]) -> SettingError:
 
 
 def relocate(path: str, root: Path, target: str) -> str:
-    """``path`` of this machine as it is called where ``root`` lies at ``target``."""
+    """The path on a node on which ``root`` is at ``target``."""
     absolute = Path(path)
     try:
         return str(Path(target) / absolute.relative_to(root))
@@ -257,19 +257,18 @@ def relocate(path: str, root: Path, target: str) -> str:
 
 
 def entry_at(entry: Entry, workdir: str, root: Path, target: str) -> Entry:
-    """The entry for a node on which ``root`` lies at ``target``.
+    """The entry for a node on which ``root`` is at ``target``.
 
-    A script named relative to a work folder inside ``root`` stays as it was typed, for the work
-    folder moves along. Of the folders from which a function imports, those inside ``root`` do.
+    A script relative to a work folder inside ``root`` is unchanged. Of a function's import folders,
+    only those inside ``root`` are kept.
     """
     if entry.kind == "function":
         folders = [path for path in entry.args if Path(path).is_relative_to(root)]
-        there = tuple(relocate(path, root, target) for path in folders)
-        return replace(entry, args=there)
+        return replace(entry, args=tuple(relocate(path, root, target) for path in folders))
     if entry.kind != "script":
         return entry
     script = script_path(entry, workdir)
-    inside = Path(workdir).is_relative_to(root) and script.is_relative_to(root)
-    if inside and not Path(entry.target).is_absolute():
+    is_inside = Path(workdir).is_relative_to(root) and script.is_relative_to(root)
+    if is_inside and not Path(entry.target).is_absolute():
         return entry
     return replace(entry, target=relocate(str(script), root, target))

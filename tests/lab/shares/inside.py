@@ -186,7 +186,7 @@ def what_arrives_is_whole_on_the_other_host() -> Any:
 def checkpoints() -> Any:
     """Published here, found there; a second writer is refused, or takes over, on either host."""
     from paceline.spec.errors import SettingError
-    from paceline.spec.rundir import LATEST, pointed
+    from paceline.spec.rundir import LATEST, read_pointer
     from paceline.train.checkpoints.format import Manifest
     from paceline.train.checkpoints.store import Fenced, Lock, Store
 
@@ -207,7 +207,10 @@ def checkpoints() -> Any:
     seen = sorted(int(p.name) for p in theirs.root.iterdir() if p.name.isdecimal())
     held.release()
     Lock(theirs.root).take()
-    latest, size = int(pointed(theirs.root / LATEST)), (theirs.root / "30/weights").stat().st_size
+    latest, size = (
+        int(read_pointer(theirs.root / LATEST)),
+        (theirs.root / "30/weights").stat().st_size,
+    )
     made = ours.temporary(40)
     theirs.claim(0, "")
     with contextlib.suppress(Fenced):

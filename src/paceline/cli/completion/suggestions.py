@@ -147,14 +147,14 @@ def _catalogue(recipe: type, field: str, incomplete: str) -> list[Item]:
     from paceline.recipes import RECIPES
     from paceline.recipes.catalogue import catalogue
     from paceline.recipes.options import TRACKERS
-    from paceline.spec.communication import WAYS
+    from paceline.spec.communication import METHODS
 
     kinds = {"data": "data", "model": "models", "augment": "augmentations", "preset": "presets"}
     recipe_name = next((entry.name for entry in RECIPES.values() if entry.options is recipe), "")
     names = [(entry.name, entry.summary) for entry in catalogue()
              if entry.kind == kinds.get(field) and entry.recipe == recipe_name]  # fmt: skip
     keywords: Mapping[str, Iterable[str]] = {
-        "track": TRACKERS, "communication": WAYS, "balance": ("even", "auto"),
+        "track": TRACKERS, "communication": METHODS, "balance": ("even", "auto"),
         "resume": ("auto", "never", "latest", "best"), "checkpoint_copies": ("auto",),
     }  # fmt: skip
     names += [(keyword, "") for keyword in keywords.get(field, ())]

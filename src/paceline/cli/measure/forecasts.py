@@ -15,12 +15,12 @@ from paceline.recipes.argv import parse, to_argv
 from paceline.rundir.records import as_float, as_int, as_text, is_regular, read_object, read_records
 from paceline.spec import rundir
 from paceline.spec.errors import PacelineError, SettingError
-from paceline.spec.figures import lasting
-from paceline.spec.helptext import counted
+from paceline.spec.formatting import format_duration
+from paceline.spec.helptext import pluralize
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Job
 from paceline.spec.rundir import DEFAULT_PARENT, FORECAST
-from paceline.spec.terminal import clean, wrapped
+from paceline.spec.terminal import clean, wrap
 
 FOLDER_PREFIX = "forecast-"  # begins the names of folders of forecasts
 
@@ -101,7 +101,7 @@ class SavedForecast:
         elif forecast["declined"]:
             problem = f"nothing was forecast: {forecast['declined']}"
         elif ranks != {self.ranks}:
-            problem = f"it is of {counted(self.ranks, 'rank')} on each host"
+            problem = f"it is of {pluralize(self.ranks, 'rank')} on each host"
         elif missing := sorted(self.hosts.intersection(forecast["names"]) - names):
             problem = f"it is of other hosts: {', '.join(missing)}"
         else:
@@ -197,16 +197,16 @@ def choose_fastest(job: Job, cluster: Cluster, run: Path) -> tuple[Cluster, str]
         if saved.weak:
             mismatches += [f"{path}: it is of --weak: a larger batch on more hosts"]
         elif processes not in (saved.processes, saved.ranks):
-            mismatches += [f"{path}: it is of {counted(saved.ranks, 'rank')} on each host"]
+            mismatches += [f"{path}: it is of {pluralize(saved.ranks, 'rank')} on each host"]
         elif missing := sorted(names - saved.hosts):
             mismatches += [f"{path}: nothing is known there of {', '.join(missing)}"]
         elif candidates:
             fastest = min(candidates, key=lambda one: as_float(one.get("total")) or one["seconds"])
             hosts = tuple(host for host in cluster.hosts if host.name in fastest["names"])
-            share = f"{len(hosts)} of {counted(len(names), 'host')}"
+            share = f"{len(hosts)} of {pluralize(len(names), 'host')}"
             explanation = f"fastest by {path}: {', '.join(host.name for host in hosts)} ({share}):"
             selected = replace(cluster, hosts=hosts, among=all_names)
-            return selected, f"{explanation} {lasting(fastest['seconds'])} a step"
+            return selected, f"{explanation} {format_duration(fastest['seconds'])} a step"
     searched = f"looked at {len(files)} in {', '.join(map(str, sorted(folders)))}"
     raise SettingError(
         "--fastest needs a forecast of this command on these hosts",
@@ -218,7 +218,7 @@ def choose_fastest(job: Job, cluster: Cluster, run: Path) -> tuple[Cluster, str]
 def compare_at_end(run: Path) -> str:
     """The same at the end of a run; empty where its command was not forecast."""
     with contextlib.suppress(PacelineError, OSError, ValueError):
-        return wrapped(f"paceline: {describe_comparison(save_comparison(run))}", 80)
+        return wrap(f"paceline: {describe_comparison(save_comparison(run))}", 80)
     return ""
 
 
@@ -269,7 +269,7 @@ def comparison(run: Path) -> dict[str, Any]:
             }
     searched = f"looked at {len(files)} in {', '.join(map(str, sorted(folders)))}"
     raise SettingError(
-        f"there is no forecast of the command of {run} on {counted(len(nodes), 'host')}",
+        f"there is no forecast of the command of {run} on {pluralize(len(nodes), 'host')}",
         found="\n".join([searched, *mismatches]),
         remedy="paceline forecast, with the same words, hosts and -p, in the same folder",
     )
@@ -295,8 +295,8 @@ def describe_comparison(comparison: Mapping[str, Any]) -> str:
     difference = f"{abs(deviation):.0%} {'longer' if deviation > 0 else 'shorter'}"
     is_within = forecast["low"] <= measured <= forecast["high"]
     return (
-        f"a step was forecast to take {lasting(forecast['seconds'])}"
-        f" ({lasting(forecast['low'])} … {lasting(forecast['high'])}, limited by"
-        f" {clean(forecast['limit'])}), and took {lasting(measured)}: {difference},"
+        f"a step was forecast to take {format_duration(forecast['seconds'])}"
+        f" ({format_duration(forecast['low'])} … {format_duration(forecast['high'])}, limited by"
+        f" {clean(forecast['limit'])}), and took {format_duration(measured)}: {difference},"
         f" {'inside' if is_within else 'outside'} the error bar"
     )

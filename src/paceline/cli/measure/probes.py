@@ -20,7 +20,7 @@ from paceline.cli.measure.links import survey_links
 from paceline.cli.verb import say
 from paceline.rundir.records import read_object
 from paceline.spec import jobenv, rundir
-from paceline.spec.balance import refuse_weights
+from paceline.spec.balance import validate_weights
 from paceline.spec.errors import JobError
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Job
@@ -111,7 +111,7 @@ def measure(prober: Prober, max_hosts: int) -> model.Model:
     rates, kinds = measure_links(prober)  # before anything that takes long: all have to be there
     first = prober.on(hosts[:1], parts=parts)
     if isinstance(first.balance, Mapping):
-        refuse_weights(first.balance, [host.name for host in hosts])
+        validate_weights(first.balance, [host.name for host in hosts])
     single, twins = {hosts[0].name: first}, dict[str, str]()
     own_batches = [timing.batch for timing in first.timed]
     for host in hosts[1:]:

@@ -29,9 +29,9 @@ from paceline.rundir.directory import short
 from paceline.spec import rundir as names
 from paceline.spec.command import shell_text
 from paceline.spec.errors import PacelineError
-from paceline.spec.events import Event, homes, read_events
+from paceline.spec.events import Event, read_events, shipped_copies
 from paceline.spec.failure import UNKNOWN, Result
-from paceline.spec.terminal import for_reader
+from paceline.spec.terminal import format_for
 
 POLL_INTERVAL_S = 0.5
 INITIAL_TAIL_BYTES = 2048  # bytes of each log that were there already
@@ -52,7 +52,7 @@ def attach_to_run(path: Path, *, lines: bool = False) -> int:
     client = client_for(path)
     if client is None:
         state = read_state(path)
-        say(for_reader(describe_run(state), sys.stdout))
+        say(format_for(describe_run(state), sys.stdout))
         if state.exit_code is None:
             return 0 if state.word == "not started" else 1
         return state.exit_code
@@ -203,7 +203,7 @@ class Feed:
         if ranks is not None:
             self.board.read(ranks, clock, time.time())
         for file in rank_logs(self._path):
-            rank = names.rank_of(file)
+            rank = names.rank_of_log(file)
             data = self._read_new(file, INITIAL_TAIL_BYTES if self._first else None)
             if data and rank is not None:
                 self._screen.output(file.parent.name, rank, "out", data)
@@ -295,7 +295,7 @@ def print_end(path: Path, command: tuple[str, ...] = ()) -> int:
     """
     record = records.read_object(path / names.RESULT)
     if record is None:
-        say(for_reader(describe_run(read_state(path)), sys.stderr), err=True)
+        say(format_for(describe_run(read_state(path)), sys.stderr), err=True)
         return 1
     result = Result.from_json(record)
     events = read_events(records.read_records(path / names.EVENTS))
@@ -304,16 +304,16 @@ def print_end(path: Path, command: tuple[str, ...] = ()) -> int:
     outcome = RunOutcome(
         run_dir, result, events, {}, records.as_float(record.get("seconds")), {},
         bool(command) and is_resumable(result, events),
-        records.as_int(plan.get("world_size")) or 0, homes(events), command=command,
+        records.as_int(plan.get("world_size")) or 0, shipped_copies(events), command=command,
     )  # fmt: skip
     code = 1 if result.exit_code == UNKNOWN else result.exit_code
     if result.error:
-        say(for_reader(result.error, sys.stderr), err=True)
+        say(format_for(result.error, sys.stderr), err=True)
     elif text := report_failure(outcome):
         say(text, err=True)
         explain_run(run_dir, result, events, result.failure is not None)
     elif code == 0:
         say(report_success(outcome), err=True)
     else:
-        say(for_reader(describe_run(read_state(path)), sys.stderr), err=True)
+        say(format_for(describe_run(read_state(path)), sys.stderr), err=True)
     return code

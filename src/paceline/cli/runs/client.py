@@ -20,13 +20,13 @@ from typing import Any, Protocol
 from paceline.cli.runs.lost import remaining_lease_s
 from paceline.cli.runs.state import end_run, read_state, request_launcher
 from paceline.cli.verb import say
-from paceline.remote.channel import AgentRefusal, Silent
+from paceline.remote.channel import AgentRefusal, HostUnresponsive
 from paceline.rundir.ownership import detached_of, owner_alive, owner_here, read_owner
 from paceline.spec.command import shell_text
-from paceline.spec.detached import About, Detached
+from paceline.spec.detached import DetachedRecord, SupervisorLocation
 from paceline.spec.errors import ConnectError, NodeError, PacelineError
-from paceline.spec.terminal import for_reader
-from paceline.transfer.follow import Follower, Forgotten, Standing, follow
+from paceline.spec.terminal import format_for
+from paceline.transfer.follow import Follower, RunState, UnknownRun, follow
 
 RECONNECT_DELAY_S = 2.0  # until the supervisor's host is dialled again
 
@@ -42,7 +42,7 @@ class LauncherClient(Protocol):
     path: Path
     last_error: str
 
-    async def look(self) -> Standing:
+    async def look(self) -> RunState:
         """How the run stands now; its files here are as new as that."""
 
     async def request(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -66,11 +66,11 @@ class LocalLauncher:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    async def look(self) -> Standing:
+    async def look(self) -> RunState:
         owner = read_owner(self.path)
         if owner is not None and owner_alive(owner):
-            return Standing("running", None, news=True)
-        return Standing(
+            return RunState("running", None, news=True)
+        return RunState(
             "lost" if read_state(self.path).word == "lost" else "ended", None, news=True
         )
 
@@ -102,14 +102,14 @@ class LocalLauncher:
 class RemoteLauncher:
     """To a supervisor on another host, over SSH; the connection is made again when it breaks."""
 
-    def __init__(self, path: Path, detached: Detached) -> None:
+    def __init__(self, path: Path, detached: SupervisorLocation) -> None:
         self.path, self.last_error = path, ""
         self._detached = detached
         self._follower: Follower | None = None
-        self._status: Standing | None = None
+        self._status: RunState | None = None
         self._reconnect_at = 0.0
 
-    async def look(self) -> Standing:
+    async def look(self) -> RunState:
         """ConnectError where the host could never be asked; later the last known, and last_error.
 
         NodeError where it knows nothing of the run, or what it sends cannot be written here.
@@ -122,13 +122,13 @@ class RemoteLauncher:
                 self._follower = await follow(self.path, self._detached)
             self._status = status = await self._follower.refresh()
             self.last_error = ""
-        except Forgotten:  # another follower brought everything, and it was removed there
+        except UnknownRun:  # another follower brought everything, and it was removed there
             if status is None and detached_of(self.path) is not None:
                 raise
             run = status.about if status is not None else None
-            self._status = Standing("ended", run)
+            self._status = RunState("ended", run)
             return self._status
-        except (ConnectionError, ConnectError, Silent) as problem:
+        except (ConnectionError, ConnectError, HostUnresponsive) as problem:
             await self.close()
             if status is None:
                 raise self._connection_lost(problem) from None
@@ -151,7 +151,7 @@ class RemoteLauncher:
             raise NodeError(
                 f"the supervisor on {self._detached.host} gave no answer", found=str(problem)
             ) from None
-        except (ConnectionError, Silent) as problem:
+        except (ConnectionError, HostUnresponsive) as problem:
             raise self._connection_lost(problem) from None
 
     async def stop(self, *, now: bool) -> None:
@@ -162,7 +162,7 @@ class RemoteLauncher:
                 raise
             try:
                 await self._follower.signal(2 if now else 1)
-            except (ConnectionError, Silent) as problem:
+            except (ConnectionError, HostUnresponsive) as problem:
                 raise self._connection_lost(problem) from None
 
     async def fetch_results(self) -> None:
@@ -175,7 +175,7 @@ class RemoteLauncher:
                 await self._wait_for_ranks()
             try:
                 is_whole = await self._follower.finish(self._status.word, _note)
-            except (ConnectionError, Silent) as problem:
+            except (ConnectionError, HostUnresponsive) as problem:
                 raise self._connection_lost(problem) from None
         run = self._status.about
         with contextlib.suppress(NodeError, ConnectionError):
@@ -207,7 +207,7 @@ class RemoteLauncher:
 
 
 def _note(text: str) -> None:
-    say(for_reader(text, sys.stderr), err=True)
+    say(format_for(text, sys.stderr), err=True)
 
 
 def parse_reply(reply: dict[str, Any] | None) -> dict[str, Any]:
@@ -222,7 +222,7 @@ def parse_reply(reply: dict[str, Any] | None) -> dict[str, Any]:
     return reply
 
 
-def was_started_here(run: About, path: Path) -> bool:
+def was_started_here(run: DetachedRecord, path: Path) -> bool:
     """Whether the run was started on this machine, with that folder."""
     me = f"{getpass.getuser()}@{socket.gethostname()}"
     return run.launched_by == me and run.launched_in == str(path.absolute())

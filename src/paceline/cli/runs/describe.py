@@ -9,8 +9,8 @@ from typing import Any
 from paceline.cli.runs.lost import describe_lost as lost_lines
 from paceline.cli.runs.state import RunState
 from paceline.rundir import records
-from paceline.spec.failure import place
-from paceline.spec.figures import bit_rate, lasting, which_epoch
+from paceline.spec.failure import format_location
+from paceline.spec.formatting import format_bit_rate, format_duration, format_epoch
 
 MIN_SILENCE_S = 5.0  # of a rank that is told of: others say where they are each second
 _MAX_LISTED = 4  # ranks in a line
@@ -65,7 +65,7 @@ def _figures(record: Mapping[str, Any]) -> str:
 def _figure(name: str, value: Any) -> str:
     """One of a record's, for people."""
     if name == "epoch" and (epoch := records.as_int(value)) is not None:
-        return which_epoch(epoch)
+        return format_epoch(epoch)
     return f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
 
 
@@ -79,11 +79,11 @@ def describe_ranks(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
         groups.setdefault(key, []).append(rank)
     lines = []
     for (step, phase, is_silent), group in sorted(groups.items()):
-        names = [place(rank["host"], rank["rank"]) for rank in group[:_MAX_LISTED]]
+        names = [format_location(rank["host"], rank["rank"]) for rank in group[:_MAX_LISTED]]
         remainder = f" and {len(group) - len(names)} more" if len(group) > len(names) else ""
         if len(group) == len(ranks) > 1:
             names, remainder = [f"all {len(ranks)} ranks"], ""
-        quiet = f", no word for {lasting(min(map(silence_s, group)))}" if is_silent else ""
+        quiet = f", no word for {format_duration(min(map(silence_s, group)))}" if is_silent else ""
         position = "" if step < 0 else f"step {step}, "
         lines.append(f"{', '.join(names)}{remainder}: {position}{phase}{quiet}")
     return lines
@@ -102,7 +102,9 @@ def describe_loads(hosts: Sequence[Mapping[str, Any]]) -> list[str]:
         used += [(f"GPU {at}", load) for at, load in enumerate(host.get("gpus") or ())]
         moved = [("receives", host.get("in_bps")), ("sends", host.get("out_bps"))]
         parts = [f"{name} {part:.0%}" for name, part in used if part is not None]
-        parts += [f"{direction} {bit_rate(rate)}" for direction, rate in moved if rate is not None]
+        parts += [
+            f"{direction} {format_bit_rate(rate)}" for direction, rate in moved if rate is not None
+        ]
         text = ", ".join(parts)
         if host.get("state") == "lost":
             text = str(host.get("trouble") or "lost")

@@ -12,11 +12,11 @@ from pathlib import Path
 from paceline.cli.runs.state import end_state
 from paceline.remote import this_machine
 from paceline.remote.channel import LoginRefused
-from paceline.remote.fanout import reach_all
+from paceline.remote.fanout import try_connect_all
 from paceline.remote.openssh import SshOptions
 from paceline.rundir import detached_file, records
 from paceline.rundir.ownership import detached_of
-from paceline.spec.detached import DETACHED, About, Detached
+from paceline.spec.detached import DETACHED, DetachedRecord, SupervisorLocation
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.failure import Result
 from paceline.spec.hosts import Host
@@ -36,7 +36,7 @@ class DetachedRun:
     """
 
     host: Host
-    info: About
+    info: DetachedRecord
     alive: bool | None
     result: str
     ranks: str
@@ -81,7 +81,7 @@ async def find_detached(
         discard: Ids of runs that are removed there, if they are over.
     """
     pythons = [host.python or this_machine.default_python() for host in hosts]
-    outcomes = await reach_all(hosts, pythons, ssh)
+    outcomes = await try_connect_all(hosts, pythons, ssh)
     unreachable = [(answered.host.name, f"{answered.refusal.cause}: {answered.refusal.found}")
                for answered in outcomes if isinstance(answered, LoginRefused)]  # fmt: skip
     runs: list[DetachedRun] = []
@@ -100,7 +100,7 @@ async def find_detached(
             await channel.close(GOODBYE_S)
         for answered in answer["runs"]:
             record = records.parse_json(answered["about"])
-            run = About.read(record) if isinstance(record, dict) else None
+            run = DetachedRecord.read(record) if isinstance(record, dict) else None
             if run is not None and run.run_id == answered["run_id"] not in seen:
                 seen.add(run.run_id)
                 runs.append(
@@ -148,17 +148,17 @@ def choose_run(
     raise SettingError(problem, found="\n".join([*listed, *unreachable]), remedy=remedy)
 
 
-def detached_record(run: DetachedRun, ssh: SshOptions) -> Detached:
+def detached_record(run: DetachedRun, ssh: SshOptions) -> SupervisorLocation:
     """What leads to a run from a machine that did not start it."""
     host, config = run.host, str(ssh.config.absolute()) if ssh.config else None
-    return Detached(
+    return SupervisorLocation(
         run.info.run_id, host.name, host.address, str(Path(run.info.run).parent),
         run.info.started, host.user, host.port, host.identity_file,
         host.python or this_machine.default_python(), config,
     )  # fmt: skip
 
 
-def local_folder(run: About, detached: Detached, parent: Path) -> Path:
+def local_folder(run: DetachedRecord, detached: SupervisorLocation, parent: Path) -> Path:
     """The folder of a run below ``parent``, made where it is not there.
 
     NodeError where it cannot be made.
@@ -183,11 +183,11 @@ def _lock_folder(parent: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _find_or_make_folder(run: About, detached: Detached, parent: Path) -> Path:
+def _find_or_make_folder(run: DetachedRecord, detached: SupervisorLocation, parent: Path) -> Path:
     from paceline.rundir.directory import fresh_path
 
     for path in records.folders_in(parent):
-        record = Detached.read(records.read_object(path / DETACHED) or {})
+        record = SupervisorLocation.read(records.read_object(path / DETACHED) or {})
         if record is not None and record.run_id == run.run_id:
             if detached_of(path) is not None and not detached_file.is_authentic(path):
                 detached_file.write(path, detached)

@@ -14,7 +14,7 @@ from paceline.rundir.directory import short
 from paceline.rundir.ownership import lost, read_owner
 from paceline.spec import rundir as names
 from paceline.spec.command import shell_text
-from paceline.spec.figures import lasting
+from paceline.spec.formatting import format_duration
 
 LEASE_S = 10.0  # where the plan does not tell it
 TAIL_BYTES = 1 << 16  # of events.jsonl, to find the last of them
@@ -64,7 +64,7 @@ def read_lost_run(path: Path) -> LostRun:
     role, host = (
         ("supervisor", supervisor.host) if supervisor else ("launcher", str(owner.get("host", "")))
     )
-    versions = (names.version_of(item.name) for item in names.checkpoints(path))
+    versions = (names.parse_version(item.name) for item in names.checkpoints(path))
     checkpoint = next((version[1] for version in versions if version), None)
     nodes = plan.get("nodes")
     first = nodes[0].get("host") if isinstance(nodes, list) and nodes and (
@@ -129,7 +129,7 @@ def describe_lost(run: LostRun, clock: float) -> list[str]:
         clock: Now, in seconds since 1970.
     """
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.since))
-    age = f" {lasting(max(0.0, clock - run.since))} ago, at {when}" if run.since else ""
+    age = f" {format_duration(max(0.0, clock - run.since))} ago, at {when}" if run.since else ""
     host = f" on {run.host}" if run.host else ""
     ended = "have ended" if clock > run.lease_end else "end"
     lines = [

@@ -22,7 +22,7 @@ READ_BYTES = 1 << 20  # bytes read at once
 def rank_logs(path: Path, rank: int | None = None, host: str | None = None) -> list[Path]:
     """Log files of ranks, in the order of the ranks."""
     files = [(number, file) for file in log_files(path / names.LOGS)
-             if (number := names.rank_of(file)) is not None]  # fmt: skip
+             if (number := names.rank_of_log(file)) is not None]  # fmt: skip
     return [
         file
         for number, file in sorted(files)

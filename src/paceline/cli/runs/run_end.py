@@ -17,7 +17,7 @@ from paceline.spec.events import Event
 from paceline.spec.failure import Result
 from paceline.spec.job import Job
 from paceline.spec.rundir import DEBUG, REPORT
-from paceline.spec.terminal import for_reader
+from paceline.spec.terminal import format_for
 
 if TYPE_CHECKING:
     from paceline.launch.results.summary import RunOutcome
@@ -66,7 +66,7 @@ def explain_run(run_dir: Path, result: Result, events: tuple[Event, ...],
         except TimeoutError:
             text = f"paceline: to find the cause: paceline explain {short(run_dir)}"
         if is_shown and text:
-            say(for_reader(text, sys.stderr), err=True)
+            say(format_for(text, sys.stderr), err=True)
 
 
 def report_run(job: Job, run_dir: Path) -> None:
@@ -84,7 +84,7 @@ def report_run(job: Job, run_dir: Path) -> None:
     except TimeoutError as error:
         warning = f"the report was given up: {error}"
     text = f"warning: {warning}" if warning else f"report {short(run_dir / REPORT)}"
-    say(for_reader(f"paceline: {text}", sys.stderr), err=True)
+    say(format_for(f"paceline: {text}", sys.stderr), err=True)
 
 
 def print_library_logs(run_dir: Path) -> None:
@@ -98,7 +98,7 @@ def print_library_logs(run_dir: Path) -> None:
         folder = short(run_dir / DEBUG)
         text = "\n".join([f"paceline: the libraries said ({folder}/HOST/RANK.log):",
                           *(f"  {line}" for line in lines)])  # fmt: skip
-        say(for_reader(text, sys.stderr), err=True)
+        say(format_for(text, sys.stderr), err=True)
 
 
 class Interrupted(KeyboardInterrupt):

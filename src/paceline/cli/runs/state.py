@@ -28,11 +28,11 @@ from paceline.rundir.ownership import (
 )
 from paceline.schedulers.submission import SubmittedJob, read_submission, require_own_submission
 from paceline.spec import rundir as names
-from paceline.spec.detached import Detached
+from paceline.spec.detached import SupervisorLocation
 from paceline.spec.errors import NodeError
 from paceline.spec.events import read_events
 from paceline.spec.failure import UNKNOWN, Result
-from paceline.spec.shapes import fits
+from paceline.spec.schema import matches
 
 TAIL_BYTES = 64 << 10  # of metrics.jsonl, to find the last record
 END_STATES = ("finished", "stopped", "failed", "ended")
@@ -72,7 +72,7 @@ class RunState:
     ranks: Sequence[Mapping[str, Any]] = ()
     hang: str = ""
     hosts: Sequence[Mapping[str, Any]] = ()
-    supervisor: Detached | None = None
+    supervisor: SupervisorLocation | None = None
     waiting: run_state.Waiting | None = None
     lost: LostRun | None = None
 
@@ -151,7 +151,7 @@ def _with_ranks(state: RunState, max_age_s: float = math.inf) -> RunState:
 def _read_ranks(path: Path, max_age_s: float = math.inf) -> dict[str, Any]:
     """Where everybody is, as the launcher has written it last; empty where that is not known."""
     record = records.read_object(path / names.RANKS)
-    if record is None or not fits(run_state.SHAPE, record):
+    if record is None or not matches(run_state.SHAPE, record):
         return {}
     ago = max(0.0, time.time() - record["time"])
     if ago > max_age_s:
@@ -201,7 +201,7 @@ def end_run(state: RunState, immediately: bool) -> None:
             remedy=f"If no run goes on there: rm {shlex.quote(str(state.path / names.OWNER))}",
         )
     for _ in range(2 if immediately else 1):
-        this_machine.send(int(owner["pid"]), owner["start"], signal.SIGTERM)
+        this_machine.signal_process(int(owner["pid"]), owner["start"], signal.SIGTERM)
 
 
 def request_launcher(

@@ -15,7 +15,7 @@ from paceline.cli.runs.state import read_state
 from paceline.cli.verb import say
 from paceline.rundir.ownership import detached_of
 from paceline.spec.errors import NodeError, PacelineError
-from paceline.spec.terminal import for_reader
+from paceline.spec.terminal import format_for
 
 POLL_INTERVAL_S = 0.5
 MAX_EXTRA_POLLS = 3  # of who looks once only, at files that change every second
@@ -55,7 +55,7 @@ def try_sync(path: Path) -> bool:
         return True
     except (PacelineError, ConnectionError) as problem:
         text = problem.render() if isinstance(problem, PacelineError) else f"paceline: {problem}"
-        say(for_reader(text, sys.stderr), err=True)
+        say(format_for(text, sys.stderr), err=True)
         return False
 
 

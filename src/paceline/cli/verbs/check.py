@@ -32,10 +32,10 @@ from paceline.cli.verb import Verb, say
 from paceline.remote import this_machine
 from paceline.remote.openssh import SshOptions
 from paceline.report import findings as report
-from paceline.spec.figures import bit_rate
 from paceline.spec.finding import Finding
+from paceline.spec.formatting import format_bit_rate
 from paceline.spec.hosts import Host
-from paceline.spec.job import Entry, Job, recorded
+from paceline.spec.job import Entry, Job, redact
 from paceline.spec.terminal import clean
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def environment_of(job: Job, survey: Survey) -> dict[str, dict[str, str]]:
         processes = planner.processes_on(job, host, facts).value
         variables = planner.node_env(job, host, facts, processes, network)
         environment[host.name] = {
-            name: recorded(name, setting.value) for name, setting in variables.items()
+            name: redact(name, setting.value) for name, setting in variables.items()
         }
         environment[host.name] |= {"MASTER_ADDR": head, "PACELINE_ADDRESS": network.address}
         if job.master_port.value:
@@ -184,7 +184,7 @@ def _rates(survey: Survey) -> list[tuple[list[str], list[list[str]]]]:
 
     pairs = (survey.evidence.get("link") or {}).get("pairs", [])
     rates = {
-        (pair["source"], pair["target"]): bit_rate(bits_per_s(pair))
+        (pair["source"], pair["target"]): format_bit_rate(bits_per_s(pair))
         if "bytes" in pair
         else "nothing"
         for pair in pairs

@@ -12,7 +12,7 @@ from paceline.cli.verb import Verb
 from paceline.spec import jobenv
 from paceline.spec.command import shell_text
 from paceline.spec.errors import SettingError
-from paceline.spec.launched import DIALECTS, translated
+from paceline.spec.launchers import DIALECTS, torchrun_variables
 
 NAMES = (
     jobenv.RANK, jobenv.LOCAL_RANK, jobenv.WORLD_SIZE, jobenv.LOCAL_WORLD_SIZE,
@@ -51,7 +51,7 @@ def command(as_json: bool, master_addr: str | None, master_port: int | None,
 
 def read_place(environ: dict[str, str], parent: int) -> dict[str, str]:
     """The variables. SettingError when nobody launched this process as one of several."""
-    variables = translated(environ, parent)
+    variables = torchrun_variables(environ, parent)
     if not variables:
         raise SettingError(
             "no launcher has set this process's rank",

@@ -26,7 +26,7 @@ from paceline.recipes.argv import parse
 from paceline.recipes.use import EvaluateOptions
 from paceline.rundir.records import read_object
 from paceline.spec.job import Entry, Input
-from paceline.spec.rundir import CONFIG, MODEL_CONFIG, unfinished, used
+from paceline.spec.rundir import CONFIG, MODEL_CONFIG, model_paths, usable_checkpoint
 
 
 @click.command("evaluate", cls=Verb, options_of=f"{SCRIPTS}:EvaluateOptions")
@@ -47,7 +47,7 @@ def command(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: obj
             Entry("module", f"{SCRIPTS}.evaluate", ("--run", str(folder), *options)),
             name="evaluate",
             preload=RECIPE_MODULES,
-            inputs=(Input(str(folder), (CONFIG, *used(folder))),),
+            inputs=(Input(str(folder), (CONFIG, *model_paths(folder))),),
         )
         job, parent = add_data_folder(quiet_torch(job), files), folder / "evaluations"
         if not parsed.data_dir:
@@ -77,7 +77,7 @@ def data_files(folder: Path, options: EvaluateOptions) -> list[str]:
 
 def read_model_config(folder: Path) -> dict[str, Any]:
     """What the run says of its model; empty where that cannot be read, which a rank will tell."""
-    checkpoint = unfinished(folder)
+    checkpoint = usable_checkpoint(folder)
     if (folder / MODEL_CONFIG).is_file() or checkpoint is None:
         config = read_object(folder / MODEL_CONFIG)
     else:

@@ -23,7 +23,7 @@ from paceline.rundir.records import is_regular
 from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
 from paceline.spec.settings import Source
-from paceline.spec.terminal import for_reader
+from paceline.spec.terminal import format_for
 
 MAX_WHOLE_BYTES = (
     2 << 20
@@ -92,12 +92,12 @@ def show(conclusion: Conclusion, evidence: Evidence, as_json: bool) -> None:
         click.echo(json.dumps(to_json(conclusion), indent=2))
         return
     if succeeded(evidence):
-        say(for_reader("\n".join(explanation.of_success(evidence)), sys.stdout))
+        say(format_for("\n".join(explanation.of_success(evidence)), sys.stdout))
         return
     first, *details = explanation.lines(conclusion, evidence)
-    first = for_reader(first, sys.stdout)
+    first = format_for(first, sys.stdout)
     click.echo(click.style(first, bold=True) if sys.stdout.isatty() else first)
-    say(for_reader("\n".join(details), sys.stdout))
+    say(format_for("\n".join(details), sys.stdout))
 
 
 def to_json(conclusion: Conclusion) -> dict[str, Any]:

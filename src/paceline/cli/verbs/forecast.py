@@ -40,7 +40,7 @@ from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Job
 from paceline.spec.nodes import bounds
-from paceline.spec.terminal import wrapped
+from paceline.spec.terminal import wrap
 
 DEFAULT_SECONDS = 10.0
 
@@ -133,7 +133,7 @@ def command(ctx: click.Context, /, what: str | None, args: tuple[str, ...], modu
             if ctx.params["as_json"]:
                 click.echo(json.dumps(record, indent=2))
             else:
-                say(wrapped(model.conclusion(forecasts), 80) + "\n")
+                say(wrap(model.conclusion(forecasts), 80) + "\n")
                 say(model.table(forecasts, measured))
             with writing_results(folder):
                 text = json.dumps(record, indent=2) + "\n"
@@ -183,7 +183,7 @@ def forecast_job(ctx: click.Context, what: str, args: tuple[str, ...], module: b
         options = parse_recipe_options(ctx, what, args)
         if options.find_lr or options.find_batch:
             raise SettingError("--find-lr and --find-batch train nothing that could be forecast")
-        communication.refuse_forecast(options.communication)
+        communication.validate_forecast(options.communication)
         if options.batch_per_process and not ctx.params["weak"]:
             raise SettingError(
                 f"--batch-per-process {options.batch_per_process} has a larger global batch on more"
@@ -204,7 +204,7 @@ def forecast_job(ctx: click.Context, what: str, args: tuple[str, ...], module: b
             )
     entry = entry_of(what, args, module=module)
     require_training_library(entry)
-    yield build_job(ctx, entry, name=Path(what).stem, own_store=opens_store(entry),
+    yield build_job(ctx, entry, name=Path(what).stem, opens_store=opens_store(entry),
                  preload=preload_of(entry)), False  # fmt: skip
 
 
@@ -219,4 +219,4 @@ def show_comparison(ctx: click.Context, run: Path) -> None:
     if ctx.params["as_json"]:
         click.echo(json.dumps(comparison, indent=2))
     else:
-        say(wrapped(describe_comparison(comparison), 80))
+        say(wrap(describe_comparison(comparison), 80))

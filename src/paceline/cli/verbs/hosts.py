@@ -22,7 +22,7 @@ from paceline.cli.verb import Verb, say
 from paceline.hosts import apply_overrides, lost_fields, read_hosts, write_hosts
 from paceline.report.findings import aligned
 from paceline.spec.errors import SettingError
-from paceline.spec.helptext import counted
+from paceline.spec.helptext import pluralize
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.settings import Source
 from paceline.spec.terminal import clean
@@ -147,10 +147,10 @@ def _draw(titles: Sequence[str], rows: Rows) -> None:
 
 def _count(cluster: Cluster) -> str:
     count = len(cluster.hosts)
-    hosts = counted(count, "host")
+    hosts = pluralize(count, "host")
     slots = [host.slots for host in cluster.hosts]
     numbers = [number for number in slots if number is not None]
-    return f"{hosts}, {counted(sum(numbers), 'slot')}," if len(numbers) == count else hosts
+    return f"{hosts}, {pluralize(sum(numbers), 'slot')}," if len(numbers) == count else hosts
 
 
 def _cell(host: Host, field: str) -> str:

@@ -12,7 +12,7 @@ from paceline.cli.options import run_lookup_options
 from paceline.cli.runs.rank_logs import LogReader, rank_logs
 from paceline.cli.verb import Verb, say
 from paceline.spec.errors import SettingError
-from paceline.spec.terminal import for_reader
+from paceline.spec.terminal import format_for
 
 POLL_INTERVAL_S = 0.3
 
@@ -57,7 +57,7 @@ def command(ctx: click.Context, /, rank: int | None, host: str | None, tail: int
         try_sync(path)
         show(to_the_end=True)
     if (state := read_state(path)).lost:  # nobody else says why there is no more
-        say(for_reader(describe_run(state), sys.stderr), err=True)
+        say(format_for(describe_run(state), sys.stderr), err=True)
     if not readers and (rank is not None or host is not None):
         which = [f"rank {rank}"] if rank is not None else []
         raise SettingError(

@@ -48,7 +48,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
         entry,
         name=Path(script).stem or "run",
         preload=preload_of(entry) if torch else (),
-        own_store=opens_store(entry),
+        opens_store=opens_store(entry),
         needs_torch=torch,
         any_world=any_world,
         data=data_of(data, entry.args, is_local=dispatch.kind != "join") if data else None,

@@ -23,11 +23,11 @@ from paceline.rundir import detached_file, records
 from paceline.rundir.ownership import detached_of
 from paceline.spec import rundir as names
 from paceline.spec.command import shell_text
-from paceline.spec.detached import DETACHED, Detached
-from paceline.spec.figures import roughly
+from paceline.spec.detached import DETACHED, SupervisorLocation
+from paceline.spec.formatting import format_duration_short
 from paceline.spec.hosts import Host
 from paceline.spec.rundir import DEFAULT_PARENT
-from paceline.spec.terminal import clean, columns, for_reader
+from paceline.spec.terminal import clean, columns, format_for
 
 if TYPE_CHECKING:
     from paceline.cli.runs.detached import DetachedRun, DetachedRuns
@@ -117,7 +117,7 @@ def command(ctx: click.Context, /, as_json: bool, prune: bool, **_: object) -> N
         say(f"paceline: no runs below {parent.absolute()}{place}", err=True)
     for host, reason in detached_runs.unreachable:
         text = f"paceline: {host} could not be asked: {reason}"
-        say(for_reader(text, sys.stderr), err=True)
+        say(format_for(text, sys.stderr), err=True)
 
 
 async def _query_hosts(
@@ -196,7 +196,7 @@ def _row_of_folder(path: Path, detached_runs: Mapping[str, DetachedRun]) -> Row:
     hosts = [records.as_text(node.get("host"), 255) for node in listed]
     recorded = _recorded(path / names.METRICS)
     step, steps = _steps(records.read_object(path / names.RANKS) or {}, recorded)
-    record = Detached.read(records.read_object(path / DETACHED) or {})
+    record = SupervisorLocation.read(records.read_object(path / DETACHED) or {})
     return Row(
         path.name, row_state, state.exit_code, _started(path), tuple(hosts), step, steps,
         best_metric(recorded), _command(plan), "" if record is None else record.run_id,
@@ -315,7 +315,7 @@ def _cells(row: Row, clock: float) -> tuple[str, ...]:
     hosts = ", ".join(row.hosts) if len(row.hosts) <= 3 else f"{len(row.hosts)} hosts"
     step = "" if row.step is None else f"{row.step}/{row.steps}" if row.steps else f"{row.step}"
     run = row.run if row.here else f"{row.run} @{row.on}"
-    age = roughly(clock - row.started) if row.started else ""
+    age = format_duration_short(clock - row.started) if row.started else ""
     return tuple(map(clean, (run, state, age, hosts, step, row.best)))
 
 

@@ -12,7 +12,7 @@ from paceline.cli.runs.describe import describe_run
 from paceline.cli.runs.state import read_state
 from paceline.cli.verb import Verb, say
 from paceline.spec.errors import PacelineError
-from paceline.spec.terminal import for_reader
+from paceline.spec.terminal import format_for
 
 
 @click.command("status", cls=Verb)
@@ -40,6 +40,6 @@ def command(ctx: click.Context, /, as_json: bool, **_: object) -> None:
     if as_json:
         click.echo(json.dumps(state.to_json(), indent=2))
     else:
-        say(for_reader(describe_run(state), sys.stdout))
+        say(format_for(describe_run(state), sys.stdout))
     if problem is not None:
         raise problem

@@ -36,9 +36,9 @@ from paceline.remote import this_machine
 from paceline.schedulers import DEFAULT, load
 from paceline.schedulers.scheduler import Options
 from paceline.spec.errors import NodeError
-from paceline.spec.helptext import counted
+from paceline.spec.helptext import pluralize
 from paceline.spec.job import Entry, Environment, Job
-from paceline.spec.terminal import for_reader
+from paceline.spec.terminal import format_for
 
 if TYPE_CHECKING:
     from paceline.launch.warm import Seen
@@ -102,7 +102,7 @@ def up(ctx: click.Context, /, script: str | None, no_torch: bool, seconds: float
     missing = asyncio.run(make_ready(request))
     ready = [host.name for host in cluster.hosts if host.name not in missing]
     if ready:
-        say(f"paceline: {counted(len(ready), 'host')} ready for {_duration_text(seconds)}"
+        say(f"paceline: {pluralize(len(ready), 'host')} ready for {_duration_text(seconds)}"
             f" after each use: {', '.join(ready)}", err=True)  # fmt: skip
     if missing:
         raise NodeError(
@@ -124,7 +124,7 @@ def down(ctx: click.Context, /, hosts: str | None) -> None:
         outcome = {"waits": "ended", "gone": "had ended already"}.get(
             agent.state, "in use by a command"
         )
-        say(for_reader(f"{agent.waiting.host}  {outcome}", sys.stdout))
+        say(format_for(f"{agent.waiting.host}  {outcome}", sys.stdout))
     if not seen:
         say("paceline: no host is kept ready", err=True)
     ctx.exit(1 if any(agent.state == "in use" for agent in seen) else 0)
@@ -141,7 +141,7 @@ def status(ctx: click.Context, /, hosts: str | None, as_json: bool) -> None:
         click.echo(json.dumps([_agent_to_json(agent) for agent in seen], indent=2))
         return
     for agent in seen:
-        say(for_reader("  ".join(_describe_agent(agent)), sys.stdout))
+        say(format_for("  ".join(_describe_agent(agent)), sys.stdout))
     if not seen:
         say("paceline: no host is kept ready", err=True)
 

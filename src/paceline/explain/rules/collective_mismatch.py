@@ -10,7 +10,7 @@ from paceline.explain import stacks
 from paceline.explain.evidence import Evidence
 from paceline.explain.rule import Match
 from paceline.explain.stacks import RankStack
-from paceline.spec.failure import PEER_GONE
+from paceline.spec.failure import PEER_LOST
 
 # a rank with this error received a larger part of a tensor than its own buffer holds
 _SIZE_ERROR = re.compile(r"op\.preamble\.length <= op\.nbytes(?:\. \d+ vs (?P<buffer>\d+))?")
@@ -20,7 +20,7 @@ _MAX_PARTS = 4  # in which a rank sends its share of a tensor, at most
 def match(evidence: Evidence) -> Match | None:
     """Finds ranks that waited for each other in different calls, or with different shapes."""
     rank_stacks = [
-        *stacks.stacks_at_error(evidence, PEER_GONE),
+        *stacks.stacks_at_error(evidence, PEER_LOST),
         *stacks.stacks_at_failure(evidence),
     ]
     waiting = {

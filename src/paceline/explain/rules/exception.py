@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from paceline.explain.evidence import Evidence, Log
 from paceline.explain.rule import Match
-from paceline.spec.failure import PEER_GONE
+from paceline.spec.failure import PEER_LOST
 
 _START = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^ +File "(?P<file>[^"]{1,1000})", line (?P<line>\d+)')
@@ -26,7 +26,7 @@ def match(evidence: Evidence) -> Match | None:
         log = Log.from_text(first.host, first.rank, first.traceback)
         if match := _last_traceback(log):
             return match
-        if PEER_GONE.search(first.headline):
+        if PEER_LOST.search(first.headline):
             return None
         cause, lines = f"{first.where} raised {first.headline}", log.lines[-MAX_LINES:]
         return Match(cause, log.hosts, log.rank, 0.8, lines)
@@ -43,7 +43,7 @@ def _last_traceback(log: Log) -> Match | None:
         kind = _EXCEPTION_LINE.match(log.lines[end].strip())
         if kind is None or kind["kind"].rpartition(".")[2] in _LAUNCHER_EXCEPTIONS:
             continue
-        if PEER_GONE.search(log.lines[end]) or _was_logged(log.lines, start, end):
+        if PEER_LOST.search(log.lines[end]) or _was_logged(log.lines, start, end):
             continue
         script_line = _script_line(log.lines[start:end])
         lines = log.lines[max(start, end - MAX_LINES) : end + 1]

@@ -6,16 +6,16 @@ from paceline.explain import stacks
 from paceline.explain.evidence import Evidence
 from paceline.explain.rule import Match
 from paceline.explain.stacks import RankStack
-from paceline.spec.failure import WAITED
+from paceline.spec.failure import COLLECTIVE_TIMEOUT
 
 _STATES = {"T": "is stopped (SIGSTOP, or Ctrl-Z)", "D": "waits for a disk or a network folder"}
 
 
 def match(evidence: Evidence) -> Match | None:
-    waiting = next(evidence.search(WAITED), None)
+    waiting = next(evidence.search(COLLECTIVE_TIMEOUT), None)
     if waiting is None:
         return None
-    victims = {log.rank for log, _, _ in evidence.search(WAITED)}
+    victims = {log.rank for log, _, _ in evidence.search(COLLECTIVE_TIMEOUT)}
     others = [stand for stand in stacks.stacks_at_failure(evidence) if stand.rank not in victims]
     absent = [stand for stand in others if describe_activity(stand)]
     if not absent:

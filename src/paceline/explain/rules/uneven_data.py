@@ -8,7 +8,7 @@ from signal import SIGTERM
 from paceline.explain.evidence import Evidence
 from paceline.explain.rule import Match
 from paceline.spec.events import Event
-from paceline.spec.failure import PEER_GONE
+from paceline.spec.failure import PEER_LOST
 
 CLOCK_TOLERANCE_S = 0.5  # between two hosts' times of one moment
 _STEP = re.compile(r"(?i)\bstep\D{0,3}(\d+)")
@@ -16,7 +16,7 @@ _STEP = re.compile(r"(?i)\bstep\D{0,3}(\d+)")
 
 def match(evidence: Evidence) -> Match | None:
     early = _early_exit(evidence)
-    waiting = next(evidence.search(PEER_GONE), None)
+    waiting = next(evidence.search(PEER_LOST), None)
     if early is None or waiting is None:
         return None
     log, index, _ = waiting

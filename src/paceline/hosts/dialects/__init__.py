@@ -8,7 +8,7 @@ from dataclasses import fields
 
 from paceline.hosts.dialect import Dialect
 from paceline.spec.errors import SettingError
-from paceline.spec.helptext import did_you_mean
+from paceline.spec.helptext import suggest
 from paceline.spec.hosts import Cluster, Host
 
 _PACKAGE = "paceline.hosts.dialects"
@@ -123,7 +123,7 @@ def _writable(name: str) -> tuple[Dialect, Callable[[Cluster], str]]:
         raise SettingError(
             f"hosts cannot be written as `{name}`",
             found="no such dialect" if dialect is None else "it is a set of variables, not a text",
-            remedy=did_you_mean(name, writable_names()),
+            remedy=suggest(name, writable_names()),
         )
     return dialect, dialect.write
 

@@ -163,7 +163,7 @@ class Attempt:
 
     async def _stop_after_failure(self) -> Result:
         """Waits for an earlier failure that is still on its way, then ends the others."""
-        if all(failure.echo for failure in self._failures):
+        if all(failure.is_secondary for failure in self._failures):
             # whoever waits in vain: what do the others do?
             await self._fleet.tell("dump_stacks", closely=True)
         patience = asyncio.sleep(failure_analysis.settle_time(self._failures))
@@ -175,7 +175,7 @@ class Attempt:
             self._fleet.lease_s,
         )
         known = failure_analysis.own_line(known, self._fleet.cut_off, self._fleet.lease_s)
-        wished = all(failure.wished for failure in known)
+        wished = all(failure.was_requested for failure in known)
         if wished and self._interrupts.received:
             return await self._stop_for_user()
         to_save = wished or self.recovery.give_up_reason is not None
@@ -188,7 +188,9 @@ class Attempt:
         first = failure_analysis.first(known)
         if first.kind != "launcher":
             first = complete.get((first.host, first.rank), first)
-        return Result(first.status, first, others=len(failure_analysis.merge(known)) - 1)
+        return Result(
+            first.status, first, num_other_failures=len(failure_analysis.merge(known)) - 1
+        )
 
     async def _stop_for_user(self) -> Result:
         """Once: TERM, and KILL after the grace. Twice: KILL at once."""
@@ -329,7 +331,7 @@ class Attempt:
         """A node went away while its ranks were running."""
         if not self._fleet.has(node):
             return
-        heard = node.channel.last_heard or time.monotonic()
+        heard = node.channel.last_received or time.monotonic()
         running, node.running = node.running, False
         self._hangs.lost(node.name)
         taken = self.recovery.take_failure(Failure("lost", node.name, None, heard, headline=why))

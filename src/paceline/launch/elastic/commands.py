@@ -78,13 +78,13 @@ class RankCommands:
         """Returns the message with which the agent of a node starts its ranks."""
         env = {name: setting.value for name, setting in part.env.items()}
         env[jobenv.RUN_DIR] = node.run_folder
-        env[jobenv.HOME_DIR] = self._run_dir
+        env[jobenv.LAUNCHER_RUN_DIR] = self._run_dir
         env[jobenv.ADDRESSES] = self._admitted()
         return {
             "entry": entry_json(part.entry),
             "workdir": part.workdir,
             # the plan leaves out what goes before it
-            "env": {**self._job.environment.all(), **env},
+            "env": {**self._job.environment.variables(), **env},
             "any_world": self._job.any_world,
             "ranks": self._plan.ranks_json(part),
         }
@@ -115,7 +115,7 @@ class RankCommands:
 
     def _admitted(self) -> str:
         """Source addresses of the current hosts of the job."""
-        return self._fleet.addresses(self._job.environment.all().get(jobenv.ADDRESSES, ""))
+        return self._fleet.addresses(self._job.environment.variables().get(jobenv.ADDRESSES, ""))
 
     # --- ranks that run ----------------------------------------------------------------------
 

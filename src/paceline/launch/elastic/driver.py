@@ -31,8 +31,8 @@ from paceline.launch.terminal.run_state import Waiting
 from paceline.launch.terminal.screen import Screen
 from paceline.spec.errors import NodeError, PacelineError
 from paceline.spec.events import Event
-from paceline.spec.failure import HERE, Failure, Recovery, Result
-from paceline.spec.helptext import counted, span
+from paceline.spec.failure import LAUNCHER_HOST, Failure, Recovery, Result
+from paceline.spec.helptext import pluralize, span
 from paceline.spec.plan import Plan
 
 if TYPE_CHECKING:
@@ -332,7 +332,9 @@ class ElasticDriver:
         if leaving and len(leaving) < len(fleet.nodes):
             await asyncio.gather(*(fleet.dismiss(node) for node in leaving))
             return not self._is_own_failure(failure)
-        if fleet.whole and (failure.echo or failure.wished):  # of a loss that is not known yet?
+        if fleet.whole and (
+            failure.is_secondary or failure.was_requested
+        ):  # of a loss that is not known yet?
             deadline = time.monotonic() + fleet.lease_s / 2 + 1
             while fleet.whole and time.monotonic() < deadline:
                 await asyncio.sleep(0.05)
@@ -342,7 +344,7 @@ class ElasticDriver:
         """Whether a failure counts as chance; never if restarts are not allowed."""
         if not self.policy.retries_start:
             return False
-        if failure.echo:
+        if failure.is_secondary:
             await self._nodes.doubts_settled()
             return not self._nodes.whole
         return is_by_chance(failure)
@@ -352,7 +354,7 @@ class ElasticDriver:
 
         What was lost before, and recovered from, is still missing then.
         """
-        if failure.rank is None or failure.echo or failure.wished:
+        if failure.rank is None or failure.is_secondary or failure.was_requested:
             return False
         fleet = self._nodes
         lost = [node for node in fleet.nodes if node.lost and not node.outlived]
@@ -409,7 +411,7 @@ class ElasticDriver:
             return False
 
         def here() -> str:
-            return f"{counted(len(self._available()), 'node')} of at least {start.min_hosts}"
+            return f"{pluralize(len(self._available()), 'node')} of at least {start.min_hosts}"
 
         patience = span(start.patience_s)
         if names := ", ".join(hosts.dialled):
@@ -470,7 +472,9 @@ class ElasticDriver:
             self._recorder.take(event)
         except NodeError as error:  # a run that leaves no trace is not worth its time
             if attempt is not None:
-                attempt.fail(Failure("record", HERE, None, time.monotonic(), headline=str(error)))
+                attempt.fail(
+                    Failure("record", LAUNCHER_HOST, None, time.monotonic(), headline=str(error))
+                )
 
     def on_lost(self, node: Node, why: str) -> None:
         """Handles the loss of a node and its ranks."""
@@ -504,7 +508,7 @@ def lost_between(fleet: Fleet) -> Failure | None:
     now = time.monotonic()
     for node in fleet.nodes:
         if node.lost and (ours := fleet.own_fault(node)):
-            return Failure("launcher", HERE, None, now, headline=ours)
+            return Failure("launcher", LAUNCHER_HOST, None, now, headline=ours)
         if node.lost:
             return Failure("lost", node.name, None, now, headline=node.why)
     for node in fleet.nodes:

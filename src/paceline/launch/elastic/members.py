@@ -27,7 +27,7 @@ from paceline.launch.elastic.actions import (
 )
 from paceline.launch.elastic.rank_events import ANSWER_S, RankEvents
 from paceline.launch.elastic.rank_states import Generation, Held
-from paceline.spec.failure import ASTRAY, Failure
+from paceline.spec.failure import NEWCOMER_DIVERGED, Failure
 
 TOGETHER_S = 1.0  # newcomers that are ready wait so long for others that are about to be
 KILL_AGAIN_S = 5.0  # after which a rank that was to be ended and lives is ended once more
@@ -64,7 +64,7 @@ class Members(RankEvents):
         for slot in strays:
             self.set_hung(slot, headline)
         if strays:
-            self._close(ASTRAY)
+            self._close(NEWCOMER_DIVERGED)
         return bool(strays)
 
     def retry_group(self, now: float) -> bool:
@@ -136,12 +136,12 @@ class Members(RankEvents):
         if self._is_stopping:  # whose fault it is does not matter any more
             self._release(self._held, now)
         if self._losses:
-            self._release([held for held in self._held if held.failure.echo], now)
+            self._release([held for held in self._held if held.failure.is_secondary], now)
         all_of_them = {held.slot for held in self._held} >= set(self._survivors)
         due = [held for held in self._held if all_of_them or now >= held.until]
         if not due:
             return
-        first = min(due, key=lambda held: (held.failure.echo, held.failure.time)).failure
+        first = min(due, key=lambda held: (held.failure.is_secondary, held.failure.time)).failure
         step = self._step if self._step >= 0 else None
         verdict = None if all_of_them else self._policy.after_failure(first, now, step=step)
         if verdict is not None and verdict.again:

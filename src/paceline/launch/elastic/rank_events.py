@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from paceline.launch.elastic.actions import Joined, Recovered
 from paceline.launch.elastic.rank_states import Held, Host, Rank, RankStates
-from paceline.spec.failure import ASTRAY, UNLIKE, Failure
+from paceline.spec.failure import NEWCOMER_DIVERGED, NEWCOMER_MISMATCH, Failure
 
 ANSWER_S = 3.0  # how long a rank that was interrupted waits until somebody is known to be lost
 OWN_S = 0.5  # a failure of the program's own waits so long for the same on other ranks
@@ -140,11 +140,14 @@ class RankEvents(RankStates):
             self._fail(failure)
         elif failure.kind == "signal" or WORKER_KILLED.search(failure.headline):
             self._ended_by_signal(rank, failure, now)
-        elif why := next((text for text in (UNLIKE, ASTRAY) if text in failure.headline), ""):
+        elif why := next(
+            (text for text in (NEWCOMER_MISMATCH, NEWCOMER_DIVERGED) if text in failure.headline),
+            "",
+        ):
             self._drop(rank, failure, now)
             self._close(why)  # the next one would do the same
         else:
-            until = now + (ANSWER_S if failure.echo else OWN_S)
+            until = now + (ANSWER_S if failure.is_secondary else OWN_S)
             self._held.append(Held(until, slot, failure))
             rank.interrupted_at = None
 

@@ -11,8 +11,8 @@ from paceline.launch.nodes.fleet import Fleet, Node
 from paceline.launch.nodes.provisioner import Provisioner
 from paceline.launch.planning import planner
 from paceline.launch.planning.request import Request
-from paceline.remote.channel import LOGINS_AT_ONCE
-from paceline.spec.errors import GoneError, PacelineError
+from paceline.remote.channel import MAX_PARALLEL_LOGINS
+from paceline.spec.errors import PacelineError, PermanentConnectError
 from paceline.spec.hosts import Host
 from paceline.spec.plan import NodePlan
 
@@ -35,7 +35,7 @@ class Reconnector:
                  note: Callable[[str], None]) -> None:  # fmt: skip
         self._request, self._fleet, self._provisioner = request, fleet, provisioner
         self._on_ready, self._note = on_ready, note
-        self._gate = asyncio.Semaphore(LOGINS_AT_ONCE)
+        self._gate = asyncio.Semaphore(MAX_PARALLEL_LOGINS)
         self._changed = asyncio.Event()
         self._calls: dict[str, Dialling] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -90,7 +90,7 @@ class Reconnector:
             while True:
                 await call.task
                 if call.channel is None:
-                    raise GoneError(f"{name} cannot come back", found=call.why)
+                    raise PermanentConnectError(f"{name} cannot come back", found=call.why)
                 node = self._fleet.add(call.channel)
                 try:
                     await self._provisioner.provision(node, self._fleet)
@@ -106,7 +106,7 @@ class Reconnector:
                     call.why = why
                 else:
                     break
-        except GoneError as gone:
+        except PermanentConnectError as gone:
             self._note(f"paceline: {gone.message}: {gone.brief}")
             if (awaited := self._awaited.pop(name, None)) is not None and not awaited.done():
                 awaited.set_exception(gone)

@@ -30,10 +30,10 @@ from paceline.launch.nodes.fleet import Fleet, Node
 from paceline.launch.recorder import Recorder
 from paceline.launch.terminal.run_state import Waiting
 from paceline.launch.terminal.screen import Screen
-from paceline.spec.errors import GoneError, PacelineError
+from paceline.spec.errors import PacelineError, PermanentConnectError
 from paceline.spec.events import Event
-from paceline.spec.failure import Failure, place, silent_peer
-from paceline.spec.helptext import counted
+from paceline.spec.failure import Failure, format_location, unreachable_peer
+from paceline.spec.helptext import pluralize
 from paceline.spec.plan import NodePlan
 
 TICK_S = 0.1
@@ -149,7 +149,7 @@ class RecoveryController:
             return
         elif event.kind == "interrupted":
             members.record_step(event["step"])
-            silent = self._commands.host_at(silent_peer(str(event["error"] or "")))
+            silent = self._commands.host_at(unreachable_peer(str(event["error"] or "")))
             members.interrupt_rank(slot, now, silent=silent, generation=event["generation"])
         elif event.kind == "stuck":
             members.set_hung(slot, STUCK)
@@ -237,7 +237,7 @@ class RecoveryController:
         """Kills a new rank that has stalled for that many seconds; it may be started again."""
         why = f"hung for longer than {seconds:.0f} s before it joined: {where}"
         self._note_lost_newcomer(slot, host, why)
-        self._screen.note(f"paceline: {place(host, slot)} is ended: it {why}")
+        self._screen.note(f"paceline: {format_location(host, slot)} is ended: it {why}")
         self._members.set_hung(slot, why)
         self.act()
 
@@ -466,7 +466,7 @@ class RecoveryController:
         await asyncio.sleep(max(0.0, action.after_s - LEAVING_S))
         try:
             await self._reconnector.bring_back(host)
-        except GoneError:  # the user has been told
+        except PermanentConnectError:  # the user has been told
             self._members.node_gone(host)
         else:
             del self._dialling[host]
@@ -487,5 +487,5 @@ class RecoveryController:
             words = f"waiting for {listed(news.missing)}, with the training's state in memory"
             self.report.announce(f"too few nodes are left: {words}")
             min_hosts, patience_s = self._members.required_hosts
-            here = counted(self.num_hosts - len(news.missing), "node")
+            here = pluralize(self.num_hosts - len(news.missing), "node")
             self._waiting = Waiting.now(f"{here} of at least {min_hosts}: {words}", patience_s)

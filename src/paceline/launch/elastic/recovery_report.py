@@ -9,7 +9,7 @@ from paceline.launch.elastic.actions import Joined, LeftOut, NotAgain, Recovered
 from paceline.launch.nodes.fleet import Fleet
 from paceline.launch.recorder import Recorder
 from paceline.launch.terminal.screen import Screen
-from paceline.spec.failure import Failure, Recovery, place
+from paceline.spec.failure import Failure, Recovery, format_location
 
 
 class RecoveryReport:
@@ -34,8 +34,8 @@ class RecoveryReport:
 
     def note_late_newcomer(self, slot: int, host: str, seconds: float, where: str) -> None:
         """Reports a new rank that has stalled and should have joined by now."""
-        text = f"{place(host, slot)}, started {seconds:.0f} s ago, has not come to the training:"
-        text = f"{text} it {where}"
+        location = format_location(host, slot)
+        text = f"{location}, started {seconds:.0f} s ago, has not come to the training: it {where}"
         self._screen.note(f"paceline: {text}")
         self._recorder.event("newcomer late", host, slot, text=text, why=where)
 
@@ -66,7 +66,7 @@ class RecoveryReport:
             verb = "saves and stops" if news.others == 1 else "save and stop"
             self.announce(f"{why}. After {news.seconds:.1f} s {others} {verb}", news.seconds)
             return
-        names = tuple(map(place, news.hosts, news.slots))
+        names = tuple(map(format_location, news.hosts, news.slots))
         self.completed.append(Recovery(names, why, round(news.seconds, 3)))
         for node in self._fleet.nodes:
             node.outlived = node.outlived or (node.lost and node.name in news.hosts)

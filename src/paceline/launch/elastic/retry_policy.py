@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from paceline.launch.elastic.startup import StartupTracker
 from paceline.spec.failure import Failure
-from paceline.spec.helptext import counted, span
+from paceline.spec.helptext import pluralize, span
 
 MAX_HOST_LOSSES = 3  # of one host within the window, after which it is left out
 MAX_STARTS = 3  # in a row without a step, after which a loss ends the job
@@ -180,7 +180,7 @@ class RetryPolicy:
         return Verdict(True, number=len(self._failed_at))
 
     def _used_up(self) -> str:
-        times = counted(self._max_restarts, "restart")
+        times = pluralize(self._max_restarts, "restart")
         if not self._window_s:
             return f"{times} used up (--max-restarts {self._max_restarts})"
         return f"{times} within {span(self._window_s)} (--max-restarts {self._max_restarts})"
@@ -251,7 +251,7 @@ def signature(failure: Failure) -> tuple[str, ...]:
     """
     if failure.kind == "signal" and failure.signal in CRASHES:
         return failure.headline, ""
-    if failure.kind != "exception" or failure.echo:
+    if failure.kind != "exception" or failure.is_secondary:
         return ()
     places = _PLACE.findall(failure.traceback)
     place = f"{places[-1][0].rsplit('/', 1)[-1]}, line {places[-1][1]}" if places else ""

@@ -31,7 +31,7 @@ def is_by_chance(failure: Failure) -> bool:
     if failure.kind in _KINDS_OF_HOSTS:
         return True
     killed = failure.kind == "signal" and failure.signal not in _CRASHES
-    return killed and not failure.wished and not for_its_memory(failure)
+    return killed and not failure.was_requested and not for_its_memory(failure)
 
 
 class StartupTracker:
@@ -48,7 +48,7 @@ class StartupTracker:
     def __init__(self, job: Job, world_size: int) -> None:
         self.is_session = trains(job)
         is_python = job.entry.kind in ("script", "module") and job.needs_torch
-        self._ranks_meet = is_python and world_size > 1 and not job.own_store
+        self._ranks_meet = is_python and world_size > 1 and not job.opens_store
         self._started = False
         self._has_output = False  # for people, or for its other ranks
         self._first_step = 0  # the step of the checkpoint that it resumes

@@ -18,7 +18,7 @@ from paceline.explain.stacks import (
     is_waiting,
     parse_frames,
 )
-from paceline.spec.failure import place
+from paceline.spec.failure import format_location
 
 BUSY_S = 60.0  # until a rank that works alone, while others wait for it, is told of
 WORKS = 0.05  # of a CPU
@@ -460,7 +460,7 @@ def frozen_text(host: str, rank: int, how: str, seconds: float, on: str, pid: in
         seconds: For how long.
         on: What holds it up, as far as it is known.
     """
-    who, long = place(host, rank), f"for {seconds:.{0 if seconds >= 1 else 1}f} s"
+    who, long = format_location(host, rank), f"for {seconds:.{0 if seconds >= 1 else 1}f} s"
     by = f": {on}" if on else ""
     if how == "traced":
         return f"{who} is frozen: held by a debugger {long}{by}"

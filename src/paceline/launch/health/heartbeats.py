@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.spec.failure import place
+from paceline.spec.failure import format_location
 
 LEAST_S = 10.0  # of silence that is looked into
 USUAL_GAPS = 4  # as many times the usual time between two steps' tellings
@@ -102,7 +102,9 @@ def aside(ranks: Sequence[Mapping[str, Any]]) -> str:
     if len(phases) == 1 and (phase := next(iter(phases))) != TRAINING:
         return "  ".join(part for part in (phase, since) if part)
     elsewhere = [rank for rank in ranks if rank["phase"] != TRAINING]
-    who = [f"{place(rank['host'], rank['rank'])}: {rank['phase']}" for rank in elsewhere[:2]]
+    who = [
+        f"{format_location(rank['host'], rank['rank'])}: {rank['phase']}" for rank in elsewhere[:2]
+    ]
     if len(elsewhere) > len(who):
         who.append(f"{len(elsewhere) - len(who)} more elsewhere")
     return "  ".join(part for part in ("; ".join(who), since) if part)

@@ -11,11 +11,11 @@ from paceline.launch.nodes.fleet import Fleet, Node
 from paceline.launch.planning import planner
 from paceline.launch.planning.request import Request, trains
 from paceline.launch.terminal.run_state import Waiting
-from paceline.remote.channel import LOGINS_AT_ONCE, Channel
-from paceline.remote.transport import Reached, Transport, nobody
-from paceline.spec.errors import ConnectError, GoneError, PacelineError
+from paceline.remote.channel import MAX_PARALLEL_LOGINS, Channel
+from paceline.remote.transport import ConnectedCallback, Transport, ignore_count
+from paceline.spec.errors import ConnectError, PacelineError, PermanentConnectError
 from paceline.spec.events import Event
-from paceline.spec.helptext import counted, span
+from paceline.spec.helptext import pluralize, span
 from paceline.spec.hosts import Host
 
 LAST_CALL_S = 5.0  # for the others, once there are enough hosts to begin
@@ -55,7 +55,7 @@ class Dialling:
                 async with self._gate:
                     (self.channel,) = await self._transport.open([self.host], [self._python])
             except PacelineError as error:
-                self.why, self.gone = error.brief, isinstance(error, GoneError)
+                self.why, self.gone = error.brief, isinstance(error, PermanentConnectError)
             self._changed.set()
             if self.channel is not None or self.gone:
                 return
@@ -74,7 +74,7 @@ class Dialling:
 
 async def gather(transport: Transport, hosts: Sequence[Host], pythons: Sequence[str],
                  min_hosts: int, patience_s: float, note: Callable[[str], None],
-                 reached: Reached = nobody, later: list[Dialling] | None = None,
+                 reached: ConnectedCallback = ignore_count, later: list[Dialling] | None = None,
                  waits: Waits = unseen) -> tuple[list[Channel], dict[str, str]]:  # fmt: skip
     """As many of the hosts as answer, in their order, and of the others by name why not.
 
@@ -94,7 +94,7 @@ async def gather(transport: Transport, hosts: Sequence[Host], pythons: Sequence[
     Raises:
         ConnectError: There are too few; names the missing ones.
     """
-    loop, gate = asyncio.get_running_loop(), asyncio.Semaphore(LOGINS_AT_ONCE)
+    loop, gate = asyncio.get_running_loop(), asyncio.Semaphore(MAX_PARALLEL_LOGINS)
     changed, began, enough_at, announced = asyncio.Event(), loop.time(), None, False
     calls = [Dialling(transport, host, python, gate, changed)
              for host, python in zip(hosts, pythons, strict=True)]  # fmt: skip
@@ -115,7 +115,7 @@ async def gather(transport: Transport, hosts: Sequence[Host], pythons: Sequence[
                 raise _too_few(missing, here, min_hosts, now - began)
             if not announced and not undecided and enough_at is None:
                 announced = True
-                text = f"{counted(here, 'host')} of at least {min_hosts}: waiting up to"
+                text = f"{pluralize(here, 'host')} of at least {min_hosts}: waiting up to"
                 text += f" {span(patience_s)} for {_named(missing)}"
                 note(f"paceline: {text}")
                 waits(Waiting.now(text, patience_s, now - began))
@@ -144,7 +144,7 @@ def _too_few(missing: Sequence[Dialling], here: int, least: int, seconds: float)
     waited = f" within {seconds:.0f} s" if seconds >= 1 else ""
     fewer = ", or ask for fewer: --nnodes" if least > 1 else ""
     return ConnectError(
-        f"{counted(here, 'host')} can be reached, at least {least} are needed: {names} did not"
+        f"{pluralize(here, 'host')} can be reached, at least {least} are needed: {names} did not"
         f" answer{waited}",
         found="\n".join(f"{call.host.name}: {call.why or 'no answer'}" for call in missing),
         remedy=f"See that they are on and let you in (paceline check){fewer}",
@@ -152,7 +152,7 @@ def _too_few(missing: Sequence[Dialling], here: int, least: int, seconds: float)
 
 
 async def connect(request: Request, on_event: Callable[[Node, Event], None],
-                  on_lost: Callable[[Node, str], None], reached: Reached = nobody,
+                  on_lost: Callable[[Node, str], None], reached: ConnectedCallback = ignore_count,
                   note: Callable[[str], None] | None = None, again: bool = False,
                   later: list[Dialling] | None = None,
                   waits: Waits = unseen,

@@ -15,7 +15,7 @@ from paceline.launch import failure_analysis
 from paceline.launch.planning.planner import Found
 from paceline.remote import network
 from paceline.remote.channel import Channel
-from paceline.remote.fanout import all_of
+from paceline.remote.fanout import wait_all
 from paceline.spec.errors import PacelineError
 from paceline.spec.events import Event
 from paceline.spec.hosts import Host
@@ -258,7 +258,7 @@ class Fleet:
         self._ticked = (time.monotonic(), _awake_or_not())
         self._on_event, self._on_lost = on_event, on_lost
         for node in self.nodes:
-            node.channel.leased()
+            node.channel.stop_watching()
             node.channel.on_event = self._router(node, on_event)
         self._beats = [asyncio.create_task(self._beat(node)) for node in self.nodes]
         self._beats.append(asyncio.create_task(self._watch_ourselves()))
@@ -353,30 +353,30 @@ class Fleet:
             silence.beat_s = self._beat_s
             await asyncio.sleep(silence.beat_s)
             silence.look(
-                loop.time(), node.channel.last_heard, others_heard=self._hears_others(node)
+                loop.time(), node.channel.last_received, others_heard=self._hears_others(node)
             )
             # a way that broke says that somebody was there to break it: that is no silence, unless
             # the ranks have lost connections, too
-            quick = self.watchful and (not node.channel.broken or self.at_a_loss)
+            quick = self.watchful and (not node.channel.is_broken or self.at_a_loss)
             if silence.seconds > min(self.lease_s * DOUBT, SILENT_S / 2 if quick else math.inf):
-                node.channel.look_again()
+                node.channel.reconnect()
             if silence.seconds > self.lease_s * LOST or (quick and silence.alone):
                 if self._fell_silent_with_all(node):
                     node.cut_off_s = silence.seconds
-                broken = node.channel.broken
+                broken = node.channel.is_broken
                 self.lose(node, why_silent(node.name, silence.seconds, broken=broken))
 
     def _hears_others(self, node: Node) -> bool:
         since = asyncio.get_running_loop().time() - OTHERS_S
         others = (other for other in self.everyone if other is not node and not other.lost)
-        return any(other.channel.last_heard > since for other in others)
+        return any(other.channel.last_received > since for other in others)
 
     def _fell_silent_with_all(self, node: Node) -> bool:
         """Whether all others that were left were heard last when it was: nothing tells it apart."""
-        heard = node.channel.last_heard
+        heard = node.channel.last_received
         others = [other for other in self.everyone if other is not node]
         simultaneous = [
-            other for other in others if abs(other.channel.last_heard - heard) < OTHERS_S
+            other for other in others if abs(other.channel.last_received - heard) < OTHERS_S
         ]
         return bool(simultaneous) and all(other.lost or other in simultaneous for other in others)
 
@@ -412,7 +412,7 @@ class Fleet:
             await asyncio.sleep(OWN_TICK_S)
 
     def _in_doubt(self, node: Node) -> bool:
-        silent_s = asyncio.get_running_loop().time() - node.channel.last_heard
+        silent_s = asyncio.get_running_loop().time() - node.channel.last_received
         return not node.lost and silent_s > 2 * MOST_BEAT_S
 
     def lose(self, node: Node, why: str) -> None:
@@ -435,7 +435,7 @@ class Fleet:
         self.gone += [spare for spare in self.spares if spare.lost]
         self.spares = [spare for spare in self.spares if not spare.lost]
         node = Node(channel.host, channel)
-        channel.leased()
+        channel.stop_watching()
         channel.on_event = self._router(node, self._on_event)
         self.spares.append(node)
         self._beats.append(asyncio.create_task(self._beat(node)))
@@ -488,9 +488,9 @@ class Fleet:
             lasting = [
                 node
                 for node in self.everyone
-                if node.channel.nest is not None and not node.lost and not node.running
+                if node.channel.warm_slot is not None and not node.lost and not node.running
             ]
-            await asyncio.gather(*(node.channel.rest(keep_warm_s, _imported(node))
+            await asyncio.gather(*(node.channel.park(keep_warm_s, _imported(node))
                                    for node in lasting))  # fmt: skip
         goodbye_s = HURRY_S if hurry else GOODBYE_S
         await self.tell("bye", patience_s=HURRY_S if hurry else REQUEST_PATIENCE_S)
@@ -553,7 +553,7 @@ async def together(work: Sequence[Awaitable[Any]]) -> list[Any]:
     """All results; after the first failure the rest is cancelled and awaited."""
     tasks = [asyncio.ensure_future(task_work) for task_work in work]
     try:
-        return await all_of(tasks)
+        return await wait_all(tasks)
     except BaseException:
         for task in tasks:
             task.cancel()

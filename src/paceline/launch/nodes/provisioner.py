@@ -28,7 +28,7 @@ from paceline.spec.job import Job
 from paceline.spec.plan import Copy, Plan
 from paceline.transfer import data
 from paceline.transfer.checkpoints import send_checkpoints
-from paceline.transfer.data import Folder
+from paceline.transfer.data import DataFolder
 from paceline.transfer.files import is_out_of_space, job_folder, send_blocks, send_tree
 from paceline.transfer.tree import Tree
 
@@ -126,7 +126,7 @@ async def start_fork_server(node: Node, job: Job, token: str, package: str = "")
         package: Folder of this installation's ``paceline`` there, if that was sent.
     """
     python = planner.python_of(job, node.host)
-    env = {**job.environment.all(), **planner.early_env(job, node.host, node.facts)}
+    env = {**job.environment.variables(), **planner.early_env(job, node.host, node.facts)}
     if package:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [package, env.get("PYTHONPATH")]))
     node.preparation = {
@@ -148,7 +148,7 @@ async def start_fork_server(node: Node, job: Job, token: str, package: str = "")
 
 async def _send_package(node: Node, package: Tree, request: Request) -> str:
     """Where this installation's ``paceline`` is on a node: a fork server that waits has it."""
-    nest = node.channel.nest
+    nest = node.channel.warm_slot
     waited = nest is not None and nest.waiting is not None
     if nest is None or not (waited or request.keep_warm_s):
         return await send_folder(node, package, "paceline", job_folder(request.run_id, node.name))
@@ -232,7 +232,7 @@ _APPEARS_S = 2.0
 _APPEARS_TRIES = 30  # a network disk may show a new name late
 
 
-async def send_data(nodes: Sequence[Node], folder: Folder, progress: Progress) -> None:
+async def send_data(nodes: Sequence[Node], folder: DataFolder, progress: Progress) -> None:
     """Completes the nodes' copies of the data, once for each disk."""
     firsts, others = await _by_disk(nodes)
     total = sum(node.data.size for node in firsts if node.data)
@@ -272,10 +272,10 @@ async def _seen_earlier(nodes: Sequence[Node], signs: Sequence[str]) -> list[boo
     return await asyncio.gather(*(sees_earlier(at, node) for at, node in enumerate(nodes)))
 
 
-async def _appears(node: Node, folder: Folder) -> None:
+async def _appears(node: Node, folder: DataFolder) -> None:
     """Waits until a node sees what another one has written to their disk."""
     for _ in range(_APPEARS_TRIES):
-        place = await data.look(node.channel, folder, always=True)
+        place = await data.locate(node.channel, folder, needs_copy=True)
         if not place.missing:
             return
         await asyncio.sleep(_APPEARS_S)
@@ -347,7 +347,7 @@ def _no_fork_server(fleet: Fleet, node: Node, trouble: Trouble, job: Job) -> Nod
         )
     found = "\n".join(trouble.text.strip().splitlines()[-8:])
     remedy = f"Look there: {python} -c 'import {modules}'"
-    if variables := agreement.loading_variables(node.facts):
+    if variables := agreement.loader_variables(node.facts):
         found += f"\nthe login on {node.name} sets {variables}"
         remedy += "\nIf one of these variables is the cause, hide it from the job: --unset NAME"
     return NodeError(f"{node.name} cannot import {modules}", found=found, remedy=remedy)

@@ -29,8 +29,8 @@ from paceline.spec.job import Job
 from paceline.spec.plan import Plan
 from paceline.spec.settings import Setting, Source
 from paceline.transfer import data
-from paceline.transfer.data import DataPlace, Folder
-from paceline.transfer.tree import Tree, keep, project_root, read_parts, read_tree
+from paceline.transfer.data import DataFolder, DataPlace
+from paceline.transfer.tree import Tree, cache_files, project_root, read_parts, read_tree
 
 Networks = dict[str, network.NodeNetwork]
 
@@ -50,7 +50,7 @@ def approve(request: Request, fleet: Fleet, inspect: Inspect | None) -> list[str
 
 def check_nodes(fleet: Fleet, job: Job) -> list[str]:
     """Refuses nodes that cannot train together; notes what merely differs."""
-    chosen = {node.name: node.channel.chosen_python for node in fleet.everyone}
+    chosen = {node.name: node.channel.agent_python for node in fleet.everyone}
     notes = planner.check_agreement(fleet.hosts, job, fleet.facts(), chosen)
     noisy = [node.name for node in fleet.everyone if node.channel.noise.strip()]
     return notes + [f"the shell start-up files of {name} print text: ignored" for name in noisy]
@@ -138,7 +138,7 @@ async def _try_with(others: Sequence[Node], node: Node, request: Request,
         [member.host for member in members],
         {member.name: member.facts for member in members},
     )
-    chosen = {member.name: member.channel.chosen_python for member in members}
+    chosen = {member.name: member.channel.agent_python for member in members}
     planner.check_agreement(hosts, request.job, facts, chosen)
 
     async def known() -> Supplies:
@@ -146,7 +146,7 @@ async def _try_with(others: Sequence[Node], node: Node, request: Request,
 
     candidates, _ = network.candidates(hosts, facts, request.job.interface.value)
     tried, _ = await together([
-        connectivity.try_addresses([member.channel for member in members], candidates, together),
+        connectivity.probe_addresses([member.channel for member in members], candidates, together),
         _look([node], request.job, known()),
     ])  # fmt: skip
     kept = {
@@ -156,7 +156,7 @@ async def _try_with(others: Sequence[Node], node: Node, request: Request,
         for member in members
     }
     if not others:
-        networks = {node.name: network.only_choice(candidates[node.name], fixed=False)}
+        networks = {node.name: network.single_choice(candidates[node.name], fixed=False)}
     else:
         try:
             networks, _ = network.decide(hosts, kept, tried)
@@ -226,7 +226,7 @@ def read_supplies(request: Request) -> Supplies:
         code=read_tree(project_root(job)) if needs_code else None,
         package=package_tree(OF_RECIPES if package is True else package) if package else None,
         inputs={i.path: read_parts(Path(i.path), i.parts) for i in job.inputs} if remote else {},
-        data=Folder(Path(job.data.path), socket.gethostname()) if job.data and remote else None,
+        data=DataFolder(Path(job.data.path), socket.gethostname()) if job.data and remote else None,
     )
 
 
@@ -235,7 +235,7 @@ def read_and_keep(request: Request) -> Supplies:
     supplies = read_supplies(request)
     if supplies.code is None or supplies.code.copy is not None:
         return supplies
-    return replace(supplies, code=keep(supplies.code))
+    return replace(supplies, code=cache_files(supplies.code))
 
 
 def package_tree(parts: Package) -> Tree:
@@ -261,11 +261,11 @@ async def _look(nodes: Sequence[Node], job: Job, supplies: Awaitable[Supplies]) 
     return read
 
 
-async def _find_data(node: Node, job: Job, folder: Folder | None) -> DataPlace | None:
+async def _find_data(node: Node, job: Job, folder: DataFolder | None) -> DataPlace | None:
     if folder is None or node.host.local:
         return None
     try:
-        node.data = await data.look(node.channel, folder, always=job.ship.value == "always")
+        node.data = await data.locate(node.channel, folder, needs_copy=job.ship.value == "always")
     except AgentRefusal as refusal:
         raise NodeError(
             f"{node.name} cannot look for the data in {folder.root}", found=refusal.found
@@ -294,14 +294,14 @@ async def _changed_alike(node: Node, tree: Tree, root: str, difference: Mapping[
     differing, own = {*difference["different"], *difference["missing"]}, tree.copy is None
     if not (own and differing):
         return False
-    current = await asyncio.to_thread(tree.as_now, differing)
+    current = await asyncio.to_thread(tree.current_entries, differing)
     if any(entry in tree.manifest for entry in current.values()):
         return False
     gone = {path for path, entry in current.items() if entry is None}
     there = [entry for entry in current.values() if entry is not None]
     again = await node.channel.request("compare_tree", root=root, manifest=there)
     apart = [*again["different"], *again["missing"]]
-    later = await asyncio.to_thread(tree.as_now, apart)
+    later = await asyncio.to_thread(tree.current_entries, apart)
     return gone <= {*difference["missing"]} and all(later[path] != current[path] for path in apart)
 
 
@@ -327,7 +327,7 @@ async def find_networks(fleet: Fleet, job: Job, hosts_in_all: int) -> tuple[Netw
     alike = [host for host in fleet.hosts if not host.env]
     for hosts in (alike, *([host] for host in fleet.hosts if host.env)):
         if hosts:
-            interfaces.refuse_absent(hosts, fleet.facts(), planner.given(job, hosts[0]))
+            interfaces.validate_variables(hosts, fleet.facts(), planner.given(job, hosts[0]))
     only, interface = fleet.first, job.interface.value
     fixed = interface or only.host.interface or only.host.job_address
     if len(fleet.everyone) == 1 and not fixed and hosts_in_all == 1:  # and stays alone
@@ -336,9 +336,9 @@ async def find_networks(fleet: Fleet, job: Job, hosts_in_all: int) -> tuple[Netw
     if len(fleet.everyone) == 1 and not candidates[only.name]:
         return {only.name: network.LOOPBACK}, []
     if len(fleet.everyone) == 1:
-        return {only.name: network.only_choice(candidates[only.name], bool(fixed))}, notes
+        return {only.name: network.single_choice(candidates[only.name], bool(fixed))}, notes
     channels = fleet.channels
-    tried = await connectivity.try_addresses(channels, candidates, together)
+    tried = await connectivity.probe_addresses(channels, candidates, together)
     networks, more = network.decide(fleet.hosts, candidates, tried)
     return networks, notes + more
 

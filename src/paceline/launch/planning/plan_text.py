@@ -8,8 +8,8 @@ from typing import Any
 
 from paceline.launch.planning.entry import entry_argv
 from paceline.spec.command import shell_text
-from paceline.spec.helptext import counted
-from paceline.spec.job import recorded
+from paceline.spec.helptext import pluralize
+from paceline.spec.job import redact
 from paceline.spec.plan import NodePlan, Plan, RankPlan
 from paceline.spec.settings import Setting, Source
 
@@ -19,7 +19,7 @@ _NOT_BY_HAND = {"TORCHELASTIC_USE_AGENT_STORE", "PACELINE_RUN_ID", "PACELINE_ATT
 
 def rank_command(plan: Plan, node: NodePlan, rank: RankPlan) -> list[str]:
     """What to type on the node to start this rank by hand."""
-    env = {name: recorded(name, setting.value) for name, setting in node.env.items()}
+    env = {name: redact(name, setting.value) for name, setting in node.env.items()}
     env = {**plan.environment, **env}
     # a value that was not recorded cannot be shown: it is left for the reader to set
     env = {k: v for k, v in env.items() if not v.startswith("(")}
@@ -34,7 +34,7 @@ def describe(plan: Plan) -> str:
     """What would run where, at a glance: hosts and settings with their sources, one command."""
     ranks, hosts = plan.world_size, len(plan.nodes)
     lines = [
-        f"{counted(ranks, 'rank')} on {counted(hosts, 'host')}, rank 0 on {plan.nodes[0].host}",
+        f"{pluralize(ranks, 'rank')} on {pluralize(hosts, 'host')}, rank 0 on {plan.nodes[0].host}",
         f"store: {plan.master_addr} port {plan.master_port}",
         f"hosts: {_sourced(plan.settings['hosts'])}",
         *(f"{name}: {_sourced(setting)}" for name, setting in _chosen(plan).items()),
@@ -127,7 +127,7 @@ def _few(names: Sequence[str], most: int = 6) -> str:
 def everything(plan: Plan) -> str:
     """The whole plan: world, settings with their sources, and a command for every rank."""
     lines = [
-        f"world size {plan.world_size}: {counted(len(plan.nodes), 'host')}, rank 0 on "
+        f"world size {plan.world_size}: {pluralize(len(plan.nodes), 'host')}, rank 0 on "
         f"{plan.nodes[0].host}, store at {plan.master_addr} port {plan.master_port}"
         f" (held by {'the agent' if plan.agent_store else 'rank 0'})",
         "",
@@ -148,13 +148,13 @@ def _described(setting: Setting[Any]) -> str:
 
 
 def _variable(name: str, setting: Setting[str]) -> Setting[str]:
-    return replace(setting, value=recorded(name, setting.value))
+    return replace(setting, value=redact(name, setting.value))
 
 
 def _describe_node(plan: Plan, node: NodePlan) -> list[str]:
     login = "" if node.login == node.host else f" ({node.login})"
     lines = [
-        f"{node.host}{login}: {counted(len(node.ranks), 'rank')}, {node.interface} "
+        f"{node.host}{login}: {pluralize(len(node.ranks), 'rank')}, {node.interface} "
         f"{node.address}, {node.devices}, code {node.code}",
         *(
             f"  {name:<32} {_variable(name, setting).describe()}"

@@ -11,9 +11,9 @@ from typing import Any
 from paceline.launch.planning import affinity
 from paceline.remote import agreement, interfaces
 from paceline.remote.network import NodeNetwork
-from paceline.spec import jobenv, launched
+from paceline.spec import jobenv, launchers
 from paceline.spec.errors import NodeError, SettingError
-from paceline.spec.helptext import counted
+from paceline.spec.helptext import pluralize
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Job, count_processes
 from paceline.spec.libraries import DEBUG, DEBUG_OF_RANKS
@@ -21,9 +21,9 @@ from paceline.spec.nodes import NodeRange, bounds
 from paceline.spec.plan import Copy, NodePlan, Plan, RankPlan
 from paceline.spec.settings import TOML_NAME, Setting, Source
 from paceline.spec.version import __version__
-from paceline.transfer.data import DataPlace, Folder
+from paceline.transfer.data import DataFolder, DataPlace
 from paceline.transfer.files import job_folder
-from paceline.transfer.links import refuse_outward
+from paceline.transfer.links import reject_outward
 from paceline.transfer.tree import Tree, entry_at, relocate
 
 Facts = Mapping[str, Any]
@@ -46,7 +46,7 @@ class Supplies:
     code: Tree | None = None
     package: Tree | None = None
     inputs: Mapping[str, Tree] = field(default_factory=dict)
-    data: Folder | None = None
+    data: DataFolder | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ def given(job: Job, host: Host) -> dict[str, str]:
     What is typed, or stands in the launcher's environment, goes before the host's own table in
     paceline.toml, and that before what the file says for all hosts.
     """
-    everywhere = job.environment.all()
+    everywhere = job.environment.variables()
     if job.environment.source <= Source.FILE:
         return {**everywhere, **host.env}
     return {**host.env, **everywhere}
@@ -269,7 +269,7 @@ def node_env(job: Job, host: Host, facts: Facts, processes: int,
             name: Setting(value, Source.FOUND, f"--backend {job.backend}")
             for name, value in oneccl(bound, network).items()
         }
-    chosen, everywhere = given(job, host), job.environment.all()
+    chosen, everywhere = given(job, host), job.environment.variables()
     yields = job.environment.source <= Source.FILE
     table = f"[hosts.{host.name}.env] of {TOML_NAME}"
     own = {
@@ -298,7 +298,7 @@ def oneccl(bound: affinity.Binding, network: NodeNetwork | None) -> dict[str, st
     oneCCL puts those of all ranks on the last CPUs of the node.
     """
     found = {
-        "CCL_PROCESS_LAUNCHER": "none",  # see launched.ONECCL for what it asks for then
+        "CCL_PROCESS_LAUNCHER": "none",  # see launchers.ONECCL for what it asks for then
         "CCL_ATL_TRANSPORT": "ofi",  # its other one is MPI, which would know one rank alone
         "CCL_WORKER_COUNT": "1",
     }
@@ -362,9 +362,9 @@ def make_plan(job: Job, run_id: str, found: Sequence[Found], supplies: Supplies,
         master_port=master_port.value,
         agent_store=agent_holds_store(job, facts),
         nodes=tuple(nodes),
-        environment=job.environment.shown(),
+        environment=job.environment.redacted(),
         settings=_settings(job, hosts, facts, master_port),
-        dialects=(launched.ONECCL,) if job.backend in ONECCL_BACKENDS else (),
+        dialects=(launchers.ONECCL,) if job.backend in ONECCL_BACKENDS else (),
         spares=waiting,
         typed={"command": job.typed, "folder": job.workdir, "paceline": __version__},
         notes=(
@@ -412,7 +412,7 @@ def agent_holds_store(job: Job, facts: Facts) -> bool:
     A script that is given an address (``tcp://HOST:PORT``) opens the store itself. Told that
     somebody else holds it, it would wait for ever: torch looks at that variable for every address.
     """
-    if job.own_store or any("tcp://" in word for word in job.entry.args):
+    if job.opens_store or any("tcp://" in word for word in job.entry.args):
         return False
     return job.needs_torch or facts.get("torch") is not None
 
@@ -494,10 +494,10 @@ def place_on(job: Job, found: Found, supplies: Supplies, run_id: str) -> Place:
     if job.data is not None:
         entry = replace(entry, args=tuple(job.data.on_node(arg, data) for arg in entry.args))
     if job.data is not None and found.data is not None and not found.data.in_place:
-        if job.ship.value == "never" and (found.data.missing or found.data.gone):
+        if job.ship.value == "never" and (found.data.missing or found.data.extra):
             raise other_data(job.data.path, host, found.data)
         if not job.follow_links:
-            refuse_outward(Path(job.data.path), found.data.outward)
+            reject_outward(Path(job.data.path), found.data.outward)
         copies.append(Copy("data", job.data.path, data))
     return Place(how, workdir, entry, tuple(copies), data)
 
@@ -505,7 +505,7 @@ def place_on(job: Job, found: Found, supplies: Supplies, run_id: str) -> Place:
 def _demand_within(job: Job, tree: Tree) -> None:
     """SettingError where sending the tree would follow links out of it, and may not."""
     if not job.follow_links:
-        refuse_outward(tree.root, tree.outward)
+        reject_outward(tree.root, tree.outward)
 
 
 def link_notes(job: Job, supplies: Supplies, found: Sequence[Found]) -> list[str]:
@@ -532,7 +532,7 @@ def data_env(job: Job, place: Place) -> dict[str, Setting[str]]:
     how = "in place" if place.data == job.data.path else f"a copy of {job.data.path}"
     return {
         jobenv.DATA_DIR: Setting(place.data, Source.FOUND, how),
-        jobenv.DATA_HOME: Setting(job.data.path, Source.FOUND, "the launching machine"),
+        jobenv.LAUNCHER_DATA_DIR: Setting(job.data.path, Source.FOUND, "the launching machine"),
     }
 
 
@@ -547,7 +547,7 @@ def other_data(path: str, host: Host, found: DataPlace) -> NodeError:
     return NodeError(
         f"the data on {host.name} are not those of this machine, and --ship never was given",
         found=f"{path} is missing or different there; its copy lacks"
-        f" {counted(len(found.missing), 'file')}, and has {len(found.gone)} too many",
+        f" {pluralize(len(found.missing), 'file')}, and has {len(found.extra)} too many",
         remedy="Leave --ship out (what is missing is sent), or bring the folders into line",
     )
 

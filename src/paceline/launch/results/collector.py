@@ -14,7 +14,7 @@ from paceline.rundir.directory import RunDirectory, short
 from paceline.spec import rundir as names
 from paceline.spec.errors import PacelineError
 from paceline.spec.events import Event
-from paceline.spec.failure import HERE, Failure
+from paceline.spec.failure import LAUNCHER_HOST, Failure
 from paceline.transfer.checkpoints import CheckpointFetcher
 from paceline.transfer.results import Fetcher
 
@@ -74,7 +74,7 @@ class Results:
             if self._checkpoints is not None:
                 self._checkpoints.keep = self._keep
         if event.kind == "checkpoint" and self._checkpoints is not None:
-            self._checkpoints.wanted()
+            self._checkpoints.schedule()
 
     async def bring_home_unless_hurried(self, fleet: Fleet, interrupts: Interrupts) -> None:
         """Brings the results home; a user who has asked twice for the end waits for none."""
@@ -143,7 +143,9 @@ class Results:
         if node.lost:
             headline = f"{node.why}; {where} there"
             return Failure("lost", node.name, None, node.lost_at, headline=headline)
-        return Failure("record", HERE, None, time.monotonic(), headline=f"{where} on {node.name}")
+        return Failure(
+            "record", LAUNCHER_HOST, None, time.monotonic(), headline=f"{where} on {node.name}"
+        )
 
     async def clear(self, fleet: Fleet) -> None:
         """The nodes' own run folders have served; they stay unless all of rank 0's is at home.
@@ -160,7 +162,7 @@ class Results:
             if node.lost or node.running or node.shared_run_dir:
                 continue
             whole = node is first and node.name not in self._fetcher.left_on
-            only = None if whole else [names.CHECKPOINTS, names.CALL, names.RETURNED]
+            only = None if whole else [names.CHECKPOINTS, names.CALL, names.RETURN_VALUES]
             with contextlib.suppress(PacelineError, ConnectionError):
                 await node.channel.request("discard_run_folder", key=self._directory.key, only=only)
 
@@ -169,20 +171,23 @@ class Results:
         if not node.shared_run_dir:
             files = {str(rank): size for rank, (who, size) in self._returned.items() if who is node}
             await self._fetcher.fetch_files(
-                node.channel, f"{node.run_folder}/{names.RETURNED}", files, target / names.RETURNED
+                node.channel,
+                f"{node.run_folder}/{names.RETURN_VALUES}",
+                files,
+                target / names.RETURN_VALUES,
             )
         if rank_zero and self._checkpoints is not None:
             await self._checkpoints.finish()
             await self._checkpoints.sync()
             await self._fetcher.fetch(
                 node.channel, node.run_folder, None, target,
-                leave=names.is_brought_apart, refuse=names.why_reserved,
+                leave=names.is_fetched_separately, refuse=names.reserved_reason,
             )  # fmt: skip
             self._all_home = True
         for there in [where for who, where in self._elsewhere if who is node]:
             await self._fetcher.fetch(
                 node.channel, there, None, target,
-                leave=names.is_brought_apart, refuse=names.why_reserved,
+                leave=names.is_fetched_separately, refuse=names.reserved_reason,
             )  # fmt: skip
             self._note(
                 f"paceline: the model came home from {there} on {node.name}; remove it there"
@@ -191,7 +196,7 @@ class Results:
             self._model = None  # all of it has come: what its script has removed is not lacking
         if "code" in node.copies:
             root, manifest = node.copies["code"]
-            folder = target / names.FETCHED / names.safe(node.name)
+            folder = target / names.FETCHED / names.safe_name(node.name)
             came = await self._fetcher.fetch(node.channel, root, manifest, folder)
             if came:
                 count = f"{len(came)} new file{'s' * (len(came) > 1)}"

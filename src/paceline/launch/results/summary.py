@@ -14,9 +14,9 @@ from paceline.rundir.directory import short
 from paceline.rundir.records import open_regular
 from paceline.spec import rundir as names
 from paceline.spec.command import shell_text
-from paceline.spec.events import Event, Home, at_home
-from paceline.spec.failure import Result, place, signal_name
-from paceline.spec.figures import lasting
+from paceline.spec.events import Event, ShippedCopy, restore_local_paths
+from paceline.spec.failure import Result, format_location, signal_name
+from paceline.spec.formatting import format_duration
 
 LAST_LINES = 20
 LAST_BYTES = 16384  # read of a log for them
@@ -48,7 +48,7 @@ class RunOutcome:
     begins: Mapping[str, int] = field(default_factory=dict)
     resumable: bool = False
     ranks: int = 0
-    homes: Sequence[Home] = ()
+    homes: Sequence[ShippedCopy] = ()
     told: bool = False
     command: tuple[str, ...] = ()
 
@@ -65,12 +65,12 @@ def report_success(outcome: RunOutcome) -> str:
     if missing:
         few = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else "")
         ranks += f" ({few} missing at the end)"
-    took = lasting(outcome.seconds)
+    took = format_duration(outcome.seconds)
     recovered = ""
     if recoveries := outcome.result.recoveries:
         noun = "recovery" if len(recoveries) == 1 else "recoveries"
         seconds = sum(recovery.seconds for recovery in recoveries)
-        recovered = f", {len(recoveries)} {noun} ({lasting(seconds)})"
+        recovered = f", {len(recoveries)} {noun} ({format_duration(seconds)})"
     logs = short(outcome.path / names.LOGS)
     return f"paceline: finished: {ranks}, {took}{recovered}, logs {logs}"
 
@@ -90,7 +90,7 @@ def _at_the_end(outcome: RunOutcome) -> tuple[int, list[str]]:
             ended[event.rank] = event.kind == "rank ended" and event["code"] == 0
     if not hosts:
         return outcome.ranks, []
-    missing = [place(hosts[rank], rank) for rank in sorted(hosts) if not ended[rank]]
+    missing = [format_location(hosts[rank], rank) for rank in sorted(hosts) if not ended[rank]]
     return len(hosts) - len(missing), missing
 
 
@@ -110,11 +110,11 @@ def report_failure(outcome: RunOutcome) -> str:
     elif failure.rank is not None and not outcome.told:
         name = names.log_file(failure.host, failure.rank)
         if last := last_lines(outcome.path / name, outcome.begins.get(name, 0)):
-            last = at_home(outcome.homes, failure.host, last)
+            last = restore_local_paths(outcome.homes, failure.host, last)
             lines += ["  its last lines:", _indent(last)]
-    if result.others:
-        noun = "rank" if result.others == 1 else "ranks"
-        lines.append(f"  {result.others} other {noun} failed after it")
+    if result.num_other_failures:
+        noun = "rank" if result.num_other_failures == 1 else "ranks"
+        lines.append(f"  {result.num_other_failures} other {noun} failed after it")
     lines.append(f"  logs: {short(outcome.path / names.LOGS)}")
     return "\n".join([*lines, *_to_resume(outcome)])
 

@@ -20,7 +20,7 @@ from paceline.launch.terminal.keys import Keys, in_foreground
 from paceline.launch.terminal.run_state import Board
 from paceline.launch.terminal.writer import Writer
 from paceline.spec.errors import PacelineError
-from paceline.spec.failure import place
+from paceline.spec.failure import format_location
 from paceline.spec.terminal import clean
 
 REDRAW_S = 1.0  # unless a key comes
@@ -248,7 +248,7 @@ class Live:
         title = "log"
         if self._chosen is not None:
             log = self._of_rank.get(self._chosen, ())
-            title = f"log of {place(rank.host if rank else '', self._chosen)}"
+            title = f"log of {format_location(rank.host if rank else '', self._chosen)}"
             if rank is not None and rank.parts:
                 title += f": {told_parts(rank.parts)}"
             log = log or ["(nothing of it has been seen here yet)"]

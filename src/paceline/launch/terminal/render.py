@@ -18,9 +18,9 @@ from rich.text import Text
 
 from paceline.launch.terminal.run_state import TRAINING, Board, HostState, RankState, time_of
 from paceline.spec.events import PART_NAMES
-from paceline.spec.figures import bit_rate, which_epoch
-from paceline.spec.helptext import counted
-from paceline.spec.terminal import in_place, wrapped
+from paceline.spec.formatting import format_bit_rate, format_epoch
+from paceline.spec.helptext import pluralize
+from paceline.spec.terminal import fixed_width, wrap
 
 WIDE = 116  # columns, from which a host's load stands beside its ranks
 QUIET_S = 5.0  # without a word: others tell where they are each second
@@ -113,7 +113,7 @@ def frame(board: Board, around: Around, columns: int, lines: int,
     whole += [Text()] * (lines - 1 - len(whole))
     whole.append(drawing.foot())
     for one in whole:
-        one.plain = in_place(one.plain)  # of names and words that hosts and scripts have told
+        one.plain = fixed_width(one.plain)  # of names and words that hosts and scripts have told
         one.no_wrap, one.overflow = True, "crop"
         one.truncate(columns)
     return whole
@@ -140,7 +140,7 @@ class _Drawing:
         hosts = len({rank.host for rank in board.ranks.values()})
         there = sum(rank.state not in ("failed", "lost") for rank in board.ranks.values())
         some = f"{there} of " if there < len(board.ranks) else ""
-        size = f"{some}{counted(len(board.ranks), 'rank')} on {counted(hosts, 'host')}"
+        size = f"{some}{pluralize(len(board.ranks), 'rank')} on {pluralize(hosts, 'host')}"
         again = f" {self._signs.dot} start {board.attempt + 1}" if board.attempt else ""
         said, taken = f" {self._signs.dot} {size}{again}", f"{clock(around.seconds)} "
         room = self._columns - len(said) - len(taken) - 2
@@ -157,7 +157,7 @@ class _Drawing:
             return None
         parts = []
         if (epoch := _whole(told.get("epoch"))) is not None:
-            parts.append(which_epoch(epoch, _whole(told.get("epochs"))))
+            parts.append(format_epoch(epoch, _whole(told.get("epochs"))))
         parts.append(f"step {step:,}" + (f"/{steps:,}" if steps else ""))
         # The sum of what the rows say, where they do; else that of the last record.
         each = [one.samples_per_s for one in self._board.ranks.values() if one.state == "ok"]
@@ -282,7 +282,7 @@ class _Drawing:
     def _summed(self, rest: Sequence[RankState]) -> Text:
         hosts = len({one.host for one in rest})
         steps = [one.step for one in rest if one.step is not None]
-        text = f"       {counted(len(rest), 'more rank')} on {counted(hosts, 'host')}"
+        text = f"       {pluralize(len(rest), 'more rank')} on {pluralize(hosts, 'host')}"
         phases = Counter(self._phase(one) for one in rest)
         told = [name if len(phases) == 1 else f"{count} {name}"
                 for name, count in phases.most_common(3)]  # fmt: skip
@@ -320,7 +320,7 @@ class _Drawing:
         if rest:
             cpus = [one.cpu for one in rest if one.cpu is not None]
             mean = f", cpu {sum(cpus) / len(cpus):.0%} on average" if cpus else ""
-            lines.append(Text(f"  {counted(len(rest), 'more host')}{mean}", _DIM))
+            lines.append(Text(f"  {pluralize(len(rest), 'more host')}{mean}", _DIM))
         return lines
 
     @property
@@ -349,7 +349,7 @@ class _Drawing:
                 said = f"{min(host.gpus):.0%}-{max(host.gpus):.0%}"
             line.append(said.rjust(self._gpus))
         for rate in (host.in_bps, host.out_bps):
-            line.append(f"{'' if rate is None else bit_rate(rate):>13}")
+            line.append(f"{'' if rate is None else format_bit_rate(rate):>13}")
         return line
 
     # --- curves, news, the log ---------------------------------------------------------------
@@ -424,7 +424,7 @@ class _Drawing:
     def _folded(self, line: str) -> list[Text]:
         """A line of a log, in as many as it takes; of a very long one the beginning."""
         if "\x1b" not in line:
-            rows = wrapped(line[: MOST_ROWS * self._columns], self._columns).split("\n")
+            rows = wrap(line[: MOST_ROWS * self._columns], self._columns).split("\n")
             return [Text(row) for row in rows[:MOST_ROWS]]
         text = Text.from_ansi(line)
         at, cuts = 0, list[int]()

@@ -16,21 +16,21 @@ from signal import SIGKILL, SIGTERM
 from typing import Any
 
 from paceline.spec.events import PARTS, Event
-from paceline.spec.failure import place, signal_name
-from paceline.spec.figures import lasting
-from paceline.spec.shapes import (
-    LONG_TEXT,
+from paceline.spec.failure import format_location, signal_name
+from paceline.spec.formatting import format_duration
+from paceline.spec.schema import (
+    MAX_LONG_TEXT,
     RANK,
-    SMALL,
-    each,
-    fits,
-    free,
-    maybe,
+    SHORT_TEXT,
+    any_json,
+    dict_of,
+    integer,
+    list_of,
+    matches,
     number,
+    optional,
     record,
-    table,
     text,
-    whole,
 )
 
 TRAINING = "train"
@@ -42,23 +42,23 @@ MOST_NEWS = 40
 QUIET_S = 5.0  # without a word: others say where they are each second
 BYTES_TO_BITS = 8
 
-_SHARES = table(number, SMALL, 20)
+_SHARES = dict_of(number, SHORT_TEXT, 20)
 _RANK = record(
-    {"step": maybe(whole()), "silent_s": maybe(number), "samples_per_s": maybe(number),
-     "parts": maybe(_SHARES), "state": SMALL, "trouble": text(LONG_TEXT)},
-    rank=RANK, host=text(255), phase=SMALL,
+    {"step": optional(integer()), "silent_s": optional(number), "samples_per_s": optional(number),
+     "parts": optional(_SHARES), "state": SHORT_TEXT, "trouble": text(MAX_LONG_TEXT)},
+    rank=RANK, host=text(255), phase=SHORT_TEXT,
 )  # fmt: skip
 _HOST = record(
-    {"cpu": maybe(number), "memory": maybe(number), "gpus": maybe(each(number, 1000)),
-     "in_bps": maybe(number), "out_bps": maybe(number), "state": SMALL,
-     "trouble": text(LONG_TEXT)},
+    {"cpu": optional(number), "memory": optional(number), "gpus": optional(list_of(number, 1000)),
+     "in_bps": optional(number), "out_bps": optional(number), "state": SHORT_TEXT,
+     "trouble": text(MAX_LONG_TEXT)},
     name=text(255),
 )  # fmt: skip
 SHAPE = record(
-    {"hosts": each(_HOST, 1 << 20), "progress": free,
-     "slow": maybe(record(rank=RANK, cause=SMALL, part=number)),
-     "waits": maybe(record(text=text(LONG_TEXT), since=number, until=number))},
-    time=number, ranks=each(_RANK, 1 << 20), hang=text(LONG_TEXT),
+    {"hosts": list_of(_HOST, 1 << 20), "progress": any_json,
+     "slow": optional(record(rank=RANK, cause=SHORT_TEXT, part=number)),
+     "waits": optional(record(text=text(MAX_LONG_TEXT), since=number, until=number))},
+    time=number, ranks=list_of(_RANK, 1 << 20), hang=text(MAX_LONG_TEXT),
 )  # fmt: skip
 """Of ``ranks.json``: what it lacks is not known."""
 
@@ -276,11 +276,11 @@ class Board:
 
     def _held_up(self, event: Event, news: News) -> News:
         """One line in place of two, of a rank that was slow for a while."""
-        who = place(str(event["its_host"] or ""), event["straggler"])
+        who = format_location(str(event["its_host"] or ""), event["straggler"])
         for item in reversed(self.news):
             if item.text.startswith(f"{who} slows the others down"):
                 self.news.remove(item)
-                long = lasting(event.time - item.time)
+                long = format_duration(event.time - item.time)
                 return News(event.time, f"{who} held the others up for {long}; it keeps up again")
         return news
 
@@ -322,7 +322,7 @@ class Board:
     def _of_job(self, event: Event) -> None:
         if event.kind == "progress":
             self.progress = {
-                name: value for name, value in event.fields.items() if fits(free, value)
+                name: value for name, value in event.fields.items() if matches(any_json, value)
             }
         elif event.kind == "pace":
             self._pace(event)
@@ -456,7 +456,7 @@ class Board:
             said: The file's content.
             now, clock: As for :meth:`to_json`.
         """
-        if not fits(SHAPE, message):
+        if not matches(SHAPE, message):
             return False
         since = now - max(0.0, clock - message["time"])
         self.ranks = {one["rank"]: _rank_of(one, since) for one in message["ranks"]}
@@ -556,7 +556,7 @@ def _says_again(news: News, last: News) -> bool:
 
 def _told(event: Event) -> tuple[str, bool]:
     said = str(event["text"] or event["warning"] or event["problem"] or "")
-    who = place(event.host, event.rank)
+    who = format_location(event.host, event.rank)
     if event.kind in ("recovery", "straggler over"):
         return said, False
     if event.kind in (

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 from paceline.launch.terminal.run_state import Board
 from paceline.launch.terminal.writer import Writer
 from paceline.progress import Bar, describe
-from paceline.spec.events import Home, at_home
-from paceline.spec.job import Look, Show
-from paceline.spec.terminal import clean, clean_line, columns, for_reader, wrapped
+from paceline.spec.events import ShippedCopy, restore_local_paths
+from paceline.spec.job import DisplayMode, Show
+from paceline.spec.terminal import clean, clean_line, columns, format_for, wrap
 
 if TYPE_CHECKING:
     from paceline.launch.terminal.live import Live
@@ -99,7 +99,7 @@ class Screen:
     """
 
     def __init__(self, show: Show = "all", out: TextIO | None = None,
-                 err: TextIO | None = None, look: Look = "lines") -> None:  # fmt: skip
+                 err: TextIO | None = None, look: DisplayMode = "lines") -> None:  # fmt: skip
         self._show, self._look = show, look
         self._live: Live | None = None
         self._drawing: asyncio.Task[None] | None = None
@@ -111,7 +111,7 @@ class Screen:
         self._hosts: dict[str, int] = {}
         self._bar: Bar | None = None
         self._plain_at = float("-inf")
-        self.homes: list[Home] = []
+        self.homes: list[ShippedCopy] = []
         self._over = False  # the start
         self._begun: dict[str, tuple[int, int]] = {}
         self._begun_plain: dict[str, asyncio.TimerHandle] = {}
@@ -159,7 +159,7 @@ class Screen:
         for line in lines:
             text = line.decode(errors="replace")
             if _PLACE.match(text):
-                text = at_home(self.homes, host, text)
+                text = restore_local_paths(self.homes, host, text)
             if _HARMLESS.search(text[:4500]):
                 continue
             if stream == "out" or not self._repeated(host, rank, text):
@@ -195,12 +195,12 @@ class Screen:
         text = clean(text, colours=self._colour)
         self._tell_live(text, rank)
         if self._out.isatty():
-            text = wrapped(text, max(40, columns()))
+            text = wrap(text, max(40, columns()))
         self._write(self._out, text)
 
     def note(self, text: str) -> None:
         """A line of ours, on standard error."""
-        text = for_reader(text, cast(TextIO, self._err))
+        text = format_for(text, cast(TextIO, self._err))
         self._tell_live(text)
         self._write(self._err, text)
 
@@ -211,7 +211,7 @@ class Screen:
     def pass_on(self, text: str, err: bool) -> None:
         """Lines that a screen of a launcher elsewhere shows."""
         target = self._err if err else self._out
-        self._write(target, for_reader(text.removesuffix("\n"), cast(TextIO, target)))
+        self._write(target, format_for(text.removesuffix("\n"), cast(TextIO, target)))
 
     def _write(self, target: Writer, text: str, lines: int = 1) -> None:
         self._count += lines

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from typing import TextIO
 
-from paceline.spec.helptext import counted
+from paceline.spec.helptext import pluralize
 
 LIMIT = 16 * 1024 * 1024  # characters kept for a reader who is late
 
@@ -98,8 +98,8 @@ class Writer:
     def _make_up_for_gap(self) -> None:
         if self._left_out:
             self._queue(
-                f"paceline: {counted(self._left_out, 'line')} left out here, for nobody read them; "
-                "the logs are complete\n"
+                f"paceline: {pluralize(self._left_out, 'line')} left out here, for nobody read"
+                " them; the logs are complete\n"
             )
             self._left_out = 0
 

@@ -206,7 +206,7 @@ def find_data(name: str, data_dir: str) -> Path:
 
 def local_path(path: Path) -> Path:
     """Returns where the launcher has put a path of the launching machine on this host."""
-    data_dir, data_home = os.environ.get(jobenv.DATA_DIR), os.environ.get(jobenv.DATA_HOME)
+    data_dir, data_home = os.environ.get(jobenv.DATA_DIR), os.environ.get(jobenv.LAUNCHER_DATA_DIR)
     if data_dir and str(path) == data_home:
         return Path(data_dir)
     for source, target in json.loads(os.environ.get(jobenv.INPUTS, "{}")).items():

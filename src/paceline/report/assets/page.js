@@ -50,7 +50,7 @@ function number(value) {
   if (size >= 1e6) return (+value.toPrecision(4)).toExponential().replace('e+', 'e');
   return String(+value.toPrecision(size < 1e-3 ? 4 : 5));
 }
-function lasting(seconds) {  /* as spec/figures.py says it */
+function lasting(seconds) {  /* as spec/formatting.py formats it */
   if (seconds < 5e-6) return '0 s';
   if (seconds < 0.09995) return +(1e3 * seconds).toPrecision(3) + ' ms';
   if (seconds < 99.5) return +seconds.toPrecision(seconds < 0.9995 ? 3 : 2) + ' s';

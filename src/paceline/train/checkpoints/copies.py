@@ -21,7 +21,7 @@ from typing import Any
 
 from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
-from paceline.spec.shapes import form, maybe, record, row, text, whole
+from paceline.spec.schema import integer, optional, record, regex, text, tuple_of
 from paceline.train.checkpoints.format import Damaged
 from paceline.train.checkpoints.receiver import Receiver, Refused, Talk, send
 from paceline.train.checkpoints.store import Store
@@ -35,8 +35,8 @@ to a training that does nothing but send."""
 
 _LONGEST_REST_S = 5.0
 _CONNECT_S = 5.0
-_GREETING = record(host=text(), wanted=maybe(whole()), key=form("([0-9a-f]{64})?", "a key"))
-_PLACE = maybe(row(text(), whole(1, 65535)))
+_GREETING = record(host=text(), wanted=optional(integer()), key=regex("([0-9a-f]{64})?", "a key"))
+_PLACE = optional(tuple_of(text(), integer(1, 65535)))
 
 
 def asked(copies: int | None) -> int | None:

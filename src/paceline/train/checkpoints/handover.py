@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.spec.errors import JobError, PacelineError, SettingError
-from paceline.spec.shapes import LONG_TEXT, each, form, row, table, text, whole
+from paceline.spec.schema import MAX_LONG_TEXT, dict_of, integer, list_of, regex, text, tuple_of
 from paceline.train import parallel
 from paceline.train.checkpoints.capture import Training, described
 from paceline.train.checkpoints.format import pack, ties, unpack
@@ -28,8 +28,10 @@ from paceline.train.models import Models
 
 PIECE = 8 << 20
 """Bytes that travel at once."""
-_DESCRIBED = table(lambda value, where: None, text())
-_TENSORS = table(row(form(TENSOR_TYPE, "a type"), each(whole(), 64)), text(LONG_TEXT))
+_DESCRIBED = dict_of(lambda value, where: None, text())
+_TENSORS = dict_of(
+    tuple_of(regex(TENSOR_TYPE, "a type"), list_of(integer(), 64)), text(MAX_LONG_TEXT)
+)
 _HEADER = 1 << 14  # bytes of what describes the state, of most models
 
 

@@ -18,7 +18,7 @@ import torch
 
 from paceline.spec import jobenv, rundir
 from paceline.spec.errors import SettingError
-from paceline.spec.shapes import LONG_TEXT, maybe, row, text, whole
+from paceline.spec.schema import MAX_LONG_TEXT, integer, optional, text, tuple_of
 from paceline.train import parallel
 from paceline.train.callbacks import Callbacks
 from paceline.train.checkpoints.capture import Snapshot, Training, capture
@@ -30,7 +30,9 @@ from paceline.train.comms import Comms, checked
 from paceline.train.disks import folder_of_all, who_sees
 from paceline.train.stop import Door, Notice, Poll, Quietly, Stopped
 
-_KNOWN = row(maybe(whole()), text(LONG_TEXT))  # the newest step that is saved; what went wrong
+_KNOWN = tuple_of(
+    optional(integer()), text(MAX_LONG_TEXT)
+)  # the newest step that is saved; what went wrong
 HURRY_SECONDS = 3.0  # for a copy, when the training was asked to stop
 
 
@@ -187,12 +189,12 @@ class Keeper:
         """
         sees = who_sees(self._comms, self._store.root)[self._comms.world.rank]
         if self._comms.world.rank == 0 and self._store.found()[0]:
-            self._store.root.rename(rundir.aside(self._store.root))
+            self._store.root.rename(rundir.backup_name(self._store.root))
             self._lock.release()
             self._lock.take()
         elif not sees and self._store.found()[0]:
             with contextlib.suppress(OSError):  # another rank of this disk was quicker
-                self._store.root.rename(rundir.aside(self._store.root))
+                self._store.root.rename(rundir.backup_name(self._store.root))
 
     def _known_token(self) -> int:
         """The largest that any rank has heard of, or has on its disk."""
@@ -326,7 +328,7 @@ class Keeper:
         reasons = self._comms.texts(self._notice.stop or self._full)
         asked = next((rank for rank, text in enumerate(reasons) if text), None)
         why = "request" if asked is None else reasons[asked]
-        step, home = self._training.progress.step, os.environ.get(jobenv.HOME_DIR)
+        step, home = self._training.progress.step, os.environ.get(jobenv.LAUNCHER_RUN_DIR)
         known = self._comms.texts(json.dumps([self._good, self._full]))
         good, problem = checked(known, _KNOWN)[0]
         if self._saved_step < 0:  # a rank was lost meanwhile, which may have been writing it

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.spec.rundir import is_frozen_file, version_of
+from paceline.spec.rundir import is_frozen_file, parse_version
 from paceline.train import files
 from paceline.train.checkpoints.format import MANIFEST, Damaged, Entry, Manifest, parse_manifest
 from paceline.train.checkpoints.store import Fenced, Store
@@ -211,7 +211,7 @@ class Receiver:
         """A checkpoint that is offered, with the pruning after it."""
         raw = str(offer["manifest"]).encode()
         name, manifest = str(offer["name"]), parse_manifest(raw)
-        version, store = version_of(name), Store(self._root, int(offer["token"]))
+        version, store = parse_version(name), Store(self._root, int(offer["token"]))
         if version is None or version[1] != manifest.step or version[0] > store.token:
             raise Refused(f"{name[:100]!r} is no name of this checkpoint")
         if store.token < self.token:

@@ -14,7 +14,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.spec.errors import DataError, JobError, PacelineError, SettingError
-from paceline.spec.shapes import LONG_TEXT, each, form, maybe, record, row, table, text, whole
+from paceline.spec.schema import (
+    MAX_LONG_TEXT,
+    dict_of,
+    integer,
+    list_of,
+    optional,
+    record,
+    regex,
+    text,
+    tuple_of,
+)
 from paceline.train import files, parallel
 from paceline.train.checkpoints.capture import Training, set_generators, shards_of
 from paceline.train.checkpoints.format import (
@@ -44,9 +54,9 @@ def _any(value: Any, where: str) -> None:
 
 
 # what the rank that has the checkpoint tells the others
-_HEAD = record(problem=text(LONG_TEXT), state=_any, source=text(), host=text())
-_TENSOR = row(form(TENSOR_TYPE, "a type"), each(whole(), 64))
-_SHAPES = table(table(_TENSOR, text(LONG_TEXT)))
+_HEAD = record(problem=text(MAX_LONG_TEXT), state=_any, source=text(), host=text())
+_TENSOR = tuple_of(regex(TENSOR_TYPE, "a type"), list_of(integer(), 64))
+_SHAPES = dict_of(dict_of(_TENSOR, text(MAX_LONG_TEXT)))
 
 
 @dataclass(frozen=True)
@@ -160,7 +170,7 @@ def _read(
             problem = f"{offer.path}: {damage}"
     said = {"problem": problem, "state": state, "source": source, "host": comms.world.host}
     heads = comms.texts(json.dumps(said) if offer is not None else "")
-    head = checked(heads, maybe(_HEAD))[owner]
+    head = checked(heads, optional(_HEAD))[owner]
     if head is None or head["problem"]:
         return None, problem
     try:

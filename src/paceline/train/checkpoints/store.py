@@ -30,14 +30,14 @@ from paceline.spec.rundir import (
     BEST,
     CHECKPOINTS,
     LATEST,
-    MOST_TOKEN,
+    MAX_TOKEN,
     WRITER,
     Version,
     checkpoint_name,
+    expired,
     is_like_checkpoint,
-    pointed,
-    surplus,
-    version_of,
+    parse_version,
+    read_pointer,
 )
 from paceline.train import files
 from paceline.train.checkpoints.format import (
@@ -88,7 +88,7 @@ class Found:
     @property
     def version(self) -> Version:
         """What is newer is larger; of a folder that somebody has named, only its step counts."""
-        named = version_of(self.path.name)
+        named = parse_version(self.path.name)
         return (named[0] if named else 0), self.manifest.step
 
 
@@ -122,7 +122,7 @@ class Store:
             return [
                 one
                 for one in self.root.iterdir()
-                if (version_of(one.name) or is_like_checkpoint(one.name)) and one.is_dir()
+                if (parse_version(one.name) or is_like_checkpoint(one.name)) and one.is_dir()
             ]
         return []
 
@@ -144,7 +144,7 @@ class Store:
 
     def best(self, found: Iterable[Found]) -> Found | None:
         """Of these the one that was made last of a best state."""
-        named = pointed(self.root / BEST)
+        named = read_pointer(self.root / BEST)
         said = [o for o in found if o.path.name == named or o.manifest.about.get("best") is True]
         return max(said, key=lambda one: one.version, default=None)
 
@@ -184,7 +184,7 @@ class Store:
         token = max(above, self.newest_token())
         while True:
             token += 1
-            if token > MOST_TOKEN:
+            if token > MAX_TOKEN:
                 raise SettingError(
                     f"{self.root} has checkpoints of writer {token - 1}: no later one can follow",
                     remedy="Move what no run of yours has made out of the folder",
@@ -274,7 +274,7 @@ class Store:
 
     def point(self, name: str, version: Version) -> None:
         """Notes a checkpoint for people and for what is done with the best; only ever forward."""
-        known = version_of(pointed(self.root / name))
+        known = parse_version(read_pointer(self.root / name))
         if known is None or known < version:
             about = {"step": version[1], "checkpoint": checkpoint_name(version)}
             files.write_json(self.root / name, about)
@@ -287,7 +287,7 @@ class Store:
             self.point(BEST, best.version)
         whole = [one.version for one in found if one.is_whole]
         newest = sorted(whole, reverse=True)[:keep]
-        over = surplus(whole, keep, {best.version if best else None})
+        over = expired(whole, keep, {best.version if best else None})
         if len(newest) == keep:  # else what is not whole may be all that somebody has
             over += [o.version for o in found if not o.is_whole and o.version < newest[-1]]
         for version in over:
@@ -320,7 +320,7 @@ class Store:
 
 def _token_of(name: str) -> int:
     """Of a checkpoint's folder or of a claim; 0 of any other name."""
-    version = version_of(name)
+    version = parse_version(name)
     if version is not None:
         return version[0]
     claimed = _CLAIMED.fullmatch(name)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.spec import communication, jobenv
-from paceline.spec.figures import lasting
+from paceline.spec.formatting import format_duration
 from paceline.spec.step_time import BYTES_SENT
 from paceline.train.comms import Comms
 from paceline.train.communication import METHODS, coded
@@ -43,7 +43,7 @@ def check(text: str, *, sharded: bool, name: str, scaled: bool) -> None:
     Raises:
         SettingError: There is no such way, or not for such a model.
     """
-    communication.refuse(text, sharded=sharded, several=bool(name), scaled=scaled)
+    communication.validate(text, sharded=sharded, several=bool(name), scaled=scaled)
 
 
 class Communication:
@@ -59,7 +59,7 @@ class Communication:
     def __init__(
         self, text: str, exchange: Exchange, comms: Comms, optimizer: Optimizer | None = None
     ) -> None:
-        self.asked, self._exchange, self._comms = communication.asked(text), exchange, comms
+        self.asked, self._exchange, self._comms = communication.parse_method(text), exchange, comms
         self._optimizer = optimizer
         self._auto: Auto | None = None
         self._seen: list[tuple[float, float]] = []  # of a step: communication, all of it
@@ -269,12 +269,13 @@ class Communication:
     def _advice(self, moving: float, whole: float) -> str:
         """What other ways would give, where communication costs so much of a step."""
         ranks, count = self._comms.world.size, self._exchange.elements
-        so_much = f"{moving / whole:.0%} of each {lasting(whole)} step goes into sending gradients"
+        step = format_duration(whole)
+        so_much = f"{moving / whole:.0%} of each {step} step goes into sending gradients"
         if count < coded.LEAST:  # it would be sent as it is
             why = "its messages are short, and fewer bytes would not help"
             return f"{so_much}: {why}; a larger batch has fewer of them"
         part = BYTES_SENT["int8"][ranks > 2] * 4 * count / self._exchange.nbytes
-        shorter = lasting(whole - moving * (1 - part))
+        shorter = format_duration(whole - moving * (1 - part))
         return (
             f'{so_much}. session.prepare(…, communication="int8") would make a step about {shorter}'
             ' at best, "auto" measures and chooses (--communication auto of a recipe)'

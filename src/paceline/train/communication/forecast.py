@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from paceline.spec.figures import lasting
+from paceline.spec.formatting import format_duration
 from paceline.spec.step_time import BYTES_SENT, StepTime
 
 CANDIDATES = ("exact", *BYTES_SENT)
@@ -88,13 +88,15 @@ class Choice:
     def said(self, measured: Measured) -> str:
         """In one line."""
         others = ", ".join(
-            f"{name} {lasting(one)}" for name, one in self.seconds.items() if name != self.way
+            f"{name} {format_duration(one)}"
+            for name, one in self.seconds.items()
+            if name != self.way
         )
         line = measured.sent["exact"] / measured.rate
         return (
-            f"{self.way}, by which a step takes about {lasting(self.seconds[self.way])}"
-            f" ({others}): computing takes {lasting(measured.computing)}, and"
-            f" {measured.sent['exact'] / 1e6:.1f} MB of gradients {lasting(line)}"
+            f"{self.way}, by which a step takes about {format_duration(self.seconds[self.way])}"
+            f" ({others}): computing takes {format_duration(measured.computing)}, and"
+            f" {measured.sent['exact'] / 1e6:.1f} MB of gradients {format_duration(line)}"
             f" at {measured.rate * 8e-6:,.0f} Mbit/s"
         )
 

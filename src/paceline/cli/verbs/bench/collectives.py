@@ -22,7 +22,7 @@ from paceline.cli.options import launch_options
 from paceline.cli.variables import F
 from paceline.cli.verb import Verb, say
 from paceline.spec.errors import JobError, PacelineError, SettingError
-from paceline.spec.helptext import counted
+from paceline.spec.helptext import pluralize
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Entry
 from paceline.spec.settings import Setting, Source
@@ -317,7 +317,7 @@ def conclusion(measurements: Measurements, problems: Sequence[str]) -> str:
         return f"failed: {problems[0]}"
     bus_bandwidth = bandwidth.peak_bandwidth(measurements.rows, "all_reduce")
     ranks, nodes = int(measurements.info["ranks"]), int(measurements.info["nodes"])
-    location = f"{counted(ranks, 'rank')} on {counted(nodes, 'host')}"
+    location = f"{pluralize(ranks, 'rank')} on {pluralize(nodes, 'host')}"
     text = f"{measurements.info['backend']}, {location}"
     if bus_bandwidth:
         text += f": all_reduce {bus_bandwidth:.3f} GB/s on the bus"
@@ -334,17 +334,17 @@ def conclusion(measurements: Measurements, problems: Sequence[str]) -> str:
 def show(measurements: Measurements, problems: Sequence[str]) -> None:
     """Conclusion, table, matrix of links."""
     from paceline.report import findings as report
-    from paceline.spec.figures import bit_rate
+    from paceline.spec.formatting import format_bit_rate
 
     say(conclusion(measurements, problems) + "\n")
     say("\n".join([*devices(measurements), *bandwidth.format_rows(measurements.rows)]))
     names = hosts_of(measurements)
     if measurements.links:
-        cells = {pair: bit_rate(bits) for pair, bits in measurements.links.items()}
+        cells = {pair: format_bit_rate(bits) for pair, bits in measurements.links.items()}
         say("TCP between hosts")
         say("\n".join(report.aligned(*report.matrix(names, cells, "from \\ to"))))
     if measurements.ways.rates:
-        cells = {pair: bit_rate(8 * rate) for pair, rate in measurements.ways.rates.items()}
+        cells = {pair: format_bit_rate(8 * rate) for pair, rate in measurements.ways.rates.items()}
         say(
             f"{measurements.info['backend']} between hosts (of a host to itself: between two ranks)"
         )
@@ -353,7 +353,7 @@ def show(measurements: Measurements, problems: Sequence[str]) -> None:
         say(line)
     if measurements.iperf3:
         source, target, bits = measurements.iperf3
-        say(f"iperf3 from {source} to {target}: {bit_rate(bits)}")
+        say(f"iperf3 from {source} to {target}: {format_bit_rate(bits)}")
     for problem in problems[1:]:
         say(problem)
 
@@ -392,10 +392,10 @@ def limits(measurements: Measurements) -> list[str]:
 def draw(path: Path, measurements: Measurements) -> None:
     """Writes the heat map."""
     from paceline.report.heatmap import svg
-    from paceline.spec.figures import bit_rate
+    from paceline.spec.formatting import format_bit_rate
 
     names = hosts_of(measurements)
-    labels = {pair: bit_rate(bits) for pair, bits in measurements.links.items()}
+    labels = {pair: format_bit_rate(bits) for pair, bits in measurements.links.items()}
     path.write_text(svg(names, measurements.links, labels, "TCP between hosts"), encoding="utf-8")
 
 

@@ -28,7 +28,7 @@ from paceline.spec.hosts import Cluster
 from paceline.spec.job import Job
 from paceline.spec.nodes import bounds
 from paceline.spec.settings import Setting, Source
-from paceline.spec.terminal import wrapped
+from paceline.spec.terminal import wrap
 
 
 @click.command("scaling", cls=Verb, context_settings={"allow_interspersed_args": False})
@@ -78,7 +78,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
             )
         else:
             entry = entry_of(script, args, module=module, no_python=False)
-            job = build_job(ctx, entry, name=Path(script).stem, own_store=opens_store(entry))
+            job = build_job(ctx, entry, name=Path(script).stem, opens_store=opens_store(entry))
         if dispatch.kind == "submit":
             ctx.exit(submit(ctx, job, folder, dispatch.scheduler, "--out"))
         rows = scaling.make_rows(
@@ -91,9 +91,9 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
         return
     say(scaling.format_table(rows))
     if text := scaling.advice(rows, weak=weak):
-        say(f"\n{wrapped(text, 80)}")
+        say(f"\n{wrap(text, 80)}")
     if text := queue_time(dispatch.scheduler):
-        say(f"\n{wrapped(text, 80)}")
+        say(f"\n{wrap(text, 80)}")
     say(f"\nnumbers {folder / 'scaling.json'}\npicture {folder / 'scaling.svg'}")
 
 

@@ -18,7 +18,7 @@ from paceline.setup import keys, lines
 from paceline.setup.journal import Journal, undo, write_file
 from paceline.setup.keys import Identity
 from paceline.spec.errors import ConnectError, SettingError
-from paceline.spec.helptext import counted
+from paceline.spec.helptext import pluralize
 from paceline.spec.hosts import Host
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def verify(hosts: Sequence[Host], ssh: SshOptions, failed: dict[str, str]) -> No
             found="\n".join(problems),
             remedy="Type the same command again; other passwords: one host at a time, -H NAME",
         )
-    say(f"SSH login works on {counted(len(hosts), 'host')}")
+    say(f"SSH login works on {pluralize(len(hosts), 'host')}")
 
 
 def _refusal_text(state: AccessStatus) -> str:

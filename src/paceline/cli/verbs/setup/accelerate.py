@@ -18,7 +18,7 @@ from paceline.remote.openssh import SshOptions
 from paceline.setup import accelerate
 from paceline.setup.accelerate import PRECISIONS
 from paceline.spec.errors import ConnectError
-from paceline.spec.helptext import counted
+from paceline.spec.helptext import pluralize
 from paceline.spec.hosts import Host
 
 if TYPE_CHECKING:
@@ -82,7 +82,9 @@ def _placed(machines: Sequence[Machine], texts: Mapping[str, str], ssh: SshOptio
             params: Mapping[str, Any]) -> list[str]:  # fmt: skip
     """Puts the files where they belong; what was done and what to type."""
     kind = accelerate.distributed_type(machines)
-    lines = [f"{kind}, {counted(len(machines), 'machine')}, {machines[0].processes} processes each"]
+    lines = [
+        f"{kind}, {pluralize(len(machines), 'machine')}, {machines[0].processes} processes each"
+    ]
     if params["install"]:
         import asyncio
 

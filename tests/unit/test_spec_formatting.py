@@ -10,7 +10,7 @@ import pytest
 import paceline
 from each_case import each_case
 from paceline.spec.events import PART_NAMES, PARTS
-from paceline.spec.figures import bit_rate, lasting, roughly
+from paceline.spec.formatting import format_bit_rate, format_duration, format_duration_short
 
 
 @each_case(
@@ -28,7 +28,7 @@ from paceline.spec.figures import bit_rate, lasting, roughly
     ],
 )  # fmt: skip
 def test_lengths_of_time(seconds: float, said: str, rough: str) -> None:
-    assert (lasting(seconds), roughly(seconds)) == (said, rough)
+    assert (format_duration(seconds), format_duration_short(seconds)) == (said, rough)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_lengths_of_time(seconds: float, said: str, rough: str) -> None:
      (999.6e6, "1 Gbit/s"), (4e10, "40 Gbit/s"), (3.2e12, "3.2 Tbit/s")],
 )  # fmt: skip
 def test_rates(rate: float, said: str) -> None:
-    assert bit_rate(rate) == said
+    assert format_bit_rate(rate) == said
 
 
 def test_the_parts_of_a_step_have_one_set_of_words() -> None:

@@ -1,4 +1,4 @@
-"""A job and its hosts as JSON, and back: for a launcher that runs on another machine."""
+"""Converts a job and its hosts to JSON and back, for a supervisor on another machine."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ _KINDS = {
     kind.__name__: kind
     for kind in (Cluster, Data, Entry, Environment, Host, Input, Job, NodeRange, Setting)
 }
-_KIND = "is"  # the key that names a value's kind; of a plain table it is _TABLE
+_KIND = "is"  # the key that names a value's class; _TABLE for a mapping
 _TABLE = "table"
 
 
-def to_plain(value: Any) -> Any:
-    """The value in terms of JSON: secrets of an environment included."""
+def to_jsonable(value: Any) -> Any:
+    """Converts a value to JSON types, including an environment's secrets."""
     if isinstance(value, Source):
         return {_KIND: "Source", "value": int(value)}
     if is_dataclass(value) and type(value).__name__ in _KINDS:
-        of = {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
-        return {_KIND: type(value).__name__, **of}
+        values = {field.name: to_jsonable(getattr(value, field.name)) for field in fields(value)}
+        return {_KIND: type(value).__name__, **values}
     if isinstance(value, Mapping):
-        return {_KIND: _TABLE, "of": {str(name): to_plain(one) for name, one in value.items()}}
+        return {_KIND: _TABLE, "of": {str(name): to_jsonable(item) for name, item in value.items()}}
     if isinstance(value, (tuple, list)):
-        return [to_plain(one) for one in value]
+        return [to_jsonable(item) for item in value]
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     raise TypeError(f"{type(value).__name__} has no form in JSON")
 
 
-def from_plain(said: Any) -> Any:
-    """What :func:`to_plain` was given; sequences come back as tuples.
+def from_jsonable(value: Any) -> Any:
+    """Inverts :func:`to_jsonable`; sequences become tuples.
 
-    ValueError for anything that it does not make.
+    Raises:
+        ValueError: The value was not made by it.
     """
-    if isinstance(said, list):
-        return tuple(from_plain(one) for one in said)
-    if not isinstance(said, dict):
-        return said
-    about = {name: from_plain(one) for name, one in said.items() if name not in (_KIND, "of")}
-    kind = said.get(_KIND)
+    if isinstance(value, list):
+        return tuple(map(from_jsonable, value))
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_KIND)
     if kind == _TABLE:
-        return {name: from_plain(one) for name, one in said["of"].items()}
+        return {name: from_jsonable(item) for name, item in value["of"].items()}
     if kind == "Source":
-        return Source(said["value"])
+        return Source(value["value"])
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"{kind!r} is no kind of value")
     try:
-        return _KINDS[kind](**about)
+        return _KINDS[kind](**{k: from_jsonable(v) for k, v in value.items() if k != _KIND})
     except TypeError as error:
         raise ValueError(str(error)) from None

@@ -9,7 +9,7 @@ import pytest
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Data, Entry, Environment, Input, Job
 from paceline.spec.nodes import NodeRange
-from paceline.spec.plain import from_plain, to_plain
+from paceline.spec.serialization import from_jsonable, to_jsonable
 from paceline.spec.settings import Setting, Source
 
 JOB = Job(
@@ -24,10 +24,10 @@ CLUSTER = Cluster((Host("n1", env={"X": "y"}), Host("n2", "10.0.0.2", 4, port=22
 
 @pytest.mark.parametrize("value", [JOB, CLUSTER])
 def test_it_comes_back_as_it_was(value: object) -> None:
-    assert from_plain(json.loads(json.dumps(to_plain(value)))) == value
+    assert from_jsonable(json.loads(json.dumps(to_jsonable(value)))) == value
 
 
 @pytest.mark.parametrize("said", [{"is": "Popen"}, {"name": "x"}, {"is": "Host", "shell": "x"}])
 def test_nothing_else_is_made_of_it(said: object) -> None:
     with pytest.raises(ValueError):
-        from_plain(said)
+        from_jsonable(said)

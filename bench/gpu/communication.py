@@ -34,11 +34,12 @@ from torch.utils.data import TensorDataset
 from paceline import train
 from paceline.train import parallel
 from paceline.train.comms import Comms
-from paceline.train.communication import METHODS, codes
-from paceline.train.exchange import Exchange
+from paceline.train.reduce import codecs
+from paceline.train.reduce.exchange import Exchange
+from paceline.train.reduce.registry import METHODS
 from paceline.train.world import World
 
-CODES = {"fp16": codes.FP16, "bf16": codes.BF16, "int8": codes.INT8, "int4": codes.INT4}
+CODES = {"fp16": codecs.FP16, "bf16": codecs.BF16, "int8": codecs.INT8, "int4": codecs.INT4}
 STEPS = 24
 
 

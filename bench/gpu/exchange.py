@@ -16,8 +16,8 @@ from torch import nn
 
 from paceline.train import parallel
 from paceline.train.comms import Comms
-from paceline.train.communication import METHODS
-from paceline.train.exchange import Exchange
+from paceline.train.reduce.exchange import Exchange
+from paceline.train.reduce.registry import METHODS
 from paceline.train.world import World
 
 

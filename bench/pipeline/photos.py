@@ -40,7 +40,7 @@ from paceline.recipes.data import decoding
 from paceline.recipes.data.images import Request, load
 from paceline.recipes.networks import MODELS
 from paceline.recipes.preprocessing import ImageTensors, Normalisation
-from paceline.train.data import Draws, Fetch, Wanted, allowed
+from paceline.train.data.fetch import Draws, Fetch, Wanted, allowed
 
 CLASSES, SIZE = 10, 224
 NORMALISE = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from paceline import train
-from paceline.train import tars
-from paceline.train.data import Fetch, Wanted
-from paceline.train.order import Order, ShardOrder
+from paceline.train.data import tars
+from paceline.train.data.fetch import Fetch, Wanted
+from paceline.train.data.order import Order, ShardOrder
 
 BATCH = 64
 

@@ -27,7 +27,7 @@ from paceline.recipes.data.download import DownloadOptions, find_or_download
 from paceline.recipes.data.pairs import PairRequest, load_pairs
 from paceline.recipes.data.texts import TextRequest, load_texts
 from paceline.spec.errors import DataError
-from paceline.train import onedisk
+from paceline.train.data.fetch import disk_lock
 
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
 
@@ -269,7 +269,7 @@ def test_processes_of_a_disk_wait_for_the_first(server: Server) -> None:
 
 def test_a_disk_without_locks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.files["/x.bin"] = CONTENT
-    monkeypatch.setattr(onedisk, "_take", lambda file, waiting: False)
+    monkeypatch.setattr(disk_lock, "_take", lambda file, waiting: False)
     assert together(lambda: get(named(server.address), Log())) == [CONTENT] * 4
 
 

@@ -18,7 +18,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from paceline import train
-from paceline.train.communication import METHODS, wire
+from paceline.train.reduce import collectives
+from paceline.train.reduce.registry import METHODS
 
 STEPS = 30
 FIRST = 130  # of which a tenth is said in 8 bits: more than come before the resumed checkpoint
@@ -115,7 +116,7 @@ def every_way(root: Path) -> None:
         dist.barrier()
         training(parts, asked, resume="11", looks=True)
         if asked == "int4":
-            wire._SLOW = 0.0  # codes are packed, as on a slow line
+            collectives._SLOW = 0.0  # codes are packed, as on a slow line
             training(root / "packed", asked, resume="11")
     whole, parts = root / "first" / "whole", root / "first" / "parts"
     training(whole, "int4", steps=FIRST)
@@ -128,7 +129,7 @@ def every_way(root: Path) -> None:
 def launched(folder: Path, asked: str) -> None:
     """Under a launcher; what its codes leave out counts in the next step there, too."""
     torch.set_num_threads(1)
-    wire._SLOW = 0.0
+    collectives._SLOW = 0.0
     training(folder, asked, launched=True)
 
 
@@ -143,7 +144,7 @@ def compiled(root: Path) -> None:
 def seldom(root: Path, steps: int) -> None:
     """Parameters that some steps leave out, in 4 bits."""
     torch.set_num_threads(1)
-    wire._SLOW = 0.0
+    collectives._SLOW = 0.0
     training(root / "seldom", "int4", steps=steps, unused=True)
 
 

@@ -23,10 +23,11 @@ from torch.utils.data import TensorDataset
 
 from paceline import train
 from paceline.spec.failure import COLLECTIVE_TIMEOUT, SECONDARY_ERROR
-from paceline.train import direct, recovery
 from paceline.train.comms import Comms
-from paceline.train.communication.wire import Wire
-from paceline.train.exchange import Line
+from paceline.train.elastic import recovery
+from paceline.train.reduce import direct
+from paceline.train.reduce.collectives import Wire
+from paceline.train.reduce.exchange import Line
 from paceline.train.world import World
 
 TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]

@@ -14,14 +14,14 @@ import forking
 import torch
 import torch.distributed as dist
 
-from paceline.train import recovery
 from paceline.train.comms import Comms
-from paceline.train.recovery import Gloo, Overtaken, Recovery, Word
+from paceline.train.elastic import recovery
+from paceline.train.elastic.recovery import Gloo, Overtaken, Recovery, Word
 from paceline.train.world import World, read
 
 
 class Said:
-    """A launcher's word, as :class:`paceline.train.recovery.Control` gives it."""
+    """A launcher's word, as :class:`paceline.train.elastic.recovery.Control` gives it."""
 
     word: Word | None = None
 

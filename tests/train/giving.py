@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from paceline.train import waits
 from paceline.train.comms import Comms
-from paceline.train.recovery import Control, Gloo, Recovery
+from paceline.train.elastic import waits
+from paceline.train.elastic.recovery import Control, Gloo, Recovery
 from paceline.train.world import World
 
 RANKS, FLOATS, PATIENCE_S = 2, 16 << 20, 20.0

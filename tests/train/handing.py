@@ -23,7 +23,7 @@ from paceline.train.average import Average
 from paceline.train.checkpoints import handover
 from paceline.train.checkpoints.capture import Training
 from paceline.train.checkpoints.handover import give, give_models
-from paceline.train.loader import Progress
+from paceline.train.data.loader import Progress
 from paceline.train.models import Models
 from paceline.train.update import Updater
 

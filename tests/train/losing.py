@@ -26,7 +26,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from paceline import train
 from paceline.train import files
-from paceline.train.communication.local import Local
+from paceline.train.reduce.local import Local
 
 SAMPLES, BATCH, EPOCHS, HELD_BACK = 72, 12, 4, 25
 BEHIND = 8  # steps after which a rank does not hear that all have come

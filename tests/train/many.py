@@ -22,8 +22,9 @@ from torch.utils.data import TensorDataset
 
 from paceline import train
 from paceline.spec.errors import DataError, JobError
-from paceline.train import little, parallel
-from paceline.train.exchange import Exchange
+from paceline.train import parallel
+from paceline.train.reduce import small_messages
+from paceline.train.reduce.exchange import Exchange
 from paceline.train.update import Updater
 
 
@@ -95,8 +96,8 @@ def exchanged(session: train.Session, most: int) -> dict[str, list[float]]:
     Args:
         most: Bytes of a model whose gradients three ranks average directly.
     """
-    found, places, usual = {}, {}, little.MOST
-    little.MOST = most
+    found, places, usual = {}, {}, small_messages.MOST
+    small_messages.MOST = most
     of_two = Exchange._of_two
     ways = ("by ddp", "hook", "as made", "laid out", "laid out, hook")
     for way in (*ways, "unused", "unused, hook", "unused, as made"):
@@ -140,7 +141,7 @@ def exchanged(session: train.Session, most: int) -> dict[str, list[float]]:
         assert former() is None  # and its buckets with it
         found[way] = torch.cat([one.detach().flatten() for one in network.parameters()]).tolist()
         Exchange._of_two = of_two  # type: ignore[method-assign]
-    little.MOST = usual
+    small_messages.MOST = usual
     return found
 
 

@@ -19,10 +19,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from paceline import train
-from paceline.train.communication import auto, choice, forecast
-from paceline.train.communication.coded import Coded
-from paceline.train.communication.wire import Wire
-from paceline.train.exchange import Bucket
+from paceline.train.reduce import auto, choice, selection
+from paceline.train.reduce.coded_reducer import Coded
+from paceline.train.reduce.collectives import Wire
+from paceline.train.reduce.exchange import Bucket
 
 RATE, STEPS, SAMPLES, BATCH, DIES_AT = 0.05, 36, 144, 24, 6
 SLOW = 0.03  # seconds of a step: ranks look up together after some of them
@@ -82,8 +82,8 @@ def owing(folder: Path, asked: str, dies: int, again: int, behind: int | None) -
     slot, newcomer = int(os.environ["RANK"]), "PACELINE_NEWCOMER" in os.environ
     torch.set_num_threads(1)
     choice._SMALLEST = 1 << 14  # several buckets
-    seconds = dict.fromkeys(forecast.CANDIDATES, 1.0)
-    auto.chosen = lambda *_, **__: forecast.Choice("int4", 3, seconds)
+    seconds = dict.fromkeys(selection.CANDIDATES, 1.0)
+    auto.chosen = lambda *_, **__: selection.Choice("int4", 3, seconds)
     source = torch.Generator().manual_seed(3)
     inputs = torch.randn(SAMPLES, 16, generator=source, dtype=torch.float64)
     data = TensorDataset(inputs, (inputs[:, :4] + inputs[:, 4:8]).argmax(1))

@@ -19,8 +19,8 @@ from torch import nn
 from paceline import train
 from paceline.train import parallel
 from paceline.train.comms import Comms
-from paceline.train.exchange import Exchange
-from paceline.train.pace import _Sent
+from paceline.train.measure.pace import _Sent
+from paceline.train.reduce.exchange import Exchange
 
 LATE_S = 0.4
 

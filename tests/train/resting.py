@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from paceline.train import gloo
-from paceline.train.recovery import Gloo
+from paceline.train.elastic import gloo
+from paceline.train.elastic.recovery import Gloo
 
 PATIENCE_S = 60.0
 BUSY_S = 0.2  # of a CPU's time, used by a thread that has nothing to do

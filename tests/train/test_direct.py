@@ -16,7 +16,7 @@ import ranks
 
 from paceline.explain import stacks
 from paceline.spec.failure import SECONDARY_ERROR, unreachable_peer
-from paceline.train import direct
+from paceline.train.reduce import direct
 
 SCRIPT = str(Path(__file__).with_name("directly.py"))
 
@@ -65,8 +65,8 @@ def test_ranks_that_differ_are_told(tmp_path: Path) -> None:
 
 def test_who_waits_there_is_seen_to_wait() -> None:
     stack = [
-        'File "/x/paceline/train/direct.py", line 180 in _sleep',
-        'File "/x/paceline/train/little.py", line 60 in _rows',
+        'File "/x/paceline/train/reduce/direct.py", line 180 in _sleep',
+        'File "/x/paceline/train/reduce/small_messages.py", line 60 in _rows',
         'File "/x/paceline/train/comms.py", line 206 in barrier',
         'File "/home/me/train.py", line 40 in <module>',
     ]

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from paceline import train
-from paceline.train import data
+from paceline.train.data import fetch
 
 class Images:
     def __init__(self):
@@ -40,7 +40,7 @@ class Images:
         return pixels, (pixels[0, 0, 0] > 0).long()
 
 if sys.argv[2] == "at once":
-    data._copied_ahead = lambda made, device: data._copied(made, device, False)
+    fetch._copied_ahead = lambda made, device: fetch._copied(made, device, False)
 found = []
 with train.join(run_dir=sys.argv[1], deterministic=True, quiet=True) as session:
     network = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Flatten(), nn.Linear(28800, 2))

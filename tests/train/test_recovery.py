@@ -21,9 +21,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import ranks
 
-from paceline.train import recovery
 from paceline.train.comms import Comms
-from paceline.train.recovery import Gloo
+from paceline.train.elastic import recovery
+from paceline.train.elastic.recovery import Gloo
 from paceline.train.world import World
 
 SCRIPT = str(Path(__file__).with_name("losing.py"))
@@ -276,7 +276,7 @@ def test_a_socket_that_begins_to_listen_meanwhile_is_left_alone(
     with links.watched(2), real() as gloos:
         gloos.bind(("127.0.0.1", 0))
         early.append(gloos)
-        monkeypatch.setattr("paceline.train.recovery.socket.socket", Slow)
+        monkeypatch.setattr("paceline.train.elastic.recovery.socket.socket", Slow)
         links.cut()
         monkeypatch.undo()
         assert not early

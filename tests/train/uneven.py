@@ -24,7 +24,8 @@ from torch.utils.data import TensorDataset
 
 from paceline import train
 from paceline.spec.errors import JobError, SettingError
-from paceline.train import largest_batch, parallel, start
+from paceline.train import parallel, start
+from paceline.train.measure import largest_batch
 
 STEPS, BATCH = 40, 32
 SIZES = 1, 2, 3, 4

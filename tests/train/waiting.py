@@ -19,9 +19,9 @@ import torch.distributed as dist
 from forming import Said, make
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from paceline.train import recovery
 from paceline.train.comms import Comms
-from paceline.train.recovery import Gloo, Recovery, Word
+from paceline.train.elastic import recovery
+from paceline.train.elastic.recovery import Gloo, Recovery, Word
 from paceline.train.world import World
 
 ROUNDS = 6  # in some of them it is the others that wait for the connection

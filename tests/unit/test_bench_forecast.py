@@ -245,13 +245,13 @@ def test_little_money_is_told_too(price: float, said: str) -> None:
 
 
 def test_what_other_ways_send_is_what_they_send() -> None:
-    from paceline.train import communication
-    from paceline.train.exchange import Line
+    from paceline.train.reduce.exchange import Line
+    from paceline.train.reduce.registry import METHODS
 
     for ranks in (2, 3, 4, 16):
         sent = {
             name: made(Line(None, 0, ranks)).sent(1 << 20, ranks)
-            for name, made in communication.METHODS.items()
+            for name, made in METHODS.items()
             if name in {*BYTES_SENT, "exact"}
         }
         for name, parts in BYTES_SENT.items():

@@ -19,8 +19,8 @@ from paceline.recipes.data import cifar, idx, pairs, texts
 from paceline.recipes.minimal import image as minimal
 from paceline.recipes.pretrained import read_weights
 from paceline.spec.errors import DataError
-from paceline.train import parquet, shards, tars
-from paceline.train.communication import wire
+from paceline.train.data import parquet, shards, tars
+from paceline.train.reduce import collectives
 
 # --- CIFAR's pickles
 
@@ -222,10 +222,12 @@ def test_weights_are_not_packed(tmp_path: Path) -> None:
 def test_codes_of_another_rank_fill_their_place_and_no_more() -> None:
     press = zlib.compressobj(9, zlib.DEFLATED, -15)
     packed = press.compress(bytes(1 << 26)) + press.flush()
-    came = np.frombuffer(struct.pack("<q", len(packed)).ljust(wire._HEAD, b"\0") + packed, np.uint8)
+    came = np.frombuffer(
+        struct.pack("<q", len(packed)).ljust(collectives._HEAD, b"\0") + packed, np.uint8
+    )
     message = torch.zeros(1000, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="holds 1001 bytes of codes, not 1000"):
-        wire.unpack(torch.from_numpy(came.copy()), 1000, message)
+        collectives.unpack(torch.from_numpy(came.copy()), 1000, message)
 
 
 # --- texts

@@ -40,8 +40,8 @@ from paceline.train.checkpoints.resume import check_identity, load, restore
 from paceline.train.checkpoints.store import Lock, Store
 from paceline.train.checkpoints.writer import Writer
 from paceline.train.comms import Comms
+from paceline.train.data.loader import Progress
 from paceline.train.files import Records
-from paceline.train.loader import Progress
 from paceline.train.models import Models
 from paceline.train.update import Updater
 from paceline.train.world import World

@@ -16,7 +16,7 @@ from paceline.launch.health.hang_verdict import Look
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.events import Event
 from paceline.train.comms import Comms
-from paceline.train.recovery import Save, understood
+from paceline.train.elastic.recovery import Save, understood
 from paceline.train.stop import Poll
 from paceline.train.world import World
 

@@ -316,9 +316,10 @@ OURS = "/v/site-packages/paceline"
           Frame(f"{TORCH}/distributed/checkpoint/state_dict_saver.py", 9, "save"), at(40)),
          "save (train.py, line 40)"),
         # a session waits in a way that can be given up
-        ((Frame(f"{OURS}/train/waits.py", 106, "wait"), Frame(f"{OURS}/train/comms.py", 9, "sum"),
+        ((Frame(f"{OURS}/train/elastic/waits.py", 106, "wait"),
+          Frame(f"{OURS}/train/comms.py", 9, "sum"),
           Frame(f"{OURS}/train/meter.py", 80, "result"), at(40)), "result (train.py, line 40)"),
-        ((Frame(f"{OURS}/train/waits.py", 106, "wait"), *BACKWARD),
+        ((Frame(f"{OURS}/train/elastic/waits.py", 106, "wait"), *BACKWARD),
          "the backward pass (train.py, line 39)"),
         ((Frame(f"{OURS}/train/meter.py", 80, "add"), at(40)), ""),
     ],
@@ -345,7 +346,10 @@ def test_all_wait_for_each_other() -> None:
 
 def test_one_that_stays_in_the_former_group_keeps_the_others() -> None:
     """Not those that wait for it in the new one, after another rank was lost."""
-    anew = (Frame("/v/site-packages/paceline/train/recovery.py", 825, "_all_here"), BACKWARD[1])
+    anew = (
+        Frame("/v/site-packages/paceline/train/elastic/recovery.py", 825, "_all_here"),
+        BACKWARD[1],
+    )
     looks = [look(0, BACKWARD), look(1, anew), look(2, anew)]
     found = judged(looks, looks)
     assert found is not None

@@ -24,7 +24,7 @@ from paceline.recipes.data.texts import TextRequest, load_texts
 from paceline.recipes.preprocessing import ImageTensors, Normalisation
 from paceline.spec.errors import DataError
 from paceline.train import Draws, write_shards
-from paceline.train.data import Fetch, Wanted
+from paceline.train.data.fetch import Fetch, Wanted
 
 
 def test_photos_are_cut_out_of_the_whole_file(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from paceline.recipes.transformer import (
 )
 from paceline.recipes.translation import balanced_order
 from paceline.spec.errors import DataError, SettingError
-from paceline.train.order import Order, by_length
+from paceline.train.data.order import Order, by_length
 
 WORDS = ["the", "quick", "brown", "fox,", "it's", "42", "(forty-two)", "dogs"]
 

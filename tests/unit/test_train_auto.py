@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from paceline.train.comms import Comms
-from paceline.train.communication import METHODS, auto
-from paceline.train.communication.auto import Auto
-from paceline.train.communication.choice import Communication
-from paceline.train.communication.forecast import CANDIDATES, Measured, chosen
-from paceline.train.exchange import Exchange, Line
-from paceline.train.pace import PARTS, Look
+from paceline.train.measure.pace import PARTS, Look
+from paceline.train.reduce import auto
+from paceline.train.reduce.auto import Auto
+from paceline.train.reduce.choice import Communication
+from paceline.train.reduce.exchange import Exchange, Line
+from paceline.train.reduce.registry import METHODS
+from paceline.train.reduce.selection import CANDIDATES, Measured, chosen
 from paceline.train.world import World
 
 

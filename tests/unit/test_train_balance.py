@@ -20,16 +20,15 @@ from torch.utils.data import TensorDataset
 from each_case import each_case
 from paceline.spec.balance import validate_limits, validate_weights
 from paceline.spec.errors import SettingError
-from paceline.train import balance
-from paceline.train.balance import Controller, even
 from paceline.train.comms import Comms
-from paceline.train.data import Fetch
-from paceline.train.division import Division, wished
+from paceline.train.data.balance import Controller, even
+from paceline.train.data.division import Division, wished
+from paceline.train.data.fetch import Fetch, balance
+from paceline.train.data.loader import Loader, Progress
+from paceline.train.data.order import Order
 from paceline.train.journal import Journal
-from paceline.train.loader import Loader, Progress
+from paceline.train.measure.pace import Look
 from paceline.train.models import Models
-from paceline.train.order import Order
-from paceline.train.pace import Look
 from paceline.train.update import Updater
 from paceline.train.world import World
 

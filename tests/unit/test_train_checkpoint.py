@@ -52,8 +52,8 @@ from paceline.train.checkpoints.resume import Loaded, load, restore
 from paceline.train.checkpoints.store import STALE_SECONDS, Lock, Store
 from paceline.train.checkpoints.writer import Writer
 from paceline.train.comms import Comms
+from paceline.train.data.loader import Progress
 from paceline.train.files import Records
-from paceline.train.loader import Progress
 from paceline.train.models import Models
 from paceline.train.stop import Notice, next_poll
 from paceline.train.update import Updater

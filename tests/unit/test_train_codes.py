@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from each_case import each_case
-from paceline.train.communication import METHODS, codes
-from paceline.train.communication.codes import BLOCK, Code
-from paceline.train.communication.local import Local
-from paceline.train.communication.wire import Wire, parcel, unpack
-from paceline.train.exchange import Bucket, Line, _Mover
+from paceline.train.reduce import codecs
+from paceline.train.reduce.codecs import BLOCK, Code
+from paceline.train.reduce.collectives import Wire, parcel, unpack
+from paceline.train.reduce.exchange import Bucket, Line, _Mover
+from paceline.train.reduce.local import Local
+from paceline.train.reduce.registry import METHODS
 
-CODES = {"fp16": codes.FP16, "bf16": codes.BF16, "int8": codes.INT8, "int4": codes.INT4}
+CODES = {"fp16": codecs.FP16, "bf16": codecs.BF16, "int8": codecs.INT8, "int4": codecs.INT4}
 WORST = {"fp16": 2**-11, "bf16": 2**-8, "int8": 1 / 254, "int4": 1 / 14}  # of a block's largest
 
 
@@ -579,7 +580,7 @@ def test_the_mover_computes_alone() -> None:
 
 def test_codes_are_packed_without_loss() -> None:
     values = torch.randn(64 * 256, generator=torch.Generator().manual_seed(1)) ** 3
-    code = codes.INT4
+    code = codecs.INT4
     message = torch.arange(code.size(len(values)) + 40).to(torch.uint8)  # and something behind it
     code.encode(values, message[: code.size(len(values))], keep=False)
     uneven = code.uneven(len(values))

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from paceline.train import counted
-from paceline.train.counted import Buffers
+from paceline.train.elastic import committed
+from paceline.train.elastic.committed import Buffers
 
 
 class Keeping(nn.Module):
@@ -45,14 +45,14 @@ def test_buffers_go_back_whatever_a_pass_did_to_them() -> None:
 
 def test_large_buffers_that_nothing_writes_cost_no_copy() -> None:
     net = Keeping()
-    net.register_buffer("table", torch.zeros(counted._LARGE // 4 + 1))
+    net.register_buffer("table", torch.zeros(committed._LARGE // 4 + 1))
     noted = Buffers([net])
 
     def copies() -> int:
         kept = [note.copy for note in noted._notes.values()]
         return sum(one.numel() for one in kept if one is not None)
 
-    for _ in range(counted._FIRST):
+    for _ in range(committed._FIRST):
         noted.note()
     assert copies() > len(net.table)
     noted.note()

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, dataloader
 
 from paceline.launch.elastic.rank_events import WORKER_KILLED
 from paceline.spec.errors import SettingError
-from paceline.train import data
-from paceline.train.data import Draws, Fetch, Wanted, _moved, ahead, allowed, loader_workers
-from paceline.train.loader import Batch
+from paceline.train.data import fetch
+from paceline.train.data.fetch import Draws, Fetch, Wanted, _moved, ahead, allowed, loader_workers
+from paceline.train.data.loader import Batch
 
 CPU = torch.device("cpu")
 
@@ -113,7 +113,7 @@ def test_leaving_early_ends_the_thread() -> None:
 
 def test_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quota = tmp_path / "cpu.max"
-    monkeypatch.setattr(data, "_QUOTA", quota)
+    monkeypatch.setattr(fetch, "_QUOTA", quota)
     quota.write_text("100000 100000\n")
     assert allowed() == 1
     quota.write_text("max 100000\n")
@@ -182,7 +182,7 @@ def test_a_worker_that_was_killed_while_it_handed_a_batch_over(
             raise how
 
     fetch = Fetch(Noisy(), CPU, workers=1)
-    monkeypatch.setattr(data, "DataLoader", lambda *_, **__: Given())
+    monkeypatch.setattr(fetch, "DataLoader", lambda *_, **__: Given())
     worker.start()
     with pytest.raises(RuntimeError) as caught:
         next(fetch([wanted(0, 4)]))
@@ -262,7 +262,7 @@ def test_copies_run_ahead_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch, "Stream", Stream)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: now)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: said.append("held"))
-    monkeypatch.setattr("paceline.train.data._moved", lambda value, device, pins: value)
+    monkeypatch.setattr("paceline.train.data.fetch._moved", lambda value, device, pins: value)
     fetch = Fetch(Slow(), torch.device("cuda"))
     got = [(tag, data[0].tolist()) for tag, data in fetch([wanted(0, 2), wanted(2, 4)])]
     assert got == [(0, [1, 0]), (2, [3, 2])]

@@ -15,8 +15,8 @@ from torch.utils.data import TensorDataset
 from each_case import each_case
 from paceline import train
 from paceline.spec.errors import SettingError
-from paceline.train import largest_batch as batches
-from paceline.train.lr_range import LrRange
+from paceline.train.measure import largest_batch as batches
+from paceline.train.measure.lr_range import LrRange
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline.agent import gloo as agent_gloo
-from paceline.train import gloo
+from paceline.train.elastic import gloo
 
 DATA = 0x5511_2233_4455_6677  # as long as a pointer
 ADD = 1

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from paceline.train.balance import Shares
-from paceline.train.data import Fetch
-from paceline.train.loader import Batch, Loader, Progress, Shard
-from paceline.train.order import Order
+from paceline.train.data.balance import Shares
+from paceline.train.data.fetch import Fetch
+from paceline.train.data.loader import Batch, Loader, Progress, Shard
+from paceline.train.data.order import Order
 
 SAMPLES, BATCH = 24, 6
 

@@ -14,11 +14,11 @@ import torch
 from paceline.spec.errors import JobError
 from paceline.spec.schema import integer, text, tuple_of
 from paceline.train import comms as ranks
-from paceline.train import disks
 from paceline.train.checkpoints import handover, resume
 from paceline.train.checkpoints.store import Store
 from paceline.train.comms import Comms, checked
-from paceline.train.recovery import _passed_on
+from paceline.train.data import disks
+from paceline.train.elastic.recovery import _passed_on
 
 
 class Said:

@@ -19,12 +19,12 @@ from torch.utils.data import TensorDataset
 from paceline import train
 from paceline.spec.errors import JobError, SettingError
 from paceline.train.comms import Comms
+from paceline.train.measure.norms import Norms
+from paceline.train.measure.usage import Usage
 from paceline.train.metrics import Means, Meter
 from paceline.train.models import Models
-from paceline.train.norms import Norms
 from paceline.train.parallel import Replica
 from paceline.train.update import Updater
-from paceline.train.usage import Usage
 from paceline.train.weights import load_weights
 from paceline.train.world import World
 

@@ -15,10 +15,10 @@ import torch
 from torch.distributed import HashStore
 
 from paceline.spec.errors import JobError
-from paceline.train import newcomer
 from paceline.train.comms import Comms
+from paceline.train.elastic import newcomer
+from paceline.train.elastic.newcomer import Recording, Replay, waited_for
 from paceline.train.metrics import Meter
-from paceline.train.newcomer import Recording, Replay, waited_for
 from paceline.train.stop import Poll
 from paceline.train.world import World
 

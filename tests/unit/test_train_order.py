@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.spec.errors import DataError, SettingError
-from paceline.train.loader import check_batch, shares
-from paceline.train.order import Order, by_length, part, permutation, stated, uniforms
+from paceline.train.data.loader import check_batch, shares
+from paceline.train.data.order import Order, by_length, part, permutation, stated, uniforms
 
 
 def test_permutation_never_changes() -> None:

@@ -11,9 +11,9 @@ import torch
 from paceline.spec.errors import SettingError
 from paceline.spec.overlap import validate
 from paceline.train.comms import Comms
-from paceline.train.exchange import Exchange
-from paceline.train.overlap import Overlap, Way, ways
-from paceline.train.pace import PARTS, Look
+from paceline.train.measure.pace import PARTS, Look
+from paceline.train.reduce.bucket_size import Overlap, Way, ways
+from paceline.train.reduce.exchange import Exchange
 from paceline.train.world import World
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from paceline.train import direct
+from paceline.train.reduce import direct
 
 FOUR, SIX = "10.78.0.11", "fd77::11"
 ADDRESSES = [

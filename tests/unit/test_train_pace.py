@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from each_case import each_case
 from paceline.train.comms import Comms
-from paceline.train.lookout import Lookout
-from paceline.train.pace import PARTS, Look, Pace, Rate, Totals, divided, elements
-from paceline.train.slow_link import LASTING, SEVERAL, STEADY, recent
-from paceline.train.straggler import CAUSES, Judge, Straggler
-from paceline.train.vitals import VITALS, Vitals
+from paceline.train.measure.pace import PARTS, Look, Pace, Rate, Totals, divided, elements
+from paceline.train.measure.slow_link import LASTING, SEVERAL, STEADY, recent
+from paceline.train.measure.straggler import CAUSES, Judge, Straggler
+from paceline.train.measure.straggler_reporter import Lookout
+from paceline.train.measure.vitals import VITALS, Vitals
 from paceline.train.world import World
 
 STEP = 0.020

@@ -19,11 +19,13 @@ from torch import nn
 from paceline.program import guarded
 from paceline.spec import launchers
 from paceline.spec.errors import DataError, JobError, NodeError, SettingError
-from paceline.train import disks, insync, parallel, weights, world
+from paceline.train import parallel, weights, world
 from paceline.train.comms import FIRST, Comms
+from paceline.train.data import disks
 from paceline.train.device import Found, choose_backend, choose_device, look, precision
+from paceline.train.elastic import replica_check
+from paceline.train.measure.pace import summary
 from paceline.train.metrics import Best, Meter
-from paceline.train.pace import summary
 from paceline.train.report import BarScreen, Eta, ToFolder, ToLauncher, figures, plain
 
 CPU = torch.device("cpu")
@@ -119,29 +121,31 @@ def test_lower_may_be_better() -> None:
 
 def test_checksum_sees_every_bit() -> None:
     tensor = torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    before = insync.checksums([tensor])
+    before = replica_check.checksums([tensor])
     words = tensor.view(torch.int64).view(-1)
     for place in range(words.numel()):
         for bit in (0, 1, 31, 62):
             words[place] ^= 1 << bit
-            assert insync.checksums([tensor]) != before
+            assert replica_check.checksums([tensor]) != before
             words[place] ^= 1 << bit
-    assert insync.checksums([tensor]) == before
+    assert replica_check.checksums([tensor]) == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
 def test_checksum_of_any_format(dtype: torch.dtype) -> None:
     tensor = torch.ones(3, 2).to(dtype)
-    assert insync.checksums([tensor, tensor.t()]).shape == (2,)
+    assert replica_check.checksums([tensor, tensor.t()]).shape == (2,)
 
 
 def test_divergence_is_named() -> None:
     sums = torch.tensor([[1, 2, 3], [1, 5, 4], [1, 2, 3]])
     with pytest.raises(JobError) as caught:
-        insync.compare(["a", "b", "c"], sums, ["rank 0 on n1", "rank 1 on n2", "rank 3 on n3"])
+        replica_check.compare(
+            ["a", "b", "c"], sums, ["rank 0 on n1", "rank 1 on n2", "rank 3 on n3"]
+        )
     assert "first differing tensor: b; rank 1 on n2" in caught.value.found
     with pytest.raises(JobError, match="no majority among rank 0 on n1, rank 1 on n2"):
-        insync.compare(["a", "b", "c"], sums[:2], ["rank 0 on n1", "rank 1 on n2"])
+        replica_check.compare(["a", "b", "c"], sums[:2], ["rank 0 on n1", "rank 1 on n2"])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from paceline import train
 from paceline.bench.forecast import Probe
 from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
-from paceline.train import parallel, probe
+from paceline.train import parallel
+from paceline.train.measure import probe
 from paceline.train.stop import Quietly
 
 

@@ -19,10 +19,10 @@ from torch.utils.data import TensorDataset
 from paceline import train
 from paceline.spec.communication import validate
 from paceline.spec.errors import SettingError
-from paceline.train import waits
+from paceline.train.elastic import waits
+from paceline.train.elastic.newcomer import Recording
+from paceline.train.elastic.recovery import Exchanged, Gloo, Recovery
 from paceline.train.models import ALONE
-from paceline.train.newcomer import Recording
-from paceline.train.recovery import Exchanged, Gloo, Recovery
 
 
 @pytest.fixture

@@ -19,9 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.spec.errors import DataError, SettingError
-from paceline.train import ShardedDataset, shards, tars, write_shards
-from paceline.train.data import Draws, Fetch, Wanted, foretold, order_of
-from paceline.train.order import ShardOrder
+from paceline.train import ShardedDataset, write_shards
+from paceline.train.data import shards, tars
+from paceline.train.data.fetch import Draws, Fetch, Wanted, foretold, order_of
+from paceline.train.data.order import ShardOrder
 
 CPU = torch.device("cpu")
 

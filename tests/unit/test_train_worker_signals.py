@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.train.worker_signals import protect_data_workers
+from paceline.train.data.worker_signals import protect_data_workers
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 

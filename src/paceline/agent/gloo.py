@@ -1,6 +1,6 @@
 """gloo's threads in a process, by the names that the system has for them.
 
-``paceline.train.gloo`` knows the same names: neither of the two can import the other.
+``paceline.train.elastic.gloo`` knows the same names: neither of the two can import the other.
 """
 
 from __future__ import annotations

@@ -131,8 +131,8 @@ def _run(request: Request, screen: Screen, directory: RunDirectory,
     )  # fmt: skip
 
 
-def _for_reader(result: Result, homes: Sequence[Home], directory: RunDirectory) -> Result:
-    """The failure with the user's own paths, and without secrets."""
+def _for_reader(result: Result, homes: Sequence[ShippedCopy], directory: RunDirectory) -> Result:
+    """Returns the failure with local paths and without secrets."""
     failure = result.failure
     if failure is None:
         return result

@@ -20,7 +20,7 @@ from paceline.recipes.optimization import Batching, Curve, compute_batching, mak
 from paceline.recipes.options import Options, parse_copies, parse_micro_batch
 from paceline.spec.balance import parse_weights
 from paceline.train import Best
-from paceline.train.data import Data
+from paceline.train.data.fetch import Data
 from paceline.train.device import choose_device, look
 
 EVALUATIONS_PER_EPOCH, MIN_EVALUATION_STEPS = 16, 40

@@ -19,7 +19,7 @@ from paceline.recipes.data.decoding import CROP_AREA, CROP_ASPECT, CROP_RANDOMS,
 from paceline.recipes.data.images import InMemory, Split, Subset
 from paceline.recipes.options import IMAGE_MODELS, ImageOptions
 from paceline.train import Draws
-from paceline.train.order import Order
+from paceline.train.data.order import Order
 
 DECODE_MARGIN = 8 / 7
 """Size of decoded images relative to random crops of them: 256 for 224."""

@@ -228,7 +228,7 @@ def slowest_rank(run: Run) -> tuple[str, str] | None:
     return format_location(str(last["its_host"] or ""), last["straggler"]), str(last["text"] or "")
 
 
-# Remedies for the causes in train/straggler.py.
+# Remedies for the causes in train/measure/straggler.py.
 _REMEDIES = {
     "quota": "Give its control group more CPU time (cpu.max), or its host fewer ranks.",
     "cpu": "End the other programs on its host (top shows them), or train with {by_speed}.",

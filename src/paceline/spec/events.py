@@ -42,7 +42,7 @@ MEMORY = optional(record({
 }))  # fmt: skip
 STACK = list_of(text(), 1000)
 
-# Parts of a step (see train/pace.py), with the label that people read.
+# Parts of a step (see train/measure/pace.py), with the label that people read.
 PART_NAMES = {
     "data": "waiting for data",
     "computing": "computing",
@@ -64,7 +64,7 @@ FIELDS: dict[str, Schema] = {
     "backend": SHORT_TEXT,  # of torch.distributed
     "backends": list_of(SHORT_TEXT, 50),  # that torch was built with
     "calls": SIZE,  # collectives
-    "cause": SHORT_TEXT,  # why a rank is slow: see train/straggler.py
+    "cause": SHORT_TEXT,  # why a rank is slow: see train/measure/straggler.py
     "code": optional(integer(0, 255)),  # exit status; null after a signal
     "copy": text(),  # folder on the host
     "count": SIZE,  # processes

@@ -32,7 +32,7 @@ NEWCOMER_DIVERGED = "this process trains differently from the ranks that it join
 UNKNOWN = -1  # exit code of a run that left no result
 
 # Errors of a healthy rank whose peer failed: the peer's failure is the cause.
-CONNECTIONS_CUT = "its connections were cut"  # by Paceline itself, see train/waits.py
+CONNECTIONS_CUT = "its connections were cut"  # by Paceline itself, see train/elastic/waits.py
 _LOST = r"Connection (?:closed|reset) by peer|Broken pipe|connectFullMesh|Socket Timeout"
 _LOST += f"|{CONNECTIONS_CUT}"
 # gloo's messages for a peer that does not answer; without its prefix, another socket may be meant

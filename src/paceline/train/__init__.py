@@ -19,14 +19,14 @@ from __future__ import annotations
 
 from paceline.train.average import Average
 from paceline.train.callbacks import Callback
-from paceline.train.data import Batched, Draws
-from paceline.train.largest_batch import LargestBatch, find_batch, fit_batch
-from paceline.train.loader import Batch, Loader
-from paceline.train.lr_range import LrRange, find_lr
+from paceline.train.data.fetch import Batched, Draws
+from paceline.train.data.loader import Batch, Loader
+from paceline.train.data.order import Ids
+from paceline.train.data.shards import ShardedDataset, decoded, write_shards
+from paceline.train.measure.largest_batch import LargestBatch, find_batch, fit_batch
+from paceline.train.measure.lr_range import LrRange, find_lr
 from paceline.train.metrics import Best, Means, Meter
-from paceline.train.order import Ids
 from paceline.train.session import Session
-from paceline.train.shards import ShardedDataset, decoded, write_shards
 from paceline.train.start import join
 from paceline.train.weights import load_config, load_weights
 from paceline.train.world import World

@@ -1,7 +1,7 @@
 """What ranks tell each other, apart from gradients. A world of one needs no process group.
 
 Where ranks may be lost while the others train on, each operation is an event that all ranks count
-(:mod:`paceline.train.recovery`): one that fails is done again by those that are left, or they take
+(``elastic/recovery.py``): one that fails is done again by those that are left, or they take
 what one of them had got of it.
 """
 
@@ -24,7 +24,8 @@ from torch import Tensor
 from paceline.spec import errors
 from paceline.spec.errors import JobError, PacelineError
 from paceline.spec.schema import InvalidValue, Schema
-from paceline.train import little, waits
+from paceline.train.elastic import waits
+from paceline.train.reduce import small_messages
 from paceline.train.world import World
 
 T = TypeVar("T")
@@ -177,8 +178,8 @@ class Comms:
         if self.alone:
             return vector
         summed = vector.to(self.device) if self.mixed else vector
-        if little.fits(summed, self.world.size, self.group):
-            little.add_up(summed, self.world.size, self.group)
+        if small_messages.fits(summed, self.world.size, self.group):
+            small_messages.add_up(summed, self.world.size, self.group)
             return vector if summed is vector else vector.copy_(summed)
         waits.wait(dist.all_reduce(summed, group=self.group, async_op=True), summed)
         return vector if summed is vector else vector.copy_(summed)
@@ -191,8 +192,10 @@ class Comms:
         if self.alone:
             return [float(one) for one in vector]
         mine = vector.to(self.device, copy=True)
-        if little.fits(mine, self.world.size, self.group):
-            return [float(one) for one in little.rows(mine, self.world.size, self.group).amax(0)]
+        if small_messages.fits(mine, self.world.size, self.group):
+            return [
+                float(one) for one in small_messages.rows(mine, self.world.size, self.group).amax(0)
+            ]
         most = dist.ReduceOp.MAX
         waits.wait(dist.all_reduce(mine, most, group=self.group, async_op=True), mine)
         return [float(one) for one in mine.cpu()]
@@ -205,8 +208,8 @@ class Comms:
         if self.alone:
             return vector.cpu()[None]
         mine = vector.to(self.device)
-        if little.fits(mine, self.world.size, self.group):
-            return little.rows(mine, self.world.size, self.group)
+        if small_messages.fits(mine, self.world.size, self.group):
+            return small_messages.rows(mine, self.world.size, self.group)
         all_rows = [torch.empty_like(mine) for _ in range(self.world.size)]
         waits.wait(dist.all_gather(all_rows, mine, group=self.group, async_op=True), mine)
         return torch.stack(all_rows).cpu()

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from paceline.train.comms import Comms
+from paceline.train.data.loader import Progress
 from paceline.train.files import line
-from paceline.train.loader import Progress
 from paceline.train.metrics import Means, Meter
 from paceline.train.report import Reporter, figures
 from paceline.train.trackers import TRACKERS, About, Guard, Record, numbers

@@ -17,10 +17,11 @@ from torch import nn
 from paceline.spec import jobenv, rundir
 from paceline.spec.errors import SettingError
 from paceline.train import device as devices
-from paceline.train import disks, files, parallel, report, world
+from paceline.train import files, parallel, report, world
 from paceline.train.comms import Comms
+from paceline.train.data import disks
+from paceline.train.data.loader import Progress
 from paceline.train.journal import Journal
-from paceline.train.loader import Progress
 from paceline.train.metrics import Meter
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from paceline.spec.errors import JobError, SettingError
 from paceline.train import parallel
-from paceline.train.counted import Buffers, Counted
+from paceline.train.elastic.committed import Buffers, Counted
 from paceline.train.update import Updater
 
 ALONE = ""

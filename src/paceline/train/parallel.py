@@ -21,9 +21,10 @@ from torch.optim import Optimizer
 
 from paceline.spec import jobenv
 from paceline.spec.errors import JobError, SettingError
-from paceline.train import compiler, waits
+from paceline.train import compiler
 from paceline.train.comms import Comms
-from paceline.train.recovery import Recovery
+from paceline.train.elastic import waits
+from paceline.train.elastic.recovery import Recovery
 
 _NAMED = 5  # parameters in a message, at most
 _BUCKETS = 16  # of a large model's gradients: what cannot be hidden is about one of them
@@ -72,7 +73,7 @@ class Replica(DistributedDataParallel):
     for a late one, not after its backward pass. Two sorts stay at home: those of frozen parts,
     which are in evaluation mode and have no parameter that is trained; and the running statistics
     of norms that train, which such a pass only writes. These are sent before a pass that reads
-    them, and whenever ranks are compared (:class:`paceline.train.insync.Proof`).
+    them, and whenever ranks are compared (:class:`paceline.train.elastic.replica_check.Proof`).
 
     Attributes:
         stood: Beginnings and ends of these exchanges; whoever reads them clears them.
@@ -252,7 +253,7 @@ class Apart(Replica):
     A discriminator is called for its own loss and for the generator's. DDP takes each forward pass
     for the beginning of a backward pass that is to be exchanged, in pieces of a batch, too, and
     sends buffers before each of them. This one exchanges when it is told (:meth:`expect`), and
-    leaves buffers alone: :class:`paceline.train.insync.Proof` makes them equal.
+    leaves buffers alone: :class:`paceline.train.elastic.replica_check.Proof` makes them equal.
     """
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -353,7 +354,7 @@ def bucket_megabytes(parameters: Iterable[Tensor]) -> float | None:
 
     Given by the parameters alone: where a gradient lies decides in which order the ranks' shares
     are added up, and no result may depend on what was measured. With two ranks it does not matter:
-    :mod:`paceline.train.overlap` tries some; but a probe of two is to tell what more will do.
+    ``reduce/bucket_size.py`` tries some; but a probe of two is to tell what more will do.
     """
     if dist.get_world_size() < 3 and not os.environ.get(jobenv.PROBE):
         return None

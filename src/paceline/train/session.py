@@ -35,19 +35,14 @@ from paceline.train.checkpoints.handover import give, give_models
 from paceline.train.checkpoints.keeper import Keeper, policy
 from paceline.train.checkpoints.store import Store
 from paceline.train.comms import Comms
-from paceline.train.communication import choice
-from paceline.train.communication.choice import Communication
-from paceline.train.counted import Counted
-from paceline.train.data import Collate, Data, Fetch, allowed, loader_workers, order_of
-from paceline.train.division import LOOKS, Division, needs_two, wished
-from paceline.train.exchange import Exchange
-from paceline.train.insync import Proof
-from paceline.train.loader import Batch, Loader, Shard, check_limit
-from paceline.train.lookout import Lookout
-from paceline.train.member import Member
-from paceline.train.metrics import Best
-from paceline.train.models import ALONE, Models
-from paceline.train.newcomer import (
+from paceline.train.data.division import LOOKS, Division, needs_two, wished
+from paceline.train.data.fetch import Collate, Data, Fetch, allowed, loader_workers, order_of
+from paceline.train.data.loader import Batch, Loader, Shard, check_limit
+from paceline.train.data.order import Stated, by_length, stated
+from paceline.train.data.shards import ShardedDataset
+from paceline.train.data.worker_signals import protect_data_workers
+from paceline.train.elastic.committed import Counted
+from paceline.train.elastic.newcomer import (
     AFTER,
     LATER,
     SOURCES,
@@ -57,17 +52,22 @@ from paceline.train.newcomer import (
     source_of,
     sources,
 )
-from paceline.train.order import Stated, by_length, stated
-from paceline.train.overlap import Overlap
-from paceline.train.pace import Look, Pace, counted
-from paceline.train.probe import Probe, asked
-from paceline.train.recovery import Control, Exchanged, Recovery
-from paceline.train.shards import ShardedDataset
+from paceline.train.elastic.recovery import Control, Exchanged, Recovery
+from paceline.train.elastic.replica_check import Proof
+from paceline.train.measure.pace import Look, Pace, counted
+from paceline.train.measure.probe import Probe, asked
+from paceline.train.measure.straggler_reporter import Lookout
+from paceline.train.measure.usage import Usage
+from paceline.train.measure.watch import Watch
+from paceline.train.member import Member
+from paceline.train.metrics import Best
+from paceline.train.models import ALONE, Models
+from paceline.train.reduce import choice
+from paceline.train.reduce.bucket_size import Overlap
+from paceline.train.reduce.choice import Communication
+from paceline.train.reduce.exchange import Exchange
 from paceline.train.stop import Poll, Quietly, Stopped, leave
 from paceline.train.update import Updater, each_loss, loss_of
-from paceline.train.usage import Usage
-from paceline.train.watch import Watch
-from paceline.train.worker_signals import protect_data_workers
 
 T = TypeVar("T")
 _ALIKE = 3  # steps in which a newcomer is compared with those to which it has come

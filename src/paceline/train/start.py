@@ -17,10 +17,11 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from paceline.spec import jobenv, launchers, rundir
-from paceline.train import compiler, newcomer, report, world
+from paceline.train import compiler, report, world
 from paceline.train import device as devices
-from paceline.train.newcomer import Recording
-from paceline.train.recovery import Control, Gloo, Recovery
+from paceline.train.elastic import newcomer
+from paceline.train.elastic.newcomer import Recording
+from paceline.train.elastic.recovery import Control, Gloo, Recovery
 from paceline.train.session import Session
 
 _DESCRIPTORS = 65_536  # at most

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from paceline.spec import jobenv
 from paceline.spec.errors import JobError
-from paceline.train import gloo
 from paceline.train.comms import Comms
+from paceline.train.elastic import gloo
 
 _STOP = (signal.SIGTERM, signal.SIGUSR1)  # SIGUSR1: what batch systems are asked to send early
 _SAVE = (signal.SIGUSR2,)

@@ -12,10 +12,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.train import parallel
 from paceline.train.average import Average
-from paceline.train.communication.choice import Communication
-from paceline.train.exchange import Exchange
-from paceline.train.loader import Batch
-from paceline.train.norms import Norms
+from paceline.train.data.loader import Batch
+from paceline.train.measure.norms import Norms
+from paceline.train.reduce.choice import Communication
+from paceline.train.reduce.exchange import Exchange
 
 
 def each_loss(losses: Tensor, samples: int) -> Tensor:

@@ -123,7 +123,7 @@ class Slow:
 
     Attributes:
         rank: Which.
-        cause: Why: see ``train/straggler.py``.
+        cause: Why: see ``train/measure/straggler.py``.
         part: Of the time of a step that the others lose.
     """
 

@@ -16,7 +16,7 @@ from torch.utils.data import get_worker_info
 
 from paceline.recipes.data.images import Labels, Pixels, Randoms
 from paceline.spec.errors import DataError
-from paceline.train.data import allowed
+from paceline.train.data.fetch import allowed
 
 T = TypeVar("T")
 File = Path | IO[bytes]

@@ -19,7 +19,7 @@ from pathlib import Path
 from paceline import __version__
 from paceline.recipes.data import SEARCH_FOLDERS, NamedDataset, Remote
 from paceline.spec.errors import DataError
-from paceline.train.onedisk import appears, one_at_a_time
+from paceline.train.data.disk_lock import appears, one_at_a_time
 
 RETRY_DELAYS_S = (2.0, 8.0, 30.0)
 """Seconds before each retry, which resumes the download."""

@@ -29,7 +29,7 @@ from paceline.recipes.data.images import (
     split_seeded,
 )
 from paceline.spec.errors import DataError
-from paceline.train.data import allowed
+from paceline.train.data.fetch import allowed
 
 _SPLITS = {
     "train": ("train", "training"),

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from paceline.program import library
 from paceline.recipes.data import SPLIT_NAMES, HubSource, local_path
 from paceline.spec.errors import DataError
-from paceline.train.onedisk import one_at_a_time
+from paceline.train.data.disk_lock import one_at_a_time
 
 T = TypeVar("T")
 RETRY_DELAYS_S = (2.0, 8.0, 30.0)

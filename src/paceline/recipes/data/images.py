@@ -17,7 +17,7 @@ from paceline.recipes.data import IMAGE_SETS, READERS, is_hub_id, local_path
 from paceline.recipes.data.download import DownloadOptions, find_or_download
 from paceline.spec import jobenv
 from paceline.spec.errors import DataError
-from paceline.train.order import permutation
+from paceline.train.data.order import permutation
 
 Pixels = NDArray[np.uint8]
 Labels = NDArray[np.int64]

@@ -23,9 +23,9 @@ from paceline.recipes.data.images import (
 )
 from paceline.spec.errors import DataError
 from paceline.train import Ids, ShardedDataset
-from paceline.train.data import allowed
-from paceline.train.order import Order
-from paceline.train.shards import Sample
+from paceline.train.data.fetch import allowed
+from paceline.train.data.order import Order
+from paceline.train.data.shards import Sample
 
 CLASSES = "classes.txt"
 _CHUNK = 512  # samples

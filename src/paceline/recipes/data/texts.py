@@ -15,7 +15,7 @@ from paceline.recipes.data import SPLIT_NAMES, TEXT_SETS, HubSource, find_data, 
 from paceline.recipes.data.download import DownloadOptions, find_or_download
 from paceline.recipes.data.hub import is_saved, load_rows
 from paceline.spec.errors import DataError
-from paceline.train.order import permutation
+from paceline.train.data.order import permutation
 
 T = TypeVar("T")
 Row = tuple[str, str]

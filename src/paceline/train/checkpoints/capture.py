@@ -40,8 +40,8 @@ from paceline.train.checkpoints.format import (
     ties,
 )
 from paceline.train.comms import Comms
-from paceline.train.insync import Proof
-from paceline.train.loader import Progress
+from paceline.train.data.loader import Progress
+from paceline.train.elastic.replica_check import Proof
 from paceline.train.models import Models
 
 _FORMAT = 1

@@ -26,8 +26,8 @@ from paceline.train.checkpoints.format import Damaged
 from paceline.train.checkpoints.receiver import Receiver, Refused, Talk, send
 from paceline.train.checkpoints.store import Store
 from paceline.train.comms import Comms, checked
-from paceline.train.direct import own_address
-from paceline.train.disks import who_sees
+from paceline.train.data.disks import who_sees
+from paceline.train.reduce.direct import own_address
 
 PART = 0.05
 """Of the time in which copying uses the line: sharing it with the training, half of that is lost

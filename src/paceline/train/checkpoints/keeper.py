@@ -27,7 +27,7 @@ from paceline.train.checkpoints.resume import Loaded, check_identity, load, rest
 from paceline.train.checkpoints.store import Fenced, Lock, Store
 from paceline.train.checkpoints.writer import Outcome, Part, Writer
 from paceline.train.comms import Comms, checked
-from paceline.train.disks import folder_of_all, who_sees
+from paceline.train.data.disks import folder_of_all, who_sees
 from paceline.train.stop import Door, Notice, Poll, Quietly, Stopped
 
 _KNOWN = tuple_of(

@@ -26,7 +26,7 @@ from paceline.spec.rundir import is_frozen_file, parse_version
 from paceline.train import files
 from paceline.train.checkpoints.format import MANIFEST, Damaged, Entry, Manifest, parse_manifest
 from paceline.train.checkpoints.store import Fenced, Store
-from paceline.train.greetings import Caller, greetings, guard, job_hosts, read_exactly
+from paceline.train.reduce.handshakes import Caller, greetings, guard, job_hosts, read_exactly
 
 PIECE = 1 << 18  # bytes after which the writer waits for a sign
 GOOD, BAD = b"+", b"-"  # the sign

@@ -43,8 +43,8 @@ from paceline.train.checkpoints.format import (
 )
 from paceline.train.checkpoints.store import WANTS, Found, Store
 from paceline.train.comms import TENSOR_TYPE, Comms, checked
+from paceline.train.data.disks import folder_of_all
 from paceline.train.device import seed_all
-from paceline.train.disks import folder_of_all
 
 _NOTHING = (-1, -1)  # the version of what a rank without an offer has
 

@@ -1,0 +1,1 @@
+"""How the gradients of all ranks are averaged: one method a file, beside what they share."""

@@ -26,7 +26,7 @@ SCRIPTS = Path(__file__).with_name("coming")
 IMAGENET = PARTS / "scripts" / "pytorch-examples" / "imagenet" / "main.py"
 TORCHVISION = (Path(__file__).with_name("cpu_torchvision"), PARTS / "torchvision")
 SEPARATE_MODELS = "the ranks exchanged no gradients"
-GUIDE = Path(__file__).resolve().parents[2] / "docs" / "coming-from.md"
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "coming-from.md"
 FRAMEWORKS = PARTS / "frameworks"
 
 

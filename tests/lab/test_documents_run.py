@@ -70,7 +70,7 @@ SHORTER = [
 FILLED_IN = {r"\bRUN\b": RUN, r"INPUT…": "photo.png", r"\bNAME\b": "image", r"/mnt/data": "$PWD"}
 # of what fails on purpose
 STATUS = {
-    ("hosts.md", "paceline hosts hostfile"): 2,  # shows how an error looks
+    ("describe-hosts.md", "paceline hosts hostfile"): 2,  # shows how an error looks
     ("README.md", "paceline check -H lab"): 1,  # n2 is unplugged
 }
 
@@ -85,7 +85,7 @@ def to_type() -> dict[str, list[Shown]]:
         whole = [s for s in in_blocks(page) if not re.search(r"…|\[", s.text)]
         complete = [s for s in inline(page) if len(s.words) > 2 and not filled(s).template]
         for shown in (*whole, *complete):
-            key = shown.words if page.name != "hosts.md" else shown
+            key = shown.words if page.name != "describe-hosts.md" else shown
             if not elsewhere(shown) and key not in seen:
                 found.setdefault(page.name, []).append(shown)
                 seen.add(key)
@@ -174,7 +174,7 @@ def test_page_runs(
 
 def promised(shown: Shown) -> list[str]:
     """Lines that the page shows below a command, and that do not depend on the moment."""
-    return [line for line in shown.output if shown.page == "hosts.md" and line]
+    return [line for line in shown.output if shown.page == "describe-hosts.md" and line]
 
 
 def test_every_command_that_is_run_elsewhere_is_still_shown() -> None:
@@ -307,7 +307,7 @@ def fewer_garments(folder: Path) -> None:
 
 def write_files_of(page: str, folder: Path) -> None:
     """Files that the page itself spells out (``file=NAME``), the last form of each."""
-    if page == "hosts.md":
+    if page == "describe-hosts.md":
         (folder / "machines.txt").write_text(MACHINES)
         (folder / "hostfile").write_text(MISSPELT)
     if page == "run.md":

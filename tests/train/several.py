@@ -191,7 +191,9 @@ def with_statistics() -> list[float]:
 
 def page() -> int:
     """The script of the page, at two ranks; how many epochs its callback told of."""
-    text = (Path(__file__).parents[2] / "docs/train.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs/tutorial/training-session.md").read_text(
+        encoding="utf-8"
+    )
     script = text.split("```python file=gan.py\n")[1].split("```")[0]
     folder = made("page")
     forking.run_ok(2, lambda: exec(script, {"__name__": "__main__"}), {

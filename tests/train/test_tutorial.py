@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).parent))
 import ranks
 
-PAGE = (Path(__file__).parents[2] / "docs/train.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/tutorial/training-session.md").read_text(encoding="utf-8")
 
 
 def block(kind: str, file: str = "one") -> list[str]:

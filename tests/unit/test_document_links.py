@@ -12,7 +12,7 @@ from each_case import each_case
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/**/*.md")])
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-TOLD = re.compile(r"\b(docs/[a-z_]+\.md)#([a-z0-9-]+)")
+TOLD = re.compile(r"\b(docs/[a-z/_-]+\.md)#([a-z0-9-]+)")
 
 
 def plain_lines(page: Path) -> list[str]:

@@ -76,7 +76,7 @@ def recipe_flags() -> set[str]:
 
 def test_every_row_of_the_guides_commands_names_what_shows_it() -> None:
     """A test that exists, or nothing is said to be shown."""
-    text = (REPOSITORY / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs" / "how-to" / "coming-from.md").read_text(encoding="utf-8")
     table = text.partition("## Every command of five guides")[2].partition("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
     assert len(rows) > 30

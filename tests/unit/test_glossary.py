@@ -34,6 +34,7 @@ NOUNS = {
     "scaling",
     "string",
     "setting",
+    "formatting",
 }  # nouns that end so
 
 
@@ -43,7 +44,7 @@ def _texts() -> list[tuple[str, str]]:
     found = []
     for name in listed.stdout.split():
         path = REPOSITORY / name
-        if path.is_file() and path.suffix in (".py", ".md") and name != "docs/glossary.md":
+        if path.is_file() and path.suffix in (".py", ".md") and path.name != "glossary.md":
             found.append((name, path.read_text(encoding="utf-8")))
     return found
 

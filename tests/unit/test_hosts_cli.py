@@ -97,7 +97,7 @@ def test_nothing_on_disk_changes(hostfile: Path) -> None:
 
 
 def test_the_documentation_names_every_dialect() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "hosts.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "describe-hosts.md").read_text()
     documented = set(re.findall(r"^\| `([a-z-]+)` \|[^|]+\|[^|]+\|$", page, re.M))
     assert documented == set(DIALECTS)
     for name in DIALECTS:

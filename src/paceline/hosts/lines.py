@@ -2,7 +2,7 @@
 
 One grammar reads every line dialect, so files may mix them. A line may also be an ssh call
 (``ssh me@host -p 2222``) or a line of ``/etc/hosts`` (``10.0.0.2 n2``). The rules for ``:n`` and
-repeated mentions are also in docs/hosts.md. The number after a colon is
+repeated mentions are also in docs/how-to/describe-hosts.md. The number after a colon is
 
 * the SSH port if the line also has ``slots=``;
 * the job's rendezvous port if it is 1024 or more and only the first of several hosts has one;

@@ -34,7 +34,7 @@ UNSUPPORTED = {
     "--local-addr": "--iface NAME",
     "--logs-specs": _LOGS,
     "--numa-binding": "--bind auto gives each rank CPUs of its own",
-    "--signals-to-handle": "Leave it out: see Ends in docs/how-to/lost-hosts.md",
+    "--signals-to-handle": "Leave it out: see Interrupts in docs/how-to/lost-hosts.md",
     "--shutdown-timeout": "--grace SECONDS",
 }
 UNSUPPORTED_FLAGS = {

@@ -27,7 +27,7 @@ from paceline.recipes.data.download import DownloadOptions, find_or_download
 from paceline.recipes.data.pairs import PairRequest, load_pairs
 from paceline.recipes.data.texts import TextRequest, load_texts
 from paceline.spec.errors import DataError
-from paceline.train.data.fetch import disk_lock
+from paceline.train.data import disk_lock
 
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
 

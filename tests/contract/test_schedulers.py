@@ -233,7 +233,7 @@ OWN_WORDS = {
 ELSEWHERE = {
     "schedulers/__init__.py": 'its line in the list: "slurm",',
     "hosts/": "dialects of host lists, and their names",
-    "spec/launched.py": "variables by which a task knows its place",
+    "spec/launchers.py": "variables by which a task knows its place",
     "cli/verbs/hosts.py": "names of dialects in the help",
     "cli/options.py": "the same",
     "cli/__init__.py": "the same",

@@ -355,7 +355,7 @@ def test_no_secret_in_any_form_of_the_plan() -> None:
 
 def test_named_secrets_are_redacted() -> None:
     assert set(SECRETS.secrets()) == {"typed-secret", "hf-secret"}
-    assert SECRETS.all()["ANY_NAME"] == "forwarded-secret"
+    assert SECRETS.variables()["ANY_NAME"] == "forwarded-secret"
 
 
 def test_the_plan_in_words() -> None:

@@ -228,10 +228,12 @@ def test_what_is_never_taken_from_a_node() -> None:
     ours = ["plan.json", "events.jsonl", "logs/n1/0.log", ".paceline-key", "files/n2/x",
             ".paceline-incoming/x", "owner.json", "result.json", "checkpoints/10/weights",
             "metrics-before-20200101-000000.jsonl"]  # fmt: skip
-    assert all(map(rundir.names.is_ours, ours))
+    assert all(map(rundir.names.is_launcher_file, ours))
     alike = ["PLAN.JSON", "Logs/n1/0.log", "re\u017fult.json", "\u200cplan.json", ".Paceline-Key"]
-    assert all(map(rundir.names.is_ours, alike))  # to the file systems of a Mac
-    assert not any(map(rundir.names.is_ours, ["model/model.safetensors", "config.json", "x.log"]))
+    assert all(map(rundir.names.is_launcher_file, alike))  # to the file systems of a Mac
+    assert not any(
+        map(rundir.names.is_launcher_file, ["model/model.safetensors", "config.json", "x.log"])
+    )
 
 
 def test_a_place_where_nothing_can_be() -> None:

@@ -21,9 +21,10 @@ from each_case import each_case
 from paceline.spec.balance import validate_limits, validate_weights
 from paceline.spec.errors import SettingError
 from paceline.train.comms import Comms
+from paceline.train.data import balance
 from paceline.train.data.balance import Controller, even
 from paceline.train.data.division import Division, wished
-from paceline.train.data.fetch import Fetch, balance
+from paceline.train.data.fetch import Fetch
 from paceline.train.data.loader import Loader, Progress
 from paceline.train.data.order import Order
 from paceline.train.journal import Journal

@@ -181,11 +181,11 @@ def test_a_worker_that_was_killed_while_it_handed_a_batch_over(
             threading.Timer(0.2, worker.kill).start()
             raise how
 
-    fetch = Fetch(Noisy(), CPU, workers=1)
+    fetcher = Fetch(Noisy(), CPU, workers=1)
     monkeypatch.setattr(fetch, "DataLoader", lambda *_, **__: Given())
     worker.start()
     with pytest.raises(RuntimeError) as caught:
-        next(fetch([wanted(0, 4)]))
+        next(fetcher([wanted(0, 4)]))
     assert WORKER_KILLED.search(str(caught.value))
     worker.join()
 

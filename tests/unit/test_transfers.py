@@ -165,7 +165,7 @@ def test_a_folder_that_both_see_is_used_whatever_changes_in_it(
     (ours / "a.py").write_bytes(b"edited")
     (ours / "empty").unlink()
     other = fill(tmp_path / "other", FILES | {"a.py": b"of another day"})
-    as_now, lines = Tree.as_now, iter("123456")
+    as_now, lines = Tree.current_entries, iter("123456")
 
     def written_to(tree: Tree, paths: Collection[str]) -> Any:
         """As a log that somebody adds to while it is looked at."""
@@ -179,7 +179,7 @@ def test_a_folder_that_both_see_is_used_whatever_changes_in_it(
         alike = []
         for place, look in ((None, as_now), (None, written_to), (str(other), as_now)):
             node.host = replace(node.host, workdir=place)
-            monkeypatch.setattr(Tree, "as_now", look)
+            monkeypatch.setattr(Tree, "current_entries", look)
             found = await survey._compare(cast(Any, node), job, tree)
             assert found is not None
             alike.append(not (found["missing"] or found["different"]))
@@ -384,8 +384,8 @@ def test_checkpoints_come_as_they_are_made(tmp_path: Path) -> None:
         fill(made, {**steps(30), "latest.json": b"{30}"})
         for file in (made / "10").iterdir():
             file.unlink()
-        follow.wanted()
-        follow.wanted()
+        follow.schedule()
+        follow.schedule()
         await follow.finish()
         assert below(ours) == {**steps(20, 30), "latest.json": b"{30}"}
 
@@ -517,7 +517,7 @@ def test_what_is_no_checkpoint_takes_the_place_of_none(
     async def work(served: Served) -> None:
         for _ in range(2):
             await CheckpointFetcher(served.node.channel, str(there), home.path, Fetcher(home.path),
-                                    keep=cache_files, note=noted.append).sync()  # fmt: skip
+                                    keep=keep, note=noted.append).sync()  # fmt: skip
 
     run(work)
     assert below(home.path / "checkpoints") == steps(10, 20, 30)

@@ -1,11 +1,10 @@
-"""The launcher from Python: :func:`prepare` says what would run where, :func:`execute` runs that.
+"""The Python interface: :func:`prepare` plans a script's run and :func:`execute` runs the plan.
 
-:func:`launch` runs a function of this process and gives what it returned on every rank.
+:func:`launch` calls a function on all ranks and returns its results.
 
-What the command line takes from ``paceline.toml`` and the environment is not looked at here: a
-call says all that it means. All work from any thread, and where an event loop is running. Signals
-come to the main thread only: a run that was begun in another one is not ended by Ctrl-C, but ends
-when this process does.
+Settings come only from the arguments, not from ``paceline.toml`` or ``PACELINE_OPT_…``. All
+functions work in any thread and with a running event loop. Python delivers signals to the main
+thread only: Ctrl-C does not end a run of another thread, which ends with the process instead.
 """
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ Hosts: TypeAlias = str | Sequence[str] | Cluster
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A plan, and what it was made of: all that :func:`execute` needs. Printed, it is the plan.
+    """A plan and its inputs, as :func:`execute` needs them. ``str`` describes the plan.
 
     Attributes:
         plan: What runs where, with the source of every setting.
-        job: What was asked for.
-        cluster: Where.
-        ssh: How its hosts are logged in to.
+        job: The requested job.
+        cluster: Its hosts.
+        ssh: The SSH options for its hosts.
     """
 
     plan: Plan
@@ -80,40 +79,42 @@ def prepare(
     env: Mapping[str, str] | None = None,
     python: str | Path | None = None,
     interface: str | None = None,
+    follow_links: bool = False,
     wait_for_nodes: float | str | None = None,
     max_restarts: int | None = None,
     restart_window: float | str | None = None,
     ssh_config: str | Path | None = None,
 ) -> Prepared:
-    """Finds out what would run where: logs in to the hosts, looks, decides, and lets them go.
+    """Logs in to the hosts, plans what runs where, and logs out.
 
-    Nothing is sent or started but the agents that look.
+    No file is sent, and nothing is started except the agents that inspect the hosts.
 
     Args:
-        script: A Python script, seen from the current folder; a module's name with ``module``.
-        args: Its arguments.
-        hosts: As ``-H`` takes them (``"n1,n2"``, a host file, ``"lab"``), a list of names, or a
-            :class:`Cluster`; this machine alone without.
-        nproc_per_node: Processes a host; found out without (slots, GPUs, else 1).
-        nnodes: How many of the hosts, from the first on, or a range: ``"1:3"``; all without.
+        script: A Python script relative to the current folder, or with ``module`` a module name.
+        args: Arguments of the script.
+        hosts: A source as for ``-H`` (``"n1,n2"``, a host file, ``"lab"``), a list of names, or a
+            :class:`Cluster`. This machine by default.
+        nproc_per_node: Processes per host. By default the slots or GPUs of the host, otherwise 1.
+        nnodes: Number of hosts, counted from the first, or a range: ``"1:3"``. By default all.
         module: ``script`` is a module.
-        torch: The script uses torch: hosts without it are refused, and it is imported once a host.
-        env: Variables for the ranks. Values of names that tell of a secret are recorded nowhere.
-        python: The interpreter on the hosts; the one that runs this, without.
-        interface: Network interface for the job's traffic; found out without.
-        wait_for_nodes: Seconds, or ``"10m"``, to wait for hosts while there are too few; 600
-            without.
-        max_restarts: How often all nodes may start again after a failure; without it only after
-            a loss before the first step, with 0 not then either.
-        restart_window: Seconds within which failures count for that; 3600 without, 0 for all.
-        ssh_config: For the logins, instead of the user's.
+        torch: The script uses torch: hosts without it are refused, and each imports it once.
+        env: Variables for the ranks. Values whose names suggest a secret are not recorded.
+        python: The interpreter on the hosts. By default the running one.
+        interface: Network interface for the job's traffic. By default detected.
+        follow_links: Send files outside the project to which links in it lead.
+        wait_for_nodes: Seconds, or a text such as ``"10m"``, to wait for missing hosts. 600 by
+            default.
+        max_restarts: Restarts of all nodes after failures. By default only after a loss before the
+            first step; 0 prevents those too.
+        restart_window: Seconds within which failures count. 3600 by default; 0 counts all.
+        ssh_config: SSH configuration instead of the user's.
 
     Raises:
-        PacelineError: The job cannot run there; says what was found and what to do.
+        PacelineError: The job cannot run there. The text says what was found and what to do.
     """
     entry = entry_of(str(script), tuple(map(str, args)), module=module)
-    settings = _asked(hosts, python, env, nproc_per_node, nnodes, interface, max_restarts,
-                      wait_for_nodes, restart_window)  # fmt: skip
+    settings = _common_fields(hosts, python, env, nproc_per_node, nnodes, interface, follow_links,
+                              max_restarts, wait_for_nodes, restart_window)  # fmt: skip
     job = Job(
         name=Path(script).stem or "run",
         entry=entry,
@@ -122,30 +123,31 @@ def prepare(
         opens_store=opens_store(entry),
         needs_torch=torch,
     )
-    cluster, ssh = _where(hosts, ssh_config)
+    cluster, ssh = _resolve_hosts(hosts, ssh_config)
     plan = plan_job(job, cluster, _transport(ssh), inspect=inspector(job))
     return Prepared(plan, job, cluster, ssh)
 
 
 def execute(prepared: Prepared, *, run_dir: str | Path | None = None,
             show: Show = "all") -> RunOutcome:  # fmt: skip
-    """Runs exactly what was prepared, to its end. A job that fails is an outcome, no exception.
+    """Runs a prepared plan to its end. A failed job is an outcome, not an exception.
 
-    The hosts are looked at again first. The run has the plan's port, so that it can be executed
-    once at a time.
+    The hosts are checked again first. A plan includes its port, so it can be executed only once at
+    a time.
 
     Args:
-        prepared: What to run, and where.
-        run_dir: The run directory; a fresh one below ``runs/`` without.
-        show: Whose output is shown on this process's own streams.
+        prepared: The plan.
+        run_dir: The run directory. By default a new one below ``runs/``.
+        show: The ranks whose output appears on this process's streams.
 
     Raises:
-        NodeError: A host is not any more what the plan says of it.
+        NodeError: A host no longer matches the plan.
         PacelineError: The job could not be started.
     """
     job, cluster, parent = prepared.job, prepared.cluster, Path(DEFAULT_PARENT)
-    return run_job(job, cluster, _transport(prepared.ssh), _screen(show), run_dir=_path(run_dir),
-                   parent=parent, inspect=inspector(job), plan=prepared.plan)  # fmt: skip
+    return run_job(job, cluster, _transport(prepared.ssh), _screen(show),
+                   run_dir=_optional_path(run_dir), parent=parent, inspect=inspector(job),
+                   plan=prepared.plan)  # fmt: skip
 
 
 def launch(
@@ -160,6 +162,7 @@ def launch(
     env: Mapping[str, str] | None = None,
     python: str | Path | None = None,
     interface: str | None = None,
+    follow_links: bool = False,
     wait_for_nodes: float | str | None = None,
     max_restarts: int | None = None,
     restart_window: float | str | None = None,
@@ -169,66 +172,64 @@ def launch(
     show: Show = "all",
     ssh_config: str | Path | None = None,
 ) -> Results[T]:
-    """Calls a function as every rank of a job on all hosts; what it returned, by rank.
+    """Calls a function on every rank of a job and returns its results by rank.
 
-    The function may stand in a script, a module, a notebook's cell or another function; nothing
-    has to be guarded by ``if __name__ == "__main__"``. In a rank it finds torchrun's variables, so
-    that ``torch.distributed.init_process_group()`` works, and need not make a group. A coroutine
-    function is run to its end. What it prints and logs is shown here, each line with its host and
-    rank.
+    The function can be in a script, a module, a notebook cell or another function. Scripts need no
+    ``if __name__ == "__main__"``. Ranks have torchrun's variables, so that
+    ``torch.distributed.init_process_group()`` works; a function need not form a group. A coroutine
+    function is run to its end. Output and log records appear here, with host and rank.
 
-    Modules of the project (the git work tree, or folder, of the current folder) are sent to the
-    hosts and imported there; functions and classes of ``__main__`` and of modules that lie
-    elsewhere travel in the pickle. Returned tensors come from any device to the CPU, each in memory
-    of its own, and large ones as files: return a model from one rank only.
+    The project around the current folder (its git work tree, or the folder) is sent to the hosts,
+    and its modules are imported there. Functions and classes of ``__main__`` and of modules outside
+    the project travel in the pickle. Returned tensors are copied to the CPU, large ones as files:
+    return a model from one rank only.
 
-    What a host sends is unpickled here, and whoever writes a pickle may run code where it is
-    loaded: a function runs on hosts that you trust with this machine. Its hash is compared first,
-    which says that it is what the rank wrote, no more.
+    Results are unpickled here, and a pickle can run code: call functions only on hosts that you
+    trust with this machine. A hash detects damaged results, not malicious ones.
 
     Args:
-        function: Anything that can be called and, by cloudpickle, be pickled.
-        args, kwargs: What it is called with, the same on every rank.
-        hosts, nproc_per_node, nnodes, env, python, interface, wait_for_nodes, max_restarts,
-            restart_window, ssh_config: As for :func:`prepare`. The Python there must be of this
-            one's minor version.
-        torch: The function uses torch: hosts without it are refused, and it is imported once a
-            host. Found out without, from the names in the function and what is imported here.
-        ship: Send the project's files where they differ. Else all of its modules travel in the
-            pickle, and no file is sent.
-        keep_warm: How long the hosts stay ready for the next call, or command, in seconds or as
-            ``"10m"``: it needs no login and no import. See ``paceline warm``.
-        run_dir: The run directory; a fresh one below ``runs/`` without.
-        show: Whose output is shown.
+        function: A callable that cloudpickle can pickle.
+        args, kwargs: Its arguments, equal on every rank.
+        hosts, nproc_per_node, nnodes, env, python, interface, follow_links, wait_for_nodes,
+            max_restarts, restart_window, ssh_config: As for :func:`prepare`. The Python on the
+            hosts must have the minor version of the running one.
+        torch: The function uses torch: hosts without it are refused, and each imports it once. By
+            default detected from the function's names and the imported modules.
+        ship: Send the project's files to hosts that lack them. Otherwise all modules of the project
+            travel in the pickle.
+        keep_warm: Seconds, or a text such as ``"10m"``, for which the hosts stay warm after the
+            call. See ``paceline warm``.
+        run_dir: The run directory. By default a new one below ``runs/``.
+        show: The ranks whose output appears on this process's streams.
 
     Returns:
         A sequence by rank, with ``by_host`` and the run's ``outcome``.
 
     Raises:
-        Exception: What the function raised on the first rank that failed. Its ``__cause__`` is a
-            :class:`RankError` with host, rank and the traceback there.
-        RankError: The first rank that failed raised nothing (a signal, a lost host), or what came
-            back cannot be loaded here.
-        SettingError: The function cannot be pickled; names the part.
+        Exception: The exception of the first rank that failed. Its ``__cause__`` is a
+            :class:`RankError` with host, rank and traceback.
+        RankError: The first rank that failed raised no exception (a signal, a lost host), or its
+            result cannot be unpickled.
+        SettingError: The function cannot be pickled; the text names the part.
         PacelineError: The job could not be started.
-        KeyboardInterrupt: Ctrl-C: all ranks have ended.
+        KeyboardInterrupt: Ctrl-C, after all ranks have ended.
     """
     entry = call.entry_of_function(function)
-    _refuse_odd(args, kwargs)
-    settings = _asked(hosts, python, env, nproc_per_node, nnodes, interface, max_restarts,
-                      wait_for_nodes, restart_window)  # fmt: skip
+    _check_arguments(args, kwargs)
+    settings = _common_fields(hosts, python, env, nproc_per_node, nnodes, interface, follow_links,
+                              max_restarts, wait_for_nodes, restart_window)  # fmt: skip
     job = Job(
         name=call.name_of(function),
         entry=entry,
         **settings,
         ship=Setting("auto") if ship else Setting("never", Source.ARGUMENT),
     )
-    cluster, ssh = _where(hosts, ssh_config)
+    cluster, ssh = _resolve_hosts(hosts, ssh_config)
     remote = any(not host.local for host in cluster.hosts)
-    elsewhere = call.modules_elsewhere(project_root(job) if ship else None) if remote else []
-    with call.folder_for(_path(run_dir), job.name) as path:
+    modules = call.modules_elsewhere(project_root(job) if ship else None) if remote else []
+    with call.folder_for(_optional_path(run_dir), job.name) as path:
         file = path / names.CALL
-        sha256, pickled = call.write_call(file, function, args, kwargs or {}, elsewhere)
+        sha256, pickled = call.write_call(file, function, args, kwargs or {}, modules)
         preload = call.preload_of_call(function, pickled) if torch is not False else ()
         if torch and not preload:
             preload = ("torch",)
@@ -240,37 +241,39 @@ def launch(
         if outcome.result.interrupted is None:
             return call.results_of(outcome)
     if outcome.result.interrupted != signal.SIGINT:
-        signal.raise_signal(outcome.result.interrupted)  # as if nobody had listened
+        signal.raise_signal(outcome.result.interrupted)  # as without a handler
     raise KeyboardInterrupt
 
 
-def _asked(
+def _common_fields(
     hosts: Hosts | None,
     python: str | Path | None,
     env: Mapping[str, str] | None,
     nproc_per_node: Processes | None,
     nnodes: int | str | None,
     interface: str | None,
+    follow_links: bool,
     max_restarts: int | None,
     wait_for_nodes: float | str | None,
     restart_window: float | str | None,
 ) -> dict[str, Any]:
-    """The fields of a job that every call says in the same words."""
+    """Returns the fields of a job that ``prepare`` and ``launch`` share."""
     return {
         "workdir": str(Path.cwd()),
         "python": str(python or this_machine.default_python()),
         "environment": _environment(env),
-        "nproc_per_node": _processes(nproc_per_node),
-        "nnodes": _said(_nodes(nnodes)),
-        "hosts": _described(hosts),
-        "interface": _said(interface),
-        "max_restarts": _said(max_restarts) if max_restarts is not None else Setting(0),
+        "nproc_per_node": _process_count(nproc_per_node),
+        "nnodes": _argument(_node_count(nnodes)),
+        "hosts": _hosts_setting(hosts),
+        "interface": _argument(interface),
+        "max_restarts": _argument(max_restarts) if max_restarts is not None else Setting(0),
+        "follow_links": follow_links,
         **_durations(wait_for_nodes_s=wait_for_nodes, restart_window_s=restart_window),
     }
 
 
-def _refuse_odd(args: Any, kwargs: Any) -> None:
-    """SettingError for what a function cannot be called with."""
+def _check_arguments(args: Any, kwargs: Any) -> None:
+    """Raises SettingError if a function cannot be called with these arguments."""
     if isinstance(args, str | bytes | Mapping) or not isinstance(args, Iterable):
         raise SettingError(
             f"args of launch is a {type(args).__name__}, not the arguments one after the other",
@@ -289,20 +292,20 @@ def _screen(show: Show) -> Screen:
     return Screen(show)
 
 
-def _processes(said: Processes | None) -> Setting[Any]:
+def _process_count(value: Processes | None) -> Setting[Any]:
     try:
-        return _said(None if said is None else parse_processes(said))
+        return _argument(None if value is None else parse_processes(value))
     except ValueError as error:
         raise SettingError(f"nproc_per_node: {error}") from None
 
 
-def _where(hosts: Hosts | None,
+def _resolve_hosts(hosts: Hosts | None,
            ssh_config: str | Path | None) -> tuple[Cluster, SshOptions]:  # fmt: skip
-    """The hosts that are meant, and how they are logged in to."""
-    ssh = SshOptions(_path(ssh_config))
+    """Returns the hosts of a call and the SSH options for them."""
+    ssh = SshOptions(_optional_path(ssh_config))
     if isinstance(hosts, Cluster):
         return this_machine.mark_local(hosts), ssh
-    source = _typed(hosts)
+    source = _host_source(hosts)
     cluster = read_hosts(source, environ=os.environ, cwd=Path.cwd())
     lab = lab_name(source or "")
     if lab is not None and ssh_config is None:
@@ -310,19 +313,19 @@ def _where(hosts: Hosts | None,
     return this_machine.mark_local(cluster), ssh
 
 
-def _typed(hosts: str | Sequence[str] | None) -> str | None:
-    """As it would be typed behind ``-H``."""
+def _host_source(hosts: str | Sequence[str] | None) -> str | None:
+    """Returns the hosts as a value of ``-H``."""
     return hosts if hosts is None or isinstance(hosts, str) else ",".join(hosts)
 
 
-def _path(given: str | Path | None) -> Path | None:
-    return None if given is None else Path(given)
+def _optional_path(path: str | Path | None) -> Path | None:
+    return None if path is None else Path(path)
 
 
 def _environment(env: Mapping[str, str] | None) -> Environment:
-    if ours := [name for name in env or {} if jobenv.is_reserved(name)]:
+    if reserved := [name for name in env or {} if jobenv.is_reserved(name)]:
         raise SettingError(
-            f"env holds {ours[0]}, which says a rank's place: that is decided here",
+            f"env holds {reserved[0]}, which says a rank's place: that is decided here",
             remedy="Leave it out; nnodes and nproc_per_node change the plan",
         )
     return Environment(dict(env or {}))
@@ -332,39 +335,39 @@ def _transport(ssh: SshOptions) -> Transport:
     return load(DEFAULT).start(Options(ssh=ssh))
 
 
-def _described(hosts: Hosts | None) -> Setting[str | None]:
+def _hosts_setting(hosts: Hosts | None) -> Setting[str | None]:
     if hosts is None:
         return Setting(None, Source.FOUND, "this machine")
     if isinstance(hosts, Cluster):
         return Setting(None, Source.ARGUMENT, hosts.source)
-    return Setting(_typed(hosts), Source.ARGUMENT)
+    return Setting(_host_source(hosts), Source.ARGUMENT)
 
 
-def _nodes(asked: int | str | None) -> NodeCount | None:
-    if not isinstance(asked, str):
-        return asked
+def _node_count(value: int | str | None) -> NodeCount | None:
+    if not isinstance(value, str):
+        return value
     try:
-        return parse_node_count(asked)
+        return parse_node_count(value)
     except ValueError as error:
         raise SettingError(f"nnodes: {error}", remedy='nnodes=2, or nnodes="1:3"') from None
 
 
-def _durations(**given: float | str | None) -> dict[str, Any]:
-    """Those that the call gave. SettingError for what is no length of time."""
-    return {name: Setting(_seconds(name, said), Source.ARGUMENT)
-            for name, said in given.items() if said is not None}  # fmt: skip
+def _durations(**durations: float | str | None) -> dict[str, Any]:
+    """Returns the given durations as settings. Raises SettingError for other values."""
+    return {name: Setting(_seconds(name, value), Source.ARGUMENT)
+            for name, value in durations.items() if value is not None}  # fmt: skip
 
 
-def _seconds(name: str, said: float | str) -> float:
+def _seconds(name: str, value: float | str) -> float:
     try:
-        return parse_duration(said)
+        return parse_duration(value)
     except (ValueError, TypeError):
         raise SettingError(
-            f"{name.removesuffix('_s')}: {said!r} is no length of time",
+            f"{name.removesuffix('_s')}: {value!r} is no length of time",
             remedy='A number of seconds, or a text: "90", "10m", "1h30m"',
         ) from None
 
 
-def _said(value: Any) -> Setting[Any]:
-    """A setting as the call gave it; ``None`` is for others to find out."""
+def _argument(value: Any) -> Setting[Any]:
+    """Returns a setting with its source; ``None`` stays undecided."""
     return Setting(None) if value is None else Setting(value, Source.ARGUMENT)

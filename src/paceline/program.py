@@ -1,4 +1,4 @@
-"""What all programs of ours in a job share: how they end, and libraries that only options need."""
+"""Error handling and optional imports that the programs in a job share."""
 
 from __future__ import annotations
 
@@ -16,55 +16,55 @@ from paceline.spec.errors import PacelineError, SettingError
 
 
 def guarded(body: Callable[[], int | None]) -> int:
-    """Runs ``body``; a handled error is printed without a traceback and gives its exit status.
+    """Runs ``body`` and returns its exit status. A PacelineError is printed without a traceback.
 
-    Under the launcher it is told what failed and says it once, for all ranks; what is printed here
-    is for this rank's log. Elsewhere an error that all ranks raise alike is printed by one of them.
+    The launcher receives the error and prints it once for all ranks; the text printed here goes to
+    this rank's log. Without a launcher, an error that all ranks raise is printed by one of them.
     """
     try:
         return body() or 0
     except PacelineError as error:
-        launched = _tell_launcher(error)
+        launched = _report_to_launcher(error)
         if launched or error.origin_rank in (None, int(os.environ.get(jobenv.RANK) or 0)):
             print(error.render(), file=sys.stderr, flush=True)
         return error.exit_code
 
 
-def _tell_launcher(error: PacelineError) -> bool:
-    """As the launcher hears of an uncaught exception; False without a launcher."""
+def _report_to_launcher(error: PacelineError) -> bool:
+    """Sends an error to the launcher as an uncaught exception; returns False without a launcher."""
     descriptor = os.environ.get(jobenv.EVENT_FD, "")
     if not descriptor.isdecimal():
         return False
-    said = {
+    event = {
         "kind": "exception",
         "type": type(error).__name__,
         "message": error.message,
         "traceback": "\n".join(error.render().splitlines()[1:]),
         "hooked": False,
         "origin": error.origin_rank,
-        "code": error.exit_code,  # which it may not live to give
+        "code": error.exit_code,  # the process may be killed before it exits
         "time": time.monotonic(),
     }
-    with contextlib.suppress(OSError):  # it is gone, and so is whoever could be told
-        os.write(int(descriptor), json.dumps(said).encode() + b"\n")
+    with contextlib.suppress(OSError):  # the launcher is gone
+        os.write(int(descriptor), json.dumps(event).encode() + b"\n")
         return True
     return False
 
 
 def library(name: str, purpose: str, remedy: str = "pip install 'paceline[recipes]'") -> Any:
-    """The imported library.
+    """Imports an optional library.
 
     Args:
-        name: As imported.
-        purpose: What it is for, as in "BLEU is computed".
-        remedy: How it is installed.
+        name: Name of the module.
+        purpose: What needs it, as in "BLEU is computed".
+        remedy: How to install it.
 
     Raises:
-        SettingError: It is not installed, or cannot be imported.
+        SettingError: The library is not installed or cannot be imported.
     """
     try:
         return importlib.import_module(name)
-    except (ImportError, RuntimeError) as error:  # a library for another torch raises the second
+    except (ImportError, RuntimeError) as error:  # RuntimeError: built for another torch
         raise SettingError(
             f"{purpose} with the library `{name}`",
             found=f"it cannot be imported: {error}",

@@ -1,4 +1,4 @@
-"""The progress bar of a training: the launcher's, and that of a rank 0 without a launcher."""
+"""The progress bar of a training, for the launcher and for rank 0 without a launcher."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Bar:
 
     Args:
         file: The terminal; ``None`` is standard output.
-        stays: Leaves the last state on the screen.
+        stays: Leave the last state on the screen.
     """
 
     def __init__(self, file: TextIO | None = None, stays: bool = False) -> None:
@@ -37,41 +37,41 @@ class Bar:
             transient=not stays,
             refresh_per_second=4,
         )
-        self._told: Mapping[str, Any] = {}
+        self._fields: Mapping[str, Any] = {}
         self._aside = ""
         self._task = self._progress.add_task("starting", total=None)
         self._progress.start()
 
-    def update(self, told: Mapping[str, Any]) -> None:
-        """Draws where the training is: the fields of the event ``progress``."""
-        self._told = told
-        text = "  ".join(part for part in (describe(told, short=True), self._aside) if part)
-        self._progress.update(self._task, total=told.get("steps"), completed=told.get("step", 0),
-                              description=text)  # fmt: skip
+    def update(self, fields: Mapping[str, Any]) -> None:
+        """Draws the fields of the event ``progress``."""
+        self._fields = fields
+        text = "  ".join(part for part in (describe(fields, compact=True), self._aside) if part)
+        step, steps = fields.get("step", 0), fields.get("steps")
+        self._progress.update(self._task, total=steps, completed=step, description=text)
 
     def aside(self, text: str) -> None:
-        """Draws a few words more behind it."""
+        """Draws a text after the description."""
         if text != self._aside:
             self._aside = text
-            self.update(self._told)
+            self.update(self._fields)
 
     def print(self, text: str) -> None:
-        """A line above the bar, as it is."""
+        """Prints a line above the bar without markup."""
         self._progress.console.out(text, highlight=False)
 
     def stop(self) -> None:
         self._progress.stop()
 
 
-def describe(told: Mapping[str, Any], short: bool = False) -> str:
-    """``epoch 2/5  step 40/140  loss 0.3100  812 samples/s``, as far as it is known."""
+def describe(fields: Mapping[str, Any], compact: bool = False) -> str:
+    """Returns ``epoch 2/5  step 40/140  loss 0.3100  812 samples/s``, without unknown parts."""
     parts = []
-    if "epoch" in told:
-        parts.append(format_epoch(told["epoch"], told.get("epochs")))
-    if not short and "step" in told:
-        of = f"/{told['steps']}" if told.get("steps") else ""
-        parts.append(f"step {told['step']}{of}")
-    loss, rate = told.get("loss"), told.get("samples_per_s")
+    if "epoch" in fields:
+        parts.append(format_epoch(fields["epoch"], fields.get("epochs")))
+    if not compact and "step" in fields:
+        of = f"/{fields['steps']}" if fields.get("steps") else ""
+        parts.append(f"step {fields['step']}{of}")
+    loss, rate = fields.get("loss"), fields.get("samples_per_s")
     if isinstance(loss, (int, float)) and math.isfinite(loss):
         parts.append(f"loss {loss:.4f}")
     if isinstance(rate, (int, float)):

@@ -17,6 +17,9 @@ from every_transport import EveryTransport
 from launches import SOURCE, TEST_LIMIT_S, Site, eventually
 from transports import PARTS, Transport, fetched, mpiexec, site_in
 
+import paceline
+from wheels import build_distributions, write_wheelhouse
+
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
 
@@ -67,6 +70,28 @@ def test_another_image_of_the_same_name(transport: Transport, docker: Docker) ->
     ended = Transport(transport.site, tuple(options)).run("--no-torch", "tell.py")
     assert ended.code == 1
     assert "twice:1 is not the same image on all hosts" in ended.err
+
+
+def test_the_wheel_installs_in_a_clean_container(docker: Docker) -> None:
+    """pip installs it into a new environment, without network; a job of two ranks runs there."""
+    wheelhouse = docker.folder / "wheels"
+    wheelhouse.mkdir()
+    wheel = build_distributions(wheelhouse).wheel
+    write_wheelhouse(wheel, wheelhouse)
+    (wheelhouse / "tell.py").write_text("import os; print('rank', os.environ['RANK'])\n")
+    python = Path(sys.base_prefix) / "bin" / "python3"
+    mounts = [w for folder in dict.fromkeys(["/usr", sys.base_prefix])
+              for w in ("-v", f"{folder}:{folder}:ro")]  # fmt: skip
+    script = (
+        f"set -e; export HOME=/tmp PATH=/tmp/env/bin:/usr/bin; {python} -m venv /tmp/env; "
+        f"pip install --quiet --no-index --find-links /wheels /wheels/{wheel.name}; cd /tmp; "
+        "paceline --version; paceline run --no-torch -p 2 /wheels/tell.py"
+    )
+    output = docker.tell("n1", "run", "--rm", "--network", "none", *mounts, "-v",
+                         f"{wheelhouse}:/wheels:ro", IMAGE, "sh", "-c", script)  # fmt: skip
+    assert f"paceline, version {paceline.__version__}" in output
+    assert "rank 0" in output
+    assert "rank 1" in output
 
 
 def test_no_daemon(transport: Transport, docker: Docker) -> None:

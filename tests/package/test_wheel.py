@@ -1,26 +1,29 @@
-"""The package as users get it: the wheel, in an environment that holds nothing else.
+"""The package as users get it: the wheel, installed by pip into an empty environment.
 
-The environment has what the wheel itself asks for, without extras, and nothing more: a module that
-is imported and not asked for, or a file that the wheel lacks, is found here and not by a user.
+pip finds the dependencies in a folder of wheels, without network. It installs what the wheel's
+metadata asks for, without extras: a module that is imported but not required, or a file that the
+wheel lacks, is found here and not by a user. ``tests/lab/test_docker.py`` does the same in a
+container.
 """
 
 from __future__ import annotations
 
-import importlib.metadata as metadata
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
-REPOSITORY = Path(__file__).parents[2]
+import paceline
+from wheels import REPOSITORY, Distributions, build_distributions, write_wheelhouse
+
 TYPED = Path(__file__).with_name("typed_user.py")
 
 
@@ -28,7 +31,7 @@ TYPED = Path(__file__).with_name("typed_user.py")
 class Installed:
     """An environment with the wheel, and an empty folder to work in."""
 
-    wheel: Path
+    distributions: Distributions
     bin: Path
     folder: Path
 
@@ -45,62 +48,53 @@ class Installed:
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
     folder = tmp_path_factory.mktemp("package")
-    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
-                   cwd=REPOSITORY, check=True, capture_output=True)  # fmt: skip
-    (wheel,) = folder.glob("*.whl")
-    home = folder / "environment"
-    venv.create(home, symlinks=True)
-    (site,) = home.glob("lib/python*/site-packages")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)
-    _copy_needed(site)
-    entry = home / "bin" / "paceline"  # what an installer makes of the wheel's entry point
-    entry.write_text(f"#!{home}/bin/python\nfrom paceline.cli import main\nmain()\n")
-    entry.chmod(0o755)
+    distributions = build_distributions(folder)
+    wheelhouse = folder / "wheelhouse"
+    wheelhouse.mkdir()
+    write_wheelhouse(distributions.wheel, wheelhouse)
+    environment = folder / "environment"
+    venv.create(environment, symlinks=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--python", str(environment / "bin" / "python"), "install",
+         "--no-index", "--find-links", str(wheelhouse), str(distributions.wheel)],
+        check=True, capture_output=True,
+    )  # fmt: skip
     work = folder / "work"
     work.mkdir()
-    yield Installed(wheel, home / "bin", work)
+    yield Installed(distributions, environment / "bin", work)
     shutil.rmtree(folder)
 
 
-def _copy_needed(site: Path) -> None:
-    """Copies what the wheel asks for, and what that asks for in turn, from this environment."""
-    (about,) = site.glob("paceline-*.dist-info")
-    wanted = list(_requirements(metadata.Distribution.at(about).requires or []))
-    copied: set[str] = set()
-    while wanted:
-        name = wanted.pop().lower()
-        if name in copied:
-            continue
-        copied.add(name)
-        found = metadata.distribution(name)
-        for file in found.files or []:
-            source = Path(str(found.locate_file(file)))
-            if ".." not in file.parts and source.suffix != ".pyc":
-                (site / file).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(source, site / file)
-        wanted += _requirements(found.requires or [])
+def test_twine_accepts_both_distributions(installed: Installed) -> None:
+    files = [str(installed.distributions.sdist), str(installed.distributions.wheel)]
+    done = subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files],
+                          check=False, capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
-def _requirements(lines: Sequence[str]) -> Iterator[str]:
-    for requirement in map(Requirement, lines):
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            yield requirement.name
+def test_the_source_archive_holds_every_tracked_file(installed: Installed) -> None:
+    with tarfile.open(installed.distributions.sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    assert _tracked("src", "tests", "docs", "pyproject.toml", "LICENSE", "NOTICE") - packed == set()
+
+
+def _tracked(*paths: str) -> set[str]:
+    """Files of this repository that git tracks and that are there."""
+    listed = subprocess.run(["git", "ls-files", *paths], cwd=REPOSITORY, check=True,
+                            capture_output=True, text=True).stdout.split("\n")  # fmt: skip
+    return {name for name in listed if name and (REPOSITORY / name).exists()}
 
 
 def test_the_wheel_holds_the_whole_tree(installed: Installed) -> None:
-    listed = subprocess.run(["git", "ls-files", "src/paceline"], cwd=REPOSITORY, check=True,
-                            capture_output=True, text=True).stdout.split()  # fmt: skip
-    there = {name for name in listed if (REPOSITORY / name).exists()}
-    with zipfile.ZipFile(installed.wheel) as archive:
-        held = {f"src/{name}" for name in archive.namelist() if name.startswith("paceline/")}
-    assert there - held == set()
-    assert "src/paceline/py.typed" in held
-    assert not [name for name in held if "tests" in name.split("/")]
+    with zipfile.ZipFile(installed.distributions.wheel) as archive:
+        packed = {f"src/{name}" for name in archive.namelist() if name.startswith("paceline/")}
+    assert _tracked("src/paceline") - packed == set()
+    assert "src/paceline/py.typed" in packed
+    assert not [name for name in packed if "tests" in name.split("/")]
 
 
 def test_its_commands_run(installed: Installed) -> None:
-    assert "paceline, version" in installed.run("paceline", "--version")
+    assert f"paceline, version {paceline.__version__}" in installed.run("paceline", "--version")
     assert "--hosts" in installed.run("paceline", "run", "--help")
     assert "image" in installed.run("paceline", "list")
     assert "n2" in installed.run("paceline", "hosts", "n1,n2")

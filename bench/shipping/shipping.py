@@ -130,7 +130,7 @@ async def ship(folder: Path, lab: str) -> dict[str, float]:
     from paceline.hosts import read_hosts
     from paceline.launch.nodes.fleet import Node
     from paceline.launch.nodes.provisioner import send_folder
-    from paceline.remote.fanout import connect_all
+    from paceline.remote.fanout import connect_hosts
     from paceline.remote.openssh import SshOptions
     from paceline.transfer.tree import read_parts
 
@@ -139,7 +139,7 @@ async def ship(folder: Path, lab: str) -> dict[str, float]:
     hashing = time.monotonic() - begun
     hostfile, config = sorted(Path(lab).glob("hostfile*"))[0], Path(lab) / "ssh_config"
     hosts = read_hosts(str(hostfile), environ={}, cwd=Path.cwd()).hosts
-    (channel,) = await connect_all(hosts, [sys.executable], SshOptions(config))
+    (channel,) = await connect_hosts(hosts, [sys.executable], SshOptions(config))
     try:
         node = Node(channel.host, channel)
         await send_folder(node, tree, "input0", "bench")

@@ -28,7 +28,7 @@ from paceline.lab import Lab, LabOptions
 from paceline.launch.nodes.fleet import Fleet, Node
 from paceline.launch.nodes.provisioner import send_folder
 from paceline.launch.nodes.survey import OF_RECIPES, package_tree
-from paceline.remote.fanout import connect_all
+from paceline.remote.fanout import connect_hosts
 from paceline.remote.openssh import SshOptions
 from paceline.transfer.results import Fetcher
 from paceline.transfer.tree import read_parts
@@ -130,7 +130,7 @@ def beside_renewals(lab: Lab, transfer: Callable[[Node], Awaitable[None]]) -> st
 
 async def _beside_renewals(lab: Lab, transfer: Callable[[Node], Awaitable[None]]) -> str:
     hosts = read_hosts(str(lab.hostfile), environ={}, cwd=Path.cwd()).hosts[:1]
-    channels = await connect_all(hosts, [sys.executable], SshOptions(lab.ssh_config))
+    channels = await connect_hosts(hosts, [sys.executable], SshOptions(lab.ssh_config))
     fleet = Fleet(channels, LEASE_S, lambda node, event: None, lambda node, why: None)
     node, latest = fleet.first, 0.0
 

@@ -27,7 +27,7 @@ from paceline.cli.verbs import evaluate
 from paceline.cli.verbs.bench import scaling as scaling_verb
 from paceline.launch import jobs
 from paceline.remote import this_machine
-from paceline.remote.channel import connect_command
+from paceline.remote.login import connect_command
 from paceline.remote.openssh import ssh_command
 from paceline.rendezvous.manual import ManualTransport
 from paceline.rendezvous.scheduled import ScheduledTransport

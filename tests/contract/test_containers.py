@@ -79,7 +79,7 @@ def test_what_a_container_sees(name: str) -> None:
 def test_a_caller_starts_the_engines_command(name: str) -> None:
     """With the job's interpreter in the place that the caller fills, which is in the image."""
     wrap = partial(engine(name).wrap, container=CONTAINER)
-    config = caller_config([("10.0.0.1", 5)], ["py"], [], "X", 3.0, wrap=wrap, once=True)
+    config = caller_config([("10.0.0.1", 5)], ["py"], [], "X", 3.0, wrap=wrap, is_single_use=True)
     command = ["py" if word == "@" else word for word in config["agent"]]
     assert command == wrap(agent_command("py"))
     assert config["once"]

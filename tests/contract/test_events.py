@@ -48,7 +48,7 @@ def test_a_rank_ended_is_the_same_in_memory_and_in_the_file(tmp_path: Path) -> N
     stack = {"state": "S", "stack": ['File "a.py", line 3 in f']}
     message = {"event": "rank ended", "rank": 1, "code": None, "signal": 9, "time": 5.0,
                "peak_bytes": 7, "seen": stack, "memory": {"kills": 1, "kernel": ["x"]}}  # fmt: skip
-    event = Event.heard("n2", message)
+    event = Event.from_message("n2", message)
     assert (event.kind, event.where, event.time) == ("rank ended", "rank 1 on n2", 5.0)
     assert event.recorded_fields is not None
     directory = RunDirectory(tmp_path / "run")
@@ -65,14 +65,14 @@ def test_a_rank_ended_is_the_same_in_memory_and_in_the_file(tmp_path: Path) -> N
 
 def test_a_traceback_stands_in_the_result_alone() -> None:
     data = {"kind": "exception", "type": "E", "message": "m", "traceback": "t", "time": 3.0}
-    event = Event.heard("n1", {"event": "said", "rank": 0, "data": data})
+    event = Event.from_message("n1", {"event": "said", "rank": 0, "data": data})
     assert event["traceback"] == "t"
     assert event.recorded_fields == {"type": "E", "message": "m"}
 
 
 def test_what_a_program_tells_of_itself_is_kept() -> None:
     data = {"kind": "event", "event": "halfway", "share": 0.5, "host": "x", "rank": 7, "time": 1}
-    event = Event.heard("n1", {"event": "said", "rank": 0, "data": data})
+    event = Event.from_message("n1", {"event": "said", "rank": 0, "data": data})
     assert (event.kind, event.where) == ("halfway", "rank 0 on n1")
     assert event.recorded_fields == {"share": 0.5}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.remote.fanout import connect_all, use_pidfd_watcher
+from paceline.remote.fanout import connect_hosts, use_pidfd_watcher
 from paceline.remote.openssh import SshOptions
 from paceline.spec.errors import ConnectError
 from paceline.spec.hosts import Host
@@ -47,7 +47,7 @@ def test_a_host_that_is_no_linux_is_refused_as_such(tmp_path: Path) -> None:
     )
     python.chmod(0o755)
     with pytest.raises(ConnectError) as caught:
-        asyncio.run(connect_all([Host("n1", local=True)], [str(python)], SshOptions()))
+        asyncio.run(connect_hosts([Host("n1", local=True)], [str(python)], SshOptions()))
     assert "not Linux: n1: this is darwin" in caught.value.found
     assert "-H n1,n2" in caught.value.remedy
 
@@ -60,6 +60,6 @@ def test_a_host_without_room_for_the_agent_says_so(
     python.write_text(f'#!/bin/sh\nulimit -f 0\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     with pytest.raises(ConnectError) as caught:
-        asyncio.run(connect_all([Host("n1", local=True)], [str(python)], SshOptions()))
+        asyncio.run(connect_hosts([Host("n1", local=True)], [str(python)], SshOptions()))
     assert caught.value.found.startswith("no room for the agent: n1: ")
     assert "df -h ~ /tmp" in caught.value.remedy

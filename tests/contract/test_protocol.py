@@ -37,7 +37,7 @@ from paceline.launch.planning import planner
 from paceline.launch.recorder import Recorder
 from paceline.launch.terminal.screen import Screen
 from paceline.remote import protocol
-from paceline.remote.channel import Channel, HostUnresponsive, LoginRefused, ProtocolViolation
+from paceline.remote.channel import Channel, HostUnresponsive, LoginError, ProtocolViolation
 from paceline.remote.network import candidates
 from paceline.remote.protocol import ANSWERS, BOOT, EVENTS, Conversation
 from paceline.rundir.directory import RunDirectory
@@ -267,17 +267,17 @@ def within_bounds(work: Callable[[], Any]) -> Any:
     return result
 
 
-def opened(said: bytes, end: bool = True) -> Channel | LoginRefused:
-    async def go() -> Channel | LoginRefused:
+def opened(said: bytes, end: bool = True) -> Channel | LoginError:
+    async def go() -> Channel | LoginError:
         channel = Channel(Host("n2"), Said(said, end))  # type: ignore[arg-type]
         try:
             await channel.open()
-        except LoginRefused as refused:
+        except LoginError as refused:
             return refused
         await channel.close()
         return channel
 
-    result: Channel | LoginRefused = within_bounds(lambda: asyncio.run(go()))
+    result: Channel | LoginError = within_bounds(lambda: asyncio.run(go()))
     return result
 
 
@@ -300,8 +300,8 @@ BOOTS = {
 @pytest.mark.parametrize("words", BOOTS)
 def test_hostile_first_lines(words: str) -> None:
     refused = opened(BOOTS[words])
-    assert isinstance(refused, LoginRefused)
-    assert refused.refusal.found
+    assert isinstance(refused, LoginError)
+    assert refused.refusal.details
     assert refused.refusal.remedy
 
 
@@ -317,8 +317,8 @@ def test_a_greeting_that_stops_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("paceline.remote.channel.HELLO_STALL_S", 1.0)
     for said in (encode(hello())[:-1], MAGIC + struct.pack(">II", MAX_HELLO, 5) + b"{"):
         refused = opened(HAVE + said, end=False)
-        assert isinstance(refused, LoginRefused)
-        assert "and then nothing" in refused.refusal.found
+        assert isinstance(refused, LoginError)
+        assert "and then nothing" in refused.refusal.details
 
 
 @pytest.mark.parametrize("said", [b"", MAGIC + struct.pack(">II", 99, 5) + b"{"])
@@ -372,7 +372,7 @@ def test_numbers_that_json_does_not_have() -> None:
     for text in ("NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1E+999"):
         ((message, _),) = Decoder().feed(framed(b'{"re": 1, "monotonic": ' + text.encode() + b"}"))
         conversation = Conversation()
-        conversation.ask(1, "lease", {})
+        conversation.add_request(1, "lease", {})
         with pytest.raises(InvalidValue, match="finite"):
             conversation.answer({**message, "time": 1.0}, b"")
 
@@ -461,8 +461,8 @@ def test_hostile_answers(op: str) -> None:
 
     def hear(said: Any, data: bytes = blob) -> None:
         conversation = Conversation()
-        conversation.ask(1, "start", {"ranks": [{"rank": 0}]})
-        conversation.ask(2, op, fields)
+        conversation.add_request(1, "start", {"ranks": [{"rank": 0}]})
+        conversation.add_request(2, op, fields)
         conversation.answer({"re": 2, **said}, data)
 
     hear(answer)
@@ -511,7 +511,7 @@ def test_hostile_answers(op: str) -> None:
 def test_answers_to_what_was_not_asked(op: str, lie: dict[str, Any]) -> None:
     fields, _, blob = REQUESTS[op]
     conversation = Conversation()
-    conversation.ask(2, op, fields)
+    conversation.add_request(2, op, fields)
     with pytest.raises(InvalidValue):
         conversation.answer({"re": 2, **lie}, blob)
 
@@ -519,7 +519,7 @@ def test_answers_to_what_was_not_asked(op: str, lie: dict[str, Any]) -> None:
 @pytest.mark.parametrize("number", [7, 0, -1, "1", None, [], {}, True, 1.0, 2**70])
 def test_answers_to_nobody(number: Any) -> None:
     conversation = Conversation()
-    conversation.ask(2, "bye", {})
+    conversation.add_request(2, "bye", {})
     with pytest.raises(InvalidValue):
         conversation.answer({"re": number}, b"")
 
@@ -591,7 +591,7 @@ def test_hostile_events(tmp_path: Path) -> None:
     def hear(kind: str, said: Any, node: Node, fleet: Any) -> int:
         conversation = Conversation()
         conversation.event(hello(), b"")
-        conversation.ask(1, "start", {"ranks": [{"rank": 0}]})
+        conversation.add_request(1, "start", {"ranks": [{"rank": 0}]})
         message, blob = {"event": kind, **said}, b"x\n" if kind == "output" else b""
         try:
             if not conversation.event(message, blob):
@@ -613,7 +613,7 @@ def test_hostile_events(tmp_path: Path) -> None:
             RetryPolicy(),
             Mock(),
         )
-        event = Event.heard("n2", message, blob)
+        event = Event.from_message("n2", message, blob)
         if kind in ("imported", "import failed", "fork server died"):
             node.take_fork_server(event)
         attempt.on_event(node, event)
@@ -649,7 +649,7 @@ def test_events_that_no_agent_sends(kind: Any) -> None:
 def test_ranks_of_other_nodes(kind: str, rank: Any) -> None:
     conversation = Conversation()
     conversation.event(hello(), b"")
-    conversation.ask(1, "start", {"ranks": [{"rank": 0}]})
+    conversation.add_request(1, "start", {"ranks": [{"rank": 0}]})
     with pytest.raises(InvalidValue):
         conversation.event({"event": kind, **TOLD[kind][0], "rank": rank}, b"")
 
@@ -658,11 +658,11 @@ def test_a_late_look_at_ranks_that_have_other_numbers_by_now() -> None:
     """It was asked before the next start, of other nodes."""
     conversation = Conversation()
     conversation.event(hello(), b"")
-    conversation.ask(1, "start", {"ranks": [{"rank": 1}]})
-    conversation.ask(2, "seen", {})
-    conversation.ask(3, "start", {"ranks": [{"rank": 0}]})
+    conversation.add_request(1, "start", {"ranks": [{"rank": 1}]})
+    conversation.add_request(2, "seen", {})
+    conversation.add_request(3, "start", {"ranks": [{"rank": 0}]})
     assert conversation.answer({"re": 2, "ranks": [{"rank": 1, **LOOKED}]}, b"") == 2
-    conversation.ask(4, "seen", {})
+    conversation.add_request(4, "seen", {})
     with pytest.raises(InvalidValue, match="rank 1, which does not run there"):
         conversation.answer({"re": 4, "ranks": [{"rank": 1, **LOOKED}]}, b"")
 
@@ -670,7 +670,7 @@ def test_a_late_look_at_ranks_that_have_other_numbers_by_now() -> None:
 def test_what_a_program_says_wrongly_is_not_heard() -> None:
     conversation = Conversation()
     conversation.event(hello(), b"")
-    conversation.ask(1, "start", {"ranks": [{"rank": 0}]})
+    conversation.add_request(1, "start", {"ranks": [{"rank": 0}]})
     wrong: list[Any] = [
         None, 5, "x", [], {"kind": "exception"}, {"kind": "say"}, {"kind": "say", "text": 5},
         {"kind": "progress", "step": float("inf")}, {"kind": "metrics", "step": "x"},
@@ -720,7 +720,7 @@ def test_a_right_conversation_goes_on() -> None:
         link = Said(HAVE + encode(hello()), end=False)
         channel = Channel(Host("n2"), link)  # type: ignore[arg-type]
         await channel.open()
-        waiting = asyncio.ensure_future(channel.ask("read_block", count=3, last=True))
+        waiting = asyncio.ensure_future(channel.request_with_blob("read_block", count=3, last=True))
         await asyncio.sleep(0)
         link.reader.feed_data(encode({"re": 1, "sha256": HEX}, b"abc"))
         assert await waiting == ({"re": 1, "sha256": HEX}, b"abc")
@@ -728,7 +728,7 @@ def test_a_right_conversation_goes_on() -> None:
         await channel.close()
 
     asyncio.run(go())
-    known = protocol.BOOT_WORDS
+    known = protocol.BOOT_REPLIES
     assert protocol.parse_boot_line(b"old 3.8 /usr/bin/python3", known) == [
         "old",
         "3.8",

@@ -28,7 +28,7 @@ from paceline.agent.server import Agent
 from paceline.agent.stream import Stream
 from paceline.remote import reconnection
 from paceline.remote.agent_code import reconnect_source
-from paceline.remote.channel import Channel, LoginRefused
+from paceline.remote.channel import Channel, LoginError
 from paceline.remote.link import ProcessLink
 from paceline.remote.openssh import agent_command
 from paceline.spec.events import Event
@@ -193,10 +193,10 @@ class Line:
     def close(self) -> None:
         self._writer.close()
 
-    async def over(self) -> bool:
+    async def has_exited(self) -> bool:
         return False
 
-    async def cut(self) -> None:
+    async def drop(self) -> None:
         self.transport.abort()
         self._theirs.close()
 
@@ -393,8 +393,8 @@ def test_a_link_that_is_dropped_for_another_is_a_break() -> None:
     """Somebody was there to be met again: a node is not lost for that silence."""
 
     async def go() -> None:
-        channel = Channel(Host("n1"), Mock(cut=AsyncMock()))
-        channel.last_received = 5.0
+        channel = Channel(Host("n1"), Mock(drop=AsyncMock()))
+        channel.received_at = 5.0
         await channel._drop_link()
         assert channel.is_broken
         assert channel._broken_at == 5.0  # so long it took until it goes on
@@ -435,8 +435,8 @@ def test_a_connection_that_was_opened_is_never_too_young_to_break() -> None:
 
         channel = Channel(Host("n1"), line, dial)  # type: ignore[arg-type]
         try:
-            await channel.open(met=b"")
-        except LoginRefused:
+            await channel.open(early_data=b"")
+        except LoginError:
             return False
         else:
             line.left = 0
@@ -486,7 +486,7 @@ def test_a_goodbye_that_is_not_answered_is_said_again(
                 assert dial is not None
 
                 async def later() -> Any:
-                    if not one.channel._has_left:
+                    if not one.channel._is_dismissed:
                         raise OSError("no way yet")
                     return await dial()
 
@@ -673,7 +673,7 @@ class Liar:
 
     async def drain(self) -> None: ...
 
-    async def cut(self) -> None:
+    async def drop(self) -> None:
         self.was_cut = True
 
 
@@ -685,7 +685,7 @@ class Liar:
 def test_who_cannot_prove_to_be_the_agent_is_not_listened_to(said: bytes) -> None:
     async def go() -> None:
         found = reconnection.PendingLink(Liar(said), "ab" * 16, b"")  # type: ignore[arg-type]
-        with pytest.raises((reconnection.AgentGone, EOFError, InvalidValue)):
+        with pytest.raises((reconnection.AgentNotFound, EOFError, InvalidValue)):
             await reconnection.authenticate(found, reconnection.AgentAddress("paceline-x", KEY), 3)
 
     asyncio.run(go())
@@ -703,7 +703,7 @@ def test_who_gives_the_search_up_leaves_no_link(monkeypatch: pytest.MonkeyPatch)
             self.reader = asyncio.StreamReader()
             self.cutting = asyncio.Event()
 
-        async def cut(self) -> None:
+        async def drop(self) -> None:
             self.cutting.set()
             await asyncio.sleep(0.2)
             self.was_cut = True
@@ -769,5 +769,5 @@ def test_a_shell_that_reads_all_its_input_may_say_what_it_is(
         )
         await Channel(Host("n1"), ProcessLink(child)).open()
 
-    with pytest.raises(LoginRefused, match="another shell"):
+    with pytest.raises(LoginError, match="another shell"):
         asyncio.run(asyncio.wait_for(scene(), 30))

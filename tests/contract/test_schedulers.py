@@ -691,7 +691,7 @@ def test_the_words_of_an_mpi_decide(words: str, cause: str, remedy: str) -> None
     refusal = mpi.launch_refusal(HOSTS[1], words)
     assert cause in refusal.cause
     assert remedy in refusal.remedy
-    assert refusal.found
+    assert refusal.details
 
 
 def test_a_name_is_given_only_to_the_command_that_takes_one() -> None:

@@ -94,10 +94,10 @@ class SlowLine:
 
     abort = close
 
-    async def over(self) -> bool:
+    async def has_exited(self) -> bool:
         return True
 
-    async def cut(self) -> None:
+    async def drop(self) -> None:
         self.close()
 
     async def end(self, patience_s: float) -> None:

@@ -34,7 +34,7 @@ def bring(home: Path, planted: dict[str, bytes], there: Path) -> list[str]:
 
     async def work(served: Any) -> None:
         await Fetcher(home, noted.append).fetch(
-            served.node.channel, str(there), None, home, leave=names.is_reserved
+            served.node.channel, str(there), None, home, skip=names.is_reserved
         )
 
     run(work)
@@ -198,9 +198,9 @@ def test_what_stays_on_a_node_is_not_removed_with_the_job(tmp_path: Path, cache:
         there = Path(answer["root"])
         fill(there, {"a/HEAD": b"x", ".hydra/config.yaml": b"x", "plan.json": b"x", "b": b"x",
                      ".paceline-run": b""})  # fmt: skip
-        await fetcher.fetch(channel, str(there), None, home, leave=names.is_fetched_separately,
-                            refuse=names.reserved_reason)  # fmt: skip
-        assert fetcher.left_on == {"n1"}
+        await fetcher.fetch(channel, str(there), None, home, skip=names.is_fetched_separately,
+                            rejection_reason=names.reserved_reason)  # fmt: skip
+        assert fetcher.incomplete_hosts == {"n1"}
         assert content(home) == {"b": b"x"}
         assert f"3 files stayed on n1 in {there}" in noted[0]
 

@@ -72,7 +72,7 @@ def test_nobody_is_logged_in_to_by_what_somebody_else_wrote(
     async def dialled(*_: object) -> Any:
         raise AssertionError("a host was logged in to")
 
-    monkeypatch.setattr(follow, "connect_all", dialled)
+    monkeypatch.setattr(follow, "connect_hosts", dialled)
     monkeypatch.setattr(detached, "find_detached", dialled)
     with pytest.raises(SettingError, match="not written by you") as caught:
         sync.sync_run(path)

@@ -80,7 +80,7 @@ def test_what_is_added_comes_and_no_more(cache: Path, tmp_path: Path) -> None:
 
     async def work(follower: Follower, served: Served) -> None:
         first = await follower.refresh()
-        assert (first.word, first.news, first.over) == ("running", True, False)
+        assert (first.state, first.news, first.over) == ("running", True, False)
         assert (path / "logs/n1/0.log").read_text() == log
         assert (path / "plan.json").read_text() == '{"a": 1}'
         assert not (path / ".hidden").exists()
@@ -117,7 +117,7 @@ def test_a_folder_that_is_behind_goes_on_and_a_foreign_one_begins_anew(
     )
 
     async def work(follower: Follower, _: Served) -> None:
-        assert (await follower.refresh()).word == "running"
+        assert (await follower.refresh()).state == "running"
         for name in ("0", "1"):
             assert (path / f"logs/n1/{name}.log").read_text() == log
         assert (path / "events.jsonl").read_text() == "short\n"
@@ -161,7 +161,7 @@ def test_everything_is_here_after_the_end_and_can_go_there(cache: Path, tmp_path
     async def work(follower: Follower, _: Served) -> None:
         standing = await follower.refresh()
         assert not await follower.discard(fetched=False)  # nobody has it all
-        assert (standing.word, standing.over) == ("ended", True)
+        assert (standing.state, standing.over) == ("ended", True)
         assert detached_of(path) is not None
         await follower.finish()
         assert detached_of(path) is None  # from now on a run as any other
@@ -195,15 +195,15 @@ def test_a_supervisor_that_died_is_told_and_a_living_one_is_not_discarded(
     there(cache, pid=1 << 22)
 
     async def work(follower: Follower, _: Served) -> None:
-        assert await follower.refresh() == RunState("lost", (await follower.refresh()).about)
+        assert await follower.refresh() == RunState("lost", (await follower.refresh()).record)
         assert await follower.ask({"do": "state"}) is None
         assert not await follower.signal(1)
         there(cache)
         follower._afresh = True
-        assert (await follower.refresh()).word == "running"
+        assert (await follower.refresh()).state == "running"
         assert not await follower.discard(fetched=True)
         there(cache, supervisor_host="another", pid=1 << 22)  # which shares the folder
-        assert (await follower.refresh()).word == "running"
+        assert (await follower.refresh()).state == "running"
 
     run(path, work)
 

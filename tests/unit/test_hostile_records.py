@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from paceline.spec.errors import PacelineError
 from paceline.spec.records import MAX_LINE_BYTES as MOST_LINE
-from paceline.spec.records import last_steps
+from paceline.spec.records import recorded_steps
 from paceline.spec.rundir import BEST, WRITER, read_pointer
 from paceline.train import files
 from paceline.train.checkpoints.capture import Copier, Training, capture
@@ -229,14 +229,14 @@ def test_metrics(tmp_path: Path) -> None:
         path.write_bytes(b"\n".join(lines) + b"\n" + hostile[:20])
 
         def act() -> str:
-            last = last_steps(path)
+            last = recorded_steps(path)
             assert (last.get("before"), last.get("after")) == (7, 8)
             assert all(isinstance(split, str) for split in last)
             assert all(type(step) is int and 0 <= step < 2**63 for step in last.values())
             records = Records(path)
             records.skip_known()
             records.append({"split": "after", "step": 9})
-            assert last_steps(path)["after"] == 9
+            assert recorded_steps(path)["after"] == 9
             return ""
 
         bounded(act, Counter())

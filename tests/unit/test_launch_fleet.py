@@ -62,7 +62,7 @@ class Agent:
         self.host = Host(name)
         self.on_event: Any = None
         self.facts: dict[str, Any] = {}
-        self.last_received = 0.0
+        self.received_at = 0.0
         self.silent = False
         self.asked: list[str] = []
         self.abandoned = False
@@ -76,7 +76,7 @@ class Agent:
             await asyncio.sleep(60)
         if op == "refuse":
             raise NodeError("no")
-        self.last_received = asyncio.get_running_loop().time()
+        self.received_at = asyncio.get_running_loop().time()
         return {"monotonic": 0.0, "quiet_s": 3.5}
 
     def stop_watching(self) -> None:
@@ -1132,7 +1132,7 @@ def test_what_was_opened_is_closed_before_the_event_loop_is(
     async def scene() -> None:
         hosts = [Host("n1"), Host("n2")]
         for work in (
-            fanout.try_connect_all(hosts, ["python3"] * 2, SshOptions()),
+            fanout.try_connect_hosts(hosts, ["python3"] * 2, SshOptions()),
             together([connect(host) for host in hosts]),
         ):
             task = asyncio.ensure_future(work)

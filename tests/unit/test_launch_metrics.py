@@ -13,7 +13,7 @@ from paceline.launch.recorder import Recorder
 from paceline.launch.terminal.screen import Screen
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.events import Event
-from paceline.spec.records import last_steps
+from paceline.spec.records import recorded_steps
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_later_run_goes_on_or_begins_anew(directory: RunDirectory) -> None:
 def test_torn_lines_are_no_records(tmp_path: Path) -> None:
     lines = ['{"split": "train", "step": 3}', '{"split": "tr', "7", '{"step": null}', '{"a": 1}']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    assert last_steps(tmp_path / "metrics.jsonl") == {"train": 3}
+    assert recorded_steps(tmp_path / "metrics.jsonl") == {"train": 3}
 
 
 def test_what_a_former_first_rank_said_arrives_after_the_next_one_has_said_it(

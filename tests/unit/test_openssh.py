@@ -205,7 +205,7 @@ def test_the_line_that_travels_suits_every_shell() -> None:
     [("debug1: Server host key: ssh-ed25519 SHA256:abc\n", "ssh-ed25519 SHA256:abc"), ("", None)],
 )
 def test_the_key_that_was_shown(words: str, key: str | None) -> None:
-    assert openssh.pinned_key(words) == key
+    assert openssh.server_fingerprint(words) == key
 
 
 def test_an_agent_that_is_told_nothing_ends() -> None:

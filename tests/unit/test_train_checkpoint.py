@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from paceline import train
 from paceline.spec.errors import DataError, SettingError
 from paceline.spec.events import read_events
-from paceline.spec.records import last_steps
+from paceline.spec.records import recorded_steps
 from paceline.spec.rundir import BEST, CHECKPOINTS, LATEST, expired, read_pointer
 from paceline.train import files
 from paceline.train.checkpoints.capture import (
@@ -673,7 +673,7 @@ def test_records_survive(tmp_path: Path) -> None:
     for step in (2, 3, 4):
         second.append({"step": step, "split": "train"})
         second.append({"step": step, "split": "test"})
-    assert last_steps(path) == {"train": 4, "test": 4}
+    assert recorded_steps(path) == {"train": 4, "test": 4}
     steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
     assert steps == [1, 2, 3, 2, 3, 4, 4]
     second.set_aside()

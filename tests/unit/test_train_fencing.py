@@ -22,9 +22,9 @@ from paceline.spec.rundir import (
     MAX_TOKEN,
     checkpoint_name,
     checkpoints,
-    is_like_checkpoint,
     parse_version,
     read_pointer,
+    resembles_checkpoint,
     usable_checkpoint,
 )
 from paceline.train import files
@@ -198,13 +198,13 @@ def test_names() -> None:
 def test_what_a_writer_names_its_readers_find(token: int, step: int) -> None:
     name = checkpoint_name((token, step))
     assert parse_version(name) == (token, step)
-    assert not is_like_checkpoint(name)
+    assert not resembles_checkpoint(name)
 
 
 @given(st.from_regex(r"[0-9]{1,25}(\.[0-9]{1,25})?", fullmatch=True))
 def test_a_name_is_that_of_its_version_or_of_none(name: str) -> None:
     version = parse_version(name)
-    assert is_like_checkpoint(name) if version is None else checkpoint_name(version) == name
+    assert resembles_checkpoint(name) if version is None else checkpoint_name(version) == name
 
 
 @pytest.mark.parametrize("name", ["9999999999999999999.999999999", "5.999999999",

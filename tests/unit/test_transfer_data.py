@@ -168,12 +168,12 @@ def test_only_what_changed_travels(photos: Path) -> None:
     (photos / "even.tar").write_bytes(content("other", 8 * BLOCK))  # of the same size
     place, told, _ = sync(photos)
     assert [item[0] for item in place.missing] == ["cats/1.png", "even.tar"]
-    assert [item[0] for item in place.same] == ["big.tar"]
+    assert [item[0] for item in place.unchanged] == ["big.tar"]
     assert place.extra == ["dogs/old/2.png"]
     assert told == 3 + 8 * BLOCK
     assert below(Path(place.folder)) == below(photos)
     assert not (Path(place.folder) / "dogs/old").exists()  # an empty class would be one
-    assert sync(photos)[0].same == []
+    assert sync(photos)[0].unchanged == []
 
 
 def test_a_file_where_a_folder_was(photos: Path) -> None:

@@ -198,8 +198,8 @@ def test_an_empty_tree_is_a_folder(tmp_path: Path) -> None:
 
 
 def test_messages_of_small_files_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "BLOCK", 10 * files.MIN_COUNTED_BYTES)
-    sizes = {**{f"e{at}": 0 for at in range(25)}, "l": 8 * files.MIN_COUNTED_BYTES, "m": 50}
+    monkeypatch.setattr(files, "BLOCK", 10 * files.FILE_OVERHEAD_BYTES)
+    sizes = {**{f"e{at}": 0 for at in range(25)}, "l": 8 * files.FILE_OVERHEAD_BYTES, "m": 50}
     groups = list(files.grouped(list(sizes), sizes.__getitem__))
     assert [name for group in groups for name in group] == list(sizes)
     assert [len(group) for group in groups] == [10, 10, 6, 1]
@@ -226,7 +226,7 @@ def test_fetcher_brings_what_is_new(tmp_path: Path) -> None:
     async def work(served: Served) -> list[str]:
         fetcher = Fetcher(home)
         return await fetcher.fetch(served.node.channel, str(there), manifest, home / "files" / "n1",
-                                   leave=lambda path: path == "empty")  # fmt: skip
+                                   skip=lambda path: path == "empty")  # fmt: skip
 
     assert sorted(run(work)[0]) == ["b/even", "b/odd"]
     assert below(home) == {f"files/n1/{name}": FILES[name] for name in ("b/even", "b/odd")}

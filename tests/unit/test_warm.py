@@ -33,7 +33,7 @@ def nest(host: Host = HOST, python: str = PYTHON, ssh: SshOptions = SSH) -> warm
 def left(seconds: float = 60.0) -> warm.WarmAgent:
     """An agent that waits for the next command."""
     one = nest()
-    waiting = one.offer(seconds, "boot", "torch 2", is_new_use=True)
+    waiting = one.offer(seconds, "boot", "torch 2", restart_timer=True)
     assert waiting is not None
     one.release()
     return waiting
@@ -44,7 +44,9 @@ def test_what_was_left_is_taken_once() -> None:
     first, second = nest(), nest()
     assert first.claim() == waiting
     assert second.claim() is None
-    assert second.offer(60.0, "boot", "", is_new_use=True) is None  # the other's place is not lost
+    assert (
+        second.offer(60.0, "boot", "", restart_timer=True) is None
+    )  # the other's place is not lost
     first.release()
     third = nest()
     assert third.claim() == waiting
@@ -124,7 +126,7 @@ def test_a_folder_that_others_could_have_filled_is_not_looked_into(place: str) -
     left()
     PLACES[place](nest().path.parent)
     assert nest().claim() is None
-    assert nest().offer(60.0, "boot", "", is_new_use=True) is None
+    assert nest().offer(60.0, "boot", "", restart_timer=True) is None
     assert list(warm.warm_slots()) == []
     assert warm.control_path() is None
 
@@ -157,7 +159,7 @@ def test_without_room_nobody_is_left_to_wait(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("os.pwrite", full)
     one = nest()
-    assert one.offer(60.0, "boot", "", is_new_use=True) is None
+    assert one.offer(60.0, "boot", "", restart_timer=True) is None
     assert not one.path.exists()
 
 
@@ -165,7 +167,7 @@ def test_a_look_at_it_does_not_begin_its_time_anew() -> None:
     before = left(60.0)
     one = nest()
     one.claim()
-    again_there = one.offer(60.0, "boot", "", is_new_use=False)
+    again_there = one.offer(60.0, "boot", "", restart_timer=False)
     assert again_there is not None
     assert again_there.until == before.until
     assert (again_there.imported, again_there.key == before.key) == ("torch 2", False)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from paceline.remote.channel import Channel
-from paceline.remote.fanout import wait_all
+from paceline.remote.fanout import join_tasks
 from paceline.remote.network import Candidate, NodeNetwork
 from paceline.spec.finding import Finding
 from paceline.spec.hosts import Host
@@ -153,7 +153,7 @@ async def gather_all(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     """Returns all results; the first failure cancels what is still running."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
-        return await wait_all(tasks)
+        return await join_tasks(tasks)
     finally:
         for task in tasks:
             task.cancel()

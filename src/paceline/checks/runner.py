@@ -11,7 +11,7 @@ from typing import Any
 from paceline.checks import checks_up_to
 from paceline.checks.check import Check, Level, ProbeSession, Requirements, Survey, unknown
 from paceline.remote.channel import Channel
-from paceline.remote.fanout import try_connect_all
+from paceline.remote.fanout import try_connect_hosts
 from paceline.remote.network import LOOPBACK
 from paceline.remote.openssh import SshOptions
 from paceline.spec.errors import ConnectError, PacelineError
@@ -39,7 +39,7 @@ async def survey_hosts(hosts: Sequence[Host], ssh: SshOptions, requirements: Req
     """
     progress(f"logging in to {pluralize(len(hosts), 'host')}")
     pythons = [requirements.pythons[host.name] for host in hosts]
-    outcomes = await try_connect_all(hosts, pythons, ssh)
+    outcomes = await try_connect_hosts(hosts, pythons, ssh)
     channels = {o.host.name: o for o in outcomes if isinstance(o, Channel)}
     refusals = {
         o.host.name: {key: getattr(o.refusal, key) for key in ("cause", "found", "remedy")}

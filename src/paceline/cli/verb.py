@@ -138,8 +138,8 @@ class VerbGroup(Verb, click.Group):
         from click.shell_completion import CompletionItem
 
         rows = [row for _, section in self.sections(ctx) for row in section]
-        items = [CompletionItem(row.left, help=row.text) for row in rows
-                 if row.left.startswith(incomplete)]  # fmt: skip
+        items = [CompletionItem(row.term, help=row.text) for row in rows
+                 if row.term.startswith(incomplete)]  # fmt: skip
         return items or click.Command.shell_complete(self, ctx, incomplete)
 
 

@@ -34,16 +34,10 @@ from paceline.launch.planning.request import Package, Request
 from paceline.launch.terminal.screen import Screen
 from paceline.remote import this_machine
 from paceline.remote.agent_code import detach_source
-from paceline.remote.channel import (
-    MAX_ATTEMPTS,
-    MAX_PARALLEL_LOGINS,
-    Channel,
-    LoginRefused,
-    Wrap,
-    connect,
-)
+from paceline.remote.channel import Channel, LoginError
 from paceline.remote.fanout import refusal_error, use_pidfd_watcher
 from paceline.remote.link import ProcessLink
+from paceline.remote.login import MAX_ATTEMPTS, MAX_PARALLEL_LOGINS, Wrap, connect
 from paceline.remote.openssh import (
     NO_ANSWER,
     UNEXPECTED_COMMAND,
@@ -254,7 +248,7 @@ class _Start:
     async def _logged_in(self, host: Host) -> Channel:
         try:
             return await connect(host, self._python(host), self._leaving.ssh)
-        except LoginRefused as refused:
+        except LoginError as refused:
             raise await refusal_error([refused], 1, self._leaving.ssh) from None
 
     async def _send(
@@ -417,7 +411,7 @@ class _Start:
         known = refusal.cause not in (NO_ANSWER, UNEXPECTED_COMMAND)
         return NodeError(
             f"the supervisor on {self._host.name} ended before the run began",
-            found=refusal.found
+            found=refusal.details
             if known
             else "\n".join(words.splitlines()[-8:]) or "without a word",
             remedy=refusal.remedy if known else "Name another host: --supervisor HOST",
@@ -427,7 +421,7 @@ class _Start:
         """What a run that ended at once has left, as an attached one would have left it here."""
         await Fetcher(directory.path, self._screen.note).fetch(
             channel, f"{folder}/{RUN_FOLDER}", self._sent, directory.path,
-            leave=lambda path: not is_remote(path), supervisor=True,
+            skip=lambda path: not is_remote(path), supervisor=True,
         )  # fmt: skip
 
     def _leads_back(self, directory: RunDirectory, folder: str) -> None:
@@ -448,14 +442,15 @@ class _Start:
                 self._watching.append(asyncio.create_task(self._call(place, host, addresses)))
 
     async def _call(self, place: int, host: Host, addresses: Sequence[tuple[str, int]]) -> None:
-        """Starts a caller and watches it. ConnectError when it ends, LoginRefused when refused."""
+        """Starts a caller and watches it. ConnectError when it ends, LoginError when refused."""
         if why := self._lacking.get(host.name):
             raise _Unheard(host, why)
         wrap, python = self._wrap, self._python(host)
         settings = {"index": place, "node": host.name}
         config = caller_config(
             addresses, [planner.python_of(self._leaving.job, host)], [], PROCESS_VARIABLES, CALL_S,
-            settings, wrap=list if wrap is None else partial(wrap, host), once=wrap is not None,
+            settings, wrap=list if wrap is None else partial(wrap, host),
+            is_single_use=wrap is not None,
         )  # fmt: skip
         start = {"argv": caller_command(config), "env": {caller.KEY: self._key.hex()}}
         async with self._gate:
@@ -471,13 +466,13 @@ class _Start:
         if not self._may_miss:  # others may be refused in the same moment: one error for all
             await asyncio.wait(self._watching, timeout=ALL_S)
         problems = [one for one in map(_problem, self._watching) if one is not None]
-        refused = [one for one in problems if isinstance(one, LoginRefused)]
+        refused = [one for one in problems if isinstance(one, LoginError)]
         unheard = [one for one in problems if isinstance(one, _Unheard)]
         if len(refused) + len(unheard) < len(problems):
-            raise next(one for one in problems if not isinstance(one, (LoginRefused, _Unheard)))
+            raise next(one for one in problems if not isinstance(one, (LoginError, _Unheard)))
         if self._may_miss:
             self._watching = [task for task in self._watching if _problem(task) is None]
-            why = {one.host.name: one.refusal.found for one in refused}
+            why = {one.host.name: one.refusal.details for one in refused}
             why |= {one.host.name: one.found for one in unheard}
             login.say({"do": "missing", "missing": why})
         elif refused:
@@ -565,7 +560,7 @@ def installation() -> tuple[Manifest, dict[str, Path]]:
 
 
 async def started(host: Host, python: str, ssh: SshOptions, start: Mapping[str, Any]) -> Login:
-    """A caller on a host; what may pass is tried again. LoginRefused when it cannot be had."""
+    """A caller on a host; what may pass is tried again. LoginError when it cannot be had."""
     for attempt in range(1, MAX_ATTEMPTS + 1):
         login = await Login.to(host, python, ssh, "caller", start)
         try:
@@ -579,8 +574,8 @@ async def started(host: Host, python: str, ssh: SshOptions, start: Mapping[str, 
             return login
         await login.end(0.0)
         refusal = classify(login.words, login.status, host)
-        if not refusal.passing or attempt == MAX_ATTEMPTS:
-            raise LoginRefused(host, refusal)
+        if not refusal.is_transient or attempt == MAX_ATTEMPTS:
+            raise LoginError(host, refusal)
         await asyncio.sleep(random.uniform(0.2, 0.6) * 2**attempt)  # noqa: S311 - jitter
     raise AssertionError("unreachable")
 
@@ -671,7 +666,7 @@ class Login:
     async def _last_words(self) -> None:
         if self._reading is not None:
             await asyncio.wait([self._reading], timeout=0.5)
-        await self._link.over()
+        await self._link.has_exited()
 
     async def end(self, patience_s: float) -> None:
         """Ends the login; what did not stay has so many seconds to end in order."""

@@ -15,8 +15,8 @@ from paceline.launch.nodes.fleet import Node, together
 from paceline.launch.nodes.provisioner import fork_servers_up, start_fork_server
 from paceline.launch.planning.request import Request
 from paceline.remote import warm
-from paceline.remote.channel import connect_to_warm_agent
 from paceline.remote.fanout import use_pidfd_watcher
+from paceline.remote.login import connect_to_warm_agent
 from paceline.spec.events import Event
 
 
@@ -95,7 +95,7 @@ async def _look(path: Path, waiting: warm.WarmAgent, used: bool, end: bool) -> S
         return Seen(waiting, "gone")
     if end:
         await channel.close(1.0)
-    elif not await channel.park(0.0, is_new_use=False):
+    elif not await channel.park(0.0, restart_timer=False):
         await channel.close(1.0)
         return Seen(waiting, "gone")
     return Seen(waiting, "waits")

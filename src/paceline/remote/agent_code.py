@@ -68,14 +68,17 @@ def agent_code() -> AgentCode:
     return AgentCode(name, first_line, files)
 
 
-def reconnect_source(place: str, anew: bool = False) -> bytes:
+def reconnect_source(place: str, starts_session: bool = False) -> bytes:
     """Python source that connects to an agent waiting at ``place``, sent as the first line.
 
     Args:
         place: The agent's name for it.
-        anew: Begin a new conversation, for the next command.
+        starts_session: Begin a new conversation, for the next command.
     """
-    return _source(("again.py",), f"meet({place!r}, {anew})" if anew else f"meet({place!r})")
+    return _source(
+        ("again.py",),
+        f"meet({place!r}, {starts_session})" if starts_session else f"meet({place!r})",
+    )
 
 
 def detach_source(role: str) -> bytes:

@@ -37,13 +37,13 @@ def interpreter_problem(host: Host, requested: str, actual: str, facts: Facts) -
 def torch_problem(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> NodeError | None:
     """An error if torch is missing on a node or its versions differ."""
     versions = {host.name: (facts[host.name].get("torch") or {}).get("version") for host in hosts}
-    without = [name for name, version in versions.items() if version is None]
-    if without:
-        python = facts[without[0]]["python"]["executable"]
+    lacking = [name for name, version in versions.items() if version is None]
+    if lacking:
+        python = facts[lacking[0]]["python"]["executable"]
         return NodeError(
-            f"no torch on {', '.join(without)}",
-            found=f"{python} on {without[0]} has no torch package",
-            remedy=f"On {without[0]}: {python} -m pip install torch"
+            f"no torch on {', '.join(lacking)}",
+            found=f"{python} on {lacking[0]} has no torch package",
+            remedy=f"On {lacking[0]}: {python} -m pip install torch"
             "\n(or --python PATH for another interpreter; --no-torch for a script without torch)",
         )
     if len(set(versions.values())) > 1:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import random
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -27,19 +25,16 @@ from paceline.agent.frames import (
 )
 from paceline.agent.lanes import AT_ONCE, Joiner, Lanes, Waiting, lane_of
 from paceline.agent.pace import Pace
-from paceline.remote import protocol, reconnection, this_machine, warm
+from paceline.remote import protocol, reconnection, warm
 from paceline.remote.agent_code import agent_code
-from paceline.remote.link import Link, ProcessLink, wait_for_exit
+from paceline.remote.link import Link
 from paceline.remote.openssh import (
     NO_ANSWER,
     UNEXPECTED_COMMAND,
     Refusal,
-    SshOptions,
-    agent_command,
     classify,
-    pinned_key,
-    pinned_new_key,
-    ssh_command,
+    server_fingerprint,
+    was_key_pinned,
 )
 from paceline.spec.errors import NodeError
 from paceline.spec.events import Event
@@ -52,16 +47,13 @@ STDERR_GRACE_S = 0.5
 HELLO_TIMEOUT_S = 30.0
 END_OF_INPUT_S = 3.0  # a shell such as fish reads all of its input first
 PARK_TIMEOUT_S = 5.0  # for an agent to be done with a job
-RECONNECT_TIMEOUT_S = 5.0  # for one that waits to be there
 HELLO_STALL_S = 5.0  # for the rest of a greeting that has begun
 POLL_S = 5.0  # between two looks at a host that no lease watches
 SILENCE_TIMEOUT_S = 60.0  # after which such a host is given up
-MAX_ATTEMPTS = 4
-MAX_PARALLEL_LOGINS = 16
 GOODBYE_TIMEOUT_S = 2.0  # to say goodbye on another link, when the one it was said on broke
 
 
-class LoginRefused(Exception):
+class LoginError(Exception):
     """A login failed; the caller reports all refusals together."""
 
     def __init__(self, host: Host, refusal: Refusal) -> None:
@@ -96,7 +88,7 @@ class Channel:
         self.agent_python = ""
         self.fingerprint: str | None = None
         self.lost = asyncio.Event()
-        self.last_received = 0.0
+        self.received_at = 0.0
         self.on_event: Callable[[Event], None] = lambda event: None
         self.warm_slot: warm.WarmSlot | None = None
         self.is_parked = False
@@ -105,7 +97,7 @@ class Channel:
         self._broken_at: float | None = None
         self._dial = dial
         self._address: reconnection.AgentAddress | None = None  # where the agent can be met again
-        self._has_left = False  # it said that it leaves, or was told to
+        self._is_dismissed = False  # it said that it leaves, or was told to
         self._goodbye_id: int | None = None  # number of our goodbye, until that is answered
         self._reconnecting: asyncio.Task[None] | None = None  # for another link
         self._registering: asyncio.Task[None] | None = None
@@ -132,18 +124,18 @@ class Channel:
 
     # --- opening -----------------------------------------------------------------------------
 
-    async def open(self, met: bytes | None = None) -> None:
-        """Starts the agent and waits for its hello; raises LoginRefused when that fails.
+    async def open(self, early_data: bytes | None = None) -> None:
+        """Starts the agent and waits for its hello; raises LoginError when that fails.
 
         Args:
-            met: Data that followed the handshake with an agent that was already running.
+            early_data: Bytes after the handshake with an agent that was already running.
         """
         self._tasks.append(asyncio.create_task(self._read_stderr()))
         try:
-            if met is None:
+            if early_data is None:
                 await asyncio.wait_for(self._boot(), HELLO_TIMEOUT_S)
             else:
-                self._buffered = met
+                self._buffered = early_data
             self.listen()
             if self._dial is not None:  # before the hello, so that no break comes too early
                 self._registering = asyncio.create_task(self._register())
@@ -153,18 +145,18 @@ class Channel:
         except InvalidValue as error:
             self.violation = self.violation or str(error)
             await self.close()
-            raise LoginRefused(self.host, self._violation_refusal()) from None
+            raise LoginError(self.host, self._violation_refusal()) from None
         except (OSError, EOFError, asyncio.TimeoutError) as error:
             timed_out = isinstance(error, asyncio.TimeoutError)
             await self.close(END_OF_INPUT_S if timed_out else 0.0)
-            raise LoginRefused(self.host, self._refusal(timed_out)) from None
-        if pinned_new_key(self.stderr):
-            self.fingerprint = pinned_key(self.stderr)
+            raise LoginError(self.host, self._refusal(timed_out)) from None
+        if was_key_pinned(self.stderr):
+            self.fingerprint = server_fingerprint(self.stderr)
         self._watcher = asyncio.create_task(self._watch())
 
     async def _register(self) -> None:
         """Asks the agent to accept reconnections; raises ConnectionError if the link ends first."""
-        key = reconnection.new_key()
+        key = reconnection.generate_key()
         with contextlib.suppress(NodeError):  # unsupported: a break then ends the connection
             answer = await self.request("stay", key=key.hex())
             self._address = reconnection.AgentAddress(str(answer["place"]), key)
@@ -179,12 +171,12 @@ class Channel:
         Polls are counted instead of comparing clocks: time in which this process was suspended
         does not count.
         """
-        previous, ping = self.last_received, None
+        previous, ping = self.received_at, None
         while not self.lost.is_set():
             await asyncio.sleep(POLL_S)
-            is_silent = self.last_received == previous
-            self._silence_s = self._silence_s + POLL_S if is_silent else 0.0
-            previous = self.last_received
+            has_stalled = self.received_at == previous
+            self._silence_s = self._silence_s + POLL_S if has_stalled else 0.0
+            previous = self.received_at
             if self._silence_s >= SILENCE_TIMEOUT_S:
                 self.abandon()
             elif self._pending and (ping is None or ping.done()):
@@ -202,7 +194,7 @@ class Channel:
         loop = asyncio.get_running_loop()
         while not self._hello.done():
             await asyncio.wait([self._hello], timeout=HELLO_STALL_S / 10)
-            if self._decoder.halfway and loop.time() - self.last_received > HELLO_STALL_S:
+            if self._decoder.halfway and loop.time() - self.received_at > HELLO_STALL_S:
                 raise InvalidValue(
                     f"the beginning of a message, and then nothing for {HELLO_STALL_S:.0f} s"
                 )
@@ -212,7 +204,7 @@ class Channel:
         code = agent_code()
         await self._write(code.first_line)
         reply, self._buffered = await reconnection.read_boot_line(
-            self._link, b"", self._decoder.take_noise, protocol.BOOT_WORDS
+            self._link, b"", self._decoder.take_noise, protocol.BOOT_REPLIES
         )
         if reply[0] == "need":
             await self._write(b"%010d" % len(code.archive) + code.archive)
@@ -234,7 +226,7 @@ class Channel:
     def _refusal(self, timed_out: bool) -> Refusal:
         refusal = classify(self.stderr, self._link.status, self.host, self.noise)
         if timed_out and refusal.cause in (NO_ANSWER, UNEXPECTED_COMMAND):
-            details = f"\n{refusal.found}" if self.stderr.strip() else ""
+            details = f"\n{refusal.details}" if self.stderr.strip() else ""
             return Refusal(
                 "no answer",
                 f"connected, but no agent answered within {HELLO_TIMEOUT_S:.0f} s{details}",
@@ -252,17 +244,19 @@ class Channel:
             NodeError: The agent refuses.
             ConnectionError: The connection ended before the answer.
         """
-        message, _ = await self.ask(op, blob=blob, **fields)
+        message, _ = await self.request_with_blob(op, blob=blob, **fields)
         return message
 
-    async def ask(self, op: str, *, blob: bytes = b"", **fields: Any) -> tuple[Message, bytes]:
+    async def request_with_blob(
+        self, op: str, *, blob: bytes = b"", **fields: Any
+    ) -> tuple[Message, bytes]:
         """As :meth:`request`; also returns the bytes that came with the answer."""
         if self.lost.is_set():
             raise ConnectionError(f"{self.host.name} is gone")
         number = next(self._ids)
         answer = asyncio.get_running_loop().create_future()
         self._pending[number] = answer
-        self._conversation.ask(number, op, fields)
+        self._conversation.add_request(number, op, fields)
         waiting = self._enqueue({"op": op, "id": number, **fields}, blob)
         try:
             if self._is_linked:
@@ -312,7 +306,7 @@ class Channel:
         try:
             data, self._buffered = self._buffered, b""
             while data or (data := await self._link.reader.read(1 << 18)):
-                self.last_received = loop.time()
+                self.received_at = loop.time()
                 self._cancel_reconnect()  # the link only stalled
                 self._unacked_bytes += len(data)
                 for message, blob in self._decoder.feed(data):
@@ -340,8 +334,8 @@ class Channel:
         if not self.violation:
             await self._wait_for_stderr()
         has_ended = ENDED in self._stderr[self._stderr_offset :]
-        cannot_resume = self._address is None or self._has_left or self.violation or has_ended
-        if cannot_resume or await self._link.over():
+        cannot_resume = self._address is None or self._is_dismissed or self.violation or has_ended
+        if cannot_resume or await self._link.has_exited():
             self._end()
         else:
             self.reconnect()
@@ -368,24 +362,24 @@ class Channel:
             self._reconnecting.cancel()
             self._reconnecting = None
 
-    async def _reconnect(self, dial: reconnection.Dial, place: reconnection.AgentAddress) -> None:
+    async def _reconnect(self, dial: reconnection.Dial, address: reconnection.AgentAddress) -> None:
         try:
             while True:
-                found = await reconnection.reconnect(dial, place)
+                pending = await reconnection.reconnect(dial, address)
                 try:
                     await self._drop_link()  # frames in transit will be sent again
                     count, self._buffered = await reconnection.authenticate(
-                        found, place, self._num_received
+                        pending, address, self._num_received
                     )
                     self._unacked.heard(count)
                 except (OSError, EOFError, ValueError, InvalidValue):
-                    await found.link.cut()
+                    await pending.link.drop()
                 except BaseException:
-                    await found.link.cut()
+                    await pending.link.drop()
                     raise
                 else:
                     break
-        except reconnection.AgentGone:
+        except reconnection.AgentNotFound:
             self._end()
             return
         except asyncio.CancelledError:
@@ -394,28 +388,28 @@ class Channel:
             self._end()
             raise
         self._reconnecting = None
-        self._resume(found.link)
+        self._resume(pending.link)
 
     async def _drop_link(self) -> None:
         self._is_linked = False
-        self._broken_at = self._broken_at or self.last_received  # for a stalled link
+        self._broken_at = self._broken_at or self.received_at  # for a stalled link
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._link.cut()
+        await self._link.drop()
 
     def _resume(self, link: Link) -> None:
         """Resumes on another link with the first frame that the agent has not received."""
         self._link, self._is_linked = link, True
-        now = asyncio.get_running_loop().time()
-        seconds = round(now - (self._broken_at or self.last_received), 3)
-        self.last_received, self._broken_at = now, None
+        resumed_at = asyncio.get_running_loop().time()
+        seconds = round(resumed_at - (self._broken_at or self.received_at), 3)
+        self.received_at, self._broken_at = resumed_at, None
         self._decoder = _decoder(bytes(self._decoder.noise))
         self._stderr_offset = len(self._stderr)
         self._pace = Pace()
         for frame in self._unacked:
             link.writer.write(frame)
-            self._pace.sent(len(frame), now, bool(self._lanes))
+            self._pace.sent(len(frame), resumed_at, bool(self._lanes))
         self._flush()
         self._tasks = [asyncio.create_task(self._read_stderr())]
         self.listen()
@@ -429,7 +423,7 @@ class Channel:
         """Handles a frame, or a part of one."""
         try:
             if num_acked := self._unacked.heard(message.pop("heard", 0)):
-                self._pace.heard(num_acked, self.last_received)
+                self._pace.heard(num_acked, self.received_at)
                 self._flush()
             self._num_received += 1
             if "part" not in message:
@@ -463,8 +457,8 @@ class Channel:
                 self._hello.set_result(None)
         else:
             if message["event"] == "leaving":
-                self._has_left, self._goodbye_id = True, None
-            self.on_event(Event.heard(self.host.name, message, blob))
+                self._is_dismissed, self._goodbye_id = True, None
+            self.on_event(Event.from_message(self.host.name, message, blob))
 
     def abandon(self) -> None:
         """Ends the connection to a silent host; pending requests raise ConnectionError."""
@@ -516,13 +510,13 @@ class Channel:
     def noise(self) -> str:
         return self._decoder.noise.decode(errors="replace")
 
-    async def park(self, seconds: float, imported: str = "", is_new_use: bool = True) -> bool:
+    async def park(self, seconds: float, imported: str = "", restart_timer: bool = True) -> bool:
         """Lets the agent wait for the next command instead of leaving; closes the connection.
 
         Args:
             seconds: Minimum time to wait, also after each later use.
             imported: The fork server's imports, for people.
-            is_new_use: The agent was used, so its time starts again.
+            restart_timer: The agent was used, so its time starts again.
 
         Returns:
             False if it cannot wait: the connection must be closed as usual.
@@ -532,7 +526,7 @@ class Channel:
             return False
         seconds = max(seconds, slot.waiting.seconds if slot.waiting is not None else 0.0)
         boot = str(self.facts.get("boot_id") or "")
-        agent = slot.offer(seconds, boot, imported, is_new_use) if seconds else None
+        agent = slot.offer(seconds, boot, imported, restart_timer) if seconds else None
         if agent is None:
             slot.forget()
             return False
@@ -566,15 +560,15 @@ class Channel:
         else:
             if self.warm_slot is not None:
                 self.warm_slot.forget()
-            closing = asyncio.get_running_loop().time()
+            closed_at = asyncio.get_running_loop().time()
             await self._link.end(patience_s)
-            took_s = asyncio.get_running_loop().time() - closing
+            elapsed_s = asyncio.get_running_loop().time() - closed_at
         for task in self._tasks if not self.is_parked else ():
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(asyncio.shield(task), 0.5)
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._goodbye_id is not None and not self.is_parked and took_s < patience_s:
+        if self._goodbye_id is not None and not self.is_parked and elapsed_s < patience_s:
             await self._resend_goodbye(min(GOODBYE_TIMEOUT_S, patience_s))
         if not self.lost.is_set():
             self._end()
@@ -582,37 +576,37 @@ class Channel:
     def _dismiss(self) -> None:
         """Tells the agent to leave; without that it would wait for a reconnection."""
         self._lanes.clear()  # no more files
-        if not self._has_left and not self.lost.is_set() and self._hello.done():
+        if not self._is_dismissed and not self.lost.is_set() and self._hello.done():
             self._goodbye_id = next(self._ids)
-            self._conversation.ask(self._goodbye_id, "bye", {})
+            self._conversation.add_request(self._goodbye_id, "bye", {})
             self._enqueue({"op": "bye", "id": self._goodbye_id})
-        self._has_left = True
+        self._is_dismissed = True
 
     async def _resend_goodbye(self, seconds: float) -> None:
         """Sends the goodbye over another link if the first broke before its answer."""
         if self._dial is None or self._address is None or self.violation:
             return
-        with contextlib.suppress(reconnection.AgentGone, OSError, EOFError, ValueError, FrameError,
-                                 InvalidValue, asyncio.TimeoutError):  # fmt: skip
-            await asyncio.wait_for(self._goodbye_over_new_link(self._dial, self._address), seconds)
+        with contextlib.suppress(reconnection.AgentNotFound, OSError, EOFError, ValueError,
+                                 FrameError, InvalidValue, asyncio.TimeoutError):  # fmt: skip
+            await asyncio.wait_for(self._deliver_goodbye(self._dial, self._address), seconds)
 
-    async def _goodbye_over_new_link(
-        self, dial: reconnection.Dial, place: reconnection.AgentAddress
+    async def _deliver_goodbye(
+        self, dial: reconnection.Dial, address: reconnection.AgentAddress
     ) -> None:
-        found = await reconnection.reconnect(dial, place)
+        pending = await reconnection.reconnect(dial, address)
         try:
-            count, data = await reconnection.authenticate(found, place, self._num_received)
+            count, data = await reconnection.authenticate(pending, address, self._num_received)
             self._unacked.heard(count)
             for frame in self._unacked:
-                found.link.writer.write(frame)
-            await found.link.writer.drain()
+                pending.link.writer.write(frame)
+            await pending.link.writer.drain()
             decoder, is_answered = _decoder(), False
-            while not is_answered and (data := data or await found.link.reader.read(1 << 16)):
+            while not is_answered and (data := data or await pending.link.reader.read(1 << 16)):
                 messages = decoder.feed(data)
                 is_answered = any(m.get("re") == self._goodbye_id for m, _ in messages)
                 data = b""
         finally:
-            await found.link.cut()
+            await pending.link.drop()
 
 
 def _decoder(noise: bytes = b"", max_json: int = MAX_ANSWER) -> Decoder:
@@ -656,139 +650,3 @@ class HostUnresponsive(NodeError):
             found=f"connected, but nothing came for {seconds:.0f} s",
             remedy=f"Look whether it is frozen or cut off: ssh {host.address}",
         )
-
-
-Wrap = Callable[[Host, list[str]], list[str]]
-
-
-def not_wrapped(host: Host, agent: list[str]) -> list[str]:
-    """The agent runs on the host itself, not in a container there."""
-    return agent
-
-
-def connect_command(host: Host, python: str, options: SshOptions, wrap: Wrap = not_wrapped,
-                control: str | None = None) -> list[str]:  # fmt: skip
-    """The command that connects to ``host``'s agent, over ssh's ``control`` socket if there is."""
-    agent = wrap(host, agent_command(python))
-    return agent if host.local else ssh_command(host, options, agent, control)
-
-
-async def connect(host: Host, python: str, options: SshOptions, wrap: Wrap = not_wrapped,
-                  reuse: bool = False) -> Channel:  # fmt: skip
-    """Opens a connection, retrying transient failures; raises LoginRefused when that fails.
-
-    Args:
-        host: The host.
-        python: Interpreter for the agent there.
-        options: How to log in.
-        wrap: Wraps the agent's command, for example in a container engine's.
-        reuse: Use an agent that waits since an earlier command, and let this one wait later.
-    """
-    if host.local and wrap is not_wrapped and not this_machine.LINUX:
-        stderr = f"paceline-boot: not Linux: this is {sys.platform}"
-        raise LoginRefused(host, classify(stderr, 1, host))
-
-    async def dial(is_agent: bool = False) -> Link:
-        return await _start(connect_command(host, python, options, wrap), is_agent)
-
-    is_final = host.local or wrap is not not_wrapped  # pipes do not break; containers are new ones
-    redial = None if is_final else dial
-    slot = warm.WarmSlot(host, python, options) if reuse and wrap is not_wrapped else None
-    if slot is not None:
-        channel = await connect_to_warm_agent(host, python, options, slot)
-        if channel is not None:
-            return channel
-    for attempt in itertools.count(1):
-        channel = Channel(host, await dial(is_agent=host.local), redial)
-        channel.warm_slot = slot
-        try:
-            await channel.open()
-        except LoginRefused as error:
-            if not error.refusal.passing or attempt == MAX_ATTEMPTS:
-                raise
-            await asyncio.sleep(random.uniform(0.2, 0.6) * 2**attempt)  # noqa: S311 - jitter
-        except asyncio.CancelledError:
-            await channel.close()
-            raise
-        else:
-            return channel
-    raise AssertionError("unreachable")
-
-
-async def _start(command: list[str], is_agent: bool = False) -> Link:
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is for the launcher, which ends the job in order
-        limit=1 << 20,
-    )
-    return ProcessLink(process, is_agent)
-
-
-async def connect_to_warm_agent(
-    host: Host, python: str, options: SshOptions, slot: warm.WarmSlot
-) -> Channel | None:
-    """Connects to an agent that waits for this command; ``None`` without one.
-
-    Args:
-        host, python, options: As for :func:`connect`.
-        slot: Where the agent may wait.
-    """
-    agent = slot.claim()
-    if agent is None:
-        return None
-    address = agent.agent_address()
-
-    async def dial_kept_login() -> Link:
-        command = connect_command(host, python, options, control=warm.control_path())
-        return await _start(command)
-
-    async def dial() -> Link:
-        return await _start(connect_command(host, python, options))
-
-    async def handshake() -> tuple[reconnection.PendingLink, bytes]:
-        pending = await reconnection.connect_once(dial_kept_login, address)
-        try:
-            return pending, (await reconnection.authenticate(pending, address, 0))[1]
-        except BaseException:
-            await pending.link.cut()
-            raise
-
-    try:
-        pending, data = await asyncio.wait_for(handshake(), RECONNECT_TIMEOUT_S)
-        channel = Channel(host, pending.link, None if host.local else dial)
-        channel.warm_slot = slot
-        await channel.open(data)
-    except (reconnection.AgentGone, OSError, EOFError, InvalidValue, asyncio.TimeoutError,
-            LoginRefused):  # fmt: skip
-        slot.forget()
-        return None
-    except BaseException:
-        slot.release()
-        raise
-    return channel
-
-
-async def fetch_host_key(host: Host, options: SshOptions) -> str | None:
-    """The fingerprint of a host's key, without trusting it; ``None`` if it sends none."""
-    argv = ssh_command(host, options, ["true"])
-    process = await asyncio.create_subprocess_exec(
-        argv[0],
-        "-v",
-        *argv[1:],
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        _, stderr = await asyncio.wait_for(process.communicate(), 15)
-    except asyncio.TimeoutError:
-        return None
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await wait_for_exit(process)
-    return pinned_key(stderr.decode(errors="replace"))

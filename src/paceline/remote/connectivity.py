@@ -15,13 +15,13 @@ Results = dict[str, list[dict[str, Any]]]
 Gather = Callable[[Sequence[Awaitable[Any]]], Awaitable[list[Any]]]
 
 
-async def gather_all(work: Sequence[Awaitable[Any]]) -> list[Any]:
+async def gather_results(work: Sequence[Awaitable[Any]]) -> list[Any]:
     return list(await asyncio.gather(*work))
 
 
 async def probe_addresses(channels: Sequence[Channel],
                         candidates: Mapping[str, Sequence[network.Candidate]],
-                        gather: Gather = gather_all) -> Results:  # fmt: skip
+                        gather: Gather = gather_results) -> Results:  # fmt: skip
     """Results of probing the other hosts' addresses, by connecting host.
 
     Args:

@@ -12,15 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.agent.procs import make_room_for_descriptors
-from paceline.remote.channel import (
-    MAX_PARALLEL_LOGINS,
-    Channel,
-    LoginRefused,
-    Wrap,
-    connect,
-    fetch_host_key,
-    not_wrapped,
-)
+from paceline.remote.channel import Channel, LoginError
+from paceline.remote.login import MAX_PARALLEL_LOGINS, Wrap, connect, fetch_host_key, not_wrapped
 from paceline.remote.openssh import SshOptions, fingerprint, offending_line
 from paceline.spec.errors import ConnectError
 from paceline.spec.hosts import Host
@@ -30,19 +23,19 @@ T = TypeVar("T")
 FILES_PER_HOST = 4  # three pipes of its ssh, and its pidfd
 
 
-async def try_connect_all(
+async def try_connect_hosts(
     hosts: Sequence[Host],
     pythons: Sequence[str],
     options: SshOptions,
     wrap: Wrap = not_wrapped,
-    reached: Callable[[int], None] | None = None,
+    on_connected: Callable[[int], None] | None = None,
     reuse: bool = False,
-) -> list[Channel | LoginRefused]:
+) -> list[Channel | LoginError]:
     """Logs in to all hosts in parallel; returns a channel or a refusal for each, in order.
 
     Args:
         hosts, pythons, options, wrap, reuse: As for :func:`connect`.
-        reached: Called with the number of hosts that have answered.
+        on_connected: Called with the number of hosts that have answered.
 
     Raises:
         ConnectError: This machine may not open so many files.
@@ -52,24 +45,24 @@ async def try_connect_all(
     gate = asyncio.Semaphore(MAX_PARALLEL_LOGINS)
     counter = itertools.count(1)
 
-    async def try_connect(host: Host, python: str) -> Channel | LoginRefused:
+    async def try_connect(host: Host, python: str) -> Channel | LoginError:
         async with gate:
             try:
                 channel = await connect(host, python, options, wrap, reuse)
-            except LoginRefused as refusal:
+            except LoginError as refusal:
                 return refusal
-            if reached is not None:
-                reached(next(counter))
+            if on_connected is not None:
+                on_connected(next(counter))
             return channel
 
-    return await open_all([try_connect(*pair) for pair in zip(hosts, pythons, strict=True)])
+    return await open_channels([try_connect(*pair) for pair in zip(hosts, pythons, strict=True)])
 
 
-async def open_all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def open_channels(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Runs coroutines that open channels; after a failure all opened channels are closed."""
     tasks = [asyncio.create_task(coroutine) for coroutine in work]
     try:
-        return await wait_all(tasks)
+        return await join_tasks(tasks)
     except BaseException:
         for task in tasks:
             task.cancel()
@@ -79,7 +72,7 @@ async def open_all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         raise
 
 
-async def wait_all(tasks: Sequence[asyncio.Task[T]]) -> list[T]:
+async def join_tasks(tasks: Sequence[asyncio.Task[T]]) -> list[T]:
     """The results of all tasks, in order, or the first failure.
 
     Unlike ``gather`` it does not cancel the tasks when it is cancelled: the caller does, and a
@@ -142,25 +135,25 @@ if sys.version_info < (3, 12):
             return False  # asyncio's transports do not ask for it
 
 
-async def connect_all(
+async def connect_hosts(
     hosts: Sequence[Host],
     pythons: Sequence[str],
     options: SshOptions,
     wrap: Wrap = not_wrapped,
-    reached: Callable[[int], None] | None = None,
+    on_connected: Callable[[int], None] | None = None,
     reuse: bool = False,
 ) -> list[Channel]:
     """Logs in to all hosts in parallel; one ConnectError reports all refusals."""
-    outcomes = await try_connect_all(hosts, pythons, options, wrap, reached, reuse)
+    outcomes = await try_connect_hosts(hosts, pythons, options, wrap, on_connected, reuse)
     channels = [outcome for outcome in outcomes if isinstance(outcome, Channel)]
-    refusals = [outcome for outcome in outcomes if isinstance(outcome, LoginRefused)]
+    refusals = [outcome for outcome in outcomes if isinstance(outcome, LoginError)]
     if refusals:
         await asyncio.gather(*(channel.close() for channel in channels))
         raise await refusal_error(refusals, len(hosts), options)
     return channels
 
 
-async def refusal_error(refusals: Sequence[LoginRefused], total: int,
+async def refusal_error(refusals: Sequence[LoginError], total: int,
                         options: SshOptions) -> ConnectError:  # fmt: skip
     """One error for all refusals, sorted by cause, with a remedy for each host."""
     ordered = sorted(refusals, key=lambda error: error.refusal.cause)
@@ -175,9 +168,9 @@ async def refusal_error(refusals: Sequence[LoginRefused], total: int,
     )
 
 
-async def _details(error: LoginRefused, options: SshOptions) -> str:
+async def _details(error: LoginError, options: SshOptions) -> str:
     """The refusal's text, with the fingerprints if it concerns a host key."""
-    name, text = error.host.name, error.refusal.found
+    name, text = error.host.name, error.refusal.details
     if error.refusal.cause == "host key not known":
         key = await fetch_host_key(error.host, options)
         return f"{name} shows the key {key}, which is not pinned\n{text}" if key else text

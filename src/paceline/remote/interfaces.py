@@ -48,8 +48,8 @@ def ucx_devices(interface: str, facts: Facts) -> str:
     If the node has only cards of other interfaces, naming this interface would exclude them.
     """
     cards = [card for card in facts.get("rdma") or () if card["active"]]
-    own = [f"{card['name']}:{card['port']}" for card in cards if interface in card["interfaces"]]
-    return "" if cards and not own else ",".join([*own, interface])
+    ports = [f"{card['name']}:{card['port']}" for card in cards if interface in card["interfaces"]]
+    return "" if cards and not ports else ",".join([*ports, interface])
 
 
 def validate_variables(hosts: Sequence[Host], facts: Mapping[str, Facts],
@@ -78,23 +78,23 @@ def _links(facts: Facts) -> list[str]:
 
 
 def _items(value: str) -> list[str]:
-    return [word.strip() for word in value.split(",") if word.strip()]
+    return [item.strip() for item in value.split(",") if item.strip()]
 
 
 def _exact(value: str, facts: Facts) -> Iterator[str]:
-    names = _links(facts)
-    yield from (word for word in _items(value) if names and word not in names)
+    available = _links(facts)
+    yield from (name for name in _items(value) if available and name not in available)
 
 
 def _nccl(value: str, facts: Facts) -> Iterator[str]:
     """A list of prefixes, of names after ``=``; after ``^`` of what is not to be used."""
-    names, exact = _links(facts), value.startswith("=")
-    words = _items(value.removeprefix("="))
-    if not names or not words or value.startswith("^"):
+    names, is_exact = _links(facts), value.startswith("=")
+    prefixes = _items(value.removeprefix("="))
+    if not names or not prefixes or value.startswith("^"):
         return
-    if not any(name == word if exact else name.startswith(word)
-               for name in names for word in words):  # fmt: skip
-        yield ",".join(words)
+    if not any(name == prefix if is_exact else name.startswith(prefix)
+               for name in names for prefix in prefixes):  # fmt: skip
+        yield ",".join(prefixes)
 
 
 def _ucx(value: str, facts: Facts) -> Iterator[str]:
@@ -103,19 +103,21 @@ def _ucx(value: str, facts: Facts) -> Iterator[str]:
     cards = [str(card["name"]) for card in facts.get("rdma") or ()]
     if not names or value.startswith("^"):
         return
-    for word in _items(value):
-        plain = re.fullmatch(r"[\w.-]+(?::\d+)?", word)
-        if plain and word != "all" and word.split(":")[0] not in (*names, *cards):
-            yield word
+    for device in _items(value):
+        is_literal = re.fullmatch(r"[\w.-]+(?::\d+)?", device)
+        if is_literal and device != "all" and device.split(":")[0] not in (*names, *cards):
+            yield device
 
 
 def _provider(value: str, facts: Facts) -> Iterator[str]:
     cards = facts.get("rdma")
     if value.startswith("^"):
         return
-    for word in re.split(r"[,;]", value.lower()):
-        if (word in RDMA_PROVIDERS and cards == []) or (word not in PROVIDERS and _closest(word)):
-            yield word
+    for provider in re.split(r"[,;]", value.lower()):
+        if (provider in RDMA_PROVIDERS and cards == []) or (
+            provider not in PROVIDERS and _closest(provider)
+        ):
+            yield provider
 
 
 _MISSING: dict[str, Callable[[str, Facts], Iterator[str]]] = {
@@ -125,8 +127,8 @@ _MISSING: dict[str, Callable[[str, Facts], Iterator[str]]] = {
 
 def _absent(variable: str, value: str, lacking: Mapping[str, Sequence[str]],
             facts: Mapping[str, Facts]) -> SettingError:  # fmt: skip
-    tell = _of_provider if variable == PROVIDER else _of_interface
-    lines = [tell(host, lacking[host], facts[host]) for host in list(lacking)[:MAX_LINES]]
+    describe = _of_provider if variable == PROVIDER else _of_interface
+    lines = [describe(host, lacking[host], facts[host]) for host in list(lacking)[:MAX_LINES]]
     remedy = "Leave it out, or --env FI_PROVIDER=tcp, which works everywhere"
     if variable != PROVIDER:
         remedy = (

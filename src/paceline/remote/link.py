@@ -61,13 +61,13 @@ class Link(Protocol):
     def status(self) -> int | None:
         """Exit status of the connecting process; ``None`` while it runs or without one."""
 
-    async def over(self) -> bool:
+    async def has_exited(self) -> bool:
         """Whether the agent has ended by itself, after the streams have ended.
 
         False if only the connection may have broken.
         """
 
-    async def cut(self) -> None:
+    async def drop(self) -> None:
         """Drops the link like a network failure: the agent is not told to leave."""
 
     async def release(self) -> None:
@@ -97,14 +97,14 @@ class ProcessLink:
     def status(self) -> int | None:
         return self._process.returncode
 
-    async def over(self) -> bool:
+    async def has_exited(self) -> bool:
         """By the child's exit status: ssh passes on that of the remote command."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(wait_for_exit(self._process), EXIT_GRACE_S)
         status = self._process.returncode
         return status is not None and 0 <= status < SSH_FAILED
 
-    async def cut(self) -> None:
+    async def drop(self) -> None:
         """Kills the child, so that it cannot pass on the end of its input."""
         self._signal(signal.SIGKILL)
         try:
@@ -116,7 +116,7 @@ class ProcessLink:
     async def release(self) -> None:
         """Kills the child unless it is the agent, which is no longer ours to end."""
         if not self._is_agent:
-            await self.cut()
+            await self.drop()
             return
         transport = getattr(self._process, "_transport", None)
         if transport is not None:

@@ -72,12 +72,12 @@ def candidates(
     """
     addresses = {host.name: _addresses(host, facts[host.name]) for host in hosts}
     _reject_duplicates(hosts, facts, addresses)
-    every = [c for candidates in addresses.values() for c in candidates]
-    count = Counter(c.address for c in every)
+    flattened = [c for candidates in addresses.values() for c in candidates]
+    count = Counter(c.address for c in flattened)
     notes = []
     for address, times in count.items():
         if times > 1:
-            names = ", ".join(sorted({c.host for c in every if c.address == address}))
+            names = ", ".join(sorted({c.host for c in flattened if c.address == address}))
             notes.append(f"{address} exists on {times} hosts ({names}): not used")
     usable = {}
     for host in hosts:
@@ -135,26 +135,26 @@ def _addresses(host: Host, facts: Facts) -> list[Candidate]:
 
 
 def _apply_settings(
-    host: Host, unique: list[Candidate], every: list[Candidate], interface: str | None
+    host: Host, unique: list[Candidate], available: list[Candidate], interface: str | None
 ) -> list[Candidate]:
     """Applies the user's settings; raises SettingError if the host cannot satisfy them."""
     if host.job_address:
-        fixed = [c for c in every if c.address == host.job_address]
+        fixed = [c for c in available if c.address == host.job_address]
         if not fixed:
             raise SettingError(
                 f"{host.name} was given the address {host.job_address} for the job's traffic",
-                found=f"{host.name} has: {_format_candidates(every)}",
+                found=f"{host.name} has: {_format_candidates(available)}",
                 remedy=f"Name one of these under [hosts.{host.name}] in paceline.toml",
             )
         return fixed
     requested = host.interface or interface
     if requested is None:
         return unique
-    fixed = [c for c in every if c.interface == requested]
+    fixed = [c for c in available if c.interface == requested]
     if not fixed:
         raise SettingError(
             f"interface {requested} was asked for, but {host.name} has no usable address on it",
-            found=f"{host.name} has: {_format_candidates(every)}",
+            found=f"{host.name} has: {_format_candidates(available)}",
             remedy=f'--iface NAME, or interface = "NAME" under [hosts.{host.name}] in '
             "paceline.toml for this host alone",
         )
@@ -162,7 +162,7 @@ def _apply_settings(
         raise SettingError(
             f"interface {requested} was asked for, but it cannot tell {host.name} from other hosts",
             found=f"its address {fixed[0].address} exists on several of them (a bridge?); "
-            f"{host.name} has: {_format_candidates(every)}",
+            f"{host.name} has: {_format_candidates(available)}",
             remedy="Leave --iface out, or name another",
         )
     return fixed
@@ -212,9 +212,9 @@ def decide(
             host.name: _fastest([c for c in valid[host.name] if c.family == family], results)
             for host in hosts
         }
-        chosen = {name: c for name, c in fastest.items() if c is not None}
-        if len(chosen) == len(hosts):
-            return {n: _network(c) for n, c in chosen.items()}, _route_notes(chosen, results)
+        selected = {name: c for name, c in fastest.items() if c is not None}
+        if len(selected) == len(hosts):
+            return {n: _network(c) for n, c in selected.items()}, _route_notes(selected, results)
     raise _unreachable(hosts, candidates, results)
 
 
@@ -255,20 +255,22 @@ def _kind(c: Candidate) -> int:
     return _KIND_ORDER.index(c.kind) if c.kind in _KIND_ORDER else len(_KIND_ORDER)
 
 
-def _network(chosen: Candidate) -> NodeNetwork:
-    return NodeNetwork(chosen.address, chosen.interface, "every node that tried has reached it")
+def _network(candidate: Candidate) -> NodeNetwork:
+    return NodeNetwork(
+        candidate.address, candidate.interface, "every node that tried has reached it"
+    )
 
 
-def _route_notes(chosen: Mapping[str, Candidate], results: Results) -> list[str]:
+def _route_notes(selected: Mapping[str, Candidate], results: Results) -> list[str]:
     """Notes for routes on which the kernel uses another source address than the chosen one."""
     notes = []
-    for target in chosen.values():
+    for target in selected.values():
         for source, outcome in results[target.address].items():
             local = outcome.get("local_address")
-            if local and local != chosen[source].address:
+            if local and local != selected[source].address:
                 notes.append(
                     f"{source} reaches {target.host} ({target.address}) from {local}, "
-                    f"not from its chosen address {chosen[source].address}"
+                    f"not from its chosen address {selected[source].address}"
                 )
     return notes
 
@@ -290,8 +292,10 @@ def _unreachable(
                 if not outcome["ok"]:
                     by_reason.setdefault(explain_failure(outcome), []).append(source)
             for sources in by_reason.values():
-                own = [_source_address(candidates.get(source, ()), candidate) for source in sources]
-                advice.append(remedy_for(outcomes[sources[0]], host.name, sources, own))
+                addresses = [
+                    _source_address(candidates.get(source, ()), candidate) for source in sources
+                ]
+                advice.append(remedy_for(outcomes[sources[0]], host.name, sources, addresses))
             target = f"{host.name} at {candidate.address} ({candidate.interface})"
             lines += [f"{_format_names(sources)} → {target}: {reason}"
                       for reason, sources in by_reason.items()]  # fmt: skip
@@ -306,13 +310,13 @@ MAX_LINES = 8  # lines of an error, and names in a line
 
 
 def _format_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_LINES} more" if len(names) > MAX_LINES else ""
-    return ", ".join(names[:MAX_LINES]) + more
+    suffix = f" and {len(names) - MAX_LINES} more" if len(names) > MAX_LINES else ""
+    return ", ".join(names[:MAX_LINES]) + suffix
 
 
 def _truncate(lines: Sequence[str]) -> list[str]:
-    more = [f"… and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
-    return [*lines[:MAX_LINES], *more]
+    suffix = [f"… and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
+    return [*lines[:MAX_LINES], *suffix]
 
 
 def explain_failure(outcome: Mapping[str, Any]) -> str:
@@ -358,7 +362,7 @@ def remedy_for(outcome: Mapping[str, Any], host: str, sources: Sequence[str],
         host: The target's name.
         sources, addresses: The connecting hosts and their addresses, empty if unknown.
     """
-    source, own = _format_names(sources), list(filter(None, addresses))
+    source, known_addresses = _format_names(sources), list(filter(None, addresses))
     code = outcome.get("errno")
     if code == errno.EBUSY:
         return f"Look at the load of {host}, and try again"
@@ -366,9 +370,9 @@ def remedy_for(outcome: Mapping[str, Any], host: str, sources: Sequence[str],
         return f"Give {source} a route to {host}: ip route get {outcome['address']} on {source}"
     if "reached" in outcome:
         return f"Give {host} an address of its own, or name its interface with --iface"
-    if not own:
+    if not known_addresses:
         return f"Give {source} an address that {host} can answer, or --iface for another network"
     return (
         f"Let {host} accept TCP from {source}, all ports (gloo and NCCL use random ones), or "
-        f"--iface for another network\nOn {host}: {allow_from(own)}"
+        f"--iface for another network\nOn {host}: {allow_from(known_addresses)}"
     )

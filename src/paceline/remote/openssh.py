@@ -1,4 +1,4 @@
-"""OpenSSH as we call it: the command line, and what its refusals mean. Pure."""
+"""Builds ssh command lines and classifies login failures. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from paceline.spec.command import shell_text
 from paceline.spec.hosts import Host
 
 CONNECT_TIMEOUT_S = 10
-SSH_FAILED = 255  # its own exit status; every other is that of the command there
+SSH_FAILED = 255  # ssh's own exit status; any other is the remote command's
 BOOT_TIMEOUT_S = 120
-"""How long an agent's process waits for its first word: a connection may have ended untold."""
+"""Seconds in which an agent's process must get its code: a connection may end unnoticed."""
 GUARD_LINE = b'exec /bin/sh -c "echo paceline-boot: another shell >&2; exit 3"\n'
-"""Sent before the agent's code: a start-up file may have replaced the login shell by one that reads
-commands from standard input. Any shell runs this line, and nothing after it. Python skips it."""
+"""Sent before the agent's code. If a start-up file has replaced the login shell by one that reads
+commands from standard input, that shell runs this line and exits. Python skips it."""
 # One POSIX line without single quotes, exclamation marks or newlines: any login shell passes it on.
 _READ_CODE = (
     "import select,sys;r=sys.stdin.buffer.raw.readline;"
@@ -48,11 +48,11 @@ BATCH_SETTINGS = {
     "Tunnel": "no",
     "ClearAllForwardings": "yes",
 }
-"""Settings of a login that no person types; the user's ssh config may say otherwise for people."""
+"""Settings of non-interactive logins, which take precedence over the user's ssh config."""
 
 
 def agent_command(python: str) -> list[str]:
-    """Starts the agent with ``python``, or with any Python there is, to say what is wrong."""
+    """The command that starts the agent with ``python``, else with any Python there is."""
     return ["/bin/sh", "-c", _FIND_PYTHON, "paceline", python, *FALLBACK_PYTHONS]
 
 
@@ -70,35 +70,35 @@ class SshOptions:
 
 
 def ssh_command(host: Host, options: SshOptions, remote: list[str], control: str | None = None,
-                more: Mapping[str, str] = MappingProxyType({}),
+                extra_settings: Mapping[str, str] = MappingProxyType({}),
                 flags: Sequence[str] = ()) -> list[str]:  # fmt: skip
-    """The ssh call that runs ``remote`` on ``host``: no prompt, no forwarding, keys pinned.
+    """The ssh command that runs ``remote`` on ``host``: no prompt, no forwarding, pinned keys.
 
     Args:
-        host, options: Where, and how to log in.
-        remote: The command; none for a call that only is about the connection.
-        control: Where a connection that is kept may be found, by which no login is needed.
-        more: Further settings, which go before ours.
+        host, options: The host, and how to log in.
+        remote: The remote command; may be empty for control commands.
+        control: Control socket of a shared connection, if there is one.
+        extra_settings: Settings that override the defaults.
         flags: Further flags.
     """
     checking = "accept-new" if options.accept_new_host_keys else "yes"
     settings = {
         "BatchMode": "yes",
         "StrictHostKeyChecking": checking,
-        "UpdateHostKeys": "no",  # what is pinned changes when somebody says so, not by itself
+        "UpdateHostKeys": "no",  # a pinned key changes only on request
         "ConnectTimeout": str(CONNECT_TIMEOUT_S),
         "ServerAliveInterval": "5",
         "ServerAliveCountMax": "3",
         **BATCH_SETTINGS,
         "ControlMaster": "no",  # the agent's frames are the multiplexing: one login a host
         "ControlPath": control or "none",
-        **more,
+        **extra_settings,
     }
     argv = ["ssh", *(["-F", str(options.config)] if options.config else [])]
     for name, value in settings.items():
         argv += ["-o", f"{name}={value}"]
     if options.accept_new_host_keys:
-        argv += ["-v"]  # only then does ssh tell the fingerprint that it pins
+        argv += ["-v"]  # ssh prints the fingerprint only then
     argv += flags
     argv += ["-l", host.user] if host.user else []
     argv += ["-p", str(host.port)] if host.port else []
@@ -111,16 +111,16 @@ class Refusal:
     """Why a login failed.
 
     Attributes:
-        cause: One of the names in ``CAUSES``; the key by which refusals are sorted.
-        found: What ssh said, cleaned.
-        remedy: What to type; ``{host}`` is filled in.
-        passing: True when the same call may succeed a moment later.
+        cause: One of the names in ``CAUSES``; refusals are sorted by it.
+        details: ssh's messages, without decoration.
+        remedy: What to do about it.
+        is_transient: The same call may succeed a moment later.
     """
 
     cause: str
-    found: str
+    details: str
     remedy: str
-    passing: bool = False
+    is_transient: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class _Cause:
     name: str
     pattern: str
     remedy: str
-    passing: bool = False
+    is_transient: bool = False
 
 
 _GUARD = "case $- in *i*) ;; *) return ;; esac"  # of bash and zsh
@@ -366,14 +366,14 @@ CAUSES: tuple[_Cause, ...] = (
         "too many logins at once",
         r"kex_exchange_identification|banner exchange|Connection reset by|Connection closed by",
         "sshd on {name} drops connections (MaxStartups): raise MaxStartups in its sshd_config",
-        passing=True,
+        is_transient=True,
     ),
     _Cause(
         "the session ended",
         r"Connection to .{1,300} closed by remote host|Broken pipe|"
         r"Received disconnect from|Disconnected from",
         "Its sshd ended the session before an agent answered: journalctl -u ssh on {name}",
-        passing=True,
+        is_transient=True,
     ),
 )
 _SSH_LINES = re.compile(
@@ -381,25 +381,25 @@ _SSH_LINES = re.compile(
     r"Disconnected from|Timeout, server|Read from|Write failed|Warning: Permanently|\*\* |"
     r"Pseudo-terminal|Killed by signal"
 )
-"""Lines that tell of a connection's end, or of nothing; others hold the host's reason."""
+"""Lines of ssh about the end of a connection; any other line has the host's reason."""
 
 
 def classify(stderr: str, status: int | None, host: Host, printed: str = "") -> Refusal:
-    """What ssh's words mean.
+    """Classifies a failed login.
 
     Args:
-        stderr: Everything ssh wrote.
-        status: Its exit status, ``None`` while unknown.
-        host: Whom it was called for.
-        printed: What came on standard output instead of our agent's words.
+        stderr: Standard error of ssh.
+        status: Its exit status, ``None`` if unknown.
+        host: The target.
+        printed: Standard output, if it was not an agent's.
     """
-    words, shown = clean(stderr), clean(printed)
-    text = "\n".join(part for part in (words, shown) if part)
+    stderr_text, stdout_text = clean(stderr), clean(printed)
+    text = "\n".join(part for part in (stderr_text, stdout_text) if part)
     for cause in CAUSES:
         if not re.search(cause.pattern, text):
             continue
         reason = [line for line in text.splitlines() if not _SSH_LINES.match(line)]
-        if cause.passing and reason:
+        if cause.is_transient and reason:
             return Refusal(
                 "the host refused",
                 _summary(text),
@@ -407,7 +407,7 @@ def classify(stderr: str, status: int | None, host: Host, printed: str = "") -> 
                 f"its log does: journalctl -u ssh there. By hand: ssh -v {_target(host)} true",
             )
         remedy = _fill(cause.remedy, host, text)
-        return Refusal(cause.name, _summary(text), remedy, cause.passing)
+        return Refusal(cause.name, _summary(text), remedy, cause.is_transient)
     if status not in (None, SSH_FAILED):
         return Refusal(
             UNEXPECTED_COMMAND,
@@ -425,11 +425,10 @@ def classify(stderr: str, status: int | None, host: Host, printed: str = "") -> 
 
 
 def clean(stderr: str) -> str:
-    """ssh's words without debug lines and decoration."""
+    """ssh's messages without debug lines and decoration."""
     lines = (line.strip() for line in stderr.replace("\r", "").splitlines())
-    kept = [line for line in lines if line and not line.startswith(("debug1:", "@"))]
-    kept = [line for line in kept if not re.match(r"OpenSSH_|Authenticated to|Transferred:", line)]
-    return "\n".join(kept)
+    skipped = re.compile(r"debug1:|@|OpenSSH_|Authenticated to|Transferred:|$")
+    return "\n".join(line for line in lines if not skipped.match(line))
 
 
 def _summary(text: str) -> str:
@@ -446,11 +445,11 @@ _OFFER = re.compile(r"Their offer: ([\w@.-]{1,100})")
 
 def _fill(remedy: str, host: Host, text: str) -> str:
     offending = offending_line(text)
-    known = re.search(r"Host key for (\S{1,300}) has changed", text)  # as the file calls it
+    key_name = re.search(r"Host key for (\S{1,300}) has changed", text)  # as known_hosts calls it
     values = {
         "name": host.name,
         "target": _target(host),
-        "known": shell_text([known.group(1) if known else host.address]),
+        "known": shell_text([key_name.group(1) if key_name else host.address]),
         "file": f" -f {shell_text([offending[0]])}" if offending else "",
         "offer": offer.group(1) if (offer := _OFFER.search(text)) else "ALGORITHM",
     }
@@ -460,13 +459,13 @@ def _fill(remedy: str, host: Host, text: str) -> str:
 
 
 def offending_line(text: str) -> tuple[str, int] | None:
-    """File and line (from 1) of the pinned key that a changed host key offends."""
+    """File and line (from 1) of the pinned key that differs from the host's."""
     match = re.search(r"Offending \S{1,50} key in (.{1,1000}):(\d{1,9})", text)
     return (match.group(1), int(match.group(2))) if match else None
 
 
 def fingerprint(line: str) -> str | None:
-    """``ssh-ed25519 SHA256:…`` of a line of known_hosts; ``None`` when it holds no key."""
+    """``ssh-ed25519 SHA256:…`` of a line of known_hosts; ``None`` if it has no key."""
     match = re.search(r"(ssh-\S{1,100}|ecdsa-\S{1,100}|sk-\S{1,100}) (\S+)", line)
     if match is None:
         return None
@@ -484,12 +483,12 @@ def _target(host: Host) -> str:
     return f"{port}{user}{host.address}"
 
 
-def pinned_key(stderr: str) -> str | None:
-    """The fingerprint that ``ssh -v`` showed: ``ssh-ed25519 SHA256:…``."""
+def server_fingerprint(stderr: str) -> str | None:
+    """The host key's fingerprint in the output of ``ssh -v``: ``ssh-ed25519 SHA256:…``."""
     match = re.search(r"Server host key: (\S{1,100} \S+)", stderr)
     return match.group(1) if match else None
 
 
-def pinned_new_key(stderr: str) -> bool:
-    """True when this call pinned the host's key for the first time."""
+def was_key_pinned(stderr: str) -> bool:
+    """Whether this call pinned the host's key for the first time."""
     return "Permanently added" in stderr

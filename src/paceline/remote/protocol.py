@@ -1,13 +1,14 @@
-"""What an agent may say: one schema, held against every message before anything else sees it.
+"""Validates every message of an agent before anything else uses it.
 
-No node is believed. An answer must be what was asked for, an event must be of what runs there, and
-all of it must have the shape that an agent of this version gives it. Anything else is
-:class:`InvalidValue`, and the node fails for it, alone.
+Nodes are not trusted. An answer must fit its request, an event must concern ranks of that node, and
+each must match the schema of this version. Anything else raises :class:`InvalidValue`, which ends
+the connection to that node only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from paceline.agent.inside import parts_of
@@ -43,24 +44,24 @@ Message = dict[str, Any]
 Fields = Mapping[str, Any]
 
 BOOT = MARK
-MAX_BANNER_BYTES = 4 << 20  # bytes of what a login prints before the agent speaks
+MAX_BANNER_BYTES = 4 << 20  # output of a login before the agent starts
 MAX_FIELDS = 4096
 
 
-def path_inside(value: Any, where: str) -> None:
+def relative_path(value: Any, path: str) -> None:
     """A relative path that stays below its folder."""
-    text()(value, where)
+    text()(value, path)
     try:
         parts_of(value)
     except ValueError:
-        reject(where, value, "a path inside the folder")
+        reject(path, value, "a path inside the folder")
 
 
-def unchecked(value: Any, where: str) -> None:
-    """What is looked at elsewhere."""
+def unchecked(value: Any, path: str) -> None:
+    """Accepts any value, which is validated later."""
 
 
-# --- words --------------------------------------------------------------------------------------
+# --- values -------------------------------------------------------------------------------------
 
 PORT = integer(1, 65535)
 INTEGER_TEXT = regex("[0-9]{1,8}", "a number")
@@ -93,7 +94,7 @@ _LIMITS = record(
     nofile=integer(-1), nofile_hard=integer(-1), memlock=integer(-1, 1 << 64), shm=SIZE
 )
 
-# facts that nothing works without; of the others a node may have none, and says so
+# facts that may be missing are optional; the node then reports an error for them
 _FACTS = record(
     torch=optional(_TORCH),
     interfaces=optional(list_of(_LINK, 10_000)),
@@ -118,20 +119,20 @@ _FACTS = record(
 
 EVENTS: dict[str, Schema] = {
     "hello": record(pid=PROCESS, identity=IDENTITY, chosen_python=text(), facts=_FACTS),
-    "said": record(rank=RANK, data=unchecked),  # by a program in a rank: see events.believed
+    "said": record(rank=RANK, data=unchecked),  # by a program in a rank: see events.is_valid_report
     **{name: kind.shape() for name, kind in KINDS.items() if kind.sender == "agent"},
 }
 
 
 # --- answers ------------------------------------------------------------------------------------
 
-_DONE = record()
+_EMPTY = record()
 _NONE: dict[str, Schema] = {}
 _ACTIVITY: dict[str, Schema] = {
     "pid": PROCESS, "stack": STACK, "call": SHORT_TEXT, "on": text(),
     "readers": list_of(PROCESS, 10_000),
 }  # fmt: skip
-_FILE = record(path=path_inside, size=SIZE)
+_FILE = record(path=relative_path, size=SIZE)
 _PATH_STATE = record(path=text(), exists=boolean, file=boolean, executable=boolean)
 _PROBE = record({"local_address": address, "rtt": number, "reached": regex("[0-9a-f]{0,64}", "hex"),
                  "errno": integer(0, 1 << 16), "error": text()},
@@ -141,39 +142,39 @@ RUN_ID = regex("[0-9a-f]{6,64}", "the id of a run")
 _DETACHED_RUN = record(run_id=RUN_ID, about=_OUTPUT, alive=optional(boolean), result=_OUTPUT,
                        where=_OUTPUT,
                metrics=_OUTPUT)  # fmt: skip
-_CHANGED = record(path=path_inside, mark=SHORT_TEXT, size=SIZE)
+_CHANGED = record(path=relative_path, mark=SHORT_TEXT, size=SIZE)
 
 ANSWERS: dict[str, Schema] = {
     "lease": record({"quiet_s": optional(number)}, monotonic=number, time=number),
-    "prepare": _DONE,
+    "prepare": _EMPTY,
     "listen": record(ports=dict_of(PORT, address), errors=dict_of(text(), address)),
-    "stop_listening": _DONE,
+    "stop_listening": _EMPTY,
     "connect": record(results=list_of(_PROBE)),
     "reserve_port": record(port=PORT),
-    "start": _DONE,
-    "add_ranks": _DONE,
-    "tell_ranks": _DONE,
+    "start": _EMPTY,
+    "add_ranks": _EMPTY,
+    "tell_ranks": _EMPTY,
     "kill_ranks": record(killed=SIZE),
     "open_store": record(port=PORT),
-    "admit": _DONE,
-    "dump_stacks": _DONE,
+    "admit": _EMPTY,
+    "dump_stacks": _EMPTY,
     "seen": record(ranks=list_of(
         record(_NONE, rank=RANK, cpu_s=number, moved=number, sent=number, switches=SIZE,
                state=SHORT_TEXT, calls=list_of(text(), 100),
                children=list_of(record(_NONE, name=SHORT_TEXT, **_ACTIVITY), 100), **_ACTIVITY)
     )),
-    "stop": _DONE,
+    "stop": _EMPTY,
     "kill": record(killed=SIZE),
     "compare_tree": record(exists=boolean, missing=list_of(text()), different=list_of(text())),
     "lacking_blobs": record(hashes=list_of(SHA256)),
-    "put_blob": _DONE,
-    "put_blobs": _DONE,
-    "put_file": _DONE,
-    "place": _DONE,
+    "put_blob": _EMPTY,
+    "put_blobs": _EMPTY,
+    "put_file": _EMPTY,
+    "place": _EMPTY,
     "build_tree": record(root=text(), damaged=list_of(SHA256)),
     "run_folder": record(shared=boolean, folder=text()),
-    "discard_run_folder": _DONE,
-    "keep_folder": _DONE,
+    "discard_run_folder": _EMPTY,
+    "keep_folder": _EMPTY,
     "look": record(paths=list_of(_PATH_STATE)),
     "which": record(path=optional(text())),
     "disk": record(disks=list_of(_DISK)),
@@ -181,24 +182,24 @@ ANSWERS: dict[str, Schema] = {
     "read_block": record({"sha256": SHA256}),
     "detached_runs": record(runs=list_of(_DETACHED_RUN, 200)),
     "run_changes": record(about=_OUTPUT, alive=optional(boolean), root=text(),
-                          files=list_of(_CHANGED), gone=list_of(path_inside)),
-    "read_part": _DONE,
+                          files=list_of(_CHANGED), gone=list_of(relative_path)),
+    "read_part": _EMPTY,
     "ask_run": record(answer=optional(_OUTPUT)),
     "signal_run": record(sent=boolean),
     "discard_run": record(gone=boolean),
     "data_folder": record(marks=list_of(SHORT_TEXT, 1001), folder=text(), sign=text(),
                           free=SIZE),
-    "list_data": record(files=list_of(tuple_of(path_inside, SIZE, integer(-MAX_INTEGER)), 2000),
+    "list_data": record(files=list_of(tuple_of(relative_path, SIZE, integer(-MAX_INTEGER)), 2000),
                         last=boolean),
     "hash_data": record(hashes=list_of(regex("([0-9a-f]{64})?", "a SHA-256"), 200)),
-    "settle_data": _DONE,
-    "put_data_files": _DONE,
+    "settle_data": _EMPTY,
+    "put_data_files": _EMPTY,
     "have_data": record(size=SIZE, sha256=SHA256),
-    "put_data": _DONE,
+    "put_data": _EMPTY,
     "job_processes": record(pids=list_of(PROCESS)),
     "stay": record(place=regex("paceline-[0-9a-f]{32}", "a place to connect to again")),
-    "rest": _DONE,
-    "bye": _DONE,
+    "rest": _EMPTY,
+    "bye": _EMPTY,
     "clock": record(time=number, monotonic=number),
     "resolve": record(names=dict_of(optional(list_of(address, 1000)))),
     "open_ports": record(opened=list_of(PORT), taken=dict_of(
@@ -212,7 +213,7 @@ ANSWERS: dict[str, Schema] = {
     "leave_token": record({"step": SHORT_TEXT, "why": optional(text()),
                            "errno": optional(integer())}, ok=boolean),
     "see_tokens": record(exists=boolean, seen=dict_of(text(MAX_LONG_TEXT)), type=SHORT_TEXT),
-    "take_token": _DONE,
+    "take_token": _EMPTY,
     "digest_tree": record({"files": SIZE, "bytes": SIZE, "digest": SHA256}, exists=boolean),
     "token_processes": record(processes=list_of(
         record({"warm": boolean}, pid=PROCESS, run=text(), owned=boolean, age=number,
@@ -232,12 +233,14 @@ ANSWERS: dict[str, Schema] = {
 _REFUSAL = record({"holders": HOLDERS, "activating": boolean}, error=text(MAX_LONG_TEXT))
 
 
-def _check_subset(found: Sequence[str], asked: Sequence[str] | set[str], what: str) -> None:
-    """Each once, and none that was not asked for."""
-    if len(set(found)) != len(found):
-        raise InvalidValue(f"{what} twice")
-    if foreign := set(found) - set(asked):
-        raise InvalidValue(f"{what} that nobody asked for: {describe_value(min(foreign))}")
+def _check_subset(
+    received: Sequence[str], requested: Sequence[str] | set[str], subject: str
+) -> None:
+    """Raises InvalidValue for a duplicate, or for anything that was not requested."""
+    if len(set(received)) != len(received):
+        raise InvalidValue(f"{subject} twice")
+    if foreign := set(received) - set(requested):
+        raise InvalidValue(f"{subject} that nobody asked for: {describe_value(min(foreign))}")
 
 
 def _check_tree(fields: Fields, answer: Message) -> None:
@@ -256,8 +259,8 @@ def _check_blobs(fields: Fields, answer: Message) -> None:
 
 def _check_run_folder(fields: Fields, answer: Message) -> None:
     folder = answer["folder"]
-    own = folder.startswith("/") and folder.endswith(f"/paceline/runs/{fields['key']}")
-    if not (folder == fields["path"] if answer["shared"] else own):
+    is_keyed = folder.startswith("/") and folder.endswith(f"/paceline/runs/{fields['key']}")
+    if not (folder == fields["path"] if answer["shared"] else is_keyed):
         reject("the run's folder", folder, "the run directory or one under its key")
 
 
@@ -267,14 +270,14 @@ def _check_results(fields: Fields, answer: Message) -> None:
 
 
 def _check_paths(fields: Fields, answer: Message) -> None:
-    if [one["path"] for one in answer["paths"]] != fields["paths"]:
+    if [entry["path"] for entry in answer["paths"]] != fields["paths"]:
         raise InvalidValue("other paths than were asked for")
 
 
 def _check_probes(fields: Fields, answer: Message) -> None:
-    key = lambda one: (one["host"], one["address"], one["port"])  # noqa: E731
-    tried, asked = map(key, answer["results"]), set(map(key, fields["targets"]))
-    if foreign := set(tried) - asked:
+    key = itemgetter("host", "address", "port")
+    probed, requested = map(key, answer["results"]), set(map(key, fields["targets"]))
+    if foreign := set(probed) - requested:
         raise InvalidValue(f"a connection that nobody asked for: {foreign.pop()}")
 
 
@@ -329,13 +332,13 @@ def _check_changes(fields: Fields, answer: Message) -> None:
 
 
 def _check_runs(_: Fields, answer: Message) -> None:
-    if len({one["run_id"] for one in answer["runs"]}) != len(answer["runs"]):
+    if len({run["run_id"] for run in answer["runs"]}) != len(answer["runs"]):
         raise InvalidValue("a run twice")
 
 
-BLOB_OPS = ("read_block", "read_part")  # as many as were asked for
+BLOB_OPS = ("read_block", "read_part")  # answered with as many bytes as were requested
 
-# what an answer must have to do with its request
+# checks an answer against its request
 RELATIONS: dict[str, Callable[[Fields, Message], None]] = {
     "compare_tree": _check_tree,
     "lacking_blobs": _check_blobs,
@@ -362,44 +365,46 @@ RELATIONS: dict[str, Callable[[Fields, Message], None]] = {
 
 
 class Conversation:
-    """What one agent was asked, and so what it may say."""
+    """The pending requests and the ranks of one agent, which determine its valid messages."""
 
     def __init__(self) -> None:
-        self._asked: dict[int, tuple[str, Fields, frozenset[int]]] = {}
+        self._requests: dict[int, tuple[str, Fields, frozenset[int]]] = {}
         self._ranks: frozenset[int] = frozenset()
         self._greeted = False
 
-    def ask(self, number: int, op: str, fields: Fields) -> None:
-        """A request goes out."""
-        self._asked[number] = op, fields, self._ranks
+    def add_request(self, number: int, op: str, fields: Fields) -> None:
+        """Records a request before it is sent."""
+        self._requests[number] = op, fields, self._ranks
         if op == "start":
             self._ranks = frozenset(rank["rank"] for rank in fields["ranks"])
         elif op == "add_ranks":
             self._ranks |= {rank["rank"] for rank in fields["ranks"]}
 
     def answer(self, message: Message, blob: bytes) -> int:
-        """The number of the request that is answered. InvalidValue when none is, or not so."""
+        """Validates an answer; returns the number of its request."""
         integer(1)(message["re"], "the number of an answer")
-        if message["re"] not in self._asked:
+        if message["re"] not in self._requests:
             raise InvalidValue("an answer to what nobody asked")
-        op, fields, then = self._asked.pop(message["re"])
-        wanted = fields["count"] if op in BLOB_OPS and "error" not in message else 0
-        if len(blob) != wanted:
-            raise InvalidValue(f"{len(blob)} bytes with the answer to {op} instead of {wanted}")
-        where = f"the answer to {op}"
+        op, fields, ranks = self._requests.pop(message["re"])
+        expected_bytes = fields["count"] if op in BLOB_OPS and "error" not in message else 0
+        if len(blob) != expected_bytes:
+            raise InvalidValue(
+                f"{len(blob)} bytes with the answer to {op} instead of {expected_bytes}"
+            )
+        path = f"the answer to {op}"
         if "error" in message:
-            _REFUSAL(message, where)
+            _REFUSAL(message, path)
         else:
-            ANSWERS.get(op, any_json)(message, where)
+            ANSWERS.get(op, any_json)(message, path)
             if op in RELATIONS:
                 RELATIONS[op](fields, message)
-            for one in message["ranks"] if op == "seen" else ():
-                if one["rank"] not in then:  # the next start may have given it others meanwhile
-                    self._own(one["rank"])
+            for entry in message["ranks"] if op == "seen" else ():
+                if entry["rank"] not in ranks:  # a later start may have assigned other ranks
+                    self._check_rank(entry["rank"])
         return int(message["re"])
 
     def event(self, message: Message, blob: bytes) -> bool:
-        """Whether an event is to be heard. InvalidValue for one that no agent sends."""
+        """Validates an event; returns False if it is to be ignored."""
         kind = message.get("event")
         if not isinstance(kind, str) or kind not in EVENTS:
             raise InvalidValue(f"an event called {describe_value(kind)}")
@@ -407,7 +412,7 @@ class Conversation:
         if blob and kind != "output":
             raise InvalidValue(f"{len(blob)} bytes with the event {kind}")
         if "rank" in message:
-            self._own(message["rank"])
+            self._check_rank(message["rank"])
         if kind == "hello":
             if self._greeted:
                 raise InvalidValue("hello twice")
@@ -418,21 +423,21 @@ class Conversation:
             return is_valid_report(message.get("data"))
         return True
 
-    def _own(self, rank: int) -> None:
+    def _check_rank(self, rank: int) -> None:
         if rank not in self._ranks:
             raise InvalidValue(f"rank {rank}, which does not run there")
 
 
 # --- before the first frame ---------------------------------------------------------------------
 
-# words, and how many follow each: of a fresh command, and of one that meets a living agent
-BOOT_WORDS = {"have": 0, "need": 0, "old": 2, "system": 1}
-RECONNECTION_WORDS = {"meet": 1, "again": 2, "gone": 0, "stranger": 0}
+# first words with the number of words after each, by a new agent and for a running one
+BOOT_REPLIES = {"have": 0, "need": 0, "old": 2, "system": 1}
+RECONNECTION_REPLIES = {"meet": 1, "again": 2, "gone": 0, "stranger": 0}
 
 
-def parse_boot_line(line: bytes, known: Mapping[str, int]) -> list[str]:
-    """What stands after the mark ``BOOT`` on a line: a word of ``known``, and what it is about."""
-    words = line.decode(errors="replace").split()
-    if not words or len(words) <= known.get(words[0], MAX_FIELDS):
-        raise InvalidValue(f"its first line is {describe_value(' '.join(words))}")
-    return words
+def parse_boot_line(line: bytes, num_arguments: Mapping[str, int]) -> list[str]:
+    """Splits the rest of a line after the mark ``BOOT``; its first word must be known."""
+    fields = line.decode(errors="replace").split()
+    if not fields or len(fields) <= num_arguments.get(fields[0], MAX_FIELDS):
+        raise InvalidValue(f"its first line is {describe_value(' '.join(fields))}")
+    return fields

@@ -1,4 +1,4 @@
-"""Another way to an agent whose connection broke: the launcher's part of it."""
+"""Reconnects to an agent that is still running; the launcher's side of the handshake."""
 
 from __future__ import annotations
 
@@ -12,53 +12,49 @@ from dataclasses import dataclass, field
 from paceline.agent.reconnection import MARK, MOST_DIGITS, NONCE_BYTES, mac
 from paceline.remote.agent_code import reconnect_source
 from paceline.remote.link import Link
-from paceline.remote.protocol import MAX_BANNER_BYTES, RECONNECTION_WORDS, parse_boot_line
+from paceline.remote.protocol import MAX_BANNER_BYTES, RECONNECTION_REPLIES, parse_boot_line
 from paceline.spec.schema import InvalidValue
 
 Dial = Callable[[], Awaitable[Link]]  # starts the remote command on the host once more
 
-MAX_PARALLEL_ATTEMPTS = (
-    4  # a try may wait for packets that were lost, and the next one find its way
-)
-ATTEMPT_INTERVAL_S = (
-    0.4  # between two of them: a link that was pulled for two seconds is met in time
-)
-PAUSE_S = 0.2  # after a try that was refused
+MAX_PARALLEL_ATTEMPTS = 4  # an attempt may hang on lost packets while the next gets through
+ATTEMPT_INTERVAL_S = 0.4  # short enough to resume after an outage of two seconds
+PAUSE_S = 0.2  # after an attempt that was refused
 PROOF_S = 5.0
 KEY_BYTES = 32
 
 
-class AgentGone(Exception):
-    """The host was reached, and no agent waits there for us."""
+class AgentNotFound(Exception):
+    """The host answers, but no agent waits there for this launcher."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentAddress:
-    """Where an agent is met.
+    """Where an agent accepts reconnections.
 
     Attributes:
-        name: As the agent told it.
-        key: What only it and we know.
-        anew: It waits for the next command, which begins another conversation.
+        name: Name of its socket, chosen by the agent.
+        key: Secret that the agent and this launcher share.
+        starts_session: The agent waits for the next command, which starts a new conversation.
     """
 
     name: str
     key: bytes = field(repr=False)
-    anew: bool = False
+    starts_session: bool = False
 
 
-def new_key() -> bytes:
+def generate_key() -> bytes:
     return secrets.token_bytes(KEY_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class PendingLink:
-    """A link to an agent that waits for our proof.
+    """A link to an agent that has not been authenticated yet.
 
     Attributes:
-        link: The new one.
-        nonce: What our proof must hold.
-        early: Came after the agent's first words.
+        link: The new link.
+        nonce: The agent's nonce, which our proof must contain.
+        early: Bytes that followed the agent's first reply.
     """
 
     link: Link
@@ -66,116 +62,123 @@ class PendingLink:
     early: bytes
 
 
-async def reconnect(dial: Dial, place: AgentAddress) -> PendingLink:
-    """Tries until the agent is there. Gone when it is not and never will be; cancel it any time."""
+async def reconnect(dial: Dial, address: AgentAddress) -> PendingLink:
+    """Dials until the agent answers; raises AgentNotFound if it never will. May be cancelled."""
     loop = asyncio.get_running_loop()
-    tries: set[asyncio.Task[PendingLink]] = set()
+    attempts: set[asyncio.Task[PendingLink]] = set()
     try:
         while True:
-            begun = loop.time()
-            if len(tries) < MAX_PARALLEL_ATTEMPTS:
-                tries.add(asyncio.create_task(connect_once(dial, place)))
-            done, _ = await asyncio.wait(
-                tries, timeout=ATTEMPT_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED
+            started_at = loop.time()
+            if len(attempts) < MAX_PARALLEL_ATTEMPTS:
+                attempts.add(asyncio.create_task(dial_agent(dial, address)))
+            finished, _ = await asyncio.wait(
+                attempts, timeout=ATTEMPT_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED
             )
-            for one in done:
-                error = one.exception()
+            for attempt in finished:
+                error = attempt.exception()
                 if error is None:
-                    await _cancel(tries - {one})  # whoever cancels us here gives this one up, too
-                    tries.clear()
-                    return one.result()
+                    await _cancel(attempts - {attempt})  # a cancellation here gives up the result
+                    attempts.clear()
+                    return attempt.result()
                 if not isinstance(error, (OSError, EOFError, InvalidValue)):
                     raise error
-            tries -= done
-            await asyncio.sleep(max(0.0, PAUSE_S - (loop.time() - begun)))
+            attempts -= finished
+            await asyncio.sleep(max(0.0, PAUSE_S - (loop.time() - started_at)))
     finally:
-        await _cancel(tries)
+        await _cancel(attempts)
 
 
-async def _cancel(tries: set[asyncio.Task[PendingLink]]) -> None:
-    for one in tries:
-        one.cancel()
-    for outcome in await asyncio.gather(*tries, return_exceptions=True):
+async def _cancel(attempts: set[asyncio.Task[PendingLink]]) -> None:
+    for attempt in attempts:
+        attempt.cancel()
+    for outcome in await asyncio.gather(*attempts, return_exceptions=True):
         if isinstance(outcome, PendingLink):
-            await outcome.link.cut()
+            await outcome.link.drop()
 
 
-async def connect_once(dial: Dial, place: AgentAddress) -> PendingLink:
-    """Connects once. Gone without an agent; OSError, EOFError or InvalidValue if it failed."""
-    link = await dial()
-    try:
-        link.writer.write(reconnect_source(place.name, place.anew))
-        await link.writer.drain()
-        words, early = await read_boot_line(link, b"", _ignore)
-        if words[0] == "gone":
-            raise AgentGone
-        if words[0] != "meet":
-            raise InvalidValue(f"the word {words[0]} before a reconnection")
-    except BaseException:
-        await link.cut()
-        raise
-    return PendingLink(link, words[1], early)
-
-
-async def authenticate(found: PendingLink, place: AgentAddress, heard: int) -> tuple[int, bytes]:
-    """Proves who we are and hears the same; how much the agent has heard, and what came after.
-
-    Args:
-        found: The agent.
-        place: Where it was found.
-        heard: How many of its frames we have heard.
+async def dial_agent(dial: Dial, address: AgentAddress) -> PendingLink:
+    """Dials once.
 
     Raises:
-        Gone: It is not ours, or does not take us for its launcher.
-        OSError, EOFError, InvalidValue: The link broke, or something else is at its end.
+        AgentNotFound: No agent waits there.
+        OSError, EOFError, InvalidValue: The attempt failed.
     """
-    other, count = secrets.token_hex(NONCE_BYTES), str(heard)
-    proof = mac(place.key, "launcher", found.nonce, other, count)
-    found.link.writer.write(f"{other} {count} {proof}\n".encode())
-    with contextlib.suppress(OSError):
-        await found.link.writer.drain()
+    link = await dial()
     try:
-        reading = read_boot_line(found.link, found.early, _ignore)
-        words, early = await asyncio.wait_for(reading, PROOF_S)
+        link.writer.write(reconnect_source(address.name, address.starts_session))
+        await link.writer.drain()
+        reply, early = await read_boot_line(link, b"", _ignore)
+        if reply[0] == "gone":
+            raise AgentNotFound
+        if reply[0] != "meet":
+            raise InvalidValue(f"the word {reply[0]} before a reconnection")
+    except BaseException:
+        await link.drop()
+        raise
+    return PendingLink(link, reply[1], early)
+
+
+async def authenticate(
+    pending: PendingLink, address: AgentAddress, num_received: int
+) -> tuple[int, bytes]:
+    """Authenticates both sides; returns how many frames the agent received, and early data.
+
+    Args:
+        pending: The agent's link.
+        address: The agent's address and key.
+        num_received: Number of its frames that this side has received.
+
+    Raises:
+        AgentNotFound: One side could not prove the key.
+        OSError, EOFError, InvalidValue: The link broke, or its other end is no agent.
+    """
+    our_nonce, count = secrets.token_hex(NONCE_BYTES), str(num_received)
+    proof = mac(address.key, "launcher", pending.nonce, our_nonce, count)
+    pending.link.writer.write(f"{our_nonce} {count} {proof}\n".encode())
+    with contextlib.suppress(OSError):
+        await pending.link.writer.drain()
+    try:
+        reading = read_boot_line(pending.link, pending.early, _ignore)
+        reply, early = await asyncio.wait_for(reading, PROOF_S)
     except asyncio.TimeoutError:
         raise EOFError from None
-    if words[0] == "stranger":
-        raise AgentGone
-    if words[0] != "again" or not words[1].isdigit() or len(words[1]) > MOST_DIGITS:
+    if reply[0] == "stranger":
+        raise AgentNotFound
+    if reply[0] != "again" or not reply[1].isdigit() or len(reply[1]) > MOST_DIGITS:
         raise InvalidValue("no answer to our proof")
-    expected = mac(place.key, "agent", other, found.nonce, words[1])
-    if not hmac.compare_digest(words[2].encode(), expected.encode()):
-        raise AgentGone
-    return int(words[1]), early
+    expected = mac(address.key, "agent", our_nonce, pending.nonce, reply[1])
+    if not hmac.compare_digest(reply[2].encode(), expected.encode()):
+        raise AgentNotFound
+    return int(reply[1]), early
 
 
 async def read_boot_line(link: Link, early: bytes, noise: Callable[[bytes], None],
-                     known: dict[str, int] = RECONNECTION_WORDS,
+                     replies: dict[str, int] = RECONNECTION_REPLIES,
                      ) -> tuple[list[str], bytes]:  # fmt: skip
-    """The next words of what the remote command has become, and what came after them.
+    """Reads the next reply of the remote command; returns its words and the bytes after it.
 
     Args:
-        link: To it.
-        early: Was read before.
-        noise: Told what stood before the words.
-        known: Words, and how many follow each.
+        link: The link to it.
+        early: Bytes that were read before.
+        noise: Called with the output before the reply.
+        replies: Allowed first words, with the number of words after each.
 
     Raises:
         EOFError: The link ended.
-        InvalidValue: No command of ours says that.
+        InvalidValue: It is none of these replies.
     """
-    heard = bytearray(early)
-    while (at := heard.find(MARK)) < 0 or (end := heard.find(b"\n", at)) < 0:
+    buffer = bytearray(early)
+    while (at := buffer.find(MARK)) < 0 or (end := buffer.find(b"\n", at)) < 0:
         data = await link.reader.read(1 << 16)
         if not data:
-            noise(bytes(heard))
+            noise(bytes(buffer))
             raise EOFError
-        heard += data
-        if len(heard) > MAX_BANNER_BYTES:
+        buffer += data
+        if len(buffer) > MAX_BANNER_BYTES:
             raise InvalidValue(f"more than {MAX_BANNER_BYTES >> 20} MiB before the agent's words")
-    noise(bytes(heard[:at]))
-    return parse_boot_line(bytes(heard[at + len(MARK) : end]), known), bytes(heard[end + 1 :])
+    noise(bytes(buffer[:at]))
+    return parse_boot_line(bytes(buffer[at + len(MARK) : end]), replies), bytes(buffer[end + 1 :])
 
 
 def _ignore(noise: bytes) -> None:
-    """A login banner was seen at the first login."""
+    """Ignores a login banner: it was shown at the first login."""

@@ -27,13 +27,13 @@ class Transport(Protocol):
     dialects: tuple[str, ...]
 
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
-                   reached: ConnectedCallback = ignore_count) -> list[Channel]:  # fmt: skip
+                   on_connected: ConnectedCallback = ignore_count) -> list[Channel]:  # fmt: skip
         """Opens a channel to an agent on each host, in their order; cleans up after a failure.
 
         Args:
             hosts: In rank order.
             pythons: The interpreter for each.
-            reached: Called for every connected host.
+            on_connected: Called for every connected host.
 
         Raises:
             PacelineError: Names all hosts without an agent.
@@ -46,5 +46,5 @@ class Transport(Protocol):
             exit_code: The job's exit status, for nodes that wait for it.
         """
 
-    async def why(self, host: Host) -> str:
+    async def loss_reason(self, host: Host) -> str:
         """Why a host was lost, in its scheduler's words; empty if unknown."""

@@ -28,7 +28,7 @@ from paceline.agent.bootstrap import ours_alone
 from paceline.agent.reconnection import NONCE_BYTES
 from paceline.remote.agent_code import agent_code
 from paceline.remote.openssh import SshOptions, ssh_command
-from paceline.remote.reconnection import AgentAddress, new_key
+from paceline.remote.reconnection import AgentAddress, generate_key
 from paceline.spec.hosts import Host
 
 MARGIN_S = 1.0  # an agent that ends so soon is not used
@@ -73,7 +73,7 @@ class WarmAgent:
 
     def agent_address(self) -> AgentAddress:
         """Where it can be reached."""
-        return AgentAddress(self.place, bytes.fromhex(self.key), anew=True)
+        return AgentAddress(self.place, bytes.fromhex(self.key), starts_session=True)
 
     def as_host(self) -> Host:
         """Its host, for a login."""
@@ -154,21 +154,24 @@ class WarmSlot:
         self.forget()
         return None
 
-    def offer(self, seconds: float, boot: str, imported: str, is_new_use: bool) -> WarmAgent | None:
+    def offer(
+        self, seconds: float, boot: str, imported: str, restart_timer: bool
+    ) -> WarmAgent | None:
         """Writes the file of an agent that will wait; ``None`` if that fails or another waits.
 
         Args:
             seconds: How long it waits.
             boot: The host's boot id.
             imported: The fork server's imports.
-            is_new_use: Restart the time; otherwise keep the previous end.
+            restart_timer: Restart the time; otherwise keep the previous end.
         """
-        now, host, previous = time.time(), self.host, self.waiting
-        until = now + seconds if is_new_use or previous is None else previous.until
+        started_at, host, previous = time.time(), self.host, self.waiting
+        expires_at = started_at + seconds if restart_timer or previous is None else previous.until
         waiting = WarmAgent(
             host.name, "" if host.local else host.address, self._python,
-            "paceline-" + secrets.token_hex(NONCE_BYTES), new_key().hex(), seconds,
-            until, now, self.name, boot, imported or (previous.imported if previous else ""),
+            "paceline-" + secrets.token_hex(NONCE_BYTES), generate_key().hex(), seconds,
+            expires_at, started_at, self.name, boot,
+            imported or (previous.imported if previous else ""),
             host.user, host.port, host.identity_file,
             str(self._options.config.absolute()) if self._options.config else None,
         )  # fmt: skip
@@ -314,7 +317,7 @@ async def keep_login(host: Host, options: SshOptions, seconds: float) -> None:
     control = control_path()
     if host.local or control is None or options.accept_new_host_keys:
         return
-    if await _tell_master(host, options, control, "check"):
+    if await _run_control_command(host, options, control, "check"):
         return
     persist = {"ControlMaster": "yes", "ControlPersist": str(max(1, round(seconds)))}
     argv = ssh_command(host, options, [], control, persist, ["-N", "-f"])
@@ -326,10 +329,10 @@ async def keep_login(host: Host, options: SshOptions, seconds: float) -> None:
 async def end_login(host: Host, options: SshOptions) -> None:
     """Ends the kept connection."""
     if (control := control_path()) is not None and not host.local:
-        await _tell_master(host, options, control, "exit")
+        await _run_control_command(host, options, control, "exit")
 
 
-async def _tell_master(host: Host, options: SshOptions, control: str, command: str) -> bool:
+async def _run_control_command(host: Host, options: SshOptions, control: str, command: str) -> bool:
     argv = ssh_command(host, options, [], control, {}, ["-O", command])
     try:
         process = await asyncio.create_subprocess_exec(

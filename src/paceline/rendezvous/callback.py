@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
-from paceline.remote.channel import Channel, LoginRefused
-from paceline.remote.fanout import connect_all, open_all, use_pidfd_watcher
+from paceline.remote.channel import Channel, LoginError
+from paceline.remote.fanout import connect_hosts, open_channels, use_pidfd_watcher
 from paceline.remote.openssh import SshOptions
 from paceline.remote.transport import ConnectedCallback, ignore_count
 from paceline.rendezvous.endpoint import local_addresses
@@ -73,7 +73,7 @@ class CallbackTransport:
         self._changed = asyncio.Event()
 
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
-                   reached: ConnectedCallback = ignore_count) -> list[Channel]:  # fmt: skip
+                   on_connected: ConnectedCallback = ignore_count) -> list[Channel]:  # fmt: skip
         """Accepts the connections of these hosts; the second time it logs in to them.
 
         Raises:
@@ -91,10 +91,10 @@ class CallbackTransport:
             is_first = has_caller and host.name not in self._called
             channel = await (self._accept(host) if is_first else self._log_in(host, python))
             num_connected += 1
-            reached(num_connected)
+            on_connected(num_connected)
             return channel
 
-        return await open_all([connect(*pair) for pair in zip(hosts, pythons, strict=True)])
+        return await open_channels([connect(*pair) for pair in zip(hosts, pythons, strict=True)])
 
     async def _listen(self) -> None:
         use_pidfd_watcher()
@@ -122,10 +122,10 @@ class CallbackTransport:
             channel.host = replace(channel.host, local=False)
         try:
             await channel.open()
-        except LoginRefused as error:
+        except LoginError as error:
             refusal = error.refusal
             raise ConnectError(
-                f"no agent on {host.name}", found=refusal.found, remedy=refusal.remedy
+                f"no agent on {host.name}", found=refusal.details, remedy=refusal.remedy
             ) from None
         except BaseException:
             await channel.close()
@@ -152,7 +152,7 @@ class CallbackTransport:
         try:
             if self._containers is not None:
                 return await self._containers(target, python)
-            (channel,) = await connect_all([target], [python], SshOptions())
+            (channel,) = await connect_hosts([target], [python], SshOptions())
         except ConnectError as error:
             if any(cause in f"{error.brief} {error.found}" for cause in _LOGIN_CAUSES):
                 self._next_login[host.name] = loop.time() + RETRY_LOGIN_S
@@ -167,6 +167,6 @@ class CallbackTransport:
         await self._listener.close()
         self._peers.hang_up()
 
-    async def why(self, host: Host) -> str:
+    async def loss_reason(self, host: Host) -> str:
         """Unknown: there is no scheduler."""
         return ""

@@ -143,8 +143,8 @@ def is_local(host: str) -> bool:
     name = socket.gethostname()
     if host in {name, name.split(".")[0], "localhost", "127.0.0.1", "::1"}:
         return True
-    own = {str(entry["address"]) for entry in usable_addresses()}
-    return bool(own & set(resolve(host)))
+    addresses = {str(entry["address"]) for entry in usable_addresses()}
+    return bool(addresses & set(resolve(host)))
 
 
 def resolve(host: str) -> list[str]:
@@ -165,12 +165,12 @@ def listening_addresses(endpoint: Endpoint) -> list[str]:
     A Debian machine resolves its own name to 127.0.1.1, which other nodes cannot reach: then it
     listens on all of its addresses.
     """
-    own = {str(entry["address"]) for entry in usable_addresses()}
+    local = {str(entry["address"]) for entry in usable_addresses()}
     resolved = resolve(endpoint.host)
-    usable = [address for address in resolved if address in own]
+    usable = [address for address in resolved if address in local]
     if usable or endpoint.host in ("localhost", "127.0.0.1", "::1"):
         return usable or resolved
-    return sorted(own) or ["127.0.0.1"]
+    return sorted(local) or ["127.0.0.1"]
 
 
 def local_addresses(interface: str | None, hosts: Sequence[Host]) -> list[str]:

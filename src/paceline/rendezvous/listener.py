@@ -89,16 +89,16 @@ class PeerLink:
     def status(self) -> int | None:
         return None
 
-    async def over(self) -> bool:
+    async def has_exited(self) -> bool:
         """Unknown: the end of a connection does not show whether the agent ended."""
         return False
 
-    async def cut(self) -> None:
+    async def drop(self) -> None:
         for writer in (self.writer, self._errors_writer):
             writer.transport.abort()
 
     async def release(self) -> None:
-        await self.cut()
+        await self.drop()
 
     async def end(self, patience_s: float) -> None:
         """Announces the end and waits until the agent closes the connection."""
@@ -290,7 +290,7 @@ def caller_config(
     info: Mapping[str, Any] | None = None,
     names: Sequence[str] = (),
     wrap: Callable[[list[str]], list[str]] = list,
-    once: bool = False,
+    is_single_use: bool = False,
 ) -> dict[str, Any]:
     """The configuration of a node's caller.
 
@@ -303,7 +303,7 @@ def caller_config(
         info: Further entries of the node's description of itself.
         names: Variables with the scheduler's name for the node; the first that is set counts.
         wrap: Wraps the agent's command, for example in a container engine's.
-        once: The agent cannot reconnect: a broken connection is its end.
+        is_single_use: The agent cannot reconnect: a broken connection is its end.
     """
     is_uniform = len(set(pythons)) == 1
     return {
@@ -314,7 +314,7 @@ def caller_config(
         "strip": strip,
         "patience": patience_s,
         "agent": wrap(agent_command("@")),
-        **({"once": True} if once else {}),
+        **({"once": True} if is_single_use else {}),
         **({"about": dict(info)} if info else {}),
     }
 

@@ -22,7 +22,8 @@ from types import FrameType
 from typing import Any
 
 from paceline.agent import caller
-from paceline.remote.channel import Channel, connect
+from paceline.remote.channel import Channel
+from paceline.remote.login import connect
 from paceline.remote.openssh import SshOptions
 from paceline.remote.transport import ConnectedCallback, ignore_count
 from paceline.rendezvous.endpoint import (
@@ -68,7 +69,7 @@ class ManualTransport:
         self._peers: Peers | None = None
 
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
-                   reached: ConnectedCallback = ignore_count) -> list[Channel]:  # fmt: skip
+                   on_connected: ConnectedCallback = ignore_count) -> list[Channel]:  # fmt: skip
         """Waits for all nodes; raises ConnectError if some do not connect in time."""
         endpoint = self._endpoint
         command = fingerprint(endpoint.key, self.command)
@@ -111,15 +112,15 @@ class ManualTransport:
     def _timeout_error(self, peers: Peers, listener: Listener) -> ConnectError:
         endpoint = self._endpoint
         names = [peer.host.name for peer in peers.by_place.values()]
-        found = [f"here: {', '.join([socket.gethostname(), *names])}"]
+        details = [f"here: {', '.join([socket.gethostname(), *names])}"]
         if strangers := sorted(set(listener.strangers)):
-            found.append(f"with another key: {', '.join(strangers)}")
+            details.append(f"with another key: {', '.join(strangers)}")
         missing = [place for place in peers.missing() if place not in peers.by_place]
         return ConnectError(
             f"{len(missing)} of {endpoint.nodes} nodes did not come to "
             f"{endpoint.host}:{endpoint.port} within {endpoint.patience_s:.0f} s "
             f"(node rank {', '.join(map(str, missing))})",
-            found="\n".join(found),
+            found="\n".join(details),
             remedy="Type the same command there, with the same key, --rdzv and --nnodes",
         )
 
@@ -131,7 +132,7 @@ class ManualTransport:
         if self._listener is not None:
             await self._listener.close()
 
-    async def why(self, host: Host) -> str:
+    async def loss_reason(self, host: Host) -> str:
         """Unknown: there is no scheduler."""
         return ""
 
@@ -266,10 +267,10 @@ def _wait(status: socket.socket, agent: subprocess.Popen[bytes],
 def _interrupted_by_signals() -> Iterator[None]:
     """Ctrl-C and SIGTERM end this node's agent, which ends the job on all nodes."""
 
-    def leave(signum: int, frame: FrameType | None) -> None:
+    def exit_on_signal(signum: int, frame: FrameType | None) -> None:
         sys.exit(128 + signum)
 
-    handlers = {s: signal.signal(s, leave) for s in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {s: signal.signal(s, exit_on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.remote.channel import Channel, LoginRefused
+from paceline.remote.channel import Channel, LoginError
 from paceline.remote.link import Link
 from paceline.remote.transport import ConnectedCallback, ignore_count
 from paceline.rendezvous.listener import Connection, PeerLink
@@ -40,7 +40,7 @@ class Peer:
     errors: Connection | None = None
     channel: Channel | None = None
     links: asyncio.Queue[Link] = field(default_factory=asyncio.Queue)
-    _new_frames: Connection | None = None
+    _pending_frames: Connection | None = None
 
     @property
     def session(self) -> Any:
@@ -50,10 +50,10 @@ class Peer:
     def reconnect(self, connection: Connection) -> None:
         """Takes a connection of a reconnection; its two connections make a link."""
         if connection.info.get("stream") != "errors":
-            self._new_frames = connection
-        elif self._new_frames is not None and self.channel is not None:
-            self.links.put_nowait(PeerLink(self._new_frames, connection))
-            self._new_frames = None
+            self._pending_frames = connection
+        elif self._pending_frames is not None and self.channel is not None:
+            self.links.put_nowait(PeerLink(self._pending_frames, connection))
+            self._pending_frames = None
             self.channel.reconnect()
 
 
@@ -69,7 +69,7 @@ class Admission(Protocol):
     def check(self, info: Mapping[str, Any]) -> None:
         """Raises AdmissionError for a node that does not belong to this run."""
 
-    def place(self, connection: Connection, taken: Mapping[int, Peer]) -> tuple[int, Host]:
+    def place(self, connection: Connection, peers: Mapping[int, Peer]) -> tuple[int, Host]:
         """The place and host of a node; raises AdmissionError if there is none."""
 
 
@@ -82,9 +82,11 @@ class Peers:
         waiting: Connections of nodes that wait for the job's exit status.
     """
 
-    def __init__(self, admission: Admission, reached: ConnectedCallback = ignore_count) -> None:
+    def __init__(
+        self, admission: Admission, on_connected: ConnectedCallback = ignore_count
+    ) -> None:
         self._admission = admission
-        self._reached = reached
+        self._on_connected = on_connected
         self.by_place: dict[int, Peer] = {}
         self.complete = asyncio.Event()
         if not admission.places:
@@ -112,7 +114,7 @@ class Peers:
         connection.accept()
         num_connected = len(self._admission.places) - len(self.missing())
         if stream == "errors":
-            self._reached(num_connected)
+            self._on_connected(num_connected)
         if num_connected == len(self._admission.places):
             self.complete.set()
 
@@ -167,12 +169,12 @@ class Peers:
         if not errors:
             return channels
         await asyncio.gather(*(channel.close() for channel in channels))
-        refused = [error for error in errors if isinstance(error, LoginRefused)]
+        refused = [error for error in errors if isinstance(error, LoginError)]
         if len(refused) < len(errors):
-            raise next(error for error in errors if not isinstance(error, LoginRefused))
+            raise next(error for error in errors if not isinstance(error, LoginError))
         raise ConnectError(
             f"no agent on {', '.join(error.host.name for error in refused)}",
-            found="\n".join(f"{error.host.name}: {error.refusal.found}" for error in refused),
+            found="\n".join(f"{error.host.name}: {error.refusal.details}" for error in refused),
             remedy="\n".join(f"{error.host.name}: {error.refusal.remedy}" for error in refused),
         )
 
@@ -204,7 +206,7 @@ class HostAdmission:
         if info.get("stream") == "status":
             raise AdmissionError("nobody waits for the end of this run")
 
-    def place(self, connection: Connection, taken: Mapping[int, Peer]) -> tuple[int, Host]:
+    def place(self, connection: Connection, peers: Mapping[int, Peer]) -> tuple[int, Host]:
         """By the scheduler's name for the node, else by its rank variable."""
         node, place = connection.info.get("node"), connection.info.get("index")
         for index, host in enumerate(self._hosts):
@@ -213,7 +215,7 @@ class HostAdmission:
                 break
         if not isinstance(place, int) or place not in self.places:
             raise AdmissionError(f"place {place} among {len(self._hosts)} nodes cannot be")
-        if place in taken:
+        if place in peers:
             raise AdmissionError(
                 f"two processes were started as node {place}: one a node is needed"
             )
@@ -245,24 +247,24 @@ class CommandAdmission:
                 "this node was given another script or other arguments than the first node"
             )
 
-    def place(self, connection: Connection, taken: Mapping[int, Peer]) -> tuple[int, Host]:
+    def place(self, connection: Connection, peers: Mapping[int, Peer]) -> tuple[int, Host]:
         """The requested place, else the first free one."""
         value = connection.info.get("place")
         requested = value if isinstance(value, int) else None
-        free = [place for place in self.places if place not in taken]
+        free = [place for place in self.places if place not in peers]
         if requested in free or (requested is None and free):
             place = free[0] if requested is None else requested
-            return place, self._host(connection, place, taken)
-        if requested is None or requested not in taken:
+            return place, self._host(connection, place, peers)
+        if requested is None or requested not in peers:
             raise AdmissionError(f"all {self._nodes} nodes are here already")
-        name = taken[requested].host.name
+        name = peers[requested].host.name
         raise AdmissionError(f"there is a node with --node-rank {requested} already: {name}")
 
-    def _host(self, connection: Connection, place: int, taken: Mapping[int, Peer]) -> Host:
+    def _host(self, connection: Connection, place: int, peers: Mapping[int, Peer]) -> Host:
         """The node's host, under a unique name that is safe in a path."""
         claimed = str(connection.info.get("name") or "")
         name = claimed if _HOST_NAME.fullmatch(claimed) else f"node{place}"
-        names = {peer.host.name for peer in taken.values()} | {socket.gethostname()}
+        names = {peer.host.name for peer in peers.values()} | {socket.gethostname()}
         unique = name if name not in names else f"{name}-{place}"
         python, folder = (str(connection.info.get(key) or "") for key in ("python", "workdir"))
         workdir = None if folder == str(Path.cwd()) else folder or None

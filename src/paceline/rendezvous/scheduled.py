@@ -30,7 +30,7 @@ END_PATIENCE_S = 5.0
 TERM_PATIENCE_S = 3.0
 PROBE_S = 8.0
 POLL_S = 0.25
-LATE_CONNECT_S = 2.0  # for agents that still connect when the scheduler gives up
+CONNECT_GRACE_S = 2.0  # for agents that still connect when the scheduler gives up
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,34 +97,34 @@ class ScheduledTransport:
     Args:
         starter: The scheduler.
         interface: Interface on which agents connect; ``None`` for any address.
-        why: Asks the scheduler why a host was lost, if it can know.
+        loss_reason: Asks the scheduler why a host was lost, if it can know.
         dialects: Dialects of rank variables that its ranks get, too.
     """
 
     redials = True
 
     def __init__(self, starter: Starter, interface: str | None = None,
-                 why: Callable[[Host], Awaitable[str]] | None = None,
+                 loss_reason: Callable[[Host], Awaitable[str]] | None = None,
                  dialects: tuple[str, ...] = ()) -> None:  # fmt: skip
         self._starter = starter
         self._interface = interface
-        self._why = why
+        self._loss_reason = loss_reason
         self.dialects = dialects
         # open until the end, for reconnections and replacements
         self._listener = Listener(secrets.token_bytes(32), self._on_connection)
         self._opening = asyncio.Lock()
         self._numbers = itertools.count()
         self._commands: dict[int, _Command] = {}
-        self._ends: set[asyncio.Task[None]] = set()  # of commands without agents
+        self._endings: set[asyncio.Task[None]] = set()  # of commands without agents
 
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
-                   reached: ConnectedCallback = ignore_count) -> list[Channel]:  # fmt: skip
+                   on_connected: ConnectedCallback = ignore_count) -> list[Channel]:  # fmt: skip
         """Raises ConnectError with the missing hosts and the scheduler's output."""
         self._end_deserted()
         step = 1 if self._starter.starts_each_host else len(hosts)
-        counts: dict[int, int] = {}
+        num_connected: dict[int, int] = {}
         commands = [
-            self._command(hosts[i : i + step], pythons[i : i + step], counts, reached)
+            self._command(hosts[i : i + step], pythons[i : i + step], num_connected, on_connected)
             for i in range(0, len(hosts), step)
         ]
         starts = [asyncio.create_task(self._start(command)) for command in commands]
@@ -147,16 +147,16 @@ class ScheduledTransport:
             await asyncio.gather(*(command.end(0.0) for command in commands))
             raise
 
-    def _command(self, hosts: Sequence[Host], pythons: Sequence[str], counts: dict[int, int],
-                 reached: ConnectedCallback) -> _Command:  # fmt: skip
-        """A new command for these hosts; ``counts`` has the connected hosts by its number."""
+    def _command(self, hosts: Sequence[Host], pythons: Sequence[str], num_connected: dict[int, int],
+                 on_connected: ConnectedCallback) -> _Command:  # fmt: skip
+        """A new command for these hosts; ``num_connected`` counts its hosts by its number."""
         number = next(self._numbers)
 
-        def on_connected(count: int) -> None:
-            counts[number] = count
-            reached(sum(counts.values()))
+        def count_connected(count: int) -> None:
+            num_connected[number] = count
+            on_connected(sum(num_connected.values()))
 
-        command = _Command(number, hosts, pythons, on_connected)
+        command = _Command(number, hosts, pythons, count_connected)
         self._commands[number] = command
         return command
 
@@ -189,21 +189,21 @@ class ScheduledTransport:
             del self._commands[command.number]
             command.peers.hang_up()
             ending = asyncio.create_task(command.end(0.0))
-            self._ends.add(ending)
-            ending.add_done_callback(self._ends.discard)
+            self._endings.add(ending)
+            ending.add_done_callback(self._endings.discard)
 
     async def close(self, exit_code: int) -> None:
         """Ends the scheduler's commands, unless they end with their agents."""
         await self._listener.close()
         for command in self._commands.values():
             command.peers.hang_up()
-        ends = (command.end(END_PATIENCE_S) for command in self._commands.values())
-        await asyncio.gather(*ends, *self._ends)
+        endings = (command.end(END_PATIENCE_S) for command in self._commands.values())
+        await asyncio.gather(*endings, *self._endings)
         self._starter.end()
 
-    async def why(self, host: Host) -> str:
+    async def loss_reason(self, host: Host) -> str:
         """The scheduler's reason for a lost host, and how the host's last command ended."""
-        reasons = [await self._why(host)] if self._why else []
+        reasons = [await self._loss_reason(host)] if self._loss_reason else []
         commands = [command for command in self._commands.values() if host in command.hosts]
         if commands and commands[-1].status is not None:
             reasons.append(commands[-1].ending)
@@ -217,7 +217,7 @@ class _Command:
         number: Number within the run, which its agents send.
         hosts: Hosts on which it starts agents.
         pythons: Their interpreters.
-        reached: Called with the number of connected hosts.
+        on_connected: Called with the number of connected hosts.
 
     Attributes:
         peers: The connected nodes.
@@ -225,9 +225,9 @@ class _Command:
     """
 
     def __init__(self, number: int, hosts: Sequence[Host], pythons: Sequence[str],
-                 reached: ConnectedCallback = ignore_count) -> None:  # fmt: skip
+                 on_connected: ConnectedCallback = ignore_count) -> None:  # fmt: skip
         self.number, self.hosts, self._pythons = number, hosts, pythons
-        self.peers = Peers(HostAdmission(hosts), reached)
+        self.peers = Peers(HostAdmission(hosts), on_connected)
         self.channels: Sequence[Channel] = ()
         self._process: asyncio.subprocess.Process | None = None
         self._name, self._output = "", bytearray()
@@ -262,7 +262,7 @@ class _Command:
         deadline = loop.time() + CONNECT_S
         while not self.peers.complete.is_set() and loop.time() < deadline:
             if self.status is not None or hopeless(self.output):
-                deadline = min(deadline, loop.time() + LATE_CONNECT_S)
+                deadline = min(deadline, loop.time() + CONNECT_GRACE_S)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.peers.complete.wait(), POLL_S)
 

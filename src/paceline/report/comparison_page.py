@@ -25,7 +25,7 @@ from paceline.report.run_page import (
 from paceline.rundir.records import as_text
 from paceline.spec.formatting import format_duration
 
-_OVER_TIME = "The same over the seconds since each run began, its start included."
+_TIME_AXIS_NOTE = "The same over the seconds since each run began, its start included."
 _NOT_COMPARED = {"hosts", "master_port"}  # settings that are shown elsewhere or always differ
 
 
@@ -109,8 +109,8 @@ def _common_goal(runs: Sequence[Run]) -> list[Goal]:
             candidate for run in runs for candidate in run.curves if candidate.key == curve.key
         ]
         if len(matching) == len(runs):
-            best_values = [candidate.best.value for candidate in matching]
-            target = max(best_values) if curve.lower_is_better else min(best_values)
+            optima = [candidate.best.value for candidate in matching]
+            target = max(optima) if curve.lower_is_better else min(optima)
             return [Goal(curve.metric, target, curve.split)]
     return []
 
@@ -119,7 +119,7 @@ def _times_to_goals(runs: _Labeled, goals: Sequence[Goal]) -> Iterator[Part]:
     for goal in goals:
         rows, times = [], []
         for label, run in runs:
-            point, text = _reached(run, goal)
+            point, text = _first_point_at(run, goal)
             step = str(point.step) if point else ""
             rows.append([label, format_seconds(point) if point else "", step, text])
             if point is not None and point.seconds is not None:
@@ -134,7 +134,7 @@ def _times_to_goals(runs: _Labeled, goals: Sequence[Goal]) -> Iterator[Part]:
         yield Table(titles, rows, f"Time to {title}", collapsed=False)
 
 
-def _reached(run: Run, goal: Goal) -> tuple[Point | None, str]:
+def _first_point_at(run: Run, goal: Goal) -> tuple[Point | None, str]:
     """The first point at which a run reached a goal, and its value or why there is none."""
     curve = _curve_of(run, goal)
     if curve is None:
@@ -223,4 +223,4 @@ def _curves(runs: _Labeled) -> Iterator[Part]:
         yield Figure("curves", f"{metric}, {split}", f"{ends}.", data, table)
         if metric != "lr" and all(curve.last.seconds is not None for curve in group):
             by_seconds = curves_data(metric, group, labels, "seconds")
-            yield Figure("curves", f"{metric}, {split}, over time", _OVER_TIME, by_seconds)
+            yield Figure("curves", f"{metric}, {split}, over time", _TIME_AXIS_NOTE, by_seconds)

@@ -65,9 +65,9 @@ class Curve:
     def lower_is_better(self) -> bool:
         """By the metric's name, else by the direction in which the training went."""
         name = self.metric.lower()
-        if any(word in name for word in _LOWER_IS_BETTER):
+        if any(pattern in name for pattern in _LOWER_IS_BETTER):
             return True
-        if any(word in name for word in _HIGHER_IS_BETTER):
+        if any(pattern in name for pattern in _HIGHER_IS_BETTER):
             return False
         return self.points[-1].value < self.points[0].value
 

@@ -10,11 +10,11 @@ from paceline.explain.libraries import summarize
 from paceline.explain.rule import Match, Rule
 
 WIDTH = 200
-MAX_OTHER_MATCHES = 3
+MAX_CANDIDATES = 3
 MAX_LOSSES = 20
 
 
-def short(conclusion: Conclusion) -> list[str]:
+def summary_lines(conclusion: Conclusion) -> list[str]:
     """Cause and remedy, for the end of a failed run."""
     if not conclusion.matches:
         return [f"cause: {conclusion.text}"]
@@ -28,12 +28,12 @@ def lines(conclusion: Conclusion, evidence: Evidence) -> list[str]:
     text = [conclusion.text]
     if conclusion.matches:
         text += _describe_match(*conclusion.matches[0])
-        text += _describe_others(conclusion.matches[1 : MAX_OTHER_MATCHES + 1])
+        text += _describe_candidates(conclusion.matches[1 : MAX_CANDIDATES + 1])
     else:
         has_not_ended = evidence.launcher is not None and evidence.launcher.alive
         text += ["", "`paceline status` says where its ranks are." if has_not_ended
                  else "No rule fits. --bundle FILE packs what support needs."]  # fmt: skip
-        text += _last_lines(evidence)
+        text += _log_tail(evidence)
     return text + library_lines(evidence)
 
 
@@ -72,13 +72,13 @@ def _indented(texts: Sequence[str]) -> list[str]:
     return [f"    {text[:WIDTH]}" for text in texts]
 
 
-def _describe_others(matches: Sequence[tuple[Rule, Match]]) -> list[str]:
+def _describe_candidates(matches: Sequence[tuple[Rule, Match]]) -> list[str]:
     texts = [f"    {match.cause[:WIDTH]} ({rule.code}{', a consequence' * rule.symptom})"
              for rule, match in matches]  # fmt: skip
     return ["", "also seen:", *texts] if texts else []
 
 
-def _last_lines(evidence: Evidence) -> list[str]:
+def _log_tail(evidence: Evidence) -> list[str]:
     for log in evidence.logs:
         tail = [line for line in log.lines if line.strip()][-8:]
         if tail:

@@ -24,15 +24,15 @@ ORDER: tuple[Outcome, ...] = ("fail", "unknown", "warn", "pass")
 Cells = Sequence[Sequence[str]]
 
 
-def lines(conclusion: str, findings: Sequence[Finding], everything: bool = False) -> list[str]:
+def lines(conclusion: str, findings: Sequence[Finding], include_passed: bool = False) -> list[str]:
     """The conclusion with its remedy, then the other findings that did not pass.
 
     Args:
         conclusion: One sentence. The finding that it quotes is not repeated.
         findings: All findings.
-        everything: Include those that passed.
+        include_passed: Include those that passed.
     """
-    selected = [finding for finding in findings if everything or finding.outcome != "pass"]
+    selected = [finding for finding in findings if include_passed or finding.outcome != "pass"]
     ranked = sorted(selected, key=lambda finding: ORDER.index(finding.outcome))
     quoted = next((finding for finding in ranked if finding.message in conclusion), None)
     text = [conclusion, *(_remedy(quoted) if quoted is not None else [])]
@@ -107,17 +107,17 @@ def _assignments(variables: Mapping[str, str]) -> str:
 
 
 def draw(text: Sequence[str], tables: Sequence[tuple[list[str], list[list[str]]]],
-         after: Sequence[str], out: TextIO) -> None:  # fmt: skip
+         footer: Sequence[str], out: TextIO) -> None:  # fmt: skip
     """Writes lines, tables and lines, in colour if ``out`` is a terminal."""
     if not out.isatty():
-        blocks = [text, *(aligned(*table) for table in tables), after]
+        blocks = [text, *(aligned(*table) for table in tables), footer]
         out.write(clean("\n\n".join("\n".join(block) for block in blocks if block)) + "\n")
         return
-    _draw_rich(text, tables, after, out)
+    _draw_rich(text, tables, footer, out)
 
 
 def _draw_rich(text: Sequence[str], tables: Sequence[tuple[list[str], list[list[str]]]],
-               after: Sequence[str], out: TextIO) -> None:  # fmt: skip
+               footer: Sequence[str], out: TextIO) -> None:  # fmt: skip
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -133,7 +133,7 @@ def _draw_rich(text: Sequence[str], tables: Sequence[tuple[list[str], list[list[
         console.print()
         console.print(drawn)
     console.print()
-    for line in after:
+    for line in footer:
         console.print(Text(format_for(line, out), style="dim"), soft_wrap=True)
 
 

@@ -117,7 +117,7 @@ def build_page(run: Run) -> Page:
         Section("Forecast and what came", [*_forecast(run.record.forecast)]),
         Section("Plan, configuration, versions", [*_plan(run.record)]),
         Section("Run it again", [*_rerun_command(run.record), *_resume_hint(run)]),
-        Section("About this report", [*_about(run)]),
+        Section("About this report", [*_page_notes(run)]),
     ]
     if status == "bad":
         sections[:2] = reversed(sections[:2])
@@ -459,15 +459,15 @@ def _at_step(point: Point) -> str:
 
 
 def curves_data(metric: str, group: Sequence[Curve], labels: Sequence[str] = (),
-                over: str = "step") -> dict[str, Any]:  # fmt: skip
+                axis: str = "step") -> dict[str, Any]:  # fmt: skip
     """The data of a figure for ``page.js``, over steps or seconds."""
     series = [
         {"name": label,
          "points": [[x, point.value] for point in curve.points
-                    if (x := getattr(point, over)) is not None]}
+                    if (x := getattr(point, axis)) is not None]}
         for label, curve in zip(labels or [curve.split for curve in group], group, strict=True)
     ]  # fmt: skip
-    return {"metric": metric, "over": over, "series": series}
+    return {"metric": metric, "over": axis, "series": series}
 
 
 def _curves_table(group: Sequence[Curve]) -> Table:
@@ -678,7 +678,7 @@ def _placement_options(record: Record) -> list[str]:
     return [*options, *(["-p", str(*sizes)] if len(sizes) == 1 and sizes != {1} else [])]
 
 
-def _about(run: Run) -> Iterator[Part]:
+def _page_notes(run: Run) -> Iterator[Part]:
     items = [("bad", text) for text in run.record.missing]
     items += [("note", f"{name} is very long: only samples from all over the run were read")
               for name in run.record.sampled]  # fmt: skip

@@ -184,7 +184,7 @@ def _consequences(events: Sequence[Event], failure: Failure | None, interrupted:
     return indices
 
 
-def _last_regroup(events: Sequence[Event], start: int, end: int) -> int:
+def _final_regroup(events: Sequence[Event], start: int, end: int) -> int:
     """Index in an attempt after which the job survived no loss."""
     indices = (index for index in range(start + 1, end) if events[index].kind == "regroup")
     return max(indices, default=start)
@@ -192,7 +192,7 @@ def _last_regroup(events: Sequence[Event], start: int, end: int) -> int:
 
 def _cause_of_restart(events: Sequence[Event], start: int, end: int) -> int | None:
     """Index of what ended an attempt before the last: a lost host, else the first failure."""
-    tail = range(_last_regroup(events, start, end) + 1, end)
+    tail = range(_final_regroup(events, start, end) + 1, end)
     lost = [index for index in tail if events[index].kind == "lost"]
     return min(lost or [index for index in tail if _is_abnormal_end(events[index])], default=None)
 
@@ -202,7 +202,7 @@ def _consequent_exits(events: Sequence[Event], start: int, end: int, cause: int 
     indices, restarted, earliest = set[int](), set[int | None](), -math.inf
     if cause is not None:
         if events[cause].kind == "lost":  # other ranks may have noticed before the launcher did
-            start = _last_regroup(events, start, cause)
+            start = _final_regroup(events, start, cause)
         else:
             earliest = events[cause].time - 0.5
     for index in range(end - 1, start, -1):
@@ -258,8 +258,8 @@ class _Track:
     slowdowns: list[Slowdown] = field(default_factory=list)
     activity: Activity | None = None
     activity_start: float = 0.0
-    slow_text: str = ""  # not empty while it slows the others down
-    slow_start: float = 0.0
+    slowdown_text: str = ""  # not empty while it slows the others down
+    slowdown_start: float = 0.0
     has_ended: bool = False  # normally
 
     def switch(self, at: float, activity: Activity | None) -> None:
@@ -270,9 +270,9 @@ class _Track:
         self.activity, self.activity_start = activity, at
 
     def end_slowdown(self, at: float) -> None:
-        if self.slow_text:
-            self.slowdowns.append(Slowdown(self.slow_start, at, self.slow_text))
-            self.slow_text = ""
+        if self.slowdown_text:
+            self.slowdowns.append(Slowdown(self.slowdown_start, at, self.slowdown_text))
+            self.slowdown_text = ""
 
     def end(self, at: float) -> None:
         self.has_ended = True
@@ -362,8 +362,8 @@ class _Builder:
         if event.kind == "straggler" and rank is not None:
             track = self._track(rank, event["its_host"] or "")
             track.end_slowdown(at)
-            track.slow_text = event["text"] or "it slows the others down"
-            track.slow_start = at
+            track.slowdown_text = event["text"] or "it slows the others down"
+            track.slowdown_start = at
 
     def finish(self) -> None:
         for track in self.tracks.values():

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from paceline.remote.channel import Channel, Wrap
-from paceline.remote.fanout import connect_all
+from paceline.remote.channel import Channel
+from paceline.remote.fanout import connect_hosts
+from paceline.remote.login import Wrap
 from paceline.remote.openssh import SSH_FAILED, classify, ssh_command
 from paceline.remote.transport import ConnectedCallback, Transport, ignore_count
 from paceline.rendezvous.scheduled import run_command
@@ -162,7 +163,7 @@ class ContainerTransport(SshTransport):
         return transport
 
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
-                   reached: ConnectedCallback = ignore_count) -> list[Channel]:  # fmt: skip
+                   on_connected: ConnectedCallback = ignore_count) -> list[Channel]:  # fmt: skip
         """Checks the image on all hosts, then starts the agents.
 
         Raises:
@@ -172,7 +173,7 @@ class ContainerTransport(SshTransport):
         hosts = [replace(host, local=host.name in self._local_hosts) for host in hosts]
         wrap = await self.wrapping(hosts)
         await asyncio.gather(*(self._remove_lost(host) for host in hosts))
-        channels = await connect_all(hosts, pythons, self._options.ssh, wrap, reached)
+        channels = await connect_hosts(hosts, pythons, self._options.ssh, wrap, on_connected)
         for channel in channels:  # a container here has other files than this machine
             channel.host = replace(channel.host, local=False)
         return channels
@@ -212,7 +213,7 @@ class ContainerTransport(SshTransport):
         if not host.local and status == SSH_FAILED and mark not in output:
             refusal = classify(output, status, host)
             raise ConnectError(
-                f"cannot log in to {host.name}: {refusal.cause}", found=refusal.found,
+                f"cannot log in to {host.name}: {refusal.cause}", found=refusal.details,
                 remedy=refusal.remedy, brief=refusal.cause,
             )  # fmt: skip
         return status, output

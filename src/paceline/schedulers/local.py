@@ -16,7 +16,7 @@ class LocalTransport(SshTransport):
     """Refuses every host but this machine, so that it never uses SSH."""
 
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
-                   reached: ConnectedCallback = ignore_count) -> list[Channel]:  # fmt: skip
+                   on_connected: ConnectedCallback = ignore_count) -> list[Channel]:  # fmt: skip
         """Starts the agent. Raises SettingError if a host is another machine."""
         remote_hosts = [host.name for host in hosts if not host.local]
         if remote_hosts:
@@ -25,7 +25,7 @@ class LocalTransport(SshTransport):
                 found=f"other hosts: {', '.join(remote_hosts)}",
                 remedy="Leave -H out, or --via ssh",
             )
-        return await super().open(hosts, pythons, reached)
+        return await super().open(hosts, pythons, on_connected)
 
 
 class Local(Scheduler):

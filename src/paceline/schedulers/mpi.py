@@ -407,7 +407,7 @@ def unreachable_error(
 ) -> ConnectError:
     """Returns the error for hosts on which MPI cannot start anything; also names the others."""
     alive = [host.name for host in hosts if host.name not in refusals]
-    details = [f"{name}: {refusal.cause}: {refusal.found}" for name, refusal in refusals.items()]
+    details = [f"{name}: {refusal.cause}: {refusal.details}" for name, refusal in refusals.items()]
     noun = "host" if len(hosts) == 1 else "hosts"
     return ConnectError(
         f"{mpi.title} cannot start anything on {len(refusals)} of {len(hosts)} {noun}: "

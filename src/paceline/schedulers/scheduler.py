@@ -193,7 +193,7 @@ class Scheduler:
         """
         raise self._cannot("cancels no jobs")
 
-    async def why(self, host: Host) -> str:
+    async def loss_reason(self, host: Host) -> str:
         """Returns the scheduler's reason for the loss of a node; empty if unknown."""
         return ""
 

@@ -98,7 +98,7 @@ class Slurm(Scheduler):
             )
         srun = find_program(self, "srun", remedy="module load slurm")
         starter = SlurmStarter(srun, options.arguments, job)
-        return ScheduledTransport(starter, options.interface, self.why, SRUN_DIALECTS)
+        return ScheduledTransport(starter, options.interface, self.loss_reason, SRUN_DIALECTS)
 
     def render(self, request: BatchRequest) -> str:
         """Returns directives, the user's setup, and the command as typed."""
@@ -125,7 +125,7 @@ class Slurm(Scheduler):
         force = ["--signal=KILL", "--full"] if kill else []
         subprocess.run(["scancel", *force, job], capture_output=True, check=False)
 
-    async def why(self, host: Host) -> str:
+    async def loss_reason(self, host: Host) -> str:
         state = await state_of_node(host)
         return f"Slurm says that {host.name} is {state}" if state else ""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.remote.channel import Channel
-from paceline.remote.fanout import connect_all
+from paceline.remote.fanout import connect_hosts
 from paceline.remote.transport import ConnectedCallback, Transport, ignore_count
 from paceline.schedulers.scheduler import (
     DETACH_OPTIONS,
@@ -27,14 +27,14 @@ class SshTransport:
         self._ssh = options.ssh
 
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
-                   reached: ConnectedCallback = ignore_count) -> list[Channel]:  # fmt: skip
+                   on_connected: ConnectedCallback = ignore_count) -> list[Channel]:  # fmt: skip
         """Logs in everywhere. Raises ConnectError with all hosts that refuse."""
-        return await connect_all(hosts, pythons, self._ssh, reached=reached, reuse=True)
+        return await connect_hosts(hosts, pythons, self._ssh, on_connected=on_connected, reuse=True)
 
     async def close(self, exit_code: int) -> None:
         """Every channel has ended its own ssh."""
 
-    async def why(self, host: Host) -> str:
+    async def loss_reason(self, host: Host) -> str:
         return ""
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from paceline.remote.channel import MAX_PARALLEL_LOGINS, fetch_host_key
+from paceline.remote.login import MAX_PARALLEL_LOGINS, fetch_host_key
 from paceline.remote.openssh import Refusal, SshOptions
 from paceline.setup import keys
 from paceline.setup.journal import Change, Journal, write_file
@@ -131,7 +131,7 @@ async def _install_key(host: Host, options: SshOptions, script: str, public: str
     if answer.refusal is not None:
         if answer.refusal.cause == "login refused":
             return "the password was refused"
-        return f"{answer.refusal.cause}: {answer.refusal.found.splitlines()[-1]}"
+        return f"{answer.refusal.cause}: {answer.refusal.details.splitlines()[-1]}"
     report = keys.read_report(answer.output)
     if report.failed:
         return report.failed
@@ -155,7 +155,7 @@ async def revoke_keys(changes: Sequence[Change], hosts: Mapping[str, Host], opti
             journal.forget(change)
             report(f"{host.name}: key taken away")
         else:
-            error = (answer.refusal.found if answer.refusal else answer.messages).strip()
+            error = (answer.refusal.details if answer.refusal else answer.messages).strip()
             report(f"{host.name}: {error.splitlines()[-1] if error else 'no answer'}")
             is_complete = False
     return is_complete

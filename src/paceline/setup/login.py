@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 
 from paceline.remote.link import wait_for_exit
-from paceline.remote.openssh import Refusal, SshOptions, classify, pinned_key, ssh_command
+from paceline.remote.openssh import Refusal, SshOptions, classify, server_fingerprint, ssh_command
 from paceline.spec.hosts import Host
 
 TIMEOUT_S = 60.0
@@ -103,7 +103,7 @@ async def run_on_host(host: Host, options: SshOptions, remote: list[str], script
 
 def newly_pinned_key(answer: LoginResult) -> str | None:
     """Returns the fingerprint that this call pinned, if any."""
-    return pinned_key(answer.messages) if "Permanently added" in answer.messages else None
+    return server_fingerprint(answer.messages) if "Permanently added" in answer.messages else None
 
 
 async def effective_config(host: Host, options: SshOptions) -> dict[str, list[str]]:

@@ -139,6 +139,6 @@ def validate_limits(limits: Mapping[str, int], hosts: Sequence[str]) -> None:
 def _suggested_limits(limits: Mapping[str, int], names: Sequence[str]) -> str:
     """Formats the limits of the hosts that exist, or one for the last host as an example."""
     lowercase = {name.lower(): limit for name, limit in limits.items()}
-    known = {name: lowercase[name.lower()] for name in names if name.lower() in lowercase}
-    known = known or {names[-1]: next(iter(limits.values()))}
-    return ",".join(f"{name}={limit}" for name, limit in known.items())
+    matches = {name: lowercase[name.lower()] for name in names if name.lower() in lowercase}
+    matches = matches or {names[-1]: next(iter(limits.values()))}
+    return ",".join(f"{name}={limit}" for name, limit in matches.items())

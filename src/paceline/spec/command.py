@@ -13,10 +13,10 @@ def shell_text(argv: Sequence[str]) -> str:
 
 def bash_line(argv: Sequence[str]) -> str:
     """Quotes a command for bash on a single line: line breaks are escaped."""
-    return " ".join(map(_quote_on_one_line, argv))
+    return " ".join(map(_quote_single_line, argv))
 
 
-def _quote_on_one_line(arg: str) -> str:
+def _quote_single_line(arg: str) -> str:
     if not {"\n", "\r"} & set(arg):
         return shlex.quote(arg)
     escaped = arg.replace("\\", "\\\\").replace("'", "\\'")

@@ -307,7 +307,7 @@ class Event:
         return {name: value for name, value in self.fields.items() if name not in omitted}
 
     @classmethod
-    def heard(cls, host: str, message: Message, blob: bytes = b"") -> Event:
+    def from_message(cls, host: str, message: Message, blob: bytes = b"") -> Event:
         """Builds an event from an agent's validated message."""
         is_report = message["event"] == "said"  # by a rank, passed on
         data = message["data"] if is_report else message

@@ -17,14 +17,14 @@ class Row:
     """An option, an argument or a verb.
 
     Attributes:
-        left: The option as typed, with its placeholder.
+        term: The option as typed, with its placeholder.
         text: What it does.
         default: Its default for people; empty for none.
         choices: Its possible values, if they are few.
         required: It must be given.
     """
 
-    left: str
+    term: str
     text: str
     default: str = ""
     choices: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ def pluralize(number: int, noun: str) -> str:
 Section = tuple[str, Sequence[Row]]
 
 
-def render(usage: str, summary: str, sections: Sequence[Section], after: Sequence[str] = (),
+def render(usage: str, summary: str, sections: Sequence[Section], epilog: Sequence[str] = (),
            width: int = WIDTH) -> str:  # fmt: skip
     """Renders the help of a command.
 
@@ -58,7 +58,7 @@ def render(usage: str, summary: str, sections: Sequence[Section], after: Sequenc
         usage: The command line, without the word usage.
         summary: Paragraphs, separated by empty lines.
         sections: Titles with their rows; empty ones are left out.
-        after: Paragraphs at the end.
+        epilog: Paragraphs at the end.
         width: Of the terminal, in characters.
     """
     width = min(width, MAX_WIDTH)
@@ -68,7 +68,7 @@ def render(usage: str, summary: str, sections: Sequence[Section], after: Sequenc
         if rows:
             lines = [line for row in rows for line in _row(row, width)]
             blocks.append("\n".join([f"{title}:", *lines]))
-    blocks += [_wrap(text, width) for text in after]
+    blocks += [_wrap(text, width) for text in epilog]
     return "\n\n".join(blocks)
 
 
@@ -91,11 +91,11 @@ def _wrap(text: str, width: int, indent: str = "", first: str = "") -> str:
 
 
 def _row(row: Row, width: int) -> list[str]:
-    left, column = f"  {row.left}", " " * _COLUMN
+    term, column = f"  {row.term}", " " * _COLUMN
     texts = _wrap(row.description(), width, column, column).splitlines()
-    if len(left) > _COLUMN - 2:
-        return [left, *texts]
-    return [f"{left:<{_COLUMN}}{texts[0].lstrip()}", *texts[1:]] if texts else [left]
+    if len(term) > _COLUMN - 2:
+        return [term, *texts]
+    return [f"{term:<{_COLUMN}}{texts[0].lstrip()}", *texts[1:]] if texts else [term]
 
 
 def closest_match(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
@@ -106,9 +106,9 @@ def closest_match(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     return matches[0] if matches else ""
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, choices: Iterable[str]) -> str:
     """``one of a, b; did you mean `a`?`` for an unknown name."""
-    names = list(known)
+    names = list(choices)
     guess = closest_match(name, names)
     listed = "one of " + ", ".join(names)
     return f"{listed}; did you mean `{guess}`?" if guess else listed

@@ -35,11 +35,11 @@ def parse_processes(value: object) -> Processes:
     return number
 
 
-def count_processes(asked: Processes, gpus: int, cpus: int) -> int:
+def count_processes(requested: Processes, gpus: int, cpus: int) -> int:
     """How many processes that is on a node, as torchrun counts them."""
-    if isinstance(asked, int):
-        return asked
-    return gpus if asked != "cpu" and gpus else max(1, cpus)
+    if isinstance(requested, int):
+        return requested
+    return gpus if requested != "cpu" and gpus else max(1, cpus)
 
 
 def redact(name: str, value: str) -> str:
@@ -101,9 +101,9 @@ class Environment:
         Those whose name says so, and those that were forwarded and look like a key: a path or a
         language would be missed in the logs.
         """
-        named = secret_values(self.variables())
+        by_name = secret_values(self.variables())
         shaped = [value for value in self.forwarded.values() if _SECRET_SHAPE.fullmatch(value)]
-        return tuple(dict.fromkeys([*named, *shaped]))
+        return tuple(dict.fromkeys([*by_name, *shaped]))
 
     def forwarded_secrets(self) -> tuple[str, ...]:
         """Names of forwarded variables that seem to be secrets; a path is none."""
@@ -151,14 +151,14 @@ class Data:
         """An argument as a node gets it: a path, or an option with one behind ``=``."""
         option, equals, value = arg.partition("=")
         if arg in self.words:
-            return folder + self._inside(arg)
+            return folder + self._subpath(arg)
         joined = equals and option.startswith("-") and value in self.words
-        return f"{option}={folder}{self._inside(value)}" if joined else arg
+        return f"{option}={folder}{self._subpath(value)}" if joined else arg
 
-    def _inside(self, word: str) -> str:
+    def _subpath(self, path: str) -> str:
         roots = sorted((one.rstrip("/") for one in self.words), key=len)
-        root = next(one for one in roots if f"{word}/".startswith(f"{one}/"))
-        return word[len(root) :].rstrip("/")
+        root = next(one for one in roots if f"{path}/".startswith(f"{one}/"))
+        return path[len(root) :].rstrip("/")
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,9 +149,9 @@ class Plan:
             jobenv.HOST: node.host,
             jobenv.HOSTS: ",".join(self.hosts),
         }
-        others = launchers.foreign_variables(self.dialects, place)  # the user's own go before them
-        given = {*self.environment, *node.env}
-        return {name: value for name, value in others.items() if name not in given} | place
+        foreign = launchers.foreign_variables(self.dialects, place)  # the user's own go before them
+        explicit = {*self.environment, *node.env}
+        return {name: value for name, value in foreign.items() if name not in explicit} | place
 
     def to_json(self) -> dict[str, Any]:
         """The plan as ``plan.json`` holds it."""
@@ -204,14 +204,14 @@ class Plan:
 
 def entry_json(entry: Entry) -> dict[str, Any]:
     """An entry in ``plan.json``, and on the wire."""
-    said: dict[str, Any] = {"kind": entry.kind, "target": entry.target, "args": list(entry.args)}
+    record: dict[str, Any] = {"kind": entry.kind, "target": entry.target, "args": list(entry.args)}
     if entry.local_rank_flag:
-        said["local_rank_flag"] = entry.local_rank_flag
-    return {**said, "sha256": entry.sha256} if entry.kind == "function" else said
+        record["local_rank_flag"] = entry.local_rank_flag
+    return {**record, "sha256": entry.sha256} if entry.kind == "function" else record
 
 
 def _setting_json(setting: Setting[Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"value": setting.value, "source": setting.source.label}
+    record: dict[str, Any] = {"value": setting.value, "source": setting.source.label}
     if setting.detail:
-        found["detail"] = setting.detail
-    return found
+        record["detail"] = setting.detail
+    return record

@@ -16,23 +16,23 @@ class StepFilter:
     """Accepts each step of each split once: a training that resumes repeats some."""
 
     def __init__(self) -> None:
-        self._last: dict[str, int] = {}  # the last step of each split
+        self._recorded: dict[str, int] = {}  # the last step of each split
         self._previous: dict[str, int] = {}  # the same, before the present attempt
         self._senders: dict[tuple[str, int], object] = {}  # of the latest steps
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was recorded yet."""
-        return not self._last
+        return not self._recorded
 
     def next_attempt(self) -> None:
         """Rejects all recorded steps from now on."""
-        self._previous = dict(self._last)
+        self._previous = dict(self._recorded)
         self._senders.clear()
 
     def resume(self, path: Path) -> None:
         """Rejects the steps that an earlier run has recorded in a file."""
-        self._previous = _maxima(self._previous, last_steps(path))
+        self._previous = _maxima(self._previous, recorded_steps(path))
 
     def accept(self, record: Mapping[str, Any], sender: object = None) -> bool:
         """Whether a record is to be kept.
@@ -51,7 +51,7 @@ class StepFilter:
             return False
         if len(self._senders) > _MAX_SENDERS:
             del self._senders[next(iter(self._senders))]
-        self._last = _maxima(self._last, {split: step})
+        self._recorded = _maxima(self._recorded, {split: step})
         return True
 
 
@@ -59,9 +59,9 @@ def _maxima(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
     return {split: max(a.get(split, -1), b.get(split, -1)) for split in {*a, *b}}
 
 
-def last_steps(path: Path) -> dict[str, int]:
+def recorded_steps(path: Path) -> dict[str, int]:
     """The last recorded step of each split; ignores anything that is no record."""
-    last: dict[str, int] = {}
+    steps: dict[str, int] = {}
     with contextlib.suppress(OSError), path.open("rb") as file:
         while line := file.readline(MAX_LINE_BYTES):
             if not line.endswith(b"\n") and len(line) == MAX_LINE_BYTES:
@@ -74,5 +74,5 @@ def last_steps(path: Path) -> dict[str, int]:
                 if isinstance(record, dict):
                     split, step = record.get("split", ""), record.get("step")
                     if isinstance(split, str) and type(step) is int and 0 <= step < 1 << 63:
-                        last[split] = max(last.get(split, -1), step)
-    return last
+                        steps[split] = max(steps.get(split, -1), step)
+    return steps

@@ -123,7 +123,7 @@ def parse_version(name: str) -> Version | None:
     return int(match[2] or _FIRST_TOKEN), int(match[1])
 
 
-def is_like_checkpoint(name: str) -> bool:
+def resembles_checkpoint(name: str) -> bool:
     """Whether a name resembles a checkpoint's but is none: no run writes such numbers."""
     return parse_version(name) is None and _NUMERIC_NAME.fullmatch(name) is not None
 

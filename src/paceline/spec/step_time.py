@@ -44,18 +44,20 @@ class StepTime:
         Either the last bucket starts when the last gradient is ready, or the link is busy from the
         first bucket on.
         """
-        before, last_bucket, busy_link = self._parts()
-        return before + max(last_bucket + self.latency, busy_link + self.buckets * self.latency)
+        lead_s, final_bucket_s, busy_link_s = self._parts()
+        return lead_s + max(
+            final_bucket_s + self.latency, busy_link_s + self.buckets * self.latency
+        )
 
     def latency_from(self, seconds: float) -> float:
         """Returns the latency that explains a measured step time."""
-        before, last_bucket, busy_link = self._parts()
-        rest = seconds - before
-        return max(0.0, min(rest - last_bucket, (rest - busy_link) / self.buckets))
+        lead_s, final_bucket_s, busy_link_s = self._parts()
+        backward_s = seconds - lead_s
+        return max(0.0, min(backward_s - final_bucket_s, (backward_s - busy_link_s) / self.buckets))
 
     def _parts(self) -> tuple[float, float, float]:
         """Returns the time before the first bucket, then both possible ends without latencies."""
         backward = (1 - _FORWARD) * self.computing
-        before = _FORWARD * self.computing + self.blocking
-        last_bucket = backward + self.moving / self.buckets
-        return before, last_bucket, backward / self.buckets + self.moving
+        lead_s = _FORWARD * self.computing + self.blocking
+        final_bucket_s = backward + self.moving / self.buckets
+        return lead_s, final_bucket_s, backward / self.buckets + self.moving

@@ -230,7 +230,7 @@ class CheckpointFetcher:
         hashes |= {path.partition("/")[2]: sha256 for path, sha256 in fetched.items()}
         if problem := await asyncio.to_thread(find_damage, arriving / name, name, hashes):
             await asyncio.to_thread(shutil.rmtree, arriving, ignore_errors=True)
-            self._fetcher.left_on.add(self._channel.host.name)
+            self._fetcher.incomplete_hosts.add(self._channel.host.name)
             if name not in self._noted:
                 self._noted.add(name)
                 self._note(f"paceline: checkpoint {name} of {self._channel.host.name} is damaged"

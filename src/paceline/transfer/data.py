@@ -142,7 +142,7 @@ class DataPlace:
         folder: Path on the node.
         in_place: It is the folder itself, or has the same content under the same path.
         sign: A file that identifies this disk to other nodes.
-        missing, same, extra: Files to send, to set the time of, and to remove.
+        missing, unchanged, extra: Files to send, to set the time of, and to remove.
         free: Free bytes on the disk of the copy.
         outward: Targets of missing files that are outside the folder and only linked.
     """
@@ -151,7 +151,7 @@ class DataPlace:
     in_place: bool
     sign: str = ""
     missing: list[Item] = field(default_factory=list)
-    same: list[Item] = field(default_factory=list)
+    unchanged: list[Item] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
     free: int = 0
     outward: Mapping[str, str] = field(default_factory=dict)
@@ -186,11 +186,11 @@ async def locate(channel: Channel, folder: DataFolder, needs_copy: bool = False)
     copy = str(answer["folder"])
     diff = await _compare(channel, folder, copy)
     changed = await _changed_files(channel, folder, copy, diff.doubtful)
-    same = [item for item in diff.doubtful if item[0] not in changed]
+    unchanged = [item for item in diff.doubtful if item[0] not in changed]
     missing = [*diff.missing, *(item for item in diff.doubtful if item[0] in changed)]
     outward = await asyncio.to_thread(folder.outward, missing)
     sign, free = str(answer["sign"]), answer["free"]
-    return DataPlace(copy, False, sign, missing, same, diff.extra, free, outward)
+    return DataPlace(copy, False, sign, missing, unchanged, diff.extra, free, outward)
 
 
 async def _compare(
@@ -248,8 +248,8 @@ async def send(
     try:
         for extra in _chunks(place.extra, ITEM_BATCH):
             await channel.request("settle_data", gone=extra, same=[], **fields)
-        for same in _chunks(place.same, ITEM_BATCH):
-            await channel.request("settle_data", gone=[], same=same, **fields)
+        for unchanged in _chunks(place.unchanged, ITEM_BATCH):
+            await channel.request("settle_data", gone=[], same=unchanged, **fields)
         small = [item for item in place.missing if item[1] <= MAX_SMALL_BYTES]
         await _send_small(channel, folder, small, fields, sent)
         for item in (item for item in place.missing if item[1] > MAX_SMALL_BYTES):
@@ -344,18 +344,18 @@ async def _send_large(
                     sent(offset)
             file.seek(offset)
         async with Window() as window:
-            last = False
-            while not last:
+            is_final = False
+            while not is_final:
                 data = await asyncio.to_thread(file.read, min(BLOCK, size - offset))
                 await asyncio.to_thread(digest.update, data)
-                last = offset + len(data) == size
-                if not last and not data:
+                is_final = offset + len(data) == size
+                if not is_final and not data:
                     raise _changed(folder.place, path)
-                end = {"sha256": digest.hexdigest(), "mtime": mtime} if last else {}
+                end = {"sha256": digest.hexdigest(), "mtime": mtime} if is_final else {}
                 if window.full:
                     await window.next()
                 window.add(channel.request(
-                    "put_data", path=path, offset=offset, last=last, blob=data, **end, **fields
+                    "put_data", path=path, offset=offset, last=is_final, blob=data, **end, **fields
                 ))  # fmt: skip
                 offset += len(data)
                 sent(len(data))

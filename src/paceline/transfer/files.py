@@ -19,7 +19,7 @@ T = TypeVar("T")
 Entry = Sequence[object]
 ENTRY_BATCH = 2000  # entries of a manifest in a message
 MAX_SMALL_BYTES = 1 << 16  # files up to this size share messages
-MIN_COUNTED_BYTES = (
+FILE_OVERHEAD_BYTES = (
     1 << 10
 )  # bytes that a file counts at least, so that a message holds at most 1024
 WINDOW_SIZE = 4  # blocks: enough for a far node, few enough for the agent's memory
@@ -136,13 +136,13 @@ def _read(paths: Sequence[Path]) -> list[bytes]:
 def grouped(items: Sequence[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
     """Groups small files so that each group has about a block."""
     batch: list[T] = []
-    room = BLOCK
+    free_bytes = BLOCK
     for item in items:
         batch.append(item)
-        room -= size_of(item) + MIN_COUNTED_BYTES
-        if room <= 0:
+        free_bytes -= size_of(item) + FILE_OVERHEAD_BYTES
+        if free_bytes <= 0:
             yield batch
-            batch, room = [], BLOCK
+            batch, free_bytes = [], BLOCK
     if batch:
         yield batch
 
@@ -163,17 +163,19 @@ async def send_blocks(channel: Channel, path: Path, op: str, /, **fields: Any) -
 async def _send_blocks(channel: Channel, file: BinaryIO, op: str, fields: dict[str, Any],
                        window: Window) -> None:  # fmt: skip
     digest = hashlib.sha256()
-    offset, last = 0, False
+    offset, is_final = 0, False
     data = await asyncio.to_thread(file.read, BLOCK)
-    while not last:
+    while not is_final:
         next_data = await asyncio.to_thread(file.read, BLOCK)
         if "sha256" not in fields:
             await asyncio.to_thread(digest.update, data)
-        last = not next_data
-        end = {"sha256": digest.hexdigest(), "size": offset + len(data)} if last else {}
+        is_final = not next_data
+        end = {"sha256": digest.hexdigest(), "size": offset + len(data)} if is_final else {}
         if window.full:
             await window.next()
-        window.add(channel.request(op, **{**end, **fields}, offset=offset, last=last, blob=data))
+        window.add(
+            channel.request(op, **{**end, **fields}, offset=offset, last=is_final, blob=data)
+        )
         offset, data = offset + len(data), next_data
 
 
@@ -196,11 +198,12 @@ async def fetch_file(channel: Channel, root: str, path: str, size: int, target: 
         async with Window() as window:
             for offset in offsets:
                 count = min(BLOCK, size - offset)
-                last = offset + count == size
+                is_final = offset + count == size
                 if window.full:
                     await _receive(window, target)
-                window.add(channel.ask("read_block", root=root, path=path, offset=offset,
-                                       count=count, last=last))  # fmt: skip
+                window.add(channel.request_with_blob(
+                    "read_block", root=root, path=path, offset=offset, count=count, last=is_final
+                ))  # fmt: skip
             sha256 = ""
             while not window.empty:
                 sha256 = await _receive(window, target)

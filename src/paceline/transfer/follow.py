@@ -20,7 +20,7 @@ from typing import Any
 from paceline.agent import inside
 from paceline.agent.snapshot import BLOCK
 from paceline.remote.channel import AgentRefusal, Channel
-from paceline.remote.fanout import connect_all
+from paceline.remote.fanout import connect_hosts
 from paceline.remote.openssh import SshOptions
 from paceline.rundir import detached_file, records
 from paceline.rundir.arrivals import Arrivals
@@ -44,18 +44,18 @@ class RunState:
     """The state of a run, according to its supervisor's host.
 
     Attributes:
-        word: ``running``, ``ended``, or ``lost`` (its supervisor died without a result).
-        about: Its description.
+        state: ``running``, ``ended``, or ``lost`` (its supervisor died without a result).
+        record: Its description.
         news: Whether any file was fetched.
     """
 
-    word: str
-    about: DetachedRecord | None
+    state: str
+    record: DetachedRecord | None
     news: bool = False
 
     @property
     def over(self) -> bool:
-        return self.word != "running"
+        return self.state != "running"
 
 
 def is_growing(path: str) -> bool:
@@ -107,8 +107,8 @@ class Follower:
         """
         answer = await self.channel.request("run_changes", run_id=self.run_id, afresh=self._afresh)
         record = records.parse_json(answer["about"])
-        about = DetachedRecord.read(record) if isinstance(record, dict) else None
-        if about is None or about.run_id != self.run_id:
+        detached = DetachedRecord.read(record) if isinstance(record, dict) else None
+        if detached is None or detached.run_id != self.run_id:
             raise UnknownRun(
                 f"{self.channel.host.name} has no run {self.run_id} any more",
                 found="its results were fetched from there, or it was left for longer than"
@@ -128,12 +128,12 @@ class Follower:
             and not inside.why_refused(path)
             and (is_growing(path) or size <= MAX_SMALL_BYTES)
         ]
-        await self._run_all(fetches)
-        has_ended = about.ended is not None
+        await self._run_limited(fetches)
+        has_ended = detached.ended is not None
         state = "ended" if has_ended else "running"
         if answer["alive"] is False and not has_ended:
             state = "ended" if records.is_regular(self._path / names.RESULT) else "lost"
-        return RunState(state, about, bool(fetches))
+        return RunState(state, detached, bool(fetches))
 
     def _remove_outcome(self, removed: set[str], remote: set[str] | None) -> None:
         """Removes the outcome of an earlier start of the run once the host has removed it."""
@@ -141,7 +141,7 @@ class Follower:
             if name in removed or (remote is not None and name not in remote):
                 (self._path / name).unlink(missing_ok=True)
 
-    async def _run_all(self, coroutines: list[Coroutine[Any, Any, None]]) -> None:
+    async def _run_limited(self, coroutines: list[Coroutine[Any, Any, None]]) -> None:
         async def limited(coroutine: Coroutine[Any, Any, None]) -> None:
             async with self._gate:
                 await coroutine
@@ -161,18 +161,23 @@ class Follower:
             if is_growing(path):
                 await self._append(path, mark, size)
             else:
-                data = await self._read(path, 0, size, whole=True)
-                await asyncio.to_thread(self._put, path, data)
+                data = await self._read(path, 0, size, is_complete=True)
+                await asyncio.to_thread(self._write_file, path, data)
         except AgentRefusal:  # it has changed meanwhile: retry with the next refresh
             self._missing[path] = mark, size
 
-    async def _read(self, path: str, offset: int, count: int, whole: bool = False) -> bytes:
-        _, data = await self.channel.ask(
-            "read_part", run_id=self.run_id, path=path, offset=offset, count=count, whole=whole
+    async def _read(self, path: str, offset: int, count: int, is_complete: bool = False) -> bytes:
+        _, data = await self.channel.request_with_blob(
+            "read_part",
+            run_id=self.run_id,
+            path=path,
+            offset=offset,
+            count=count,
+            whole=is_complete,
         )
         return data
 
-    def _put(self, path: str, data: bytes) -> None:
+    def _write_file(self, path: str, data: bytes) -> None:
         """Writes a complete file, without a sync: it can be fetched again."""
         direct = names.is_launcher_file(path) and not path.startswith(f"{names.FETCHED}/")
         place = path if direct else self._arrivals.place(path, self.channel.host.name)
@@ -225,12 +230,12 @@ class Follower:
         data = await self._read(path, offset - count, count)
         return data == os.pread(fd, count, offset - count)
 
-    async def finish(self, word: str = "ended",
+    async def finish(self, state: str = "ended",
                      note: Callable[[str], None] = lambda text: None) -> bool:  # fmt: skip
         """Fetches all remaining files after the end, and records that.
 
         Args:
-            word: The state: ``ended`` or ``lost``.
+            state: The state: ``ended`` or ``lost``.
             note: Shows a message to the user.
 
         Returns:
@@ -245,8 +250,8 @@ class Follower:
         fetcher = Fetcher(self._path, note)
         await CheckpointFetcher(self.channel, self._root, self._path, fetcher, note=note).sync()
         await fetcher.fetch(
-            self.channel, self._root, None, self._path, leave=self._leaves,
-            refuse=lambda path: "" if is_remote(path) else names.reserved_reason(path),
+            self.channel, self._root, None, self._path, skip=self._is_skipped,
+            rejection_reason=lambda path: "" if is_remote(path) else names.reserved_reason(path),
             supervisor=True,
         )  # fmt: skip
         if self._missing:
@@ -255,14 +260,14 @@ class Follower:
             )
         record = records.read_object(self._path / DETACHED) or {}
         text = json.dumps(
-            {**record, FETCHED_AT: round(time.time(), 3), LAST_STATUS: word}, indent=2
+            {**record, FETCHED_AT: round(time.time(), 3), LAST_STATUS: state}, indent=2
         )
         await asyncio.to_thread(inside.write_file, str(self._path), DETACHED, text.encode() + b"\n")
         with contextlib.suppress(OSError):  # another follower is still receiving
             (self._path / inside.INCOMING).rmdir()
-        return not fetcher.left_on
+        return not fetcher.incomplete_hosts
 
-    def _leaves(self, path: str) -> bool:
+    def _is_skipped(self, path: str) -> bool:
         """Whether a file was fetched before, or is only for the supervisor."""
         return path in _LOCAL_FILES or names.is_fetched_separately(path) or is_growing(path)
 
@@ -304,11 +309,11 @@ async def follow(path: Path, detached: SupervisorLocation) -> Follower:
     config = Path(detached.ssh_config) if detached.ssh_config else None
     host = detached.to_host()
     try:
-        (channel,) = await connect_all([host], [detached.python], SshOptions(config))
+        (channel,) = await connect_hosts([host], [detached.python], SshOptions(config))
     except ConnectError as error:
-        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(detached.since))
+        detached_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(detached.since))
         raise ConnectError(
-            f"the run is on {detached.host} since {since}, which cannot be asked now",
+            f"the run is on {detached.host} since {detached_at}, which cannot be asked now",
             found=error.found,
             remedy=f"{error.remedy}\nwhat came before is in {shell_text([str(path)])}",
         ) from None

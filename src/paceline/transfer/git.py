@@ -34,7 +34,7 @@ _REPOSITORY_VARIABLES = {
 
 def run_git(folder: Path, *args: str) -> str | None:
     """Output of ``git ARGS`` in ``folder``, decoded by ``os.fsdecode``; ``None`` if it fails."""
-    options = [word for name, value in _SETTINGS.items() for word in ("-c", f"{name}={value}")]
+    options = [arg for name, value in _SETTINGS.items() for arg in ("-c", f"{name}={value}")]
     command = ["git", "--no-optional-locks", *options, "-C", str(folder), *args]
     environment = {
         name: value for name, value in os.environ.items() if name not in _REPOSITORY_VARIABLES

@@ -50,9 +50,9 @@ def reject_outward(root: Path, outward: Mapping[str, str]) -> None:
     if not outward:
         return
     links = [f"{path} -> {target}" for path, target in [*outward.items()][:_MAX_LINKS]]
-    more = f"\nand {len(outward) - _MAX_LINKS} more" if len(outward) > _MAX_LINKS else ""
+    suffix = f"\nand {len(outward) - _MAX_LINKS} more" if len(outward) > _MAX_LINKS else ""
     raise SettingError(
         f"links in {root} lead out of it, and their content would be sent to other hosts",
-        found="\n".join(links) + more,
+        found="\n".join(links) + suffix,
         remedy="Remove them; or add --follow-links, if the hosts may have what they lead to",
     )

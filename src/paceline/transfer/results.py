@@ -26,16 +26,16 @@ class Fetcher:
         note: Shows a message to the user.
 
     Attributes:
-        left_on: Hosts with files that were not fetched: the run's folder there must be kept.
+        incomplete_hosts: Hosts whose run folder must be kept: some files were not fetched.
     """
 
     def __init__(self, directory: Path, note: Callable[[str], None] = lambda text: None) -> None:
         self._directory, self._note = directory, note
-        self.left_on: set[str] = set()
+        self.incomplete_hosts: set[str] = set()
 
     async def fetch(self, channel: Channel, root: str, manifest: Manifest | None, target: Path,
-                    leave: Callable[[str], bool] = lambda path: False,
-                    *, refuse: Callable[[str], str] = lambda path: "",
+                    skip: Callable[[str], bool] = lambda path: False,
+                    *, rejection_reason: Callable[[str], str] = lambda path: "",
                     supervisor: bool = False) -> list[str]:  # fmt: skip
         """Fetches new and changed files below ``root`` of a node into ``target``.
 
@@ -44,19 +44,19 @@ class Fetcher:
             root: Folder on the node.
             manifest: The folder's content before the job; ``None`` if it was empty.
             target: Local folder, in the run directory.
-            leave: Whether to skip a path silently.
-            refuse: Reason to refuse a path besides the general rules; may be empty.
+            skip: Whether to skip a path silently.
+            rejection_reason: Reason to refuse a path besides the general rules; may be empty.
             supervisor: The node has the run's launcher, which writes the run's records.
 
         Returns:
             The fetched paths, as on the node.
         """
         answer = await channel.request("list_results", root=root, manifest=manifest)
-        listed = {str(f["path"]): int(f["size"]) for f in answer["files"] if not leave(f["path"])}
-        refused = {path: reason for path in listed
-                   if (reason := why_refused(self._in_run(target, path)) or refuse(path))
+        listed = {str(f["path"]): int(f["size"]) for f in answer["files"] if not skip(f["path"])}
+        rejected = {path: reason for path in listed
+                   if (reason := why_refused(self._in_run(target, path)) or rejection_reason(path))
                    }  # fmt: skip
-        files = {path: size for path, size in listed.items() if path not in refused}
+        files = {path: size for path, size in listed.items() if path not in rejected}
         total = sum(files.values())
         if total > RESULT_LIMIT:
             raise NodeError(
@@ -65,11 +65,11 @@ class Fetcher:
                 remedy=f"Copy them by hand: scp -r {channel.host.address}:{root} .",
             )
         host = channel.host.name
-        if refused:
-            self.left_on.add(host)
+        if rejected:
+            self.incomplete_hosts.add(host)
             await channel.request("keep_folder", root=root)
-            examples = "; ".join(f"{path:.100} ({why})" for path, why in [*refused.items()][:3])
-            files_text = pluralize(len(refused), "file")
+            examples = "; ".join(f"{path:.100} ({why})" for path, why in [*rejected.items()][:3])
+            files_text = pluralize(len(rejected), "file")
             self._note(f"paceline: {files_text} stayed on {host} in {root}: {examples}")
         arrivals, moved = Arrivals(self._directory), list[str]()
         for path, size in files.items():

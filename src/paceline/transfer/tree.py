@@ -142,12 +142,12 @@ def read_tree(root: Path, parts: Sequence[str] = ()) -> Tree:
 
 def read_parts(root: Path, parts: Sequence[str]) -> Tree:
     """Hashes these files and folders below ``root``, by default all."""
-    files = {path for part in parts or (".",) for path in _below(root, part)}
+    files = {path for part in parts or (".",) for path in _walk_part(root, part)}
     _check_depth(root, files)
     return _hashed(root, sorted(files))
 
 
-def _below(root: Path, part: str) -> Iterator[str]:
+def _walk_part(root: Path, part: str) -> Iterator[str]:
     """Relative paths of a file, or of all files of a folder."""
     if (root / part).is_file():
         yield part
@@ -235,12 +235,12 @@ def _too_large(root: Path, sizes: Mapping[str, int]) -> SettingError:
         # a minimum for each: very many small files are as slow as a few large ones
         folders[path.split("/")[0]] += size + MAX_BYTES // MAX_FILES
     largest = folders.most_common(1)[0][0]
-    inside = [size for path, size in sizes.items() if path.split("/")[0] == largest]
+    members = [size for path, size in sizes.items() if path.split("/")[0] == largest]
     return SettingError(
         f"the code in {root} is too large to ship at every start",
         found=f"{pluralize(len(sizes), 'file')}, {sum(sizes.values()) >> 20} MiB (at most"
         f" {MAX_FILES} and {MAX_BYTES >> 20} MiB); most of it is {largest}:"
-        f" {pluralize(len(inside), 'file')}, {sum(inside) >> 20} MiB",
+        f" {pluralize(len(members), 'file')}, {sum(members) >> 20} MiB",
         remedy=f"Keep {largest} out by .gitignore; if ranks need it, add --data {largest}, which "
         "sends it once. Or start from a folder that holds only the code, or put the code at the "
         "same path on every host and add --ship never",

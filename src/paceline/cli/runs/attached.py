@@ -113,7 +113,7 @@ class _AttachedTerminal:
         shown_error, is_first = "", True
         while True:
             status = await self._client.look()
-            self._command = status.about.command if status.about else ()
+            self._command = status.record.command if status.record else ()
             if shown_error != self._client.last_error:
                 shown_error = self._client.last_error
                 self._screen.note(f"paceline: {shown_error or 'the connection is back'}")

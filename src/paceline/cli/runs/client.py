@@ -125,7 +125,7 @@ class RemoteLauncher:
         except UnknownRun:  # another follower brought everything, and it was removed there
             if status is None and detached_of(self.path) is not None:
                 raise
-            run = status.about if status is not None else None
+            run = status.record if status is not None else None
             self._status = RunState("ended", run)
             return self._status
         except (ConnectionError, ConnectError, HostUnresponsive) as problem:
@@ -171,13 +171,13 @@ class RemoteLauncher:
             raise ConnectError(f"{self._detached.host} cannot be asked now", found=self.last_error)
         is_whole = True
         if detached_of(self.path) is not None:  # else another follower has done it
-            if self._status.word == "lost":
+            if self._status.state == "lost":
                 await self._wait_for_ranks()
             try:
-                is_whole = await self._follower.finish(self._status.word, _note)
+                is_whole = await self._follower.finish(self._status.state, _note)
             except (ConnectionError, HostUnresponsive) as problem:
                 raise self._connection_lost(problem) from None
-        run = self._status.about
+        run = self._status.record
         with contextlib.suppress(NodeError, ConnectionError):
             await self._follower.discard(
                 fetched=is_whole and run is not None and was_started_here(run, self.path)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from paceline.cli.runs.state import end_state
 from paceline.remote import this_machine
-from paceline.remote.channel import LoginRefused
-from paceline.remote.fanout import try_connect_all
+from paceline.remote.channel import LoginError
+from paceline.remote.fanout import try_connect_hosts
 from paceline.remote.openssh import SshOptions
 from paceline.rundir import detached_file, records
 from paceline.rundir.ownership import detached_of
@@ -81,13 +81,13 @@ async def find_detached(
         discard: Ids of runs that are removed there, if they are over.
     """
     pythons = [host.python or this_machine.default_python() for host in hosts]
-    outcomes = await try_connect_all(hosts, pythons, ssh)
+    outcomes = await try_connect_hosts(hosts, pythons, ssh)
     unreachable = [(answered.host.name, f"{answered.refusal.cause}: {answered.refusal.found}")
-               for answered in outcomes if isinstance(answered, LoginRefused)]  # fmt: skip
+               for answered in outcomes if isinstance(answered, LoginError)]  # fmt: skip
     runs: list[DetachedRun] = []
     seen: set[str] = set()
     for channel in outcomes:
-        if isinstance(channel, LoginRefused):
+        if isinstance(channel, LoginError):
             continue
         try:
             for run_id in discard:

@@ -61,5 +61,5 @@ def explain_failure(run: Path, result: Result, events: tuple[Event, ...]) -> str
         return ""
     return "\n".join(
         f"paceline: {line}" if at == 0 else f"  {line}"
-        for at, line in enumerate(explanation.short(conclusion))
+        for at, line in enumerate(explanation.summary_lines(conclusion))
     )

@@ -168,7 +168,7 @@ def show(survey: Survey, findings: Sequence[Finding], environment: Mapping[str, 
     """Conclusion, what to do, hosts × checks, the matrix of pairs, the environment."""
     from paceline.checks.runner import conclusion
 
-    text = report.lines(conclusion(findings), findings, everything=is_plain)
+    text = report.lines(conclusion(findings), findings, include_passed=is_plain)
     names = [host.name for host in survey.hosts]
     tables = [report.grid(names, findings), *_rates(survey)]
     environment_lines = report.environment_lines(environment)

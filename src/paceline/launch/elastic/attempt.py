@@ -331,7 +331,7 @@ class Attempt:
         """A node went away while its ranks were running."""
         if not self._fleet.has(node):
             return
-        heard = node.channel.last_received or time.monotonic()
+        heard = node.channel.received_at or time.monotonic()
         running, node.running = node.running, False
         self._hangs.lost(node.name)
         taken = self.recovery.take_failure(Failure("lost", node.name, None, heard, headline=why))

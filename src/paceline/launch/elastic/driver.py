@@ -488,7 +488,7 @@ class ElasticDriver:
     async def _ask_scheduler(self, name: str) -> None:
         """Shows the scheduler's message about a lost node."""
         for host in self._request.hosts:
-            if host.name == name and (text := await self._request.transport.why(host)):
+            if host.name == name and (text := await self._request.transport.loss_reason(host)):
                 self._screen.note(f"paceline: {text}")
                 self._recorder.event("scheduler", name, words=text)
 

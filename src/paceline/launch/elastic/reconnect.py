@@ -11,7 +11,7 @@ from paceline.launch.nodes.fleet import Fleet, Node
 from paceline.launch.nodes.provisioner import Provisioner
 from paceline.launch.planning import planner
 from paceline.launch.planning.request import Request
-from paceline.remote.channel import MAX_PARALLEL_LOGINS
+from paceline.remote.login import MAX_PARALLEL_LOGINS
 from paceline.spec.errors import PacelineError, PermanentConnectError
 from paceline.spec.hosts import Host
 from paceline.spec.plan import NodePlan

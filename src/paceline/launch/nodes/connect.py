@@ -11,7 +11,8 @@ from paceline.launch.nodes.fleet import Fleet, Node
 from paceline.launch.planning import planner
 from paceline.launch.planning.request import Request, trains
 from paceline.launch.terminal.run_state import Waiting
-from paceline.remote.channel import MAX_PARALLEL_LOGINS, Channel
+from paceline.remote.channel import Channel
+from paceline.remote.login import MAX_PARALLEL_LOGINS
 from paceline.remote.transport import ConnectedCallback, Transport, ignore_count
 from paceline.spec.errors import ConnectError, PacelineError, PermanentConnectError
 from paceline.spec.events import Event

@@ -15,7 +15,7 @@ from paceline.launch import failure_analysis
 from paceline.launch.planning.planner import Found
 from paceline.remote import network
 from paceline.remote.channel import Channel
-from paceline.remote.fanout import wait_all
+from paceline.remote.fanout import join_tasks
 from paceline.spec.errors import PacelineError
 from paceline.spec.events import Event
 from paceline.spec.hosts import Host
@@ -353,7 +353,7 @@ class Fleet:
             silence.beat_s = self._beat_s
             await asyncio.sleep(silence.beat_s)
             silence.look(
-                loop.time(), node.channel.last_received, others_heard=self._hears_others(node)
+                loop.time(), node.channel.received_at, others_heard=self._hears_others(node)
             )
             # a way that broke says that somebody was there to break it: that is no silence, unless
             # the ranks have lost connections, too
@@ -369,14 +369,14 @@ class Fleet:
     def _hears_others(self, node: Node) -> bool:
         since = asyncio.get_running_loop().time() - OTHERS_S
         others = (other for other in self.everyone if other is not node and not other.lost)
-        return any(other.channel.last_received > since for other in others)
+        return any(other.channel.received_at > since for other in others)
 
     def _fell_silent_with_all(self, node: Node) -> bool:
         """Whether all others that were left were heard last when it was: nothing tells it apart."""
-        heard = node.channel.last_received
+        heard = node.channel.received_at
         others = [other for other in self.everyone if other is not node]
         simultaneous = [
-            other for other in others if abs(other.channel.last_received - heard) < OTHERS_S
+            other for other in others if abs(other.channel.received_at - heard) < OTHERS_S
         ]
         return bool(simultaneous) and all(other.lost or other in simultaneous for other in others)
 
@@ -412,7 +412,7 @@ class Fleet:
             await asyncio.sleep(OWN_TICK_S)
 
     def _in_doubt(self, node: Node) -> bool:
-        silent_s = asyncio.get_running_loop().time() - node.channel.last_received
+        silent_s = asyncio.get_running_loop().time() - node.channel.received_at
         return not node.lost and silent_s > 2 * MOST_BEAT_S
 
     def lose(self, node: Node, why: str) -> None:
@@ -553,7 +553,7 @@ async def together(work: Sequence[Awaitable[Any]]) -> list[Any]:
     """All results; after the first failure the rest is cancelled and awaited."""
     tasks = [asyncio.ensure_future(task_work) for task_work in work]
     try:
-        return await wait_all(tasks)
+        return await join_tasks(tasks)
     except BaseException:
         for task in tasks:
             task.cancel()

@@ -161,7 +161,7 @@ class Results:
         for node in fleet.nodes:
             if node.lost or node.running or node.shared_run_dir:
                 continue
-            whole = node is first and node.name not in self._fetcher.left_on
+            whole = node is first and node.name not in self._fetcher.incomplete_hosts
             only = None if whole else [names.CHECKPOINTS, names.CALL, names.RETURN_VALUES]
             with contextlib.suppress(PacelineError, ConnectionError):
                 await node.channel.request("discard_run_folder", key=self._directory.key, only=only)
@@ -181,13 +181,13 @@ class Results:
             await self._checkpoints.sync()
             await self._fetcher.fetch(
                 node.channel, node.run_folder, None, target,
-                leave=names.is_fetched_separately, refuse=names.reserved_reason,
+                skip=names.is_fetched_separately, rejection_reason=names.reserved_reason,
             )  # fmt: skip
             self._all_home = True
         for there in [where for who, where in self._elsewhere if who is node]:
             await self._fetcher.fetch(
                 node.channel, there, None, target,
-                leave=names.is_fetched_separately, refuse=names.reserved_reason,
+                skip=names.is_fetched_separately, rejection_reason=names.reserved_reason,
             )  # fmt: skip
             self._note(
                 f"paceline: the model came home from {there} on {node.name}; remove it there"

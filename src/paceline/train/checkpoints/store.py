@@ -35,9 +35,9 @@ from paceline.spec.rundir import (
     Version,
     checkpoint_name,
     expired,
-    is_like_checkpoint,
     parse_version,
     read_pointer,
+    resembles_checkpoint,
 )
 from paceline.train import files
 from paceline.train.checkpoints.format import (
@@ -108,7 +108,7 @@ class Store:
         """Checkpoints, newest first, and what was passed over with the reason."""
         good, bad = [], []
         for path in self._folders():
-            if is_like_checkpoint(path.name):
+            if resembles_checkpoint(path.name):
                 bad.append(f"{path}: no run makes a checkpoint of that number")
                 continue
             try:
@@ -122,7 +122,7 @@ class Store:
             return [
                 one
                 for one in self.root.iterdir()
-                if (parse_version(one.name) or is_like_checkpoint(one.name)) and one.is_dir()
+                if (parse_version(one.name) or resembles_checkpoint(one.name)) and one.is_dir()
             ]
         return []
 

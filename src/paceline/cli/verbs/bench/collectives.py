@@ -216,12 +216,12 @@ async def _second_opinion(survey: Survey, ssh: Any,
     import asyncio
 
     from paceline.bench import iperf3
-    from paceline.remote.fanout import connect_all
+    from paceline.remote.fanout import connect_hosts
 
     source, target = min(rates, key=rates.__getitem__)
     by_name = {host.name: host for host in survey.present}
     hosts = [by_name[source], by_name[target]]
-    channels = await connect_all(hosts, [survey.interpreters[host.name] for host in hosts], ssh)
+    channels = await connect_hosts(hosts, [survey.interpreters[host.name] for host in hosts], ssh)
     try:
         bits = await iperf3.measure(channels[0], channels[1], survey.networks[target].address)
     except (PacelineError, ConnectionError, asyncio.TimeoutError):

@@ -125,7 +125,7 @@ def show_plan(states: Sequence[AccessStatus], todo: Sequence[str]) -> None:
             location = "this machine" if state.host.local else "SSH login already works"
             say(f"{state.host.name}: {location}")
         elif state.state == "refused" and state.refusal is not None:
-            say(f"{state.host.name}: {state.refusal.cause}: {state.refusal.found}")
+            say(f"{state.host.name}: {state.refusal.cause}: {state.refusal.details}")
             say(f"  remedy: {state.refusal.remedy}")
     unreachable = [state.host.name for state in states if state.state == "refused"]
     if not todo:
@@ -209,7 +209,7 @@ def verify(hosts: Sequence[Host], ssh: SshOptions, failed: dict[str, str]) -> No
 
 
 def _refusal_text(state: AccessStatus) -> str:
-    return state.refusal.found.splitlines()[-1] if state.refusal else state.state
+    return state.refusal.details.splitlines()[-1] if state.refusal else state.state
 
 
 def write_aliases(text: str, journal: Journal) -> None:

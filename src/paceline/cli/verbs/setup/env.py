@@ -56,10 +56,10 @@ async def _environments(hosts: Sequence[Host], ssh: SshOptions, spec: Any,
                         wheels: Path | None) -> None:  # fmt: skip
     import asyncio
 
-    from paceline.remote.fanout import connect_all
+    from paceline.remote.fanout import connect_hosts
     from paceline.setup import environments
 
-    channels = await connect_all(hosts, [spec.python] * len(hosts), ssh)
+    channels = await connect_hosts(hosts, [spec.python] * len(hosts), ssh)
     try:
         makers = await environments.one_node_per_disk(channels, spec)
         for channel, maker in zip(channels, makers, strict=True):

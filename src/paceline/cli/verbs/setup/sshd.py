@@ -48,7 +48,7 @@ async def _sshd_everywhere(hosts: Sequence[Host], ssh: SshOptions, argv: list[st
         *(run_on_host(h, ssh, ["python3", "-", *argv], text) for h in hosts)
     )
     for host, answer in zip(hosts, answers, strict=True):
-        output = answer.refusal.found if answer.refusal else answer.output or answer.messages
+        output = answer.refusal.details if answer.refusal else answer.output or answer.messages
         for line in output.strip().splitlines():
             say(f"{host.name}: {line}")
     return max(answer.status for answer in answers)

@@ -1,0 +1,161 @@
+"""Logs in to a host: starts an agent there, or resumes one that waits for the next command."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import sys
+from collections.abc import Callable
+
+from paceline.remote import reconnection, this_machine, warm
+from paceline.remote.channel import Channel, LoginError
+from paceline.remote.link import Link, ProcessLink, wait_for_exit
+from paceline.remote.openssh import (
+    SshOptions,
+    agent_command,
+    classify,
+    server_fingerprint,
+    ssh_command,
+)
+from paceline.spec.hosts import Host
+from paceline.spec.schema import InvalidValue
+
+MAX_ATTEMPTS = 4
+MAX_PARALLEL_LOGINS = 16
+RECONNECT_TIMEOUT_S = 5.0  # to reach an agent that waits for the next command
+
+Wrap = Callable[[Host, list[str]], list[str]]
+
+
+def not_wrapped(host: Host, agent: list[str]) -> list[str]:
+    """The agent runs on the host itself, not in a container there."""
+    return agent
+
+
+def connect_command(host: Host, python: str, options: SshOptions, wrap: Wrap = not_wrapped,
+                control: str | None = None) -> list[str]:  # fmt: skip
+    """The command that connects to ``host``'s agent, over ssh's ``control`` socket if there is."""
+    agent = wrap(host, agent_command(python))
+    return agent if host.local else ssh_command(host, options, agent, control)
+
+
+async def connect(host: Host, python: str, options: SshOptions, wrap: Wrap = not_wrapped,
+                  reuse: bool = False) -> Channel:  # fmt: skip
+    """Opens a connection, retrying transient failures; raises LoginError when that fails.
+
+    Args:
+        host: The host.
+        python: Interpreter for the agent there.
+        options: How to log in.
+        wrap: Wraps the agent's command, for example in a container engine's.
+        reuse: Use an agent that waits since an earlier command, and let this one wait later.
+    """
+    if host.local and wrap is not_wrapped and not this_machine.LINUX:
+        stderr = f"paceline-boot: not Linux: this is {sys.platform}"
+        raise LoginError(host, classify(stderr, 1, host))
+
+    async def dial(is_agent: bool = False) -> Link:
+        return await _start(connect_command(host, python, options, wrap), is_agent)
+
+    is_final = host.local or wrap is not not_wrapped  # pipes do not break; containers are new ones
+    redial = None if is_final else dial
+    slot = warm.WarmSlot(host, python, options) if reuse and wrap is not_wrapped else None
+    if slot is not None:
+        channel = await connect_to_warm_agent(host, python, options, slot)
+        if channel is not None:
+            return channel
+    for attempt in itertools.count(1):
+        channel = Channel(host, await dial(is_agent=host.local), redial)
+        channel.warm_slot = slot
+        try:
+            await channel.open()
+        except LoginError as error:
+            if not error.refusal.is_transient or attempt == MAX_ATTEMPTS:
+                raise
+            await asyncio.sleep(random.uniform(0.2, 0.6) * 2**attempt)  # noqa: S311 - jitter
+        except asyncio.CancelledError:
+            await channel.close()
+            raise
+        else:
+            return channel
+    raise AssertionError("unreachable")
+
+
+async def _start(command: list[str], is_agent: bool = False) -> Link:
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is for the launcher, which ends the job in order
+        limit=1 << 20,
+    )
+    return ProcessLink(process, is_agent)
+
+
+async def connect_to_warm_agent(
+    host: Host, python: str, options: SshOptions, slot: warm.WarmSlot
+) -> Channel | None:
+    """Connects to an agent that waits for this command; ``None`` without one.
+
+    Args:
+        host, python, options: As for :func:`connect`.
+        slot: Where the agent may wait.
+    """
+    agent = slot.claim()
+    if agent is None:
+        return None
+    address = agent.agent_address()
+
+    async def dial_shared_login() -> Link:
+        command = connect_command(host, python, options, control=warm.control_path())
+        return await _start(command)
+
+    async def dial() -> Link:
+        return await _start(connect_command(host, python, options))
+
+    async def handshake() -> tuple[reconnection.PendingLink, bytes]:
+        pending = await reconnection.dial_agent(dial_shared_login, address)
+        try:
+            return pending, (await reconnection.authenticate(pending, address, 0))[1]
+        except BaseException:
+            await pending.link.drop()
+            raise
+
+    try:
+        pending, data = await asyncio.wait_for(handshake(), RECONNECT_TIMEOUT_S)
+        channel = Channel(host, pending.link, None if host.local else dial)
+        channel.warm_slot = slot
+        await channel.open(data)
+    except (reconnection.AgentNotFound, OSError, EOFError, InvalidValue, asyncio.TimeoutError,
+            LoginError):  # fmt: skip
+        slot.forget()
+        return None
+    except BaseException:
+        slot.release()
+        raise
+    return channel
+
+
+async def fetch_host_key(host: Host, options: SshOptions) -> str | None:
+    """The fingerprint of a host's key, without trusting it; ``None`` if it sends none."""
+    argv = ssh_command(host, options, ["true"])
+    process = await asyncio.create_subprocess_exec(
+        argv[0],
+        "-v",
+        *argv[1:],
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        _, stderr = await asyncio.wait_for(process.communicate(), 15)
+    except asyncio.TimeoutError:
+        return None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await wait_for_exit(process)
+    return server_fingerprint(stderr.decode(errors="replace"))

@@ -40,7 +40,7 @@ import torch._dynamo  # as the first optimizer does: once for all ranks
 from torch import Tensor, nn
 
 from paceline import train as training
-from paceline.bench import forecast
+from paceline.bench import forecast, step_model
 
 BATCH = 64
 SAMPLES = 100_000
@@ -111,7 +111,7 @@ class Emulated(nn.Module):
         self.layers = nn.ParameterList([torch.zeros(one) for one in case.widths])
 
     def forward(self, x: Tensor) -> Tensor:
-        seconds = (self.case.fixed + self.case.each * len(x)) / len(self.layers)
+        seconds = (self.case.fixed_s + self.case.each * len(x)) / len(self.layers)
         for weight in self.layers:
             x = _Sleep.apply(x, weight, seconds)  # type: ignore[no-untyped-call]
         return x.mean(1)
@@ -262,28 +262,28 @@ def measure(model: str, link: str, hosts: list[int], seconds: float) -> dict[str
     net = Net(f"{list(MODELS).index(model)}{list(LINKS).index(link)}", max(hosts), LINKS[link])
     try:
         most = max(hosts)
-        one = forecast.Probe.read(run(net, model, 1, [1.0, 0.5, 1 / most], seconds))
-        two = forecast.Probe.read(run(net, model, 2, [1.0, 2 / most], seconds))
-        known = forecast.model({"n1": one}, two)
+        one = step_model.Probe.read(run(net, model, 1, [1.0, 0.5, 1 / most], seconds))
+        two = step_model.Probe.read(run(net, model, 2, [1.0, 2 / most], seconds))
+        known = step_model.fit_model({"n1": one}, two)
         told = {f.hosts: f for f in forecast.forecast(known, [1, 2, *hosts])}
-        shares = forecast.Probe.read(run(net, model, 1, [1 / count for count in hosts], seconds))
-        alone = {timed.batch: timed.seconds for timed in shares.timed}
+        shares = step_model.Probe.read(run(net, model, 1, [1 / count for count in hosts], seconds))
+        alone = {timed.batch: timed.seconds for timed in shares.timings}
         rows = []
         for count in hosts:
-            said = forecast.Probe.read(run(net, model, count, [1.0], seconds))
+            said = step_model.Probe.read(run(net, model, count, [1.0], seconds))
             itself = alone[round(BATCH / count)]
-            rows.append(compared(MODELS[model], told[count], count, said.timed[0], itself))
+            rows.append(compared(MODELS[model], told[count], count, said.timings[0], itself))
     finally:
         net.close()
     return {
         "model": model, "link": link, "megabytes": MODELS[model].bytes / 1e6, "rows": rows,
         "found": forecast.to_json(list(told.values()), known)["model"],
-        "pair": [{"batch": t.batch, "seconds": t.seconds} for t in two.timed],
+        "pair": [{"batch": t.batch, "seconds": t.seconds} for t in two.timings],
         "took": time.monotonic() - began,
     }  # fmt: skip
 
 
-def compared(case: Case, told: forecast.Forecast, hosts: int, came: forecast.Timed,
+def compared(case: Case, told: forecast.Forecast, hosts: int, came: step_model.StepTiming,
              alone: float) -> dict[str, Any]:  # fmt: skip
     """A forecast beside what came.
 

@@ -10,18 +10,20 @@ from typing import Any
 
 import pytest
 
-from paceline.bench import forecast
-from paceline.bench.forecast import Alone, Model, Probe, Timed, Wire
+from paceline.bench import forecast, step_model
+from paceline.bench.step_model import HostTiming, LinkTiming, Probe, StepModel, StepTiming
 from paceline.spec.step_time import BYTES_SENT, StepTime
 
 RECORDED = Path(__file__).parent / "data/forecast/16-core_2026-11-22.json"
 
 
-def probe(hosts: int, timed: dict[int, float], *, data: float = 0.0, wire: Wire | None = None,
+def probe(hosts: int, timed: dict[int, float], *, data: float = 0.0, link: LinkTiming | None = None,
           size: int = 8_000_000, buckets: int = 1, **more: Any) -> Probe:  # fmt: skip
     names = tuple(f"n{number + 1}" for number in range(hosts))
-    each = tuple(Timed(batch, seconds, data * batch / hosts) for batch, seconds in timed.items())
-    return Probe(names, 64_000, 64, 3000, size, buckets, each, wire, **more)
+    timings = tuple(
+        StepTiming(batch, seconds, data * batch / hosts) for batch, seconds in timed.items()
+    )
+    return Probe(names, 64_000, 64, 3000, size, buckets, timings, link, **more)
 
 
 def two_hosts(
@@ -33,7 +35,7 @@ def two_hosts(
     data: float = 0.0,
     more: float = 0.0,
     rates: dict[tuple[str, str], float] | None = None,
-) -> Model:
+) -> StepModel:
     """What probes of such hosts would tell."""
 
     def alone(share: float) -> float:
@@ -42,9 +44,9 @@ def two_hosts(
     one = probe(1, {b: alone(b) + data * b for b in (64, 32, 8)}, data=data)
     both = {b: StepTime(alone(b / 2), moving, buckets).seconds + more + data * b / 2
             for b in (64, 16)}  # fmt: skip
-    wire = Wire(8_000_000, moving, 0.0)
-    pair = probe(2, both, data=data, wire=wire, buckets=buckets)
-    return forecast.model({"n1": one}, pair, rates, {"n2": "n1"})
+    link = LinkTiming(8_000_000, moving, 0.0)
+    pair = probe(2, both, data=data, link=link, buckets=buckets)
+    return step_model.fit_model({"n1": one}, pair, rates, {"n2": "n1"})
 
 
 @pytest.mark.parametrize("buckets", [1, 2, 3])
@@ -53,7 +55,7 @@ def test_the_law_is_found_again(hosts: int, buckets: int) -> None:
     fixed, each, moving, data, more = 0.01, 0.004, 0.2, 0.001, 0.005
     known = two_hosts(fixed, each, moving, buckets=buckets, data=data, more=more)
     share = 64 / hosts
-    step = StepTime(fixed + each * share, moving * forecast.ring(hosts), buckets)
+    step = StepTime(fixed + each * share, moving * step_model.ring_volume(hosts), buckets)
     whole = step.seconds + more
     (found,) = forecast.forecast(known, [hosts])
     assert found.step.seconds == pytest.approx(whole + data * share, rel=0.01)
@@ -102,8 +104,8 @@ def test_weak_scaling_does_more_samples_in_fewer_steps() -> None:
 
 
 def test_uneven_hosts_the_best_choice_and_shares_by_speed() -> None:
-    quick, slow = Alone(((32, 0.1), (64, 0.2))), Alone(((32, 0.3), (64, 0.6)))
-    known = Model({"n1": slow, "n2": quick, "n3": quick}, 1, 64, 100, 6400,
+    quick, slow = HostTiming(((32, 0.1), (64, 0.2))), HostTiming(((32, 0.3), (64, 0.6)))
+    known = StepModel({"n1": slow, "n2": quick, "n3": quick}, 1, 64, 100, 6400,
                   probed=("n2", "n3"))  # fmt: skip
     one, two, three = forecast.forecast(known, [1, 2, 3])
     assert one.names in (("n2",), ("n3",))
@@ -118,8 +120,8 @@ def test_uneven_hosts_the_best_choice_and_shares_by_speed() -> None:
     [("auto", 0.2 / (1 + 1 + 1 / 3)), ({"n1": 1, "n2": 2, "n3": 2}, 0.6 / 5), ("even", 0.2)],
 )
 def test_shares_are_those_of_the_training(balance: Any, seconds: float) -> None:
-    quick, slow = Alone(((1, 0.2 / 64), (64, 0.2))), Alone(((1, 0.6 / 64), (64, 0.6)))
-    known = Model({"n1": slow, "n2": quick, "n3": quick}, 1, 64, 100, 6400, balance=balance,
+    quick, slow = HostTiming(((1, 0.2 / 64), (64, 0.2))), HostTiming(((1, 0.6 / 64), (64, 0.6)))
+    known = StepModel({"n1": slow, "n2": quick, "n3": quick}, 1, 64, 100, 6400, balance=balance,
                   probed=("n2", "n3"))  # fmt: skip
     (three,) = forecast.forecast(known, [3])
     assert three.step.seconds == pytest.approx(seconds, rel=0.01)
@@ -131,7 +133,9 @@ def test_a_slow_link_is_kept_out_as_long_as_there_are_others() -> None:
     rates = dict.fromkeys(itertools.permutations(("n1", "n2", "n3", "n4"), 2), 1000000000.0)
     rates |= {pair: 1e8 for pair in rates if "n3" in pair}
     known = two_hosts(0.01, 0.002, 0.05, rates=rates)
-    known = replace(known, alone=dict.fromkeys(("n1", "n2", "n3", "n4"), known.alone["n1"]))
+    known = replace(
+        known, host_timings=dict.fromkeys(("n1", "n2", "n3", "n4"), known.host_timings["n1"])
+    )
     three, four = forecast.forecast(known, [3, 4])
     assert three.names == ("n1", "n2", "n4")
     assert four.step.seconds > 5 * three.step.seconds
@@ -141,22 +145,22 @@ def test_what_cannot_be_known_is_declined() -> None:
     known = two_hosts(0.01, 0.004, 0.1)
     (few,) = forecast.forecast(replace(known, batch=4), [8])
     assert "no sample for each of 8 processes" in few.declined
-    (alone,) = forecast.forecast(forecast.model({"n1": probe(1, {64: 1.0})}, None), [2])
+    (alone,) = forecast.forecast(step_model.fit_model({"n1": probe(1, {64: 1.0})}, None), [2])
     assert "only one is named" in alone.declined
     (noisy,) = forecast.forecast(replace(known, spread=0.7), [4])
     assert "differ too much" in noisy.declined
-    assert "?" in forecast.table([noisy], known)
+    assert "?" in forecast.render_table([noisy], known)
     assert forecast.conclusion([noisy]) == "nothing can be forecast"
 
 
 def test_a_host_whose_steps_are_noisy_or_few() -> None:
     """More samples never take less time; below what was tried it goes on straight."""
-    noisy = Alone.of([Timed(8, 0.05), Timed(32, 0.04), Timed(64, 0.12)])
+    noisy = HostTiming.fit([StepTiming(8, 0.05), StepTiming(32, 0.04), StepTiming(64, 0.12)])
     assert noisy.seconds(32) == noisy.seconds(8) == 0.05
     assert noisy.seconds(48) == pytest.approx(0.085)
-    single = Alone.of([Timed(64, 0.64)])
-    assert (single.fixed, single.seconds(16)) == (0.0, pytest.approx(0.16))
-    assert single.share(0.16) == pytest.approx(16)
+    single = HostTiming.fit([StepTiming(64, 0.64)])
+    assert (single.fixed_s, single.seconds(16)) == (0.0, pytest.approx(0.16))
+    assert single.samples_in(0.16) == pytest.approx(16)
 
 
 def test_recorded_probes_and_what_came() -> None:
@@ -179,12 +183,12 @@ def recorded(case: dict[str, Any], hosts: int) -> tuple[list[forecast.Forecast],
     """The forecast, and the seconds of a host alone with such a share."""
     data, more = case["data"], {"size": case["bytes"], "data": case["data"]}
     one = probe(1, {b: s + data * b for b, s in case["alone"]}, **more)
-    wire = Wire(case["bytes"], case["all_reduce"], case["delay"])
-    two = probe(2, dict(case["pair"]), wire=wire, **more)
+    link = LinkTiming(case["bytes"], case["all_reduce"], case["delay"])
+    two = probe(2, dict(case["pair"]), link=link, **more)
     two = replace(two, buckets=case["buckets"])
-    known = forecast.model({"n1": one}, two)
+    known = step_model.fit_model({"n1": one}, two)
     share = 64 / hosts
-    return forecast.forecast(known, [hosts]), known.alone["n1"].seconds(share) + data * share
+    return forecast.forecast(known, [hosts]), known.host_timings["n1"].seconds(share) + data * share
 
 
 def shares_of(
@@ -207,29 +211,29 @@ def shares_of(
 def test_what_gloo_loses_on_short_messages(
     size: int, hosts: int, ranks: int, device: str, lost: bool
 ) -> None:
-    known = Model({}, ranks, 64, 1, 64, moving=0.01, bytes=size, device=device)
-    assert known.rounds(hosts) == (forecast.ROUNDS_S if lost else 0)
+    known = StepModel({}, ranks, 64, 1, 64, moving=0.01, bytes=size, device=device)
+    assert known.stall_s(hosts) == (step_model.RING_STALL_S if lost else 0)
 
 
 def test_text_json_and_picture() -> None:
     known = two_hosts(0.01, 0.004, 0.3)
     found = forecast.forecast(known, [1, 2, 4], price=2.0)
-    text = forecast.table(found, known)
+    text = forecast.render_table(found, known)
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "limited by the link" in text
     said = json.loads(json.dumps(forecast.to_json(found, known)))
     assert [one["hosts"] for one in said["forecasts"]] == [1, 2, 4]
     assert said["forecasts"][1]["low"] < said["forecasts"][1]["seconds"]
-    assert forecast.picture(found).count("<circle") == 3
+    assert forecast.render_svg(found).count("<circle") == 3
     assert "fastest: " in forecast.conclusion(found)
 
 
 def test_of_many_hosts_some_numbers_are_forecast() -> None:
-    assert forecast.sizes(3) == [1, 2, 3]
-    assert forecast.sizes(32) == list(range(1, 33))
-    assert forecast.sizes(100)[31:] == [32, 48, 64, 96, 100]
-    assert forecast.sizes(64)[31:] == [32, 48, 64]
-    assert len(forecast.sizes(forecast.MOST_HOSTS)) < 50
+    assert forecast.host_counts(3) == [1, 2, 3]
+    assert forecast.host_counts(32) == list(range(1, 33))
+    assert forecast.host_counts(100)[31:] == [32, 48, 64, 96, 100]
+    assert forecast.host_counts(64)[31:] == [32, 48, 64]
+    assert len(forecast.host_counts(forecast.MAX_HOSTS)) < 50
 
 
 @pytest.mark.parametrize(
@@ -239,7 +243,7 @@ def test_of_many_hosts_some_numbers_are_forecast() -> None:
 def test_little_money_is_told_too(price: float, said: str) -> None:
     known = two_hosts(0.01, 0.004, 0.3)
     (one,) = forecast.forecast(known, [1], price=1.0)
-    head, line, *_ = forecast.table([replace(one, price=price)], known).splitlines()
+    head, line, *_ = forecast.render_table([replace(one, price=price)], known).splitlines()
     assert head.endswith("price")
     assert line.endswith(f" {said}")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from paceline.bench.forecast import Probe, Timed, Wire
+from paceline.bench.step_model import LinkTiming, Probe, StepTiming
 from paceline.cli import program
 from paceline.cli.measure import forecasts, probes, project_code
 from paceline.cli.verbs import forecast as forecast_verb
@@ -39,8 +39,10 @@ class Fake:
         every = [*batches, *(round(64 * part) for part in parts)]
         slow = 3 if "n3" in names else self.slow_n2 if "n2" in names else 1
         computing = {name: 0.01 * (self.slow_n2 if name == "n2" else 1) for name in names}
-        timed = tuple(Timed(one, slow * 0.01 * one / len(names)) for one in dict.fromkeys(every))
-        wire = Wire(1000, 0.01, 0.001) if len(names) > 1 else None
+        timed = tuple(
+            StepTiming(one, slow * 0.01 * one / len(names)) for one in dict.fromkeys(every)
+        )
+        wire = LinkTiming(1000, 0.01, 0.001) if len(names) > 1 else None
         return Probe(names, 640, 64, 10, 1000, 1, timed, wire, computing=computing)
 
 
@@ -63,7 +65,12 @@ def test_one_of_each_kind_is_tried_alone_and_the_first_two_together() -> None:
         ("n3", (64, 32, 8), ()),
         ("n1 n2", (64, 16), ()),
     ]
-    assert known.alone["n2"] == known.alone["n1"] != known.alone["n3"] == known.alone["n4"]
+    assert (
+        known.host_timings["n2"]
+        == known.host_timings["n1"]
+        != known.host_timings["n3"]
+        == known.host_timings["n4"]
+    )
     assert known.hosts[:2] != ("n3", "n4")
 
 
@@ -73,7 +80,7 @@ def test_hosts_of_a_kind_that_differ_are_tried_each(capsys: pytest.CaptureFixtur
     fake.slow_n2 = 2.5
     known = probes.measure(fake, 3)  # type: ignore[arg-type]
     assert [names for names, _, _ in fake.tried] == ["n1", "n3", "n1 n2", "n2"]
-    assert known.alone["n2"] != known.alone["n1"]
+    assert known.host_timings["n2"] != known.host_timings["n1"]
     assert "n2 computes 2.5 times as long as n1" in capsys.readouterr().err
     alike = Fake(3)
     alike.slow_n2 = 1.2

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from paceline import train
-from paceline.bench.forecast import Probe
+from paceline.bench.step_model import Probe
 from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
 from paceline.train import parallel
@@ -50,9 +50,9 @@ def test_it_ends_after_some_steps_at_each_batch(
     found = Probe.read(json.loads((tmp_path / "steps.json").read_text()))
     assert (found.samples, found.global_batch) == (samples, 8)
     assert found.steps == 1000 * samples // 8  # of the training that was asked for
-    assert (len(set(found.hosts)), found.bytes, found.wire) == (1, 12, None)
-    assert {8, 4, 2} >= {one.batch for one in found.timed} >= ({8, 4, 2} if samples > 8 else {8})
-    assert all(0 <= one.data <= one.seconds for one in found.timed)
+    assert (len(set(found.hosts)), found.bytes, found.link) == (1, 12, None)
+    assert {8, 4, 2} >= {one.batch for one in found.timings} >= ({8, 4, 2} if samples > 8 else {8})
+    assert all(0 <= one.data <= one.seconds for one in found.timings)
     assert all(0 < one < 1 for one in found.computing.values())  # of so short steps, of some
 
 
@@ -72,7 +72,7 @@ def test_a_host_is_tried_alone_whatever_shares_it_will_have(
         training(tmp_path, **options)
     found = Probe.read(json.loads((tmp_path / "steps.json").read_text()))
     assert found.balance == options["balance"]
-    assert [one.batch for one in found.timed] == [8]
+    assert [one.batch for one in found.timings] == [8]
 
 
 def test_which_batches() -> None:

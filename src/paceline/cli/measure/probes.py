@@ -13,8 +13,8 @@ from typing import Any
 
 import click
 
-from paceline.bench import forecast as model
-from paceline.bench.forecast import Probe
+from paceline.bench import step_model
+from paceline.bench.step_model import Probe
 from paceline.cli.dispatch import Dispatch, require_transport
 from paceline.cli.measure.links import survey_links
 from paceline.cli.verb import say
@@ -103,7 +103,7 @@ def read_probe(path: Path) -> Probe:
     )
 
 
-def measure(prober: Prober, max_hosts: int) -> model.Model:
+def measure(prober: Prober, max_hosts: int) -> step_model.StepModel:
     """All that is measured."""
     ctx, hosts = prober.ctx, prober.cluster.hosts
     weak = ctx.params["weak"]
@@ -113,7 +113,7 @@ def measure(prober: Prober, max_hosts: int) -> model.Model:
     if isinstance(first.balance, Mapping):
         validate_weights(first.balance, [host.name for host in hosts])
     single, twins = {hosts[0].name: first}, dict[str, str]()
-    own_batches = [timing.batch for timing in first.timed]
+    own_batches = [timing.batch for timing in first.timings]
     for host in hosts[1:]:
         twin = next((name for name in single if kinds.get(name) == kinds.get(host.name)), None)
         if twin is None or ctx.params["each_host"]:
@@ -126,7 +126,7 @@ def measure(prober: Prober, max_hosts: int) -> model.Model:
         pair_batches = [2 * batch] if weak else [batch, max(2 * min(own_batches), 2)]
         pair = prober.on(hosts[:2], batches=pair_batches)
     is_assumed_equal = len(hosts) > 1 and hosts[1].name in twins
-    if is_assumed_equal and pair is not None and (difference := pair.unlike) is not None:
+    if is_assumed_equal and pair is not None and (difference := pair.speed_difference) is not None:
         faster, slower, ratio = difference
         kind = ", of the same kind" if hosts[1].name in kinds else ""
         say(f"paceline: {slower} computes {ratio:.1f} times as long as {faster}{kind}:"
@@ -134,7 +134,7 @@ def measure(prober: Prober, max_hosts: int) -> model.Model:
         single |= {host.name: prober.on([host], batches=own_batches)
                   for host in hosts if host.name in twins}  # fmt: skip
         twins.clear()
-    return model.model(single, pair, rates, twins)
+    return step_model.fit_model(single, pair, rates, twins)
 
 
 def measure_links(prober: Prober) -> tuple[dict[tuple[str, str], float], dict[str, str]]:

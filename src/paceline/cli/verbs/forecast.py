@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from paceline.bench import forecast as model
+from paceline.bench import forecast as forecasting
 from paceline.cli.batch import submit
 from paceline.cli.dispatch import Dispatch, prepare
 from paceline.cli.job_options import build_job
@@ -61,10 +61,10 @@ class ForecastVerb(Verb):
 @click.command("forecast", cls=ForecastVerb, context_settings={"allow_interspersed_args": False})
 @launch_options
 @click.option("-m", "--module", is_flag=True, help="WHAT is a Python module.")
-@click.option("--up-to", type=click.IntRange(1, model.MOST_HOSTS), metavar="N",
+@click.option("--up-to", type=click.IntRange(1, forecasting.MAX_HOSTS), metavar="N",
               help="Forecast up to N hosts; those beyond the named ones are taken to be like the"
-              f" last, and of more than {model.EACH} only some numbers are forecast. Default: the"
-              " named ones.")  # fmt: skip
+              f" last, and of more than {forecasting.DENSE_HOSTS} only some numbers are forecast."
+              " Default: the named ones.")  # fmt: skip
 @click.option(
     "--weak",
     is_flag=True,
@@ -123,22 +123,24 @@ def command(ctx: click.Context, /, what: str | None, args: tuple[str, ...], modu
         with results_folder(folder):
             max_hosts = up_to or len(cluster.hosts)
             measured = measure(Prober(ctx, job, cluster, dispatch, package), max_hosts)
-            forecasts = model.forecast(
-                measured, model.sizes(max_hosts), weak=weak, price=ctx.params["price"]
+            forecasts = forecasting.forecast(
+                measured, forecasting.host_counts(max_hosts), weak=weak, price=ctx.params["price"]
             )
             record = {"command": command_key(asdict(job.entry)), "made": time.time(),
                     "ranks": measured.ranks, "asked": job.nproc_per_node.value, "weak": weak,
-                    "conclusion": model.conclusion(forecasts),
-                    **model.to_json(forecasts, measured)}  # fmt: skip
+                    "conclusion": forecasting.conclusion(forecasts),
+                    **forecasting.to_json(forecasts, measured)}  # fmt: skip
             if ctx.params["as_json"]:
                 click.echo(json.dumps(record, indent=2))
             else:
-                say(wrap(model.conclusion(forecasts), 80) + "\n")
-                say(model.table(forecasts, measured))
+                say(wrap(forecasting.conclusion(forecasts), 80) + "\n")
+                say(forecasting.render_table(forecasts, measured))
             with writing_results(folder):
                 text = json.dumps(record, indent=2) + "\n"
                 (folder / rundir.FORECAST).write_text(text, encoding="utf-8")
-                (folder / "forecast.svg").write_text(model.picture(forecasts), encoding="utf-8")
+                (folder / "forecast.svg").write_text(
+                    forecasting.render_svg(forecasts), encoding="utf-8"
+                )
     if not ctx.params["as_json"]:
         say(f"\nnumbers {folder / rundir.FORECAST}\npicture {folder / 'forecast.svg'}")
 

@@ -33,11 +33,18 @@ from paceline.schedulers import DEFAULT, load
 from paceline.schedulers.scheduler import Options
 from paceline.spec import jobenv
 from paceline.spec import rundir as names
-from paceline.spec.duration import parse_duration
 from paceline.spec.errors import SettingError
+from paceline.spec.formatting import parse_duration
 from paceline.spec.hosts import Cluster
-from paceline.spec.job import Environment, Job, Processes, Show, parse_processes
-from paceline.spec.nodes import NodeCount, parse_node_count
+from paceline.spec.job import (
+    Environment,
+    Job,
+    NodeCount,
+    Processes,
+    Show,
+    parse_node_count,
+    parse_processes,
+)
 from paceline.spec.plan import Plan
 from paceline.spec.rundir import DEFAULT_PARENT
 from paceline.spec.settings import Setting, Source

@@ -13,7 +13,7 @@ from each_case import each_case
 from paceline.cli import torchrun
 from paceline.cli.verbs.run import command
 from paceline.spec.errors import SettingError
-from paceline.spec.nodes import NodeRange
+from paceline.spec.job import NodeRange
 
 # what is typed for the options that take a value, where it is not free
 VALUES = {"--nnodes": "2", "--nproc-per-node": "auto", "--rdzv-backend": "c10d",

@@ -365,7 +365,7 @@ def test_one_machine_under_two_names(together: Site) -> None:
 def test_other_login_shells() -> None:
     """The one line that travels is read by any shell."""
     from paceline.remote.openssh import agent_command
-    from paceline.spec.command import shell_text
+    from paceline.spec.formatting import shell_text
 
     line = shell_text(agent_command("/usr/bin/python3"))
     for shell in ("bash", "dash", "csh", "tcsh", "fish", "zsh", "ksh"):

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.bench import forecast, step_model
 from paceline.bench.step_model import HostTiming, LinkTiming, Probe, StepModel, StepTiming
-from paceline.spec.step_time import BYTES_SENT, StepTime
+from paceline.spec.training.step_time import BYTES_SENT, StepTime
 
 RECORDED = Path(__file__).parent / "data/forecast/16-core_2026-11-22.json"
 

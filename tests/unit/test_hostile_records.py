@@ -20,9 +20,9 @@ import torch._dynamo  # as the first optimizer does; it leaves a variable behind
 from safetensors.torch import save_file
 
 from paceline.spec.errors import PacelineError
-from paceline.spec.records import MAX_LINE_BYTES as MOST_LINE
-from paceline.spec.records import recorded_steps
 from paceline.spec.rundir import BEST, WRITER, read_pointer
+from paceline.spec.training.metrics import MAX_LINE_BYTES as MOST_LINE
+from paceline.spec.training.metrics import recorded_steps
 from paceline.train import files
 from paceline.train.checkpoints.capture import Copier, Training, capture
 from paceline.train.checkpoints.format import (

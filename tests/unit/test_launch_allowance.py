@@ -7,7 +7,7 @@ import pytest
 from paceline.launch.elastic.retry_policy import MAX_STARTS, Diagnosis, RetryPolicy
 from paceline.launch.elastic.startup import StartupTracker
 from paceline.spec.failure import Failure
-from paceline.spec.helptext import span
+from paceline.spec.formatting import span
 from paceline.spec.job import Entry, Job
 
 TRACEBACK = 'Traceback\n  File "/a/train.py", line {line}, in <module>\n    1 / 0\nValueError: x\n'

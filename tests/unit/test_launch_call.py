@@ -23,10 +23,10 @@ from paceline.launch import call, interrupts
 from paceline.launch.call import RankError
 from paceline.launch.planning.planner import with_inputs
 from paceline.launch.results.summary import RunOutcome
-from paceline.spec.duration import parse_duration
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure, Result
+from paceline.spec.formatting import parse_duration
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Entry, Job
 from paceline.spec.plan import entry_json

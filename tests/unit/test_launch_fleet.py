@@ -48,8 +48,7 @@ from paceline.spec.errors import ConnectError, NodeError, PermanentConnectError
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure, Result
 from paceline.spec.hosts import Host
-from paceline.spec.job import Entry, Job
-from paceline.spec.nodes import parse_node_count
+from paceline.spec.job import Entry, Job, parse_node_count
 from paceline.spec.settings import Setting, Source
 
 ENTRY = Entry("script", "a.py")

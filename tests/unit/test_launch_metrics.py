@@ -13,7 +13,7 @@ from paceline.launch.recorder import Recorder
 from paceline.launch.terminal.screen import Screen
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.events import Event
-from paceline.spec.records import recorded_steps
+from paceline.spec.training.metrics import recorded_steps
 
 
 @pytest.fixture

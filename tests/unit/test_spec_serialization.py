@@ -7,8 +7,7 @@ import json
 import pytest
 
 from paceline.spec.hosts import Cluster, Host
-from paceline.spec.job import Data, Entry, Environment, Input, Job
-from paceline.spec.nodes import NodeRange
+from paceline.spec.job import Data, Entry, Environment, Input, Job, NodeRange
 from paceline.spec.serialization import from_jsonable, to_jsonable
 from paceline.spec.settings import Setting, Source
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.spec import errors
-from paceline.spec.command import shell_text
 from paceline.spec.finding import Finding
+from paceline.spec.formatting import shell_text
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Environment
 from paceline.spec.settings import Setting, Source

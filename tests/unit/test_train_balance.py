@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from each_case import each_case
-from paceline.spec.balance import validate_limits, validate_weights
 from paceline.spec.errors import SettingError
+from paceline.spec.training.balance import validate_limits, validate_weights
 from paceline.train.comms import Comms
 from paceline.train.data import balance
 from paceline.train.data.balance import Controller, even

@@ -26,8 +26,8 @@ from safetensors.torch import load_file
 from paceline import train
 from paceline.spec.errors import DataError, SettingError
 from paceline.spec.events import read_events
-from paceline.spec.records import recorded_steps
 from paceline.spec.rundir import BEST, CHECKPOINTS, LATEST, expired, read_pointer
+from paceline.spec.training.metrics import recorded_steps
 from paceline.train import files
 from paceline.train.checkpoints.capture import (
     Copier,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.spec.errors import SettingError
-from paceline.spec.overlap import validate
+from paceline.spec.training.communication import validate_overlap
 from paceline.train.comms import Comms
 from paceline.train.measure.pace import PARTS, Look
 from paceline.train.reduce.bucket_size import Overlap, Way, ways
@@ -28,10 +28,10 @@ def test_sizes_are_tried_only_where_they_change_no_result() -> None:
 )
 def test_an_unknown_way_is_refused(asked: str, told: str) -> None:
     with pytest.raises(SettingError) as caught:
-        validate(asked)
+        validate_overlap(asked)
     assert told in caught.value.render()
     for known in ("auto", "backward"):
-        validate(known)
+        validate_overlap(known)
 
 
 class RecordingExchange:

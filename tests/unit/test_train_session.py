@@ -17,8 +17,8 @@ from torch.distributed import HashStore
 from torch.utils.data import TensorDataset
 
 from paceline import train
-from paceline.spec.communication import validate
 from paceline.spec.errors import SettingError
+from paceline.spec.training.communication import validate
 from paceline.train.elastic import waits
 from paceline.train.elastic.newcomer import Recording
 from paceline.train.elastic.recovery import Exchanged, Gloo, Recovery

@@ -10,10 +10,9 @@ from typing import Any
 
 from paceline.bench.speedup import Point, speedups
 from paceline.bench.step_model import StepEstimate, StepModel, estimate_step
-from paceline.spec.formatting import format_duration
-from paceline.spec.helptext import pluralize
-from paceline.spec.step_time import BYTES_SENT
+from paceline.spec.formatting import format_duration, pluralize
 from paceline.spec.terminal import wrap
+from paceline.spec.training.step_time import BYTES_SENT
 
 MAX_RELATIVE_ERROR = 0.5  # nothing is forecast with a larger error bar
 MIN_EFFICIENCY = 0.8  # a lower efficiency wastes hosts

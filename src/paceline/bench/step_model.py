@@ -4,8 +4,8 @@ A step waits for data (D), computes (C) and averages gradients over the link (N)
 a host's share of the global batch, and are measured on single hosts with several batches. N depends
 on the bytes that each host sends in an all-reduce, ``2 (n - 1) / n`` of the gradients', and on the
 latency of a message; both are measured between two hosts. How much of N is hidden behind C depends
-on the number of buckets (:mod:`paceline.spec.step_time`). A constant makes the model exact for the
-steps on two hosts.
+on the number of buckets (:mod:`paceline.spec.training.step_time`). A constant makes the model exact
+for the steps on two hosts.
 
 Other laws fit two hosts as well. Their spread and that of the steps make the error bar.
 """
@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline.spec.step_time import StepTime
+from paceline.spec.training.step_time import StepTime
 
 MIN_SPREAD = 0.02  # relative; a step time is never known better
 MIN_SPEED_RATIO = 1.25  # hosts whose computing times differ by more have different speeds

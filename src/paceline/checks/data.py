@@ -20,7 +20,7 @@ from paceline.checks.check import (
     passed,
 )
 from paceline.spec.finding import Finding
-from paceline.spec.helptext import pluralize
+from paceline.spec.formatting import pluralize
 
 
 async def probe(session: ProbeSession) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.checks.check import Check, ProbeSession, Survey, join_names, passed, warned
 from paceline.spec.finding import Finding
-from paceline.spec.helptext import pluralize
+from paceline.spec.formatting import pluralize
 
 MAX_LISTED = 8
 

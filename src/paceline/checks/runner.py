@@ -16,7 +16,7 @@ from paceline.remote.network import LOOPBACK
 from paceline.remote.openssh import SshOptions
 from paceline.spec.errors import ConnectError, PacelineError
 from paceline.spec.finding import Finding, Outcome
-from paceline.spec.helptext import pluralize
+from paceline.spec.formatting import pluralize
 from paceline.spec.hosts import Host
 
 CLOSE_TIMEOUT_S = 2.0

@@ -18,7 +18,7 @@ from paceline.schedulers import SCHEDULERS, load
 from paceline.schedulers.scheduler import Scheduler
 from paceline.schedulers.script import SUBMITTED_VARIABLE
 from paceline.spec.errors import SettingError
-from paceline.spec.nodes import NodeRange
+from paceline.spec.job import NodeRange
 from paceline.spec.settings import TOML_NAME
 
 # verb (a command's own name) → what is typed

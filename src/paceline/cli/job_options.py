@@ -12,8 +12,8 @@ import click
 from paceline.cli.cluster import hosts_setting
 from paceline.cli.settings import setting
 from paceline.spec import jobenv
-from paceline.spec.command import shell_text
 from paceline.spec.errors import SettingError
+from paceline.spec.formatting import shell_text
 from paceline.spec.job import Entry, Environment, Job
 from paceline.spec.settings import Setting
 

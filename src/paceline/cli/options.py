@@ -12,9 +12,8 @@ import click
 from paceline.cli.torchrun import Aliased, torchrun_options
 from paceline.cli.variables import F, as_settings, is_setting, key_of
 from paceline.schedulers import BY_HAND, SCHEDULERS
-from paceline.spec.duration import parse_duration
-from paceline.spec.job import parse_processes
-from paceline.spec.nodes import NodeRange, parse_node_count
+from paceline.spec.formatting import parse_duration
+from paceline.spec.job import NodeRange, parse_node_count, parse_processes
 
 
 class Seconds(click.FloatRange):

@@ -22,12 +22,12 @@ from paceline.recipes.argv import as_flags, check_known, option_names, parse_val
 from paceline.recipes.catalogue import catalogue
 from paceline.recipes.effect import has_effect
 from paceline.recipes.options import Options, parse_micro_batch
-from paceline.spec.balance import parse_weights, validate_limits, validate_weights
-from paceline.spec.command import shell_text
 from paceline.spec.errors import SettingError
+from paceline.spec.formatting import shell_text
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Data, Entry, Input, Job
 from paceline.spec.rundir import model_paths
+from paceline.spec.training.balance import parse_weights, validate_limits, validate_weights
 
 GATHERED_PREFIX = "paceline-data-"  # begins the name of a folder that goes with this command
 DATA_FILES = ("data", "test_data", "target")

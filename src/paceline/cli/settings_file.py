@@ -87,7 +87,7 @@ def printable(text: str) -> str:
 
 
 def unknown_name_error(message: str, name: str, legal: Sequence[str]) -> SettingError:
-    from paceline.spec.helptext import closest_match
+    from paceline.spec.formatting import closest_match
 
     suggestion = closest_match(name, legal)
     if suggestion:

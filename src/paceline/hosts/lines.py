@@ -32,7 +32,7 @@ from paceline.hosts.address import (
 from paceline.hosts.dialect import ColonMeaning, Parsed, Reading, UnreadableError, line_error
 from paceline.hosts.nodelist import split_list
 from paceline.spec.errors import HostsError
-from paceline.spec.helptext import pluralize, suggest
+from paceline.spec.formatting import pluralize, suggest
 from paceline.spec.hosts import Host
 
 MAX_SLOTS = 4096

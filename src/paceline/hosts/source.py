@@ -27,7 +27,7 @@ from paceline.hosts.files import read_text, with_includes
 from paceline.hosts.lab import find_lab, lab_name
 from paceline.hosts.tables import apply_overrides
 from paceline.spec.errors import HostsError, SettingError
-from paceline.spec.helptext import closest_match, suggest
+from paceline.spec.formatting import closest_match, suggest
 from paceline.spec.hosts import Cluster, Host
 
 # No ending that is also a common top-level domain (.sh, .py).

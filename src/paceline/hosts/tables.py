@@ -18,7 +18,7 @@ from paceline.hosts.dialect import UnreadableError
 from paceline.hosts.lines import MAX_SLOTS
 from paceline.spec import jobenv
 from paceline.spec.errors import HostsError
-from paceline.spec.helptext import closest_match, suggest
+from paceline.spec.formatting import closest_match, suggest
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.settings import TOML_NAME
 

@@ -55,9 +55,8 @@ from paceline.spec.detached import DETACHED, RUN_FOLDER, SupervisorLocation
 from paceline.spec.errors import ConnectError, NodeError, PacelineError, SettingError
 from paceline.spec.failure import Result
 from paceline.spec.hosts import Cluster, Host
-from paceline.spec.job import Job
+from paceline.spec.job import Job, NodeRange
 from paceline.spec.launchers import PROCESS_VARIABLES
-from paceline.spec.nodes import NodeRange
 from paceline.spec.serialization import to_jsonable
 from paceline.spec.settings import Source
 from paceline.transfer import data

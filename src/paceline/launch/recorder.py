@@ -17,7 +17,7 @@ from paceline.spec import rundir as names
 from paceline.spec.errors import NodeError
 from paceline.spec.events import Event, read_events
 from paceline.spec.plan import Plan
-from paceline.spec.records import StepFilter
+from paceline.spec.training.metrics import StepFilter
 
 STATE_PERIOD_S = 1.0  # between two writings of where the ranks are while nodes are waited for
 MOST_EVENTS = 20_000  # kept in memory of the beginning, and of the end

@@ -18,7 +18,7 @@ from paceline.program import guarded
 from paceline.recipes import parse_options
 from paceline.recipes.optimization import Batching, Curve, compute_batching, make_optimizer
 from paceline.recipes.options import Options, parse_copies, parse_micro_batch
-from paceline.spec.balance import parse_weights
+from paceline.spec.training.balance import parse_weights
 from paceline.train import Best
 from paceline.train.data.fetch import Data
 from paceline.train.device import choose_device, look

@@ -14,8 +14,8 @@ from typing import ClassVar, Literal
 from paceline.recipes.argv import check_at_least, check_fraction, check_known, check_part
 from paceline.recipes.data import IMAGE_SETS, PAIR_SETS, TEXT_SETS, HubSource, is_path
 from paceline.recipes.pretrained_list import IMAGENET, RESNET_FILES
-from paceline.spec import balance, communication, overlap
 from paceline.spec.errors import SettingError
+from paceline.spec.training import balance, communication
 
 Dtype = Literal["float32", "float64", "bf16", "fp16"]
 Device = Literal["auto", "cpu", "cuda", "xpu"]
@@ -186,7 +186,7 @@ class Options:
             scaled=self.dtype == "fp16",
             averaged=bool(self.ema),
         )
-        overlap.validate(self.overlap)
+        communication.validate_overlap(self.overlap)
         if self.scale_lr != "none" and not self.batch_per_process:
             raise SettingError(
                 f"--scale-lr {self.scale_lr} has nothing to scale by",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from paceline.spec.command import shell_text
+from paceline.spec.formatting import shell_text
 from paceline.spec.hosts import Host
 
 CONNECT_TIMEOUT_S = 10

@@ -9,8 +9,7 @@ from typing import Any
 from paceline.report.page import Figure, Paragraph, Part, Table
 from paceline.report.record import Record, object_in, objects_in
 from paceline.rundir.records import as_float, as_int, as_text
-from paceline.spec.formatting import format_bit_rate
-from paceline.spec.helptext import pluralize
+from paceline.spec.formatting import format_bit_rate, pluralize
 
 MAX_HOSTS = 512  # in the table
 MAX_MAP_HOSTS = 8  # drawn as a map; more are drawn as a matrix

@@ -15,11 +15,9 @@ from paceline.report.record import Record, object_in, objects_in
 from paceline.report.timeline import ACTIVITY_LABELS, Row, Timeline, build_timeline
 from paceline.rundir.records import as_float, as_int, as_text
 from paceline.spec import rundir as names
-from paceline.spec.command import shell_text
 from paceline.spec.events import PART_NAMES, PARTS, Event
 from paceline.spec.failure import UNKNOWN, format_location, signal_name
-from paceline.spec.formatting import format_duration
-from paceline.spec.helptext import pluralize
+from paceline.spec.formatting import format_duration, pluralize, shell_text
 
 MAX_ROWS = 400  # of a table of raw numbers
 MAX_EXPANDED_LINES = 40  # a longer traceback is collapsed

@@ -19,8 +19,8 @@ from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.ownership import owner_alive, owner_here, read_owner
 from paceline.rundir.records import open_regular
 from paceline.spec import rundir as names
-from paceline.spec.command import shell_text
 from paceline.spec.errors import NodeError, SettingError
+from paceline.spec.formatting import shell_text
 
 MAX_OPEN_FILES = 64  # at once; there is a log for every rank
 RESERVED_BYTES = 1 << 18

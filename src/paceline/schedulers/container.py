@@ -29,8 +29,8 @@ from paceline.schedulers.scheduler import (
     Scheduler,
 )
 from paceline.schedulers.ssh import SshTransport
-from paceline.spec.command import shell_text
 from paceline.spec.errors import ConnectError, NodeError, SettingError
+from paceline.spec.formatting import shell_text
 from paceline.spec.hosts import Host
 
 BY_PATH = "/dev/dri/by-path"  # not added by --device

@@ -27,8 +27,8 @@ from paceline.rendezvous.scheduled import ScheduledTransport, Start, run_command
 from paceline.schedulers.commands import last_lines
 from paceline.schedulers.scheduler import SSH_OPTIONS, START_OPTIONS, Options, Scheduler
 from paceline.setup.login import effective_config
-from paceline.spec.command import shell_text
 from paceline.spec.errors import ConnectError, PacelineError, SettingError
+from paceline.spec.formatting import shell_text
 from paceline.spec.hosts import Host
 from paceline.spec.launchers import MPI_DIALECTS, PROCESS_VARIABLES
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from paceline.hosts.dialect import UnreadableError
 from paceline.hosts.nodelist import expand_gpus
-from paceline.spec.command import bash_line
 from paceline.spec.errors import SettingError
+from paceline.spec.formatting import bash_line
 
 OWNER_FILE = "owner.json"
 SUBMITTED_VARIABLE = "PACELINE_SUBMITTED"  # set in all batch scripts

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.remote.interfaces import EXACT
-from paceline.spec.command import shell_text
 from paceline.spec.errors import NodeError
+from paceline.spec.formatting import shell_text
 
 USER, UID = "dev", 1000
 HOME = f"/home/{USER}"

@@ -1,10 +1,15 @@
-"""Formats durations, rates and epochs for people, alike everywhere."""
+"""Formats values for people, commands for shells, and parses durations."""
 
 from __future__ import annotations
 
 import itertools
+import re
+import shlex
+from collections.abc import Iterable, Sequence
 
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+_SECONDS = {unit[0]: size for size, unit in _UNITS}
+_DURATION_PART = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([smhd])", re.ASCII)
 
 
 def format_duration(seconds: float) -> str:
@@ -44,3 +49,60 @@ def format_epoch(epoch: int, epochs: int | None = None) -> str:
         epochs: Epochs of the whole training, if known.
     """
     return f"epoch {min(epoch + 1, epochs)}/{epochs}" if epochs else f"epoch {epoch + 1}"
+
+
+def pluralize(number: int, noun: str) -> str:
+    """``1 host``, ``2 hosts``."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def span(seconds: float) -> str:
+    """``10 minutes``, ``1 hour``, ``90 s``: a length of time in the largest unit that fits."""
+    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= length and seconds % length == 0:
+            return pluralize(int(seconds // length), unit)
+    return f"{seconds:g} s"
+
+
+def closest_match(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """The most similar name, or an empty string."""
+    import difflib  # needed only after a mistake
+
+    matches = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
+    return matches[0] if matches else ""
+
+
+def suggest(name: str, choices: Iterable[str]) -> str:
+    """``one of a, b; did you mean `a`?`` for an unknown name."""
+    names = list(choices)
+    guess = closest_match(name, names)
+    listed = "one of " + ", ".join(names)
+    return f"{listed}; did you mean `{guess}`?" if guess else listed
+
+
+def parse_duration(text: str | float) -> float:
+    """Seconds in ``90``, ``10m`` or ``1h30m``; raises ValueError for anything else."""
+    parts = _DURATION_PART.findall(text) if isinstance(text, str) else []
+    if parts and "".join(map("".join, parts)) == text:
+        return float(sum(float(number) * _SECONDS[unit] for number, unit in parts))
+    seconds = float(text)
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(f"not a length of time: {text!r}")
+    return seconds
+
+
+def shell_text(argv: Sequence[str]) -> str:
+    """Quotes a command for POSIX shells, csh and fish."""
+    return shlex.join(argv)
+
+
+def bash_line(argv: Sequence[str]) -> str:
+    """Quotes a command for bash on a single line: line breaks are escaped."""
+    return " ".join(map(_quote_single_line, argv))
+
+
+def _quote_single_line(arg: str) -> str:
+    if not {"\n", "\r"} & set(arg):
+        return shlex.quote(arg)
+    escaped = arg.replace("\\", "\\\\").replace("'", "\\'")
+    return "$'" + escaped.replace("\n", "\\n").replace("\r", "\\r") + "'"

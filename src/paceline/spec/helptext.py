@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 WIDTH = 80
@@ -40,11 +40,6 @@ class Row:
         if self.required:
             parts.append("Required")
         return " ".join(part if part.endswith((".", ")", "…")) else f"{part}." for part in parts)
-
-
-def pluralize(number: int, noun: str) -> str:
-    """``1 host``, ``2 hosts``."""
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 Section = tuple[str, Sequence[Row]]
@@ -96,27 +91,3 @@ def _row(row: Row, width: int) -> list[str]:
     if len(term) > _COLUMN - 2:
         return [term, *texts]
     return [f"{term:<{_COLUMN}}{texts[0].lstrip()}", *texts[1:]] if texts else [term]
-
-
-def closest_match(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """The most similar name, or an empty string."""
-    import difflib  # needed only after a mistake
-
-    matches = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
-    return matches[0] if matches else ""
-
-
-def suggest(name: str, choices: Iterable[str]) -> str:
-    """``one of a, b; did you mean `a`?`` for an unknown name."""
-    names = list(choices)
-    guess = closest_match(name, names)
-    listed = "one of " + ", ".join(names)
-    return f"{listed}; did you mean `{guess}`?" if guess else listed
-
-
-def span(seconds: float) -> str:
-    """``10 minutes``, ``1 hour``, ``90 s``: a length of time in the largest unit that fits."""
-    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
-        if seconds >= length and seconds % length == 0:
-            return pluralize(int(seconds // length), unit)
-    return f"{seconds:g} s"

@@ -7,8 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from paceline.spec.hosts import Cluster, Host
-from paceline.spec.job import Data, Entry, Environment, Input, Job
-from paceline.spec.nodes import NodeRange
+from paceline.spec.job import Data, Entry, Environment, Input, Job, NodeRange
 from paceline.spec.settings import Setting, Source
 
 _KINDS = {

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from paceline.spec.records import StepFilter
 from paceline.spec.rundir import backup_name
+from paceline.spec.training.metrics import StepFilter
 
 _BLOCK = 1 << 16
 _SMALL = 64 << 20  # of a description; states and manifests are kilobytes

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.spec import overlap as overlaps
 from paceline.spec import rundir
-from paceline.spec.balance import validate_limits
-from paceline.spec.communication import validate
 from paceline.spec.errors import JobError, SettingError
 from paceline.spec.failure import NEWCOMER_DIVERGED
+from paceline.spec.training.balance import validate_limits
+from paceline.spec.training.communication import validate, validate_overlap
 from paceline.train import device as devices
 from paceline.train import parallel, report, weights, world
 from paceline.train.average import Average
@@ -187,7 +186,7 @@ class Session(Member):
             name=name,
             scaled=scaler is not None,
         )
-        overlaps.validate(overlap)
+        validate_overlap(overlap)
         self._overlap = None
         self.models.leave(name)
         updater = Updater(module, optimizer, schedule, scaler, clip_norm)

@@ -16,7 +16,7 @@ from paceline.agent import data as agent_data
 from paceline.agent.snapshot import BLOCK, hash_file
 from paceline.remote.channel import AgentRefusal, Channel
 from paceline.spec.errors import NodeError
-from paceline.spec.helptext import pluralize
+from paceline.spec.formatting import pluralize
 from paceline.transfer.files import MAX_SMALL_BYTES, Window, grouped, is_out_of_space
 from paceline.transfer.links import OutwardLinks
 

@@ -26,9 +26,9 @@ from paceline.rundir import detached_file, records
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.ownership import FETCHED_AT, LAST_STATUS
 from paceline.spec import rundir as names
-from paceline.spec.command import shell_text
 from paceline.spec.detached import DETACHED, SCREEN, DetachedRecord, SupervisorLocation
 from paceline.spec.errors import ConnectError, NodeError
+from paceline.spec.formatting import shell_text
 from paceline.transfer.checkpoints import CheckpointFetcher
 from paceline.transfer.results import Fetcher
 

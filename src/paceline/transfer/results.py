@@ -10,7 +10,7 @@ from paceline.agent.inside import Arriving, why_refused
 from paceline.remote.channel import Channel
 from paceline.rundir.arrivals import Arrivals
 from paceline.spec.errors import NodeError
-from paceline.spec.helptext import pluralize
+from paceline.spec.formatting import pluralize
 from paceline.spec.rundir import FETCHED, is_launcher_file
 from paceline.transfer.files import fetch_file
 from paceline.transfer.tree import Manifest

@@ -14,7 +14,7 @@ from pathlib import Path
 from paceline.agent import inside, snapshot
 from paceline.agent.snapshot import hash_file
 from paceline.spec.errors import SettingError
-from paceline.spec.helptext import pluralize
+from paceline.spec.formatting import pluralize
 from paceline.spec.job import Entry, Job
 from paceline.spec.rundir import WEIGHTS, is_launcher_file, is_run
 from paceline.transfer.git import run_git, work_tree_root

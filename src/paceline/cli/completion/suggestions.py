@@ -147,7 +147,7 @@ def _catalogue(recipe: type, field: str, incomplete: str) -> list[Item]:
     from paceline.recipes import RECIPES
     from paceline.recipes.catalogue import catalogue
     from paceline.recipes.options import TRACKERS
-    from paceline.spec.communication import METHODS
+    from paceline.spec.training.communication import METHODS
 
     kinds = {"data": "data", "model": "models", "augment": "augmentations", "preset": "presets"}
     recipe_name = next((entry.name for entry in RECIPES.values() if entry.options is recipe), "")

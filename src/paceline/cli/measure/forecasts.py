@@ -15,8 +15,7 @@ from paceline.recipes.argv import parse, to_argv
 from paceline.rundir.records import as_float, as_int, as_text, is_regular, read_object, read_records
 from paceline.spec import rundir
 from paceline.spec.errors import PacelineError, SettingError
-from paceline.spec.formatting import format_duration
-from paceline.spec.helptext import pluralize
+from paceline.spec.formatting import format_duration, pluralize
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Job
 from paceline.spec.rundir import DEFAULT_PARENT, FORECAST

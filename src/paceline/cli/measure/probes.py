@@ -20,11 +20,11 @@ from paceline.cli.measure.links import survey_links
 from paceline.cli.verb import say
 from paceline.rundir.records import read_object
 from paceline.spec import jobenv, rundir
-from paceline.spec.balance import validate_weights
 from paceline.spec.errors import JobError
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.job import Job
 from paceline.spec.settings import Setting, Source
+from paceline.spec.training.balance import validate_weights
 
 
 @dataclass(frozen=True)

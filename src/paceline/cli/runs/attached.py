@@ -27,10 +27,10 @@ from paceline.launch.terminal.screen import Screen
 from paceline.rundir import records
 from paceline.rundir.directory import short
 from paceline.spec import rundir as names
-from paceline.spec.command import shell_text
 from paceline.spec.errors import PacelineError
 from paceline.spec.events import Event, read_events, shipped_copies
 from paceline.spec.failure import UNKNOWN, Result
+from paceline.spec.formatting import shell_text
 from paceline.spec.terminal import format_for
 
 POLL_INTERVAL_S = 0.5

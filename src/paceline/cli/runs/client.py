@@ -22,9 +22,9 @@ from paceline.cli.runs.state import end_run, read_state, request_launcher
 from paceline.cli.verb import say
 from paceline.remote.channel import AgentRefusal, HostUnresponsive
 from paceline.rundir.ownership import detached_of, owner_alive, owner_here, read_owner
-from paceline.spec.command import shell_text
 from paceline.spec.detached import DetachedRecord, SupervisorLocation
 from paceline.spec.errors import ConnectError, NodeError, PacelineError
+from paceline.spec.formatting import shell_text
 from paceline.spec.terminal import format_for
 from paceline.transfer.follow import Follower, RunState, UnknownRun, follow
 

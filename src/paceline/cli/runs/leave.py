@@ -19,7 +19,7 @@ from paceline.launch.planning.request import Package
 from paceline.launch.terminal.screen import Screen
 from paceline.remote.transport import Transport
 from paceline.schedulers.container import ContainerTransport
-from paceline.spec.command import shell_text
+from paceline.spec.formatting import shell_text
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Job
 

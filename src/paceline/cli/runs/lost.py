@@ -13,8 +13,7 @@ from paceline.rundir import records
 from paceline.rundir.directory import short
 from paceline.rundir.ownership import lost, read_owner
 from paceline.spec import rundir as names
-from paceline.spec.command import shell_text
-from paceline.spec.formatting import format_duration
+from paceline.spec.formatting import format_duration, shell_text
 
 LEASE_S = 10.0  # where the plan does not tell it
 TAIL_BYTES = 1 << 16  # of events.jsonl, to find the last of them

@@ -10,8 +10,8 @@ import click
 
 from paceline.cli.verb import Verb
 from paceline.spec import jobenv
-from paceline.spec.command import shell_text
 from paceline.spec.errors import SettingError
+from paceline.spec.formatting import shell_text
 from paceline.spec.launchers import DIALECTS, torchrun_variables
 
 NAMES = (

@@ -35,12 +35,12 @@ from paceline.cli.runs.run_lookup import find_run_folder
 from paceline.cli.verb import Verb, say
 from paceline.launch.planning.entry import entry_of, opens_store, preload_of
 from paceline.recipes import RECIPES
-from paceline.spec import communication, rundir
+from paceline.spec import rundir
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Cluster
-from paceline.spec.job import Job
-from paceline.spec.nodes import bounds
+from paceline.spec.job import Job, bounds
 from paceline.spec.terminal import wrap
+from paceline.spec.training import communication
 
 DEFAULT_SECONDS = 10.0
 

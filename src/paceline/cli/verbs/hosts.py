@@ -22,7 +22,7 @@ from paceline.cli.verb import Verb, say
 from paceline.hosts import apply_overrides, lost_fields, read_hosts, write_hosts
 from paceline.report.findings import aligned
 from paceline.spec.errors import SettingError
-from paceline.spec.helptext import pluralize
+from paceline.spec.formatting import pluralize
 from paceline.spec.hosts import Cluster, Host
 from paceline.spec.settings import Source
 from paceline.spec.terminal import clean

@@ -22,9 +22,8 @@ from paceline.remote.openssh import SshOptions
 from paceline.rundir import detached_file, records
 from paceline.rundir.ownership import detached_of
 from paceline.spec import rundir as names
-from paceline.spec.command import shell_text
 from paceline.spec.detached import DETACHED, SupervisorLocation
-from paceline.spec.formatting import format_duration_short
+from paceline.spec.formatting import format_duration_short, shell_text
 from paceline.spec.hosts import Host
 from paceline.spec.rundir import DEFAULT_PARENT
 from paceline.spec.terminal import clean, columns, format_for

@@ -36,7 +36,7 @@ from paceline.remote import this_machine
 from paceline.schedulers import DEFAULT, load
 from paceline.schedulers.scheduler import Options
 from paceline.spec.errors import NodeError
-from paceline.spec.helptext import pluralize
+from paceline.spec.formatting import pluralize
 from paceline.spec.job import Entry, Environment, Job
 from paceline.spec.terminal import format_for
 
@@ -180,6 +180,6 @@ def _agent_to_json(agent: Seen) -> dict[str, object]:
 
 
 def _duration_text(seconds: float) -> str:
-    from paceline.spec.helptext import span
+    from paceline.spec.formatting import span
 
     return span(round(seconds))

@@ -6,7 +6,7 @@ import re
 
 from paceline.explain.evidence import Evidence
 from paceline.explain.rule import Match
-from paceline.spec.command import shell_text
+from paceline.spec.formatting import shell_text
 
 # of `paceline run`
 PACELINE_OPTIONS = frozenset({

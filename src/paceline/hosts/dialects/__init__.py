@@ -8,7 +8,7 @@ from dataclasses import fields
 
 from paceline.hosts.dialect import Dialect
 from paceline.spec.errors import SettingError
-from paceline.spec.helptext import suggest
+from paceline.spec.formatting import suggest
 from paceline.spec.hosts import Cluster, Host
 
 _PACKAGE = "paceline.hosts.dialects"

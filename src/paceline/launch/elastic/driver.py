@@ -32,7 +32,7 @@ from paceline.launch.terminal.screen import Screen
 from paceline.spec.errors import NodeError, PacelineError
 from paceline.spec.events import Event
 from paceline.spec.failure import LAUNCHER_HOST, Failure, Recovery, Result
-from paceline.spec.helptext import pluralize, span
+from paceline.spec.formatting import pluralize, span
 from paceline.spec.plan import Plan
 
 if TYPE_CHECKING:

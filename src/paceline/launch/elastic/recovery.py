@@ -33,7 +33,7 @@ from paceline.launch.terminal.screen import Screen
 from paceline.spec.errors import PacelineError, PermanentConnectError
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure, format_location, unreachable_peer
-from paceline.spec.helptext import pluralize
+from paceline.spec.formatting import pluralize
 from paceline.spec.plan import NodePlan
 
 TICK_S = 0.1

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from paceline.launch.elastic.startup import StartupTracker
 from paceline.spec.failure import Failure
-from paceline.spec.helptext import pluralize, span
+from paceline.spec.formatting import pluralize, span
 
 MAX_HOST_LOSSES = 3  # of one host within the window, after which it is left out
 MAX_STARTS = 3  # in a row without a step, after which a loss ends the job

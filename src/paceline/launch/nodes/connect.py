@@ -16,7 +16,7 @@ from paceline.remote.login import MAX_PARALLEL_LOGINS
 from paceline.remote.transport import ConnectedCallback, Transport, ignore_count
 from paceline.spec.errors import ConnectError, PacelineError, PermanentConnectError
 from paceline.spec.events import Event
-from paceline.spec.helptext import pluralize, span
+from paceline.spec.formatting import pluralize, span
 from paceline.spec.hosts import Host
 
 LAST_CALL_S = 5.0  # for the others, once there are enough hosts to begin

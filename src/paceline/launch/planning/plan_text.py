@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.launch.planning.entry import entry_argv
-from paceline.spec.command import shell_text
-from paceline.spec.helptext import pluralize
+from paceline.spec.formatting import pluralize, shell_text
 from paceline.spec.job import redact
 from paceline.spec.plan import NodePlan, Plan, RankPlan
 from paceline.spec.settings import Setting, Source

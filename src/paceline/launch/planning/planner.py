@@ -13,11 +13,10 @@ from paceline.remote import agreement, interfaces
 from paceline.remote.network import NodeNetwork
 from paceline.spec import jobenv, launchers
 from paceline.spec.errors import NodeError, SettingError
-from paceline.spec.helptext import pluralize
+from paceline.spec.formatting import pluralize
 from paceline.spec.hosts import Cluster, Host
-from paceline.spec.job import Entry, Job, count_processes
+from paceline.spec.job import Entry, Job, NodeRange, bounds, count_processes
 from paceline.spec.libraries import DEBUG, DEBUG_OF_RANKS
-from paceline.spec.nodes import NodeRange, bounds
 from paceline.spec.plan import Copy, NodePlan, Plan, RankPlan
 from paceline.spec.settings import TOML_NAME, Setting, Source
 from paceline.spec.version import __version__

@@ -9,8 +9,7 @@ from paceline.launch.planning import planner
 from paceline.launch.planning.planner import Supplies
 from paceline.remote.transport import Transport
 from paceline.spec.hosts import Host, Inspect
-from paceline.spec.job import Job
-from paceline.spec.nodes import NodeRange, bounds
+from paceline.spec.job import Job, NodeRange, bounds
 from paceline.spec.plan import Plan
 from paceline.spec.settings import Source
 

@@ -13,10 +13,9 @@ from paceline.launch.failure_analysis import describe_end
 from paceline.rundir.directory import short
 from paceline.rundir.records import open_regular
 from paceline.spec import rundir as names
-from paceline.spec.command import shell_text
 from paceline.spec.events import Event, ShippedCopy, restore_local_paths
 from paceline.spec.failure import Result, format_location, signal_name
-from paceline.spec.formatting import format_duration
+from paceline.spec.formatting import format_duration, shell_text
 
 LAST_LINES = 20
 LAST_BYTES = 16384  # read of a log for them

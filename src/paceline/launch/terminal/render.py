@@ -18,8 +18,7 @@ from rich.text import Text
 
 from paceline.launch.terminal.run_state import TRAINING, Board, HostState, RankState, time_of
 from paceline.spec.events import PART_NAMES
-from paceline.spec.formatting import format_bit_rate, format_epoch
-from paceline.spec.helptext import pluralize
+from paceline.spec.formatting import format_bit_rate, format_epoch, pluralize
 from paceline.spec.terminal import fixed_width, wrap
 
 WIDE = 116  # columns, from which a host's load stands beside its ranks

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from typing import TextIO
 
-from paceline.spec.helptext import pluralize
+from paceline.spec.formatting import pluralize
 
 LIMIT = 16 * 1024 * 1024  # characters kept for a reader who is late
 

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from paceline.spec import balance
 from paceline.spec.errors import SettingError
 from paceline.spec.formatting import format_duration
+from paceline.spec.training import balance
 from paceline.train import parallel
 from paceline.train.comms import Comms
 from paceline.train.data.balance import (

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.spec import communication, jobenv, rundir
+from paceline.spec import jobenv, rundir
 from paceline.spec.errors import SettingError
+from paceline.spec.training import communication
 from paceline.train import files, parallel
 from paceline.train.data.division import Wish
 from paceline.train.data.loader import Loader

@@ -10,9 +10,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.spec import communication, jobenv
+from paceline.spec import jobenv
 from paceline.spec.formatting import format_duration
-from paceline.spec.step_time import BYTES_SENT
+from paceline.spec.training import communication
+from paceline.spec.training.step_time import BYTES_SENT
 from paceline.train.comms import Comms
 from paceline.train.measure.pace import PARTS, Look
 from paceline.train.reduce import coded_reducer

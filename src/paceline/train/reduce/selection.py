@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from paceline.spec.formatting import format_duration
-from paceline.spec.step_time import BYTES_SENT, StepTime
+from paceline.spec.training.step_time import BYTES_SENT, StepTime
 
 CANDIDATES = ("exact", *BYTES_SENT)
 """From the least to the most that is left out. No other is taken without being asked for."""

@@ -22,7 +22,7 @@ from paceline.cli.options import launch_options
 from paceline.cli.variables import F
 from paceline.cli.verb import Verb, say
 from paceline.spec.errors import JobError, PacelineError, SettingError
-from paceline.spec.helptext import pluralize
+from paceline.spec.formatting import pluralize
 from paceline.spec.hosts import Cluster
 from paceline.spec.job import Entry
 from paceline.spec.settings import Setting, Source

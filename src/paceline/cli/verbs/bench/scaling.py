@@ -25,8 +25,7 @@ from paceline.schedulers.script import SUBMITTED_VARIABLE
 from paceline.schedulers.submission import SubmittedJob
 from paceline.spec.errors import JobError, SettingError
 from paceline.spec.hosts import Cluster
-from paceline.spec.job import Job
-from paceline.spec.nodes import bounds
+from paceline.spec.job import Job, bounds
 from paceline.spec.settings import Setting, Source
 from paceline.spec.terminal import wrap
 

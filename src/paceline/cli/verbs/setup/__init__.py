@@ -18,7 +18,7 @@ from paceline.setup import keys, lines
 from paceline.setup.journal import Journal, undo, write_file
 from paceline.setup.keys import Identity
 from paceline.spec.errors import ConnectError, SettingError
-from paceline.spec.helptext import pluralize
+from paceline.spec.formatting import pluralize
 from paceline.spec.hosts import Host
 
 if TYPE_CHECKING:

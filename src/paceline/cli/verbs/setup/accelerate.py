@@ -18,7 +18,7 @@ from paceline.remote.openssh import SshOptions
 from paceline.setup import accelerate
 from paceline.setup.accelerate import PRECISIONS
 from paceline.spec.errors import ConnectError
-from paceline.spec.helptext import pluralize
+from paceline.spec.formatting import pluralize
 from paceline.spec.hosts import Host
 
 if TYPE_CHECKING:

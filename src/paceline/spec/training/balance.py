@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from paceline.spec import communication as methods
 from paceline.spec.errors import SettingError
+from paceline.spec.training import communication as methods
 
 MAX_WEIGHT = 1e100
 """Largest weight of a host: sums of larger ones may overflow."""

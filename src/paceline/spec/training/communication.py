@@ -130,3 +130,26 @@ def validate(text: str, *, sharded: bool = False, several: bool = False, scaled:
             raise SettingError(
                 f"--communication {text} does not go with {option}", found=reason, remedy=remedy
             )
+
+
+# -- the sizes of gradient buckets
+
+OVERLAP_VALUES = ("backward", "auto")
+"""``backward``: buckets keep DDP's sizes; ``auto``: some sizes are tried, the fastest is used."""
+
+
+def validate_overlap(text: str) -> None:
+    """Refuses an unknown value.
+
+    Raises:
+        SettingError: Names the possible values.
+    """
+    if text == "late":
+        raise SettingError(
+            "--overlap late: late optimizer updates were removed",
+            remedy="--overlap auto",
+        )
+    if text not in OVERLAP_VALUES:
+        raise SettingError(
+            f"--overlap {text}: there is no such way", remedy=f"one of {', '.join(OVERLAP_VALUES)}"
+        )

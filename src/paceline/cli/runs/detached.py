@@ -82,7 +82,7 @@ async def find_detached(
     """
     pythons = [host.python or this_machine.default_python() for host in hosts]
     outcomes = await try_connect_hosts(hosts, pythons, ssh)
-    unreachable = [(answered.host.name, f"{answered.refusal.cause}: {answered.refusal.found}")
+    unreachable = [(answered.host.name, f"{answered.refusal.cause}: {answered.refusal.details}")
                for answered in outcomes if isinstance(answered, LoginError)]  # fmt: skip
     runs: list[DetachedRun] = []
     seen: set[str] = set()

@@ -166,7 +166,7 @@ def _not_activated(node: Node, refusal: AgentRefusal, job: Job) -> NodeError:
     first = job.activate.value[0]
     return NodeError(
         f"{node.name}: --activate failed ({job.activate.source.label})",
-        found=refusal.details,
+        found=refusal.found,
         remedy=f"The file is meant on every host, in a container that one's own. Look there: bash"
         f" -c '. {first} && env'",
     )
@@ -312,11 +312,11 @@ async def send_folder(node: Node, tree: Tree, name: str, folder: str) -> str:
 def _cannot_take(node: Node, tree: Tree, refusal: AgentRefusal) -> NodeError:
     cache = str(node.facts["user"].get("cache") or "~/.cache/paceline")
     remedy = f"Look there: ssh {node.host.address} ls -ld {shlex.quote(cache)}"
-    if is_out_of_space(refusal.details):
+    if is_out_of_space(refusal.found):
         remedy = f"Make room for {(tree.size >> 20) + 1} MiB in {cache} on {node.name}"
     return NodeError(
         f"{node.name} cannot take the files of {tree.root}",
-        found=refusal.details,
+        found=refusal.found,
         remedy=f"{remedy}\nOr set XDG_CACHE_HOME on {node.name} to a folder on another disk",
     )
 

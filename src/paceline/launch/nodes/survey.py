@@ -268,7 +268,7 @@ async def _find_data(node: Node, job: Job, folder: DataFolder | None) -> DataPla
         node.data = await data.locate(node.channel, folder, needs_copy=job.ship.value == "always")
     except AgentRefusal as refusal:
         raise NodeError(
-            f"{node.name} cannot look for the data in {folder.root}", found=refusal.details
+            f"{node.name} cannot look for the data in {folder.root}", found=refusal.found
         ) from None
     except OSError as error:
         raise data.unreadable(folder, error) from None
@@ -378,7 +378,7 @@ def _port_taken(
     reason = "was planned" if planned else f"was asked for ({asked.source.label})"
     return SettingError(
         f"port {asked.value} on {name} ({address}) {reason}",
-        found=refusal.details + (f": held by {holder_names}" if holder_names else ""),
+        found=refusal.found + (f": held by {holder_names}" if holder_names else ""),
         remedy="Prepare again, for a free one"
         if planned
         else "Leave --master-port out to get a free one, or end that process",

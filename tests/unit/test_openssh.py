@@ -146,22 +146,22 @@ def test_what_refusals_mean(words: str, cause: str, remedy: str) -> None:
     assert found.cause == cause
     assert remedy in found.remedy
     assert "{" not in found.remedy
-    assert "debug1" not in found.found
-    assert "@@@" not in found.found
-    assert found.passing == (cause == "too many logins at once")
+    assert "debug1" not in found.details
+    assert "@@@" not in found.details
+    assert found.is_transient == (cause == "too many logins at once")
 
 
 def test_both_fingerprints_can_be_told() -> None:
     found = classify(CHANGED, 255, HOST)
-    assert "SHA256:AkOOR2Wq1mrLYtyGXAy8Iw1FQO4u2DhLSk7Wtb4UJDU" in found.found
-    assert openssh.offending_line(found.found) == ("/home/me/.ssh/known_hosts", 2)
+    assert "SHA256:AkOOR2Wq1mrLYtyGXAy8Iw1FQO4u2DhLSk7Wtb4UJDU" in found.details
+    assert openssh.offending_line(found.details) == ("/home/me/.ssh/known_hosts", 2)
 
 
 def test_words_that_nobody_has_seen_before() -> None:
     found = classify("something new\n", 255, HOST)
-    assert (found.cause, found.found) == ("ended without an answer", "something new")
+    assert (found.cause, found.details) == ("ended without an answer", "something new")
     assert "ssh -v" in found.remedy
-    assert "status 255" in classify("", 255, HOST).found
+    assert "status 255" in classify("", 255, HOST).details
 
 
 def test_fingerprints_are_those_of_openssh() -> None:
@@ -222,11 +222,11 @@ def test_an_agent_that_is_told_nothing_ends() -> None:
 
 def test_what_came_instead_of_the_agent_is_shown() -> None:
     found = classify("", 0, HOST, "This host is for file transfer only\n")
-    assert "This host is for file transfer only" in found.found
+    assert "This host is for file transfer only" in found.details
     assert "ForceCommand" in found.remedy
-    assert not found.passing
+    assert not found.is_transient
     silent = classify("", 3, HOST)
-    assert "status 3" in silent.found
+    assert "status 3" in silent.details
     assert "exit" in silent.remedy
     closed = classify("", 1, HOST, "This account is currently not available.\n")
     assert closed.cause == "login shell fails"

@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from background import PATIENCE_S, BackgroundCommand, eventually
 from paceline.lab import Lab
 
 JOBS = Path(__file__).with_name("jobs")
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-PATIENCE_S = 60.0  # for what a quiet machine does in seconds; only who fails waits so long
 TEST_LIMIT_S = 150.0
 
 
@@ -128,46 +127,14 @@ class Site:
         return f"{up} {listening}"
 
 
-class Launch:
-    """A launch under way; leaving the ``with`` ends it, whatever happened."""
+class Launch(BackgroundCommand):
+    """A launch under way."""
 
     def __init__(self, site: Site, argv: list[str], directory: Path) -> None:
         self.directory = directory
-        self._site = site
-        folder = directory.parent
-        folder.mkdir(parents=True, exist_ok=True)
-        self._out, self._err = folder / f"{directory.name}.out", folder / f"{directory.name}.err"
         env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-        with self._out.open("wb") as out, self._err.open("wb") as err:
-            self.process = subprocess.Popen(
-                argv, env=env, cwd=site.project, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
-                start_new_session=True,
-            )  # fmt: skip
-
-    def __enter__(self) -> Launch:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-
-    @property
-    def out(self) -> str:
-        return self._out.read_text(errors="replace")
-
-    @property
-    def err(self) -> str:
-        return self._err.read_text(errors="replace")
-
-    def wait_for(self, text: str, times: int = 1, patience: float = PATIENCE_S) -> None:
-        """Until ``text`` was written so many times on standard output."""
-        ready = lambda: self.out.count(text) >= times or self.process.poll() is not None  # noqa: E731
-        assert eventually(ready, patience), f"no {text!r} in\n{self.out}\n{self.err}"
-        assert self.out.count(text) >= times, f"ended without {text!r}:\n{self.out}\n{self.err}"
-
-    def signal(self, signum: int) -> None:
-        self.process.send_signal(signum)
+        popen = partial(subprocess.Popen, argv, env=env, cwd=site.project, start_new_session=True)
+        super().__init__(directory, popen)
 
     def end(self, patience: float = PATIENCE_S) -> Ended:
         """Waits for its end."""
@@ -175,18 +142,8 @@ class Launch:
         return Ended(self.process.returncode, self.out, self.err, self.directory)
 
     def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
+        self.process.kill()
         self.process.wait()
-
-
-def eventually(true: Callable[[], bool], patience: float = PATIENCE_S) -> bool:
-    """Whether it came true in time."""
-    deadline = time.monotonic() + patience
-    while not true():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.03)
-    return True
 
 
 def project_at(folder: Path) -> Path:

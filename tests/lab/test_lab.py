@@ -12,13 +12,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import paceline.lab
+from background import PATIENCE_S, eventually
 from paceline.hosts.lab import list_labs, parent_folder, read_owner
 from paceline.lab import Lab, LabOptions
 from paceline.lab import processes as looking
@@ -26,7 +26,6 @@ from paceline.spec.errors import LabError
 
 pytestmark = pytest.mark.lab
 
-PATIENCE_S = 60.0
 
 CONNECT = """
 import socket, sys
@@ -120,15 +119,6 @@ def serving(lab: Lab, host: str, program: str, *arguments: str) -> Iterator[None
 
 def seconds_to_send(lab: Lab, size: int) -> float:
     return float(output(lab, "n1", sys.executable, "-c", SEND, lab.address("n2"), str(size)))
-
-
-def eventually(true: Callable[[], bool], patience: float = PATIENCE_S) -> bool:
-    deadline = time.monotonic() + patience
-    while not true():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 # --- what a host is

@@ -6,10 +6,13 @@ A journey takes a :class:`~sites.Site` and leaves the hosts idle; the last one l
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from sites import DATA, DEADLINE_S, HOSTS, Command, Site, until
+from sites import DATA, DEADLINE_S, HOSTS, Command, Site
+
+from background import eventually
 
 RESULT = {rank: f"result of {rank}\n" * 1000 for rank in range(len(HOSTS))}
 
@@ -52,8 +55,8 @@ def interrupt_and_resume(site: Site) -> None:
     """Ctrl-C saves and says how to resume; the same command then does the steps that are left."""
     words = ("--run-dir", "runs/training", "--grace", "60", "--env", "STEP_S=0.1")
     with site.start("run", *words, "training.py", "20") as command:
-        command.wait_for("] step 3\n", times=len(HOSTS))
-        command.interrupt()
+        command.wait_for("] step 3\n", times=len(HOSTS), patience=DEADLINE_S)
+        command.signal(signal.SIGINT)
         command.wait()
     assert command.status == 130, "Ctrl-C did not end the run as Ctrl-C does"
     assert "to resume:" in command.err
@@ -79,7 +82,7 @@ def lose_host(site: Site) -> None:
     """With ``--nnodes 1:2`` a training outlives a host that loses its power."""
     words = ("--run-dir", "runs/lost", "--nnodes", "1:2", "--env", "STEP_S=0.1")
     with site.start("run", *words, "training.py", "20") as command:
-        command.wait_for("] step 3\n", times=len(HOSTS))
+        command.wait_for("] step 3\n", times=len(HOSTS), patience=DEADLINE_S)
         site.lab.fault("power-off", "n2")
         command.wait()
     succeeded(command)
@@ -137,7 +140,7 @@ def results_are_home(site: Site, run: str) -> None:
     for rank, host in enumerate(HOSTS):
         name = f"out-{rank}/result.txt"
         places = (site.project / "runs" / run / "files" / host / name, site.project / name)
-        until(lambda places=places: any(place.exists() for place in places))  # type: ignore[misc]
-        (place, *_) = [place for place in places if place.exists()]
+        assert eventually(lambda places=places: any(map(Path.exists, places)), DEADLINE_S)  # type: ignore[misc]
+        place = next(place for place in places if place.exists())
         assert place.read_text() == RESULT[rank], f"{place} is damaged"
         place.unlink()

@@ -7,17 +7,18 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from environments import Environment
 
+from background import BackgroundCommand
 from paceline.lab import Lab, LabOptions
 from paceline.lab.available import find_tool
 
@@ -97,37 +98,21 @@ class Site:
         return self.lab.popen("n1", words, env=env, cwd=self.project, **files)
 
 
-class Command:
-    """A command under way, recorded in the site's transcript; leaving the ``with`` ends it."""
+class Command(BackgroundCommand):
+    """A command under way, recorded in the site's transcript."""
 
     def __init__(self, site: Site, argv: list[str]) -> None:
         self._site = site
         self._argv = argv
-        base = site.folder / f"command-{len(site.transcript)}"
-        self._out, self._err = base.with_suffix(".out"), base.with_suffix(".err")
+        self._index = len(site.transcript)
         site.transcript.append("")
-        self._place = len(site.transcript) - 1
-        self._began = time.monotonic()
-        with self._out.open("wb") as out, self._err.open("wb") as err:
-            self.process = site.popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+        self._started_at = time.monotonic()
+        super().__init__(site.folder / f"command-{self._index}", partial(site.popen, argv))
         self._record()
 
-    def __enter__(self) -> Command:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
         self._record()
-
-    @property
-    def out(self) -> str:
-        return self._out.read_text(errors="replace")
-
-    @property
-    def err(self) -> str:
-        return self._err.read_text(errors="replace")
 
     @property
     def status(self) -> int | None:
@@ -141,28 +126,13 @@ class Command:
         finally:
             self._record()
 
-    def wait_for(self, text: str, times: int = 1) -> None:
-        """Until its standard output has ``text`` so many times."""
-        until(lambda: self.out.count(text) >= times or self.status is not None)
-        assert self.out.count(text) >= times, f"no {text!r} in the output of the last command"
-
-    def interrupt(self) -> None:
-        self.process.send_signal(signal.SIGINT)
-
     def _record(self) -> None:
         status = "running" if self.status is None else f"status {self.status}"
-        seconds = time.monotonic() - self._began
-        self._site.transcript[self._place] = (
+        seconds = time.monotonic() - self._started_at
+        self._site.transcript[self._index] = (
             f"$ {shlex.join(self._argv)}\n[{status}, {seconds:.1f} s]\n"
             f"--- stdout\n{self.out[-6000:]}--- stderr\n{self.err[-6000:]}"
         )
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Returns when it is true, or after the deadline."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not true() and time.monotonic() < deadline:
-        time.sleep(0.03)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,62 @@
+"""A command in the background of a test, with its output in files."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+C = TypeVar("C", bound="BackgroundCommand")
+PATIENCE_S = 60.0  # for what a quiet machine does in seconds; only a failing test waits so long
+
+
+class BackgroundCommand:
+    """A command under way; leaving the ``with`` ends it, whatever happened.
+
+    Args:
+        base: Path of its output, to which ``.out`` and ``.err`` are added.
+        popen: Starts it with the given ``stdin``, ``stdout`` and ``stderr``.
+    """
+
+    def __init__(self, base: Path, popen: Callable[..., subprocess.Popen[bytes]]) -> None:
+        base.parent.mkdir(parents=True, exist_ok=True)
+        self._out, self._err = Path(f"{base}.out"), Path(f"{base}.err")
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = popen(stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+
+    def __enter__(self: C) -> C:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text(errors="replace")
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text(errors="replace")
+
+    def wait_for(self, text: str, times: int = 1, patience: float = PATIENCE_S) -> None:
+        """Waits until ``text`` was written so many times on standard output."""
+        ready = lambda: self.out.count(text) >= times or self.process.poll() is not None  # noqa: E731
+        assert eventually(ready, patience), f"no {text!r} in\n{self.out}\n{self.err}"
+        assert self.out.count(text) >= times, f"ended without {text!r}:\n{self.out}\n{self.err}"
+
+    def signal(self, signum: int) -> None:
+        self.process.send_signal(signum)
+
+
+def eventually(condition: Callable[[], bool], patience: float = PATIENCE_S) -> bool:
+    """Whether the condition became true in time."""
+    deadline = time.monotonic() + patience
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.03)
+    return True

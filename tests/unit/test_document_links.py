@@ -54,3 +54,11 @@ def test_places_that_the_program_names_are_there() -> None:
     for source in ROOT.glob("src/**/*.py"):
         for file, anchor in TOLD.findall(source.read_text()):
             assert anchor in anchors(ROOT / file), (source.name, file, anchor)
+
+
+def test_modules_that_the_map_names_exist() -> None:
+    """Decision records are not held to this: they name what was there at the time."""
+    text = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
+    package = ROOT / "src" / "paceline"
+    for name in re.findall(r"`((?:[a-z_]+/)*[a-z_]+(?:/|\.py))`", text):
+        assert (ROOT / name).exists() or any(package.rglob(name.rstrip("/"))), name

@@ -35,7 +35,8 @@ def require_training_library(entry: Entry) -> None:
         f"{entry.target} does not train with paceline.train, so nothing tells what a step is",
         found="it does not import paceline, nor does any file of its project that it imports",
         remedy="paceline bench scaling measures any script with a fixed number of steps;"
-        " or use train.join, session.loader and session.step in it (docs/tutorial/training-session.md)",
+        " or use train.join, session.loader and session.step in it"
+        " (docs/tutorial/training-session.md)",
     )
 
 

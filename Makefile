@@ -1,5 +1,5 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`.
-.PHONY: help demo test test-rest test-all matrix pythons lint format env system clean
+.PHONY: help demo test test-rest test-all matrix pythons docs lint format env system clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,6 +10,7 @@ help:
 	@echo "make test-all all tests: also Slurm, MPI, Docker, network disks, documents and the soak"
 	@echo "make matrix   users' journeys in every environment of the matrix; ONLY=17 in one of them"
 	@echo "make pythons  the unit tests under every Python from 3.10 on that is here"
+	@echo "make docs     the documentation as a site in build/docs/site; broken links fail"
 	@echo "make lint     ruff, mypy, import-linter"
 	@echo "make clean    remove the environment and caches"
 
@@ -19,7 +20,7 @@ env: $(VENV)/.made
 $(VENV)/.made: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Paceline needs Python 3.10 or newer" if sys.version_info < (3, 10) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[recipes,trackers,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[recipes,trackers,docs,dev]'
 	@# pip would do it on one CPU; packages have templates in them that do not compile
 	@$(BIN)/python -m compileall -qq -j 0 "$(CURDIR)/$(VENV)/lib" || true
 	touch $@
@@ -60,6 +61,11 @@ matrix: env system
 
 pythons: env
 	@$(BIN)/python tools/pythons.py
+
+docs: env
+	$(PYTEST) tests/unit/test_document_links.py
+	$(BIN)/python tools/site/build.py
+	@echo "Open build/docs/site/index.html in a browser."
 
 lint: env
 	$(BIN)/ruff check .

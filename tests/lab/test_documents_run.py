@@ -51,7 +51,10 @@ ELSEWHERE = {
     "paceline report ": "tests/unit/test_report_page.py, for it is about other runs",
     "paceline run -H hostfile --image": "tests/lab/test_docker.py, with an image made there",
 }
-PAGES_ELSEWHERE = {"coming-from.md": "tests/lab/test_coming_from.py"}
+PAGES_ELSEWHERE = {
+    "coming-from.md": "tests/lab/test_coming_from.py",
+    "options.md": "the help of every command, whose examples have placeholders",
+}
 
 # by pattern: what is added, so that it takes seconds
 FEW = "--val-fraction 0.02"  # an untrained model translates each sentence to the last token

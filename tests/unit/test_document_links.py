@@ -62,3 +62,10 @@ def test_modules_that_the_map_names_exist() -> None:
     package = ROOT / "src" / "paceline"
     for name in re.findall(r"`((?:[a-z_]+/)*[a-z_]+(?:/|\.py))`", text):
         assert (ROOT / name).exists() or any(package.rglob(name.rstrip("/"))), name
+
+
+def test_index_lists_every_page_but_decisions() -> None:
+    docs = ROOT / "docs"
+    listed = {docs / target for target in LINK.findall((docs / "index.md").read_text())}
+    pages = set(docs.glob("*/*.md"))
+    assert pages - listed == set()

@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).parent))
 import ranks
 
-PAGE = (Path(__file__).parents[2] / "docs/tutorial/training-session.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
 
 
-def block(kind: str, file: str = "one") -> list[str]:
-    (found,) = re.findall(rf"```{kind} file={file}.py\n(.*?)```", PAGE, re.DOTALL)
+def block(kind: str, file: str = "one", page: str = "tutorial/training-session") -> list[str]:
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    (found,) = re.findall(rf"```{kind} file={file}.py\n(.*?)```", text, re.DOTALL)
     return found.splitlines()
 
 
@@ -99,7 +100,7 @@ def test_a_stop_is_said_by_one_rank(tmp_path: Path) -> None:
 def test_a_folder_of_shards(tmp_path: Path) -> None:
     """The page's example: one process packs the shards, and both train on them."""
     script, folder = tmp_path / "shards.py", tmp_path / "packed"
-    text = "\n".join(block("python", "shards"))
+    text = "\n".join(block("python", "shards", "how-to/large-datasets"))
     script.write_text(text.replace('"shards"', repr(str(folder))))
     extra = {"PACELINE_RUN_DIR": str(tmp_path / "run")}
     ended = ranks.run_ok(2, [str(script)], tmp_path, extra=extra)

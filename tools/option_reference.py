@@ -153,7 +153,7 @@ def _code_flags(text: str) -> str:
     """Marks options as code where they are not yet."""
     pieces = text.split("`")
     for at in range(0, len(pieces), 2):
-        pieces[at] = re.sub(r"(?<![\w-])(--[a-z][\w-]*)", r"`\1`", pieces[at])
+        pieces[at] = re.sub(r"(?<![\w-])(--[a-z][\w-]*(?:=[\w.]+)?)", r"`\1`", pieces[at])
     return "`".join(pieces)
 
 

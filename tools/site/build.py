@@ -48,6 +48,17 @@ scheme = "default"
 media = "(prefers-color-scheme: dark)"
 scheme = "slate"
 
+[project.markdown_extensions.toc]
+permalink = true
+# anchors as in the repository's viewer: "--" stays
+slugify = { object = "pymdownx.slugs.slugify", kwds = { case = "lower" } }
+
+[project.markdown_extensions.tables]
+
+[project.markdown_extensions.pymdownx.highlight]
+
+[project.markdown_extensions.pymdownx.superfences]
+
 [project.plugins.offline]
 
 # in place of the copy on unpkg.com that the plug-in would name; search on file:// needs it

@@ -115,34 +115,29 @@ class Probe:
     def read(cls, record: Mapping[str, Any]) -> Probe:
         """Parses the content of ``steps.json``; raises ValueError if it is invalid."""
         try:
-            return cls._parse(record)
+            by_batch: dict[int, list[Mapping[str, Any]]] = {}
+            for step in record["steps_done"]:
+                by_batch.setdefault(int(step["batch"]), []).append(step)
+            link = record["exchange"]
+            return cls(
+                tuple(map(str, record["hosts"])),
+                int(record["samples"]),
+                int(record["global_batch"]),
+                int(record["steps"]),
+                int(record["bytes"]),
+                int(record["buckets"]),
+                tuple(_step_timing(batch, steps) for batch, steps in by_batch.items()),
+                link
+                and LinkTiming(int(link["bytes"]), float(link["seconds"]), float(link["delay"])),
+                bool(record["sharded"]),
+                str(record["device"]),
+                (float(record["sent"][0]), float(record["sent"][1])),
+                _balance(record.get("balance", "even")),
+                str(record.get("communication", "exact")),
+                _computing(record["hosts"], by_batch[max(by_batch)]),  # ValueError without steps
+            )
         except (LookupError, TypeError, OverflowError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from None
-
-    @classmethod
-    def _parse(cls, record: Mapping[str, Any]) -> Probe:
-        by_batch: dict[int, list[Mapping[str, Any]]] = {}
-        for step in record["steps_done"]:
-            by_batch.setdefault(int(step["batch"]), []).append(step)
-        if not by_batch:
-            raise ValueError("no step is recorded")
-        link = record["exchange"]
-        return cls(
-            tuple(map(str, record["hosts"])),
-            int(record["samples"]),
-            int(record["global_batch"]),
-            int(record["steps"]),
-            int(record["bytes"]),
-            int(record["buckets"]),
-            tuple(_step_timing(batch, steps) for batch, steps in by_batch.items()),
-            link and LinkTiming(int(link["bytes"]), float(link["seconds"]), float(link["delay"])),
-            bool(record["sharded"]),
-            str(record["device"]),
-            (float(record["sent"][0]), float(record["sent"][1])),
-            _balance(record.get("balance", "even")),
-            str(record.get("communication", "exact")),
-            _computing(record["hosts"], by_batch[max(by_batch)]),
-        )
 
 
 def _balance(value: Any) -> Balance:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
+from paceline.program import guarded
 from paceline.recipes.reference import render_help
 from paceline.spec import rundir
 from paceline.spec.errors import SettingError
@@ -69,6 +70,21 @@ def parse(kind: type[O], argv: Sequence[str], prog: str) -> O:
     base: Any = kind() if run is None else load_recorded(kind, Path(run))
     options: O = dataclasses.replace(base, **parse_values(kind, flags, prog))
     return options
+
+
+def run_command(
+    function: Callable[[O], int | None], kind: type[O], prog: str, argv: Sequence[str] | None = None
+) -> int:
+    """Runs a command in this process; returns its exit status.
+
+    Args:
+        function: Function of the options.
+        kind: Class of the options.
+        prog: Name of the command, for the help.
+        argv: Flags; ``None`` for those of this process.
+    """
+    flags = sys.argv[1:] if argv is None else argv
+    return guarded(lambda: function(parse(kind, flags, prog)))
 
 
 def explicit_fields(kind: type, argv: Sequence[str], prog: str) -> frozenset[str]:

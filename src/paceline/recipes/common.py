@@ -39,7 +39,7 @@ def with_fast_dtype(options: R, large: bool) -> R:
     return options
 
 
-def run(recipe: str, training: Callable[[Any], None], argv: Sequence[str] | None) -> int:
+def run(recipe: str, training: Callable[[Any], None], argv: Sequence[str] | None = None) -> int:
     """Runs a recipe in this process; returns the exit status.
 
     Args:

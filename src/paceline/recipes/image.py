@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -224,9 +225,7 @@ def describe(
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the recipe in this process; returns the exit status."""
-    return common.run("image", train_image, argv)
+main = partial(common.run, "image", train_image)
 
 
 if __name__ == "__main__":

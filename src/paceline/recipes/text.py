@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -258,9 +259,7 @@ def describe_network(
     return {"kind": options.model, "tokens": tokens, **settings}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the recipe in this process; returns the exit status."""
-    return common.run("text", train_text, argv)
+main = partial(common.run, "text", train_text)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -304,9 +305,7 @@ def describe(options: TranslationOptions, data: PairData, shape: Shape) -> dict[
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the recipe in this process; returns the exit status."""
-    return common.run("translation", train_translation, argv)
+main = partial(common.run, "translation", train_translation)
 
 
 if __name__ == "__main__":

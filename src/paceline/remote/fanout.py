@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import os
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from paceline.agent.procs import make_room_for_descriptors
 from paceline.remote.channel import Channel, LoginError
 from paceline.remote.login import MAX_PARALLEL_LOGINS, Wrap, connect, fetch_host_key, not_wrapped
 from paceline.remote.openssh import SshOptions, fingerprint, offending_line
+from paceline.remote.transport import ConnectedCallback, ignore_count
 from paceline.spec.errors import ConnectError
 from paceline.spec.hosts import Host
 
@@ -24,13 +25,9 @@ FILES_PER_HOST = 4  # three pipes of its ssh, and its pidfd
 
 
 async def try_connect_hosts(
-    hosts: Sequence[Host],
-    pythons: Sequence[str],
-    options: SshOptions,
-    wrap: Wrap = not_wrapped,
-    on_connected: Callable[[int], None] | None = None,
-    reuse: bool = False,
-) -> list[Channel | LoginError]:
+    hosts: Sequence[Host], pythons: Sequence[str], options: SshOptions, wrap: Wrap = not_wrapped,
+    on_connected: ConnectedCallback = ignore_count, reuse: bool = False,
+) -> list[Channel | LoginError]:  # fmt: skip
     """Logs in to all hosts in parallel; returns a channel or a refusal for each, in order.
 
     Args:
@@ -51,8 +48,7 @@ async def try_connect_hosts(
                 channel = await connect(host, python, options, wrap, reuse)
             except LoginError as refusal:
                 return refusal
-            if on_connected is not None:
-                on_connected(next(counter))
+            on_connected(next(counter))
             return channel
 
     return await open_channels([try_connect(*pair) for pair in zip(hosts, pythons, strict=True)])
@@ -136,13 +132,9 @@ if sys.version_info < (3, 12):
 
 
 async def connect_hosts(
-    hosts: Sequence[Host],
-    pythons: Sequence[str],
-    options: SshOptions,
-    wrap: Wrap = not_wrapped,
-    on_connected: Callable[[int], None] | None = None,
-    reuse: bool = False,
-) -> list[Channel]:
+    hosts: Sequence[Host], pythons: Sequence[str], options: SshOptions, wrap: Wrap = not_wrapped,
+    on_connected: ConnectedCallback = ignore_count, reuse: bool = False,
+) -> list[Channel]:  # fmt: skip
     """Logs in to all hosts in parallel; one ConnectError reports all refusals."""
     outcomes = await try_connect_hosts(hosts, pythons, options, wrap, on_connected, reuse)
     channels = [outcome for outcome in outcomes if isinstance(outcome, Channel)]

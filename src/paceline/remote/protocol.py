@@ -243,6 +243,37 @@ def _check_subset(
         raise InvalidValue(f"{subject} that nobody asked for: {describe_value(min(foreign))}")
 
 
+Relation = Callable[[Fields, Message], None]  # checks an answer against its request
+
+
+def _subset(received: str, requested: str, subject: str) -> Relation:
+    """Entries of the answer are among those of the request."""
+    return lambda fields, answer: _check_subset([*answer[received]], fields[requested], subject)
+
+
+def _same_length(received: str, requested: str, problem: str) -> Relation:
+    """The answer has an entry for each of the request."""
+
+    def check(fields: Fields, answer: Message) -> None:
+        if len(answer[received]) != len(fields[requested]):
+            raise InvalidValue(problem)
+
+    return check
+
+
+def _unique(received: str, key: str, problem: str) -> Relation:
+    """The answer's entries differ in this key."""
+
+    def check(_: Fields, answer: Message) -> None:
+        if len({entry[key] for entry in answer[received]}) != len(answer[received]):
+            raise InvalidValue(problem)
+
+    return check
+
+
+_unique_files = _unique("files", "path", "a file twice")
+
+
 def _check_tree(fields: Fields, answer: Message) -> None:
     paths = {entry[0] for entry in fields["manifest"]}
     _check_subset([*answer["missing"], *answer["different"]], paths, "a path")
@@ -264,11 +295,6 @@ def _check_run_folder(fields: Fields, answer: Message) -> None:
         reject("the run's folder", folder, "the run directory or one under its key")
 
 
-def _check_results(fields: Fields, answer: Message) -> None:
-    if len({file["path"] for file in answer["files"]}) != len(answer["files"]):
-        raise InvalidValue("a file twice")
-
-
 def _check_paths(fields: Fields, answer: Message) -> None:
     if [entry["path"] for entry in answer["paths"]] != fields["paths"]:
         raise InvalidValue("other paths than were asked for")
@@ -281,30 +307,9 @@ def _check_probes(fields: Fields, answer: Message) -> None:
         raise InvalidValue(f"a connection that nobody asked for: {foreign.pop()}")
 
 
-def _check_listeners(fields: Fields, answer: Message) -> None:
-    _check_subset([*answer["ports"]], fields["addresses"], "an address")
-
-
-def _check_disks(fields: Fields, answer: Message) -> None:
-    if len(answer["disks"]) != len(fields["paths"]):
-        raise InvalidValue("other disks than were asked for")
-
-
-def _check_names(fields: Fields, answer: Message) -> None:
-    _check_subset([*answer["names"]], fields["names"], "a name")
-
-
-def _check_links(fields: Fields, answer: Message) -> None:
-    _check_subset([*answer["links"]], fields["interfaces"], "an interface")
-
-
 def _check_ports(fields: Fields, answer: Message) -> None:
     ports = {str(port) for port in fields["ports"]}
     _check_subset([*map(str, answer["opened"]), *answer["taken"]], ports, "a port")
-
-
-def _check_tokens(fields: Fields, answer: Message) -> None:
-    _check_subset([*answer["seen"]], fields["names"], "a file")
 
 
 def _check_block(fields: Fields, answer: Message) -> None:
@@ -320,44 +325,33 @@ def _check_data(fields: Fields, answer: Message) -> None:
         reject("the sign of a node", answer["sign"], "one under the key")
 
 
-def _check_hashes(fields: Fields, answer: Message) -> None:
-    if len(answer["hashes"]) != len(fields["paths"]):
-        raise InvalidValue("hashes of other files than were asked for")
-
-
 def _check_changes(fields: Fields, answer: Message) -> None:
-    _check_results(fields, answer)
+    _unique_files(fields, answer)
     if {file["path"] for file in answer["files"]} & set(answer["gone"]):
         raise InvalidValue("a file that is new and gone")
 
 
-def _check_runs(_: Fields, answer: Message) -> None:
-    if len({run["run_id"] for run in answer["runs"]}) != len(answer["runs"]):
-        raise InvalidValue("a run twice")
-
-
 BLOB_OPS = ("read_block", "read_part")  # answered with as many bytes as were requested
 
-# checks an answer against its request
-RELATIONS: dict[str, Callable[[Fields, Message], None]] = {
+RELATIONS: dict[str, Relation] = {
     "compare_tree": _check_tree,
     "lacking_blobs": _check_blobs,
     "build_tree": _check_blobs,
     "run_folder": _check_run_folder,
-    "list_results": _check_results,
+    "list_results": _unique_files,
     "look": _check_paths,
     "connect": _check_probes,
-    "listen": _check_listeners,
-    "disk": _check_disks,
-    "resolve": _check_names,
+    "listen": _subset("ports", "addresses", "an address"),
+    "disk": _same_length("disks", "paths", "other disks than were asked for"),
+    "resolve": _subset("names", "names", "a name"),
     "open_ports": _check_ports,
-    "vitals": _check_links,
-    "see_tokens": _check_tokens,
+    "vitals": _subset("links", "interfaces", "an interface"),
+    "see_tokens": _subset("seen", "names", "a file"),
     "read_block": _check_block,
     "run_changes": _check_changes,
-    "detached_runs": _check_runs,
+    "detached_runs": _unique("runs", "run_id", "a run twice"),
     "data_folder": _check_data,
-    "hash_data": _check_hashes,
+    "hash_data": _same_length("hashes", "paths", "hashes of other files than were asked for"),
 }
 
 

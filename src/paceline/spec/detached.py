@@ -26,7 +26,6 @@ from paceline.spec.rundir import DETACHED as DETACHED
 from paceline.spec.rundir import SCREEN as SCREEN
 
 RECORD_FILE = "about.json"  # in the run's folder on the supervisor's host
-PARENT_FOLDER = "detached"  # holds these folders, in paceline's cache
 RUN_FOLDER = "run"  # the run directory in such a folder
 RETENTION_S = 7 * 24 * 3600.0  # default time for which unfetched results are kept
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 
 import torch
 from torch import Tensor
 
-from paceline.program import guarded
 from paceline.recipes import load_use_module
-from paceline.recipes.argv import check_at_least, parse
+from paceline.recipes.argv import check_at_least, run_command
 from paceline.recipes.use import BenchmarkOptions
 from paceline.recipes.use.evaluate import task_of
 from paceline.recipes.use.export import PortableModel
@@ -43,6 +43,8 @@ class BatchTiming:
 
 def benchmark(options: BenchmarkOptions) -> None:
     """Measures and prints."""
+    if not options.batch:
+        raise SettingError("--batch names no size", remedy="--batch 1 8")
     for flag, value in (("--iterations", options.iterations), ("--batch", min(options.batch))):
         check_at_least(flag, value, 1)
     check_at_least("--warm-up", options.warm_up, 0)
@@ -120,17 +122,7 @@ def time_calls(
     return times
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the measurement in this process; returns the exit status."""
-    flags = sys.argv[1:] if argv is None else argv
-
-    def run() -> None:
-        options = parse(BenchmarkOptions, flags, "paceline benchmark")
-        if not options.batch:
-            raise SettingError("--batch names no size", remedy="--batch 1 8")
-        benchmark(options)
-
-    return guarded(run)
+main = partial(run_command, benchmark, BenchmarkOptions, "paceline benchmark")
 
 
 if __name__ == "__main__":

@@ -11,15 +11,15 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from paceline import train
-from paceline.program import guarded
 from paceline.recipes import load_use_module
-from paceline.recipes.argv import parse
+from paceline.recipes.argv import run_command
 from paceline.recipes.use import EvaluateOptions
 from paceline.recipes.use.onnx_file import OnnxNetwork
 from paceline.spec.errors import DataError, SettingError
@@ -145,10 +145,7 @@ def report(
         Path(options.json).write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the evaluation in this process; returns the exit status."""
-    flags = sys.argv[1:] if argv is None else argv
-    return guarded(lambda: evaluate_run(parse(EvaluateOptions, flags, "paceline evaluate")))
+main = partial(run_command, evaluate_run, EvaluateOptions, "paceline evaluate")
 
 
 if __name__ == "__main__":

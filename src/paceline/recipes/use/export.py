@@ -8,8 +8,9 @@ import logging
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from paceline.program import guarded, library
+from paceline.program import library
 from paceline.recipes import load_use_module
-from paceline.recipes.argv import parse
+from paceline.recipes.argv import run_command
 from paceline.recipes.use import ExportOptions, Format
 from paceline.recipes.use.evaluate import task_of
 from paceline.spec import rundir
@@ -147,10 +148,7 @@ def _preprocessing(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the export in this process; returns the exit status."""
-    flags = sys.argv[1:] if argv is None else argv
-    return guarded(lambda: export(parse(ExportOptions, flags, "paceline export")))
+main = partial(run_command, export, ExportOptions, "paceline export")
 
 
 Figures = tuple[int, dict[str, float]]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
-from paceline.program import guarded
 from paceline.recipes import load_use_module
-from paceline.recipes.argv import check_at_least, parse
+from paceline.recipes.argv import check_at_least, run_command
 from paceline.recipes.use import PredictOptions
 from paceline.recipes.use.evaluate import task_of
 from paceline.spec.errors import PacelineError, SettingError
@@ -67,10 +66,7 @@ def predict(options: PredictOptions) -> int:
     return failed
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the prediction in this process; returns the exit status."""
-    flags = sys.argv[1:] if argv is None else argv
-    return guarded(lambda: predict(parse(PredictOptions, flags, "paceline predict")))
+main = partial(run_command, predict, PredictOptions, "paceline predict")
 
 
 if __name__ == "__main__":

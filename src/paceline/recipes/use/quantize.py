@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.program import guarded
 from paceline.recipes import load_use_module
-from paceline.recipes.argv import check_at_least, check_fraction, parse
+from paceline.recipes.argv import check_at_least, check_fraction, run_command
 from paceline.recipes.use import QuantizeOptions
 from paceline.recipes.use.evaluate import task_of
 from paceline.recipes.use.export import PortableModel, silence_exporters, to_onnx
@@ -97,10 +96,7 @@ def check_drop(name: str, before: float, after: float, limit: float, perfect: fl
         )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the quantization in this process; returns the exit status."""
-    flags = sys.argv[1:] if argv is None else argv
-    return guarded(lambda: quantize(parse(QuantizeOptions, flags, "paceline quantize")))
+main = partial(run_command, quantize, QuantizeOptions, "paceline quantize")
 
 
 if __name__ == "__main__":

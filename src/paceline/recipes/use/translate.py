@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -16,8 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 
 from paceline import train
-from paceline.program import guarded
-from paceline.recipes.argv import check_at_least, parse
+from paceline.recipes.argv import check_at_least, run_command
 from paceline.recipes.tokens import padded, source_rows
 from paceline.recipes.transformer import DecoderLayer, Search, Transformer, decode
 from paceline.recipes.use import TranslateOptions
@@ -123,10 +123,7 @@ def draw(
     draw_maps(seen, rows, columns).save(options.attention)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the translation in this process; returns the exit status."""
-    flags = sys.argv[1:] if argv is None else argv
-    return guarded(lambda: translate(parse(TranslateOptions, flags, "paceline translate")))
+main = partial(run_command, translate, TranslateOptions, "paceline translate")
 
 
 CELL, LABEL, GAP = 18, 90, 16  # pixels

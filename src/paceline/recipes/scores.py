@@ -26,19 +26,13 @@ def edit_distance(a: Sequence[T], b: Sequence[T]) -> int:
     for item in b:
         match = positions.get(item, 0)
         diagonal = (((match & positive) + positive) ^ positive) | match | negative
-        row_positive, row_negative = (
-            negative | (all_bits & ~(diagonal | positive)),
-            positive & diagonal,
-        )
+        row_positive = negative | (all_bits & ~(diagonal | positive))
+        row_negative = positive & diagonal
         result += bool(row_positive & last_bit) - bool(row_negative & last_bit)
-        row_positive, row_negative = (
-            (row_positive << 1 | 1) & all_bits,
-            row_negative << 1 & all_bits,
-        )
-        positive, negative = (
-            row_negative | (all_bits & ~(diagonal | row_positive)),
-            row_positive & diagonal,
-        )
+        row_positive = (row_positive << 1 | 1) & all_bits
+        row_negative = row_negative << 1 & all_bits
+        positive = row_negative | (all_bits & ~(diagonal | row_positive))
+        negative = row_positive & diagonal
     return result
 
 

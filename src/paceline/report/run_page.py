@@ -611,10 +611,8 @@ def settings_of(plan: Mapping[str, Any]) -> list[list[str]]:
     rows = []
     for name, setting in object_in(plan, "settings").items():
         if isinstance(setting, dict):
-            detail, source = (
-                as_text(setting.get("detail"), 400),
-                as_text(setting.get("source"), 100),
-            )
+            detail = as_text(setting.get("detail"), 400)
+            source = as_text(setting.get("source"), 100)
             value = format_setting(setting.get("value"))
             rows.append([name, value, f"{source}: {detail}" if detail else source])
     return rows[:MAX_ROWS]

@@ -82,10 +82,8 @@ def submit_job(scheduler: Scheduler, text: str, directory: Path, array: bool = F
 
 def submitting_arguments(directory: Path, environ: Mapping[str, str]) -> tuple[str, ...]:
     """Returns the command that submitted the batch we run in; empty outside our batches."""
-    submission, record = (
-        read_submission(directory),
-        records.read_object(directory / BATCH_FILE) or {},
-    )
+    submission = read_submission(directory)
+    record = records.read_object(directory / BATCH_FILE) or {}
     if submission is None or submission.scheduler.allocation(environ) != submission.job:
         return ()
     try:

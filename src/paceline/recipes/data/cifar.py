@@ -96,10 +96,8 @@ def _binary(path: Path, content: bytes) -> tuple[NDArray[np.uint8], NDArray[np.i
 def _pickled(path: Path, content: bytes) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     try:
         batch = _unpickle(content)
-        rows, labels = (
-            batch[b"data"],
-            batch[_CIFAR100_LABELS if _CIFAR100_LABELS in batch else b"labels"],
-        )
+        rows = batch[b"data"]
+        labels = batch[_CIFAR100_LABELS if _CIFAR100_LABELS in batch else b"labels"]
         if type(labels) is not list or not all(type(label) is int for label in labels):
             raise ValueError("the labels are no list of numbers")
         return _rows(rows), np.array(labels, dtype=np.int64)

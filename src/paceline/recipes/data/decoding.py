@@ -123,10 +123,8 @@ def crop_box(width: int, height: int, randoms: NDArray[np.float64]) -> Box:
     for area, shape, x, y in randoms.reshape(CROP_ATTEMPTS, 4).tolist():
         target_area = width * height * (CROP_AREA[0] + (CROP_AREA[1] - CROP_AREA[0]) * area)
         aspect = math.exp(low + (high - low) * shape)
-        crop_width, crop_height = (
-            round(math.sqrt(target_area * aspect)),
-            round(math.sqrt(target_area / aspect)),
-        )
+        crop_width = round(math.sqrt(target_area * aspect))
+        crop_height = round(math.sqrt(target_area / aspect))
         if 0 < crop_width <= width and 0 < crop_height <= height:
             left, top = int((width - crop_width + 1) * x), int((height - crop_height + 1) * y)
             return left, top, left + crop_width, top + crop_height

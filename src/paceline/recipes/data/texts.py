@@ -340,10 +340,8 @@ def meals(seed: int, count: int = 4000) -> list[Row]:
     rows = []
     for _ in range(count):
         likes = generator.random() < 0.5
-        food, second = (
-            generator.choice(_POSITIVE if likes else _NEGATIVE),
-            generator.choice(_NEGATIVE if likes else _POSITIVE),
-        )
+        food = generator.choice(_POSITIVE if likes else _NEGATIVE)
+        second = generator.choice(_NEGATIVE if likes else _POSITIVE)
         clauses = [f"the food was {food}", f"the {generator.choice(_ASPECTS)} was {second}"]
         generator.shuffle(clauses)
         rows.append(("praised" if likes else "blamed", " and ".join(clauses)))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 import subprocess
 from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -142,13 +145,31 @@ def test_a_key_with_a_passphrase_is_left_alone(tmp_path: Path) -> None:
     assert mine.read_bytes() == before
 
 
-def test_only_the_asking_login_may_ask() -> None:
-    quiet = login.command(Host("n1"), SshOptions(), ["true"], may_ask=False)
-    asking = login.command(Host("n1"), SshOptions(), ["true"], may_ask=True)
+def test_only_the_asking_login_may_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[Any] = []
+
+    async def run(argv: list[str], *_: Any) -> CompletedProcess[str]:
+        commands.append(argv)
+        return CompletedProcess(argv, 0, "", "")
+
+    monkeypatch.setattr(login, "run_process", run)
+    for environment in (None, {}):
+        asyncio.run(login.run_on_host(Host("n1"), SshOptions(), ["true"], "", environment))
+    quiet, asking = commands
     assert "BatchMode=yes" in quiet
     assert "BatchMode=no" in asking
     assert "NumberOfPasswordPrompts=1" in asking
     assert "StrictHostKeyChecking=yes" in asking
+
+
+def test_a_login_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(*_: Any) -> CompletedProcess[str]:
+        raise asyncio.TimeoutError
+
+    monkeypatch.setattr(login, "run_process", run)
+    answer = asyncio.run(login.run_on_host(Host("n1"), SshOptions(), ["true"]))
+    assert answer.refusal is not None
+    assert answer.refusal.cause == "no answer"
 
 
 def test_the_worker_sshd_takes_keys_only(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Links to agents: three streams and their end."""
+"""Links to agents (three streams and their end), and the child processes under them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from paceline.remote.openssh import SSH_FAILED
@@ -23,6 +25,25 @@ async def wait_for_exit(process: asyncio.subprocess.Process) -> None:
     """
     while process.returncode is None:
         await asyncio.sleep(_POLL_S)
+
+
+async def run_process(
+    argv: Sequence[str], timeout_s: float, stdin: str = "", env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end; raises asyncio.TimeoutError once it was killed."""
+    process = await asyncio.create_subprocess_exec(
+        *argv, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE, env=env, start_new_session=True,
+    )  # fmt: skip
+    try:
+        streams = await asyncio.wait_for(process.communicate(stdin.encode()), timeout_s)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await wait_for_exit(process)
+    out, err = (stream.decode(errors="replace") for stream in streams)
+    assert process.returncode is not None
+    return subprocess.CompletedProcess(argv, process.returncode, out, err)
 
 
 class Writer(Protocol):

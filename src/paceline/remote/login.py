@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from paceline.remote import reconnection, this_machine, warm
 from paceline.remote.channel import Channel, LoginError
-from paceline.remote.link import Link, ProcessLink, wait_for_exit
+from paceline.remote.link import Link, ProcessLink, run_process
 from paceline.remote.openssh import (
     SshOptions,
     agent_command,
@@ -22,6 +22,7 @@ from paceline.spec.hosts import Host
 from paceline.spec.schema import InvalidValue
 
 MAX_ATTEMPTS = 4
+HOST_KEY_TIMEOUT_S = 15.0
 MAX_PARALLEL_LOGINS = 16
 RECONNECT_TIMEOUT_S = 5.0  # to reach an agent that waits for the next command
 
@@ -140,22 +141,8 @@ async def connect_to_warm_agent(
 
 async def fetch_host_key(host: Host, options: SshOptions) -> str | None:
     """The fingerprint of a host's key, without trusting it; ``None`` if it sends none."""
-    argv = ssh_command(host, options, ["true"])
-    process = await asyncio.create_subprocess_exec(
-        argv[0],
-        "-v",
-        *argv[1:],
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )
+    argv = ssh_command(host, options, ["true"], flags=["-v"])
     try:
-        _, stderr = await asyncio.wait_for(process.communicate(), 15)
+        return server_fingerprint((await run_process(argv, HOST_KEY_TIMEOUT_S)).stderr)
     except asyncio.TimeoutError:
         return None
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await wait_for_exit(process)
-    return server_fingerprint(stderr.decode(errors="replace"))

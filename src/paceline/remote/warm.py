@@ -27,6 +27,7 @@ from typing import Any
 from paceline.agent.bootstrap import ours_alone
 from paceline.agent.reconnection import NONCE_BYTES
 from paceline.remote.agent_code import agent_code
+from paceline.remote.link import run_process
 from paceline.remote.openssh import SshOptions, ssh_command
 from paceline.remote.reconnection import AgentAddress, generate_key
 from paceline.spec.hosts import Host
@@ -35,6 +36,7 @@ MARGIN_S = 1.0  # an agent that ends so soon is not used
 CONTROL = "%C"  # ssh's hash of the connection
 MAX_CONTROL_BYTES = 108 - len(".") - 16 - 1 - 40 - 1  # bytes left for the folder in a socket's path
 MAX_FILE_BYTES = 64 << 10
+CONTROL_TIMEOUT_S = 5.0  # for ssh -O
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,9 +337,6 @@ async def end_login(host: Host, options: SshOptions) -> None:
 async def _run_control_command(host: Host, options: SshOptions, control: str, command: str) -> bool:
     argv = ssh_command(host, options, [], control, {}, ["-O", command])
     try:
-        process = await asyncio.create_subprocess_exec(
-            *argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        return await asyncio.wait_for(process.wait(), 5.0) == 0
+        return (await run_process(argv, CONTROL_TIMEOUT_S)).returncode == 0
     except (OSError, asyncio.TimeoutError):
         return False

@@ -9,30 +9,19 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.remote.link import wait_for_exit
+from paceline.remote.link import run_process
 from paceline.schedulers.scheduler import Scheduler
 from paceline.spec.errors import SettingError
 
 COMMAND_TIMEOUT_S = 10.0
 
 
-async def command_output(*argv: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
+async def command_output(*argv: str) -> str:
     """Returns the output of a command; empty if it is missing or does not end in time."""
-    if shutil.which(argv[0]) is None:
-        return ""
-    process = await asyncio.create_subprocess_exec(
-        *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-        start_new_session=True,
-    )  # fmt: skip
     try:
-        output, _ = await asyncio.wait_for(process.communicate(), timeout_s)
-    except asyncio.TimeoutError:
+        return (await run_process(argv, COMMAND_TIMEOUT_S)).stdout
+    except (FileNotFoundError, asyncio.TimeoutError):
         return ""
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await wait_for_exit(process)
-    return output.decode(errors="replace")
 
 
 def find_program(scheduler: Scheduler, name: str, remedy: str, found: str = "") -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import shutil
 import socket
 import sys
@@ -18,15 +17,24 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 from types import TracebackType
 
-from paceline.remote.link import wait_for_exit
-from paceline.remote.openssh import Refusal, SshOptions, classify, server_fingerprint, ssh_command
+from paceline.remote.link import run_process
+from paceline.remote.openssh import (
+    SSH_FAILED,
+    Refusal,
+    SshOptions,
+    classify,
+    server_fingerprint,
+    ssh_command,
+    was_key_pinned,
+)
 from paceline.spec.hosts import Host
 
 TIMEOUT_S = 60.0
 # for logins with a password; ssh_command's own settings are for logins without prompts
-_PASSWORD_OPTIONS = {
+_PASSWORD_SETTINGS = {
     "BatchMode": "no",
     "NumberOfPasswordPrompts": "1",
     "PreferredAuthentications": "publickey,keyboard-interactive,password",
@@ -50,25 +58,8 @@ class LoginResult:
     refusal: Refusal | None = None
 
 
-def command(host: Host, options: SshOptions, remote: list[str], may_ask: bool) -> list[str]:
-    """Returns the ssh call; with ``may_ask`` ssh may ask its helper for a password."""
-    argv = ssh_command(host, options, remote)
-    if not may_ask:
-        return argv
-    changed = [re.sub(r"^BatchMode=yes$", "BatchMode=no", argument) for argument in argv]
-    at = changed.index("--")
-    extra = [
-        argument
-        for k, v in _PASSWORD_OPTIONS.items()
-        if k != "BatchMode"
-        for argument in ("-o", f"{k}={v}")
-    ]
-    return [*changed[:at], *extra, *changed[at:]]
-
-
 async def run_on_host(host: Host, options: SshOptions, remote: list[str], script: str = "",
-              environment: Mapping[str, str] | None = None,
-              timeout_s: float = TIMEOUT_S) -> LoginResult:  # fmt: skip
+                      environment: Mapping[str, str] | None = None) -> LoginResult:  # fmt: skip
     """Runs ``remote`` with ``script`` on its standard input.
 
     Args:
@@ -76,34 +67,20 @@ async def run_on_host(host: Host, options: SshOptions, remote: list[str], script
         remote: Command there.
         script: Standard input of the command.
         environment: Environment of ssh; if given, ssh may ask its helper for a password.
-        timeout_s: Time limit.
     """
-    argv = command(host, options, remote, may_ask=environment is not None)
-    process = await asyncio.create_subprocess_exec(
-        *argv,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=dict(environment) if environment is not None else None,
-        start_new_session=True,
-    )
+    extra = _PASSWORD_SETTINGS if environment is not None else {}
+    argv = ssh_command(host, options, remote, extra_settings=extra)
     try:
-        out, err = await asyncio.wait_for(process.communicate(script.encode()), timeout_s)
+        result = await run_process(argv, TIMEOUT_S, script, environment)
     except asyncio.TimeoutError:
-        out, err = b"", b"Connection timed out"
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await wait_for_exit(process)
-    messages = err.decode(errors="replace")
-    status = process.returncode if process.returncode is not None else 255
-    refusal = classify(messages, status, host) if status == 255 else None
-    return LoginResult(status, out.decode(errors="replace"), messages, refusal)
+        result = CompletedProcess(argv, SSH_FAILED, "", "Connection timed out")
+    refusal = classify(result.stderr, SSH_FAILED, host) if result.returncode == SSH_FAILED else None
+    return LoginResult(result.returncode, result.stdout, result.stderr, refusal)
 
 
 def newly_pinned_key(answer: LoginResult) -> str | None:
     """Returns the fingerprint that this call pinned, if any."""
-    return server_fingerprint(answer.messages) if "Permanently added" in answer.messages else None
+    return server_fingerprint(answer.messages) if was_key_pinned(answer.messages) else None
 
 
 async def effective_config(host: Host, options: SshOptions) -> dict[str, list[str]]:
@@ -112,13 +89,9 @@ async def effective_config(host: Host, options: SshOptions) -> dict[str, list[st
     argv += ["-l", host.user] if host.user else []
     argv += ["-p", str(host.port)] if host.port else []
     argv += ["-i", host.identity_file] if host.identity_file else []
-    process = await asyncio.create_subprocess_exec(
-        *argv, "--", host.address, stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-    )  # fmt: skip
-    out, _ = await process.communicate()
+    output = (await run_process([*argv, "--", host.address], TIMEOUT_S)).stdout
     values: dict[str, list[str]] = {}
-    for line in out.decode(errors="replace").splitlines():
+    for line in output.splitlines():
         key, _, value = line.partition(" ")
         values.setdefault(key.lower(), []).append(value)
     return values

@@ -242,12 +242,11 @@ def conclusion(results: Sequence[Forecast]) -> str:
     usable = [result for result in results if not result.declined]
     if not usable:
         return "nothing can be forecast"
-    fastest = min(usable, key=lambda result: result.total)
+    best = min(usable, key=lambda result: result.total)
     efficient = [result for result in usable if result.efficiency >= MIN_EFFICIENCY]
     largest = max(efficient, key=lambda result: result.hosts, default=usable[0])
-    text = f"fastest: {pluralize(fastest.hosts, 'host')}, {format_duration(fastest.total)}"
-    text += " of training"
-    if largest.hosts != fastest.hosts:
+    text = f"fastest: {pluralize(best.hosts, 'host')}, {format_duration(best.total)} of training"
+    if largest.hosts != best.hosts:
         text += (
             f"; up to {pluralize(largest.hosts, 'host')} at {largest.efficiency:.0%} efficiency,"
             f" {format_duration(largest.total)}"

@@ -82,16 +82,15 @@ def num_turns(nodes: int) -> int:
     return 0 if nodes < 2 else nodes - 1 + nodes % 2
 
 
-def measure_rates(measure: Callable[[Collection[Pair] | None], Mapping[Pair, float]],
-                  max_repeats: int = MAX_REPEATS) -> dict[Pair, float]:  # fmt: skip
-    """The best rate of each link; slow links are repeated, because a host may have been busy.
+def measure_rates(
+    measure: Callable[[Collection[Pair] | None], Mapping[Pair, float]],
+) -> dict[Pair, float]:
+    """The best rate of each link; ``measure`` measures these links once, or all of them.
 
-    Args:
-        measure: Measures these links once, or all of them.
-        max_repeats: How often slow links are measured again.
+    Slow links are measured again, because a host may have been busy.
     """
     rates = dict(measure(None))
-    for _ in range(max_repeats):
+    for _ in range(MAX_REPEATS):
         slow = slow_pairs(rates)
         if not slow:
             break

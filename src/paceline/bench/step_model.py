@@ -106,8 +106,7 @@ class Probe:
         """The fastest and the slowest host with the ratio of their times, if they differ."""
         if len(self.computing) < 2:
             return None
-        fastest = min(self.computing, key=self.computing.__getitem__)
-        slowest = max(self.computing, key=self.computing.__getitem__)
+        fastest, *_, slowest = sorted(self.computing, key=self.computing.__getitem__)
         ratio = self.computing[slowest] / self.computing[fastest]
         return (fastest, slowest, ratio) if ratio >= MIN_SPEED_RATIO else None
 
@@ -383,12 +382,8 @@ class StepEstimate:
     @property
     def limit(self) -> str:
         """The name of the largest part."""
-        parts = {
-            "computing": self.computing,
-            "link": self.link,
-            "small batch": self.small,
-            "data": self.data,
-        }
+        parts = {"computing": self.computing, "link": self.link, "small batch": self.small,
+                 "data": self.data}  # fmt: skip
         return max(parts, key=parts.__getitem__)
 
 

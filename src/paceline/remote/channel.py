@@ -48,9 +48,9 @@ HELLO_TIMEOUT_S = 30.0
 END_OF_INPUT_S = 3.0  # a shell such as fish reads all of its input first
 PARK_TIMEOUT_S = 5.0  # for an agent to be done with a job
 HELLO_STALL_S = 5.0  # for the rest of a greeting that has begun
-POLL_S = 5.0  # between two looks at a host that no lease watches
-SILENCE_TIMEOUT_S = 60.0  # after which such a host is given up
-GOODBYE_TIMEOUT_S = 2.0  # to say goodbye on another link, when the one it was said on broke
+POLL_S = 5.0  # between checks of a host without a lease
+SILENCE_TIMEOUT_S = 60.0  # after which such a host is abandoned
+GOODBYE_TIMEOUT_S = 2.0  # to repeat the goodbye on another link after a break
 
 
 class LoginError(Exception):
@@ -93,28 +93,28 @@ class Channel:
         self.warm_slot: warm.WarmSlot | None = None
         self.is_parked = False
         self._link = link
-        self._is_linked = True  # what is said goes out at once
+        self._is_linked = True  # frames are written at once
         self._broken_at: float | None = None
         self._dial = dial
-        self._address: reconnection.AgentAddress | None = None  # where the agent can be met again
-        self._is_dismissed = False  # it said that it leaves, or was told to
-        self._goodbye_id: int | None = None  # number of our goodbye, until that is answered
+        self._address: reconnection.AgentAddress | None = None  # for reconnections
+        self._is_dismissed = False  # the agent leaves, or was told to
+        self._goodbye_id: int | None = None  # of our goodbye, until it is answered
         self._reconnecting: asyncio.Task[None] | None = None  # for another link
         self._registering: asyncio.Task[None] | None = None
         self._unacked = Unheard()
-        self._lanes = Lanes()  # what waits for room on the line
+        self._lanes = Lanes()  # queued frames
         self._pace = Pace()
         self._joiner = Joiner(MAX_HELLO)
         self._num_received = 0  # frames
-        self._unacked_bytes = 0  # bytes heard since we said anything
+        self._unacked_bytes = 0  # received since the last frame was sent
         self.violation = ""
         self._decoder = _decoder(max_json=MAX_HELLO)
         self._conversation = protocol.Conversation()
-        self._buffered = b""  # came with the first line
+        self._buffered = b""  # followed the first line
         self._ids = itertools.count(1)
         self._pending: dict[int, asyncio.Future[tuple[Message, bytes]]] = {}
         self._stderr = bytearray()
-        self._stderr_offset = 0  # bytes of it that came by earlier links
+        self._stderr_offset = 0  # bytes from earlier links
         self._tasks: list[asyncio.Task[None]] = []
         self._watcher: asyncio.Task[None] | None = None
         self._silence_s = 0.0
@@ -208,11 +208,11 @@ class Channel:
         )
         if reply[0] == "need":
             await self._write(b"%010d" % len(code.archive) + code.archive)
-        elif reply[0] == "old":
-            self._stderr += f"\npaceline-boot: no Python: {reply[2]} is {reply[1]}".encode()
-            raise EOFError
-        elif reply[0] == "system":
-            self._stderr += f"\npaceline-boot: not Linux: this is {reply[1]}".encode()
+        elif reply[0] in ("old", "system"):
+            problem = f"not Linux: this is {reply[1]}"
+            if reply[0] == "old":
+                problem = f"no Python: {reply[2]} is {reply[1]}"
+            self._stderr += f"\npaceline-boot: {problem}".encode()
             raise EOFError
 
     def _violation_refusal(self) -> Refusal:
@@ -320,9 +320,7 @@ class Channel:
             self.violation = str(error)
             self._dismiss()  # so that a faulty agent leaves before its lease expires
             self._link.writer.close()
-        except asyncio.CancelledError:
-            raise
-        except BaseException:
+        except Exception:
             self._end()
             raise
         if not self.lost.is_set():
@@ -332,7 +330,7 @@ class Channel:
         """Reconnects, unless the agent has ended or left."""
         self._is_linked, self._broken_at = False, asyncio.get_running_loop().time()
         if not self.violation:
-            await self._wait_for_stderr()
+            await asyncio.wait(self._tasks[:1], timeout=STDERR_GRACE_S)  # for the reason
         has_ended = ENDED in self._stderr[self._stderr_offset :]
         cannot_resume = self._address is None or self._is_dismissed or self.violation or has_ended
         if cannot_resume or await self._link.has_exited():
@@ -382,9 +380,7 @@ class Channel:
         except reconnection.AgentNotFound:
             self._end()
             return
-        except asyncio.CancelledError:
-            raise
-        except BaseException:
+        except Exception:
             self._end()
             raise
         self._reconnecting = None
@@ -414,10 +410,6 @@ class Channel:
         self._tasks = [asyncio.create_task(self._read_stderr())]
         self.listen()
         self.on_event(Event("connection restored", self.host.name, fields={"seconds": seconds}))
-
-    async def _wait_for_stderr(self) -> None:
-        """Waits a moment for the reason of the end on standard error."""
-        await asyncio.wait(self._tasks[:1], timeout=STDERR_GRACE_S)
 
     def _on_frame(self, message: Message, blob: bytes) -> None:
         """Handles a frame, or a part of one."""

@@ -109,15 +109,11 @@ async def connect_to_warm_agent(
         return None
     address = agent.agent_address()
 
-    async def dial_shared_login() -> Link:
-        command = connect_command(host, python, options, control=warm.control_path())
-        return await _start(command)
-
-    async def dial() -> Link:
-        return await _start(connect_command(host, python, options))
+    async def dial(control: str | None = None) -> Link:
+        return await _start(connect_command(host, python, options, control=control))
 
     async def handshake() -> tuple[reconnection.PendingLink, bytes]:
-        pending = await reconnection.dial_agent(dial_shared_login, address)
+        pending = await reconnection.dial_agent(lambda: dial(warm.control_path()), address)
         try:
             return pending, (await reconnection.authenticate(pending, address, 0))[1]
         except BaseException:

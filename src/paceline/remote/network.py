@@ -214,7 +214,10 @@ def decide(
         }
         selected = {name: c for name, c in fastest.items() if c is not None}
         if len(selected) == len(hosts):
-            return {n: _network(c) for n, c in selected.items()}, _route_notes(selected, results)
+            reason = "every node that tried has reached it"
+            networks = {name: NodeNetwork(c.address, c.interface, reason)
+                        for name, c in selected.items()}  # fmt: skip
+            return networks, _route_notes(selected, results)
     raise _unreachable(hosts, candidates, results)
 
 
@@ -253,12 +256,6 @@ def _fastest(valid: list[Candidate], results: Results) -> Candidate | None:
 
 def _kind(c: Candidate) -> int:
     return _KIND_ORDER.index(c.kind) if c.kind in _KIND_ORDER else len(_KIND_ORDER)
-
-
-def _network(candidate: Candidate) -> NodeNetwork:
-    return NodeNetwork(
-        candidate.address, candidate.interface, "every node that tried has reached it"
-    )
 
 
 def _route_notes(selected: Mapping[str, Candidate], results: Results) -> list[str]:

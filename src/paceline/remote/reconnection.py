@@ -107,7 +107,7 @@ async def dial_agent(dial: Dial, address: AgentAddress) -> PendingLink:
     try:
         link.writer.write(reconnect_source(address.name, address.starts_session))
         await link.writer.drain()
-        reply, early = await read_boot_line(link, b"", _ignore)
+        reply, early = await read_boot_line(link, b"")
         if reply[0] == "gone":
             raise AgentNotFound
         if reply[0] != "meet":
@@ -138,7 +138,7 @@ async def authenticate(
     with contextlib.suppress(OSError):
         await pending.link.writer.drain()
     try:
-        reading = read_boot_line(pending.link, pending.early, _ignore)
+        reading = read_boot_line(pending.link, pending.early)
         reply, early = await asyncio.wait_for(reading, PROOF_S)
     except asyncio.TimeoutError:
         raise EOFError from None
@@ -152,9 +152,10 @@ async def authenticate(
     return int(reply[1]), early
 
 
-async def read_boot_line(link: Link, early: bytes, noise: Callable[[bytes], None],
-                     replies: dict[str, int] = RECONNECTION_REPLIES,
-                     ) -> tuple[list[str], bytes]:  # fmt: skip
+async def read_boot_line(
+    link: Link, early: bytes, noise: Callable[[bytes], None] = lambda noise: None,
+    replies: dict[str, int] = RECONNECTION_REPLIES,
+) -> tuple[list[str], bytes]:  # fmt: skip
     """Reads the next reply of the remote command; returns its words and the bytes after it.
 
     Args:
@@ -178,7 +179,3 @@ async def read_boot_line(link: Link, early: bytes, noise: Callable[[bytes], None
             raise InvalidValue(f"more than {MAX_BANNER_BYTES >> 20} MiB before the agent's words")
     noise(bytes(buffer[:at]))
     return parse_boot_line(bytes(buffer[at + len(MARK) : end]), replies), bytes(buffer[end + 1 :])
-
-
-def _ignore(noise: bytes) -> None:
-    """Ignores a login banner: it was shown at the first login."""

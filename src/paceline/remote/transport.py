@@ -47,4 +47,5 @@ class Transport(Protocol):
         """
 
     async def loss_reason(self, host: Host) -> str:
-        """Why a host was lost, in its scheduler's words; empty if unknown."""
+        """The scheduler's reason for a lost host; empty if it is unknown."""
+        return ""

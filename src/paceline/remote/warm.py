@@ -182,7 +182,7 @@ class WarmSlot:
                 return None
             assert self._fd is not None
             if self.waiting is None and _is_used(self._fd):
-                self._unlock()
+                self.release()
                 return None  # another command of this user was faster
             data = json.dumps(asdict(waiting)).encode()
             os.ftruncate(self._fd, 0)
@@ -199,7 +199,9 @@ class WarmSlot:
 
     def release(self) -> None:
         """Unlocks the file, so that another command can claim the agent."""
-        self._unlock()
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
 
     def forget(self) -> None:
         """Removes the file, because the agent is gone."""
@@ -208,7 +210,7 @@ class WarmSlot:
                 if _is_at(self._fd, self.path):
                     self.path.unlink()
         self.waiting = None
-        self._unlock()
+        self.release()
 
     def _lock(self, create: bool) -> bool:
         """Opens and locks the file; False if it is locked or not private."""
@@ -234,25 +236,11 @@ class WarmSlot:
         self._fd = fd
         return True
 
-    def _unlock(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
 
 def _identity(host: Host, python: str, options: SshOptions) -> str:
     """Hash of everything that must be equal for a waiting agent to replace a new one."""
-    login = (
-        None
-        if host.local
-        else [
-            host.address,
-            host.user,
-            host.port,
-            host.identity_file,
-            str(options.config.absolute()) if options.config else None,
-        ]
-    )
+    config = str(options.config.absolute()) if options.config else None
+    login = None if host.local else [host.address, host.user, host.port, host.identity_file, config]
     identity = [socket.gethostname(), os.getuid(), login, python, agent_code().digest]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from paceline.remote.channel import Channel, LoginError
 from paceline.remote.fanout import connect_hosts, open_channels, use_pidfd_watcher
 from paceline.remote.openssh import SshOptions
-from paceline.remote.transport import ConnectedCallback, ignore_count
+from paceline.remote.transport import ConnectedCallback, Transport, ignore_count
 from paceline.rendezvous.endpoint import local_addresses
 from paceline.rendezvous.listener import Connection, Listener
 from paceline.rendezvous.peers import HostAdmission, Peers
@@ -28,7 +28,7 @@ AgentStarter = Callable[
 _LOGIN_CAUSES = ("login refused", "host key not known", "host key changed", "name not found")
 
 
-class CallbackTransport:
+class CallbackTransport(Transport):
     """Accepts the agents' connections at the first start, and logs in to hosts that are lost later.
 
     Args:
@@ -166,7 +166,3 @@ class CallbackTransport:
             await asyncio.gather(self._listening, return_exceptions=True)
         await self._listener.close()
         self._peers.hang_up()
-
-    async def loss_reason(self, host: Host) -> str:
-        """Unknown: there is no scheduler."""
-        return ""

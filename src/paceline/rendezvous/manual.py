@@ -25,7 +25,7 @@ from paceline.agent import caller
 from paceline.remote.channel import Channel
 from paceline.remote.login import connect
 from paceline.remote.openssh import SshOptions
-from paceline.remote.transport import ConnectedCallback, ignore_count
+from paceline.remote.transport import ConnectedCallback, Transport, ignore_count
 from paceline.rendezvous.endpoint import (
     KEY_VARIABLE,
     Endpoint,
@@ -51,7 +51,7 @@ def fingerprint(key: bytes, command: Sequence[str]) -> str:
 # --- the first node
 
 
-class ManualTransport:
+class ManualTransport(Transport):
     """The first node: listens, waits for the others, launches.
 
     Args:
@@ -131,10 +131,6 @@ class ManualTransport:
             self._peers.hang_up()
         if self._listener is not None:
             await self._listener.close()
-
-    async def loss_reason(self, host: Host) -> str:
-        """Unknown: there is no scheduler."""
-        return ""
 
 
 def _print(text: str) -> None:

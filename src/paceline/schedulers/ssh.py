@@ -17,7 +17,7 @@ from paceline.schedulers.scheduler import (
 from paceline.spec.hosts import Host
 
 
-class SshTransport:
+class SshTransport(Transport):
     """Talks to each agent over the standard streams of its ssh."""
 
     redials = True
@@ -33,9 +33,6 @@ class SshTransport:
 
     async def close(self, exit_code: int) -> None:
         """Every channel has ended its own ssh."""
-
-    async def loss_reason(self, host: Host) -> str:
-        return ""
 
 
 class Ssh(Scheduler):

@@ -325,13 +325,8 @@ def _changed(root: Path, path: str) -> NodeError:
     )
 
 
-async def _send_large(
-    channel: Channel,
-    folder: DataFolder,
-    item: Item,
-    fields: dict[str, Any],
-    sent: Callable[[int], None],
-) -> None:
+async def _send_large(channel: Channel, folder: DataFolder, item: Item, fields: dict[str, Any],
+                      sent: Callable[[int], None]) -> None:  # fmt: skip
     path, size, mtime = item
     digest, offset = hashlib.sha256(), 0
     with await asyncio.to_thread((folder.place / path).open, "rb") as file:

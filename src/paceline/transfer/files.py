@@ -193,10 +193,9 @@ async def fetch_file(channel: Channel, root: str, path: str, size: int, target: 
         NodeError: The received content differs.
         OSError: It cannot be written.
     """
-    offsets = range(0, max(size, 1), BLOCK)
     try:
         async with Window() as window:
-            for offset in offsets:
+            for offset in range(0, max(size, 1), BLOCK):
                 count = min(BLOCK, size - offset)
                 is_final = offset + count == size
                 if window.full:

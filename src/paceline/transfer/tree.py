@@ -191,14 +191,10 @@ def files_of(root: Path) -> Iterator[str]:
     for name in _list_files(root):
         parts = name.split("/")
         parents = ("/".join(parts[:depth]) for depth in range(1, len(parts)))
-        runs = (parent for parent in parents if is_run_folder(parent))
-        if not any(_belongs_to_run(name.removeprefix(f"{run}/")) for run in runs):
+        paths = (name.removeprefix(f"{parent}/") for parent in parents if is_run_folder(parent))
+        # other files in a run directory may be code
+        if not any(is_launcher_file(path) or path == WEIGHTS for path in paths):
             yield name
-
-
-def _belongs_to_run(path: str) -> bool:
-    """Whether a path in a run directory is the run's; other files may be code."""
-    return is_launcher_file(path) or path == WEIGHTS
 
 
 def _list_files(root: Path) -> Iterator[str]:

@@ -180,9 +180,6 @@ def _efficient_batch(model: StepModel, result: Forecast) -> int:
     return 0
 
 
-# -- for people and programs ---------------------------------------------------------------
-
-
 def advice(result: Forecast, model: StepModel) -> str:
     """What limits a forecast and what would remove the limit, as one line."""
     if result.declined:

@@ -71,7 +71,7 @@ def test_two_that_come_at_once_are_tried_one_after_the_other(
         tried.append("is over")
         return {}
 
-    monkeypatch.setattr(survey.connectivity, "try_addresses", tries)
+    monkeypatch.setattr(survey.connectivity, "probe_addresses", tries)
     nodes = known("n1", "n2", "n3")
     get_to_know(nodes, *nodes[1:])
     assert tried == ["begins", "is over"] * 2
@@ -95,7 +95,7 @@ def test_who_comes_is_not_turned_away_because_another_is_lost(
             raise error
         return {}
 
-    monkeypatch.setattr(survey.connectivity, "try_addresses", tries)
+    monkeypatch.setattr(survey.connectivity, "probe_addresses", tries)
     get_to_know(nodes, nodes[2])
     assert tried == [["n1", "n2", "n3"], ["n1", "n3"]]
     nodes[1].lost, tried[:] = False, [[]]
@@ -103,6 +103,6 @@ def test_who_comes_is_not_turned_away_because_another_is_lost(
     async def refuses(*_: object) -> dict[str, Any]:
         raise error
 
-    monkeypatch.setattr(survey.connectivity, "try_addresses", refuses)
+    monkeypatch.setattr(survey.connectivity, "probe_addresses", refuses)
     with pytest.raises(type(error)):
         get_to_know(nodes, nodes[2])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.launch.elastic.retry_policy import MAX_STARTS, Diagnosis, RetryPolicy
-from paceline.launch.elastic.startup import StartupTracker
+from paceline.launch.elastic.retry_policy import MAX_STARTS, Diagnosis, RetryPolicy, StartupTracker
 from paceline.spec.failure import Failure
 from paceline.spec.formatting import span
 from paceline.spec.job import Entry, Job

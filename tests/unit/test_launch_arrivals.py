@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from paceline.launch.elastic import late_starts
-from paceline.launch.elastic.late_starts import LateStartWatch, Starting, Starts
+from paceline.launch.health import late_starts
 from paceline.launch.health.heartbeats import LEAST_LIMIT_S, LEAST_S
+from paceline.launch.health.late_starts import LateStartWatch, Starting, Starts
 from paceline.spec.events import Event
 
 SLEEPS = 'File "/home/me/train.py", line 14 in <module>'

@@ -14,20 +14,22 @@ import pytest
 from paceline.launch import failure_analysis
 from paceline.launch import recorder as recorder_module
 from paceline.launch.elastic import driver as driver_module
-from paceline.launch.elastic import reconnect as reconnect_module
 from paceline.launch.elastic import recovery as recovery_module
-from paceline.launch.elastic.actions import Dial, End, Regroup, Wait
 from paceline.launch.elastic.attempt import Attempt
-from paceline.launch.elastic.commands import RankCommands
 from paceline.launch.elastic.driver import ElasticDriver, full_disk
 from paceline.launch.elastic.members import Members
-from paceline.launch.elastic.reconnect import Reconnector
-from paceline.launch.elastic.recovery import RecoveryController
-from paceline.launch.elastic.retry_policy import MAX_HOST_LOSSES, MAX_STARTS, RetryPolicy
-from paceline.launch.elastic.startup import StartupTracker
+from paceline.launch.elastic.rank_states import Dial, End, Regroup, Wait
+from paceline.launch.elastic.recovery import RankCommands, RecoveryController
+from paceline.launch.elastic.retry_policy import (
+    MAX_HOST_LOSSES,
+    MAX_STARTS,
+    RetryPolicy,
+    StartupTracker,
+)
 from paceline.launch.launcher import Launcher
 from paceline.launch.nodes import connect as connect_module
 from paceline.launch.nodes import fleet as fleet_module
+from paceline.launch.nodes.connect import Reconnector
 from paceline.launch.nodes.fleet import (
     Fleet,
     Node,
@@ -636,7 +638,7 @@ def test_a_node_that_cannot_be_fitted_out_is_told_of_and_called_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever stood in the way: a node that refuses, a file that is to be sent and has gone."""
-    monkeypatch.setattr(reconnect_module, "PAUSES_S", (0.01,))
+    monkeypatch.setattr(connect_module, "PAUSES_S", (0.01,))
     troubles: list[Exception] = [
         NodeError("n2 is full"), FileNotFoundError(2, "No such file", "/p/a.py"), TimeoutError(),
     ]  # fmt: skip

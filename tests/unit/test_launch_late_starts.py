@@ -8,10 +8,9 @@ from typing import Any
 
 from paceline.agent.job import NodeJob, Rank
 from paceline.agent.procs import Process
-from paceline.launch.elastic.actions import Start
-from paceline.launch.elastic.commands import RankCommands
 from paceline.launch.elastic.members import Members
-from paceline.launch.elastic.recovery import RecoveryController
+from paceline.launch.elastic.rank_states import Start
+from paceline.launch.elastic.recovery import RankCommands, RecoveryController
 
 
 def test_an_end_is_that_of_a_process_and_not_of_its_place() -> None:

@@ -10,7 +10,21 @@ from unittest.mock import Mock
 import pytest
 
 from each_case import each_case
-from paceline.launch.elastic.actions import (
+from paceline.launch.elastic.members import (
+    ANSWER_S,
+    APART_S,
+    JOINS_S,
+    KILL_AGAIN_S,
+    LAST_S,
+    LEAVING_S,
+    MEET_S,
+    OWN_S,
+    SAVED,
+    STOP_S,
+    TOGETHER_S,
+    Members,
+)
+from paceline.launch.elastic.rank_states import (
     Action,
     Dial,
     End,
@@ -27,17 +41,6 @@ from paceline.launch.elastic.actions import (
     Stop,
     Wait,
 )
-from paceline.launch.elastic.members import (
-    APART_S,
-    JOINS_S,
-    KILL_AGAIN_S,
-    LAST_S,
-    MEET_S,
-    STOP_S,
-    TOGETHER_S,
-    Members,
-)
-from paceline.launch.elastic.rank_events import ANSWER_S, LEAVING_S, OWN_S, SAVED
 from paceline.launch.elastic.retry_policy import MAX_STRIKES, NEWCOMER_DELAYS_S, RetryPolicy
 from paceline.spec.failure import NEWCOMER_DIVERGED, NEWCOMER_MISMATCH, Failure
 

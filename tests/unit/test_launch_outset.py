@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from each_case import each_case
-from paceline.launch.elastic.startup import StartupTracker, is_by_chance
+from paceline.launch.elastic.retry_policy import StartupTracker, is_by_chance
 from paceline.launch.failure_analysis import describe_end
 from paceline.spec.events import Event
 from paceline.spec.failure import LAUNCHER_HOST, Failure

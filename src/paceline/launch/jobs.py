@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,8 @@ from typing import Any
 from paceline.launch import notify
 from paceline.launch.interrupts import run
 from paceline.launch.launcher import Launcher
-from paceline.launch.nodes.survey import make_plan
+from paceline.launch.nodes import survey
+from paceline.launch.nodes.connect import connect
 from paceline.launch.planning import planner
 from paceline.launch.planning.planner import Supplies
 from paceline.launch.planning.request import Package, Request
@@ -65,7 +67,21 @@ def request_of(job: Job, cluster: Cluster, transport: Transport, package: Packag
 def plan_job(job: Job, cluster: Cluster, transport: Transport, package: Package = False,
              inspect: Inspect | None = None) -> Plan:  # fmt: skip
     """Returns the plan that :func:`run_job` would execute."""
-    return run(make_plan(request_of(job, cluster, transport, package, inspect)))
+    return run(_make_plan(request_of(job, cluster, transport, package, inspect)))
+
+
+async def _make_plan(request: Request) -> Plan:
+    """Connects the hosts, makes the plan that a run would execute, and lets the hosts go."""
+    fleet, missing = await connect(request, lambda node, event: None, lambda node, why: None)
+    try:
+        with survey.lost_nodes_named(fleet):
+            notes = survey.approve(request, fleet, request.inspect)
+            notes += [f"{host} is missing: {why or 'no answer'}" for host, why in missing.items()]
+            supplies = asyncio.to_thread(survey.read_supplies, request)
+            return await survey.prepare(request, fleet, supplies, notes)
+    finally:
+        await fleet.close()
+        await request.transport.close(0)
 
 
 def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,

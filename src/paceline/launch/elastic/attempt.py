@@ -9,19 +9,17 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from paceline.launch import failure_analysis
-from paceline.launch.elastic.commands import RankCommands
-from paceline.launch.elastic.late_starts import LateStartWatch
 from paceline.launch.elastic.members import Members
-from paceline.launch.elastic.reconnect import Reconnector
-from paceline.launch.elastic.recovery import RecoveryController
-from paceline.launch.elastic.retry_policy import RetryPolicy
-from paceline.launch.elastic.startup import StartupTracker
+from paceline.launch.elastic.recovery import RankCommands, RecoveryController
+from paceline.launch.elastic.retry_policy import RetryPolicy, StartupTracker
 from paceline.launch.health import independence, links
 from paceline.launch.health.hang_verdict import Hang, Look
 from paceline.launch.health.hangs import HangWatch, look_at_all
 from paceline.launch.health.heartbeats import aside
+from paceline.launch.health.late_starts import LateStartWatch
 from paceline.launch.health.links import Line, LinkWatch
 from paceline.launch.interrupts import Interrupts
+from paceline.launch.nodes.connect import Reconnector
 from paceline.launch.nodes.fleet import Fleet, Node, first_of, together, within
 from paceline.launch.planning import planner
 from paceline.launch.recorder import Recorder

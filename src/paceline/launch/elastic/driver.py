@@ -14,13 +14,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from paceline.launch.control import Actions
-from paceline.launch.elastic.reconnect import Reconnector
-from paceline.launch.elastic.retry_policy import MAX_HOST_LOSSES, Diagnosis, RetryPolicy, Verdict
-from paceline.launch.elastic.startup import StartupTracker, is_by_chance
+from paceline.launch.elastic.retry_policy import (
+    MAX_HOST_LOSSES,
+    Diagnosis,
+    RetryPolicy,
+    StartupTracker,
+    Verdict,
+    is_by_chance,
+)
 from paceline.launch.failure_analysis import about_full_disk, size_words
 from paceline.launch.interrupts import Interrupts
 from paceline.launch.nodes import survey
-from paceline.launch.nodes.connect import Dialling
+from paceline.launch.nodes.connect import Dialling, Reconnector
 from paceline.launch.nodes.fleet import Fleet, Node, first_of
 from paceline.launch.nodes.provisioner import Provisioner, fork_servers_up
 from paceline.launch.planning import planner

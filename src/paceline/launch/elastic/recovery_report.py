@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.launch.elastic.actions import Joined, LeftOut, NotAgain, Recovered, SendAway
+from paceline.launch.elastic.rank_states import Joined, LeftOut, NotAgain, Recovered, SendAway
 from paceline.launch.nodes.fleet import Fleet
 from paceline.launch.recorder import Recorder
 from paceline.launch.terminal.screen import Screen

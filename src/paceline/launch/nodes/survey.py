@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.nodes.connect import connect
 from paceline.launch.nodes.fleet import Fleet, Node, together
 from paceline.launch.planning import planner
 from paceline.launch.planning.planner import Found, Supplies
@@ -169,20 +168,6 @@ async def _try_with(others: Sequence[Node], node: Node, request: Request,
 
 def _address(node: Node) -> str:
     return node.found.network.address if node.found else ""
-
-
-async def make_plan(request: Request) -> Plan:
-    """What a run would execute; the nodes are let go."""
-    fleet, missing = await connect(request, lambda node, event: None, lambda node, why: None)
-    try:
-        with lost_nodes_named(fleet):
-            notes = approve(request, fleet, request.inspect)
-            notes += [f"{host} is missing: {why or 'no answer'}" for host, why in missing.items()]
-            supplies = asyncio.to_thread(read_supplies, request)
-            return await prepare(request, fleet, supplies, notes)
-    finally:
-        await fleet.close()
-        await request.transport.close(0)
 
 
 @contextlib.contextmanager

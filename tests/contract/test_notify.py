@@ -303,12 +303,12 @@ def test_through_a_proxy(server: Server, monkeypatch: pytest.MonkeyPatch, proxy:
 @pytest.mark.parametrize(
     ("status", "place", "why"),
     [
-        (404, "", "the answer was 404 Not Found"),
+        (404, "", "the answer was 404 Not HostSurvey"),
         (500, "", "the answer was 500 Internal Server Error"),
         (
             302,
             "http://other.example/secret",
-            "the answer was 302 Found, and it leads to http://other.exa",
+            "the answer was 302 HostSurvey, and it leads to http://other.exa",
         ),
         (
             307,

@@ -174,6 +174,6 @@ def test_what_is_wrong_is_told_while_the_code_is_still_read(
         raise SettingError("no interface")
 
     monkeypatch.setattr(survey, "read_supplies", slowly)
-    monkeypatch.setattr(survey, "find_networks", nowhere)
+    monkeypatch.setattr(survey, "choose_networks", nowhere)
     with pytest.raises(SettingError, match="no interface"):
         start(job(tmp_path), Differing(), tmp_path)

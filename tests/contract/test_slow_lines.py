@@ -39,7 +39,7 @@ class SlowLine:
 
     Attributes:
         up, down: Bytes on their way to the agent and from it.
-        most: The most that lay there at any time, in both directions.
+        max_hosts: The most that lay there at any time, in both directions.
         stopped: Nothing passes.
     """
 
@@ -47,7 +47,7 @@ class SlowLine:
         self._ours = ours
         ours.setblocking(False)
         self.up, self.down = bytearray(), bytearray()
-        self.most = {"up": 0, "down": 0}
+        self.max_hosts = {"up": 0, "down": 0}
         self.stopped = False
         self.reader, self.errors = asyncio.StreamReader(), asyncio.StreamReader()
         self.errors.feed_eof()
@@ -65,7 +65,7 @@ class SlowLine:
                     self.down += data
                 self.reader.feed_eof()
                 return
-            self.most["down"] = max(self.most["down"], len(self.down))
+            self.max_hosts["down"] = max(self.max_hosts["down"], len(self.down))
             now = loop.time()
             count, before = int((now - before) * RATE), now
             if not self.stopped:
@@ -83,7 +83,7 @@ class SlowLine:
 
     def write(self, data: bytes) -> None:
         self.up += data
-        self.most["up"] = max(self.most["up"], len(self.up))
+        self.max_hosts["up"] = max(self.max_hosts["up"], len(self.up))
 
     async def drain(self) -> None:
         """It takes everything at once."""
@@ -168,7 +168,7 @@ def test_words_go_between_the_pieces_of_what_is_sent(large: Path) -> None:
                 send_blocks(one.channel, large, "put_blob", sha256=digest)
             )
             assert await one.words(sending) > 8  # four blocks are under way at once
-            assert one.line.most["up"] < SHORT
+            assert one.line.max_hosts["up"] < SHORT
             assert blob_path(digest)
             cached = [p for p in (large.parents[1] / "cache").rglob("*") if p.is_file()]
             assert large.read_bytes() in [path.read_bytes() for path in cached]
@@ -183,7 +183,7 @@ def test_words_go_between_the_pieces_of_what_is_fetched(large: Path, tmp_path: P
             arriving = Arriving(str(tmp_path / "here"), "large")
             fetching = fetch_file(one.channel, str(large.parent), "large", LARGE, arriving)
             assert await one.words(asyncio.create_task(fetching)) > 8
-            assert one.line.most["down"] < SHORT
+            assert one.line.max_hosts["down"] < SHORT
             assert (tmp_path / "here" / "large").read_bytes() == large.read_bytes()
 
     asyncio.run(asyncio.wait_for(go(), 60))
@@ -245,7 +245,7 @@ def test_a_line_that_stops_takes_no_more_than_it_had_carried(large: Path) -> Non
             sending = asyncio.create_task(
                 send_blocks(one.channel, large, "put_blob", sha256=digest)
             )
-            while one.line.most["up"] < 20_000:
+            while one.line.max_hosts["up"] < 20_000:
                 await asyncio.sleep(0.01)
             one.line.stopped = True
             asked = asyncio.ensure_future(one.channel.request("clock"))
@@ -260,7 +260,7 @@ def test_a_line_that_stops_takes_no_more_than_it_had_carried(large: Path) -> Non
             while one.channel._lanes:
                 await asyncio.sleep(0.01)
             assert await one.channel.request("clock")
-            assert one.line.most["up"] < SHORT
+            assert one.line.max_hosts["up"] < SHORT
 
     asyncio.run(asyncio.wait_for(go(), 60))
 

@@ -36,7 +36,7 @@ WHOLE = [
 ]
 PHASES = ["phases: killed in the second", "phases: killed at the end of the first"]
 COUNTED = [name for name in CHANGED if not name.startswith(("duel", "recipe"))]
-Found = dict[str, Any]
+HostSurvey = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +46,12 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def job(worlds: Path, name: str) -> Found:
-    found: Found = json.loads((worlds / name / "job.json").read_text())
+def job(worlds: Path, name: str) -> HostSurvey:
+    found: HostSurvey = json.loads((worlds / name / "job.json").read_text())
     return found
 
 
-def events(found: Found, name: str) -> list[tuple[float, int, Found]]:
+def events(found: HostSurvey, name: str) -> list[tuple[float, int, HostSurvey]]:
     return [one for one in found["said"] if one[2]["event"] == name]
 
 
@@ -71,7 +71,7 @@ def left(folder: Path) -> torch.Tensor:
     return torch.cat(numbers(torch.load(folder / "params.pt", map_location="cpu")))
 
 
-def records(folder: Path, split: str) -> list[Found]:
+def records(folder: Path, split: str) -> list[HostSurvey]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [one for line in lines if (one := json.loads(line))["split"] == split]
 

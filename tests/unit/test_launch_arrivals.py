@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from paceline.launch.health import late_starts
-from paceline.launch.health.heartbeats import LEAST_LIMIT_S, LEAST_S
-from paceline.launch.health.late_starts import LateStartWatch, Starting, Starts
+from paceline.launch.health import newcomers
+from paceline.launch.health.heartbeats import MIN_HANG_LIMIT_S, MIN_IDLE_S
+from paceline.launch.health.newcomers import Newcomer, NewcomerWatch, StartDurations
 from paceline.spec.events import Event
 
 SLEEPS = 'File "/home/me/train.py", line 14 in <module>'
@@ -22,18 +22,18 @@ ELSEWHERE = 'File "/home/me/train.py", line 15 in <module>'
 
 
 def test_how_long_a_start_may_take_follows_the_slowest_that_was_seen() -> None:
-    starts = Starts()
-    assert starts.told_s(5.0) == starts.limit_s(5.0) == math.inf  # nothing is known
-    starts.heard(Event("rank started", "n1", 0), 10.0)
-    starts.heard(Event("rank started", "n2", 1), 10.0)
-    starts.heard(Event("recoverable", "n1", 0), 12.0)
-    starts.heard(Event("rank ended", "n2", 1), 90.0)
-    starts.heard(Event("rank started", "n2", 1), 100.0)
-    assert (starts.told_s(None), starts.limit_s(None)) == (LEAST_S, LEAST_LIMIT_S)
-    assert (starts.told_s(5.0), starts.limit_s(5.0)) == (4.0, 5.0)
-    assert (starts.told_s(0.0), starts.limit_s(0.0)) == (LEAST_S, math.inf)
-    starts.heard(Event("newcomer ready", "n2", 1), 120.0)
-    assert (starts.told_s(None), starts.limit_s(None)) == (40.0, 100.0)
+    starts = StartDurations()
+    assert starts.patience_s(5.0) == starts.limit_s(5.0) == math.inf  # nothing is known
+    starts.on_event(Event("rank started", "n1", 0), 10.0)
+    starts.on_event(Event("rank started", "n2", 1), 10.0)
+    starts.on_event(Event("recoverable", "n1", 0), 12.0)
+    starts.on_event(Event("rank ended", "n2", 1), 90.0)
+    starts.on_event(Event("rank started", "n2", 1), 100.0)
+    assert (starts.patience_s(None), starts.limit_s(None)) == (MIN_IDLE_S, MIN_HANG_LIMIT_S)
+    assert (starts.patience_s(5.0), starts.limit_s(5.0)) == (4.0, 5.0)
+    assert (starts.patience_s(0.0), starts.limit_s(0.0)) == (MIN_IDLE_S, math.inf)
+    starts.on_event(Event("newcomer ready", "n2", 1), 120.0)
+    assert (starts.patience_s(None), starts.limit_s(None)) == (40.0, 100.0)
     assert starts.limit_s(5.0) == 40.0
 
 
@@ -66,7 +66,7 @@ class Scene:
         """Until it was looked at so often, or is ended."""
         node = SimpleNamespace(name="n1", lost=False, running=True, channel=self)
         started = time.monotonic() - 60.0
-        starting: list[Starting] = [(1, "n1", started)]
+        starting: list[Newcomer] = [(1, "n1", started)]
 
         def over(slot: int, host: str, seconds: float, where: str) -> None:
             self.over.append(where)
@@ -76,8 +76,8 @@ class Scene:
             self.told.append(where)
 
         fleet: Any = SimpleNamespace(nodes=[node])
-        watch = LateStartWatch(fleet, lambda: starting, told, over, None)
-        watch.starts.slowest_s = 1.0
+        watch = NewcomerWatch(fleet, lambda: starting, told, over, None)
+        watch.durations.slowest_s = 1.0
         watching = asyncio.ensure_future(watch.run())
         deadline = time.monotonic() + 30
         while self.looks < looks and not self.over:
@@ -90,9 +90,9 @@ class Scene:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AGAIN_S", "BETWEEN_S"):
-        monkeypatch.setattr(late_starts, name, 0.0)
-    monkeypatch.setattr(late_starts, "LOOK_S", 0.005)
+    for name in ("REINSPECT_S", "SNAPSHOT_GAP_S"):
+        monkeypatch.setattr(newcomers, name, 0.0)
+    monkeypatch.setattr(newcomers, "POLL_S", 0.005)
 
 
 def test_one_that_sleeps_before_it_joins_is_told_of_once_and_then_ended() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from paceline.explain.stacks import Frame, RankStack
 from paceline.launch.control import Actions, stacks_text
-from paceline.launch.health.hang_verdict import Look
+from paceline.launch.health.hang_verdict import RankSnapshot
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.events import Event
 from paceline.train.comms import Comms
@@ -39,15 +39,15 @@ class Recorded:
 class Ranks:
     """An attempt whose ranks are told something."""
 
-    def __init__(self, looks: list[Look] | None = None) -> None:
-        self.told: list[dict[str, Any]] = []
+    def __init__(self, looks: list[RankSnapshot] | None = None) -> None:
+        self.lines: list[dict[str, Any]] = []
         self.plan = SimpleNamespace(attempt=0)
         self._looks = looks or []
 
     async def tell_ranks(self, line: dict[str, Any]) -> None:
-        self.told.append(line)
+        self.lines.append(line)
 
-    async def looks(self) -> list[Look]:
+    async def looks(self) -> list[RankSnapshot]:
         return self._looks
 
 
@@ -73,7 +73,7 @@ def test_a_checkpoint_is_asked_for_once_and_told_when_it_is_whole() -> None:
         asked.heard(said("keeps checkpoints"))
         saving = asyncio.ensure_future(asked.save())
         await turns()
-        assert ranks.told == [{"control": "save", "number": 1}]
+        assert ranks.lines == [{"control": "save", "number": 1}]
         asked.heard(said("checkpoint", step=30))  # an earlier one
         asked.heard(said("saving", step=40))
         await turns()
@@ -109,7 +109,7 @@ def test_a_checkpoint_is_refused_where_none_are_made() -> None:
         asked.runs(ranks)
         with pytest.raises(SettingError, match=r"session\.checkpoints"):
             await asked.save()
-        assert not ranks.told
+        assert not ranks.lines
         assert not recorder.events
         asked.heard(said("keeps checkpoints"))
         asked.runs(Ranks())  # a further attempt has to say it again
@@ -156,8 +156,8 @@ def test_a_stop_is_a_signal_and_a_stop_at_once_two() -> None:
 def test_stacks_are_written_into_the_run_directory() -> None:
     frames = (Frame("/lib/torch/x.py", 9, "wait"), Frame("train.py", 3, "main"))
     looks = [
-        Look(RankStack("n2", 1, "S", ()), 0.0, 12),
-        Look(RankStack("n1", 0, "R", frames), 0.0, 11),
+        RankSnapshot(RankStack("n2", 1, "S", ()), 0.0, 12),
+        RankSnapshot(RankStack("n1", 0, "R", frames), 0.0, 11),
     ]
 
     async def run() -> None:

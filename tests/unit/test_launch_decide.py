@@ -11,10 +11,10 @@ from typing import Any, cast
 import pytest
 
 from paceline.cli.verbs.run import data_of
-from paceline.launch.nodes.survey import names_of
+from paceline.launch.nodes.survey import host_names
 from paceline.launch.planning import plan_text, planner
 from paceline.launch.planning.entry import entry_argv, local_rank_flag
-from paceline.launch.planning.planner import Found, Place, Supplies
+from paceline.launch.planning.planner import HostSurvey, Place, Supplies
 from paceline.launch.planning.request import Request
 from paceline.recipes.data import local_path
 from paceline.remote.network import NodeNetwork
@@ -60,7 +60,7 @@ def plan(the_job: Job, hosts: tuple[Host, ...] = (Host("n1"), Host("n2")),
     names = [host.name for host in hosts]
     found = per_host or {name: facts() for name in names}
     about = [
-        Found(host, found[host.name], NodeNetwork(f"10.0.0.{at}", "eth0", "tried"))
+        HostSurvey(host, found[host.name], NodeNetwork(f"10.0.0.{at}", "eth0", "tried"))
         for at, host in enumerate(hosts, 1)
     ]
     port = Setting(29400, Source.FOUND, "free")
@@ -92,7 +92,7 @@ def test_numbers_of_processes() -> None:
 @pytest.mark.parametrize(("hard", "most"), [(1024, 224), (4096, 992), (-1, None)])
 def test_open_files_limit_the_processes_of_a_host(hard: int, most: int | None) -> None:
     there = {**facts(), "limits": {"nofile_hard": hard}}
-    assert planner.most_processes(there) == most
+    assert planner.max_processes(there) == most
     many = job(nproc_per_node=asked(2000))
     if most is None:
         assert planner.processes_on(many, Host("a"), there).value == 2000
@@ -235,7 +235,7 @@ def test_the_table_of_a_host_has_variables() -> None:
     assert "FI_PROVIDER" not in made.nodes[1].env
     text = plan_text.describe(made)
     assert "  FI_PROVIDER=psm3 ([hosts.n1.env] of paceline.toml), on n1" in text
-    for shown in (text, plan_text.everything(made), json.dumps(made.to_json())):
+    for shown in (text, plan_text.describe_full(made), json.dumps(made.to_json())):
         assert "psm3" in shown
         assert "hidden-word" not in shown
     assert made.nodes[0].env["A_TOKEN"].value == "hidden-word"
@@ -247,7 +247,7 @@ def test_the_table_of_a_host_has_variables() -> None:
 )
 def test_a_hosts_variable_goes_before_the_files_for_all(source: Source, wins: str) -> None:
     typed = job(environment=Environment({"FI_PROVIDER": "typed"}, source=source))
-    assert planner.given(typed, ODD)["FI_PROVIDER"] == wins
+    assert planner.user_env(typed, ODD)["FI_PROVIDER"] == wins
     env = planner.node_env(typed, ODD, facts(), 1, None)
     assert ("FI_PROVIDER" in env) == (wins == "psm3")
     command = plan_text.rank_command(
@@ -359,7 +359,7 @@ def test_named_secrets_are_redacted() -> None:
 
 
 def test_the_plan_in_words() -> None:
-    text = plan_text.everything(plan(job()))
+    text = plan_text.describe_full(plan(job()))
     assert "world size 2: 2 hosts, rank 0 on n1, store at 10.0.0.1 port 29400" in text
     assert "29400 (found: free)" in text
     assert "note: a note" in text
@@ -419,7 +419,7 @@ N1 = Host("n1")
 def placed(code: dict[str, Any] | None, host: Host = N1, supplies: Supplies | None = None,
            has_workdir: bool = True, **more: Any) -> Place:  # fmt: skip
     about = {**facts(), "user": {"home": "/home/u", "cache": "/c/paceline"}}
-    found = Found(host, about, NodeNetwork("10.0.0.1", "eth0", ""), code, has_workdir)
+    found = HostSurvey(host, about, NodeNetwork("10.0.0.1", "eth0", ""), code, has_workdir)
     read = Supplies(TREE) if supplies is None else supplies
     return planner.place_on(job(**{"workdir": "/w/sub", **more}), found, read, "run1")
 
@@ -427,14 +427,14 @@ def placed(code: dict[str, Any] | None, host: Host = N1, supplies: Supplies | No
 def test_the_same_code_is_used_where_it_is() -> None:
     assert placed(SAME) == Place("verified equal", "/w/sub", ENTRY)
     elsewhere = placed(SAME, Host("n1", workdir="/data/w"))
-    assert (elsewhere.how, elsewhere.workdir) == ("verified equal", "/data/w/sub")
+    assert (elsewhere.code, elsewhere.workdir) == ("verified equal", "/data/w/sub")
     assert placed(None, Host("n1", local=True)) == Place("in place", "/w/sub", ENTRY)
 
 
 @pytest.mark.parametrize("code", [OTHER, {**SAME, "exists": False}])
 def test_other_code_is_sent_to_a_known_place(code: dict[str, Any]) -> None:
     sent = placed(code)
-    assert (sent.how, sent.workdir) == ("shipped", "/c/paceline/jobs/run1-676b8bb8/code/sub")
+    assert (sent.code, sent.workdir) == ("shipped", "/c/paceline/jobs/run1-676b8bb8/code/sub")
     assert sent.copies == (Copy("code", "/w", "/c/paceline/jobs/run1-676b8bb8/code"),)
     assert placed(None, ship=asked("always")) == sent
 
@@ -442,7 +442,7 @@ def test_other_code_is_sent_to_a_known_place(code: dict[str, Any]) -> None:
 def test_links_out_of_what_is_sent_are_followed_only_when_asked() -> None:
     tree = Tree(TREE.root, TREE.manifest, outward={"a.py": "/home/u/key"})
     data = DataPlace(COPY, False, missing=[["a", 1, 2]], outward={"a": "/home/u/key"})
-    assert placed(SAME, supplies=Supplies(tree)).how == "verified equal"
+    assert placed(SAME, supplies=Supplies(tree)).code == "verified equal"
     for send in (lambda **more: placed(OTHER, supplies=Supplies(tree), **more),
                  lambda **more: with_data(data, **more)):  # fmt: skip
         with pytest.raises(SettingError, match="lead out of it") as refused:
@@ -468,7 +468,7 @@ COPY = "/c/paceline/data/0123/files/photos"
 def with_data(place: DataPlace, *args: str, **more: Any) -> Place:
     about = {**facts(), "user": {"home": "/home/u", "cache": "/c/paceline"}}
     network = NodeNetwork("10.0.0.1", "eth0", "")
-    found = Found(N1, about, network, SAME, True, place)
+    found = HostSurvey(N1, about, network, SAME, True, place)
     entry = Entry("script", "train.py", args)
     the_job = job(**{"workdir": "/w", "entry": entry, "data": PHOTOS, **more})
     return planner.place_on(the_job, found, Supplies(TREE), "run1")
@@ -610,7 +610,7 @@ def test_ranks_are_told_the_names_of_all_hosts(
 ) -> None:
     hosts, there = (tuple(map(Host, text.split())) for text in (described, came))
     request = Request(job(), hosts, cast(Transport, None), among=tuple(among.split()))
-    assert names_of(request, there) == tuple(names.split())
+    assert host_names(request, there) == tuple(names.split())
 
 
 @pytest.mark.parametrize(

@@ -32,15 +32,15 @@ from paceline.launch.nodes import fleet as fleet_module
 from paceline.launch.nodes.connect import Reconnector
 from paceline.launch.nodes.fleet import (
     Fleet,
+    ForkServerError,
     Node,
     Silence,
-    Trouble,
+    describe_end,
+    describe_silence,
     together,
-    why_ended,
-    why_silent,
 )
-from paceline.launch.nodes.survey import find_networks
-from paceline.launch.planning.planner import Found, Supplies
+from paceline.launch.nodes.survey import choose_networks
+from paceline.launch.planning.planner import HostSurvey, Supplies
 from paceline.launch.planning.request import Request
 from paceline.launch.terminal.run_state import Waiting
 from paceline.remote import fanout
@@ -137,12 +137,14 @@ def test_a_silent_node_is_lost_once_and_only_that_one() -> None:
     assert len(losses) == 1
     assert losses[0].startswith("silent for")
     assert [node.lost for node in fleet.nodes] == [True, False]
-    assert not fleet.whole
+    assert not fleet.is_complete
 
 
 def test_a_connection_that_ended_is_not_told_as_a_host_without_power() -> None:
-    assert why_silent("n1", 6.6, broken=True).startswith("the connection to n1 ended, and no other")
-    assert why_silent("n1", 6.6, broken=False).startswith("silent for 6.6 s")
+    assert describe_silence("n1", 6.6, broken=True).startswith(
+        "the connection to n1 ended, and no other"
+    )
+    assert describe_silence("n1", 6.6, broken=False).startswith("silent for 6.6 s")
 
 
 def test_our_own_absence_is_nobodys_silence() -> None:
@@ -177,10 +179,10 @@ def test_telling_minds_neither_refusals_nor_lost_nodes() -> None:
 
 
 def test_silence_is_counted_while_we_listen() -> None:
-    silence = Silence(1.0, now=0.0)
+    silence = Silence(1.0, timestamp=0.0)
 
     def look(now: float, last_heard: float) -> float:
-        silence.look(now, last_heard)
+        silence.update(now, last_heard)
         return silence.seconds
 
     assert look(1.0, last_heard=0.5) == pytest.approx(0.5)
@@ -191,26 +193,26 @@ def test_silence_is_counted_while_we_listen() -> None:
 
 
 def test_a_silence_of_all_is_of_the_line_that_leads_to_all() -> None:
-    silence = Silence(0.25, now=0.0)
+    silence = Silence(0.25, timestamp=0.0)
 
     def alone_after(seconds: float, others: bool) -> bool:
         end = now[0] + seconds
         while now[0] < end:
             now[0] += 0.25
-            silence.look(now[0], last_heard=0.0, others_heard=others)
-        return silence.alone
+            silence.update(now[0], received_at=0.0, hears_peers=others)
+        return silence.is_exclusive
 
     now = [0.0]
     assert not alone_after(4.0, others=False)
     assert not alone_after(3.75, others=True)  # what was sent in vain may only be sent again then
     assert alone_after(0.5, others=True)
-    silence.look(9.0, last_heard=8.9, others_heard=False)
-    assert silence.seconds == silence.common_s == pytest.approx(0.1)
+    silence.update(9.0, received_at=8.9, hears_peers=False)
+    assert silence.seconds == silence.shared_s == pytest.approx(0.1)
 
 
 def test_nobody_is_left_out_while_our_own_line_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "SILENT_S", 0.4)
-    monkeypatch.setattr(fleet_module, "OTHERS_S", 0.2)
+    monkeypatch.setattr(fleet_module, "SILENCE_TIMEOUT_S", 0.4)
+    monkeypatch.setattr(fleet_module, "PEER_RECENCY_S", 0.2)
 
     async def scene() -> tuple[list[bool], dict[str, float]]:
         agents = [Agent("n1"), Agent("n2"), Agent("n3")]
@@ -225,7 +227,7 @@ def test_nobody_is_left_out_while_our_own_line_is_silent(monkeypatch: pytest.Mon
         while len(losses) < 3:
             await asyncio.sleep(0.05)
         await fleet.close()
-        return at_once, fleet.cut_off
+        return at_once, fleet.common_silences
 
     at_once, cut_off = asyncio.run(scene())
     assert at_once == [False, False, False]
@@ -242,13 +244,13 @@ def test_a_way_that_broke_counts_sooner_where_ranks_have_lost_somebody(
     monkeypatch: pytest.MonkeyPatch, at_a_loss: bool
 ) -> None:
     """Else it is dialled again for longer: sshd may just have started anew."""
-    monkeypatch.setattr(fleet_module, "SILENT_S", 0.4)
-    monkeypatch.setattr(fleet_module, "OTHERS_S", 0.2)
+    monkeypatch.setattr(fleet_module, "SILENCE_TIMEOUT_S", 0.4)
+    monkeypatch.setattr(fleet_module, "PEER_RECENCY_S", 0.2)
 
     async def scene() -> list[bool]:
         agents = [Agent("n1"), Agent("n2")]
         fleet, _, losses = fleet_of(*agents, lease_s=8.0)
-        fleet.watchful, fleet.at_a_loss = True, at_a_loss
+        fleet.watchful, fleet.awaits_loss = True, at_a_loss
         await asyncio.sleep(0.1)
         agents[1].silent = agents[1].is_broken = True
         for _ in range(400 if at_a_loss else 30):
@@ -264,7 +266,7 @@ def test_a_way_that_broke_counts_sooner_where_ranks_have_lost_somebody(
 def test_the_last_host_that_falls_silent_is_not_our_own_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fleet_module, "OTHERS_S", 0.3)
+    monkeypatch.setattr(fleet_module, "PEER_RECENCY_S", 0.3)
 
     async def scene() -> tuple[Fleet, dict[str, float]]:
         agents = [Agent("n1"), Agent("n2")]
@@ -276,11 +278,11 @@ def test_the_last_host_that_falls_silent_is_not_our_own_line(
         while len(losses) < 2:
             await asyncio.sleep(0.05)
         await fleet.close()
-        return fleet, fleet.cut_off
+        return fleet, fleet.common_silences
 
     fleet, cut_off = asyncio.run(scene())
     assert cut_off == {}
-    assert [fleet.own_fault(node) for node in fleet.nodes] == ["", ""]
+    assert [fleet.launcher_fault(node) for node in fleet.nodes] == ["", ""]
 
 
 @pytest.mark.parametrize(
@@ -310,7 +312,7 @@ def test_the_last_host_that_falls_silent_is_not_our_own_line(
     ],
 )
 def test_only_known_lines_are_a_reason(stderr: str, why: str) -> None:
-    assert why_ended("n2", stderr) == why
+    assert describe_end("n2", stderr) == why
 
 
 class Dialling:
@@ -379,7 +381,7 @@ def test_lost_hosts_are_dialled_again(transport: Dialling, told: str) -> None:
 
     fleet, found, notes = asyncio.run(scene())
     assert told in "\n".join(notes)
-    assert found == fleet.whole == (told.startswith("n2 is back"))
+    assert found == fleet.is_complete == (told.startswith("n2 is back"))
     assert [node.name for node in fleet.nodes] == ["n1", "n2"]
 
 
@@ -401,7 +403,7 @@ def test_a_host_that_is_lost_before_the_first_step(kind: str) -> None:
         on = await driver.may_restart(lost, [], 1.0, StartupTracker(job, 2))
         if on:
             assert await driver.select_nodes()
-        assert driver.policy.counted == 0
+        assert driver.policy.num_restarts == 0
         await reconnector.close()
         await fleet.close()
         return on, [node.name for node in fleet.nodes]
@@ -448,7 +450,7 @@ class Starting(Launcher):
         job = Job("a", ENTRY, "/", "python3", max_restarts=asked)
         self._request = request_for(job, Dialling(comes_back=True), "n1", "n2")
         self._screen, self._results = Mock(), AsyncMock()
-        policy = RetryPolicy(retries_start=self._request.begins_again)
+        policy = RetryPolicy(retries_start=self._request.retries_start)
         self.driver = Mock(policy=policy, recoveries=[])
         self.losses, self.connected = losses, list[bool]()
 
@@ -530,7 +532,7 @@ class Provisioned:
     supplies = Supplies()
 
     async def provision(self, node: Node, fleet: Fleet) -> None:
-        node.found = Found(node.host, {}, LOOPBACK)
+        node.found = HostSurvey(node.host, {}, LOOPBACK)
         node.ready = asyncio.get_running_loop().create_future()
         node.ready.set_result(None)
 
@@ -578,7 +580,7 @@ def test_a_job_that_can_do_with_fewer_goes_on() -> None:
         assert await driver.may_restart(Failure("lost", "n1", None, headline="gone"), [], 1.0)
         assert await driver.select_nodes()
         assert [node.name for node in fleet.nodes] == ["n2"]
-        assert driver.policy.counted == 0
+        assert driver.policy.num_restarts == 0
         while not came:
             await asyncio.sleep(0.05)
         assert await driver.select_nodes()
@@ -599,10 +601,10 @@ def test_a_node_that_is_brought_back_takes_its_own_place() -> None:
         reconnector = reconnector_of(request, fleet, [], told.append)
         lost = fleet.nodes[0]
         fleet.lose(lost, "unplugged")
-        await reconnector.bring_back("n1")
+        await reconnector.reconnect("n1")
         assert fleet.nodes[0] is not lost
         assert (fleet.nodes[0].name, fleet.spares, told) == ("n1", [], [])
-        assert fleet.whole
+        assert fleet.is_complete
         await reconnector.close()
         await fleet.close()
 
@@ -620,8 +622,8 @@ def test_who_waits_for_a_node_hears_that_it_cannot_come_back() -> None:
         lost: list[str] = []
         first = SimpleNamespace(host="n2", ranks=[SimpleNamespace(rank=0)])
         plan: Any = SimpleNamespace(nodes=[first], master_addr="127.0.0.1", master_port=1)
-        members = Mock(decide=lambda now: [], node_gone=lost.append)
-        await recovery_of(plan, members, fleet, reconnector)._bring_back(Dial("n2"))
+        members = Mock(decide=lambda now: [], abandon_host=lost.append)
+        await recovery_of(plan, members, fleet, reconnector)._restore_host(Dial("n2"))
         assert lost == ["n2"]
         assert reconnector.dialled == []
         await reconnector.close()
@@ -654,7 +656,7 @@ def test_a_node_that_cannot_be_fitted_out_is_told_of_and_called_again(
         request = request_for(elastic("2:2"), transport, "n1", "n2")
         reconnector = reconnector_of(request, fleet, notes, provisioner=Mock(provision=provision))
         fleet.lose(fleet.nodes[1], "unplugged")
-        await reconnector.bring_back("n2")
+        await reconnector.reconnect("n2")
         await reconnector.close()
         await fleet.close()
         return [node.name for node in fleet.nodes if not node.lost]
@@ -671,8 +673,8 @@ def test_a_spare_takes_the_place_of_a_lost_node() -> None:
     async def scene() -> None:
         fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), Agent("n3"), lease_s=0.5)
         for node in fleet.nodes:
-            node.found = Found(node.host, {}, LOOPBACK)
-            node.settle(None)
+            node.found = HostSurvey(node.host, {}, LOOPBACK)
+            node.resolve_ready(None)
             node.ready = asyncio.get_running_loop().create_future()
             node.ready.set_result(None)
         fleet.seat(fleet.nodes[:2])
@@ -707,7 +709,7 @@ def test_a_node_that_was_asked_to_end_is_let_go() -> None:
 
     fleet = asyncio.run(scene())
     assert [node.name for node in fleet.nodes] == ["n1"]
-    assert "bye" in fleet.gone[0].channel.asked  # type: ignore[attr-defined]
+    assert "bye" in fleet.former[0].channel.asked  # type: ignore[attr-defined]
 
 
 def test_a_store_on_a_host_whose_place_was_taken_is_opened_elsewhere(
@@ -745,7 +747,7 @@ def test_one_host_that_no_other_can_join_keeps_to_itself(in_all: int, address: s
         agent = Agent("n1")
         agent.facts = {"interfaces": [card]}
         fleet, _, _ = fleet_of(agent, lease_s=5.0)
-        found, _ = await find_networks(fleet, elastic("1:2"), in_all)
+        found, _ = await choose_networks(fleet, elastic("1:2"), in_all)
         await fleet.close()
         return found["n1"].address
 
@@ -788,14 +790,14 @@ def test_a_fork_server_that_cannot_import_is_told_of_once(monkeypatch: pytest.Mo
             nonlocal tries
             tries += 1
             node.ready = asyncio.get_running_loop().create_future()
-            node.ready.set_result(Trouble("import", "Traceback\nImportError: no torch"))
+            node.ready.set_result(ForkServerError("import", "Traceback\nImportError: no torch"))
 
         monkeypatch.setattr(Node, "prepare", lambda _: prepare())
         recovery = recovery_of(plan, Members({0: "n1"}), fleet, screen=screen)
         preparing = asyncio.ensure_future(recovery._start_fork_server("n1"))
         while tries < 4:
             await asyncio.sleep(0.01)
-        fleet.take_place(fleet.add(Agent("n2")), "n1")  # type: ignore[arg-type]
+        fleet.replace_node(fleet.add(Agent("n2")), "n1")  # type: ignore[arg-type]
         await preparing  # another host has its part now
         told = "paceline: n1 cannot start ranks yet: ImportError: no torch"
         assert screen.note.call_args_list == [call(told)]
@@ -816,13 +818,13 @@ def test_ranks_that_wait_for_nodes_say_for_how_many_and_until_when(
         members = able(Members({0: "n1", 1: "n2"}, min_hosts=2, patience_s=60.0), 0, 1)
         recovery = recovery_of(plan, members, fleet)
         assert recovery.waiting is None
-        members._waiting_since = 1.0
-        await recovery._tell_wait(Wait(("n2",)))
+        members._wait_started_at = 1.0
+        await recovery._report_wait(Wait(("n2",)))
         waits = recovery.waiting
         assert waits is not None
         text = "1 node of at least 2: waiting for n2, with the training's state in memory"
         assert (waits.text, round(waits.until - waits.since)) == (text, 60)
-        members._waiting_since = None
+        members._wait_started_at = None
         assert recovery.waiting is None
         await fleet.close()
 
@@ -850,19 +852,19 @@ def test_a_spare_that_comes_later_takes_the_place_of_a_lost_host() -> None:
         fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=5.0)
         given_up = asyncio.Event()
 
-        async def bring_back(host: str) -> None:
+        async def reconnect(host: str) -> None:
             try:
                 await asyncio.sleep(60)
             finally:
                 given_up.set()
 
         replace_host = Mock(return_value=None)
-        reconnector = Mock(redials=True, replace=replace_host, bring_back=bring_back)
+        reconnector = Mock(redials=True, replace=replace_host, reconnect=reconnect)
         members = able(Members({0: "n1", 1: "n2"}), 0, 1)
         recovery = recovery_of(plan, members, fleet, reconnector)
         assert not recovery.use_spare()
         lost = Failure("lost", "n2", None, time.monotonic(), headline="off")
-        assert recovery.take_failure(lost)
+        assert recovery.recover_from(lost)
         await asyncio.sleep(0.01)
         assert not recovery.use_spare()
         replace_host.return_value = part_of("n3", 1)
@@ -949,10 +951,10 @@ def test_a_session_counts_a_node_that_is_asked_to_end_once(monkeypatch: pytest.M
 
         assert await asked(fleet.nodes[1]) == []
         assert fleet.nodes[1].lost
-        assert recovery.leaving_nodes == [fleet.nodes[1]]
+        assert recovery.departing_nodes == [fleet.nodes[1]]
         for host, lost in (("n3", "n2"), ("n4", "n3")):
-            fleet.take_place(fleet.add(Agent(host)), lost)  # type: ignore[arg-type]
-            assert recovery.leaving_nodes == []
+            fleet.replace_node(fleet.add(Agent(host)), lost)  # type: ignore[arg-type]
+            assert recovery.departing_nodes == []
             part: Any = SimpleNamespace(host=host, ranks=ranks[1].ranks)
             recovery._add_part(part)
             if host == "n3":
@@ -994,14 +996,14 @@ class Flaky(Slow):
 def gathered(transport: Any, least: int, patience_s: float, *names: str, **more: Any) -> Any:
     notes: list[str] = []
     hosts = [Host(name) for name in names]
-    found = asyncio.run(connect_module.gather(
+    found = asyncio.run(connect_module.connect_enough(
         transport, hosts, ["python3"] * len(hosts), least, patience_s, notes.append,
         **more))  # fmt: skip
     return [channel.host.name for channel in found[0]], found[1], notes
 
 
 def test_begins_with_those_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connect_module, "LAST_CALL_S", 0.4)
+    monkeypatch.setattr(connect_module, "STRAGGLER_WAIT_S", 0.4)
     there, missing, notes = gathered(Slow(n1=0, n2=None, n3=0.2), 1, 9, "n1", "n2", "n3")
     assert there == ["n1", "n3"]
     assert missing == {"n2": "no route: n2: off"}
@@ -1013,7 +1015,7 @@ def test_who_answers_while_the_others_import_has_a_part_from_the_beginning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whose login was under way is not called anew, and is waited for, unlike who is off."""
-    monkeypatch.setattr(connect_module, "LAST_CALL_S", 0.1)
+    monkeypatch.setattr(connect_module, "STRAGGLER_WAIT_S", 0.1)
     monkeypatch.setattr(driver_module, "fork_servers_up", AsyncMock())
     opened: list[str] = []
 
@@ -1039,12 +1041,12 @@ def test_who_answers_while_the_others_import_has_a_part_from_the_beginning(
     transport: Any = Counted(n1=0, n2=0.3, n3=60)
 
     async def scene() -> Any:
-        late: list[connect_module.Dialling] = []
+        late: list[connect_module.HostDialer] = []
         hosts = [Host(name) for name in ("n1", "n2", "n3")]
-        channels, missing = await connect_module.gather(
-            transport, hosts, ["python3"] * 3, 1, 9, notes.append, later=late)  # fmt: skip
+        channels, missing = await connect_module.connect_enough(
+            transport, hosts, ["python3"] * 3, 1, 9, notes.append, background=late)  # fmt: skip
         fleet = Fleet(channels, 0.5, lambda node, event: None, lambda node, why: None)
-        fleet.nodes[0].found = Found(hosts[0], {}, LOOPBACK)
+        fleet.nodes[0].found = HostSurvey(hosts[0], {}, LOOPBACK)
         request = request_for(elastic("1:3"), transport, *transport._seconds)
         driver, reconnector = driver_of(request, fleet, notes)
         driver.missing = missing
@@ -1052,7 +1054,7 @@ def test_who_answers_while_the_others_import_has_a_part_from_the_beginning(
             reconnector.follow(dialling)
         await next(dialling.task for dialling in late if dialling.host.name == "n2")
         planned: Any = Planned(("n1",), ("a note",))
-        plan = await driver._with_late_hosts(planned)
+        plan = await driver._add_ready_hosts(planned)
         await reconnector.close()
         await fleet.close()
         return plan
@@ -1104,7 +1106,7 @@ def test_waits_for_as_many_as_are_needed(monkeypatch: pytest.MonkeyPatch) -> Non
         gathered(Slow(n1=0, n2=None), 2, 0.5, "n1", "n2")
     assert "n2: no route: n2: off" in e.value.found
     monkeypatch.setattr(connect_module, "PAUSES_S", (0.2,))
-    there, _, notes = gathered(Flaky(n2=2), 2, 9, "n1", "n2", waits=seen.append)
+    there, _, notes = gathered(Flaky(n2=2), 2, 9, "n1", "n2", on_wait=seen.append)
     assert there == ["n1", "n2"]
     text = "1 host of at least 2: waiting up to 9 s for n2 (no route: n2: off)"
     assert notes == [f"paceline: {text}"]

@@ -14,7 +14,7 @@ from paceline.spec.hosts import Host
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def is_exclusive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is found out, and everything is fine."""
 
     async def look(_nodes: object, _job: object, supplies: Any) -> None:
@@ -38,7 +38,7 @@ def known(*names: str) -> list[Any]:
     ]  # fmt: skip
 
 
-def get_to_know(nodes: list[Any], *late: Any) -> None:
+def survey_newcomer(nodes: list[Any], *late: Any) -> None:
     """Each of those that came late with all others, at once."""
     job = SimpleNamespace(interface=SimpleNamespace(value=None))
     request = cast(Any, SimpleNamespace(job=job))
@@ -48,7 +48,7 @@ def get_to_know(nodes: list[Any], *late: Any) -> None:
             Any, SimpleNamespace(everyone=nodes, trying=asyncio.Lock(), doubts_settled=settled)
         )
         await asyncio.gather(*(
-            survey.get_to_know(node, fleet, request, cast(Any, None)) for node in late
+            survey.survey_newcomer(node, fleet, request, cast(Any, None)) for node in late
         ))  # fmt: skip
 
     async def settled() -> None:
@@ -73,7 +73,7 @@ def test_two_that_come_at_once_are_tried_one_after_the_other(
 
     monkeypatch.setattr(survey.connectivity, "probe_addresses", tries)
     nodes = known("n1", "n2", "n3")
-    get_to_know(nodes, *nodes[1:])
+    survey_newcomer(nodes, *nodes[1:])
     assert tried == ["begins", "is over"] * 2
 
 
@@ -96,7 +96,7 @@ def test_who_comes_is_not_turned_away_because_another_is_lost(
         return {}
 
     monkeypatch.setattr(survey.connectivity, "probe_addresses", tries)
-    get_to_know(nodes, nodes[2])
+    survey_newcomer(nodes, nodes[2])
     assert tried == [["n1", "n2", "n3"], ["n1", "n3"]]
     nodes[1].lost, tried[:] = False, [[]]
 
@@ -105,4 +105,4 @@ def test_who_comes_is_not_turned_away_because_another_is_lost(
 
     monkeypatch.setattr(survey.connectivity, "probe_addresses", refuses)
     with pytest.raises(type(error)):
-        get_to_know(nodes, nodes[2])
+        survey_newcomer(nodes, nodes[2])

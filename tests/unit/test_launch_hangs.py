@@ -19,18 +19,18 @@ from paceline.explain.rules import load_all
 from paceline.explain.stacks import Frame, RankStack, describe_position, is_waiting
 from paceline.launch.health import hangs
 from paceline.launch.health.hang_verdict import (
-    BUSY_S,
+    BUSY_TIMEOUT_S,
+    BlockingCall,
     Child,
     Hang,
-    Look,
-    Waits,
+    RankSnapshot,
+    describe_frozen,
+    diagnose,
     first_difference,
-    frozen_text,
-    judge,
-    stays,
+    persists,
 )
-from paceline.launch.health.hangs import LOOK_S, HangWatch
-from paceline.launch.health.heartbeats import Beat, Heartbeats, aside, told
+from paceline.launch.health.hangs import POLL_S, HangWatch
+from paceline.launch.health.heartbeats import Beat, HeartbeatStats, describe_phases, positions_json
 from paceline.launch.nodes.fleet import Fleet
 from paceline.spec.events import Event
 from paceline.spec.failure import Result
@@ -46,14 +46,16 @@ BACKWARD = (
 ASLEEP = (Frame("/home/me/train.py", 21, "fetch"),)
 
 
-def look(rank: int, frames: tuple[Frame, ...], cpu_s: float = 1.0, state: str = "S") -> Look:
-    return Look(RankStack(f"n{rank + 1}", rank, state, frames), cpu_s)
+def look(
+    rank: int, frames: tuple[Frame, ...], cpu_s: float = 1.0, state: str = "S"
+) -> RankSnapshot:
+    return RankSnapshot(RankStack(f"n{rank + 1}", rank, state, frames), cpu_s)
 
 
 def judged(
-    before: list[Look], after: list[Look], silent_s: float = 8.0, **more: Any
+    before: list[RankSnapshot], after: list[RankSnapshot], silent_s: float = 8.0, **more: Any
 ) -> Hang | None:
-    return judge(before, after, 2.0, silent_s, **more)
+    return diagnose(before, after, 2.0, silent_s, **more)
 
 
 @pytest.mark.parametrize("wait", [ALL_REDUCE, BACKWARD])
@@ -70,7 +72,7 @@ def test_one_that_works_alone_is_told_of_late() -> None:
     before = [look(0, ALL_REDUCE), look(1, ASLEEP, 1.0)]
     after = [look(0, ALL_REDUCE), look(1, ASLEEP, 2.9)]
     assert judged(before, after) is None
-    found = judged(before, after, BUSY_S + 1)
+    found = judged(before, after, BUSY_TIMEOUT_S + 1)
     assert found is not None
     assert "rank 1 on n2 is busy at train.py, line 21" in found.text
 
@@ -78,13 +80,15 @@ def test_one_that_works_alone_is_told_of_late() -> None:
 def test_one_that_writes_or_waits_for_its_disk_works() -> None:
     """A checkpoint on a slow disk uses next to no CPU."""
     still = look(1, ASLEEP)
-    written = Look(still.stand, still.cpu_s, moved=1e6)
+    written = RankSnapshot(still.stack, still.cpu_s, moved=1e6)
     waiting = look(0, ALL_REDUCE)
     on_disk = look(1, ASLEEP, state="D")
     for before, after in ((still, written), (on_disk, on_disk)):
         assert judged([waiting, before], [waiting, after]) is None
-        assert judged([waiting, before], [waiting, after], BUSY_S + 1) is not None
-    assert judged([waiting, still], [waiting, Look(still.stand, 1.0, moved=4096)]) is not None
+        assert judged([waiting, before], [waiting, after], BUSY_TIMEOUT_S + 1) is not None
+    assert (
+        judged([waiting, still], [waiting, RankSnapshot(still.stack, 1.0, moved=4096)]) is not None
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,7 +122,7 @@ def test_one_that_writes_or_waits_for_its_disk_works() -> None:
         ),
     ],
 )
-def test_what_only_looks_like_a_hang(before: list[Look], after: list[Look]) -> None:
+def test_what_only_looks_like_a_hang(before: list[RankSnapshot], after: list[RankSnapshot]) -> None:
     assert judged(before, after, 1000.0) is None
 
 
@@ -128,11 +132,11 @@ def test_what_only_looks_like_a_hang(before: list[Look], after: list[Look]) -> N
     [look(0, ALL_REDUCE), look(1, ())],
     [look(0, ALL_REDUCE)],
 ])  # fmt: skip
-def test_what_has_gone_on_at_the_third_look_is_no_hang(later: list[Look]) -> None:
+def test_what_has_gone_on_at_the_third_look_is_no_hang(later: list[RankSnapshot]) -> None:
     """Else the reason of one moment is told of the line of another."""
     looks = [look(0, ALL_REDUCE), look(1, ASLEEP)]
     assert judged(looks, looks) is not None
-    assert judged(looks, looks, closely=later) is None
+    assert judged(looks, looks, detailed=later) is None
 
 
 def test_where_several_stand_still_all_are_named() -> None:
@@ -143,7 +147,7 @@ def test_where_several_stand_still_all_are_named() -> None:
 
 
 def test_a_hang_that_is_over_is_no_measure_of_what_is_usual() -> None:
-    beats = Heartbeats()
+    beats = HeartbeatStats()
     for second in range(5):
         beats.take(0, second, "train", float(second))
     beats.take(0, 5, "train", 300.0, hung=True)
@@ -153,25 +157,25 @@ def test_a_hang_that_is_over_is_no_measure_of_what_is_usual() -> None:
 
 def test_who_is_where() -> None:
     """For the line of progress, and for ``paceline status``."""
-    beats = Heartbeats()
+    beats = HeartbeatStats()
     for rank in range(3):
         beats.take(rank, 7, "train", 10.0)
     hosts = {rank: f"n{rank + 1}" for rank in range(3)}
-    ranks = told(beats.beats, hosts, 11.0)
-    assert (aside(ranks), describe_ranks(ranks)) == ("", ["all 3 ranks: step 7, train"])
+    ranks = positions_json(beats.beats, hosts, 11.0)
+    assert (describe_phases(ranks), describe_ranks(ranks)) == ("", ["all 3 ranks: step 7, train"])
     beats.take(1, 6, "evaluate", 11.0)
-    ranks = told(beats.beats, hosts, 12.0)
-    assert aside(ranks) == "rank 1 on n2: evaluate"
-    ranks = told(beats.beats, hosts, 20.0)
-    assert aside(ranks) == "rank 1 on n2: evaluate  no word for 9 s"
+    ranks = positions_json(beats.beats, hosts, 12.0)
+    assert describe_phases(ranks) == "rank 1 on n2: evaluate"
+    ranks = positions_json(beats.beats, hosts, 20.0)
+    assert describe_phases(ranks) == "rank 1 on n2: evaluate  no word for 9 s"
     assert describe_ranks(ranks) == [
         "rank 1 on n2: step 6, evaluate, no word for 9 s",
         "rank 0 on n1, rank 2 on n3: step 7, train, no word for 10 s",
     ]
     for rank in range(3):
         beats.take(rank, 0, "start", 30.0)
-    assert aside(told(beats.beats, hosts, 30.0)) == "start"
-    assert (aside([]), describe_ranks([])) == ("", [])
+    assert describe_phases(positions_json(beats.beats, hosts, 30.0)) == "start"
+    assert (describe_phases([]), describe_ranks([])) == ("", [])
 
 
 def at(line: int, function: str = "<module>", file: str = "/home/me/train.py") -> Frame:
@@ -183,34 +187,34 @@ def test_what_it_waits_for_is_said() -> None:
     loop = Frame("/v/site-packages/torch/utils/data/dataloader.py", 1328, "_try_get_data")
     work = Frame("/v/site-packages/torch/utils/data/_utils/worker.py", 349, "_worker_loop")
     queue = Frame("/usr/lib/python3.11/multiprocessing/queues.py", 113, "get")
-    yes = Child(77, "yes", Waits("write", "pipe:[5]", (9,)), ())
-    idle = Child(78, "pt_data_worker", Waits("poll"), (queue, work))
-    stuck = Child(79, "pt_data_worker", Waits("futex"), (at(5, "__getitem__"), work))
+    yes = Child(77, "yes", BlockingCall("write", "pipe:[5]", (9,)), ())
+    idle = Child(78, "pt_data_worker", BlockingCall("poll"), (queue, work))
+    stuck = Child(79, "pt_data_worker", BlockingCall("futex"), (at(5, "__getitem__"), work))
     cases = [
-        (ASLEEP, Waits("clock_nanosleep"), (), "line 21, in fetch (it sleeps) while"),
-        (ASLEEP, Waits("write", "pipe:[4]", (9,)), (),
+        (ASLEEP, BlockingCall("clock_nanosleep"), (), "line 21, in fetch (it sleeps) while"),
+        (ASLEEP, BlockingCall("write", "pipe:[4]", (9,)), (),
          "(it writes to a full pipe that nobody else could read) while"),
-        (ASLEEP, Waits("wait4"), (yes,), "(its child, process 77 (yes), writes to a full pipe that "
+        (ASLEEP, BlockingCall("wait4"), (yes,), "(its child, process 77 (yes), writes to a full pipe that "
          "only rank 1 on n2 could read) while"),
-        (ASLEEP, Waits("flock", "/nfs/a.lock"), (), "(it waits for a lock on /nfs/a.lock) while"),
-        ((loop, at(30)), Waits("poll"), (idle, stuck), "waits for its data at train.py, line 30: "
+        (ASLEEP, BlockingCall("flock", "/nfs/a.lock"), (), "(it waits for a lock on /nfs/a.lock) while"),
+        ((loop, at(30)), BlockingCall("poll"), (idle, stuck), "waits for its data at train.py, line 30: "
          "its data loader's worker, process 79, stands still at train.py, line 5, in __getitem__ "
          "(it waits for a lock or a thread) while"),
     ]  # fmt: skip
     for frames, call, children, words in cases:
-        looks = [look(0, ALL_REDUCE), Look(look(1, frames).stand, 1.0, pid=9)]
-        closely = [looks[0], replace(looks[1], waits=call, children=children)]
-        found = judged(looks, looks, closely=closely)
+        looks = [look(0, ALL_REDUCE), RankSnapshot(look(1, frames).stack, 1.0, pid=9)]
+        closely = [looks[0], replace(looks[1], blocking_call=call, children=children)]
+        found = judged(looks, looks, detailed=closely)
         assert found is not None
         assert words in found.text
         assert found.replaceable
 
 
 def test_one_that_looks_up_now_and_then_is_not_sure_to_hang() -> None:
-    stand = look(1, ASLEEP).stand
-    before = [look(0, ALL_REDUCE), Look(stand, 1.0, switches=10)]
+    stand = look(1, ASLEEP).stack
+    before = [look(0, ALL_REDUCE), RankSnapshot(stand, 1.0, switches=10)]
     for switches, sure in ((12, True), (40, False)):
-        found = judged(before, [look(0, ALL_REDUCE), Look(stand, 1.0, switches=switches)])
+        found = judged(before, [look(0, ALL_REDUCE), RankSnapshot(stand, 1.0, switches=switches)])
         assert found is not None
         assert found.sure == sure
 
@@ -230,8 +234,8 @@ def test_one_in_another_collective_than_the_others() -> None:
     same = [look(rank, ALL_REDUCE) for rank in range(3)]
     calls = {0: ("0 7 all_reduce of [9]",), 1: ("0 7 all_reduce of [8]",)}
     calls[2] = calls[0]
-    closely = [Look(one.stand, 1.0, calls=calls[one.stand.rank]) for one in same]
-    found = judged(same, same, closely=closely)
+    closely = [RankSnapshot(one.stack, 1.0, calls=calls[one.stack.rank]) for one in same]
+    found = judged(same, same, detailed=closely)
     assert found is not None
     assert found.text.startswith("rank 1 on n2 waits in all_reduce (train.py, line 40, in step), "
                                  "its call 7 was all_reduce of [8] while")  # fmt: skip
@@ -247,7 +251,7 @@ def test_a_rank_that_has_not_come_does_not_differ() -> None:
 
 
 def test_what_stands_still_as_no_program_does_is_named() -> None:
-    said = {how: frozen_text("n2", 1, how, 3.2, "gdb" if how == "traced" else "", 77)
+    said = {how: describe_frozen("n2", 1, how, 3.2, "gdb" if how == "traced" else "", 77)
             for how in ("stopped", "traced", "paused", "disk", "swapped")}  # fmt: skip
     assert said["stopped"] == ("rank 1 on n2 is frozen: stopped by a signal for 3 s (SIGSTOP); "
                                "on n2: kill -CONT 77")  # fmt: skip
@@ -261,7 +265,7 @@ def test_who_comes_from_different_lines_to_one_collective_does_not_differ() -> N
     """As where rank 0 alone has the data: ``if rank == 0: broadcast(...) else: broadcast(...)``."""
     three = [look(0, ALL_REDUCE), *(look(n, (ALL_REDUCE[0], at(50))) for n in (1, 2))]
     called = [replace(one, calls=("0 7 broadcast of [9]",)) for one in three]
-    found = judged(three, three, closely=called)
+    found = judged(three, three, detailed=called)
     assert found is not None
     assert (found.kind, found.rank) == ("deaf", None)
     assert "wait for each other in broadcast of [9], call 7 of each: what one" in found.text
@@ -272,7 +276,7 @@ def test_who_has_not_come_to_the_call_that_differs_is_not_the_odd_one() -> None:
     calls = dict.fromkeys((0, 2, 3), ("0 6 barrier", "0 7 all_reduce of [9]"))
     calls.update({1: ("0 6 barrier",), 4: ("0 6 barrier", "0 7 broadcast of [9]")})
     found = judged(
-        looks, looks, closely=[replace(one, calls=calls[one.stand.rank]) for one in looks]
+        looks, looks, detailed=[replace(one, calls=calls[one.stack.rank]) for one in looks]
     )
     assert found is not None
     assert found.rank == 4
@@ -325,7 +329,7 @@ OURS = "/v/site-packages/paceline"
     ],
 )  # fmt: skip
 def test_who_waits_for_others(frames: tuple[Frame, ...], said: str) -> None:
-    stand = look(0, frames).stand
+    stand = look(0, frames).stack
     assert is_waiting(stand) == bool(said)
     if said:
         assert describe_position(stand) == said
@@ -372,7 +376,7 @@ def test_the_last_one_that_stands_still_is_told_of() -> None:
     assert hang is not None
     assert hang.text.startswith("rank 1 on n2 stands still at train.py, line 21")
     assert hang.text.endswith(", and all others have ended")
-    assert (hang.kind, hang.replaceable, stays(hang, both[1])) == ("last", False, True)
+    assert (hang.kind, hang.replaceable, persists(hang, both[1])) == ("last", False, True)
     assert judged(*both) is None  # nobody has ended: it may be a pause of its own
     assert judged(*both, ended=[("n2", 1)]) is None  # a former process of its number
     works = [look(1, ASLEEP, cpu_s=1.0)], [look(1, ASLEEP, cpu_s=2.9)]
@@ -380,13 +384,13 @@ def test_the_last_one_that_stands_still_is_told_of() -> None:
 
 
 def test_patience_follows_what_is_usual() -> None:
-    beats = Heartbeats()
+    beats = HeartbeatStats()
     for second in range(4):
-        assert not beats.known
+        assert not beats.is_calibrated
         beats.take(0, second, "train", float(second))
-    assert beats.known
+    assert beats.is_calibrated
     assert beats.patience_s == pytest.approx(10.0)
-    assert beats.last_at == 3.0
+    assert beats.received_at == 3.0
     beats.take(0, 4, "train", 9.0)  # a step of six seconds
     assert beats.patience_s == pytest.approx(24.0)
     beats.take(1, 4, "evaluate", 10.0)
@@ -394,7 +398,7 @@ def test_patience_follows_what_is_usual() -> None:
 
 
 def test_a_hang_is_ended_after_five_times_the_slowest_that_was_seen() -> None:
-    beats = Heartbeats()
+    beats = HeartbeatStats()
     assert beats.limit_s is None  # a script that tells nothing
     beats.take(0, 0, "train", 0.0)
     assert beats.limit_s == 600.0  # the first steps may be a compilation
@@ -411,46 +415,53 @@ def test_a_hang_is_ended_after_five_times_the_slowest_that_was_seen() -> None:
 
 
 def test_a_deaf_line_is_told_once_and_is_no_reason_beside_a_frozen_rank() -> None:
-    told: list[Hang | None] = []
+    hangs: list[Hang | None] = []
 
     async def scene() -> None:
         fleet = Fleet([], 10.0, lambda *_: None, lambda *_: None)
         watch = HangWatch(
-            fleet, lambda hang, _: told.append(hang), lambda *_: True, lambda *_: None
+            fleet, lambda hang, _: hangs.append(hang), lambda *_: True, lambda *_: None
         )
         for _ in range(2):
-            watch.deaf("n1 and n2 do not hear each other")
+            watch.report_blocked_links("n1 and n2 do not hear each other")
         frozen = {"how": "disk", "seconds": 5.0, "on": "/data", "pid": 7}
-        watch.frozen(Event("rank frozen", "n2", 1, fields=frozen))
-        watch.deaf("n1 and n2 do not hear each other")
+        watch.on_freeze_event(Event("rank frozen", "n2", 1, fields=frozen))
+        watch.report_blocked_links("n1 and n2 do not hear each other")
         await fleet.close()
 
     asyncio.run(scene())
-    assert [hang and (hang.kind, hang.host) for hang in told] == [("deaf", ""), ("frozen", "n2")]
+    assert [hang and (hang.kind, hang.host) for hang in hangs] == [
+        ("deaf", ""),
+        ("frozen", "n2"),
+    ]
 
 
 def test_what_was_known_of_a_lost_node_s_ranks_is_forgotten() -> None:
     """Else another process that has a rank's number would be ended for what held up the first."""
 
     async def scene() -> tuple[list[str], dict[int, Beat]]:
-        told: list[Hang | None] = []
+        hangs: list[Hang | None] = []
         fleet = Fleet([], 10.0, lambda *_: None, lambda *_: None)
         watch = HangWatch(
-            fleet, lambda hang, _: told.append(hang), lambda *_: True, lambda *_: None, 0.01
+            fleet,
+            lambda hang, _: hangs.append(hang),
+            lambda *_: True,
+            lambda *_: None,
+            0.01,
         )
         watch.heartbeat("n1", 0, 5, "train")
         watch.heartbeat("n2", 1, 5, "evaluate")
         frozen = {"how": "disk", "seconds": 5.0, "on": "/data", "pid": 7}
         for rank in (1, 2):  # of which one has told nothing yet
-            watch.frozen(Event("rank frozen", "n2", rank, fields=frozen))
-        watch.lost("n2")
-        told.clear()
+            watch.on_freeze_event(Event("rank frozen", "n2", rank, fields=frozen))
+        watch.forget_host("n2")
+        hangs.clear()
         watching = asyncio.ensure_future(watch.run())
-        await asyncio.sleep(1.5 * LOOK_S)
+        await asyncio.sleep(1.5 * POLL_S)
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         await fleet.close()
-        return [hang.text for hang in told if hang is not None], watch.heartbeats.beats
+        return [hang.text for hang in hangs if hang is not None], watch.heartbeats.beats
 
     hangs, beats = asyncio.run(scene())
     assert hangs == []
@@ -467,14 +478,14 @@ class Scene:
         active_at: When a rank used a CPU.
         answers: Whether the node does.
         steps: At so many looks there was one more collective than at the last.
-        told: By the watch.
+        hangs: By the watch.
     """
 
     line: int = 21
     call: int = 7
     active_at: float = field(default_factory=lambda: time.monotonic() - 0.1)
     answers: bool = True
-    told: list[Hang | None] = field(default_factory=list)
+    hangs: list[Hang | None] = field(default_factory=list)
     looks: int = 0
     steps: int = 0
 
@@ -500,11 +511,11 @@ class Scene:
 
         await tell()
         fleet = SimpleNamespace(nodes=[node], tell=tell)
-        watch = HangWatch(fleet, lambda hang, _: self.told.append(hang),  # type: ignore[arg-type]
+        watch = HangWatch(fleet, lambda hang, _: self.hangs.append(hang),  # type: ignore[arg-type]
                           lambda *_: False, lambda *_: None)  # fmt: skip
         watching = asyncio.ensure_future(watch.run())
         try:
-            await self.until(lambda: len(self.told) == 1)
+            await self.until(lambda: len(self.hangs) == 1)
             node.active_at = self.active_at
             await act(watch)
         finally:
@@ -514,7 +525,7 @@ class Scene:
     async def works(self, watch: HangWatch) -> None:
         """A rank goes on using a CPU, and something more is told."""
         watch._fleet.nodes[0].active_at = self.active_at = time.monotonic() + 60
-        await self.until(lambda: len(self.told) == 2)
+        await self.until(lambda: len(self.hangs) == 2)
 
     async def until(self, so: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 30
@@ -523,15 +534,15 @@ class Scene:
             await asyncio.sleep(0.005)
 
     def lines(self) -> list[str]:
-        return ["" if hang is None else hang.at for hang in self.told]
+        return ["" if hang is None else hang.at for hang in self.hangs]
 
 
 @pytest.fixture
 def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
-    for name in ("AGAIN_S", "BETWEEN_S", "CALLS_S", "SURE_S"):
+    for name in ("REINSPECT_S", "SNAPSHOT_GAP_S", "CALLS_S", "CLOCK_TOLERANCE_S"):
         monkeypatch.setattr(hangs, name, 0.0)
-    monkeypatch.setattr(hangs, "LOOK_S", 0.005)
-    monkeypatch.setattr(hangs, "LEAST_S", 0.05)
+    monkeypatch.setattr(hangs, "POLL_S", 0.005)
+    monkeypatch.setattr(hangs, "MIN_IDLE_S", 0.05)
     return Scene()
 
 
@@ -540,9 +551,9 @@ def test_a_job_that_went_on_unseen_has_hung_twice(scene: Scene) -> None:
 
     async def act(_: HangWatch) -> None:
         scene.call, scene.line = 9, 30
-        await scene.until(lambda: len(scene.told) == 3)
+        await scene.until(lambda: len(scene.hangs) == 3)
         scene.call = 10
-        await scene.until(lambda: len(scene.told) == 5)
+        await scene.until(lambda: len(scene.hangs) == 5)
 
     asyncio.run(scene.play(act))
     assert scene.lines() == ["at train.py, line 21", "", "at train.py, line 30", "",
@@ -563,7 +574,7 @@ def test_steps_that_need_no_cpu_are_no_hang(scene: Scene) -> None:
 def test_a_hang_of_which_more_becomes_known_is_one(scene: Scene) -> None:
     async def act(_: HangWatch) -> None:
         scene.line = 22
-        await scene.until(lambda: len(scene.told) == 2)
+        await scene.until(lambda: len(scene.hangs) == 2)
 
     asyncio.run(scene.play(act))
     assert scene.lines() == ["at train.py, line 21", "at train.py, line 22"]
@@ -582,7 +593,7 @@ def test_who_only_uses_a_cpu_does_not_go_on(scene: Scene) -> None:
         await scene.works(watch)
 
     asyncio.run(scene.play(act))
-    assert scene.told[1] is None
+    assert scene.hangs[1] is None
 
 
 def test_who_works_at_another_line_goes_on(scene: Scene) -> None:
@@ -593,7 +604,7 @@ def test_who_works_at_another_line_goes_on(scene: Scene) -> None:
         await scene.works(watch)
 
     asyncio.run(scene.play(act))
-    assert scene.told[1] is None
+    assert scene.hangs[1] is None
 
 
 def test_without_a_recorder_a_cpu_is_all_that_is_known(scene: Scene) -> None:
@@ -603,7 +614,7 @@ def test_without_a_recorder_a_cpu_is_all_that_is_known(scene: Scene) -> None:
         await scene.works(watch)
 
     asyncio.run(scene.play(act))
-    assert scene.told[1] is None
+    assert scene.hangs[1] is None
 
 
 def test_nobody_is_accused_while_a_node_does_not_answer(scene: Scene) -> None:
@@ -611,7 +622,7 @@ def test_nobody_is_accused_while_a_node_does_not_answer(scene: Scene) -> None:
         scene.answers, scene.line, looks = False, 30, scene.looks
         await scene.until(lambda: scene.looks > looks + 3)
         scene.answers = True
-        await scene.until(lambda: len(scene.told) == 2)
+        await scene.until(lambda: len(scene.hangs) == 2)
 
     asyncio.run(scene.play(act))
     assert scene.lines() == ["at train.py, line 21", "at train.py, line 30"]
@@ -619,7 +630,7 @@ def test_nobody_is_accused_while_a_node_does_not_answer(scene: Scene) -> None:
 
 def test_a_stopped_job_that_had_gone_on_did_not_hang() -> None:
     hang = Event("hang", "n2", 1, fields={"text": "rank 1 on n2 stands still"})
-    told = Evidence(events=(hang,), result=Result(130, interrupted=2))
-    assert "the job hung: rank 1 on n2" in conclude(told, load_all()).text
+    evidence = Evidence(events=(hang,), result=Result(130, interrupted=2))
+    assert "the job hung: rank 1 on n2" in conclude(evidence, load_all()).text
     over = Evidence(events=(hang, Event("hang over")), result=Result(130, interrupted=2))
     assert "nothing failed" in conclude(over, load_all()).text

@@ -38,7 +38,7 @@ def test_nothing_is_read_of_what_is_no_terminal() -> None:
     try:
         keys = Keys(lambda key: None, read)
         assert not in_foreground(read)
-        assert not keys.begin()
+        assert not keys.prepare_node()
         assert not keys.open
         keys.close()
     finally:

@@ -20,10 +20,10 @@ from paceline.launch.health.links import (
     CALL_S,
     UNANSWERED_S,
     LinkWatch,
-    Silences,
     Unanswered,
-    deaf,
-    text,
+    UnansweredLinks,
+    describe_pairs,
+    is_blocked,
 )
 
 SILENT = {"ok": False, "errno": errno.ETIMEDOUT}
@@ -60,11 +60,11 @@ def test_only_the_jobs_own_sockets_count() -> None:
 
 
 def test_a_line_is_tried_once_a_connection_had_no_answer_for_some_seconds() -> None:
-    silences = Silences()
+    silences = UnansweredLinks()
     for times, now in enumerate((0.0, 1.0, 2.0), 1):
-        silences.heard([Unanswered("n2", "n1", 7, times)], now)
-        assert silences.due(now) == []
-    assert silences.due(UNANSWERED_S) == [("n1", "n2")]
+        silences.update([Unanswered("n2", "n1", 7, times)], now)
+        assert silences.overdue(now) == []
+    assert silences.overdue(UNANSWERED_S) == [("n1", "n2")]
     silences.forget()
     assert not silences
 
@@ -75,28 +75,30 @@ def test_a_line_is_tried_once_a_connection_had_no_answer_for_some_seconds() -> N
     ([Unanswered("n1", "n2", 8, 9)], UNANSWERED_S),  # another connection
 ])  # fmt: skip
 def test_lost_packets_are_no_deaf_line(between: list[Unanswered], since: float) -> None:
-    silences, last = Silences(), Unanswered("n1", "n2", 7, 5)
-    silences.heard([Unanswered("n1", "n2", 7, 2)], 0.0)
-    silences.heard(between, 1.0)
-    silences.heard([last], UNANSWERED_S)
-    assert silences.due(UNANSWERED_S) == []
-    assert silences.due(since + UNANSWERED_S) == [("n1", "n2")]
-    assert silences.due(since + UNANSWERED_S - 0.1) == []
+    silences, last = UnansweredLinks(), Unanswered("n1", "n2", 7, 5)
+    silences.update([Unanswered("n1", "n2", 7, 2)], 0.0)
+    silences.update(between, 1.0)
+    silences.update([last], UNANSWERED_S)
+    assert silences.overdue(UNANSWERED_S) == []
+    assert silences.overdue(since + UNANSWERED_S) == [("n1", "n2")]
+    assert silences.overdue(since + UNANSWERED_S - 0.1) == []
 
 
 def test_a_line_is_deaf_when_neither_of_its_hosts_has_an_answer() -> None:
-    line, there, back = ("n1", "n2"), ("n1", "n2"), ("n2", "n1")
-    assert deaf(line, {there: SILENT, back: SILENT})
-    assert deaf(line, {there: SILENT, back: {"ok": False, "errno": errno.EHOSTUNREACH}})
+    host_pair, there, back = ("n1", "n2"), ("n1", "n2"), ("n2", "n1")
+    assert is_blocked(host_pair, {there: SILENT, back: SILENT})
+    assert is_blocked(host_pair, {there: SILENT, back: {"ok": False, "errno": errno.EHOSTUNREACH}})
     for answer in (HEARD, {"ok": False, "errno": errno.ECONNREFUSED}, {"ok": False}):
-        assert not deaf(line, {there: SILENT, back: answer})
-    assert not deaf(line, {there: SILENT})  # the other could not be asked
-    assert not deaf(line, {})
+        assert not is_blocked(host_pair, {there: SILENT, back: answer})
+    assert not is_blocked(host_pair, {there: SILENT})  # the other could not be asked
+    assert not is_blocked(host_pair, {})
 
 
 def test_all_deaf_lines_are_named() -> None:
-    assert text([("n1", "n2")]).startswith("n1 and n2 do not hear each other: what one sends")
-    many = text([("n1", f"n{at}") for at in range(2, 8)])
+    assert describe_pairs([("n1", "n2")]).startswith(
+        "n1 and n2 do not hear each other: what one sends"
+    )
+    many = describe_pairs([("n1", f"n{at}") for at in range(2, 8)])
     assert many.startswith("n1 and n2, n1 and n3, n1 and n4, 3 more pairs of hosts do not hear")
 
 
@@ -131,7 +133,7 @@ class Job:
         self.silent, self.answer = silent, answer
         self.seconds, self.grows = seconds, grows
         self.asked: list[str] = []
-        self.told: list[list[links.Line]] = []
+        self.told: list[list[links.HostPair]] = []
         self.sent = 0
 
     def times(self) -> int:
@@ -149,7 +151,7 @@ class Job:
         fleet: Any = SimpleNamespace(nodes=[Host(name, self) for name in self.addresses])
         over = asyncio.Event()
 
-        def told(found: list[links.Line], _: float) -> None:
+        def told(found: list[links.HostPair], _: float) -> None:
             self.told.append(found)
             over.set()
 
@@ -164,8 +166,8 @@ class Job:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look follows the other at once."""
-    monkeypatch.setattr(links, "LOOK_S", 0.0)
-    monkeypatch.setattr(links, "SELDOM_S", 0.0)
+    monkeypatch.setattr(links, "POLL_S", 0.0)
+    monkeypatch.setattr(links, "MAX_POLL_S", 0.0)
     monkeypatch.setattr(links, "UNANSWERED_S", 0.0)
 
 

@@ -11,32 +11,32 @@ import pytest
 
 from each_case import each_case
 from paceline.launch.elastic.members import (
-    ANSWER_S,
-    APART_S,
-    JOINS_S,
-    KILL_AGAIN_S,
-    LAST_S,
-    LEAVING_S,
-    MEET_S,
-    OWN_S,
-    SAVED,
-    STOP_S,
-    TOGETHER_S,
+    CONNECT_TIMEOUT_S,
+    DEADLOCK_TIMEOUT_S,
+    EXCLUSION_S,
+    EXIT_GRACE_S,
+    INTERRUPT_TIMEOUT_S,
+    JOIN_WINDOW_S,
+    KILL_RETRY_S,
+    PROGRAM_FAILURE_WAIT_S,
+    SAVED_EXIT_CODE,
+    STATE_TRANSFER_S,
+    STOP_TIMEOUT_S,
     Members,
 )
 from paceline.launch.elastic.rank_states import (
     Action,
     Dial,
     End,
+    ExcludeHost,
     Fail,
     Joined,
     Kill,
-    LeftOut,
-    NotAgain,
     Prepare,
+    RankAbandoned,
+    RanksNotReplaced,
     Recovered,
     Regroup,
-    SendAway,
     Start,
     Stop,
     Wait,
@@ -104,7 +104,7 @@ class Job:
         """Newcomers of these slots, already started, are ready and taken in."""
         for slot in slots:
             self.members.newcomer_ready(slot, self.now)
-        assert [type(one) for one in self.decide(TOGETHER_S)] == [Regroup]
+        assert [type(one) for one in self.decide(JOIN_WINDOW_S)] == [Regroup]
         self.settle()
         assert [type(one) for one in self.decide()] == [Joined]
 
@@ -120,7 +120,7 @@ def test_a_newcomer_that_does_not_do_as_the_others_ends_alone(why: str) -> None:
     job.settle()
     (told, never) = job.decide()
     assert isinstance(told, Recovered)
-    assert never == NotAgain((2,), why)
+    assert never == RanksNotReplaced((2,), why)
     assert job.decide(600.0) == []
 
 
@@ -140,7 +140,7 @@ def test_where_ranks_wait_apart_those_that_came_later_are_at_fault() -> None:
     told, never = job.decide()
     assert isinstance(told, Recovered)
     assert told.losses[0].headline == "hung for longer than 30 s"
-    assert never == NotAgain((2,), NEWCOMER_DIVERGED)
+    assert never == RanksNotReplaced((2,), NEWCOMER_DIVERGED)
 
 
 def test_a_rank_whose_loader_worker_was_killed_is_replaced() -> None:
@@ -151,7 +151,7 @@ def test_a_rank_whose_loader_worker_was_killed_is_replaced() -> None:
     assert job.decide() == [Regroup(1, (0, 2), False), Start("n2", (1,))]
     job = Job()
     job.raises(1, said.format("is killed by signal: Bus error"))
-    assert isinstance(job.decide(OWN_S)[-1], Fail)
+    assert isinstance(job.decide(PROGRAM_FAILURE_WAIT_S)[-1], Fail)
 
 
 @pytest.mark.parametrize("closed", [(0,), (0, 1)])
@@ -162,9 +162,9 @@ def test_nobody_joins_ranks_whose_training_is_over(closed: tuple[int, ...]) -> N
     for slot in closed:
         job.members.close_session(slot)
     job.members.newcomer_ready(2, job.now)
-    assert job.decide(TOGETHER_S) == []
+    assert job.decide(JOIN_WINDOW_S) == []
     for slot in (0, 1):
-        job.members.rank_done(slot, job.now)
+        job.members.rank_finished(slot, job.now)
     assert job.decide() == [Kill("n3", (2,))]
 
 
@@ -174,14 +174,14 @@ def test_after_the_training_nobody_does_a_ranks_work_in_its_place(how: str) -> N
     job = Job()
     for slot in (0, 1, 2):
         job.members.close_session(slot)
-    job.members.rank_done(0, job.now)
+    job.members.rank_finished(0, job.now)
     if how == "kill":
         job.kill(1)
     elif how == "raises":
         job.raises(1)
     else:
         job.lose("n2")
-    told = job.decide(OWN_S)
+    told = job.decide(PROGRAM_FAILURE_WAIT_S)
     assert [type(one) for one in told][:2] == [End, Fail]
     assert [one.host for one in told[1].failures] == ["n2"]  # type: ignore[union-attr]
     assert not job.members.is_finished
@@ -211,7 +211,7 @@ def test_who_has_closed_its_session_is_in_no_new_group() -> None:
     assert [type(one) for one in job.decide()] == [Recovered]  # and nobody is started
     job.members.close_session(1)
     for slot in (0, 1):
-        job.members.rank_done(slot, job.now)
+        job.members.rank_finished(slot, job.now)
     assert job.decide() == []
     assert job.members.is_finished
     last = Job()
@@ -226,9 +226,9 @@ def test_a_host_that_was_late_gets_further_ranks() -> None:
     job.members.add_host("n3", (2,), job.now)
     assert job.decide() == [Start("n3", (2,))]
     job.members.newcomer_ready(2, job.now)
-    assert job.decide(TOGETHER_S) == [Regroup(1, (0, 1, 2), True)]
+    assert job.decide(JOIN_WINDOW_S) == [Regroup(1, (0, 1, 2), True)]
     job.settle()
-    assert job.decide() == [Joined((2,), pytest.approx(TOGETHER_S))]
+    assert job.decide() == [Joined((2,), pytest.approx(JOIN_WINDOW_S))]
     job.places[2] = "n3"
     job.members.record_step(1)
     job.kill(2)
@@ -268,11 +268,11 @@ def test_a_start_that_failed_on_a_lost_host_is_none_of_the_spare_s() -> None:
 
 def test_a_rank_that_had_ended_does_not_begin_again_on_a_spare() -> None:
     job = Job()
-    job.members.rank_done(1, job.now)
+    job.members.rank_finished(1, job.now)
     job.lose("n2")
     assert job.decide() == [Dial("n2")]
     job.members.add_host("n4", (1,), job.now)
-    assert job.decide(TOGETHER_S) == []
+    assert job.decide(JOIN_WINDOW_S) == []
 
 
 def test_a_late_host_ends_the_wait_for_too_few() -> None:
@@ -294,13 +294,13 @@ def test_a_killed_rank_is_dropped_at_once_and_comes_back() -> None:
     job.settle([2])
     (told,) = job.decide(0.1)
     assert isinstance(told, Recovered)
-    assert (told.slots, told.others, round(told.seconds, 3)) == ((1,), 2, 0.1)
+    assert (told.slots, told.num_survivors, round(told.seconds, 3)) == ((1,), 2, 0.1)
     job.members.newcomer_ready(1, job.now)
     assert job.decide(2.0) == [Regroup(2, (0, 2, 1), True)]
     job.settle()
     assert job.decide() == [Joined((1,), pytest.approx(2.2))]
     assert job.members.group == (0, 2, 1)
-    assert job.members.is_settled
+    assert job.members.is_stable
     assert job.members.can_recover
 
 
@@ -339,7 +339,7 @@ def test_a_second_loss_while_the_group_is_made_anew() -> None:
     job.settle()
     (told,) = job.decide(0.1)
     assert isinstance(told, Recovered)
-    assert (told.slots, told.others, len(told.losses)) == ((1, 3), 3, 2)
+    assert (told.slots, told.num_survivors, len(told.losses)) == ((1, 3), 3, 2)
     job.join(1, 3)
     assert job.members.group == (0, 2, 4, 1, 3)
 
@@ -379,7 +379,7 @@ def test_a_newcomer_that_dies_is_tried_again_and_then_left_out() -> None:
         assert job.decide(wait_s / 2) == []
         assert job.decide(wait_s) == [Start("n2", (1,))]
     job.raises(1)
-    assert [type(one) for one in job.decide(60)] == [LeftOut]
+    assert [type(one) for one in job.decide(60)] == [RankAbandoned]
     assert job.decide(600) == []
     assert job.members.can_recover
     job.kill(2)
@@ -407,9 +407,9 @@ def test_a_newcomer_that_joins_and_makes_no_step_is_left_out_as_one_that_does_no
         recovered, *last = [*job.decide(), *job.decide(wait_s)]
         assert isinstance(recovered, Recovered)
     (left_out,) = last
-    assert isinstance(left_out, LeftOut)
-    assert left_out.why is not None
-    assert left_out.why.headline.startswith("hung")
+    assert isinstance(left_out, RankAbandoned)
+    assert left_out.failure is not None
+    assert left_out.failure.headline.startswith("hung")
 
 
 @pytest.mark.parametrize("told", ["by itself", "by those who are left"])
@@ -442,9 +442,9 @@ def test_a_newcomer_that_does_not_come_as_far_as_joining_is_ended_with_the_reaso
     job.decide()
     job.kill(1)
     (left_out,) = job.decide()
-    assert isinstance(left_out, LeftOut)
-    assert left_out.why is not None
-    assert left_out.why.headline == "hung before it joined: it sleeps"
+    assert isinstance(left_out, RankAbandoned)
+    assert left_out.failure is not None
+    assert left_out.failure.headline == "hung before it joined: it sleeps"
 
 
 def test_a_newcomer_s_end_is_told_of_until_it_has_joined() -> None:
@@ -453,15 +453,15 @@ def test_a_newcomer_s_end_is_told_of_until_it_has_joined() -> None:
     assert not job.members.is_newcomer(1)
     job.start_again(1)
     assert job.members.is_newcomer(1)
-    job.members.rank_done(1, job.now)
+    job.members.rank_finished(1, job.now)
     assert not job.members.is_newcomer(1)
     for wait_s in NEWCOMER_DELAYS_S[1:]:
         assert job.decide(wait_s) == [Start("n2", (1,))]
         job.members.start_failed("n2", (1,), job.now, "no answer")
     (left_out,) = job.decide(60)
-    assert isinstance(left_out, LeftOut)
-    assert left_out.why is not None
-    assert left_out.why.headline == "no answer"
+    assert isinstance(left_out, RankAbandoned)
+    assert left_out.failure is not None
+    assert left_out.failure.headline == "no answer"
     job = Job()
     job.start_again(1)
     job.members.stop()
@@ -477,7 +477,7 @@ def test_newcomers_that_are_nearly_ready_are_waited_for() -> None:
     job.members.server_up("n2")
     assert job.decide() == [Start("n2", (2, 3))]
     job.members.newcomer_ready(3, job.now)
-    assert job.decide(TOGETHER_S / 2) == []
+    assert job.decide(JOIN_WINDOW_S / 2) == []
     job.members.newcomer_ready(2, job.now)
     assert job.decide() == [Regroup(2, (0, 1, 4, 2, 3), True)]
 
@@ -490,8 +490,8 @@ def test_but_not_for_long() -> None:
     job.settle()
     job.decide()
     job.members.newcomer_ready(3, job.now)
-    assert job.decide(TOGETHER_S / 2) == []
-    assert job.decide(TOGETHER_S / 2) == [Regroup(2, (0, 1, 4, 3), True)]
+    assert job.decide(JOIN_WINDOW_S / 2) == []
+    assert job.decide(JOIN_WINDOW_S / 2) == [Regroup(2, (0, 1, 4, 3), True)]
 
 
 def test_all_lost() -> None:
@@ -648,9 +648,9 @@ def test_in_vain_they_save_and_stop() -> None:
     actions = job.decide()
     assert [type(one) for one in actions] == [Recovered, Stop]
     assert isinstance(actions[0], Recovered)
-    assert actions[0].last
+    assert actions[0].is_final
     assert isinstance(actions[1], Stop)
-    assert actions[1].why.host == "n2"
+    assert actions[1].loss.host == "n2"
 
 
 def test_in_vain_for_a_node_whose_rank_was_lost_before() -> None:
@@ -660,14 +660,14 @@ def test_in_vain_for_a_node_whose_rank_was_lost_before() -> None:
     job.lose("n2")
     assert job.decide(1) == [Dial("n2")]
     job.kill(2)
-    held = Regroup(2, (0,), False, holds=True)
+    held = Regroup(2, (0,), False, is_paused=True)
     assert job.decide(1) == [Wait(("n2",)), held, Start("n3", (2,))]
     job.settle()
     assert job.decide(60) == [Regroup(3, (0,), False)]
     job.settle()
     stop = job.decide()[-1]
     assert isinstance(stop, Stop)
-    assert (stop.why.host, stop.why.kind) == ("n2", "lost")
+    assert (stop.loss.host, stop.loss.kind) == ("n2", "lost")
 
 
 def test_they_are_asked_to_stop_also_when_they_do_not_regroup() -> None:
@@ -675,8 +675,8 @@ def test_they_are_asked_to_stop_also_when_they_do_not_regroup() -> None:
     job.lose("n2")
     job.decide()
     job.decide(60)
-    assert job.decide(STOP_S / 2) == []
-    assert [type(one) for one in job.decide(STOP_S)] == [Stop]
+    assert job.decide(STOP_TIMEOUT_S / 2) == []
+    assert [type(one) for one in job.decide(STOP_TIMEOUT_S)] == [Stop]
 
 
 def test_nobody_waits_for_a_node_that_cannot_come_back() -> None:
@@ -689,7 +689,7 @@ def test_the_wait_is_over_once_it_is_known_that_a_node_cannot_come_back() -> Non
     job = Job(min_hosts=3, patience_s=60)
     job.lose("n2")
     assert job.decide() == [Dial("n2"), Wait(("n2",))]
-    job.members.node_gone("n2")
+    job.members.abandon_host("n2")
     assert job.decide() == [Regroup(1, (0, 2), False)]
     job.settle()
     assert [type(one) for one in job.decide()] == [Recovered, Stop]
@@ -710,7 +710,7 @@ def test_a_job_that_is_stopped_while_they_wait_can_save() -> None:
     job.settle()
     (told,) = job.decide()
     assert isinstance(told, Recovered)
-    assert told.last
+    assert told.loss
 
 
 def test_a_loss_while_they_wait() -> None:
@@ -718,23 +718,23 @@ def test_a_loss_while_they_wait() -> None:
     job.lose("n2")
     job.decide()
     job.kill(2)
-    assert job.decide(1) == [Regroup(1, (0,), False, holds=True), Start("n3", (2,))]
+    assert job.decide(1) == [Regroup(1, (0,), False, is_paused=True), Start("n3", (2,))]
     job.settle()
     assert job.decide(30) == []
     job.members.newcomer_ready(2, job.now)
-    assert job.decide() == [Regroup(2, (0, 2), True, holds=True)]
+    assert job.decide() == [Regroup(2, (0, 2), True, is_paused=True)]
     job.settle()
     (joined,) = job.decide()
     assert isinstance(joined, Joined)
     assert job.members.is_waiting
     job.kill(0)  # the one that had the state alone
-    assert job.decide()[0] == Regroup(3, (2,), False, holds=True)
+    assert job.decide()[0] == Regroup(3, (2,), False, is_paused=True)
     job.settle()
     job.members.server_up("n2")
     assert job.decide()[0] == Regroup(4, (2,), False)
     job.settle()
     (told,) = (one for one in job.decide() if isinstance(one, Recovered))
-    assert (told.slots, told.others) == ((0, 1, 2), 0)
+    assert (told.slots, told.num_survivors) == ((0, 1, 2), 0)
 
 
 def test_in_vain_those_that_were_given_the_state_meanwhile_save_it_too() -> None:
@@ -759,8 +759,8 @@ def test_in_vain_those_that_were_given_the_state_meanwhile_save_it_too() -> None
 def test_an_exception_without_restarts_ends_the_job() -> None:
     job = Job()
     job.raises(1)
-    assert job.decide(OWN_S / 2) == []
-    (end, fail) = job.decide(OWN_S)
+    assert job.decide(PROGRAM_FAILURE_WAIT_S / 2) == []
+    (end, fail) = job.decide(PROGRAM_FAILURE_WAIT_S)
     assert isinstance(end, End)
     assert isinstance(fail, Fail)
     assert [failure.headline for failure in fail.failures] == [BOOM]
@@ -770,26 +770,26 @@ def test_an_exception_with_a_restart_left() -> None:
     job = Job(policy=RetryPolicy(1))
     job.members.record_step(7)
     job.raises(1)
-    assert job.decide(OWN_S) == [Regroup(1, (0, 2), False), Start("n2", (1,))]
+    assert job.decide(PROGRAM_FAILURE_WAIT_S) == [Regroup(1, (0, 2), False), Start("n2", (1,))]
     job.settle(step=8)
     job.decide()
     job.join(1)
     job.members.record_step(20)
     job.raises(2, "ValueError: other")
-    assert [type(one) for one in job.decide(OWN_S)] == [End, Fail]
+    assert [type(one) for one in job.decide(PROGRAM_FAILURE_WAIT_S)] == [End, Fail]
 
 
 def test_an_exception_at_the_same_step_again_is_the_program_s_own() -> None:
     policy = RetryPolicy(9)
-    asked = Mock(side_effect=policy.after_failure)
-    policy.after_failure = asked  # type: ignore[method-assign]
+    asked = Mock(side_effect=policy.judge_failure)
+    policy.judge_failure = asked  # type: ignore[method-assign]
     job = Job(policy=policy)
     job.members.record_step(8)
     job.raises(1)
-    assert [type(one) for one in job.decide(OWN_S)] == [Regroup, Start]
+    assert [type(one) for one in job.decide(PROGRAM_FAILURE_WAIT_S)] == [Regroup, Start]
     job.settle(step=8)
     job.raises(2)
-    assert [type(one) for one in job.decide(OWN_S)] == [Recovered, End, Fail]
+    assert [type(one) for one in job.decide(PROGRAM_FAILURE_WAIT_S)] == [Recovered, End, Fail]
     assert [call.kwargs["step"] for call in asked.call_args_list] == [8, 8]
 
 
@@ -813,15 +813,15 @@ def test_who_failed_because_another_was_lost_comes_back_too() -> None:
 def test_an_echo_of_nothing_is_a_failure() -> None:
     job = Job()
     job.raises(2, RESET)
-    assert job.decide(ANSWER_S / 2) == []
-    assert [type(one) for one in job.decide(ANSWER_S)] == [End, Fail]
+    assert job.decide(INTERRUPT_TIMEOUT_S / 2) == []
+    assert [type(one) for one in job.decide(INTERRUPT_TIMEOUT_S)] == [End, Fail]
 
 
 def test_a_rank_that_failed_and_does_not_end_is_ended() -> None:
     job = Job(policy=RetryPolicy(9))
     job.raises(1, ends=False)
-    assert job.decide(OWN_S) == [Regroup(1, (0, 2), False)]
-    assert job.decide(LEAVING_S) == [Kill("n2", (1,))]
+    assert job.decide(PROGRAM_FAILURE_WAIT_S) == [Regroup(1, (0, 2), False)]
+    assert job.decide(EXIT_GRACE_S) == [Kill("n2", (1,))]
     job.kill(1)
     assert job.decide() == [Start("n2", (1,))]
 
@@ -860,7 +860,7 @@ def test_a_sample_at_which_each_rank_crashes_is_the_program_s_own() -> None:
     told = job.decide()
     assert [type(one) for one in told][-2:] == [End, Fail]
     assert [one.host for one in told[-1].failures] == ["n2"]  # type: ignore[union-attr]
-    assert "same step (5), on the same data" in told[-1].why  # type: ignore[union-attr]
+    assert "same step (5), on the same data" in told[-1].reason  # type: ignore[union-attr]
 
 
 def test_any_number_of_signals_with_steps_in_between() -> None:
@@ -881,13 +881,13 @@ def test_an_error_without_a_loss_is_tried_once_more_together() -> None:
     job = Job()
     job.members.record_step(3)
     job.members.interrupt_rank(0, job.now)
-    assert job.decide(ANSWER_S / 2) == []
-    assert job.decide(ANSWER_S) == [Regroup(1, (0, 1, 2), False)]
+    assert job.decide(INTERRUPT_TIMEOUT_S / 2) == []
+    assert job.decide(INTERRUPT_TIMEOUT_S) == [Regroup(1, (0, 1, 2), False)]
     job.settle(step=3)
     assert job.decide() == []
     job.members.interrupt_rank(1, job.now)
-    assert [type(one) for one in job.decide(ANSWER_S)] == [End]
-    assert job.decide(ANSWER_S) == []
+    assert [type(one) for one in job.decide(INTERRUPT_TIMEOUT_S)] == [End]
+    assert job.decide(INTERRUPT_TIMEOUT_S) == []
 
 
 def test_ranks_that_all_wait_for_each_other_try_again_once_at_a_step() -> None:
@@ -904,7 +904,7 @@ def test_ranks_that_all_wait_for_each_other_try_again_once_at_a_step() -> None:
     assert job.decide() == [Regroup(2, (0, 1, 2), False)]
     job.settle(step=8)
     job.members.record_step(20)
-    job.members.rank_done(1, job.now)
+    job.members.rank_finished(1, job.now)
     assert not job.members.retry_group(job.now)
 
 
@@ -916,7 +916,7 @@ def test_an_error_before_the_loss_is_known() -> None:
     assert job.decide()[0] == Regroup(1, (0, 2), False)
     job.members.interrupt_rank(2, job.now)  # of the former group, a little late
     job.settle()
-    assert [type(one) for one in job.decide(ANSWER_S * 2)] == [Recovered]
+    assert [type(one) for one in job.decide(INTERRUPT_TIMEOUT_S * 2)] == [Recovered]
 
 
 # --- a line between two hosts that is silent
@@ -926,7 +926,7 @@ def apart(job: Job, *pairs: tuple[int, str]) -> None:
     """These ranks could not hear these hosts, in the present group."""
     for slot, host in pairs:
         number = job.members._generation.number
-        job.members.interrupt_rank(slot, job.now, silent=host, generation=number)
+        job.members.interrupt_rank(slot, job.now, unreachable_host=host, generation=number)
 
 
 def test_of_two_hosts_that_do_not_hear_each_other_one_is_left_out() -> None:
@@ -934,14 +934,14 @@ def test_of_two_hosts_that_do_not_hear_each_other_one_is_left_out() -> None:
     job = Job()
     job.members.record_step(3)
     apart(job, (1, "n3"), (2, "n2"))
-    assert job.decide(ANSWER_S) == [Regroup(1, (0, 1, 2), False)]
+    assert job.decide(INTERRUPT_TIMEOUT_S) == [Regroup(1, (0, 1, 2), False)]
     assert job.members.is_forming(job.now, 1.0)
     job.members.interrupt_rank(0, job.now, generation=0)  # a late word of the former group
-    assert job.decide(ANSWER_S) == []
+    assert job.decide(INTERRUPT_TIMEOUT_S) == []
     apart(job, (1, ""), (2, ""), (0, ""))
     why = "n3 and n2 do not hear each other"
-    assert job.decide(ANSWER_S) == [
-        SendAway("n3", why, APART_S), Dial("n3", APART_S), Regroup(2, (0, 1), False)
+    assert job.decide(INTERRUPT_TIMEOUT_S) == [
+        ExcludeHost("n3", why, EXCLUSION_S), Dial("n3", EXCLUSION_S), Regroup(2, (0, 1), False)
     ]  # fmt: skip
     job.settle(step=3)
     assert job.members.is_forming(job.now, 1.0)  # ranks have had no time for a step yet
@@ -958,13 +958,13 @@ def test_it_is_told_how_long_no_step_was_made_and_not_how_long_ago_somebody_noti
     job.now += 14.0
     job.members.record_step(3)  # which the error tells, too
     apart(job, (1, "n3"))
-    job.decide(ANSWER_S)
+    job.decide(INTERRUPT_TIMEOUT_S)
     apart(job, (1, "n3"))
-    job.decide(ANSWER_S)
+    job.decide(INTERRUPT_TIMEOUT_S)
     job.settle(step=3)
     (told,) = job.decide()
     assert isinstance(told, Recovered)
-    assert told.seconds == pytest.approx(14.0 + 2 * ANSWER_S)
+    assert told.seconds == pytest.approx(14.0 + 2 * INTERRUPT_TIMEOUT_S)
 
 
 def test_where_lines_are_known_to_be_deaf_nobody_tries_to_meet_once_more() -> None:
@@ -974,7 +974,7 @@ def test_where_lines_are_known_to_be_deaf_nobody_tries_to_meet_once_more() -> No
     assert job.members.separate([("n1", "n2")], job.now - 7.0, job.now)
     why = "n2 and n1 do not hear each other"
     assert job.decide() == [
-        SendAway("n2", why, APART_S), Dial("n2", APART_S), Regroup(1, (0, 2), False)
+        ExcludeHost("n2", why, EXCLUSION_S), Dial("n2", EXCLUSION_S), Regroup(1, (0, 2), False)
     ]  # fmt: skip
     job.settle(step=3)
     (told,) = job.decide()
@@ -986,7 +986,7 @@ def test_where_lines_are_known_to_be_deaf_nobody_tries_to_meet_once_more() -> No
 def test_a_host_that_is_cut_off_from_all_others_is_the_one_that_goes() -> None:
     job = Job()
     assert job.members.separate([("n1", "n2"), ("n2", "n3")], job.now, job.now)
-    assert [one.host for one in job.decide() if isinstance(one, SendAway)] == ["n2"]
+    assert [one.host for one in job.decide() if isinstance(one, ExcludeHost)] == ["n2"]
 
 
 def test_a_deaf_line_is_no_reason_to_part_while_something_else_is_settled() -> None:
@@ -999,7 +999,7 @@ def test_a_deaf_line_is_no_reason_to_part_while_something_else_is_settled() -> N
     job.members.group_gathered(1, job.now)
     assert job.members.separate(lines, job.now, job.now)  # and does not come about
     job = Job()
-    job.members.rank_done(2, job.now)
+    job.members.rank_finished(2, job.now)
     assert not job.members.separate(lines, job.now, job.now)  # it has all that it needs
 
 
@@ -1008,12 +1008,12 @@ def test_they_are_not_waited_for_until_gloo_gives_up() -> None:
     job = Job()
     job.members.record_step(3)
     apart(job, (1, "n3"), (2, "n2"))
-    assert job.decide(ANSWER_S) == [Regroup(1, (0, 1, 2), False)]
-    assert job.decide(2 * MEET_S) == []
+    assert job.decide(INTERRUPT_TIMEOUT_S) == [Regroup(1, (0, 1, 2), False)]
+    assert job.decide(2 * CONNECT_TIMEOUT_S) == []
     job.members.group_gathered(1, job.now)
     job.members.group_connected(0, 3)
-    assert job.decide(MEET_S / 2) == []
-    assert [type(one) for one in job.decide(MEET_S / 2)] == [SendAway, Dial, Regroup]
+    assert job.decide(CONNECT_TIMEOUT_S / 2) == []
+    assert [type(one) for one in job.decide(CONNECT_TIMEOUT_S / 2)] == [ExcludeHost, Dial, Regroup]
 
 
 def test_a_newcomer_that_does_not_meet_all_others_is_left_out_and_no_slow_one() -> None:
@@ -1024,7 +1024,7 @@ def test_a_newcomer_that_does_not_meet_all_others_is_left_out_and_no_slow_one() 
     job.members.group_gathered(3, job.now)
     job.members.group_connected(0, 3)
     why = "n3 and n2 do not hear each other"
-    assert job.decide(MEET_S)[0] == SendAway("n3", why, 2 * APART_S)
+    assert job.decide(CONNECT_TIMEOUT_S)[0] == ExcludeHost("n3", why, 2 * EXCLUSION_S)
     job.settle()
     job.decide()
     job.members.server_up("n3")
@@ -1034,16 +1034,16 @@ def test_a_newcomer_that_does_not_meet_all_others_is_left_out_and_no_slow_one() 
     job.members.group_gathered(5, job.now)
     for slot in job.places:
         job.members.group_connected(slot, 3)
-    assert job.decide(99 * MEET_S) == []  # the state of a large model is on its way
+    assert job.decide(99 * CONNECT_TIMEOUT_S) == []  # the state of a large model is on its way
 
 
 def left_out_and_back() -> Job:
     job = Job()
     job.members.record_step(3)
     apart(job, (1, "n3"))
-    job.decide(ANSWER_S)
+    job.decide(INTERRUPT_TIMEOUT_S)
     apart(job, (1, "n3"))
-    job.decide(ANSWER_S)
+    job.decide(INTERRUPT_TIMEOUT_S)
     job.settle(step=3)
     job.decide()
     job.members.server_up("n3")
@@ -1065,8 +1065,8 @@ def test_while_it_does_not_the_host_is_left_out_again_for_longer() -> None:
     assert job.decide() == [Regroup(3, (0, 1, 2), True)]
     apart(job, (0, "n3"), (1, ""))
     why = "n3 and n1 do not hear each other"
-    assert job.decide(ANSWER_S) == [
-        SendAway("n3", why, 2 * APART_S), Dial("n3", 2 * APART_S), Regroup(4, (0, 1), False)
+    assert job.decide(INTERRUPT_TIMEOUT_S) == [
+        ExcludeHost("n3", why, 2 * EXCLUSION_S), Dial("n3", 2 * EXCLUSION_S), Regroup(4, (0, 1), False)
     ]  # fmt: skip
     job.settle()
     assert job.decide() == []
@@ -1078,7 +1078,7 @@ def test_newcomers_with_whom_no_group_comes_about_are_ended() -> None:
     job.members.newcomer_ready(2, job.now)
     job.decide()
     apart(job, (0, ""), (1, ""))
-    assert job.decide(ANSWER_S) == [Kill("n3", (2,)), Regroup(4, (0, 1), False)]
+    assert job.decide(INTERRUPT_TIMEOUT_S) == [Kill("n3", (2,)), Regroup(4, (0, 1), False)]
 
 
 @pytest.mark.parametrize(
@@ -1095,29 +1095,31 @@ def test_who_is_left_out(pairs: list[tuple[int, str]], gone: list[str]) -> None:
     job = Job({0: "n1", 1: "n2", 2: "n3", 3: "n4"})
     job.members.record_step(3)
     apart(job, *pairs)
-    job.decide(ANSWER_S)
+    job.decide(INTERRUPT_TIMEOUT_S)
     apart(job, *pairs)
-    assert [one.host for one in job.decide(ANSWER_S) if isinstance(one, SendAway)] == gone
+    assert [
+        one.host for one in job.decide(INTERRUPT_TIMEOUT_S) if isinstance(one, ExcludeHost)
+    ] == gone
 
 
 def test_without_so_many_hosts_the_others_wait() -> None:
     job = Job(min_hosts=3)
     apart(job, (1, "n3"))
     job.members.record_step(3)
-    job.decide(ANSWER_S)
+    job.decide(INTERRUPT_TIMEOUT_S)
     apart(job, (2, "n2"))
-    assert job.decide(ANSWER_S)[1:] == [Dial("n3", APART_S), Wait(("n3",))]
+    assert job.decide(INTERRUPT_TIMEOUT_S)[1:] == [Dial("n3", EXCLUSION_S), Wait(("n3",))]
 
 
 def test_what_was_silent_long_ago_is_forgotten() -> None:
     job = Job()
     job.members.record_step(3)
     apart(job, (1, "n3"))
-    job.decide(ANSWER_S)
+    job.decide(INTERRUPT_TIMEOUT_S)
     job.settle(step=9)
     for _ in range(2):
         apart(job, (0, ""))
-        actions = job.decide(ANSWER_S)
+        actions = job.decide(INTERRUPT_TIMEOUT_S)
     assert [type(one) for one in actions] == [End]
 
 
@@ -1149,12 +1151,12 @@ def test_a_rank_that_lives_on_is_ended_again() -> None:
     assert job.decide() == [Regroup(1, (0,), False), Start("n3", (2,))]
     job.settle()
     assert [type(one) for one in job.decide()] == [Recovered]
-    assert job.decide(LEAVING_S) == [Kill("n2", (1,))]
-    assert job.decide() == job.decide(KILL_AGAIN_S / 2) == []
-    assert job.decide(KILL_AGAIN_S / 2) == [Kill("n2", (1,))]
+    assert job.decide(EXIT_GRACE_S) == [Kill("n2", (1,))]
+    assert job.decide() == job.decide(KILL_RETRY_S / 2) == []
+    assert job.decide(KILL_RETRY_S / 2) == [Kill("n2", (1,))]
     job.kill(1)
     assert job.decide() == [Start("n2", (1,))]
-    assert job.decide(KILL_AGAIN_S) == []
+    assert job.decide(KILL_RETRY_S) == []
 
 
 def test_a_rank_that_hangs_is_ended_and_replaced_with_the_reason() -> None:
@@ -1186,7 +1188,7 @@ def test_when_all_survivors_hang_they_are_ended_after_a_while_and_the_attempt_wi
     job.members.set_hung(0, "stuck")
     job.members.set_hung(1, "stuck")
     assert job.decide() == []
-    assert job.decide(LAST_S / 2) == []
+    assert job.decide(DEADLOCK_TIMEOUT_S / 2) == []
     job.members.regrouped(1, 1, None, job.now)  # one has come out after all
     assert job.decide() == [Kill("n1", (0,))]
     job = Job()
@@ -1195,7 +1197,7 @@ def test_when_all_survivors_hang_they_are_ended_after_a_while_and_the_attempt_wi
     job.members.set_hung(0, "stuck")
     job.members.set_hung(1, "stuck")
     job.decide()
-    assert [type(one) for one in job.decide(LAST_S)] == [Kill, Kill]
+    assert [type(one) for one in job.decide(DEADLOCK_TIMEOUT_S)] == [Kill, Kill]
     job.kill(0)
     job.kill(1)
     ended = job.decide()
@@ -1239,7 +1241,7 @@ def test_a_job_that_is_stopped_as_a_whole_is_left_alone() -> None:
 def test_the_end_in_order() -> None:
     job = Job()
     for slot in job.places:
-        job.members.rank_done(slot, job.now)
+        job.members.rank_finished(slot, job.now)
     assert job.decide() == []
     assert not job.members.is_pending
 
@@ -1247,18 +1249,18 @@ def test_the_end_in_order() -> None:
 def test_newcomers_that_come_too_late_are_ended() -> None:
     job = Job()
     job.start_again(1)
-    job.members.rank_done(0, job.now)
+    job.members.rank_finished(0, job.now)
     assert job.decide() == []
     job.members.newcomer_ready(1, job.now)
-    assert job.decide(TOGETHER_S) == []
-    job.members.rank_done(2, job.now)
+    assert job.decide(JOIN_WINDOW_S) == []
+    job.members.rank_finished(2, job.now)
     assert job.decide() == [Kill("n2", (1,))]
 
 
 def test_a_loss_after_rank_zero_has_ended_changes_nothing() -> None:
     job = Job()
-    job.members.rank_done(0, job.now)
-    job.members.rank_done(2, job.now)
+    job.members.rank_finished(0, job.now)
+    job.members.rank_finished(2, job.now)
     job.kill(1)
     assert not any(isinstance(one, Fail) for one in job.decide())
     assert not job.members.is_pending
@@ -1266,17 +1268,17 @@ def test_a_loss_after_rank_zero_has_ended_changes_nothing() -> None:
 
 def test_the_loss_of_who_saves_is_a_failure() -> None:
     job = Job()
-    job.members.rank_done(1, job.now)
-    job.members.rank_done(2, job.now)
+    job.members.rank_finished(1, job.now)
+    job.members.rank_finished(2, job.now)
     job.kill(0)
     assert [type(one) for one in job.decide()] == [End, Fail]
 
 
 def test_a_rank_that_ended_early_is_not_waited_for() -> None:
     job = Job()
-    job.members.rank_done(1, job.now)
+    job.members.rank_finished(1, job.now)
     job.members.interrupt_rank(0, job.now)
-    assert [type(one) for one in job.decide(ANSWER_S)] == [End]
+    assert [type(one) for one in job.decide(INTERRUPT_TIMEOUT_S)] == [End]
 
 
 # --- ranks that are asked to save and stop
@@ -1288,7 +1290,7 @@ def saves(job: Job, *slots: int, raises: bool = True) -> None:
         if raises:
             text = "Stopped: stopped on SIGTERM after step 7"
             job.members.rank_lost(slot, job.failure(slot, "exception", text), job.now)
-        code = 1 if raises else SAVED
+        code = 1 if raises else SAVED_EXIT_CODE
         ended = replace(job.failure(slot, "exit", f"exit status {code}"), code=code)
         job.members.rank_lost(slot, ended, job.now)
 
@@ -1339,7 +1341,7 @@ def test_a_group_that_is_on_its_way_at_the_stop_comes_about() -> None:
     job.kill(1)
     job.settle()
     (told,) = job.decide()
-    assert told == Recovered((job.failure(1),), (1,), 2, 0.0, last=True)
+    assert told == Recovered((job.failure(1),), (1,), 2, 0.0, is_final=True)
 
 
 def test_a_second_loss_while_they_stop() -> None:
@@ -1375,7 +1377,7 @@ def test_newcomers_do_not_join_a_job_that_is_stopped() -> None:
     job.start_again(1)
     job.members.newcomer_ready(1, job.now)
     job.members.stop()
-    assert job.decide(TOGETHER_S) == [Kill("n2", (1,))]
+    assert job.decide(JOIN_WINDOW_S) == [Kill("n2", (1,))]
 
 
 def test_a_newcomer_at_the_door_is_ended_when_the_others_have_saved() -> None:
@@ -1383,7 +1385,7 @@ def test_a_newcomer_at_the_door_is_ended_when_the_others_have_saved() -> None:
     job = Job()
     job.start_again(1)
     job.members.newcomer_ready(1, job.now)
-    assert job.decide(TOGETHER_S) == [Regroup(2, (0, 2, 1), True)]
+    assert job.decide(JOIN_WINDOW_S) == [Regroup(2, (0, 2, 1), True)]
     job.members.stop()
     assert job.decide() == []
     saves(job, 2)
@@ -1398,10 +1400,10 @@ def test_who_gets_the_state_for_long_keeps_nobody_from_saving() -> None:
     job = Job()
     job.start_again(1)
     job.members.newcomer_ready(1, job.now)
-    assert [type(one) for one in job.decide(TOGETHER_S)] == [Regroup]
+    assert [type(one) for one in job.decide(JOIN_WINDOW_S)] == [Regroup]
     job.members.stop()
     assert job.decide() == []  # it may be there in a moment
-    assert job.decide(JOINS_S) == [Kill("n2", (1,))]
+    assert job.decide(STATE_TRANSFER_S) == [Kill("n2", (1,))]
     assert job.decide(0.1) == []
     job.kill(1)
     assert job.decide() == [Regroup(3, (0, 2), False)]
@@ -1419,7 +1421,7 @@ def test_all_are_lost_while_they_stop() -> None:
 def test_a_job_that_has_failed_is_not_asked_to_save() -> None:
     job = Job({0: "n1"})
     job.raises(0)
-    assert [type(one) for one in job.decide(OWN_S)] == [End, Fail]
+    assert [type(one) for one in job.decide(PROGRAM_FAILURE_WAIT_S)] == [End, Fail]
     job.members.stop()
     assert job.decide(10) == []
     assert not job.members.can_recover
@@ -1433,19 +1435,19 @@ PAST = "the script is in its second session.epochs"
 def test_who_is_lost_where_nobody_can_join_is_not_started_again() -> None:
     job = Job()
     for slot in job.places:
-        job.members.door_closed(slot, PAST, job.now)
+        job.members.close_admission(slot, PAST, job.now)
     assert job.decide() == []
     job.kill(1)
     assert job.decide() == [Regroup(1, (0, 2), False)]
     job.settle()
-    assert [type(one) for one in job.decide()] == [Recovered, NotAgain]
+    assert [type(one) for one in job.decide()] == [Recovered, RanksNotReplaced]
     job.lose("n2")
     job.members.server_up("n2")
     assert job.decide(60) == []
     job.kill(2)
     assert job.decide() == [Regroup(2, (0,), False)]
     job.settle()
-    assert job.decide()[-1] == NotAgain((2,), PAST)
+    assert job.decide()[-1] == RanksNotReplaced((2,), PAST)
     assert job.members.can_recover
 
 
@@ -1457,13 +1459,15 @@ def test_a_newcomer_that_comes_too_late_is_ended(ready: bool) -> None:
     if ready:
         job.members.newcomer_ready(1, job.now)  # and the other is waited for
     assert job.decide() == []
-    job.members.door_closed(0, PAST, job.now)
+    job.members.close_admission(0, PAST, job.now)
     ended = [Kill("n1", (1,)), Kill("n2", (3,))]
-    assert sorted(map(str, job.decide())) == sorted(map(str, [*ended, NotAgain((1, 3), PAST)]))
+    assert sorted(map(str, job.decide())) == sorted(
+        map(str, [*ended, RanksNotReplaced((1, 3), PAST)])
+    )
     job.kill(1)
     job.kill(3)
-    assert job.decide(KILL_AGAIN_S + 1) == []
-    assert job.members.is_settled
+    assert job.decide(KILL_RETRY_S + 1) == []
+    assert job.members.is_stable
 
 
 def test_a_group_that_nobody_makes_any_more_is_followed_by_one_without_the_newcomer() -> None:
@@ -1471,11 +1475,11 @@ def test_a_group_that_nobody_makes_any_more_is_followed_by_one_without_the_newco
     job.start_again(1)
     job.members.newcomer_ready(1, job.now)
     assert job.decide() == [Regroup(2, (0, 2, 1), True)]
-    job.members.door_closed(2, PAST, job.now)
+    job.members.close_admission(2, PAST, job.now)
     assert job.decide() == [Kill("n2", (1,)), Regroup(3, (0, 2), False)]
     job.kill(1)
     job.settle()
-    assert job.decide() == [NotAgain((1,), PAST)]
+    assert job.decide() == [RanksNotReplaced((1,), PAST)]
     assert job.members.group == (0, 2)
 
 
@@ -1486,7 +1490,7 @@ def test_a_newcomer_that_has_joined_stays_although_its_word_comes_late() -> None
     job.members.newcomer_ready(1, job.now)
     job.decide()
     job.settle([0])
-    job.members.door_closed(0, PAST, job.now)
+    job.members.close_admission(0, PAST, job.now)
     assert job.decide() == []
     job.settle([1, 2])
     assert [type(one) for one in job.decide()] == [Joined]
@@ -1495,7 +1499,7 @@ def test_a_newcomer_that_has_joined_stays_although_its_word_comes_late() -> None
 
 def test_a_lost_node_that_could_not_join_is_not_waited_for() -> None:
     job = Job(min_hosts=3)
-    job.members.door_closed(0, PAST, job.now)
+    job.members.close_admission(0, PAST, job.now)
     job.lose("n2")
     assert job.decide() == [Dial("n2"), Regroup(1, (0, 2), False)]
     job.settle()
@@ -1520,7 +1524,7 @@ def test_any_order_of_events_comes_to_an_end(seed: int) -> None:
                 failed = True
             elif isinstance(action, Regroup) and not action.planned:
                 assert all(alive[slot] for slot in action.members)
-                assert action.holds <= job.members.is_waiting
+                assert action.is_paused <= job.members.is_waiting
             elif isinstance(action, Start):
                 assert not any(alive[slot] for slot in action.slots)
                 alive.update(dict.fromkeys(action.slots, True))
@@ -1528,7 +1532,7 @@ def test_any_order_of_events_comes_to_an_end(seed: int) -> None:
                 for slot in action.slots:
                     alive[slot] = False
                     job.kill(slot)
-            elif isinstance(action, SendAway):
+            elif isinstance(action, ExcludeHost):
                 alive.update({slot: False for slot in HOSTS if HOSTS[slot] == action.host})
 
     def anything(calm: bool) -> None:
@@ -1548,7 +1552,7 @@ def test_any_order_of_events_comes_to_an_end(seed: int) -> None:
             job.kill(slot)
         elif what == 5 and alive[slot]:
             silent = chance.choice(["", *HOSTS.values()])
-            job.members.interrupt_rank(slot, job.now, silent=silent)
+            job.members.interrupt_rank(slot, job.now, unreachable_host=silent)
         elif what == 6:
             gone = [slot for slot in HOSTS if HOSTS[slot] == host]
             alive.update(dict.fromkeys(gone, False))
@@ -1559,14 +1563,14 @@ def test_any_order_of_events_comes_to_an_end(seed: int) -> None:
         elif what == 7:
             job.members.store_ended(host)
         elif what == 8 and alive[slot]:
-            job.members.door_closed(slot, PAST, job.now)
+            job.members.close_admission(slot, PAST, job.now)
 
     for _ in range(chance.randrange(5, 40)):
         anything(calm=False)
         obey(job.decide(chance.random() * 0.2))
     for _ in range(3000):
         under_way = job.members._in_state("lost", "starting", "ready", "joining")
-        if failed or (job.members.is_settled and not under_way):
+        if failed or (job.members.is_stable and not under_way):
             break
         anything(calm=True)
         obey(job.decide(0.1))
@@ -1581,4 +1585,4 @@ def test_any_order_of_events_comes_to_an_end(seed: int) -> None:
 
 def test_the_constants_fit_together() -> None:
     """Silence is noticed before an interrupted rank is told that nobody is lost."""
-    assert ANSWER_S > 2.5
+    assert INTERRUPT_TIMEOUT_S > 2.5

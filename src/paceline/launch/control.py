@@ -32,7 +32,7 @@ from paceline.spec.failure import format_location
 from paceline.spec.plan import Plan
 
 if TYPE_CHECKING:
-    from paceline.launch.health.hang_verdict import Look
+    from paceline.launch.health.hang_verdict import RankSnapshot
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class RunningRanks(Protocol):
     async def tell_ranks(self, line: Mapping[str, Any]) -> None:
         """Sends a line to every rank."""
 
-    async def looks(self) -> list[Look]:
+    async def looks(self) -> list[RankSnapshot]:
         """What every rank does at this moment."""
         ...
 
@@ -183,11 +183,11 @@ class Actions:
         self._changed = asyncio.Event()
 
 
-def stacks_text(looks: Sequence[Look]) -> str:
+def stacks_text(looks: Sequence[RankSnapshot]) -> str:
     """Where ranks stand, for people: the innermost line last, as in a traceback."""
     parts = []
-    for look in sorted(looks, key=lambda one: one.stand.rank):
-        stand = look.stand
+    for look in sorted(looks, key=lambda look: look.stack.rank):
+        stand = look.stack
         state = _STATES.get(stand.state, stand.state)
         lines = [f"{format_location(stand.host, stand.rank)} (process {look.pid}, {state}):"]
         frames = [f'  File "{one.file}", line {one.line} in {one.function}'

@@ -74,7 +74,7 @@ async def _make_plan(request: Request) -> Plan:
     """Connects the hosts, makes the plan that a run would execute, and lets the hosts go."""
     fleet, missing = await connect(request, lambda node, event: None, lambda node, why: None)
     try:
-        with survey.lost_nodes_named(fleet):
+        with survey.naming_lost_nodes(fleet):
             notes = survey.approve(request, fleet, request.inspect)
             notes += [f"{host} is missing: {why or 'no answer'}" for host, why in missing.items()]
             supplies = asyncio.to_thread(survey.read_supplies, request)

@@ -97,7 +97,7 @@ class Launcher:
 
     async def _run(self, interrupts: Interrupts) -> Result:
         # while hosts are waited for, the user may still edit what they get
-        reading = None if self._request.waits else self._read_supplies(READ_DELAY_S)
+        reading = None if self._request.awaits_hosts else self._read_supplies(READ_DELAY_S)
         number, lost = 0, None
         while True:
             if interrupts.received:  # while the fleet was let go
@@ -106,7 +106,7 @@ class Launcher:
             fleet = await self._connect(lost)
             try:
                 reading = reading or self._read_supplies()
-                with survey.lost_nodes_named(fleet):
+                with survey.naming_lost_nodes(fleet):
                     try:
                         plan = await self._get_ready(fleet, reading)
                     except (ConnectionError, NodeError) as error:
@@ -130,11 +130,11 @@ class Launcher:
         redials = request.transport.redials and request.planned is None
         if not redials or not policy.reconnects(number):
             return None
-        await fleet.doubts_settled()  # who cannot reach a host may say so before we know why
+        await fleet.silences_resolved()  # who cannot reach a host may say so before we know why
         node = next((node for node in fleet.everyone if node.lost), None)
         if node is None:
             return None
-        lost = survey.went_away(fleet, node, node.why or str(error))
+        lost = survey.startup_loss(fleet, node, node.why or str(error))
         self._screen.note(f"paceline: {lost.message} ({lost.brief}); beginning again, before the"
                           f" first step ({number} of {MAX_STARTS - 1})")  # fmt: skip
         return lost
@@ -148,7 +148,7 @@ class Launcher:
         at_once = len(interrupts.received) > 1
         keep_warm_s = None if at_once else self._request.keep_warm_s
         await fleet.close(hurry=bool(interrupts.received), keep_warm_s=keep_warm_s)
-        for node in [*fleet.everyone, *fleet.gone]:
+        for node in [*fleet.everyone, *fleet.former]:
             self.recorder.agent_log(node.name, node.channel.stderr)
 
     def _interrupted(self, task: asyncio.Task[Any]) -> None:

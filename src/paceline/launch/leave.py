@@ -288,7 +288,7 @@ class _Start:
         except OSError as error:
             raise data.unreadable(folder, error) from None
         if ship == "never" and (place.missing or place.extra):
-            raise planner.other_data(str(folder.root), self._host, place)
+            raise planner.data_mismatch(str(folder.root), self._host, place)
         if not place.in_place:
             if not self._leaving.job.follow_links:
                 reject_outward(folder.root, place.outward)

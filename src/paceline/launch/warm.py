@@ -35,12 +35,12 @@ async def make_ready(request: Request) -> list[str]:
 
     def heard(node: Node, event: Event) -> None:
         if event.kind in ("imported", "import failed", "fork server died"):
-            node.take_fork_server(event)
+            node.on_fork_server_event(event)
 
     fleet, _ = await connect(request, heard, lambda node, why: None)
     nodes = fleet.everyone
     try:
-        with survey.lost_nodes_named(fleet):
+        with survey.naming_lost_nodes(fleet):
             survey.approve(request, fleet, request.inspect)
             token = os.urandom(16).hex()
             await together([start_fork_server(node, request.job, token) for node in nodes])

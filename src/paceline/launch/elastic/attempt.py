@@ -13,14 +13,14 @@ from paceline.launch.elastic.members import Members
 from paceline.launch.elastic.recovery import RankCommands, RecoveryController
 from paceline.launch.elastic.retry_policy import RetryPolicy, StartupTracker
 from paceline.launch.health import independence, links
-from paceline.launch.health.hang_verdict import Hang, Look
-from paceline.launch.health.hangs import HangWatch, look_at_all
-from paceline.launch.health.heartbeats import aside
-from paceline.launch.health.late_starts import LateStartWatch
-from paceline.launch.health.links import Line, LinkWatch
+from paceline.launch.health.hang_verdict import Hang, RankSnapshot
+from paceline.launch.health.hangs import HangWatch, inspect_ranks
+from paceline.launch.health.heartbeats import describe_phases
+from paceline.launch.health.links import HostPair, LinkWatch
+from paceline.launch.health.newcomers import NewcomerWatch
 from paceline.launch.interrupts import Interrupts
 from paceline.launch.nodes.connect import Reconnector
-from paceline.launch.nodes.fleet import Fleet, Node, first_of, together, within
+from paceline.launch.nodes.fleet import Fleet, Node, finishes_in, first_of, together
 from paceline.launch.planning import planner
 from paceline.launch.recorder import Recorder
 from paceline.launch.results.observer import Observer
@@ -34,7 +34,7 @@ from paceline.spec.plan import Plan
 
 FAILURE_GRACE_S = 3.0  # for the others, once one rank has failed
 END_PATIENCE_S = 3.0  # after SIGKILL, until a node that does not answer is given up
-AT_ONCE_S = 0.8  # the same when the user has asked twice
+HURRIED_PATIENCE_S = 0.8  # the same when the user has asked twice
 
 
 class Attempt:
@@ -75,8 +75,8 @@ class Attempt:
         self._strangers: set[str] = set()
         self._commands = RankCommands(plan, job, fleet, recorder.shown_path)
         self.startup = StartupTracker(job, len(self._commands.hosts_of))
-        policy.begin_attempt()
-        members = Members(self._commands.hosts_of, planner.least_nodes(job),
+        policy.reset_crashes()
+        members = Members(self._commands.hosts_of, planner.min_nodes(job),
                           job.wait_for_nodes_s.value, policy)  # fmt: skip
         self.recovery = RecoveryController(self._commands, members, fleet, reconnector, self.fail,
                                            screen, recorder)  # fmt: skip
@@ -85,23 +85,23 @@ class Attempt:
         self._observer = Observer(fleet, recorder, self._interface)
         self._hangs = HangWatch(fleet, self._on_hang, self._end_hang, self._show_state, limit_s,
                                 lambda: members.ungrouped)  # fmt: skip
-        self._late_starts = LateStartWatch(
-            fleet, self.recovery.starting_newcomers, self.recovery.report.note_late_newcomer,
-            self.recovery.end_late_newcomer, limit_s,
+        self._newcomers = NewcomerWatch(
+            fleet, self.recovery.starting_newcomers, self.recovery.report.note_stalled_newcomer,
+            self.recovery.end_stalled_newcomer, limit_s,
         )  # fmt: skip
         self._links = LinkWatch(fleet, lambda: self._commands.addresses, self._commands.host_at,
-                                self._hangs.silent_s, self._on_blocked_links)  # fmt: skip
+                                self._hangs.idle_s, self._on_blocked_links)  # fmt: skip
 
     async def run(self) -> Result:
         """From the start of the ranks to the end of the last."""
         parts = list(zip(self._fleet.nodes, self.plan.nodes, strict=True))
         for node, _ in parts:
             node.running, node.active_at = True, None
-        begun = time.monotonic()
+        started_at = time.monotonic()
         try:
             await together([self._commands.start(node, part) for node, part in parts])
         except (ConnectionError, PacelineError):
-            await self._stop_all(0.0)  # who has started shall not run beside the next attempt
+            await self._stop_ranks(0.0)  # who has started shall not run beside the next attempt
             raise
         self.is_watching = True
         self._recorder.next_attempt()
@@ -109,31 +109,31 @@ class Attempt:
         watches = [asyncio.ensure_future(work) for work in (
             self._watch_safely(self._hangs.run, "hangs are not noticed any more"),
             self._watch_safely(self._links.run, "lines between hosts are not watched"),
-            self._watch_safely(self._late_starts.run, "late newcomers are not noticed any more"),
+            self._watch_safely(self._newcomers.run, "late newcomers are not noticed any more"),
             self._recover(), self._observer.run(),
         )]  # fmt: skip
         try:
             result = await self._watch()
-            await self._end_late_starts()
+            await self._end_pending_starts()
         finally:
             for watch in watches:
                 watch.cancel()
             await asyncio.gather(*watches, return_exceptions=True)
             self._recorder.where()
         self._screen.flush()
-        seconds = round(time.monotonic() - begun, 3)
+        seconds = round(time.monotonic() - started_at, 3)
         self._recorder.event(
             "ended", attempt=self.plan.attempt, exit_code=result.exit_code, seconds=seconds
         )
         return result
 
-    async def _watch_safely(self, run: Callable[[], Awaitable[None]], lost: str) -> None:
+    async def _watch_safely(self, run: Callable[[], Awaitable[None]], consequence: str) -> None:
         """Runs a watch; an error in it is no reason to end a training that goes well."""
         try:
             await run()
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-            self._screen.note(f"paceline: warning: {lost}: {why}")
+            reason = f"{type(error).__name__}: {error}"
+            self._screen.note(f"paceline: warning: {consequence}: {reason}")
 
     async def _recover(self) -> None:
         try:
@@ -153,41 +153,43 @@ class Attempt:
         if self._interrupts.received:
             return await self._stop_for_user()
         if self._failures:
-            return await self._stop_after_failure()
+            return await self._stop_on_failure()
         if self.recalled:
-            await first_of(self._stop_all(self._job.grace_s.value), self._interrupts.wait())
+            await first_of(self._stop_ranks(self._job.grace_s.value), self._interrupts.wait())
             return await self._stop_for_user() if self._interrupts.received else Result(0)
         return Result(0)
 
-    async def _stop_after_failure(self) -> Result:
+    async def _stop_on_failure(self) -> Result:
         """Waits for an earlier failure that is still on its way, then ends the others."""
         if all(failure.is_secondary for failure in self._failures):
             # whoever waits in vain: what do the others do?
             await self._fleet.tell("dump_stacks", closely=True)
         patience = asyncio.sleep(failure_analysis.settle_time(self._failures))
         await first_of(self._ended.wait(), self._interrupts.wait(), patience)
-        away = self._fleet.absence
-        known = failure_analysis.own_absence(
+        absence = self._fleet.absence
+        failures = failure_analysis.own_absence(
             failure_analysis.early_end(self._failures, self._early),
-            away.seconds if away else 0.0,
+            absence.seconds if absence else 0.0,
             self._fleet.lease_s,
         )
-        known = failure_analysis.own_line(known, self._fleet.cut_off, self._fleet.lease_s)
-        wished = all(failure.was_requested for failure in known)
-        if wished and self._interrupts.received:
+        failures = failure_analysis.own_line(
+            failures, self._fleet.common_silences, self._fleet.lease_s
+        )
+        was_requested = all(failure.was_requested for failure in failures)
+        if was_requested and self._interrupts.received:
             return await self._stop_for_user()
-        to_save = wished or self.recovery.give_up_reason is not None
+        to_save = was_requested or self.recovery.abandon_reason is not None
         grace_s = self._job.grace_s.value if to_save else FAILURE_GRACE_S
-        await first_of(self._stop_all(grace_s), self._interrupts.wait())
+        await first_of(self._stop_ranks(grace_s), self._interrupts.wait())
         if self._interrupts.received:
-            await self._kill_at_once()
+            await self._kill_ranks()
         # what came after the stop may complete what was known, but is no failure of its own
         complete = {(f.host, f.rank): f for f in failure_analysis.merge(self._failures)}
-        first = failure_analysis.first(known)
+        first = failure_analysis.first(failures)
         if first.kind != "launcher":
             first = complete.get((first.host, first.rank), first)
         return Result(
-            first.status, first, num_other_failures=len(failure_analysis.merge(known)) - 1
+            first.status, first, num_other_failures=len(failure_analysis.merge(failures)) - 1
         )
 
     async def _stop_for_user(self) -> Result:
@@ -197,44 +199,44 @@ class Attempt:
         self._screen.note(f"paceline: {name}: stopping (once more to stop at once)")
         hang = None
         if not self.recovery.is_regrouping:  # ranks without a group wait for it, and time is short
-            look = asyncio.ensure_future(self._hangs.at_the_end())
-            await first_of(look, self._interrupts.wait(2))
-            hang = None if look.cancelled() else look.result()
+            inspection = asyncio.ensure_future(self._hangs.diagnose_stop())
+            await first_of(inspection, self._interrupts.wait(2))
+            hang = None if inspection.cancelled() else inspection.result()
         if hang is not None:
             self._screen.note(f"paceline: it hung: {hang.text}")
             self._recorder.event("hang", hang.host or None, hang.rank, text=hang.text)
         self.recovery.stop()
-        stopping = asyncio.ensure_future(self._stop_all(self._job.grace_s.value))
+        stopping = asyncio.ensure_future(self._stop_ranks(self._job.grace_s.value))
         await first_of(asyncio.shield(stopping), self._interrupts.wait(2))
         if not stopping.done():
             self._screen.note("paceline: stopping at once")
-            await self._kill_at_once()
+            await self._kill_ranks()
             stopping.cancel()
         await asyncio.gather(stopping, return_exceptions=True)
         return Result(128 + signum, interrupted=signum)
 
-    async def _stop_all(self, grace_s: float) -> None:
+    async def _stop_ranks(self, grace_s: float) -> None:
         """Returns when all nodes said that nothing is left, or none can be asked any more."""
         await self._fleet.tell("stop", signal=int(signal.SIGTERM), grace_s=grace_s)
-        if not await within(self._ended.wait(), grace_s + END_PATIENCE_S):
+        if not await finishes_in(self._ended.wait(), grace_s + END_PATIENCE_S):
             await self._fleet.tell("kill")
-            await within(self._ended.wait(), END_PATIENCE_S)
+            await finishes_in(self._ended.wait(), END_PATIENCE_S)
 
-    async def _kill_at_once(self) -> None:
+    async def _kill_ranks(self) -> None:
         """For somebody who does not want to wait: a node that does not answer is none of that."""
-        killing = self._fleet.tell("kill", patience_s=AT_ONCE_S)
-        await asyncio.gather(killing, within(self._ended.wait(), AT_ONCE_S))
+        killing = self._fleet.tell("kill", patience_s=HURRIED_PATIENCE_S)
+        await asyncio.gather(killing, finishes_in(self._ended.wait(), HURRIED_PATIENCE_S))
 
-    async def _end_late_starts(self) -> None:
+    async def _end_pending_starts(self) -> None:
         """Ends newcomers that were ordered just before the last of the others ended.
 
         Else they would be taken for ranks of the next attempt, which have the same numbers.
         """
-        at_once = len(self._interrupts.received) > 1
-        await self.recovery.close(AT_ONCE_S if at_once else END_PATIENCE_S)
+        is_hurried = len(self._interrupts.received) > 1
+        await self.recovery.close(HURRIED_PATIENCE_S if is_hurried else END_PATIENCE_S)
         if self._ended.is_set() and self._fleet.running:
             self._ended.clear()
-            await self._stop_all(0.0)
+            await self._stop_ranks(0.0)
 
     # --- what is asked for on the way --------------------------------------------------------
 
@@ -242,9 +244,9 @@ class Attempt:
         """Says a line to every rank, over its control pipe."""
         await self._fleet.tell("tell_ranks", line=line)
 
-    async def looks(self) -> list[Look]:
+    async def looks(self) -> list[RankSnapshot]:
         """What every rank does at this moment."""
-        return await look_at_all(self._fleet)
+        return await inspect_ranks(self._fleet)
 
     # --- what happens ------------------------------------------------------------------------
 
@@ -254,15 +256,15 @@ class Attempt:
             return  # another has taken its place
         rank = -1 if event.rank is None else event.rank
         self.startup.on_event(event)
-        self._late_starts.starts.heard(event, time.monotonic())
+        self._newcomers.durations.on_event(event, time.monotonic())
         if event.kind == independence.REPORT:
             self._reports.append(event)
         elif event.kind in ("rank frozen", "rank thawed"):
-            self._hangs.frozen(event)
+            self._hangs.on_freeze_event(event)
         elif event.kind == "heartbeat":
             self._hangs.heartbeat(node.name, rank, event["step"] or 0, event["phase"] or "")
         elif event.kind == "rank ended":
-            self._hangs.gone(node.name, rank)
+            self._hangs.forget_rank(node.name, rank)
         elif event.kind == "exception" and not event["hooked"]:
             self._screen.mute(node.name, rank)
         elif event.kind in ("stranger refused", "stranger at the store"):
@@ -281,16 +283,16 @@ class Attempt:
             return
         if self.recovery.can_recover and failure.kind in ("agent", "lease"):
             node.running = False
-            self.recovery.take_failure(failure)  # for what it is: its lease may be our own doing
+            self.recovery.recover_from(failure)  # for what it is: its lease may be our own doing
             self._fleet.lose(node, failure.headline)  # what becomes of it does not matter any more
             return
-        if failure.kind != "early" and self.recovery.take_failure(failure):
+        if failure.kind != "early" and self.recovery.recover_from(failure):
             return
         if failure.rank is None and not node.running:
             return
         if failure.kind == "early":
             self._early.append(failure)
-            self._hangs.ended(node.name, rank)
+            self._hangs.rank_ended(node.name, rank)
         else:
             self.fail(failure)
 
@@ -325,16 +327,18 @@ class Attempt:
         self._failures.append(failure)
         self._failed.set()
 
-    def node_lost(self, node: Node, why: str) -> None:
+    def node_lost(self, node: Node, reason: str) -> None:
         """A node went away while its ranks were running."""
         if not self._fleet.has(node):
             return
-        heard = node.channel.received_at or time.monotonic()
+        received_at = node.channel.received_at or time.monotonic()
         running, node.running = node.running, False
-        self._hangs.lost(node.name)
-        taken = self.recovery.take_failure(Failure("lost", node.name, None, heard, headline=why))
-        if running and not taken:
-            self.fail(Failure("lost", node.name, None, time.monotonic(), headline=why))
+        self._hangs.forget_host(node.name)
+        is_recovering = self.recovery.recover_from(
+            Failure("lost", node.name, None, received_at, headline=reason)
+        )
+        if running and not is_recovering:
+            self.fail(Failure("lost", node.name, None, time.monotonic(), headline=reason))
         self._check_ended()
 
     def _check_ended(self) -> None:
@@ -344,7 +348,7 @@ class Attempt:
     def _show_state(self, ranks: list[dict[str, Any]], hang: str) -> None:
         # Ranks that have no group, or too few nodes, wait for nobody who could be named.
         self._recorder.board.hang = "" if self.recovery.is_regrouping else hang
-        self._screen.aside(aside(ranks))
+        self._screen.aside(describe_phases(ranks))
 
     def _interface(self, host: str) -> str:
         """That the job's traffic goes over on a host; empty of one that the plan does not have."""
@@ -358,15 +362,15 @@ class Attempt:
             self._screen.note(f"paceline: the job continues, after {seconds:.0f} s")
             self._recorder.event("hang over", seconds=round(seconds, 1))
             return
-        since = f"no step for {seconds:.0f} s: " if seconds >= 1 else ""
-        self._screen.note(f"paceline: {since}{hang.text}")
+        prefix = f"no step for {seconds:.0f} s: " if seconds >= 1 else ""
+        self._screen.note(f"paceline: {prefix}{hang.text}")
         self._recorder.event("hang", hang.host or None, hang.rank, text=hang.text)
 
-    def _on_blocked_links(self, pairs: list[Line], silent_s: float) -> None:
+    def _on_blocked_links(self, pairs: list[HostPair], idle_s: float) -> None:
         """Hosts do not hear each other: ranks go on without one of them, or it is a hang."""
-        separated = self.recovery.separate(pairs, time.monotonic() - silent_s)
+        separated = self.recovery.separate(pairs, time.monotonic() - idle_s)
         if not separated and not self.recovery.is_regrouping:
-            self._hangs.deaf(links.text(pairs))
+            self._hangs.report_blocked_links(links.describe_pairs(pairs))
 
     def _end_hang(self, hang: Hang, limit_s: float) -> bool:
         """A hang is ended: by another process in the rank's place, or with the attempt."""

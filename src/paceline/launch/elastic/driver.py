@@ -25,7 +25,7 @@ from paceline.launch.elastic.retry_policy import (
 from paceline.launch.failure_analysis import about_full_disk, size_words
 from paceline.launch.interrupts import Interrupts
 from paceline.launch.nodes import survey
-from paceline.launch.nodes.connect import Dialling, Reconnector
+from paceline.launch.nodes.connect import HostDialer, Reconnector
 from paceline.launch.nodes.fleet import Fleet, Node, first_of
 from paceline.launch.nodes.provisioner import Provisioner, fork_servers_up
 from paceline.launch.planning import planner
@@ -43,7 +43,9 @@ from paceline.spec.plan import Plan
 if TYPE_CHECKING:
     from paceline.launch.elastic.attempt import Attempt
 
-LATE_HOST_S = 30.0  # for hosts that have answered to be able to start ranks, when all others are
+HOST_READY_TIMEOUT_S = (
+    30.0  # for hosts that have answered to be able to start ranks, when all others are
+)
 MIN_DISK_BYTES = 16 << 20  # without which no checkpoint and no log can be written
 
 
@@ -52,13 +54,13 @@ class _NextStart:
     """Why all ranks start again, and on how many hosts.
 
     Attributes:
-        why: For people.
+        reason: Why the ranks start again, as text.
         count: Which of how many restarts this is, for people; may be empty.
         min_hosts: Without so many it does not begin.
         patience_s: How long they are waited for.
     """
 
-    why: str
+    reason: str
     count: str
     min_hosts: int
     patience_s: float
@@ -104,23 +106,23 @@ class ElasticDriver:
 
     def __init__(self, request: Request, provisioner: Provisioner, results: Results,
                  actions: Actions, screen: Screen, recorder: Recorder,
-                 heard: Callable[[Event], None], announce: Callable[[Plan], None],
+                 listener: Callable[[Event], None], announce: Callable[[Plan], None],
                  ) -> None:  # fmt: skip
         job = request.job
         self.fleet: Fleet | None = None
         self.missing: dict[str, str] = {}
-        self.dialling: list[Dialling] = []
+        self.dialling: list[HostDialer] = []
         self.policy = RetryPolicy(job.max_restarts.value, job.restart_window_s.value,
-                                  request.begins_again)  # fmt: skip
+                                  request.retries_start)  # fmt: skip
         self.plan: Plan | None = None
         self.attempt: Attempt | None = None
         self.failure: Failure | None = None
         self.recoveries: list[Recovery] = []
         self._request, self._provisioner, self._results = request, provisioner, results
         self._actions, self._screen, self._recorder = actions, screen, recorder
-        self._heard, self._announce = heard, announce
+        self._listener, self._announce = listener, announce
         self._reconnector: Reconnector | None = None
-        self._next = _NextStart("", "", request.least, job.wait_for_nodes_s.value)
+        self._next = _NextStart("", "", request.min_hosts, job.wait_for_nodes_s.value)
         self._had_ranks: set[str] = set()
         self._announced = False
         self._tasks: set[asyncio.Task[None]] = set()  # questions to schedulers about lost nodes
@@ -136,15 +138,15 @@ class ElasticDriver:
             interrupts: The user's signals.
         """
         fleet = self._nodes
-        hosts = self._reconnector = self._new_reconnector()
+        hosts = self._reconnector = self._make_reconnector()
         self._recorder.called = hosts.progress
         while self.dialling:
             hosts.follow(self.dialling.pop())
         number = 0
         try:
-            plan = await self._with_late_hosts(plan)
+            plan = await self._add_ready_hosts(plan)
             while True:
-                number, began = number + 1, time.monotonic()
+                number, started_at = number + 1, time.monotonic()
                 attempt: Attempt | None = None
                 startup: StartupTracker | None = StartupTracker(self._request.job, plan.world_size)
                 failed_start: Exception | None = None
@@ -161,8 +163,8 @@ class ElasticDriver:
                 if attempt is not None and self._can_be_repeated(attempt, result, interrupts):
                     await self._results.bring_home_unless_hurried(fleet, interrupts)
                     ending, startup = Ending(result, self._results.lacking(fleet), True), None
-                self.failure, ran_s = ending.failure, time.monotonic() - began
-                if await self._starts_again(ending, attempt, startup, ran_s, interrupts):
+                self.failure, ran_s = ending.failure, time.monotonic() - started_at
+                if await self._prepare_restart(ending, attempt, startup, ran_s, interrupts):
                     continue
                 raises = not self._request.elastic and not interrupts.received
                 if failed_start is not None and raises:
@@ -177,14 +179,14 @@ class ElasticDriver:
         assert self.fleet is not None
         return self.fleet
 
-    def _new_reconnector(self) -> Reconnector:
+    def _make_reconnector(self) -> Reconnector:
         return Reconnector(self._request, self._nodes, self._provisioner, self.on_node_ready,
                            self._screen.note)  # fmt: skip
 
     def _can_be_repeated(self, attempt: Attempt, result: Result, interrupts: Interrupts) -> bool:
         """Whether other hosts could make the results again if they are lost with rank 0's."""
-        wanted = not (attempt.recalled or interrupts.received) and result.exit_code == 0
-        return wanted and self._request.elastic and attempt.startup.is_session
+        is_success = not (attempt.recalled or interrupts.received) and result.exit_code == 0
+        return is_success and self._request.elastic and attempt.startup.is_session
 
     async def _run_attempt(self, plan: Plan, interrupts: Interrupts) -> tuple[Result, Attempt]:
         """Runs one attempt, from warm fork servers to the end of the last rank."""
@@ -210,7 +212,7 @@ class ElasticDriver:
             self._screen.note(f"paceline: {text}")
         return result, attempt
 
-    async def _with_late_hosts(self, plan: Plan) -> Plan:
+    async def _add_ready_hosts(self, plan: Plan) -> Plan:
         """Adds hosts to the plan that connected while the others imported.
 
         Hosts that have answered by then are waited for: to join later costs the others more.
@@ -225,38 +227,40 @@ class ElasticDriver:
         def ready() -> list[Node]:
             return [node for node in fleet.spares if node.name in self.missing and node.could_start]
 
-        room = request.most - len(fleet.nodes)
-        await hosts.until(lambda: len(ready()) >= room or not hosts.is_provisioning, LATE_HOST_S)
-        late = ready()[:room]
+        num_free = request.max_hosts - len(fleet.nodes)
+        await hosts.wait_for(
+            lambda: len(ready()) >= num_free or not hosts.is_provisioning, HOST_READY_TIMEOUT_S
+        )
+        added = ready()[:num_free]
         first = fleet.first.found
-        if not late or first is None:
+        if not added or first is None:
             return plan
-        fleet.seat([*fleet.nodes, *late])
+        fleet.seat([*fleet.nodes, *added])
         port = plan.settings["master_port"]
         if first.network.address != plan.master_addr:
-            asked = request.job.master_port
-            port = await survey.hold_port(fleet.first, first.network.address, asked)
-        new = survey.plan_of(request, fleet, self._provisioner.supplies, port, ())
-        plan = self.set_plan(replace(new, notes=plan.notes))
-        names = ", ".join(node.name for node in late)
+            port_setting = request.job.master_port
+            port = await survey.hold_port(fleet.first, first.network.address, port_setting)
+        updated = survey.plan_of(request, fleet, self._provisioner.supplies, port, ())
+        plan = self.set_plan(replace(updated, notes=plan.notes))
+        names = ", ".join(node.name for node in added)
         self._screen.note(f"paceline: {names} came in time: beginning with {len(fleet.nodes)}"
                           " hosts")  # fmt: skip
         return plan
 
     async def _plan_next_attempt(self, plan: Plan) -> Plan:
         """Makes the plan of the next attempt on the current nodes of the fleet."""
-        fleet, first, asked = self._nodes, self._nodes.first, self._request.job.master_port
+        fleet, first, port_setting = self._nodes, self._nodes.first, self._request.job.master_port
         assert first.found is not None
-        port = await survey.hold_port(first, first.found.network.address, asked)
+        port = await survey.hold_port(first, first.found.network.address, port_setting)
         hosts = [part.host for part in plan.nodes]
         if hosts != [node.name for node in fleet.nodes]:
-            new = survey.plan_of(self._request, fleet, self._provisioner.supplies, port, ())
-            plan = replace(new, notes=plan.notes, attempt=plan.attempt)
+            updated = survey.plan_of(self._request, fleet, self._provisioner.supplies, port, ())
+            plan = replace(updated, notes=plan.notes, attempt=plan.attempt)
         if self._results.first is not first:
             await self._provisioner.send_checkpoints(first)
             self._results.expect_from(first)
         number = plan.attempt + 1
-        return self.set_plan(planner.next_attempt(plan, number, port, self.policy.counted))
+        return self.set_plan(planner.next_attempt(plan, number, port, self.policy.num_restarts))
 
     def set_plan(self, plan: Plan) -> Plan:
         """Sets the plan that is executed."""
@@ -266,7 +270,7 @@ class ElasticDriver:
 
     # --- what follows an attempt -------------------------------------------------------------
 
-    async def _starts_again(self, ending: Ending, attempt: Attempt | None,
+    async def _prepare_restart(self, ending: Ending, attempt: Attempt | None,
                             startup: StartupTracker | None, ran_s: float,
                             interrupts: Interrupts) -> bool:  # fmt: skip
         """Decides whether another attempt follows, and if so selects its nodes."""
@@ -277,31 +281,31 @@ class ElasticDriver:
             return False  # no other host could change that: the disk here is full
         if failure is None and (attempt is None or not attempt.recalled):
             return False
-        if attempt is not None and (why := attempt.recovery.no_restart_reason):
-            self._screen.note(f"paceline: not started again: {why}")
+        if attempt is not None and (reason := attempt.recovery.no_restart_reason):
+            self._screen.note(f"paceline: not started again: {reason}")
             return False
-        leaving = attempt.recovery.leaving_nodes if attempt is not None else []
-        if leaving and self._request.elastic:
+        departing = attempt.recovery.departing_nodes if attempt is not None else []
+        if departing and self._request.elastic:
             await self._results.bring_home(self._nodes)
-        if failure is not None and not await self.may_restart(failure, leaving, ran_s, startup):
+        if failure is not None and not await self.may_restart(failure, departing, ran_s, startup):
             return False
         return await self.select_nodes()
 
-    async def may_restart(self, failure: Failure, leaving: Sequence[Node], ran_s: float,
+    async def may_restart(self, failure: Failure, departing: Sequence[Node], ran_s: float,
                           startup: StartupTracker | None = None) -> bool:  # fmt: skip
         """Decides whether all ranks start again after a failure, and prepares that start.
 
         Args:
             failure: The first of the attempt.
-            leaving: Nodes that were asked to end: they are sent home.
+            departing: Nodes that were asked to end: they are sent home.
             ran_s: How long the ranks ran.
             startup: What they did before their first step; ``None``: they recovered from a loss.
         """
         request = self._request
-        self._next = _NextStart(failure.describe(), "", request.least,
+        self._next = _NextStart(failure.describe(), "", request.min_hosts,
                                 request.job.wait_for_nodes_s.value)  # fmt: skip
-        diagnosis = await self._diagnose(failure, leaving, startup)
-        verdict = self.policy.after_attempt(failure, diagnosis, startup, time.monotonic(), ran_s)
+        diagnosis = await self._diagnose(failure, departing, startup)
+        verdict = self.policy.judge_attempt(failure, diagnosis, startup, time.monotonic(), ran_s)
         for note in verdict.notes:
             self._screen.note(f"paceline: {note}")
         self._plan_start(verdict, diagnosis, startup)
@@ -311,50 +315,50 @@ class ElasticDriver:
                     startup: StartupTracker | None) -> None:  # fmt: skip
         """Records why and on how many hosts the ranks start again."""
         number = f"{verdict.number} of {verdict.limit}"
-        if startup is not None and verdict.before_first_step:
+        if startup is not None and verdict.is_start:
             self._next.count = f", before the first step ({number})"
-            self._next.min_hosts = self._request.least_again(startup.is_session)
+            self._next.min_hosts = self._request.min_restart_hosts(startup.is_session)
             if not startup.is_session:
                 self._next.patience_s = self._request.patience_s
         elif not diagnosis.lost_hosts:
             self._next.count = f", {number}"
 
-    async def _diagnose(self, failure: Failure, leaving: Sequence[Node],
+    async def _diagnose(self, failure: Failure, departing: Sequence[Node],
                         startup: StartupTracker | None) -> Diagnosis:  # fmt: skip
         """Collects what the hosts show about a failure."""
         if failure.kind == "stranger":
             return Diagnosis()
-        if self._request.elastic and await self._lost_hosts(failure, leaving):
+        if self._request.elastic and await self._lost_hosts(failure, departing):
             return Diagnosis(lost_hosts=True)
-        if why := await full_disk(self._nodes, failure):
-            return Diagnosis(full_disk=why)
-        at_start = startup is not None and not startup.is_over
+        if reason := await full_disk(self._nodes, failure):
+            return Diagnosis(full_disk=reason)
+        at_start = startup is not None and not startup.has_work_to_lose
         return Diagnosis(by_chance=at_start and await self._by_chance(failure))
 
-    async def _lost_hosts(self, failure: Failure, leaving: Sequence[Node]) -> bool:
+    async def _lost_hosts(self, failure: Failure, departing: Sequence[Node]) -> bool:
         """Whether the attempt failed because nodes were lost or asked to leave."""
         fleet = self._nodes
-        if leaving and len(leaving) < len(fleet.nodes):
-            await asyncio.gather(*(fleet.dismiss(node) for node in leaving))
-            return not self._is_own_failure(failure)
-        if fleet.whole and (
+        if departing and len(departing) < len(fleet.nodes):
+            await asyncio.gather(*(fleet.dismiss(node) for node in departing))
+            return not self._is_program_failure(failure)
+        if fleet.is_complete and (
             failure.is_secondary or failure.was_requested
         ):  # of a loss that is not known yet?
             deadline = time.monotonic() + fleet.lease_s / 2 + 1
-            while fleet.whole and time.monotonic() < deadline:
+            while fleet.is_complete and time.monotonic() < deadline:
                 await asyncio.sleep(0.05)
-        return not fleet.whole and not self._is_own_failure(failure)
+        return not fleet.is_complete and not self._is_program_failure(failure)
 
     async def _by_chance(self, failure: Failure) -> bool:
         """Whether a failure counts as chance; never if restarts are not allowed."""
         if not self.policy.retries_start:
             return False
         if failure.is_secondary:
-            await self._nodes.doubts_settled()
-            return not self._nodes.whole
+            await self._nodes.silences_resolved()
+            return not self._nodes.is_complete
         return is_by_chance(failure)
 
-    def _is_own_failure(self, failure: Failure) -> bool:
+    def _is_program_failure(self, failure: Failure) -> bool:
         """Whether a rank failed without a loss at about the same time that explains it.
 
         What was lost before, and recovered from, is still missing then.
@@ -388,43 +392,43 @@ class ElasticDriver:
             else:
                 text = f"{node.name} was lost {MAX_HOST_LOSSES} times: it is left out"
                 self._screen.note(f"paceline: {text}")
-        waits = len(self._available()) < start.min_hosts
-        if waits and not await self._wait_for_hosts(lost, hosts):
+        must_wait = len(self._available()) < start.min_hosts
+        if must_wait and not await self._wait_for_hosts(lost, hosts):
             return False
-        chosen = self._available()[: self._request.most]
+        selected = self._available()[: self._request.max_hosts]
         stayed = [node.name for node in fleet.nodes if not node.lost]
-        fleet.seat(chosen)
-        came = [node.name for node in chosen if node.name not in stayed]
-        why = start.why
-        if lost and not waits:
-            why += f"; going on with {', '.join(node.name for node in chosen)}"
-        elif came:
-            where = "back" if self._had_ranks.issuperset(came) else "here"
-            why = f"{', '.join(came)} {'is' if len(came) == 1 else 'are'} {where}"
-        self._screen.note(f"paceline: {why}; starting all nodes again{start.count}")
-        start.why, start.count = why, ""
+        fleet.seat(selected)
+        arrived = [node.name for node in selected if node.name not in stayed]
+        reason = start.reason
+        if lost and not must_wait:
+            reason += f"; going on with {', '.join(node.name for node in selected)}"
+        elif arrived:
+            place = "back" if self._had_ranks.issuperset(arrived) else "here"
+            reason = f"{', '.join(arrived)} {'is' if len(arrived) == 1 else 'are'} {place}"
+        self._screen.note(f"paceline: {reason}; starting all nodes again{start.count}")
+        start.reason, start.count = reason, ""
         return True
 
     async def _wait_for_hosts(self, lost: Sequence[Node], hosts: Reconnector) -> bool:
         """Waits until there are enough nodes; returns whether they came in time."""
         note, start = self._screen.note, self._next
-        note(f"paceline: {start.why}")
+        note(f"paceline: {start.reason}")
         if not hosts.redials:
             names = ", ".join(node.name for node in lost)
             note(f"paceline: {names} cannot be joined again in this way of starting nodes:"
                  " run again")  # fmt: skip
             return False
 
-        def here() -> str:
+        def availability() -> str:
             return f"{pluralize(len(self._available()), 'node')} of at least {start.min_hosts}"
 
         patience = span(start.patience_s)
         if names := ", ".join(hosts.dialled):
             dialling = f"dialling {names} again, for up to {patience}"
             note(f"paceline: {dialling}")
-            self._recorder.wait(Waiting.now(f"{here()}: {dialling}", start.patience_s))
+            self._recorder.wait(Waiting.now(f"{availability()}: {dialling}", start.patience_s))
             try:
-                if await hosts.until(
+                if await hosts.wait_for(
                     lambda: len(self._available()) >= start.min_hosts, start.patience_s
                 ):
                     return True
@@ -432,24 +436,24 @@ class ElasticDriver:
                 self._recorder.wait(None)
         if hosts.dialled:
             names = ", ".join(hosts.describe_missing())
-            note(f"paceline: {here()} after {patience}: {names} did not come back")
+            note(f"paceline: {availability()} after {patience}: {names} did not come back")
         else:
-            note(f"paceline: {here()}, and no other is waited for: not started again")
+            note(f"paceline: {availability()}, and no other is waited for: not started again")
         return False
 
     # --- what happens ------------------------------------------------------------------------
 
     def on_node_ready(self, node: Node) -> None:
         """Gives ranks to a node that is ready if possible; else keeps it as a spare."""
-        attempt, most = self.attempt, self._request.most
+        attempt, max_hosts = self.attempt, self._request.max_hosts
         if attempt is None:
             return
         recovery = attempt.recovery
-        if recovery.accepts_newcomers and recovery.num_hosts < most:
+        if recovery.accepts_newcomers and recovery.num_hosts < max_hosts:
             recovery.add_ranks(node)
         elif recovery.use_spare():
             return
-        elif not recovery.can_recover and len(attempt.plan.nodes) < most:
+        elif not recovery.can_recover and len(attempt.plan.nodes) < max_hosts:
             attempt.recall()
         else:
             self._screen.note(f"paceline: {node.name} is here, as a spare")
@@ -457,7 +461,7 @@ class ElasticDriver:
     def on_event(self, node: Node, event: Event) -> None:
         """Handles an event of an agent."""
         if event.kind in ("imported", "import failed", "fork server died"):
-            node.take_fork_server(event)
+            node.on_fork_server_event(event)
             self.show_imports()
             if event.kind == "import failed" and self._is_spare(node):
                 self._screen.note(f"paceline: {node.name} is no spare: its imports failed")
@@ -469,10 +473,10 @@ class ElasticDriver:
             attempt.on_event(node, event)
             if event.kind == "regrouped":
                 with contextlib.suppress(ConnectionError):  # a spare has just taken its place
-                    self._results.expect_from(self._nodes.named(attempt.recovery.first_host))
+                    self._results.expect_from(self._nodes.get(attempt.recovery.first_host))
         self._results.heard(node, event)
         self._actions.heard(event)
-        self._heard(event)
+        self._listener(event)
         try:
             self._recorder.take(event)
         except NodeError as error:  # a run that leaves no trace is not worth its time
@@ -481,16 +485,16 @@ class ElasticDriver:
                     Failure("record", LAUNCHER_HOST, None, time.monotonic(), headline=str(error))
                 )
 
-    def on_lost(self, node: Node, why: str) -> None:
+    def on_lost(self, node: Node, reason: str) -> None:
         """Handles the loss of a node and its ranks."""
         if self.attempt is not None:
-            self.attempt.node_lost(node, why)
-            self._tasks.add(asyncio.ensure_future(self._ask_scheduler(node.name)))
+            self.attempt.node_lost(node, reason)
+            self._tasks.add(asyncio.ensure_future(self._query_scheduler(node.name)))
         if self._reconnector is not None and self._is_spare(node):
             self._reconnector.redial(node)
-        self._recorder.event("lost", node.name, why=why)
+        self._recorder.event("lost", node.name, why=reason)
 
-    async def _ask_scheduler(self, name: str) -> None:
+    async def _query_scheduler(self, name: str) -> None:
         """Shows the scheduler's message about a lost node."""
         for host in self._request.hosts:
             if host.name == name and (text := await self._request.transport.loss_reason(host)):
@@ -500,9 +504,9 @@ class ElasticDriver:
     def show_imports(self) -> None:
         """Shows how many nodes have finished their imports."""
         if (preload := self._request.job.preload) and self.fleet is not None:
-            done = sum(1 for node in self.fleet.nodes if node.loaded)
+            num_imported = sum(1 for node in self.fleet.nodes if node.loaded)
             module = preload[0].split(".")[0].rstrip("?")
-            self._screen.starting(f"importing {module}", done, len(self.fleet.nodes))
+            self._screen.starting(f"importing {module}", num_imported, len(self.fleet.nodes))
 
     def _is_spare(self, node: Node) -> bool:
         return self.fleet is not None and any(node is spare for spare in self.fleet.spares)
@@ -510,15 +514,17 @@ class ElasticDriver:
 
 def lost_between(fleet: Fleet) -> Failure | None:
     """The loss of a node, or of its fork server, before the ranks of an attempt ran."""
-    now = time.monotonic()
+    timestamp = time.monotonic()
     for node in fleet.nodes:
-        if node.lost and (ours := fleet.own_fault(node)):
-            return Failure("launcher", LAUNCHER_HOST, None, now, headline=ours)
+        if node.lost and (cause := fleet.launcher_fault(node)):
+            return Failure("launcher", LAUNCHER_HOST, None, timestamp, headline=cause)
         if node.lost:
-            return Failure("lost", node.name, None, now, headline=node.why)
+            return Failure("lost", node.name, None, timestamp, headline=node.why)
     for node in fleet.nodes:
-        if node.trouble is not None and node.fork_server_died:
-            return Failure("forkserver", node.name, None, now, headline=node.trouble.text)
+        if node.fork_server_error is not None and node.fork_server_died:
+            return Failure(
+                "forkserver", node.name, None, timestamp, headline=node.fork_server_error.text
+            )
     return None
 
 

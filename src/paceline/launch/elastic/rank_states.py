@@ -29,14 +29,14 @@ class Regroup:
         members: Slots in rank order.
         planned: Ranks join between two steps. If False, ranks were lost: regroup at once.
         store_host: Host that opens a new rendezvous store; empty to reuse the current store.
-        holds: Too few nodes are left to train: newcomers get the state, but no batch is computed.
+        is_paused: Too few nodes are left to train: newcomers get the state, but no batch is computed.
     """
 
     generation: int
     members: tuple[int, ...]
     planned: bool
     store_host: str = ""
-    holds: bool = False
+    is_paused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +67,19 @@ class Dial:
     """Reconnect to a host, from ``after_s`` seconds on, until it answers or the job ends."""
 
     host: str
-    after_s: float = 0.0
+    delay_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class SendAway:
+class ExcludeHost:
     """Exclude a live host and its agent, because it and another host cannot reach each other.
 
     It is lost like any other then, but dialled not before ``again_s``.
     """
 
     host: str
-    why: str
-    again_s: float
+    reason: str
+    redial_delay_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +93,14 @@ class Wait:
 class Stop:
     """No lost host came back in time: the ranks save and stop."""
 
-    why: Failure
+    loss: Failure
 
 
 @dataclass(frozen=True, slots=True)
 class End:
     """No recovery follows: ranks that wait for a new group raise their own error."""
 
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +109,11 @@ class Fail:
 
     Attributes:
         failures: Of its ranks.
-        why: Why there is no use in another one; empty where nobody knows.
+        reason: Why another attempt is useless; empty if unknown.
     """
 
     failures: tuple[Failure, ...]
-    why: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,18 +123,18 @@ class Recovered:
     Attributes:
         losses: What was lost, in order.
         slots: Who was.
-        others: How many train on without them.
+        num_survivors: How many train on without them.
         seconds: From the first loss until all of them had the new group; where a line fell silent,
             from the last sign that they went on.
-        last: They only save and stop.
+        is_final: Whether they only save and stop.
         hosts: On which the slots were; a spare may have them by now.
     """
 
     losses: tuple[Failure, ...]
     slots: tuple[int, ...]
-    others: int
+    num_survivors: int
     seconds: float
-    last: bool = False
+    is_final: bool = False
     hosts: tuple[str, ...] = field(default=(), compare=False)
 
 
@@ -147,28 +147,28 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class RankAbandoned:
     """New ranks for this slot repeatedly failed to join; the others continue without it."""
 
     slot: int
-    why: Failure | None
+    failure: Failure | None
 
 
 @dataclass(frozen=True, slots=True)
-class NotAgain:
+class RanksNotReplaced:
     """These ranks are not replaced; the others continue without them.
 
     Attributes:
         slots: That were lost, or had not joined yet.
-        why: Nobody can join.
+        reason: Why nobody can join.
     """
 
     slots: tuple[int, ...]
-    why: str
+    reason: str
 
 
-Order = Regroup | Start | Kill | Prepare | Dial | SendAway | Stop | End | Fail
-Action = Order | Wait | Recovered | Joined | LeftOut | NotAgain
+Order = Regroup | Start | Kill | Prepare | Dial | ExcludeHost | Stop | End | Fail
+Action = Order | Wait | Recovered | Joined | RankAbandoned | RanksNotReplaced
 
 
 @dataclass(slots=True)
@@ -187,16 +187,16 @@ class Rank:
     killed_at: float | None = None  # when that was looked at first
     frozen: bool = False
     hung: str = ""  # why it is ended
-    tries: int = 0  # newcomers in a row that made no step with the others
+    failed_starts: int = 0  # newcomers in a row that made no step with the others
     started_at: float = 0.0
     joined_at: int | None = None  # the step, of a newcomer that is not known to have made one
     next_try: float = 0.0
     ready_at: float = 0.0
     strikes: tuple[int, int] = (-1, 0)  # step, and how many signals ended it there
-    last: Failure | None = None
+    loss: Failure | None = None
     saved: bool = False  # as it was asked to, and is about to end
     session_closed: bool = False  # its training is over, and its script goes on by itself
-    came: int = 0  # in which generation it joined
+    joined_generation: int = 0  # in which generation it joined
 
 
 @dataclass(slots=True)
@@ -205,15 +205,15 @@ class Host:
 
     state: HostState = "up"
     ordered: bool = False  # what brings it back
-    why: Failure | None = None  # it is away, and no other has taken its ranks
+    loss: Failure | None = None  # if it is away and no other host has its ranks
     pause_s: float = 0.0  # before it is dialled
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class UnexplainedFailure:
     """A rank that failed by itself, until it is known whether others are the cause."""
 
-    until: float
+    deadline: float
     slot: int
     failure: Failure
 
@@ -224,12 +224,12 @@ class Generation:
 
     number: int
     members: tuple[int, ...]
-    begun: float = 0.0
+    formed_at: float = 0.0
     planned: bool = False
-    holds: bool = False
-    unsettled: set[int] = field(default_factory=set)
-    unformed: set[int] = field(default_factory=set)  # do not have all connections yet
-    met_at: float | None = None  # when all were there to make them
+    is_paused: bool = False
+    regrouping: set[int] = field(default_factory=set)
+    connecting: set[int] = field(default_factory=set)  # do not have all connections yet
+    gathered_at: float | None = None  # when all were there to make them
 
 
 class RankStates:
@@ -253,31 +253,35 @@ class RankStates:
         self._store_is_lost = False
         self._step = -1  # the latest that was told
         self._progress_at: float | None = None  # when a rank has said last that it goes on
-        self._last_progress_at: float | None = None  # the last such sign before a group was torn
+        self._progress_before_break: float | None = (
+            None  # the last such sign before a group was torn
+        )
         self._broken_at: float | None = None  # since when a member of the generation is gone
         self._losses: list[Failure] = []  # since the last generation that was settled
         self._lost_slots: dict[int, str] = {}  # and on which host
-        self._held: list[Held] = []
-        self._waiting_since: float | None = None
+        self._unexplained: list[UnexplainedFailure] = []
+        self._wait_started_at: float | None = None
         self._retried_step = -1  # step at which the same members had to regroup
-        self._silent_pairs: dict[frozenset[str], int] = {}  # by two hosts, the step of an error
-        self._silent_since: float | None = None  # the last sign before the first of them
-        self._times_left_out: Counter[str] = Counter()
-        self._give_up_reason: Failure | None = None
-        self._all_hung_since: float | None = None
+        self._blocked_pairs: dict[frozenset[str], int] = {}  # by two hosts, the step of an error
+        self._blocked_at: float | None = None  # the last sign before the first of them
+        self._exclusions: Counter[str] = Counter()
+        self._abandon_reason: Failure | None = None
+        self._deadlocked_at: float | None = None
         self._is_stopping = False  # the ranks were asked to save and stop
-        self._stopping_since: float | None = None
+        self._stop_started_at: float | None = None
         self._closed_reason = ""  # why nobody can join any more
-        self._is_over = False
+        self._has_ended = False
         self._actions: list[Action] = []
 
     @property
     def can_recover(self) -> bool:
         """Whether losses are recovered from: all ranks have said that they can."""
         members = [self._ranks[slot] for slot in self._generation.members]
-        able = any(rank.able for rank in members)  # not if none has ever said so and all have ended
-        all_able = all(rank.able for rank in members if rank.state == "in")
-        return able and all_able and not self._is_over
+        has_session = any(
+            rank.able for rank in members
+        )  # not if none has ever said so and all have ended
+        are_able = all(rank.able for rank in members if rank.state == "in")
+        return has_session and are_able and not self._has_ended
 
     @property
     def has_interrupted(self) -> bool:
@@ -290,9 +294,9 @@ class RankStates:
         return self._generation.members
 
     @property
-    def is_settled(self) -> bool:
+    def is_stable(self) -> bool:
         """Whether all members train in the present generation."""
-        return not self._generation.unsettled and self._broken_at is None
+        return not self._generation.regrouping and self._broken_at is None
 
     @property
     def is_stopping(self) -> bool:
@@ -307,7 +311,7 @@ class RankStates:
     @property
     def is_waiting(self) -> bool:
         """Whether too few nodes are left, and the ranks wait for another, in a group or in none."""
-        return self._waiting_since is not None and not self._is_over
+        return self._wait_started_at is not None and not self._has_ended
 
     @property
     def required_hosts(self) -> tuple[int, float]:
@@ -323,7 +327,7 @@ class RankStates:
     @property
     def is_pending(self) -> bool:
         """Whether ranks train, or are about to again."""
-        return not self._is_over and bool(self._in_state("in"))
+        return not self._has_ended and bool(self._in_state("in"))
 
     def is_newcomer(self, slot: int) -> bool:
         """Whether this is a newcomer that has not joined yet, and that we have not ended."""
@@ -340,49 +344,51 @@ class RankStates:
         """Newcomers that are in no group: nobody waits for them."""
         return {rank.number for rank in self._in_state("starting", "ready")}
 
-    def is_forming(self, now: float, limit_s: float) -> bool:
+    def is_forming(self, timestamp: float, limit_s: float) -> bool:
         """Whether a group is being made or was just now, or nodes are waited for: that is no hang.
 
         Args:
             now: The time.
             limit_s: Seconds that ranks may stand still, also in a group that was made.
         """
-        patience_s = limit_s if self.is_settled else FORMING_S
-        just_now = self._generation.number > 0 and now - self._generation.begun < patience_s
-        return just_now or self.is_waiting
+        patience_s = limit_s if self.is_stable else FORMING_S
+        is_recent = (
+            self._generation.number > 0 and timestamp - self._generation.formed_at < patience_s
+        )
+        return is_recent or self.is_waiting
 
     def _in_state(self, *which: RankState) -> list[Rank]:
         return [rank for rank in self._ranks.values() if rank.state in which]
 
-    def _drop(self, rank: Rank, failure: Failure | None, now: float) -> None:
+    def _drop(self, rank: Rank, failure: Failure | None, timestamp: float) -> None:
         """A slot's process is out of the job."""
         if rank.state == "in":
-            rank.lost_at, rank.next_try = failure.time if failure else now, now
-            rank.tries = 0 if rank.joined_at is None else rank.tries
+            rank.lost_at, rank.next_try = failure.time if failure else timestamp, timestamp
+            rank.failed_starts = 0 if rank.joined_at is None else rank.failed_starts
             self._lost_slots[rank.number] = rank.host
             if failure is not None and failure not in self._losses:
                 self._losses.append(failure)
         else:
-            self._count_failed_start(rank, now)
+            self._count_failed_start(rank, timestamp)
         if rank.number in self._generation.members and self._broken_at is None:
-            self._broken_at = now
-        rank.state, rank.last = "lost", failure
+            self._broken_at = timestamp
+        rank.state, rank.loss = "lost", failure
         rank.interrupted_at, rank.frozen, rank.hung = None, False, ""
 
-    def _count_failed_start(self, rank: Rank, now: float) -> None:
-        rank.tries += 1
-        rank.next_try = now + (self._policy.newcomer_delay_s(rank.tries) or 0.0)
+    def _count_failed_start(self, rank: Rank, timestamp: float) -> None:
+        rank.failed_starts += 1
+        rank.next_try = timestamp + (self._policy.newcomer_delay_s(rank.failed_starts) or 0.0)
 
-    def _close(self, why: str) -> None:
+    def _close(self, reason: str) -> None:
         """Nobody joins any more, for this reason."""
-        self._closed_reason = self._closed_reason or why
+        self._closed_reason = self._closed_reason or reason
         for rank in self._in_state("starting", "ready"):
             self._kill(rank)
-            self._restart_later(rank)
+            self._schedule_restart(rank)
 
-    def _restart_later(self, rank: Rank) -> None:
+    def _schedule_restart(self, rank: Rank) -> None:
         """A newcomer has to begin once more, by no fault of its own."""
-        rank.state, rank.tries, rank.next_try, rank.joined_at = "lost", 0, 0.0, None
+        rank.state, rank.failed_starts, rank.next_try, rank.joined_at = "lost", 0, 0.0, None
 
     def _confirm_steps(self, which: RankState, step: int | None = None) -> None:
         """Newcomers that are so have made a step with the others, or not; all make it together.
@@ -391,18 +397,18 @@ class RankStates:
             which: ``in``, or ``lost`` just now.
             step: That those had made together who are left; else the latest that was told.
         """
-        made = self._step if step is None else step
+        completed_step = self._step if step is None else step
         for rank in self._in_state(which):
-            if rank.joined_at is not None and made > rank.joined_at:
-                rank.joined_at, rank.tries = None, 0
+            if rank.joined_at is not None and completed_step > rank.joined_at:
+                rank.joined_at, rank.failed_starts = None, 0
 
     def _kill(self, rank: Rank) -> None:
         rank.killed, rank.killed_at = True, None
         self._actions.append(Kill(rank.host, (rank.number,)))
 
-    def _fail(self, *failures: Failure, why: str = "") -> None:
-        self._actions += [End("the job has failed"), Fail(failures, why)]
-        self._is_over = True
+    def _fail(self, *failures: Failure, reason: str = "") -> None:
+        self._actions += [End("the job has failed"), Fail(failures, reason)]
+        self._has_ended = True
 
     @property
     def _survivors(self) -> tuple[int, ...]:
@@ -411,7 +417,7 @@ class RankStates:
         return tuple(rank.number for rank in trains)
 
     @property
-    def _training_is_over(self) -> bool:
+    def _is_training_complete(self) -> bool:
         """Whether the training is over for one of its ranks, so for all: nobody joins any more."""
         closed = any(rank.session_closed for rank in self._in_state("in"))
         return closed or bool(self._in_state("done"))
@@ -419,4 +425,4 @@ class RankStates:
     @property
     def _is_connecting(self) -> bool:
         """Whether all ranks of a new group are there, and make its connections."""
-        return self._generation.met_at is not None and bool(self._generation.unformed)
+        return self._generation.gathered_at is not None and bool(self._generation.connecting)

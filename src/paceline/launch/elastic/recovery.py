@@ -14,22 +14,22 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paceline.launch.elastic.members import TOO_SOON, Members
+from paceline.launch.elastic.members import EARLY_EXIT, Members
 from paceline.launch.elastic.rank_states import (
     Action,
     Dial,
     End,
+    ExcludeHost,
     Fail,
     Kill,
     Prepare,
     Regroup,
-    SendAway,
     Start,
     Stop,
     Wait,
 )
-from paceline.launch.elastic.recovery_report import RecoveryReport, left_out, listed
-from paceline.launch.nodes.connect import LEAVING_S, Reconnector
+from paceline.launch.elastic.recovery_report import RecoveryReport, describe_exclusion, listed
+from paceline.launch.nodes.connect import RELEASED_REDIAL_S, Reconnector
 from paceline.launch.nodes.fleet import Fleet, Node
 from paceline.launch.recorder import Recorder
 from paceline.launch.terminal.run_state import Waiting
@@ -83,7 +83,7 @@ class RankCommands:
     def host_at(self, address: str) -> str:
         """Returns the host with this address, or an empty string."""
         return next((host for host, part in self.parts.items()
-                     if address and _same_address(part.address, address)), "")  # fmt: skip
+                     if address and _is_same_ip(part.address, address)), "")  # fmt: skip
 
     def node(self, host: str) -> Node | None:
         """The node of a host; ``None`` when another host has taken its place."""
@@ -92,10 +92,10 @@ class RankCommands:
     def add(self, part: NodePlan) -> list[int]:
         """Adds the plan of a new host; returns the slots that no rank had before."""
         slots = [rank.rank for rank in part.ranks]
-        fresh = [slot for slot in slots if slot not in self.hosts_of]
+        added = [slot for slot in slots if slot not in self.hosts_of]
         self.parts[part.host] = part
         self.hosts_of.update(dict.fromkeys(slots, part.host))
-        return fresh
+        return added
 
     # --- starts ------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class RankCommands:
         """Makes the store accept connections from hosts that came after it was opened."""
         host, addresses = self.host_at(str(self._store["address"])), self._admitted()
         if host and addresses:
-            admitting = self._fleet.named(host).channel.request("admit", addresses=addresses)
+            admitting = self._fleet.get(host).channel.request("admit", addresses=addresses)
             await asyncio.wait_for(admitting, REPLY_TIMEOUT_S)
 
     def _admitted(self) -> str:
@@ -150,10 +150,10 @@ class RankCommands:
 
     # --- ranks that run ----------------------------------------------------------------------
 
-    async def ask(self, host: str, op: str, **fields: Any) -> None:
+    async def request(self, host: str, op: str, **fields: Any) -> None:
         """Sends a request to an agent and ignores failures."""
         with contextlib.suppress(PacelineError, ConnectionError, asyncio.TimeoutError):
-            channel = self._fleet.named(host).channel
+            channel = self._fleet.get(host).channel
             await asyncio.wait_for(channel.request(op, **fields), REPLY_TIMEOUT_S)
 
     async def open_store(self, host: str) -> None:
@@ -162,7 +162,7 @@ class RankCommands:
         Raises:
             PacelineError, ConnectionError, asyncio.TimeoutError: It could not be opened.
         """
-        node, address = self._fleet.named(host), self.parts[host].address
+        node, address = self._fleet.get(host), self.parts[host].address
         opening = node.channel.request("open_store", address=address, addresses=self._admitted())
         answer = await asyncio.wait_for(opening, REPLY_TIMEOUT_S)
         self._store = {"address": address, "port": int(answer["port"])}
@@ -170,30 +170,30 @@ class RankCommands:
     def regroup_message(self, group: Regroup) -> dict[str, Any]:
         """Returns the message that describes the new group; local ranks are counted within it."""
         sizes = Counter(self.hosts_of[slot] for slot in group.members)
-        counts: Counter[str] = Counter()
+        num_numbered: Counter[str] = Counter()
         local_ranks = {}
         for slot in sorted(group.members):
-            local_ranks[slot] = counts[self.hosts_of[slot]]
-            counts[self.hosts_of[slot]] += 1
+            local_ranks[slot] = num_numbered[self.hosts_of[slot]]
+            num_numbered[self.hosts_of[slot]] += 1
         members = [
             {"slot": slot, "host": host, "local_rank": local_ranks[slot], "local_size": sizes[host]}
             for slot in group.members
             for host in [self.hosts_of[slot]]
         ]
         return {"control": "regroup", "generation": group.generation, "members": members,
-                "store": self._store, "planned": group.planned, "holds": group.holds,
+                "store": self._store, "planned": group.planned, "holds": group.is_paused,
                 "addresses": self._admitted()}  # fmt: skip
 
 
-def _same_address(first: str, second: str) -> bool:
+def _is_same_ip(first: str, second: str) -> bool:
     """Whether two spellings mean the same IP address."""
     try:
-        return _plain_address(first) == _plain_address(second)
+        return _normalize_ip(first) == _normalize_ip(second)
     except ValueError:
         return first == second
 
 
-def _plain_address(text: str) -> str:
+def _normalize_ip(text: str) -> str:
     address = ipaddress.ip_address(text.partition("%")[0])
     return str(getattr(address, "ipv4_mapped", None) or address)
 
@@ -211,7 +211,7 @@ class RecoveryController:
 
     Attributes:
         report: Tells the user; has the recoveries so far.
-        give_up_reason: The loss after which too few hosts came back, if so.
+        abandon_reason: The loss after which too few hosts came back, if so.
         no_restart_reason: Why there is no use in starting again, if so.
         first_host: Host of the rank that saves.
     """
@@ -219,7 +219,7 @@ class RecoveryController:
     def __init__(self, commands: RankCommands, members: Members, fleet: Fleet,
                  reconnector: Reconnector, fail: Callable[[Failure], None],
                  screen: Screen, recorder: Recorder) -> None:  # fmt: skip
-        self.give_up_reason: Failure | None = None
+        self.abandon_reason: Failure | None = None
         self.no_restart_reason = ""
         self.first_host = next(iter(commands.parts))
         self._commands, self._members, self._fleet = commands, members, fleet
@@ -231,7 +231,7 @@ class RecoveryController:
         self._starts: set[asyncio.Task[None]] = set()  # of newcomers, until the agent has answered
         self._is_closed = False
         self._error: BaseException | None = None
-        self._leaving: list[Node] = []
+        self._departing: list[Node] = []
         self._waiting: Waiting | None = None  # since too few hosts were left the last time
         self._dialling: dict[str, asyncio.Task[None]] = {}  # by lost host
 
@@ -258,9 +258,9 @@ class RecoveryController:
         return len(self._commands.parts)
 
     @property
-    def leaving_nodes(self) -> list[Node]:
+    def departing_nodes(self) -> list[Node]:
         """Nodes that were asked to leave and have not been replaced."""
-        return [node for node in self._leaving if self._fleet.has(node)]
+        return [node for node in self._departing if self._fleet.has(node)]
 
     @property
     def is_finished(self) -> bool:
@@ -271,13 +271,13 @@ class RecoveryController:
     def is_regrouping(self) -> bool:
         """Whether ranks are between two groups, so that their silence is no hang."""
         members = self._members
-        return members.can_recover and (members.is_waiting or not members.is_settled)
+        return members.can_recover and (members.is_waiting or not members.is_stable)
 
     @property
     def waiting(self) -> Waiting | None:
         """Hosts that the ranks wait for because too few are left; ``None`` if they do not wait."""
-        waits = self._members.can_recover and self._members.is_waiting
-        return self._waiting if waits else None
+        is_waiting = self._members.can_recover and self._members.is_waiting
+        return self._waiting if is_waiting else None
 
     def is_forming(self, limit_s: float) -> bool:
         """Whether a new group is being formed or has just been: earlier stalls do not count."""
@@ -292,7 +292,7 @@ class RecoveryController:
 
     def on_event(self, event: Event) -> None:
         """Handles an event of a rank, an agent or the launcher."""
-        now, slot, members = time.monotonic(), event.rank, self._members
+        timestamp, slot, members = time.monotonic(), event.rank, self._members
         if event.kind == "store ended":
             members.store_ended(event.host)
         elif slot is None:
@@ -300,50 +300,52 @@ class RecoveryController:
         elif event.kind == "recoverable":
             members.set_recoverable(slot, bool(event["able"]))
         elif event.kind in ("heartbeat", "progress"):
-            members.record_step(event["step"], now)
+            members.record_step(event["step"], timestamp)
             return
         elif event.kind == "interrupted":
             members.record_step(event["step"])
-            silent = self._commands.host_at(unreachable_peer(str(event["error"] or "")))
-            members.interrupt_rank(slot, now, silent=silent, generation=event["generation"])
+            unreachable_host = self._commands.host_at(unreachable_peer(str(event["error"] or "")))
+            members.interrupt_rank(
+                slot, timestamp, unreachable_host=unreachable_host, generation=event["generation"]
+            )
         elif event.kind == "stuck":
             members.set_hung(slot, STUCK)
         elif event.kind in ("rank frozen", "rank thawed"):
             members.set_frozen(slot, event["how"] == "stopped")
         elif event.kind == "gathered":
-            members.group_gathered(event["generation"], now)
+            members.group_gathered(event["generation"], timestamp)
         elif event.kind == "world joined":
             members.group_connected(slot, event["world_size"])
         elif event.kind == "newcomer ready":
-            members.newcomer_ready(slot, now)
+            members.newcomer_ready(slot, timestamp)
         elif event.kind == "session closed":
             members.close_session(slot)
         elif event.kind == "door closed":
-            members.door_closed(slot, str(event["why"]), now)
+            members.close_admission(slot, str(event["why"]), timestamp)
         elif event.kind == "regrouped":
-            members.regrouped(slot, event["generation"], event["step"], now)
+            members.regrouped(slot, event["generation"], event["step"], timestamp)
         elif event.kind == "rank ended" and event["code"] == 0:
-            self._note_lost_newcomer(slot, event.host, TOO_SOON)
-            members.rank_done(slot, now)
+            self._note_lost_newcomer(slot, event.host, EARLY_EXIT)
+            members.rank_finished(slot, timestamp)
         else:
             return
         self.act()
 
-    def take_failure(self, failure: Failure) -> bool:
+    def recover_from(self, failure: Failure) -> bool:
         """Starts recovering from a failure if that is possible; returns whether it is."""
-        now = time.monotonic()
+        timestamp = time.monotonic()
         if self.is_finished:
             return True
         if not self.can_recover:
             return False
         if failure.rank is not None:
             self._note_lost_newcomer(failure.rank, failure.host, failure.headline)
-            self._members.rank_lost(failure.rank, failure, now)
+            self._members.rank_lost(failure.rank, failure, timestamp)
         elif failure.kind == "forkserver":
-            self._members.server_died(failure.host, failure, now)
+            self._members.server_died(failure.host, failure, timestamp)
         elif failure.kind in ("lost", "agent", "lease"):
             redials = self._reconnector.redials
-            self._members.node_lost(failure.host, failure, now, redials=redials)
+            self._members.node_lost(failure.host, failure, timestamp, redials=redials)
         else:
             return False
         self.act()
@@ -354,7 +356,7 @@ class RecoveryController:
         self._add_part(self._reconnector.add(node, self._commands.next_slot))
 
     def _add_part(self, part: NodePlan) -> None:
-        self.report.fresh.update(self._commands.add(part))
+        self.report.untrained.update(self._commands.add(part))
         slots = [rank.rank for rank in part.ranks]
         self._members.add_host(part.host, slots, time.monotonic())
         self.act()
@@ -388,12 +390,12 @@ class RecoveryController:
         self.act()
         return True
 
-    def end_late_newcomer(self, slot: int, host: str, seconds: float, where: str) -> None:
+    def end_stalled_newcomer(self, slot: int, host: str, seconds: float, position: str) -> None:
         """Kills a new rank that has stalled for that many seconds; it may be started again."""
-        why = f"hung for longer than {seconds:.0f} s before it joined: {where}"
-        self._note_lost_newcomer(slot, host, why)
-        self._screen.note(f"paceline: {format_location(host, slot)} is ended: it {why}")
-        self._members.set_hung(slot, why)
+        reason = f"hung for longer than {seconds:.0f} s before it joined: {position}"
+        self._note_lost_newcomer(slot, host, reason)
+        self._screen.note(f"paceline: {format_location(host, slot)} is ended: it {reason}")
+        self._members.set_hung(slot, reason)
         self.act()
 
     def end_strays(self, sides: Sequence[Sequence[int]], headline: str) -> bool:
@@ -419,38 +421,38 @@ class RecoveryController:
         self.act()
         return True
 
-    def separate(self, pairs: Sequence[tuple[str, str]], since: float) -> bool:
+    def separate(self, pairs: Sequence[tuple[str, str]], progress_at: float) -> bool:
         """Drops one host of each pair that cannot reach each other; returns whether it did.
 
         Args:
             pairs: Two hosts each.
-            since: When the job gave its last sign.
+            progress_at: When the job gave its last sign.
         """
         if not self.can_recover or self.is_finished:
             return False
-        if not self._members.separate(pairs, since, time.monotonic()):
+        if not self._members.separate(pairs, progress_at, time.monotonic()):
             return False
         self.act()
         return True
 
-    def release(self, node: Node, asked: Failure) -> bool:
+    def release(self, node: Node, notice: Failure) -> bool:
         """Continues without a node that was asked to leave if possible; returns whether it does."""
-        if any(node is leaving for leaving in self._leaving):
+        if any(node is departing for departing in self._departing):
             return True
-        self._leaving.append(node)
+        self._departing.append(node)
         releases = self.can_recover and not self._members.is_stopping
         if releases:
-            self._spawn(self._release(node, asked))
+            self._spawn(self._release(node, notice))
         return releases
 
-    async def _release(self, node: Node, asked: Failure) -> None:
+    async def _release(self, node: Node, notice: Failure) -> None:
         await asyncio.sleep(SCHEDULER_SPREAD_S)
         if self._members.is_stopping:
             return  # its ranks save, as all others do
-        lost = replace(asked, kind="lost", time=time.monotonic())
-        is_whole_job = len(self.leaving_nodes) >= len(self._fleet.nodes)
-        if is_whole_job or not self.take_failure(lost):
-            self._fail(replace(lost, kind=asked.kind))
+        lost = replace(notice, kind="lost", time=time.monotonic())
+        is_entire_job = len(self.departing_nodes) >= len(self._fleet.nodes)
+        if is_entire_job or not self.recover_from(lost):
+            self._fail(replace(lost, kind=notice.kind))
         elif not node.lost:
             node.running = False
             await self._fleet.dismiss(node)
@@ -463,13 +465,13 @@ class RecoveryController:
         try:
             while True:
                 self._fleet.watchful = self._members.can_recover
-                self._fleet.at_a_loss = self._members.has_interrupted
+                self._fleet.awaits_loss = self._members.has_interrupted
                 self.act()
                 await asyncio.sleep(TICK_S)
                 if self._error is not None:
                     raise self._error
         finally:
-            self._fleet.watchful = self._fleet.at_a_loss = False
+            self._fleet.watchful = self._fleet.awaits_loss = False
             tasks = [*self._tasks]
             for task in tasks:
                 task.cancel()
@@ -503,29 +505,29 @@ class RecoveryController:
         elif isinstance(action, Prepare):
             self._spawn(self._start_fork_server(action.host))
         elif isinstance(action, Dial):
-            self._dialling[action.host] = self._spawn(self._bring_back(action))
-        elif isinstance(action, SendAway):
-            self.report.announce(left_out(action, again=self._reconnector.redials))
-            self._spawn(self._send_away(action.host))
+            self._dialling[action.host] = self._spawn(self._restore_host(action))
+        elif isinstance(action, ExcludeHost):
+            self.report.announce(describe_exclusion(action, again=self._reconnector.redials))
+            self._spawn(self._dismiss(action.host))
         elif isinstance(action, Fail):
-            self.no_restart_reason = action.why or self.no_restart_reason
+            self.no_restart_reason = action.reason or self.no_restart_reason
             for failure in action.failures:
                 self._fail(failure)
         elif isinstance(action, Stop):
-            self.give_up_reason = action.why
-            self._fail(action.why)
+            self.abandon_reason = action.loss
+            self._fail(action.loss)
         elif isinstance(action, Wait):
-            self._spawn(self._tell_wait(action))
+            self._spawn(self._report_wait(action))
         else:
-            self.report.tell(action)
+            self.report.announce_action(action)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._on_task_done)
+        task.add_done_callback(self._on_task_end)
         return task
 
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._error = self._error or error
@@ -540,21 +542,21 @@ class RecoveryController:
             if isinstance(action, Regroup):
                 if action.store_host and not await self._open_store(action.store_host):
                     continue
-                self._tell_ranks(commands.regroup_message(action))
+                self._broadcast(commands.regroup_message(action))
             elif isinstance(action, End):
-                self._tell_ranks({"control": "end", "why": action.why})
+                self._broadcast({"control": "end", "why": action.reason})
             elif isinstance(action, Kill):
-                self._spawn(commands.ask(action.host, "kill_ranks", ranks=list(action.slots)))
+                self._spawn(commands.request(action.host, "kill_ranks", ranks=list(action.slots)))
             elif not self._is_closed:
                 starting = self._spawn(self._start_newcomers(action))
                 self._starts.add(starting)
                 starting.add_done_callback(self._starts.discard)
             await asyncio.sleep(0)
 
-    def _tell_ranks(self, line: dict[str, Any]) -> None:
+    def _broadcast(self, line: dict[str, Any]) -> None:
         for node in self._fleet.nodes:
             if not node.lost and node.running:
-                self._spawn(self._commands.ask(node.name, "tell_ranks", line=line))
+                self._spawn(self._commands.request(node.name, "tell_ranks", line=line))
 
     async def _open_store(self, host: str) -> bool:
         """Opens a new rendezvous store on a host; if that fails, :class:`Members` decides again."""
@@ -575,54 +577,54 @@ class RecoveryController:
             await self._commands.start_newcomers(node, part, action.slots)
         except (PacelineError, ConnectionError, asyncio.TimeoutError) as error:
             await asyncio.sleep(PAUSE_S)
-            why = f"it could not be started: {str(error) or 'no answer'}"
+            reason = f"it could not be started: {str(error) or 'no answer'}"
             for slot in action.slots:
-                self._note_lost_newcomer(slot, action.host, why)
-            self._members.start_failed(action.host, action.slots, time.monotonic(), why)
+                self._note_lost_newcomer(slot, action.host, reason)
+            self._members.start_failed(action.host, action.slots, time.monotonic(), reason)
             self.act()
 
     async def _start_fork_server(self, host: str) -> None:
         """Retries starting a fork server until one runs; reports what prevents it."""
-        pause_s, last_why = PAUSE_S, ""
+        pause_s, reported = PAUSE_S, ""
         while (node := self._commands.node(host)) is not None and not node.lost:
             try:
                 await asyncio.wait_for(node.prepare(), REPLY_TIMEOUT_S)
                 assert node.ready is not None
-                trouble = await node.ready
+                problem = await node.ready
             except (PacelineError, ConnectionError, asyncio.TimeoutError) as error:
-                why = str(error) or "no answer"
+                reason = str(error) or "no answer"
             else:
-                if trouble is None:
+                if problem is None:
                     self._members.server_up(host)
                     self.act()
                     return
-                why = (trouble.text.strip() or trouble.kind).splitlines()[-1]
-            if why != last_why and not node.lost:
-                self.report.announce(f"{host} cannot start ranks yet: {why}")
-            last_why = why
+                reason = (problem.text.strip() or problem.kind).splitlines()[-1]
+            if reason != reported and not node.lost:
+                self.report.announce(f"{host} cannot start ranks yet: {reason}")
+            reported = reason
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
-    async def _send_away(self, host: str) -> None:
+    async def _dismiss(self, host: str) -> None:
         if (node := self._commands.node(host)) is not None and not node.lost:
             node.running = False
             await self._fleet.dismiss(node)
 
-    async def _bring_back(self, action: Dial) -> None:
+    async def _restore_host(self, action: Dial) -> None:
         """Fills the place of a lost host with a spare, or with the host itself once it is back."""
         host = action.host
         if self._replace_host(host):
             del self._dialling[host]
             return
         if not self._reconnector.redials:
-            self._members.node_gone(host)
+            self._members.abandon_host(host)
             return
         # a host that was sent home, and not lost, is dialled only after some time in any case
-        await asyncio.sleep(max(0.0, action.after_s - LEAVING_S))
+        await asyncio.sleep(max(0.0, action.delay_s - RELEASED_REDIAL_S))
         try:
-            await self._reconnector.bring_back(host)
+            await self._reconnector.reconnect(host)
         except PermanentConnectError:  # the user has been told
-            self._members.node_gone(host)
+            self._members.abandon_host(host)
         else:
             del self._dialling[host]
             self._members.server_up(host)
@@ -630,17 +632,19 @@ class RecoveryController:
 
     # --- messages ----------------------------------------------------------------------------
 
-    def _note_lost_newcomer(self, slot: int, host: str, why: str) -> None:
+    def _note_lost_newcomer(self, slot: int, host: str, reason: str) -> None:
         """Records the failure of a new rank before it joined; shows the last one to the user."""
         if self._members.is_newcomer(slot):
-            self._recorder.event("newcomer lost", host, slot, why=why)
+            self._recorder.event("newcomer lost", host, slot, why=reason)
 
-    async def _tell_wait(self, news: Wait) -> None:
+    async def _report_wait(self, news: Wait) -> None:
         self._waiting = None
         await asyncio.sleep(PAUSE_S)
         if self._members.is_waiting:  # no spare has taken a place at once
-            words = f"waiting for {listed(news.missing)}, with the training's state in memory"
-            self.report.announce(f"too few nodes are left: {words}")
+            text = f"waiting for {listed(news.missing)}, with the training's state in memory"
+            self.report.announce(f"too few nodes are left: {text}")
             min_hosts, patience_s = self._members.required_hosts
-            here = pluralize(self.num_hosts - len(news.missing), "node")
-            self._waiting = Waiting.now(f"{here} of at least {min_hosts}: {words}", patience_s)
+            num_available = pluralize(self.num_hosts - len(news.missing), "node")
+            self._waiting = Waiting.now(
+                f"{num_available} of at least {min_hosts}: {text}", patience_s
+            )

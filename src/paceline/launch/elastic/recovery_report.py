@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.launch.elastic.rank_states import Joined, LeftOut, NotAgain, Recovered, SendAway
+from paceline.launch.elastic.rank_states import (
+    ExcludeHost,
+    Joined,
+    RankAbandoned,
+    RanksNotReplaced,
+    Recovered,
+)
 from paceline.launch.nodes.fleet import Fleet
 from paceline.launch.recorder import Recorder
 from paceline.launch.terminal.screen import Screen
@@ -22,72 +28,76 @@ class RecoveryReport:
 
     Attributes:
         completed: The recoveries so far.
-        fresh: Further ranks that did not train yet.
+        untrained: Further ranks that did not train yet.
     """
 
     def __init__(self, hosts_of: Mapping[int, str], fleet: Fleet, screen: Screen,
                  recorder: Recorder) -> None:  # fmt: skip
         self.completed: list[Recovery] = []
-        self.fresh: set[int] = set()
+        self.untrained: set[int] = set()
         self._hosts_of, self._fleet = hosts_of, fleet
         self._screen, self._recorder = screen, recorder
 
-    def note_late_newcomer(self, slot: int, host: str, seconds: float, where: str) -> None:
+    def note_stalled_newcomer(self, slot: int, host: str, seconds: float, position: str) -> None:
         """Reports a new rank that has stalled and should have joined by now."""
         location = format_location(host, slot)
-        text = f"{location}, started {seconds:.0f} s ago, has not come to the training: it {where}"
+        text = (
+            f"{location}, started {seconds:.0f} s ago, has not come to the training: it {position}"
+        )
         self._screen.note(f"paceline: {text}")
-        self._recorder.event("newcomer late", host, slot, text=text, why=where)
+        self._recorder.event("newcomer late", host, slot, text=text, why=position)
 
-    def tell(self, news: Recovered | Joined | LeftOut | NotAgain) -> None:
+    def announce_action(self, news: Recovered | Joined | RankAbandoned | RanksNotReplaced) -> None:
         """Reports that ranks were lost, have joined, or do not come back."""
         if isinstance(news, Recovered):
-            self._tell_recovered(news)
+            self._report_recovered(news)
         elif isinstance(news, Joined):
             names = [self._name(slot) for slot in news.slots]
-            where = "here" if self.fresh.issuperset(news.slots) else "back"
-            self.fresh.difference_update(news.slots)
-            text = f"{listed(names)} {'is' if len(names) == 1 else 'are'} {where}"
+            place = "here" if self.untrained.issuperset(news.slots) else "back"
+            self.untrained.difference_update(news.slots)
+            text = f"{listed(names)} {'is' if len(names) == 1 else 'are'} {place}"
             self.announce(f"{text} after {news.seconds:.1f} s", news.seconds)
-        elif isinstance(news, NotAgain):
+        elif isinstance(news, RanksNotReplaced):
             text = listed([self._name(slot) for slot in news.slots])
             verb = "is" if len(news.slots) == 1 else "are"
-            self.announce(f"{text} {verb} not started again: {news.why}")
+            self.announce(f"{text} {verb} not started again: {news.reason}")
         else:
-            last = f" ({news.why.headline})" if news.why and news.why.headline else ""
-            self.announce(f"{self._name(news.slot)} could not join again{last}: left out")
+            cause = f" ({news.failure.headline})" if news.failure and news.failure.headline else ""
+            self.announce(f"{self._name(news.slot)} could not join again{cause}: left out")
 
-    def _tell_recovered(self, news: Recovered) -> None:
-        why = "; ".join(describe_loss(failure) for failure in news.losses) or "was lost"
-        others = "the other rank" if news.others == 1 else f"the other {news.others} ranks"
-        if not news.others:  # each was lost once, and given the state of one that was not
-            others = "those that came for them"
-        if news.last:
-            verb = "saves and stops" if news.others == 1 else "save and stop"
-            self.announce(f"{why}. After {news.seconds:.1f} s {others} {verb}", news.seconds)
+    def _report_recovered(self, news: Recovered) -> None:
+        losses = "; ".join(describe_loss(failure) for failure in news.losses) or "was lost"
+        survivors = (
+            "the other rank" if news.num_survivors == 1 else f"the other {news.num_survivors} ranks"
+        )
+        if not news.num_survivors:  # each was lost once, and given the state of one that was not
+            survivors = "those that came for them"
+        if news.is_final:
+            verb = "saves and stops" if news.num_survivors == 1 else "save and stop"
+            self.announce(f"{losses}. After {news.seconds:.1f} s {survivors} {verb}", news.seconds)
             return
         names = tuple(map(format_location, news.hosts, news.slots))
-        self.completed.append(Recovery(names, why, round(news.seconds, 3)))
+        self.completed.append(Recovery(names, losses, round(news.seconds, 3)))
         for node in self._fleet.nodes:
             node.outlived = node.outlived or (node.lost and node.name in news.hosts)
-        went_on = f"Training went on with {others} after {news.seconds:.1f} s"
-        self.announce(f"{why}. {went_on}; no step was lost", news.seconds)
+        continued = f"Training went on with {survivors} after {news.seconds:.1f} s"
+        self.announce(f"{losses}. {continued}; no step was lost", news.seconds)
 
     def announce(self, text: str, seconds: float | None = None) -> None:
         """Shows a recovery to the user and records it."""
         self._screen.note(f"paceline: {text}")
-        took: dict[str, Any] = {} if seconds is None else {"seconds": round(seconds, 3)}
-        self._recorder.event("recovery", text=text, **took)
+        duration: dict[str, Any] = {} if seconds is None else {"seconds": round(seconds, 3)}
+        self._recorder.event("recovery", text=text, **duration)
 
     def _name(self, slot: int) -> str:
         return f"rank {slot} on {self._hosts_of[slot]}"
 
 
-def left_out(action: SendAway, again: bool) -> str:
+def describe_exclusion(action: ExcludeHost, is_redialled: bool) -> str:
     """Returns the message about a live host that was excluded."""
-    later = f", and it is tried again after {action.again_s:.0f} s" if again else ""
-    return (f"{action.why} (paceline check tries each direction): {action.host} is left"
-            f" out{later}")  # fmt: skip
+    redial = f", and it is tried again after {action.redial_delay_s:.0f} s" if is_redialled else ""
+    return (f"{action.reason} (paceline check tries each direction): {action.host} is left"
+            f" out{redial}")  # fmt: skip
 
 
 def describe_loss(failure: Failure) -> str:

@@ -32,14 +32,14 @@ NEWCOMER_DELAYS_S = (0.0, 1.0, 5.0)  # before each start of a newcomer; then it 
 MAX_STRIKES = 3  # signals that end the same rank without a step in between
 # Two attempts came equally far if the longer took at most so many times the shorter's time plus a
 # constant: a start never takes equally long.
-SAME_DURATION_RATIO = 1.25
-SAME_DURATION_SLACK_S = 2.0
+DURATION_TOLERANCE = 1.25
+DURATION_SLACK_S = 2.0
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """Signals by which the kernel ends a program for what it did itself."""
 
 _RATES_AND_TIMES = re.compile(r"\d{1,20}(?:[.:,]\d{1,20}){1,9}(?:e[+-]?\d{1,3})?")
-_COUNTS = re.compile(r"\d{1,20}")
+_INTEGERS = re.compile(r"\d{1,20}")
 _PLACE = re.compile(r'^\s{0,40}File "([^"\n]{1,4096})", line (\d{1,9})', re.MULTILINE)
 
 
@@ -70,12 +70,12 @@ class StartupTracker:
     def __init__(self, job: Job, world_size: int) -> None:
         self.is_session = trains(job)
         is_python = job.entry.kind in ("script", "module") and job.needs_torch
-        self._ranks_meet = is_python and world_size > 1 and not job.opens_store
+        self._ranks_communicate = is_python and world_size > 1 and not job.opens_store
         self._started = False
         self._has_output = False  # for people, or for its other ranks
         self._first_step = 0  # the step of the checkpoint that it resumes
         self._step = 0  # the latest that was reported
-        self._last_lines: dict[int, str] = {}  # by rank, the end of its last line of output
+        self._output_lines: dict[int, str] = {}  # by rank, the end of its last line of output
 
     def on_event(self, event: Event) -> None:
         """Handles an event of an agent or a rank."""
@@ -87,19 +87,19 @@ class StartupTracker:
             self._has_output = True
             if event["stream"] == "out" and (line := event.blob.rstrip().rpartition(b"\n")[2]):
                 text = line[-MAX_LINE_BYTES:].decode(errors="replace")
-                self._last_lines[event.rank or 0] = text
+                self._output_lines[event.rank or 0] = text
         elif event.kind == "resumed":
             self._first_step = max(self._first_step, event["step"] or 0)
         elif event.kind in ("heartbeat", "progress", "metrics"):
             self._step = max(self._step, event["step"] or 0)
 
     @property
-    def last_line(self) -> str:
+    def output_line(self) -> str:
         """The last line that the lowest rank with output has written."""
-        return self._last_lines[min(self._last_lines)] if self._last_lines else ""
+        return self._output_lines[min(self._output_lines)] if self._output_lines else ""
 
     @property
-    def is_over(self) -> bool:
+    def has_work_to_lose(self) -> bool:
         """Whether a start from the beginning would lose, or repeat, something.
 
         A session shows it by its steps. Nobody sees the first step of any other script: before
@@ -108,7 +108,7 @@ class StartupTracker:
         """
         if self.is_session:
             return self._step > self._first_step
-        return self._started and (self._has_output or not self._ranks_meet)
+        return self._started and (self._has_output or not self._ranks_communicate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,18 +117,18 @@ class Verdict:
 
     Attributes:
         again: Whether it does.
-        why: Why not, for people; empty if no restart was allowed in the first place.
+        reason: Why not, as text; empty if no restart was allowed in the first place.
         number: How many failures count by now.
         limit: How many may.
-        before_first_step: Whether this is another start of an attempt that came to no step.
+        is_start: Whether this is another start of an attempt that came to no step.
         notes: What the user is told.
     """
 
     again: bool
-    why: str = ""
+    reason: str = ""
     number: int = 0
     limit: int = 0
-    before_first_step: bool = False
+    is_start: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -156,19 +156,19 @@ class RetryPolicy:
         retries_start: Whether a loss before the first step is followed by another start.
 
     Attributes:
-        counted: How many restarts followed a failure that counts.
+        num_restarts: How many restarts followed a failure that counts.
     """
 
     def __init__(self, max_restarts: int = 0, window_s: float = 0.0,
                  retries_start: bool = True) -> None:  # fmt: skip
-        self.counted = 0
+        self.num_restarts = 0
         self.retries_start = retries_start
         self._max_restarts, self._window_s = max_restarts, window_s
         self._failed_at: deque[float] = deque()
         self._losses: dict[str, deque[float]] = {}
-        self._starts_without_step = 0
-        self._last: tuple[tuple[str, ...], int | None, float, str] | None = None
-        self._last_at = 0.0
+        self._num_futile_starts = 0
+        self._previous: tuple[tuple[str, ...], int | None, float, str] | None = None
+        self._failure_time = 0.0
         self._crash: tuple[Failure, int, int] | None = None  # the last, its step and generation
 
     # --- the whole job -----------------------------------------------------------------------
@@ -177,8 +177,8 @@ class RetryPolicy:
         """Whether to connect all hosts again after that many losses before there is a plan."""
         return self.retries_start and number < MAX_STARTS
 
-    def after_attempt(self, failure: Failure, diagnosis: Diagnosis,
-                      startup: StartupTracker | None, now: float,
+    def judge_attempt(self, failure: Failure, diagnosis: Diagnosis,
+                      startup: StartupTracker | None, timestamp: float,
                       ran_s: float) -> Verdict:  # fmt: skip
         """Counts a failed attempt and says whether the job starts again.
 
@@ -189,8 +189,8 @@ class RetryPolicy:
             now: Seconds of any monotonic clock.
             ran_s: How long the ranks ran.
         """
-        if startup is None or startup.is_over:
-            self._starts_without_step = 0
+        if startup is None or startup.has_work_to_lose:
+            self._num_futile_starts = 0
         if failure.kind == "stranger":
             note = "the job is not started again while somebody interferes with it"
             return Verdict(False, notes=(note,))
@@ -201,19 +201,19 @@ class RetryPolicy:
             return Verdict(False, notes=(note,))
         notes: tuple[str, ...] = ()
         if diagnosis.by_chance:
-            self._starts_without_step += 1
-            if self._starts_without_step < MAX_STARTS:
-                number = self._starts_without_step
-                return Verdict(True, "", number, MAX_STARTS - 1, before_first_step=True)
+            self._num_futile_starts += 1
+            if self._num_futile_starts < MAX_STARTS:
+                number = self._num_futile_starts
+                return Verdict(True, "", number, MAX_STARTS - 1, is_start=True)
             notes = (f"not begun again: {MAX_STARTS} starts in a row came to no step",)
-        last_line = "" if startup is None else startup.last_line
-        verdict = self.after_failure(failure, now, ran_s=ran_s, last_line=last_line)
-        if verdict.why:
-            notes += (f"not started again: {verdict.why}",)
+        output_line = "" if startup is None else startup.output_line
+        verdict = self.judge_failure(failure, timestamp, ran_s=ran_s, output_line=output_line)
+        if verdict.reason:
+            notes += (f"not started again: {verdict.reason}",)
         return replace(verdict, limit=self._max_restarts, notes=notes)
 
-    def after_failure(self, failure: Failure, now: float, *, step: int | None = None,
-                      ran_s: float = 0.0, last_line: str = "") -> Verdict:  # fmt: skip
+    def judge_failure(self, failure: Failure, timestamp: float, *, step: int | None = None,
+                      ran_s: float = 0.0, output_line: str = "") -> Verdict:  # fmt: skip
         """Counts a failure of the program itself and returns whether the job continues.
 
         Args:
@@ -222,17 +222,17 @@ class RetryPolicy:
             step: Of the session in which it happened; ``None`` for a script, whose steps nobody
                 knows.
             ran_s: How long the ranks ran: a script that comes equally far each time shows it.
-            last_line: The last line that a rank wrote. Different numbers in it, such as a step's,
+            output_line: The last line that a rank wrote. Different numbers in it, such as a step's,
                 show that a script came to another place.
         """
-        mark = signature(failure)
-        last, self._last = self._last, (mark, step, ran_s, last_line)
-        since_last_s, self._last_at = now - self._last_at, now
-        _forget(self._failed_at, now, self._window_s)
+        failure_signature = signature(failure)
+        previous, self._previous = self._previous, (failure_signature, step, ran_s, output_line)
+        interval_s, self._failure_time = timestamp - self._failure_time, timestamp
+        _forget(self._failed_at, timestamp, self._window_s)
         if not self._max_restarts:
             return Verdict(False)
-        if mark and last is not None and last[0] == mark:
-            if step is not None and step == last[1]:
+        if failure_signature and previous is not None and previous[0] == failure_signature:
+            if step is not None and step == previous[1]:
                 return Verdict(
                     False,
                     f"the same failure as before, at the same step ({step}), on the same data:"
@@ -240,20 +240,25 @@ class RetryPolicy:
                     len(self._failed_at),
                 )
             # A rare failure may follow the clock: a login that expires, a job of the system's.
-            is_recent = not self._window_s or since_last_s <= self._window_s
-            moved = _counts_differ(last_line, last[3])
-            if step is None and is_recent and _same_duration(ran_s, last[2]) and not moved:
-                where = f" at {mark[-1]}" if mark[-1] else ""
+            is_recent = not self._window_s or interval_s <= self._window_s
+            moved = _integers_differ(output_line, previous[3])
+            if (
+                step is None
+                and is_recent
+                and _is_similar_duration(ran_s, previous[2])
+                and not moved
+            ):
+                place = f" at {failure_signature[-1]}" if failure_signature[-1] else ""
                 return Verdict(
                     False,
-                    f"the same failure as before{where}, and after as long a time:"
+                    f"the same failure as before{place}, and after as long a time:"
                     " it is the program's own",
                     len(self._failed_at),
                 )
         if len(self._failed_at) >= self._max_restarts:
             return Verdict(False, self._used_up(), len(self._failed_at))
-        self._failed_at.append(now)
-        self.counted += 1
+        self._failed_at.append(timestamp)
+        self.num_restarts += 1
         return Verdict(True, number=len(self._failed_at))
 
     def _used_up(self) -> str:
@@ -262,16 +267,16 @@ class RetryPolicy:
             return f"{times} used up (--max-restarts {self._max_restarts})"
         return f"{times} within {span(self._window_s)} (--max-restarts {self._max_restarts})"
 
-    def redials(self, host: str, now: float) -> bool:
+    def redials(self, host: str, timestamp: float) -> bool:
         """Counts the loss of a host; returns whether to reconnect to it."""
         losses = self._losses.setdefault(host, deque())
-        _forget(losses, now, self._window_s)
-        losses.append(now)
+        _forget(losses, timestamp, self._window_s)
+        losses.append(timestamp)
         return len(losses) < MAX_HOST_LOSSES
 
     # --- one rank of a session ---------------------------------------------------------------
 
-    def begin_attempt(self) -> None:
+    def reset_crashes(self) -> None:
         """Forgets the crashes of the last attempt, because all ranks start again."""
         self._crash = None
 
@@ -287,35 +292,35 @@ class RetryPolicy:
 
     def repeated_crash(self, failure: Failure, step: int, generation: int) -> Failure | None:
         """Records a crash; returns an earlier one of another group at the same step, if any."""
-        mark = signature(failure)
-        if not mark:
+        crash_signature = signature(failure)
+        if not crash_signature:
             return None
-        last, self._crash = self._crash, (failure, step, generation)
-        if last is None or (last[1], signature(last[0])) != (step, mark):
+        previous, self._crash = self._crash, (failure, step, generation)
+        if previous is None or (previous[1], signature(previous[0])) != (step, crash_signature):
             return None
-        return last[0] if last[2] != generation else None
+        return previous[0] if previous[2] != generation else None
 
 
-def _same_duration(ran_s: float, last_s: float) -> bool:
+def _is_similar_duration(ran_s: float, previous_s: float) -> bool:
     """Whether two attempts of a script ran about equally long.
 
     One that begins at a checkpoint takes less time to the same place than the first, but as much
     as the next. What chance does, such as a disk that fails now and then, takes any time.
     """
-    shorter, longer = sorted((ran_s, last_s))
-    return longer <= shorter * SAME_DURATION_RATIO + SAME_DURATION_SLACK_S
+    min_s, max_s = sorted((ran_s, previous_s))
+    return max_s <= min_s * DURATION_TOLERANCE + DURATION_SLACK_S
 
 
-def _counts_differ(line: str, last_line: str) -> bool:
+def _integers_differ(line: str, previous_line: str) -> bool:
     """Whether two lines hold different whole numbers, rates and times of day left out."""
-    counts, last_counts = (
-        _COUNTS.findall(_RATES_AND_TIMES.sub("", text)) for text in (line, last_line)
+    numbers, previous_numbers = (
+        _INTEGERS.findall(_RATES_AND_TIMES.sub("", text)) for text in (line, previous_line)
     )
-    return bool(counts and last_counts) and counts != last_counts
+    return bool(numbers and previous_numbers) and numbers != previous_numbers
 
 
-def _forget(times: deque[float], now: float, window_s: float) -> None:
-    while window_s and times and now - times[0] > window_s:
+def _forget(times: deque[float], timestamp: float, window_s: float) -> None:
+    while window_s and times and timestamp - times[0] > window_s:
         times.popleft()
 
 

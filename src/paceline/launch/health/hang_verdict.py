@@ -1,4 +1,4 @@
-"""Whether some looks at all ranks show a hang, whose it is, and what holds that rank up. Pure."""
+"""Decides from snapshots of all ranks whether they hang, and what holds which rank up. Pure."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from paceline.explain.stacks import (
 )
 from paceline.spec.failure import format_location
 
-BUSY_S = 60.0  # until a rank that works alone, while others wait for it, is told of
-WORKS = 0.05  # of a CPU
-MOVES = 16 * 1024  # bytes a second that are read or written
-SENDS = 2 * 1024  # the same of one that waits for others: a slow network is no hang
-SWITCHES = 2.0  # a second: a rank that waits for one thing makes none, one that polls many
+BUSY_TIMEOUT_S = 60.0  # before a rank is reported that works while others wait for it
+MIN_CPU_SHARE = 0.05  # of one CPU; a rank that uses more is working
+MIN_IO_BYTES_PER_S = 16 * 1024  # a rank that reads or writes more is working
+MIN_SENT_BYTES_PER_S = 2 * 1024  # a waiting rank that sends more is on a slow network, no hang
+MAX_SWITCHES_PER_S = 2.0  # a rank that waits for one thing makes none, one that polls many
 _LOADER = "/torch/utils/data/"
 _FETCHES = f"{_LOADER}dataloader.py"
 _IDLE = ("/multiprocessing/queues.py", "/multiprocessing/connection.py")
@@ -36,13 +36,13 @@ Kind = Literal["frozen", "still", "busy", "ended", "last", "apart", "deaf"]
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
-    """What the main thread of a process waits in, by the kernel's tables; empty when not known.
+class BlockingCall:
+    """The system call in which the main thread of a process waits; empty if unknown.
 
     Attributes:
-        call: The system call.
-        on: The file that it is about.
-        readers: Of a pipe that it writes to: the job's processes that could read.
+        call: Its name.
+        on: The file that it concerns.
+        readers: The job's processes that could read from the pipe that it writes to.
     """
 
     call: str = ""
@@ -55,77 +55,81 @@ class Child:
     """A process that a rank has started.
 
     Attributes:
-        pid, name: On its host.
-        waits: What it waits in.
-        frames: Innermost first; empty for what is no fork of the rank.
+        pid, name: Process number and name on its host.
+        blocking_call: What it waits in.
+        frames: Innermost first; empty unless it is a fork of the rank.
     """
 
     pid: int
     name: str
-    waits: Waits
+    blocking_call: BlockingCall
     frames: tuple[Frame, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class RankSnapshot:
     """What one rank was doing at one moment.
 
     Attributes:
-        stand: Where it stood.
-        cpu_s: CPU time that it and its children had used, without that of gloo's loops: one that
-            is woken for nothing uses a whole CPU, and what the others move is in ``sent``.
-        pid: On its host.
-        moved: Bytes that they had read from and written to files and pipes.
+        stack: Its stack.
+        cpu_s: CPU time of it and its children, without gloo's event loops: one that is woken for
+            nothing uses a whole CPU.
+        pid: Process number on its host.
+        moved: Bytes that it and its children had read from and written to files and pipes.
         sent: Bytes that it had written, without those that a network has not taken yet.
-        switches: How often they had waited for something new.
-        waits: What it waits in.
-        children: Looked at only where it is asked for.
-        calls: The collectives that it has begun last, as torch's flight recorder has them.
+        switches: How often it and its children had waited for something new.
+        blocking_call: What it waits in.
+        children: Its children; only in detailed snapshots.
+        calls: Its latest collectives, as torch's flight recorder has them.
     """
 
-    stand: RankStack
+    stack: RankStack
     cpu_s: float
     pid: int = 0
     moved: float = 0.0
     sent: float = 0.0
     switches: int = 0
-    waits: Waits = field(default_factory=Waits)
+    blocking_call: BlockingCall = field(default_factory=BlockingCall)
     children: tuple[Child, ...] = ()
     calls: tuple[str, ...] = ()
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal or a debugger has stopped the process."""
+        return self.stack.state in ("T", "t")
+
     @classmethod
-    def told(cls, host: str, report: dict[str, Any]) -> Look:
-        """Of what an agent answers to ``seen``."""
-        stand = RankStack(
+    def from_report(cls, host: str, report: dict[str, Any]) -> RankSnapshot:
+        """Parses an entry of an agent's answer to ``seen``."""
+        stack = RankStack(
             host, int(report["rank"]), str(report["state"]), parse_frames(report["stack"])
         )
         children = tuple(
-            Child(
-                int(child["pid"]), str(child["name"]), _waits(child), parse_frames(child["stack"])
-            )
+            Child(int(child["pid"]), str(child["name"]), _blocking_call(child),
+                  parse_frames(child["stack"]))
             for child in report["children"]
-        )
-        return cls(stand, float(report["cpu_s"]), int(report["pid"]), float(report["moved"]),
-                   float(report["sent"]), int(report["switches"]), _waits(report), children,
-                   tuple(report["calls"]))  # fmt: skip
+        )  # fmt: skip
+        return cls(stack, float(report["cpu_s"]), int(report["pid"]), float(report["moved"]),
+                   float(report["sent"]), int(report["switches"]), _blocking_call(report),
+                   children, tuple(report["calls"]))  # fmt: skip
 
 
-def _waits(report: dict[str, Any]) -> Waits:
-    return Waits(str(report["call"]), str(report["on"]), tuple(report["readers"]))
+def _blocking_call(report: dict[str, Any]) -> BlockingCall:
+    return BlockingCall(str(report["call"]), str(report["on"]), tuple(report["readers"]))
 
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """Who keeps the others waiting.
+    """A hang and its cause.
 
     Attributes:
-        host, rank: The one; ``None`` when all wait for each other.
-        text: One line.
-        kind: How.
-        sure: Whether it waits for one single thing; else it looks up now and then.
-        at: Its line.
-        begun: See :func:`begun`.
-        sides: Of ranks that wait in different collectives, those that wait in the same one.
+        host, rank: The rank that the others wait for; ``None`` if all wait for each other.
+        text: One line for the user.
+        kind: See :data:`Kind`.
+        sure: Whether the rank waits for one single thing; otherwise it wakes up now and then.
+        at: The line of code at which it stands.
+        calls: See :func:`latest_calls`.
+        sides: Groups of ranks that wait in the same collective, if ranks wait in different ones.
     """
 
     host: str
@@ -134,303 +138,303 @@ class Hang:
     kind: Kind = "still"
     sure: bool = True
     at: str = ""
-    begun: tuple[tuple[int, str], ...] = ()
+    calls: tuple[tuple[int, str], ...] = ()
     sides: tuple[tuple[int, ...], ...] = ()
 
-    def same(self, other: Hang) -> bool:
-        """Whether the other is this one, seen once more."""
-        one, two = ((h.host, h.rank, h.kind, h.at) for h in (self, other))
-        return one == two
+    def matches(self, other: Hang) -> bool:
+        """Returns whether ``other`` is the same hang at a later moment."""
+        this, that = ((h.host, h.rank, h.kind, h.at) for h in (self, other))
+        return this == that
 
     @property
     def replaceable(self) -> bool:
-        """Whether another process in its place could go on: not where the program is at fault."""
+        """Whether a new process in the rank's place could go on: the program is not at fault."""
         return self.rank is not None and self.kind in ("frozen", "still", "busy")
 
 
-def begun(looks: Sequence[Look]) -> tuple[tuple[int, str], ...]:
-    """By rank, the collective that it has begun last, of those that tell it."""
-    return tuple((look.stand.rank, look.calls[-1]) for look in looks if look.calls)
+def latest_calls(snapshots: Sequence[RankSnapshot]) -> tuple[tuple[int, str], ...]:
+    """Returns the latest collective of each rank that reports its collectives."""
+    return tuple((snap.stack.rank, snap.calls[-1]) for snap in snapshots if snap.calls)
 
 
-def went_on(before: Sequence[tuple[int, str]], after: Sequence[tuple[int, str]]) -> bool | None:
-    """Whether a rank has begun another collective in between; ``None`` when nobody tells."""
-    earlier = dict(before)
-    both = [(earlier[rank], call) for rank, call in after if rank in earlier]
-    return any(was != call for was, call in both) if both else None
+def has_progressed(first: Sequence[tuple[int, str]],
+                   second: Sequence[tuple[int, str]]) -> bool | None:  # fmt: skip
+    """Returns whether a rank has begun another collective in between; ``None`` if unknown."""
+    earlier = dict(first)
+    pairs = [(earlier[rank], call) for rank, call in second if rank in earlier]
+    return any(before != after for before, after in pairs) if pairs else None
 
 
-def stays(hang: Hang, looks: Sequence[Look]) -> bool:
-    """Whether ranks stand as they did when this hang was told, as far as they can be asked."""
-    known = [look for look in looks if look.stand.frames or _held(look)]
-    theirs = [look for look in known if hang.rank in (None, look.stand.rank)]
+def persists(hang: Hang, snapshots: Sequence[RankSnapshot]) -> bool:
+    """Returns whether the ranks that can be inspected still stand as this hang describes."""
+    readable = [snap for snap in snapshots if snap.stack.frames or snap.is_stopped]
+    relevant = [snap for snap in readable if hang.rank in (None, snap.stack.rank)]
     if hang.kind in ("still", "last"):
-        return all(describe_position(look.stand) == hang.at for look in theirs)
+        return all(describe_position(snap.stack) == hang.at for snap in relevant)
     if hang.kind == "frozen":
-        return all(_held(look) for look in theirs)
-    return hang.kind != "busy" and all(is_waiting(look.stand) for look in known)
+        return all(snap.is_stopped for snap in relevant)
+    return hang.kind != "busy" and all(is_waiting(snap.stack) for snap in readable)
 
 
-def judge(before: Sequence[Look], after: Sequence[Look], between_s: float, silent_s: float,
-          ended: Sequence[tuple[str, int]] = (),
-          closely: Sequence[Look] = ()) -> Hang | None:  # fmt: skip
-    """Whether this is a hang, and whose.
+def diagnose(first: Sequence[RankSnapshot], second: Sequence[RankSnapshot], between_s: float,
+             idle_s: float, ended: Sequence[tuple[str, int]] = (),
+             detailed: Sequence[RankSnapshot] = ()) -> Hang | None:  # fmt: skip
+    """Decides whether the job hangs, and which rank holds it up.
 
     Args:
-        before, after: All living ranks at two moments.
+        first, second: Snapshots of all living ranks at two moments.
         between_s: Seconds between the two.
-        silent_s: For how long nothing was heard.
+        idle_s: Seconds without a sign of progress.
         ended: Host and number of ranks that have ended with status 0.
-        closely: They once more, a moment later, and what more is known then.
+        detailed: Detailed snapshots, taken a moment after the second; empty without.
     """
-    earlier = {look.stand.rank: look for look in before}
-    known = {look.stand.rank: look for look in closely}
-    if len(after) != len(before) or (closely and len(closely) != len(after)):
-        return None  # one has come or ended, or cannot be asked: it may be whom the others wait for
-    found: dict[str, list[Look]] = {"waits": [], "still": [], "busy": []}
+    earlier = {snap.stack.rank: snap for snap in first}
+    details = {snap.stack.rank: snap for snap in detailed}
+    if len(second) != len(first) or (detailed and len(detailed) != len(second)):
+        return None  # a rank came, ended or cannot be inspected: the others may wait for that one
+    groups: dict[str, list[RankSnapshot]] = {"waits": [], "still": [], "busy": []}
     sure = True
-    for look in after:
-        was, later = earlier.get(look.stand.rank), known.get(look.stand.rank)
-        if was is None or (closely and later is None):
+    for snap in second:
+        previous, detail = earlier.get(snap.stack.rank), details.get(snap.stack.rank)
+        if previous is None or (detailed and detail is None):
             return None
-        how = _how(was, look, between_s)
-        if not how or (later is not None and how != "busy" and not _stays(look, later)):
+        activity = _classify(previous, snap, between_s)
+        has_moved = detail is not None and activity != "busy" and not _is_unmoved(snap, detail)
+        if not activity or has_moved:
             return None
-        if how == "still" and not _held(look):
-            sure = sure and look.switches - was.switches <= SWITCHES * between_s
-        found[how].append(_with(look, later))
-    hang = _verdict(found["waits"], found["still"], found["busy"], silent_s, ended, sure)
-    return hang and replace(hang, begun=begun(closely))
+        if activity == "still" and not snap.is_stopped:
+            sure = sure and snap.switches - previous.switches <= MAX_SWITCHES_PER_S * between_s
+        groups[activity].append(_merge_details(snap, detail))
+    hang = _verdict(groups["waits"], groups["still"], groups["busy"], idle_s, ended, sure)
+    return hang and replace(hang, calls=latest_calls(detailed))
 
 
-def _how(was: Look, look: Look, between_s: float) -> str:
-    """What a rank does, by two looks: ``waits``, ``still``, ``busy``; empty when it moves.
-
-    Empty, too, when it cannot be asked: then nothing is known.
-    """
-    if _held(was) or _held(look):
-        return "still" if _held(was) and _held(look) else ""
-    if not look.stand.frames or is_waiting(look.stand) != is_waiting(was.stand):
+def _classify(first: RankSnapshot, second: RankSnapshot, between_s: float) -> str:
+    """Returns ``waits``, ``still`` or ``busy``; empty if the rank moves or cannot be inspected."""
+    if first.is_stopped or second.is_stopped:
+        return "still" if first.is_stopped and second.is_stopped else ""
+    if not second.stack.frames or is_waiting(second.stack) != is_waiting(first.stack):
         return ""
-    if is_waiting(look.stand):
-        moves = (
-            look.cpu_s - was.cpu_s > WORKS * between_s or look.sent - was.sent > SENDS * between_s
-        )
-        return "" if moves else "waits"
-    if _works(was, look, between_s):
+    if is_waiting(second.stack):
+        computes = second.cpu_s - first.cpu_s > MIN_CPU_SHARE * between_s
+        sends = second.sent - first.sent > MIN_SENT_BYTES_PER_S * between_s
+        return "" if computes or sends else "waits"
+    if _is_working(first, second, between_s):
         return "busy"
-    return "still" if was.stand.script_frame == look.stand.script_frame else ""
+    return "still" if first.stack.script_frame == second.stack.script_frame else ""
 
 
-def stands_still(was: Look, look: Look, between_s: float) -> str:
-    """How a rank stands still that nobody waits for; empty where it works, or has moved.
+def describe_stall(first: RankSnapshot, second: RankSnapshot, between_s: float) -> str:
+    """Describes how a rank stands still for which nobody waits; empty if it works or has moved.
 
     Args:
-        was, look: At two moments.
+        first, second: The rank at two moments.
         between_s: Seconds between the two.
     """
-    moved = was.stand.script_frame != look.stand.script_frame or _held(was) != _held(look)
-    return "" if moved or _works(was, look, between_s) else _stands_still(look)
+    is_moved = first.stack.script_frame != second.stack.script_frame
+    if is_moved or first.is_stopped != second.is_stopped or _is_working(first, second, between_s):
+        return ""
+    return _describe_block(second)
 
 
-def _held(look: Look) -> bool:
-    """By a signal or a debugger."""
-    return look.stand.state in ("T", "t")
+def _is_unmoved(first: RankSnapshot, second: RankSnapshot) -> bool:
+    """Returns whether both show the same place, so that details of one hold for the other."""
+    if first.is_stopped or second.is_stopped:
+        return first.is_stopped and second.is_stopped
+    position, next_position = describe_position(first.stack), describe_position(second.stack)
+    return is_waiting(first.stack) == is_waiting(second.stack) and position == next_position
 
 
-def _stays(look: Look, later: Look) -> bool:
-    """Whether it is still where it was: else what is known of it now is of another moment."""
-    if _held(look) or _held(later):
-        return _held(look) and _held(later)
-    return is_waiting(look.stand) == is_waiting(later.stand) and describe_position(
-        look.stand
-    ) == describe_position(later.stand)
+def _merge_details(snap: RankSnapshot, detail: RankSnapshot | None) -> RankSnapshot:
+    """Adds details; the rest is kept because a detailed inspection disturbs the process."""
+    if detail is None:
+        return snap
+    call, children = detail.blocking_call, detail.children
+    return replace(snap, blocking_call=call, children=children, calls=detail.calls)
 
 
-def _with(look: Look, closely: Look | None) -> Look:
-    """The same look; a closer one disturbs the process, so that only what is new is taken of it."""
-    if closely is None:
-        return look
-    return replace(look, waits=closely.waits, children=closely.children, calls=closely.calls)
-
-
-def _verdict(waiting: Sequence[Look], still: Sequence[Look], busy: Sequence[Look], silent_s: float,
-             ended: Sequence[tuple[str, int]], sure: bool) -> Hang | None:  # fmt: skip
+def _verdict(waiting: Sequence[RankSnapshot], blocked: Sequence[RankSnapshot],
+             busy: Sequence[RankSnapshot], idle_s: float, ended: Sequence[tuple[str, int]],
+             sure: bool) -> Hang | None:  # fmt: skip
     if not waiting:
-        return None if busy else _last(still, ended, sure)
-    # Connections of the former group were cut: who waits on there waits for nobody.
-    if anew := [look for look in waiting if is_regrouping(look.stand)]:
-        still = [*still, *(look for look in waiting if not is_regrouping(look.stand))]
-        waiting = anew
-    stands = [look.stand for look in waiting]
-    for_it = f"{_names(stands)} {_verb(stands)} for it in {describe_position(stands[0])}"
-    if still:
-        look = min(still, key=lambda one: one.stand.state != "T")
-        one, frozen = look.stand, _held(look)
-        others = [other for other in still if other is not look][:3]
-        also = "".join(
-            f"; {other.stand.label} stands still, too, {_place(other)}" for other in others
-        )
-        text = f"{one.label} {_stands_still(look)} while {for_it}{also}"
-        kind: Kind = "frozen" if frozen else "still"
-        return Hang(one.host, one.rank, text, kind, sure, "" if frozen else describe_position(one))
+        return None if busy else _remaining_ranks_hang(blocked, ended, sure)
+
+    # Connections of the former group were cut: a rank that waits there waits for no other rank.
+    if regrouping := [snap for snap in waiting if is_regrouping(snap.stack)]:
+        blocked = [*blocked, *(snap for snap in waiting if not is_regrouping(snap.stack))]
+        waiting = regrouping
+
+    stacks = [snap.stack for snap in waiting]
+    for_it = f"{_join_labels(stacks)} {_wait_verb(stacks)} for it in {describe_position(stacks[0])}"
+    if blocked:
+        snap = min(blocked, key=lambda snap: snap.stack.state != "T")
+        also = _describe_also([peer for peer in blocked if peer is not snap])
+        text = f"{snap.stack.label} {_describe_block(snap)} while {for_it}{also}"
+        return _hang_of(snap, text, "frozen" if snap.is_stopped else "still", sure)
     if busy:
-        one = busy[0].stand
-        if silent_s < BUSY_S:
-            return None
-        return Hang(
-            one.host,
-            one.rank,
-            f"{one.label} is busy {describe_position(one)} while {for_it}",
-            "busy",
-        )
+        stack = busy[0].stack
+        text = f"{stack.label} is busy {describe_position(stack)} while {for_it}"
+        is_reported = idle_s >= BUSY_TIMEOUT_S
+        return Hang(stack.host, stack.rank, text, "busy") if is_reported else None
     if ended:
         host, rank = ended[0]
         text = f"rank {rank} on {host} ended with status 0 while {for_it}"
         return Hang(host, rank, text, "ended")
-    return _all_wait(waiting) if len(waiting) > 1 else None
+    return _deadlock(waiting) if len(waiting) > 1 else None
 
 
-def _last(still: Sequence[Look], ended: Sequence[tuple[str, int]], sure: bool) -> Hang | None:
-    """Who stands still where all others have ended: for it nobody waits but the job."""
-    left = {(look.stand.host, look.stand.rank) for look in still}
-    if not still or left.issuperset(ended):
+def _remaining_ranks_hang(blocked: Sequence[RankSnapshot], ended: Sequence[tuple[str, int]],
+                          sure: bool) -> Hang | None:  # fmt: skip
+    """Returns the hang of ranks that stand still although all others have ended."""
+    remaining = {(snap.stack.host, snap.stack.rank) for snap in blocked}
+    if not blocked or remaining.issuperset(ended):
         return None
-    one, frozen = still[0].stand, _held(still[0])
-    also = "".join(f"; {look.stand.label} stands still, too, {_place(look)}" for look in still[1:4])
-    text = f"{one.label} {_stands_still(still[0])}, and all others have ended{also}"
-    return Hang(one.host, one.rank, text, "last", sure, "" if frozen else describe_position(one))
+    snap, also = blocked[0], _describe_also(blocked[1:])
+    text = f"{snap.stack.label} {_describe_block(snap)}, and all others have ended{also}"
+    return _hang_of(snap, text, "last", sure)
 
 
-def _all_wait(waiting: Sequence[Look]) -> Hang:
-    """Nobody is elsewhere: they came to different collectives, or do not hear each other."""
-    stands = [look.stand for look in waiting]
-    called = first_difference({look.stand.rank: look.calls for look in waiting})
-    what = dict(called.calls) if called else {}
-    if called is None and (inside := _together(waiting)):
-        text = f"{_names(stands)} wait for each other in {inside}: what one sends "
+def _hang_of(snap: RankSnapshot, text: str, kind: Kind, sure: bool) -> Hang:
+    at = "" if snap.is_stopped else describe_position(snap.stack)
+    return Hang(snap.stack.host, snap.stack.rank, text, kind, sure, at)
+
+
+def _describe_also(blocked: Sequence[RankSnapshot]) -> str:
+    places = [(snap.stack.label, _describe_place(snap)) for snap in blocked[:3]]
+    return "".join(f"; {label} stands still, too, {place}" for label, place in places)
+
+
+def _deadlock(waiting: Sequence[RankSnapshot]) -> Hang:
+    """Returns the hang of ranks that all wait: in different collectives or for lost messages."""
+    stacks = [snap.stack for snap in waiting]
+    called = first_difference({snap.stack.rank: snap.calls for snap in waiting})
+    calls = dict(called.calls) if called else {}
+    if called is None and (collective := _common_collective(waiting)):
+        text = f"{_join_labels(stacks)} wait for each other in {collective}: what one sends "
         text += "does not reach the other (paceline check tries each direction)"
         return Hang("", None, text, "deaf")
-    since = f": they differ from collective {called.number} on" if called else ""
-    since = since or ": they do not wait for the same"
+    difference = f": they differ from collective {called.number} on" if called else ""
+    difference = difference or ": they do not wait for the same"
 
-    def at(one: RankStack) -> str:
-        call = what.get(one.rank)
-        return describe_position(one) + (
-            f", its call {called.number} was {call}" if called and call else ""
-        )
+    def position(stack: RankStack) -> str:
+        call = calls.get(stack.rank)
+        suffix = f", its call {called.number} was {call}" if called and call else ""
+        return describe_position(stack) + suffix
 
-    # who has not come to that call may be right or wrong
-    came = [one for one in stands if not called or one.rank in what]
-    places = {
-        one.rank: comparable_call(what[one.rank]) if called else describe_position(one)
-        for one in came
-    }
+    # A rank that has not come to that call may be right or wrong.
+    present = [stack for stack in stacks if not called or stack.rank in calls]
+    places = {stack.rank: comparable_call(calls[stack.rank]) if called else describe_position(stack)
+              for stack in present}  # fmt: skip
     by_place: dict[object, list[int]] = {}
-    for one in stands:
-        by_place.setdefault(places.get(one.rank, ""), []).append(one.rank)
+    for stack in stacks:
+        by_place.setdefault(places.get(stack.rank, ""), []).append(stack.rank)
     sides = tuple(map(tuple, by_place.values()))
+
     common, count = Counter(places.values()).most_common(1)[0]
-    many = [one for one in came if places[one.rank] == common]
-    lone = next((one for one in came if places[one.rank] != common), None)
-    if lone is None or 2 * count <= len(stands):  # nobody knows who is right
-        told = "; ".join(f"{one.label} waits in {at(one)}" for one in came[:4])
-        return Hang("", None, told + since, "apart", sides=sides)
-    text = f"{lone.label} waits in {at(lone)} while {_names(many)} {_verb(many)} in {at(many[0])}"
-    return Hang(lone.host, lone.rank, text + since, "apart", sides=sides)
+    majority = [stack for stack in present if places[stack.rank] == common]
+    lone = next((stack for stack in present if places[stack.rank] != common), None)
+    if lone is None or 2 * count <= len(stacks):  # no majority shows which side is right
+        text = "; ".join(f"{stack.label} waits in {position(stack)}" for stack in present[:4])
+        return Hang("", None, text + difference, "apart", sides=sides)
+    text = f"{lone.label} waits in {position(lone)} while {_join_labels(majority)}"
+    text += f" {_wait_verb(majority)} in {position(majority[0])}"
+    return Hang(lone.host, lone.rank, text + difference, "apart", sides=sides)
 
 
-def _together(waiting: Sequence[Look]) -> str:
-    """The collective that all wait in; empty where it is not the same, or is not known."""
-    last = {look.calls[-1] if look.calls else "" for look in waiting}
-    same = len(last) == 1 and "" not in last
-    places = {describe_position(look.stand) for look in waiting}
+def _common_collective(waiting: Sequence[RankSnapshot]) -> str:
+    """Returns the collective that all wait in; empty if they differ or it is unknown."""
+    places = {describe_position(snap.stack) for snap in waiting}
     if len(places) == 1:
         return places.pop()
-    if not same:
+    calls = {snap.calls[-1] if snap.calls else "" for snap in waiting}
+    if len(calls) != 1 or "" in calls:
         return ""
-    _, number, what = last.pop().split(" ", 2)
-    return f"{what}, call {number} of each"
+    _, number, call = calls.pop().split(" ", 2)
+    return f"{call}, call {number} of each"
 
 
-def _works(was: Look, look: Look, between_s: float) -> bool:
-    """Whether it computes, reads or writes, or waits for a disk: compilers, checkpoints, data."""
-    computes = look.cpu_s - was.cpu_s > WORKS * between_s
-    moves = look.moved - was.moved > MOVES * between_s
-    return computes or moves or was.stand.state == look.stand.state == "D"
+def _is_working(first: RankSnapshot, second: RankSnapshot, between_s: float) -> bool:
+    """Returns whether a rank computes, reads or writes, or waits for a disk."""
+    computes = second.cpu_s - first.cpu_s > MIN_CPU_SHARE * between_s
+    moves = second.moved - first.moved > MIN_IO_BYTES_PER_S * between_s
+    return computes or moves or first.stack.state == second.stack.state == "D"
 
 
 # --- what holds it up ---------------------------------------------------------------------------
 
 
-def _stands_still(look: Look) -> str:
-    stand = look.stand
-    if stand.state == "T":
+def _describe_block(snap: RankSnapshot) -> str:
+    stack = snap.stack
+    if stack.state == "T":
         return "is stopped by a signal"
-    if stand.state == "t":
+    if stack.state == "t":
         return "is held by a debugger"
-    if any(_FETCHES in frame.file for frame in stand.frames):
-        return f"waits for its data {describe_position(stand)}{_of_workers(look.children)}"
-    why = because(look)
-    return f"stands still {describe_position(stand)}{why and f' ({why})'}"
+    position = describe_position(stack)
+    if any(_FETCHES in frame.file for frame in stack.frames):
+        return f"waits for its data {position}{_describe_workers(snap.children)}"
+    cause = describe_cause(snap)
+    return f"stands still {position}{cause and f' ({cause})'}"
 
 
-def _place(look: Look) -> str:
-    return "held up from outside" if _held(look) else describe_position(look.stand)
+def _describe_place(snap: RankSnapshot) -> str:
+    return "held up from outside" if snap.is_stopped else describe_position(snap.stack)
 
 
-def _of_workers(children: Sequence[Child]) -> str:
-    """What the processes do that make the data."""
-    workers = [
-        worker for worker in children if any(_LOADER in frame.file for frame in worker.frames)
-    ]
-    for worker in workers:
-        own = RankStack("", 0, "", worker.frames).script_frame
-        if own is not None and not any(worker.frames[0].file.endswith(end) for end in _IDLE):
-            why = _call_words(worker.waits, worker.pid)
-            return (f": its data loader's worker, process {worker.pid}, stands still at"
-                    f" {describe_frame(own)}{why and f' ({why})'}")  # fmt: skip
-    if stuck := next((worker for worker in children if worker.waits.call), None):
-        return f": its process {stuck.pid} ({stuck.name}) {_call_words(stuck.waits, stuck.pid)}"
+def _describe_workers(children: Sequence[Child]) -> str:
+    """Describes what the processes do that load the data."""
+    for child in children:
+        frame = RankStack("", 0, "", child.frames).script_frame
+        is_worker = any(_LOADER in frame.file for frame in child.frames)
+        if is_worker and frame is not None and not child.frames[0].file.endswith(_IDLE):
+            cause = _describe_call(child.blocking_call, child.pid)
+            return (f": its data loader's worker, process {child.pid}, stands still at"
+                    f" {describe_frame(frame)}{cause and f' ({cause})'}")  # fmt: skip
+    for child in children:
+        if child.blocking_call.call:
+            call = _describe_call(child.blocking_call, child.pid)
+            return f": its process {child.pid} ({child.name}) {call}"
     return ""
 
 
-def because(look: Look) -> str:
-    """What its main thread waits for, in words; empty when that says nothing new."""
-    if look.waits.call in ("wait4", "waitid", "read", "poll", "select"):
-        for child in look.children:
-            if child.waits.call == "write" and child.waits.on.startswith("pipe:"):
-                ends = _readers(child.waits.readers, child.pid, look.pid, look.stand.label)
-                return f"its child, process {child.pid} ({child.name}), writes to a full pipe{ends}"
-        if look.children and look.waits.call in ("wait4", "waitid"):
-            first = look.children[0]
-            return f"it waits for its child, process {first.pid} ({first.name}), to end"
-    return _call_words(look.waits, look.pid)
+def describe_cause(snap: RankSnapshot) -> str:
+    """Describes what the main thread waits for; empty if that says nothing new."""
+    call, children = snap.blocking_call.call, snap.children
+    if call in ("wait4", "waitid", "read", "poll", "select"):
+        for child in children:
+            blocked_on = child.blocking_call
+            if blocked_on.call == "write" and blocked_on.on.startswith("pipe:"):
+                readers = _readers(blocked_on.readers, child.pid, snap.pid, snap.stack.label)
+                return (
+                    f"its child, process {child.pid} ({child.name}), writes to a full pipe{readers}"
+                )
+        if children and call in ("wait4", "waitid"):
+            return f"it waits for its child, process {children[0].pid} ({children[0].name}), to end"
+    return _describe_call(snap.blocking_call, snap.pid)
 
 
-def _readers(readers: Sequence[int], writer: int, rank_pid: int, who: str) -> str:
-    """Who should read, as the end of a sentence."""
-    others = [pid for pid in readers if pid != writer]
+def _readers(readers: Sequence[int], writer: int, rank_pid: int, rank_name: str) -> str:
+    """Names the process that could read from a pipe, as the end of a sentence."""
+    pids = [pid for pid in readers if pid != writer]
     if not readers:
         return ""
-    if not others:
+    if not pids:
         return " that nobody else could read"
-    if others == [rank_pid]:
-        return f" that only {who} could read"
-    return f" that process {others[0]} could read"
+    if pids == [rank_pid]:
+        return f" that only {rank_name} could read"
+    return f" that process {pids[0]} could read"
 
 
-def _call_words(waits: Waits, pid: int) -> str:
-    call, on = waits.call, waits.on
-    if call in ("write", "writev") and on.startswith("pipe:"):
-        return f"it writes to a full pipe{_readers(waits.readers, pid, 0, '')}"
-    if on.startswith("/") and call in ("flock", "fcntl"):
-        return f"it waits for a lock on {on}"
-    if on.startswith("/"):
-        return f"in {call} of {on}"
-    if on.startswith("pipe:"):
+def _describe_call(blocking_call: BlockingCall, pid: int) -> str:
+    call, target = blocking_call.call, blocking_call.on
+    if call in ("write", "writev") and target.startswith("pipe:"):
+        return f"it writes to a full pipe{_readers(blocking_call.readers, pid, 0, '')}"
+    if target.startswith("/") and call in ("flock", "fcntl"):
+        return f"it waits for a lock on {target}"
+    if target.startswith("/"):
+        return f"in {call} of {target}"
+    if target.startswith("pipe:"):
         return "it waits for what comes through a pipe"
-    if on.startswith("socket:"):
+    if target.startswith("socket:"):
         return "it waits for the network"
     return {
         "nanosleep": "it sleeps", "clock_nanosleep": "it sleeps",
@@ -439,35 +443,31 @@ def _call_words(waits: Waits, pid: int) -> str:
     }.get(call, "")  # fmt: skip
 
 
-# --- words --------------------------------------------------------------------------------------
+def _join_labels(stacks: Sequence[RankStack]) -> str:
+    labels = ", ".join(stack.label for stack in stacks[:3])
+    return labels if len(stacks) <= 3 else f"{labels} and {len(stacks) - 3} more"
 
 
-def _names(stands: Sequence[RankStack]) -> str:
-    few = ", ".join(stand.label for stand in stands[:3])
-    return few if len(stands) <= 3 else f"{few} and {len(stands) - 3} more"
+def _wait_verb(stacks: Sequence[RankStack]) -> str:
+    return "waits" if len(stacks) == 1 else "wait"
 
 
-def _verb(stands: Sequence[RankStack]) -> str:
-    return "waits" if len(stands) == 1 else "wait"
-
-
-def frozen_text(host: str, rank: int, how: str, seconds: float, on: str, pid: int) -> str:
-    """What to say of a rank that stands still in a way in which no program does by itself.
+def describe_frozen(host: str, rank: int, state: str, seconds: float, on: str, pid: int) -> str:
+    """Describes a rank that something outside of the program holds up.
 
     Args:
-        host, rank, pid: Which.
-        how: See ``agent.held.Standstill``.
+        host, rank, pid: The rank and its process.
+        state: See ``agent.held.Standstill``.
         seconds: For how long.
-        on: What holds it up, as far as it is known.
+        on: What holds it up, if known.
     """
-    who, long = format_location(host, rank), f"for {seconds:.{0 if seconds >= 1 else 1}f} s"
+    name, duration = format_location(host, rank), f"{seconds:.{0 if seconds >= 1 else 1}f} s"
     by = f": {on}" if on else ""
-    if how == "traced":
-        return f"{who} is frozen: held by a debugger {long}{by}"
-    if how == "paused":
-        return f"{who} is frozen: its control group is paused {long} (a container that was paused)"
-    if how == "disk":
-        return f"{who} is frozen: it waits in the kernel for a disk that does not answer {long}{by}"
-    if how == "swapped":
-        return f"{who} is swapped out: it has waited for its memory {long}{by}"
-    return f"{who} is frozen: stopped by a signal {long} (SIGSTOP); on {host}: kill -CONT {pid}"
+    if state == "swapped":
+        return f"{name} is swapped out: it has waited for its memory for {duration}{by}"
+    reason = {
+        "traced": f"held by a debugger for {duration}{by}",
+        "paused": f"its control group is paused for {duration} (a container that was paused)",
+        "disk": f"it waits in the kernel for a disk that does not answer for {duration}{by}",
+    }.get(state, f"stopped by a signal for {duration} (SIGSTOP); on {host}: kill -CONT {pid}")
+    return f"{name} is frozen: {reason}"

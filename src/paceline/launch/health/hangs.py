@@ -1,11 +1,9 @@
-"""Hangs: noticed from what ranks say and from how quiet they are, and told with the line.
+"""Watches running ranks for hangs. It reports hangs and ends nothing itself.
 
-:mod:`.verdict` decides from two looks at all ranks; :class:`HangWatch` takes them. It ends nothing
-itself. A long evaluation, a compilation or a slow download look quiet, too: so a silence only makes
-us look at the ranks' stacks, and only where some wait in a collective for others that do not move
-is it called a hang. Looks at ranks are of different moments, and a job may go on between any two:
-so nothing is told of ranks that are not where they were at each of three looks, or that have begun
-another collective. By its number two hangs at one line are told apart, too.
+A long evaluation, a compilation or a slow download is quiet, too. So silence only leads to an
+inspection of the ranks' stacks; it is a hang if some ranks wait in a collective for others that do
+not move (:mod:`.hang_verdict`). The job may go on between two snapshots. So a hang is reported only
+if all ranks are at the same place in three snapshots and have begun no other collective.
 """
 
 from __future__ import annotations
@@ -20,306 +18,308 @@ from typing import Any
 
 from paceline.launch.health.hang_verdict import (
     Hang,
-    Look,
-    begun,
-    frozen_text,
-    judge,
-    stays,
-    went_on,
+    RankSnapshot,
+    describe_frozen,
+    diagnose,
+    has_progressed,
+    latest_calls,
+    persists,
 )
-from paceline.launch.health.heartbeats import LEAST_S, Heartbeats, told
+from paceline.launch.health.heartbeats import MIN_IDLE_S, HeartbeatStats, positions_json
 from paceline.launch.nodes.fleet import Fleet, Node
 from paceline.spec.errors import PacelineError
 from paceline.spec.events import Event
 
-UNTOLD_S = 15.0  # without CPU time, of ranks that tell nothing and look up now and then
-LOOK_S = 1.0
-CALLS_S = 2.0  # without CPU time, until ranks that tell no steps are asked for their collectives
-AGAIN_S = 8.0  # at ranks that are known to hang
-WHERE_S = 2.0  # between two tellings of where the ranks are
-BETWEEN_S = 1.2  # between two looks at the same ranks
+UNREPORTED_IDLE_S = 15.0  # without CPU time, for ranks that report no steps and poll
+POLL_S = 1.0
+CALLS_S = 2.0  # without CPU time, before the collectives of ranks without steps are read
+REINSPECT_S = 8.0  # between inspections of ranks that are known to hang
+REPORT_PERIOD_S = 2.0  # between reports of the ranks' phases
+SNAPSHOT_GAP_S = 1.2  # between two snapshots of the same ranks
 PATIENCE_S = 5.0  # for a node's answer, with what it waits for itself
-QUIET_S = 5.0  # without CPU time or a step, that a job is looked at for when somebody stops it
-SURE_S = 1.0  # by which what is heard of two nodes may be apart
+MIN_STOP_IDLE_S = 5.0  # without CPU time or a step, before a stopped job is inspected
+CLOCK_TOLERANCE_S = 1.0  # between what two nodes report
 
 
 class HangWatch:
-    """Looks every second whether the job goes on, and tells what keeps it.
+    """Checks every second whether the job goes on, and reports what holds it up.
 
     Args:
         fleet: The nodes.
-        told: Called with every hang that is found, and with ``None`` when the job goes on again.
-        over: Called with a hang that has lasted for too long, and for how long that may be. True
-            when the job goes on without that rank.
-        where: Called now and then with where the ranks are (see ``beats.told``), and the hang.
-        limit_s: How long that is; ``None``: measured, where ranks tell their steps; 0: never.
-        outside: Ranks that are in no group: nobody waits for them.
+        on_hang: Called with each hang and the seconds since its start, and with ``None`` when the
+            job goes on.
+        end_hang: Called with a hang that lasts longer than the limit, and that limit. Returns
+            whether the job goes on without that rank.
+        on_positions: Called regularly with the ranks' positions (:func:`positions_json`) and the
+            hang's text.
+        limit_s: Seconds after which a hang is ended; ``None`` to measure them if ranks report
+            steps; 0 for never.
+        ungrouped: Returns the ranks that are in no group, for which nobody waits.
     """
 
     def __init__(self, fleet: Fleet, on_hang: Callable[[Hang | None, float], None],
                  end_hang: Callable[[Hang, float], bool],
-                 where: Callable[[list[dict[str, Any]], str], None],
+                 on_positions: Callable[[list[dict[str, Any]], str], None],
                  limit_s: float | None = 0.0,
-                 outside: Callable[[], Collection[int]] = tuple) -> None:  # fmt: skip
-        self._fleet, self._where, self._outside = fleet, where, outside
+                 ungrouped: Callable[[], Collection[int]] = tuple) -> None:  # fmt: skip
+        self._fleet, self._on_positions, self._ungrouped = fleet, on_positions, ungrouped
         self._hosts: dict[int, str] = {}
-        self._where_at, self._where_hang = -math.inf, ""
-        self._told, self._over, self._limit_s = on_hang, end_hang, limit_s
-        self.heartbeats = Heartbeats()
+        self._reported_at, self._reported_hang = -math.inf, ""
+        self._on_hang, self._end_hang, self._limit_s = on_hang, end_hang, limit_s
+        self.heartbeats = HeartbeatStats()
         self._ended: list[tuple[str, int]] = []
         self._frozen: dict[tuple[str, int], tuple[Event, float]] = {}
         self._hang: Hang | None = None
-        self._by_lines = False  # it is known which hosts do not hear each other
-        self._since = 0.0  # of the hang that was told
-        self._seen_at = 0.0  # the same hang, the last time
-        self._still_until = 0.0  # what ranks did up to then does not speak against it
-        self._next_look = 0.0
-        self._begun: dict[int, str] = {}  # the collective that each rank has begun last
-        self._begun_at = -math.inf  # when that was first seen
-        self._asked_at = -math.inf  # for it
+        self._by_lines = False  # the hang is that of blocked links
+        self._hang_started_at = 0.0
+        self._seen_at = 0.0  # when the current hang was observed last
+        self._ignored_until_s = 0.0  # activity up to then does not contradict the hang
+        self._inspect_at = 0.0
+        self._calls: dict[int, str] = {}  # the latest collective of each rank
+        self._calls_at = -math.inf  # when that was first seen
+        self._calls_requested_at = -math.inf
 
     def heartbeat(self, host: str, rank: int, step: int, phase: str) -> None:
-        """A rank has told what it does."""
+        """Records the step and phase of a rank."""
         self._hosts[rank] = host
         hung = self._hang is not None and self._hang.kind != "busy"
         self.heartbeats.take(rank, step, phase, time.monotonic(), hung=hung)
 
-    def ended(self, host: str, rank: int) -> None:
-        """A rank has ended with status 0."""
+    def rank_ended(self, host: str, rank: int) -> None:
+        """Records that a rank has ended with status 0."""
         self._ended.append((host, rank))
 
-    def frozen(self, event: Event) -> None:
-        """An agent has told that a rank is held up, or is no longer."""
+    def on_freeze_event(self, event: Event) -> None:
+        """Handles an agent's report that a rank is held up, or no longer."""
         assert event.rank is not None
         if event.kind == "rank thawed":
             self._frozen.pop((event.host, event.rank), None)
-            self._still_until = time.monotonic()  # others may have worked while it was held up
-            self._next_look = 0.0
+            self._ignored_until_s = time.monotonic()  # others may have worked while it was held up
+            self._inspect_at = 0.0
             return
-        since = time.monotonic() - float(event["seconds"])
-        self._frozen[event.host, event.rank] = (event, since)
-        self._tell(self._held(event, since), time.monotonic() - since)
+        frozen_at = time.monotonic() - float(event["seconds"])
+        self._frozen[event.host, event.rank] = (event, frozen_at)
+        self._report(self._frozen_hang(event, frozen_at), time.monotonic() - frozen_at)
 
-    def gone(self, host: str, rank: int) -> None:
-        """A rank has ended in whatever way: what was known of it holds no longer."""
+    def forget_rank(self, host: str, rank: int) -> None:
+        """Forgets a rank that has ended."""
         self._frozen.pop((host, rank), None)
         self.heartbeats.beats.pop(rank, None)
 
-    def lost(self, host: str) -> None:
-        """A node has gone, and nobody tells of its ranks any more: others may get their numbers."""
-        told = {rank for rank, where in self._hosts.items() if where == host}
-        for rank in told | {rank for where, rank in self._frozen if where == host}:
-            self.gone(host, rank)
+    def forget_host(self, host: str) -> None:
+        """Forgets the ranks of a lost node, whose numbers others may get."""
+        ranks = {rank for rank, place in self._hosts.items() if place == host}
+        for rank in ranks | {rank for place, rank in self._frozen if place == host}:
+            self.forget_rank(host, rank)
 
-    def deaf(self, text: str) -> None:
-        """Ranks wait because hosts do not hear each other: told as a hang, whatever looks show.
-
-        Not where a rank is held up, which is known for certain, too.
-        """
+    def report_blocked_links(self, text: str) -> None:
+        """Reports blocked links as a hang, unless a rank is held up, which is certain as well."""
         if not self._frozen:
             self._by_lines = True
-            self._tell(Hang("", None, text, "deaf"), self.silent_s())
+            self._report(Hang("", None, text, "deaf"), self.idle_s())
 
     async def run(self) -> None:
         """Until it is cancelled."""
         while True:
-            await asyncio.sleep(LOOK_S)
-            held = next((self._held(*frozen) for frozen in self._frozen.values()), None)
-            if self._hang is not None and held is None and await self._goes_on(self._hang):
-                self._tell_end(time.monotonic())
-            await self._ask_calls()
-            hang = held
-            if hang is None and not self._by_lines and self._suspicious(self.silent_s()):
-                hang = await self._inspect(self.silent_s())
+            await asyncio.sleep(POLL_S)
+            hang = next((self._frozen_hang(*frozen) for frozen in self._frozen.values()), None)
+            if self._hang is not None and hang is None and await self._has_resumed(self._hang):
+                self._report_end(time.monotonic())
+            await self._request_calls()
+            if hang is None and not self._by_lines and self._should_inspect(self.idle_s()):
+                hang = await self._inspect(self.idle_s())
             if hang is not None:
-                self._tell(hang, self.silent_s())
-            self._judge_limit()
-            self._tell_where()
+                self._report(hang, self.idle_s())
+            self._apply_limit()
+            self._report_positions()
 
-    def _tell_where(self) -> None:
-        now, hang = time.monotonic(), "" if self._hang is None else self._hang.text
-        due = self.heartbeats.beats and now - self._where_at >= WHERE_S
-        if due or hang != self._where_hang:
-            self._where_at, self._where_hang = now, hang
-            self._where(told(self.heartbeats.beats, self._hosts, now), hang)
+    def _report_positions(self) -> None:
+        timestamp, hang = time.monotonic(), "" if self._hang is None else self._hang.text
+        is_due = self.heartbeats.beats and timestamp - self._reported_at >= REPORT_PERIOD_S
+        if is_due or hang != self._reported_hang:
+            self._reported_at, self._reported_hang = timestamp, hang
+            self._on_positions(positions_json(self.heartbeats.beats, self._hosts, timestamp), hang)
 
-    def _tell(self, hang: Hang, silent_s: float) -> None:
-        now = time.monotonic()
-        if self._hang is not None and went_on(self._hang.begun, hang.begun):
-            silent_s = min(silent_s, now - self._seen_at)  # nobody looked when it went on
-            self._tell_end(self._seen_at)
+    def _report(self, hang: Hang, idle_s: float) -> None:
+        timestamp = time.monotonic()
+        if self._hang is not None and has_progressed(self._hang.calls, hang.calls):
+            idle_s = min(idle_s, timestamp - self._seen_at)  # it went on unobserved
+            self._report_end(self._seen_at)
         if self._hang is None:
-            self._since = now - silent_s
-            self._still_until = self._since
-        if self._hang is None or not self._hang.same(hang):
-            self._told(hang, silent_s)
+            self._hang_started_at = timestamp - idle_s
+            self._ignored_until_s = self._hang_started_at
+        if self._hang is None or not self._hang.matches(hang):
+            self._on_hang(hang, idle_s)
             self._hang = hang
-        elif not self._hang.begun:
-            self._hang = replace(self._hang, begun=hang.begun)
-        self._seen_at = now
+        elif not self._hang.calls:
+            self._hang = replace(self._hang, calls=hang.calls)
+        self._seen_at = timestamp
 
-    def _tell_end(self, now: float) -> None:
-        """The job goes on, or has done so since."""
+    def _report_end(self, timestamp: float) -> None:
+        """Reports that the job has gone on at that time."""
         self._hang, self._by_lines = None, False
-        self._told(None, now - self._since)
+        self._on_hang(None, timestamp - self._hang_started_at)
 
-    async def _goes_on(self, hang: Hang, *, surely: bool = False) -> bool:
-        """Whether the job goes on again: a hang may be over before we look, and another begin.
+    async def _has_resumed(self, hang: Hang, *, must_inspect: bool = False) -> bool:
+        """Returns whether the job goes on again, even if another hang has begun since.
 
         Args:
-            surely: Asks the ranks even if none has used a CPU.
+            must_inspect: Inspect the ranks even if none has used a CPU.
         """
-        active = self._active_since(self._still_until)
-        if self.heartbeats.known or not hang.begun or not (active or surely):
+        active = self._was_active(self._ignored_until_s)
+        if self.heartbeats.is_calibrated or not hang.calls or not (active or must_inspect):
             return active
-        # a CPU may have been used by a thread that has nothing to do with it; and what two ranks
-        # send each other is no collective
-        looks = await self._looks(closely=True)
-        if looks is not None:
-            self._note(begun(looks))
-            if went_on(hang.begun, begun(looks)) is not False or not stays(hang, looks):
+        # An unrelated thread may have used a CPU, and point-to-point messages are no collectives.
+        snapshots = await self._take_snapshots(closely=True)
+        if snapshots is not None:
+            self._record_calls(latest_calls(snapshots))
+            is_same = has_progressed(hang.calls, latest_calls(snapshots)) is False
+            if not is_same or not persists(hang, snapshots):
                 return True
-        self._still_until = time.monotonic()
+        self._ignored_until_s = time.monotonic()
         return False
 
-    def _judge_limit(self) -> None:
+    def _apply_limit(self) -> None:
         if self._hang is None or self._limit_s == 0:
             return
         limit_s = self.heartbeats.limit_s if self._limit_s is None else self._limit_s
         if self._limit_s is None and self._hang.kind in ("busy", "last"):
-            return  # how long its work, or an upload after it, may take nobody has said
-        if limit_s is not None and time.monotonic() - self._since > limit_s:
-            if self._over(self._hang, limit_s):
+            return  # its work, or an upload after it, may take any time
+        if limit_s is not None and time.monotonic() - self._hang_started_at > limit_s:
+            if self._end_hang(self._hang, limit_s):
                 self._hang, self._by_lines = None, False
             else:
                 self._limit_s = 0.0
 
     def _active_at(self) -> float | None:
-        """When a rank made a step last, as far as that is told; else used a CPU."""
-        if self.heartbeats.known:
-            return self.heartbeats.last_at
+        """Returns when a rank last made a step or, if steps are not reported, used a CPU."""
+        if self.heartbeats.is_calibrated:
+            return self.heartbeats.received_at
         used_at = self._used_at()
-        return None if used_at is None else max(used_at, self._begun_at)
+        return None if used_at is None else max(used_at, self._calls_at)
 
     def _used_at(self) -> float | None:
-        """When a rank used a CPU last."""
+        """Returns when a rank last used a CPU; ``None`` if unknown."""
         times = [node.active_at for node in self._fleet.nodes if node.active_at is not None]
         return max(times, default=None)
 
-    async def _ask_calls(self) -> None:
-        """Steps of ranks that tell none may need next to no CPU: their collectives show them."""
-        used_at, now = self._used_at(), time.monotonic()
-        if self.heartbeats.known or used_at is None or now - used_at < CALLS_S:
+    async def _request_calls(self) -> None:
+        """Reads the collectives of ranks that report no steps and use next to no CPU."""
+        used_at, timestamp = self._used_at(), time.monotonic()
+        if self.heartbeats.is_calibrated or used_at is None or timestamp - used_at < CALLS_S:
             return
-        if used_at > self._asked_at:
-            self._asked_at = now
-            looks = await _look(self._fleet, closely=True, stacks=False)
-            self._note(begun([look for some in looks if some for look in some]))
+        if used_at > self._calls_requested_at:
+            self._calls_requested_at = timestamp
+            snapshots = await _inspect_nodes(self._fleet, closely=True, stacks=False)
+            self._record_calls(latest_calls([snap for snaps in snapshots for snap in snaps or ()]))
 
-    def _note(self, calls: Sequence[tuple[int, str]]) -> None:
-        """Which collectives ranks have begun by now."""
-        if calls and went_on(tuple(self._begun.items()), calls) is not False:
-            self._begun_at = time.monotonic()
-        self._begun.update(calls)
+    def _record_calls(self, calls: Sequence[tuple[int, str]]) -> None:
+        """Records the latest collectives, and when one was new."""
+        if calls and has_progressed(tuple(self._calls.items()), calls) is not False:
+            self._calls_at = time.monotonic()
+        self._calls.update(calls)
 
-    def _active_since(self, when: float) -> bool:
+    def _was_active(self, timestamp: float) -> bool:
         active_at = self._active_at()
-        return active_at is not None and active_at > when + SURE_S
+        return active_at is not None and active_at > timestamp + CLOCK_TOLERANCE_S
 
-    def silent_s(self) -> float:
-        """Seconds without a step, or of a script that tells none, without a CPU's work."""
+    def idle_s(self) -> float:
+        """Returns the seconds without a step or, if steps are not reported, without CPU time."""
         active_at = self._active_at()
         return 0.0 if active_at is None else max(time.monotonic() - active_at, 0.0)
 
     @property
-    def _hurry_s(self) -> float:
-        """Half of what was asked for: a hang is to be known before it is to be ended."""
+    def _max_patience_s(self) -> float:
+        """Half of the limit: a hang must be known before it is ended."""
         return self._limit_s / 2 if self._limit_s else math.inf
 
-    def _suspicious(self, silent_s: float) -> bool:
-        patience_s = self.heartbeats.patience_s if self.heartbeats.known else LEAST_S
-        if silent_s <= min(patience_s, self._hurry_s) or time.monotonic() < self._next_look:
+    def _should_inspect(self, idle_s: float) -> bool:
+        patience_s = self.heartbeats.patience_s if self.heartbeats.is_calibrated else MIN_IDLE_S
+        if idle_s <= min(patience_s, self._max_patience_s) or time.monotonic() < self._inspect_at:
             return False
-        again_s = LOOK_S if self._hang is None else AGAIN_S  # a look disturbs them
-        self._next_look = time.monotonic() + max(again_s, silent_s / 4)
+        pause_s = POLL_S if self._hang is None else REINSPECT_S  # an inspection disturbs them
+        self._inspect_at = time.monotonic() + max(pause_s, idle_s / 4)
         return True
 
-    def _held(self, event: Event, since: float) -> Hang:
+    def _frozen_hang(self, event: Event, frozen_at: float) -> Hang:
         assert event.rank is not None
-        text = frozen_text(event.host, event.rank, event["how"], time.monotonic() - since,
+        text = describe_frozen(event.host, event.rank, event["how"], time.monotonic() - frozen_at,
                            event["on"] or "", event["pid"])  # fmt: skip
         return Hang(event.host, event.rank, text, "frozen")
 
-    async def _inspect(self, silent_s: float) -> Hang | None:
-        """Looks at all ranks twice, and once more closely when they hang."""
-        since = time.monotonic() - silent_s
-        before = await self._looks()
-        looked_at = time.monotonic()
-        await asyncio.sleep(BETWEEN_S)
-        after = await self._looks()
-        if before is None or after is None:
+    async def _inspect(self, idle_s: float) -> Hang | None:
+        """Takes two snapshots of all ranks, and a detailed third one if they hang."""
+        active_at = time.monotonic() - idle_s
+        first = await self._take_snapshots()
+        taken_at = time.monotonic()
+        await asyncio.sleep(SNAPSHOT_GAP_S)
+        second = await self._take_snapshots()
+        if first is None or second is None:
             return None
-        between_s = time.monotonic() - looked_at
-        hang = judge(before, after, between_s, silent_s, self._ended)
-        if hang is None or not (hang.sure or silent_s > min(UNTOLD_S, self._hurry_s)):
+        between_s = time.monotonic() - taken_at
+        hang = diagnose(first, second, between_s, idle_s, self._ended)
+        if hang is None or not (hang.sure or idle_s > min(UNREPORTED_IDLE_S, self._max_patience_s)):
             return None
-        closely = await self._looks(closely=True)
-        if closely is None:
+        detailed = await self._take_snapshots(closely=True)
+        if detailed is None:
             return None
-        self._note(begun(closely))
-        if self._active_since(since):
+        self._record_calls(latest_calls(detailed))
+        if self._was_active(active_at):
             return None
-        return judge(before, after, between_s, silent_s, self._ended, closely)
+        return diagnose(first, second, between_s, idle_s, self._ended, detailed)
 
-    async def at_the_end(self) -> Hang | None:
-        """What holds the job up, when somebody stops it."""
+    async def diagnose_stop(self) -> Hang | None:
+        """Returns what holds the job up at the moment when the user stops it."""
         if self._frozen:
-            return self._held(*next(iter(self._frozen.values())))
-        if self._hang is not None and await self._goes_on(self._hang, surely=True):
+            return self._frozen_hang(*next(iter(self._frozen.values())))
+        if self._hang is not None and await self._has_resumed(self._hang, must_inspect=True):
             return None
         if self._hang is not None and self._hang.kind != "frozen":
             return self._hang
-        silent_s = self.silent_s()
-        usual_s = self.heartbeats.usual_s if self.heartbeats.known else 0.0
-        return None if silent_s < max(QUIET_S, usual_s) else await self._inspect(silent_s)
+        idle_s = self.idle_s()
+        expected_s = self.heartbeats.expected_gap_s if self.heartbeats.is_calibrated else 0.0
+        return None if idle_s < max(MIN_STOP_IDLE_S, expected_s) else await self._inspect(idle_s)
 
-    async def _looks(self, closely: bool = False) -> list[Look] | None:
-        """At all ranks; ``None`` when a node that has some does not answer."""
-        looks = await _look(self._fleet, closely)
-        if None in looks:
+    async def _take_snapshots(self, closely: bool = False) -> list[RankSnapshot] | None:
+        """Takes snapshots of all ranks; ``None`` if a node with ranks does not answer."""
+        snapshots = await _inspect_nodes(self._fleet, closely)
+        if None in snapshots:
             return None
-        outside = self._outside()
-        return [look for some in looks for look in some or () if look.stand.rank not in outside]
+        ungrouped = self._ungrouped()
+        return [snap for snaps in snapshots for snap in snaps or ()
+                if snap.stack.rank not in ungrouped]  # fmt: skip
 
 
-async def look_at_all(fleet: Fleet) -> list[Look]:
-    """What every rank does at this moment, of the nodes that answer."""
-    return [look for looks in await _look(fleet, False) if looks for look in looks]
+async def inspect_ranks(fleet: Fleet) -> list[RankSnapshot]:
+    """Takes snapshots of all ranks on the nodes that answer."""
+    return [snap for snaps in await _inspect_nodes(fleet, False) for snap in snaps or ()]
 
 
-async def looks_at_host(fleet: Fleet, host: str, closely: bool = False) -> list[Look] | None:
-    """What the ranks of one host do; ``None`` where it does not answer, or is not there."""
+async def inspect_host(fleet: Fleet, host: str, closely: bool = False) -> list[RankSnapshot] | None:
+    """Takes snapshots of the ranks of one host; ``None`` if it does not answer or is lost."""
     node = next((node for node in fleet.nodes if node.name == host and not node.lost), None)
     if node is None:
         return None
-    asking: Any = node.channel.request("dump_stacks", closely=closely, stacks=True)
+    request: Any = node.channel.request("dump_stacks", closely=closely, stacks=True)
     with contextlib.suppress(PacelineError, ConnectionError, asyncio.TimeoutError):
-        await asyncio.wait_for(asking, PATIENCE_S)
-        return await _looks_at(node, closely)
+        await asyncio.wait_for(request, PATIENCE_S)
+        return await _inspect_node(node, closely)
     return None
 
 
-async def _look(fleet: Fleet, closely: bool, stacks: bool = True) -> list[list[Look] | None]:
-    """By node; ``None`` of one that has ranks and does not answer."""
+async def _inspect_nodes(
+    fleet: Fleet, closely: bool, stacks: bool = True
+) -> list[list[RankSnapshot] | None]:
+    """Takes snapshots by node; ``None`` for a node with ranks that does not answer."""
     await fleet.tell("dump_stacks", patience_s=PATIENCE_S, closely=closely, stacks=stacks)
     nodes = [node for node in fleet.nodes if not node.lost]
-    return await asyncio.gather(*(_looks_at(node, closely and stacks) for node in nodes))
+    return await asyncio.gather(*(_inspect_node(node, closely and stacks) for node in nodes))
 
 
-async def _looks_at(node: Node, closely: bool) -> list[Look] | None:
+async def _inspect_node(node: Node, closely: bool) -> list[RankSnapshot] | None:
     request: Any = node.channel.request("seen", closely=closely)
     try:
         answer = await asyncio.wait_for(request, PATIENCE_S)
     except (PacelineError, ConnectionError, asyncio.TimeoutError):
         return None if node.running else []
-    return [Look.told(node.name, report) for report in answer["ranks"]]
+    return [RankSnapshot.from_report(node.name, report) for report in answer["ranks"]]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from paceline.spec.events import Event
 
 REPORT = "gradient exchange"
-HOW_TO_TRAIN_ONE = (
+DDP_ADVICE = (
     "To train one model, call init_process_group and wrap the model in DistributedDataParallel"
 )
 
@@ -32,15 +32,12 @@ def describe_independence(world_size: int, reports: Sequence[Event]) -> str:
         size = f" (at most {largest} elements at a time)" if largest else ""
         return (
             f"warning: the ranks exchanged no gradients{size}: "
-            f"each trained a model of its own. {HOW_TO_TRAIN_ONE}"
+            f"each trained a model of its own. {DDP_ADVICE}"
         )
     if any(event["calls"] for event in reports):
         return ""
     if len(training) > 1:
-        return (
-            "note: the ranks exchanged nothing: each trained a model of its own. "
-            f"{HOW_TO_TRAIN_ONE}"
-        )
+        return f"note: the ranks exchanged nothing: each trained a model of its own. {DDP_ADVICE}"
     if any(event["in_children"] for event in reports):
         return ""
     return "note: the ranks exchanged nothing: each worked independently"

@@ -1,13 +1,11 @@
-"""Lines between hosts that let nothing through for good, in one direction or in both.
+"""Watches for pairs of hosts between which no packet arrives any more.
 
-The agents' own lines to the launcher may be sound then, so nobody is missed. Ranks see it only when
-TCP gives their connections up, after a quarter of a minute, or of an hour with an older kernel. But
-what has no answer is sent again, and the kernel counts that. So while a job is silent its hosts are
-asked for such connections (:mod:`paceline.agent.lines`), which costs them a look at a table and
-sends nothing. Where one stays without an answer for some seconds, both of its hosts call each
-other, twice in two seconds. A line is deaf when neither has an answer, and that connection none
-either: lost packets, a cable that is pulled for a moment and a firewall that knows only old or
-only new connections are something else.
+The agents' connections to the launcher may be sound then. Ranks notice only when TCP gives up,
+after 15 seconds or, on older kernels, 15 minutes. But the kernel counts retransmissions. So while a
+job is silent, its hosts list their unanswered connections (:mod:`paceline.agent.lines`), which
+sends nothing. If one stays unanswered for some seconds, both hosts connect to each other, twice in
+two seconds. The link is blocked if neither gets an answer and the connection stays unanswered.
+Packet loss, a cable unplugged for a moment and a stateful firewall are something else.
 """
 
 from __future__ import annotations
@@ -22,16 +20,16 @@ from typing import Any
 from paceline.launch.nodes.fleet import Fleet, Node
 from paceline.spec.errors import PacelineError
 
-SILENT_S = 2.0  # without a step (or a CPU's work), before anybody is asked
-LOOK_S = 0.5  # between two questions, as long as some connection has no answer
-SELDOM_S = 2.0  # the same, at most, while all have
+MIN_IDLE_S = 2.0  # without a step (or a CPU's work), before anybody is asked
+POLL_S = 0.5  # between two questions, as long as some connection has no answer
+MAX_POLL_S = 2.0  # the same, at most, while all have
 UNANSWERED_S = 3.0  # for which a connection has no answer, before its hosts call each other
 CALL_S = 2.0  # for an answer to a call: the kernel calls again after a second
 PATIENCE_S = 3.0  # for what an agent says
 _NO_ANSWER = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
-Line = tuple[str, str]  # two hosts, by name
-Called = Mapping[tuple[str, str], Mapping[str, Any]]  # by who called whom, what came of it
+HostPair = tuple[str, str]  # two hosts, by name
+ProbeResults = Mapping[tuple[str, str], Mapping[str, Any]]  # by who called whom, what came of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,143 +48,141 @@ class Unanswered:
     times: int
 
 
-class Silences:
-    """Since when which lines have not answered. Pure."""
+class UnansweredLinks:
+    """Tracks since when connections are unanswered. Pure."""
 
     def __init__(self) -> None:
-        self._since: dict[tuple[str, int], tuple[float, Unanswered]] = {}
+        self._unanswered_at: dict[tuple[str, int], tuple[float, Unanswered]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._since)
+        return bool(self._unanswered_at)
 
-    def heard(self, connections: Sequence[Unanswered], now: float) -> None:
-        """All connections without an answer at this moment."""
-        before, self._since = self._since, {}
+    def update(self, connections: Sequence[Unanswered], timestamp: float) -> None:
+        """Replaces the connections that are unanswered at this moment."""
+        previous, self._unanswered_at = self._unanswered_at, {}
         for connection in connections:
-            since, was = before.get((connection.host, connection.number), (now, connection))
-            answered = connection.times < was.times
-            self._since[connection.host, connection.number] = (
-                now if answered else since,
-                connection,
-            )
+            key = connection.host, connection.number
+            first_seen_at, former = previous.get(key, (timestamp, connection))
+            if connection.times < former.times:  # it was answered in between
+                first_seen_at = timestamp
+            self._unanswered_at[key] = (first_seen_at, connection)
 
     def forget(self) -> None:
-        """The job goes on, or it is asked afresh."""
-        self._since.clear()
+        """Forgets all connections."""
+        self._unanswered_at.clear()
 
-    def due(self, now: float) -> list[Line]:
-        """The lines that have been silent for so long that they are to be tried."""
-        late = (
-            connection for since, connection in self._since.values() if now - since >= UNANSWERED_S
-        )
-        return sorted({line(connection.host, connection.peer) for connection in late})
+    def overdue(self, timestamp: float) -> list[HostPair]:
+        """Returns the pairs of hosts with a connection that is unanswered for too long."""
+        return sorted({host_pair(connection.host, connection.peer)
+                       for first_seen_at, connection in self._unanswered_at.values()
+                       if timestamp - first_seen_at >= UNANSWERED_S})  # fmt: skip
 
 
-def line(host: str, peer: str) -> Line:
-    """The line between two hosts."""
+def host_pair(host: str, peer: str) -> HostPair:
+    """Returns the two names in alphabetical order."""
     return (host, peer) if host < peer else (peer, host)
 
 
-def deaf(between: Line, called: Called) -> bool:
-    """Whether neither of two hosts that called each other had an answer.
+def is_blocked(between: HostPair, called: ProbeResults) -> bool:
+    """Returns whether neither of two hosts that connected to each other got an answer.
 
-    In both directions: who is called and hears it answers what does not arrive. Who could not be
-    asked says nothing against the line.
+    Both are needed: a blocked direction stops the answers of the other one. A host that could not
+    be asked proves nothing.
     """
     host, peer = between
-    results = [called.get(way) for way in ((host, peer), (peer, host))]
+    results = [called.get(direction) for direction in ((host, peer), (peer, host))]
     return all(
         result and not result["ok"] and result.get("errno") in _NO_ANSWER for result in results
     )
 
 
-def text(lines: Sequence[Line]) -> str:
-    """What people are told of lines that are deaf."""
-    named = [f"{one} and {other}" for one, other in lines[:3]]
-    more = [f"{len(lines) - 3} more pairs of hosts"] if len(lines) > 3 else []
-    return (f"{', '.join([*named, *more])} do not hear each other: what one sends does not reach "
-            "the other (paceline check tries each direction)")  # fmt: skip
+def describe_pairs(lines: Sequence[HostPair]) -> str:
+    """Describes blocked links to the user."""
+    names = [f"{host} and {peer}" for host, peer in lines[:3]]
+    remainder = [f"{len(lines) - 3} more pairs of hosts"] if len(lines) > 3 else []
+    return (f"{', '.join([*names, *remainder])} do not hear each other: what one sends does not"
+            " reach the other (paceline check tries each direction)")  # fmt: skip
 
 
 class LinkWatch:
-    """Asks and tries while the job is silent; never while it goes on.
+    """Watches the links between hosts while the job is silent.
 
     Args:
         fleet: The nodes.
-        addresses: The hosts' addresses for the job's traffic, as they are at present.
-        host_at: The host that has an address; empty when none does.
-        silent_s: For how many seconds the job has given no sign.
-        told: Called with the lines that are deaf, and how long the job was silent.
+        addresses: Returns the hosts' current addresses for the job's traffic.
+        host_at: Returns the host that has an address; empty if none has.
+        idle_s: Returns for how many seconds the job has given no sign.
+        on_blocked: Called with the blocked pairs and the seconds of silence.
     """
 
     def __init__(self, fleet: Fleet, addresses: Callable[[], Mapping[str, str]],
-                 host_at: Callable[[str], str], silent_s: Callable[[], float],
-                 on_blocked: Callable[[list[Line], float], None]) -> None:  # fmt: skip
+                 host_at: Callable[[str], str], idle_s: Callable[[], float],
+                 on_blocked: Callable[[list[HostPair], float], None]) -> None:  # fmt: skip
         self._fleet, self._addresses, self._host_at = fleet, addresses, host_at
-        self._silent_s, self._told = silent_s, on_blocked
-        self._silences = Silences()
+        self._idle_s, self._on_blocked = idle_s, on_blocked
+        self._unanswered = UnansweredLinks()
 
     async def run(self) -> None:
         """Until it is cancelled."""
-        pause_s = LOOK_S
+        pause_s = POLL_S
         while True:
             await asyncio.sleep(pause_s)
-            pause_s, silent_s = LOOK_S, self._silent_s()
-            if silent_s < SILENT_S or len(self._nodes) < 2:
-                self._silences.forget()
+            pause_s, idle_s = POLL_S, self._idle_s()
+            if idle_s < MIN_IDLE_S or len(self._nodes) < 2:
+                self._unanswered.forget()
                 continue
-            await self._look(silent_s)
-            if not self._silences:
-                pause_s = min(SELDOM_S, max(LOOK_S, silent_s / 10))
+            await self._check(idle_s)
+            if not self._unanswered:
+                pause_s = min(MAX_POLL_S, max(POLL_S, idle_s / 10))
 
-    async def _look(self, silent_s: float) -> None:
-        due = await self._due()
-        if not due:
+    async def _check(self, idle_s: float) -> None:
+        suspects = await self._poll()
+        if not suspects:
             return
-        called = await self._call(due)
-        still = await self._due()
-        lines = [pair for pair in due if pair in still and deaf(pair, called)]
-        self._silences.forget()
-        if lines and self._silent_s() > silent_s:  # else it has gone on meanwhile
-            self._told(lines, self._silent_s())
+        called = await self._probe(suspects)
+        unanswered = await self._poll()
+        lines = [pair for pair in suspects if pair in unanswered and is_blocked(pair, called)]
+        self._unanswered.forget()
+        if lines and self._idle_s() > idle_s:  # else it has gone on meanwhile
+            self._on_blocked(lines, self._idle_s())
 
     @property
     def _nodes(self) -> list[Node]:
         return [node for node in self._fleet.nodes if node.running and not node.lost]
 
-    async def _due(self) -> list[Line]:
+    async def _poll(self) -> list[HostPair]:
         """Asks all hosts; the lines that are to be tried."""
         nodes = self._nodes
-        answers = await asyncio.gather(*(_ask(node, "unanswered") for node in nodes))
+        answers = await asyncio.gather(*(_request(node, "unanswered") for node in nodes))
         connections = [
             Unanswered(node.name, peer, int(number), int(times))
             for node, answer in zip(nodes, answers, strict=True)
             for address, number, times in answer.get("connections", ())
             if (peer := self._host_at(str(address))) not in ("", node.name)
         ]
-        now = time.monotonic()
-        self._silences.heard(connections, now)
-        return self._silences.due(now)
+        timestamp = time.monotonic()
+        self._unanswered.update(connections, timestamp)
+        return self._unanswered.overdue(timestamp)
 
-    async def _call(self, lines: Sequence[Line]) -> Called:
+    async def _probe(self, lines: Sequence[HostPair]) -> ProbeResults:
         """Has the two hosts of each line call each other."""
         addresses, nodes = self._addresses(), {node.name: node for node in self._nodes}
-        known = [pair for pair in lines if {*pair} <= {*addresses} & {*nodes}]
-        ears = sorted({host for pair in known for host in pair})
+        pairs = [pair for pair in lines if {*pair} <= {*addresses} & {*nodes}]
+        ears = sorted({host for pair in pairs for host in pair})
         opened = await asyncio.gather(*(
-            _ask(nodes[host], "hear", address=addresses[host], seconds=CALL_S + PATIENCE_S)
+            _request(nodes[host], "hear", address=addresses[host], seconds=CALL_S + PATIENCE_S)
             for host in ears
         ))  # fmt: skip
         ports = {host: answer["port"] for host, answer in zip(ears, opened, strict=True) if answer}
 
         async def call(source: str) -> list[Mapping[str, Any]]:
-            peers = [host for pair in known if source in pair for host in pair if host != source]
+            peers = [host for pair in pairs if source in pair for host in pair if host != source]
             targets = [
                 {"host": host, "address": addresses[host], "port": ports[host],
                  "identity": nodes[host].channel.identity}
                 for host in peers if host in ports
             ]  # fmt: skip
-            answer = await _ask(nodes[source], "connect", CALL_S + PATIENCE_S, targets=targets,
+            answer = await _request(nodes[source], "connect", CALL_S + PATIENCE_S, targets=targets,
                                 timeout_s=CALL_S, settle_s=CALL_S)  # fmt: skip
             return list(answer.get("results", ()))
 
@@ -198,7 +194,7 @@ class LinkWatch:
         }
 
 
-async def _ask(node: Node, op: str, patience_s: float = PATIENCE_S, **fields: Any) -> Any:
+async def _request(node: Node, op: str, patience_s: float = PATIENCE_S, **fields: Any) -> Any:
     """What an agent answers; nothing where it does not."""
     try:
         return await asyncio.wait_for(node.channel.request(op, **fields), patience_s)

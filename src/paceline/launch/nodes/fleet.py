@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from paceline.launch import failure_analysis
-from paceline.launch.planning.planner import Found
+from paceline.launch.planning.planner import HostSurvey
 from paceline.remote import network
 from paceline.remote.channel import Channel
 from paceline.remote.fanout import join_tasks
@@ -24,28 +24,28 @@ from paceline.transfer.data import DataPlace
 REQUEST_PATIENCE_S = 3.0
 GOODBYE_S = 5.0
 HURRY_S = 0.4
-DOUBT = 0.2  # of the lease: after such a silence another way to the node is looked for
-LOST = 0.65  # the same: it is given up, just before it begins to end its ranks by itself
-MOST_BEAT_S = 1.0  # between two renewals, whose answers also tell of the ranks
-QUICK_BEAT_S = 0.25  # the same while ranks can go on without a node
-SILENT_S = 2.5  # after which such a node is left out
-OTHERS_S = 1.25  # another node that was heard so lately shows that our own line is sound
+RECONNECT_SHARE = 0.2  # of the lease: after such a silence another way to the node is looked for
+LOSS_SHARE = 0.65  # the same: it is given up, just before it begins to end its ranks by itself
+MAX_BEAT_S = 1.0  # between two renewals, whose answers also tell of the ranks
+MIN_BEAT_S = 0.25  # the same while ranks can go on without a node
+SILENCE_TIMEOUT_S = 2.5  # after which such a node is left out
+PEER_RECENCY_S = 1.25  # another node that was heard so lately shows that our own line is sound
 BEATS_A_SECOND = 500  # of all nodes together, at most
-OWN_TICK_S = 0.25  # how often we look whether we were away ourselves
-OWN_GAP_S = 1.0  # a shorter one is a busy machine's
+CLOCK_TICK_S = 0.25  # how often we look whether we were away ourselves
+MIN_PAUSE_S = 1.0  # a shorter one is a busy machine's
 
 # What ends a connection says so itself: these lines count, whatever else stands beside them.
-_OWN_WORDS = re.compile(r"^paceline (?:agent|guard): (?:leaving: )?(?P<why>.+)$")
-_SSH_WORDS = re.compile(
+_AGENT_MESSAGE = re.compile(r"^paceline (?:agent|guard): (?:leaving: )?(?P<why>.+)$")
+_SSH_MESSAGE = re.compile(
     r"^(?:ssh: .+|client_loop: .+|packet_write_\w+: .+|Timeout, server \S+ not responding\.?"
     r"|Connection (?:to|from) .+|Connection (?:closed|reset) by .+|Received disconnect .+"
     r"|Disconnected from .+|Read from remote host .+|Write failed: .+)$"
 )
-_LAST_WORD = 160  # characters
+_MAX_STDERR_CHARS = 160  # characters
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class ForkServerError:
     """Why a fork server is not there.
 
     Attributes:
@@ -65,7 +65,7 @@ class Node:
         host: Its description.
         channel: The connection to its agent.
         offset: Launcher's monotonic clock minus the node's, in seconds.
-        best_rtt: Round trip by which the offset was measured, in seconds.
+        min_rtt_s: Round trip by which the offset was measured, in seconds.
         loaded: What the fork server really loaded; empty until it is up.
         preparation: What the fork server was started with.
         ready: Result of the fork server's imports; ``None`` in it when all went well.
@@ -76,7 +76,7 @@ class Node:
         why: Why it is lost; empty while it is not.
         lost_at: When that became known, on the monotonic clock.
         outlived: Its loss is over: the other ranks have trained on without it.
-        cut_off_s: How long it had been silent then together with all others, which tells of our own
+        common_silence_s: How long it had been silent then together with all others, which tells of our own
             line more than of it, in seconds; 0 where it was alone.
         active_at: When one of its ranks worked or said a word last, as far as it was asked, on our
             monotonic clock; ``None`` while none runs.
@@ -88,10 +88,10 @@ class Node:
     host: Host
     channel: Channel
     offset: float = 0.0
-    best_rtt: float = float("inf")
+    min_rtt_s: float = float("inf")
     loaded: dict[str, Any] = field(default_factory=dict)
     preparation: dict[str, Any] = field(default_factory=dict)
-    ready: asyncio.Future[Trouble | None] | None = None
+    ready: asyncio.Future[ForkServerError | None] | None = None
     shared_run_dir: bool = True
     run_folder: str = ""
     running: bool = False
@@ -99,11 +99,11 @@ class Node:
     why: str = ""
     lost_at: float = 0.0
     outlived: bool = False
-    cut_off_s: float = 0.0
+    common_silence_s: float = 0.0
     active_at: float | None = None
     copies: dict[str, tuple[str, list[list[object]]]] = field(default_factory=dict)
     data: DataPlace | None = None
-    found: Found | None = None
+    found: HostSurvey | None = None
 
     @property
     def could_start(self) -> bool:
@@ -123,13 +123,13 @@ class Node:
         """Asks the node to go on for ``seconds``, and measures its clock."""
         sent = time.monotonic()
         answer = await self.channel.request("lease", seconds=seconds)
-        now = time.monotonic()
-        if now - sent < self.best_rtt:
-            self.best_rtt = now - sent
-            self.offset = (sent + now) / 2 - float(answer["monotonic"])
+        timestamp = time.monotonic()
+        if timestamp - sent < self.min_rtt_s:
+            self.min_rtt_s = timestamp - sent
+            self.offset = (sent + timestamp) / 2 - float(answer["monotonic"])
         quiet_s = answer.get("quiet_s")
-        told_at = float(answer["monotonic"]) + self.offset
-        self.active_at = None if quiet_s is None else told_at - quiet_s
+        reported_at = float(answer["monotonic"]) + self.offset
+        self.active_at = None if quiet_s is None else reported_at - quiet_s
 
     def to_launcher_time(self, node_monotonic: float) -> float:
         """A moment of the node's monotonic clock on the launcher's; now, when none was told."""
@@ -141,33 +141,33 @@ class Node:
         await self.channel.request("prepare", **self.preparation)
 
     @property
-    def trouble(self) -> Trouble | None:
+    def fork_server_error(self) -> ForkServerError | None:
         """Why its fork server is not there, as far as that is known."""
         ready = self.ready
         return ready.result() if ready is not None and ready.done() else None
 
     @property
     def fork_server_died(self) -> bool:
-        return self.trouble is not None and self.trouble.kind == "died"
+        return self.fork_server_error is not None and self.fork_server_error.kind == "died"
 
-    def take_fork_server(self, event: Event) -> None:
+    def on_fork_server_event(self, event: Event) -> None:
         """The fork server is up, or could not import, or died."""
-        trouble: Trouble | None = None
+        error: ForkServerError | None = None
         if event.kind == "import failed":
-            trouble = Trouble("import", event["traceback"])
+            error = ForkServerError("import", event["traceback"])
         elif event.kind == "fork server died":
-            trouble = Trouble("died", failure_analysis.how_it_died(event))
+            error = ForkServerError("died", failure_analysis.how_it_died(event))
         else:
             self.loaded = dict(event.fields)
-        self.settle(trouble)
+        self.resolve_ready(error)
 
-    def settle(self, trouble: Trouble | None) -> None:
+    def resolve_ready(self, error: ForkServerError | None) -> None:
         """Tells whoever waits for the fork server, now or later."""
         if self.ready is not None and not self.ready.done():
-            self.ready.set_result(trouble)
-        elif trouble is not None:
+            self.ready.set_result(error)
+        elif error is not None:
             self.ready = asyncio.get_running_loop().create_future()
-            self.ready.set_result(trouble)
+            self.ready.set_result(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,40 +192,40 @@ class Silence:
 
     Attributes:
         seconds: Of silence, until the last look.
-        common_s: Those of them in which nobody else was heard either.
+        shared_s: Those of them in which nobody else was heard either.
     """
 
-    def __init__(self, beat_s: float, now: float) -> None:
+    def __init__(self, beat_s: float, timestamp: float) -> None:
         self.beat_s = beat_s
         self.seconds = 0.0
-        self.common_s = 0.0
-        self._looked = now
-        self._heard = now
+        self.shared_s = 0.0
+        self._updated_at = timestamp
+        self._received_at = timestamp
 
-    def look(self, now: float, last_heard: float, *, others_heard: bool = True) -> None:
+    def update(self, timestamp: float, received_at: float, *, hears_peers: bool = True) -> None:
         """Counts until now.
 
         Args:
-            now: A look that comes late shows that nobody listened: it counts as two beats at most.
-            last_heard: When something came last.
+            timestamp: A look that comes late shows that nobody listened: it counts as two beats at most.
+            received_at: When something came last.
             others: Whether others are heard now.
         """
-        begun = last_heard > self._heard
-        more_s = min(now - (last_heard if begun else self._looked), 2 * self.beat_s)
-        if begun:
-            self._heard, self.seconds, self.common_s = last_heard, 0.0, 0.0
-        self.seconds += more_s
-        self.common_s += 0.0 if others_heard else more_s
-        self._looked = now
+        is_new = received_at > self._received_at
+        elapsed_s = min(timestamp - (received_at if is_new else self._updated_at), 2 * self.beat_s)
+        if is_new:
+            self._received_at, self.seconds, self.shared_s = received_at, 0.0, 0.0
+        self.seconds += elapsed_s
+        self.shared_s += 0.0 if hears_peers else elapsed_s
+        self._updated_at = timestamp
 
     @property
-    def alone(self) -> bool:
+    def is_exclusive(self) -> bool:
         """Whether it is this one's, and not of the line that leads to all.
 
         After a silence of all, each may need as long again to be heard: what was sent in vain is
         sent again after twice the time (RFC 6298, section 5.5).
         """
-        return self.seconds - self.common_s > max(SILENT_S, self.common_s)
+        return self.seconds - self.shared_s > max(SILENCE_TIMEOUT_S, self.shared_s)
 
 
 class Fleet:
@@ -234,7 +234,7 @@ class Fleet:
     Attributes:
         nodes: Those with ranks, in rank order.
         spares: Those without: beyond the most that were asked for, or come while ranks run.
-        gone: Those that were lost before the last start.
+        former: Those that were lost before the last start.
 
     Args:
         channels: One a host, in rank order.
@@ -249,11 +249,11 @@ class Fleet:
                  on_lost: Callable[[Node, str], None]) -> None:  # fmt: skip
         self.nodes = [Node(channel.host, channel) for channel in channels]
         self.spares: list[Node] = []
-        self.gone: list[Node] = []
+        self.former: list[Node] = []
         self.lease_s = lease_s
-        self.trying = asyncio.Lock()  # held while nodes try each other's addresses
+        self.probe_lock = asyncio.Lock()  # held while nodes try each other's addresses
         self.watchful = False  # the ranks can go on without a node: its silence counts sooner
-        self.at_a_loss = False  # ranks wait to hear who is lost
+        self.awaits_loss = False  # ranks wait to hear who is lost
         self._absence: Absence | None = None  # the longest of our own
         self._ticked = (time.monotonic(), _awake_or_not())
         self._on_event, self._on_lost = on_event, on_lost
@@ -263,7 +263,7 @@ class Fleet:
         self._beats = [asyncio.create_task(self._beat(node)) for node in self.nodes]
         self._beats.append(asyncio.create_task(self._watch_ourselves()))
 
-    def named(self, name: str) -> Node:
+    def get(self, name: str) -> Node:
         """The node of a host, as it is connected now; ConnectionError when it has no part."""
         for node in self.nodes:
             if node.name == name:
@@ -298,33 +298,35 @@ class Fleet:
         return any(node.running for node in self.nodes)
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         return not any(node.lost for node in self.nodes)
 
     @property
     def absence(self) -> Absence | None:
         """The longest time in which this process did not run, one that has just ended included."""
-        since, before = self._ticked
-        gap = _awake_or_not() - before - OWN_TICK_S
-        if gap > OWN_GAP_S and (self._absence is None or gap > self._absence.seconds):
-            self._absence = Absence(since, gap)
+        ticked_at, awake_s = self._ticked
+        gap = _awake_or_not() - awake_s - CLOCK_TICK_S
+        if gap > MIN_PAUSE_S and (self._absence is None or gap > self._absence.seconds):
+            self._absence = Absence(ticked_at, gap)
         return self._absence
 
     def facts(self) -> dict[str, Any]:
         """By host name, what the agents told of their machines."""
         return {node.name: node.facts for node in self.everyone}
 
-    def addresses(self, given: str = "") -> str:
+    def addresses(self, extra: str = "") -> str:
         """From which the job's hosts connect, as ``PACELINE_ADDRESSES`` has them.
 
         Empty where a host has told none: nobody can be kept away then.
 
         Args:
-            given: The user's, which go before them.
+            extra: The user's, which go before them.
         """
         sources = [network.sources(facts) for facts in self.facts().values()]
-        known = dict.fromkeys(address for own in sources for address in own or ())
-        return ",".join([*filter(None, [given]), *known]) if all(sources) else ""
+        addresses = dict.fromkeys(
+            address for host_sources in sources for address in host_sources or ()
+        )
+        return ",".join([*filter(None, [extra]), *addresses]) if all(sources) else ""
 
     def _router(
         self, node: Node, on_event: Callable[[Node, Event], None]
@@ -332,10 +334,10 @@ class Fleet:
         def route(event: Event) -> None:
             if event.kind != "connection ended":
                 on_event(node, replace(event, time=node.to_launcher_time(event.time)))
-            elif trouble := event["trouble"]:
-                self.lose(node, f"{node.name} sent what no agent sends: {trouble}")
+            elif violation := event["trouble"]:
+                self.lose(node, f"{node.name} sent what no agent sends: {violation}")
             else:
-                self.lose(node, why_ended(node.name, event["stderr"]))
+                self.lose(node, describe_end(node.name, event["stderr"]))
 
         return route
 
@@ -352,87 +354,93 @@ class Fleet:
             renewal.add_done_callback(lambda task: task.cancelled() or task.exception())
             silence.beat_s = self._beat_s
             await asyncio.sleep(silence.beat_s)
-            silence.look(
-                loop.time(), node.channel.received_at, others_heard=self._hears_others(node)
+            silence.update(
+                loop.time(), node.channel.received_at, hears_peers=self._hears_peers(node)
             )
             # a way that broke says that somebody was there to break it: that is no silence, unless
             # the ranks have lost connections, too
-            quick = self.watchful and (not node.channel.is_broken or self.at_a_loss)
-            if silence.seconds > min(self.lease_s * DOUBT, SILENT_S / 2 if quick else math.inf):
+            is_urgent = self.watchful and (not node.channel.is_broken or self.awaits_loss)
+            if silence.seconds > min(
+                self.lease_s * RECONNECT_SHARE, SILENCE_TIMEOUT_S / 2 if is_urgent else math.inf
+            ):
                 node.channel.reconnect()
-            if silence.seconds > self.lease_s * LOST or (quick and silence.alone):
-                if self._fell_silent_with_all(node):
-                    node.cut_off_s = silence.seconds
+            if silence.seconds > self.lease_s * LOSS_SHARE or (is_urgent and silence.is_exclusive):
+                if self._is_common_silence(node):
+                    node.common_silence_s = silence.seconds
                 broken = node.channel.is_broken
-                self.lose(node, why_silent(node.name, silence.seconds, broken=broken))
+                self.lose(node, describe_silence(node.name, silence.seconds, broken=broken))
 
-    def _hears_others(self, node: Node) -> bool:
-        since = asyncio.get_running_loop().time() - OTHERS_S
-        others = (other for other in self.everyone if other is not node and not other.lost)
-        return any(other.channel.received_at > since for other in others)
+    def _hears_peers(self, node: Node) -> bool:
+        recent = asyncio.get_running_loop().time() - PEER_RECENCY_S
+        peers = (peer for peer in self.everyone if peer is not node and not peer.lost)
+        return any(peer.channel.received_at > recent for peer in peers)
 
-    def _fell_silent_with_all(self, node: Node) -> bool:
+    def _is_common_silence(self, node: Node) -> bool:
         """Whether all others that were left were heard last when it was: nothing tells it apart."""
-        heard = node.channel.received_at
-        others = [other for other in self.everyone if other is not node]
+        received_at = node.channel.received_at
+        peers = [peer for peer in self.everyone if peer is not node]
         simultaneous = [
-            other for other in others if abs(other.channel.received_at - heard) < OTHERS_S
+            peer for peer in peers if abs(peer.channel.received_at - received_at) < PEER_RECENCY_S
         ]
-        return bool(simultaneous) and all(other.lost or other in simultaneous for other in others)
+        return bool(simultaneous) and all(peer.lost or peer in simultaneous for peer in peers)
 
-    def own_fault(self, node: Node) -> str:
+    def launcher_fault(self, node: Node) -> str:
         """What of this launcher itself, not of the node, explains its loss; empty where nothing."""
-        away = self.absence
-        if away is not None and away.seconds > self.lease_s / 2:
-            return failure_analysis.own_pause(away.seconds, self.lease_s)
-        return failure_analysis.own_silence(node.cut_off_s, self.lease_s) if node.cut_off_s else ""
+        absence = self.absence
+        if absence is not None and absence.seconds > self.lease_s / 2:
+            return failure_analysis.own_pause(absence.seconds, self.lease_s)
+        return (
+            failure_analysis.own_silence(node.common_silence_s, self.lease_s)
+            if node.common_silence_s
+            else ""
+        )
 
     @property
-    def cut_off(self) -> dict[str, float]:
+    def common_silences(self) -> dict[str, float]:
         """Seconds of silence by host, of those that were given up while nobody was heard."""
-        return {node.name: node.cut_off_s for node in self.everyone if node.cut_off_s}
+        return {node.name: node.common_silence_s for node in self.everyone if node.common_silence_s}
 
     @property
     def _beat_s(self) -> float:
         """Seconds between two renewals of a node."""
-        usual = min(self.lease_s / 10, MOST_BEAT_S)
-        quick = max(QUICK_BEAT_S, len(self.nodes) / BEATS_A_SECOND)
-        return min(usual, quick) if self.watchful else usual
+        relaxed_s = min(self.lease_s / 10, MAX_BEAT_S)
+        urgent_s = max(MIN_BEAT_S, len(self.nodes) / BEATS_A_SECOND)
+        return min(relaxed_s, urgent_s) if self.watchful else relaxed_s
 
     async def _watch_ourselves(self) -> None:
         """Notes when this process did not run: what others did meanwhile is not their fault."""
         while True:
             self._ticked = (time.monotonic(), _awake_or_not())
-            await asyncio.sleep(OWN_TICK_S)
+            await asyncio.sleep(CLOCK_TICK_S)
             _ = self.absence
 
-    async def doubts_settled(self) -> None:
+    async def silences_resolved(self) -> None:
         """Waits until every node that is silent now has spoken again or is lost."""
         while any(self._in_doubt(node) for node in self.everyone):
-            await asyncio.sleep(OWN_TICK_S)
+            await asyncio.sleep(CLOCK_TICK_S)
 
     def _in_doubt(self, node: Node) -> bool:
-        silent_s = asyncio.get_running_loop().time() - node.channel.received_at
-        return not node.lost and silent_s > 2 * MOST_BEAT_S
+        silence_s = asyncio.get_running_loop().time() - node.channel.received_at
+        return not node.lost and silence_s > 2 * MAX_BEAT_S
 
-    def lose(self, node: Node, why: str) -> None:
+    def lose(self, node: Node, reason: str) -> None:
         """Marks a node as lost, once."""
         if not node.lost:
-            node.lost, node.why, node.lost_at = True, why, time.monotonic()
-            node.settle(Trouble("lost", why))
-            self._on_lost(node, why)
+            node.lost, node.why, node.lost_at = True, reason, time.monotonic()
+            node.resolve_ready(ForkServerError("lost", reason))
+            self._on_lost(node, reason)
             node.running = False
             node.channel.abandon()
 
     def seat(self, nodes: Sequence[Node]) -> None:
         """These get the ranks from now on, in this order; who else is left is a spare."""
-        rest = [node for node in self.everyone if not any(node is seated for seated in nodes)]
-        self.gone += [node for node in rest if node.lost]
-        self.nodes, self.spares = list(nodes), [node for node in rest if not node.lost]
+        remaining = [node for node in self.everyone if not any(node is seated for seated in nodes)]
+        self.former += [node for node in remaining if node.lost]
+        self.nodes, self.spares = list(nodes), [node for node in remaining if not node.lost]
 
     def add(self, channel: Channel) -> Node:
         """A further node, as a spare; it takes the place of one that was lost."""
-        self.gone += [spare for spare in self.spares if spare.lost]
+        self.former += [spare for spare in self.spares if spare.lost]
         self.spares = [spare for spare in self.spares if not spare.lost]
         node = Node(channel.host, channel)
         channel.stop_watching()
@@ -441,10 +449,10 @@ class Fleet:
         self._beats.append(asyncio.create_task(self._beat(node)))
         return node
 
-    def take_place(self, node: Node, name: str) -> None:
+    def replace_node(self, node: Node, name: str) -> None:
         """A spare gets the place of the lost node of that name, whose ranks it will have."""
-        place = next(at for at, other in enumerate(self.nodes) if other.name == name)
-        self.gone.append(self.nodes[place])
+        place = next(at for at, node_there in enumerate(self.nodes) if node_there.name == name)
+        self.former.append(self.nodes[place])
         self.nodes[place] = node
         self.spares = [spare for spare in self.spares if spare is not node]
 
@@ -465,11 +473,11 @@ class Fleet:
     async def tell(self, op: str, *, patience_s: float = REQUEST_PATIENCE_S, **fields: Any) -> None:
         """Asks every node that is left, and does not mind who fails."""
 
-        async def ask(node: Node) -> None:
+        async def request(node: Node) -> None:
             with contextlib.suppress(PacelineError, ConnectionError, asyncio.TimeoutError):
                 await asyncio.wait_for(node.channel.request(op, **fields), patience_s)
 
-        await asyncio.gather(*(ask(node) for node in self.everyone if not node.lost))
+        await asyncio.gather(*(request(node) for node in self.everyone if not node.lost))
 
     async def close(self, hurry: bool = False, keep_warm_s: float | None = 0.0) -> None:
         """Sends every agent home and closes the connections.
@@ -485,19 +493,19 @@ class Fleet:
         for node in self.everyone:
             node.channel.on_event = _ignore
         if keep_warm_s is not None:
-            lasting = [
+            reusable = [
                 node
                 for node in self.everyone
                 if node.channel.warm_slot is not None and not node.lost and not node.running
             ]
             await asyncio.gather(*(node.channel.park(keep_warm_s, _imported(node))
-                                   for node in lasting))  # fmt: skip
+                                   for node in reusable))  # fmt: skip
         goodbye_s = HURRY_S if hurry else GOODBYE_S
         await self.tell("bye", patience_s=HURRY_S if hurry else REQUEST_PATIENCE_S)
         await asyncio.gather(
             *(
                 node.channel.close(0.0 if node.lost else goodbye_s)
-                for node in [*self.everyone, *self.gone]
+                for node in [*self.everyone, *self.former]
             )
         )
 
@@ -508,7 +516,7 @@ def _imported(node: Node) -> str:
     return f"torch {torch}" if torch else "Python alone" if node.loaded else ""
 
 
-def why_silent(name: str, seconds: float, *, broken: bool) -> str:
+def describe_silence(name: str, seconds: float, *, broken: bool) -> str:
     """Why a node is given up of which nothing was heard for so long, as far as we can see it.
 
     Args:
@@ -522,21 +530,21 @@ def why_silent(name: str, seconds: float, *, broken: bool) -> str:
     return f"silent for {seconds:.1f} s (switched off, unplugged or frozen)"
 
 
-def why_ended(name: str, stderr: str) -> str:
+def describe_end(name: str, stderr: str) -> str:
     """Why a connection ended, from what was written on standard error. Pure.
 
     Only lines that we or ssh write are a reason. Whatever else stands last there, a warning of a
     start-up file or of a library, is shown for what it is.
     """
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    own = [match["why"] for line in lines if (match := _OWN_WORDS.match(line))]
-    if own:
-        return f"the connection to {name} ended: {own[-1]}"
-    ssh = [line for line in lines if _SSH_WORDS.match(line)]
+    reasons = [match["why"] for line in lines if (match := _AGENT_MESSAGE.match(line))]
+    if reasons:
+        return f"the connection to {name} ended: {reasons[-1]}"
+    ssh = [line for line in lines if _SSH_MESSAGE.match(line)]
     if ssh:
         return f"the SSH connection to {name} ended: {ssh[-1]}"
-    last = f" (last on its standard error: {lines[-1][:_LAST_WORD]})" if lines else ""
-    return f"the connection to {name} ended{last}"
+    excerpt = f" (last on its standard error: {lines[-1][:_MAX_STDERR_CHARS]})" if lines else ""
+    return f"the connection to {name} ended{excerpt}"
 
 
 def _awake_or_not() -> float:
@@ -572,7 +580,7 @@ async def first_of(*work: Awaitable[Any]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def within(work: Awaitable[Any], seconds: float) -> bool:
+async def finishes_in(work: Awaitable[Any], seconds: float) -> bool:
     """True when it was done in time."""
     try:
         await asyncio.wait_for(asyncio.ensure_future(work), seconds)

@@ -12,8 +12,8 @@ from typing import Any
 
 from paceline.agent.warm import FOLDER
 from paceline.launch.nodes import survey
-from paceline.launch.nodes.fleet import Fleet, Node, Trouble, together
-from paceline.launch.nodes.survey import went_away
+from paceline.launch.nodes.fleet import Fleet, ForkServerError, Node, together
+from paceline.launch.nodes.survey import startup_loss
 from paceline.launch.planning import planner
 from paceline.launch.planning.planner import Supplies
 from paceline.launch.planning.request import Request
@@ -57,7 +57,7 @@ class Provisioner:
         """Has new nodes begin to import, while the plan is still being made."""
         request, nodes = self._request, [node for node in fleet.everyone if not node.preparation]
         package = (await asyncio.shield(reading)).package if request.package else None
-        await together([begin(node, request, package, self._directory, self._token)
+        await together([prepare_node(node, request, package, self._directory, self._token)
                         for node in nodes])  # fmt: skip
         if fleet.first in nodes:
             await self.send_checkpoints(fleet.first)
@@ -81,18 +81,18 @@ class Provisioner:
         request = self._request
         self._recorder.event("connected", hosts=[node.name])
         await together([
-            survey.get_to_know(node, fleet, request, self.supplies),
-            begin(node, request, self.supplies.package, self._directory, self._token),
+            survey.survey_newcomer(node, fleet, request, self.supplies),
+            prepare_node(node, request, self.supplies.package, self._directory, self._token),
         ])  # fmt: skip
         assert node.found is not None
         place = planner.place_on(request.job, node.found, self.supplies, request.run_id)
         await self._send([(node, place.copies)])
         await fork_servers_up(fleet, [node], request.job)
 
-    async def _send(self, wanted: Sequence[tuple[Node, Sequence[Copy]]]) -> None:
+    async def _send(self, copies: Sequence[tuple[Node, Sequence[Copy]]]) -> None:
         supplies = self.supplies
-        await send_copies(wanted, supplies, self._request.run_id, self._screen.sending)
-        for node, _ in wanted:
+        await send_copies(copies, supplies, self._request.run_id, self._screen.sending)
+        for node, _ in copies:
             for name, tree in (("code", supplies.code), ("paceline", supplies.package)):
                 if tree is None or name not in node.copies:
                     continue
@@ -102,16 +102,16 @@ class Provisioner:
                     self._recorder.event("copied", node.name, copy=copy[1], home=copy[2])
 
 
-async def begin(node: Node, request: Request, package: Tree | None, directory: RunDirectory,
+async def prepare_node(node: Node, request: Request, package: Tree | None, directory: RunDirectory,
                 token: str) -> None:  # fmt: skip
     """Starts the node's fork server."""
-    await find_run_folder(node, directory)
+    await choose_run_folder(node, directory)
     if request.job.entry.kind == "function" and not node.shared_run_dir:
         path = directory.path / names.CALL
         await send_blocks(node.channel, path, "put_file", key=directory.key, path=names.CALL)
     root = ""
-    here = node.host.local and planner.python_of(request.job, node.host) == sys.executable
-    if package is not None and not here:
+    is_own_python = node.host.local and planner.python_of(request.job, node.host) == sys.executable
+    if package is not None and not is_own_python:
         root = await _send_package(node, package, request)
     await start_fork_server(node, request.job, token, root)
 
@@ -148,13 +148,13 @@ async def start_fork_server(node: Node, job: Job, token: str, package: str = "")
 
 async def _send_package(node: Node, package: Tree, request: Request) -> str:
     """Where this installation's ``paceline`` is on a node: a fork server that waits has it."""
-    nest = node.channel.warm_slot
-    waited = nest is not None and nest.waiting is not None
-    if nest is None or not (waited or request.keep_warm_s):
+    warm_slot = node.channel.warm_slot
+    is_warm = warm_slot is not None and warm_slot.waiting is not None
+    if warm_slot is None or not (is_warm or request.keep_warm_s):
         return await send_folder(node, package, "paceline", job_folder(request.run_id, node.name))
-    name = f"{FOLDER}{nest.name}"
+    name = f"{FOLDER}{warm_slot.name}"
     root = planner.copy_target(node.facts, name, "paceline")
-    if waited:
+    if is_warm:
         manifest = package.manifest
         differs = await node.channel.request("compare_tree", root=root, manifest=manifest)
         if differs["exists"] and not differs["missing"] and not differs["different"]:
@@ -172,7 +172,7 @@ def _not_activated(node: Node, refusal: AgentRefusal, job: Job) -> NodeError:
     )
 
 
-async def find_run_folder(node: Node, directory: RunDirectory) -> None:
+async def choose_run_folder(node: Node, directory: RunDirectory) -> None:
     """The run directory itself where the node reads and writes it, else a folder of the node's."""
     options: dict[str, Any] = {
         "path": str(directory.path),
@@ -199,20 +199,22 @@ async def send_copies(wanted: Sequence[tuple[Node, Sequence[Copy]]], supplies: S
                             found=f"{root} instead of {copy.target}")  # fmt: skip
 
     copies = [(node, copy) for node, parts in wanted for copy in parts]
-    large = {path for path, tree in supplies.inputs.items() if tree.size > LARGE}
+    large = {path for path, tree in supplies.inputs.items() if tree.size > LARGE_INPUT_BYTES}
     small = [pair for pair in copies if pair[1].name != "data" and pair[1].source not in large]
     await together([send(*pair) for pair in small])
-    for pairs in await _once_a_disk([p for p in copies if p[1].source in large], run_id):
+    for pairs in await _split_by_disk([p for p in copies if p[1].source in large], run_id):
         await together([send(*pair) for pair in pairs])
     if supplies.data is not None:
         wanting = [node for node, copy in copies if copy.name == "data"]
         await send_data(wanting, supplies.data, progress)
 
 
-LARGE = 16 << 20  # bytes of an input from which on hosts of one disk, and so one cache, count
+LARGE_INPUT_BYTES = (
+    16 << 20
+)  # bytes of an input from which on hosts of one disk, and so one cache, count
 
 
-async def _once_a_disk(
+async def _split_by_disk(
     copies: Sequence[tuple[Node, Copy]], run_id: str
 ) -> tuple[list[tuple[Node, Copy]], list[tuple[Node, Copy]]]:
     """The first copy for each disk, and those that will find it in their cache."""
@@ -222,45 +224,51 @@ async def _once_a_disk(
                   f"seen-{node.channel.identity}")
         for node in nodes
     ))  # fmt: skip
-    seen = await _seen_earlier(nodes, signs)
-    pairs = [*zip(copies, seen, strict=True)]
-    return [copy for copy, other in pairs if not other], [copy for copy, other in pairs if other]
+    duplicates = await _on_earlier_disk(nodes, signs)
+    pairs = [*zip(copies, duplicates, strict=True)]
+    return [copy for copy, is_duplicate in pairs if not is_duplicate], [
+        copy for copy, is_duplicate in pairs if is_duplicate
+    ]
 
 
 Progress = Callable[[int, int], None]  # bytes that are there, of how many
 _APPEARS_S = 2.0
-_APPEARS_TRIES = 30  # a network disk may show a new name late
+_MAX_APPEAR_POLLS = 30  # a network disk may show a new name late
 
 
 async def send_data(nodes: Sequence[Node], folder: DataFolder, progress: Progress) -> None:
     """Completes the nodes' copies of the data, once for each disk."""
-    firsts, others = await _by_disk(nodes)
+    firsts, followers = await _by_disk(nodes)
     total = sum(node.data.size for node in firsts if node.data)
-    done = 0
+    sent_bytes = 0
 
     def sent(count: int) -> None:
-        nonlocal done
-        done += count
-        progress(done, total)
+        nonlocal sent_bytes
+        sent_bytes += count
+        progress(sent_bytes, total)
 
     if total:
         progress(0, total)
     await together([
         data.send(node.channel, folder, node.data, sent) for node in firsts if node.data
     ])  # fmt: skip
-    await together([_appears(node, folder) for node in others])
+    await together([_appears(node, folder) for node in followers])
     for node in nodes:
         node.data = None
 
 
 async def _by_disk(nodes: Sequence[Node]) -> tuple[list[Node], list[Node]]:
     """The first node of each disk, and the others."""
-    seen = await _seen_earlier(nodes, [node.data.sign for node in nodes if node.data])
-    firsts = [node for node, other in zip(nodes, seen, strict=True) if not other]
-    return firsts, [node for node, other in zip(nodes, seen, strict=True) if other]
+    duplicates = await _on_earlier_disk(nodes, [node.data.sign for node in nodes if node.data])
+    firsts = [
+        node for node, is_duplicate in zip(nodes, duplicates, strict=True) if not is_duplicate
+    ]
+    return firsts, [
+        node for node, is_duplicate in zip(nodes, duplicates, strict=True) if is_duplicate
+    ]
 
 
-async def _seen_earlier(nodes: Sequence[Node], signs: Sequence[str]) -> list[bool]:
+async def _on_earlier_disk(nodes: Sequence[Node], signs: Sequence[str]) -> list[bool]:
     """Of each node, whether it sees the disk of an earlier one; each has made its sign there."""
 
     async def sees_earlier(place: int, node: Node) -> bool:
@@ -274,7 +282,7 @@ async def _seen_earlier(nodes: Sequence[Node], signs: Sequence[str]) -> list[boo
 
 async def _appears(node: Node, folder: DataFolder) -> None:
     """Waits until a node sees what another one has written to their disk."""
-    for _ in range(_APPEARS_TRIES):
+    for _ in range(_MAX_APPEAR_POLLS):
         place = await data.locate(node.channel, folder, needs_copy=True)
         if not place.missing:
             return
@@ -304,12 +312,12 @@ async def send_folder(node: Node, tree: Tree, name: str, folder: str) -> str:
             ) from None
         if not isinstance(refusal, AgentRefusal):
             raise
-        raise _cannot_take(node, tree, refusal) from None
+        raise _transfer_error(node, tree, refusal) from None
     node.copies[name] = (root, tree.manifest)
     return root
 
 
-def _cannot_take(node: Node, tree: Tree, refusal: AgentRefusal) -> NodeError:
+def _transfer_error(node: Node, tree: Tree, refusal: AgentRefusal) -> NodeError:
     cache = str(node.facts["user"].get("cache") or "~/.cache/paceline")
     remedy = f"Look there: ssh {node.host.address} ls -ld {shlex.quote(cache)}"
     if is_out_of_space(refusal.found):
@@ -328,34 +336,34 @@ async def fork_servers_up(fleet: Fleet, nodes: Sequence[Node], job: Job) -> None
     """
     await together([node.prepare() for node in nodes if node.fork_server_died])
     for node in nodes:
-        if node.ready is not None and (trouble := await node.ready):
-            raise _no_fork_server(fleet, node, trouble, job)
+        if node.ready is not None and (error := await node.ready):
+            raise _no_fork_server(fleet, node, error, job)
     for node in nodes:
         backends = node.loaded.get("backends")
         if job.backend and backends is not None and job.backend not in backends:
             raise _no_backend(node, job.backend, backends)
 
 
-def _no_fork_server(fleet: Fleet, node: Node, trouble: Trouble, job: Job) -> NodeError:
-    if trouble.kind == "lost":
-        return went_away(fleet, node, trouble.text)
+def _no_fork_server(fleet: Fleet, node: Node, error: ForkServerError, job: Job) -> NodeError:
+    if error.kind == "lost":
+        return startup_loss(fleet, node, error.text)
     modules = ", ".join(job.preload)
     python = planner.python_of(job, node.host)
-    if trouble.kind == "died":
+    if error.kind == "died":
         return NodeError(
-            f"{node.name} could not start its ranks", found=f"{trouble.text} while starting"
+            f"{node.name} could not start its ranks", found=f"{error.text} while starting"
         )
-    found = "\n".join(trouble.text.strip().splitlines()[-8:])
+    output = "\n".join(error.text.strip().splitlines()[-8:])
     remedy = f"Look there: {python} -c 'import {modules}'"
     if variables := agreement.loader_variables(node.facts):
-        found += f"\nthe login on {node.name} sets {variables}"
+        output += f"\nthe login on {node.name} sets {variables}"
         remedy += "\nIf one of these variables is the cause, hide it from the job: --unset NAME"
-    return NodeError(f"{node.name} cannot import {modules}", found=found, remedy=remedy)
+    return NodeError(f"{node.name} cannot import {modules}", found=output, remedy=remedy)
 
 
-def _no_backend(node: Node, wanted: str, backends: Sequence[str]) -> NodeError:
+def _no_backend(node: Node, backend: str, backends: Sequence[str]) -> NodeError:
     return NodeError(
-        f"backend {wanted} was asked for, but torch on {node.name} was built without it",
+        f"backend {backend} was asked for, but torch on {node.name} was built without it",
         found=f"torch {node.loaded.get('torch')} there has: {', '.join(backends)}",
-        remedy=f"--backend {backends[0] if backends else 'gloo'}, or install a torch with {wanted}",
+        remedy=f"--backend {backends[0] if backends else 'gloo'}, or install a torch with {backend}",
     )

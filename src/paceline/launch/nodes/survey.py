@@ -17,7 +17,7 @@ from typing import Any
 
 from paceline.launch.nodes.fleet import Fleet, Node, together
 from paceline.launch.planning import planner
-from paceline.launch.planning.planner import Found, Supplies
+from paceline.launch.planning.planner import HostSurvey, Supplies
 from paceline.launch.planning.request import Package, Request
 from paceline.remote import connectivity, interfaces, network
 from paceline.remote.channel import AgentRefusal
@@ -36,8 +36,8 @@ Networks = dict[str, network.NodeNetwork]
 # of the package, all that a recipe needs in a rank
 OF_RECIPES = ("__init__.py", "program.py", "progress.py", "py.typed", "recipes", "spec", "train",
               "agent/__init__.py", "agent/peers.py")  # fmt: skip
-DYING_S = 2.0  # who holds a port and cannot be named: the kernel is ending it, or a stranger
-LEAVING_S = 5.0  # an agent without launcher and its ranks are gone by then
+PORT_RELEASE_S = 2.0  # who holds a port and cannot be named: the kernel is ending it, or a stranger
+AGENT_EXIT_S = 5.0  # an agent without launcher and its ranks are gone by then
 
 
 def approve(request: Request, fleet: Fleet, inspect: Inspect | None) -> list[str]:
@@ -49,8 +49,8 @@ def approve(request: Request, fleet: Fleet, inspect: Inspect | None) -> list[str
 
 def check_nodes(fleet: Fleet, job: Job) -> list[str]:
     """Refuses nodes that cannot train together; notes what merely differs."""
-    chosen = {node.name: node.channel.agent_python for node in fleet.everyone}
-    notes = planner.check_agreement(fleet.hosts, job, fleet.facts(), chosen)
+    interpreters = {node.name: node.channel.agent_python for node in fleet.everyone}
+    notes = planner.check_agreement(fleet.hosts, job, fleet.facts(), interpreters)
     noisy = [node.name for node in fleet.everyone if node.channel.noise.strip()]
     return notes + [f"the shell start-up files of {name} print text: ignored" for name in noisy]
 
@@ -69,15 +69,15 @@ async def prepare(request: Request, fleet: Fleet, supplies: Awaitable[Supplies],
         PacelineError: The job cannot run there, or not as it was planned.
     """
     job, planned = request.job, request.planned
-    (networks, more), read = await together(
-        [find_networks(fleet, job, len(request.hosts)), _look(fleet.everyone, job, supplies)]
+    (networks, network_notes), read = await together(
+        [choose_networks(fleet, job, len(request.hosts)), _inspect(fleet.everyone, job, supplies)]
     )
     for node in fleet.everyone:
         assert node.found is not None
         node.found = replace(node.found, network=networks[node.name])
-    asked = planned.settings["master_port"] if planned else job.master_port
-    port = await hold_port(fleet.first, networks[fleet.first.name].address, asked)
-    plan = plan_of(request, fleet, read, port, [*notes, *more])
+    port_setting = planned.settings["master_port"] if planned else job.master_port
+    port = await hold_port(fleet.first, networks[fleet.first.name].address, port_setting)
+    plan = plan_of(request, fleet, read, port, [*notes, *network_notes])
     return planner.confirmed(planned, plan) if planned else plan
 
 
@@ -90,26 +90,28 @@ def plan_of(request: Request, fleet: Fleet, supplies: Supplies, port: Setting[in
         request.job, request.run_id, surveyed, supplies, port, notes, attempt, spares
     )
     dialects = (*request.transport.dialects, *plan.dialects)
-    return replace(plan, dialects=dialects, hosts=names_of(request, fleet.hosts))
+    return replace(plan, dialects=dialects, hosts=host_names(request, fleet.hosts))
 
 
-def names_of(request: Request, there: Sequence[Host]) -> tuple[str, ...]:
+def host_names(request: Request, connected: Sequence[Host]) -> tuple[str, ...]:
     """Of all hosts on which the job may run; none where nobody knows them yet.
 
     Args:
         request: What is to run, and where.
-        there: Hosts that are connected.
+        connected: Hosts that are connected.
     """
     if request.among:
         return request.among
-    came, meant = ([host.name for host in hosts] for hosts in (there, request.hosts))
-    if set(meant).issuperset(came):
-        return tuple(meant)
+    connected_names, requested_names = (
+        [host.name for host in hosts] for hosts in (connected, request.hosts)
+    )
+    if set(requested_names).issuperset(connected_names):
+        return tuple(requested_names)
     # Nobody knew who would come: what is described stands for places.
-    return tuple(came) if len(came) == len(meant) else ()
+    return tuple(connected_names) if len(connected_names) == len(requested_names) else ()
 
 
-async def get_to_know(node: Node, fleet: Fleet, request: Request, supplies: Supplies) -> None:
+async def survey_newcomer(node: Node, fleet: Fleet, request: Request, supplies: Supplies) -> None:
     """Finds out about a node that came late what a plan needs to know of it.
 
     Its addresses are tried from and to all nodes that are there; they keep theirs where they can.
@@ -117,50 +119,52 @@ async def get_to_know(node: Node, fleet: Fleet, request: Request, supplies: Supp
     Raises:
         PacelineError: It cannot train together with them.
     """
-    async with fleet.trying:  # else one would end the listeners that another one's tries are for
+    async with (
+        fleet.probe_lock
+    ):  # else one would end the listeners that another one's tries are for
         while True:
-            others = [o for o in fleet.everyone if o is not node and o.found and not o.lost]
+            peers = [o for o in fleet.everyone if o is not node and o.found and not o.lost]
             try:
-                await _try_with(others, node, request, supplies)
+                await _probe_with(peers, node, request, supplies)
             except (ConnectionError, PacelineError):
-                await fleet.doubts_settled()  # who does not answer may be lost in a moment
-                if node.lost or not any(other.lost for other in others):
+                await fleet.silences_resolved()  # who does not answer may be lost in a moment
+                if node.lost or not any(peer.lost for peer in peers):
                     raise  # else it is tried with those that are left: it has begun to import
             else:
                 return
 
 
-async def _try_with(others: Sequence[Node], node: Node, request: Request,
+async def _probe_with(peers: Sequence[Node], node: Node, request: Request,
                     supplies: Supplies) -> None:  # fmt: skip
-    members = [*others, node]
+    members = [*peers, node]
     hosts, facts = (
         [member.host for member in members],
         {member.name: member.facts for member in members},
     )
-    chosen = {member.name: member.channel.agent_python for member in members}
-    planner.check_agreement(hosts, request.job, facts, chosen)
+    interpreters = {member.name: member.channel.agent_python for member in members}
+    planner.check_agreement(hosts, request.job, facts, interpreters)
 
-    async def known() -> Supplies:
+    async def get_supplies() -> Supplies:
         return supplies
 
     candidates, _ = network.candidates(hosts, facts, request.job.interface.value)
-    tried, _ = await together([
+    attempts, _ = await together([
         connectivity.probe_addresses([member.channel for member in members], candidates, together),
-        _look([node], request.job, known()),
+        _inspect([node], request.job, get_supplies()),
     ])  # fmt: skip
-    kept = {
+    unchanged = {
         member.name: [
             c for c in candidates[member.name] if member is node or c.address == _address(member)
         ]
         for member in members
     }
-    if not others:
+    if not peers:
         networks = {node.name: network.single_choice(candidates[node.name], fixed=False)}
     else:
         try:
-            networks, _ = network.decide(hosts, kept, tried)
+            networks, _ = network.decide(hosts, unchanged, attempts)
         except NodeError:
-            networks, _ = network.decide(hosts, candidates, tried)
+            networks, _ = network.decide(hosts, candidates, attempts)
     for member in members:
         assert member.found is not None
         member.found = replace(member.found, network=networks[member.name])
@@ -171,27 +175,27 @@ def _address(node: Node) -> str:
 
 
 @contextlib.contextmanager
-def lost_nodes_named(fleet: Fleet) -> Iterator[None]:
+def naming_lost_nodes(fleet: Fleet) -> Iterator[None]:
     """Turns the end of a connection before ranks run into an error that names the host."""
     try:
         yield
     except ConnectionError as error:
         lost = next((node for node in fleet.everyone if node.lost), fleet.first)
-        raise went_away(fleet, lost, lost.why or str(error)) from None
+        raise startup_loss(fleet, lost, lost.why or str(error)) from None
 
 
-def went_away(fleet: Fleet, node: Node, why: str) -> NodeError:
+def startup_loss(fleet: Fleet, node: Node, reason: str) -> NodeError:
     """A host was lost before its ranks ran: its own doing, unless it was this launcher's."""
     name = node.name
-    if ours := fleet.own_fault(node):
+    if cause := fleet.launcher_fault(node):
         return NodeError(
-            f"{ours}; that was while the nodes were starting",
-            found=f"{name}: {why}",
+            f"{cause}; that was while the nodes were starting",
+            found=f"{name}: {reason}",
             remedy="Run again; --lease SECONDS is how long nodes wait for this launcher",
         )
     return NodeError(
         f"{name} went away while starting",
-        found=why,
+        found=reason,
         remedy=f"See that {name} is on and can be reached (paceline check), and run again",
     )
 
@@ -231,22 +235,24 @@ def package_tree(parts: Package) -> Tree:
     return Tree(folder.parent, manifest)
 
 
-async def _look(nodes: Sequence[Node], job: Job, supplies: Awaitable[Supplies]) -> Supplies:
+async def _inspect(nodes: Sequence[Node], job: Job, supplies: Awaitable[Supplies]) -> Supplies:
     """What can be sent; notes of each node how the code differs there, and what else is there."""
     # who gives up waiting does not give up the reading
     read = await asyncio.shield(supplies)
 
-    async def look(node: Node) -> None:
-        differs = await _compare(node, job, read.code)
-        there = await _has_workdir(node, job, read.code)
-        place = await _find_data(node, job, read.data)
-        node.found = Found(node.host, node.facts, network.LOOPBACK, differs, there, place)
+    async def inspect(node: Node) -> None:
+        difference = await _compare(node, job, read.code)
+        has_workdir = await _has_workdir(node, job, read.code)
+        place = await _locate_data(node, job, read.data)
+        node.found = HostSurvey(
+            node.host, node.facts, network.LOOPBACK, difference, has_workdir, place
+        )
 
-    await together([look(node) for node in nodes])
+    await together([inspect(node) for node in nodes])
     return read
 
 
-async def _find_data(node: Node, job: Job, folder: DataFolder | None) -> DataPlace | None:
+async def _locate_data(node: Node, job: Job, folder: DataFolder | None) -> DataPlace | None:
     if folder is None or node.host.local:
         return None
     try:
@@ -265,57 +271,61 @@ async def _compare(node: Node, job: Job, tree: Tree | None) -> Mapping[str, Any]
         return None
     root = planner.code_root(node.host, tree)
     difference = await node.channel.request("compare_tree", root=root, manifest=tree.manifest)
-    if difference["exists"] and await _changed_alike(node, tree, root, difference):
+    if difference["exists"] and await _changed_equally(node, tree, root, difference):
         return {**difference, "missing": [], "different": []}
     return difference
 
 
-async def _changed_alike(node: Node, tree: Tree, root: str, difference: Mapping[str, Any]) -> bool:
+async def _changed_equally(
+    node: Node, tree: Tree, root: str, difference: Mapping[str, Any]
+) -> bool:
     """Whether what differs there has changed here in the same way since it was read.
 
     So it is in a folder that both see, where somebody takes notes, or a program writes its log:
     a file that changes while it is looked at is passed over.
     """
-    differing, own = {*difference["different"], *difference["missing"]}, tree.copy is None
-    if not (own and differing):
+    differing, is_original = {*difference["different"], *difference["missing"]}, tree.copy is None
+    if not (is_original and differing):
         return False
     current = await asyncio.to_thread(tree.current_entries, differing)
     if any(entry in tree.manifest for entry in current.values()):
         return False
-    gone = {path for path, entry in current.items() if entry is None}
-    there = [entry for entry in current.values() if entry is not None]
-    again = await node.channel.request("compare_tree", root=root, manifest=there)
-    apart = [*again["different"], *again["missing"]]
-    later = await asyncio.to_thread(tree.current_entries, apart)
-    return gone <= {*difference["missing"]} and all(later[path] != current[path] for path in apart)
+    deleted = {path for path, entry in current.items() if entry is None}
+    entries = [entry for entry in current.values() if entry is not None]
+    comparison = await node.channel.request("compare_tree", root=root, manifest=entries)
+    unequal = [*comparison["different"], *comparison["missing"]]
+    updated = await asyncio.to_thread(tree.current_entries, unequal)
+    return deleted <= {*difference["missing"]} and all(
+        updated[path] != current[path] for path in unequal
+    )
 
 
 async def _has_workdir(node: Node, job: Job, tree: Tree | None) -> bool:
-    wanted = planner.workdir_without_code(job, node.host, tree)
-    if wanted is None:
+    workdir = planner.required_workdir(job, node.host, tree)
+    if workdir is None:
         return True
-    answer = await node.channel.request("look", paths=[wanted])
+    answer = await node.channel.request("look", paths=[workdir])
     return bool(answer["paths"][0]["exists"])
 
 
 # --- the network
 
 
-async def find_networks(fleet: Fleet, job: Job, hosts_in_all: int) -> tuple[Networks, list[str]]:
+async def choose_networks(fleet: Fleet, job: Job, max_hosts: int) -> tuple[Networks, list[str]]:
     """Address and interface of every node, and what the user should know about the choice.
 
     Args:
         fleet: The nodes that are there.
         job: What is asked for.
-        hosts_in_all: How many there may be at any time.
+        max_hosts: How many there may be at any time.
     """
-    alike = [host for host in fleet.hosts if not host.env]
-    for hosts in (alike, *([host] for host in fleet.hosts if host.env)):
+    uniform = [host for host in fleet.hosts if not host.env]
+    for hosts in (uniform, *([host] for host in fleet.hosts if host.env)):
         if hosts:
-            interfaces.validate_variables(hosts, fleet.facts(), planner.given(job, hosts[0]))
+            interfaces.validate_variables(hosts, fleet.facts(), planner.user_env(job, hosts[0]))
     only, interface = fleet.first, job.interface.value
     fixed = interface or only.host.interface or only.host.job_address
-    if len(fleet.everyone) == 1 and not fixed and hosts_in_all == 1:  # and stays alone
+    if len(fleet.everyone) == 1 and not fixed and max_hosts == 1:  # and stays alone
         return {only.name: network.LOOPBACK}, []
     candidates, notes = network.candidates(fleet.hosts, fleet.facts(), interface)
     if len(fleet.everyone) == 1 and not candidates[only.name]:
@@ -323,25 +333,27 @@ async def find_networks(fleet: Fleet, job: Job, hosts_in_all: int) -> tuple[Netw
     if len(fleet.everyone) == 1:
         return {only.name: network.single_choice(candidates[only.name], bool(fixed))}, notes
     channels = fleet.channels
-    tried = await connectivity.probe_addresses(channels, candidates, together)
-    networks, more = network.decide(fleet.hosts, candidates, tried)
-    return networks, notes + more
+    attempts = await connectivity.probe_addresses(channels, candidates, together)
+    networks, decision_notes = network.decide(fleet.hosts, candidates, attempts)
+    return networks, notes + decision_notes
 
 
-async def hold_port(first: Node, address: str, asked: Setting[int]) -> Setting[int]:
+async def hold_port(first: Node, address: str, setting: Setting[int]) -> Setting[int]:
     """A port for the store on the first node, held by its agent until the store takes it."""
-    began = time.monotonic()
+    started_at = time.monotonic()
     while True:
         try:
-            answer = await first.channel.request("reserve_port", address=address, port=asked.value)
+            answer = await first.channel.request(
+                "reserve_port", address=address, port=setting.value
+            )
         except AgentRefusal as refusal:
-            if time.monotonic() > began + _patience_with(refusal):
-                raise _port_taken(first.name, address, asked, refusal) from None
+            if time.monotonic() > started_at + _patience_with(refusal):
+                raise _port_error(first.name, address, setting, refusal) from None
             await asyncio.sleep(0.2)
         else:
             break
-    if asked.value:
-        return asked
+    if setting.value:
+        return setting
     return Setting(int(answer["port"]), Source.FOUND, f"free on {first.name}, held")
 
 
@@ -349,20 +361,20 @@ def _patience_with(refusal: AgentRefusal) -> float:
     """Seconds for which who holds a port may still be on the way out."""
     commands = [command for _, command in refusal.answer.get("holders") or []]
     if not commands:
-        return DYING_S
+        return PORT_RELEASE_S
     # perhaps a job of ours whose launcher was killed, and which is leaving
-    return LEAVING_S if any("/paceline/agent/" in command for command in commands) else 0.0
+    return AGENT_EXIT_S if any("/paceline/agent/" in command for command in commands) else 0.0
 
 
-def _port_taken(
-    name: str, address: str, asked: Setting[int], refusal: AgentRefusal
+def _port_error(
+    name: str, address: str, setting: Setting[int], refusal: AgentRefusal
 ) -> SettingError:
     holders = refusal.answer.get("holders") or []
     holder_names = ", ".join(f"process {pid} ({command})" for pid, command in holders)
-    planned = asked.source is Source.FOUND
-    reason = "was planned" if planned else f"was asked for ({asked.source.label})"
+    planned = setting.source is Source.FOUND
+    reason = "was planned" if planned else f"was asked for ({setting.source.label})"
     return SettingError(
-        f"port {asked.value} on {name} ({address}) {reason}",
+        f"port {setting.value} on {name} ({address}) {reason}",
         found=refusal.found + (f": held by {holder_names}" if holder_names else ""),
         remedy="Prepare again, for a free one"
         if planned

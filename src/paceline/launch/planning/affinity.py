@@ -21,7 +21,7 @@ MASKS = {
     "intel": ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"),
 }
 _BUILT_FOR = {"nvidia": "cuda", "amd": "hip", "intel": "xpu"}
-_NEARLY_ALL = 3 / 4  # of the cores: what staying within NUMA nodes may not cost more of
+_MIN_CORES_USED = 3 / 4  # of the cores: what staying within NUMA nodes may not cost more of
 
 
 # --- GPUs
@@ -40,12 +40,14 @@ def gpus_seen(facts: Facts, environ: Mapping[str, str]) -> list[Mapping[str, Any
     makers = built or dict.fromkeys(gpu["maker"] for gpu in present)
     seen = []
     for maker in makers:
-        own = [gpu for gpu in present if gpu["maker"] == maker]
+        selected = [gpu for gpu in present if gpu["maker"] == maker]
         if environ.get("ZE_FLAT_DEVICE_HIERARCHY", "").upper() == "COMPOSITE" and maker == "intel":
-            own = list({gpu["pci"]: gpu for gpu in own}.values())  # one for all tiles of a card
+            selected = list(
+                {gpu["pci"]: gpu for gpu in selected}.values()
+            )  # one for all tiles of a card
         for name in _masks(maker, environ):
-            own = _selected(own, name, environ[name])
-        seen += own
+            selected = _selected(selected, name, environ[name])
+        seen += selected
     return seen
 
 
@@ -61,34 +63,38 @@ def _selected(gpus: list[Mapping[str, Any]], name: str, mask: str) -> list[Mappi
     if name == "ONEAPI_DEVICE_SELECTOR":
         return _by_selector(gpus, mask)
     if name == "ZE_AFFINITY_MASK":  # empty means all to Level Zero; "0.1" is a tile of card 0
-        words = [word for word in mask.split(",") if word.strip()]
-        return _numbered(gpus, [word.partition(".")[0] for word in words]) if words else gpus
+        identifiers = [identifier for identifier in mask.split(",") if identifier.strip()]
+        return (
+            _numbered(gpus, [identifier.partition(".")[0] for identifier in identifiers])
+            if identifiers
+            else gpus
+        )
     return _numbered(gpus, mask.split(","))
 
 
-def _numbered(gpus: list[Mapping[str, Any]], words: Sequence[str]) -> list[Mapping[str, Any]]:
+def _numbered(gpus: list[Mapping[str, Any]], identifiers: Sequence[str]) -> list[Mapping[str, Any]]:
     """GPUs by number or unique name, up to the first word that is neither."""
-    found: list[Mapping[str, Any]] = []
-    for word in (word.strip() for word in words):
-        if word.upper().startswith(("GPU-", "MIG-")):  # which one, only the driver knows
-            found.append({"maker": "", "node": -1})
-        elif word.isdigit() and int(word) < len(gpus):
-            found.append(gpus[int(word)])
+    selected: list[Mapping[str, Any]] = []
+    for identifier in (identifier.strip() for identifier in identifiers):
+        if identifier.upper().startswith(("GPU-", "MIG-")):  # which one, only the driver knows
+            selected.append({"maker": "", "node": -1})
+        elif identifier.isdigit() and int(identifier) < len(gpus):
+            selected.append(gpus[int(identifier)])
         else:
             break
-    return found
+    return selected
 
 
 def _by_selector(gpus: list[Mapping[str, Any]], mask: str) -> list[Mapping[str, Any]]:
     """``level_zero:0,1;opencl:*``: torch takes what it says of Level Zero."""
     terms = [term.strip() for term in mask.lower().split(";")]
-    found: list[Mapping[str, Any]] = []
+    selected: list[Mapping[str, Any]] = []
     for backend, _, devices in (term.partition(":") for term in terms):
-        words = [word.strip().partition(".")[0] for word in devices.split(",")]
+        identifiers = [identifier.strip().partition(".")[0] for identifier in devices.split(",")]
         if backend in ("level_zero", "*"):
-            found += gpus if {"*", "gpu"} & set(words) else _numbered(gpus, words)
+            selected += gpus if {"*", "gpu"} & set(identifiers) else _numbered(gpus, identifiers)
     only_refuses = all(term.startswith("!") for term in terms)
-    return gpus if only_refuses else found
+    return gpus if only_refuses else selected
 
 
 # --- CPUs
@@ -99,8 +105,8 @@ def cores_of(facts: Facts) -> list[Core]:
     cpu = facts.get("cpu") or {}
     allowed = set(cpu.get("available", ()))
     cores = [tuple(sorted(allowed & set(core))) for core in cpu.get("cores") or ()]
-    known = {one for core in cores for one in core}
-    cores += [(one,) for one in allowed - known]
+    listed = {cpu_number for core in cores for cpu_number in core}
+    cores += [(cpu_number,) for cpu_number in allowed - listed]
     return sorted((core for core in cores if core), key=lambda core: (_node_of(cpu, core), core))
 
 
@@ -119,34 +125,38 @@ def bind(facts: Facts, processes: int, gpus: Sequence[Mapping[str, Any]]) -> Bin
     """
     cores, cpu = cores_of(facts), facts.get("cpu") or {}
     if processes > len(cores):  # threads of a core apart is better than no share of one's own
-        cores = [(one,) for core in cores for one in core]
+        cores = [(cpu_number,) for core in cores for cpu_number in core]
     if processes == 1 or processes > len(cores):
         return [()] * processes
     by_node: dict[int, list[Core]] = {}
     for core in cores:
         by_node.setdefault(_node_of(cpu, core), []).append(core)
-    near = [int(gpu.get("node", -1)) for gpu in gpus[:processes]]
-    shares = _near_gpus(by_node, near) if len(near) == processes else None
-    shares = shares or _within_nodes(by_node, processes) or _in_a_row(cores, processes)
-    return [tuple(sorted(one for core in share for one in core)) for share in shares]
+    numa_nodes = [int(gpu.get("node", -1)) for gpu in gpus[:processes]]
+    shares = _split_near_gpus(by_node, numa_nodes) if len(numa_nodes) == processes else None
+    shares = shares or _split_within_nodes(by_node, processes) or _split_evenly(cores, processes)
+    return [tuple(sorted(cpu_number for core in share for cpu_number in core)) for share in shares]
 
 
-def _near_gpus(by_node: Mapping[int, list[Core]], near: Sequence[int]) -> list[list[Core]] | None:
+def _split_near_gpus(
+    by_node: Mapping[int, list[Core]], numa_nodes: Sequence[int]
+) -> list[list[Core]] | None:
     """Each rank a share of the node that its GPU is at; ``None`` where that cannot be."""
-    ranks = {node: near.count(node) for node in near}
+    ranks = {node: numa_nodes.count(node) for node in numa_nodes}
     if any(len(by_node.get(node, ())) < count for node, count in ranks.items()) or -1 in ranks:
         return None
-    cut = {node: _in_a_row(by_node[node], count) for node, count in ranks.items()}
-    return [cut[node].pop(0) for node in near]
+    shares = {node: _split_evenly(by_node[node], count) for node, count in ranks.items()}
+    return [shares[node].pop(0) for node in numa_nodes]
 
 
-def _within_nodes(by_node: Mapping[int, list[Core]], processes: int) -> list[list[Core]] | None:
+def _split_within_nodes(
+    by_node: Mapping[int, list[Core]], processes: int
+) -> list[list[Core]] | None:
     """Equal shares, none across two NUMA nodes; ``None`` where that would leave many cores idle."""
     total = sum(map(len, by_node.values()))
     for share in range(total // processes, 0, -1):
         if sum(len(cores) // share for cores in by_node.values()) >= processes:
             break
-    if share * processes < _NEARLY_ALL * total or processes < len(by_node):
+    if share * processes < _MIN_CORES_USED * total or processes < len(by_node):
         return None
     pieces = [
         cores[at : at + share]
@@ -156,7 +166,7 @@ def _within_nodes(by_node: Mapping[int, list[Core]], processes: int) -> list[lis
     return pieces[:processes]
 
 
-def _in_a_row(cores: Sequence[Core], processes: int) -> list[list[Core]]:
+def _split_evenly(cores: Sequence[Core], processes: int) -> list[list[Core]]:
     share = len(cores) // processes
     return [list(cores[at * share : (at + 1) * share]) for at in range(processes)]
 
@@ -164,8 +174,8 @@ def _in_a_row(cores: Sequence[Core], processes: int) -> list[list[Core]]:
 def threads(facts: Facts, processes: int, binding: Binding) -> int:
     """Threads that each rank should compute with: one for each of its cores, within its quota."""
     cores = cores_of(facts)
-    counts = [sum(1 for core in cores if set(core) & set(cpus)) for cpus in binding if cpus]
-    share = min(counts) if counts else len(cores) // processes
+    core_counts = [sum(1 for core in cores if set(core) & set(cpus)) for cpus in binding if cpus]
+    share = min(core_counts) if core_counts else len(cores) // processes
     quota = (facts.get("cpu") or {}).get("quota")
     if quota is not None:
         share = min(share, math.ceil(quota / processes))

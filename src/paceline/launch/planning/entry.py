@@ -89,8 +89,8 @@ def _is_text(entry: Entry) -> bool:
 
 
 def _suggestion(path: Path) -> str:
-    beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, beside, n=1)
-    if near:
-        return f"Did you mean {path.parent / near[0]}?"
+    scripts = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    matches = difflib.get_close_matches(path.name, scripts, n=1)
+    if matches:
+        return f"Did you mean {path.parent / matches[0]}?"
     return "For a module add -m, for a program that is not Python --no-python"

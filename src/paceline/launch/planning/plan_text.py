@@ -36,10 +36,10 @@ def describe(plan: Plan) -> str:
         f"{pluralize(ranks, 'rank')} on {pluralize(hosts, 'host')}, rank 0 on {plan.nodes[0].host}",
         f"store: {plan.master_addr} port {plan.master_port}",
         f"hosts: {_sourced(plan.settings['hosts'])}",
-        *(f"{name}: {_sourced(setting)}" for name, setting in _chosen(plan).items()),
+        *(f"{name}: {_sourced(setting)}" for name, setting in _explicit_settings(plan).items()),
         "",
         *_table(plan),
-        *([f"spares: {_few([node.host for node in plan.spares])}"] if plan.spares else []),
+        *([f"spares: {_abbreviate([node.host for node in plan.spares])}"] if plan.spares else []),
         "",
         *_commands(plan),
         *(f"  {name}={value}" for name, value in plan.environment.items()),
@@ -52,11 +52,11 @@ def describe(plan: Plan) -> str:
 
 def _sourced(setting: Setting[Any]) -> str:
     """A value with where it stands, which is nowhere for what was found out."""
-    where = setting.detail or setting.source.label
-    return str(setting.value) if where == str(setting.value) else f"{setting.value} ({where})"
+    source = setting.detail or setting.source.label
+    return str(setting.value) if source == str(setting.value) else f"{setting.value} ({source})"
 
 
-def _chosen(plan: Plan) -> dict[str, Setting[Any]]:
+def _explicit_settings(plan: Plan) -> dict[str, Setting[Any]]:
     """The settings that somebody chose."""
     return {
         name: setting
@@ -82,8 +82,8 @@ def _table(plan: Plan) -> list[str]:
 
 def _devices(node: NodePlan) -> str:
     shares = {len(rank.cpus) for rank in node.ranks}
-    each = f", {shares.pop()} a rank" if len(shares) == 1 and node.ranks[0].cpus else ""
-    return f"{node.devices}{each}"
+    per_rank = f", {shares.pop()} a rank" if len(shares) == 1 and node.ranks[0].cpus else ""
+    return f"{node.devices}{per_rank}"
 
 
 def _span(numbers: Sequence[int]) -> str:
@@ -98,8 +98,8 @@ def _commands(plan: Plan) -> list[str]:
         by_command.setdefault((command, _folder(node)), []).append(node.host)
     lines = []
     for (command, folder), hosts in by_command.items():
-        who = "each rank" if len(by_command) == 1 else f"each rank on {_few(hosts)}"
-        lines += [f"{who} runs, in {folder}:", f"  {command}"]
+        subject = "each rank" if len(by_command) == 1 else f"each rank on {_abbreviate(hosts)}"
+        lines += [f"{subject} runs, in {folder}:", f"  {command}"]
     return lines
 
 
@@ -119,11 +119,11 @@ def _folder(node: NodePlan) -> str:
     return f"a copy of {code.source}" if code else node.workdir
 
 
-def _few(names: Sequence[str], most: int = 6) -> str:
-    return ", ".join(names if len(names) <= most else [*names[: most - 2], "…", names[-1]])
+def _abbreviate(names: Sequence[str], limit: int = 6) -> str:
+    return ", ".join(names if len(names) <= limit else [*names[: limit - 2], "…", names[-1]])
 
 
-def everything(plan: Plan) -> str:
+def describe_full(plan: Plan) -> str:
     """The whole plan: world, settings with their sources, and a command for every rank."""
     lines = [
         f"world size {plan.world_size}: {pluralize(len(plan.nodes), 'host')}, rank 0 on "

@@ -49,7 +49,7 @@ class Supplies:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class HostSurvey:
     """What was found out about one host: its part of the plan follows from it.
 
     Attributes:
@@ -58,7 +58,7 @@ class Found:
         network: Its address and interface.
         code: How its code differs from ours (``exists``, ``missing``, ``different``); ``None``
             where there was nothing to compare.
-        has_workdir: The folder of :func:`workdir_without_code` is there.
+        has_workdir: The folder of :func:`required_workdir` is there.
         data: Where the data are there, and what it lacks; ``None`` on the launching machine.
     """
 
@@ -75,14 +75,14 @@ class Place:
     """Where a node's ranks run.
 
     Attributes:
-        how: The code is ``in place``, ``verified equal`` or ``shipped``.
+        code: The code is ``in place``, ``verified equal`` or ``shipped``.
         workdir: Folder in which they run there.
         entry: What they run, with that node's paths.
         copies: What is sent there first.
         data: Its folder of data; empty for none.
     """
 
-    how: str
+    code: str
     workdir: str
     entry: Entry
     copies: tuple[Copy, ...] = ()
@@ -91,23 +91,23 @@ class Place:
 
 def choose_hosts(job: Job, cluster: Cluster) -> tuple[Host, ...]:
     """The hosts the job may run on, spares included: never fewer than were asked for."""
-    wanted = job.nnodes.value
-    if wanted is None:
+    nnodes = job.nnodes.value
+    if nnodes is None:
         return cluster.hosts
-    least, _ = bounds(wanted, len(cluster.hosts))
-    if least < 1:
-        raise SettingError(f"--nnodes {wanted}: at least 1", remedy="--nnodes 1")
-    if least > len(cluster.hosts):
+    min_hosts, _ = bounds(nnodes, len(cluster.hosts))
+    if min_hosts < 1:
+        raise SettingError(f"--nnodes {nnodes}: at least 1", remedy="--nnodes 1")
+    if min_hosts > len(cluster.hosts):
         raise SettingError(
-            f"{wanted} nodes were asked for ({job.nnodes.source.label})",
+            f"{nnodes} nodes were asked for ({job.nnodes.source.label})",
             found=f"{len(cluster.hosts)} in {cluster.source or 'the host list'}: "
             + ", ".join(host.name for host in cluster.hosts),
             remedy=f"Add hosts, or --nnodes {len(cluster.hosts)}",
         )
-    return cluster.hosts if isinstance(wanted, NodeRange) else cluster.hosts[:least]
+    return cluster.hosts if isinstance(nnodes, NodeRange) else cluster.hosts[:min_hosts]
 
 
-def least_nodes(job: Job) -> int:
+def min_nodes(job: Job) -> int:
     """Nodes without which a training that can go on without some of them waits for them.
 
     Who named a number wants so many; who named none wants the job done.
@@ -124,7 +124,7 @@ def processes_on(job: Job, host: Host, facts: Facts) -> Setting[int]:
     """
     gpus = len(usable_gpus(job, host, facts))
     if job.nproc_per_node.value is not None:
-        count = _as_asked(job.nproc_per_node, host, gpus, len(available_cpus(facts)))
+        count = _requested_processes(job.nproc_per_node, host, gpus, len(available_cpus(facts)))
     elif host.slots is not None:
         count = Setting(host.slots, Source.FILE, "slots")
     elif host.gpus:
@@ -133,25 +133,25 @@ def processes_on(job: Job, host: Host, facts: Facts) -> Setting[int]:
         count = Setting(gpus, Source.FOUND, "one a GPU")
     else:
         count = Setting(1, Source.DEFAULT)
-    most = most_processes(facts)
-    if most is not None and count.value > most:
+    limit = max_processes(facts)
+    if limit is not None and count.value > limit:
         hard = facts["limits"]["nofile_hard"]
         raise SettingError(
             f"{count.value} processes were asked for on {host.name} ({count.source.label})",
-            found=f"at most {hard} files may be open there (ulimit -Hn): enough for {most}",
-            remedy=f"--nproc-per-node {most}, or on {host.name} add `* hard nofile 1048576` to "
+            found=f"at most {hard} files may be open there (ulimit -Hn): enough for {limit}",
+            remedy=f"--nproc-per-node {limit}, or on {host.name} add `* hard nofile 1048576` to "
             "/etc/security/limits.conf and log in again",
         )
     return count
 
 
-def _as_asked(asked: Setting[Any], host: Host, gpus: int, cpus: int) -> Setting[int]:
+def _requested_processes(setting: Setting[Any], host: Host, gpus: int, cpus: int) -> Setting[int]:
     """A number of processes, or one a GPU or CPU of this host, as torchrun counts them.
 
     The CPUs are those that the agent may use, which may be fewer than the host has. SettingError
     for what this host cannot do.
     """
-    count = asked.value
+    count = setting.value
     if count == "gpu" and not gpus:
         raise SettingError(
             f"--nproc-per-node gpu: {host.name} has no GPU",
@@ -162,20 +162,20 @@ def _as_asked(asked: Setting[Any], host: Host, gpus: int, cpus: int) -> Setting[
     count = count_processes(count, gpus, cpus)
     if host.slots is not None and count > host.slots and not host.slots_yield:
         raise SettingError(
-            f"{count} processes a node were asked for ({asked.source.label})",
+            f"{count} processes a node were asked for ({setting.source.label})",
             found=f"{host.name} has {host.slots} slot{'s' * (host.slots != 1)}",
             remedy=f"--nproc-per-node {host.slots}, or raise the slots of {host.name}",
         )
-    return Setting(count, asked.source, asked.detail)
+    return Setting(count, setting.source, setting.detail)
 
 
-def most_processes(facts: Facts) -> int | None:
+def max_processes(facts: Facts) -> int | None:
     """How many ranks a host's limit of open files allows; ``None`` when there is no limit."""
     hard = (facts.get("limits") or {}).get("nofile_hard", -1)
     return None if hard < 0 else max(1, (hard - SPARE_DESCRIPTORS) // PIPES_A_RANK)
 
 
-def given(job: Job, host: Host) -> dict[str, str]:
+def user_env(job: Job, host: Host) -> dict[str, str]:
     """The variables that a host's ranks get from the user.
 
     What is typed, or stands in the launcher's environment, goes before the host's own table in
@@ -190,18 +190,18 @@ def given(job: Job, host: Host) -> dict[str, str]:
 def usable_gpus(job: Job, host: Host, facts: Facts) -> list[Mapping[str, Any]]:
     """The GPUs of a host that its ranks see; of an allocation's host, those that are ours."""
     login = facts.get("environment") or {}
-    left = {name: value for name, value in login.items() if name not in job.environment.unset}
-    return affinity.gpus_seen(facts, {**left, **given(job, host)})[: host.gpus]
+    inherited = {name: value for name, value in login.items() if name not in job.environment.unset}
+    return affinity.gpus_seen(facts, {**inherited, **user_env(job, host)})[: host.gpus]
 
 
 def slot_notes(job: Job, hosts: Sequence[Host]) -> list[str]:
     """Where more processes were asked for than the scheduler has tasks."""
     count = job.nproc_per_node.value
-    over = [h for h in hosts if h.slots_yield and h.slots and isinstance(count, int)
+    oversubscribed = [h for h in hosts if h.slots_yield and h.slots and isinstance(count, int)
             and count > h.slots]  # fmt: skip
-    if not over:
+    if not oversubscribed:
         return []
-    tasks = ", ".join(f"{host.name} {host.slots}" for host in over)
+    tasks = ", ".join(f"{host.name} {host.slots}" for host in oversubscribed)
     return [f"{count} processes a node as asked for; the allocation's tasks are fewer: {tasks}"]
 
 
@@ -220,9 +220,9 @@ def gpu_notes(hosts: Sequence[Host], facts: Sequence[Facts]) -> list[str]:
             built = f"torch {torch['version']} is built without GPUs"
             blind.setdefault(built, []).append(host.name)
     return [
-        f"torch sees no GPU on {', '.join(names)}, though the allocation has GPUs there ({why}):"
+        f"torch sees no GPU on {', '.join(names)}, though the allocation has GPUs there ({reason}):"
         " the ranks compute on CPUs"
-        for why, names in blind.items()
+        for reason, names in blind.items()
     ]
 
 
@@ -260,34 +260,41 @@ def node_env(job: Job, host: Host, facts: Facts, processes: int,
         if job.debug.value:
             env |= {name: Setting(value, job.debug.source, "--debug")
                     for name, value in DEBUG_OF_RANKS.items()}  # fmt: skip
-        named = interfaces.variables(network.interface, facts)
-        env |= {name: Setting(value, Source.FOUND, network.reason) for name, value in named.items()}
+        interface_env = interfaces.variables(network.interface, facts)
+        env |= {
+            name: Setting(value, Source.FOUND, network.reason)
+            for name, value in interface_env.items()
+        }
     if job.backend in ONECCL_BACKENDS:
         bound = bind(job, host, facts, processes)
         env |= {
             name: Setting(value, Source.FOUND, f"--backend {job.backend}")
             for name, value in oneccl(bound, network).items()
         }
-    chosen, everywhere = given(job, host), job.environment.variables()
+    overrides, job_env = user_env(job, host), job.environment.variables()
     yields = job.environment.source <= Source.FILE
     table = f"[hosts.{host.name}.env] of {TOML_NAME}"
-    own = {
+    host_env = {
         name: Setting(value, Source.FILE, table)
         for name, value in host.env.items()
-        if yields or name not in everywhere
+        if yields or name not in job_env
     }
-    return {name: setting for name, setting in env.items() if name not in chosen} | own
+    return {name: setting for name, setting in env.items() if name not in overrides} | host_env
 
 
 def threads_of(job: Job, host: Host, facts: Facts, processes: int) -> Setting[str]:
     """One for each of a rank's cores, but no more than the node's own environment allows."""
     threads = affinity.threads(facts, processes, bind(job, host, facts, processes))
-    given = (facts.get("environment") or {}).get("OMP_NUM_THREADS", "")
-    if "OMP_NUM_THREADS" in job.environment.unset or not given.isascii() or not given.isdigit():
+    inherited = (facts.get("environment") or {}).get("OMP_NUM_THREADS", "")
+    if (
+        "OMP_NUM_THREADS" in job.environment.unset
+        or not inherited.isascii()
+        or not inherited.isdigit()
+    ):
         return Setting(str(threads), Source.FOUND, "cores a rank")
-    if not 0 < int(given) < threads:
+    if not 0 < int(inherited) < threads:
         return Setting(str(threads), Source.FOUND, "cores a rank")
-    return Setting(given, Source.FOUND, "the host's own environment")
+    return Setting(inherited, Source.FOUND, "the host's own environment")
 
 
 def oneccl(bound: affinity.Binding, network: NodeNetwork | None) -> dict[str, str]:
@@ -296,16 +303,16 @@ def oneccl(bound: affinity.Binding, network: NodeNetwork | None) -> dict[str, st
     One worker thread a rank, on the last of the CPUs that the rank is bound to: left to itself,
     oneCCL puts those of all ranks on the last CPUs of the node.
     """
-    found = {
+    variables = {
         "CCL_PROCESS_LAUNCHER": "none",  # see launchers.ONECCL for what it asks for then
         "CCL_ATL_TRANSPORT": "ofi",  # its other one is MPI, which would know one rank alone
         "CCL_WORKER_COUNT": "1",
     }
     if all(bound):
-        found["CCL_WORKER_AFFINITY"] = ",".join(str(cpus[-1]) for cpus in bound)
+        variables["CCL_WORKER_AFFINITY"] = ",".join(str(cpus[-1]) for cpus in bound)
     if network is not None:
-        found["CCL_KVS_IFACE"] = network.interface
-    return found
+        variables["CCL_KVS_IFACE"] = network.interface
+    return variables
 
 
 def early_env(job: Job, host: Host, facts: Facts) -> dict[str, str]:
@@ -321,15 +328,15 @@ def defaults(job: Job, host: Host, facts: Facts) -> list[str]:
     return [name for name, setting in env.items() if setting.source <= Source.FOUND]
 
 
-def make_plan(job: Job, run_id: str, found: Sequence[Found], supplies: Supplies,
+def make_plan(job: Job, run_id: str, surveys: Sequence[HostSurvey], supplies: Supplies,
               master_port: Setting[int], notes: Sequence[str] = (),
-              attempt: int = 0, spares: Sequence[Found] = ()) -> Plan:  # fmt: skip
+              attempt: int = 0, spares: Sequence[HostSurvey] = ()) -> Plan:  # fmt: skip
     """Puts together what runs where.
 
     Args:
         job: What was asked for.
         run_id: Names the run.
-        found: What was found out about every host; rank 0 runs on the first.
+        surveys: What was found out about every host; rank 0 runs on the first.
         supplies: What can be sent to them.
         master_port: The port held on the first host.
         notes: What was decided on the way.
@@ -342,7 +349,7 @@ def make_plan(job: Job, run_id: str, found: Sequence[Found], supplies: Supplies,
     """
     nodes: list[NodePlan] = []
     first_rank = 0
-    for node_rank, survey in enumerate(found):
+    for node_rank, survey in enumerate(surveys):
         nodes.append(
             _node(job, survey, place_on(job, survey, supplies, run_id), node_rank, first_rank)
         )
@@ -351,15 +358,15 @@ def make_plan(job: Job, run_id: str, found: Sequence[Found], supplies: Supplies,
         replace(_node(job, survey, place_on(job, survey, supplies, run_id), node_rank, 0), ranks=())
         for node_rank, survey in enumerate(spares, len(nodes))
     )
-    hosts, facts = [survey.host for survey in found], found[0].facts
+    hosts, facts = [survey.host for survey in surveys], surveys[0].facts
     return Plan(
         run_id=run_id,
         attempt=attempt,
         entry=job.entry,
         world_size=first_rank,
-        master_addr=found[0].network.address,
+        master_addr=surveys[0].network.address,
         master_port=master_port.value,
-        agent_store=agent_holds_store(job, facts),
+        agent_store=uses_agent_store(job, facts),
         nodes=tuple(nodes),
         environment=job.environment.redacted(),
         settings=_settings(job, hosts, facts, master_port),
@@ -368,25 +375,25 @@ def make_plan(job: Job, run_id: str, found: Sequence[Found], supplies: Supplies,
         typed={"command": job.typed, "folder": job.workdir, "paceline": __version__},
         notes=(
             *notes,
-            *link_notes(job, supplies, found),
+            *link_notes(job, supplies, surveys),
             *slot_notes(job, hosts),
-            *gpu_notes(hosts, [survey.facts for survey in found]),
+            *gpu_notes(hosts, [survey.facts for survey in surveys]),
         ),
     )
 
 
-def confirmed(planned: Plan, found: Plan) -> Plan:
+def confirmed(planned: Plan, current: Plan) -> Plan:
     """The plan that was made before, where what is found now comes to the same; else NodeError."""
-    if replace(found, notes=planned.notes, spares=planned.spares, typed=planned.typed) == planned:
+    if replace(current, notes=planned.notes, spares=planned.spares, typed=planned.typed) == planned:
         return planned
     changed = [
-        f"{before.host}: {name} was {getattr(before, name)}, is {getattr(now, name)}"
-        for before, now in zip(planned.nodes, found.nodes, strict=False)
+        f"{planned_node.host}: {name} was {getattr(planned_node, name)}, is {getattr(current_node, name)}"
+        for planned_node, current_node in zip(planned.nodes, current.nodes, strict=False)
         for name in ("host", "address", "interface", "python", "workdir", "code", "devices")
-        if getattr(before, name) != getattr(now, name)
+        if getattr(planned_node, name) != getattr(current_node, name)
     ]
-    if len(planned.nodes) != len(found.nodes):
-        changed.insert(0, f"there were {len(planned.nodes)} nodes, there are {len(found.nodes)}")
+    if len(planned.nodes) != len(current.nodes):
+        changed.insert(0, f"there were {len(planned.nodes)} nodes, there are {len(current.nodes)}")
     raise NodeError(
         "the plan does not hold any more: the hosts are not as they were when it was made",
         found="\n".join(changed) or "ranks, CPUs or variables differ",
@@ -405,18 +412,18 @@ def next_attempt(plan: Plan, attempt: int, master_port: Setting[int], restarts: 
     )
 
 
-def agent_holds_store(job: Job, facts: Facts) -> bool:
+def uses_agent_store(job: Job, facts: Facts) -> bool:
     """The store needs torch on the first node; without it rank 0 is left to hold its own.
 
     A script that is given an address (``tcp://HOST:PORT``) opens the store itself. Told that
     somebody else holds it, it would wait for ever: torch looks at that variable for every address.
     """
-    if job.opens_store or any("tcp://" in word for word in job.entry.args):
+    if job.opens_store or any("tcp://" in arg for arg in job.entry.args):
         return False
     return job.needs_torch or facts.get("torch") is not None
 
 
-def _node(job: Job, survey: Found, place: Place, node_rank: int, first_rank: int) -> NodePlan:
+def _node(job: Job, survey: HostSurvey, place: Place, node_rank: int, first_rank: int) -> NodePlan:
     facts = survey.facts
     processes = processes_on(job, survey.host, facts).value
     bound = bind(job, survey.host, facts, processes)
@@ -428,7 +435,7 @@ def _node(job: Job, survey: Found, place: Place, node_rank: int, first_rank: int
         interface=survey.network.interface,
         python=python_of(job, survey.host),
         workdir=place.workdir,
-        code=place.how,
+        code=place.code,
         entry=place.entry,
         env=node_env(job, survey.host, facts, processes, survey.network)
         | data_env(job, place)
@@ -441,7 +448,7 @@ def _node(job: Job, survey: Found, place: Place, node_rank: int, first_rank: int
     )
 
 
-def further_part(job: Job, found: Found, supplies: Supplies, run_id: str, node_rank: int,
+def newcomer_part(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str, node_rank: int,
                  ranks: Sequence[int]) -> NodePlan:  # fmt: skip
     """The part of a host that joins a running job.
 
@@ -450,7 +457,7 @@ def further_part(job: Job, found: Found, supplies: Supplies, run_id: str, node_r
         node_rank: Its number.
         ranks: Numbers for its ranks: as many as it can hold of them, or as there are.
     """
-    part = _node(job, found, place_on(job, found, supplies, run_id), node_rank, 0)
+    part = _node(job, survey, place_on(job, survey, supplies, run_id), node_rank, 0)
     numbered = zip(part.ranks, ranks, strict=False)
     return replace(part, ranks=tuple(replace(rank, rank=number) for rank, number in numbered))
 
@@ -458,56 +465,56 @@ def further_part(job: Job, found: Found, supplies: Supplies, run_id: str, node_r
 # --- where the code is
 
 
-def place_on(job: Job, found: Found, supplies: Supplies, run_id: str) -> Place:
+def place_on(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str) -> Place:
     """Where a host's ranks find their code, and what has to be sent there for it."""
-    host, tree = found.host, supplies.code
+    host, tree = survey.host, supplies.code
     workdir = host.workdir or job.workdir
-    data = found.data.folder if found.data else job.data.path if job.data else ""
+    data = survey.data.folder if survey.data else job.data.path if job.data else ""
     if host.local:
         return Place("in place", workdir, job.entry, (), data)
-    how, entry, copies = "in place", job.entry, []
+    code, entry, copies = "in place", job.entry, []
     if tree is not None:
-        here = code_root(host, tree)
-        how = _how_placed(job, host, here, found.code)
-        if how == "shipped":
-            _demand_within(job, tree)
-            target = copy_target(found.facts, job_folder(run_id, host.name), "code")
+        root = code_root(host, tree)
+        code = _code_placement(job, host, root, survey.code)
+        if code == "shipped":
+            _check_links(job, tree)
+            target = copy_target(survey.facts, job_folder(run_id, host.name), "code")
             copies.append(Copy("code", str(tree.root), target))
-            here = copies[0].target
-        workdir = relocate(job.workdir, tree.root, here)
-        entry = entry_at(job.entry, job.workdir, tree.root, here)
-    if not found.has_workdir:
+            root = copies[0].target
+        workdir = relocate(job.workdir, tree.root, root)
+        entry = entry_at(job.entry, job.workdir, tree.root, root)
+    if not survey.has_workdir:
         if host.workdir:
             raise NodeError(
                 f"{host.name} has no folder {workdir}",
                 remedy=f"Create it there, or change workdir under [hosts.{host.name}]",
             )
-        workdir = str(found.facts["user"]["home"])  # a program runs there as well
+        workdir = str(survey.facts["user"]["home"])  # a program runs there as well
     for number, path in enumerate(supplies.inputs):
         name = f"input{number}"
-        if path not in {one.path for one in job.inputs if one.named}:
-            _demand_within(job, supplies.inputs[path])
-        target = copy_target(found.facts, job_folder(run_id, host.name), name)
+        if path not in {input_folder.path for input_folder in job.inputs if input_folder.named}:
+            _check_links(job, supplies.inputs[path])
+        target = copy_target(survey.facts, job_folder(run_id, host.name), name)
         copies.append(Copy(name, path, target))
     entry = with_inputs(entry, copies)
     if job.data is not None:
         entry = replace(entry, args=tuple(job.data.on_node(arg, data) for arg in entry.args))
-    if job.data is not None and found.data is not None and not found.data.in_place:
-        if job.ship.value == "never" and (found.data.missing or found.data.extra):
-            raise other_data(job.data.path, host, found.data)
+    if job.data is not None and survey.data is not None and not survey.data.in_place:
+        if job.ship.value == "never" and (survey.data.missing or survey.data.extra):
+            raise data_mismatch(job.data.path, host, survey.data)
         if not job.follow_links:
-            reject_outward(Path(job.data.path), found.data.outward)
+            reject_outward(Path(job.data.path), survey.data.outward)
         copies.append(Copy("data", job.data.path, data))
-    return Place(how, workdir, entry, tuple(copies), data)
+    return Place(code, workdir, entry, tuple(copies), data)
 
 
-def _demand_within(job: Job, tree: Tree) -> None:
+def _check_links(job: Job, tree: Tree) -> None:
     """SettingError where sending the tree would follow links out of it, and may not."""
     if not job.follow_links:
         reject_outward(tree.root, tree.outward)
 
 
-def link_notes(job: Job, supplies: Supplies, found: Sequence[Found]) -> list[str]:
+def link_notes(job: Job, supplies: Supplies, surveys: Sequence[HostSurvey]) -> list[str]:
     """What is sent although only links in the folders to be sent lead there."""
     if not job.follow_links:
         return []
@@ -516,21 +523,25 @@ def link_notes(job: Job, supplies: Supplies, found: Sequence[Found]) -> list[str
         f"{tree.root}/{path}": target for tree in trees for path, target in tree.outward.items()
     }
     if job.data is not None:
-        places = [survey.data for survey in found if survey.data is not None]
+        places = [survey.data for survey in surveys if survey.data is not None]
         links |= {f"{job.data.path}/{path}": target
                   for place in places for path, target in place.outward.items()}  # fmt: skip
-    shown = ", ".join(f"{path} -> {target}" for path, target in [*links.items()][:5])
-    more = f" and {len(links) - 5} more" if len(links) > 5 else ""
-    return [f"--follow-links: content from outside of the folders: {shown}{more}"] if links else []
+    examples = ", ".join(f"{path} -> {target}" for path, target in [*links.items()][:5])
+    remainder = f" and {len(links) - 5} more" if len(links) > 5 else ""
+    return (
+        [f"--follow-links: content from outside of the folders: {examples}{remainder}"]
+        if links
+        else []
+    )
 
 
 def data_env(job: Job, place: Place) -> dict[str, Setting[str]]:
     """By what a node's ranks find the data."""
     if job.data is None:
         return {}
-    how = "in place" if place.data == job.data.path else f"a copy of {job.data.path}"
+    detail = "in place" if place.data == job.data.path else f"a copy of {job.data.path}"
     return {
-        jobenv.DATA_DIR: Setting(place.data, Source.FOUND, how),
+        jobenv.DATA_DIR: Setting(place.data, Source.FOUND, detail),
         jobenv.LAUNCHER_DATA_DIR: Setting(job.data.path, Source.FOUND, "the launching machine"),
     }
 
@@ -541,12 +552,12 @@ def inputs_env(place: Place) -> dict[str, Setting[str]]:
     return {jobenv.INPUTS: Setting(json.dumps(sent), Source.FOUND, "as sent")} if sent else {}
 
 
-def other_data(path: str, host: Host, found: DataPlace) -> NodeError:
+def data_mismatch(path: str, host: Host, place: DataPlace) -> NodeError:
     """What to say where data may not be sent, and are not there."""
     return NodeError(
         f"the data on {host.name} are not those of this machine, and --ship never was given",
         found=f"{path} is missing or different there; its copy lacks"
-        f" {pluralize(len(found.missing), 'file')}, and has {len(found.extra)} too many",
+        f" {pluralize(len(place.missing), 'file')}, and has {len(place.extra)} too many",
         remedy="Leave --ship out (what is missing is sent), or bring the folders into line",
     )
 
@@ -563,7 +574,7 @@ def copy_target(facts: Facts, folder: str, name: str) -> str:
     return f"{cache}/jobs/{folder}/{name}"
 
 
-def workdir_without_code(job: Job, host: Host, tree: Tree | None) -> str | None:
+def required_workdir(job: Job, host: Host, tree: Tree | None) -> str | None:
     """The work folder that has to be on a host already; ``None`` where the code brings it."""
     if host.local or (tree is not None and Path(job.workdir).is_relative_to(tree.root)):
         return None
@@ -576,7 +587,7 @@ def with_inputs(entry: Entry, copies: Sequence[Copy]) -> Entry:
     return replace(entry, args=tuple(places.get(arg, arg) for arg in entry.args))
 
 
-def _how_placed(job: Job, host: Host, root: str, code: Mapping[str, Any] | None) -> str:
+def _code_placement(job: Job, host: Host, root: str, code: Mapping[str, Any] | None) -> str:
     """What is to be done about a host's code. NodeError where it differs and may not be sent."""
     if job.ship.value == "always":
         return "shipped"
@@ -588,9 +599,9 @@ def _how_placed(job: Job, host: Host, root: str, code: Mapping[str, Any] | None)
         return "shipped"
     reason = f"{host.name} has no folder {root}"
     if code["exists"]:
-        shown = ", ".join(differing[:5]) + (" …" if len(differing) > 5 else "")
+        examples = ", ".join(differing[:5]) + (" …" if len(differing) > 5 else "")
         count = f"{len(differing)} files are" if len(differing) > 1 else "1 file is"
-        reason = f"{count} missing or different there: {shown}"
+        reason = f"{count} missing or different there: {examples}"
     raise NodeError(
         f"the code on {host.name} is not the code of this machine, and --ship never was given",
         found=reason,
@@ -639,27 +650,27 @@ def _settings(
 
 def _nodes_setting(job: Job, nodes: int) -> Setting[Any]:
     """As asked for where that is a range; what it came to is seen."""
-    asked = job.nnodes
-    shown = str(asked.value) if isinstance(asked.value, NodeRange) else nodes
-    return Setting(shown, asked.source, asked.detail)
+    setting = job.nnodes
+    value = str(setting.value) if isinstance(setting.value, NodeRange) else nodes
+    return Setting(value, setting.source, setting.detail)
 
 
 def check_agreement(hosts: Sequence[Host], job: Job, facts: Mapping[str, Facts],
-                    chosen: Mapping[str, str]) -> list[str]:  # fmt: skip
+                    interpreters: Mapping[str, str]) -> list[str]:  # fmt: skip
     """Refuses nodes that cannot train together; returns what merely differs.
 
     Args:
         hosts: In rank order.
         job: What was asked for.
         facts: By host.
-        chosen: By host, the interpreter that the agent really runs on.
+        interpreters: By host, the interpreter that the agent really runs on.
 
     Raises:
         NodeError: An interpreter is missing, torch is missing, or torch differs.
     """
     for host in hosts:
         problem = agreement.interpreter_problem(
-            host, python_of(job, host), chosen[host.name], facts[host.name]
+            host, python_of(job, host), interpreters[host.name], facts[host.name]
         )
         if problem is not None:
             raise problem

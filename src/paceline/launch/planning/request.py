@@ -15,7 +15,7 @@ from paceline.spec.settings import Source
 
 # whether a job needs this installation's package: all of it, or these parts of it
 Package = bool | tuple[str, ...]
-BACK_S = 30.0  # for a host that is needed and was lost before the first step
+RETURN_TIMEOUT_S = 30.0  # for a host that is needed and was lost before the first step
 
 
 def trains(job: Job) -> bool:
@@ -55,12 +55,12 @@ class Request:
     among: tuple[str, ...] = ()
 
     @property
-    def least(self) -> int:
+    def min_hosts(self) -> int:
         """Nodes without which the job does not run."""
         return bounds(self.job.nnodes.value, len(self.hosts))[0]
 
     @property
-    def most(self) -> int:
+    def max_hosts(self) -> int:
         """Nodes that get ranks, at most."""
         return bounds(self.job.nnodes.value, len(self.hosts))[1]
 
@@ -70,10 +70,10 @@ class Request:
         return isinstance(self.job.nnodes.value, NodeRange) and self.transport.redials
 
     @property
-    def waits(self) -> bool:
+    def awaits_hosts(self) -> bool:
         """Whether hosts that do not answer at the start are waited for."""
-        asked = self.job.wait_for_nodes_s.source is not Source.DEFAULT
-        return self.elastic or (asked and self.transport.redials)
+        is_requested = self.job.wait_for_nodes_s.source is not Source.DEFAULT
+        return self.elastic or (is_requested and self.transport.redials)
 
     @property
     def patience_s(self) -> float:
@@ -81,18 +81,18 @@ class Request:
 
         In seconds.
         """
-        asked_s = self.job.wait_for_nodes_s.value
-        return asked_s if self.waits else min(asked_s, BACK_S)
+        requested_s = self.job.wait_for_nodes_s.value
+        return requested_s if self.awaits_hosts else min(requested_s, RETURN_TIMEOUT_S)
 
-    def least_again(self, session: bool) -> int:
+    def min_restart_hosts(self, session: bool) -> int:
         """Nodes without which the job does not begin again, once some were lost."""
-        return min(self.least, planner.least_nodes(self.job)) if session else self.least
+        return min(self.min_hosts, planner.min_nodes(self.job)) if session else self.min_hosts
 
     @property
-    def begins_again(self) -> bool:
+    def retries_start(self) -> bool:
         """Whether a loss before the first step may be followed by another start.
 
         Who has written ``--max-restarts 0`` wants none.
         """
-        allowed = self.job.max_restarts
-        return allowed.value > 0 or allowed.source is Source.DEFAULT
+        max_restarts = self.job.max_restarts
+        return max_restarts.value > 0 or max_restarts.source is Source.DEFAULT

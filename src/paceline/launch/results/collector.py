@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.launch.interrupts import Interrupts
-from paceline.launch.nodes.fleet import HURRY_S, Fleet, Node, within
+from paceline.launch.nodes.fleet import HURRY_S, Fleet, Node, finishes_in
 from paceline.rundir.directory import RunDirectory, short
 from paceline.spec import rundir as names
 from paceline.spec.errors import PacelineError
@@ -81,7 +81,7 @@ class Results:
         bringing = self.bring_home(fleet)
         if len(interrupts.received) < 2:  # one that comes from now on ends this, too
             await bringing
-        elif not await within(bringing, HURRY_S):
+        elif not await finishes_in(bringing, HURRY_S):
             self._note("paceline: not all results came: the next start in this run directory"
                        " finds what lies on the hosts")  # fmt: skip
 

@@ -532,7 +532,7 @@ class Provisioned:
     supplies = Supplies()
 
     async def provision(self, node: Node, fleet: Fleet) -> None:
-        node.found = HostSurvey(node.host, {}, LOOPBACK)
+        node.survey = HostSurvey(node.host, {}, LOOPBACK)
         node.ready = asyncio.get_running_loop().create_future()
         node.ready.set_result(None)
 
@@ -673,7 +673,7 @@ def test_a_spare_takes_the_place_of_a_lost_node() -> None:
     async def scene() -> None:
         fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), Agent("n3"), lease_s=0.5)
         for node in fleet.nodes:
-            node.found = HostSurvey(node.host, {}, LOOPBACK)
+            node.survey = HostSurvey(node.host, {}, LOOPBACK)
             node.resolve_ready(None)
             node.ready = asyncio.get_running_loop().create_future()
             node.ready.set_result(None)
@@ -1046,7 +1046,7 @@ def test_who_answers_while_the_others_import_has_a_part_from_the_beginning(
         channels, missing = await connect_module.connect_enough(
             transport, hosts, ["python3"] * 3, 1, 9, notes.append, background=late)  # fmt: skip
         fleet = Fleet(channels, 0.5, lambda node, event: None, lambda node, why: None)
-        fleet.nodes[0].found = HostSurvey(hosts[0], {}, LOOPBACK)
+        fleet.nodes[0].survey = HostSurvey(hosts[0], {}, LOOPBACK)
         request = request_for(elastic("1:3"), transport, *transport._seconds)
         driver, reconnector = driver_of(request, fleet, notes)
         driver.missing = missing

@@ -32,7 +32,7 @@ def is_exclusive(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def known(*names: str) -> list[Any]:
     return [
-        SimpleNamespace(host=name, name=name, facts={}, found=object(), lost=False,
+        SimpleNamespace(host=name, name=name, facts={}, survey=object(), lost=False,
                         channel=SimpleNamespace(chosen_python="", host=Host(name)))
         for name in names
     ]  # fmt: skip

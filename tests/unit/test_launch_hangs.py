@@ -194,10 +194,13 @@ def test_what_it_waits_for_is_said() -> None:
         (ASLEEP, BlockingCall("clock_nanosleep"), (), "line 21, in fetch (it sleeps) while"),
         (ASLEEP, BlockingCall("write", "pipe:[4]", (9,)), (),
          "(it writes to a full pipe that nobody else could read) while"),
-        (ASLEEP, BlockingCall("wait4"), (yes,), "(its child, process 77 (yes), writes to a full pipe that "
+        (ASLEEP, BlockingCall("wait4"), (yes,),
+         "(its child, process 77 (yes), writes to a full pipe that "
          "only rank 1 on n2 could read) while"),
-        (ASLEEP, BlockingCall("flock", "/nfs/a.lock"), (), "(it waits for a lock on /nfs/a.lock) while"),
-        ((loop, at(30)), BlockingCall("poll"), (idle, stuck), "waits for its data at train.py, line 30: "
+        (ASLEEP, BlockingCall("flock", "/nfs/a.lock"), (),
+         "(it waits for a lock on /nfs/a.lock) while"),
+        ((loop, at(30)), BlockingCall("poll"), (idle, stuck),
+         "waits for its data at train.py, line 30: "
          "its data loader's worker, process 79, stands still at train.py, line 5, in __getitem__ "
          "(it waits for a lock or a thread) while"),
     ]  # fmt: skip

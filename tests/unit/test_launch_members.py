@@ -55,7 +55,7 @@ class Job:
     def __init__(self, places: dict[int, str] | None = None, able: bool = True,
                  **how: object) -> None:  # fmt: skip
         self.places = places or {0: "n1", 1: "n2", 2: "n3"}
-        self.members = Members(self.places, **how)  # type: ignore[arg-type]
+        self.members = Members(self.places, clock=lambda: self.now, **how)  # type: ignore[arg-type]
         self.now = 100.0
         if able:
             for slot in self.places:
@@ -64,26 +64,26 @@ class Job:
 
     def decide(self, after: float = 0.0) -> list[Action]:
         self.now += after
-        return self.members.decide(self.now)
+        return self.members.decide()
 
     def failure(self, slot: int, kind: str = "signal", text: str = "killed by SIGKILL") -> Failure:
         return Failure(kind, self.places[slot], slot, self.now, headline=text)  # type: ignore[arg-type]
 
     def kill(self, slot: int) -> None:
-        self.members.rank_lost(slot, self.failure(slot), self.now)
+        self.members.rank_lost(slot, self.failure(slot))
 
     def raises(self, slot: int, text: str = BOOM, ends: bool = True) -> None:
-        self.members.rank_lost(slot, self.failure(slot, "exception", text), self.now)
+        self.members.rank_lost(slot, self.failure(slot, "exception", text))
         if ends:
-            self.members.rank_lost(slot, self.failure(slot, "exit", "exit status 1"), self.now)
+            self.members.rank_lost(slot, self.failure(slot, "exit", "exit status 1"))
 
     def lose(self, host: str, **how: bool) -> None:
         lost = Failure("lost", host, None, self.now, headline="no word")
-        self.members.node_lost(host, lost, self.now, **how)
+        self.members.node_lost(host, lost, **how)
 
     def server_dies(self, host: str) -> None:
         died = Failure("forkserver", host, None, self.now, headline="the fork server died")
-        self.members.server_died(host, died, self.now)
+        self.members.server_died(host, died)
         for slot in [slot for slot, where in self.places.items() if where == host]:
             self.kill(slot)
 
@@ -91,7 +91,7 @@ class Job:
         """These members, or all, say that they train in the new group."""
         number = self.members._generation.number
         for slot in self.members.group if slots is None else slots:
-            self.members.regrouped(slot, number, step, self.now)
+            self.members.regrouped(slot, number, step)
 
     def start_again(self, slot: int) -> None:
         """A rank is killed, the others train on without it, and a newcomer is started."""
@@ -103,7 +103,7 @@ class Job:
     def join(self, *slots: int) -> None:
         """Newcomers of these slots, already started, are ready and taken in."""
         for slot in slots:
-            self.members.newcomer_ready(slot, self.now)
+            self.members.newcomer_ready(slot)
         assert [type(one) for one in self.decide(JOIN_WINDOW_S)] == [Regroup]
         self.settle()
         assert [type(one) for one in self.decide()] == [Joined]
@@ -161,10 +161,10 @@ def test_nobody_joins_ranks_whose_training_is_over(closed: tuple[int, ...]) -> N
     job.start_again(2)
     for slot in closed:
         job.members.close_session(slot)
-    job.members.newcomer_ready(2, job.now)
+    job.members.newcomer_ready(2)
     assert job.decide(JOIN_WINDOW_S) == []
     for slot in (0, 1):
-        job.members.rank_finished(slot, job.now)
+        job.members.rank_finished(slot)
     assert job.decide() == [Kill("n3", (2,))]
 
 
@@ -174,7 +174,7 @@ def test_after_the_training_nobody_does_a_ranks_work_in_its_place(how: str) -> N
     job = Job()
     for slot in (0, 1, 2):
         job.members.close_session(slot)
-    job.members.rank_finished(0, job.now)
+    job.members.rank_finished(0)
     if how == "kill":
         job.kill(1)
     elif how == "raises":
@@ -192,9 +192,9 @@ def test_the_others_stood_still_only_since_they_last_went_on() -> None:
     job = Job()
     heard = job.now
     job.decide(6.0)
-    job.members.record_step(40, job.now)
+    job.members.record_progress(40)
     lost = Failure("lost", "n2", None, heard, headline="no word")
-    job.members.node_lost("n2", lost, job.now + 0.1)
+    job.members.node_lost("n2", lost)
     job.decide(0.2)
     job.now += 0.3
     job.settle()
@@ -211,7 +211,7 @@ def test_who_has_closed_its_session_is_in_no_new_group() -> None:
     assert [type(one) for one in job.decide()] == [Recovered]  # and nobody is started
     job.members.close_session(1)
     for slot in (0, 1):
-        job.members.rank_finished(slot, job.now)
+        job.members.rank_finished(slot)
     assert job.decide() == []
     assert job.members.is_finished
     last = Job()
@@ -223,9 +223,9 @@ def test_who_has_closed_its_session_is_in_no_new_group() -> None:
 
 def test_a_host_that_was_late_gets_further_ranks() -> None:
     job = Job({0: "n1", 1: "n2"})
-    job.members.add_host("n3", (2,), job.now)
+    job.members.add_host("n3", (2,))
     assert job.decide() == [Start("n3", (2,))]
-    job.members.newcomer_ready(2, job.now)
+    job.members.newcomer_ready(2)
     assert job.decide(JOIN_WINDOW_S) == [Regroup(1, (0, 1, 2), True)]
     job.settle()
     assert job.decide() == [Joined((2,), pytest.approx(JOIN_WINDOW_S))]
@@ -242,7 +242,7 @@ def test_a_spare_takes_the_ranks_of_a_lost_host() -> None:
     done = job.decide()
     assert Dial("n2") in done
     assert Regroup(1, (0,), False) in done
-    job.members.add_host("n3", (1,), job.now)
+    job.members.add_host("n3", (1,))
     job.settle()
     told, *then = job.decide()
     assert isinstance(told, Recovered)
@@ -259,19 +259,19 @@ def test_a_start_that_failed_on_a_lost_host_is_none_of_the_spare_s() -> None:
     job.start_again(1)
     job.lose("n2")
     job.decide()
-    job.members.add_host("n4", (1,), job.now)
+    job.members.add_host("n4", (1,))
     assert job.decide() == [Start("n4", (1,))]
-    job.members.start_failed("n2", (1,), job.now)
+    job.members.start_failed("n2", (1,))
     assert job.decide(99.0) == []
     job.join(1)
 
 
 def test_a_rank_that_had_ended_does_not_begin_again_on_a_spare() -> None:
     job = Job()
-    job.members.rank_finished(1, job.now)
+    job.members.rank_finished(1)
     job.lose("n2")
     assert job.decide() == [Dial("n2")]
-    job.members.add_host("n4", (1,), job.now)
+    job.members.add_host("n4", (1,))
     assert job.decide(JOIN_WINDOW_S) == []
 
 
@@ -279,7 +279,7 @@ def test_a_late_host_ends_the_wait_for_too_few() -> None:
     job = Job({0: "n1", 1: "n2"}, min_hosts=2)
     job.lose("n2")
     assert Wait(("n2",)) in job.decide()
-    job.members.add_host("n3", (2,), job.now)
+    job.members.add_host("n3", (2,))
     done = job.decide()
     assert Regroup(1, (0,), False) in done
     assert Start("n3", (2,)) in done
@@ -295,7 +295,7 @@ def test_a_killed_rank_is_dropped_at_once_and_comes_back() -> None:
     (told,) = job.decide(0.1)
     assert isinstance(told, Recovered)
     assert (told.slots, told.num_survivors, round(told.seconds, 3)) == ((1,), 2, 0.1)
-    job.members.newcomer_ready(1, job.now)
+    job.members.newcomer_ready(1)
     assert job.decide(2.0) == [Regroup(2, (0, 2, 1), True)]
     job.settle()
     assert job.decide() == [Joined((1,), pytest.approx(2.2))]
@@ -334,7 +334,7 @@ def test_a_second_loss_while_the_group_is_made_anew() -> None:
     job.settle([0, 2])
     job.kill(3)
     assert job.decide(0.1) == [Regroup(2, (0, 2, 4), False), Start("n2", (3,))]
-    job.members.regrouped(4, 1, None, job.now)  # a late word of the former group
+    job.members.regrouped(4, 1, None)  # a late word of the former group
     assert job.decide() == []
     job.settle()
     (told,) = job.decide(0.1)
@@ -348,7 +348,7 @@ def test_a_loss_while_newcomers_join() -> None:
     """Whether they have the state is not known: they begin once more."""
     job = Job()
     job.start_again(1)
-    job.members.newcomer_ready(1, job.now)
+    job.members.newcomer_ready(1)
     assert job.decide() == [Regroup(2, (0, 2, 1), True)]
     job.settle([0])
     job.kill(2)
@@ -364,7 +364,7 @@ def test_a_loss_while_newcomers_join() -> None:
 def test_a_newcomer_that_dies_while_it_joins() -> None:
     job = Job()
     job.start_again(1)
-    job.members.newcomer_ready(1, job.now)
+    job.members.newcomer_ready(1)
     job.decide()
     job.kill(1)
     assert job.decide() == [Regroup(3, (0, 2), False)]
@@ -453,11 +453,11 @@ def test_a_newcomer_s_end_is_told_of_until_it_has_joined() -> None:
     assert not job.members.is_newcomer(1)
     job.start_again(1)
     assert job.members.is_newcomer(1)
-    job.members.rank_finished(1, job.now)
+    job.members.rank_finished(1)
     assert not job.members.is_newcomer(1)
     for wait_s in NEWCOMER_DELAYS_S[1:]:
         assert job.decide(wait_s) == [Start("n2", (1,))]
-        job.members.start_failed("n2", (1,), job.now, "no answer")
+        job.members.start_failed("n2", (1,), "no answer")
     (left_out,) = job.decide(60)
     assert isinstance(left_out, RankAbandoned)
     assert left_out.failure is not None
@@ -476,9 +476,9 @@ def test_newcomers_that_are_nearly_ready_are_waited_for() -> None:
     job.decide()
     job.members.server_up("n2")
     assert job.decide() == [Start("n2", (2, 3))]
-    job.members.newcomer_ready(3, job.now)
+    job.members.newcomer_ready(3)
     assert job.decide(JOIN_WINDOW_S / 2) == []
-    job.members.newcomer_ready(2, job.now)
+    job.members.newcomer_ready(2)
     assert job.decide() == [Regroup(2, (0, 1, 4, 2, 3), True)]
 
 
@@ -489,7 +489,7 @@ def test_but_not_for_long() -> None:
     assert job.decide()[1:] == [Start("n2", (2, 3))]
     job.settle()
     job.decide()
-    job.members.newcomer_ready(3, job.now)
+    job.members.newcomer_ready(3)
     assert job.decide(JOIN_WINDOW_S / 2) == []
     assert job.decide(JOIN_WINDOW_S / 2) == [Regroup(2, (0, 1, 4, 3), True)]
 
@@ -535,7 +535,7 @@ def test_a_dead_fork_server_is_prepared_and_its_ranks_come_back() -> None:
 def test_nothing_starts_where_a_rank_has_not_ended() -> None:
     job = Job(HOSTS)
     died = Failure("forkserver", "n2", None, job.now)
-    job.members.server_died("n2", died, job.now)
+    job.members.server_died("n2", died)
     job.decide()
     job.members.server_up("n2")
     job.kill(2)
@@ -630,7 +630,7 @@ def test_too_few_nodes_wait_for_one() -> None:
     job = Job(min_hosts=3, patience_s=60)
     job.lose("n2")
     assert job.decide() == [Dial("n2"), Wait(("n2",))]
-    job.members.interrupt_rank(0, job.now)
+    job.members.interrupt_rank(0)
     assert job.decide(30) == []
     job.members.server_up("n2")
     assert job.decide() == [Regroup(1, (0, 2), False), Start("n2", (1,))]
@@ -710,7 +710,7 @@ def test_a_job_that_is_stopped_while_they_wait_can_save() -> None:
     job.settle()
     (told,) = job.decide()
     assert isinstance(told, Recovered)
-    assert told.loss
+    assert told.is_final
 
 
 def test_a_loss_while_they_wait() -> None:
@@ -721,7 +721,7 @@ def test_a_loss_while_they_wait() -> None:
     assert job.decide(1) == [Regroup(1, (0,), False, is_paused=True), Start("n3", (2,))]
     job.settle()
     assert job.decide(30) == []
-    job.members.newcomer_ready(2, job.now)
+    job.members.newcomer_ready(2)
     assert job.decide() == [Regroup(2, (0, 2), True, is_paused=True)]
     job.settle()
     (joined,) = job.decide()
@@ -744,7 +744,7 @@ def test_in_vain_those_that_were_given_the_state_meanwhile_save_it_too() -> None
     job.kill(2)
     job.decide()
     job.settle()
-    job.members.newcomer_ready(2, job.now)
+    job.members.newcomer_ready(2)
     job.decide()
     job.settle()
     job.decide()
@@ -847,7 +847,7 @@ def test_a_sample_at_which_each_rank_crashes_is_the_program_s_own() -> None:
 
     def crash(slot: int) -> None:
         failure = replace(job.failure(slot, "signal", "crashed (SIGSEGV)"), signal=11)
-        job.members.rank_lost(slot, failure, job.now)
+        job.members.rank_lost(slot, failure)
 
     crash(0)
     crash(1)
@@ -880,12 +880,12 @@ def test_any_number_of_signals_with_steps_in_between() -> None:
 def test_an_error_without_a_loss_is_tried_once_more_together() -> None:
     job = Job()
     job.members.record_step(3)
-    job.members.interrupt_rank(0, job.now)
+    job.members.interrupt_rank(0)
     assert job.decide(INTERRUPT_TIMEOUT_S / 2) == []
     assert job.decide(INTERRUPT_TIMEOUT_S) == [Regroup(1, (0, 1, 2), False)]
     job.settle(step=3)
     assert job.decide() == []
-    job.members.interrupt_rank(1, job.now)
+    job.members.interrupt_rank(1)
     assert [type(one) for one in job.decide(INTERRUPT_TIMEOUT_S)] == [End]
     assert job.decide(INTERRUPT_TIMEOUT_S) == []
 
@@ -893,28 +893,28 @@ def test_an_error_without_a_loss_is_tried_once_more_together() -> None:
 def test_ranks_that_all_wait_for_each_other_try_again_once_at_a_step() -> None:
     job = Job()
     job.members.record_step(7)
-    assert job.members.retry_group(job.now)
+    assert job.members.retry_group()
     assert job.decide() == [Regroup(1, (0, 1, 2), False)]
-    assert not job.members.retry_group(job.now)
+    assert not job.members.retry_group()
     job.settle(step=7)
     assert job.decide() == []
-    assert not job.members.retry_group(job.now)
+    assert not job.members.retry_group()
     job.members.record_step(8)
-    assert job.members.retry_group(job.now)
+    assert job.members.retry_group()
     assert job.decide() == [Regroup(2, (0, 1, 2), False)]
     job.settle(step=8)
     job.members.record_step(20)
-    job.members.rank_finished(1, job.now)
-    assert not job.members.retry_group(job.now)
+    job.members.rank_finished(1)
+    assert not job.members.retry_group()
 
 
 def test_an_error_before_the_loss_is_known() -> None:
     job = Job()
-    job.members.interrupt_rank(0, job.now)
+    job.members.interrupt_rank(0)
     assert job.decide(0.1) == []
     job.kill(1)
     assert job.decide()[0] == Regroup(1, (0, 2), False)
-    job.members.interrupt_rank(2, job.now)  # of the former group, a little late
+    job.members.interrupt_rank(2)  # of the former group, a little late
     job.settle()
     assert [type(one) for one in job.decide(INTERRUPT_TIMEOUT_S * 2)] == [Recovered]
 
@@ -926,7 +926,7 @@ def apart(job: Job, *pairs: tuple[int, str]) -> None:
     """These ranks could not hear these hosts, in the present group."""
     for slot, host in pairs:
         number = job.members._generation.number
-        job.members.interrupt_rank(slot, job.now, unreachable_host=host, generation=number)
+        job.members.interrupt_rank(slot, unreachable_host=host, generation=number)
 
 
 def test_of_two_hosts_that_do_not_hear_each_other_one_is_left_out() -> None:
@@ -935,8 +935,8 @@ def test_of_two_hosts_that_do_not_hear_each_other_one_is_left_out() -> None:
     job.members.record_step(3)
     apart(job, (1, "n3"), (2, "n2"))
     assert job.decide(INTERRUPT_TIMEOUT_S) == [Regroup(1, (0, 1, 2), False)]
-    assert job.members.is_forming(job.now, 1.0)
-    job.members.interrupt_rank(0, job.now, generation=0)  # a late word of the former group
+    assert job.members.is_forming(1.0)
+    job.members.interrupt_rank(0, generation=0)  # a late word of the former group
     assert job.decide(INTERRUPT_TIMEOUT_S) == []
     apart(job, (1, ""), (2, ""), (0, ""))
     why = "n3 and n2 do not hear each other"
@@ -944,8 +944,9 @@ def test_of_two_hosts_that_do_not_hear_each_other_one_is_left_out() -> None:
         ExcludeHost("n3", why, EXCLUSION_S), Dial("n3", EXCLUSION_S), Regroup(2, (0, 1), False)
     ]  # fmt: skip
     job.settle(step=3)
-    assert job.members.is_forming(job.now, 1.0)  # ranks have had no time for a step yet
-    assert not job.members.is_forming(job.now + 1.0, 1.0)
+    assert job.members.is_forming(1.0)  # ranks have had no time for a step yet
+    job.now += 1.0
+    assert not job.members.is_forming(1.0)
     (told,) = job.decide()
     assert isinstance(told, Recovered)
     assert [failure.headline for failure in told.losses] == [why]
@@ -954,7 +955,7 @@ def test_of_two_hosts_that_do_not_hear_each_other_one_is_left_out() -> None:
 
 def test_it_is_told_how_long_no_step_was_made_and_not_how_long_ago_somebody_noticed() -> None:
     job = Job()
-    job.members.record_step(3, job.now)
+    job.members.record_progress(3)
     job.now += 14.0
     job.members.record_step(3)  # which the error tells, too
     apart(job, (1, "n3"))
@@ -969,9 +970,9 @@ def test_it_is_told_how_long_no_step_was_made_and_not_how_long_ago_somebody_noti
 
 def test_where_lines_are_known_to_be_deaf_nobody_tries_to_meet_once_more() -> None:
     job = Job()
-    job.members.record_step(3, job.now)
+    job.members.record_progress(3)
     job.now += 7.0
-    assert job.members.separate([("n1", "n2")], job.now - 7.0, job.now)
+    assert job.members.separate([("n1", "n2")], job.now - 7.0)
     why = "n2 and n1 do not hear each other"
     assert job.decide() == [
         ExcludeHost("n2", why, EXCLUSION_S), Dial("n2", EXCLUSION_S), Regroup(1, (0, 2), False)
@@ -980,12 +981,12 @@ def test_where_lines_are_known_to_be_deaf_nobody_tries_to_meet_once_more() -> No
     (told,) = job.decide()
     assert isinstance(told, Recovered)
     assert told.seconds == pytest.approx(7.0)
-    assert not job.members.separate([("n1", "n2")], job.now, job.now)  # it is gone already
+    assert not job.members.separate([("n1", "n2")], job.now)  # it is gone already
 
 
 def test_a_host_that_is_cut_off_from_all_others_is_the_one_that_goes() -> None:
     job = Job()
-    assert job.members.separate([("n1", "n2"), ("n2", "n3")], job.now, job.now)
+    assert job.members.separate([("n1", "n2"), ("n2", "n3")], job.now)
     assert [one.host for one in job.decide() if isinstance(one, ExcludeHost)] == ["n2"]
 
 
@@ -993,14 +994,14 @@ def test_a_deaf_line_is_no_reason_to_part_while_something_else_is_settled() -> N
     lines = [("n1", "n2")]
     job = Job()
     job.kill(2)
-    assert not job.members.separate(lines, job.now, job.now)  # a group without it follows
+    assert not job.members.separate(lines, job.now)  # a group without it follows
     job.decide()
-    assert not job.members.separate(lines, job.now, job.now)  # which is not there yet
-    job.members.group_gathered(1, job.now)
-    assert job.members.separate(lines, job.now, job.now)  # and does not come about
+    assert not job.members.separate(lines, job.now)  # which is not there yet
+    job.members.group_gathered(1)
+    assert job.members.separate(lines, job.now)  # and does not come about
     job = Job()
-    job.members.rank_finished(2, job.now)
-    assert not job.members.separate(lines, job.now, job.now)  # it has all that it needs
+    job.members.rank_finished(2)
+    assert not job.members.separate(lines, job.now)  # it has all that it needs
 
 
 def test_they_are_not_waited_for_until_gloo_gives_up() -> None:
@@ -1010,7 +1011,7 @@ def test_they_are_not_waited_for_until_gloo_gives_up() -> None:
     apart(job, (1, "n3"), (2, "n2"))
     assert job.decide(INTERRUPT_TIMEOUT_S) == [Regroup(1, (0, 1, 2), False)]
     assert job.decide(2 * CONNECT_TIMEOUT_S) == []
-    job.members.group_gathered(1, job.now)
+    job.members.group_gathered(1)
     job.members.group_connected(0, 3)
     assert job.decide(CONNECT_TIMEOUT_S / 2) == []
     assert [type(one) for one in job.decide(CONNECT_TIMEOUT_S / 2)] == [ExcludeHost, Dial, Regroup]
@@ -1019,9 +1020,9 @@ def test_they_are_not_waited_for_until_gloo_gives_up() -> None:
 def test_a_newcomer_that_does_not_meet_all_others_is_left_out_and_no_slow_one() -> None:
     job = left_out_and_back()
     job.members.record_step(90)
-    job.members.newcomer_ready(2, job.now)
+    job.members.newcomer_ready(2)
     assert job.decide() == [Regroup(3, (0, 1, 2), True)]
-    job.members.group_gathered(3, job.now)
+    job.members.group_gathered(3)
     job.members.group_connected(0, 3)
     why = "n3 and n2 do not hear each other"
     assert job.decide(CONNECT_TIMEOUT_S)[0] == ExcludeHost("n3", why, 2 * EXCLUSION_S)
@@ -1029,9 +1030,9 @@ def test_a_newcomer_that_does_not_meet_all_others_is_left_out_and_no_slow_one() 
     job.decide()
     job.members.server_up("n3")
     job.decide()
-    job.members.newcomer_ready(2, job.now)
+    job.members.newcomer_ready(2)
     job.decide()
-    job.members.group_gathered(5, job.now)
+    job.members.group_gathered(5)
     for slot in job.places:
         job.members.group_connected(slot, 3)
     assert job.decide(99 * CONNECT_TIMEOUT_S) == []  # the state of a large model is on its way
@@ -1061,12 +1062,13 @@ def test_while_it_does_not_the_host_is_left_out_again_for_longer() -> None:
     """The newcomer, whoever of the others does not hear it: it has nothing to lose."""
     job = left_out_and_back()
     job.members.record_step(90)
-    job.members.newcomer_ready(2, job.now)
+    job.members.newcomer_ready(2)
     assert job.decide() == [Regroup(3, (0, 1, 2), True)]
     apart(job, (0, "n3"), (1, ""))
     why = "n3 and n1 do not hear each other"
     assert job.decide(INTERRUPT_TIMEOUT_S) == [
-        ExcludeHost("n3", why, 2 * EXCLUSION_S), Dial("n3", 2 * EXCLUSION_S), Regroup(4, (0, 1), False)
+        ExcludeHost("n3", why, 2 * EXCLUSION_S), Dial("n3", 2 * EXCLUSION_S),
+        Regroup(4, (0, 1), False),
     ]  # fmt: skip
     job.settle()
     assert job.decide() == []
@@ -1075,7 +1077,7 @@ def test_while_it_does_not_the_host_is_left_out_again_for_longer() -> None:
 def test_newcomers_with_whom_no_group_comes_about_are_ended() -> None:
     job = left_out_and_back()
     job.members.record_step(90)
-    job.members.newcomer_ready(2, job.now)
+    job.members.newcomer_ready(2)
     job.decide()
     apart(job, (0, ""), (1, ""))
     assert job.decide(INTERRUPT_TIMEOUT_S) == [Kill("n3", (2,)), Regroup(4, (0, 1), False)]
@@ -1189,7 +1191,7 @@ def test_when_all_survivors_hang_they_are_ended_after_a_while_and_the_attempt_wi
     job.members.set_hung(1, "stuck")
     assert job.decide() == []
     assert job.decide(DEADLOCK_TIMEOUT_S / 2) == []
-    job.members.regrouped(1, 1, None, job.now)  # one has come out after all
+    job.members.regrouped(1, 1, None)  # one has come out after all
     assert job.decide() == [Kill("n1", (0,))]
     job = Job()
     job.kill(2)
@@ -1219,7 +1221,7 @@ def test_the_last_rank_with_the_state_is_ended_when_it_hangs_for_too_long() -> N
     job.kill(1)
     job.kill(2)
     job.decide()
-    job.members.newcomer_ready(1, job.now)
+    job.members.newcomer_ready(1)
     assert job.decide(60.0) == []  # it may be continued
     job.members.set_hung(0, "hung for longer than 30 s")
     assert Kill("n1", (0,)) in job.decide()
@@ -1241,7 +1243,7 @@ def test_a_job_that_is_stopped_as_a_whole_is_left_alone() -> None:
 def test_the_end_in_order() -> None:
     job = Job()
     for slot in job.places:
-        job.members.rank_finished(slot, job.now)
+        job.members.rank_finished(slot)
     assert job.decide() == []
     assert not job.members.is_pending
 
@@ -1249,18 +1251,18 @@ def test_the_end_in_order() -> None:
 def test_newcomers_that_come_too_late_are_ended() -> None:
     job = Job()
     job.start_again(1)
-    job.members.rank_finished(0, job.now)
+    job.members.rank_finished(0)
     assert job.decide() == []
-    job.members.newcomer_ready(1, job.now)
+    job.members.newcomer_ready(1)
     assert job.decide(JOIN_WINDOW_S) == []
-    job.members.rank_finished(2, job.now)
+    job.members.rank_finished(2)
     assert job.decide() == [Kill("n2", (1,))]
 
 
 def test_a_loss_after_rank_zero_has_ended_changes_nothing() -> None:
     job = Job()
-    job.members.rank_finished(0, job.now)
-    job.members.rank_finished(2, job.now)
+    job.members.rank_finished(0)
+    job.members.rank_finished(2)
     job.kill(1)
     assert not any(isinstance(one, Fail) for one in job.decide())
     assert not job.members.is_pending
@@ -1268,16 +1270,16 @@ def test_a_loss_after_rank_zero_has_ended_changes_nothing() -> None:
 
 def test_the_loss_of_who_saves_is_a_failure() -> None:
     job = Job()
-    job.members.rank_finished(1, job.now)
-    job.members.rank_finished(2, job.now)
+    job.members.rank_finished(1)
+    job.members.rank_finished(2)
     job.kill(0)
     assert [type(one) for one in job.decide()] == [End, Fail]
 
 
 def test_a_rank_that_ended_early_is_not_waited_for() -> None:
     job = Job()
-    job.members.rank_finished(1, job.now)
-    job.members.interrupt_rank(0, job.now)
+    job.members.rank_finished(1)
+    job.members.interrupt_rank(0)
     assert [type(one) for one in job.decide(INTERRUPT_TIMEOUT_S)] == [End]
 
 
@@ -1289,10 +1291,10 @@ def saves(job: Job, *slots: int, raises: bool = True) -> None:
     for slot in slots:
         if raises:
             text = "Stopped: stopped on SIGTERM after step 7"
-            job.members.rank_lost(slot, job.failure(slot, "exception", text), job.now)
+            job.members.rank_lost(slot, job.failure(slot, "exception", text))
         code = 1 if raises else SAVED_EXIT_CODE
         ended = replace(job.failure(slot, "exit", f"exit status {code}"), code=code)
-        job.members.rank_lost(slot, ended, job.now)
+        job.members.rank_lost(slot, ended)
 
 
 @pytest.mark.parametrize("raises", [True, False])
@@ -1375,7 +1377,7 @@ def test_nobody_waits_in_a_group_for_who_has_just_left() -> None:
 def test_newcomers_do_not_join_a_job_that_is_stopped() -> None:
     job = Job()
     job.start_again(1)
-    job.members.newcomer_ready(1, job.now)
+    job.members.newcomer_ready(1)
     job.members.stop()
     assert job.decide(JOIN_WINDOW_S) == [Kill("n2", (1,))]
 
@@ -1384,7 +1386,7 @@ def test_a_newcomer_at_the_door_is_ended_when_the_others_have_saved() -> None:
     """They have stopped without opening."""
     job = Job()
     job.start_again(1)
-    job.members.newcomer_ready(1, job.now)
+    job.members.newcomer_ready(1)
     assert job.decide(JOIN_WINDOW_S) == [Regroup(2, (0, 2, 1), True)]
     job.members.stop()
     assert job.decide() == []
@@ -1399,7 +1401,7 @@ def test_who_gets_the_state_for_long_keeps_nobody_from_saving() -> None:
     """It is large, or the line slow, and there is --grace only: the others save without it."""
     job = Job()
     job.start_again(1)
-    job.members.newcomer_ready(1, job.now)
+    job.members.newcomer_ready(1)
     assert [type(one) for one in job.decide(JOIN_WINDOW_S)] == [Regroup]
     job.members.stop()
     assert job.decide() == []  # it may be there in a moment
@@ -1435,7 +1437,7 @@ PAST = "the script is in its second session.epochs"
 def test_who_is_lost_where_nobody_can_join_is_not_started_again() -> None:
     job = Job()
     for slot in job.places:
-        job.members.close_admission(slot, PAST, job.now)
+        job.members.close_admission(slot, PAST)
     assert job.decide() == []
     job.kill(1)
     assert job.decide() == [Regroup(1, (0, 2), False)]
@@ -1457,9 +1459,9 @@ def test_a_newcomer_that_comes_too_late_is_ended(ready: bool) -> None:
     job.kill(1)
     job.start_again(3)
     if ready:
-        job.members.newcomer_ready(1, job.now)  # and the other is waited for
+        job.members.newcomer_ready(1)  # and the other is waited for
     assert job.decide() == []
-    job.members.close_admission(0, PAST, job.now)
+    job.members.close_admission(0, PAST)
     ended = [Kill("n1", (1,)), Kill("n2", (3,))]
     assert sorted(map(str, job.decide())) == sorted(
         map(str, [*ended, RanksNotReplaced((1, 3), PAST)])
@@ -1473,9 +1475,9 @@ def test_a_newcomer_that_comes_too_late_is_ended(ready: bool) -> None:
 def test_a_group_that_nobody_makes_any_more_is_followed_by_one_without_the_newcomer() -> None:
     job = Job()
     job.start_again(1)
-    job.members.newcomer_ready(1, job.now)
+    job.members.newcomer_ready(1)
     assert job.decide() == [Regroup(2, (0, 2, 1), True)]
-    job.members.close_admission(2, PAST, job.now)
+    job.members.close_admission(2, PAST)
     assert job.decide() == [Kill("n2", (1,)), Regroup(3, (0, 2), False)]
     job.kill(1)
     job.settle()
@@ -1487,10 +1489,10 @@ def test_a_newcomer_that_has_joined_stays_although_its_word_comes_late() -> None
     """Who says that nobody can join any more has made the group with it."""
     job = Job()
     job.start_again(1)
-    job.members.newcomer_ready(1, job.now)
+    job.members.newcomer_ready(1)
     job.decide()
     job.settle([0])
-    job.members.close_admission(0, PAST, job.now)
+    job.members.close_admission(0, PAST)
     assert job.decide() == []
     job.settle([1, 2])
     assert [type(one) for one in job.decide()] == [Joined]
@@ -1499,7 +1501,7 @@ def test_a_newcomer_that_has_joined_stays_although_its_word_comes_late() -> None
 
 def test_a_lost_node_that_could_not_join_is_not_waited_for() -> None:
     job = Job(min_hosts=3)
-    job.members.close_admission(0, PAST, job.now)
+    job.members.close_admission(0, PAST)
     job.lose("n2")
     assert job.decide() == [Dial("n2"), Regroup(1, (0, 2), False)]
     job.settle()
@@ -1541,10 +1543,10 @@ def test_any_order_of_events_comes_to_an_end(seed: int) -> None:
         there = job.members._hosts[host].state
         what = chance.randrange(4) if calm else chance.randrange(9 if seed % 2 else 8)
         if what == 0 and alive[slot]:
-            job.members.newcomer_ready(slot, job.now)
+            job.members.newcomer_ready(slot)
         elif what in (1, 2) and alive[slot]:
             job.members.record_step(job.members._step + 1)
-            job.members.regrouped(slot, job.members._generation.number, None, job.now)
+            job.members.regrouped(slot, job.members._generation.number, None)
         elif what == 3 and there != "up":
             job.members.server_up(host)
         elif what == 4 and alive[slot]:
@@ -1552,7 +1554,7 @@ def test_any_order_of_events_comes_to_an_end(seed: int) -> None:
             job.kill(slot)
         elif what == 5 and alive[slot]:
             silent = chance.choice(["", *HOSTS.values()])
-            job.members.interrupt_rank(slot, job.now, unreachable_host=silent)
+            job.members.interrupt_rank(slot, unreachable_host=silent)
         elif what == 6:
             gone = [slot for slot in HOSTS if HOSTS[slot] == host]
             alive.update(dict.fromkeys(gone, False))
@@ -1563,7 +1565,7 @@ def test_any_order_of_events_comes_to_an_end(seed: int) -> None:
         elif what == 7:
             job.members.store_ended(host)
         elif what == 8 and alive[slot]:
-            job.members.close_admission(slot, PAST, job.now)
+            job.members.close_admission(slot, PAST)
 
     for _ in range(chance.randrange(5, 40)):
         anything(calm=False)

@@ -134,7 +134,7 @@ class Launcher:
         node = next((node for node in fleet.everyone if node.lost), None)
         if node is None:
             return None
-        lost = survey.startup_loss(fleet, node, node.why or str(error))
+        lost = survey.startup_loss(fleet, node, node.loss_reason or str(error))
         self._screen.note(f"paceline: {lost.message} ({lost.brief}); beginning again, before the"
                           f" first step ({number} of {MAX_STARTS - 1})")  # fmt: skip
         return lost

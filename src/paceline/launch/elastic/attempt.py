@@ -38,15 +38,15 @@ HURRIED_PATIENCE_S = 0.8  # the same when the user has asked twice
 
 
 class Attempt:
-    """Starts the ranks of a plan and sees them to their end.
+    """Starts the ranks of a plan and watches them until the last has ended.
 
     Args:
         plan: What runs where.
         job: For the values that the plan does not record.
         fleet: The nodes, in the plan's order.
         interrupts: The user's signals.
-        screen, recorder: Where things are shown and written down.
-        policy: Says what is tried again.
+        screen, recorder: Show and record what happens.
+        policy: Decides what is tried again.
         reconnector: Brings lost hosts back.
 
     Attributes:
@@ -93,7 +93,7 @@ class Attempt:
                                 self._hangs.idle_s, self._on_blocked_links)  # fmt: skip
 
     async def run(self) -> Result:
-        """From the start of the ranks to the end of the last."""
+        """Starts the ranks and returns when the last has ended."""
         parts = list(zip(self._fleet.nodes, self.plan.nodes, strict=True))
         for node, _ in parts:
             node.running, node.active_at = True, None
@@ -101,7 +101,7 @@ class Attempt:
         try:
             await together([self._commands.start(node, part) for node, part in parts])
         except (ConnectionError, PacelineError):
-            await self._stop_ranks(0.0)  # who has started shall not run beside the next attempt
+            await self._stop_ranks(0.0)  # started ranks must not run beside the next attempt
             raise
         self.is_watching = True
         self._recorder.next_attempt()
@@ -128,7 +128,7 @@ class Attempt:
         return result
 
     async def _watch_safely(self, run: Callable[[], Awaitable[None]], consequence: str) -> None:
-        """Runs a watch; an error in it is no reason to end a training that goes well."""
+        """Runs a watch; an error in it does not end the job."""
         try:
             await run()
         except Exception as error:
@@ -138,14 +138,14 @@ class Attempt:
     async def _recover(self) -> None:
         try:
             await self.recovery.run()
-        except Exception as error:  # what is lost from now on would be waited for in vain
+        except Exception as error:  # later losses would go unnoticed
             self._error = error
             self._failed.set()
 
     # --- the end -----------------------------------------------------------------------------
 
     async def _watch(self) -> Result:
-        """Until all ranks are over: by themselves, after a failure, or by the user's signal."""
+        """Waits until all ranks have ended: by themselves, after a failure or by a signal."""
         await first_of(self._ended.wait(), self._failed.wait(), self._interrupts.wait(),
                        self._recalled.wait())  # fmt: skip
         if self._error is not None:
@@ -160,9 +160,8 @@ class Attempt:
         return Result(0)
 
     async def _stop_on_failure(self) -> Result:
-        """Waits for an earlier failure that is still on its way, then ends the others."""
+        """Waits for earlier failures that are reported late, then ends the other ranks."""
         if all(failure.is_secondary for failure in self._failures):
-            # whoever waits in vain: what do the others do?
             await self._fleet.tell("dump_stacks", closely=True)
         patience = asyncio.sleep(failure_analysis.settle_time(self._failures))
         await first_of(self._ended.wait(), self._interrupts.wait(), patience)
@@ -183,7 +182,7 @@ class Attempt:
         await first_of(self._stop_ranks(grace_s), self._interrupts.wait())
         if self._interrupts.received:
             await self._kill_ranks()
-        # what came after the stop may complete what was known, but is no failure of its own
+        # Later reports may complete known failures, but are no failures of their own.
         complete = {(f.host, f.rank): f for f in failure_analysis.merge(self._failures)}
         first = failure_analysis.first(failures)
         if first.kind != "launcher":
@@ -193,12 +192,12 @@ class Attempt:
         )
 
     async def _stop_for_user(self) -> Result:
-        """Once: TERM, and KILL after the grace. Twice: KILL at once."""
+        """Sends SIGTERM, and SIGKILL after the grace period or after a second signal."""
         signum = self._interrupts.received[0]
         name = signal_name(signum)
         self._screen.note(f"paceline: {name}: stopping (once more to stop at once)")
         hang = None
-        if not self.recovery.is_regrouping:  # ranks without a group wait for it, and time is short
+        if not self.recovery.is_regrouping:
             inspection = asyncio.ensure_future(self._hangs.diagnose_stop())
             await first_of(inspection, self._interrupts.wait(2))
             hang = None if inspection.cancelled() else inspection.result()
@@ -216,21 +215,21 @@ class Attempt:
         return Result(128 + signum, interrupted=signum)
 
     async def _stop_ranks(self, grace_s: float) -> None:
-        """Returns when all nodes said that nothing is left, or none can be asked any more."""
+        """Ends all ranks; returns when all nodes have reported it or do not answer."""
         await self._fleet.tell("stop", signal=int(signal.SIGTERM), grace_s=grace_s)
         if not await finishes_in(self._ended.wait(), grace_s + END_PATIENCE_S):
             await self._fleet.tell("kill")
             await finishes_in(self._ended.wait(), END_PATIENCE_S)
 
     async def _kill_ranks(self) -> None:
-        """For somebody who does not want to wait: a node that does not answer is none of that."""
+        """Kills all ranks without waiting for nodes that do not answer."""
         killing = self._fleet.tell("kill", patience_s=HURRIED_PATIENCE_S)
         await asyncio.gather(killing, finishes_in(self._ended.wait(), HURRIED_PATIENCE_S))
 
     async def _end_pending_starts(self) -> None:
-        """Ends newcomers that were ordered just before the last of the others ended.
+        """Ends newcomers whose start was ordered just before the last of the others ended.
 
-        Else they would be taken for ranks of the next attempt, which have the same numbers.
+        Otherwise they would count as ranks of the next attempt, which have the same numbers.
         """
         is_hurried = len(self._interrupts.received) > 1
         await self.recovery.close(HURRIED_PATIENCE_S if is_hurried else END_PATIENCE_S)
@@ -238,22 +237,22 @@ class Attempt:
             self._ended.clear()
             await self._stop_ranks(0.0)
 
-    # --- what is asked for on the way --------------------------------------------------------
+    # --- requests of the user ----------------------------------------------------------------
 
     async def tell_ranks(self, line: Mapping[str, Any]) -> None:
-        """Says a line to every rank, over its control pipe."""
+        """Sends a control message to every rank."""
         await self._fleet.tell("tell_ranks", line=line)
 
     async def looks(self) -> list[RankSnapshot]:
-        """What every rank does at this moment."""
+        """Takes a snapshot of every rank."""
         return await inspect_ranks(self._fleet)
 
     # --- what happens ------------------------------------------------------------------------
 
     def on_event(self, node: Node, event: Event) -> None:
-        """Hears an agent; only what bears on the attempt's end is of interest here."""
+        """Handles an event of an agent as far as it concerns the end of the attempt."""
         if not self._fleet.has(node):
-            return  # another has taken its place
+            return  # another node has taken its place
         rank = -1 if event.rank is None else event.rank
         self.startup.on_event(event)
         self._newcomers.durations.on_event(event, time.monotonic())
@@ -276,15 +275,15 @@ class Attempt:
         failure = failure_analysis.failure_of(event, self._fleet.lease_s)
         if failure is None:
             return
-        if failure.kind == "stranger":  # whoever goes on would do so with them
+        if failure.kind == "stranger":  # no recovery with a stranger among the ranks
             self.fail(failure)
             return
         if event.kind == "asked to end" and self.recovery.release(node, failure):
             return
         if self.recovery.can_recover and failure.kind in ("agent", "lease"):
             node.running = False
-            self.recovery.recover_from(failure)  # for what it is: its lease may be our own doing
-            self._fleet.lose(node, failure.headline)  # what becomes of it does not matter any more
+            self.recovery.recover_from(failure)
+            self._fleet.lose(node, failure.headline)
             return
         if failure.kind != "early" and self.recovery.recover_from(failure):
             return
@@ -306,15 +305,12 @@ class Attempt:
         return self._recalled.is_set()
 
     def recall(self) -> None:
-        """More nodes are there than the ranks run on: asks them to end, with time to save.
-
-        Not any more once a rank has done its work.
-        """
+        """Asks the ranks to save and end, to start again on more nodes, unless one has finished."""
         if not self._ended.is_set() and not self._early:
             self._recalled.set()
 
     def _note_stranger(self, host: str, address: str) -> None:
-        """Tells of an address from which connections are refused, once."""
+        """Reports an address from which connections are refused, once."""
         if address not in self._strangers:
             self._strangers.add(address)
             self._screen.note(
@@ -328,7 +324,7 @@ class Attempt:
         self._failed.set()
 
     def node_lost(self, node: Node, reason: str) -> None:
-        """A node went away while its ranks were running."""
+        """Handles the loss of a node while its ranks were running."""
         if not self._fleet.has(node):
             return
         received_at = node.channel.received_at or time.monotonic()
@@ -346,16 +342,16 @@ class Attempt:
             self._ended.set()
 
     def _show_state(self, ranks: list[dict[str, Any]], hang: str) -> None:
-        # Ranks that have no group, or too few nodes, wait for nobody who could be named.
+        # Ranks without a group or with too few nodes do not wait for a particular rank.
         self._recorder.board.hang = "" if self.recovery.is_regrouping else hang
         self._screen.aside(describe_phases(ranks))
 
     def _interface(self, host: str) -> str:
-        """That the job's traffic goes over on a host; empty of one that the plan does not have."""
+        """Returns the interface for the job's traffic on a host; empty if it is not in the plan."""
         return next((part.interface for part in self.plan.nodes if part.host == host), "")
 
     def _on_hang(self, hang: Hang | None, seconds: float) -> None:
-        """A hang is only told: who wants it ended says after how long."""
+        """Reports a hang, or its end."""
         if self.recovery.is_regrouping:
             return
         if hang is None:
@@ -367,14 +363,14 @@ class Attempt:
         self._recorder.event("hang", hang.host or None, hang.rank, text=hang.text)
 
     def _on_blocked_links(self, pairs: list[HostPair], idle_s: float) -> None:
-        """Hosts do not hear each other: ranks go on without one of them, or it is a hang."""
+        """Excludes one host of each pair, or reports a hang if that is impossible."""
         separated = self.recovery.separate(pairs, time.monotonic() - idle_s)
         if not separated and not self.recovery.is_regrouping:
             self._hangs.report_blocked_links(links.describe_pairs(pairs))
 
     def _end_hang(self, hang: Hang, limit_s: float) -> bool:
-        """A hang is ended: by another process in the rank's place, or with the attempt."""
-        if self.recovery.is_forming(limit_s):  # they say by themselves when they do not meet
+        """Ends a hang by replacing its rank, or ends the attempt; returns whether ranks go on."""
+        if self.recovery.is_forming(limit_s):  # it has time-outs of its own
             return True
         measured = isinstance(self._job.hang_timeout_s.value, str)
         limit = f"{limit_s:.0f} s" if measured else f"--hang-timeout {limit_s:g}"

@@ -43,21 +43,19 @@ from paceline.spec.plan import Plan
 if TYPE_CHECKING:
     from paceline.launch.elastic.attempt import Attempt
 
-HOST_READY_TIMEOUT_S = (
-    30.0  # for hosts that have answered to be able to start ranks, when all others are
-)
-MIN_DISK_BYTES = 16 << 20  # without which no checkpoint and no log can be written
+HOST_READY_TIMEOUT_S = 30.0  # for connected hosts to be able to start ranks
+MIN_DISK_BYTES = 16 << 20  # free space that checkpoints and logs need
 
 
 @dataclass(slots=True)
 class _NextStart:
-    """Why all ranks start again, and on how many hosts.
+    """The next start of all ranks.
 
     Attributes:
         reason: Why the ranks start again, as text.
-        count: Which of how many restarts this is, for people; may be empty.
-        min_hosts: Without so many it does not begin.
-        patience_s: How long they are waited for.
+        count: Which of how many restarts this is, as text; may be empty.
+        min_hosts: How many hosts it needs.
+        patience_s: Seconds to wait for them.
     """
 
     reason: str
@@ -71,9 +69,9 @@ class Ending:
     """How the last attempt ended.
 
     Attributes:
-        result: Of its ranks.
-        failure: The failure that nothing followed; ``None`` if all went well.
-        is_collected: Whether the results have come home already.
+        result: The result of its ranks.
+        failure: The final failure; ``None`` if all went well.
+        is_collected: Whether the results have been collected already.
     """
 
     result: Result
@@ -82,26 +80,26 @@ class Ending:
 
 
 class ElasticDriver:
-    """Runs the attempts of a job on the hosts that are there.
+    """Runs the attempts of a job on the hosts that are available.
 
     Args:
         request: What to run, and where.
         provisioner: Gives hosts what ranks need.
-        results: Brings the results home.
-        actions: What a person can ask of running ranks.
-        screen, recorder: Where things are shown and written down.
-        heard: Told what agents say.
-        announce: Tells the user of the plan, once, before its ranks start.
+        results: Collects the results.
+        actions: What the user can ask of running ranks.
+        screen, recorder: Show and record what happens.
+        listener: Called with each event of an agent.
+        announce: Shows the plan to the user, once, before its ranks start.
 
     Attributes:
         fleet: The nodes; set before :meth:`run`.
-        missing: Hosts that were not there at the start, and why.
-        dialling: Their calls, until the reconnector follows them.
-        policy: Says what is tried again.
-        plan: The one that is executed, once there is one.
-        attempt: The ranks that run; ``None`` while none do.
-        failure: Of the last attempt.
-        recoveries: Recoveries in place of all attempts that are over.
+        missing: Hosts that were missing at the start, with their errors.
+        dialling: Their dialers, until the reconnector follows them.
+        policy: Decides what is tried again.
+        plan: The current plan, once there is one.
+        attempt: The running attempt; ``None`` while no ranks run.
+        failure: The failure of the last attempt.
+        recoveries: Recoveries in place in all attempts that have ended.
     """
 
     def __init__(self, request: Request, provisioner: Provisioner, results: Results,
@@ -134,7 +132,7 @@ class ElasticDriver:
         """Runs the plan; after a failure starts all ranks again as often as the policy allows.
 
         Args:
-            plan: What runs where; the fleet has it in that order.
+            plan: What runs where, in the order of the fleet.
             interrupts: The user's signals.
         """
         fleet = self._nodes
@@ -184,7 +182,7 @@ class ElasticDriver:
                            self._screen.note)  # fmt: skip
 
     def _can_be_repeated(self, attempt: Attempt, result: Result, interrupts: Interrupts) -> bool:
-        """Whether other hosts could make the results again if they are lost with rank 0's."""
+        """Whether other hosts could produce the results again if rank 0's host is lost."""
         is_success = not (attempt.recalled or interrupts.received) and result.exit_code == 0
         return is_success and self._request.elastic and attempt.startup.is_session
 
@@ -215,13 +213,13 @@ class ElasticDriver:
     async def _add_ready_hosts(self, plan: Plan) -> Plan:
         """Adds hosts to the plan that connected while the others imported.
 
-        Hosts that have answered by then are waited for: to join later costs the others more.
+        Waits for connected hosts to get ready, because joining later costs the others more.
         """
         request, fleet, hosts = self._request, self._nodes, self._reconnector
         assert hosts is not None
         if not hosts.dialled:
             return plan
-        with contextlib.suppress(ConnectionError, NodeError):  # which the start itself finds, too
+        with contextlib.suppress(ConnectionError, NodeError):  # the start reports it
             await fork_servers_up(fleet, fleet.nodes, request.job)
 
         def ready() -> list[Node]:
@@ -232,7 +230,7 @@ class ElasticDriver:
             lambda: len(ready()) >= num_free or not hosts.is_provisioning, HOST_READY_TIMEOUT_S
         )
         added = ready()[:num_free]
-        first = fleet.first.found
+        first = fleet.first.survey
         if not added or first is None:
             return plan
         fleet.seat([*fleet.nodes, *added])
@@ -250,8 +248,8 @@ class ElasticDriver:
     async def _plan_next_attempt(self, plan: Plan) -> Plan:
         """Makes the plan of the next attempt on the current nodes of the fleet."""
         fleet, first, port_setting = self._nodes, self._nodes.first, self._request.job.master_port
-        assert first.found is not None
-        port = await survey.hold_port(first, first.found.network.address, port_setting)
+        assert first.survey is not None
+        port = await survey.hold_port(first, first.survey.network.address, port_setting)
         hosts = [part.host for part in plan.nodes]
         if hosts != [node.name for node in fleet.nodes]:
             updated = survey.plan_of(self._request, fleet, self._provisioner.supplies, port, ())
@@ -296,10 +294,10 @@ class ElasticDriver:
         """Decides whether all ranks start again after a failure, and prepares that start.
 
         Args:
-            failure: The first of the attempt.
-            departing: Nodes that were asked to end: they are sent home.
+            failure: The first failure of the attempt.
+            departing: Nodes that were asked to end; they are dismissed.
             ran_s: How long the ranks ran.
-            startup: What they did before their first step; ``None``: they recovered from a loss.
+            startup: What they did before their first step; ``None`` if they have recovered before.
         """
         request = self._request
         self._next = _NextStart(failure.describe(), "", request.min_hosts,
@@ -313,7 +311,7 @@ class ElasticDriver:
 
     def _plan_start(self, verdict: Verdict, diagnosis: Diagnosis,
                     startup: StartupTracker | None) -> None:  # fmt: skip
-        """Records why and on how many hosts the ranks start again."""
+        """Records the reason, number and minimum size of the next start."""
         number = f"{verdict.number} of {verdict.limit}"
         if startup is not None and verdict.is_start:
             self._next.count = f", before the first step ({number})"
@@ -343,7 +341,7 @@ class ElasticDriver:
             return not self._is_program_failure(failure)
         if fleet.is_complete and (
             failure.is_secondary or failure.was_requested
-        ):  # of a loss that is not known yet?
+        ):  # a loss may not be known yet
             deadline = time.monotonic() + fleet.lease_s / 2 + 1
             while fleet.is_complete and time.monotonic() < deadline:
                 await asyncio.sleep(0.05)
@@ -359,9 +357,9 @@ class ElasticDriver:
         return is_by_chance(failure)
 
     def _is_program_failure(self, failure: Failure) -> bool:
-        """Whether a rank failed without a loss at about the same time that explains it.
+        """Whether a rank failed by itself: no host was lost at about the same time.
 
-        What was lost before, and recovered from, is still missing then.
+        Earlier losses that the ranks have recovered from do not count.
         """
         if failure.rank is None or failure.is_secondary or failure.was_requested:
             return False
@@ -370,9 +368,9 @@ class ElasticDriver:
         return all(abs(failure.time - node.lost_at) > fleet.lease_s for node in lost)
 
     def _available(self) -> list[Node]:
-        """Returns the nodes that can have ranks, first those that had some, in their order."""
+        """Returns the nodes that can have ranks, those that had some first."""
         fleet, order = self._nodes, [host.name for host in self._request.hosts]
-        ready = [node for node in fleet.spares if node.could_start and node.found is not None]
+        ready = [node for node in fleet.spares if node.could_start and node.survey is not None]
         ready.sort(key=lambda node: order.index(node.name))
         return [*(node for node in fleet.nodes if not node.lost), *ready]
 
@@ -513,13 +511,13 @@ class ElasticDriver:
 
 
 def lost_between(fleet: Fleet) -> Failure | None:
-    """The loss of a node, or of its fork server, before the ranks of an attempt ran."""
+    """Returns the loss of a node or fork server before the ranks of an attempt ran, if any."""
     timestamp = time.monotonic()
     for node in fleet.nodes:
         if node.lost and (cause := fleet.launcher_fault(node)):
             return Failure("launcher", LAUNCHER_HOST, None, timestamp, headline=cause)
         if node.lost:
-            return Failure("lost", node.name, None, timestamp, headline=node.why)
+            return Failure("lost", node.name, None, timestamp, headline=node.loss_reason)
     for node in fleet.nodes:
         if node.fork_server_error is not None and node.fork_server_died:
             return Failure(

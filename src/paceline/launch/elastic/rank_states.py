@@ -6,15 +6,16 @@ a group of slots in rank order, survivors first as they were, then newcomers.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from paceline.launch.elastic.retry_policy import RetryPolicy
 from paceline.spec.failure import Failure
 
-FORMING_S = 30.0  # for a new group, after which a rank that is not there hangs
+FORMING_S = 30.0  # for a new group to form, before a missing rank counts as hung
 
 RankState = Literal["in", "joining", "ready", "starting", "lost", "done", "left out"]
 HostState = Literal["up", "no server", "lost", "gone"]
@@ -29,7 +30,7 @@ class Regroup:
         members: Slots in rank order.
         planned: Ranks join between two steps. If False, ranks were lost: regroup at once.
         store_host: Host that opens a new rendezvous store; empty to reuse the current store.
-        is_paused: Too few nodes are left to train: newcomers get the state, but no batch is computed.
+        is_paused: Too few nodes are left to train: newcomers only get the state.
     """
 
     generation: int
@@ -64,7 +65,7 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """Reconnect to a host, from ``after_s`` seconds on, until it answers or the job ends."""
+    """Reconnect to a host, after ``delay_s`` seconds, until it answers or the job ends."""
 
     host: str
     delay_s: float = 0.0
@@ -74,7 +75,7 @@ class Dial:
 class ExcludeHost:
     """Exclude a live host and its agent, because it and another host cannot reach each other.
 
-    It is lost like any other then, but dialled not before ``again_s``.
+    It counts as lost then, but is dialled only after ``redial_delay_s`` seconds.
     """
 
     host: str
@@ -121,13 +122,13 @@ class Recovered:
     """The surviving ranks have formed a group and continue training.
 
     Attributes:
-        losses: What was lost, in order.
-        slots: Who was.
-        num_survivors: How many train on without them.
-        seconds: From the first loss until all of them had the new group; where a line fell silent,
-            from the last sign that they went on.
+        losses: The failures in their order.
+        slots: The lost ranks.
+        num_survivors: How many ranks continue without them.
+        seconds: From the first loss, or from the last progress if a link was blocked, until all
+            survivors had the new group.
         is_final: Whether they only save and stop.
-        hosts: On which the slots were; a spare may have them by now.
+        hosts: Where the slots were; a spare may have them by now.
     """
 
     losses: tuple[Failure, ...]
@@ -159,8 +160,8 @@ class RanksNotReplaced:
     """These ranks are not replaced; the others continue without them.
 
     Attributes:
-        slots: That were lost, or had not joined yet.
-        reason: Why nobody can join.
+        slots: Ranks that were lost or had not joined yet.
+        reason: Why no rank can join.
     """
 
     slots: tuple[int, ...]
@@ -173,45 +174,45 @@ Action = Order | Wait | Recovered | Joined | RankAbandoned | RanksNotReplaced
 
 @dataclass(slots=True)
 class Rank:
-    """What is known of one rank of the plan, in whatever process."""
+    """The state of one slot of the plan, whichever process has it."""
 
     number: int
     host: str
     state: RankState = "in"
-    alive: bool = True  # its process, as far as its agent has told
-    able: bool | None = None  # whether its training can go on without others
+    alive: bool = True  # whether its process lives, as far as its agent has reported
+    able: bool | None = None  # whether its training can go on without lost ranks
     interrupted_at: float | None = None
     lost_at: float = 0.0
     kill_at: float | None = None
     killed: bool = False  # by us
-    killed_at: float | None = None  # when that was looked at first
+    killed_at: float | None = None  # when that was noticed first
     frozen: bool = False
-    hung: str = ""  # why it is ended
+    hung: str = ""  # why it is ended; empty unless it hangs
     failed_starts: int = 0  # newcomers in a row that made no step with the others
     started_at: float = 0.0
-    joined_at: int | None = None  # the step, of a newcomer that is not known to have made one
+    joined_at: int | None = None  # the step at which a newcomer joined, until it has made one
     next_try: float = 0.0
     ready_at: float = 0.0
-    strikes: tuple[int, int] = (-1, 0)  # step, and how many signals ended it there
+    strikes: tuple[int, int] = (-1, 0)  # a step, and how many signals ended the rank there
     loss: Failure | None = None
-    saved: bool = False  # as it was asked to, and is about to end
-    session_closed: bool = False  # its training is over, and its script goes on by itself
-    joined_generation: int = 0  # in which generation it joined
+    saved: bool = False  # it has saved as requested and is about to end
+    session_closed: bool = False  # its training is over, but its script goes on
+    joined_generation: int = 0
 
 
 @dataclass(slots=True)
 class Host:
-    """What is known of one host."""
+    """The state of one host."""
 
     state: HostState = "up"
-    ordered: bool = False  # what brings it back
+    ordered: bool = False  # whether the action that brings it back was issued
     loss: Failure | None = None  # if it is away and no other host has its ranks
     pause_s: float = 0.0  # before it is dialled
 
 
 @dataclass(frozen=True, slots=True)
 class UnexplainedFailure:
-    """A rank that failed by itself, until it is known whether others are the cause."""
+    """A failed rank, until ``deadline`` or until another loss explains the failure."""
 
     deadline: float
     slot: int
@@ -227,9 +228,9 @@ class Generation:
     formed_at: float = 0.0
     planned: bool = False
     is_paused: bool = False
-    regrouping: set[int] = field(default_factory=set)
-    connecting: set[int] = field(default_factory=set)  # do not have all connections yet
-    gathered_at: float | None = None  # when all were there to make them
+    regrouping: set[int] = field(default_factory=set)  # slots that do not train in it yet
+    connecting: set[int] = field(default_factory=set)  # slots without all connections yet
+    gathered_at: float | None = None  # when all members were there to connect
 
 
 class RankStates:
@@ -237,13 +238,16 @@ class RankStates:
 
     Args:
         hosts_of: Host by slot.
-        min_hosts: So many hosts must be there for the ranks to train.
-        patience_s: How long they wait for that, with their state in memory.
-        policy: Says what is tried again.
+        min_hosts: How many hosts the training needs.
+        patience_s: Seconds for which the ranks wait for them with their state in memory.
+        policy: Decides what is tried again.
+        clock: Returns the time in seconds.
     """
 
     def __init__(self, hosts_of: Mapping[int, str], min_hosts: int = 1,
-                 patience_s: float = 600.0, policy: RetryPolicy | None = None) -> None:  # fmt: skip
+                 patience_s: float = 600.0, policy: RetryPolicy | None = None,
+                 clock: Callable[[], float] = time.monotonic) -> None:  # fmt: skip
+        self._clock = clock
         self._ranks = {slot: Rank(slot, host) for slot, host in sorted(hosts_of.items())}
         self._hosts = {host: Host() for host in hosts_of.values()}
         self._min_hosts, self._patience_s = min_hosts, patience_s
@@ -251,41 +255,41 @@ class RankStates:
         self._generation = Generation(0, tuple(self._ranks))
         self._store_host = hosts_of[min(hosts_of)]
         self._store_is_lost = False
-        self._step = -1  # the latest that was told
-        self._progress_at: float | None = None  # when a rank has said last that it goes on
-        self._progress_before_break: float | None = (
-            None  # the last such sign before a group was torn
-        )
-        self._broken_at: float | None = None  # since when a member of the generation is gone
-        self._losses: list[Failure] = []  # since the last generation that was settled
-        self._lost_slots: dict[int, str] = {}  # and on which host
+        self._step = -1  # the latest that was reported
+        self._progress_at: float | None = None  # when a rank last reported progress
+        self._progress_before_break: float | None = None  # the same before the group broke
+        self._broken_at: float | None = None  # when a member of the generation was lost
+        self._losses: list[Failure] = []  # since the last stable generation
+        self._lost_slots: dict[int, str] = {}  # with their hosts
         self._unexplained: list[UnexplainedFailure] = []
         self._wait_started_at: float | None = None
         self._retried_step = -1  # step at which the same members had to regroup
-        self._blocked_pairs: dict[frozenset[str], int] = {}  # by two hosts, the step of an error
-        self._blocked_at: float | None = None  # the last sign before the first of them
+        self._blocked_pairs: dict[frozenset[str], int] = {}  # with the step of an error
+        self._blocked_at: float | None = None  # the last progress before the first error
         self._exclusions: Counter[str] = Counter()
         self._abandon_reason: Failure | None = None
         self._deadlocked_at: float | None = None
         self._is_stopping = False  # the ranks were asked to save and stop
         self._stop_started_at: float | None = None
-        self._closed_reason = ""  # why nobody can join any more
+        self._closed_reason = ""  # why no rank can join any more
         self._has_ended = False
         self._actions: list[Action] = []
 
     @property
+    def _now(self) -> float:
+        return self._clock()
+
+    @property
     def can_recover(self) -> bool:
-        """Whether losses are recovered from: all ranks have said that they can."""
+        """Whether the ranks recover from losses: all of them have reported that they can."""
         members = [self._ranks[slot] for slot in self._generation.members]
-        has_session = any(
-            rank.able for rank in members
-        )  # not if none has ever said so and all have ended
+        has_session = any(rank.able for rank in members)
         are_able = all(rank.able for rank in members if rank.state == "in")
         return has_session and are_able and not self._has_ended
 
     @property
     def has_interrupted(self) -> bool:
-        """Whether ranks had an error in a collective, and wait to hear who is lost."""
+        """Whether ranks had an error in a collective and wait for a new group."""
         return any(rank.interrupted_at is not None for rank in self._in_state("in"))
 
     @property
@@ -310,92 +314,89 @@ class RankStates:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether too few nodes are left, and the ranks wait for another, in a group or in none."""
+        """Whether too few nodes are left and the ranks wait for another."""
         return self._wait_started_at is not None and not self._has_ended
 
     @property
     def required_hosts(self) -> tuple[int, float]:
-        """How many nodes are needed, and for how long they are waited for, in seconds."""
+        """How many hosts are needed, and for how many seconds the ranks wait for them."""
         return self._min_hosts, self._patience_s
 
     @property
     def is_finished(self) -> bool:
-        """Whether the ranks of a session have ended in order, with the one that saves."""
+        """Whether all ranks of a session have ended with status 0, including the one that saves."""
         first = self._ranks[self._generation.members[0]]
         return bool(first.able) and first.state == "done" and not self._in_state("in")
 
     @property
     def is_pending(self) -> bool:
-        """Whether ranks train, or are about to again."""
+        """Whether ranks train or are about to train again."""
         return not self._has_ended and bool(self._in_state("in"))
 
     def is_newcomer(self, slot: int) -> bool:
-        """Whether this is a newcomer that has not joined yet, and that we have not ended."""
+        """Returns whether this is a newcomer that has not joined yet and was not killed."""
         rank = self._ranks[slot]
         return rank.state in ("joining", "ready", "starting") and not rank.killed
 
     def starting_newcomers(self) -> list[tuple[int, str, float]]:
-        """Newcomers that cannot join yet: slot, host and when each was started."""
+        """Returns newcomers that cannot join yet, as (slot, host, start time)."""
         starting = [rank for rank in self._in_state("starting") if rank.alive and not rank.killed]
         return [(rank.number, rank.host, rank.started_at) for rank in starting]
 
     @property
     def ungrouped(self) -> set[int]:
-        """Newcomers that are in no group: nobody waits for them."""
+        """Newcomers that are in no group, so that no rank waits for them."""
         return {rank.number for rank in self._in_state("starting", "ready")}
 
-    def is_forming(self, timestamp: float, limit_s: float) -> bool:
-        """Whether a group is being made or was just now, or nodes are waited for: that is no hang.
+    def is_forming(self, limit_s: float) -> bool:
+        """Returns whether ranks form or await a group or have just formed one, which is no hang.
 
         Args:
-            now: The time.
-            limit_s: Seconds that ranks may stand still, also in a group that was made.
+            limit_s: Seconds that ranks may stand still in a group.
         """
         patience_s = limit_s if self.is_stable else FORMING_S
-        is_recent = (
-            self._generation.number > 0 and timestamp - self._generation.formed_at < patience_s
-        )
-        return is_recent or self.is_waiting
+        is_recent = self._now - self._generation.formed_at < patience_s
+        return (self._generation.number > 0 and is_recent) or self.is_waiting
 
     def _in_state(self, *which: RankState) -> list[Rank]:
         return [rank for rank in self._ranks.values() if rank.state in which]
 
-    def _drop(self, rank: Rank, failure: Failure | None, timestamp: float) -> None:
-        """A slot's process is out of the job."""
+    def _drop(self, rank: Rank, failure: Failure | None) -> None:
+        """Counts the process of a slot as lost."""
         if rank.state == "in":
-            rank.lost_at, rank.next_try = failure.time if failure else timestamp, timestamp
+            rank.lost_at, rank.next_try = failure.time if failure else self._now, self._now
             rank.failed_starts = 0 if rank.joined_at is None else rank.failed_starts
             self._lost_slots[rank.number] = rank.host
             if failure is not None and failure not in self._losses:
                 self._losses.append(failure)
         else:
-            self._count_failed_start(rank, timestamp)
+            self._count_failed_start(rank)
         if rank.number in self._generation.members and self._broken_at is None:
-            self._broken_at = timestamp
+            self._broken_at = self._now
         rank.state, rank.loss = "lost", failure
         rank.interrupted_at, rank.frozen, rank.hung = None, False, ""
 
-    def _count_failed_start(self, rank: Rank, timestamp: float) -> None:
+    def _count_failed_start(self, rank: Rank) -> None:
         rank.failed_starts += 1
-        rank.next_try = timestamp + (self._policy.newcomer_delay_s(rank.failed_starts) or 0.0)
+        rank.next_try = self._now + (self._policy.newcomer_delay_s(rank.failed_starts) or 0.0)
 
     def _close(self, reason: str) -> None:
-        """Nobody joins any more, for this reason."""
+        """Lets no rank join any more, for this reason."""
         self._closed_reason = self._closed_reason or reason
         for rank in self._in_state("starting", "ready"):
             self._kill(rank)
             self._schedule_restart(rank)
 
     def _schedule_restart(self, rank: Rank) -> None:
-        """A newcomer has to begin once more, by no fault of its own."""
+        """Restarts a newcomer without counting a failed start."""
         rank.state, rank.failed_starts, rank.next_try, rank.joined_at = "lost", 0, 0.0, None
 
     def _confirm_steps(self, which: RankState, step: int | None = None) -> None:
-        """Newcomers that are so have made a step with the others, or not; all make it together.
+        """Marks newcomers in a state that have made a step with the others since they joined.
 
         Args:
             which: ``in``, or ``lost`` just now.
-            step: That those had made together who are left; else the latest that was told.
+            step: The last step of the survivors; ``None`` for the latest reported one.
         """
         completed_step = self._step if step is None else step
         for rank in self._in_state(which):
@@ -418,11 +419,11 @@ class RankStates:
 
     @property
     def _is_training_complete(self) -> bool:
-        """Whether the training is over for one of its ranks, so for all: nobody joins any more."""
+        """Whether the training is over for one rank and so for all: no rank joins any more."""
         closed = any(rank.session_closed for rank in self._in_state("in"))
         return closed or bool(self._in_state("done"))
 
     @property
     def _is_connecting(self) -> bool:
-        """Whether all ranks of a new group are there, and make its connections."""
+        """Whether all ranks of a new group are there and open its connections."""
         return self._generation.gathered_at is not None and bool(self._generation.connecting)

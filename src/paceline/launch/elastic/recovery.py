@@ -281,7 +281,7 @@ class RecoveryController:
 
     def is_forming(self, limit_s: float) -> bool:
         """Whether a new group is being formed or has just been: earlier stalls do not count."""
-        return self._members.can_recover and self._members.is_forming(time.monotonic(), limit_s)
+        return self._members.can_recover and self._members.is_forming(limit_s)
 
     def starting_newcomers(self) -> list[tuple[int, str, float]]:
         """New ranks that cannot join yet, as (slot, host, start time)."""
@@ -292,7 +292,7 @@ class RecoveryController:
 
     def on_event(self, event: Event) -> None:
         """Handles an event of a rank, an agent or the launcher."""
-        timestamp, slot, members = time.monotonic(), event.rank, self._members
+        slot, members = event.rank, self._members
         if event.kind == "store ended":
             members.store_ended(event.host)
         elif slot is None:
@@ -300,52 +300,51 @@ class RecoveryController:
         elif event.kind == "recoverable":
             members.set_recoverable(slot, bool(event["able"]))
         elif event.kind in ("heartbeat", "progress"):
-            members.record_step(event["step"], timestamp)
+            members.record_progress(event["step"])
             return
         elif event.kind == "interrupted":
             members.record_step(event["step"])
             unreachable_host = self._commands.host_at(unreachable_peer(str(event["error"] or "")))
             members.interrupt_rank(
-                slot, timestamp, unreachable_host=unreachable_host, generation=event["generation"]
+                slot, unreachable_host=unreachable_host, generation=event["generation"]
             )
         elif event.kind == "stuck":
             members.set_hung(slot, STUCK)
         elif event.kind in ("rank frozen", "rank thawed"):
             members.set_frozen(slot, event["how"] == "stopped")
         elif event.kind == "gathered":
-            members.group_gathered(event["generation"], timestamp)
+            members.group_gathered(event["generation"])
         elif event.kind == "world joined":
             members.group_connected(slot, event["world_size"])
         elif event.kind == "newcomer ready":
-            members.newcomer_ready(slot, timestamp)
+            members.newcomer_ready(slot)
         elif event.kind == "session closed":
             members.close_session(slot)
         elif event.kind == "door closed":
-            members.close_admission(slot, str(event["why"]), timestamp)
+            members.close_admission(slot, str(event["why"]))
         elif event.kind == "regrouped":
-            members.regrouped(slot, event["generation"], event["step"], timestamp)
+            members.regrouped(slot, event["generation"], event["step"])
         elif event.kind == "rank ended" and event["code"] == 0:
             self._note_lost_newcomer(slot, event.host, EARLY_EXIT)
-            members.rank_finished(slot, timestamp)
+            members.rank_finished(slot)
         else:
             return
         self.act()
 
     def recover_from(self, failure: Failure) -> bool:
         """Starts recovering from a failure if that is possible; returns whether it is."""
-        timestamp = time.monotonic()
         if self.is_finished:
             return True
         if not self.can_recover:
             return False
         if failure.rank is not None:
             self._note_lost_newcomer(failure.rank, failure.host, failure.headline)
-            self._members.rank_lost(failure.rank, failure, timestamp)
+            self._members.rank_lost(failure.rank, failure)
         elif failure.kind == "forkserver":
-            self._members.server_died(failure.host, failure, timestamp)
+            self._members.server_died(failure.host, failure)
         elif failure.kind in ("lost", "agent", "lease"):
             redials = self._reconnector.redials
-            self._members.node_lost(failure.host, failure, timestamp, redials=redials)
+            self._members.node_lost(failure.host, failure, redials=redials)
         else:
             return False
         self.act()
@@ -358,7 +357,7 @@ class RecoveryController:
     def _add_part(self, part: NodePlan) -> None:
         self.report.untrained.update(self._commands.add(part))
         slots = [rank.rank for rank in part.ranks]
-        self._members.add_host(part.host, slots, time.monotonic())
+        self._members.add_host(part.host, slots)
         self.act()
 
     def use_spare(self) -> bool:
@@ -416,7 +415,7 @@ class RecoveryController:
         """Lets ranks that all wait for each other retry in a new group; returns whether it does."""
         if not self.can_recover or self.is_finished:
             return False
-        if not self._members.retry_group(time.monotonic()):
+        if not self._members.retry_group():
             return False
         self.act()
         return True
@@ -430,7 +429,7 @@ class RecoveryController:
         """
         if not self.can_recover or self.is_finished:
             return False
-        if not self._members.separate(pairs, progress_at, time.monotonic()):
+        if not self._members.separate(pairs, progress_at):
             return False
         self.act()
         return True
@@ -491,7 +490,7 @@ class RecoveryController:
 
     def act(self) -> None:
         """Carries out the pending actions."""
-        for action in self._members.decide(time.monotonic()):
+        for action in self._members.decide():
             self._execute(action)
 
     def _execute(self, action: Action) -> None:
@@ -580,7 +579,7 @@ class RecoveryController:
             reason = f"it could not be started: {str(error) or 'no answer'}"
             for slot in action.slots:
                 self._note_lost_newcomer(slot, action.host, reason)
-            self._members.start_failed(action.host, action.slots, time.monotonic(), reason)
+            self._members.start_failed(action.host, action.slots, reason)
             self.act()
 
     async def _start_fork_server(self, host: str) -> None:

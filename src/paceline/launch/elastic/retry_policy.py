@@ -102,9 +102,9 @@ class StartupTracker:
     def has_work_to_lose(self) -> bool:
         """Whether a start from the beginning would lose, or repeat, something.
 
-        A session shows it by its steps. Nobody sees the first step of any other script: before
-        its ranks have met it cannot have made one with others, and before it has written anything
-        it has done nothing that anybody saw. A script that needs no others may have done anything.
+        A session reports its steps; the first step of another script is not visible. Such a script
+        has made no step while its ranks are not connected and it has written nothing. A script
+        whose ranks do not communicate may have done anything.
         """
         if self.is_session:
             return self._step > self._first_step
@@ -118,10 +118,10 @@ class Verdict:
     Attributes:
         again: Whether it does.
         reason: Why not, as text; empty if no restart was allowed in the first place.
-        number: How many failures count by now.
-        limit: How many may.
-        is_start: Whether this is another start of an attempt that came to no step.
-        notes: What the user is told.
+        number: How many failures have counted so far.
+        limit: How many are allowed.
+        is_start: Whether this repeats a start that came to no step.
+        notes: Messages for the user.
     """
 
     again: bool
@@ -183,10 +183,10 @@ class RetryPolicy:
         """Counts a failed attempt and says whether the job starts again.
 
         Args:
-            failure: The first of the attempt.
+            failure: The first failure of the attempt.
             diagnosis: What the hosts show.
-            startup: What the attempt did before its first step; ``None`` if it recovered before.
-            now: Seconds of any monotonic clock.
+            startup: What the attempt did before its first step; ``None`` if it has recovered.
+            timestamp: Seconds of any monotonic clock.
             ran_s: How long the ranks ran.
         """
         if startup is None or startup.has_work_to_lose:
@@ -217,11 +217,10 @@ class RetryPolicy:
         """Counts a failure of the program itself and returns whether the job continues.
 
         Args:
-            failure: The first of its attempt.
-            now: Seconds of any monotonic clock.
-            step: Of the session in which it happened; ``None`` for a script, whose steps nobody
-                knows.
-            ran_s: How long the ranks ran: a script that comes equally far each time shows it.
+            failure: The first failure of its attempt.
+            timestamp: Seconds of any monotonic clock.
+            step: The step of the session; ``None`` for a script, whose steps are unknown.
+            ran_s: How long the ranks ran; a script that comes equally far takes equally long.
             output_line: The last line that a rank wrote. Different numbers in it, such as a step's,
                 show that a script came to another place.
         """

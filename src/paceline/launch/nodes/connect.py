@@ -200,9 +200,9 @@ class Reconnector:
 
     Args:
         request: What to run, and where.
-        fleet: Gets the hosts that came, as spares.
-        provisioner: Gives them what the others have.
-        on_ready: Told of every node that could start ranks now.
+        fleet: Receives connected hosts as spares.
+        provisioner: Gives them what ranks need.
+        on_ready: Called with every node that can start ranks, unless :meth:`reconnect` awaits it.
         note: Tells the user.
     """
 
@@ -215,7 +215,7 @@ class Reconnector:
         self._changed = asyncio.Event()
         self._dialers: dict[str, HostDialer] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._awaited: dict[str, asyncio.Future[Node]] = {}  # by bring(), who seats them
+        self._awaited: dict[str, asyncio.Future[Node]] = {}  # by reconnect()
 
     @property
     def redials(self) -> bool:
@@ -252,7 +252,7 @@ class Reconnector:
     def redial(self, node: Node) -> None:
         """Starts reconnecting the host of a lost node unless that is under way."""
         if self.redials and node.name not in self._tasks:
-            self.follow(self._dial(node.host, 0.0 if node.why else RELEASED_REDIAL_S))
+            self.follow(self._dial(node.host, 0.0 if node.loss_reason else RELEASED_REDIAL_S))
 
     def _dial(self, host: Host, delay_s: float) -> HostDialer:
         python = planner.python_of(self._request.job, host)
@@ -272,7 +272,7 @@ class Reconnector:
                     await self._provisioner.provision(node, self._fleet)
                 except (PacelineError, OSError) as error:  # a file to be sent may have gone, too
                     text = str(error) or type(error).__name__
-                    reason = node.why if node.lost else text.splitlines()[0]
+                    reason = node.loss_reason if node.lost else text.splitlines()[0]
                     await self._fleet.dismiss(node)
                     if reason != reported:
                         self._note(f"paceline: {name} cannot take part yet: {reason}")
@@ -302,7 +302,7 @@ class Reconnector:
         """Retries connecting a lost host until it is back in the fleet, without a limit.
 
         Raises:
-            GoneError: It never comes back.
+            PermanentConnectError: It never comes back.
         """
         lost = self._fleet.get(host)
         awaited = self._awaited.get(host)
@@ -317,7 +317,8 @@ class Reconnector:
         Returns:
             The spare's part of the plan; ``None`` without a spare.
         """
-        spare = next((node for node in self._fleet.spares if node.could_start and node.found), None)
+        ready = (node for node in self._fleet.spares if node.could_start and node.survey)
+        spare = next(ready, None)
         if spare is None or not self._request.elastic:
             return None
         self.redial(self._fleet.get(lost.host))
@@ -332,14 +333,14 @@ class Reconnector:
         return part
 
     def _part(self, node: Node, node_rank: int, ranks: Sequence[int]) -> NodePlan:
-        assert node.found is not None
+        assert node.survey is not None
         supplies, request = self._provisioner.supplies, self._request
         return planner.newcomer_part(
-            request.job, node.found, supplies, request.run_id, node_rank, ranks
+            request.job, node.survey, supplies, request.run_id, node_rank, ranks
         )
 
     async def wait_for(self, condition: Callable[[], bool], patience_s: float) -> bool:
-        """WaitCallback for nodes to connect; returns whether enough came in time."""
+        """Waits for nodes to connect; returns whether enough came in time."""
         deadline = asyncio.get_running_loop().time() + patience_s
         while not condition():
             remaining_s = deadline - asyncio.get_running_loop().time()

@@ -24,17 +24,17 @@ from paceline.transfer.data import DataPlace
 REQUEST_PATIENCE_S = 3.0
 GOODBYE_S = 5.0
 HURRY_S = 0.4
-RECONNECT_SHARE = 0.2  # of the lease: after such a silence another way to the node is looked for
-LOSS_SHARE = 0.65  # the same: it is given up, just before it begins to end its ranks by itself
-MAX_BEAT_S = 1.0  # between two renewals, whose answers also tell of the ranks
+RECONNECT_SHARE = 0.2  # of the lease: silence after which the connection is opened again
+LOSS_SHARE = 0.65  # of the lease: silence after which a node is lost, before it ends its ranks
+MAX_BEAT_S = 1.0  # between two renewals of a lease
 MIN_BEAT_S = 0.25  # the same while ranks can go on without a node
-SILENCE_TIMEOUT_S = 2.5  # after which such a node is left out
-PEER_RECENCY_S = 1.25  # another node that was heard so lately shows that our own line is sound
+SILENCE_TIMEOUT_S = 2.5  # after which a node is lost if ranks can go on without it
+PEER_RECENCY_S = 1.25  # a node that was heard so recently shows that our own network is sound
 BEATS_A_SECOND = 500  # of all nodes together, at most
-CLOCK_TICK_S = 0.25  # how often we look whether we were away ourselves
-MIN_PAUSE_S = 1.0  # a shorter one is a busy machine's
+CLOCK_TICK_S = 0.25  # between two checks whether this process was stopped
+MIN_PAUSE_S = 1.0  # a shorter gap shows only a busy machine
 
-# What ends a connection says so itself: these lines count, whatever else stands beside them.
+# Lines on standard error that explain why a connection ended.
 _AGENT_MESSAGE = re.compile(r"^paceline (?:agent|guard): (?:leaving: )?(?P<why>.+)$")
 _SSH_MESSAGE = re.compile(
     r"^(?:ssh: .+|client_loop: .+|packet_write_\w+: .+|Timeout, server \S+ not responding\.?"
@@ -46,10 +46,10 @@ _MAX_STDERR_CHARS = 160  # characters
 
 @dataclass(frozen=True, slots=True)
 class ForkServerError:
-    """Why a fork server is not there.
+    """Why a fork server is not available.
 
     Attributes:
-        kind: Its imports failed, it died, or the whole node went away.
+        kind: Whether its imports failed, it died, or the node was lost.
         text: A traceback, or one line.
     """
 
@@ -59,30 +59,30 @@ class ForkServerError:
 
 @dataclass(slots=True)
 class Node:
-    """A connected host, and what became of it.
+    """A connected host and its state.
 
     Attributes:
         host: Its description.
         channel: The connection to its agent.
         offset: Launcher's monotonic clock minus the node's, in seconds.
         min_rtt_s: Round trip by which the offset was measured, in seconds.
-        loaded: What the fork server really loaded; empty until it is up.
-        preparation: What the fork server was started with.
-        ready: Result of the fork server's imports; ``None`` in it when all went well.
+        loaded: Versions that the fork server has loaded; empty until it is up.
+        preparation: The request with which the fork server was started.
+        ready: Result of the fork server's imports; ``None`` if they succeeded.
         shared_run_dir: True when the node sees the launcher's run directory.
         run_folder: Where the run's files go on this node.
         running: True between the start of its ranks and the end of the last.
         lost: True after the connection has ended or fallen silent.
-        why: Why it is lost; empty while it is not.
+        loss_reason: Why it is lost; empty while it is not.
         lost_at: When that became known, on the monotonic clock.
-        outlived: Its loss is over: the other ranks have trained on without it.
-        common_silence_s: How long it had been silent then together with all others, which tells of our own
-            line more than of it, in seconds; 0 where it was alone.
-        active_at: When one of its ranks worked or said a word last, as far as it was asked, on our
-            monotonic clock; ``None`` while none runs.
+        outlived: Whether the other ranks have recovered from its loss.
+        common_silence_s: Seconds of silence if all others were silent, too, which points to the
+            launcher's own network; 0 if only this node was silent.
+        active_at: When one of its ranks last worked or wrote, on the launcher's monotonic clock;
+            ``None`` while none runs.
         copies: Trees that were built there for this job: name → (folder there, manifest).
-        data: Where it has the data, and what it lacks; ``None`` without data, or here.
-        found: What a plan needs to know of it, once that was found out.
+        data: Where it has the data, and what is missing; ``None`` without data, or if local.
+        survey: What a plan needs to know of it, once that is known.
     """
 
     host: Host
@@ -96,18 +96,18 @@ class Node:
     run_folder: str = ""
     running: bool = False
     lost: bool = False
-    why: str = ""
+    loss_reason: str = ""
     lost_at: float = 0.0
     outlived: bool = False
     common_silence_s: float = 0.0
     active_at: float | None = None
     copies: dict[str, tuple[str, list[list[object]]]] = field(default_factory=dict)
     data: DataPlace | None = None
-    found: HostSurvey | None = None
+    survey: HostSurvey | None = None
 
     @property
     def could_start(self) -> bool:
-        """Whether it could start ranks now."""
+        """Whether it can start ranks now."""
         ready = self.ready
         return not self.lost and ready is not None and ready.done() and ready.result() is None
 
@@ -120,7 +120,7 @@ class Node:
         return self.channel.facts
 
     async def renew_lease(self, seconds: float) -> None:
-        """Asks the node to go on for ``seconds``, and measures its clock."""
+        """Renews the node's lease for ``seconds`` and measures its clock."""
         sent = time.monotonic()
         answer = await self.channel.request("lease", seconds=seconds)
         timestamp = time.monotonic()
@@ -132,7 +132,7 @@ class Node:
         self.active_at = None if quiet_s is None else reported_at - quiet_s
 
     def to_launcher_time(self, node_monotonic: float) -> float:
-        """A moment of the node's monotonic clock on the launcher's; now, when none was told."""
+        """Converts a time of the node's monotonic clock to the launcher's; 0 means now."""
         return node_monotonic + self.offset if node_monotonic else time.monotonic()
 
     async def prepare(self) -> None:
@@ -142,7 +142,7 @@ class Node:
 
     @property
     def fork_server_error(self) -> ForkServerError | None:
-        """Why its fork server is not there, as far as that is known."""
+        """Why its fork server is not available, if that is known."""
         ready = self.ready
         return ready.result() if ready is not None and ready.done() else None
 
@@ -151,7 +151,7 @@ class Node:
         return self.fork_server_error is not None and self.fork_server_error.kind == "died"
 
     def on_fork_server_event(self, event: Event) -> None:
-        """The fork server is up, or could not import, or died."""
+        """Handles an event of the fork server: it is up, could not import, or died."""
         error: ForkServerError | None = None
         if event.kind == "import failed":
             error = ForkServerError("import", event["traceback"])
@@ -162,7 +162,7 @@ class Node:
         self.resolve_ready(error)
 
     def resolve_ready(self, error: ForkServerError | None) -> None:
-        """Tells whoever waits for the fork server, now or later."""
+        """Sets the result of waiting for the fork server."""
         if self.ready is not None and not self.ready.done():
             self.ready.set_result(error)
         elif error is not None:
@@ -172,7 +172,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """A time in which this very process did not run: stopped, or its machine asleep.
+    """A time in which this process did not run: stopped, or its machine asleep.
 
     Attributes:
         since: Seconds of the monotonic clock.
@@ -184,15 +184,15 @@ class Absence:
 
 
 class Silence:
-    """How long somebody was silent while we listened: our own absence is not theirs. Pure.
+    """Measures how long a node is silent, without times in which this process did not run. Pure.
 
     Args:
-        beat_s: Seconds between two looks, as far as they are on time.
-        now: The beginning, in seconds of any clock.
+        beat_s: Seconds between two updates if they are on time.
+        timestamp: The beginning, in seconds of any clock.
 
     Attributes:
-        seconds: Of silence, until the last look.
-        shared_s: Those of them in which nobody else was heard either.
+        seconds: Silence until the last update.
+        shared_s: The part of it in which no other node was heard either.
     """
 
     def __init__(self, beat_s: float, timestamp: float) -> None:
@@ -203,12 +203,12 @@ class Silence:
         self._received_at = timestamp
 
     def update(self, timestamp: float, received_at: float, *, hears_peers: bool = True) -> None:
-        """Counts until now.
+        """Counts the silence until now.
 
         Args:
-            timestamp: A look that comes late shows that nobody listened: it counts as two beats at most.
-            received_at: When something came last.
-            others: Whether others are heard now.
+            timestamp: An update that is late shows that nobody listened: it counts as two beats.
+            received_at: When the node was last heard.
+            hears_peers: Whether other nodes are heard now.
         """
         is_new = received_at > self._received_at
         elapsed_s = min(timestamp - (received_at if is_new else self._updated_at), 2 * self.beat_s)
@@ -220,10 +220,10 @@ class Silence:
 
     @property
     def is_exclusive(self) -> bool:
-        """Whether it is this one's, and not of the line that leads to all.
+        """Whether only this node is silent, so that the launcher's network is not the cause.
 
-        After a silence of all, each may need as long again to be heard: what was sent in vain is
-        sent again after twice the time (RFC 6298, section 5.5).
+        After a common silence, each node may need as long again to be heard, because TCP doubles
+        the time between retransmissions (RFC 6298, section 5.5).
         """
         return self.seconds - self.shared_s > max(SILENCE_TIMEOUT_S, self.shared_s)
 
@@ -233,15 +233,15 @@ class Fleet:
 
     Attributes:
         nodes: Those with ranks, in rank order.
-        spares: Those without: beyond the most that were asked for, or come while ranks run.
+        spares: Those without: beyond the maximum, or connected while ranks run.
         former: Those that were lost before the last start.
 
     Args:
-        channels: One a host, in rank order.
-        lease_s: Heartbeat timeout: how long a node runs on without hearing of us, in seconds. After
-            most of it without hearing of a node, we take that for lost.
-        on_event: Told everything that agents say.
-        on_lost: Told once when a node is lost, and why.
+        channels: One per host, in rank order.
+        lease_s: Seconds for which a node runs on without hearing of the launcher. A node that is
+            silent for most of that time counts as lost.
+        on_event: Called with every event of an agent.
+        on_lost: Called once when a node is lost, with the reason.
     """
 
     def __init__(self, channels: Sequence[Channel], lease_s: float,
@@ -252,9 +252,11 @@ class Fleet:
         self.former: list[Node] = []
         self.lease_s = lease_s
         self.probe_lock = asyncio.Lock()  # held while nodes try each other's addresses
-        self.watchful = False  # the ranks can go on without a node: its silence counts sooner
-        self.awaits_loss = False  # ranks wait to hear who is lost
-        self._absence: Absence | None = None  # the longest of our own
+        self.watchful = (
+            False  # whether ranks can go on without a node, so that its loss must be noticed sooner
+        )
+        self.awaits_loss = False  # whether ranks wait to hear which node is lost
+        self._absence: Absence | None = None  # the longest of this process
         self._ticked = (time.monotonic(), _awake_or_not())
         self._on_event, self._on_lost = on_event, on_lost
         for node in self.nodes:
@@ -264,14 +266,14 @@ class Fleet:
         self._beats.append(asyncio.create_task(self._watch_ourselves()))
 
     def get(self, name: str) -> Node:
-        """The node of a host, as it is connected now; ConnectionError when it has no part."""
+        """Returns the current node of a host; ConnectionError if it has no ranks."""
         for node in self.nodes:
             if node.name == name:
                 return node
         raise ConnectionError(f"{name} has no part in the job any more")
 
     def has(self, node: Node) -> bool:
-        """Whether this is one of the nodes, and not one that another has taken the place of."""
+        """Returns whether this is a current node, not one that was replaced."""
         return any(member is node for member in self.nodes)
 
     @property
@@ -294,7 +296,7 @@ class Fleet:
 
     @property
     def running(self) -> bool:
-        """True while a rank may be alive on some node that we can reach."""
+        """Whether a rank may be alive on a node that can be reached."""
         return any(node.running for node in self.nodes)
 
     @property
@@ -303,7 +305,7 @@ class Fleet:
 
     @property
     def absence(self) -> Absence | None:
-        """The longest time in which this process did not run, one that has just ended included."""
+        """The longest time in which this process did not run, including one that has just ended."""
         ticked_at, awake_s = self._ticked
         gap = _awake_or_not() - awake_s - CLOCK_TICK_S
         if gap > MIN_PAUSE_S and (self._absence is None or gap > self._absence.seconds):
@@ -311,16 +313,16 @@ class Fleet:
         return self._absence
 
     def facts(self) -> dict[str, Any]:
-        """By host name, what the agents told of their machines."""
+        """Returns the facts that agents reported of their machines, by host."""
         return {node.name: node.facts for node in self.everyone}
 
     def addresses(self, extra: str = "") -> str:
-        """From which the job's hosts connect, as ``PACELINE_ADDRESSES`` has them.
+        """Returns the source addresses of the job's hosts, as ``PACELINE_ADDRESSES`` has them.
 
-        Empty where a host has told none: nobody can be kept away then.
+        Empty if a host has reported none: strangers cannot be refused then.
 
         Args:
-            extra: The user's, which go before them.
+            extra: The user's addresses, which come first.
         """
         sources = [network.sources(facts) for facts in self.facts().values()]
         addresses = dict.fromkeys(
@@ -342,7 +344,7 @@ class Fleet:
         return route
 
     async def _beat(self, node: Node) -> None:
-        """Renews the node's lease at least ten times as often as needed; notices its silence."""
+        """Renews the node's lease at least ten times as often as needed; detects its silence."""
         loop = asyncio.get_running_loop()
         silence = Silence(self._beat_s, loop.time())
         renewals: set[asyncio.Task[None]] = set()
@@ -350,15 +352,14 @@ class Fleet:
             renewal = asyncio.create_task(node.renew_lease(self.lease_s))
             renewals.add(renewal)
             renewal.add_done_callback(renewals.discard)
-            # an answer that never comes is no error of ours: the silence is what counts
+            # A missing answer is no error: only the silence counts.
             renewal.add_done_callback(lambda task: task.cancelled() or task.exception())
             silence.beat_s = self._beat_s
             await asyncio.sleep(silence.beat_s)
             silence.update(
                 loop.time(), node.channel.received_at, hears_peers=self._hears_peers(node)
             )
-            # a way that broke says that somebody was there to break it: that is no silence, unless
-            # the ranks have lost connections, too
+            # A broken connection is no silence, unless the ranks have lost connections, too.
             is_urgent = self.watchful and (not node.channel.is_broken or self.awaits_loss)
             if silence.seconds > min(
                 self.lease_s * RECONNECT_SHARE, SILENCE_TIMEOUT_S / 2 if is_urgent else math.inf
@@ -376,7 +377,7 @@ class Fleet:
         return any(peer.channel.received_at > recent for peer in peers)
 
     def _is_common_silence(self, node: Node) -> bool:
-        """Whether all others that were left were heard last when it was: nothing tells it apart."""
+        """Returns whether all remaining nodes fell silent at the same time as this one."""
         received_at = node.channel.received_at
         peers = [peer for peer in self.everyone if peer is not node]
         simultaneous = [
@@ -385,7 +386,7 @@ class Fleet:
         return bool(simultaneous) and all(peer.lost or peer in simultaneous for peer in peers)
 
     def launcher_fault(self, node: Node) -> str:
-        """What of this launcher itself, not of the node, explains its loss; empty where nothing."""
+        """Returns how the launcher itself explains a node's loss; empty if it does not."""
         absence = self.absence
         if absence is not None and absence.seconds > self.lease_s / 2:
             return failure_analysis.own_pause(absence.seconds, self.lease_s)
@@ -397,7 +398,7 @@ class Fleet:
 
     @property
     def common_silences(self) -> dict[str, float]:
-        """Seconds of silence by host, of those that were given up while nobody was heard."""
+        """Seconds of silence by host, for nodes that were lost while no node was heard."""
         return {node.name: node.common_silence_s for node in self.everyone if node.common_silence_s}
 
     @property
@@ -408,7 +409,7 @@ class Fleet:
         return min(relaxed_s, urgent_s) if self.watchful else relaxed_s
 
     async def _watch_ourselves(self) -> None:
-        """Notes when this process did not run: what others did meanwhile is not their fault."""
+        """Notes when this process did not run."""
         while True:
             self._ticked = (time.monotonic(), _awake_or_not())
             await asyncio.sleep(CLOCK_TICK_S)
@@ -426,20 +427,20 @@ class Fleet:
     def lose(self, node: Node, reason: str) -> None:
         """Marks a node as lost, once."""
         if not node.lost:
-            node.lost, node.why, node.lost_at = True, reason, time.monotonic()
+            node.lost, node.loss_reason, node.lost_at = True, reason, time.monotonic()
             node.resolve_ready(ForkServerError("lost", reason))
             self._on_lost(node, reason)
             node.running = False
             node.channel.abandon()
 
     def seat(self, nodes: Sequence[Node]) -> None:
-        """These get the ranks from now on, in this order; who else is left is a spare."""
+        """Gives the ranks to these nodes, in this order; other live nodes become spares."""
         remaining = [node for node in self.everyone if not any(node is seated for seated in nodes)]
         self.former += [node for node in remaining if node.lost]
         self.nodes, self.spares = list(nodes), [node for node in remaining if not node.lost]
 
     def add(self, channel: Channel) -> Node:
-        """A further node, as a spare; it takes the place of one that was lost."""
+        """Adds a node as a spare."""
         self.former += [spare for spare in self.spares if spare.lost]
         self.spares = [spare for spare in self.spares if not spare.lost]
         node = Node(channel.host, channel)
@@ -450,14 +451,14 @@ class Fleet:
         return node
 
     def replace_node(self, node: Node, name: str) -> None:
-        """A spare gets the place of the lost node of that name, whose ranks it will have."""
+        """Puts a spare in the place of a lost node, whose ranks it gets."""
         place = next(at for at, node_there in enumerate(self.nodes) if node_there.name == name)
         self.former.append(self.nodes[place])
         self.nodes[place] = node
         self.spares = [spare for spare in self.spares if spare is not node]
 
     async def dismiss(self, node: Node) -> None:
-        """Sends a node home; it counts as lost, and nobody is told."""
+        """Dismisses a node; it counts as lost, without a report."""
         self.spares = [spare for spare in self.spares if spare is not node]
         node.channel.on_event = _ignore
         if not node.lost:
@@ -466,12 +467,8 @@ class Fleet:
                 await asyncio.wait_for(node.channel.request("bye"), REQUEST_PATIENCE_S)
         await node.channel.close(GOODBYE_S)
 
-    async def each(self, work: Callable[[Node], Awaitable[Any]]) -> list[Any]:
-        """Does something on every node at once; the first failure ends it all."""
-        return await together([work(node) for node in self.everyone])
-
     async def tell(self, op: str, *, patience_s: float = REQUEST_PATIENCE_S, **fields: Any) -> None:
-        """Asks every node that is left, and does not mind who fails."""
+        """Sends a request to every live node and ignores failures."""
 
         async def request(node: Node) -> None:
             with contextlib.suppress(PacelineError, ConnectionError, asyncio.TimeoutError):
@@ -480,12 +477,12 @@ class Fleet:
         await asyncio.gather(*(request(node) for node in self.everyone if not node.lost))
 
     async def close(self, hurry: bool = False, keep_warm_s: float | None = 0.0) -> None:
-        """Sends every agent home and closes the connections.
+        """Dismisses every agent and closes the connections.
 
         Args:
-            hurry: Somebody waits: agents that take their time end by themselves.
-            keep_warm_s: For how long agents are to wait for the next command, at least; those that
-                waited for this one wait again. ``None`` for none of them.
+            hurry: Whether not to wait for slow agents, which end by themselves.
+            keep_warm_s: Seconds for which agents wait for the next command, at least; those that
+                waited for this one wait again. ``None`` to keep none.
         """
         for beat in self._beats:
             beat.cancel()
@@ -511,18 +508,18 @@ class Fleet:
 
 
 def _imported(node: Node) -> str:
-    """What a node's fork server has, in a few words."""
+    """Describes what a node's fork server has imported."""
     torch = node.loaded.get("torch")
     return f"torch {torch}" if torch else "Python alone" if node.loaded else ""
 
 
 def describe_silence(name: str, seconds: float, *, broken: bool) -> str:
-    """Why a node is given up of which nothing was heard for so long, as far as we can see it.
+    """Describes why a silent node counts as lost.
 
     Args:
-        name: Of the node.
-        seconds: Since it was heard last.
-        broken: Its connection has ended, and no other could be made.
+        name: The node.
+        seconds: Since it was last heard.
+        broken: Whether its connection has ended and no other could be opened.
     """
     if broken:
         return (f"the connection to {name} ended, and no other could be made for {seconds:.1f} s "
@@ -531,10 +528,10 @@ def describe_silence(name: str, seconds: float, *, broken: bool) -> str:
 
 
 def describe_end(name: str, stderr: str) -> str:
-    """Why a connection ended, from what was written on standard error. Pure.
+    """Describes why a connection ended, from its standard error. Pure.
 
-    Only lines that we or ssh write are a reason. Whatever else stands last there, a warning of a
-    start-up file or of a library, is shown for what it is.
+    Only lines of the agent or of ssh are a reason. Any other last line, such as a warning of a
+    library, is quoted as such.
     """
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     reasons = [match["why"] for line in lines if (match := _AGENT_MESSAGE.match(line))]
@@ -548,17 +545,17 @@ def describe_end(name: str, stderr: str) -> str:
 
 
 def _awake_or_not() -> float:
-    """Seconds of a clock that goes on while the machine sleeps."""
+    """Returns the seconds of a clock that runs on while the machine sleeps."""
     clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
     return time.clock_gettime(clock)
 
 
 def _ignore(event: Event) -> None:
-    """What agents say while they leave does not matter any more."""
+    """Ignores events of agents that are leaving."""
 
 
 async def together(work: Sequence[Awaitable[Any]]) -> list[Any]:
-    """All results; after the first failure the rest is cancelled and awaited."""
+    """Returns all results; after the first failure the rest is cancelled and awaited."""
     tasks = [asyncio.ensure_future(task_work) for task_work in work]
     try:
         return await join_tasks(tasks)
@@ -570,7 +567,7 @@ async def together(work: Sequence[Awaitable[Any]]) -> list[Any]:
 
 
 async def first_of(*work: Awaitable[Any]) -> None:
-    """Returns when the first is done; the others are cancelled."""
+    """Returns when the first has finished; the others are cancelled."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in work]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -581,7 +578,7 @@ async def first_of(*work: Awaitable[Any]) -> None:
 
 
 async def finishes_in(work: Awaitable[Any], seconds: float) -> bool:
-    """True when it was done in time."""
+    """Returns whether it finished in time."""
     try:
         await asyncio.wait_for(asyncio.ensure_future(work), seconds)
     except asyncio.TimeoutError:

@@ -1,4 +1,4 @@
-"""What nodes get before ranks start: a run folder, a warm fork server, what the plan sends."""
+"""Gives nodes what they need before ranks start: run folder, fork server, files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Provisioner:
         request: What to run, and where.
         directory: The run directory.
         screen: Shows the progress of transfers.
-        recorder: Writes down where copies are.
+        recorder: Records where copies are.
 
     Attributes:
         supplies: What may have to be sent to nodes; empty until it has been read.
@@ -54,7 +54,7 @@ class Provisioner:
         self._token = os.urandom(16).hex()
 
     async def start_fork_servers(self, fleet: Fleet, reading: Awaitable[Supplies]) -> None:
-        """Has new nodes begin to import, while the plan is still being made."""
+        """Starts fork servers on new nodes while the plan is being made."""
         request, nodes = self._request, [node for node in fleet.everyone if not node.preparation]
         package = (await asyncio.shield(reading)).package if request.package else None
         await together([prepare_node(node, request, package, self._directory, self._token)
@@ -68,12 +68,12 @@ class Provisioner:
             await send_checkpoints(first.channel, first.run_folder, self._directory)
 
     async def send(self, plan: Plan, fleet: Fleet) -> None:
-        """Sends all nodes what the plan says is sent."""
+        """Sends all nodes the copies of the plan."""
         copies = {part.host: part.copies for part in (*plan.nodes, *plan.spares)}
         await self._send([(node, copies[node.name]) for node in fleet.everyone])
 
     async def provision(self, node: Node, fleet: Fleet) -> None:
-        """Surveys a node that came late, and gives it all that the others have.
+        """Surveys a late node and gives it all that the others have.
 
         Raises:
             PacelineError: It cannot take part.
@@ -84,8 +84,8 @@ class Provisioner:
             survey.survey_newcomer(node, fleet, request, self.supplies),
             prepare_node(node, request, self.supplies.package, self._directory, self._token),
         ])  # fmt: skip
-        assert node.found is not None
-        place = planner.place_on(request.job, node.found, self.supplies, request.run_id)
+        assert node.survey is not None
+        place = planner.place_on(request.job, node.survey, self.supplies, request.run_id)
         await self._send([(node, place.copies)])
         await fork_servers_up(fleet, [node], request.job)
 
@@ -117,13 +117,13 @@ async def prepare_node(node: Node, request: Request, package: Tree | None, direc
 
 
 async def start_fork_server(node: Node, job: Job, token: str, package: str = "") -> None:
-    """Has a fork server start that has what the job's ranks will need.
+    """Starts a fork server that imports what the job's ranks need.
 
     Args:
-        node: Where.
-        job: For its settings.
-        token: By which processes of the job are known.
-        package: Folder of this installation's ``paceline`` there, if that was sent.
+        node: The node.
+        job: The job.
+        token: Identifies processes of the job.
+        package: Folder of this installation's ``paceline`` there, if it was sent.
     """
     python = planner.python_of(job, node.host)
     env = {**job.environment.variables(), **planner.early_env(job, node.host, node.facts)}
@@ -147,7 +147,7 @@ async def start_fork_server(node: Node, job: Job, token: str, package: str = "")
 
 
 async def _send_package(node: Node, package: Tree, request: Request) -> str:
-    """Where this installation's ``paceline`` is on a node: a fork server that waits has it."""
+    """Returns the folder of ``paceline`` on a node; sends it unless a warm fork server has it."""
     warm_slot = node.channel.warm_slot
     is_warm = warm_slot is not None and warm_slot.waiting is not None
     if warm_slot is None or not (is_warm or request.keep_warm_s):
@@ -173,7 +173,7 @@ def _not_activated(node: Node, refusal: AgentRefusal, job: Job) -> NodeError:
 
 
 async def choose_run_folder(node: Node, directory: RunDirectory) -> None:
-    """The run directory itself where the node reads and writes it, else a folder of the node's."""
+    """Sets the node's run folder: the run directory if it shares that, else one of its own."""
     options: dict[str, Any] = {
         "path": str(directory.path),
         "token_file": names.PROBE,
@@ -188,7 +188,7 @@ async def choose_run_folder(node: Node, directory: RunDirectory) -> None:
 
 async def send_copies(wanted: Sequence[tuple[Node, Sequence[Copy]]], supplies: Supplies,
                       run_id: str, progress: Progress) -> None:  # fmt: skip
-    """Sends nodes what the plan says is sent to each."""
+    """Sends each node its copies."""
 
     async def send(node: Node, copy: Copy) -> None:
         tree = supplies.code if copy.name == "code" else supplies.inputs[copy.source]
@@ -217,7 +217,7 @@ LARGE_INPUT_BYTES = (
 async def _split_by_disk(
     copies: Sequence[tuple[Node, Copy]], run_id: str
 ) -> tuple[list[tuple[Node, Copy]], list[tuple[Node, Copy]]]:
-    """The first copy for each disk, and those that will find it in their cache."""
+    """Returns the first copy for each disk, and those that will find it in their cache."""
     nodes = [node for node, _ in copies]
     signs = await asyncio.gather(*(
         send_tree(node.channel, [], Path, job_folder(run_id, node.name),
@@ -258,7 +258,7 @@ async def send_data(nodes: Sequence[Node], folder: DataFolder, progress: Progres
 
 
 async def _by_disk(nodes: Sequence[Node]) -> tuple[list[Node], list[Node]]:
-    """The first node of each disk, and the others."""
+    """Returns the first node of each disk, and the others."""
     duplicates = await _on_earlier_disk(nodes, [node.data.sign for node in nodes if node.data])
     firsts = [
         node for node, is_duplicate in zip(nodes, duplicates, strict=True) if not is_duplicate
@@ -269,7 +269,7 @@ async def _by_disk(nodes: Sequence[Node]) -> tuple[list[Node], list[Node]]:
 
 
 async def _on_earlier_disk(nodes: Sequence[Node], signs: Sequence[str]) -> list[bool]:
-    """Of each node, whether it sees the disk of an earlier one; each has made its sign there."""
+    """Returns for each node whether it shares the disk of an earlier one, by their marks."""
 
     async def sees_earlier(place: int, node: Node) -> bool:
         if not place:
@@ -295,9 +295,10 @@ async def _appears(node: Node, folder: DataFolder) -> None:
 
 
 async def send_folder(node: Node, tree: Tree, name: str, folder: str) -> str:
-    """Builds ``tree`` on the node out of what is cached there and what is sent; its folder.
+    """Builds a tree on a node from its cache and what is sent; returns its folder.
 
-    NodeError when the node cannot take it.
+    Raises:
+        NodeError: The node cannot take it.
     """
     try:
         root = await send_tree(node.channel, tree.manifest, tree.file, folder, name)
@@ -330,7 +331,7 @@ def _transfer_error(node: Node, tree: Tree, refusal: AgentRefusal) -> NodeError:
 
 
 async def fork_servers_up(fleet: Fleet, nodes: Sequence[Node], job: Job) -> None:
-    """Waits for the imports; refuses nodes on which they failed or lack the backend.
+    """Waits for the imports; rejects nodes on which they failed or lack the backend.
 
     A fork server that died in an earlier attempt is replaced by a new one.
     """
@@ -362,8 +363,9 @@ def _no_fork_server(fleet: Fleet, node: Node, error: ForkServerError, job: Job) 
 
 
 def _no_backend(node: Node, backend: str, backends: Sequence[str]) -> NodeError:
+    alternative = backends[0] if backends else "gloo"
     return NodeError(
         f"backend {backend} was asked for, but torch on {node.name} was built without it",
         found=f"torch {node.loaded.get('torch')} there has: {', '.join(backends)}",
-        remedy=f"--backend {backends[0] if backends else 'gloo'}, or install a torch with {backend}",
+        remedy=f"--backend {alternative}, or install a torch with {backend}",
     )

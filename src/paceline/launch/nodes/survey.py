@@ -1,7 +1,7 @@
-"""From a job to its plan: connects, looks at the nodes, has them try each other, and decides.
+"""Surveys the nodes for a plan: code, data, work folders and networks.
 
-Nothing is sent or started in here but the agents, so ``--plan`` and a run come to the same value.
-What follows from the nodes' tries of each other is decided in ``remote.network``.
+Nothing is sent or started here, so that ``--plan`` and a run make the same plan. Networks are
+chosen in ``remote.network``.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ Networks = dict[str, network.NodeNetwork]
 # of the package, all that a recipe needs in a rank
 OF_RECIPES = ("__init__.py", "program.py", "progress.py", "py.typed", "recipes", "spec", "train",
               "agent/__init__.py", "agent/peers.py")  # fmt: skip
-PORT_RELEASE_S = 2.0  # who holds a port and cannot be named: the kernel is ending it, or a stranger
-AGENT_EXIT_S = 5.0  # an agent without launcher and its ranks are gone by then
+PORT_RELEASE_S = 2.0  # for an unknown holder of a port, which may be ending
+AGENT_EXIT_S = 5.0  # for an agent without launcher and its ranks to end
 
 
 def approve(request: Request, fleet: Fleet, inspect: Inspect | None) -> list[str]:
-    """Refuses nodes that cannot train together; the notes of the plan so far."""
+    """Rejects nodes that cannot train together; returns the notes of the plan so far."""
     noise = {node.name: node.channel.noise for node in fleet.everyone}
     notes = [*request.notes, *check_nodes(fleet, request.job)]
     return notes + (inspect(fleet.hosts, fleet.facts(), noise) if inspect else [])
 
 
 def check_nodes(fleet: Fleet, job: Job) -> list[str]:
-    """Refuses nodes that cannot train together; notes what merely differs."""
+    """Rejects nodes that cannot train together; returns notes on harmless differences."""
     interpreters = {node.name: node.channel.agent_python for node in fleet.everyone}
     notes = planner.check_agreement(fleet.hosts, job, fleet.facts(), interpreters)
     noisy = [node.name for node in fleet.everyone if node.channel.noise.strip()]
@@ -57,13 +57,13 @@ def check_nodes(fleet: Fleet, job: Job) -> list[str]:
 
 async def prepare(request: Request, fleet: Fleet, supplies: Awaitable[Supplies],
                   notes: Sequence[str]) -> Plan:  # fmt: skip
-    """Finds out what the plan depends on, and makes it.
+    """Surveys the nodes and makes the plan.
 
     Args:
-        request: What is to run.
+        request: What to run.
         fleet: The connected nodes.
-        supplies: What may have to be sent to them; it takes a while to read.
-        notes: What was decided before.
+        supplies: What may have to be sent to them, which takes time to read.
+        notes: Notes so far.
 
     Raises:
         PacelineError: The job cannot run there, or not as it was planned.
@@ -73,8 +73,8 @@ async def prepare(request: Request, fleet: Fleet, supplies: Awaitable[Supplies],
         [choose_networks(fleet, job, len(request.hosts)), _inspect(fleet.everyone, job, supplies)]
     )
     for node in fleet.everyone:
-        assert node.found is not None
-        node.found = replace(node.found, network=networks[node.name])
+        assert node.survey is not None
+        node.survey = replace(node.survey, network=networks[node.name])
     port_setting = planned.settings["master_port"] if planned else job.master_port
     port = await hold_port(fleet.first, networks[fleet.first.name].address, port_setting)
     plan = plan_of(request, fleet, read, port, [*notes, *network_notes])
@@ -83,8 +83,8 @@ async def prepare(request: Request, fleet: Fleet, supplies: Awaitable[Supplies],
 
 def plan_of(request: Request, fleet: Fleet, supplies: Supplies, port: Setting[int],
             notes: Sequence[str], attempt: int = 0) -> Plan:  # fmt: skip
-    """The plan for the fleet's nodes, of which all is known."""
-    surveyed, spares = ([node.found for node in nodes if node.found is not None]
+    """Returns the plan for the surveyed nodes of the fleet."""
+    surveyed, spares = ([node.survey for node in nodes if node.survey is not None]
                      for nodes in (fleet.nodes, fleet.spares))  # fmt: skip
     plan = planner.make_plan(
         request.job, request.run_id, surveyed, supplies, port, notes, attempt, spares
@@ -94,7 +94,7 @@ def plan_of(request: Request, fleet: Fleet, supplies: Supplies, port: Setting[in
 
 
 def host_names(request: Request, connected: Sequence[Host]) -> tuple[str, ...]:
-    """Of all hosts on which the job may run; none where nobody knows them yet.
+    """Returns the names of all hosts on which the job may run; empty if unknown.
 
     Args:
         request: What is to run, and where.
@@ -107,29 +107,27 @@ def host_names(request: Request, connected: Sequence[Host]) -> tuple[str, ...]:
     )
     if set(requested_names).issuperset(connected_names):
         return tuple(requested_names)
-    # Nobody knew who would come: what is described stands for places.
+    # The descriptions stand for places whose hosts were not known.
     return tuple(connected_names) if len(connected_names) == len(requested_names) else ()
 
 
 async def survey_newcomer(node: Node, fleet: Fleet, request: Request, supplies: Supplies) -> None:
-    """Finds out about a node that came late what a plan needs to know of it.
+    """Surveys a node that connected late.
 
-    Its addresses are tried from and to all nodes that are there; they keep theirs where they can.
+    Its addresses are probed from and to all other nodes, which keep theirs if possible.
 
     Raises:
         PacelineError: It cannot train together with them.
     """
-    async with (
-        fleet.probe_lock
-    ):  # else one would end the listeners that another one's tries are for
+    async with fleet.probe_lock:  # probes share listeners
         while True:
-            peers = [o for o in fleet.everyone if o is not node and o.found and not o.lost]
+            peers = [o for o in fleet.everyone if o is not node and o.survey and not o.lost]
             try:
                 await _probe_with(peers, node, request, supplies)
             except (ConnectionError, PacelineError):
-                await fleet.silences_resolved()  # who does not answer may be lost in a moment
+                await fleet.silences_resolved()  # a silent peer may be lost
                 if node.lost or not any(peer.lost for peer in peers):
-                    raise  # else it is tried with those that are left: it has begun to import
+                    raise
             else:
                 return
 
@@ -166,12 +164,12 @@ async def _probe_with(peers: Sequence[Node], node: Node, request: Request,
         except NodeError:
             networks, _ = network.decide(hosts, candidates, attempts)
     for member in members:
-        assert member.found is not None
-        member.found = replace(member.found, network=networks[member.name])
+        assert member.survey is not None
+        member.survey = replace(member.survey, network=networks[member.name])
 
 
 def _address(node: Node) -> str:
-    return node.found.network.address if node.found else ""
+    return node.survey.network.address if node.survey else ""
 
 
 @contextlib.contextmanager
@@ -181,11 +179,11 @@ def naming_lost_nodes(fleet: Fleet) -> Iterator[None]:
         yield
     except ConnectionError as error:
         lost = next((node for node in fleet.everyone if node.lost), fleet.first)
-        raise startup_loss(fleet, lost, lost.why or str(error)) from None
+        raise startup_loss(fleet, lost, lost.loss_reason or str(error)) from None
 
 
 def startup_loss(fleet: Fleet, node: Node, reason: str) -> NodeError:
-    """A host was lost before its ranks ran: its own doing, unless it was this launcher's."""
+    """Returns the error for a host that was lost before its ranks ran."""
     name = node.name
     if cause := fleet.launcher_fault(node):
         return NodeError(
@@ -220,7 +218,7 @@ def read_supplies(request: Request) -> Supplies:
 
 
 def read_and_keep(request: Request) -> Supplies:
-    """The same for a run: whatever is edited from now on, all nodes get the code as it is now."""
+    """Reads the supplies and caches the code, so that later edits do not reach the nodes."""
     supplies = read_supplies(request)
     if supplies.code is None or supplies.code.copy is not None:
         return supplies
@@ -228,7 +226,7 @@ def read_and_keep(request: Request) -> Supplies:
 
 
 def package_tree(parts: Package) -> Tree:
-    """This installation's package, or parts of it, for interpreters that do not have it."""
+    """Returns this installation's package, or parts of it."""
     folder = Path(version.__file__).parents[1]
     inner = read_tree(folder, () if isinstance(parts, bool) else parts)
     manifest = [[f"paceline/{entry[0]}", *entry[1:]] for entry in inner.manifest]
@@ -236,15 +234,14 @@ def package_tree(parts: Package) -> Tree:
 
 
 async def _inspect(nodes: Sequence[Node], job: Job, supplies: Awaitable[Supplies]) -> Supplies:
-    """What can be sent; notes of each node how the code differs there, and what else is there."""
-    # who gives up waiting does not give up the reading
+    """Surveys code, work folder and data of each node; returns the supplies."""
     read = await asyncio.shield(supplies)
 
     async def inspect(node: Node) -> None:
         difference = await _compare(node, job, read.code)
         has_workdir = await _has_workdir(node, job, read.code)
         place = await _locate_data(node, job, read.data)
-        node.found = HostSurvey(
+        node.survey = HostSurvey(
             node.host, node.facts, network.LOOPBACK, difference, has_workdir, place
         )
 
@@ -279,10 +276,10 @@ async def _compare(node: Node, job: Job, tree: Tree | None) -> Mapping[str, Any]
 async def _changed_equally(
     node: Node, tree: Tree, root: str, difference: Mapping[str, Any]
 ) -> bool:
-    """Whether what differs there has changed here in the same way since it was read.
+    """Whether files that differ there have changed here in the same way since they were read.
 
-    So it is in a folder that both see, where somebody takes notes, or a program writes its log:
-    a file that changes while it is looked at is passed over.
+    So it is in a shared folder in which a program writes its log. A file that changes during the
+    comparison does not count.
     """
     differing, is_original = {*difference["different"], *difference["missing"]}, tree.copy is None
     if not (is_original and differing):
@@ -312,11 +309,11 @@ async def _has_workdir(node: Node, job: Job, tree: Tree | None) -> bool:
 
 
 async def choose_networks(fleet: Fleet, job: Job, max_hosts: int) -> tuple[Networks, list[str]]:
-    """Address and interface of every node, and what the user should know about the choice.
+    """Chooses address and interface of every node; returns them with notes on the choice.
 
     Args:
-        fleet: The nodes that are there.
-        job: What is asked for.
+        fleet: The connected nodes.
+        job: The job.
         max_hosts: How many there may be at any time.
     """
     uniform = [host for host in fleet.hosts if not host.env]
@@ -339,7 +336,7 @@ async def choose_networks(fleet: Fleet, job: Job, max_hosts: int) -> tuple[Netwo
 
 
 async def hold_port(first: Node, address: str, setting: Setting[int]) -> Setting[int]:
-    """A port for the store on the first node, held by its agent until the store takes it."""
+    """Reserves a port for the store on the first node, held by its agent until then."""
     started_at = time.monotonic()
     while True:
         try:
@@ -358,11 +355,11 @@ async def hold_port(first: Node, address: str, setting: Setting[int]) -> Setting
 
 
 def _patience_with(refusal: AgentRefusal) -> float:
-    """Seconds for which who holds a port may still be on the way out."""
+    """Returns for how many seconds the holder of a port may be about to end."""
     commands = [command for _, command in refusal.answer.get("holders") or []]
     if not commands:
         return PORT_RELEASE_S
-    # perhaps a job of ours whose launcher was killed, and which is leaving
+    # An agent whose launcher was killed may be leaving.
     return AGENT_EXIT_S if any("/paceline/agent/" in command for command in commands) else 0.0
 
 

@@ -14,25 +14,25 @@ Facts = Mapping[str, Any]
 Core = tuple[int, ...]  # its CPUs
 Binding = list[tuple[int, ...]]  # CPUs by local rank; empty for none
 
-# What each maker's programs go by, the last word first; masks select from what the next leaves
+# Variables that select GPUs, by maker; each selects from what the next one leaves
 MASKS = {
     "nvidia": ("CUDA_VISIBLE_DEVICES",),
     "amd": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
     "intel": ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"),
 }
 _BUILT_FOR = {"nvidia": "cuda", "amd": "hip", "intel": "xpu"}
-_MIN_CORES_USED = 3 / 4  # of the cores: what staying within NUMA nodes may not cost more of
+_MIN_CORES_USED = 3 / 4  # share of the cores that splitting within NUMA nodes must use
 
 
 # --- GPUs
 
 
 def gpus_seen(facts: Facts, environ: Mapping[str, str]) -> list[Mapping[str, Any]]:
-    """A node's GPUs that its ranks see, in the order in which torch numbers them.
+    """Returns the GPUs that a node's ranks see, in torch's order.
 
     Args:
-        facts: Of the node. Where its torch says for whose GPUs it was built, others do not count.
-        environ: Of the ranks.
+        facts: Facts of the node. Only GPUs count for which its torch was built, if it says so.
+        environ: Environment of the ranks.
     """
     present: list[Mapping[str, Any]] = (facts.get("devices") or {}).get("gpus") or []
     torch = facts.get("torch") or {}
@@ -52,7 +52,7 @@ def gpus_seen(facts: Facts, environ: Mapping[str, str]) -> list[Mapping[str, Any
 
 
 def _masks(maker: str, environ: Mapping[str, str]) -> list[str]:
-    """The variables that select GPUs, the first to act first."""
+    """Returns the variables that select GPUs, in the order in which they act."""
     names = [name for name in reversed(MASKS[maker]) if name in environ]
     if "HIP_VISIBLE_DEVICES" in names and "CUDA_VISIBLE_DEVICES" in names:
         names.remove("CUDA_VISIBLE_DEVICES")  # to HIP it is another name for the same
@@ -73,7 +73,7 @@ def _selected(gpus: list[Mapping[str, Any]], name: str, mask: str) -> list[Mappi
 
 
 def _numbered(gpus: list[Mapping[str, Any]], identifiers: Sequence[str]) -> list[Mapping[str, Any]]:
-    """GPUs by number or unique name, up to the first word that is neither."""
+    """Selects GPUs by number or unique name, up to the first identifier that is neither."""
     selected: list[Mapping[str, Any]] = []
     for identifier in (identifier.strip() for identifier in identifiers):
         if identifier.upper().startswith(("GPU-", "MIG-")):  # which one, only the driver knows
@@ -86,7 +86,7 @@ def _numbered(gpus: list[Mapping[str, Any]], identifiers: Sequence[str]) -> list
 
 
 def _by_selector(gpus: list[Mapping[str, Any]], mask: str) -> list[Mapping[str, Any]]:
-    """``level_zero:0,1;opencl:*``: torch takes what it says of Level Zero."""
+    """Selects GPUs by a mask such as ``level_zero:0,1;opencl:*``; torch uses Level Zero."""
     terms = [term.strip() for term in mask.lower().split(";")]
     selected: list[Mapping[str, Any]] = []
     for backend, _, devices in (term.partition(":") for term in terms):
@@ -101,7 +101,7 @@ def _by_selector(gpus: list[Mapping[str, Any]], mask: str) -> list[Mapping[str, 
 
 
 def cores_of(facts: Facts) -> list[Core]:
-    """The cores that a node's agent may use, those of one NUMA node after those of another."""
+    """Returns the cores that a node's agent may use, sorted by NUMA node."""
     cpu = facts.get("cpu") or {}
     allowed = set(cpu.get("available", ()))
     cores = [tuple(sorted(allowed & set(core))) for core in cpu.get("cores") or ()]
@@ -116,15 +116,15 @@ def _node_of(cpu: Mapping[str, Any], core: Core) -> int:
 
 
 def bind(facts: Facts, processes: int, gpus: Sequence[Mapping[str, Any]]) -> Binding:
-    """The CPUs of each local rank; none are bound where one is alone, or too many share.
+    """Returns the CPUs of each local rank; empty for a single rank, or if they are too many.
 
     Args:
-        facts: Of the node.
-        processes: Ranks on it.
-        gpus: What they see, one for each local rank; fewer when they compute on CPUs.
+        facts: Facts of the node.
+        processes: Number of ranks on it.
+        gpus: GPUs that they see, one for each local rank; fewer if they compute on CPUs.
     """
     cores, cpu = cores_of(facts), facts.get("cpu") or {}
-    if processes > len(cores):  # threads of a core apart is better than no share of one's own
+    if processes > len(cores):  # hardware threads of one core
         cores = [(cpu_number,) for core in cores for cpu_number in core]
     if processes == 1 or processes > len(cores):
         return [()] * processes
@@ -140,7 +140,7 @@ def bind(facts: Facts, processes: int, gpus: Sequence[Mapping[str, Any]]) -> Bin
 def _split_near_gpus(
     by_node: Mapping[int, list[Core]], numa_nodes: Sequence[int]
 ) -> list[list[Core]] | None:
-    """Each rank a share of the node that its GPU is at; ``None`` where that cannot be."""
+    """Gives each rank cores of its GPU's NUMA node; ``None`` if that is impossible."""
     ranks = {node: numa_nodes.count(node) for node in numa_nodes}
     if any(len(by_node.get(node, ())) < count for node, count in ranks.items()) or -1 in ranks:
         return None
@@ -151,7 +151,7 @@ def _split_near_gpus(
 def _split_within_nodes(
     by_node: Mapping[int, list[Core]], processes: int
 ) -> list[list[Core]] | None:
-    """Equal shares, none across two NUMA nodes; ``None`` where that would leave many cores idle."""
+    """Returns equal shares within NUMA nodes; ``None`` if that left many cores idle."""
     total = sum(map(len, by_node.values()))
     for share in range(total // processes, 0, -1):
         if sum(len(cores) // share for cores in by_node.values()) >= processes:
@@ -172,7 +172,7 @@ def _split_evenly(cores: Sequence[Core], processes: int) -> list[list[Core]]:
 
 
 def threads(facts: Facts, processes: int, binding: Binding) -> int:
-    """Threads that each rank should compute with: one for each of its cores, within its quota."""
+    """Returns the threads of each rank: one per core, within its quota."""
     cores = cores_of(facts)
     core_counts = [sum(1 for core in cores if set(core) & set(cpus)) for cpus in binding if cpus]
     share = min(core_counts) if core_counts else len(cores) // processes

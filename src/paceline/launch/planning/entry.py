@@ -1,4 +1,4 @@
-"""What every rank runs: from a script that was named to an entry, and what its text tells."""
+"""The entry of a job: from the script of the command line, and what its text shows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.spec.job import Entry
 
 def entry_of(script: str, args: tuple[str, ...], *, module: bool = False,
              no_python: bool = False) -> Entry:  # fmt: skip
-    """What every rank runs. SettingError when there is no such script."""
+    """Returns what every rank runs; SettingError if there is no such script."""
     if module and no_python:
         raise SettingError("--module and --no-python exclude each other")
     if no_python:
@@ -31,7 +31,7 @@ def entry_of(script: str, args: tuple[str, ...], *, module: bool = False,
 
 
 def local_rank_flag(script: str) -> str:
-    """How a script spells the option for its local rank, by its text.
+    """Returns how a script spells the option for its local rank.
 
     ``torch.distributed.launch`` passes ``--local-rank``, its older versions and DeepSpeed
     ``--local_rank``.
@@ -46,7 +46,7 @@ def local_rank_flag(script: str) -> str:
 
 
 def entry_argv(entry: Entry, python: str, local_rank: int | str = "LOCAL_RANK") -> list[str]:
-    """The command that a rank amounts to."""
+    """Returns the command that is equivalent to a rank."""
     flag = [f"{entry.local_rank_flag}={local_rank}"] if entry.local_rank_flag else []
     if entry.kind == "binary":
         return [entry.target, *flag, *entry.args]
@@ -57,12 +57,12 @@ def entry_argv(entry: Entry, python: str, local_rank: int | str = "LOCAL_RANK") 
 
 
 def opens_store(entry: Entry) -> bool:
-    """Whether the script's text says that its processes may open a store of their own."""
+    """Returns whether the script's processes may open a store of their own."""
     return _is_text(entry) and spawns_and_names_master(Path(entry.target).read_bytes())
 
 
 def preload_of(entry: Entry) -> tuple[str, ...]:
-    """What a node imports before it forks the ranks: what the script is seen to need.
+    """Returns what a node imports before it forks the ranks.
 
     A process's first optimizer makes torch import its compiler, which takes longer than the rest of
     torch's start; forked ranks inherit it. With ``paceline.train`` only what compiles imports it.

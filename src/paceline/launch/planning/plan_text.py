@@ -1,4 +1,4 @@
-"""A plan as people read it, and as they could type it. Pure."""
+"""A plan as text, and as commands to type. Pure."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NOT_BY_HAND = {"TORCHELASTIC_USE_AGENT_STORE", "PACELINE_RUN_ID", "PACELINE_ATT
 
 
 def rank_command(plan: Plan, node: NodePlan, rank: RankPlan) -> list[str]:
-    """What to type on the node to start this rank by hand."""
+    """Returns the command that starts this rank by hand on its node."""
     env = {name: redact(name, setting.value) for name, setting in node.env.items()}
     env = {**plan.environment, **env}
-    # a value that was not recorded cannot be shown: it is left for the reader to set
+    # Values that were not recorded are left to the reader.
     env = {k: v for k, v in env.items() if not v.startswith("(")}
     env |= {k: v for k, v in plan.rank_env(node, rank).items() if k not in _NOT_BY_HAND}
     binding = ["taskset", "-c", ",".join(map(str, rank.cpus))] if rank.cpus else []
@@ -30,7 +30,7 @@ def rank_command(plan: Plan, node: NodePlan, rank: RankPlan) -> list[str]:
 
 
 def describe(plan: Plan) -> str:
-    """What would run where, at a glance: hosts and settings with their sources, one command."""
+    """Returns a summary of the plan: hosts, chosen settings with their sources, one command."""
     ranks, hosts = plan.world_size, len(plan.nodes)
     lines = [
         f"{pluralize(ranks, 'rank')} on {pluralize(hosts, 'host')}, rank 0 on {plan.nodes[0].host}",
@@ -51,13 +51,13 @@ def describe(plan: Plan) -> str:
 
 
 def _sourced(setting: Setting[Any]) -> str:
-    """A value with where it stands, which is nowhere for what was found out."""
+    """Returns a value with its source, unless they are equal."""
     source = setting.detail or setting.source.label
     return str(setting.value) if source == str(setting.value) else f"{setting.value} ({source})"
 
 
 def _explicit_settings(plan: Plan) -> dict[str, Setting[Any]]:
-    """The settings that somebody chose."""
+    """Returns the settings that the user chose."""
     return {
         name: setting
         for name, setting in plan.settings.items()
@@ -66,7 +66,7 @@ def _explicit_settings(plan: Plan) -> dict[str, Setting[Any]]:
 
 
 def _table(plan: Plan) -> list[str]:
-    """One line a host; a column in which all hosts are alike and say nothing is left out."""
+    """Returns one line per host."""
     titles = ("host", "address", "ranks", "interface", "devices", "code")
     rows = [
         (node.host, node.address, _span([rank.rank for rank in node.ranks]), node.interface,
@@ -91,7 +91,7 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 def _commands(plan: Plan) -> list[str]:
-    """The command of a rank as typed, with its folder: once where all hosts have the same."""
+    """Returns the command and folder of a rank, once for hosts that have the same."""
     by_command: dict[tuple[str, str], list[str]] = {}
     for node in plan.nodes:
         command = shell_text(entry_argv(plan.entry, node.python))
@@ -104,7 +104,7 @@ def _commands(plan: Plan) -> list[str]:
 
 
 def _per_host(plan: Plan) -> list[str]:
-    """The variables that paceline.toml has for one host."""
+    """Returns the variables that paceline.toml has for one host."""
     return [
         f"  {name}={_sourced(_variable(name, setting))}, on {node.host}"
         for node in plan.nodes
@@ -114,7 +114,7 @@ def _per_host(plan: Plan) -> list[str]:
 
 
 def _folder(node: NodePlan) -> str:
-    """Where a node's ranks run; a copy by what it is a copy of."""
+    """Returns where a node's ranks run; for a copy, its original."""
     code = next((copy for copy in node.copies if copy.name == "code"), None)
     return f"a copy of {code.source}" if code else node.workdir
 
@@ -124,7 +124,7 @@ def _abbreviate(names: Sequence[str], limit: int = 6) -> str:
 
 
 def describe_full(plan: Plan) -> str:
-    """The whole plan: world, settings with their sources, and a command for every rank."""
+    """Returns the whole plan: world, settings with sources, and a command for every rank."""
     lines = [
         f"world size {plan.world_size}: {pluralize(len(plan.nodes), 'host')}, rank 0 on "
         f"{plan.nodes[0].host}, store at {plan.master_addr} port {plan.master_port}"

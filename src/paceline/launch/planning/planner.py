@@ -50,16 +50,16 @@ class Supplies:
 
 @dataclass(frozen=True, slots=True)
 class HostSurvey:
-    """What was found out about one host: its part of the plan follows from it.
+    """What is known about one host: its part of the plan follows from it.
 
     Attributes:
-        host: As described.
-        facts: What its agent told of it.
+        host: Its description.
+        facts: What its agent reported.
         network: Its address and interface.
-        code: How its code differs from ours (``exists``, ``missing``, ``different``); ``None``
-            where there was nothing to compare.
-        has_workdir: The folder of :func:`required_workdir` is there.
-        data: Where the data are there, and what it lacks; ``None`` on the launching machine.
+        code: How its code differs from the launcher's (``exists``, ``missing``, ``different``);
+            ``None`` if there was nothing to compare.
+        has_workdir: Whether the folder of :func:`required_workdir` exists.
+        data: Where it has the data, and what is missing; ``None`` on the launching machine.
     """
 
     host: Host
@@ -90,7 +90,7 @@ class Place:
 
 
 def choose_hosts(job: Job, cluster: Cluster) -> tuple[Host, ...]:
-    """The hosts the job may run on, spares included: never fewer than were asked for."""
+    """Returns the hosts that the job may run on, spares included; SettingError for too few."""
     nnodes = job.nnodes.value
     if nnodes is None:
         return cluster.hosts
@@ -108,19 +108,15 @@ def choose_hosts(job: Job, cluster: Cluster) -> tuple[Host, ...]:
 
 
 def min_nodes(job: Job) -> int:
-    """Nodes without which a training that can go on without some of them waits for them.
-
-    Who named a number wants so many; who named none wants the job done.
-    """
+    """Returns how many nodes a recovering training needs: the requested minimum, else 1."""
     return 1 if job.nnodes.value is None else bounds(job.nnodes.value, 1)[0]
 
 
 def processes_on(job: Job, host: Host, facts: Facts) -> Setting[int]:
-    """How many ranks a host gets: as asked, else its slots, else its accelerators, else one.
+    """Returns how many ranks a host gets: as requested, else its slots, its accelerators, or one.
 
-    Of its accelerators count those that an allocation gave the job, where it says how many.
-
-    SettingError when the host cannot hold so many.
+    Only accelerators that an allocation gave the job count. SettingError if the host cannot hold
+    so many.
     """
     gpus = len(usable_gpus(job, host, facts))
     if job.nproc_per_node.value is not None:
@@ -146,10 +142,9 @@ def processes_on(job: Job, host: Host, facts: Facts) -> Setting[int]:
 
 
 def _requested_processes(setting: Setting[Any], host: Host, gpus: int, cpus: int) -> Setting[int]:
-    """A number of processes, or one a GPU or CPU of this host, as torchrun counts them.
+    """Resolves a number, ``gpu``, ``cpu`` or ``auto`` as torchrun does.
 
-    The CPUs are those that the agent may use, which may be fewer than the host has. SettingError
-    for what this host cannot do.
+    Only CPUs that the agent may use count. SettingError if this host cannot do it.
     """
     count = setting.value
     if count == "gpu" and not gpus:
@@ -170,16 +165,16 @@ def _requested_processes(setting: Setting[Any], host: Host, gpus: int, cpus: int
 
 
 def max_processes(facts: Facts) -> int | None:
-    """How many ranks a host's limit of open files allows; ``None`` when there is no limit."""
+    """Returns how many ranks a host's limit of open files allows; ``None`` without a limit."""
     hard = (facts.get("limits") or {}).get("nofile_hard", -1)
     return None if hard < 0 else max(1, (hard - SPARE_DESCRIPTORS) // PIPES_A_RANK)
 
 
 def user_env(job: Job, host: Host) -> dict[str, str]:
-    """The variables that a host's ranks get from the user.
+    """Returns the variables that a host's ranks get from the user.
 
-    What is typed, or stands in the launcher's environment, goes before the host's own table in
-    paceline.toml, and that before what the file says for all hosts.
+    The command line and the launcher's environment override the host's table in paceline.toml,
+    which overrides the file's variables for all hosts.
     """
     everywhere = job.environment.variables()
     if job.environment.source <= Source.FILE:
@@ -188,14 +183,14 @@ def user_env(job: Job, host: Host) -> dict[str, str]:
 
 
 def usable_gpus(job: Job, host: Host, facts: Facts) -> list[Mapping[str, Any]]:
-    """The GPUs of a host that its ranks see; of an allocation's host, those that are ours."""
+    """Returns the GPUs of a host that its ranks see, within the job's allocation."""
     login = facts.get("environment") or {}
     inherited = {name: value for name, value in login.items() if name not in job.environment.unset}
     return affinity.gpus_seen(facts, {**inherited, **user_env(job, host)})[: host.gpus]
 
 
 def slot_notes(job: Job, hosts: Sequence[Host]) -> list[str]:
-    """Where more processes were asked for than the scheduler has tasks."""
+    """Returns a note if more processes were requested than the scheduler has tasks."""
     count = job.nproc_per_node.value
     oversubscribed = [h for h in hosts if h.slots_yield and h.slots and isinstance(count, int)
             and count > h.slots]  # fmt: skip
@@ -206,7 +201,7 @@ def slot_notes(job: Job, hosts: Sequence[Host]) -> list[str]:
 
 
 def gpu_notes(hosts: Sequence[Host], facts: Sequence[Facts]) -> list[str]:
-    """Where the allocation has GPUs that torch cannot see: a job there would pass for slow."""
+    """Returns notes on hosts whose allocation has GPUs that torch cannot see."""
     blind: dict[str, list[str]] = {}
     for host, host_facts in zip(hosts, facts, strict=True):
         devices, torch = host_facts.get("devices"), host_facts.get("torch") or {}
@@ -231,7 +226,7 @@ def available_cpus(facts: Facts) -> list[int]:
 
 
 def bind(job: Job, host: Host, facts: Facts, processes: int) -> affinity.Binding:
-    """The CPUs of each rank of a host."""
+    """Returns the CPUs of each rank of a host."""
     if job.bind.value == "none":
         return [()] * processes
     return affinity.bind(facts, processes, usable_gpus(job, host, facts))
@@ -239,15 +234,15 @@ def bind(job: Job, host: Host, facts: Facts, processes: int) -> affinity.Binding
 
 def node_env(job: Job, host: Host, facts: Facts, processes: int,
              network: NodeNetwork | None) -> dict[str, Setting[str]]:  # fmt: skip
-    """The variables that we set for a node's ranks; the user's own go before them.
+    """Returns the variables for a node's ranks that the user has not set.
 
     Args:
-        job: For the user's variables.
-        host: As described: its table may have variables of its own.
-        facts: Of that node.
-        processes: Ranks on it.
-        network: Its address and interface; ``None`` leaves those variables out (they are not
-            needed yet when the fork server starts).
+        job: The job, with the user's variables.
+        host: The host, whose table may have variables of its own.
+        facts: What its agent reported.
+        processes: Number of ranks on it.
+        network: Its address and interface; ``None`` leaves those variables out, which the fork
+            server does not need.
     """
     env = {
         "OMP_NUM_THREADS": threads_of(job, host, facts, processes),
@@ -283,7 +278,7 @@ def node_env(job: Job, host: Host, facts: Facts, processes: int,
 
 
 def threads_of(job: Job, host: Host, facts: Facts, processes: int) -> Setting[str]:
-    """One for each of a rank's cores, but no more than the node's own environment allows."""
+    """Returns one thread per core of a rank, limited by the node's own environment."""
     threads = affinity.threads(facts, processes, bind(job, host, facts, processes))
     inherited = (facts.get("environment") or {}).get("OMP_NUM_THREADS", "")
     if (
@@ -298,10 +293,10 @@ def threads_of(job: Job, host: Host, facts: Facts, processes: int) -> Setting[st
 
 
 def oneccl(bound: affinity.Binding, network: NodeNetwork | None) -> dict[str, str]:
-    """What oneCCL is told on a node: its ranks were started neither by Hydra nor by PMIx.
+    """Returns the variables for oneCCL ranks that neither Hydra nor PMIx has started.
 
-    One worker thread a rank, on the last of the CPUs that the rank is bound to: left to itself,
-    oneCCL puts those of all ranks on the last CPUs of the node.
+    Each rank has one worker thread on its last CPU; by default, oneCCL puts those of all ranks on
+    the last CPUs of the node.
     """
     variables = {
         "CCL_PROCESS_LAUNCHER": "none",  # see launchers.ONECCL for what it asks for then
@@ -316,13 +311,13 @@ def oneccl(bound: affinity.Binding, network: NodeNetwork | None) -> dict[str, st
 
 
 def early_env(job: Job, host: Host, facts: Facts) -> dict[str, str]:
-    """What libraries read when they are loaded; interface names follow with the ranks."""
+    """Returns the variables that libraries read when they are loaded."""
     settings = node_env(job, host, facts, processes_on(job, host, facts).value, None)
     return {name: setting.value for name, setting in settings.items()}
 
 
 def defaults(job: Job, host: Host, facts: Facts) -> list[str]:
-    """The variables that we set by ourselves: an activation script's go before them."""
+    """Returns the variables that an activation script may override."""
     nowhere = NodeNetwork("", "", "")
     env = node_env(job, host, facts, processes_on(job, host, facts).value, nowhere)
     return [name for name, setting in env.items() if setting.source <= Source.FOUND]
@@ -331,12 +326,12 @@ def defaults(job: Job, host: Host, facts: Facts) -> list[str]:
 def make_plan(job: Job, run_id: str, surveys: Sequence[HostSurvey], supplies: Supplies,
               master_port: Setting[int], notes: Sequence[str] = (),
               attempt: int = 0, spares: Sequence[HostSurvey] = ()) -> Plan:  # fmt: skip
-    """Puts together what runs where.
+    """Makes the plan.
 
     Args:
         job: What was asked for.
         run_id: Names the run.
-        surveys: What was found out about every host; rank 0 runs on the first.
+        surveys: What is known about each host; rank 0 runs on the first.
         supplies: What can be sent to them.
         master_port: The port held on the first host.
         notes: What was decided on the way.
@@ -383,15 +378,15 @@ def make_plan(job: Job, run_id: str, surveys: Sequence[HostSurvey], supplies: Su
 
 
 def confirmed(planned: Plan, current: Plan) -> Plan:
-    """The plan that was made before, where what is found now comes to the same; else NodeError."""
+    """Returns the earlier plan if the current one is equal; else raises NodeError."""
     if replace(current, notes=planned.notes, spares=planned.spares, typed=planned.typed) == planned:
         return planned
-    changed = [
-        f"{planned_node.host}: {name} was {getattr(planned_node, name)}, is {getattr(current_node, name)}"
-        for planned_node, current_node in zip(planned.nodes, current.nodes, strict=False)
-        for name in ("host", "address", "interface", "python", "workdir", "code", "devices")
-        if getattr(planned_node, name) != getattr(current_node, name)
-    ]
+    changed = []
+    for former, node in zip(planned.nodes, current.nodes, strict=False):
+        for name in ("host", "address", "interface", "python", "workdir", "code", "devices"):
+            value, new_value = getattr(former, name), getattr(node, name)
+            if value != new_value:
+                changed.append(f"{former.host}: {name} was {value}, is {new_value}")
     if len(planned.nodes) != len(current.nodes):
         changed.insert(0, f"there were {len(planned.nodes)} nodes, there are {len(current.nodes)}")
     raise NodeError(
@@ -402,7 +397,7 @@ def confirmed(planned: Plan, current: Plan) -> Plan:
 
 
 def next_attempt(plan: Plan, attempt: int, master_port: Setting[int], restarts: int) -> Plan:
-    """The same once more, with a fresh port for a fresh store."""
+    """Returns the plan of a further attempt, with a new port for a new store."""
     return replace(
         plan,
         attempt=attempt,
@@ -450,12 +445,12 @@ def _node(job: Job, survey: HostSurvey, place: Place, node_rank: int, first_rank
 
 def newcomer_part(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str, node_rank: int,
                  ranks: Sequence[int]) -> NodePlan:  # fmt: skip
-    """The part of a host that joins a running job.
+    """Returns the plan of a host that joins a running job.
 
     Args:
-        job, found, supplies, run_id: As for :func:`make_plan`.
+        job, survey, supplies, run_id: As for :func:`make_plan`.
         node_rank: Its number.
-        ranks: Numbers for its ranks: as many as it can hold of them, or as there are.
+        ranks: Numbers for its ranks; those that it cannot hold are not used.
     """
     part = _node(job, survey, place_on(job, survey, supplies, run_id), node_rank, 0)
     numbered = zip(part.ranks, ranks, strict=False)
@@ -466,7 +461,7 @@ def newcomer_part(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str,
 
 
 def place_on(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str) -> Place:
-    """Where a host's ranks find their code, and what has to be sent there for it."""
+    """Decides where a host's ranks find code and data, and what is sent there."""
     host, tree = survey.host, supplies.code
     workdir = host.workdir or job.workdir
     data = survey.data.folder if survey.data else job.data.path if job.data else ""
@@ -509,13 +504,13 @@ def place_on(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str) -> P
 
 
 def _check_links(job: Job, tree: Tree) -> None:
-    """SettingError where sending the tree would follow links out of it, and may not."""
+    """Raises SettingError if the tree has links out of it that may not be followed."""
     if not job.follow_links:
         reject_outward(tree.root, tree.outward)
 
 
 def link_notes(job: Job, supplies: Supplies, surveys: Sequence[HostSurvey]) -> list[str]:
-    """What is sent although only links in the folders to be sent lead there."""
+    """Returns a note on content outside of the sent folders, to which links lead."""
     if not job.follow_links:
         return []
     trees = [*filter(None, [supplies.code]), *supplies.inputs.values()]
@@ -536,7 +531,7 @@ def link_notes(job: Job, supplies: Supplies, surveys: Sequence[HostSurvey]) -> l
 
 
 def data_env(job: Job, place: Place) -> dict[str, Setting[str]]:
-    """By what a node's ranks find the data."""
+    """Returns the variables by which ranks find the data."""
     if job.data is None:
         return {}
     detail = "in place" if place.data == job.data.path else f"a copy of {job.data.path}"
@@ -547,13 +542,13 @@ def data_env(job: Job, place: Place) -> dict[str, Setting[str]]:
 
 
 def inputs_env(place: Place) -> dict[str, Setting[str]]:
-    """By what a node's ranks find other folders of the launching machine."""
+    """Returns the variable by which ranks find other folders of the launching machine."""
     sent = {copy.source: copy.target for copy in place.copies if copy.name.startswith("input")}
     return {jobenv.INPUTS: Setting(json.dumps(sent), Source.FOUND, "as sent")} if sent else {}
 
 
 def data_mismatch(path: str, host: Host, place: DataPlace) -> NodeError:
-    """What to say where data may not be sent, and are not there."""
+    """Returns the error for missing data that may not be sent."""
     return NodeError(
         f"the data on {host.name} are not those of this machine, and --ship never was given",
         found=f"{path} is missing or different there; its copy lacks"
@@ -563,32 +558,32 @@ def data_mismatch(path: str, host: Host, place: DataPlace) -> NodeError:
 
 
 def code_root(host: Host, tree: Tree) -> str:
-    """The folder on a host that may hold the same code already."""
+    """Returns the folder on a host that may hold the same code already."""
     return host.workdir or str(tree.root)
 
 
 def copy_target(facts: Facts, folder: str, name: str) -> str:
-    """Where a host's agent builds what it is sent into the job's folder."""
+    """Returns where a host's agent builds what is sent to it."""
     user = facts["user"]
     cache = user.get("cache") or f"{user['home']}/.cache/paceline"
     return f"{cache}/jobs/{folder}/{name}"
 
 
 def required_workdir(job: Job, host: Host, tree: Tree | None) -> str | None:
-    """The work folder that has to be on a host already; ``None`` where the code brings it."""
+    """Returns the work folder that a host must have; ``None`` if the code contains it."""
     if host.local or (tree is not None and Path(job.workdir).is_relative_to(tree.root)):
         return None
     return job.workdir if tree is not None else host.workdir or job.workdir
 
 
 def with_inputs(entry: Entry, copies: Sequence[Copy]) -> Entry:
-    """The entry with the paths of sent folders as they are on the node."""
+    """Returns the entry with the paths of sent folders on the node."""
     places = {copy.source: copy.target for copy in copies if copy.name.startswith("input")}
     return replace(entry, args=tuple(places.get(arg, arg) for arg in entry.args))
 
 
 def _code_placement(job: Job, host: Host, root: str, code: Mapping[str, Any] | None) -> str:
-    """What is to be done about a host's code. NodeError where it differs and may not be sent."""
+    """Decides how a host gets the code; NodeError if it differs and may not be sent."""
     if job.ship.value == "always":
         return "shipped"
     assert code is not None
@@ -613,14 +608,14 @@ def _code_placement(job: Job, host: Host, root: str, code: Mapping[str, Any] | N
 
 
 def _devices(job: Job, host: Host, facts: Facts) -> str:
-    """What a host's ranks compute on: its GPUs where they see some, else its CPUs."""
+    """Describes what a host's ranks compute on: the GPUs that they see, else its CPUs."""
     gpus = len(usable_gpus(job, host, facts))
     number, noun = (gpus, "GPU") if gpus else (len(available_cpus(facts)), "CPU")
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def python_of(job: Job, host: Host) -> str:
-    """The interpreter for a host: its own setting, else the job's."""
+    """Returns the interpreter for a host: its own setting, else the job's."""
     return host.python or job.python
 
 
@@ -649,7 +644,7 @@ def _settings(
 
 
 def _nodes_setting(job: Job, nodes: int) -> Setting[Any]:
-    """As asked for where that is a range; what it came to is seen."""
+    """Returns the requested range, or the number of nodes."""
     setting = job.nnodes
     value = str(setting.value) if isinstance(setting.value, NodeRange) else nodes
     return Setting(value, setting.source, setting.detail)
@@ -657,13 +652,13 @@ def _nodes_setting(job: Job, nodes: int) -> Setting[Any]:
 
 def check_agreement(hosts: Sequence[Host], job: Job, facts: Mapping[str, Facts],
                     interpreters: Mapping[str, str]) -> list[str]:  # fmt: skip
-    """Refuses nodes that cannot train together; returns what merely differs.
+    """Rejects nodes that cannot train together; returns notes on harmless differences.
 
     Args:
         hosts: In rank order.
-        job: What was asked for.
-        facts: By host.
-        interpreters: By host, the interpreter that the agent really runs on.
+        job: The job.
+        facts: Facts by host.
+        interpreters: The interpreter of each host's agent.
 
     Raises:
         NodeError: An interpreter is missing, torch is missing, or torch differs.

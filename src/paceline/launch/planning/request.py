@@ -19,7 +19,7 @@ RETURN_TIMEOUT_S = 30.0  # for a host that is needed and was lost before the fir
 
 
 def trains(job: Job) -> bool:
-    """Whether the job is seen to be a session of ``paceline.train``, before any rank says so."""
+    """Returns whether the script appears to use ``paceline.train``, before any rank reports it."""
     return any(module.startswith("paceline.") for module in job.preload)
 
 
@@ -56,12 +56,12 @@ class Request:
 
     @property
     def min_hosts(self) -> int:
-        """Nodes without which the job does not run."""
+        """How many nodes the job needs."""
         return bounds(self.job.nnodes.value, len(self.hosts))[0]
 
     @property
     def max_hosts(self) -> int:
-        """Nodes that get ranks, at most."""
+        """How many nodes get ranks at most."""
         return bounds(self.job.nnodes.value, len(self.hosts))[1]
 
     @property
@@ -71,28 +71,22 @@ class Request:
 
     @property
     def awaits_hosts(self) -> bool:
-        """Whether hosts that do not answer at the start are waited for."""
+        """Whether the start waits for hosts that do not answer."""
         is_requested = self.job.wait_for_nodes_s.source is not Source.DEFAULT
         return self.elastic or (is_requested and self.transport.redials)
 
     @property
     def patience_s(self) -> float:
-        """For hosts that are needed, until the first step; who does not wait sees them come back.
-
-        In seconds.
-        """
+        """Seconds to wait for needed hosts before the first step."""
         requested_s = self.job.wait_for_nodes_s.value
         return requested_s if self.awaits_hosts else min(requested_s, RETURN_TIMEOUT_S)
 
     def min_restart_hosts(self, session: bool) -> int:
-        """Nodes without which the job does not begin again, once some were lost."""
+        """Returns how many nodes a restart needs."""
         return min(self.min_hosts, planner.min_nodes(self.job)) if session else self.min_hosts
 
     @property
     def retries_start(self) -> bool:
-        """Whether a loss before the first step may be followed by another start.
-
-        Who has written ``--max-restarts 0`` wants none.
-        """
+        """Whether another start follows a loss before the first step; not if set to 0."""
         max_restarts = self.job.max_restarts
         return max_restarts.value > 0 or max_restarts.source is Source.DEFAULT

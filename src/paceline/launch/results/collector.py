@@ -128,20 +128,20 @@ class Results:
         """
         away = [node for node in fleet.nodes if node.lost and not node.shared_run_dir]
         for node in away:
-            self._note(f"paceline: the results of {node.name} did not come: {node.why}")
+            self._note(f"paceline: the results of {node.name} did not come: {node.loss_reason}")
         first = self.first
         if self._model is not None and not self._model_is_home:
             return self._without(self._model)
         if first is None or first not in away or self._all_home:
             return None
-        return Failure("lost", first.name, None, first.lost_at, headline=first.why)
+        return Failure("lost", first.name, None, first.lost_at, headline=first.loss_reason)
 
     def _without(self, saved: _Model) -> Failure:
         """What it makes of the run that this model is not at home."""
         node, where = saved.node, f"the trained model did not come: it lies in {saved.folder}"
         self._note(f"paceline: {where} on {node.name}")
         if node.lost:
-            headline = f"{node.why}; {where} there"
+            headline = f"{node.loss_reason}; {where} there"
             return Failure("lost", node.name, None, node.lost_at, headline=headline)
         return Failure(
             "record", LAUNCHER_HOST, None, time.monotonic(), headline=f"{where} on {node.name}"

@@ -71,7 +71,7 @@ def measured(folder: Path, rounds: int) -> str:
         model = session.prepare(net, optimizer)
         loader = session.loader(Blank(), BATCH)
         session.checkpoints(every="never", keep=1)
-        keeper = session._keeper
+        keeper = session._checkpoints.keeper
         assert keeper is not None
 
         def some(after_first: Callable[[], None]) -> None:

@@ -60,11 +60,11 @@ def measured(session: object, rows: int, rounds: int) -> dict[bool, list[float]]
     model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=1e-4))
     total = rows * session.world.size
     data = TensorDataset(torch.randn(total * CHUNK, 512))
-    loader, clock = session.loader(data, total, workers=0), session._pace._clock
+    loader, clock = session.loader(data, total, workers=0), session._loop.pace._clock
     found: dict[bool, list[float]] = {True: [], False: []}
     for number in range(2 * rounds + 2):
         noted = (number % 2 == 0) ^ (number % 4 >= 2)
-        session._pace._clock = clock if noted else None
+        session._loop.pace._clock = clock if noted else None
         progress = session.progress
         progress.step = progress.epoch = progress.offset = 0
         session.comms.barrier()
@@ -74,7 +74,7 @@ def measured(session: object, rows: int, rounds: int) -> dict[bool, list[float]]
                 session.step(model(inputs).square().mean(dim=1))
         if number > 1:
             found[noted].append(time.perf_counter() - begun)
-    session._pace._clock = clock
+    session._loop.pace._clock = clock
     return found
 
 

@@ -393,13 +393,13 @@ class Ranks:
         self._ask("heal", case.number, wait=True)
         network = _network(1 if case.kind == "short steps" else 4)
         model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=1e-4))
-        take = session._lookout.take
+        take = session._loop.lookout.take
 
         def watched(look: Any) -> None:
             self.looks.append(look)
             take(look)
 
-        session._lookout.take = watched
+        session._loop.lookout.take = watched
         larger = 1.8 + case.strength if mine and case.kind == "batch" else 1.0
         data = Samples(self, case, larger)
         given = data if case.kind != "data" or case.number % 2 else Whole(data)
@@ -425,9 +425,9 @@ class Ranks:
                 done += 1
             if case.kind == "evaluation":
                 time.sleep(0.02 + 0.05 * self.rank)
-        if session._keeper is not None:  # the next case may keep checkpoints, too
-            session._keeper.close()
-            session._keeper = None
+        if session._checkpoints.keeper is not None:  # the next case may keep checkpoints, too
+            session._checkpoints.keeper.close()
+            session._checkpoints.keeper = None
         if onset and case.kind != "batch" and self.rank == 0:
             os.read(self.answers, 1)
         looks = [_kept(look) for look in self.looks] if self.rank == 0 else []

@@ -67,9 +67,9 @@ def training(
         network = session.place(Net())
         made = torch.optim.AdamW(network.parameters(), 3e-3)
         model = session.prepare(network, made, communication=asked, unused=unused, compile=compiled)
-        assert (session._recovery is not None) == launched
-        if launched and session._overlap is not None:
-            session._overlap.done = True  # no other sizes are tried
+        assert (session._membership.recovery is not None) == launched
+        if launched and session._loop.overlap is not None:
+            session._loop.overlap.done = True  # no other sizes are tried
         exchange = session.models.first.exchange
         if exchange is not None and exchange.method is not None:
             exchange.buckets(30_000, 10_000)

@@ -317,7 +317,7 @@ def counting(session: train.Session, where: str) -> None:
 def edited(session: train.Session, where: str) -> None:
     """Somebody has changed a file of the script since the others began."""
     if NEWCOMER and where == "door":
-        session._sources["__main__"] = "another"
+        session._membership.sources["__main__"] = "another"
 
 
 def _each_of(*some: At) -> At:

@@ -194,7 +194,7 @@ def made_once(session: train.Session, dies: Kills, one_waits: bool) -> None:
 
 def lost_one(session: train.Session) -> bool:
     """Whether this rank has heard of a loss and is still in the former group."""
-    recovery = session._recovery
+    recovery = session._membership.recovery
     return recovery is not None and recovery._control.newer(recovery.generation) is not None
 
 

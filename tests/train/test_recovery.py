@@ -335,7 +335,7 @@ def test_who_is_not_freed_says_so(monkeypatch: pytest.MonkeyPatch, idle: bool) -
         said.append((name, details["step"]))
         told.set()
 
-    one.say = say
+    one.attach(cast(Any, SimpleNamespace(step=0, event=say)))
     members = [{"slot": 0, "host": "n1", "local_rank": 0, "local_size": 1}]
     word = {"generation": 1, "members": members, "store": {"address": "n1", "port": 1}}
     os.write(write, json.dumps({**word, "planned": False}).encode() + b"\n")

@@ -568,8 +568,8 @@ def stopped_in_step_2(folder: Path, every: int, then: Callable[[Any], None]) -> 
                 for (x,) in loader:
                     session.step(net(x).mean(1))
                     if session.progress.step == 2:
-                        assert session._keeper is not None
-                        then(session._keeper)
+                        assert session._checkpoints.keeper is not None
+                        then(session._checkpoints.keeper)
                         os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(SystemExit) as ended:

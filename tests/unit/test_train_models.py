@@ -208,14 +208,14 @@ def test_a_checkpoint_in_an_evaluation_has_the_weights_themselves(tmp_path: Path
         model, loader = line(session), loader_of(session)
         average = session.average(0.9)
         session.checkpoints(every="never", describes={"task": "x"})
-        assert session._keeper is not None
+        assert session._checkpoints.keeper is not None
         for _ in session.epochs(loader, 1):
             for (inputs,) in loader:
                 session.step(squares(model, inputs))
             weight = model.weight.item()
             with average.applied():
                 averaged = model.weight.item()
-                session._keeper.save()
+                session._checkpoints.keeper.save()
                 assert model.weight.item() == averaged
     with train.join(run_dir=tmp_path) as session:
         model, average = line(session), session.average(0.9)
@@ -307,13 +307,13 @@ def test_a_model_that_is_replaced_leaves_its_exchange(session: train.Session) ->
         session.models.first.exchange = Wire()  # type: ignore[assignment]
 
     added(0.01)
-    session._overlap = object()  # type: ignore[assignment]
+    session._loop.overlap = object()  # type: ignore[assignment]
     with pytest.raises(SettingError):  # what is refused replaces nothing
         session.prepare(nn.Linear(1, 1), session.models.first.optimizer, communication="int9")
-    assert session._overlap is not None
+    assert session._loop.overlap is not None
     added(0.02)
     assert ended == ["0.01", "its group"]  # before another took its place
-    assert session._overlap is None
+    assert session._loop.overlap is None
     session.models.close()
     assert ended == ["0.01", "its group", "0.02"]
     session.models.first.exchange = None

@@ -85,11 +85,11 @@ def test_nothing_is_exchanged_in_a_group_in_which_not_all_have_begun_anew(
     loader = prepared(session)
     for _ in session.epochs(loader, 1):
         for batch in loader:
-            session._recovery = Mock(void=False, stale=True)
+            session._membership.recovery = Mock(void=False, stale=True)
             losses = {ALONE: torch.ones(len(batch.ids), requires_grad=True)}
-            assert session._backward(batch, losses) is Exchanged.VOID
-            session._recovery.exchanged.assert_not_called()
-            session._recovery = None
+            assert session._loop.steps.backward(batch, losses) is Exchanged.VOID
+            session._membership.recovery.exchanged.assert_not_called()
+            session._membership.recovery = None
             break
         break
 
@@ -108,10 +108,13 @@ def test_the_loss_of_an_update_is_that_which_it_was_made_with(session: train.Ses
             each = torch.full((4,), float(passes), requires_grad=True)
             session.update("two", each, found=torch.full((4,), 2.0 * passes))
             if passes == 1:
-                exchange, session._backward = session._backward, Mock(return_value=Exchanged.VOID)  # type: ignore[method-assign]
+                exchange, session._loop.steps.backward = (
+                    session._loop.steps.backward,
+                    Mock(return_value=Exchanged.VOID),
+                )  # type: ignore[method-assign]
             done = session.step({"one": each})
             if passes == 1:
-                session._backward = exchange  # type: ignore[method-assign]
+                session._loop.steps.backward = exchange  # type: ignore[method-assign]
             assert done == (passes > 1)
     split, values = told.call_args_list[0].args
     assert (split, passes) == ("train", 3)
@@ -270,7 +273,7 @@ def able(session: train.Session, monkeypatch: pytest.MonkeyPatch) -> Iterator[tr
     monkeypatch.setattr(waits, "arm", Mock())  # for good, in this process
     control = Mock(newer=Mock(return_value=None))
     recovery = Recovery(0, session.comms, control, Gloo(), HashStore(), lambda *_: None)
-    session.recovers(recovery, Recording(recovery, {"ranks": 2}))
+    session.attach_recovery(recovery, Recording(recovery, {"ranks": 2}))
     session.leaves_group, session.event = True, Mock()  # type: ignore[method-assign]
     yield session
     session.leaves_group = False
@@ -339,7 +342,7 @@ def test_two_loaders_at_once_are_not_recovered_from(able: train.Session) -> None
 def test_a_newcomer_tells_with_which_data_it_comes(able: train.Session) -> None:
     loader = prepared(able)
     next(able.epochs(loader, 2))
-    about = able._about()
+    about = able._membership.description()
     assert about["calls of session.epochs"] == "1"
     assert about["training samples"] == "8 of TensorDataset"
     assert about["global batch"] == "4"

@@ -36,6 +36,7 @@ class Member:
         folder: The run directory; only rank 0 writes to it.
         progress: How far the training is.
         comms: Collectives for small things.
+        leaves_group: The process group was made by :func:`join` and ends with the session.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Member:
         self._journal = Journal(reporter, self.meter(), self.progress, self.comms, folder)
         self._kept_files: dict[str, Callable[[Path], None]] = {}
         self._keeps = place.rank == 0
+        self.leaves_group = True
 
     @property
     def world(self) -> world.World:
@@ -162,6 +164,11 @@ class Member:
         except OSError as error:  # that ends no training
             warning = f"{self.folder} on {self.world.host} cannot be written to: {error.strerror}"
             self._journal.tell("warning", warning=warning)
+
+    def follow(self) -> None:
+        """Has the rank that is first now speak for the job and keep its files; no collective."""
+        self._journal.follow()
+        self._keep_on()
 
     # -- what all members do -------------------------------------------------------------
 

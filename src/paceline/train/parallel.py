@@ -274,6 +274,7 @@ def replicated(
     *,
     unused: bool = False,
     apart: bool = False,
+    recovery: Recovery | None = None,
 ) -> Replica:
     """The module under DDP: gradients are averaged over all ranks.
 
@@ -283,6 +284,7 @@ def replicated(
         comms: By which all ranks get the first rank's parameters and buffers.
         unused: Some steps leave parameters unused; looking for them costs time at every step.
         apart: It is one of several models that are trained together.
+        recovery: What makes good that a rank is lost; ``None``: nothing does.
     """
     index = None if device.type == "cpu" else [device]
     over_gloo = comms.device.type == "cpu"  # alike on every rank
@@ -304,6 +306,7 @@ def replicated(
         )
     model.broadcast_buffers = not apart
     settle_buckets(model)
+    model.recovery = recovery
     return model
 
 

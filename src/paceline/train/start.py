@@ -119,14 +119,16 @@ def join(
     told = os.environ.get(jobenv.CONTROL_FD, "")
     control = Control(int(told), links if ours else Gloo()) if told.isdecimal() else None
     if control is not None:
-        session.heeds(control)
+        session.attach_control(control)
     if ours and control is not None:
         met = _plain(dist.distributed_c10d._get_default_store()) if comes is None else comes.store
         slot = place.rank if comes is None else comes.slot
         _have_room()
         recovery = Recovery(slot, session.comms, control, links, met, make, timeout)
         about = {"ranks": place.size, "mixed": mixed}
-        session.recovers(recovery, Recording(recovery, about) if comes is None else comes.start)
+        session.attach_recovery(
+            recovery, Recording(recovery, about) if comes is None else comes.start
+        )
     session.event("joined", world=place.size, device=str(target), backend=chosen)
     return session
 

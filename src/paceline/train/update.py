@@ -12,7 +12,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.train import parallel
 from paceline.train.average import Average
+from paceline.train.comms import Comms
 from paceline.train.data.loader import Batch
+from paceline.train.elastic.recovery import Recovery
 from paceline.train.measure.norms import Norms
 from paceline.train.reduce.choice import Communication
 from paceline.train.reduce.exchange import Exchange
@@ -76,6 +78,37 @@ class Updater:
         self.exchange: Exchange | None = None
         self.communication: Communication | None = None
         self._unsaid: dict[str, Any] = {}  # by the ranks of a checkpoint, where this one is alone
+
+    def replicate(
+        self,
+        method: str,
+        comms: Comms,
+        device: torch.device,
+        *,
+        unused: bool,
+        apart: bool,
+        recovery: Recovery | None,
+    ) -> None:
+        """Has gradients averaged over all ranks from now on; a collective.
+
+        Args:
+            method: Of averaging, as ``session.prepare`` takes it.
+            comms: Of all ranks.
+            device: Of this rank.
+            unused: Some steps leave parameters without gradient.
+            apart: It is one of several models that are trained together.
+            recovery: What makes good that a rank is lost; ``None``: nothing does.
+
+        Raises:
+            SettingError: Gradients are sparse or complex, or the optimizer has other parameters.
+        """
+        parallel.check_dense(self.module)
+        parallel.check_held(self.module, self.optimizer)
+        replica = parallel.replicated(
+            self.module, device, comms, unused=unused, apart=apart, recovery=recovery
+        )
+        self.model, self.exchange = replica, Exchange(replica, comms)
+        self.communication = Communication(method, self.exchange, comms, self.optimizer)
 
     @property
     def lr(self) -> float:

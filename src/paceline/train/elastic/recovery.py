@@ -43,12 +43,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -62,6 +62,7 @@ from paceline.spec.failure import SECONDARY_ERROR, unreachable_peer
 from paceline.spec.schema import integer, list_of, optional, regex, tuple_of
 from paceline.train.comms import TENSOR_TYPE, Comms, checked
 from paceline.train.elastic import gloo, waits
+from paceline.train.elastic.training_state import NoTraining, TrainingState
 from paceline.train.reduce import direct
 from paceline.train.stop import wait_for_idle_workers
 from paceline.train.world import World
@@ -479,18 +480,6 @@ class Control:
             return there()
 
 
-class Say(Protocol):
-    """Tells the launcher of an event."""
-
-    def __call__(self, name: str, **details: Any) -> None: ...
-
-
-class Hands(Protocol):
-    """What gives the state of the models from one rank to others."""
-
-    def __call__(self, comms: Comms, source: int, takers: Sequence[int]) -> None: ...
-
-
 Make = Callable[[Any, World, timedelta], None]
 """Makes the job's process group by a store, for a place, with a timeout."""
 
@@ -513,13 +502,8 @@ class Recovery:
         store: By which the group was made.
         generation: Number of the group, from 0.
         place: This process's place when everything last began anew: by it data are divided.
-        step: Gives the number of global steps done.
-        say: Tells the launcher.
-        hand_over: Gives models from one rank to others.
-        let_in: Gives a whole training from one rank to newcomers.
-        begin_anew: Has everything begin anew in a new group, by collectives; can be called again.
-        leave_alone: Saves what this rank has, and ends it; does not return.
-        alone: It is to do so before its next batch.
+        training: Of this rank, as soon as there is one.
+        alone: This rank is to save it and end before its next batch.
         updates: Steps of optimizers done.
         fewer: Ranks were lost since everything last began anew.
         talk: Entered around what may talk to the other ranks, apart from events.
@@ -541,16 +525,11 @@ class Recovery:
         self.able = self.told = self.closed = False
         self.generation = self._renewed = 0
         self.place = comms.world
-        self.step: Callable[[], int] = lambda: 0
-        self.say: Say = _silent
-        self.hand_over: Hands | None = None
-        self.let_in: Hands | None = None
+        self.training: TrainingState = NoTraining()
         self._left: list[tuple[float, list[Any]]] = []  # groups, and when they were left
         self._forming = threading.Lock()  # held while a group becomes the present one
         self._opened = 0  # generation in which others join before the next batch
         self._holds_group = False  # no batch is begun in the present one
-        self.begin_anew: Callable[[], None] = lambda: None
-        self.leave_alone: Callable[[], None] = lambda: None
         self.alone = False
         self.updates, self.fewer = 0, False
         self._done = 0  # events
@@ -563,6 +542,10 @@ class Recovery:
         self.talk = Talk()
         waits.arm()
         control.freed = self._see_freed
+
+    def attach(self, training: TrainingState) -> None:
+        """Keeps this training together from now on."""
+        self.training = training
 
     # -- events --------------------------------------------------------------------------
 
@@ -586,7 +569,7 @@ class Recovery:
         while True:
             met = self.regroup(error, At.OPERATION)
             if self.alone and not self._holds:  # what this rank has is no result of all
-                self.leave_alone()
+                self.training.save_and_exit()
             if met.finished:
                 return met.result  # type: ignore[no-any-return]
             try:
@@ -638,7 +621,7 @@ class Recovery:
 
     def given(self) -> None:
         """A global batch is given to the script, newly or again."""
-        step = self.step()
+        step = self.training.step
         self._forget()
         self._passes = self._passes + 1 if self._of == step else 1
         self._of, self._holds, self._eventful = step, True, False
@@ -722,10 +705,10 @@ class Recovery:
         self._say_regrouped(began)
 
     def _say_regrouped(self, began: float) -> None:
-        self.say(
+        self.training.event(
             "regrouped",
             generation=self.generation,
-            step=self.step(),
+            step=self.training.step,
             seconds=round(time.monotonic() - began, 4),
         )
 
@@ -736,11 +719,11 @@ class Recovery:
         """
         self._renew()
         if self.alone:
-            self.leave_alone()
+            self.training.save_and_exit()
         while self._holds_group and not self.stale:
             self._stay()
             if self.alone:
-                self.leave_alone()
+                self.training.save_and_exit()
             self._renew()
 
     def _stay(self) -> None:
@@ -765,7 +748,7 @@ class Recovery:
             self._of, self._passes, self._void, self._holds = -1, 0, (-1, 0), False
             generation, place, self._plain = self.generation, self._comms.world, True
             try:
-                self.begin_anew()
+                self.training.renew()
                 self._comms.barrier()
             except RuntimeError as error:
                 self._plain = False
@@ -781,7 +764,7 @@ class Recovery:
     def _all_come_here(self) -> bool:
         """No rank is, or will be when it gets its next batch, further than this one."""
         events, steps = self._furthest
-        return self._done >= events and self.step() >= steps
+        return self._done >= events and self.training.step >= steps
 
     # -- a new group ---------------------------------------------------------------------
 
@@ -804,7 +787,9 @@ class Recovery:
             word = self._control.newer(tried)
             if word is None or word.planned:
                 said = str(error).partition("\n")[0][:300]
-                self.say("interrupted", step=self.step(), error=said, generation=tried)
+                self.training.event(
+                    "interrupted", step=self.training.step, error=said, generation=tried
+                )
                 word = self._control.wait(tried)
             if word is None:
                 raise error
@@ -854,7 +839,7 @@ class Recovery:
 
         def watch() -> None:
             if self.able and self.talk.idle_for(_STUCK_S, over):
-                self.say("stuck", step=self.step(), seconds=_STUCK_S)
+                self.training.event("stuck", step=self.training.step, seconds=_STUCK_S)
 
         threading.Thread(target=give_up, name="paceline-give-up", daemon=True).start()
         threading.Thread(target=watch, name="paceline-freed", daemon=True).start()
@@ -895,7 +880,7 @@ class Recovery:
             self._links.store_met()
             store = PrefixStore(f"generation/{word.generation}", client)
             self._all_here(store, word)
-            self.say("gathered", generation=word.generation)
+            self.training.event("gathered", generation=word.generation)
             if word.planned:
                 # Not before: what this rank has sent in the last operation of the former group
                 # may not have been read yet, and a connection that ends may swallow it. gloo wakes
@@ -987,7 +972,7 @@ class Recovery:
         comms = replace(self._comms, mender=None)
         mine = torch.tensor([
             self._done, at, self.updates, self._of if self._holds else -1,
-            self._passes, self._eventful and self._holds, self.step(),
+            self._passes, self._eventful and self._holds, self.training.step,
         ])  # fmt: skip
         rows = comms.rows(mine).tolist()
         done, ats, updates, steps, passes, eventful, come = map(list, zip(*rows, strict=True))
@@ -1013,11 +998,9 @@ class Recovery:
             )
         result: Any = None
         if doors:
-            assert self.let_in is not None
-            self.let_in(comms, ahead, doors)
+            self.training.send_training(comms, ahead, doors)
         if takers:
-            assert self.hand_over is not None
-            self.hand_over(comms, ahead, takers)
+            self.training.send_models(comms, ahead, takers)
         elif any(ats[one] == At.OPERATION for one in behind):
             result = _passed_on(comms, ahead, self._last)
         held = [s for s in steps if s >= 0]
@@ -1052,10 +1035,6 @@ class Met:
 
 class Overtaken(RuntimeError):
     """Another rank was lost while a group was made."""
-
-
-def _silent(name: str, **details: Any) -> None:
-    pass
 
 
 def _passed_on(comms: Comms, source: int, result: Any) -> Any:

@@ -172,9 +172,12 @@ class Pace:
     """
 
     def __init__(self, comms: Comms, model: nn.Module, device: torch.device | None = None) -> None:
-        self._comms, self._model = comms, model
-        self._device = device or comms.device
-        self.rate, self.most = Rate(), _MOST
+        self._comms, self._device = comms, device or comms.device
+        self.follow(model)
+
+    def follow(self, model: nn.Module) -> None:
+        """Begins anew with another model."""
+        self._model, self.rate, self.most = model, Rate(), _MOST
         self.renew()
 
     def renew(self) -> None:

@@ -1,0 +1,139 @@
+"""Makes the loaders of a session, and divides their batches among its ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+
+from paceline.spec.errors import SettingError
+from paceline.spec.training.balance import validate_limits
+from paceline.train import device as devices
+from paceline.train import parallel
+from paceline.train.data.division import Division, needs_two, wished
+from paceline.train.data.fetch import Collate, Data, Fetch, allowed, loader_workers, order_of
+from paceline.train.data.loader import Loader, Shard, check_limit
+from paceline.train.data.order import Stated, by_length, stated
+from paceline.train.data.shards import ShardedDataset
+from paceline.train.elastic.membership import Membership
+from paceline.train.measure.probe import Probe
+from paceline.train.member import Member
+from paceline.train.models import Models
+
+
+class LoaderFactory:
+    """Makes loaders for training and evaluation.
+
+    Args:
+        member: This rank.
+        models: What is trained.
+        seed: Of the order of samples.
+        division: Shares of a global batch.
+        membership: Among which ranks data are divided.
+        probe: Measures a few steps instead of a training; ``None``: does not.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        models: Models,
+        seed: int,
+        division: Division,
+        membership: Membership,
+        probe: Probe | None,
+    ) -> None:
+        self._member, self._models, self._seed = member, models, seed
+        self._division, self._membership, self._probe = division, membership, probe
+
+    def loader(
+        self,
+        data: Data,
+        global_batch: int,
+        *,
+        shuffle: bool,
+        order: Stated | None,
+        lengths: Sequence[int] | None,
+        limit: int | Mapping[str, int],
+        workers: int | None,
+        collate: Collate | None,
+        balance: str | Mapping[str, float],
+        drop_slow: bool,
+    ) -> Loader:
+        """See :meth:`Session.loader`."""
+        member = self._member
+        if workers is None:
+            workers = loader_workers(allowed(), member.world.local_size)
+        if isinstance(data, ShardedDataset):
+            member.agree("the data set", data.fingerprint)
+        sample_order = order_of(data, self._seed, shuffle)
+        if order is not None:
+            sample_order = stated(sample_order, order)
+            ids = member.together(lambda: sample_order.epoch(0))
+            member.agree("the order of the samples", hashlib.sha256(ids.tobytes()).hexdigest())
+        elif lengths is not None:
+            sample_order = by_length(sample_order, lengths, global_batch)
+        check_limit(limit)
+        shares = wished(balance)
+        if self._probe is not None:  # hosts are tried alone, too
+            shares, drop_slow = self._probe.shared_by(shares), False
+        self._division.check(shares, drop_slow, global_batch)
+        loader = (self._probe.loader if self._probe else Loader)(
+            Fetch(data, member.device, workers, collate),
+            sample_order,
+            lambda: self._membership.data_place,
+            global_batch,
+            limit if isinstance(limit, int) else self._own_limit(limit),
+            member.progress,
+            self._models.unsynced,
+        )
+        loader.same_limit = isinstance(limit, int)
+        loader.balance, loader.drop_slow = shares, drop_slow
+        return loader
+
+    def _own_limit(self, limits: Mapping[str, int]) -> int:
+        """This rank's limit, of limits by host; a collective."""
+        world = self._member.world
+        hosts = [*limits]
+        if self._probe is None:  # else hosts are tried alone, too
+            hosts = [*(world.hosts or self._member.comms.texts(world.host))]
+        validate_limits(limits, hosts)
+        return limits.get(world.host, 0)
+
+    def shard(
+        self, data: Data, size: int, collate: Collate | None, on_batch: Callable[[], None]
+    ) -> Shard:
+        """See :meth:`Session.shard`; ``on_batch`` is called before each batch."""
+        recovery, membership = self._membership.recovery, self._membership
+        has_slots = recovery is not None and (recovery.able or not recovery.told)
+        return Shard(
+            Fetch(data, self._member.device, collate=collate),
+            len(data),
+            lambda: membership.data_place,
+            size,
+            self._member.progress,
+            on_batch,
+            lambda: self._division.shares,
+            slot=None if recovery is None else recovery.slot,
+            meet=membership.slots if has_slots else None,
+        )
+
+    def divide(self, loader: Loader) -> None:
+        """Has a training loader's batches shared as it was asked to; a collective."""
+        division, models = self._division, self._models
+        division.begin(loader.balance, loader.drop_slow, loader.global_batch, models)
+        if not self._member.comms.joining:  # who joins goes by what fits there
+            limits = division.fitted(loader.fits)
+            loader.limit = limits[self._member.world.rank] if limits else loader.limit
+        loader.shares = lambda: division.shares
+        is_sharded = parallel.is_sharded(models.module)
+        if is_sharded and not loader.same_limit:
+            raise SettingError(
+                "a limit for each host does not go with a sharded model",
+                found="its ranks meet in every layer, so all have as many passes as the others",
+                remedy="--micro-batch N, the same on all hosts, or leave --shard out",
+            )
+        is_even = is_sharded or (loader.balance == "even" and loader.same_limit)
+        loader.alike = lambda: is_even
+        if isinstance(model := models.first.model, parallel.Replica):
+            model.some_idle = lambda: division.some_idle
+        loader.room = lambda: devices.room(self._member.device)
+        loader.least = 2 if needs_two(models.module) else 1

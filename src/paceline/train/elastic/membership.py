@@ -1,0 +1,306 @@
+"""Who trains together: whether ranks may be lost, and what a process must share to join."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.spec.errors import JobError, SettingError
+from paceline.spec.failure import NEWCOMER_DIVERGED
+from paceline.train import parallel
+from paceline.train.checkpoints.capture import Training
+from paceline.train.data.loader import Loader
+from paceline.train.elastic.committed import Counted
+from paceline.train.elastic.newcomer import (
+    AFTER,
+    LATER,
+    SOURCES,
+    Recording,
+    Replay,
+    line_of_script,
+    source_of,
+    sources,
+)
+from paceline.train.elastic.recovery import Control, Recovery
+from paceline.train.member import Member
+
+CHECKED_STEPS = 3
+"""Steps in which a newcomer's parameters are compared with those of the ranks that it joined."""
+
+
+class Membership:
+    """What one rank knows about losing other ranks and about those that join.
+
+    Args:
+        member: This rank.
+        training: What a newcomer gets. Its extras are those of the script and of the session.
+        is_forecast: A few steps are measured, and there is no training.
+
+    Attributes:
+        recovery: Replaces lost ranks; ``None``: their loss ends this rank.
+        start: Records what operations of the start gave, or replays that to a newcomer.
+        control: What the launcher says; ``None`` without a launcher that says anything.
+        sources: Hashes of the script's files as they were when it began, by module.
+    """
+
+    def __init__(self, member: Member, training: Training, *, is_forecast: bool) -> None:
+        self._member, self._training, self._is_forecast = member, training, is_forecast
+        self.recovery: Recovery | None = None
+        self.start: Recording | Replay | None = None
+        self.control: Control | None = None
+        self.sources: dict[str, str] = {}
+        self.script_extras: tuple[str, ...] = ()
+        self._trainings = 0  # calls of session.epochs
+        self._script_line = ""
+        self._has_two_loaders = False
+        self._received: _ReceivedState | None = None
+        self._newcomers: dict[int, int] = {}  # by slot, the step until which they are compared
+        self._compared_until = 0  # the same step of this process, if it is a newcomer
+
+    def attach(self, recovery: Recovery, start: Recording | Replay) -> None:
+        """Has lost ranks replaced from now on."""
+        self.sources = sources()
+        self.recovery, self.start = recovery, start
+        comms = self._member.comms
+        comms.slot, comms.mender, comms.joining = recovery.slot, start, isinstance(start, Replay)
+
+    @property
+    def data_place(self) -> tuple[int, int]:
+        """Rank and number of the ranks among which data are divided, alike on all of them."""
+        place = self._member.world if self.recovery is None else self.recovery.place
+        return place.rank, place.size
+
+    @property
+    def can_lose_ranks(self) -> bool:
+        """Whether there are other ranks, and this one goes on when they are lost."""
+        recovery = self.recovery
+        return recovery is not None and recovery.able and not self._member.comms.alone
+
+    def slots(self) -> Sequence[int]:
+        """The slots of all ranks that are there, in rank order; a collective."""
+        assert self.recovery is not None
+        rows = self._member.comms.rows(torch.tensor([self.recovery.slot]))
+        return [int(slot) for slot in rows[:, 0]]
+
+    def verify(self) -> None:
+        """Proves that parameters and buffers are bit-identical on all ranks; see Session.verify."""
+        if self._member.comms.joining:
+            return
+        self._training.models.together()
+        if self._training.proof is not None:
+            with self.without_newcomers():
+                self._training.proof.verify()
+
+    # -- the start of the script -----------------------------------------------------------
+
+    def mark(self, name: str) -> None:
+        """Names this place of the script's start, to which a newcomer comes, too."""
+        if self.start is not None:
+            self.start.mark(name)
+
+    def without_newcomers(self) -> AbstractContextManager[object]:
+        """The context of what a newcomer does not do when it starts."""
+        return nullcontext() if self.start is None else self.start.paused()
+
+    def note_change(self, method: str) -> None:
+        """The training gets another part: nobody can join who starts without it."""
+        if self._trainings:
+            self._close_door(AFTER.format(method))
+
+    def begin_training(self, loader: Loader) -> None:
+        """The script has called ``session.epochs`` with this loader."""
+        self._trainings += 1
+        self._script_line = line_of_script()
+        self._training.within = {
+            "calls of session.epochs": str(self._trainings),
+            "training samples": f"{loader.order.size:,} of {loader.kind}",
+            "global batch": f"{loader.global_batch:,}",
+        }
+        if self._trainings > 1:
+            self._close_door(LATER)
+        self.mark("epochs")
+
+    def begin_side_loader(self) -> None:
+        """The script takes batches from a loader that is not that of ``session.epochs``."""
+        if self._has_two_loaders or self._member.progress.finished:
+            return
+        self._has_two_loaders = True
+        if self.recovery is not None and self.recovery.able:
+            self.report_recoverable(self.recovery)
+
+    def publish_start(self) -> None:
+        """The start is over: rank 0 leaves its record in the store, for newcomers."""
+        recovery, start, comms = self.recovery, self.start, self._member.comms
+        assert recovery is not None
+        assert start is not None
+        comms.mender, comms.joining = recovery, False
+        if start.why and recovery.able:
+            self._close_door(start.why)
+        if recovery.able and not recovery.closed and comms.world.rank == 0:
+            start.leave(recovery.store, training=self.description())
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether operations still belong to the start."""
+        return self.start is not None and self._member.comms.mender is self.start
+
+    def _close_door(self, why: str) -> None:
+        """Lets nobody join from here on: newcomers join in the script's first epochs."""
+        recovery = self.recovery
+        if recovery is not None and not recovery.closed:
+            recovery.closed = True
+            self._member.event("door closed", why=why)
+
+    # -- ranks that are lost ---------------------------------------------------------------
+
+    def report_recoverable(self, recovery: Recovery) -> None:
+        """Tells the launcher whether the training goes on without a lost rank."""
+        why = self._unrecoverable_part()
+        if recovery.able == bool(why) or not recovery.told:
+            recovery.told = True
+            self._member.event("recoverable", able=not why, why=why)
+        recovery.able = not why
+
+    def _unrecoverable_part(self) -> str:
+        """What no other rank has of the training; empty when a lost rank can be replaced."""
+        member, module = self._member, self._training.models.module
+        if self._is_forecast:
+            return "it is a few measured steps"
+        if not member.leaves_group:
+            return "the script has made the process group"
+        on_cpus = member.device.type == "cpu" or member.comms.mixed
+        if not on_cpus or (dist.is_initialized() and dist.get_backend() != "gloo"):
+            return "only ranks that train on CPUs over gloo can go on without a lost one"
+        if parallel.is_sharded(module):
+            return "parameters are spread over the ranks (FSDP)"
+        if self._has_two_loaders:
+            return "the script trains from two loaders at once, of which one would be divided anew"
+        if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+            return "SyncBatchNorm has collectives of its own"
+        return "" if self.start is None else self.start.why
+
+    # -- ranks that join -------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Waits as a newcomer until the other ranks let it in, and takes their training.
+
+        Raises:
+            SettingError: This process runs another training.
+        """
+        recovery, comms = self.recovery, self._member.comms
+        assert recovery is not None
+        self._check_same_training()
+        comms.mender = recovery
+        self._member.event("newcomer ready")
+        recovery.enter()
+        self._compared_until = self._member.progress.step + CHECKED_STEPS
+
+    def keep_received(self) -> None:
+        """Notes what this newcomer has got, before its script goes on.
+
+        The other ranks have done what the script does before an epoch's first batch; the newcomer
+        does that once more (:meth:`restore_received`).
+        """
+        self._received = _ReceivedState(self._training, self.script_extras)
+        self._member.comms.mender = self.start  # until its first batch the script is at its start
+
+    def restore_received(self) -> None:
+        """The first batch begins: a newcomer gets back what it was given."""
+        if self._received is not None:
+            received, self._received = self._received, None
+            received.restore()
+
+    def meet_newcomers(self) -> None:
+        """All ranks of a new group learn which of them are new; a collective."""
+        comms, step = self._member.comms, self._member.progress.step
+        rows = comms.rows(torch.tensor([comms.slot, self._compared_until])).tolist()
+        self._newcomers = {slot: until for slot, until in rows if until > step}
+
+    def compare_newcomers(self) -> None:
+        """Ends a newcomer that does another thing with its first gradients.
+
+        The others are as they would be without it: no gradient of what it has made of its own was
+        averaged yet.
+
+        Raises:
+            JobError: On that newcomer.
+        """
+        comms, step = self._member.comms, self._member.progress.step
+        if step > max(self._newcomers.values(), default=-1):
+            return
+        slot, proof = comms.slot, self._training.proof
+        if slot is None or proof is None or comms.mixed or self._training.models.parted:
+            return
+        if wrong := proof.astray(slot, self._newcomers):
+            raise JobError(
+                NEWCOMER_DIVERGED,
+                found=f"after step {step} {wrong} is not what it is there",
+                remedy="a counter of the script's own (of enumerate, of a warm-up) begins anew in"
+                " the process that comes for a lost one: go by session.progress.step",
+            )
+
+    def _check_same_training(self) -> None:
+        """Ends a newcomer that runs another training than the ranks it joins."""
+        assert isinstance(self.start, Replay)
+        theirs, mine = {**self.start.about.get("training", {})}, self.description()
+        their_files, my_files = (json.loads(each.pop(SOURCES, "{}")) for each in (theirs, mine))
+        for name, file_hash in their_files.items():
+            # It may import it later; and each rank may have modules that others have not.
+            my_hash = my_files.get(name) or source_of(name)
+            if my_hash is not None:
+                key = f"source of {name}"
+                theirs[key], mine[key] = file_hash, my_hash
+        differing = [name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name)]
+        if differing:
+            raise SettingError(
+                "this process runs another training than the ranks that it comes to",
+                found="\n".join(
+                    f"{name}: {theirs.get(name, 'nothing')} there, {mine.get(name, 'nothing')} here"
+                    for name in sorted(differing)
+                ),
+                remedy="give every node the same files and the same options, and leave the script's"
+                " files as they are while it runs",
+            )
+
+    def description(self) -> dict[str, str]:
+        """What must be the same for a process to join, by name."""
+        training = self._training
+        module = training.models.module
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        shapes = [[name, str(tensor.dtype), [*tensor.shape]] for name, tensor in tensors]
+        digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
+        return {
+            "seed": str(training.seed),
+            "model": digest,
+            "session.epochs called in": self._script_line,
+            SOURCES: json.dumps({**sources(), **self.sources}),  # as each was at first
+            **training.within,
+            **training.identity,
+        }
+
+
+class _ReceivedState:
+    """The state that a newcomer was given, of which its script knows nothing yet."""
+
+    def __init__(self, training: Training, extras: Sequence[str]) -> None:
+        self._training, self._models = training, Counted(training.models)
+        self._models.note()
+        states: dict[str, Any] = {name: training.extras[name].state_dict() for name in extras}
+        self._extras = copy.deepcopy(states)
+        self._steps, self._switches = training.progress.steps, training.models.switches
+
+    def restore(self) -> None:
+        """Puts it back; called right before the first batch."""
+        training = self._training
+        training.progress.steps, training.models.switches = self._steps, self._switches
+        self._models.go_back()
+        for name, state in self._extras.items():
+            training.extras[name].load_state_dict(state)

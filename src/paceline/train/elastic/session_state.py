@@ -1,0 +1,64 @@
+"""A session's training as a recovery sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from paceline.train.checkpoints.capture import Training
+from paceline.train.checkpoints.controller import CheckpointController
+from paceline.train.checkpoints.handover import give, give_models
+from paceline.train.comms import Comms
+from paceline.train.elastic.membership import Membership
+from paceline.train.loop import TrainingLoop
+from paceline.train.measure.pace import counted
+from paceline.train.member import Member
+
+
+class SessionState:
+    """Implements :class:`paceline.train.elastic.training_state.TrainingState`."""
+
+    def __init__(
+        self,
+        member: Member,
+        training: Training,
+        membership: Membership,
+        checkpoints: CheckpointController,
+        loop: TrainingLoop,
+    ) -> None:
+        self._member, self._training, self._membership = member, training, membership
+        self._checkpoints, self._loop = checkpoints, loop
+
+    @property
+    def step(self) -> int:
+        return self._training.progress.step
+
+    def event(self, name: str, **details: Any) -> None:
+        self._member.event(name, **details)
+
+    def send_models(self, comms: Comms, source: int, receivers: Sequence[int]) -> None:
+        give_models(self._training.models, comms, source, receivers)
+
+    def send_training(self, comms: Comms, source: int, receivers: Sequence[int]) -> None:
+        give(self._training, comms, source, receivers, afresh=comms.world.rank in receivers)
+
+    def renew(self) -> None:
+        recovery, models = self._membership.recovery, self._training.models
+        assert recovery is not None
+        self._membership.publish_start()
+        lost_steps = models.at_stake if recovery.fewer else 0
+        models.renew()
+        self._membership.meet_newcomers()
+        self._loop.renew()
+        if self._training.proof is not None:
+            self._training.proof.align()
+        self._checkpoints.renew(recovery)
+        self._member.follow()
+        if lost_steps:
+            self._member.say(
+                "communication: what a lost rank had learnt since all last met is lost with it,"
+                f" {counted(lost_steps, 'step')} at most"
+            )
+
+    def save_and_exit(self) -> NoReturn:
+        self._checkpoints.save_and_exit()

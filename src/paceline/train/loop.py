@@ -1,0 +1,267 @@
+"""The loop of a training: its epochs, and what is due after each global step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+from paceline.train.callbacks import Callbacks
+from paceline.train.checkpoints.capture import Training
+from paceline.train.checkpoints.controller import CheckpointController
+from paceline.train.data.division import LOOKS, Division
+from paceline.train.data.loader import Batch, Loader
+from paceline.train.data.loader_factory import LoaderFactory
+from paceline.train.elastic.membership import Membership
+from paceline.train.journal import Journal
+from paceline.train.measure.pace import Look, Pace, counted
+from paceline.train.measure.probe import Probe
+from paceline.train.measure.straggler_reporter import Lookout
+from paceline.train.measure.watch import Watch
+from paceline.train.member import Member
+from paceline.train.reduce.bucket_size import Overlap
+from paceline.train.step import StepRunner
+
+_RECORD_STEPS = 50
+"""Steps between two records at most, when the script names no number."""
+
+
+class TrainingLoop:
+    """Runs epochs and does what is due after each global step.
+
+    Args:
+        member: This rank.
+        journal: Records the training.
+        training: Its models and progress.
+        membership: Which ranks take part.
+        checkpoints: Of the session.
+        division: Shares of each global batch.
+        loaders: Divides batches by these shares.
+        callbacks: Of the script.
+        probe: Measures a few steps instead of a training; ``None``: does not.
+        log_every: Global steps between two records; 0 chooses by the length of an epoch.
+        check_every: Global steps between two proofs that ranks hold the same models.
+
+    Attributes:
+        pace: Where the time of steps goes.
+        lookout: Reports who holds the others up.
+        watch: Records norms and load.
+        overlap: Tries sizes of gradient buckets; ``None``: they stay.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        journal: Journal,
+        training: Training,
+        membership: Membership,
+        checkpoints: CheckpointController,
+        division: Division,
+        loaders: LoaderFactory,
+        callbacks: Callbacks,
+        probe: Probe | None,
+        log_every: int,
+        check_every: int,
+    ) -> None:
+        self._member, self._journal, self._training = member, journal, training
+        self._membership, self._checkpoints, self._division = membership, checkpoints, division
+        self._loaders, self._callbacks, self._probe = loaders, callbacks, probe
+        self._log_every, self._check_every = log_every, check_every
+        self.overlap: Overlap | None = None
+        self.lookout = Lookout(member)
+        self.watch = Watch(journal.record)
+        self.pace = Pace(member.comms, training.models.module, member.device)
+        self.steps = StepRunner(member, journal, training.models, membership, self.pace, self.watch)
+
+    def measure(self, overlap: Overlap | None) -> None:
+        """Measures the models that there are now, from their first step on.
+
+        Args:
+            overlap: Tries sizes of gradient buckets; ``None``: they stay.
+        """
+        self.overlap = overlap
+        self.pace.follow(self._training.models.first.model)
+        self.lookout.renew()
+
+    def renew(self) -> None:
+        """Begins anew in a new group of ranks; a collective."""
+        if self.overlap is not None:
+            self.overlap.again(self._training.progress.step)
+        self.pace.renew()
+        self.lookout.renew()
+        self._division.renew(self._training.models)
+
+    # -- epochs ----------------------------------------------------------------------------
+
+    def begin_iteration(self, loader: Loader) -> None:
+        """The script begins to take batches from a loader."""
+        if loader is not self.steps.loader:
+            self._membership.begin_side_loader()
+            return
+        self._membership.restore_received()
+        if self._training.models.widen() and self.overlap is not None:
+            self.overlap.again(self._training.progress.step)
+
+    def begin(self, loader: Loader, epochs: int, steps: int) -> None:
+        """Prepares the training with this loader; waits for the others in a process that joins."""
+        progress, membership = self._training.progress, self._membership
+        self.steps.loader = loader
+        membership.begin_training(loader)
+        self._allow_losses(loader)
+        loader.arrived = self.pace.given
+        self._loaders.divide(loader)
+        loader.idle = self._run_idle if loader.drop_slow else None
+        if self._division.follows:
+            self.pace.most = LOOKS
+        progress.steps = steps or epochs * len(loader)
+        if self._probe is not None:
+            progress.steps = self._probe.begin(loader, epochs, steps)
+        for text in self._training.models.begin(progress.steps, progress.step):
+            self._member.say(text)
+        self._journal.epochs = -(-progress.steps // len(loader))
+        self._log_every = self._log_every or _equal_parts(len(loader), _RECORD_STEPS)
+        if self._member.comms.joining:
+            membership.join()
+            self._checkpoints.joined()
+            membership.keep_received()
+
+    def epochs(self, loader: Loader) -> Iterator[int]:
+        """Epoch numbers from where the training stands until its end."""
+        progress = self._training.progress
+        first_step = progress.step
+        if progress.finished:
+            self._member.say(
+                f"nothing is left to train: step {progress.step:,}, in epoch"
+                f" {progress.epoch + (progress.offset > 0)}, is done already, and"
+                f" {progress.steps:,} steps ({counted(self._journal.epochs, 'epoch')})"
+                " were asked for\nmore epochs or steps train it further; --resume never, or a run"
+                " directory of its own, starts a new training"
+            )
+        while not progress.finished:
+            self.pace.restart(loader.waited, self._checkpoints.blocked_s)
+            if self._probe is not None:
+                self._probe.restart(loader.waited)
+            self._journal.begin_epoch()
+            yield progress.epoch
+            progress.evaluated = progress.step
+            self._journal.end_epoch()
+            epoch_ended = progress.offset >= loader.order.size
+            if epoch_ended:
+                self._callbacks.epoch_ended(progress.epoch)
+                progress.epoch, progress.offset = progress.epoch + 1, 0
+            self._checkpoints.after_evaluation(epoch_ended=epoch_ended)
+        self._membership.verify()
+        self.lookout.sum_up(self.pace, progress.step - first_step, loader.waited)
+
+    def _allow_losses(self, loader: Loader) -> None:
+        """Has the loader divide batches anew when ranks are lost."""
+        recovery = self._membership.recovery
+        if recovery is None:
+            return
+        self._checkpoints.poll(recovery)
+        loader.generation, loader.boundary = lambda: recovery.generation, recovery.renew
+        loader.begins = self.steps.begin_batch
+        if not self._member.comms.joining:  # what the others have said holds for a newcomer, too
+            self._membership.report_recoverable(recovery)
+
+    # -- steps -----------------------------------------------------------------------------
+
+    def step(self, losses: Tensor | Mapping[str, Tensor], values: Mapping[str, Tensor]) -> bool:
+        """See :meth:`Session.step`."""
+        batch = self.steps.run(losses, values)
+        if batch is not None:
+            self._end_step(batch)
+        return batch is not None
+
+    def _run_idle(self, batch: Batch) -> None:
+        if self.steps.run_idle(batch):
+            self._end_step(batch)
+
+    def _end_step(self, batch: Batch) -> None:
+        """Counts a global step, and does what is due after it."""
+        progress, models, loader = self._training.progress, self._training.models, self.steps.loader
+        assert loader is not None
+        progress.step, progress.offset = progress.step + 1, batch.stop
+        self.steps.end_step()
+        models.stepped(progress.step)
+        self._measure_pace(batch, loader)
+        if self._training.proof is not None:
+            self._training.proof.stepped()
+        self._membership.compare_newcomers()
+        self.watch.stepped()
+        self._callbacks.after_step(progress.step)
+        ended = progress.finished or progress.offset == loader.order.size
+        if ended or progress.step % self._log_every == 0:
+            self._record()
+        if progress.step % self._check_every == 0:
+            self._membership.verify()
+        self._journal.stepped(self.pace.rate.value)
+        if self._membership.is_starting:
+            self._membership.publish_start()
+        pauses = loader.pauses()
+        self._checkpoints.after_step(before_pause=not progress.finished and (ended or pauses))
+        self.pace.leave(self._checkpoints.blocked_s)
+        if ended or pauses:  # the script may evaluate now, or change the model
+            models.together()
+            self.pace.rate.pause()
+            if self._training.proof is not None:
+                self._training.proof.align()
+            self._checkpoints.settle()
+
+    def _measure_pace(self, batch: Batch, loader: Loader) -> None:
+        """Takes how long the step took, and adjusts communication and shares to it."""
+        step = self._training.progress.step
+        look = self.pace.step(batch.total, loader.waited, self._checkpoints.blocked_s)
+        if (communication := self._training.models.first.communication) is not None:
+            communication.computed(self.pace.computed)
+        if look is not None:
+            self.lookout.take(look)
+            self._journal.pace(look.told)
+            self._try_bucket_sizes(look)
+            self._choose_communication(look)
+            self._division.look(look, step)
+        if self._probe is not None:
+            self._probe.stepped(batch.total, loader.waited, self.pace.computed())
+
+    def _choose_communication(self, look: Look) -> None:
+        """Has a single model's way of averaging reconsidered."""
+        models, overlap = self._training.models, self.overlap
+        communication, step = models.first.communication, self._training.progress.step
+        if communication is None or len([*models]) > 1:
+            return
+        if overlap is not None and not overlap.done and communication.settled:
+            return  # what is exposed will be less
+        if text := communication.looked(look):
+            self._member.say(text)
+            self._member.event("communication", step=step, text=text)
+            if overlap is not None and communication.since is not None:
+                overlap.again(communication.since)
+                self._try_bucket_sizes(look)
+
+    def _try_bucket_sizes(self, look: Look) -> None:
+        """Has sizes of gradient buckets tried, once the way of averaging is settled."""
+        communication, step = (
+            self._training.models.first.communication,
+            self._training.progress.step,
+        )
+        if self.overlap is None or (communication is not None and not communication.settled):
+            return
+        first = 0 if communication is None else communication.first
+        if self.overlap.looked(look, step, first):
+            self._member.event("overlap settled", step=step, **self.overlap.about())
+
+    def _record(self) -> None:
+        """Records the training since the last record; one that has diverged ends on every rank."""
+        models = self._training.models
+        speed = round(self.pace.rate.measure(), 1)
+        names = list(models.figures("loss").values())
+        means = self._journal.record_training(names, **models.lrs, samples_per_s=speed)
+        if figures := self.pace.figures():
+            self._journal.record("pace", figures)
+        self.watch.recorded()
+        models.check(means, self._training.progress.step)
+
+
+def _equal_parts(length: int, longest: int) -> int:
+    """The length of equal parts, none longer than ``longest``."""
+    return -(-length // -(-length // longest))

@@ -1,0 +1,195 @@
+"""One global step after the other: backward passes and updates, until a step counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.train import parallel
+from paceline.train.data.loader import Batch, Loader
+from paceline.train.elastic.membership import Membership
+from paceline.train.elastic.recovery import Exchanged
+from paceline.train.journal import Journal
+from paceline.train.measure.pace import Pace
+from paceline.train.measure.watch import Watch
+from paceline.train.member import Member
+from paceline.train.models import ALONE, Models
+from paceline.train.update import each_loss, loss_of
+
+
+class StepRunner:
+    """Computes the gradients of batches and updates the models with them.
+
+    A step is void when a rank is lost before all ranks have its gradients: nothing of it is left,
+    and the loader gives its samples again.
+
+    Args:
+        member: This rank.
+        journal: Gets what is measured.
+        models: Of the session.
+        membership: Says whether ranks were lost.
+        pace: Is told of each pass.
+        watch: Says whether the norms of an update are wanted.
+
+    Attributes:
+        loader: Gives the batches; ``None`` before ``session.epochs``.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        journal: Journal,
+        models: Models,
+        membership: Membership,
+        pace: Pace,
+        watch: Watch,
+    ) -> None:
+        self._member, self._journal, self._models = member, journal, models
+        self._membership, self._pace, self._watch = membership, pace, watch
+        self.loader: Loader | None = None
+        self._measured: dict[str, Tensor] = {}  # values of the running step, by name
+        self._updates = 0  # within the step, on this pass over its batch
+        self._committed: dict[str, Tensor] = {}  # values of those updates that count
+
+    def begin_batch(self) -> None:
+        """A global batch is given to the script, newly or again."""
+        if self._membership.recovery is not None:
+            self._membership.recovery.given()
+        self._journal.mark()
+        if self._membership.can_lose_ranks:
+            self._models.begin_batch()
+
+    def run(
+        self, losses: Tensor | Mapping[str, Tensor], values: Mapping[str, Tensor]
+    ) -> Batch | None:
+        """Adds the gradients of the present batch and after its last part updates the models.
+
+        Returns:
+            The last part of a global batch that counts; ``None`` for other parts and void steps.
+        """
+        if self.loader is None:
+            raise RuntimeError("session.step was called without a new batch from the loader")
+        batch = self.loader.take()
+        named = losses if isinstance(losses, Mapping) else {ALONE: losses}
+        exchanged = self.backward(batch, named)
+        measured, self._measured = self._measured, {}
+        if exchanged is Exchanged.VOID:
+            self._discard()
+            return None
+        self._pace.took(batch.count, batch.data)
+        self._journal.measure(batch.count, **{**measured, **values})
+        if missing := self._committed.keys() - measured.keys():
+            self._journal.measure_others(**{name: self._committed[name] for name in missing})
+        if not batch.last:
+            return None
+        self._commit(exchanged, named)
+        return batch
+
+    def run_idle(self, batch: Batch) -> bool:
+        """Takes part in a step of which this rank computes nothing: its gradients are zero.
+
+        Returns:
+            Whether the step counts.
+        """
+        updater = self._models[ALONE]
+        if self.loader is None or not isinstance(updater.model, parallel.Replica):
+            raise RuntimeError("a rank can only be idle in the training of a single model")
+        loss = updater.model.touched()
+        exchanged = self.backward(replace(batch, ids=np.zeros(1, dtype=np.int64)), {ALONE: loss})
+        self._measured = {}
+        if exchanged is Exchanged.VOID:
+            self._discard()
+            return False
+        self._commit(exchanged, [ALONE])
+        return True
+
+    def update(self, name: str, losses: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Updates one of several models within the step; see :meth:`Session.update`."""
+        if self.loader is None or not (batch := self.loader.given()).last:
+            raise RuntimeError(
+                "session.update needs a whole batch, and this one comes in pieces (limit=… of"
+                " session.loader, or a share beyond this rank's memory): give session.step the"
+                " losses of all models together"
+            )
+        self._updates += 1
+        progress = self._member.progress
+        names = [self._models.figures("loss")[name], *values]
+        if self._updates <= progress.updated:  # done when the same samples were given before
+            for each in names:  # a newcomer has measured nothing of it
+                self._committed.setdefault(each, torch.empty(0, device=self._member.device))
+            self._models.skip()
+            return
+        exchanged = self.backward(batch, {name: losses})
+        self._measured.update(values)
+        if exchanged is Exchanged.VOID:
+            return
+        self._commit(exchanged, [name])
+        progress.updated += 1
+        samples = 0 if progress.stand_in else batch.count
+        self._committed |= {each: self._measured[each].detach()[:samples] for each in names}
+
+    def end_step(self) -> None:
+        """The global step is done, and the next one begins."""
+        self._member.progress.updated = self._updates = 0
+        self._committed = {}
+        if self._membership.recovery is not None:
+            self._membership.recovery.finished()
+
+    def backward(self, batch: Batch, losses: Mapping[str, Tensor]) -> Exchanged:
+        """Adds each model's gradient, and notes the losses."""
+        _ = self._models.first  # RuntimeError before there is a model
+        names, recovery = self._models.figures("loss"), self._membership.recovery
+        for number, (name, given) in enumerate(losses.items(), 1):
+            communication = self._models[name].communication  # an unknown name is refused
+            is_local = communication is not None and communication.parted
+            # In a new group nothing is exchanged before all have begun anew in it. A rank that took
+            # the models of another after the first of several updates has its batch still.
+            if recovery is not None and (recovery.void or (recovery.stale and not is_local)):
+                return Exchanged.VOID
+            each = each_loss(given, len(batch.ids))
+            loss = loss_of(each, batch, self._membership.data_place[1])
+            if batch.last:
+                self._pace.before_backward(loss, self._member.progress.step)
+            try:
+                with nullcontext() if recovery is None else recovery.talk:
+                    self._models.backward(name, loss, last=batch.last, again=number < len(losses))
+            except RuntimeError as error:
+                if recovery is None:
+                    raise
+                if (exchanged := recovery.failed(error)) is not Exchanged.DONE:
+                    self._measured[names[name]] = each
+                    return exchanged
+            else:
+                if batch.last and recovery is not None and not is_local:
+                    recovery.exchanged()
+            if communication is not None and is_local and batch.last and self._member.comms.stale:
+                communication.step_apart()
+            self._pace.after_backward()
+            self._measured[names[name]] = each
+        return Exchanged.DONE
+
+    def _commit(self, exchanged: Exchanged, names: Iterable[str]) -> None:
+        """Updates these models, unless they were taken from a rank that has done so."""
+        if exchanged is Exchanged.TAKEN:
+            self._models.drop(counted=True)
+        else:
+            for name in names:
+                is_watched = self._watch.due(self._member.progress.step + 1)
+                self._watch.take(name, self._models[name].update(measured=is_watched))
+                if self._membership.recovery is not None:
+                    self._membership.recovery.updates += 1
+        if self._membership.can_lose_ranks:
+            self._models.note()  # what follows is done by each rank itself
+
+    def _discard(self) -> None:
+        """Leaves nothing of a void batch."""
+        assert self.loader is not None
+        self._updates = 0
+        self._models.take_back()
+        self._journal.take_back()
+        self.loader.void()

@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 from paceline import train
 from paceline.spec.failure import COLLECTIVE_TIMEOUT, SECONDARY_ERROR
 from paceline.train.comms import Comms
-from paceline.train.elastic import recovery
+from paceline.train.elastic import connections
 from paceline.train.reduce import direct
 from paceline.train.reduce.collectives import Wire
 from paceline.train.reduce.exchange import Line
@@ -131,14 +131,14 @@ def let_go(folder: Path) -> None:
     comms = joined()
 
     before = len(of()._sockets)  # type: ignore[union-attr]
-    known = len(recovery._sockets())
+    known = len(connections.open_sockets())
     for one in list(of()._sockets.values()):  # type: ignore[union-attr]
         assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
     comms.barrier()
     dist.destroy_process_group()
     gc.collect()
     assert not direct._groups
-    assert known - len(recovery._sockets()) >= before == comms.world.size - 1
+    assert known - len(connections.open_sockets()) >= before == comms.world.size - 1
 
 
 def replaced(folder: Path) -> None:

@@ -15,17 +15,20 @@ import torch
 import torch.distributed as dist
 
 from paceline.train.comms import Comms
-from paceline.train.elastic import recovery
-from paceline.train.elastic.recovery import Gloo, Overtaken, Recovery, Word
+from paceline.train.elastic import job_group
+from paceline.train.elastic.connections import GlooConnections
+from paceline.train.elastic.control import RegroupMessage
+from paceline.train.elastic.job_group import JobGroup, Superseded
+from paceline.train.elastic.recovery import Recovery
 from paceline.train.world import World, read
 
 
 class Said:
-    """A launcher's word, as :class:`paceline.train.elastic.recovery.Control` gives it."""
+    """A launcher's word, as :class:`paceline.train.elastic.control.Control` gives it."""
 
-    word: Word | None = None
+    word: RegroupMessage | None = None
 
-    def newer(self, generation: int) -> Word | None:
+    def newer(self, generation: int) -> RegroupMessage | None:
         word = self.word
         return word if word is not None and word.generation > generation else None
 
@@ -36,7 +39,7 @@ class Later(Said):
     def __init__(self) -> None:
         self._asked = 0
 
-    def newer(self, generation: int) -> Word | None:
+    def newer(self, generation: int) -> RegroupMessage | None:
         self._asked += 1
         return None if self._asked == 1 else super().newer(generation)
 
@@ -49,15 +52,15 @@ def make(store: Any, place: World, longest: timedelta) -> None:
 
 def body(folder: Path) -> None:
     torch.set_num_threads(1)
-    recovery._FORMING = timedelta(seconds=2)
+    job_group._FORMING = timedelta(seconds=2)
     dist.init_process_group("gloo")
     place, control = read(os.environ), Later()
     comms = Comms(place, torch.device("cpu"))
     own: Any = control
-    one = Recovery(place.rank, comms, own, Gloo(), None, make)
+    one = Recovery(place.rank, comms, own, JobGroup(own, GlooConnections(), make))
     port = int(os.environ["MASTER_PORT"])
     members = tuple((slot, "n1", slot, 2) for slot in range(2))
-    words = [Word(number, members, "127.0.0.1", port, False) for number in (1, 2)]
+    words = [RegroupMessage(number, members, "127.0.0.1", port, False) for number in (1, 2)]
     if not place.rank:
         control.word = words[1]  # known before this rank has seen that all are there
     failed, first = "", folder / "first"
@@ -66,7 +69,7 @@ def body(folder: Path) -> None:
     try:
         one._form(words[0])
     except RuntimeError as error:
-        failed = type(error).__name__ if isinstance(error, Overtaken) else "not made"
+        failed = type(error).__name__ if isinstance(error, Superseded) else "not made"
     first.touch()
     one._form(words[1])
     rows = comms.rows(torch.tensor([place.rank])).tolist()

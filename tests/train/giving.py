@@ -19,7 +19,10 @@ import torch.distributed as dist
 
 from paceline.train.comms import Comms
 from paceline.train.elastic import waits
-from paceline.train.elastic.recovery import Control, Gloo, Recovery
+from paceline.train.elastic.connections import GlooConnections
+from paceline.train.elastic.control import Control
+from paceline.train.elastic.job_group import JobGroup
+from paceline.train.elastic.recovery import Recovery
 from paceline.train.world import World
 
 RANKS, FLOATS, PATIENCE_S = 2, 16 << 20, 20.0
@@ -29,9 +32,9 @@ WAYS = ("at once", "promised", "chain")
 def rank(number: int, way: str, control: int, folder: Path) -> None:
     """Talks to the others until that fails."""
     torch.set_num_threads(1)
-    links, place = Gloo(), World(number, RANKS, number, RANKS, "n1", True)
+    links, place = GlooConnections(), World(number, RANKS, number, RANKS, "n1", True)
     comms = Comms(place, torch.device("cpu"))
-    with links.watched(RANKS):
+    with links.tracked(RANKS):
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number,
                                 world_size=RANKS, timeout=timedelta(seconds=60))  # fmt: skip
     cut, told = links.cut, []
@@ -41,7 +44,8 @@ def rank(number: int, way: str, control: int, folder: Path) -> None:
         cut()
 
     links.cut = noted  # type: ignore[method-assign]
-    Recovery(number, comms, Control(control, links), links, None, lambda *_: None)
+    told_by = Control(control, links)
+    Recovery(number, comms, told_by, JobGroup(told_by, links, lambda *_: None))
     much = torch.zeros(FLOATS)
     comms.barrier()
     (folder / f"{number}.here").touch()

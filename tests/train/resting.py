@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.train.elastic import gloo
-from paceline.train.elastic.recovery import Gloo
+from paceline.train.elastic.connections import GlooConnections
 
 PATIENCE_S = 60.0
 BUSY_S = 0.2  # of a CPU's time, used by a thread that has nothing to do
@@ -42,8 +42,8 @@ def quiet() -> bool:
 
 
 def main(folder: Path) -> None:
-    links, rank = Gloo(), int(os.environ["RANK"])
-    with links.watched(2):
+    links, rank = GlooConnections(), int(os.environ["RANK"])
+    with links.tracked(2):
         store = dist.FileStore(str(folder / "store"), 2)  # without a connection of its own
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         dist.barrier()
@@ -59,7 +59,7 @@ def main(folder: Path) -> None:
     before = used()
     busy = until(lambda: used() - before > BUSY_S)
     links.cut()
-    closed = until(links.ended)
+    closed = until(links.all_closed)
     found = [busy, closed, until(quiet)]
     dist.destroy_process_group()  # takes the descriptor out of its epoll, or aborts
     left = [task.name for task in gloo.tasks() if task.of_gloo]

@@ -22,9 +22,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 import ranks
 
 from paceline.train.comms import Comms
-from paceline.train.elastic import recovery
-from paceline.train.elastic.recovery import Gloo
+from paceline.train.elastic import control as control_module
+from paceline.train.elastic import job_group, recovery, wait_release
+from paceline.train.elastic.connections import GlooConnections
+from paceline.train.elastic.control import RegroupMessage
 from paceline.train.world import World
+
+
+def group_of(control: Any) -> job_group.JobGroup:
+    """A group that is never formed."""
+    return job_group.JobGroup(control, GlooConnections(), lambda *_: None)
+
 
 SCRIPT = str(Path(__file__).with_name("losing.py"))
 STEPS = 24
@@ -208,34 +216,34 @@ def test_a_thread_of_gloos_that_is_woken_for_good_rests_once_its_connection_is_c
 
 def test_the_connection_to_the_store_is_cut_but_nobody_closes_it() -> None:
     """Who waits in vain gives up when gloo has closed all of its own."""
-    links = Gloo()
+    links = GlooConnections()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        with links.watched(2):
+        with links.tracked(2):
             store = socket.create_connection(server.getsockname())
-            links.store_met()
+            links.note_store()
             one = socket.create_connection(server.getsockname())
         with store, server.accept()[0], server.accept()[0]:
             links.cut()
             assert store.recv(1) == b""
-            assert not links.ended()
+            assert not links.all_closed()
             one.close()
-            assert links.ended()
-            with links.watched(2):  # the next group, while the first one's store is still held
+            assert links.all_closed()
+            with links.tracked(2):  # the next group, while the first one's store is still held
                 after = socket.create_connection(server.getsockname())
-                links.store_met()
+                links.note_store()
                 two = socket.create_connection(server.getsockname())
             with after, server.accept()[0], server.accept()[0]:
                 links.cut()
-                assert not links.ended()
+                assert not links.all_closed()
                 two.close()
-                assert links.ended()
+                assert links.all_closed()
 
 
 def test_what_a_short_break_swallowed_is_sent_again_soon() -> None:
     """The kernel's pause does not double on connections of a group."""
-    links = Gloo()
+    links = GlooConnections()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        with links.watched(2):
+        with links.tracked(2):
             one = socket.create_connection(server.getsockname())
         with one, server.accept()[0] as other:
             assert one.getsockopt(socket.IPPROTO_TCP, 16) == 1  # TCP_THIN_LINEAR_TIMEOUTS
@@ -246,8 +254,8 @@ def test_what_a_short_break_swallowed_is_sent_again_soon() -> None:
 
 def test_only_connections_of_the_group_are_cut() -> None:
     """Not what has got the number of one that has ended."""
-    links, (here, there) = Gloo(), socket.socketpair()
-    with links.watched(2):
+    links, (here, there) = GlooConnections(), socket.socketpair()
+    with links.tracked(2):
         (one, other), (gone, end) = socket.socketpair(), socket.socketpair()
     os.dup2(here.fileno(), gone.fileno())
     numbers = Path("/proc/self/fd")
@@ -264,7 +272,7 @@ def test_a_socket_that_begins_to_listen_meanwhile_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """gloo's thread ends the process when it cannot accept."""
-    links, early, real = Gloo(), [], socket.socket
+    links, early, real = GlooConnections(), [], socket.socket
 
     class Slow(real):  # type: ignore[misc, valid-type]
         def getsockopt(self, *what: int) -> Any:
@@ -273,10 +281,10 @@ def test_a_socket_that_begins_to_listen_meanwhile_is_left_alone(
                 early.pop().listen()
             return found
 
-    with links.watched(2), real() as gloos:
+    with links.tracked(2), real() as gloos:
         gloos.bind(("127.0.0.1", 0))
         early.append(gloos)
-        monkeypatch.setattr("paceline.train.elastic.recovery.socket.socket", Slow)
+        monkeypatch.setattr("paceline.train.elastic.connections.socket.socket", Slow)
         links.cut()
         monkeypatch.undo()
         assert not early
@@ -298,7 +306,7 @@ def test_ranks_meet_after_some_of_them_had_begun_a_group_in_vain(tmp_path: Path)
     """One leaves before it has begun to make it, the other waits there for the first."""
     ranks.run_ok(1, [str(Path(__file__).with_name("forming.py")), str(tmp_path)], tmp_path)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert found == [["Overtaken", [[0], [1]]], ["not made", [[0], [1]]]]
+    assert found == [["Superseded", [[0], [1]]], ["not made", [[0], [1]]]]
 
 
 def test_nobody_is_through_with_an_operation_before_all_have_come_to_it(tmp_path: Path) -> None:
@@ -324,11 +332,11 @@ def test_ranks_die_at_any_moment(tmp_path: Path) -> None:
 @pytest.mark.parametrize("idle", [True, False])
 def test_who_is_not_freed_says_so(monkeypatch: pytest.MonkeyPatch, idle: bool) -> None:
     """It does nothing in a collective whose connections are cut; who computes is waited for."""
-    monkeypatch.setattr(recovery, "_STUCK_S", 0.6)
+    monkeypatch.setattr(recovery, "STUCK_S", 0.6)
     read, write = os.pipe()
-    control = recovery.Control(read, recovery.Gloo())
+    control = control_module.Control(read, GlooConnections())
     comms = Comms(World(0, 2, 0, 2, "n1", True), torch.device("cpu"))
-    one = recovery.Recovery(0, comms, control, recovery.Gloo(), None, lambda *_: None)
+    one = recovery.Recovery(0, comms, control, group_of(control))
     one.able, said, told = True, [], threading.Event()
 
     def say(name: str, **details: Any) -> None:
@@ -360,17 +368,17 @@ def test_a_store_that_is_gone_is_called_until_later_word_comes() -> None:
     """The host that held it is lost, too, while the others call."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    said: list[recovery.Word] = []
+    said: list[RegroupMessage] = []
     control = cast(Any, SimpleNamespace(newer=lambda _: said[0] if said else None))
     comms = Comms(World(0, 2, 0, 2, "n1", True), torch.device("cpu"))
-    one = recovery.Recovery(0, comms, control, recovery.Gloo(), None, lambda *_: None)
+    one = recovery.Recovery(0, comms, control, group_of(control))
     members = (0, "n1", 0, 1), (1, "n2", 0, 1)
-    first = recovery.Word(1, members, "127.0.0.1", port, planned=False)
+    first = RegroupMessage(1, members, "127.0.0.1", port, planned=False)
     caught: list[BaseException] = []
 
     def call() -> None:
         try:
-            one._meet(first)
+            one.group._connect(first)
         except BaseException as error:
             caught.append(error)
 
@@ -378,9 +386,9 @@ def test_a_store_that_is_gone_is_called_until_later_word_comes() -> None:
     calls.start()
     calls.join(0.2)
     assert calls.is_alive()
-    said.append(recovery.Word(2, (), "127.0.0.1", port, planned=False))
+    said.append(RegroupMessage(2, (), "127.0.0.1", port, planned=False))
     calls.join(15)  # a single call that waits for the store would take 20 s and more
-    assert [type(error) for error in caught] == [recovery.Overtaken]
+    assert [type(error) for error in caught] == [job_group.Superseded]
 
 
 def test_no_group_is_made_of_which_a_member_is_known_to_be_lost(
@@ -390,11 +398,11 @@ def test_no_group_is_made_of_which_a_member_is_known_to_be_lost(
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("PACELINE_ADDRESSES", "")  # which a regroup tells anew
-    words = [recovery.Word(one, ((0, "n1", 0, 1),), "127.0.0.1", 1, False) for one in (1, 2)]
+    words = [RegroupMessage(one, ((0, "n1", 0, 1),), "127.0.0.1", 1, False) for one in (1, 2)]
     control = cast(Any, SimpleNamespace(newer=lambda than: words[1] if than < 2 else None))
     comms = Comms(World(0, 2, 0, 2, "n1", True), torch.device("cpu"))
-    one = recovery.Recovery(0, comms, control, recovery.Gloo(), None, lambda *_: None)
-    with pytest.raises(recovery.Overtaken):
+    one = recovery.Recovery(0, comms, control, group_of(control))
+    with pytest.raises(job_group.Superseded):
         one._form(words[0])
 
 
@@ -402,18 +410,18 @@ def test_a_wait_in_the_next_group_is_not_given_up(monkeypatch: pytest.MonkeyPatc
     """The look that says so may have begun before that group was made."""
     control = cast(Any, SimpleNamespace(newer=lambda _: None))
     comms = Comms(World(0, 2, 0, 2, "n1", True), torch.device("cpu"))
-    one = recovery.Recovery(0, comms, control, recovery.Gloo(), None, lambda *_: None)
+    one = recovery.Recovery(0, comms, control, group_of(control))
     looked, given_up = threading.Event(), []
 
     def asleep() -> bool:
         looked.set()
         return True
 
-    monkeypatch.setattr(recovery.waits, "asleep", asleep)
-    monkeypatch.setattr(recovery.waits, "give_up", lambda: given_up.append(one.generation))
-    monkeypatch.setattr(recovery, "_LOOKS", 1)
+    monkeypatch.setattr(wait_release.waits, "asleep", asleep)
+    monkeypatch.setattr(wait_release.waits, "give_up", lambda: given_up.append(one.generation))
+    monkeypatch.setattr(wait_release, "_LOOKS", 1)
     with one._forming:
-        control.freed(1)
+        control.on_cut(1)
         assert looked.wait(20)
         one.generation = 1
     while any(thread.name == "paceline-give-up" for thread in threading.enumerate()):
@@ -427,19 +435,19 @@ def test_a_wait_is_given_up_where_a_thread_of_gloos_never_sleeps(
     """It wakes again and again for the rest of a message that nobody takes."""
     control = cast(Any, SimpleNamespace(newer=lambda _: None))
     comms = Comms(World(0, 2, 0, 2, "n1", True), torch.device("cpu"))
-    one = recovery.Recovery(0, comms, control, recovery.Gloo(), None, lambda *_: None)
+    one = recovery.Recovery(0, comms, control, group_of(control))
     given_up = threading.Event()
-    monkeypatch.setattr(recovery.waits, "asleep", lambda: False)
-    monkeypatch.setattr(recovery.waits, "give_up", given_up.set)
-    monkeypatch.setattr(recovery, "_AT_LAST_S", 0.2)
-    control.freed(1)
+    monkeypatch.setattr(wait_release.waits, "asleep", lambda: False)
+    monkeypatch.setattr(wait_release.waits, "give_up", given_up.set)
+    monkeypatch.setattr(wait_release, "_MAX_WAIT_S", 0.2)
+    control.on_cut(1)
     assert given_up.wait(20)
     one.generation = 1  # which ends the thread
 
 
 def test_what_gloos_threads_use_of_a_cpu_is_no_computing() -> None:
     """So a rank that is held in a collective is known by it, although such a thread never rests."""
-    talk, over, idle = recovery.Talk(), threading.Event(), []
+    talk, over, idle = wait_release.CollectiveSpan(), threading.Event(), []
 
     def spin() -> None:
         Path("/proc/thread-self/comm").write_text("pt_gloo_runloop")
@@ -450,7 +458,7 @@ def test_what_gloos_threads_use_of_a_cpu_is_no_computing() -> None:
     busy.start()
     try:
         with talk:
-            watch = threading.Thread(target=lambda: idle.append(talk.idle_for(1.5, over.is_set)))
+            watch = threading.Thread(target=lambda: idle.append(talk.is_idle_for(1.5, over.is_set)))
             watch.start()
             watch.join(20)  # a busy machine may take more than one attempt
         assert idle == [True]

@@ -20,8 +20,10 @@ from forming import Said, make
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from paceline.train.comms import Comms
-from paceline.train.elastic import recovery
-from paceline.train.elastic.recovery import Gloo, Recovery, Word
+from paceline.train.elastic import job_group
+from paceline.train.elastic.connections import GlooConnections
+from paceline.train.elastic.control import RegroupMessage
+from paceline.train.elastic.recovery import Recovery
 from paceline.train.world import World
 
 ROUNDS = 6  # in some of them it is the others that wait for the connection
@@ -53,9 +55,9 @@ class Stopping(dist.Store):
         return False
 
 
-def word(number: int, size: int, port: int) -> Word:
-    return Word(number, tuple((slot, "n1", slot, size) for slot in range(size)), "127.0.0.1",
-                port, False)  # fmt: skip
+def word(number: int, size: int, port: int) -> RegroupMessage:
+    members = tuple((slot, "n1", slot, size) for slot in range(size))
+    return RegroupMessage(number, members, "127.0.0.1", port, False)
 
 
 def stops(number: int, port: int) -> None:
@@ -68,10 +70,11 @@ def stops(number: int, port: int) -> None:
 
 def stays(rank: int, port: int, folder: Path) -> None:
     """The others: how long they are held up after it is known that the third is lost."""
-    control, links = Said(), Gloo()
+    control, links = Said(), GlooConnections()
     place, own = World(rank, 2, rank, 2, "n1", True), control
     comms = Comms(place, torch.device("cpu"))
-    one = Recovery(rank, comms, own, links, None, make)  # type: ignore[arg-type]
+    group = job_group.JobGroup(own, links, make)  # type: ignore[arg-type]
+    one = Recovery(rank, comms, own, group)  # type: ignore[arg-type]
     held: list[float] = []
     for number in range(1, 2 * ROUNDS, 2):
         known: list[float] = []
@@ -95,7 +98,7 @@ def stays(rank: int, port: int, folder: Path) -> None:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    recovery._FORMING = FORMING
+    job_group._FORMING = FORMING
     server, port = forking.store(FORMING)
 
     def stayer(rank: int) -> int:

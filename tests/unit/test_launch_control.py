@@ -16,7 +16,7 @@ from paceline.launch.health.hang_verdict import RankSnapshot
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.events import Event
 from paceline.train.comms import Comms
-from paceline.train.elastic.recovery import Save, understood
+from paceline.train.elastic.control import SaveRequest, parse_control
 from paceline.train.stop import Poll
 from paceline.train.world import World
 
@@ -180,10 +180,10 @@ def test_stacks_are_written_into_the_run_directory() -> None:
 
 
 def test_a_rank_understands_the_wish_for_a_checkpoint() -> None:
-    assert understood('{"control": "save", "number": 3}') == Save(3)
+    assert parse_control('{"control": "save", "number": 3}') == SaveRequest(3)
     for line in ('{"control": "save"}', '{"control": "save", "number": "x"}'):
         with pytest.raises(ValueError, match=r"save|invalid"):
-            understood(line)
+            parse_control(line)
 
 
 def test_a_wish_is_answered_once_however_late_others_hear_of_it() -> None:

@@ -354,7 +354,7 @@ def test_all_wait_for_each_other() -> None:
 def test_one_that_stays_in_the_former_group_keeps_the_others() -> None:
     """Not those that wait for it in the new one, after another rank was lost."""
     anew = (
-        Frame("/v/site-packages/paceline/train/elastic/recovery.py", 825, "_all_here"),
+        Frame("/v/site-packages/paceline/train/elastic/job_group.py", 825, "_wait_for_members"),
         BACKWARD[1],
     )
     looks = [look(0, BACKWARD), look(1, anew), look(2, anew)]

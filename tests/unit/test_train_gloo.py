@@ -47,13 +47,13 @@ def test_an_epoll_speaks_of_it_once_more(cut: tuple[select.epoll, socket.socket]
     epoll, one = cut
     before = registered(epoll)
     assert [epoll.poll(0) for _ in range(3)] == [[(DATA & 0xFFFFFFFF, 0x11)]] * 3
-    assert gloo.quieten(one.fileno(), what(one.fileno()))
+    assert gloo.disarm_epoll(one.fileno(), what(one.fileno()))
     ended = [(DATA & 0xFFFFFFFF, select.EPOLLHUP)]  # nothing to read: gloo passes over that
     assert [epoll.poll(0) for _ in range(3)] == [ended, [], []]
     ((fd, _, data, inode),) = registered(epoll)
     assert [(fd, data, inode)] == [(fd, data, inode) for fd, _, data, inode in before]
     assert data == DATA
-    assert not gloo.quieten(one.fileno(), what(one.fileno()))  # it is already
+    assert not gloo.disarm_epoll(one.fileno(), what(one.fileno()))  # it is already
     epoll.unregister(one.fileno())  # where there is nothing gloo ends the process
 
 
@@ -64,9 +64,9 @@ def test_nothing_else_is_touched(cut: tuple[select.epoll, socket.socket]) -> Non
     here, there = socket.socketpair()
     with here, there:
         epoll.register(here, select.EPOLLIN)
-        assert not gloo.quieten(here.fileno(), was)  # the number of another
-        assert not gloo.quieten(fd, what(here.fileno()))  # its number is another's by now
-        assert not gloo.quieten(there.fileno(), what(there.fileno()))  # no epoll knows it
+        assert not gloo.disarm_epoll(here.fileno(), was)  # the number of another
+        assert not gloo.disarm_epoll(fd, what(here.fileno()))  # its number is another's by now
+        assert not gloo.disarm_epoll(there.fileno(), what(there.fileno()))  # no epoll knows it
         there.sendall(b"x")
         assert (here.fileno(), select.EPOLLIN) in epoll.poll(0)
         epoll.unregister(here)
@@ -79,7 +79,7 @@ def test_where_the_system_tells_nothing_of_an_epoll_nothing_is_done(
 ) -> None:
     epoll, one = cut
     monkeypatch.setattr(gloo, "_registered", lambda _: iter(()))
-    assert not gloo.quieten(one.fileno(), what(one.fileno()))
+    assert not gloo.disarm_epoll(one.fileno(), what(one.fileno()))
     assert epoll.poll(0)
 
 

@@ -18,7 +18,7 @@ from paceline.train.checkpoints import handover, resume
 from paceline.train.checkpoints.store import Store
 from paceline.train.comms import Comms, checked
 from paceline.train.data import disks
-from paceline.train.elastic.recovery import _passed_on
+from paceline.train.elastic.recovery import _broadcast_result
 
 
 class Said:
@@ -114,7 +114,7 @@ def test_a_text_of_any_length_takes_no_memory(length: int) -> None:
                                     [[2], "__class__", None], []])  # fmt: skip
 def test_a_result_of_another_rank_is_a_tensor_or_plain(result: Any) -> None:
     with pytest.raises(JobError, match="sent what no rank of this program sends"):
-        _passed_on(said(json.dumps(result)), 1, None)
+        _broadcast_result(said(json.dumps(result)), 1, None)
 
 
 @pytest.mark.parametrize("shapes", [{"f": {"t": ["load", [2]]}}, {"f": {"t": ["float32", [-1]]}},

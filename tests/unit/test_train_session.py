@@ -20,8 +20,10 @@ from paceline import train
 from paceline.spec.errors import SettingError
 from paceline.spec.training.communication import validate
 from paceline.train.elastic import waits
+from paceline.train.elastic.connections import GlooConnections
+from paceline.train.elastic.job_group import JobGroup
 from paceline.train.elastic.newcomer import Recording
-from paceline.train.elastic.recovery import Exchanged, Gloo, Recovery
+from paceline.train.elastic.recovery import ExchangeResult, Recovery
 from paceline.train.models import ALONE
 
 
@@ -85,10 +87,10 @@ def test_nothing_is_exchanged_in_a_group_in_which_not_all_have_begun_anew(
     loader = prepared(session)
     for _ in session.epochs(loader, 1):
         for batch in loader:
-            session._membership.recovery = Mock(void=False, stale=True)
+            session._membership.recovery = Mock(is_batch_void=False, stale=True)
             losses = {ALONE: torch.ones(len(batch.ids), requires_grad=True)}
-            assert session._loop.steps.backward(batch, losses) is Exchanged.VOID
-            session._membership.recovery.exchanged.assert_not_called()
+            assert session._loop.steps.backward(batch, losses) is ExchangeResult.VOID
+            session._membership.recovery.finish_exchange.assert_not_called()
             session._membership.recovery = None
             break
         break
@@ -110,7 +112,7 @@ def test_the_loss_of_an_update_is_that_which_it_was_made_with(session: train.Ses
             if passes == 1:
                 exchange, session._loop.steps.backward = (
                     session._loop.steps.backward,
-                    Mock(return_value=Exchanged.VOID),
+                    Mock(return_value=ExchangeResult.VOID),
                 )  # type: ignore[method-assign]
             done = session.step({"one": each})
             if passes == 1:
@@ -272,7 +274,8 @@ def able(session: train.Session, monkeypatch: pytest.MonkeyPatch) -> Iterator[tr
     """A session whose events are kept, as under a launcher that can recover."""
     monkeypatch.setattr(waits, "arm", Mock())  # for good, in this process
     control = Mock(newer=Mock(return_value=None))
-    recovery = Recovery(0, session.comms, control, Gloo(), HashStore(), lambda *_: None)
+    group = JobGroup(control, GlooConnections(), lambda *_: None, HashStore())
+    recovery = Recovery(0, session.comms, control, group)
     session.attach_recovery(recovery, Recording(recovery, {"ranks": 2}))
     session.leaves_group, session.event = True, Mock()  # type: ignore[method-assign]
     yield session

@@ -111,8 +111,8 @@ def is_regrouping(stack: RankStack) -> bool:
 
 
 def _is_regroup_frame(frame: Frame) -> bool:
-    in_recovery = frame.file.endswith(f"{_TRAIN_PACKAGE}elastic/recovery.py")
-    return in_recovery and frame.function == "_all_here"
+    in_job_group = frame.file.endswith(f"{_TRAIN_PACKAGE}elastic/job_group.py")
+    return in_job_group and frame.function == "_wait_for_members"
 
 
 def describe_position(stack: RankStack) -> str:

@@ -170,10 +170,10 @@ class Replica(DistributedDataParallel):
             return super()._pre_forward(*inputs, **named)  # type: ignore[no-untyped-call]
         if not self.recovery.stale:
             try:
-                with self.recovery.talk:
+                with self.recovery.span:
                     return super()._pre_forward(*inputs, **named)  # type: ignore[no-untyped-call]
             except RuntimeError as error:
-                self.recovery.passed_over(error)
+                self.recovery.recover_forward(error)
         return inputs, named
 
     def _post_forward(self, output: Any) -> Any:

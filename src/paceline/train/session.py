@@ -28,9 +28,10 @@ from paceline.train.data.loader import Loader, Shard
 from paceline.train.data.loader_factory import LoaderFactory
 from paceline.train.data.order import Stated
 from paceline.train.data.worker_signals import protect_data_workers
+from paceline.train.elastic.control import Control
 from paceline.train.elastic.membership import Membership
 from paceline.train.elastic.newcomer import Recording, Replay
-from paceline.train.elastic.recovery import Control, Recovery
+from paceline.train.elastic.recovery import Recovery
 from paceline.train.elastic.replica_check import Proof
 from paceline.train.elastic.session_state import SessionState
 from paceline.train.loop import TrainingLoop

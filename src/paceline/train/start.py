@@ -20,8 +20,11 @@ from paceline.spec import jobenv, launchers, rundir
 from paceline.train import compiler, report, world
 from paceline.train import device as devices
 from paceline.train.elastic import newcomer
+from paceline.train.elastic.connections import GlooConnections
+from paceline.train.elastic.control import Control
+from paceline.train.elastic.job_group import JobGroup
 from paceline.train.elastic.newcomer import Recording
-from paceline.train.elastic.recovery import Control, Gloo, Recovery
+from paceline.train.elastic.recovery import Recovery
 from paceline.train.session import Session
 
 _DESCRIPTORS = 65_536  # at most
@@ -81,14 +84,14 @@ def join(
     if ours:
         os.environ.setdefault(*_ALL_AT_ONCE)
         store: dict[str, Any] = {}
-        gloo = Gloo()
+        connections = GlooConnections()
         if comes is not None:
             store, mixed = {"store": HashStore(), "rank": 0, "world_size": 1}, comes.mixed
         elif backend in ("auto", "gloo"):
             # also who waits in the store for one that is lost is to be freed
-            with gloo.watched(place.size):
+            with connections.tracked(place.size):
                 store, mixed = _meet(target.type, place.size, timeout)
-                gloo.store_met()
+                connections.note_store()
         if mixed:
             chosen = devices.choose_backend("gloo", target, found)
         bound = None if target.type == "cpu" or mixed else target
@@ -103,8 +106,9 @@ def join(
                 world_size=place.size,
             )
 
-        links = gloo if chosen == "gloo" else Gloo()  # which cuts no connection of another backend
-        watched = links.watched(place.size) if chosen == "gloo" else nullcontext()
+        # of another backend no connection is cut
+        links = connections if chosen == "gloo" else GlooConnections()
+        watched = links.tracked(place.size) if chosen == "gloo" else nullcontext()
         with watched, newcomer.group_of_one() if comes else nullcontext():
             dist.init_process_group(chosen, timeout=timeout, device_id=bound, **store)
     if comes is None:
@@ -117,14 +121,15 @@ def join(
     session = Session(place, target, precision, folder, seed, *often, reporter, mixed=mixed)
     session.leaves_group = ours
     told = os.environ.get(jobenv.CONTROL_FD, "")
-    control = Control(int(told), links if ours else Gloo()) if told.isdecimal() else None
+    control = Control(int(told), links if ours else GlooConnections()) if told.isdecimal() else None
     if control is not None:
         session.attach_control(control)
     if ours and control is not None:
         met = _plain(dist.distributed_c10d._get_default_store()) if comes is None else comes.store
         slot = place.rank if comes is None else comes.slot
         _have_room()
-        recovery = Recovery(slot, session.comms, control, links, met, make, timeout)
+        group = JobGroup(control, links, make, met, timeout)
+        recovery = Recovery(slot, session.comms, control, group)
         about = {"ranks": place.size, "mixed": mixed}
         session.attach_recovery(
             recovery, Recording(recovery, about) if comes is None else comes.start

@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.train import parallel
 from paceline.train.data.loader import Batch, Loader
 from paceline.train.elastic.membership import Membership
-from paceline.train.elastic.recovery import Exchanged
+from paceline.train.elastic.recovery import ExchangeResult
 from paceline.train.journal import Journal
 from paceline.train.measure.pace import Pace
 from paceline.train.measure.watch import Watch
@@ -59,7 +59,7 @@ class StepRunner:
     def begin_batch(self) -> None:
         """A global batch is given to the script, newly or again."""
         if self._membership.recovery is not None:
-            self._membership.recovery.given()
+            self._membership.recovery.begin_batch()
         self._journal.mark()
         if self._membership.can_lose_ranks:
             self._models.begin_batch()
@@ -78,7 +78,7 @@ class StepRunner:
         named = losses if isinstance(losses, Mapping) else {ALONE: losses}
         exchanged = self.backward(batch, named)
         measured, self._measured = self._measured, {}
-        if exchanged is Exchanged.VOID:
+        if exchanged is ExchangeResult.VOID:
             self._discard()
             return None
         self._pace.took(batch.count, batch.data)
@@ -102,7 +102,7 @@ class StepRunner:
         loss = updater.model.touched()
         exchanged = self.backward(replace(batch, ids=np.zeros(1, dtype=np.int64)), {ALONE: loss})
         self._measured = {}
-        if exchanged is Exchanged.VOID:
+        if exchanged is ExchangeResult.VOID:
             self._discard()
             return False
         self._commit(exchanged, [ALONE])
@@ -126,7 +126,7 @@ class StepRunner:
             return
         exchanged = self.backward(batch, {name: losses})
         self._measured.update(values)
-        if exchanged is Exchanged.VOID:
+        if exchanged is ExchangeResult.VOID:
             return
         self._commit(exchanged, [name])
         progress.updated += 1
@@ -138,9 +138,9 @@ class StepRunner:
         self._member.progress.updated = self._updates = 0
         self._committed = {}
         if self._membership.recovery is not None:
-            self._membership.recovery.finished()
+            self._membership.recovery.end_batch()
 
-    def backward(self, batch: Batch, losses: Mapping[str, Tensor]) -> Exchanged:
+    def backward(self, batch: Batch, losses: Mapping[str, Tensor]) -> ExchangeResult:
         """Adds each model's gradient, and notes the losses."""
         _ = self._models.first  # RuntimeError before there is a model
         names, recovery = self._models.figures("loss"), self._membership.recovery
@@ -149,33 +149,35 @@ class StepRunner:
             is_local = communication is not None and communication.parted
             # In a new group nothing is exchanged before all have begun anew in it. A rank that took
             # the models of another after the first of several updates has its batch still.
-            if recovery is not None and (recovery.void or (recovery.stale and not is_local)):
-                return Exchanged.VOID
+            if recovery is not None and (
+                recovery.is_batch_void or (recovery.stale and not is_local)
+            ):
+                return ExchangeResult.VOID
             each = each_loss(given, len(batch.ids))
             loss = loss_of(each, batch, self._membership.data_place[1])
             if batch.last:
                 self._pace.before_backward(loss, self._member.progress.step)
             try:
-                with nullcontext() if recovery is None else recovery.talk:
+                with nullcontext() if recovery is None else recovery.span:
                     self._models.backward(name, loss, last=batch.last, again=number < len(losses))
             except RuntimeError as error:
                 if recovery is None:
                     raise
-                if (exchanged := recovery.failed(error)) is not Exchanged.DONE:
+                if (exchanged := recovery.recover_exchange(error)) is not ExchangeResult.AVERAGED:
                     self._measured[names[name]] = each
                     return exchanged
             else:
                 if batch.last and recovery is not None and not is_local:
-                    recovery.exchanged()
+                    recovery.finish_exchange()
             if communication is not None and is_local and batch.last and self._member.comms.stale:
                 communication.step_apart()
             self._pace.after_backward()
             self._measured[names[name]] = each
-        return Exchanged.DONE
+        return ExchangeResult.AVERAGED
 
-    def _commit(self, exchanged: Exchanged, names: Iterable[str]) -> None:
+    def _commit(self, exchanged: ExchangeResult, names: Iterable[str]) -> None:
         """Updates these models, unless they were taken from a rank that has done so."""
-        if exchanged is Exchanged.TAKEN:
+        if exchanged is ExchangeResult.ADOPTED:
             self._models.drop(counted=True)
         else:
             for name in names:

@@ -103,7 +103,7 @@ class LoaderFactory:
     ) -> Shard:
         """See :meth:`Session.shard`; ``on_batch`` is called before each batch."""
         recovery, membership = self._membership.recovery, self._membership
-        has_slots = recovery is not None and (recovery.able or not recovery.told)
+        has_slots = recovery is not None and (recovery.able or not recovery.is_reported)
         return Shard(
             Fetch(data, self._member.device, collate=collate),
             len(data),

@@ -4,7 +4,7 @@ Where a collective has failed in the middle of a message, gloo has nowhere to pu
 leaves it in the socket. For as long as it lies there epoll tells gloo's thread again and again that
 there is something to read, which takes a whole CPU. That the connection was cut changes nothing,
 for gloo does not come as far as reading its end. So whoever has cut it has epoll say so once more,
-and never again (:func:`quieten`).
+and never again (:func:`disarm_epoll`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Event(ctypes.Structure):
     _fields_ = [("events", ctypes.c_uint32), ("data", ctypes.c_uint64)]
 
 
-def quieten(fd: int, what: str) -> bool:
+def disarm_epoll(fd: int, inode: str) -> bool:
     """Has epoll speak of a connection that was cut only once more.
 
     Nothing else changes: gloo keeps the descriptor, and can take it out of its epoll and close it
@@ -83,7 +83,7 @@ def quieten(fd: int, what: str) -> bool:
 
     Args:
         fd: Its descriptor.
-        what: What that is, as ``/proc/self/fd`` has it.
+        inode: What that is, as ``/proc/self/fd`` has it: ``socket:[1234]``.
 
     Returns:
         Whether an epoll knew it.
@@ -95,8 +95,8 @@ def quieten(fd: int, what: str) -> bool:
         except OSError:
             continue
         try:
-            for number, events, data, inode in _registered(held):
-                if number == fd and f"socket:[{inode}]" == what and events & _WANTED:
+            for number, events, data, ino in _registered(held):
+                if number == fd and f"socket:[{ino}]" == inode and events & _WANTED:
                     found = _once(held, fd, data) or found
         finally:
             os.close(held)

@@ -19,6 +19,7 @@ from paceline.train import parallel
 from paceline.train.checkpoints.capture import Training
 from paceline.train.data.loader import Loader
 from paceline.train.elastic.committed import Counted
+from paceline.train.elastic.control import Control
 from paceline.train.elastic.newcomer import (
     AFTER,
     LATER,
@@ -29,7 +30,7 @@ from paceline.train.elastic.newcomer import (
     source_of,
     sources,
 )
-from paceline.train.elastic.recovery import Control, Recovery
+from paceline.train.elastic.recovery import Recovery
 from paceline.train.member import Member
 
 CHECKED_STEPS = 3
@@ -144,8 +145,8 @@ class Membership:
         comms.mender, comms.joining = recovery, False
         if start.why and recovery.able:
             self._close_door(start.why)
-        if recovery.able and not recovery.closed and comms.world.rank == 0:
-            start.leave(recovery.store, training=self.description())
+        if recovery.able and not recovery.door_closed and comms.world.rank == 0:
+            start.leave(recovery.group.store, training=self.description())
 
     @property
     def is_starting(self) -> bool:
@@ -155,8 +156,8 @@ class Membership:
     def _close_door(self, why: str) -> None:
         """Lets nobody join from here on: newcomers join in the script's first epochs."""
         recovery = self.recovery
-        if recovery is not None and not recovery.closed:
-            recovery.closed = True
+        if recovery is not None and not recovery.door_closed:
+            recovery.door_closed = True
             self._member.event("door closed", why=why)
 
     # -- ranks that are lost ---------------------------------------------------------------
@@ -164,8 +165,8 @@ class Membership:
     def report_recoverable(self, recovery: Recovery) -> None:
         """Tells the launcher whether the training goes on without a lost rank."""
         why = self._unrecoverable_part()
-        if recovery.able == bool(why) or not recovery.told:
-            recovery.told = True
+        if recovery.able == bool(why) or not recovery.is_reported:
+            recovery.is_reported = True
             self._member.event("recoverable", able=not why, why=why)
         recovery.able = not why
 
@@ -200,7 +201,7 @@ class Membership:
         self._check_same_training()
         comms.mender = recovery
         self._member.event("newcomer ready")
-        recovery.enter()
+        recovery.join()
         self._compared_until = self._member.progress.step + CHECKED_STEPS
 
     def keep_received(self) -> None:

@@ -56,7 +56,7 @@ _HEAD = struct.Struct("=IQ")  # of a message: number of the operation, bytes tha
 _SOON_AGAIN = ((16, 1), (44, 1000))
 
 
-def come_back_soon(one: socket.socket) -> None:
+def retransmit_soon(one: socket.socket) -> None:
     """Has what a short break of the line has swallowed sent again soon after it.
 
     The kernel doubles its pause with each try: 1.5 s without a line become 3.
@@ -513,7 +513,7 @@ def _prepared(one: socket.socket, until: float) -> socket.socket:
     one.settimeout(_remaining(until))
     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if waits.heeded():  # else the kernel is as patient with it as with gloo's
-        come_back_soon(one)
+        retransmit_soon(one)
     return one
 
 

@@ -1,0 +1,184 @@
+"""gloo's connections, found and cut from outside gloo to free a thread that waits in it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from paceline.train.elastic import gloo
+from paceline.train.reduce import direct
+
+_UNCONNECTED_STATES = (7, 10)  # of TCP: closed, which a new socket is, too, and listening
+_CUT_INTERVAL_S = 0.02  # between two looks at what the making of a group begins
+_CLOSE_LOOKS, _CLOSE_INTERVAL_S = 10, 0.1  # before a connection that stays open is disarmed
+
+
+class GlooConnections:
+    """gloo's connections: the sockets that appear while a process group is made.
+
+    They are gloo's own: ``shutdown`` on them gives its threads the end of the connection, and
+    every collective that waits, or begins, an error; gloo closes them. The store's connection is
+    cut, too, for a rank that waits there, but nobody closes that one: a group that was left keeps
+    it.
+
+    While a group is made, a rank may also wait for a connection that a lost rank was to make, or
+    try to make one again and again. So sockets are cut until the group is made, and a rank that
+    waits gets connections that end at once.
+
+    A connection that gloo has not closed a second later it never will: that wakes its thread
+    all the time, until epoll is disarmed (:func:`paceline.train.elastic.gloo.disarm_epoll`).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[int, str] = {}  # descriptors, with their targets in /proc/self/fd
+        self._cut: dict[int, str] = {}
+        self._to_stores: dict[int, str] = {}  # also of groups that were left
+        self._earlier: dict[int, str] | None = None  # sockets before the group that is being made
+        self._num_ranks = 0  # of that group
+
+    @contextlib.contextmanager
+    def tracked(self, ranks: int) -> Iterator[None]:
+        """The context in which connections of a group of so many ranks are made."""
+        with self._lock:
+            self._earlier, self._num_ranks = open_sockets(), ranks
+        try:
+            yield
+        finally:
+            with self._lock:
+                made = self._made()
+                for fd in made:
+                    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
+                        direct.retransmit_soon(copy)
+                self._open |= made
+                self._earlier = None
+
+    def _made(self) -> dict[int, str]:
+        if self._earlier is None:
+            return {}
+        return {fd: inode for fd, inode in open_sockets().items() if self._earlier.get(fd) != inode}
+
+    def note_store(self) -> None:
+        """What was made so far is the connection to the group's store."""
+        with self._lock:
+            self._to_stores |= self._made()
+
+    def cut(self, *, keep_new: bool = False) -> None:
+        """Frees a rank that waits in a collective, from another thread; may be called again.
+
+        Args:
+            keep_new: Leaves connections of the group that is being made.
+        """
+        direct.cut()  # none is made before a group is whole
+        with self._lock:
+            candidates = {**self._open, **({} if keep_new else self._made())}
+            cut = {fd: inode for fd, inode in candidates.items() if _shut_down(fd, inode)}
+            self._cut |= cut
+            # Not of the group that is being made: gloo may still add to its epoll.
+            if settled := dict(cut.items() & self._open.items()):
+                threading.Thread(target=self._disarm, args=(settled,), daemon=True).start()
+            self._open.clear()
+            if self._earlier is not None and not keep_new:
+                forming = self._earlier
+                threading.Thread(target=self._keep_cutting, args=(forming,), daemon=True).start()
+
+    def all_closed(self) -> bool:
+        """Whether gloo has closed all that was cut: nothing comes any more, and nothing goes."""
+        with self._lock:
+            sockets = open_sockets().items()
+            self._to_stores = dict(self._to_stores.items() & sockets)
+            self._cut = dict((self._cut.items() & sockets) - self._to_stores.items())
+            return self._earlier is None and not self._cut
+
+    def _disarm(self, cut: dict[int, str]) -> None:
+        """Lets gloo's thread sleep that is woken for good by one of these.
+
+        Looks are counted, not seconds: where the process was stopped, gloo's thread has had its
+        turn between them, too. What it closes gives an error to a rank that waits.
+        """
+        for _ in range(_CLOSE_LOOKS):
+            time.sleep(_CLOSE_INTERVAL_S)
+            with self._lock:
+                cut = dict(cut.items() & open_sockets().items() - self._to_stores.items())
+            if not cut:
+                return
+        with self._lock:
+            for fd, inode in cut.items():
+                if gloo.disarm_epoll(fd, inode) and self._cut.get(fd) == inode:
+                    del self._cut[fd]
+
+    def _keep_cutting(self, forming: dict[int, str]) -> None:
+        """Cuts what the making of this group still begins, until it is over."""
+        while True:
+            time.sleep(_CUT_INTERVAL_S)
+            with self._lock:
+                if self._earlier is not forming:
+                    return
+                made = self._made()
+                for fd, inode in made.items():
+                    _shut_down(fd, inode)
+            for fd in made:
+                _unblock_accept(fd, self._num_ranks)
+
+
+def open_sockets() -> dict[int, str]:
+    """Descriptors of this process that are sockets, each with its inode as ``socket:[1234]``."""
+    sockets = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inode = str(entry.readlink())
+            if inode.startswith("socket:"):
+                sockets[int(entry.name)] = inode
+    return sockets
+
+
+def _unblock_accept(fd: int, ranks: int) -> None:
+    """Gives gloo's listening socket each connection that it waits for, and ends it.
+
+    A rank says at first by a number which connection it is.
+    """
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as listener:
+        if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return
+        for number in range(ranks):
+            with socket.socket(listener.family) as caller:
+                caller.settimeout(_CUT_INTERVAL_S * 10)
+                caller.connect(listener.getsockname())
+                caller.sendall(struct.pack("=q", number))
+
+
+def _shut_down(fd: int, inode: str) -> bool:
+    """Ends this connection, and returns whether there was one.
+
+    gloo closes what has ended, so the descriptor's number may be another socket's by now.
+    """
+    with contextlib.suppress(OSError):
+        copy = os.dup(fd)  # from here on it stays what it is
+        if f"socket:[{os.fstat(copy).st_ino}]" != inode:
+            os.close(copy)
+            return False
+        with socket.socket(fileno=copy) as connection:
+            if _is_connection(connection):
+                connection.shutdown(socket.SHUT_RDWR)
+                return True
+    return False
+
+
+def _is_connection(candidate: socket.socket) -> bool:
+    """Whether a socket is connected, or is about to be.
+
+    A socket that is neither may be listening in the next moment, and gloo's thread takes the whole
+    process with it (SIGABRT) when it cannot accept any more.
+    """
+    try:
+        state = candidate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+    except OSError:  # no TCP
+        candidate.getpeername()  # OSError without a connection
+        return True
+    return state not in _UNCONNECTED_STATES

@@ -1,0 +1,182 @@
+"""The job's process group: how a rank leaves one and forms the next."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.constants import default_pg_timeout
+
+from paceline.spec import jobenv
+from paceline.train.elastic import waits
+from paceline.train.elastic.connections import GlooConnections
+from paceline.train.elastic.control import Control, RegroupMessage
+from paceline.train.stop import wait_for_idle_workers
+from paceline.train.world import World
+
+_FORMING = timedelta(seconds=20)  # for connections of a new group among ranks that are all there
+_CONNECTING = timedelta(seconds=0.5)  # for one try to reach the store of a new group
+_RETENTION_S = 60.0  # after which no thread of a group that was left has anything to do
+_MIN_POLL_S, _MAX_POLL_S = 0.001, 0.02  # between two looks whether all members are there
+
+InitGroup = Callable[[Any, World, timedelta], None]
+"""Makes the job's process group by a store, for a place, with a timeout."""
+
+
+class Superseded(RuntimeError):
+    """Another rank was lost while a group was formed."""
+
+
+class JobGroup:
+    """This rank's part in the job's process groups, one after the other.
+
+    Args:
+        control: Tells of newer groups.
+        connections: Of the present group.
+        init_group: Makes another one.
+        store: By which the present group was made.
+        timeout: Longest wait in a collective.
+
+    Attributes:
+        connections: As above.
+        store: As above, without a prefix.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        connections: GlooConnections,
+        init_group: InitGroup,
+        store: Any = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self._control, self._init_group = control, init_group
+        self.connections, self.store = connections, store
+        self._timeout = self._present_timeout = timeout or default_pg_timeout
+        self._left: list[tuple[float, list[Any]]] = []  # groups, and when they were left
+
+    @contextlib.contextmanager
+    def patient(self, longest: timedelta) -> Iterator[None]:
+        """The context in which an operation may wait so long for a rank that comes late."""
+        self._present_timeout = longest
+        dist.distributed_c10d._set_pg_timeout(longest)
+        try:
+            yield
+        finally:
+            self._present_timeout = self._timeout
+            if dist.is_initialized():  # else there is no group any more
+                dist.distributed_c10d._set_pg_timeout(self._timeout)
+
+    def form(self, message: RegroupMessage, place: World, on_gathered: Callable[[], None]) -> None:
+        """Leaves the present group and makes the one that the launcher has announced.
+
+        Args:
+            message: Announces it.
+            place: Of this rank in it.
+            on_gathered: Called when all its members are there.
+
+        Raises:
+            Superseded: A newer group was announced meanwhile.
+            RuntimeError: It cannot be made.
+        """
+        if not message.planned:
+            self._disconnect()
+        os.environ.update({
+            jobenv.RANK: str(place.rank), jobenv.WORLD_SIZE: str(place.size),
+            jobenv.LOCAL_RANK: str(place.local_rank),
+            jobenv.LOCAL_WORLD_SIZE: str(place.local_size), jobenv.ADDRESSES: message.addresses,
+        })  # fmt: skip
+        if jobenv.PLANNED_WORLD in os.environ:
+            os.environ[jobenv.PLANNED_WORLD] = str(place.size)
+        with self.connections.tracked(place.size):
+            self._check_current(message)  # it may have come before there was anything to be cut
+            store = self._connect(message)
+            self.connections.note_store()
+            notes = PrefixStore(f"generation/{message.generation}", store)
+            self._wait_for_members(notes, message)
+            on_gathered()
+            if message.planned:
+                # Not before: what this rank has sent in the last operation of the former group
+                # may not have been read yet, and a connection that ends may swallow it. gloo wakes
+                # nobody who waits for the rest of a message, and in a planned group nobody does.
+                self._disconnect()
+            self._init_group(PrefixStore("default_pg", notes), place, _FORMING)
+        self._check_current(message)
+        dist.distributed_c10d._set_pg_timeout(self._present_timeout)
+        store.set_timeout(self._timeout)
+        self.store = store
+
+    def _check_current(self, message: RegroupMessage) -> None:
+        if self._control.newer(message.generation):
+            raise Superseded
+
+    def _disconnect(self) -> None:
+        """Ends all connections of the present group, and leaves it."""
+        self.connections.cut(keep_new=True)
+        wait_for_idle_workers()
+        self._leave()
+
+    def _connect(self, message: RegroupMessage) -> TCPStore:
+        """The group's store; its own host may be lost with it, which a later message says.
+
+        Raises:
+            RuntimeError: It cannot be reached.
+        """
+        deadline = time.monotonic() + _FORMING.total_seconds()
+        while True:
+            try:
+                store = TCPStore(
+                    message.address, message.port, None, False, _CONNECTING, wait_for_workers=False
+                )
+            except RuntimeError:
+                if self._control.newer(message.generation):
+                    raise Superseded from None
+                if time.monotonic() > deadline:
+                    raise
+            else:
+                store.set_timeout(_FORMING)
+                return store
+
+    def _wait_for_members(self, notes: Any, message: RegroupMessage) -> None:
+        """Waits until every member has come, or a newer group is announced."""
+        interval_s = _MIN_POLL_S
+        arrived = notes.add("here", 1)
+        while arrived < len(message.members):
+            self._check_current(message)
+            time.sleep(interval_s)
+            interval_s = min(_MAX_POLL_S, 1.2 * interval_s)
+            arrived = notes.add("here", 0)
+
+    def _leave(self) -> None:
+        """Leaves the present group, and keeps what it is made of for a while.
+
+        Its destructor joins gloo's threads and holds the interpreter's lock meanwhile, for which a
+        thread waits that lets go of a tensor. Connections are cut, but on a busy host a thread may
+        learn of that later; the last reference may also be a replica's, dropped at any time. Where
+        something was given up, it never learns of it, and the group stays.
+        """
+        self.release_left()
+        if dist.is_initialized():
+            groups = [*dist.distributed_c10d._world.pg_map]
+            self._left.append((time.monotonic(), groups))
+            if waits.unfinished():  # the groups stay for good
+                for group in groups:
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+        # Groups are numbered, and meet under their number: one that did not come about on this
+        # rank alone has been counted, and the next would wait for the others where they are not.
+        dist.distributed_c10d._world.group_count = 0
+
+    def release_left(self) -> None:
+        """Lets go of groups that were left long ago, their threads and descriptors."""
+        if self._left:
+            now = time.monotonic()
+            self._left = [entry for entry in self._left if now - entry[0] < _RETENTION_S]

@@ -1,0 +1,85 @@
+"""Frees a computing thread whose wait outlives the connections that it waits on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from paceline.train.elastic import waits
+from paceline.train.elastic.connections import GlooConnections
+
+STUCK_S = 3.0
+"""Idle in a collective whose connections are cut, after which a rank is reported as stuck."""
+_IDLE_SHARE = 0.03  # of a CPU, below which a process does not compute, on a busy machine neither
+_MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.02, 0.5  # between two looks
+_LOOKS = 3  # at gloo asleep, with all its connections closed: what waits now waits for nothing
+_MANY_LOOKS = 20  # in more than a second; a connection that is not closed even then is not gloo's
+_MAX_WAIT_S = 10.0  # after which no look is needed: a thread of gloo's may never sleep (gloo.py)
+
+
+class CollectiveSpan:
+    """The context of what may wait for other ranks; another thread sees whether it is entered."""
+
+    def __init__(self) -> None:
+        self._entries, self._depth = 0, 0
+
+    def __enter__(self) -> None:
+        self._entries += not self._depth
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+
+    @property
+    def number(self) -> int:
+        """Number of the span that is entered now, from 1; 0: none is."""
+        return self._entries if self._depth else 0
+
+    def is_idle_for(self, seconds: float, is_over: Callable[[], bool]) -> bool:
+        """Whether this process stays in one span and computes nothing for so long.
+
+        Watches until then, or until ``is_over``; for a thread of its own. What gloo's threads use
+        of a CPU is no computing.
+        """
+        number, cpu_s, since = self.number, _computing_s(), time.monotonic()
+        while not is_over():
+            time.sleep(seconds / 12)
+            now, used_s = time.monotonic(), _computing_s()
+            is_busy = used_s - cpu_s > _IDLE_SHARE * seconds
+            if not self.number or self.number != number or is_busy:
+                number, cpu_s, since = self.number, used_s, now
+            elif now - since >= seconds:
+                return True
+        return False
+
+
+def _computing_s() -> float:
+    """CPU time that this process has used, without what gloo's threads have, in seconds."""
+    return time.process_time() - waits.spent_s()
+
+
+def release_waits(
+    is_over: Callable[[], bool], connections: GlooConnections, forming: threading.Lock
+) -> None:
+    """Gives up waits whenever gloo has closed what was cut and sleeps, until ``is_over``.
+
+    Args:
+        is_over: The next group is there, or is superseded.
+        connections: That were cut.
+        forming: Held while a group becomes the present one: what is waited for in the next group is
+            not to be given up.
+    """
+    looks, interval_s = 0, _MIN_INTERVAL_S
+    deadline = time.monotonic() + _MAX_WAIT_S
+    while not is_over():
+        time.sleep(interval_s)
+        interval_s = min(_MAX_INTERVAL_S, 1.1 * interval_s)  # looking must not pass for computing
+        looks = looks + 1 if waits.asleep() else 0
+        is_enough = looks >= (_LOOKS if connections.all_closed() else _MANY_LOOKS)
+        if not is_enough and time.monotonic() < deadline:
+            continue
+        with forming:
+            if not is_over():
+                waits.give_up()
+        looks = 0

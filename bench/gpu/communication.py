@@ -35,8 +35,8 @@ from paceline import train
 from paceline.train import parallel
 from paceline.train.comms import Comms
 from paceline.train.reduce import codecs
-from paceline.train.reduce.exchange import Exchange
-from paceline.train.reduce.registry import METHODS
+from paceline.train.reduce.exchange import GradientExchange
+from paceline.train.reduce.registry import REDUCERS
 from paceline.train.world import World
 
 CODES = {"fp16": codecs.FP16, "bf16": codecs.BF16, "int8": codecs.INT8, "int4": codecs.INT4}
@@ -106,19 +106,19 @@ def alone(device: str) -> dict[str, str]:
     dist.init_process_group("gloo" if device == "cpu" else "nccl")
     torch.manual_seed(0)
     first, found, losses = Net(1024 if device != "cpu" else 128).to(target), {}, {}
-    for name, method in METHODS.items():
+    for name, method in REDUCERS.items():
         module = copy.deepcopy(first)
         comms = Comms(World(), target)
         model = parallel.replicated(module, target, comms)
-        exchange = Exchange(model, comms)
-        exchange.buckets(1 << 20, 1 << 18)
-        exchange.method = method(exchange.line())
+        exchange = GradientExchange(model, comms)
+        exchange.set_bucket_sizes(1 << 20, 1 << 18)
+        exchange.reducer = method(exchange.context())
         optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
         for step in range(STEPS):
             if step == STEPS // 2:  # as a resumed run would
-                kept = exchange.method.state()
-                exchange.method = method(exchange.line())
-                exchange.method.load_state(json_and_back(kept))
+                kept = exchange.reducer.state()
+                exchange.reducer = method(exchange.context())
+                exchange.reducer.load_state(json_and_back(kept))
             if step == 4:
                 began = now(device)
             inputs, targets = batch_of(step, str(target))
@@ -171,7 +171,7 @@ def session(folder: Path, device: str, asked: str, resume: str = "auto") -> None
         loss = cross_entropy(
             network(data.tensors[0].to(joined.device)), data.tensors[1].to(joined.device)
         )
-        method = joined.models.first.exchange.method  # type: ignore[union-attr]
+        method = joined.models.first.exchange.reducer  # type: ignore[union-attr]
         if joined.world.rank == 0:
             state = {name: one.cpu() for name, one in network.state_dict().items()}
             torch.save((state, float(loss), method and method.name), folder / "end.pt")
@@ -180,7 +180,7 @@ def session(folder: Path, device: str, asked: str, resume: str = "auto") -> None
 def rank(folder: Path, device: str) -> None:
     """Everything that a rank of two does."""
     dist.init_process_group("gloo")
-    for asked in (*METHODS, "auto"):
+    for asked in (*REDUCERS, "auto"):
         whole, parts = folder / asked / "whole", folder / asked / "parts"
         session(whole, device, asked)
         if dist.get_rank() == 0:
@@ -205,7 +205,7 @@ def two(device: str) -> dict[str, str]:
             for number in range(2)
         ]
         assert not any(one.wait(120) for one in ranks), "a rank failed"
-        for asked in (*METHODS, "auto"):
+        for asked in (*REDUCERS, "auto"):
             whole, parts = (
                 torch.load(folder / asked / one / "end.pt") for one in ("whole", "parts")
             )

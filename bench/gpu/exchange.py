@@ -16,8 +16,8 @@ from torch import nn
 
 from paceline.train import parallel
 from paceline.train.comms import Comms
-from paceline.train.reduce.exchange import Exchange
-from paceline.train.reduce.registry import METHODS
+from paceline.train.reduce.exchange import GradientExchange
+from paceline.train.reduce.registry import REDUCERS
 from paceline.train.world import World
 
 
@@ -26,13 +26,13 @@ def weights(way: str, comms: Comms, device: torch.device) -> torch.Tensor:
     torch.manual_seed(3)
     network = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(6)]).to(device)
     replica = parallel.replicated(network, device, comms)
-    exchange = Exchange(replica, comms)
+    exchange = GradientExchange(replica, comms)
     if way != "by ddp":
-        exchange.method = METHODS[way](exchange.line())
+        exchange.reducer = REDUCERS[way](exchange.context())
     optimizer = torch.optim.AdamW(network.parameters(), fused=True)
     for step in range(8):
         if step == 4 and comms.world.size < 3:
-            exchange.buckets(4 << 20, 1 << 20)
+            exchange.set_bucket_sizes(4 << 20, 1 << 20)
         torch.manual_seed(10 * step + comms.world.rank)
         replica(torch.randn(64, 1024, device=device)).square().mean().backward()
         optimizer.step()

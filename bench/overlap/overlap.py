@@ -139,9 +139,9 @@ def by_session(make: Any, samples: int, steps: int) -> tuple[list[float], dict[s
                 session.step(module.loss(model(inputs), inputs))
                 moments.append(time.perf_counter())
         session.leaves_group = False
-        assert session._loop.overlap is not None
-        about = session._loop.overlap.about()
-        about["all"] = session._loop.overlap.seconds
+        assert session._loop.bucket_trial is not None
+        about = session._loop.bucket_trial.summary()
+        about["all"] = session._loop.bucket_trial.seconds
         session.close()
     return [after - before for before, after in itertools.pairwise(moments)], about
 

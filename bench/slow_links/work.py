@@ -377,7 +377,7 @@ def ours(job: Job, task: Task, network: nn.Module, interface: str, folder: Path)
     dist.barrier()
     found = notes.result()
     exchange = session.models.first.exchange
-    found["method"] = getattr(exchange and exchange.method, "name", "DDP's own")
+    found["method"] = getattr(exchange and exchange.reducer, "name", "DDP's own")
     session.close()
     return found
 

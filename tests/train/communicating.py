@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 from paceline import train
 from paceline.train.reduce import collectives
-from paceline.train.reduce.registry import METHODS
+from paceline.train.reduce.registry import REDUCERS
 
 STEPS = 30
 FIRST = 130  # of which a tenth is said in 8 bits: more than come before the resumed checkpoint
@@ -71,8 +71,8 @@ def training(
         if launched and session._loop.overlap is not None:
             session._loop.overlap.done = True  # no other sizes are tried
         exchange = session.models.first.exchange
-        if exchange is not None and exchange.method is not None:
-            exchange.buckets(30_000, 10_000)
+        if exchange is not None and exchange.reducer is not None:
+            exchange.set_bucket_sizes(30_000, 10_000)
         loader, losses = session.loader(data(), 32, limit=10), []
         session.checkpoints(every="11", keep=0, resume=resume)
         if looks:
@@ -107,7 +107,7 @@ def every_way(root: Path) -> None:
     """A whole training each, and one that goes on from its middle; in one world."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for asked in METHODS:
+    for asked in REDUCERS:
         whole, parts = root / asked / "whole", root / asked / "parts"
         training(whole, asked)
         if dist.get_rank() == 0:
@@ -116,7 +116,7 @@ def every_way(root: Path) -> None:
         dist.barrier()
         training(parts, asked, resume="11", looks=True)
         if asked == "int4":
-            collectives._SLOW = 0.0  # codes are packed, as on a slow line
+            collectives._SLOW_S_PER_BYTE = 0.0  # codes are packed, as on a slow line
             training(root / "packed", asked, resume="11")
     whole, parts = root / "first" / "whole", root / "first" / "parts"
     training(whole, "int4", steps=FIRST)
@@ -129,7 +129,7 @@ def every_way(root: Path) -> None:
 def launched(folder: Path, asked: str) -> None:
     """Under a launcher; what its codes leave out counts in the next step there, too."""
     torch.set_num_threads(1)
-    collectives._SLOW = 0.0
+    collectives._SLOW_S_PER_BYTE = 0.0
     training(folder, asked, launched=True)
 
 
@@ -144,7 +144,7 @@ def compiled(root: Path) -> None:
 def seldom(root: Path, steps: int) -> None:
     """Parameters that some steps leave out, in 4 bits."""
     torch.set_num_threads(1)
-    collectives._SLOW = 0.0
+    collectives._SLOW_S_PER_BYTE = 0.0
     training(root / "seldom", "int4", steps=steps, unused=True)
 
 
@@ -163,7 +163,7 @@ def main() -> None:
             "equal": equal(root / asked / "whole", root / asked / "parts"),
             "loss": end(root / asked / "whole")[1],
         }
-        for asked in METHODS
+        for asked in REDUCERS
     }
     found["first"] = {
         "equal": equal(root / "first" / "whole", root / "first" / "parts"),

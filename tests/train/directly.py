@@ -26,8 +26,8 @@ from paceline.spec.failure import COLLECTIVE_TIMEOUT, SECONDARY_ERROR
 from paceline.train.comms import Comms
 from paceline.train.elastic import connections
 from paceline.train.reduce import direct
-from paceline.train.reduce.collectives import Wire
-from paceline.train.reduce.exchange import Line
+from paceline.train.reduce.collectives import Collectives
+from paceline.train.reduce.reducer import ReduceContext
 from paceline.train.world import World
 
 TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
@@ -39,7 +39,7 @@ def joined() -> Comms:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     comms = Comms(World(int(os.environ["RANK"]), dist.get_world_size()), torch.device("cpu"))
-    for _ in range(direct._USUAL):
+    for _ in range(direct._GLOO_OPERATIONS):
         comms.barrier()
     return comms
 
@@ -102,17 +102,17 @@ def large(folder: Path) -> None:
     comms = joined()
     group = comms.new_group()
     rank, size = comms.world.rank, comms.world.size
-    wire = Wire(Line(group, rank, size))
+    wire = Collectives(ReduceContext(group, rank, size))
     draw = torch.Generator().manual_seed(7)
     for turn in range(12):
         length = int(torch.randint(1, 3_000_000, (), generator=draw)) // 8 * 8
         # As codes of few kinds, which are packed to less where the line is slow, on some ranks.
         every = torch.randint(0, 5, (size, size, length), dtype=torch.uint8, generator=draw)
-        wire._slow = lambda turn=turn: (turn + rank) % 3 == 0  # type: ignore[method-assign]
+        wire._is_slow = lambda turn=turn: (turn + rank) % 3 == 0  # type: ignore[method-assign]
         codes = length // 2 if turn % 2 else 0
-        assert torch.equal(wire.swap(every[rank], codes), every[:, rank]), turn
-        assert torch.equal(wire.share(every[rank, 0], codes), every[:, 0]), turn
-        assert (of(group) is None) == (2 * turn + 2 < direct._USUAL)
+        assert torch.equal(wire.all_to_all(every[rank], codes), every[:, rank]), turn
+        assert torch.equal(wire.all_gather(every[rank, 0], codes), every[:, 0]), turn
+        assert (of(group) is None) == (2 * turn + 2 < direct._GLOO_OPERATIONS)
     usual = next(iter(of()._sockets.values()))  # type: ignore[union-attr]
     for one in of(group)._sockets.values():  # type: ignore[union-attr]
         # the kernel goes on fitting its buffers to the line
@@ -214,14 +214,14 @@ def out_of_reach(folder: Path) -> None:
     """Where one rank's address leads nowhere, gloo carries all of this group, and no other."""
     if os.environ["RANK"] == "1":
         direct.own_address = lambda: "127.0.0.1"
-        listening = direct._listening
+        listening = direct._listen
 
         def elsewhere(cuts: int, ranks: int) -> socket.socket | None:
             one = listening(cuts, ranks)
             assert one is not None
             one.close()  # nobody listens there any more
-            shut = direct._card
-            direct._card = lambda _, key: shut(Closed(one), key)  # type: ignore[arg-type]
+            shut = direct._endpoint
+            direct._endpoint = lambda _, key: shut(Closed(one), key)  # type: ignore[arg-type]
             return socket.create_server(("127.0.0.1", 0))
 
         class Closed:
@@ -231,16 +231,16 @@ def out_of_reach(folder: Path) -> None:
             def getsockname(self) -> tuple[str, int]:
                 return self.place
 
-        direct._listening = elsewhere
-        reaches = listening, direct._card
-    direct._MAKING_S = 1.0
+        direct._listen = elsewhere
+        reaches = listening, direct._endpoint
+    direct._CONNECT_TIMEOUT_S = 1.0
     comms = joined()
     assert of() is None
     assert float(comms.sum(torch.ones(5))[0]) == comms.world.size
     if os.environ["RANK"] == "1":
-        direct._listening, direct._card = reaches
+        direct._listen, direct._endpoint = reaches
     other = Comms(comms.world, comms.device, comms.new_group())
-    for _ in range(direct._USUAL):
+    for _ in range(direct._GLOO_OPERATIONS):
         other.barrier()
     assert of(other.group) is not None
     assert of() is None
@@ -249,7 +249,7 @@ def out_of_reach(folder: Path) -> None:
 
 def strangers(folder: Path) -> None:
     """Who calls without the key, or says nothing, is not taken for a rank and holds nobody up."""
-    listening = direct._listening
+    listening = direct._listen
     callers = []
 
     def beset(cuts: int, ranks: int) -> socket.socket | None:
@@ -265,7 +265,7 @@ def strangers(folder: Path) -> None:
             callers[-1].sendall(said)
         return one
 
-    direct._listening = beset
+    direct._listen = beset
     comms = joined()
     assert of() is not None
     assert float(comms.sum(torch.ones(5))[0]) == comms.world.size

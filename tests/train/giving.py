@@ -54,7 +54,7 @@ def rank(number: int, way: str, control: int, folder: Path) -> None:
             if way == "chain":
                 comms.spread([much])
             elif way == "promised":
-                waits.promised(dist.broadcast(much, 0, async_op=True), much).wait()
+                waits.cancellable_future(dist.broadcast(much, 0, async_op=True), much).wait()
             elif way == "at once":
                 waits.wait(dist.broadcast(much, 0, async_op=True), much)
             else:

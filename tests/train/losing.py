@@ -145,13 +145,13 @@ def held_back_loss(net: nn.Module, data: Noisy) -> float:
 
 def at_meetings(session: train.Session, dies: Kills) -> None:
     """Ranks may die when they have sent how far they came alone, and have not gone there yet."""
-    go = Local._go
+    go = Local._outer_step
 
     def going(*what: Any) -> None:
         dies("meeting", session.progress.step)
         go(*what)
 
-    Local._go = going  # type: ignore[method-assign]
+    Local._outer_step = going  # type: ignore[method-assign]
 
 
 def come_behind(session: train.Session, slot: int) -> None:

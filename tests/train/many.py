@@ -24,7 +24,7 @@ from paceline import train
 from paceline.spec.errors import DataError, JobError
 from paceline.train import parallel
 from paceline.train.reduce import small_messages
-from paceline.train.reduce.exchange import Exchange
+from paceline.train.reduce.exchange import GradientExchange
 from paceline.train.update import Updater
 
 
@@ -79,15 +79,15 @@ class Backwards(nn.Sequential):
         return inputs
 
 
-class Counting(Exchange):
+class Counting(GradientExchange):
     """Counts the buckets that a pass gives to a method."""
 
     count = 0
 
-    def take(self, given):
-        if self._method or self._directly:
+    def reduce_bucket(self, given):
+        if self._reducer or self._direct:
             self.count = given.index() + 1
-        return super().take(given)
+        return super().reduce_bucket(given)
 
 
 def exchanged(session: train.Session, most: int) -> dict[str, list[float]]:
@@ -96,9 +96,9 @@ def exchanged(session: train.Session, most: int) -> dict[str, list[float]]:
     Args:
         most: Bytes of a model whose gradients three ranks average directly.
     """
-    found, places, usual = {}, {}, small_messages.MOST
-    small_messages.MOST = most
-    of_two = Exchange._of_two
+    found, places, usual = {}, {}, small_messages.MAX_BYTES
+    small_messages.MAX_BYTES = most
+    of_two = GradientExchange._is_pair
     ways = ("by ddp", "hook", "as made", "laid out", "laid out, hook")
     for way in (*ways, "unused", "unused, hook", "unused, as made"):
         torch.manual_seed(7)
@@ -108,22 +108,22 @@ def exchanged(session: train.Session, most: int) -> dict[str, list[float]]:
             network, session.device, session.comms, unused="unused" in way
         )
         if way in OF_DDP.values():  # two ranks exchange by themselves otherwise
-            Exchange._of_two = property(lambda self: False)  # type: ignore[assignment]
+            GradientExchange._is_pair = property(lambda self: False)  # type: ignore[assignment]
         exchange = Counting(replica, session.comms)
-        directly = exchange._directly is not None
+        directly = exchange._direct is not None
         assert directly == (session.world.size == 2 or bool(most)) or way in OF_DDP.values()
         if "hook" in way:
-            exchange.method = exchange._exact()
+            exchange.reducer = exchange._make_exact()
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
         updater = Updater(network, optimizer, LambdaLR(optimizer, lambda n: 0.9**n), None, None)
         updater.exchange = exchange
         for step in range(8):
             if "laid out" in way and step in (1, 3):
-                exchange.buckets(600, 200)
+                exchange.set_bucket_sizes(600, 200)
             if "as made" in way and step == 1:
-                exchange.method = exchange._exact()
+                exchange.reducer = exchange._make_exact()
             if "as made" in way and step == 3:
-                exchange.as_made()
+                exchange.reset()
                 exchange.count = 0
             torch.manual_seed(10 * step + session.world.rank)
             updater.backward(replica(torch.randn(5, 9)).square().mean())
@@ -137,11 +137,11 @@ def exchanged(session: train.Session, most: int) -> dict[str, list[float]]:
         by_itself = (3 if "laid out" in way else 1) if directly else 0
         assert exchange.count == buckets.get(way, by_itself)
         former = weakref.ref(replica.reducer)
-        exchange.buckets(600, 200)
+        exchange.set_bucket_sizes(600, 200)
         assert former() is None  # and its buckets with it
         found[way] = torch.cat([one.detach().flatten() for one in network.parameters()]).tolist()
-        Exchange._of_two = of_two  # type: ignore[method-assign]
-    small_messages.MOST = usual
+        GradientExchange._is_pair = of_two  # type: ignore[method-assign]
+    small_messages.MAX_BYTES = usual
     return found
 
 

@@ -20,9 +20,9 @@ from torch.utils.data import TensorDataset
 
 from paceline import train
 from paceline.train.reduce import auto, choice, selection
-from paceline.train.reduce.coded_reducer import Coded
-from paceline.train.reduce.collectives import Wire
-from paceline.train.reduce.exchange import Bucket
+from paceline.train.reduce.coded_reducer import CodedReducer
+from paceline.train.reduce.collectives import Collectives
+from paceline.train.reduce.reducer import Bucket
 
 RATE, STEPS, SAMPLES, BATCH, DIES_AT = 0.05, 36, 144, 24, 6
 SLOW = 0.03  # seconds of a step: ranks look up together after some of them
@@ -52,16 +52,16 @@ class Account:
     @property
     def _method(self) -> Any:
         exchange = self._session.models.first.exchange
-        return None if exchange is None else exchange.method
+        return None if exchange is None else exchange.reducer
 
     def leave(self, ranks: int, *, ended: bool = True) -> None:
         method, updater = self._method, self._session.models.first
         owed = [torch.zeros_like(one, requires_grad=False) for one in self.parameters]
-        if isinstance(method, Coded):
+        if isinstance(method, CodedReducer):
             names = [name for name, _ in updater.module.named_parameters()]
             for name, one in zip(names, owed, strict=True):
-                if name in method._kept._of:
-                    one += method._kept._of[name].own.detach() / ranks
+                if name in method._feedback._views:
+                    one += method._feedback._views[name].committed.detach() / ranks
         found = {"ended": ended}
         found |= {"computed": flat(self._computed), "owed": flat(owed)}
         torch.save(found, f"{self._path}.pt")
@@ -81,9 +81,9 @@ def owing(folder: Path, asked: str, dies: int, again: int, behind: int | None) -
     """
     slot, newcomer = int(os.environ["RANK"]), "PACELINE_NEWCOMER" in os.environ
     torch.set_num_threads(1)
-    choice._SMALLEST = 1 << 14  # several buckets
+    choice._MIN_BUCKET_BYTES = 1 << 14  # several buckets
     seconds = dict.fromkeys(selection.CANDIDATES, 1.0)
-    auto.chosen = lambda *_, **__: selection.Choice("int4", 3, seconds)
+    auto.choose = lambda *_, **__: selection.Choice("int4", 3, seconds)
     source = torch.Generator().manual_seed(3)
     inputs = torch.randn(SAMPLES, 16, generator=source, dtype=torch.float64)
     data = TensorDataset(inputs, (inputs[:, :4] + inputs[:, 4:8]).argmax(1))
@@ -145,33 +145,33 @@ def owing(folder: Path, asked: str, dies: int, again: int, behind: int | None) -
 
 def note_averages() -> list[int]:
     """Numbers of the buckets that have been averaged since the list was cleared."""
-    average = Coded.average
+    average = CodedReducer.all_reduce
     averaged: list[int] = []
 
-    def averages(self: Coded, bucket: Bucket) -> None:
+    def averages(self: CodedReducer, bucket: Bucket) -> None:
         average(self, bucket)
         averaged.append(bucket.number)
 
-    Coded.average = averages  # type: ignore[method-assign]
+    CodedReducer.all_reduce = averages  # type: ignore[method-assign]
     return averaged
 
 
 def _cut_short(session: train.Session) -> None:
     """The last message of one exchange fails here, after its bytes have gone to all others."""
-    average, share, last = Coded.average, Wire.share, False
+    average, share, last = CodedReducer.all_reduce, Collectives.all_gather, False
 
-    def averages(self: Coded, bucket: Bucket) -> None:
+    def averages(self: CodedReducer, bucket: Bucket) -> None:
         nonlocal last
-        last = bucket.last and session.progress.step == DIES_AT
+        last = bucket.is_last and session.progress.step == DIES_AT
         average(self, bucket)
 
-    def shares(self: Wire, message: Tensor, codes: int = 0) -> Tensor:
+    def shares(self: Collectives, message: Tensor, codes: int = 0) -> Tensor:
         rows = share(self, message, codes)
         if last:
             raise RuntimeError("Connection closed by peer")
         return rows
 
-    Coded.average, Wire.share = averages, shares  # type: ignore[method-assign]
+    CodedReducer.all_reduce, Collectives.all_gather = averages, shares  # type: ignore[method-assign]
 
 
 def ready(folder: Path) -> Path:

@@ -20,7 +20,7 @@ from paceline import train
 from paceline.train import parallel
 from paceline.train.comms import Comms
 from paceline.train.measure.pace import _Sent
-from paceline.train.reduce.exchange import Exchange
+from paceline.train.reduce.exchange import GradientExchange
 
 LATE_S = 0.4
 
@@ -44,7 +44,7 @@ def begun(comms: Comms, model: parallel.Replica) -> dict[str, Callable[[], objec
     """Operations; what they begin with before, every rank has begun."""
     one = torch.ones(3)
     sent = _Sent(comms, torch.ones(4), 0, 1)
-    exchange = Exchange(model, comms)
+    exchange = GradientExchange(model, comms)
     return {
         "sum": lambda: comms.sum(one),
         "most": lambda: comms.most(one),
@@ -54,7 +54,7 @@ def begun(comms: Comms, model: parallel.Replica) -> dict[str, Callable[[], objec
         "barrier": comms.barrier,
         "new_group": comms.new_group,
         "notes": sent.rows,
-        "as made": exchange.as_made,
+        "as made": exchange.reset,
     }
 
 

@@ -53,7 +53,7 @@ def main(folder: Path) -> None:
         assert sent is not None
         dist.destroy_process_group()
         return
-    names = sorted({task.name for task in gloo.tasks() if task.of_gloo})
+    names = sorted({task.name for task in gloo.tasks() if task.is_gloo})
     work = dist.irecv(torch.empty(1 << 20), 1)
     del work  # as an operation that fails leaves it
     before = used()
@@ -62,7 +62,7 @@ def main(folder: Path) -> None:
     closed = until(links.all_closed)
     found = [busy, closed, until(quiet)]
     dist.destroy_process_group()  # takes the descriptor out of its epoll, or aborts
-    left = [task.name for task in gloo.tasks() if task.of_gloo]
+    left = [task.name for task in gloo.tasks() if task.is_gloo]
     (folder / "0.json").write_text(json.dumps([names, *found, left]))
 
 

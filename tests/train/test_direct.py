@@ -49,7 +49,7 @@ def test_who_waits_is_freed(tmp_path: Path) -> None:
     assert len(waiting) == 3
     for one in waiting:
         assert one["took"] < 1.5
-        assert all("GivenUp: its connections were cut" in said for said in one["said"])
+        assert all("WaitCancelled: its connections were cut" in said for said in one["said"])
 
 
 @pytest.mark.parametrize(("what", "says"), [("lost", "by peer"), ("late", "500ms for rank 0")])
@@ -66,7 +66,7 @@ def test_ranks_that_differ_are_told(tmp_path: Path) -> None:
 def test_who_waits_there_is_seen_to_wait() -> None:
     stack = [
         'File "/x/paceline/train/reduce/direct.py", line 180 in _sleep',
-        'File "/x/paceline/train/reduce/small_messages.py", line 60 in _rows',
+        'File "/x/paceline/train/reduce/small_messages.py", line 60 in _all_gather',
         'File "/x/paceline/train/comms.py", line 206 in barrier',
         'File "/home/me/train.py", line 40 in <module>',
     ]
@@ -84,7 +84,7 @@ def test_an_end_is_known_for_what_it_is_and_whose_it_is(number: int) -> None:
             raise OSError(number, os.strerror(number))
 
     room = memoryview(bytearray(4))
-    one = direct._Both(2, Silent(), "[10.0.0.2]:4567", 1, room, room)  # type: ignore[arg-type]
+    one = direct._Transfer(2, Silent(), "[10.0.0.2]:4567", 1, room, room)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError) as caught:
         one.move()
     assert SECONDARY_ERROR.search(str(caught.value))

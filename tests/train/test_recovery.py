@@ -417,8 +417,8 @@ def test_a_wait_in_the_next_group_is_not_given_up(monkeypatch: pytest.MonkeyPatc
         looked.set()
         return True
 
-    monkeypatch.setattr(wait_release.waits, "asleep", asleep)
-    monkeypatch.setattr(wait_release.waits, "give_up", lambda: given_up.append(one.generation))
+    monkeypatch.setattr(wait_release.waits, "is_gloo_asleep", asleep)
+    monkeypatch.setattr(wait_release.waits, "cancel_all", lambda: given_up.append(one.generation))
     monkeypatch.setattr(wait_release, "_LOOKS", 1)
     with one._forming:
         control.on_cut(1)
@@ -437,8 +437,8 @@ def test_a_wait_is_given_up_where_a_thread_of_gloos_never_sleeps(
     comms = Comms(World(0, 2, 0, 2, "n1", True), torch.device("cpu"))
     one = recovery.Recovery(0, comms, control, group_of(control))
     given_up = threading.Event()
-    monkeypatch.setattr(wait_release.waits, "asleep", lambda: False)
-    monkeypatch.setattr(wait_release.waits, "give_up", given_up.set)
+    monkeypatch.setattr(wait_release.waits, "is_gloo_asleep", lambda: False)
+    monkeypatch.setattr(wait_release.waits, "cancel_all", given_up.set)
     monkeypatch.setattr(wait_release, "_MAX_WAIT_S", 0.2)
     control.on_cut(1)
     assert given_up.wait(20)

@@ -249,13 +249,13 @@ def test_little_money_is_told_too(price: float, said: str) -> None:
 
 
 def test_what_other_ways_send_is_what_they_send() -> None:
-    from paceline.train.reduce.exchange import Line
-    from paceline.train.reduce.registry import METHODS
+    from paceline.train.reduce.reducer import ReduceContext
+    from paceline.train.reduce.registry import REDUCERS
 
     for ranks in (2, 3, 4, 16):
         sent = {
-            name: made(Line(None, 0, ranks)).sent(1 << 20, ranks)
-            for name, made in METHODS.items()
+            name: made(ReduceContext(None, 0, ranks)).bytes_sent(1 << 20, ranks)
+            for name, made in REDUCERS.items()
             if name in {*BYTES_SENT, "exact"}
         }
         for name, parts in BYTES_SENT.items():

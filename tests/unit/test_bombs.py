@@ -223,7 +223,7 @@ def test_codes_of_another_rank_fill_their_place_and_no_more() -> None:
     press = zlib.compressobj(9, zlib.DEFLATED, -15)
     packed = press.compress(bytes(1 << 26)) + press.flush()
     came = np.frombuffer(
-        struct.pack("<q", len(packed)).ljust(collectives._HEAD, b"\0") + packed, np.uint8
+        struct.pack("<q", len(packed)).ljust(collectives._HEADER, b"\0") + packed, np.uint8
     )
     message = torch.zeros(1000, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="holds 1001 bytes of codes, not 1000"):

@@ -15,20 +15,21 @@ from torch import Tensor
 from paceline.train.comms import Comms
 from paceline.train.measure.pace import PARTS, Look
 from paceline.train.reduce import auto
-from paceline.train.reduce.auto import Auto
+from paceline.train.reduce.auto import AutoMethod
 from paceline.train.reduce.choice import Communication
-from paceline.train.reduce.exchange import Exchange, Line
-from paceline.train.reduce.registry import METHODS
-from paceline.train.reduce.selection import CANDIDATES, Measured, chosen
+from paceline.train.reduce.exchange import GradientExchange
+from paceline.train.reduce.reducer import ReduceContext
+from paceline.train.reduce.registry import REDUCERS
+from paceline.train.reduce.selection import CANDIDATES, Measurement, choose
 from paceline.train.world import World
 
 
-def measured(megabits: float, *, computing: float = 0.14, megabytes: float = 7.6) -> Measured:
+def measured(megabits: float, *, computing: float = 0.14, megabytes: float = 7.6) -> Measurement:
     """Two ranks; codes at 1.5 GB/s there and back."""
-    elements, line = int(megabytes * 250_000), Line(None, 0, 2)
-    sent = {way: METHODS[way](line).sent(elements, 2) for way in CANDIDATES}
+    elements, line = int(megabytes * 250_000), ReduceContext(None, 0, 2)
+    sent = {way: REDUCERS[way](line).bytes_sent(elements, 2) for way in CANDIDATES}
     coding = {way: 0.0 if way == "exact" else megabytes / 1500 for way in CANDIDATES}
-    return Measured(computing, 4 * elements, 0.001, megabits * 125_000, sent, coding)
+    return Measurement(computing, 4 * elements, 0.001, megabits * 125_000, sent, coding)
 
 
 @pytest.mark.parametrize(
@@ -45,37 +46,39 @@ def measured(megabits: float, *, computing: float = 0.14, megabytes: float = 7.6
 def test_the_way_that_leaves_out_least_of_those_that_hide_their_bytes(
     megabits: float, way: str
 ) -> None:
-    assert chosen(measured(megabits)).way == way
+    assert choose(measured(megabits)).method == way
 
 
 def test_a_forecast_is_never_above_plain_exact_averages() -> None:
     for megabits in (1, 20, 100, 1_000, 10_000, 100_000):
         for computing in (0.001, 0.1, 10.0):
-            one = chosen(measured(megabits, computing=computing))
-            assert one.seconds[one.way] <= one.seconds["exact"] * 1.0001 or one.way == "exact"
+            one = choose(measured(megabits, computing=computing))
+            assert one.seconds[one.method] <= one.seconds["exact"] * 1.0001 or one.method == "exact"
 
 
 def test_slow_coding_is_not_taken() -> None:
     one = measured(2_000)
-    slow = Measured(
-        one.computing, one.gradients, one.latency, one.rate, one.sent,
+    slow = Measurement(
+        one.computing_s, one.gradient_bytes, one.latency_s, one.bytes_per_s, one.sent,
         {way: 0.0 if way == "exact" else 1.0 for way in CANDIDATES},
     )  # fmt: skip
-    assert chosen(slow).way == "exact"
+    assert choose(slow).method == "exact"
 
 
 def test_long_ways_want_few_buckets() -> None:
     near = measured(100)
-    far = Measured(near.computing, near.gradients, 0.04, near.rate, near.sent, near.coding)
+    far = Measurement(
+        near.computing_s, near.gradient_bytes, 0.04, near.bytes_per_s, near.sent, near.coding_s
+    )
     assert far.best("int8")[0] < near.best("int8")[0]
 
 
 def test_it_stays_with_what_is_nearly_as_good() -> None:
-    ways = [chosen(measured(megabits)).way for megabits in range(60, 400, 5)]
+    ways = [choose(measured(megabits)).method for megabits in range(60, 400, 5)]
     changes = [at for at, pair in enumerate(itertools.pairwise(ways)) if pair[0] != pair[1]]
     assert changes
     for at in changes:  # a little slower than where it changes, it would not change back
-        assert chosen(measured(60 + 5 * at), now=ways[at + 1]).way == ways[at + 1]
+        assert choose(measured(60 + 5 * at), present=ways[at + 1]).method == ways[at + 1]
 
 
 @dataclass
@@ -84,22 +87,22 @@ class Standing:
 
     rank: int
     elements: int = 2_000_000
-    method: Any = None
-    left: Any = None
+    reducer: Any = None
+    former_reducer: Any = None
     layout: tuple[int, int] = (0, 0)
 
     @property
     def nbytes(self) -> int:
         return 4 * self.elements
 
-    def line(self) -> Line:
-        return Line(None, self.rank, 2)
+    def context(self) -> ReduceContext:
+        return ReduceContext(None, self.rank, 2)
 
-    def buckets(self, size: int, first: int) -> None:
+    def set_bucket_sizes(self, size: int, first: int) -> None:
         self.layout = size, first
 
-    def as_made(self) -> None:
-        self.layout, self.method = (0, 0), None
+    def reset(self) -> None:
+        self.layout, self.reducer = (0, 0), None
 
 
 class Both:
@@ -140,11 +143,13 @@ def network(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """What ranks measure of it: bytes a second, as rank 1 sees it; rank 0 sees a better one."""
     rate = {"rate": 240e6 / 8}
 
-    def probe(self: Auto) -> tuple[float, float, float]:
-        return 0.001, rate["rate"] * (2 - self._wire.rank), 0.0
+    def probe(self: AutoMethod) -> tuple[float, float, float]:
+        return 0.001, rate["rate"] * (2 - self._collectives.rank), 0.0
 
-    monkeypatch.setattr(auto.Auto, "_probe", probe)
-    monkeypatch.setattr(auto.Auto, "_code", lambda self, way: 0.0 if way == "exact" else 0.005)
+    monkeypatch.setattr(auto.AutoMethod, "_probe", probe)
+    monkeypatch.setattr(
+        auto.AutoMethod, "_measure_coding", lambda self, way: 0.0 if way == "exact" else 0.005
+    )
     return rate
 
 
@@ -157,7 +162,7 @@ def both(body: Any) -> list[Any]:
 def made(rank: int, told: Both, text: str = "auto") -> tuple[Communication, Standing]:
     exchange = Standing(rank)
     comms = Told(World(rank=rank, size=2), torch.device("cpu"), None, both=told)
-    return Communication(text, cast(Exchange, exchange), comms), exchange
+    return Communication(text, cast(GradientExchange, exchange), comms), exchange
 
 
 def test_all_ranks_decide_alike_and_look_again(network: dict[str, float]) -> None:
@@ -168,12 +173,12 @@ def test_all_ranks_decide_alike_and_look_again(network: dict[str, float]) -> Non
             if number == 10 and rank == 0:
                 network["rate"] = 20e6 / 8
             moving = 0.02 if number < 11 else 0.5
-            moving = moving if exchange.method else 0.25
-            said.append(one.looked(look(5 * number, 0.14, moving)))
-            ways.append(exchange.method.name if exchange.method else "exact")
+            moving = moving if exchange.reducer else 0.25
+            said.append(one.consider(look(5 * number, 0.14, moving)))
+            ways.append(exchange.reducer.name if exchange.reducer else "exact")
         other, again = made(rank, told)
         other.load_state({**one.state(), "rests": {}})
-        return ways, said, again.method.name, again.layout == exchange.layout
+        return ways, said, again.reducer.name, again.layout == exchange.layout
 
     (ways, said, resumed, alike), other = both(body)
     assert ways == other[0]
@@ -196,10 +201,10 @@ def test_the_first_steps_are_not_said_in_4_bits(network: dict[str, float]) -> No
             one, exchange = made(rank, told, "int4")
             one.load_state({"method": "int8", "rests": {}} if done else {})
             one.begin(steps, done)
-            ways = [exchange.method.name]
+            ways = [exchange.reducer.name]
             for step in range(done + 1, done + 30):
                 one.stepped(step)
-                ways.append(exchange.method.name)
+                ways.append(exchange.reducer.name)
             found.append((ways.count("int8"), ways[-1]))
         return found
 
@@ -215,9 +220,9 @@ def test_a_newcomer_says_its_first_step_as_the_others_do(network: dict[str, floa
             one.stepped(done)
             newcomer, other = made(rank, told, "int4")
             newcomer.begin(150, 0)
-            newcomer.take_alike(one.alike())
+            newcomer.load_replicated_state(one.replicated_state())
             newcomer.renew()
-            names += [exchange.method.name, other.method.name]
+            names += [exchange.reducer.name, other.reducer.name]
         return names
 
     assert both(body) == [["int8", "int8", "int4", "int4"]] * 2
@@ -231,12 +236,12 @@ def test_a_newcomer_takes_what_auto_chose_when_all_begin_anew(network: dict[str,
         one, exchange = made(rank, told)
         one.begin(1000, 0)
         for first in range(0, 20, 5):
-            one.looked(look(first, 0.14, 0.001))
+            one.consider(look(first, 0.14, 0.001))
         exchange.layout = (7, 7)
-        one.take_alike(one.alike())
+        one.load_replicated_state(one.replicated_state())
         before = exchange.layout
         one.renew()
-        return [before, exchange.layout, exchange.method, one.settled]
+        return [before, exchange.layout, exchange.reducer, one.settled]
 
     first, _ = both(body)
     assert first == [(7, 7), (0, 0), None, True]
@@ -250,11 +255,11 @@ def test_auto_judges_4_bits_by_steps_that_are_said_so(network: dict[str, float])
         one.begin(150, 0)
         found = []
         for first in range(0, 45, 5):
-            moving = 4.0 if exchange.method is None else 1.0 if first < 15 else 0.25
-            one.looked(look(first, 0.14, moving))
+            moving = 4.0 if exchange.reducer is None else 1.0 if first < 15 else 0.25
+            one.consider(look(first, 0.14, moving))
             for step in range(first + 1, first + 6):
                 one.stepped(step)
-            found.append((exchange.method.name, one.settled))
+            found.append((exchange.reducer.name, one.settled))
         return found
 
     found, other = both(body)
@@ -266,24 +271,24 @@ def test_auto_judges_4_bits_by_steps_that_are_said_so(network: dict[str, float])
 def test_a_resumed_run_measures_the_line_once_before_its_first_look(
     network: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured, probe = [], auto.Auto._probe
+    measured, probe = [], auto.AutoMethod._probe
 
-    def counted(self: Auto) -> tuple[float, float, float]:
-        measured.append(self._wire.rank)
+    def counted(self: AutoMethod) -> tuple[float, float, float]:
+        measured.append(self._collectives.rank)
         return probe(self)
 
-    monkeypatch.setattr(auto.Auto, "_probe", counted)
+    monkeypatch.setattr(auto.AutoMethod, "_probe", counted)
 
     def body(rank: int, told: Both) -> list[int]:
         one, _ = made(rank, told)
         for first in range(0, 50, 5):
-            one.looked(look(first, 0.14, 0.02))
+            one.consider(look(first, 0.14, 0.02))
         assert one.settled
         other, _ = made(rank, told)
         other.load_state({**one.state(), "rests": {}})
         counts = [measured.count(rank)]
         for first in (50, 100_005, 200_005):
-            other.looked(look(first, 0.14, 0.02))
+            other.consider(look(first, 0.14, 0.02))
             counts.append(measured.count(rank))
         return counts
 
@@ -300,10 +305,10 @@ def test_where_steps_take_longer_than_expected_other_buckets_are_tried(
         one, exchange = made(rank, told)
         buckets, said = [], ""
         for number in range(20):
-            used = exchange.nbytes // exchange.layout[0] if exchange.method else 0
+            used = exchange.nbytes // exchange.layout[0] if exchange.reducer else 0
             buckets.append(used)
             moving = 0.06 + a_bucket * used if used else 0.2
-            said = said or one.looked(look(5 * number, 0.14, moving))
+            said = said or one.consider(look(5 * number, 0.14, moving))
         return buckets, said, one.settled
 
     network["rate"] = 400e6 / 8
@@ -323,9 +328,9 @@ def settled_one(network: dict[str, float], moving: dict[str, float], looks: int)
         one, exchange = made(rank, told)
         ways = []
         for number in range(looks):
-            name = exchange.method.name if exchange.method else "exact"
-            one.looked(look(5 * number, 0.14, moving[name]))
-            ways.append(exchange.method.name if exchange.method else "exact")
+            name = exchange.reducer.name if exchange.reducer else "exact"
+            one.consider(look(5 * number, 0.14, moving[name]))
+            ways.append(exchange.reducer.name if exchange.reducer else "exact")
         return ways
 
     ways, other = both(body)
@@ -351,13 +356,13 @@ def test_ranks_that_are_late_in_turn_speak_for_no_other_way(network: dict[str, f
         one, exchange = made(rank, told)
         ways = []
         for number in range(12):
-            some = look(5 * number, 0.1, 0.02 if exchange.method else 0.3)
+            some = look(5 * number, 0.1, 0.02 if exchange.reducer else 0.3)
             for step in range(5):
                 late = (5 * number + step) % 2
                 some.seconds[late, step, PARTS.index("computing")] = 0.3 if step % 5 > 2 else 0.1
                 some.seconds[1 - late, step, PARTS.index("waiting")] = 0.2 if step % 5 > 2 else 0.0
-            one.looked(some)
-            ways.append(exchange.method.name if exchange.method else "exact")
+            one.consider(some)
+            ways.append(exchange.reducer.name if exchange.reducer else "exact")
         return ways
 
     network["rate"] = 100e6 / 8
@@ -366,7 +371,7 @@ def test_ranks_that_are_late_in_turn_speak_for_no_other_way(network: dict[str, f
 
 def test_a_processor_that_moves_bytes_does_not_compute_meanwhile() -> None:
     one = measured(1_000)
-    busy = replace(one, handling=2e-9)
+    busy = replace(one, handling_s=2e-9)
     more = {way: busy.best(way)[1] - one.best(way)[1] for way in CANDIDATES}
     assert more["exact"] == pytest.approx(2e-9 * one.sent["exact"])
     assert more["int8"] < 0.3 * more["exact"]
@@ -375,9 +380,9 @@ def test_a_processor_that_moves_bytes_does_not_compute_meanwhile() -> None:
 def test_what_a_bucket_takes_is_found_from_a_step() -> None:
     one = measured(200)
     for each, buckets in ((0.01, 8), (0.03, 2)):
-        seconds = replace(one, each=each).seconds("int8", buckets)
-        assert one.corrected("int8", buckets, seconds).each == pytest.approx(each)
-    assert one.corrected("int8", 8, one.seconds("int8", 8) - 0.01).each == 0
+        seconds = replace(one, bucket_s=each).seconds("int8", buckets)
+        assert one.corrected("int8", buckets, seconds).bucket_s == pytest.approx(each)
+    assert one.corrected("int8", 8, one.seconds("int8", 8) - 0.01).bucket_s == 0
 
 
 def test_the_first_steps_are_not_exact_where_that_is_dear(network: dict[str, float]) -> None:
@@ -385,12 +390,12 @@ def test_the_first_steps_are_not_exact_where_that_is_dear(network: dict[str, flo
 
     def body(rank: int, told: Both) -> list[str]:
         one, exchange = made(rank, told)
-        ways = [exchange.method.name if exchange.method else "DDP"]
+        ways = [exchange.reducer.name if exchange.reducer else "DDP"]
         for seconds in (0.9, 0.2 + 0.1 * rank, 0.14, 0.01):
             one.computed(lambda: seconds)  # noqa: B023
-            ways.append(exchange.method.name if exchange.method else "DDP")
+            ways.append(exchange.reducer.name if exchange.reducer else "DDP")
         assert not one.settled
-        assert one.state()["method"] == exchange.method.name if exchange.method else "exact"
+        assert one.state()["method"] == exchange.reducer.name if exchange.reducer else "exact"
         return ways
 
     network["rate"] = 240e6 / 8
@@ -402,14 +407,14 @@ def test_the_first_steps_are_not_exact_where_that_is_dear(network: dict[str, flo
 def test_who_asks_for_nothing_is_told_what_there_is() -> None:
     def body(rank: int, told: Both) -> list[str]:
         one, _ = made(rank, told, "exact")
-        return [one.looked(look(5 * number, 0.14, 0.6)) for number in range(6)]
+        return [one.consider(look(5 * number, 0.14, 0.6)) for number in range(6)]
 
     said = [one for one in both(body)[0] if one]
     assert len(said) == 1
     assert said[0].startswith("81% of each 0.74 s step goes into sending gradients. session.prep")
     assert 'communication="int8") would make a step about 0.296 s at best' in said[0]
     assert not any(
-        both(lambda rank, told: made(rank, told, "exact")[0].looked(look(0, 0.2, 0.02, 20)))
+        both(lambda rank, told: made(rank, told, "exact")[0].consider(look(0, 0.2, 0.02, 20)))
     )
 
 
@@ -417,7 +422,7 @@ def test_of_short_messages_fewer_bytes_are_not_advised() -> None:
     def body(rank: int, told: Both) -> list[str]:
         one, exchange = made(rank, told, "exact")
         exchange.elements = 400
-        return [one.looked(look(5 * number, 0.06, 0.02)) for number in range(6)]
+        return [one.consider(look(5 * number, 0.06, 0.02)) for number in range(6)]
 
     said = [one for one in both(body)[0] if one]
     assert len(said) == 1

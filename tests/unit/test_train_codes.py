@@ -18,21 +18,22 @@ from torch import Tensor, nn
 
 from each_case import each_case
 from paceline.train.reduce import codecs
-from paceline.train.reduce.codecs import BLOCK, Code
-from paceline.train.reduce.collectives import Wire, parcel, unpack
-from paceline.train.reduce.exchange import Bucket, Line, _Mover
+from paceline.train.reduce.codecs import BLOCK, Codec
+from paceline.train.reduce.collectives import Collectives, pack, unpack
+from paceline.train.reduce.exchange import _ReduceThread
 from paceline.train.reduce.local import Local
-from paceline.train.reduce.registry import METHODS
+from paceline.train.reduce.reducer import Bucket, ReduceContext
+from paceline.train.reduce.registry import REDUCERS
 
 CODES = {"fp16": codecs.FP16, "bf16": codecs.BF16, "int8": codecs.INT8, "int4": codecs.INT4}
 WORST = {"fp16": 2**-11, "bf16": 2**-8, "int8": 1 / 254, "int4": 1 / 14}  # of a block's largest
 
 
-def told(code: Code, values: Tensor) -> tuple[Tensor, Tensor]:
+def told(code: Codec, values: Tensor) -> tuple[Tensor, Tensor]:
     """What is understood, and what is left to say."""
-    message = torch.zeros(code.size(len(values)), dtype=torch.uint8)
+    message = torch.zeros(code.message_bytes(len(values)), dtype=torch.uint8)
     rest, out = values.clone(), torch.empty_like(values)
-    code.encode(rest, message, keep=True)
+    code.encode(rest, message, keep_error=True)
     code.decode(message, out)
     return out, rest
 
@@ -62,7 +63,7 @@ def test_zeros_extremes_and_what_is_not_finite(name: str) -> None:
 
 
 def test_sizes_are_what_they_say() -> None:
-    sizes = {name: code.size(1024 * BLOCK) for name, code in CODES.items()}
+    sizes = {name: code.message_bytes(1024 * BLOCK) for name, code in CODES.items()}
     full = 4 * 1024 * BLOCK
     ratios = {name: round(full / size, 2) for name, size in sizes.items()}
     assert ratios == {"fp16": 1.98, "bf16": 2.0, "int8": 3.94, "int4": 7.76}
@@ -83,24 +84,24 @@ class Meeting:
         return every
 
 
-class Threads(Wire):
+class Threads(Collectives):
     """A wire between threads."""
 
-    def __init__(self, line: Line, meeting: Meeting) -> None:
-        super().__init__(line)
-        self._meet = lambda thing: meeting(line.rank, thing)
+    def __init__(self, context: ReduceContext, meeting: Meeting) -> None:
+        super().__init__(context)
+        self._meet = lambda thing: meeting(context.rank, thing)
 
-    def sum(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         tensor.copy_(torch.stack(self._meet(tensor.clone())).sum(0))
 
-    around = sum
+    ring_all_reduce = all_reduce
 
-    def swap(self, messages: Tensor, codes: int = 0) -> Tensor:
-        every = self._meet([parcel(one, codes) for one in messages])
+    def all_to_all(self, messages: Tensor, codes: int = 0) -> Tensor:
+        every = self._meet([pack(one, codes) for one in messages])
         return self._unpacked([rows[self.rank] for rows in every], codes, messages[0])
 
-    def share(self, message: Tensor, codes: int = 0) -> Tensor:
-        return self._unpacked(self._meet(parcel(message, codes)), codes, message)
+    def all_gather(self, message: Tensor, codes: int = 0) -> Tensor:
+        return self._unpacked(self._meet(pack(message, codes)), codes, message)
 
     def _unpacked(self, came: list[Tensor], codes: int, like: Tensor) -> Tensor:
         found = torch.stack([torch.empty_like(like) for _ in came])
@@ -131,8 +132,8 @@ class Rank:
     ) -> None:
         self.parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
         names = {one: f"layer{number}" for number, one in enumerate(self.parameters)}
-        line = Line(None, rank, meeting.ranks, names, void, unused)
-        self.method = METHODS[name](line, Threads(line, meeting))
+        context = ReduceContext(None, rank, meeting.ranks, names, void, unused)
+        self.method = REDUCERS[name](context, Threads(context, meeting))
         self.meeting = meeting
 
     def average(self, gradients: list[Tensor], layout: list[list[int]]) -> list[Tensor]:
@@ -152,7 +153,7 @@ class Rank:
                 views,
                 number == len(layout) - 1,
             )
-            self.method.average(bucket)
+            self.method.all_reduce(bucket)
             for one, view in zip(members, views, strict=True):
                 means[one] = view
         return means
@@ -209,7 +210,7 @@ def whole(tensors: list[Tensor]) -> Tensor:
 
 
 @each_case("ranks", [1, 2, 3, 4])
-@each_case("name", METHODS)
+@each_case("name", REDUCERS)
 def test_all_ranks_get_the_same_bits_and_nothing_is_lost(name: str, ranks: int) -> None:
     """Over the steps the sum of the means comes to that of the gradients: a rest is said later."""
     found = steps(name, ranks, 12)
@@ -221,7 +222,7 @@ def test_all_ranks_get_the_same_bits_and_nothing_is_lost(name: str, ranks: int) 
         assert float((got - true).abs().max() / true.abs().max()) < limit[name]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", REDUCERS)
 def test_a_resumed_run_goes_on_to_the_bit(name: str) -> None:
     unbroken = steps(name, 3, 8)
     first = steps(name, 3, 5)
@@ -257,7 +258,7 @@ def test_those_that_are_left_go_on_with_what_each_had_to_say(
         mine = Rank(name, rank, meeting, torch.float64, void=True)
         for step in range(4):
             mine.average(drawn(rank, step, torch.float64), TWO)
-            mine.method.counted()
+            mine.method.commit()
         return mine
 
     formers = world(before, train)
@@ -266,12 +267,12 @@ def test_those_that_are_left_go_on_with_what_each_had_to_say(
     def go_on(rank: int, meeting: Meeting) -> Any:
         mine = Rank(name, rank, meeting, torch.float64, void=True)
         if rank < before:
-            mine.method.follow(formers[rank].method)
+            mine.method.adopt(formers[rank].method)
         else:
-            mine.method.take_alike(formers[0].method.alike())
+            mine.method.load_replicated_state(formers[0].method.replicated_state())
         left = rests(mine)
         means = mine.average([torch.zeros(one, dtype=torch.float64) for one in SHAPES], TWO)
-        mine.method.counted()
+        mine.method.commit()
         return left, means, rests(mine)
 
     found = world(ranks, go_on)
@@ -286,15 +287,15 @@ def test_those_that_are_left_go_on_with_what_each_had_to_say(
 
 def rests(rank: Rank) -> Tensor:
     """What a rank has to say, whole."""
-    kept = rank.method._kept
+    kept = rank.method._feedback
     found = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
     for number, one in enumerate(found):
-        if f"layer{number}" in kept._of:
-            one += kept._of[f"layer{number}"].own
+        if f"layer{number}" in kept._views:
+            one += kept._views[f"layer{number}"].committed
     return whole(found)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", REDUCERS)
 def test_a_void_pass_leaves_no_trace(name: str) -> None:
     """It ends after the first of its buckets, and its gradients come again in other shares."""
 
@@ -304,9 +305,9 @@ def test_a_void_pass_leaves_no_trace(name: str) -> None:
         for step in range(5):
             if void and step == 3:
                 mine.average(drawn(rank, 100, torch.float32), TWO[:1])
-                mine.method.void()
+                mine.method.rollback()
             means.append(mine.average(drawn(rank, step, torch.float32), TWO))
-            mine.method.counted()
+            mine.method.commit()
         return means
 
     struck, plain = (world(3, partial(body, void=void)) for void in (True, False))
@@ -320,8 +321,8 @@ def test_the_outer_state_outlives_another_number_of_ranks() -> None:
         mine = Rank("local", rank, meeting, torch.float32)
         method = mine.method
         assert isinstance(method, Local)
-        method.number, _ = 2, method.begin(400)
-        method.first = 2
+        method.local_steps, _ = 2, method.begin(400)
+        method.first_local = 2
         for step in range(6):
             mine.average(drawn(rank, step, torch.float32), TWO)
             with torch.no_grad():
@@ -329,7 +330,7 @@ def test_the_outer_state_outlives_another_number_of_ranks() -> None:
                     mine.parameters, drawn(rank, 10 + step, torch.float32), strict=True
                 ):
                     parameter -= way
-            if method.due:
+            if method.is_due:
                 method.synchronise()
         return method.state()
 
@@ -338,7 +339,7 @@ def test_the_outer_state_outlives_another_number_of_ranks() -> None:
     def resumed(rank: int, meeting: Meeting) -> Any:
         mine = Rank("local", rank, meeting, torch.float32)
         mine.method.load_state(state)
-        return mine.method.state(), mine.method._ways._kept._of
+        return mine.method.state(), mine.method._ways._kept._views
 
     found = world(2, resumed)
     for theirs, of in found:
@@ -347,10 +348,12 @@ def test_the_outer_state_outlives_another_number_of_ranks() -> None:
             assert momentum.any()
             assert torch.equal(theirs["momentum"][name], momentum)
         for name, rows in state["ways"].items():
-            assert torch.allclose(of[name].own.float(), rows.float().mean(0), rtol=0.01, atol=1e-7)
+            assert torch.allclose(
+                of[name].committed.float(), rows.float().mean(0), rtol=0.01, atol=1e-7
+            )
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", REDUCERS)
 def test_what_is_left_outlives_other_buckets(name: str) -> None:
     def body(rank: int, meeting: Meeting) -> Any:
         mine = Rank(name, rank, meeting, torch.float32)
@@ -370,14 +373,14 @@ def test_only_who_says_what_is_left_takes_it_over(name: str, says: bool) -> None
     def body(rank: int, meeting: Meeting) -> Any:
         before, mine = (Rank(one, rank, meeting, torch.float32) for one in ("int8", name))
         before.average(drawn(rank, 0, torch.float32), TWO)
-        mine.method.follow(before.method)
+        mine.method.adopt(before.method)
         return mine.method.state()
 
     assert [bool(state) for state in world(2, body)] == [says, False]  # rank 0 has those of all
 
 
 @each_case(("where", "what"), [(0, math.inf), (1, -math.inf), (4, math.nan)])
-@each_case("name", METHODS)
+@each_case("name", REDUCERS)
 def test_what_is_not_finite_reaches_every_rank_and_is_forgotten(
     name: str, where: int, what: float
 ) -> None:
@@ -393,7 +396,7 @@ def test_what_is_not_finite_reaches_every_rank_and_is_forgotten(
 
 
 @each_case("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@each_case("name", METHODS)
+@each_case("name", REDUCERS)
 def test_parameters_of_other_precisions(name: str, dtype: torch.dtype) -> None:
     found = steps(name, 3, 3, dtype)
     assert all(equal(found[0][0], one[0]) for one in found)
@@ -403,7 +406,7 @@ def test_parameters_of_other_precisions(name: str, dtype: torch.dtype) -> None:
     assert float((mean.double() - true).abs().max() / true.abs().max()) < 0.2
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", REDUCERS)
 def test_nothing_to_say_stays_nothing(name: str) -> None:
     def nothing(rank: int, step: int, dtype: torch.dtype) -> list[Tensor]:
         return [torch.zeros(shape, dtype=dtype) for shape in SHAPES]
@@ -412,7 +415,7 @@ def test_nothing_to_say_stays_nothing(name: str) -> None:
         assert not any(bool(one.any()) for step in means for one in step)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", REDUCERS)
 def test_small_parameters_and_buckets_are_exact(name: str) -> None:
     found = steps(name, 3, 1, layout=[[5], [4, 3, 2, 1, 0]])[0][0][0]
     for number in (1, 3, 5):
@@ -456,7 +459,7 @@ def test_of_what_no_rank_has_used_all_is_still_to_be_said(
                     got[number] += mean
                 else:
                     assert not mean.any()
-            mine.method.counted()
+            mine.method.commit()
         return whole(got), rests(mine)
 
     found = world(ranks, body)
@@ -468,10 +471,10 @@ def test_of_what_no_rank_has_used_all_is_still_to_be_said(
 
 
 def test_bytes_of_other_precisions_are_counted() -> None:
-    wide = Line(None, 0, 2, width=8.0)
-    sent = {name: made(wide).sent(1000, 2) for name, made in METHODS.items()}
+    wide = ReduceContext(None, 0, 2, element_bytes=8.0)
+    sent = {name: made(wide).bytes_sent(1000, 2) for name, made in REDUCERS.items()}
     assert sent["exact"] == 8000
-    usual = METHODS["int8"](Line(None, 0, 2)).sent(1000, 2)
+    usual = REDUCERS["int8"](ReduceContext(None, 0, 2)).bytes_sent(1000, 2)
     assert sent["int8"] == usual  # codes say as much of wide numbers
 
 
@@ -482,7 +485,7 @@ def test_ranks_that_step_alone_meet() -> None:
         mine = Rank("local", rank, meeting, torch.float32)
         method = mine.method
         assert isinstance(method, Local)
-        method.number = 3
+        method.local_steps = 3
         said = method.begin(20)
         places, buffer = [], torch.full((3,), float(rank))
         for step in range(12):
@@ -490,7 +493,7 @@ def test_ranks_that_step_alone_meet() -> None:
             with torch.no_grad():
                 for parameter, gradient in zip(mine.parameters, gradients, strict=True):
                     parameter -= gradient
-            if method.due or step == 11:
+            if method.is_due or step == 11:
                 method.synchronise([buffer])
             places.append(whole([one.detach() for one in mine.parameters]))
         return places, said, buffer
@@ -513,11 +516,11 @@ def test_who_comes_to_ranks_apart_begins_where_they_last_met() -> None:
         with torch.no_grad():
             for parameter, gradient in zip(mine.parameters, gradients, strict=True):
                 parameter -= gradient
-        mine.method.counted()
+        mine.method.commit()
 
     def before(rank: int, meeting: Meeting) -> Rank:
         mine = Rank("local", rank, meeting, torch.float32, void=True)
-        cast(Local, mine.method).first = 2
+        cast(Local, mine.method).first_local = 2
         for number in range(5):
             step(mine, rank, number)
             if number == 2:
@@ -525,20 +528,24 @@ def test_who_comes_to_ranks_apart_begins_where_they_last_met() -> None:
         return mine
 
     formers = world(2, before)
-    at, alike = deepcopy((cast(Local, formers[0].method).met(), formers[0].method.alike()))
+    at, alike = deepcopy(
+        (cast(Local, formers[0].method).synced_parameters(), formers[0].method.replicated_state())
+    )
 
     def go_on(rank: int, meeting: Meeting) -> Any:
         mine = Rank("local", rank, meeting, torch.float32, void=True)
         method = cast(Local, mine.method)
-        method.first, former = 2, formers[min(rank, 1)]
+        method.first_local, former = 2, formers[min(rank, 1)]
         source = [one.detach() for one in former.parameters] if rank < 2 else [*at.values()]
         with torch.no_grad():
             for parameter, one in zip(mine.parameters, source, strict=True):
                 parameter.copy_(one)
-        method.follow(former.method) if rank < 2 else method.take_alike(alike)
-        assert method.apart == 2
+        method.adopt(former.method) if rank < 2 else method.load_replicated_state(alike)
+        assert method.unsynced_steps == 2
         step(mine, rank, 5)
-        ways = whole([*method.met().values()]) - whole([one.detach() for one in mine.parameters])
+        ways = whole([*method.synced_parameters().values()]) - whole(
+            [one.detach() for one in mine.parameters]
+        )
         method.synchronise()
         method.state()  # a collective: of the same parts on all
         return ways, whole([one.detach() for one in mine.parameters])
@@ -554,7 +561,7 @@ def test_who_comes_to_ranks_apart_begins_where_they_last_met() -> None:
 def test_the_outer_momentum_suits_the_length() -> None:
     momenta = []
     for steps in (100, 400, 2_000, 20_000):
-        method = Local(Line(None, 0, 2))
+        method = Local(ReduceContext(None, 0, 2))
         method.begin(steps)
         momenta.append(round(method.momentum, 2))
     assert momenta == [0.0, 0.5, 0.9, 0.9]
@@ -565,10 +572,10 @@ def test_the_mover_computes_alone() -> None:
     before, seen = torch.get_num_threads(), []
     torch.set_num_threads(2)
     try:
-        mover = _Mover()
-        method = SimpleNamespace(average=lambda _: seen.append(torch.get_num_threads()))
+        mover = _ReduceThread()
+        method = SimpleNamespace(all_reduce=lambda _: seen.append(torch.get_num_threads()))
         bucket = SimpleNamespace(flat=torch.zeros(1))
-        mover.average(cast(Any, method), cast(Any, bucket)).wait()
+        mover.reduce(cast(Any, method), cast(Any, bucket)).wait()
         mover.close()
         other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
         other.start()
@@ -581,11 +588,13 @@ def test_the_mover_computes_alone() -> None:
 def test_codes_are_packed_without_loss() -> None:
     values = torch.randn(64 * 256, generator=torch.Generator().manual_seed(1)) ** 3
     code = codecs.INT4
-    message = torch.arange(code.size(len(values)) + 40).to(torch.uint8)  # and something behind it
-    code.encode(values, message[: code.size(len(values))], keep=False)
-    uneven = code.uneven(len(values))
+    message = torch.arange(code.message_bytes(len(values)) + 40).to(
+        torch.uint8
+    )  # and something behind it
+    code.encode(values, message[: code.message_bytes(len(values))], keep_error=False)
+    uneven = code.compressible_bytes(len(values))
     for bytes_ in (uneven, 0):
-        made = parcel(message, bytes_)
+        made = pack(message, bytes_)
         room = torch.cat([made, torch.zeros(uneven, dtype=torch.uint8)])  # larger than needed
         found = torch.empty_like(message)
         unpack(room, uneven, found)
@@ -595,7 +604,7 @@ def test_codes_are_packed_without_loss() -> None:
 
 def test_what_packing_would_make_longer_goes_as_it_is() -> None:
     message = torch.randint(0, 256, (4096,), dtype=torch.uint8)
-    made, found = parcel(message, 4000), torch.empty_like(message)
+    made, found = pack(message, 4000), torch.empty_like(message)
     assert len(made) == len(message) + 8
     unpack(made, 4000, found)
     assert found.equal(message)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from paceline.train.elastic import committed
-from paceline.train.elastic.committed import Buffers
+from paceline.train.elastic.committed import BufferSnapshot
 
 
 class Keeping(nn.Module):
@@ -28,13 +28,13 @@ class Keeping(nn.Module):
 
 def test_buffers_go_back_whatever_a_pass_did_to_them() -> None:
     net = nn.Sequential(spectral_norm(nn.Linear(3, 4)), nn.BatchNorm1d(4), Keeping())
-    inputs, noted = torch.randn(5, 3), Buffers([net])
+    inputs, noted = torch.randn(5, 3), BufferSnapshot([net])
     for passes in range(6):  # first of which nothing has been seen yet
-        noted.note()
+        noted.take()
         before = {name: one.clone() for name, one in net.named_buffers()}
         for _ in range(2):
             net(inputs)
-            noted.back()
+            noted.restore()
             after = dict(net.named_buffers())
             assert after.keys() == before.keys()
             assert all(torch.equal(one, before[name]) for name, one in after.items())
@@ -45,20 +45,20 @@ def test_buffers_go_back_whatever_a_pass_did_to_them() -> None:
 
 def test_large_buffers_that_nothing_writes_cost_no_copy() -> None:
     net = Keeping()
-    net.register_buffer("table", torch.zeros(committed._LARGE // 4 + 1))
-    noted = Buffers([net])
+    net.register_buffer("table", torch.zeros(committed._LARGE_BYTES // 4 + 1))
+    noted = BufferSnapshot([net])
 
     def copies() -> int:
         kept = [note.copy for note in noted._notes.values()]
         return sum(one.numel() for one in kept if one is not None)
 
-    for _ in range(committed._FIRST):
-        noted.note()
+    for _ in range(committed._FIRST_STEPS):
+        noted.take()
     assert copies() > len(net.table)
-    noted.note()
+    noted.take()
     assert copies() < 10
     net.table += 1
-    noted.note()
+    noted.take()
     net.table += 1
-    noted.back()
+    noted.restore()
     assert net.table[0] == 1

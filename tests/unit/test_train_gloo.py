@@ -87,7 +87,7 @@ def test_this_thread_is_among_those_of_the_process() -> None:
     own = {task.number: task for task in gloo.tasks()}[os.getpid()]
     assert own.state == "R"
     assert own.cpu_s > 0
-    assert not own.of_gloo
+    assert not own.is_gloo
 
 
 def test_agent_and_training_mean_the_same_threads() -> None:

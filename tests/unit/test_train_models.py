@@ -307,13 +307,13 @@ def test_a_model_that_is_replaced_leaves_its_exchange(session: train.Session) ->
         session.models.first.exchange = Wire()  # type: ignore[assignment]
 
     added(0.01)
-    session._loop.overlap = object()  # type: ignore[assignment]
+    session._loop.bucket_trial = object()  # type: ignore[assignment]
     with pytest.raises(SettingError):  # what is refused replaces nothing
         session.prepare(nn.Linear(1, 1), session.models.first.optimizer, communication="int9")
-    assert session._loop.overlap is not None
+    assert session._loop.bucket_trial is not None
     added(0.02)
     assert ended == ["0.01", "its group"]  # before another took its place
-    assert session._loop.overlap is None
+    assert session._loop.bucket_trial is None
     session.models.close()
     assert ended == ["0.01", "its group", "0.02"]
     session.models.first.exchange = None

@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 from paceline.spec.errors import JobError
 from paceline.train.comms import Comms
 from paceline.train.elastic import newcomer
-from paceline.train.elastic.newcomer import Recording, Replay, waited_for
+from paceline.train.elastic.newcomer import Recording, Replay, wait_for_start
 from paceline.train.metrics import Meter
 from paceline.train.stop import Poll
 from paceline.train.world import World
@@ -47,8 +47,8 @@ def never() -> None:
 
 
 def replayed(recording: Recording, store: HashStore) -> Replay:
-    recording.leave(store)
-    return waited_for(store, SOON)
+    recording.publish(store)
+    return wait_for_start(store, SOON)
 
 
 def test_a_newcomer_gets_what_the_others_got() -> None:
@@ -64,7 +64,7 @@ def test_a_newcomer_gets_what_the_others_got() -> None:
     for one in given:
         recording.event(lambda one=one: one)
     replay = replayed(recording, store)
-    assert replay.about == {"ranks": 3}
+    assert replay.info == {"ranks": 3}
     for one in given:
         found = replay.event(never)
         if isinstance(one, torch.Tensor):
@@ -103,31 +103,31 @@ def test_a_newcomer_that_does_more_than_the_others_is_refused() -> None:
 
 
 def test_answers_are_left_in_parts_and_in_each_store_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(newcomer, "_PART", 100)
+    monkeypatch.setattr(newcomer, "_PART_BYTES", 100)
     recording, store = recorded()
     recording.event(lambda: "x" * 1000)
     assert replayed(recording, store).event(never) == "x" * 1000
     other = HashStore()
-    recording.leave(other)
-    recording.leave(other)
-    assert waited_for(other, SOON).event(never) == "x" * 1000
+    recording.publish(other)
+    recording.publish(other)
+    assert wait_for_start(other, SOON).event(never) == "x" * 1000
 
 
 def test_too_much_to_keep_means_that_nobody_can_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(newcomer, "MOST", 1 << 20)
+    monkeypatch.setattr(newcomer, "MAX_BYTES", 1 << 20)
     recording, store = recorded()
     for _ in range(12):
         assert recording.event(lambda: "x" * 100_000)
-    assert "more than 1 MiB" in recording.why
-    recording.leave(store)
+    assert "more than 1 MiB" in recording.obstacle
+    recording.publish(store)
     with pytest.raises(JobError, match="have not left"):
-        waited_for(store, SOON)
+        wait_for_start(store, SOON)
 
 
 def test_something_that_cannot_be_told_is_said() -> None:
     recording, _ = recorded()
     recording.event(lambda: {1, 2})
-    assert "set" in recording.why
+    assert "set" in recording.obstacle
 
 
 class Known:

@@ -12,15 +12,15 @@ from paceline.spec.errors import SettingError
 from paceline.spec.training.communication import validate_overlap
 from paceline.train.comms import Comms
 from paceline.train.measure.pace import PARTS, Look
-from paceline.train.reduce.bucket_size import Overlap, Way, ways
-from paceline.train.reduce.exchange import Exchange
+from paceline.train.reduce.bucket_size import BucketSizes, BucketTrial, candidates
+from paceline.train.reduce.exchange import GradientExchange
 from paceline.train.world import World
 
 
 def test_sizes_are_tried_only_where_they_change_no_result() -> None:
-    assert [one.size for one in ways(48_000_000, 2)] == [6_000_000, 3_000_000, 1_500_000]
-    assert ways(48_000_000, 3) == ways(48_000_000, 16) == []
-    assert ways(400, 2) == []  # nothing to divide
+    assert [one.size for one in candidates(48_000_000, 2)] == [6_000_000, 3_000_000, 1_500_000]
+    assert candidates(48_000_000, 3) == candidates(48_000_000, 16) == []
+    assert candidates(400, 2) == []  # nothing to divide
 
 
 @pytest.mark.parametrize(
@@ -37,55 +37,55 @@ def test_an_unknown_way_is_refused(asked: str, told: str) -> None:
 class RecordingExchange:
     """An exchange that records which buckets it is given."""
 
-    method: Any = None
+    reducer: Any = None
     nbytes = 4_000_000
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
-    def buckets(self, size: int, first: int) -> None:
+    def set_bucket_sizes(self, size: int, first: int) -> None:
         self.calls.append((size, first))
 
-    def as_made(self) -> None:
+    def reset(self) -> None:
         self.calls.append("as made")
 
 
 def trial(
     seconds: dict[int, float], *, moving: float = 0.5, ranks: int = 2
-) -> tuple[Overlap, RecordingExchange, int]:
+) -> tuple[BucketTrial, RecordingExchange, int]:
     """A whole trial of a model of 4 MB, with steps of so many seconds by size of buckets."""
     exchange = RecordingExchange()
     overlap = overlap_of(exchange, ranks)
     looks = 0
     while not overlap.done:
-        a_step = seconds.get(overlap.way.size, 1.0)
+        a_step = seconds.get(overlap.sizes.size, 1.0)
         parts = torch.zeros(ranks, 5, len(PARTS), dtype=torch.float64)
         parts[:, :, PARTS.index("moving")] = moving * a_step
         parts[:, :, PARTS.index("computing")] = (1 - moving) * a_step
-        overlap.looked(Look(5 * looks, parts, torch.ones(ranks, 5)), 5 * looks + 5)
+        overlap.consider(Look(5 * looks, parts, torch.ones(ranks, 5)), 5 * looks + 5)
         looks += 1
         assert looks < 12
     return overlap, exchange, looks
 
 
-def overlap_of(exchange: RecordingExchange, ranks: int = 2) -> Overlap:
+def overlap_of(exchange: RecordingExchange, ranks: int = 2) -> BucketTrial:
     comms = Comms(World(0, ranks), torch.device("cpu"))
-    return Overlap(cast(Exchange, exchange), comms)
+    return BucketTrial(cast(GradientExchange, exchange), comms)
 
 
 def test_nothing_is_tried_where_nothing_can_be_won() -> None:
     overlap, exchange, looks = trial({}, moving=0.04)
-    assert (overlap.way, exchange.calls, looks) == (Way(), [], 1)
+    assert (overlap.sizes, exchange.calls, looks) == (BucketSizes(), [], 1)
     overlap, exchange, looks = trial({}, ranks=3)
-    assert (overlap.way, exchange.calls, looks) == (Way(), [], 1)
+    assert (overlap.sizes, exchange.calls, looks) == (BucketSizes(), [], 1)
 
 
 def test_the_quickest_is_kept() -> None:
     overlap, exchange, _ = trial({250_000: 0.8, 125_000: 0.9})
-    assert overlap.way == Way(250_000, 65_536)
+    assert overlap.sizes == BucketSizes(250_000, 65_536)
     sizes = [(500_000, 125_000), (250_000, 65_536), (125_000, 65_536)]
     assert exchange.calls == [*sizes, (250_000, 65_536)]
-    assert overlap.about() == {
+    assert overlap.summary() == {
         "bucket_bytes": 250_000, "first_bytes": 65_536, "seconds": 0.8, "before": 1.0, "tried": 4
     }  # fmt: skip
 
@@ -93,13 +93,13 @@ def test_the_quickest_is_kept() -> None:
 @pytest.mark.parametrize("seconds", [{}, {250_000: 0.99}])
 def test_without_a_clear_winner_all_is_as_before(seconds: dict[int, float]) -> None:
     overlap, exchange, _ = trial(seconds)
-    assert overlap.way == Way()
+    assert overlap.sizes == BucketSizes()
     assert exchange.calls[-1] == "as made"
 
 
 def test_where_gradients_are_coded_no_sizes_are_tried() -> None:
     exchange = RecordingExchange()
-    exchange.method = SimpleNamespace(name="int8")
+    exchange.reducer = SimpleNamespace(name="int8")
     overlap = overlap_of(exchange)
     assert overlap.done
     assert overlap.state_dict() == {}
@@ -114,7 +114,7 @@ def test_a_checkpoint_knows_the_sizes() -> None:
     assert not again.done
     again.load_state_dict(kept)
     assert again.done
-    assert again.way == Way(125_000, 65_536)
+    assert again.sizes == BucketSizes(125_000, 65_536)
     assert exchange.calls == [(125_000, 65_536)]
 
 
@@ -126,4 +126,4 @@ def test_a_checkpoint_of_an_earlier_version_is_read(changed: dict[str, Any], don
              "late": False, "order": [0, 2, 1], **changed}  # fmt: skip
     again = overlap_of(RecordingExchange())
     again.load_state_dict(state)
-    assert (again.done, again.way == Way(125_000, 65_536)) == (done, done)
+    assert (again.done, again.sizes == BucketSizes(125_000, 65_536)) == (done, done)

@@ -272,7 +272,7 @@ def test_ways_that_do_not_go_with_something(tmp_path: Path) -> None:
 @pytest.fixture
 def able(session: train.Session, monkeypatch: pytest.MonkeyPatch) -> Iterator[train.Session]:
     """A session whose events are kept, as under a launcher that can recover."""
-    monkeypatch.setattr(waits, "arm", Mock())  # for good, in this process
+    monkeypatch.setattr(waits, "enable", Mock())  # for good, in this process
     control = Mock(newer=Mock(return_value=None))
     group = JobGroup(control, GlooConnections(), lambda *_: None, HashStore())
     recovery = Recovery(0, session.comms, control, group)

@@ -179,7 +179,7 @@ class Comms:
             return vector
         summed = vector.to(self.device) if self.mixed else vector
         if small_messages.fits(summed, self.world.size, self.group):
-            small_messages.add_up(summed, self.world.size, self.group)
+            small_messages.all_reduce(summed, self.world.size, self.group)
             return vector if summed is vector else vector.copy_(summed)
         waits.wait(dist.all_reduce(summed, group=self.group, async_op=True), summed)
         return vector if summed is vector else vector.copy_(summed)
@@ -194,7 +194,8 @@ class Comms:
         mine = vector.to(self.device, copy=True)
         if small_messages.fits(mine, self.world.size, self.group):
             return [
-                float(one) for one in small_messages.rows(mine, self.world.size, self.group).amax(0)
+                float(one)
+                for one in small_messages.all_gather(mine, self.world.size, self.group).amax(0)
             ]
         most = dist.ReduceOp.MAX
         waits.wait(dist.all_reduce(mine, most, group=self.group, async_op=True), mine)
@@ -209,7 +210,7 @@ class Comms:
             return vector.cpu()[None]
         mine = vector.to(self.device)
         if small_messages.fits(mine, self.world.size, self.group):
-            return small_messages.rows(mine, self.world.size, self.group)
+            return small_messages.all_gather(mine, self.world.size, self.group)
         all_rows = [torch.empty_like(mine) for _ in range(self.world.size)]
         waits.wait(dist.all_gather(all_rows, mine, group=self.group, async_op=True), mine)
         return torch.stack(all_rows).cpu()
@@ -270,7 +271,7 @@ class Comms:
         size = sum(map(len, flat))
         if size > _PIECE and _over_gloo(self):
             pieces = _pieces(flat, max(_PIECE // 8, min(_PIECE, size // _MANY)))
-            waits.apart(lambda: self._along(pieces, source))
+            waits.wait_in_thread(lambda: self._along(pieces, source))
         else:
             self._at_once(_pieces(flat, _LARGEST), source)
         if self.world.rank == source:

@@ -19,7 +19,7 @@ from paceline.train.measure.probe import Probe
 from paceline.train.measure.straggler_reporter import Lookout
 from paceline.train.measure.watch import Watch
 from paceline.train.member import Member
-from paceline.train.reduce.bucket_size import Overlap
+from paceline.train.reduce.bucket_size import BucketTrial
 from paceline.train.step import StepRunner
 
 _RECORD_STEPS = 50
@@ -46,7 +46,7 @@ class TrainingLoop:
         pace: Where the time of steps goes.
         lookout: Reports who holds the others up.
         watch: Records norms and load.
-        overlap: Tries sizes of gradient buckets; ``None``: they stay.
+        bucket_trial: Tries sizes of gradient buckets; ``None``: they stay.
     """
 
     def __init__(
@@ -67,26 +67,26 @@ class TrainingLoop:
         self._membership, self._checkpoints, self._division = membership, checkpoints, division
         self._loaders, self._callbacks, self._probe = loaders, callbacks, probe
         self._log_every, self._check_every = log_every, check_every
-        self.overlap: Overlap | None = None
+        self.bucket_trial: BucketTrial | None = None
         self.lookout = Lookout(member)
         self.watch = Watch(journal.record)
         self.pace = Pace(member.comms, training.models.module, member.device)
         self.steps = StepRunner(member, journal, training.models, membership, self.pace, self.watch)
 
-    def measure(self, overlap: Overlap | None) -> None:
+    def measure(self, bucket_trial: BucketTrial | None) -> None:
         """Measures the models that there are now, from their first step on.
 
         Args:
-            overlap: Tries sizes of gradient buckets; ``None``: they stay.
+            bucket_trial: Tries sizes of gradient buckets; ``None``: they stay.
         """
-        self.overlap = overlap
+        self.bucket_trial = bucket_trial
         self.pace.follow(self._training.models.first.model)
         self.lookout.renew()
 
     def renew(self) -> None:
         """Begins anew in a new group of ranks; a collective."""
-        if self.overlap is not None:
-            self.overlap.again(self._training.progress.step)
+        if self.bucket_trial is not None:
+            self.bucket_trial.restart(self._training.progress.step)
         self.pace.renew()
         self.lookout.renew()
         self._division.renew(self._training.models)
@@ -99,8 +99,8 @@ class TrainingLoop:
             self._membership.begin_side_loader()
             return
         self._membership.restore_received()
-        if self._training.models.widen() and self.overlap is not None:
-            self.overlap.again(self._training.progress.step)
+        if self._training.models.widen() and self.bucket_trial is not None:
+            self.bucket_trial.restart(self._training.progress.step)
 
     def begin(self, loader: Loader, epochs: int, steps: int) -> None:
         """Prepares the training with this loader; waits for the others in a process that joins."""
@@ -225,17 +225,17 @@ class TrainingLoop:
 
     def _choose_communication(self, look: Look) -> None:
         """Has a single model's way of averaging reconsidered."""
-        models, overlap = self._training.models, self.overlap
+        models, bucket_trial = self._training.models, self.bucket_trial
         communication, step = models.first.communication, self._training.progress.step
         if communication is None or len([*models]) > 1:
             return
-        if overlap is not None and not overlap.done and communication.settled:
+        if bucket_trial is not None and not bucket_trial.done and communication.settled:
             return  # what is exposed will be less
-        if text := communication.looked(look):
+        if text := communication.consider(look):
             self._member.say(text)
             self._member.event("communication", step=step, text=text)
-            if overlap is not None and communication.since is not None:
-                overlap.again(communication.since)
+            if bucket_trial is not None and communication.settled_since is not None:
+                bucket_trial.restart(communication.settled_since)
                 self._try_bucket_sizes(look)
 
     def _try_bucket_sizes(self, look: Look) -> None:
@@ -244,11 +244,11 @@ class TrainingLoop:
             self._training.models.first.communication,
             self._training.progress.step,
         )
-        if self.overlap is None or (communication is not None and not communication.settled):
+        if self.bucket_trial is None or (communication is not None and not communication.settled):
             return
-        first = 0 if communication is None else communication.first
-        if self.overlap.looked(look, step, first):
-            self._member.event("overlap settled", step=step, **self.overlap.about())
+        first = 0 if communication is None else communication.fine_steps
+        if self.bucket_trial.consider(look, step, first):
+            self._member.event("overlap settled", step=step, **self.bucket_trial.summary())
 
     def _record(self) -> None:
         """Records the training since the last record; one that has diverged ends on every rank."""

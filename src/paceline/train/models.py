@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from paceline.spec.errors import JobError, SettingError
 from paceline.train import parallel
-from paceline.train.elastic.committed import Buffers, Counted
+from paceline.train.elastic.committed import BufferSnapshot, CommittedModels
 from paceline.train.update import Updater
 
 ALONE = ""
@@ -30,8 +30,8 @@ class Models:
 
     def __init__(self, updaters: Mapping[str, Updater] | None = None) -> None:
         self._updaters: dict[str, Updater] = {}
-        self._counted: Counted | None = None
-        self._begun: Buffers | None = None
+        self._counted: CommittedModels | None = None
+        self._begun: BufferSnapshot | None = None
         self.module = nn.Module()
         for name, one in (updaters or {}).items():
             self.add(name, one)
@@ -117,29 +117,29 @@ class Models:
         if self.parted:
             self._counted = None  # nobody takes the model of a rank that steps alone
             return
-        self._counted = self._counted or Counted(self)
-        self._counted.note()
+        self._counted = self._counted or CommittedModels(self)
+        self._counted.commit()
 
     @property
     def parted(self) -> bool:
         """Whether each rank has a model of its own for some steps."""
-        return any(one.communication is not None and one.communication.parted for one in self)
+        return any(one.communication is not None and one.communication.is_local for one in self)
 
     def begin_batch(self) -> None:
         """A global batch begins that may turn out not to count."""
-        self._begun = self._begun or Buffers([self.module])
-        self._begun.note()
+        self._begun = self._begun or BufferSnapshot([self.module])
+        self._begun.take()
 
     def take_back(self) -> None:
         """The batch does not count: nothing of it is left, in gradients or in buffers."""
         self.drop()
         if self._begun is not None:
-            self._begun.back()
+            self._begun.restore()
 
     def skip(self) -> None:
         """A forward pass was made for an update that counts already: it leaves buffers alone."""
         if self._counted is not None:
-            self._counted.buffers_back()
+            self._counted.restore_buffers()
 
     def as_counted(self, wanted: bool = True) -> AbstractContextManager[bool]:
         """Within it the models are as they were when last noted; False where that is not known."""
@@ -168,8 +168,8 @@ class Models:
         for one in self.module.parameters():
             one.grad = None
         for updater in self:
-            if (communication := updater.communication) is not None:
-                communication.counted() if counted else communication.void()
+            if (exchange := updater.exchange) is not None:
+                exchange.commit() if counted else exchange.rollback()
         self._begin_step()
 
     def renew(self) -> None:
@@ -184,16 +184,22 @@ class Models:
     def met(self) -> dict[str, Tensor]:
         """Parameters where all ranks last met, by name; none of models that are alike on all."""
         alone = self._updaters.get(ALONE)
-        if alone is None or alone.communication is None or not (at := alone.communication.met()):
+        if (
+            alone is None
+            or alone.communication is None
+            or not (at := alone.communication.synced_parameters())
+        ):
             return {}
         names = {one: name for name, one in alone.module.named_parameters()}
         every = alone.module.named_parameters(remove_duplicate=False)
         return {name: at[names[one]] for name, one in every if names[one] in at}
 
     @property
-    def at_stake(self) -> int:
+    def max_unsynced_steps(self) -> int:
         """Steps of their own that ranks which were lost have taken with them, at most."""
-        each = [one.communication.at_stake for one in self if one.communication is not None]
+        each = [
+            one.communication.max_unsynced_steps for one in self if one.communication is not None
+        ]
         return max(each, default=0)
 
     @property
@@ -233,9 +239,9 @@ class Models:
         """
         widened = False
         for one in self:
-            if one.exchange is None or not one.exchange.thawed:
+            if one.exchange is None or not one.exchange.has_thawed:
                 continue
-            if one.communication is not None and one.communication.asked.name == "local":
+            if one.communication is not None and one.communication.requested.name == "local":
                 raise SettingError(
                     "--communication local: ranks that step apart have no common beginning for"
                     " parameters that are trained from now on",
@@ -253,7 +259,7 @@ class Models:
         """Sees to it that all ranks have the same models, and the same moments where asked."""
         for one in self:
             if one.communication is not None:
-                one.communication.together(moments=moments)
+                one.communication.synchronise(moments=moments)
 
     def close(self) -> None:
         """Ends what exchanges gradients; no rank may be in a step."""
@@ -280,7 +286,7 @@ class Models:
         """
         updater = self[name]
         if self._counted is not None:
-            self._counted.look()
+            self._counted.begin_step()
         if name == ALONE:
             updater.backward(loss)
         elif parallel.is_sharded(self.module):

@@ -73,7 +73,7 @@ class Replica(DistributedDataParallel):
     for a late one, not after its backward pass. Two sorts stay at home: those of frozen parts,
     which are in evaluation mode and have no parameter that is trained; and the running statistics
     of norms that train, which such a pass only writes. These are sent before a pass that reads
-    them, and whenever ranks are compared (:class:`paceline.train.elastic.replica_check.Proof`).
+    them, and whenever ranks are compared (``elastic/replica_check.py``).
 
     Attributes:
         stood: Beginnings and ends of these exchanges; whoever reads them clears them.
@@ -217,7 +217,7 @@ class Replica(DistributedDataParallel):
         if self.recovery is None or found[0].device.type != "cpu":
             send(found, buffer_size, authoritative_rank)  # type: ignore[no-untyped-call]
         else:
-            waits.apart(lambda: send(found, buffer_size, authoritative_rank))  # type: ignore[no-untyped-call]
+            waits.wait_in_thread(lambda: send(found, buffer_size, authoritative_rank))  # type: ignore[no-untyped-call]
 
 
 def moving_buffers(module: nn.Module) -> list[Tensor]:
@@ -253,7 +253,7 @@ class Apart(Replica):
     A discriminator is called for its own loss and for the generator's. DDP takes each forward pass
     for the beginning of a backward pass that is to be exchanged, in pieces of a batch, too, and
     sends buffers before each of them. This one exchanges when it is told (:meth:`expect`), and
-    leaves buffers alone: :class:`paceline.train.elastic.replica_check.Proof` makes them equal.
+    leaves buffers alone: ``elastic/replica_check.py`` makes them equal.
     """
 
     def forward(self, *inputs: Any, **named: Any) -> Any:

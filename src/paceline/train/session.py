@@ -32,7 +32,7 @@ from paceline.train.elastic.control import Control
 from paceline.train.elastic.membership import Membership
 from paceline.train.elastic.newcomer import Recording, Replay
 from paceline.train.elastic.recovery import Recovery
-from paceline.train.elastic.replica_check import Proof
+from paceline.train.elastic.replica_check import ReplicaChecksum
 from paceline.train.elastic.session_state import SessionState
 from paceline.train.loop import TrainingLoop
 from paceline.train.measure.probe import Probe, asked
@@ -40,8 +40,7 @@ from paceline.train.measure.usage import Usage
 from paceline.train.member import Member
 from paceline.train.metrics import Best
 from paceline.train.models import Models
-from paceline.train.reduce import choice
-from paceline.train.reduce.bucket_size import Overlap
+from paceline.train.reduce.bucket_size import BucketTrial
 from paceline.train.stop import Quietly, Stopped, leave
 from paceline.train.update import Updater
 
@@ -159,7 +158,8 @@ class Session(Member):
             )
         scaler = self.precision.scaler(self.device)
         is_sharded = parallel.is_sharded(module)
-        choice.check(communication, sharded=is_sharded, name=name, scaled=scaler is not None)
+        is_scaled = scaler is not None
+        validate(communication, sharded=is_sharded, several=bool(name), scaled=is_scaled)
         validate_overlap(overlap)
         self.models.leave(name)
         updater = Updater(module, optimizer, schedule, scaler, clip_norm)
@@ -174,13 +174,13 @@ class Session(Member):
                     apart=bool(name),
                     recovery=self._membership.recovery,
                 )
-            self._training.proof = Proof(self.comms, self.models.module)
+            self._training.proof = ReplicaChecksum(self.comms, self.models.module)
         tries_sizes = overlap == "auto" and not (name or compile or self._probe)
-        bucket_sizes = None
+        bucket_trial = None
         if updater.exchange is not None and tries_sizes:
-            bucket_sizes = Overlap(updater.exchange, self.comms)
+            bucket_trial = BucketTrial(updater.exchange, self.comms)
         self.verify()
-        self._loop.measure(bucket_sizes)
+        self._loop.measure(bucket_trial)
         devices.seed_all(self._training.seed + 1 + self.world.rank)
         details = {"model": name} if name else {}
         self.event("prepared", parameters=sum(p.numel() for p in module.parameters()), **details)
@@ -205,7 +205,7 @@ class Session(Member):
         updater = self.models[name]
         self._membership.note_change("average")
         if updater.communication is not None:
-            validate(updater.communication.asked.name, averaged=True)
+            validate(updater.communication.requested.name, averaged=True)
         updater.average = Average(
             updater.module, self.comms, decay, start, self._checkpoints.settle
         )
@@ -369,9 +369,9 @@ class Session(Member):
 
     def _own_states(self) -> dict[str, Stateful]:
         """What a checkpoint holds of the session beside models and progress."""
-        overlap = self._loop.overlap
+        trial = self._loop.bucket_trial
         own: dict[str, Stateful] = {"metrics": self._journal, "shares": self._division}
-        return own if overlap is None else {**own, "overlap": overlap}
+        return own if trial is None else {**own, "overlap": trial}
 
     def once(self, folder: Path, make: Callable[[Path], None]) -> None:
         """Makes ``folder`` where it is missing: once for each disk, while the others wait.

@@ -73,7 +73,7 @@ def join(
     """
     compiler.put_off()
     os.environ.update(launchers.torchrun_variables(os.environ, os.getppid()))
-    comes = newcomer.comes(os.environ)
+    comes = newcomer.read_newcomer(os.environ)
     place = world.read(os.environ) if comes is None else comes.place
     found = devices.look()
     target = devices.choose_device(device, found, place.local_rank)

@@ -146,7 +146,7 @@ class StepRunner:
         names, recovery = self._models.figures("loss"), self._membership.recovery
         for number, (name, given) in enumerate(losses.items(), 1):
             communication = self._models[name].communication  # an unknown name is refused
-            is_local = communication is not None and communication.parted
+            is_local = communication is not None and communication.is_local
             # In a new group nothing is exchanged before all have begun anew in it. A rank that took
             # the models of another after the first of several updates has its batch still.
             if recovery is not None and (
@@ -170,7 +170,7 @@ class StepRunner:
                 if batch.last and recovery is not None and not is_local:
                     recovery.finish_exchange()
             if communication is not None and is_local and batch.last and self._member.comms.stale:
-                communication.step_apart()
+                communication.step_unreduced()
             self._pace.after_backward()
             self._measured[names[name]] = each
         return ExchangeResult.AVERAGED

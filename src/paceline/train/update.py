@@ -17,7 +17,7 @@ from paceline.train.data.loader import Batch
 from paceline.train.elastic.recovery import Recovery
 from paceline.train.measure.norms import Norms
 from paceline.train.reduce.choice import Communication
-from paceline.train.reduce.exchange import Exchange
+from paceline.train.reduce.exchange import GradientExchange
 
 
 def each_loss(losses: Tensor, samples: int) -> Tensor:
@@ -75,7 +75,7 @@ class Updater:
         self.scaler, self.clip_norm = scaler, clip_norm
         self.before_step: Callable[[], None] | None = None
         self.average: Average | None = None
-        self.exchange: Exchange | None = None
+        self.exchange: GradientExchange | None = None
         self.communication: Communication | None = None
         self._unsaid: dict[str, Any] = {}  # by the ranks of a checkpoint, where this one is alone
 
@@ -107,7 +107,7 @@ class Updater:
         replica = parallel.replicated(
             self.module, device, comms, unused=unused, apart=apart, recovery=recovery
         )
-        self.model, self.exchange = replica, Exchange(replica, comms)
+        self.model, self.exchange = replica, GradientExchange(replica, comms)
         self.communication = Communication(method, self.exchange, comms, self.optimizer)
 
     @property
@@ -146,8 +146,8 @@ class Updater:
             self.scaler.update()
         else:
             self.optimizer.step()
-        if self.communication is not None:
-            self.communication.counted()
+        if self.exchange is not None:
+            self.exchange.commit()
         self.optimizer.zero_grad()
         if self.schedule is not None:
             self.schedule.step()
@@ -167,7 +167,7 @@ class Updater:
         optimizer = parallel.optimizer_state(self.module, self.optimizer, whole=whole)
         more = {"average": self.average.state(whole=whole)} if self.average else {}
         if self.communication is not None:
-            kept = self.communication.alike() if alone else self.communication.state()
+            kept = self.communication.replicated_state() if alone else self.communication.state()
         else:
             kept = {} if alone else self._unsaid
         more |= {"communication": kept} if kept else {}
@@ -194,6 +194,8 @@ class Updater:
             self.average.load_state(state.get("average"))
         unsaid = state.get("communication", {})
         if self.communication is not None:
-            (self.communication.take_alike if alone else self.communication.load_state)(unsaid)
+            (self.communication.load_replicated_state if alone else self.communication.load_state)(
+                unsaid
+            )
         elif not alone:
             self._unsaid = unsaid

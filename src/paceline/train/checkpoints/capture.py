@@ -41,7 +41,7 @@ from paceline.train.checkpoints.format import (
 )
 from paceline.train.comms import Comms
 from paceline.train.data.loader import Progress
-from paceline.train.elastic.replica_check import Proof
+from paceline.train.elastic.replica_check import ReplicaChecksum
 from paceline.train.models import Models
 
 _FORMAT = 1
@@ -78,7 +78,7 @@ class Training:
     extras: Mapping[str, Stateful] = field(default_factory=dict)
     identity: Mapping[str, str] = field(default_factory=dict)
     describes: Mapping[str, Any] = field(default_factory=dict)
-    proof: Proof | None = None
+    proof: ReplicaChecksum | None = None
     within: Mapping[str, str] = field(default_factory=dict)
 
 

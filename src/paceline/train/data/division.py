@@ -317,7 +317,7 @@ def _are_weights(wish: object) -> bool:
 
 
 def _steps_alone(models: Models) -> bool:
-    return any(one.communication and one.communication.asked.name == "local" for one in models)
+    return any(one.communication and one.communication.requested.name == "local" for one in models)
 
 
 def _refuse(models: Models, wish: Wish, drop_slow: bool) -> None:

@@ -1,15 +1,15 @@
-"""Models as they were when a step was last counted, whatever was done to them since.
+"""Models as they were when a step was last committed, whatever was done to them since.
 
 A rank that is one step behind takes the models of one that is ahead. That one may have gone on: a
 callback or the script may have clipped weights after the step, or moved on a schedule of its own.
-Who takes the models does the same afterwards, so it has to get them without that.
+The rank that takes the models does the same afterwards, so it has to get them without that.
 
 Settings of optimizers are noted after each step, and buffers. Copies of parameters cost memory and
-time: they are made when a change was seen between two steps, from then on, and now and then to see
+time: they are made from when a change was first seen between two steps, and now and then to see
 one.
 
-A batch that does not count may have changed buffers in its forward pass already: running means, the
-vectors of a spectral norm, a codebook. They go back to what they were when it began.
+A void batch may have changed buffers in its forward pass already: running means, the vectors of a
+spectral norm, a codebook. They are restored to what they were when it began.
 """
 
 from __future__ import annotations
@@ -24,197 +24,198 @@ from torch import Tensor, nn
 
 from paceline.train.update import Updater
 
-_FIRST, _EVERY = 3, 100  # steps after which parameters are compared: at first, and now and then
-_LARGE = 1 << 20  # bytes of a buffer of which no copy is kept where nothing writes to it
+_FIRST_STEPS, _INTERVAL = 3, 100  # in which parameters are compared: at first, and now and then
+_LARGE_BYTES = 1 << 20  # of a buffer of which no copy is held while nothing writes to it
 
 Settings = list[dict[str, Any]]
 
 
-class Buffers:
-    """What the buffers of modules are at a moment, to which they can go back.
+class BufferSnapshot:
+    """What the buffers of modules are at a moment, to which they can be restored.
 
-    Only what was written since the last note is copied again. A large buffer that nothing has
+    Only what was written since the last snapshot is copied again. A large buffer that nothing has
     written in the first steps (a table of positions) costs no memory: it stays as it is.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         parts = dict.fromkeys(part for module in modules for part in module.modules())
         self._places = [(part, name) for part in parts for name in part._buffers]
-        self._notes: dict[int, _Note] = {}  # by number of the place
-        self._moments = 0
+        self._notes: dict[int, _BufferNote] = {}  # by number of the place
+        self._num_snapshots = 0
 
     @torch.no_grad()
-    def note(self) -> None:
-        """Buffers will go back to what they are now."""
-        self._moments += 1
+    def take(self) -> None:
+        """Notes what the buffers are."""
+        self._num_snapshots += 1
         written: list[Tensor] = []
         copies: list[Tensor] = []
         for place, (part, name) in enumerate(self._places):
-            now, note = part._buffers[name], self._notes.get(place)
-            if now is None:
+            buffer, note = part._buffers[name], self._notes.get(place)
+            if buffer is None:
                 self._notes.pop(place, None)
-            elif note is None or note.is_past(part, now):
-                kept = note.copy if note is not None and _alike(note.copy, now) else None
-                kept = torch.empty_like(now) if kept is None else kept
-                self._notes[place] = _Note(now, now._version, kept)
-                written.append(now)
-                copies.append(kept)
-            elif self._moments > _FIRST and now.nbytes > _LARGE:
+            elif note is None or note.may_be_outdated(part, buffer):
+                copy = None if note is None else note.copy
+                if copy is None or not _has_same_layout(copy, buffer):
+                    copy = torch.empty_like(buffer)
+                self._notes[place] = _BufferNote(buffer, buffer._version, copy)
+                written.append(buffer)
+                copies.append(copy)
+            elif self._num_snapshots > _FIRST_STEPS and buffer.nbytes > _LARGE_BYTES:
                 note.copy = None
         if copies:
             torch._foreach_copy_(copies, written)
 
     @torch.no_grad()
-    def back(self) -> None:
-        """Buffers are again what they were when last noted."""
+    def restore(self) -> None:
+        """Makes the buffers what they were in the last snapshot."""
         for place, (part, name) in enumerate(self._places):
-            now, note = part._buffers[name], self._notes.get(place)
+            buffer, note = part._buffers[name], self._notes.get(place)
             if note is None:
                 part._buffers[name] = None
-            elif note.copy is not None and (now is None or note.is_past(part, now)):
-                if now is not None and _alike(note.copy, now):
-                    now.copy_(note.copy)
-                else:
-                    now = part._buffers[name] = note.copy.clone()
-                self._notes[place] = _Note(now, now._version, note.copy)
+                continue
+            copy = note.copy
+            if copy is None or (buffer is not None and not note.may_be_outdated(part, buffer)):
+                continue
+            if buffer is not None and _has_same_layout(copy, buffer):
+                buffer.copy_(copy)
+            else:
+                buffer = part._buffers[name] = copy.clone()
+            self._notes[place] = _BufferNote(buffer, buffer._version, copy)
 
 
 @dataclass(slots=True)
-class _Note:
+class _BufferNote:
     """What a buffer was: the tensor, how often it had been written, and its content."""
 
     buffer: Tensor
     version: int
     copy: Tensor | None
 
-    def is_past(self, part: nn.Module, now: Tensor) -> bool:
-        """Whether the buffer may be another by now. Statistics are written without a trace."""
-        return now is not self.buffer or now._version != self.version or isinstance(part, _SILENT)
+    def may_be_outdated(self, part: nn.Module, buffer: Tensor) -> bool:
+        """Whether the buffer may have changed. Statistics are written without a trace."""
+        if buffer is not self.buffer or buffer._version != self.version:
+            return True
+        return isinstance(part, nn.modules.batchnorm._NormBase)  # of batches and of instances
 
 
-_SILENT = nn.modules.batchnorm._NormBase  # of batches and of instances
+def _has_same_layout(copy: Tensor, buffer: Tensor) -> bool:
+    is_alike = (copy.dtype, copy.device) == (buffer.dtype, buffer.device)
+    return is_alike and copy.shape == buffer.shape
 
 
-def _alike(kept: Tensor | None, now: Tensor) -> bool:
-    return (
-        kept is not None
-        and kept.shape == now.shape
-        and (kept.dtype, kept.device) == (now.dtype, now.device)
-    )
-
-
-class Counted:
+class CommittedModels:
     """What some models were after the last step; all methods are called between passes.
 
-    :meth:`note` comes first.
+    :meth:`commit` comes first.
 
     Args:
         updaters: Of the models.
-
-    Attributes:
-        keeps: Something changes parameters between steps, so copies are made.
     """
 
     def __init__(self, updaters: Iterable[Updater]) -> None:
         self._updaters = [*updaters]
-        self.keeps, self._notes = False, 0
+        self._needs_copies = False  # something changes parameters between steps
+        self._num_steps = 0
         self._versions: list[int] = []
         self._settings: list[Settings] = []
         self._copies: list[Tensor] = []
-        self._buffers = Buffers(one.module for one in self._updaters)
+        self._buffers = BufferSnapshot(updater.module for updater in self._updaters)
 
-    def note(self) -> None:
-        """A step has just been counted."""
-        self._notes += 1
-        self._buffers.note()
-        self._versions = self._versions_now()
-        self._settings = [_settings(one) for one in self._updaters]
-        if self.keeps or self._notes <= _FIRST or self._notes % _EVERY == 0:
-            with torch.no_grad():
-                self._copies = [one.detach().clone() for one in self._parameters()]
-        else:
-            self._copies = []
+    def commit(self) -> None:
+        """A step has just been committed."""
+        self._num_steps += 1
+        self._buffers.take()
+        self._versions = self._parameter_versions()
+        self._settings = [_settings(updater) for updater in self._updaters]
+        is_compared = self._num_steps <= _FIRST_STEPS or self._num_steps % _INTERVAL == 0
+        self._copies = []
+        if self._needs_copies or is_compared:
+            self._copies = [parameter.detach().clone() for parameter in self._parameters()]
 
-    def look(self) -> None:
-        """The next step begins: what came between has been done."""
-        if not self.keeps:
-            self.keeps = self._changed
-            if not self.keeps:
+    def begin_step(self) -> None:
+        """The next step begins: what is changed between two steps has been changed."""
+        if not self._needs_copies:
+            self._needs_copies = self._has_changed
+            if not self._needs_copies:
                 self._copies = []
 
     @property
-    def _changed(self) -> bool:
+    def _has_changed(self) -> bool:
         if self._copies:  # a change through ``.data`` leaves no other trace
             pairs = zip(self._parameters(), self._copies, strict=True)
-            return any(not torch.equal(one, kept) for one, kept in pairs)
-        return self._versions != self._versions_now()
+            return any(not torch.equal(parameter, copy) for parameter, copy in pairs)
+        return self._versions != self._parameter_versions()
 
-    def go_back(self) -> None:
-        """Undoes what was done since the note, for good; right after one of the first notes."""
-        _set(self._updaters, self._settings)
-        self._buffers.back()
-        if self._changed:
+    def restore(self) -> None:
+        """Undoes for good what was done since the step; right after one of the first steps."""
+        _apply(self._updaters, self._settings)
+        self._buffers.restore()
+        if self._has_changed:
             self._swap()
             self._copies = []
 
-    def buffers_back(self) -> None:
-        """Undoes what was done to buffers since the note."""
-        self._buffers.back()
+    def restore_buffers(self) -> None:
+        """Undoes what was done to buffers since the step."""
+        self._buffers.restore()
 
     @contextmanager
     def restored(self) -> Iterator[bool]:
-        """Within it models and settings are as noted; False where parameters are not known."""
-        changed = self._changed
-        if changed and not self._copies:
+        """The context in which all is as committed; False when parameters are not known."""
+        has_changed = self._has_changed
+        if has_changed and not self._copies:
             yield False
             return
-        present = [[{**group} for group in one.optimizer.param_groups] for one in self._updaters]
-        buffers = Buffers(one.module for one in self._updaters)
-        buffers.note()
-        _set(self._updaters, self._settings)
-        self._buffers.back()
-        if changed:
+        present = [
+            [{**group} for group in updater.optimizer.param_groups] for updater in self._updaters
+        ]
+        buffers = BufferSnapshot(updater.module for updater in self._updaters)
+        buffers.take()
+        _apply(self._updaters, self._settings)
+        self._buffers.restore()
+        if has_changed:
             self._swap()
         try:
             yield True
         finally:
-            _set(self._updaters, present)
-            buffers.back()
-            if changed:
+            _apply(self._updaters, present)
+            buffers.restore()
+            if has_changed:
                 self._swap()
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for one, kept in zip(self._parameters(), self._copies, strict=True):
-            now = one.detach().clone()
-            one.copy_(kept)
-            kept.copy_(now)
+        """Exchanges parameters with their copies."""
+        for parameter, copy in zip(self._parameters(), self._copies, strict=True):
+            present = parameter.detach().clone()
+            parameter.copy_(copy)
+            copy.copy_(present)
 
     def _parameters(self) -> Iterator[Tensor]:
-        for one in self._updaters:
-            yield from one.module.parameters()
+        for updater in self._updaters:
+            yield from updater.module.parameters()
 
-    def _versions_now(self) -> list[int]:
-        """How often parameters were written, but for the exchanges with averages of them."""
+    def _parameter_versions(self) -> list[int]:
+        """How often parameters were written, except for the exchanges with averages of them."""
         return [
-            parameter._version - (0 if one.average is None else one.average.exchanges)
-            for one in self._updaters
-            for parameter in one.module.parameters()
+            parameter._version - (0 if updater.average is None else updater.average.exchanges)
+            for updater in self._updaters
+            for parameter in updater.module.parameters()
         ]
 
 
 def _settings(updater: Updater) -> Settings:
-    groups = updater.optimizer.param_groups
+    """Copies of the settings of each parameter group."""
     return [
-        {name: _own(one) for name, one in group.items() if name != "params"} for group in groups
+        {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in updater.optimizer.param_groups
     ]
 
 
-def _own(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _set(updaters: Iterable[Updater], settings: Iterable[Settings]) -> None:
-    for one, groups in zip(updaters, settings, strict=True):
-        for group, noted in zip(one.optimizer.param_groups, groups, strict=True):
-            group.update(noted)
+def _apply(updaters: Iterable[Updater], settings: Iterable[Settings]) -> None:
+    for updater, groups in zip(updaters, settings, strict=True):
+        for group, values in zip(updater.optimizer.param_groups, groups, strict=True):
+            group.update(values)

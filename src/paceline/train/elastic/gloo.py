@@ -48,7 +48,7 @@ class Task:
     cpu_s: float
 
     @property
-    def of_gloo(self) -> bool:
+    def is_gloo(self) -> bool:
         return self.name in (LOOPS, WORKERS)
 
 

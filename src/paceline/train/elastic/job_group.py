@@ -166,7 +166,7 @@ class JobGroup:
         if dist.is_initialized():
             groups = [*dist.distributed_c10d._world.pg_map]
             self._left.append((time.monotonic(), groups))
-            if waits.unfinished():  # the groups stay for good
+            if waits.has_abandoned():  # the groups stay for good
                 for group in groups:
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
             with contextlib.suppress(RuntimeError):

@@ -18,11 +18,11 @@ from paceline.spec.failure import NEWCOMER_DIVERGED
 from paceline.train import parallel
 from paceline.train.checkpoints.capture import Training
 from paceline.train.data.loader import Loader
-from paceline.train.elastic.committed import Counted
+from paceline.train.elastic.committed import CommittedModels
 from paceline.train.elastic.control import Control
 from paceline.train.elastic.newcomer import (
-    AFTER,
-    LATER,
+    LATE_CHANGE,
+    SECOND_TRAINING,
     SOURCES,
     Recording,
     Replay,
@@ -114,7 +114,7 @@ class Membership:
     def note_change(self, method: str) -> None:
         """The training gets another part: nobody can join who starts without it."""
         if self._trainings:
-            self._close_door(AFTER.format(method))
+            self._close_door(LATE_CHANGE.format(method))
 
     def begin_training(self, loader: Loader) -> None:
         """The script has called ``session.epochs`` with this loader."""
@@ -126,7 +126,7 @@ class Membership:
             "global batch": f"{loader.global_batch:,}",
         }
         if self._trainings > 1:
-            self._close_door(LATER)
+            self._close_door(SECOND_TRAINING)
         self.mark("epochs")
 
     def begin_side_loader(self) -> None:
@@ -143,10 +143,10 @@ class Membership:
         assert recovery is not None
         assert start is not None
         comms.mender, comms.joining = recovery, False
-        if start.why and recovery.able:
-            self._close_door(start.why)
+        if start.obstacle and recovery.able:
+            self._close_door(start.obstacle)
         if recovery.able and not recovery.door_closed and comms.world.rank == 0:
-            start.leave(recovery.group.store, training=self.description())
+            start.publish(recovery.group.store, training=self.description())
 
     @property
     def is_starting(self) -> bool:
@@ -186,7 +186,7 @@ class Membership:
             return "the script trains from two loaders at once, of which one would be divided anew"
         if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
             return "SyncBatchNorm has collectives of its own"
-        return "" if self.start is None else self.start.why
+        return "" if self.start is None else self.start.obstacle
 
     # -- ranks that join -------------------------------------------------------------------
 
@@ -240,7 +240,7 @@ class Membership:
         slot, proof = comms.slot, self._training.proof
         if slot is None or proof is None or comms.mixed or self._training.models.parted:
             return
-        if wrong := proof.astray(slot, self._newcomers):
+        if wrong := proof.diverged_parameter(slot, self._newcomers):
             raise JobError(
                 NEWCOMER_DIVERGED,
                 found=f"after step {step} {wrong} is not what it is there",
@@ -251,7 +251,7 @@ class Membership:
     def _check_same_training(self) -> None:
         """Ends a newcomer that runs another training than the ranks it joins."""
         assert isinstance(self.start, Replay)
-        theirs, mine = {**self.start.about.get("training", {})}, self.description()
+        theirs, mine = {**self.start.info.get("training", {})}, self.description()
         their_files, my_files = (json.loads(each.pop(SOURCES, "{}")) for each in (theirs, mine))
         for name, file_hash in their_files.items():
             # It may import it later; and each rank may have modules that others have not.
@@ -292,8 +292,8 @@ class _ReceivedState:
     """The state that a newcomer was given, of which its script knows nothing yet."""
 
     def __init__(self, training: Training, extras: Sequence[str]) -> None:
-        self._training, self._models = training, Counted(training.models)
-        self._models.note()
+        self._training, self._models = training, CommittedModels(training.models)
+        self._models.commit()
         states: dict[str, Any] = {name: training.extras[name].state_dict() for name in extras}
         self._extras = copy.deepcopy(states)
         self._steps, self._switches = training.progress.steps, training.models.switches
@@ -302,6 +302,6 @@ class _ReceivedState:
         """Puts it back; called right before the first batch."""
         training = self._training
         training.progress.steps, training.models.switches = self._steps, self._switches
-        self._models.go_back()
+        self._models.restore()
         for name, state in self._extras.items():
             training.extras[name].load_state_dict(state)

@@ -1,14 +1,13 @@
-"""A process that comes to ranks that are training: it starts alone, and joins between two steps.
+"""A process that joins ranks that are training: it starts alone, and joins between two steps.
 
 It runs the script from its beginning, as the others did. What they told each other until their
 first step decided how each of them began (settings that were compared, who makes what, lengths of
-messages), so each keeps what the operations of its start gave (:class:`Recording`), and the first
-of them leaves that in the rendezvous store. The newcomer is given the same answers
-(:class:`Replay`), has nobody to wait for, and comes to the same place: the door of the training,
-where the others let it in.
+messages), so each rank records the results of its start's operations (:class:`Recording`), and rank
+0 publishes them in the rendezvous store. The newcomer's operations return the same results
+(:class:`Replay`) without waiting, and it comes to the same place, where the others let it in.
 
-Marks divide the start into parts: a part of which a newcomer needs less than the others did (it
-loads no checkpoint) leaves the rest of its answers unused.
+Marks divide the start into parts: of a part of which a newcomer needs less than the others did (it
+loads no checkpoint) it leaves results unused.
 """
 
 from __future__ import annotations
@@ -42,41 +41,42 @@ from paceline.train.world import World, read
 
 T = TypeVar("T")
 
-LATER = "the script is in its second session.epochs, and a process can join in the first only"
-"""Why nobody can join. What a script does between the two follows from results that a process of
-its own does not have, and its answers are not kept."""
-AFTER = "the script has called session.{} after its first session.epochs had begun"
-"""The same: who comes starts with what there was before."""
+SECOND_TRAINING = (
+    "the script is in its second session.epochs, and a process can join in the first only"
+)
+"""Why no process can join. What a script does between the two follows from results that a process
+of its own does not have, and they are not recorded."""
+LATE_CHANGE = "the script has called session.{} after its first session.epochs had begun"
+"""The same: a newcomer starts with what there was before."""
 
 SOURCES = "sources"
-"""What :func:`sources` found is left under this name."""
-
-WHERE = "paceline/start"
-"""Prefix of its keys in the rendezvous store."""
-MOST = 4 << 20
-"""Bytes of all answers; beyond that nobody can join."""
-PATIENCE = timedelta(minutes=30)
+"""Key of what :func:`sources` returned, in the description of a training."""
+STORE_PREFIX = "paceline/start"
+"""Of the recording's keys in the rendezvous store."""
+MAX_BYTES = 4 << 20
+"""Of a recording; beyond that no process can join."""
+START_TIMEOUT = timedelta(minutes=30)
 """How long a newcomer waits for the others' first step."""
-_PART = 1 << 20  # bytes of one value; a store has a limit
+_PART_BYTES = 1 << 20  # of one value; a store has a limit
 
 
 class Recording:
-    """Keeps what the operations of the start gave, on a rank that was there from the beginning.
+    """Records the results of the start's operations, on a rank that was there from the beginning.
 
     Args:
-        inner: Carries them out.
-        about: What a newcomer has to know before its first operation; JSON values.
+        inner: Carries the operations out.
+        info: What a newcomer has to know before its first operation; JSON values.
 
     Attributes:
-        why: Why nobody can join; empty as long as somebody can.
+        obstacle: Why no process can join; empty as long as one can.
     """
 
-    def __init__(self, inner: Mender, about: dict[str, Any]) -> None:
-        self._inner, self._about = inner, about
+    def __init__(self, inner: Mender, info: dict[str, Any]) -> None:
+        self._inner, self._info = inner, info
         self._lines: list[str] = []
-        self._size, self._paused = 0, 0
-        alone = "it began on one rank, which exchanges nothing that another could join"
-        self.why = alone if about["ranks"] == 1 else ""
+        self._size, self._pauses = 0, 0
+        single = "it began on one rank, which exchanges nothing that another could join"
+        self.obstacle = single if info["ranks"] == 1 else ""
 
     @property
     def stale(self) -> bool:
@@ -94,68 +94,66 @@ class Recording:
 
     def event(self, act: Callable[[], T]) -> T:
         result = self._inner.event(act)
-        if not self._paused and not self.why:
-            self._keep(result)
+        if not self._pauses and not self.obstacle:
+            try:
+                self._add(json.dumps(["gave", _encode(result)]))
+            except TypeError as error:
+                self.obstacle = f"an operation of the start gave {error}"
         return result
-
-    def _keep(self, result: Any) -> None:
-        try:
-            self._add(json.dumps(["gave", _encoded(result)]))
-        except TypeError as error:
-            self.why = f"an operation of the start gave {error}"
 
     def _add(self, line: str) -> None:
         self._size += len(line) + 1
-        if self._size > MOST:
-            self.why = f"what ranks told each other at the start is more than {MOST >> 20} MiB"
+        if self._size > MAX_BYTES:
+            limit = f"{MAX_BYTES >> 20} MiB"
+            self.obstacle = f"what ranks told each other at the start is more than {limit}"
             self._lines.clear()
         else:
             self._lines.append(line)
 
     def mark(self, name: str) -> None:
         """The start has come to a place that has this name."""
-        if not self.why:
+        if not self.obstacle:
             self._add(json.dumps(["mark", name]))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within it a newcomer does nothing, so nothing is kept."""
-        self._paused += 1
+        """The context of operations that a newcomer does not begin, and are not recorded."""
+        self._pauses += 1
         try:
             yield
         finally:
-            self._paused -= 1
+            self._pauses -= 1
 
-    def leave(self, store: Any, **about: Any) -> None:
-        """Leaves everything in a store where it is not there yet; by one rank.
+    def publish(self, store: Any, **info: Any) -> None:
+        """Writes the recording into a store that has none yet; by one rank.
 
         Args:
             store: Of the job, without a prefix.
-            about: More that a newcomer has to know, as JSON values.
+            info: More that a newcomer has to know, as JSON values.
         """
-        if not self.why:
-            first = json.dumps(["about", {**self._about, **about}])
-            _leave("\n".join([first, *self._lines]), store)
+        if not self.obstacle:
+            first = json.dumps(["about", {**self._info, **info}])
+            _publish("\n".join([first, *self._lines]), store)
 
 
 class Replay:
-    """Gives the answers of the others' start to a newcomer's operations.
+    """Returns the recorded results to a newcomer's operations.
 
     Args:
-        lines: What :class:`Recording` has left.
+        recording: What :class:`Recording` has published.
 
     Attributes:
-        about: What it was given with them.
+        info: That it was published with.
     """
 
-    stale, able, why = False, False, ""
+    stale, able, obstacle = False, False, ""
 
-    def __init__(self, lines: str) -> None:
-        self._lines = lines
-        said = [json.loads(line) for line in lines.splitlines()]
-        self.about: dict[str, Any] = said[0][1]
-        self._left = deque(said[1:])
-        self._after = "join"
+    def __init__(self, recording: str) -> None:
+        self._recording = recording
+        entries = [json.loads(line) for line in recording.splitlines()]
+        self.info: dict[str, Any] = entries[0][1]
+        self._entries = deque(entries[1:])
+        self._last_mark = "join"
 
     def watched(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -164,23 +162,23 @@ class Replay:
         return nullcontext()
 
     def event(self, act: Callable[[], T]) -> T:
-        kind, content = self._left[0] if self._left else ("", None)
+        kind, content = self._entries[0] if self._entries else ("", None)
         if kind != "gave":
             raise JobError(
                 NEWCOMER_MISMATCH,
-                found=f"after {self._after} they had told each other less",
+                found=f"after {self._last_mark} they had told each other less",
                 remedy="give every node the same files and the same options; a script must not do"
                 " other things on some ranks, nor before the first batch of a pass that goes on in"
                 " its middle than of one that begins",
             )
-        self._left.popleft()
-        return _decoded(content)  # type: ignore[no-any-return]
+        self._entries.popleft()
+        return _decode(content)  # type: ignore[no-any-return]
 
     def mark(self, name: str) -> None:
-        """Goes on with what was told after the next mark of this name."""
-        self._after = name
-        while self._left:
-            if self._left.popleft() == ["mark", name]:
+        """Goes on with what was recorded after the next mark of this name."""
+        self._last_mark = name
+        while self._entries:
+            if self._entries.popleft() == ["mark", name]:
                 return
 
     @contextmanager
@@ -188,14 +186,14 @@ class Replay:
         """As :meth:`Recording.paused`."""
         yield
 
-    def leave(self, store: Any, **_: Any) -> None:
-        """Leaves what it was given in another store."""
-        _leave(self._lines, store)
+    def publish(self, store: Any, **_: Any) -> None:
+        """Writes the recording into another store."""
+        _publish(self._recording, store)
 
 
 @dataclass(frozen=True, slots=True)
 class Newcomer:
-    """What a process is that comes to others.
+    """A process that joins others.
 
     Attributes:
         slot: Number of this process in the plan.
@@ -213,40 +211,40 @@ class Newcomer:
     start: Replay
 
 
-def comes(environ: Mapping[str, str]) -> Newcomer | None:
-    """This process as a newcomer; ``None`` where it begins with all others.
+def read_newcomer(environ: Mapping[str, str]) -> Newcomer | None:
+    """This process as a newcomer; ``None`` when it begins with all others.
 
     Raises:
-        JobError: The others have not left how they began.
+        JobError: The others have not published how they began.
     """
     if environ.get(jobenv.NEWCOMER) != "1":
         return None
     slot = int(environ[jobenv.RANK])
     size = max(slot + 1, int(environ[jobenv.WORLD_SIZE]))
     address, port = environ[jobenv.MASTER_ADDR], int(environ[jobenv.MASTER_PORT])
-    store = TCPStore(address, port, None, False, PATIENCE, wait_for_workers=False)
-    start = waited_for(store, PATIENCE)
+    store = TCPStore(address, port, None, False, START_TIMEOUT, wait_for_workers=False)
+    start = wait_for_start(store, START_TIMEOUT)
     own = read({**environ, jobenv.WORLD_SIZE: str(size)})
-    ranks = int(start.about["ranks"])
+    ranks = int(start.info["ranks"])
     place = replace(own, rank=max(1, min(slot, ranks - 1)), size=ranks)
     os.environ.update({jobenv.RANK: str(place.rank), jobenv.WORLD_SIZE: str(ranks)})
-    return Newcomer(slot, place, bool(start.about["mixed"]), store, start)
+    return Newcomer(slot, place, bool(start.info["mixed"]), store, start)
 
 
 @contextmanager
 def group_of_one() -> Iterator[None]:
-    """Within it the planned world is this process alone: whoever asserts it finds it so."""
-    alone = {jobenv.RANK: "0", jobenv.WORLD_SIZE: "1", jobenv.PLANNED_WORLD: "1"}
-    before = {name: os.environ[name] for name in alone if name in os.environ}
-    os.environ.update({name: alone[name] for name in before})
+    """The context in which the environment's planned world is this process alone."""
+    single = {jobenv.RANK: "0", jobenv.WORLD_SIZE: "1", jobenv.PLANNED_WORLD: "1"}
+    former = {name: os.environ[name] for name in single if name in os.environ}
+    os.environ.update({name: single[name] for name in former})
     try:
         yield
     finally:
-        os.environ.update(before)
+        os.environ.update(former)
 
 
 def line_of_script() -> str:
-    """The function and the line of the script that are executed now; empty where there is none."""
+    """The function and the line of the script that are executed now; empty without a script."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -261,10 +259,9 @@ def sources() -> dict[str, str]:
 
     Not of what is installed, which is the same for all processes of an environment.
     """
-    installed = tuple(
-        f"{one}{os.sep}" for one in (sysconfig.get_path("stdlib"), Path(__file__).parents[1])
-    )
-    found = {}
+    roots = (sysconfig.get_path("stdlib"), Path(__file__).parents[1])
+    installed = tuple(f"{root}{os.sep}" for root in roots)
+    hashes = {}
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not file.endswith(".py") or file.startswith(installed):
@@ -272,12 +269,12 @@ def sources() -> dict[str, str]:
         path = Path(file)
         if {"site-packages", "dist-packages"}.isdisjoint(path.parts):
             with contextlib.suppress(OSError):
-                found[name] = _hash(path)
-    return found
+                hashes[name] = _hash(path)
+    return hashes
 
 
 def source_of(name: str) -> str | None:
-    """The same hash of a module that need not be imported yet; ``None`` where none is found."""
+    """The same hash of a module that need not be imported yet; ``None`` without such a file."""
     with contextlib.suppress(Exception):  # whatever the packages that it lies in do
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.origin is not None:
@@ -289,24 +286,25 @@ def _hash(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def _leave(lines: str, store: Any) -> None:
-    notes = PrefixStore(WHERE, store)
+def _publish(recording: str, store: Any) -> None:
+    notes = PrefixStore(STORE_PREFIX, store)
     if notes.check(["parts"]):
         return
-    content = lines.encode()
-    parts = [content[start : start + _PART] for start in range(0, len(content), _PART)]
+    content = recording.encode()
+    starts = range(0, len(content), _PART_BYTES)
+    parts = [content[start : start + _PART_BYTES] for start in starts]
     for number, part in enumerate(parts):
         notes.set(str(number), part.decode())
     notes.set("parts", str(len(parts)))
 
 
-def waited_for(store: Any, timeout: timedelta) -> Replay:
-    """What the others have left in the store, as soon as they have trained their first step.
+def wait_for_start(store: Any, timeout: timedelta) -> Replay:
+    """What the others publish in the store as soon as they have trained their first step.
 
     Raises:
-        JobError: They have left nothing.
+        JobError: They have published nothing.
     """
-    notes = PrefixStore(WHERE, store)
+    notes = PrefixStore(STORE_PREFIX, store)
     try:
         notes.wait(["parts"], timeout)
     except RuntimeError as error:
@@ -318,26 +316,27 @@ def waited_for(store: Any, timeout: timedelta) -> Replay:
     return Replay(b"".join(notes.get(str(number)) for number in range(count)).decode())
 
 
-def _encoded(result: Any) -> Any:
-    """A result as JSON. TypeError for what is none of those that operations give."""
+def _encode(result: Any) -> Any:
+    """A result as JSON. TypeError for what no operation returns."""
     if isinstance(result, Tensor):
         flat = result.detach().cpu().contiguous()
-        raw = flat.reshape(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-        kind = str(flat.dtype).removeprefix("torch.")
-        return {"kind": kind, "shape": list(flat.shape), "bytes": base64.b64encode(raw).decode()}
+        content = flat.reshape(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        dtype = str(flat.dtype).removeprefix("torch.")
+        text = base64.b64encode(content).decode()
+        return {"kind": dtype, "shape": list(flat.shape), "bytes": text}
     if isinstance(result, (list, tuple)):
-        return [_encoded(one) for one in result]
+        return [_encode(item) for item in result]
     if result is None or isinstance(result, (bool, int, float, str)):
         return result
     raise TypeError(type(result).__name__)
 
 
-def _decoded(content: Any) -> Any:
+def _decode(content: Any) -> Any:
     if isinstance(content, dict):
-        kind = getattr(torch, content["kind"])
+        dtype = getattr(torch, content["kind"])
         raw = bytearray(base64.b64decode(content["bytes"]))
-        flat = torch.frombuffer(raw, dtype=kind) if raw else torch.empty(0, dtype=kind)
+        flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
         return flat.reshape(content["shape"]).clone()
     if isinstance(content, list):
-        return [_decoded(one) for one in content]
+        return [_decode(item) for item in content]
     return content

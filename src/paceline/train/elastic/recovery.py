@@ -166,7 +166,7 @@ class Recovery:
         self._has_batch, self._has_events = False, False  # since the batch was given
         self._void = -1, 0  # so many passes over the batch of that step
         self.span = CollectiveSpan()
-        waits.arm()
+        waits.enable()
         control.on_cut = self._release
 
     def attach(self, training: TrainingState) -> None:

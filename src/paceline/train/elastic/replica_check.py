@@ -25,10 +25,10 @@ from paceline.train.comms import Comms
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _CHUNK = 1 << 22
 _WEIGHT = 0x2545F4914F6CDD1D
-_NEARLY = 1e-3  # of a tensor's size, between kinds of devices
+_MAX_DEVIATION = 1e-3  # as a part of a tensor's size, between kinds of devices
 
 
-class Proof:
+class ReplicaChecksum:
     """Compares a module over all ranks, and remembers what its buffers were.
 
     Args:
@@ -36,19 +36,19 @@ class Proof:
         module: As it was given to ``session.prepare``.
 
     Attributes:
-        apart: Between kinds of devices: how far a parameter was from rank 0's at the last proof,
-            as a part of its size.
+        deviation: Between kinds of devices: how far a parameter was from rank 0's at the last
+            check, as a part of its size.
     """
 
     def __init__(self, comms: Comms, module: nn.Module) -> None:
         self._comms, self._module = comms, module
-        self.apart = 0.0
-        self._replicated = not parallel.is_sharded(module)
-        self._buffers, self._stepped = checksums(module.buffers()), False
+        self.deviation = 0.0
+        self._is_replicated = not parallel.is_sharded(module)
+        self._buffers, self._has_stepped = checksums(module.buffers()), False
 
     def stepped(self) -> None:
         """To be called after each optimizer step."""
-        self._stepped = True
+        self._has_stepped = True
 
     def verify(self) -> None:
         """Proves that parameters and buffers are bit-identical on all ranks.
@@ -57,28 +57,28 @@ class Proof:
             JobError: Names rank, host and the first tensor that differs.
         """
         if self._comms.mixed:
-            self._verify_nearly()
+            self._verify_mixed()
             return
         parallel.put_back(self._module)
         parameters = [*self._module.named_parameters()]
         buffers = checksums(self._module.buffers())
-        moved = (buffers != self._buffers).long()
-        mine = torch.cat([checksums(tensor for _, tensor in parameters), buffers, moved])
+        changed = (buffers != self._buffers).long()
+        mine = torch.cat([checksums(tensor for _, tensor in parameters), buffers, changed])
         rows = self._comms.rows(mine)
         if bool((rows == rows[0]).all()):
-            self._buffers, self._stepped = buffers, False
+            self._buffers, self._has_stepped = buffers, False
             return
         names = [name for name, _ in parameters]
         self._compare(names, rows[:, : len(names)])
         sums, changed = rows[:, len(names) :].tensor_split(2, dim=1)
         # DDP has made them equal in each forward pass. Elsewhere a rank that has something else
         # than one that kept what all had is not in step.
-        own = changed.bool().all(dim=0) | self._replicated if self._stepped else False
-        kept = sums.masked_fill(torch.as_tensor(own), 0)
-        self._compare([name for name, _ in self._module.named_buffers()], kept)
+        own = changed.bool().all(dim=0) | self._is_replicated if self._has_stepped else False
+        comparable = sums.masked_fill(torch.as_tensor(own), 0)
+        self._compare([name for name, _ in self._module.named_buffers()], comparable)
         self.align()
 
-    def astray(self, slot: int, newcomers: Collection[int]) -> str:
+    def diverged_parameter(self, slot: int, newcomers: Collection[int]) -> str:
         """A parameter in which this rank, a newcomer, differs from the ranks that it came to.
 
         Empty on those, and where they differ from each other, which :meth:`verify` tells.
@@ -93,24 +93,24 @@ class Proof:
         others = [row[1:] for row in rows if int(row[0]) not in newcomers]
         if slot not in newcomers or not others or any((row != others[0]).any() for row in others):
             return ""
-        wrong = (mine != others[0]).nonzero()
-        return names[int(wrong[0])] if len(wrong) else ""
+        differing = (mine != others[0]).nonzero()
+        return names[int(differing[0])] if len(differing) else ""
 
-    def _verify_nearly(self) -> None:
-        """Different devices round differently: a little is forgiven, and everybody is rank 0."""
+    def _verify_mixed(self) -> None:
+        """Different devices round differently: all ranks take rank 0's values if they are near."""
         names = [name for name, _ in self._module.named_parameters()]
-        own = [one.detach() for one in self._module.parameters()]
-        former = [one.clone() for one in own]
-        self._comms.spread(own)
-        apart = [_apart(one, before) for one, before in zip(own, former, strict=True)]
-        rows = self._comms.rows(torch.stack(apart))
-        self.apart = float(rows.max())
-        if not self.apart <= _NEARLY:
+        parameters = [parameter.detach() for parameter in self._module.parameters()]
+        former = [parameter.clone() for parameter in parameters]
+        self._comms.spread(parameters)
+        deviations = [_deviation(*pair) for pair in zip(parameters, former, strict=True)]
+        rows = self._comms.rows(torch.stack(deviations))
+        self.deviation = float(rows.max())
+        if not self.deviation <= _MAX_DEVIATION:
             ranks = self._comms.texts(self._comms.called)
             rank, tensor = divmod(int(rows.argmax()), len(names))
             raise JobError(
                 "the ranks no longer train the same model",
-                found=f"{names[tensor]} differs by {self.apart:.1g} of its size on"
+                found=f"{names[tensor]} differs by {self.deviation:.1g} of its size on"
                 f" {ranks[rank]}, more than devices of different kinds round differently",
                 remedy="look for a training loop that calls another module than session.prepare"
                 " returned, or parameters changed outside session.step",
@@ -124,16 +124,16 @@ class Proof:
     def align(self) -> None:
         """Gives every rank the buffers of rank 0."""
         self._comms.spread([*self._module.buffers()])
-        self._buffers, self._stepped = checksums(self._module.buffers()), False
+        self._buffers, self._has_stepped = checksums(self._module.buffers()), False
 
 
-def _apart(one: Tensor, other: Tensor) -> Tensor:
+def _deviation(first: Tensor, second: Tensor) -> Tensor:
     """Part of its size by which a tensor differs; a training that diverges alike does not."""
-    alike = ~one.isfinite() & ~other.isfinite()
-    one, other = one.masked_fill(alike, 0), other.masked_fill(alike, 0)
-    size = torch.linalg.vector_norm(one).clamp(min=1e-30)
-    part: Tensor = torch.linalg.vector_norm(one - other) / size
-    return part.double().cpu()
+    not_finite = ~first.isfinite() & ~second.isfinite()
+    first, second = first.masked_fill(not_finite, 0), second.masked_fill(not_finite, 0)
+    size = torch.linalg.vector_norm(first).clamp(min=1e-30)
+    deviation: Tensor = torch.linalg.vector_norm(first - second) / size
+    return deviation.double().cpu()
 
 
 def checksums(tensors: Iterable[Tensor]) -> Tensor:
@@ -149,8 +149,8 @@ def _checksum(tensor: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for start in range(0, words.numel(), _CHUNK):
         chunk = words[start : start + _CHUNK].to(torch.int64)
-        place = torch.arange(start, start + chunk.numel(), device=words.device)
-        total += (chunk * ((place * _WEIGHT) | 1)).sum()
+        position = torch.arange(start, start + chunk.numel(), device=words.device)
+        total += (chunk * ((position * _WEIGHT) | 1)).sum()
     return total
 
 
@@ -165,22 +165,22 @@ def compare(names: Sequence[str], by_rank: Tensor, ranks: Sequence[str]) -> None
     Raises:
         JobError: Names the first differing tensor and every rank that holds another value.
     """
-    agreed = by_rank.mode(dim=0).values
-    wrong = by_rank != agreed
+    majority = by_rank.mode(dim=0).values
+    wrong = by_rank != majority
     if not bool(wrong.any()):
         return
     tensor = int(wrong.any(dim=0).nonzero()[0])
     raise JobError(
         "the ranks no longer train the same model",
-        found=f"first differing tensor: {names[tensor]}; {_who(wrong[:, tensor], ranks)}"
+        found=f"first differing tensor: {names[tensor]}; {_minority(wrong[:, tensor], ranks)}"
         f" ({int(wrong.any(dim=0).sum())} of {len(names)} tensors differ somewhere)",
         remedy="look for a training loop that calls another module than session.prepare returned,"
         " parameters changed outside session.step, or faulty memory on that host",
     )
 
 
-def _who(wrong: Tensor, ranks: Sequence[str]) -> str:
-    """The minority; without a majority everybody is named."""
+def _minority(wrong: Tensor, ranks: Sequence[str]) -> str:
+    """The minority; without a majority all ranks are named."""
     minority = [ranks[int(rank)] for rank in wrong.nonzero()]
     if len(minority) * 2 >= len(ranks):
         return f"no majority among {', '.join(ranks)}"

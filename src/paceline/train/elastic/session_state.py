@@ -46,7 +46,7 @@ class SessionState:
         recovery, models = self._membership.recovery, self._training.models
         assert recovery is not None
         self._membership.publish_start()
-        lost_steps = models.at_stake if recovery.has_lost_ranks else 0
+        lost_steps = models.max_unsynced_steps if recovery.has_lost_ranks else 0
         models.renew()
         self._membership.meet_newcomers()
         self._loop.renew()

@@ -56,7 +56,7 @@ class CollectiveSpan:
 
 def _computing_s() -> float:
     """CPU time that this process has used, without what gloo's threads have, in seconds."""
-    return time.process_time() - waits.spent_s()
+    return time.process_time() - waits.gloo_cpu_s()
 
 
 def release_waits(
@@ -75,11 +75,11 @@ def release_waits(
     while not is_over():
         time.sleep(interval_s)
         interval_s = min(_MAX_INTERVAL_S, 1.1 * interval_s)  # looking must not pass for computing
-        looks = looks + 1 if waits.asleep() else 0
+        looks = looks + 1 if waits.is_gloo_asleep() else 0
         is_enough = looks >= (_LOOKS if connections.all_closed() else _MANY_LOOKS)
         if not is_enough and time.monotonic() < deadline:
             continue
         with forming:
             if not is_over():
-                waits.give_up()
+                waits.cancel_all()
         looks = 0

@@ -1,15 +1,16 @@
-"""Waiting for other ranks in a way that can be given up.
+"""Waiting for other ranks in a way that can be cancelled.
 
 When a connection ends, gloo tells the operations that it has not begun. A message of which a part
-is sent, or a part has come, is forgotten: whoever waits for it is not woken before the timeout of
-half an hour. Of gradients of some megabytes one is nearly always under way. So where a lost rank is
-made good nobody waits in gloo itself: it is asked again and again (:func:`wait`), or a further
-thread waits there (:func:`apart`), or DDP waits for a promise that can be broken
-(:func:`promised`). :func:`give_up` ends all of them with an error, as a connection's end should.
+is sent, or a part has come, is forgotten: a thread that waits for it is not woken before the
+timeout of half an hour. Of gradients of some megabytes one is nearly always under way. So when a
+lost rank can be replaced no thread waits in gloo itself: gloo is polled (:func:`wait`), or a
+further thread waits there (:func:`wait_in_thread`), or DDP waits for a future that can be cancelled
+(:func:`cancellable_future`). :func:`cancel_all` ends all of them with an error, as a connection's
+end should.
 
-What is given up stays where it is, with a thread of gloo's that sleeps. Its group must outlive it
-(:func:`unfinished`), for the destructor would wait for that thread. Where a collective has failed
-in the middle of a message it does not sleep before it is made to (``elastic/gloo.py``).
+What is cancelled stays where it is, with a thread of gloo's that sleeps. Its group must outlive it
+(:func:`has_abandoned`), for the destructor would wait for that thread. When a collective has failed
+in the middle of a message that thread does not sleep before it is made to (``elastic/gloo.py``).
 """
 
 from __future__ import annotations
@@ -29,176 +30,176 @@ from paceline.train.elastic import gloo
 
 T = TypeVar("T")
 
-_LOOK_S = 0.05  # seconds between two looks whether a wait was given up
+_POLL_S = 0.05  # between two looks whether a wait was cancelled
 
 
-class GivenUp(RuntimeError):
-    """Nobody waits for this operation any more: its connections were cut."""
+class WaitCancelled(RuntimeError):
+    """This rank waits no longer for an operation whose connections were cut."""
 
 
-class _Waits:
+class _State:
     """What this process waits for; it has one job."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.may_end = False
-        self.ends = 0
-        self.promises: set[_Promise] = set()
-        self.threads: set[int] = set()  # that wait in gloo, as the system numbers them
-        self.left: list[dist.Work] = []
-        self.left_apart = False
+        self.is_enabled = False
+        self.cancellations = 0
+        self.means: set[_CancellableMean] = set()
+        self.thread_ids: set[int] = set()  # that wait in gloo, as the system numbers them
+        self.abandoned: list[dist.Work] = []
+        self.has_abandoned_thread = False
 
 
-class _Promise:
+class _CancellableMean:
     """A bucket's mean, in time or not at all."""
 
     def __init__(self, work: dist.Work, mean: Tensor) -> None:
         self._work, self._mean = work, mean
-        self._gate: Future[object] = Future()
-        self.future: Future[Tensor] = self._gate.then(_opened)
+        self._outcome: Future[object] = Future()
+        self.future: Future[Tensor] = self._outcome.then(_mean_or_error)
 
-    def kept(self, done: Future[object]) -> None:
+    def finish(self, work_future: Future[object]) -> None:
         try:
-            done.wait()
-        except Exception as error:  # whoever waits raises it
-            self._open(error)
+            work_future.wait()
+        except Exception as error:  # raised by who waits for it
+            self._set(error)
         else:
-            self._open(self._mean)
+            self._set(self._mean)
 
-    def broken(self) -> None:
-        if self._open(GivenUp(CONNECTIONS_CUT)):
-            leave(self._work)
+    def cancel(self) -> None:
+        if self._set(WaitCancelled(CONNECTIONS_CUT)):
+            abandon(self._work)
 
-    def _open(self, what: object) -> bool:
-        with _waits.lock:
-            if self not in _waits.promises:
+    def _set(self, outcome: object) -> bool:
+        with _state.lock:
+            if self not in _state.means:
                 return False
-            _waits.promises.remove(self)
-        self._gate.set_result(what)
+            _state.means.remove(self)
+        self._outcome.set_result(outcome)
         return True
 
 
-def _opened(gate: Future[object]) -> Tensor:
-    what = gate.value()
-    if isinstance(what, Exception):
-        raise what
-    assert isinstance(what, Tensor)
-    return what
+def _mean_or_error(outcome: Future[object]) -> Tensor:
+    value = outcome.value()
+    if isinstance(value, Exception):
+        raise value
+    assert isinstance(value, Tensor)
+    return value
 
 
-_waits = _Waits()
+_state = _State()
 
 
-def arm() -> None:
-    """From now on waits may be given up; until then all of them are torch's own."""
-    _waits.may_end = True
+def enable() -> None:
+    """From now on waits may be cancelled; until then all of them are torch's own."""
+    _state.is_enabled = True
 
 
-def heeded() -> bool:
-    """Whether waits may be given up: a lost rank is made good here."""
-    return _waits.may_end
+def is_enabled() -> bool:
+    """Whether waits may be cancelled: a lost rank can be replaced here."""
+    return _state.is_enabled
 
 
 def wait(work: dist.Work | None, moved: Tensor) -> None:
     """Waits until a collective that was begun is over.
 
     Args:
-        work: It; ``None`` where this rank has no part in it.
+        work: The collective; ``None`` on a rank that has no part in it.
         moved: One of its tensors: only those on a CPU go over gloo.
 
     Raises:
-        GivenUp: By another thread.
+        WaitCancelled: By another thread.
     """
     if work is None:
         return
-    if _waits.may_end and moved.device.type == "cpu":
-        ends = _waits.ends
+    if _state.is_enabled and moved.device.type == "cpu":
+        cancellations = _state.cancellations
         while not work.is_completed():
-            if _waits.ends != ends:
-                leave(work)
-                raise GivenUp(CONNECTIONS_CUT)
+            if _state.cancellations != cancellations:
+                abandon(work)
+                raise WaitCancelled(CONNECTIONS_CUT)
             with contextlib.suppress(RuntimeError):  # it has to wait on, or its error comes below
-                work.wait(timedelta(seconds=_LOOK_S))
+                work.wait(timedelta(seconds=_POLL_S))
     work.wait()
 
 
-def apart(act: Callable[[], T]) -> T:
-    """What this gives, which waits for other ranks where nobody can ask, in a thread of its own.
+def wait_in_thread(act: Callable[[], T]) -> T:
+    """What ``act`` returns, which waits for other ranks where nothing can be polled.
 
     Raises:
-        GivenUp: By another thread.
+        WaitCancelled: By another thread.
     """
-    if not _waits.may_end:
+    if not _state.is_enabled:
         return act()
-    gave: list[T] = []
-    failed: list[BaseException] = []
-    over, ends = threading.Event(), _waits.ends
+    results: list[T] = []
+    errors: list[BaseException] = []
+    is_over, cancellations = threading.Event(), _state.cancellations
 
     def run() -> None:
-        mine = threading.get_native_id()
-        _waits.threads.add(mine)
+        thread_id = threading.get_native_id()
+        _state.thread_ids.add(thread_id)
         try:
-            gave.append(act())
-        except BaseException as error:  # for whoever waits
-            failed.append(error)
+            results.append(act())
+        except BaseException as error:  # raised by who waits for it
+            errors.append(error)
         finally:
-            _waits.threads.discard(mine)
-            over.set()
+            _state.thread_ids.discard(thread_id)
+            is_over.set()
 
     threading.Thread(target=run, name="paceline-waits", daemon=True).start()
-    while not over.wait(_LOOK_S):
-        if _waits.ends != ends:
-            _waits.left_apart = True
-            raise GivenUp(CONNECTIONS_CUT)
-    if failed:
-        raise failed[0]
-    return gave[0]
+    while not is_over.wait(_POLL_S):
+        if _state.cancellations != cancellations:
+            _state.has_abandoned_thread = True
+            raise WaitCancelled(CONNECTIONS_CUT)
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
-def promised(work: dist.Work | None, mean: Tensor) -> Future[Tensor]:
-    """What DDP waits for, in the place of a bucket's collective; it gives ``mean``."""
+def cancellable_future(work: dist.Work | None, mean: Tensor) -> Future[Tensor]:
+    """A future of ``mean`` for DDP, in the place of that of a bucket's collective."""
     assert work is not None  # this rank is in the group
-    promise = _Promise(work, mean)
-    with _waits.lock:
-        _waits.promises.add(promise)
-    work.get_future().add_done_callback(promise.kept)
-    return promise.future
+    cancellable = _CancellableMean(work, mean)
+    with _state.lock:
+        _state.means.add(cancellable)
+    work.get_future().add_done_callback(cancellable.finish)
+    return cancellable.future
 
 
-def give_up() -> None:
+def cancel_all() -> None:
     """Ends all waits that are under way."""
-    with _waits.lock:
-        _waits.ends += 1
-        promises = [*_waits.promises]
-    for one in promises:
-        one.broken()
+    with _state.lock:
+        _state.cancellations += 1
+        means = [*_state.means]
+    for mean in means:
+        mean.cancel()
 
 
-def leave(work: dist.Work) -> None:
-    """It may be that nobody waits for this."""
-    with _waits.lock:
-        _waits.left = [one for one in _waits.left if not one.is_completed()]
-        _waits.left.append(work)
+def abandon(work: dist.Work) -> None:
+    """Notes a collective that may never end, and for which no thread waits."""
+    with _state.lock:
+        _state.abandoned = [each for each in _state.abandoned if not each.is_completed()]
+        _state.abandoned.append(work)
 
 
-def unfinished() -> bool:
-    """Whether something was left in gloo since this was asked last; nobody waits any more."""
-    give_up()
-    with _waits.lock:
-        left, apart_too = _waits.left, _waits.left_apart
-        _waits.left, _waits.left_apart = [], False
-    return apart_too or not all(one.is_completed() for one in left)
+def has_abandoned() -> bool:
+    """Whether something was left in gloo since this was asked last; cancels all waits."""
+    cancel_all()
+    with _state.lock:
+        works, has_thread = _state.abandoned, _state.has_abandoned_thread
+        _state.abandoned, _state.has_abandoned_thread = [], False
+    return has_thread or not all(work.is_completed() for work in works)
 
 
-def asleep() -> bool:
+def is_gloo_asleep() -> bool:
     """Whether gloo's threads, and those that wait in it, do nothing and want nothing."""
-    return all(one.state not in "RD" for one in _of_gloo())
+    return all(thread.state not in "RD" for thread in _gloo_threads())
 
 
-def spent_s() -> float:
+def gloo_cpu_s() -> float:
     """CPU time that gloo's threads, and those that wait in it, have used so far, in seconds."""
-    return sum(one.cpu_s for one in _of_gloo())
+    return sum(thread.cpu_s for thread in _gloo_threads())
 
 
-def _of_gloo() -> Iterator[gloo.Task]:
-    return (one for one in gloo.tasks() if one.of_gloo or one.number in _waits.threads)
+def _gloo_threads() -> Iterator[gloo.Task]:
+    return (t for t in gloo.tasks() if t.is_gloo or t.number in _state.thread_ids)

@@ -442,7 +442,7 @@ def _sent(comms: Comms, vector: Tensor) -> tuple[Sequence[Tensor], Callable[[], 
         rows = [torch.empty_like(vector) for _ in range(size)]
         work = dist.all_gather(rows, vector, group=comms.group, async_op=True)
         if work is not None:
-            waits.leave(work)  # where a rank is lost it stays
+            waits.abandon(work)  # where a rank is lost it stays
         return rows, lambda: waits.wait(work, vector)
     # In a stream of its own: neither the CPU nor the training's stream waits for it.
     library = torch.get_device_module(device)

@@ -28,8 +28,8 @@ from paceline.train.data.division import Wish
 from paceline.train.data.loader import Loader
 from paceline.train.member import Member
 from paceline.train.models import Models
-from paceline.train.reduce.exchange import Exchange
-from paceline.train.reduce.registry import METHODS
+from paceline.train.reduce.exchange import GradientExchange
+from paceline.train.reduce.registry import REDUCERS
 from paceline.train.stop import Quietly
 
 WARM = 4  # steps before anything counts
@@ -151,9 +151,9 @@ class Probe:
         }
         only = self._models.first.communication
         if only:
-            communication.validate_forecast(only.asked.name)
-            self._about["communication"] = only.asked.name
-        self._warm = loader.warm = SETTLING if only and only.asked.name != "exact" else WARM
+            communication.validate_forecast(only.requested.name)
+            self._about["communication"] = only.requested.name
+        self._warm = loader.warm = SETTLING if only and only.requested.name != "exact" else WARM
         self._round = len(loader.sizes) * (1 + COUNTED)
         self._began = time.perf_counter()
         return self._warm + self._round * ROUNDS
@@ -260,12 +260,16 @@ def steps_of(rows: Tensor, batches: Sequence[int]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _sent(exchange: Exchange | None) -> list[float]:
+def _sent(exchange: GradientExchange | None) -> list[float]:
     """Bytes that a rank sends, as a part of those of exact averages: between two ranks, of more."""
-    if exchange is None or exchange.method is None:
+    if exchange is None or exchange.reducer is None:
         return [1.0, 1.0]
-    exact, count = METHODS["exact"](exchange.line()), exchange.elements
-    return [exchange.method.sent(count, one) / max(exact.sent(count, one), 1) for one in (2, 4)]
+    reducer, count = exchange.reducer, exchange.elements
+    exact = REDUCERS["exact"](exchange.context())
+    return [
+        reducer.bytes_sent(count, ranks) / max(exact.bytes_sent(count, ranks), 1)
+        for ranks in (2, 4)
+    ]
 
 
 def _buckets(model: nn.Module) -> int:

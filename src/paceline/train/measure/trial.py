@@ -30,7 +30,7 @@ def untouched(models: Models, device: torch.device, precision: Precision) -> Ite
     real = models[ALONE]
     with ExitStack() as within:
         if real.communication is not None:
-            within.enter_context(real.communication.set_aside())
+            within.enter_context(real.communication.fresh_reducer())
         yield from _untouched(real, device, precision)
 
 

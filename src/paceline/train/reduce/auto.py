@@ -1,10 +1,11 @@
-"""``auto``: measures step and network, and takes the way that leaves out least and hides the rest.
+"""``auto``: measures step and network, and takes the finest method that hides its bytes.
 
-Line and coding are measured before the first step, and computing in it: so there is a choice after
-one step, and a better one after each of the next two. First steps compute longer than others, which
-only errs towards leaving out less. Then where the time of some steps went decides. It looks again
-when communication takes longer or shorter than it did, and now and then, for a network that became
-quicker shows in nothing. All ranks measure together and decide by the slowest, so alike.
+Network and coding are measured before the first step, and computing in it: so there is a choice
+after one step, and a better one after each of the next two. First steps compute longer than others,
+which only errs towards smaller quantisation errors. Then the time of some steps decides. It is
+measured again when communication takes longer or shorter than it did, and now and then, for a
+network that became faster shows in nothing. All ranks measure together and decide by the slowest,
+so alike.
 """
 
 from __future__ import annotations
@@ -20,271 +21,287 @@ from torch import Tensor
 from paceline.train.comms import Comms
 from paceline.train.data.fetch import allowed
 from paceline.train.measure.pace import PARTS, Look
-from paceline.train.reduce import selection
 from paceline.train.reduce.codecs import BLOCK
-from paceline.train.reduce.coded_reducer import Coded
-from paceline.train.reduce.collectives import Wire
-from paceline.train.reduce.exchange import Exchange
-from paceline.train.reduce.registry import METHODS
-from paceline.train.reduce.selection import CANDIDATES, NEARLY, Choice, Measured, chosen
+from paceline.train.reduce.coded_reducer import CodedReducer
+from paceline.train.reduce.collectives import Collectives
+from paceline.train.reduce.exchange import GradientExchange
+from paceline.train.reduce.registry import REDUCERS
+from paceline.train.reduce.selection import CANDIDATES, TOLERANCE, Choice, Measurement, choose
 
-_FIRST = 2  # steps that do not count: memory, caches and buckets are new
-_STEPS = 5  # that do
-_EARLY = 3  # steps after each of which there is a choice for the time being
-_DEAR, _MEANWHILE = 1.0, "int8"  # seconds of all bytes: not even the first step is exact then
-_LONG, _LARGE = 0.1, 1 << 24  # seconds or bytes of a probe that says how quick the line is
-_SAMPLE = 1 << 20  # elements that are coded for a measurement
-_CHANGED = 0.15  # part of a step by which communication differs from before: worth a look
-_COST = 0.002  # part of the time that looking again may take
+_SKIPPED_STEPS = 2  # after a change: memory, caches and buckets are new
+_JUDGED_STEPS = 5
+_EARLY_STEPS = 3  # after each of which there is a preliminary choice
+_MAX_EXACT_S, _SLOW_METHOD = 1.0, "int8"  # for all bytes, or not even the first step is exact
+_PROBE_S, _MAX_PROBE_BYTES = 0.1, 1 << 24  # of a message that shows how fast the network is
+_SAMPLE_ELEMENTS = 1 << 20  # that are coded for a measurement
+_CHANGED_SHARE = 0.15  # of a step by which communication differs from before
+_MEASURING_SHARE = 0.002  # of the time that measuring again may take
+_BUCKET_S = 0.5e-3  # that a bucket takes on busy processors, before it is known
+_MAX_TRIALS = 4  # methods and numbers of buckets, before one of them is to stay
 _MOVING, _WAITING = PARTS.index("moving"), PARTS.index("waiting")
 
 
-_EACH = 0.5e-3  # seconds that a bucket takes on busy processors, before it is known
-_TRIALS = 4  # ways and numbers of buckets, before one of them is to stay
-
-
-class Auto:
-    """Chooses for one model's exchange. Every rank has one and calls it alike.
+class AutoMethod:
+    """Chooses the method of one model's exchange. Every rank has one and calls it alike.
 
     Args:
-        exchange: Whose method it sets.
+        exchange: Of the model's gradients.
         comms: Of all ranks.
-        take: Sets a method by its name, with what the last one has not said.
-        first: Says how many steps of the training send more than later ones by the way in use.
+        use: Uses a method by its name, which goes on with the last one's quantisation errors.
+        fine_steps: Gives how many steps of the training send more than later ones by the method in
+            use.
 
     Attributes:
         choice: The last; ``None`` before the first step.
-        since: Number of the first step by the way that was settled.
-        settled: By where the time of steps went; before that, for the time being.
+        settled_since: Number of the first step by the method that was settled.
+        settled: By the time of steps; before that, the choice is preliminary.
     """
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: GradientExchange,
         comms: Comms,
-        take: Callable[[str], None],
-        first: Callable[[], int] = lambda: 0,
+        use: Callable[[str], None],
+        fine_steps: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._exchange, self._comms, self._take = exchange, comms, take
-        self._first_steps = first
-        self._wire, self._worked = Wire(exchange.line()), 0.0  # CPU seconds of the last sum
+        self._exchange, self._comms, self._use_method = exchange, comms, use
+        self._fine_steps = fine_steps
+        self._collectives, self._cpu_s = Collectives(exchange.context()), 0.0  # of the last sum
         self.choice: Choice | None = None
-        self.settled, self.since = False, 0
+        self.settled, self.settled_since = False, 0
         self._seen: list[Tensor] = []  # seconds of each rank and part, by step
-        self._usual: float | None = None  # part of a step that communication took at first
-        self._changed, self._since, self._again = 0, 0, 0
-        self._begun: int | None = None
-        self._line, self._fresh = self._measured(), True  # no look has used it yet
-        self._tried: dict[tuple[str, int], float] = {}  # seconds of a step, by way and buckets
-        self._off: dict[str, float] = {}  # by way: times the forecast that its steps took
-        self._each = _EACH if comms.device.type == "cpu" else 0.0  # see Measured
+        self._usual_share: float | None = None  # of a step that communication took at first
+        self._changes, self._since, self._next_check = 0, 0, 0
+        self._first_step: int | None = None
+        self._network, self._is_fresh = self._measure(), True  # no look has used it yet
+        self._tried: dict[tuple[str, int], float] = {}  # seconds of a step, by method and buckets
+        self._slowdown: dict[str, float] = {}  # by method: times the forecast that its steps took
+        self._bucket_s = _BUCKET_S if comms.device.type == "cpu" else 0.0  # see Measurement
         self._early: list[float] = []  # seconds that the slowest rank computed, by step
-        if self._line.sent["exact"] / self._line.rate > _DEAR:
-            dear = replace(self._line, computing=_DEAR, each=self._each)
-            self._use(Choice(_MEANWHILE, dear.best(_MEANWHILE)[0], {}))
+        if self._network.sent["exact"] / self._network.bytes_per_s > _MAX_EXACT_S:
+            slow = replace(self._network, computing_s=_MAX_EXACT_S, bucket_s=self._bucket_s)
+            self._use(Choice(_SLOW_METHOD, slow.best(_SLOW_METHOD)[0], {}))
 
     def stepped(self, computing: Callable[[], float]) -> None:
         """After each of the first few steps: chooses by how long this rank computed in it."""
-        if self.settled or len(self._early) >= _EARLY:
+        if self.settled or len(self._early) >= _EARLY_STEPS:
             return
         slowest = self._comms.most(torch.tensor([computing()], dtype=torch.float64))[0]
         self._early.append(slowest)
         if slowest > 0:
-            least = min(one for one in self._early if one > 0)
-            choice = chosen(replace(self._line, computing=least, each=self._each))
-            if choice.way != self.way:
+            least = min(seconds for seconds in self._early if seconds > 0)
+            choice = choose(replace(self._network, computing_s=least, bucket_s=self._bucket_s))
+            if choice.method != self.method:
                 self._use(choice)
                 self._since = len(self._early)
 
     @property
-    def way(self) -> str:
-        """In use."""
-        return "exact" if self.choice is None else self.choice.way
+    def method(self) -> str:
+        """The name of the method in use."""
+        return "exact" if self.choice is None else self.choice.method
 
-    def looked(self, look: Look) -> str:
+    def consider(self, look: Look) -> str:
         """Takes where the time of the last steps went, between two steps.
 
         Returns:
-            What has been decided, and why; empty where nothing changes.
+            What has been decided, and why; empty when nothing changes.
         """
-        own = torch.arange(look.seconds.shape[1]) * look.every + look.first_step
-        if not self.settled and self._begun is None:
-            self._begun = int(own[0])  # steps are counted from there
-            self._since += self._begun
-        fresh = look.seconds[:, own >= max(self._since, self._first_steps()) + _FIRST]
-        last = int(own[-1]) + 1
-        self._seen += list(fresh.unbind(1))
-        if len(self._seen) < _STEPS:
+        numbers = torch.arange(look.seconds.shape[1]) * look.every + look.first_step
+        if not self.settled and self._first_step is None:
+            self._first_step = int(numbers[0])  # steps are counted from there
+            self._since += self._first_step
+        judged = numbers >= max(self._since, self._fine_steps()) + _SKIPPED_STEPS
+        last = int(numbers[-1]) + 1
+        self._seen += list(look.seconds[:, judged].unbind(1))
+        if len(self._seen) < _JUDGED_STEPS:
             return ""
         steps, self._seen = torch.stack(self._seen, dim=1), []
-        if self.settled and not self._due(steps, last):
+        if self.settled and not self._is_check_due(steps, last):
             return ""
-        first, now = not self.settled, self._now_used
-        still = steps[:, :, _MOVING] + steps[:, :, _WAITING]
-        computing = float((steps.sum(2) - still).median(1).values.max())
-        if not (first or self._fresh):
-            least = self._line.handling  # other threads of a rank may be at work by now
-            self._line = self._measured()
-            self._line = replace(self._line, handling=min(least, self._line.handling))
-        self._fresh = False
-        # while a CPU has to do with messages, it computes less
-        pure = max(computing - self._line.own(self.way), 1e-6)
-        measured = replace(self._line, computing=pure, each=self._each)
-        if first:
+        is_first, present = not self.settled, self._in_use
+        idle = steps[:, :, _MOVING] + steps[:, :, _WAITING]
+        computing_s = float((steps.sum(2) - idle).median(1).values.max())
+        measured = self._update_network(computing_s, is_first)
+        if is_first:
             # Bytes move on all ranks at once; who waits for whom may change from step to step.
-            a_step = computing + float(steps[0, :, _MOVING].median())
-            measured, choice, self.settled = self._tried_out(measured, a_step)
+            step_s = computing_s + float(steps[0, :, _MOVING].median())
+            measured, choice, self.settled = self._judge_trial(measured, step_s)
             if not self.settled:
                 self._use(choice)
                 self._since = last
                 return ""
         else:
-            choice = chosen(measured, self.way, self._off)
-        a_step = max(float(steps.sum(2).mean()), 1e-6)
-        self._again = last + max(100, int(self._spent / _COST / a_step))
-        self._usual, self._since, self.since = None, last, self._since
-        if choice.way == now[0] and not first:
+            choice = choose(measured, self.method, self._slowdown)
+        step_s = max(float(steps.sum(2).mean()), 1e-6)
+        self._next_check = last + max(100, int(self._measuring_s / _MEASURING_SHARE / step_s))
+        self._usual_share, self._since, self.settled_since = None, last, self._since
+        if choice.method == present[0] and not is_first:
             return ""
-        if (choice.way, choice.buckets) != now and {choice.way, now[0]} != {"exact"}:
+        is_changed = (choice.method, choice.buckets) != present
+        if is_changed and {choice.method, present[0]} != {"exact"}:
             self._use(choice)
-            self.since = last
+            self.settled_since = last
         self.choice = choice
-        return choice.said(measured)
+        return choice.explain(measured)
+
+    def _update_network(self, computing_s: float, is_first: bool) -> Measurement:
+        """What is known now, after steps in which the slowest rank computed for so long."""
+        if not (is_first or self._is_fresh):
+            handling_s = self._network.handling_s  # other threads of a rank may be at work by now
+            network = self._measure()
+            self._network = replace(network, handling_s=min(handling_s, network.handling_s))
+        self._is_fresh = False
+        # while a CPU has to do with messages, it computes less
+        pure_s = max(computing_s - self._network.processor_s(self.method), 1e-6)
+        return replace(self._network, computing_s=pure_s, bucket_s=self._bucket_s)
 
     @property
-    def _now_used(self) -> tuple[str, int]:
-        """The way, and in how many buckets: 0 where they are DDP's."""
-        return _used(self.choice) if self.choice else ("exact", 0)
+    def _in_use(self) -> tuple[str, int]:
+        """The method in use, and in how many buckets: 0 when they are DDP's."""
+        return _trial_of(self.choice) if self.choice else ("exact", 0)
 
-    def _tried_out(self, measured: Measured, seconds: float) -> tuple[Measured, Choice, bool]:
-        """What is to be used, after the way in use took so many seconds a step.
+    def _judge_trial(
+        self, measured: Measurement, seconds: float
+    ) -> tuple[Measurement, Choice, bool]:
+        """What is to be used, after the method in use took so many seconds a step.
 
         Nothing that was measured before tells how long codes wait for a processor while ranks
-        compute. So what is expected is compared with what comes, and where it is far off, another
-        number of buckets or another way is tried; in the end the best of what was tried is taken.
+        compute. So the forecast is compared with the steps, and when it is far off, another number
+        of buckets or another method is tried; in the end the best of what was tried is taken.
 
         Returns:
             What is known now, the choice, and whether it is to stay.
         """
-        now = self._now_used
-        if now[0] != "exact":
-            corrected = measured.corrected(*now, seconds)
+        present = self._in_use
+        if present[0] != "exact":
+            corrected = measured.corrected(*present, seconds)
             # the most that was seen: it is not the same in all numbers
-            each = max(corrected.each, measured.each if self._tried else 0.0)
-            measured, self._each = replace(measured, each=each), each
-            self._tried[now] = seconds
+            bucket_s = max(corrected.bucket_s, measured.bucket_s if self._tried else 0.0)
+            measured, self._bucket_s = replace(measured, bucket_s=bucket_s), bucket_s
+            self._tried[present] = seconds
         elif seconds < measured.best("exact")[1]:  # otherwise other buckets may yet be better
-            self._off["exact"] = seconds / measured.best("exact")[1]
-        choice = chosen(measured, off=self._off)
-        if choice.way == "exact":
+            self._slowdown["exact"] = seconds / measured.best("exact")[1]
+        choice = choose(measured, slowdown=self._slowdown)
+        if choice.method == "exact":
             return measured, choice, True
-        if _used(choice) not in self._tried and len(self._tried) < _TRIALS:
+        if _trial_of(choice) not in self._tried and len(self._tried) < _MAX_TRIALS:
             return measured, choice, False
-        least = NEARLY * min(self._tried.values())
-        enough = [one for one, took in self._tried.items() if took <= least]
-        way, buckets = min(enough, key=lambda one: (CANDIDATES.index(one[0]), self._tried[one]))
-        took = {one[0]: s for one, s in sorted(self._tried.items(), key=lambda one: -one[1])}
-        self._off |= {one: s / measured.best(one)[1] for one, s in took.items()}
-        return measured, Choice(way, buckets, {**choice.seconds, **took}), True
+        limit = TOLERANCE * min(self._tried.values())
+        good = [trial for trial, taken in self._tried.items() if taken <= limit]
+        method, buckets = min(good, key=lambda t: (CANDIDATES.index(t[0]), self._tried[t]))
+        slowest_first = sorted(self._tried.items(), key=lambda item: -item[1])
+        taken_s = {trial[0]: taken for trial, taken in slowest_first}
+        self._slowdown |= {name: s / measured.best(name)[1] for name, s in taken_s.items()}
+        return measured, Choice(method, buckets, {**choice.seconds, **taken_s}), True
 
-    def _due(self, steps: Tensor, last: int) -> bool:
+    def _is_check_due(self, steps: Tensor, last: int) -> bool:
         """Whether the network is to be measured again."""
-        moving = float(steps[:, :, _MOVING].mean() / steps.sum(2).mean().clamp(min=1e-9))
-        if self._usual is None:
-            self._usual = moving
-        self._changed = self._changed + 1 if abs(moving - self._usual) > _CHANGED else 0
-        return self._changed >= 2 or last >= self._again
+        share = float(steps[:, :, _MOVING].mean() / steps.sum(2).mean().clamp(min=1e-9))
+        if self._usual_share is None:
+            self._usual_share = share
+        is_changed = abs(share - self._usual_share) > _CHANGED_SHARE
+        self._changes = self._changes + 1 if is_changed else 0
+        return self._changes >= 2 or last >= self._next_check
 
-    def _measured(self) -> Measured:
-        """Line and coding, by the slowest; computing is not known here. A collective."""
-        ways, line, began = selection.CANDIDATES, self._exchange.line(), time.perf_counter()
-        latency, rate, handling = self._probe()
-        coding = [self._code(way) for way in ways]
-        found = [latency, 1 / rate, *coding, handling, time.perf_counter() - began]
-        slowest = self._comms.most(torch.tensor(found, dtype=torch.float64))
-        self._spent = slowest.pop()  # what it costs to look again
-        handling = slowest.pop()
+    # -- measuring -------------------------------------------------------------------------
+
+    def _measure(self) -> Measurement:
+        """Network and coding, by the slowest rank; computing is not known here. A collective."""
+        context, began = self._exchange.context(), time.perf_counter()
+        latency_s, bytes_per_s, handling_s = self._probe()
+        coding_s = [self._measure_coding(method) for method in CANDIDATES]
+        mine = [latency_s, 1 / bytes_per_s, *coding_s, handling_s, time.perf_counter() - began]
+        slowest = self._comms.most(torch.tensor(mine, dtype=torch.float64))
+        self._measuring_s = slowest.pop()  # what it costs to measure again
+        handling_s = slowest.pop()
+        elements, ranks = self._exchange.elements, context.world_size
         sent = {
-            way: METHODS[way](line, self._wire).sent(self._exchange.elements, line.ranks)
-            for way in ways
+            method: REDUCERS[method](context, self._collectives).bytes_sent(elements, ranks)
+            for method in CANDIDATES
         }
-        by_way = dict(zip(ways, slowest[2:], strict=True))
-        return Measured(
+        return Measurement(
             0.0,
             self._exchange.nbytes,
             slowest[0],
             1 / slowest[1],
             sent,
-            by_way,
-            handling=handling,
+            dict(zip(CANDIDATES, slowest[2:], strict=True)),
+            handling_s=handling_s,
         )
 
-    def _code(self, way: str) -> float:
-        """Seconds for making and reading all messages of a step."""
-        method = METHODS[way]
-        if not (isinstance(method, type) and issubclass(method, Coded)):
+    def _measure_coding(self, method: str) -> float:
+        """Seconds for encoding and decoding all messages of a step."""
+        reducer = REDUCERS[method]
+        if not (isinstance(reducer, type) and issubclass(reducer, CodedReducer)):
             return 0.0
-        count = max(1, min(_SAMPLE, self._exchange.elements) // BLOCK) * BLOCK
+        count = max(1, min(_SAMPLE_ELEMENTS, self._exchange.elements) // BLOCK) * BLOCK
         values = torch.randn(count, device=self._comms.device)
-        message = torch.zeros(method.up.size(count), dtype=torch.uint8, device=values.device)
+        size = reducer.up.message_bytes(count)
+        message = torch.zeros(size, dtype=torch.uint8, device=values.device)
         seconds = []
         for _ in range(3):
-            began = self._now()
-            method.up.encode(values, message, keep=method.feedback)
-            method.up.decode(message, values)
-            method.up.decode(message, values, add=True)
-            seconds.append(self._now() - began)
+            began = self._time()
+            reducer.up.encode(values, message, keep_error=reducer.has_feedback)
+            reducer.up.decode(message, values)
+            reducer.up.decode(message, values, add=True)
+            seconds.append(self._time() - began)
         return min(seconds) * self._exchange.elements / count
 
     def _probe(self) -> tuple[float, float, float]:
-        """Of the line.
+        """Measures the network.
 
         Returns:
             Seconds of a collective of a few bytes, bytes a second that this rank sends, and
             seconds for which that takes the processor that computes, a byte.
         """
-        latency = min(self._sum(256) for _ in range(4))
-        size, ranks = 1 << 14, self._wire.ranks
+        latency_s = min(self._all_reduce_s(256) for _ in range(4))
+        size, ranks = 1 << 14, self._collectives.world_size
         while True:
-            self._sum(256)  # all begin together
-            seconds = self._sum(size // 4)
+            self._all_reduce_s(256)  # all begin together
+            seconds = self._all_reduce_s(size // 4)
             longest = self._comms.most(torch.tensor([seconds], dtype=torch.float64))[0]
-            if longest >= _LONG or size >= _LARGE:
+            if longest >= _PROBE_S or size >= _MAX_PROBE_BYTES:
                 sent = 2 * (ranks - 1) / ranks * size
-                handling = 0.0 if self._to_spare else self._worked / sent
-                return latency, sent / max(seconds - latency, 1e-9), handling
+                handling_s = 0.0 if self._has_spare_processor else self._cpu_s / sent
+                return latency_s, sent / max(seconds - latency_s, 1e-9), handling_s
             size *= 4
 
     @property
-    def _to_spare(self) -> bool:
+    def _has_spare_processor(self) -> bool:
         """Whether bytes are moved by a processor that does not compute."""
         if self._comms.device.type != "cpu":
             return True
         computing = torch.get_num_threads() * self._comms.world.local_size
         return allowed() > computing
 
-    def _sum(self, elements: int) -> float:
+    def _all_reduce_s(self, elements: int) -> float:
         tensor = torch.zeros(elements, device=self._comms.device)
-        began, worked = self._now(), time.process_time()
-        self._comms.event(
-            lambda: self._comms.come() if self._comms.stale else self._wire.around(tensor)
-        )
-        self._worked = time.process_time() - worked
-        return self._now() - began
+        began, cpu_began = self._time(), time.process_time()
 
-    def _now(self) -> float:
+        def act() -> None:
+            if self._comms.stale:
+                self._comms.come()
+            else:
+                self._collectives.ring_all_reduce(tensor)
+
+        self._comms.event(act)
+        self._cpu_s = time.process_time() - cpu_began
+        return self._time() - began
+
+    def _time(self) -> float:
         if self._comms.device.type != "cpu":
             torch.accelerator.synchronize()
         return time.perf_counter()
 
     def _use(self, choice: Choice) -> None:
         self.choice = choice
-        if choice.way == "exact":  # DDP's own way costs least, and is what Overlap begins with
-            self._exchange.as_made()
+        if choice.method == "exact":  # DDP's own way costs least; BucketTrial begins with it
+            self._exchange.reset()
             return
         size = max(1, self._exchange.nbytes // choice.buckets)
-        self._exchange.buckets(size, max(1, size // 2) if choice.buckets > 1 else size)
-        self._take(choice.way)
+        first = max(1, size // 2) if choice.buckets > 1 else size
+        self._exchange.set_bucket_sizes(size, first)
+        self._use_method(choice.method)
 
     # -- in checkpoints ------------------------------------------------------------------
 
@@ -292,23 +309,23 @@ class Auto:
         """What was chosen; nothing before that."""
         if self.choice is None or not self.settled:
             return {}
-        one = self.choice
+        ranks = self._collectives.world_size
         return {
-            "way": one.way,
-            "buckets": one.buckets,
-            "seconds": dict(one.seconds),
-            "known": {"ranks": self._wire.ranks, "each": self._each, "off": dict(self._off)},
+            "way": self.choice.method,
+            "buckets": self.choice.buckets,
+            "seconds": dict(self.choice.seconds),
+            "known": {"ranks": ranks, "each": self._bucket_s, "off": dict(self._slowdown)},
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on with what was chosen, and looks at it again after some steps."""
-        if state.get("way") in selection.CANDIDATES:
+        """Goes on with what was chosen, and measures again after some steps."""
+        if state.get("way") in CANDIDATES:
             self._use(Choice(state["way"], int(state["buckets"]), dict(state["seconds"])))
             known = state.get("known", {})
-            if known.get("ranks") == self._wire.ranks:
-                self._each, self._off = float(known["each"]), dict(known["off"])
-            self.settled, self._again = True, 0
+            if known.get("ranks") == self._collectives.world_size:
+                self._bucket_s, self._slowdown = float(known["each"]), dict(known["off"])
+            self.settled, self._next_check = True, 0
 
 
-def _used(choice: Choice) -> tuple[str, int]:
-    return choice.way, 0 if choice.way == "exact" else choice.buckets
+def _trial_of(choice: Choice) -> tuple[str, int]:
+    return choice.method, 0 if choice.method == "exact" else choice.buckets

@@ -2,7 +2,7 @@
 
 How much of the exchange is hidden behind the backward pass depends on the size of buckets, and
 which size is best depends on model, hosts and network: so some are tried for a few of the first
-steps, and the quickest stays. This is done between two ranks only. With three and more the model
+steps, and the fastest stays. This is done between two ranks only. With three and more the model
 alone gives the sizes: where a gradient lies decides in which order the ranks' shares are added.
 """
 
@@ -16,39 +16,35 @@ import torch
 
 from paceline.train.comms import Comms
 from paceline.train.measure.pace import PARTS, Look
-from paceline.train.reduce.exchange import Exchange
+from paceline.train.reduce.exchange import GradientExchange
 
-_PARTS = (8, 16, 32)  # of the gradients make a bucket
-_FIRST = 4  # the first bucket is so much smaller
-_LEAST = 1 << 16  # bytes of a bucket
-_WARM = 2  # steps after a change that do not count: DDP lays its buckets out once more
-_EXPOSED = 0.05  # part of a step that is worth the trouble
-_BETTER = 0.98  # of the time of the way that needs nothing
+_BUCKET_COUNTS = (8, 16, 32)
+_FIRST_DIVISOR = 4  # the first bucket is so much smaller
+_MIN_BYTES = 1 << 16  # of a bucket
+_SKIPPED_STEPS = 2  # after a change: DDP lays its buckets out once more
+_MIN_EXPOSED = 0.05  # share of a step that is worth a trial
+_MAX_RATIO = 0.98  # of a trial's time to that of DDP's own sizes, for it to be used
 _MOVING = PARTS.index("moving")
-_STEP = [PARTS.index(one) for one in ("computing", "waiting", "moving")]
+_STEP = [PARTS.index(part) for part in ("computing", "waiting", "moving")]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """Sizes of buckets.
-
-    Attributes:
-        size, first: Bytes of a bucket and of the first; 0: as they are without us.
-    """
+class BucketSizes:
+    """Bytes of a bucket and of the first; 0: DDP's own."""
 
     size: int = 0
     first: int = 0
 
 
-def ways(nbytes: int, ranks: int) -> list[Way]:
+def candidates(nbytes: int, ranks: int) -> list[BucketSizes]:
     """The sizes that are worth a trial for so many bytes of gradients."""
     if ranks != 2:  # the sizes stay: see above
         return []
-    sizes = dict.fromkeys(max(_LEAST, nbytes // parts) for parts in _PARTS)
-    return [Way(size, max(_LEAST, size // _FIRST)) for size in sizes if size < nbytes]
+    sizes = dict.fromkeys(max(_MIN_BYTES, nbytes // count) for count in _BUCKET_COUNTS)
+    return [BucketSizes(n, max(_MIN_BYTES, n // _FIRST_DIVISOR)) for n in sizes if n < nbytes]
 
 
-class Overlap:
+class BucketTrial:
     """Finds the best sizes of buckets for one model in its first steps. Every rank does the same.
 
     Args:
@@ -56,103 +52,106 @@ class Overlap:
         comms: Of all ranks.
 
     Attributes:
-        seconds: Of a step, by way, as far as ways have been tried.
-        way: In use.
+        seconds: Of a step, by sizes, as far as they have been tried.
+        sizes: In use.
         done: The trial has ended, or there is nothing to try.
     """
 
-    seconds: dict[Way, float]
+    seconds: dict[BucketSizes, float]
 
-    def __init__(self, exchange: Exchange, comms: Comms) -> None:
+    def __init__(self, exchange: GradientExchange, comms: Comms) -> None:
         self._exchange, self._comms = exchange, comms
-        self.again(0)
+        self.restart(0)
 
-    def again(self, step: int) -> None:
-        """Begins anew after so many steps: gradients are averaged in another way.
+    def restart(self, step: int) -> None:
+        """Begins anew after so many steps: gradients are averaged by another method.
 
-        Where they are coded, how they are divided belongs to the way.
+        When they are coded, how they are divided belongs to the method.
         """
-        comms, self._was_plain = self._comms, self._is_plain
-        tries = not (comms.alone or comms.mixed) and comms.device.type == "cpu"
-        self.done = not (self._is_plain and tries)
-        self.way, self.seconds = Way(), {}
-        self._left = ways(self._exchange.nbytes, comms.world.size)
+        comms, self._was_exact = self._comms, self._is_exact
+        can_try = not (comms.alone or comms.mixed) and comms.device.type == "cpu"
+        self.done = not (self._is_exact and can_try)
+        self.sizes, self.seconds = BucketSizes(), {}
+        self._untried = candidates(self._exchange.nbytes, comms.world.size)
         self._since = step
 
     @property
-    def _is_plain(self) -> bool:
-        return self._exchange.method is None
+    def _is_exact(self) -> bool:
+        return self._exchange.reducer is None
 
-    def looked(self, look: Look, step: int, first: int = 0) -> bool:
+    def consider(self, look: Look, step: int, skipped: int = 0) -> bool:
         """Takes a look at the last steps, after ``step`` steps of this process.
 
-        Of the first ones, that may have taken longer than later ones, none counts.
+        Args:
+            look: At where their time went.
+            step: Number of steps done.
+            skipped: First steps of the training that count for nothing: they may take longer.
 
         Returns:
-            True when this one has settled it.
+            Whether this one has settled it.
         """
         if self.done:
             return False
-        steps = torch.arange(look.seconds.shape[1]) * look.every + look.first_step
-        counted = look.seconds[:, steps >= max(self._since, first) + _WARM]
+        numbers = torch.arange(look.seconds.shape[1]) * look.every + look.first_step
+        counted = look.seconds[:, numbers >= max(self._since, skipped) + _SKIPPED_STEPS]
         if counted.shape[1] < 2:
             return False
-        whole = counted[:, :, _STEP].sum(2)
-        seconds = float(whole.max(dim=0).values.median())
-        self.seconds[self.way] = min(seconds, self.seconds.get(self.way, seconds))
-        if self.way == Way():
+        seconds = float(counted[:, :, _STEP].sum(2).max(dim=0).values.median())
+        self.seconds[self.sizes] = min(seconds, self.seconds.get(self.sizes, seconds))
+        if self.sizes == BucketSizes():
             exposed = counted[:, :, _MOVING].sum(1) / counted.sum((1, 2)).clamp(min=1e-9)
-            if float(exposed.min()) < _EXPOSED:
-                self._left = []
-        if self._left:
-            self.use(self._left.pop(0))
+            if float(exposed.min()) < _MIN_EXPOSED:
+                self._untried = []
+        if self._untried:
+            self.use(self._untried.pop(0))
         else:
-            best = min(self.seconds, key=lambda one: self.seconds[one])
-            self.use(best if self.seconds[best] <= _BETTER * self.seconds[Way()] else Way())
+            best = min(self.seconds, key=lambda sizes: self.seconds[sizes])
+            is_better = self.seconds[best] <= _MAX_RATIO * self.seconds[BucketSizes()]
+            self.use(best if is_better else BucketSizes())
             self.done = True
         self._since = step
         return self.done
 
-    def use(self, way: Way) -> None:
-        """Exchanges so from now on; between two steps."""
-        if way != self.way:
-            if way.size:
-                self._exchange.buckets(way.size, way.first)
+    def use(self, sizes: BucketSizes) -> None:
+        """Uses these sizes from now on; between two steps."""
+        if sizes != self.sizes:
+            if sizes.size:
+                self._exchange.set_bucket_sizes(sizes.size, sizes.first)
             else:
-                self._exchange.as_made()
-        self.way = way
+                self._exchange.reset()
+        self.sizes = sizes
 
-    def about(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """What was found, for the records."""
-        seconds = self.seconds.get(self.way, 0.0)
+        seconds = self.seconds.get(self.sizes, 0.0)
         return {
-            "bucket_bytes": self.way.size,
-            "first_bytes": self.way.first,
+            "bucket_bytes": self.sizes.size,
+            "first_bytes": self.sizes.first,
             "seconds": round(seconds, 6),
-            "before": round(self.seconds.get(Way(), seconds), 6),
+            "before": round(self.seconds.get(BucketSizes(), seconds), 6),
             "tried": len(self.seconds),
         }
 
     # -- in checkpoints ------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What was found; nothing while the trial goes on, and where gradients are coded."""
-        if not (self.done and self._is_plain):
+        """What was found; nothing while the trial goes on, and when gradients are coded."""
+        if not (self.done and self._is_exact):
             return {}
         ranks = self._comms.world.size
-        return {"ranks": ranks, "size": self.way.size, "first": self.way.first}
+        return {"ranks": ranks, "size": self.sizes.size, "first": self.sizes.first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Uses what was found before at once, if for as many ranks and plain averages.
+        """Uses what was found before at once, if for as many ranks and exact averages.
 
         A checkpoint of an earlier version may hold late updates (``late``) or what was found for
         codes (``code``): then sizes are tried anew.
         """
-        if self._was_plain != self._is_plain:
-            self.again(0)
+        if self._was_exact != self._is_exact:
+            self.restart(0)
         if self.done or state.get("ranks") != self._comms.world.size:
             return
         if state.get("late") or state.get("code"):
             return
-        self.use(Way(state["size"], state["first"]))
+        self.use(BucketSizes(state["size"], state["first"]))
         self.done = True

@@ -1,4 +1,4 @@
-"""Which way a model's gradients are averaged: the one that was asked for, or ``auto``'s."""
+"""Chooses the reducer of a model's gradients: the one that was asked for, or ``auto``'s."""
 
 from __future__ import annotations
 
@@ -16,319 +16,312 @@ from paceline.spec.training import communication
 from paceline.spec.training.step_time import BYTES_SENT
 from paceline.train.comms import Comms
 from paceline.train.measure.pace import PARTS, Look
-from paceline.train.reduce import coded_reducer
-from paceline.train.reduce.auto import Auto
+from paceline.train.reduce.auto import AutoMethod
+from paceline.train.reduce.coded_reducer import MIN_BUCKET
 from paceline.train.reduce.exact import Exact
-from paceline.train.reduce.exchange import Exchange, Method
+from paceline.train.reduce.exchange import GradientExchange
 from paceline.train.reduce.local import Local
-from paceline.train.reduce.registry import METHODS
+from paceline.train.reduce.reducer import GradientReducer
+from paceline.train.reduce.registry import REDUCERS
 
-_WORTH = 0.2  # part of a step that communication may take before other ways are spoken of
-_LEAST = 0.01  # seconds of a step that it takes then
-_STEPS = 8  # that this is judged by
-_PARTS, _SMALLEST = 8, 1 << 18  # so many buckets, and the least bytes of one
-_FIRST, _MOST_FIRST = 0.1, 20
-"""Part of a training, and at most steps, whose gradients are not said in 4 bits but in 8: what
+_MIN_SHARE = 0.2  # of a step that communication takes before other methods are recommended
+_MIN_S = 0.01  # of a step that it takes then
+_JUDGED_STEPS = 8  # that this is judged by
+_BUCKETS, _MIN_BUCKET_BYTES = 8, 1 << 18  # so many buckets, unless they become too small
+_FINE_PART, _MAX_FINE_STEPS = 0.1, 20
+"""Part of a training, and at most steps, whose gradients are sent in 8 bits instead of 4: what
 optimizers make of the first gradients decides how soon the loss falls (``bench/slow_links``)."""
-_COARSE, _FINER = "int4", "int8"
-
-
-def check(text: str, *, sharded: bool, name: str, scaled: bool) -> None:
-    """Refuses what cannot be.
-
-    Args:
-        text: What was asked for.
-        sharded: The model's parameters are spread over the ranks.
-        name: Of one of several models.
-        scaled: Its losses are (fp16).
-
-    Raises:
-        SettingError: There is no such way, or not for such a model.
-    """
-    communication.validate(text, sharded=sharded, several=bool(name), scaled=scaled)
+_COARSE, _FINE = "int4", "int8"
 
 
 class Communication:
     """How the gradients of one model are averaged.
 
     Args:
-        text: What was asked for.
+        method: As ``session.prepare`` takes it.
         exchange: Of the model's gradients.
         comms: Of all ranks.
         optimizer: Of the model.
+
+    Attributes:
+        requested: The method, parsed.
     """
 
     def __init__(
-        self, text: str, exchange: Exchange, comms: Comms, optimizer: Optimizer | None = None
+        self,
+        method: str,
+        exchange: GradientExchange,
+        comms: Comms,
+        optimizer: Optimizer | None = None,
     ) -> None:
-        self.asked, self._exchange, self._comms = communication.parse_method(text), exchange, comms
-        self._optimizer = optimizer
-        self._auto: Auto | None = None
-        self._seen: list[tuple[float, float]] = []  # of a step: communication, all of it
-        self._told, self._steps, self._step = False, 0, 0
-        self._first = 0
-        self._given: dict[str, Any] | None = None  # another rank's choice, to go on with
-        if self.asked.name == "auto":
-            self._auto = self._automatic()
+        self.requested = communication.parse_method(method)
+        self._exchange, self._comms, self._optimizer = exchange, comms, optimizer
+        self._auto: AutoMethod | None = None
+        self._observed: list[tuple[float, float]] = []  # seconds of communication and of the step
+        self._has_advised = False
+        self._steps = self._step = 0  # of the training, and done
+        self._fine_steps = 0
+        self._adopted: dict[str, Any] | None = None  # another rank's choice, to go on with
+        if self.requested.name == "auto":
+            self._auto = self._make_auto()
         else:
-            self._as_asked()
-        if self.asked.name == "local":
-            exchange.send_buffers(False)
+            self._use_requested()
+        if self.requested.name == "local":
+            exchange.broadcast_buffers(False)
 
-    def _automatic(self) -> Auto:
-        return Auto(self._exchange, self._comms, self._take, lambda: self.first)
+    def _make_auto(self) -> AutoMethod:
+        return AutoMethod(self._exchange, self._comms, self._use, lambda: self.fine_steps)
 
-    def _as_asked(self) -> None:
-        if self.asked.name == "exact":
+    def _use_requested(self) -> None:
+        if self.requested.name == "exact":
             return
-        size = max(_SMALLEST, self._exchange.nbytes // _PARTS)
-        self._exchange.buckets(size, size // 2)
-        self._take(self.asked.name)
+        size = max(_MIN_BUCKET_BYTES, self._exchange.nbytes // _BUCKETS)
+        self._exchange.set_bucket_sizes(size, size // 2)
+        self._use(self.requested.name)
+
+    def _use(self, name: str) -> None:
+        """Uses a reducer from now on, which goes on where the last one stopped."""
+        reducer = self._make_reducer(_FINE if name == _COARSE and self._is_fine else name)
+        if (former := self._exchange.former_reducer or self._exchange.reducer) is not None:
+            reducer.adopt(former)
+        self._exchange.reducer = reducer
+
+    def _make_reducer(self, name: str) -> GradientReducer:
+        reducer = REDUCERS[name](self._exchange.context())
+        if isinstance(reducer, Local):
+            reducer.comms = self._comms
+            reducer.local_steps = self.requested.number or reducer.local_steps
+        return reducer
+
+    @property
+    def _local(self) -> Local | None:
+        """The reducer, if it makes local steps."""
+        reducer = self._exchange.reducer
+        return reducer if isinstance(reducer, Local) else None
 
     def renew(self) -> None:
         """Begins anew in a new group of ranks, whose exchange has; a collective.
 
-        Each rank goes on with what it has not said yet of its gradients.
+        Each rank goes on with the quantisation errors of its gradients.
         """
-        self._seen.clear()
-        left = self._exchange.left
+        self._observed.clear()
+        former = self._exchange.former_reducer
         if self._auto is None:
-            self._as_asked()
+            self._use_requested()
         elif not self._comms.alone:
-            kept = self._auto.state() if self._given is None else self._given
-            self._auto = self._automatic()
-            self._auto.load_state(kept)
-        elif left is not None:  # there is nobody to measure with
-            self._take(left.name)
-        self._exchange.left = self._given = None
+            state = self._auto.state() if self._adopted is None else self._adopted
+            self._auto = self._make_auto()
+            self._auto.load_state(state)
+        elif former is not None:  # there is no other rank to measure with
+            self._use(former.name)
+        self._exchange.former_reducer = self._adopted = None
         self.begin(self._steps, self._step)
 
-    @property
-    def _finer(self) -> bool:
-        """Whether the next step is one of the first."""
-        return self._step < self._first
-
-    @property
-    def _way(self) -> str:
-        return self.asked.name if self._auto is None else self._auto.way
-
-    @property
-    def first(self) -> int:
-        """So many steps of the training send more than later ones by the way in use."""
-        return self._first if self._way == _COARSE else 0
-
-    def _at(self, steps: int, step: int) -> None:
-        """So many steps are done of those that the training has."""
-        self._steps, self._step = steps, step
-        few = int(_FIRST * steps)
-        self._first = 0 if os.environ.get(jobenv.PROBE) else min(few, _MOST_FIRST)
-
-    def _go_on(self, steps: int, step: int) -> None:
-        """The same, between two steps: it may be time for another way."""
-        before = self._finer
-        self._at(steps, step)
-        if self._finer != before and self._way == _COARSE and self._exchange.method is not None:
-            self._take(_COARSE)
-
     @contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Within it averages are made in the same way by who has nothing to say of former steps.
+    def fresh_reducer(self) -> Iterator[None]:
+        """The context in which a new reducer of the same kind takes the present one's place.
 
         To be entered and left between two steps; the former goes on where it was.
         """
-        former = self._exchange.method
+        former = self._exchange.reducer
         if former is not None and not isinstance(former, Exact):
-            self._exchange.method = self._made(former.name)
+            self._exchange.reducer = self._make_reducer(former.name)
         try:
             yield
         finally:
             if former is not None:
-                self._exchange.method = former
+                self._exchange.reducer = former
 
-    def _made(self, name: str) -> Method:
-        method = METHODS[name](self._exchange.line())
-        if isinstance(method, Local):
-            method.comms = self._comms
-        if self.asked.number:
-            method.number = self.asked.number  # type: ignore[attr-defined]
-        return method
+    # -- steps -----------------------------------------------------------------------------
 
-    def _take(self, name: str) -> None:
-        method = self._made(_FINER if name == _COARSE and self._finer else name)
-        if (before := self._exchange.left or self._exchange.method) is not None:
-            method.follow(before)
-        self._exchange.method = method
+    @property
+    def _is_fine(self) -> bool:
+        """Whether the next step is one of the first, which 4 bits are too coarse for."""
+        return self._step < self._fine_steps
 
-    def counted(self) -> None:
-        """The optimizer has stepped with what was exchanged last."""
-        if (method := self._exchange.method) is not None:
-            method.counted()
+    @property
+    def _method(self) -> str:
+        return self.requested.name if self._auto is None else self._auto.method
 
-    def void(self) -> None:
-        """What was exchanged last does not count: a rank was lost meanwhile."""
-        if (method := self._exchange.method) is not None:
-            method.void()
+    @property
+    def fine_steps(self) -> int:
+        """First steps of the training that send more than later ones by the method in use."""
+        return self._fine_steps if self._method == _COARSE else 0
+
+    def _set_position(self, steps: int, step: int) -> None:
+        self._steps, self._step = steps, step
+        is_probe = bool(os.environ.get(jobenv.PROBE))
+        self._fine_steps = 0 if is_probe else min(int(_FINE_PART * steps), _MAX_FINE_STEPS)
+
+    def _advance(self, steps: int, step: int) -> None:
+        """Takes the position between two steps: it may be time for another reducer."""
+        was_fine = self._is_fine
+        self._set_position(steps, step)
+        has_reducer = self._exchange.reducer is not None
+        if self._is_fine != was_fine and self._method == _COARSE and has_reducer:
+            self._use(_COARSE)
 
     def begin(self, steps: int, step: int) -> str:
-        """Says how many steps the training has, and are done; returns what is to be told."""
-        self._go_on(steps, step)
-        method = self._exchange.method
-        if not isinstance(method, Local):
-            return ""
-        said = method.begin(steps)
-        return f"communication: {method.name}: {said}" if said else ""
+        """Takes how many steps the training has, and are done; returns what is to be told."""
+        self._advance(steps, step)
+        local = self._local
+        text = "" if local is None else local.begin(steps)
+        return f"communication: {Local.name}: {text}" if text else ""
 
     @property
-    def parted(self) -> bool:
+    def is_local(self) -> bool:
         """The next step is each rank's own: nothing is exchanged in it."""
-        method = self._exchange.method
-        return isinstance(method, Local) and method.parted
+        local = self._local
+        return local is not None and local.is_local
 
-    def step_apart(self) -> None:
-        """Such a step was computed beside the exchange, whose group has lost ranks."""
-        method = self._exchange.method
-        if isinstance(method, Local):
-            method.step_apart()
+    def step_unreduced(self) -> None:
+        """A local step was computed beside the exchange, whose group has lost ranks."""
+        if (local := self._local) is not None:
+            local.step_unreduced()
 
     @property
-    def at_stake(self) -> int:
-        """Steps of their own that ranks which were lost have taken with them, at most."""
-        method = self._exchange.left or self._exchange.method
-        return method.at_stake if isinstance(method, Local) else 0
+    def max_unsynced_steps(self) -> int:
+        """Local steps that lost ranks have taken with them, at most."""
+        reducer = self._exchange.former_reducer or self._exchange.reducer
+        return reducer.max_unsynced_steps if isinstance(reducer, Local) else 0
 
-    def met(self) -> Mapping[str, Tensor]:
-        """Parameters where all ranks last met, by name; empty where they are together."""
-        method = self._exchange.method
-        return method.met() if isinstance(method, Local) else {}
+    def synced_parameters(self) -> Mapping[str, Tensor]:
+        """Parameters where all ranks were last together, by name; empty while they are."""
+        local = self._local
+        return {} if local is None else local.synced_parameters()
 
     def stepped(self, step: int) -> None:
         """To be called after each step of the optimizer, with the number of those that are done."""
-        self._go_on(self._steps, step)
-        method = self._exchange.method
-        if not isinstance(method, Local):
+        self._advance(self._steps, step)
+        local = self._local
+        if local is None:
             return
         began = self._exchange.moment()
         with self._comms.told_elsewhere():
-            if method.parting:
-                # Who is still in the last exchange takes its model from one that is not yet alone.
+            if local.begins_local:
+                # Who is still in the last exchange takes its model from one that is not yet local.
                 self._comms.meet(lambda: None)
-            if method.due:
-                self.together()
-        self._exchange.stood(began, self._exchange.moment())
+            if local.is_due:
+                self.synchronise()
+        self._exchange.record_stall(began, self._exchange.moment())
 
-    def together(self, *, moments: bool = False) -> None:
-        """Sees to it that all ranks have the same model; a collective where they have not.
+    def synchronise(self, *, moments: bool = False) -> None:
+        """Gives all ranks the same model; a collective if they differ.
 
         Args:
             moments: And the same state of the optimizer.
         """
-        method = self._exchange.method
-        if not isinstance(method, Local):
+        local = self._local
+        if local is None:
             return
-        method.synchronise(self._exchange.moving_buffers())
+        local.synchronise(self._exchange.moving_buffers())
         if moments and self._optimizer is not None:
-            method.share_moments(self._optimizer)
+            local.average_moments(self._optimizer)
+
+    # -- what was measured -----------------------------------------------------------------
 
     @property
-    def since(self) -> int | None:
-        """Number of the first step by a way that measurement settled; ``None``: it was given."""
-        return None if self._auto is None else self._auto.since
+    def settled_since(self) -> int | None:
+        """Number of the first step by a measured method; ``None``: it was asked for."""
+        return None if self._auto is None else self._auto.settled_since
 
     @property
     def settled(self) -> bool:
-        """The way is the one that is to stay: buckets may be fitted to it."""
-        if self._auto is None:
-            return self._step >= self.first
-        return self._auto.settled
+        """The method is the one that is to stay: buckets may be fitted to it."""
+        return self._step >= self.fine_steps if self._auto is None else self._auto.settled
 
     def computed(self, seconds: Callable[[], float]) -> None:
         """Takes how long this rank computed in the last step, if that matters; 0: not known."""
         if self._auto is not None and not self._comms.alone:
             self._auto.stepped(seconds)
 
-    def looked(self, look: Look) -> str:
-        """Takes where the time of the last steps went; what is to be said about it, once."""
+    def consider(self, look: Look) -> str:
+        """Takes where the time of the last steps went; returns what is to be told, once."""
         if self._comms.alone:  # the others were lost
             return ""
         if self._auto is not None:
-            said = self._auto.looked(look)
-            return f"communication: {said}" if said else ""
-        if self.asked.name != "exact" or self._told or self._comms.mixed:  # which have no other
+            text = self._auto.consider(look)
+            return f"communication: {text}" if text else ""
+        has_choice = self.requested.name == "exact" and not self._comms.mixed
+        if self._has_advised or not has_choice:
             return ""
         parts = look.seconds.sum(0) / len(look.seconds)
         moving = parts[:, PARTS.index("moving")]
-        self._seen += list(zip(moving.tolist(), parts.sum(1).tolist(), strict=True))
-        if len(self._seen) < _STEPS:
+        self._observed += list(zip(moving.tolist(), parts.sum(1).tolist(), strict=True))
+        steps = len(self._observed)
+        if steps < _JUDGED_STEPS:
             return ""
-        steps = len(self._seen)
-        spent, whole = (sum(one) / steps for one in zip(*self._seen, strict=True))
-        self._seen.clear()
-        if spent < _WORTH * whole or spent < _LEAST:
+        moving_s, step_s = (sum(each) / steps for each in zip(*self._observed, strict=True))
+        self._observed.clear()
+        if moving_s < _MIN_SHARE * step_s or moving_s < _MIN_S:
             return ""
-        self._told = True
-        return self._advice(spent, whole)
+        self._has_advised = True
+        return self._advice(moving_s, step_s)
 
-    def _advice(self, moving: float, whole: float) -> str:
-        """What other ways would give, where communication costs so much of a step."""
+    def _advice(self, moving_s: float, step_s: float) -> str:
+        """What other methods would save, when communication costs so much of a step."""
         ranks, count = self._comms.world.size, self._exchange.elements
-        step = format_duration(whole)
-        so_much = f"{moving / whole:.0%} of each {step} step goes into sending gradients"
-        if count < coded_reducer.LEAST:  # it would be sent as it is
+        share = f"{moving_s / step_s:.0%} of each {format_duration(step_s)} step"
+        finding = f"{share} goes into sending gradients"
+        if count < MIN_BUCKET:  # it would be sent as it is
             why = "its messages are short, and fewer bytes would not help"
-            return f"{so_much}: {why}; a larger batch has fewer of them"
+            return f"{finding}: {why}; a larger batch has fewer of them"
         part = BYTES_SENT["int8"][ranks > 2] * 4 * count / self._exchange.nbytes
-        shorter = format_duration(whole - moving * (1 - part))
+        shorter = format_duration(step_s - moving_s * (1 - part))
         return (
-            f'{so_much}. session.prepare(…, communication="int8") would make a step about {shorter}'
+            f'{finding}. session.prepare(…, communication="int8") would make a step about {shorter}'
             ' at best, "auto" measures and chooses (--communication auto of a recipe)'
         )
 
+    # -- in checkpoints --------------------------------------------------------------------
+
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps; a collective. Nothing where averages are exact."""
-        method = self._exchange.method
-        if self.asked.name == "exact" or (method is None and self._auto is None):
+        """What a checkpoint keeps; a collective. Nothing when averages are exact."""
+        reducer = self._exchange.reducer
+        if self.requested.name == "exact" or (reducer is None and self._auto is None):
             return {}
-        kept: dict[str, Any] = {"method": "exact", "rests": {}}
-        if method is not None:
-            rests: dict[str, Any] = {}
+        state: dict[str, Any] = {"method": "exact", "rests": {}}
+        if reducer is not None:
+            residuals: dict[str, Any] = {}
 
-            def ask() -> None:
-                rests.clear()
-                rests.update(method.alike() if self._comms.stale else method.state())
+            def collect() -> None:
+                residuals.clear()
+                is_stale = self._comms.stale
+                residuals.update(reducer.replicated_state() if is_stale else reducer.state())
 
-            self._comms.meet(ask)
-            kept = {"method": method.name, "rests": rests}
-        return kept if self._auto is None else {**kept, "auto": self._auto.state()}
+            self._comms.meet(collect)
+            state = {"method": reducer.name, "rests": residuals}
+        return state if self._auto is None else {**state, "auto": self._auto.state()}
 
-    def alike(self) -> dict[str, Any]:
-        """What is the same on every rank of :meth:`state`; no collective."""
-        method = self._exchange.method
-        if self.asked.name == "exact":
+    def replicated_state(self) -> dict[str, Any]:
+        """The part of :meth:`state` that is the same on every rank; no collective."""
+        reducer = self._exchange.reducer
+        if self.requested.name == "exact":
             return {}
-        kept: dict[str, Any] = {"method": "exact", "alike": {}}
-        if method is not None:
-            kept = {"method": method.name, "alike": method.alike()}
-        kept |= {"step": self._step, "steps": self._steps}
-        return kept if self._auto is None else {**kept, "auto": self._auto.state()}
+        state: dict[str, Any] = {"method": "exact", "alike": {}}
+        if reducer is not None:
+            state = {"method": reducer.name, "alike": reducer.replicated_state()}
+        state |= {"step": self._step, "steps": self._steps}
+        return state if self._auto is None else {**state, "auto": self._auto.state()}
 
-    def take_alike(self, state: dict[str, Any]) -> None:
-        """Takes what :meth:`alike` gave; :meth:`renew` comes next, and goes on with it.
+    def load_replicated_state(self, state: dict[str, Any]) -> None:
+        """Takes what :meth:`replicated_state` gave; :meth:`renew` comes next, and goes on with it.
 
-        Only this rank calls it, so nothing is sent here; and of a pass that counts on it what is
-        left to say is not known to have counted yet.
+        Only this rank calls it, so nothing is sent here; and the residuals of a pass that counts on
+        this rank are not known to have counted yet.
         """
-        self._at(state.get("steps", self._steps), state.get("step", self._step))
-        self._given = state.get("auto", {})
-        method = self._exchange.method
-        if method is not None and state.get("method") == method.name:
-            method.take_alike(state["alike"])
+        self._set_position(state.get("steps", self._steps), state.get("step", self._step))
+        self._adopted = state.get("auto", {})
+        reducer = self._exchange.reducer
+        if reducer is not None and state.get("method") == reducer.name:
+            reducer.load_replicated_state(state["alike"])
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes what :meth:`state` gave; of another method nothing is left to say."""
+        """Takes what :meth:`state` gave; residuals of another method are dropped."""
         if self._auto is not None:
             self._auto.load_state(state.get("auto", {}))
-        method = self._exchange.method
-        if method is not None:
-            both = {state.get("method"), method.name}
-            same = len(both) == 1 or both == {_COARSE, _FINER}  # which keep the same
-            method.load_state(state["rests"] if same else {})
+        reducer = self._exchange.reducer
+        if reducer is not None:
+            methods = {state.get("method"), reducer.name}
+            is_same = len(methods) == 1 or methods == {_COARSE, _FINE}  # which keep the same
+            reducer.load_state(state["rests"] if is_same else {})

@@ -1,8 +1,8 @@
-"""How numbers are said in fewer bits: pure arithmetic, the same on every kind of machine.
+"""Encodes gradients in fewer bits: pure arithmetic, the same on every kind of machine.
 
-What is decoded is one multiplication of a code and a scale, exact to the last bit by IEEE 754: so
-hosts with different processors understand the same. A code works through parts of a tensor that
-fit a core's cache, and below the size from which torch would ask other threads for help: they are
+A decoded number is one multiplication of a code and a scale, exact to the last bit by IEEE 754: so
+hosts with different processors decode the same. Codecs work through chunks of a tensor that fit a
+core's cache, and below the size from which torch would ask other threads for help: they are
 computing the gradients that come next.
 """
 
@@ -17,27 +17,27 @@ from torch import Tensor
 
 BLOCK = 256
 """Numbers that share a scale; messages hold whole blocks."""
-_ROWS = 120  # blocks at once on a CPU: torch divides 32,768 elements among threads
-_WHOLE = 1.5 * 2**23  # float32 has no fractions there; torch's round() divides 2,048 elements
-_LEAST = 1e-30  # a scale, so that blocks of zeros divide by something
+_CHUNK_BLOCKS = 120  # on a CPU: torch divides 32,768 elements among threads
+_ROUNDING = 1.5 * 2**23  # float32 has no fractions there; torch's round() divides 2,048 elements
+_MIN_SCALE = 1e-30  # so that blocks of zeros divide by something
 
 
-class Code(Protocol):
+class Codec(Protocol):
     """How messages hold numbers."""
 
-    def size(self, elements: int) -> int:
+    def message_bytes(self, elements: int) -> int:
         """Bytes of so many numbers, whole blocks; a multiple of 8."""
 
-    def uneven(self, elements: int) -> int:
-        """Bytes at a message's beginning of which some come much oftener than others."""
+    def compressible_bytes(self, elements: int) -> int:
+        """Bytes at a message's beginning that an entropy coder makes shorter."""
 
-    def encode(self, values: Tensor, message: Tensor, *, keep: bool) -> None:
+    def encode(self, values: Tensor, message: Tensor, *, keep_error: bool) -> None:
         """Writes a message.
 
         Args:
             values: float32, one-dimensional, whole blocks.
             message: uint8, of the right size, aligned.
-            keep: Leaves in ``values`` what the message does not say, finite in any case.
+            keep_error: Leaves the quantisation error in ``values``, finite in any case.
         """
 
     def decode(
@@ -45,145 +45,146 @@ class Code(Protocol):
     ) -> None:
         """Reads a message into float32 numbers; ``weight`` is a power of two.
 
-        What was not finite makes its whole block not finite.
+        A block that was not finite becomes not finite as a whole.
         """
 
 
-def parts(tensor: Tensor) -> Iterator[slice]:
-    """Pieces of a flat tensor that are worked on at once."""
-    step = _at_once(tensor) * BLOCK
-    return (slice(start, start + step) for start in range(0, len(tensor), step))
+def chunks(tensor: Tensor) -> Iterator[slice]:
+    """Slices of a flat tensor that are worked on at once."""
+    length = _blocks_at_once(tensor) * BLOCK
+    return (slice(start, start + length) for start in range(0, len(tensor), length))
 
 
-def _at_once(values: Tensor) -> int:
-    """Blocks to be worked on together."""
-    return _ROWS if values.device.type == "cpu" else max(1, -(-values.numel() // BLOCK))
+def _blocks_at_once(values: Tensor) -> int:
+    if values.device.type == "cpu":
+        return _CHUNK_BLOCKS
+    return max(1, -(-values.numel() // BLOCK))
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
-    """Each block has a scale, by which its largest number is the code's largest.
+class ScaledCodec:
+    """Each block has a scale, by which its largest number is the largest code.
 
     Attributes:
-        kind: What a code is stored as; two are stored in one int8 where ``halves``.
-        top: The largest code.
-        halves: Codes of 4 bits.
+        dtype: What a code is stored as; two are stored in one int8 when ``is_4bit``.
+        largest: The largest code.
+        is_4bit: Codes have 4 bits.
     """
 
-    kind: torch.dtype
-    top: float
-    halves: bool = False
+    dtype: torch.dtype
+    largest: float
+    is_4bit: bool = False
 
-    def size(self, elements: int) -> int:
-        return self._codes(elements) + -(-elements // (2 * BLOCK)) * 8
+    def message_bytes(self, elements: int) -> int:
+        return self._code_bytes(elements) + -(-elements // (2 * BLOCK)) * 8
 
-    def uneven(self, elements: int) -> int:
-        return self._codes(elements) if self.halves else 0  # of 8 bits a tenth could be saved
+    def compressible_bytes(self, elements: int) -> int:
+        return self._code_bytes(elements) if self.is_4bit else 0  # 8 bits would save a tenth
 
-    def _codes(self, elements: int) -> int:
-        return elements * self.kind.itemsize // (2 if self.halves else 1)
+    def _code_bytes(self, elements: int) -> int:
+        return elements * self.dtype.itemsize // (2 if self.is_4bit else 1)
 
-    def _parts(self, message: Tensor, elements: int) -> tuple[Tensor, Tensor]:
+    def _views(self, message: Tensor, elements: int) -> tuple[Tensor, Tensor]:
         """Codes and scales, a row for each block."""
-        end = self._codes(elements)
-        codes = message[:end].view(self.kind).view(elements // BLOCK, -1)
+        end = self._code_bytes(elements)
+        codes = message[:end].view(self.dtype).view(elements // BLOCK, -1)
         return codes, message[end : end + elements // BLOCK * 4].view(torch.float32)[:, None]
 
-    def encode(self, values: Tensor, message: Tensor, *, keep: bool) -> None:
-        blocks, step = values.view(-1, BLOCK), _at_once(values)
-        codes, scales = self._parts(message, values.numel())
-        spare = torch.empty_like(blocks[:step])
+    def encode(self, values: Tensor, message: Tensor, *, keep_error: bool) -> None:
+        blocks, step = values.view(-1, BLOCK), _blocks_at_once(values)
+        codes, scales = self._views(message, values.numel())
+        buffer = torch.empty_like(blocks[:step])
         for start in range(0, len(blocks), step):
-            part = blocks[start : start + step]
-            said = spare[: len(part)]
-            scale = torch.abs(part, out=said).amax(1, keepdim=True)
-            scale = scale.clamp_(min=_LEAST).div_(self.top)
-            torch.mul(part, scale.reciprocal(), out=said)
-            if self.kind == torch.int8:
-                said.add_(_WHOLE).sub_(_WHOLE)
+            chunk = blocks[start : start + step]
+            coded = buffer[: len(chunk)]
+            scale = torch.abs(chunk, out=coded).amax(1, keepdim=True)
+            scale = scale.clamp_(min=_MIN_SCALE).div_(self.largest)
+            torch.mul(chunk, scale.reciprocal(), out=coded)
+            if self.dtype == torch.int8:
+                coded.add_(_ROUNDING).sub_(_ROUNDING)
             scales[start : start + step] = scale
-            self._store(said, codes[start : start + step])
-            if keep:
-                if self.kind != torch.int8:
-                    self._load(codes[start : start + step], said)
-                part.addcmul_(said, scale, value=-1)
-        if keep:
-            _forget(blocks, ~torch.isfinite(scales))
+            self._store(coded, codes[start : start + step])
+            if keep_error:
+                if self.dtype != torch.int8:
+                    self._load(codes[start : start + step], coded)
+                chunk.addcmul_(coded, scale, value=-1)
+        if keep_error:
+            _clear_blocks(blocks, ~torch.isfinite(scales))
 
-    def _store(self, said: Tensor, codes: Tensor) -> None:
-        if self.halves:  # the sign belongs to the second: an arithmetic shift gives it back
+    def _store(self, coded: Tensor, codes: Tensor) -> None:
+        if self.is_4bit:  # the sign belongs to the second: an arithmetic shift gives it back
             half = BLOCK // 2
-            codes.copy_(said[:, half:].mul(16).add_(said[:, :half]).add_(8))
+            codes.copy_(coded[:, half:].mul(16).add_(coded[:, :half]).add_(8))
         else:
-            codes.copy_(said)
+            codes.copy_(coded)
 
     def decode(
         self, message: Tensor, out: Tensor, *, weight: float = 1.0, add: bool = False
     ) -> None:
-        blocks, step = out.view(-1, BLOCK), _at_once(out)
-        codes, scales = self._parts(message, out.numel())
-        spare = torch.empty_like(blocks[:step])
+        blocks, step = out.view(-1, BLOCK), _blocks_at_once(out)
+        codes, scales = self._views(message, out.numel())
+        buffer = torch.empty_like(blocks[:step])
         for start in range(0, len(blocks), step):
-            part, scale = blocks[start : start + step], scales[start : start + step] * weight
-            said = spare[: len(part)]
-            self._load(codes[start : start + step], said)
+            chunk, scale = blocks[start : start + step], scales[start : start + step] * weight
+            coded = buffer[: len(chunk)]
+            self._load(codes[start : start + step], coded)
             if add:
-                part.add_(said.mul_(scale))
+                chunk.add_(coded.mul_(scale))
             else:
-                torch.mul(said, scale, out=part)
+                torch.mul(coded, scale, out=chunk)
 
-    def _load(self, codes: Tensor, said: Tensor) -> None:
-        if self.halves:
+    def _load(self, codes: Tensor, coded: Tensor) -> None:
+        if self.is_4bit:
             half = BLOCK // 2
-            said[:, :half].copy_((codes & 15).sub_(8))
-            said[:, half:].copy_(codes >> 4)
+            coded[:, :half].copy_((codes & 15).sub_(8))
+            coded[:, half:].copy_(codes >> 4)
         else:
-            said.copy_(codes)
+            coded.copy_(codes)
 
 
-def _forget(blocks: Tensor, bad: Tensor) -> None:
-    """Keeps nothing of blocks that were not finite; they were said to all."""
-    if blocks.device.type != "cpu":  # nobody waits for an accelerator to know
-        blocks.masked_fill_(bad, 0.0)
-    elif bool(bad.any()):
-        blocks[bad[:, 0]] = 0.0
+def _clear_blocks(blocks: Tensor, mask: Tensor) -> None:
+    """Keeps no error of blocks that were not finite; all ranks have got them."""
+    if blocks.device.type != "cpu":  # nothing waits for an accelerator to know
+        blocks.masked_fill_(mask, 0.0)
+    elif bool(mask.any()):
+        blocks[mask[:, 0]] = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class CastCodec:
     """Each number as a shorter floating point number, without a scale.
 
     Attributes:
-        kind: With the range of float32.
+        dtype: With the range of float32.
     """
 
-    kind: torch.dtype
+    dtype: torch.dtype
 
-    def size(self, elements: int) -> int:
-        return elements * self.kind.itemsize
+    def message_bytes(self, elements: int) -> int:
+        return elements * self.dtype.itemsize
 
-    def uneven(self, elements: int) -> int:
+    def compressible_bytes(self, elements: int) -> int:
         return 0
 
-    def encode(self, values: Tensor, message: Tensor, *, keep: bool) -> None:
-        codes = message.view(self.kind)
-        for part in parts(values):
-            codes[part].copy_(values[part])
-            if keep:
-                values[part].sub_(codes[part]).nan_to_num_(0.0, 0.0, 0.0)
+    def encode(self, values: Tensor, message: Tensor, *, keep_error: bool) -> None:
+        codes = message.view(self.dtype)
+        for chunk in chunks(values):
+            codes[chunk].copy_(values[chunk])
+            if keep_error:
+                values[chunk].sub_(codes[chunk]).nan_to_num_(0.0, 0.0, 0.0)
 
     def decode(
         self, message: Tensor, out: Tensor, *, weight: float = 1.0, add: bool = False
     ) -> None:
-        codes = message[: self.size(out.numel())].view(self.kind)
-        for part in parts(out):
+        codes = message[: self.message_bytes(out.numel())].view(self.dtype)
+        for chunk in chunks(out):
             if add:
-                out[part].add_(codes[part].float().mul_(weight))
+                out[chunk].add_(codes[chunk].float().mul_(weight))
             else:
-                torch.mul(codes[part], weight, out=out[part])
+                torch.mul(codes[chunk], weight, out=out[chunk])
 
 
-FP16: Code = Scaled(torch.float16, 2.0**15)
-BF16: Code = Plain(torch.bfloat16)
-INT8: Code = Scaled(torch.int8, 127.0)
-INT4: Code = Scaled(torch.int8, 7.0, halves=True)
+FP16: Codec = ScaledCodec(torch.float16, 2.0**15)
+BF16: Codec = CastCodec(torch.bfloat16)
+INT8: Codec = ScaledCodec(torch.int8, 127.0)
+INT4: Codec = ScaledCodec(torch.int8, 7.0, is_4bit=True)

@@ -1,8 +1,8 @@
-"""Averages in messages of fewer bits.
+"""Averages gradients in messages of fewer bits.
 
-Two ranks send each other all they have. More of them send each one a piece of the bucket, of which
-it is the owner: it adds up what came, and sends the mean to all. So a rank sends 2(n - 1)/n of a
-bucket as an all-reduce does, and adds in one order: what all decode is the same, to the bit.
+Two ranks send each other all they have. Of more ranks each one owns a piece of the bucket: it adds
+up what the others send of that piece, and sends the mean to all. So a rank sends 2(n - 1)/n of a
+bucket as an all-reduce does, and adds in one order: all ranks decode the same, to the bit.
 """
 
 from __future__ import annotations
@@ -13,238 +13,280 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from paceline.train.reduce.codecs import BLOCK, Code, parts
-from paceline.train.reduce.collectives import Wire
-from paceline.train.reduce.error_feedback import Kept, Rests, hold_back, same, used
-from paceline.train.reduce.exchange import Bucket, Line, Method
+from paceline.train.reduce import codecs
+from paceline.train.reduce.codecs import BLOCK, Codec, chunks
+from paceline.train.reduce.collectives import Collectives
+from paceline.train.reduce.error_feedback import (
+    ErrorFeedback,
+    Residual,
+    keep_unused,
+    same_parameters,
+    used_parameters,
+)
+from paceline.train.reduce.reducer import Bucket, GradientReducer, ReduceContext
 
-SMALL = 1024
-"""Parameters with fewer elements (biases, norms) are sent as they are, in the same messages."""
-LEAST = 4096
-"""A bucket with fewer elements is sent as it is: its messages cost more than its bytes."""
+SMALL_PARAMETER = 1024
+"""Parameters with fewer elements (biases, norms) are sent uncoded, in the same messages."""
+MIN_BUCKET = 4096
+"""A bucket with fewer elements is sent uncoded: its messages cost more than its bytes."""
 
 
 @dataclass(slots=True)
 class _Layout:
-    """Of one bucket.
+    """How one bucket is divided into messages.
 
     Attributes:
-        parameters: In it.
+        parameters: In the bucket.
         length: Elements of a piece, whole blocks.
-        small: Where the elements of small parameters are.
-        seldom: Parts of the others, where a step may leave some unused on every rank.
-        share: How many elements of small parameters, and of the news whether the others are used,
-            belong to a piece.
-        rests: What is left to say, as long as all pieces.
+        small: Positions of the elements of small parameters.
+        optional: Spans of the others, when a step may leave some unused on every rank.
+        tail: How many elements of small parameters, and flags whether the others are used, go with
+            each piece.
+        residual: Quantisation error, as long as all pieces; ``None`` without error feedback.
     """
 
     parameters: list[nn.Parameter]
     length: int
     small: Tensor
-    seldom: list[slice]
-    share: int
-    rests: Rests | None
+    optional: list[slice]
+    tail: int
+    residual: Residual | None
 
 
-class Coded:
-    """Averages by codes; its subclasses say by which.
+class CodedReducer(GradientReducer):
+    """Averages gradients by codecs, which its subclasses name.
 
     Attributes:
-        up: Code of what a rank sends of its own gradients.
-        down: Code of the means that owners send.
-        feedback: What codes do not say is kept and said later.
+        up: Codec of what a rank sends of its own gradients.
+        down: Codec of the means that owners send.
+        has_feedback: Quantisation errors are kept and added to the next gradients.
     """
 
-    name: ClassVar[str]
-    up: ClassVar[Code]
-    down: ClassVar[Code]
-    feedback: ClassVar[bool] = True
+    up: ClassVar[Codec]
+    down: ClassVar[Codec]
+    has_feedback: ClassVar[bool] = True
 
-    def __init__(self, line: Line, wire: Wire | None = None) -> None:
-        self._wire = wire or Wire(line)
-        self._kept, self._unused = Kept(self._wire, line), line.unused
+    def __init__(self, context: ReduceContext, collectives: Collectives | None = None) -> None:
+        self._collectives = collectives or Collectives(context)
+        self._feedback = ErrorFeedback(self._collectives, context)
+        self._has_unused = context.has_unused
         self._layouts: dict[int, _Layout] = {}
-        self._spare: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
+        self._pieces = self._collectives.world_size if self._collectives.world_size > 2 else 1
 
-    def average(self, bucket: Bucket) -> None:
-        flat, wire = bucket.flat, self._wire
-        if flat.numel() < LEAST:
-            flat.mul_(1 / wire.ranks)
-            wire.sum(flat)
+    def all_reduce(self, bucket: Bucket) -> None:
+        flat, world_size = bucket.flat, self._collectives.world_size
+        if flat.numel() < MIN_BUCKET:
+            flat.mul_(1 / world_size)
+            self._collectives.all_reduce(flat)
             return
         layout = self._layout(bucket)
-        if wire.ranks == 1:  # the others were lost, who would be told in codes
-            self._all_at_once(flat, layout)
+        if world_size == 1:  # the ranks were lost to which codes would be sent
+            self._apply_residual(flat, layout)
             return
-        small = torch.cat([flat[layout.small], used(flat, layout.seldom)])
-        work = self._work(flat, layout)
-        if wire.ranks <= 2:
-            small = self._directly(work, small, layout)
-        else:
-            small = self._by_owners(work, small, layout)
-        for span, one in zip(layout.seldom, small[len(layout.small) :], strict=True):
-            work[span] *= one > 0
-        for part in parts(flat):
-            flat[part].copy_(work[: flat.numel()][part])
+        small = torch.cat([flat[layout.small], used_parameters(flat, layout.optional)])
+        values = self._coded_values(flat, layout)
+        exchange = self._exchange_all if world_size == 2 else self._exchange_pieces
+        small = exchange(values, small, layout)
+        for span, used in zip(layout.optional, small[len(layout.small) :], strict=True):
+            values[span] *= used > 0
+        for chunk in chunks(flat):
+            flat[chunk].copy_(values[: flat.numel()][chunk])
         flat[layout.small] = small[: len(layout.small)]
 
     def _layout(self, bucket: Bucket) -> _Layout:
         known = self._layouts.get(bucket.number)
-        if known is not None and same(known.parameters, bucket.parameters):
+        if known is not None and same_parameters(known.parameters, bucket.parameters):
             return known
-        pieces = self._wire.ranks if self._wire.ranks > 2 else 1
-        length = -(-bucket.flat.numel() // (pieces * BLOCK)) * BLOCK
-        small = _small(bucket)
-        rests = self._kept.of(bucket, pieces * length) if self.feedback else None
-        seldom = _large(bucket) if self._unused and self.feedback else []
-        share = -(-(len(small) + len(seldom)) // (pieces * 8)) * 8  # so that messages stay aligned
-        layout = _Layout(list(bucket.parameters), length, small, seldom, share, rests)
+        length = -(-bucket.flat.numel() // (self._pieces * BLOCK)) * BLOCK
+        small, residual = _small_positions(bucket), None
+        if self.has_feedback:
+            residual = self._feedback.residual_of(bucket, self._pieces * length)
+        optional = _large_spans(bucket) if self._has_unused and self.has_feedback else []
+        # so that messages stay aligned
+        tail = -(-(len(small) + len(optional)) // (self._pieces * 8)) * 8
+        layout = _Layout(list(bucket.parameters), length, small, optional, tail, residual)
         self._layouts[bucket.number] = layout
         return layout
 
-    def _work(self, flat: Tensor, layout: _Layout) -> Tensor:
-        """What this rank has to say, with nothing where small parameters are."""
-        pieces = self._wire.ranks if self._wire.ranks > 2 else 1
-        work = self._buffer("work", pieces * layout.length, torch.float32, flat.device)
-        work[flat.numel() :] = 0
-        for part in parts(flat):
-            work[: flat.numel()][part].copy_(flat[part])
-        work[layout.small] = 0
-        if layout.rests is not None:
-            for part in parts(work):
-                work[part].add_(layout.rests.now[part])
-        return work
+    def _coded_values(self, flat: Tensor, layout: _Layout) -> Tensor:
+        """Gradients plus residual, with zeros in place of small parameters. float32."""
+        length = self._pieces * layout.length
+        values = self._buffer("values", length, torch.float32, flat.device)
+        values[flat.numel() :] = 0
+        for chunk in chunks(flat):
+            values[: flat.numel()][chunk].copy_(flat[chunk])
+        values[layout.small] = 0
+        if layout.residual is not None:
+            for chunk in chunks(values):
+                values[chunk].add_(layout.residual.committed[chunk])
+        return values
 
-    def _all_at_once(self, flat: Tensor, layout: _Layout) -> None:
-        """Says what is left as it is."""
-        if layout.rests is not None:
-            rests, left = layout.rests, torch.zeros_like(layout.rests.now)
-            hold_back(left, rests, layout.seldom, used(flat, layout.seldom))
-            flat += (rests.now - left)[: flat.numel()]
-            rests.then.copy_(left)
-            self._kept.left(rests)
+    def _apply_residual(self, flat: Tensor, layout: _Layout) -> None:
+        """Adds the residual uncoded: this rank is the only one."""
+        if (residual := layout.residual) is not None:
+            errors = torch.zeros_like(residual.committed)
+            keep_unused(errors, residual, layout.optional, used_parameters(flat, layout.optional))
+            flat += (residual.committed - errors)[: flat.numel()]
+            residual.pending.copy_(errors)
+            self._feedback.mark_written(residual)
 
-    def _directly(self, work: Tensor, small: Tensor, layout: _Layout) -> Tensor:
-        """Both say all they have, and compute the mean of what was said."""
-        size = self.up.size(len(work))
+    def _exchange_all(self, values: Tensor, small: Tensor, layout: _Layout) -> Tensor:
+        """Makes ``values`` the mean of what two ranks send; returns the mean of ``small``."""
+        size = self.up.message_bytes(len(values))
         message = self._message("message", size, small, layout)
-        self.up.encode(work, message[:size], keep=self.feedback)
+        self.up.encode(values, message[:size], keep_error=self.has_feedback)
         message[size:].view(small.dtype)[: len(small)] = small
-        rows = self._wire.share(message, self.up.uneven(len(work)))
+        rows = self._collectives.all_gather(message, self.up.compressible_bytes(len(values)))
         mean = _mean(rows[:, size:], small)[: len(small)]
-        self._keep(work, mean, layout)
+        self._keep_errors(values, mean, layout)
         for number, row in enumerate(rows):
-            self.up.decode(row[:size], work, weight=1 / len(rows), add=number > 0)
+            self.up.decode(row[:size], values, weight=1 / len(rows), add=number > 0)
         return mean
 
-    def _by_owners(self, work: Tensor, small: Tensor, layout: _Layout) -> Tensor:
-        """Each rank gets all others' messages of one piece, and sends the mean to all."""
-        wire, pieces = self._wire, work.view(self._wire.ranks, layout.length)
-        tail = small.new_zeros(wire.ranks, layout.share)
-        tail.view(-1)[: len(small)] = small
-        size = self.up.size(layout.length)
-        messages = self._message("messages", size, small, layout, wire.ranks)
+    def _exchange_pieces(self, values: Tensor, small: Tensor, layout: _Layout) -> Tensor:
+        """Makes ``values`` the mean that owners of pieces send; returns the mean of ``small``."""
+        collectives, own_rank = self._collectives, self._collectives.rank
+        world_size = collectives.world_size
+        pieces = values.view(world_size, layout.length)
+        tails = small.new_zeros(world_size, layout.tail)
+        tails.view(-1)[: len(small)] = small
+        size = self.up.message_bytes(layout.length)
+        messages = self._message("messages", size, small, layout, world_size)
         for rank, piece in enumerate(pieces):
-            if rank != wire.rank:
-                self.up.encode(piece, messages[rank, :size], keep=self.feedback)
-        messages[:, size:].view(small.dtype).copy_(tail)
-        rows = wire.swap(messages.view(wire.ranks, -1), self.up.uneven(layout.length))
-        own = pieces[wire.rank]
+            if rank != own_rank:
+                self.up.encode(piece, messages[rank, :size], keep_error=self.has_feedback)
+        messages[:, size:].view(small.dtype).copy_(tails)
+        rows = collectives.all_to_all(
+            messages.view(world_size, -1), self.up.compressible_bytes(layout.length)
+        )
+        own = pieces[own_rank]
         for rank, row in enumerate(rows):
-            if rank != wire.rank:
+            if rank != own_rank:
                 self.up.decode(row[:size], own, add=True)
-        own.mul_(1 / wire.ranks)
+        own.mul_(1 / world_size)
         small_mean = _mean(rows[:, size:], small)
 
-        down = self.down.size(layout.length)
-        message = self._message("message", down, small, layout)
-        self.down.encode(own, message[:down], keep=self.feedback)
-        own.mul_(wire.ranks)  # an owner's rest is one of the mean
-        message[down:].view(small.dtype).copy_(small_mean)
-        rows = wire.share(message, self.down.uneven(layout.length))
-        mean = rows[:, down:].contiguous().view(small.dtype).reshape(-1)[: len(small)]
-        self._keep(work, mean, layout)
+        size = self.down.message_bytes(layout.length)
+        message = self._message("message", size, small, layout)
+        self.down.encode(own, message[:size], keep_error=self.has_feedback)
+        own.mul_(world_size)  # an owner's error is one of the mean
+        message[size:].view(small.dtype).copy_(small_mean)
+        rows = collectives.all_gather(message, self.down.compressible_bytes(layout.length))
+        mean = rows[:, size:].contiguous().view(small.dtype).reshape(-1)[: len(small)]
+        self._keep_errors(values, mean, layout)
         for piece, row in zip(pieces, rows, strict=True):
-            self.down.decode(row[:down], piece)
+            self.down.decode(row[:size], piece)
         return mean
 
-    def _keep(self, work: Tensor, small: Tensor, layout: _Layout) -> None:
-        """Keeps what codes did not say; small parameters' means tell what was used."""
-        if layout.rests is not None:
-            hold_back(work, layout.rests, layout.seldom, small[len(layout.small) :])
-            for part in parts(work):
-                layout.rests.then[part].copy_(work[part])
-            self._kept.left(layout.rests)
+    def _keep_errors(self, errors: Tensor, small: Tensor, layout: _Layout) -> None:
+        """Keeps quantisation errors; the mean of ``small`` tells which parameters were used."""
+        if layout.residual is not None:
+            keep_unused(errors, layout.residual, layout.optional, small[len(layout.small) :])
+            for chunk in chunks(errors):
+                layout.residual.pending[chunk].copy_(errors[chunk])
+            self._feedback.mark_written(layout.residual)
 
     def _message(
         self, use: str, size: int, small: Tensor, layout: _Layout, rows: int = 0
     ) -> Tensor:
-        """Room for codes and the elements of small parameters behind them."""
-        length = size + layout.share * small.element_size()
-        room = self._buffer(use, max(rows, 1) * length, torch.uint8, small.device)
-        return room.view(rows, length) if rows else room
+        """Memory for codes and the elements of small parameters behind them."""
+        length = size + layout.tail * small.element_size()
+        buffer = self._buffer(use, max(rows, 1) * length, torch.uint8, small.device)
+        return buffer.view(rows, length) if rows else buffer
 
-    def _buffer(self, use: str, length: int, kind: torch.dtype, device: torch.device) -> Tensor:
+    def _buffer(self, use: str, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for all buckets, one after the other."""
-        room = self._spare.get(use)
-        if room is None or len(room) < length:
-            room = self._spare[use] = torch.zeros(length, dtype=kind, device=device)
-        return room[:length]
+        buffer = self._buffers.get(use)
+        if buffer is None or len(buffer) < length:
+            buffer = self._buffers[use] = torch.zeros(length, dtype=dtype, device=device)
+        return buffer[:length]
 
-    def counted(self) -> None:
-        self._kept.counted()
+    def commit(self) -> None:
+        self._feedback.commit()
 
-    def void(self) -> None:
-        self._kept.void()
+    def rollback(self) -> None:
+        self._feedback.rollback()
 
-    def follow(self, other: Method) -> None:
-        """Says what another one has left to say; without :attr:`feedback` that is dropped."""
-        if self.feedback and isinstance(other, Coded):
-            self._kept.follow(other._kept)
+    def adopt(self, other: GradientReducer) -> None:
+        """Goes on with another one's errors; without :attr:`has_feedback` they are dropped."""
+        if self.has_feedback and isinstance(other, CodedReducer):
+            self._feedback.adopt(other._feedback)
 
     def state(self) -> dict[str, Any]:
-        return self._kept.state()
+        return self._feedback.state()
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._layouts.clear()
-        self._kept.load_state(state)
+        self._feedback.load_state(state)
 
-    def alike(self) -> dict[str, Any]:
-        return {}  # rests only, of which each rank has its own
-
-    def take_alike(self, state: dict[str, Any]) -> None:
-        pass
-
-    def sent(self, elements: int, ranks: int) -> int:
-        whole = -(-elements // BLOCK) * BLOCK
+    def bytes_sent(self, elements: int, ranks: int) -> int:
+        padded = -(-elements // BLOCK) * BLOCK
         if ranks <= 2:
-            return (ranks - 1) * self.up.size(whole)
-        return (ranks - 1) * (self.up.size(whole) + self.down.size(whole)) // ranks
+            return (ranks - 1) * self.up.message_bytes(padded)
+        both_ways = self.up.message_bytes(padded) + self.down.message_bytes(padded)
+        return (ranks - 1) * both_ways // ranks
 
 
-def _small(bucket: Bucket) -> Tensor:
-    """Places of the elements of small parameters, shape ``[n]``."""
+class Fp16(CodedReducer):
+    """Half the bytes: float16 with a scale for each block, eleven bits of every number."""
+
+    name: ClassVar[str] = "fp16"
+    up: ClassVar[Codec] = codecs.FP16
+    down: ClassVar[Codec] = codecs.FP16
+    has_feedback: ClassVar[bool] = False
+
+
+class Bf16(CodedReducer):
+    """Half the bytes: bfloat16 with error feedback, eight bits of every number."""
+
+    name: ClassVar[str] = "bf16"
+    up: ClassVar[Codec] = codecs.BF16
+    down: ClassVar[Codec] = codecs.BF16
+
+
+class Int8(CodedReducer):
+    """A quarter of the bytes: 8 bits both ways, a scale for each block and error feedback."""
+
+    name: ClassVar[str] = "int8"
+    up: ClassVar[Codec] = codecs.INT8
+    down: ClassVar[Codec] = codecs.INT8
+
+
+class Int4(CodedReducer):
+    """A fifth of the bytes: 4 bits of gradients and 8 of their means, with error feedback.
+
+    Between two ranks it sends an eighth.
+    """
+
+    name: ClassVar[str] = "int4"
+    up: ClassVar[Codec] = codecs.INT4
+    down: ClassVar[Codec] = codecs.INT8
+
+
+def _small_positions(bucket: Bucket) -> Tensor:
+    """Positions of the elements of small parameters, shape ``[n]``."""
     start, device = bucket.flat.storage_offset(), bucket.flat.device
-    spans = [
-        torch.arange(one.numel(), device=device) + int(one.storage_offset() - start)
-        for one in bucket.gradients
-        if one.numel() < SMALL
+    positions = [
+        torch.arange(gradient.numel(), device=device) + int(gradient.storage_offset() - start)
+        for gradient in bucket.gradients
+        if gradient.numel() < SMALL_PARAMETER
     ]
-    return torch.cat(spans) if spans else torch.zeros(0, dtype=torch.long, device=device)
+    return torch.cat(positions) if positions else torch.zeros(0, dtype=torch.long, device=device)
 
 
-def _large(bucket: Bucket) -> list[slice]:
-    """Parts of those that are coded."""
+def _large_spans(bucket: Bucket) -> list[slice]:
+    """Spans of the parameters that are coded."""
     start = int(bucket.flat.storage_offset())
     places = [(int(one.storage_offset()) - start, one.numel()) for one in bucket.gradients]
-    return [slice(at, at + size) for at, size in places if size >= SMALL]
+    return [slice(at, at + size) for at, size in places if size >= SMALL_PARAMETER]
 
 
 def _mean(rows: Tensor, like: Tensor) -> Tensor:
-    """The mean of numbers that were sent as they are, added in rank order."""
-    every = rows.contiguous().view(like.dtype)
-    exact = torch.float64 if like.dtype == torch.float64 else torch.float32
-    total = torch.zeros_like(every[0], dtype=exact)
-    for row in every:
+    """The mean of numbers that were sent uncoded, added in rank order."""
+    values = rows.contiguous().view(like.dtype)
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    total = torch.zeros_like(values[0], dtype=dtype)
+    for row in values:
         total += row
-    return (total / len(every)).to(like.dtype)
+    return (total / len(values)).to(like.dtype)

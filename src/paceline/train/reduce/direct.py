@@ -39,60 +39,60 @@ from paceline.spec.failure import CONNECTIONS_CUT
 from paceline.train.elastic import waits
 from paceline.train.reduce import handshakes
 
-MANY = 64
-"""Ranks up to which each of them has a connection to each other."""
+MAX_RANKS = 64
+"""Of a group whose ranks are all connected with each other."""
 
-_USUAL = 4  # operations of a group that gloo carries: many groups end before they have more
-_MAKING_S = 5.0
-_PATIENCE = timedelta(minutes=30)  # torch's own, where a group's cannot be known
-_LOOKING_S = 1e-4  # before this thread sleeps; two CPUs need about half of that to wake another
-_ASLEEP_S = 60.0  # between two looks whether patience has ended
-_BUFFER = 1 << 19  # bytes that the kernel takes, and keeps, of each connection
-_AT_ONCE = 1 << 16  # bytes that have come, or the rest, before a thread that sleeps is woken
+_GLOO_OPERATIONS = 4  # of a group that gloo carries: many groups end before they have more
+_CONNECT_TIMEOUT_S = 5.0
+_DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own, when a group's cannot be known
+_SPIN_S = 1e-4  # before this thread sleeps; two CPUs need about half of that to wake another
+_MAX_SLEEP_S = 60.0  # between two looks whether the timeout is over
+_SOCKET_BUFFER = 1 << 19  # bytes that the kernel takes, and keeps, of each connection
+_WAKE_BYTES = 1 << 16  # that have come, or the rest, before a thread that sleeps is woken
 _PIECE = 1 << 18  # bytes of a message that are worked on together
-_KEY = 16  # bytes
-_HEAD = struct.Struct("=IQ")  # of a message: number of the operation, bytes that follow
+_KEY_BYTES = 16  # bytes
+_HEADER = struct.Struct("=IQ")  # of a message: number of the operation, bytes that follow
 # TCP_THIN_LINEAR_TIMEOUTS, and TCP_RTO_MAX_MS of Linux 6.15, which Python does not name
-_SOON_AGAIN = ((16, 1), (44, 1000))
+_RETRANSMIT_OPTIONS = ((16, 1), (44, 1000))
 
 
-def retransmit_soon(one: socket.socket) -> None:
-    """Has what a short break of the line has swallowed sent again soon after it.
+def retransmit_soon(connection: socket.socket) -> None:
+    """Has the kernel send again soon what a short break of the network has swallowed.
 
-    The kernel doubles its pause with each try: 1.5 s without a line become 3.
+    It doubles its pause with each try: a break of 1.5 s becomes one of 3.
     """
-    for option, value in _SOON_AGAIN:
+    for option, value in _RETRANSMIT_OPTIONS:
         with contextlib.suppress(OSError):  # an older kernel, or no TCP
-            one.setsockopt(socket.IPPROTO_TCP, option, value)
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def own_address() -> str:
-    """Of this host, as the job's other hosts reach it, by the network that gloo uses.
+    """This host's address in the network that gloo uses.
 
     That is the one that ``GLOO_SOCKET_IFNAME`` names, else that by which it reaches the first host.
 
     Raises:
-        OSError: It cannot be known.
+        OSError: It cannot be found out.
     """
-    if named := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]:
-        addresses = psutil.net_if_addrs().get(named, [])
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]:
+        addresses = psutil.net_if_addrs().get(interface, [])
         families = (socket.AF_INET, socket.AF_INET6)
         is_ipv6_job = ":" in os.environ.get("MASTER_ADDR", "")  # other hosts may have no IPv4
         for family in reversed(families) if is_ipv6_job else families:
-            for one in addresses:
-                if one.family == family and "%" not in one.address:  # none of the link's own
-                    return str(one.address)
-    known = os.environ.get("MASTER_ADDR") or socket.gethostname()
+            for entry in addresses:
+                if entry.family == family and "%" not in entry.address:  # none of the link's own
+                    return str(entry.address)
+    first_host = os.environ.get("MASTER_ADDR") or socket.gethostname()
     try:
-        family, kind, _, _, place = socket.getaddrinfo(known, 9, type=socket.SOCK_DGRAM)[0]
-    except UnicodeError as error:  # no name that can be
+        family, kind, _, _, target = socket.getaddrinfo(first_host, 9, type=socket.SOCK_DGRAM)[0]
+    except UnicodeError as error:  # no valid name
         raise OSError(str(error)) from None
-    with socket.socket(family, kind) as asking:
-        asking.connect(place)  # sends nothing
-        return str(asking.getsockname()[0])
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)  # sends nothing
+        return str(probe.getsockname()[0])
 
 
-class _Open:
+class _OpenSockets:
     """All sockets of this process that are to end when a rank is lost."""
 
     def __init__(self) -> None:
@@ -100,32 +100,45 @@ class _Open:
         self.sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self.cuts = 0
 
-    def add(self, one: socket.socket, cuts: int) -> socket.socket:
+    def add(self, new: socket.socket, cuts: int) -> socket.socket:
         """Takes a socket that belongs to what was begun after so many cuts."""
         with self.lock:
-            self.sockets.add(one)
-            late = self.cuts != cuts
-        if late:
-            _shut(one)
-        return one
+            self.sockets.add(new)
+            is_late = self.cuts != cuts
+        if is_late:
+            _shut_down(new)
+        return new
 
 
-_open = _Open()
+_open_sockets = _OpenSockets()
 
 
 def cut() -> None:
-    """Ends all connections: whoever waits on one, or waits next, has an error; from any thread."""
-    with _open.lock:
-        _open.cuts += 1
-        every = list(_open.sockets)
-        _open.sockets.clear()
-    for one in every:
-        _shut(one)
+    """Ends all connections: a thread that waits on one, or waits next, has an error.
+
+    May be called from any thread.
+    """
+    with _open_sockets.lock:
+        _open_sockets.cuts += 1
+        connections = list(_open_sockets.sockets)
+        _open_sockets.sockets.clear()
+    for connection in connections:
+        _shut_down(connection)
 
 
-def _shut(one: socket.socket) -> None:
+def _shut_down(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):  # it is not connected yet, or closed by now
-        one.shutdown(socket.SHUT_RDWR)
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+class PipelineStage(Protocol):
+    """Works on a message piece by piece, while others of its pieces are on their way."""
+
+    def before_send(self, piece: slice) -> None:
+        """These bytes are about to be sent."""
+
+    def after_receive(self, piece: slice) -> None:
+        """They were sent, and those that the other rank has in their place have come."""
 
 
 class Mesh:
@@ -135,7 +148,7 @@ class Mesh:
         group: Whose rank this is, and whose timeout holds.
         sockets: Of each other rank.
         cuts: That there had been when they were made.
-        large: Messages are no little ones: a thread that waits for them sleeps at once.
+        large: Messages are not small: a thread that waits for them sleeps at once.
     """
 
     def __init__(
@@ -147,231 +160,225 @@ class Mesh:
         large: bool,
     ) -> None:
         self._rank, self._ranks = group.rank(), group.size()
-        # Everybody begins with another one.
-        after = [(self._rank + number) % self._ranks for number in range(1, self._ranks)]
-        self._sockets = {one: sockets[one] for one in after}
-        self._names = {one: _name(sockets[one], one) for one in after}
-        self._cuts, self._number = cuts, 0
-        self._ended = CONNECTIONS_CUT  # or the error that ended them, which says whose fault it is
-        self._looking = 0.0 if large else _LOOKING_S
-        self._group = weakref.ref(group)  # which has these, until nobody has it
+        # Each rank begins with another one.
+        peers = [(self._rank + offset) % self._ranks for offset in range(1, self._ranks)]
+        self._sockets = {peer: sockets[peer] for peer in peers}
+        self._peer_names = {peer: _peer_name(sockets[peer], peer) for peer in peers}
+        self._cuts, self._operation = cuts, 0
+        self._error = CONNECTIONS_CUT  # or that which ended them, which says whose fault it is
+        self._spin_s = 0.0 if large else _SPIN_S
+        self._group = weakref.ref(group)  # which has these, as long as it exists
 
-    def rows(self, message: Tensor) -> Tensor:
+    def all_gather(self, message: Tensor) -> Tensor:
         """Every rank's tensor, of any shape, in rank order: ``[ranks, …]``."""
-        came = message.new_empty(self._ranks, *message.shape)
-        came[self._rank] = message
-        self.carry([message] * self._ranks, came)
-        return came
+        received = message.new_empty(self._ranks, *message.shape)
+        received[self._rank] = message
+        self.exchange([message] * self._ranks, received)
+        return received
 
-    def swapped(self, sent: Tensor) -> Tensor:
-        """Row r goes to rank r; what came, in rank order."""
-        came = torch.empty_like(sent)
-        came[self._rank] = sent[self._rank]
-        self.carry(sent, came)
-        return came
+    def all_to_all(self, rows: Tensor) -> Tensor:
+        """Sends row r to rank r; returns what came, in rank order."""
+        received = torch.empty_like(rows)
+        received[self._rank] = rows[self._rank]
+        self.exchange(rows, received)
+        return received
 
-    def carry(
+    def exchange(
         self,
-        given: Sequence[Tensor] | Tensor,
-        came: Sequence[Tensor] | Tensor,
+        messages: Sequence[Tensor] | Tensor,
+        received: Sequence[Tensor] | Tensor,
         *,
-        shorter: bool = False,
-        work: Work | None = None,
+        is_variable: bool = False,
+        pipeline: PipelineStage | None = None,
     ) -> None:
-        """Sends message r to rank r, and has the others' come into the rows; this rank's stays.
+        """Sends message r to rank r, and fills the other ranks' rows; this rank's stays.
 
         Args:
-            given: By rank.
-            came: Likewise, contiguous.
-            shorter: Messages may be shorter than their room.
-            work: To be done with those of two ranks meanwhile, which are as long as each other.
+            messages: By rank.
+            received: Likewise, contiguous.
+            is_variable: Messages may be shorter than their room.
+            pipeline: Works on those of two ranks meanwhile, which are as long as each other.
 
         Raises:
             RuntimeError: A connection has ended, or the ranks are in different operations; in the
                 words that gloo has for it.
         """
-        self._number = (self._number + 1) % (1 << 32)
-        left = {
-            rank: _Both(
-                rank, one, self._names[rank], self._number, _content(given[rank]),
-                _content(came[rank]), shorter=shorter, work=work,
+        self._operation = (self._operation + 1) % (1 << 32)
+        transfers = {
+            rank: _Transfer(
+                rank, connection, self._peer_names[rank], self._operation,
+                _bytes_of(messages[rank]), _bytes_of(received[rank]),
+                is_variable=is_variable, pipeline=pipeline,
             )
-            for rank, one in self._sockets.items()
+            for rank, connection in self._sockets.items()
         }  # fmt: skip
         try:
-            if len(left) < self._ranks - 1:
-                raise RuntimeError(self._ended)
-            self._move(left)
+            if len(transfers) < self._ranks - 1:
+                raise RuntimeError(self._error)
+            self._finish(transfers)
         except BaseException as error:
             self.close()
-            if isinstance(error, RuntimeError) and _open.cuts != self._cuts:
-                raise waits.GivenUp(CONNECTIONS_CUT) from error
+            if isinstance(error, RuntimeError) and _open_sockets.cuts != self._cuts:
+                raise waits.WaitCancelled(CONNECTIONS_CUT) from error
             if isinstance(error, RuntimeError):
-                self._ended = str(error)
+                self._error = str(error)
             raise
 
-    def _move(self, left: dict[int, _Both]) -> None:
-        """Until nothing is left. Whoever is late is looked for all the time at first."""
-        began = looked = time.perf_counter()
+    def _finish(self, transfers: dict[int, _Transfer]) -> None:
+        """Moves bytes until all transfers are over; looks for late ones all the time at first."""
+        began = last_progress = time.perf_counter()
         while True:
-            moved = False
-            for rank, both in list(left.items()):
-                moved = both.move() or moved
-                if both.over:
-                    del left[rank]
-            if not left:
+            has_moved = False
+            for rank, transfer in list(transfers.items()):
+                has_moved = transfer.move() or has_moved
+                if transfer.is_over:
+                    del transfers[rank]
+            if not transfers:
                 return
             now = time.perf_counter()
-            if moved:
-                looked = now
-            elif now - looked < self._looking:
+            if has_moved:
+                last_progress = now
+            elif now - last_progress < self._spin_s:
                 os.sched_yield()  # what is to come may need this CPU
             else:
-                self._sleep(left, began)
+                self._sleep(transfers, began)
 
-    def _sleep(self, left: dict[int, _Both], began: float) -> None:
-        asking = select.poll()
-        for both in left.values():
-            both.wake_me()
-            asking.register(both.socket, both.wants)
-        patience = _patience(self._group()).total_seconds()
-        remaining = began + patience - time.perf_counter()
-        if remaining <= 0:
-            who = ", ".join(map(str, sorted(left)))
-            raise RuntimeError(f"Timed out waiting {1e3 * patience:.0f}ms for rank {who}")
-        asking.poll(1e3 * min(remaining, _ASLEEP_S) + 1)
+    def _sleep(self, transfers: dict[int, _Transfer], began: float) -> None:
+        poll = select.poll()
+        for transfer in transfers.values():
+            transfer.set_wake_threshold()
+            poll.register(transfer.socket, transfer.poll_events)
+        timeout_s = _timeout(self._group()).total_seconds()
+        remaining_s = began + timeout_s - time.perf_counter()
+        if remaining_s <= 0:
+            late = ", ".join(map(str, sorted(transfers)))
+            raise RuntimeError(f"Timed out waiting {1e3 * timeout_s:.0f}ms for rank {late}")
+        poll.poll(1e3 * min(remaining_s, _MAX_SLEEP_S) + 1)
 
     def close(self) -> None:
         _close(self._sockets)
         self._sockets = {}
 
 
-class Work(Protocol):
-    """What is done with a message piece by piece, while others of its pieces are on their way."""
-
-    def before(self, piece: slice) -> None:
-        """These bytes are about to be sent."""
-
-    def after(self, piece: slice) -> None:
-        """They were sent, and those that the other rank has in their place have come."""
-
-
-class _Both:
+class _Transfer:
     """A message to another rank and the one from it, as far as they have come."""
 
     def __init__(
         self,
         rank: int,
-        one: socket.socket,
-        name: str,
-        number: int,
-        given: memoryview,
+        connection: socket.socket,
+        peer: str,
+        operation: int,
+        message: memoryview,
         room: memoryview,
         *,
-        shorter: bool = False,
-        work: Work | None = None,
+        is_variable: bool = False,
+        pipeline: PipelineStage | None = None,
     ) -> None:
-        self.socket, self._rank, self._peer, self._number = one, rank, name, number
-        self._before, self._given = memoryview(_HEAD.pack(number, len(given))), given
-        self._work, self._ready, self._done = work, 0 if work else len(given), 0
-        self._left = _HEAD.size + len(given)  # to send
-        self._head, self._room, self._shorter = bytearray(_HEAD.size), room, shorter
-        # Of one that may be shorter, what follows it could be of the next.
-        self._coming = [memoryview(self._head), *([] if shorter else [room])]
-        self._missing = _HEAD.size + len(room)
+        self.socket, self._rank, self._peer, self._operation = connection, rank, peer, operation
+        self._out_header = memoryview(_HEADER.pack(operation, len(message)))
+        self._message, self._to_send = message, _HEADER.size + len(message)
+        self._pipeline, self._ready, self._done = pipeline, 0 if pipeline else len(message), 0
+        self._in_header, self._room = bytearray(_HEADER.size), room
+        self._is_variable, self._to_receive = is_variable, _HEADER.size + len(room)
+        # Behind a message of variable length there could be bytes of the next.
+        self._targets = [memoryview(self._in_header), *([] if is_variable else [room])]
 
     @property
-    def over(self) -> bool:
-        return not self._left and not self._missing
+    def is_over(self) -> bool:
+        return not self._to_send and not self._to_receive
 
     @property
-    def wants(self) -> int:
+    def poll_events(self) -> int:
         """What to wait for, as ``poll`` names it."""
-        return (select.POLLOUT if self._left else 0) | (select.POLLIN if self._missing else 0)
+        return (select.POLLOUT if self._to_send else 0) | (select.POLLIN if self._to_receive else 0)
 
-    def wake_me(self) -> None:
-        """Has the kernel wake who sleeps when there is something to do, not at each packet.
+    def set_wake_threshold(self) -> None:
+        """Has the kernel wake a sleeping thread when there is something to do, not at each packet.
 
-        Of a message that may be shorter its head says how much is to come.
+        The header of a message of variable length says how much is to come.
         """
-        headless = self._shorter and self._missing > len(self._room)
-        least = 1 if headless else min(max(1, self._missing), _AT_ONCE)
+        is_in_header = self._is_variable and self._to_receive > len(self._room)
+        least = 1 if is_in_header else min(max(1, self._to_receive), _WAKE_BYTES)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
 
     def move(self) -> bool:
-        """Sends and takes what goes without waiting; whether anything did."""
+        """Sends and receives what goes without waiting; whether anything did."""
         try:
-            sent = self._send() if self._left else False
-            moved = (self._take() if self._missing else False) or sent
+            has_sent = self._send() if self._to_send else False
+            has_moved = (self._receive() if self._to_receive else False) or has_sent
         except OSError as error:
             raise RuntimeError(f"Read error {self._peer}: {error.strerror or error}") from error
-        if self._work and moved:
-            self._finish(self._work)
-        return moved
+        if self._pipeline and has_moved:
+            self._finish_pieces(self._pipeline)
+        return has_moved
 
     def _send(self) -> bool:
-        sent = len(self._given) - self._left  # below 0 in the head
-        if self._work and self._ready <= max(0, sent):
-            piece = slice(self._ready, min(len(self._given), self._ready + _PIECE))
-            self._work.before(piece)
+        sent = len(self._message) - self._to_send  # below 0 in the header
+        if self._pipeline and self._ready <= max(0, sent):
+            piece = slice(self._ready, min(len(self._message), self._ready + _PIECE))
+            self._pipeline.before_send(piece)
             self._ready = piece.stop
-        parts = [self._before[sent:]] if sent < 0 else []
+        header = [self._out_header[sent:]] if sent < 0 else []
+        body = self._message[max(0, sent) : self._ready]
         try:
-            self._left -= self.socket.sendmsg([*parts, self._given[max(0, sent) : self._ready]])
+            self._to_send -= self.socket.sendmsg([*header, body])
         except BlockingIOError:
             return False
         return True
 
-    def _finish(self, work: Work) -> None:
-        """Does what there is to be done with pieces that have gone and come."""
-        gone, come = (max(0, len(self._given) - one) for one in (self._left, self._missing))
-        stop = min(gone, come)
-        if stop < len(self._given):
+    def _finish_pieces(self, pipeline: PipelineStage) -> None:
+        """Has the pipeline work on the pieces that were both sent and received."""
+        length = len(self._message)
+        stop = min(max(0, length - left) for left in (self._to_send, self._to_receive))
+        if stop < length:
             stop -= stop % _PIECE
         if stop > self._done:
-            work.after(slice(self._done, stop))
+            pipeline.after_receive(slice(self._done, stop))
             self._done = stop
 
-    def _take(self) -> bool:
+    def _receive(self) -> bool:
         try:
-            count = self.socket.recvmsg_into(self._coming)[0]
+            count = self.socket.recvmsg_into(self._targets)[0]
         except BlockingIOError:
             return False
         if not count:
             raise RuntimeError(f"Connection closed by peer {self._peer}")
-        headless = self._missing > len(self._room)
-        self._missing -= count
-        if headless and self._missing <= len(self._room):
-            self._check()
-        if self._missing:
-            done = _HEAD.size + len(self._room) - self._missing
-            rest = self._room[max(0, done - _HEAD.size) :]
-            beside = not self._shorter or done >= _HEAD.size
-            self._coming = [memoryview(self._head)[done:], *([rest] if beside else [])]
+        was_in_header = self._to_receive > len(self._room)
+        self._to_receive -= count
+        if was_in_header and self._to_receive <= len(self._room):
+            self._check_header()
+        if self._to_receive:
+            received = _HEADER.size + len(self._room) - self._to_receive
+            body = self._room[max(0, received - _HEADER.size) :]
+            with_body = not self._is_variable or received >= _HEADER.size
+            header = memoryview(self._in_header)[received:]
+            self._targets = [header, *([body] if with_body else [])]
         return True
 
-    def _check(self) -> None:
-        number, length = _HEAD.unpack(self._head)
-        if self._shorter and number == self._number and length <= len(self._room):
-            self._missing -= len(self._room) - length
+    def _check_header(self) -> None:
+        operation, length = _HEADER.unpack(self._in_header)
+        is_shorter = self._is_variable and length <= len(self._room)
+        if is_shorter and operation == self._operation:
+            self._to_receive -= len(self._room) - length
             self._room = self._room[:length]
-        if (number, length) != (self._number, len(self._room)):
+        if (operation, length) != (self._operation, len(self._room)):
             raise RuntimeError(
-                f"rank {self._rank} sent {length} bytes in operation {number} where this rank is "
-                f"in operation {self._number} and expects {len(self._room)}: they are not in the "
-                "same line of the script, or have different data"
+                f"rank {self._rank} sent {length} bytes in operation {operation} where this rank is"
+                f" in operation {self._operation} and expects {len(self._room)}: they are not in"
+                " the same line of the script, or have different data"
             )
 
 
-def _name(one: socket.socket, rank: int) -> str:
-    """Of the other end, as gloo writes it; a connection that has ended does not know it."""
+def _peer_name(connection: socket.socket, rank: int) -> str:
+    """The other end, as gloo writes it; a connection that has ended does not know it."""
     with contextlib.suppress(OSError):
-        address, port, *_ = one.getpeername()
+        address, port, *_ = connection.getpeername()
         return f"[{address}]:{port}"
     return f"of rank {rank}"
 
 
-def _content(tensor: Tensor) -> memoryview:
+def _bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor, which it goes on to own."""
     flat = tensor.detach().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if len(flat) else memoryview(b"")
@@ -381,164 +388,164 @@ def _content(tensor: Tensor) -> memoryview:
 
 
 @dataclass(slots=True)
-class _Group:
-    asked: int = 0
+class _GroupState:
+    operations: int = 0
     large: bool = False
     mesh: Mesh | None = field(default=None, repr=False)
 
 
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Group] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupState] = weakref.WeakKeyDictionary()
 
 
 def mesh_of(group: dist.ProcessGroup | None, *, large: bool = False) -> Mesh | None:
-    """Those of a group over gloo; ``None`` while, and where, gloo is to carry what is sent.
+    """The connections of a group over gloo; ``None`` when gloo is to carry what is sent.
 
-    To be asked by all its ranks alike, once for each operation.
+    To be called by all its ranks alike, once for each operation.
 
     Args:
         group: ``None`` is the whole job's.
-        large: The messages of this operation are no little ones.
+        large: The messages of this operation are not small.
 
     Raises:
         RuntimeError: A rank was lost while they were made.
     """
     group = group or _get_default_group()
-    known = _groups.setdefault(group, _Group())
-    known.asked, known.large = known.asked + 1, known.large or large
-    if known.asked == _USUAL and group.size() <= MANY:
-        known.mesh = _made(group, large=known.large)
-    return known.mesh
+    state = _groups.setdefault(group, _GroupState())
+    state.operations, state.large = state.operations + 1, state.large or large
+    if state.operations == _GLOO_OPERATIONS and group.size() <= MAX_RANKS:
+        state.mesh = _make_mesh(group, large=state.large)
+    return state.mesh
 
 
 def leave(group: dist.ProcessGroup | None) -> None:
     """Ends the connections of a group that is over."""
-    known = None if group is None else _groups.pop(group, None)
-    if known is not None and known.mesh is not None:
-        known.mesh.close()
+    state = None if group is None else _groups.pop(group, None)
+    if state is not None and state.mesh is not None:
+        state.mesh.close()
 
 
-def _made(group: dist.ProcessGroup, *, large: bool) -> Mesh | None:
-    """A collective."""
-    cuts, ranks = _open.cuts, group.size()
-    key = secrets.token_bytes(_KEY)
-    listening = _listening(cuts, ranks)
-    with listening or contextlib.nullcontext():
-        places = [_place(one) for one in _all_gathered(_card(listening, key), group)]
-        if listening is None or not all(port for _, port, _ in places):
+def _make_mesh(group: dist.ProcessGroup, *, large: bool) -> Mesh | None:
+    """Connects all ranks of a group; ``None``: some could not be reached. A collective."""
+    cuts, ranks = _open_sockets.cuts, group.size()
+    key = secrets.token_bytes(_KEY_BYTES)
+    listener = _listen(cuts, ranks)
+    with listener or contextlib.nullcontext():
+        endpoints = [_unpack_endpoint(row) for row in _all_gather(_endpoint(listener, key), group)]
+        if listener is None or not all(port for _, port, _ in endpoints):
             return None
         sockets: dict[int, socket.socket] = {}
         with contextlib.suppress(OSError):  # all learn of it now; if a rank is lost, from gloo
-            sockets = _connected(listening, places, group.rank(), cuts)
-            if not large:  # which the kernel fits to what a line holds
-                _widen(sockets)
-        if all(map(any, _all_gathered(bytes([len(sockets) == ranks - 1]), group))):
+            sockets = _connect_all(listener, endpoints, group.rank(), cuts)
+            if not large:  # else the kernel fits buffers to what the network holds
+                _enlarge_buffers(sockets)
+        if all(map(any, _all_gather(bytes([len(sockets) == ranks - 1]), group))):
             return Mesh(group, sockets, cuts, large=large)
     _close(sockets)
     return None  # of this group; the next one may have more luck
 
 
-def _listening(cuts: int, ranks: int) -> socket.socket | None:
-    """For the others' calls; ``None`` where this host has no address for that."""
+def _listen(cuts: int, ranks: int) -> socket.socket | None:
+    """A listening socket for the other ranks; ``None`` when this host has no address for it."""
     with contextlib.suppress(OSError):
         address = own_address()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         backlog = ranks + handshakes.MAX_CALLERS
-        listening = socket.create_server((address, 0), family=family, backlog=backlog)
-        handshakes.guard(listening)
-        return _open.add(listening, cuts)
+        listener = socket.create_server((address, 0), family=family, backlog=backlog)
+        handshakes.guard(listener)
+        return _open_sockets.add(listener, cuts)
     return None
 
 
-_CARD = struct.Struct(f"=H{_KEY}s46s")  # port, key and address
+_ENDPOINT = struct.Struct(f"=H{_KEY_BYTES}s46s")  # port, key and address
 
 
-def _card(listening: socket.socket | None, key: bytes) -> bytes:
-    """What the others need to call this rank; port 0: nobody is to call."""
-    address, port = listening.getsockname()[:2] if listening is not None else ("", 0)
-    return _CARD.pack(port, key, address.encode())
+def _endpoint(listener: socket.socket | None, key: bytes) -> bytes:
+    """What the others need to call this rank; port 0: none is to call."""
+    address, port = listener.getsockname()[:2] if listener is not None else ("", 0)
+    return _ENDPOINT.pack(port, key, address.encode())
 
 
-def _place(card: bytes) -> tuple[str, int, bytes]:
-    port, key, address = _CARD.unpack(card)
+def _unpack_endpoint(row: bytes) -> tuple[str, int, bytes]:
+    port, key, address = _ENDPOINT.unpack(row)
     return address.rstrip(b"\0").decode(), port, key
 
 
-def _connected(
-    listening: socket.socket, places: Sequence[tuple[str, int, bytes]], rank: int, cuts: int
+def _connect_all(
+    listener: socket.socket, endpoints: Sequence[tuple[str, int, bytes]], rank: int, cuts: int
 ) -> dict[int, socket.socket]:
-    """Calls the ranks before this one and takes the calls of those behind it.
+    """Calls the ranks before this one and accepts the calls of those behind it.
 
-    Who calls says the key of whom it calls and its own number, and hears its own key.
+    A caller sends the key of the rank that it calls and its own number, and gets its own key.
 
     Raises:
         OSError: Not all could be reached, in time.
     """
-    until = time.monotonic() + _MAKING_S
-    own, made = places[rank][2], {}
+    deadline = time.monotonic() + _CONNECT_TIMEOUT_S
+    own_key = endpoints[rank][2]
+    connections: dict[int, socket.socket] = {}
     try:
-        for one, (address, port, key) in enumerate(places[:rank]):
+        for peer, (address, port, key) in enumerate(endpoints[:rank]):
             calling = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-            made[one] = _open.add(_prepared(calling, until), cuts)
+            connections[peer] = _open_sockets.add(_configured(calling, deadline), cuts)
             calling.connect((address, port))
             calling.sendall(key + rank.to_bytes(4, "big"))
-        callers = handshakes.greetings(listening, _KEY + 4, _MAKING_S, until=until)
+        greeting_bytes = _KEY_BYTES + 4
+        callers = handshakes.greetings(listener, greeting_bytes, _CONNECT_TIMEOUT_S, until=deadline)
         with contextlib.closing(callers):
-            while len(made) < len(places) - 1:
+            while len(connections) < len(endpoints) - 1:
                 caller = next(callers)
-                answering, said = caller.connection, bytes(caller.greeting)
-                one = int.from_bytes(said[_KEY:], "big")
-                if secrets.compare_digest(said[:_KEY], own) and rank < one < len(places):
-                    made[one] = _open.add(_prepared(answering, until), cuts)
-                    answering.sendall(places[one][2])
+                accepted, greeting = caller.connection, bytes(caller.greeting)
+                peer = int.from_bytes(greeting[_KEY_BYTES:], "big")
+                has_key = secrets.compare_digest(greeting[:_KEY_BYTES], own_key)
+                if has_key and rank < peer < len(endpoints):
+                    connections[peer] = _open_sockets.add(_configured(accepted, deadline), cuts)
+                    accepted.sendall(endpoints[peer][2])
                 else:
-                    answering.close()
-        for one in range(rank):
-            if not secrets.compare_digest(handshakes.read_exactly(made[one], _KEY, until), own):
-                raise ConnectionError("somebody else answers there")
+                    accepted.close()
+        for peer in range(rank):
+            answer = handshakes.read_exactly(connections[peer], _KEY_BYTES, deadline)
+            if not secrets.compare_digest(answer, own_key):
+                raise ConnectionError("a process without the key answers there")
     except OSError:
-        _close(made)
+        _close(connections)
         raise
-    for connection in made.values():
+    for connection in connections.values():
         connection.setblocking(False)
-    return made
+    return connections
 
 
 def _close(sockets: Mapping[int, socket.socket]) -> None:
-    for one in sockets.values():
-        _shut(one)  # also where a child of this process has it, too
-        one.close()
+    for connection in sockets.values():
+        _shut_down(connection)  # also when a child of this process has it, too
+        connection.close()
 
 
-def _prepared(one: socket.socket, until: float) -> socket.socket:
-    one.settimeout(_remaining(until))
-    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if waits.heeded():  # else the kernel is as patient with it as with gloo's
-        retransmit_soon(one)
-    return one
+def _configured(connection: socket.socket, deadline: float) -> socket.socket:
+    connection.settimeout(max(0.01, deadline - time.monotonic()))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if waits.is_enabled():  # else the kernel is as patient with it as with gloo's
+        retransmit_soon(connection)
+    return connection
 
 
-def _widen(sockets: Mapping[int, socket.socket]) -> None:
-    """Has the kernel take a whole little message at once, before anything is known of the line."""
-    for one in sockets.values():
-        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            one.setsockopt(socket.SOL_SOCKET, buffer, _BUFFER)
+def _enlarge_buffers(sockets: Mapping[int, socket.socket]) -> None:
+    """Has the kernel take a whole small message at once, before it knows the network's speed."""
+    for connection in sockets.values():
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            connection.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER)
 
 
-def _remaining(until: float) -> float:
-    return max(0.01, until - time.monotonic())
-
-
-def _all_gathered(content: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    """Every rank's, by gloo."""
+def _all_gather(content: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """Every rank's bytes, by gloo."""
     mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    every = [torch.empty_like(mine) for _ in range(group.size())]
-    waits.wait(dist.all_gather(every, mine, group=group, async_op=True), mine)
-    return [bytes(one.tolist()) for one in every]
+    rows = [torch.empty_like(mine) for _ in range(group.size())]
+    waits.wait(dist.all_gather(rows, mine, group=group, async_op=True), mine)
+    return [bytes(row.tolist()) for row in rows]
 
 
-def _patience(group: dist.ProcessGroup | None) -> timedelta:
+def _timeout(group: dist.ProcessGroup | None) -> timedelta:
     """The longest wait in one of a group's collectives; it may be changed at any time."""
     backend = None if group is None else group._get_backend(torch.device("cpu"))
     options = getattr(backend, "options", None)
-    longest = getattr(options, "_timeout", None)
-    return longest if isinstance(longest, timedelta) else _PATIENCE
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else _DEFAULT_TIMEOUT

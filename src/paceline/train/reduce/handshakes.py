@@ -26,10 +26,10 @@ MAX_CALLERS = 64
 
 @dataclass(slots=True)
 class Caller:
-    """A connection at which somebody greets.
+    """A connection whose greeting is awaited.
 
     Attributes:
-        connection: Whose owner is who takes this from :func:`greetings`; blocking then.
+        connection: Blocking, and owned by the taker, as soon as :func:`greetings` yields it.
         hello: What it was sent first.
         greeting: What has come of it.
         deadline: Of the whole greeting, on the monotonic clock.
@@ -45,29 +45,29 @@ _reported: set[str] = set()
 
 
 def _report(address: str) -> None:
-    """Tells the launcher of a stranger, once."""
-    events = os.environ.get(jobenv.EVENT_FD, "")
-    if events.isdecimal() and address not in _reported:
+    """Tells the launcher of an address that is not the job's, once."""
+    descriptor = os.environ.get(jobenv.EVENT_FD, "")
+    if descriptor.isdecimal() and address not in _reported:
         _reported.add(address)
-        about = {"kind": "event", "event": "stranger refused", "address": address}
+        event = {"kind": "event", "event": "stranger refused", "address": address}
         with contextlib.suppress(OSError):
-            os.write(int(events), json.dumps(about).encode() + b"\n")
+            os.write(int(descriptor), json.dumps(event).encode() + b"\n")
 
 
 _rejects = peers.RejectWatcher(_report)
 
 
 def guard(listener: socket.socket) -> peers.PeerFilter | None:
-    """Has the kernel keep everybody but the job's hosts from a listening socket.
+    """Has the kernel keep all but the job's hosts from a listening socket.
 
-    ``None`` where the hosts are not known.
+    ``None`` when the hosts are not known.
     """
     hosts = job_hosts()
     if hosts is None:
         return None
-    made = peers.PeerFilter(listener, hosts)
-    _rejects.watch(made, listener.fileno())
-    return made
+    peer_filter = peers.PeerFilter(listener, hosts)
+    _rejects.watch(peer_filter, listener.fileno())
+    return peer_filter
 
 
 def greetings(
@@ -96,7 +96,7 @@ def greetings(
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
 
-        def let_go(caller: Caller, *, close: bool = True) -> None:
+        def release(caller: Caller, *, close: bool = True) -> None:
             selector.unregister(caller.connection)
             del waiting[caller.connection.fileno()]
             if close:
@@ -104,53 +104,53 @@ def greetings(
 
         try:
             while (now := time.monotonic()) < until:
-                for late in [one for one in waiting.values() if one.deadline <= now]:
-                    let_go(late)
-                first = min([until, *(one.deadline for one in waiting.values())])
-                for key, _ in selector.select(None if first == math.inf else first - now):
-                    caller = waiting.get(key.fd)
-                    if caller is not None:
-                        if _read(caller, size):
-                            whole = len(caller.greeting) == size
-                            let_go(caller, close=not whole)
-                            if whole:
-                                caller.connection.setblocking(True)
-                                yield caller
-                    elif (caller := _accepted(listener, limit_s, hello)) is not None:
+                for caller in [each for each in waiting.values() if each.deadline <= now]:
+                    release(caller)
+                deadline = min([until, *(each.deadline for each in waiting.values())])
+                for key, _ in selector.select(None if deadline == math.inf else deadline - now):
+                    known = waiting.get(key.fd)
+                    if known is not None:
+                        if _read(known, size):
+                            is_complete = len(known.greeting) == size
+                            release(known, close=not is_complete)
+                            if is_complete:
+                                known.connection.setblocking(True)
+                                yield known
+                    elif (new := _accept(listener, limit_s, hello)) is not None:
                         if len(waiting) >= MAX_CALLERS:
-                            let_go(next(iter(waiting.values())))
-                        waiting[caller.connection.fileno()] = caller
-                        selector.register(caller.connection, selectors.EVENT_READ)
+                            release(next(iter(waiting.values())))
+                        waiting[new.connection.fileno()] = new
+                        selector.register(new.connection, selectors.EVENT_READ)
         finally:
             for caller in waiting.values():
                 caller.connection.close()
     raise TimeoutError("not all have called in time")
 
 
-def _accepted(listener: socket.socket, limit_s: float, hello: Callable[[], bytes]) -> Caller | None:
+def _accept(listener: socket.socket, limit_s: float, hello: Callable[[], bytes]) -> Caller | None:
     try:
         connection, (address, *_) = listener.accept()
     except (BlockingIOError, ConnectionAbortedError):
         return None
     peers.detach_filter(connection)
     hosts = job_hosts()
-    if hosts is not None and address not in hosts:  # where the kernel does not keep it away
+    if hosts is not None and address not in hosts:  # the kernel does not keep it away
         _report(str(peers.parse_address(address)))
         connection.close()
         return None
     connection.setblocking(False)
-    said = hello()
+    content = hello()
     try:
-        if said:
-            connection.send(said)
+        if content:
+            connection.send(content)
     except OSError:
         connection.close()
         return None
-    return Caller(connection, said, time.monotonic() + limit_s)
+    return Caller(connection, content, time.monotonic() + limit_s)
 
 
 def _read(caller: Caller, size: int) -> bool:
-    """Takes what has come; whether nothing more is waited for."""
+    """Takes what has come; returns whether nothing more is expected."""
     try:
         part = caller.connection.recv(size - len(caller.greeting))
     except BlockingIOError:

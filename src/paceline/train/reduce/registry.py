@@ -1,27 +1,24 @@
-"""The methods of averaging gradients, by name.
-
-Attributes:
-    METHODS: By the name that a user gives.
-"""
+"""The ways of averaging gradients, by the name that a user gives."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from paceline.train.reduce.bf16 import Bf16
-from paceline.train.reduce.collectives import Wire
+from paceline.train.reduce.coded_reducer import Bf16, Fp16, Int4, Int8
+from paceline.train.reduce.collectives import Collectives
 from paceline.train.reduce.exact import Exact
-from paceline.train.reduce.exchange import Line, Method
-from paceline.train.reduce.fp16 import Fp16
-from paceline.train.reduce.int4 import Int4
-from paceline.train.reduce.int8 import Int8
 from paceline.train.reduce.local import Local
+from paceline.train.reduce.reducer import GradientReducer, ReduceContext
 
 
-class Maker(Protocol):
-    """Makes a method for a line, by a wire of one's own in tests."""
+class ReducerType(Protocol):
+    """Makes a reducer for a context, with collectives of one's own in tests."""
 
-    def __call__(self, line: Line, wire: Wire | None = None) -> Method: ...
+    def __call__(
+        self, context: ReduceContext, collectives: Collectives | None = None
+    ) -> GradientReducer: ...
 
 
-METHODS: dict[str, Maker] = {one.name: one for one in (Exact, Fp16, Bf16, Int8, Int4, Local)}
+REDUCERS: dict[str, ReducerType] = {
+    reducer.name: reducer for reducer in (Exact, Fp16, Bf16, Int8, Int4, Local)
+}

@@ -1,4 +1,4 @@
-"""The choice of ``auto`` among ways to communicate, from what was measured. Pure."""
+"""The choice of ``auto`` among methods of averaging, from what was measured. Pure."""
 
 from __future__ import annotations
 
@@ -9,111 +9,116 @@ from paceline.spec.formatting import format_duration
 from paceline.spec.training.step_time import BYTES_SENT, StepTime
 
 CANDIDATES = ("exact", *BYTES_SENT)
-"""From the least to the most that is left out. No other is taken without being asked for."""
-NEARLY = 1.05
-"""So near to the quickest, the way that leaves out less is taken."""
-_BUCKETS = (1, 2, 4, 8, 16)
-_AS_QUICK = 1.03  # so near to the quickest, fewer buckets are taken
-_LEAST_BUCKET = 1 << 16  # bytes
+"""From the least to the largest quantisation error. No other is taken without being asked for."""
+TOLERANCE = 1.05
+"""So near to the fastest, the method with the smaller error is taken."""
+_BUCKET_COUNTS = (1, 2, 4, 8, 16)
+_BUCKET_TOLERANCE = 1.03  # so near to the fastest, fewer buckets are taken
+_MIN_BUCKET_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measurement:
     """What the ranks measured: the slowest of them in each.
 
     Attributes:
-        computing: Seconds of a step without any exchange.
-        gradients: Bytes of all gradients.
-        latency: Seconds of a collective of a few bytes.
-        rate: Bytes a second that a rank can send while it receives as many.
-        sent: Bytes that a rank sends in a step, by way.
-        coding: Seconds of a step for making and reading messages, by way.
-        each: Seconds that a bucket of codes takes beyond its latency, its bytes and their coding:
-            who codes and sends waits for a processor that computes, on every rank.
-        handling: Seconds for which a processor that would compute handles a byte that is sent,
-            and one that comes; 0 where there is one to spare.
+        computing_s: Of a step without any exchange.
+        gradient_bytes: Of all gradients.
+        latency_s: Of a collective of a few bytes.
+        bytes_per_s: That a rank can send while it receives as many.
+        sent: Bytes that a rank sends in a step, by method.
+        coding_s: Of a step for encoding and decoding, by method.
+        bucket_s: That a bucket of codes takes beyond its latency, its bytes and their coding: the
+            thread that codes and sends waits for a processor that computes, on every rank.
+        handling_s: For which a processor that would compute handles a byte that is sent, and one
+            that comes; 0 when there is one to spare.
     """
 
-    computing: float
-    gradients: int
-    latency: float
-    rate: float
+    computing_s: float
+    gradient_bytes: int
+    latency_s: float
+    bytes_per_s: float
     sent: Mapping[str, int]
-    coding: Mapping[str, float]
-    each: float = 0.0
-    handling: float = 0.0
+    coding_s: Mapping[str, float]
+    bucket_s: float = 0.0
+    handling_s: float = 0.0
 
-    def step(self, way: str, buckets: int) -> StepTime:
+    def step(self, method: str, buckets: int) -> StepTime:
         """A step in so many buckets."""
-        latency = self.latency if way == "exact" else self.latency + self.each
-        moving = self.sent[way] / self.rate
-        return StepTime(self.computing, moving, buckets, latency, self.own(way))
+        latency_s = self.latency_s if method == "exact" else self.latency_s + self.bucket_s
+        moving_s = self.sent[method] / self.bytes_per_s
+        own_s = self.processor_s(method)
+        return StepTime(self.computing_s, moving_s, buckets, latency_s, own_s)
 
-    def seconds(self, way: str, buckets: int) -> float:
-        """Of such a step."""
-        return self.step(way, buckets).seconds
+    def seconds(self, method: str, buckets: int) -> float:
+        """Seconds of such a step."""
+        return self.step(method, buckets).seconds
 
-    def own(self, way: str) -> float:
-        """Seconds that a processor has to do with messages, and does not compute."""
-        return self.coding[way] + self.handling * self.sent[way]
+    def processor_s(self, method: str) -> float:
+        """Seconds for which a processor has to do with messages, and does not compute."""
+        return self.coding_s[method] + self.handling_s * self.sent[method]
 
-    def corrected(self, way: str, buckets: int, seconds: float) -> Measured:
-        """With what is known since a step by codes took so many seconds."""
-        latency = self.step(way, buckets).latency_from(seconds)
-        return replace(self, each=max(0.0, latency - self.latency))
+    def corrected(self, method: str, buckets: int, seconds: float) -> Measurement:
+        """This, with what is known since a step by codes took so many seconds."""
+        latency_s = self.step(method, buckets).latency_from(seconds)
+        return replace(self, bucket_s=max(0.0, latency_s - self.latency_s))
 
-    def best(self, way: str) -> tuple[int, float]:
+    def best(self, method: str) -> tuple[int, float]:
         """Into how many buckets gradients are best divided, and the seconds of a step then."""
-        most = max(1, self.gradients // _LEAST_BUCKET)
-        every = {one: self.seconds(way, one) for one in _BUCKETS if one <= most}
-        least = min(every.values())
-        found = min(one for one, seconds in every.items() if seconds <= _AS_QUICK * least)
-        return found, every[found]
+        most = max(1, self.gradient_bytes // _MIN_BUCKET_BYTES)
+        by_count = {n: self.seconds(method, n) for n in _BUCKET_COUNTS if n <= most}
+        limit = _BUCKET_TOLERANCE * min(by_count.values())
+        count = min(n for n, seconds in by_count.items() if seconds <= limit)
+        return count, by_count[count]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A way, with what speaks for it.
+    """A method, and why it was chosen.
 
     Attributes:
-        way: Its name.
-        buckets: Into how many parts gradients are divided.
-        seconds: Of a step, by way.
+        method: Its name.
+        buckets: Into how many gradients are divided.
+        seconds: Of a step, by method.
     """
 
-    way: str
+    method: str
     buckets: int
     seconds: Mapping[str, float]
 
-    def said(self, measured: Measured) -> str:
-        """In one line."""
+    def explain(self, measured: Measurement) -> str:
+        """Why the method was chosen, in one line."""
         others = ", ".join(
-            f"{name} {format_duration(one)}"
-            for name, one in self.seconds.items()
-            if name != self.way
+            f"{name} {format_duration(seconds)}"
+            for name, seconds in self.seconds.items()
+            if name != self.method
         )
-        line = measured.sent["exact"] / measured.rate
+        size = measured.sent["exact"]
+        moving = format_duration(size / measured.bytes_per_s)
         return (
-            f"{self.way}, by which a step takes about {format_duration(self.seconds[self.way])}"
-            f" ({others}): computing takes {format_duration(measured.computing)}, and"
-            f" {measured.sent['exact'] / 1e6:.1f} MB of gradients {format_duration(line)}"
-            f" at {measured.rate * 8e-6:,.0f} Mbit/s"
+            f"{self.method}, by which a step takes about"
+            f" {format_duration(self.seconds[self.method])} ({others}): computing takes"
+            f" {format_duration(measured.computing_s)}, and {size / 1e6:.1f} MB of gradients"
+            f" {moving} at {measured.bytes_per_s * 8e-6:,.0f} Mbit/s"
         )
 
 
-def chosen(measured: Measured, now: str = "", off: Mapping[str, float] | None = None) -> Choice:
-    """The way that leaves out least among those that are nearly as quick as the quickest.
+def choose(
+    measured: Measurement, present: str = "", slowdown: Mapping[str, float] | None = None
+) -> Choice:
+    """The method with the smallest error among those that are nearly as fast as the fastest.
 
     Args:
         measured: By all ranks.
-        now: The way in use: it stays where another is hardly quicker.
-        off: By way how many times as long as was forecast its steps took, where they were seen.
+        present: The method in use: it stays unless another is clearly faster.
+        slowdown: How many times as long as forecast steps took, by method, as far as seen.
     """
-    found = {way: measured.best(way) for way in CANDIDATES}
-    seconds = {way: one[1] * (off or {}).get(way, 1.0) for way, one in found.items()}
-    quickest = min(seconds.values())
-    way = next(one for one in CANDIDATES if seconds[one] <= NEARLY * quickest)
-    less = now in seconds and CANDIDATES.index(now) < CANDIDATES.index(way)
-    if less and seconds[now] <= NEARLY**2 * quickest:
-        way = now
-    return Choice(way, found[way][0], seconds)
+    best = {method: measured.best(method) for method in CANDIDATES}
+    factors = slowdown or {}
+    seconds = {method: best[method][1] * factors.get(method, 1.0) for method in CANDIDATES}
+    fastest = min(seconds.values())
+    method = next(each for each in CANDIDATES if seconds[each] <= TOLERANCE * fastest)
+    is_finer = present in seconds and CANDIDATES.index(present) < CANDIDATES.index(method)
+    if is_finer and seconds[present] <= TOLERANCE**2 * fastest:
+        method = present
+    return Choice(method, best[method][0], seconds)

@@ -168,7 +168,7 @@ def freed(folder: Path) -> None:
     if comms.world.rank == 0:
         time.sleep(2)
         os._exit(0)
-    threading.Timer(0.3, direct.cut).start()
+    threading.Timer(0.3, direct.shut_down_all).start()
     began = time.monotonic()
     said = refused(comms.barrier)
     took = time.monotonic() - began

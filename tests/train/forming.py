@@ -8,6 +8,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import forking
@@ -21,6 +22,8 @@ from paceline.train.elastic.control import RegroupMessage
 from paceline.train.elastic.job_group import JobGroup, Superseded
 from paceline.train.elastic.recovery import Recovery
 from paceline.train.world import World, read
+
+TRAINING: Any = SimpleNamespace(step=0, event=lambda *_, **__: None)
 
 
 class Said:
@@ -58,6 +61,7 @@ def body(folder: Path) -> None:
     comms = Comms(place, torch.device("cpu"))
     own: Any = control
     one = Recovery(place.rank, comms, own, JobGroup(own, GlooConnections(), make))
+    one.training = TRAINING
     port = int(os.environ["MASTER_PORT"])
     members = tuple((slot, "n1", slot, 2) for slot in range(2))
     words = [RegroupMessage(number, members, "127.0.0.1", port, False) for number in (1, 2)]

@@ -37,13 +37,13 @@ def rank(number: int, way: str, control: int, folder: Path) -> None:
     with links.tracked(RANKS):
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number,
                                 world_size=RANKS, timeout=timedelta(seconds=60))  # fmt: skip
-    cut, told = links.cut, []
+    cut, told = links.shut_down, []
 
     def noted() -> None:
         told.append(time.monotonic())
         cut()
 
-    links.cut = noted  # type: ignore[method-assign]
+    links.shut_down = noted  # type: ignore[method-assign]
     told_by = Control(control, links)
     Recovery(number, comms, told_by, JobGroup(told_by, links, lambda *_: None))
     much = torch.zeros(FLOATS)

@@ -58,7 +58,7 @@ def main(folder: Path) -> None:
     del work  # as an operation that fails leaves it
     before = used()
     busy = until(lambda: used() - before > BUSY_S)
-    links.cut()
+    links.shut_down()
     closed = until(links.all_closed)
     found = [busy, closed, until(quiet)]
     dist.destroy_process_group()  # takes the descriptor out of its epoll, or aborts

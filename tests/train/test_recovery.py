@@ -29,6 +29,13 @@ from paceline.train.elastic.control import RegroupMessage
 from paceline.train.world import World
 
 
+def recovery_of(comms: Comms, control: Any) -> recovery.Recovery:
+    """A rank's part in recoveries, without a training."""
+    made = recovery.Recovery(0, comms, control, group_of(control))
+    made.training = cast(Any, SimpleNamespace(step=0, event=lambda *_, **__: None))
+    return made
+
+
 def group_of(control: Any) -> job_group.JobGroup:
     """A group that is never formed."""
     return job_group.JobGroup(control, GlooConnections(), lambda *_: None)
@@ -223,7 +230,7 @@ def test_the_connection_to_the_store_is_cut_but_nobody_closes_it() -> None:
             links.note_store()
             one = socket.create_connection(server.getsockname())
         with store, server.accept()[0], server.accept()[0]:
-            links.cut()
+            links.shut_down()
             assert store.recv(1) == b""
             assert not links.all_closed()
             one.close()
@@ -233,7 +240,7 @@ def test_the_connection_to_the_store_is_cut_but_nobody_closes_it() -> None:
                 links.note_store()
                 two = socket.create_connection(server.getsockname())
             with after, server.accept()[0], server.accept()[0]:
-                links.cut()
+                links.shut_down()
                 assert not links.all_closed()
                 two.close()
                 assert links.all_closed()
@@ -260,7 +267,7 @@ def test_only_connections_of_the_group_are_cut() -> None:
     os.dup2(here.fileno(), gone.fileno())
     numbers = Path("/proc/self/fd")
     open_before = len([*numbers.iterdir()])
-    links.cut()
+    links.shut_down()
     assert len([*numbers.iterdir()]) == open_before
     here.send(b"x")
     assert (there.recv(1), other.recv(1)) == (b"x", b"")
@@ -285,7 +292,7 @@ def test_a_socket_that_begins_to_listen_meanwhile_is_left_alone(
         gloos.bind(("127.0.0.1", 0))
         early.append(gloos)
         monkeypatch.setattr("paceline.train.elastic.connections.socket.socket", Slow)
-        links.cut()
+        links.shut_down()
         monkeypatch.undo()
         assert not early
         gloos.settimeout(60)
@@ -336,14 +343,14 @@ def test_who_is_not_freed_says_so(monkeypatch: pytest.MonkeyPatch, idle: bool) -
     read, write = os.pipe()
     control = control_module.Control(read, GlooConnections())
     comms = Comms(World(0, 2, 0, 2, "n1", True), torch.device("cpu"))
-    one = recovery.Recovery(0, comms, control, group_of(control))
+    one = recovery_of(comms, control)
     one.able, said, told = True, [], threading.Event()
 
     def say(name: str, **details: Any) -> None:
         said.append((name, details["step"]))
         told.set()
 
-    one.attach(cast(Any, SimpleNamespace(step=0, event=say)))
+    one.training = cast(Any, SimpleNamespace(step=0, event=say))
     members = [{"slot": 0, "host": "n1", "local_rank": 0, "local_size": 1}]
     word = {"generation": 1, "members": members, "store": {"address": "n1", "port": 1}}
     os.write(write, json.dumps({**word, "planned": False}).encode() + b"\n")
@@ -371,7 +378,7 @@ def test_a_store_that_is_gone_is_called_until_later_word_comes() -> None:
     said: list[RegroupMessage] = []
     control = cast(Any, SimpleNamespace(newer=lambda _: said[0] if said else None))
     comms = Comms(World(0, 2, 0, 2, "n1", True), torch.device("cpu"))
-    one = recovery.Recovery(0, comms, control, group_of(control))
+    one = recovery_of(comms, control)
     members = (0, "n1", 0, 1), (1, "n2", 0, 1)
     first = RegroupMessage(1, members, "127.0.0.1", port, planned=False)
     caught: list[BaseException] = []
@@ -401,7 +408,7 @@ def test_no_group_is_made_of_which_a_member_is_known_to_be_lost(
     words = [RegroupMessage(one, ((0, "n1", 0, 1),), "127.0.0.1", 1, False) for one in (1, 2)]
     control = cast(Any, SimpleNamespace(newer=lambda than: words[1] if than < 2 else None))
     comms = Comms(World(0, 2, 0, 2, "n1", True), torch.device("cpu"))
-    one = recovery.Recovery(0, comms, control, group_of(control))
+    one = recovery_of(comms, control)
     with pytest.raises(job_group.Superseded):
         one._form(words[0])
 
@@ -410,7 +417,7 @@ def test_a_wait_in_the_next_group_is_not_given_up(monkeypatch: pytest.MonkeyPatc
     """The look that says so may have begun before that group was made."""
     control = cast(Any, SimpleNamespace(newer=lambda _: None))
     comms = Comms(World(0, 2, 0, 2, "n1", True), torch.device("cpu"))
-    one = recovery.Recovery(0, comms, control, group_of(control))
+    one = recovery_of(comms, control)
     looked, given_up = threading.Event(), []
 
     def asleep() -> bool:
@@ -419,9 +426,9 @@ def test_a_wait_in_the_next_group_is_not_given_up(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(wait_release.waits, "is_gloo_asleep", asleep)
     monkeypatch.setattr(wait_release.waits, "cancel_all", lambda: given_up.append(one.generation))
-    monkeypatch.setattr(wait_release, "_LOOKS", 1)
+    monkeypatch.setattr(wait_release, "_CHECKS", 1)
     with one._forming:
-        control.on_cut(1)
+        control.on_shutdown(1)
         assert looked.wait(20)
         one.generation = 1
     while any(thread.name == "paceline-give-up" for thread in threading.enumerate()):
@@ -435,12 +442,12 @@ def test_a_wait_is_given_up_where_a_thread_of_gloos_never_sleeps(
     """It wakes again and again for the rest of a message that nobody takes."""
     control = cast(Any, SimpleNamespace(newer=lambda _: None))
     comms = Comms(World(0, 2, 0, 2, "n1", True), torch.device("cpu"))
-    one = recovery.Recovery(0, comms, control, group_of(control))
+    one = recovery_of(comms, control)
     given_up = threading.Event()
     monkeypatch.setattr(wait_release.waits, "is_gloo_asleep", lambda: False)
     monkeypatch.setattr(wait_release.waits, "cancel_all", given_up.set)
     monkeypatch.setattr(wait_release, "_MAX_WAIT_S", 0.2)
-    control.on_cut(1)
+    control.on_shutdown(1)
     assert given_up.wait(20)
     one.generation = 1  # which ends the thread
 

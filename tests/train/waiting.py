@@ -16,7 +16,7 @@ from typing import Any
 import forking
 import torch
 import torch.distributed as dist
-from forming import Said, make
+from forming import TRAINING, Said, make
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from paceline.train.comms import Comms
@@ -75,6 +75,7 @@ def stays(rank: int, port: int, folder: Path) -> None:
     comms = Comms(place, torch.device("cpu"))
     group = job_group.JobGroup(own, links, make)  # type: ignore[arg-type]
     one = Recovery(rank, comms, own, group)  # type: ignore[arg-type]
+    one.training = TRAINING
     held: list[float] = []
     for number in range(1, 2 * ROUNDS, 2):
         known: list[float] = []
@@ -82,7 +83,7 @@ def stays(rank: int, port: int, folder: Path) -> None:
         def told(number: int = number, known: list[float] = known) -> None:
             control.word = word(number + 1, 2, port)
             known.append(time.monotonic())
-            links.cut()
+            links.shut_down()
 
         telling = threading.Timer(KNOWN_S, told)
         telling.start()

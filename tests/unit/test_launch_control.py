@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from paceline.launch.health.hang_verdict import RankSnapshot
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.events import Event
 from paceline.train.comms import Comms
-from paceline.train.elastic.control import SaveRequest, parse_control
+from paceline.train.elastic.control import Order, RegroupMessage, SaveRequest, parse_control
 from paceline.train.stop import Poll
 from paceline.train.world import World
 
@@ -194,3 +195,14 @@ def test_a_wish_is_answered_once_however_late_others_hear_of_it() -> None:
     assert (again.save, again.fresh, again.asked) == (False, False, 2)
     late = poll.ask(asked=1, answered=2)
     assert (late.save, late.asked) == (False, 2)
+
+
+def test_a_rank_understands_who_trains_on() -> None:
+    members = [{"slot": 3, "host": "n2", "local_rank": 0, "local_size": 1}]
+    store = {"address": "10.0.0.1", "port": 4567}
+    line = {"control": "regroup", "generation": 2, "members": members, "store": store,
+            "planned": False, "holds": True}  # fmt: skip
+    message = parse_control(json.dumps(line))
+    assert message == RegroupMessage(2, ((3, "n2", 0, 1),), "10.0.0.1", 4567, False, True)
+    assert parse_control('{"control": "end", "why": "x"}') is Order.END
+    assert parse_control('{"control": "alone"}') is Order.SAVE_AND_EXIT

@@ -241,7 +241,7 @@ def test_a_newcomer_takes_what_auto_chose_when_all_begin_anew(network: dict[str,
         one.load_replicated_state(one.replicated_state())
         before = exchange.layout
         one.renew()
-        return [before, exchange.layout, exchange.reducer, one.settled]
+        return [before, exchange.layout, exchange.reducer, one.is_final]
 
     first, _ = both(body)
     assert first == [(7, 7), (0, 0), None, True]
@@ -259,7 +259,7 @@ def test_auto_judges_4_bits_by_steps_that_are_said_so(network: dict[str, float])
             one.consider(look(first, 0.14, moving))
             for step in range(first + 1, first + 6):
                 one.stepped(step)
-            found.append((exchange.reducer.name, one.settled))
+            found.append((exchange.reducer.name, one.is_final))
         return found
 
     found, other = both(body)
@@ -283,7 +283,7 @@ def test_a_resumed_run_measures_the_line_once_before_its_first_look(
         one, _ = made(rank, told)
         for first in range(0, 50, 5):
             one.consider(look(first, 0.14, 0.02))
-        assert one.settled
+        assert one.is_final
         other, _ = made(rank, told)
         other.load_state({**one.state(), "rests": {}})
         counts = [measured.count(rank)]
@@ -309,7 +309,7 @@ def test_where_steps_take_longer_than_expected_other_buckets_are_tried(
             buckets.append(used)
             moving = 0.06 + a_bucket * used if used else 0.2
             said = said or one.consider(look(5 * number, 0.14, moving))
-        return buckets, said, one.settled
+        return buckets, said, one.is_final
 
     network["rate"] = 400e6 / 8
     (buckets, said, settled), other = both(body)
@@ -394,7 +394,7 @@ def test_the_first_steps_are_not_exact_where_that_is_dear(network: dict[str, flo
         for seconds in (0.9, 0.2 + 0.1 * rank, 0.14, 0.01):
             one.computed(lambda: seconds)  # noqa: B023
             ways.append(exchange.reducer.name if exchange.reducer else "DDP")
-        assert not one.settled
+        assert not one.is_final
         assert one.state()["method"] == exchange.reducer.name if exchange.reducer else "exact"
         return ways
 

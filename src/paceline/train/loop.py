@@ -30,14 +30,6 @@ class TrainingLoop:
     """Runs epochs and does what is due after each global step.
 
     Args:
-        member: This rank.
-        journal: Records the training.
-        training: Its models and progress.
-        membership: Which ranks take part.
-        checkpoints: Of the session.
-        division: Shares of each global batch.
-        loaders: Divides batches by these shares.
-        callbacks: Of the script.
         probe: Measures a few steps instead of a training; ``None``: does not.
         log_every: Global steps between two records; 0 chooses by the length of an epoch.
         check_every: Global steps between two proofs that ranks hold the same models.
@@ -160,7 +152,7 @@ class TrainingLoop:
             return
         self._checkpoints.poll(recovery)
         loader.generation, loader.boundary = lambda: recovery.generation, recovery.renew
-        loader.begins = self.steps.begin_batch
+        loader.begins = self.steps.start_batch
         if not self._member.comms.joining:  # what the others have said holds for a newcomer, too
             self._membership.report_recoverable(recovery)
 
@@ -229,13 +221,13 @@ class TrainingLoop:
         communication, step = models.first.communication, self._training.progress.step
         if communication is None or len([*models]) > 1:
             return
-        if bucket_trial is not None and not bucket_trial.done and communication.settled:
+        if bucket_trial is not None and not bucket_trial.done and communication.is_final:
             return  # what is exposed will be less
         if text := communication.consider(look):
             self._member.say(text)
             self._member.event("communication", step=step, text=text)
-            if bucket_trial is not None and communication.settled_since is not None:
-                bucket_trial.restart(communication.settled_since)
+            if bucket_trial is not None and communication.final_step is not None:
+                bucket_trial.restart(communication.final_step)
                 self._try_bucket_sizes(look)
 
     def _try_bucket_sizes(self, look: Look) -> None:
@@ -244,9 +236,9 @@ class TrainingLoop:
             self._training.models.first.communication,
             self._training.progress.step,
         )
-        if self.bucket_trial is None or (communication is not None and not communication.settled):
+        if self.bucket_trial is None or (communication is not None and not communication.is_final):
             return
-        first = 0 if communication is None else communication.fine_steps
+        first = 0 if communication is None else communication.warmup_steps
         if self.bucket_trial.consider(look, step, first):
             self._member.event("overlap settled", step=step, **self.bucket_trial.summary())
 

@@ -68,8 +68,8 @@ class Session(Member):
         super().__init__(place, device, precision, folder, reporter, mixed=mixed)
         protect_data_workers()
         self.models = models = Models()
-        wanted = asked(os.environ)
-        self._probe = None if wanted is None else Probe(wanted, self, models)
+        request = asked(os.environ)
+        self._probe = None if request is None else Probe(request, self, models)
         self._callbacks = Callbacks(self, lambda: self._loop.pace.own_work())
         self._training = Training(models, self.progress, seed)
         self._membership = Membership(self, self._training, is_forecast=self._probe is not None)
@@ -101,8 +101,8 @@ class Session(Member):
     def attach_recovery(self, recovery: Recovery, start: Recording | Replay) -> None:
         """Has this session go on without ranks that are lost."""
         self._membership.attach(recovery, start)
-        recovery.attach(
-            SessionState(self, self._training, self._membership, self._checkpoints, self._loop)
+        recovery.training = SessionState(
+            self, self._training, self._membership, self._checkpoints, self._loop
         )
 
     # -- before the training -------------------------------------------------------------
@@ -276,16 +276,7 @@ class Session(Member):
             JobError: ``order`` is not the same on every rank.
         """
         loader = self._loaders.loader(
-            data,
-            global_batch,
-            shuffle=shuffle,
-            order=order,
-            lengths=lengths,
-            limit=limit,
-            workers=workers,
-            collate=collate,
-            balance=balance,
-            drop_slow=drop_slow,
+            data, global_batch, shuffle, order, lengths, limit, workers, collate, balance, drop_slow
         )
         loader.begun = self._loop.begin_iteration
         return loader
@@ -300,12 +291,7 @@ class Session(Member):
             size: Most samples of a batch.
             collate: Makes a batch of a list of samples.
         """
-        return self._loaders.shard(data, size, collate, self._on_evaluation_batch)
-
-    def _on_evaluation_batch(self) -> None:
-        """In an evaluation, too, ranks live and may be asked to save or to stop."""
-        self.phase("evaluate")
-        self._checkpoints.during_evaluation()
+        return self._loaders.shard(data, size, collate, self._checkpoints.during_evaluation)
 
     def checkpoints(
         self,
@@ -355,23 +341,16 @@ class Session(Member):
         self._membership.note_change("checkpoints")
         extras = {**(extras or {}), **({"best": best} if best else {})}
         self._membership.script_extras = (*extras,)
-        self._training.extras = {**extras, **self._own_states()}
+        self._training.extras = {**extras, **self._session_states()}
         self._training.identity = {name: str(value) for name, value in (identity or {}).items()}
         self._training.describes = describes or {}
-        return self._checkpoints.open(
-            every=str(every),
-            keep=keep,
-            resume=resume,
-            best=best,
-            stop_when_full=stop_when_full,
-            copies=copies,
-        )
+        return self._checkpoints.open(str(every), keep, resume, best, stop_when_full, copies)
 
-    def _own_states(self) -> dict[str, Stateful]:
+    def _session_states(self) -> dict[str, Stateful]:
         """What a checkpoint holds of the session beside models and progress."""
         trial = self._loop.bucket_trial
-        own: dict[str, Stateful] = {"metrics": self._journal, "shares": self._division}
-        return own if trial is None else {**own, "overlap": trial}
+        states: dict[str, Stateful] = {"metrics": self._journal, "shares": self._division}
+        return states if trial is None else {**states, "overlap": trial}
 
     def once(self, folder: Path, make: Callable[[Path], None]) -> None:
         """Makes ``folder`` where it is missing: once for each disk, while the others wait.
@@ -411,7 +390,7 @@ class Session(Member):
             )
         loader.every = every
         if not self._training.extras:
-            self._training.extras = self._own_states()
+            self._training.extras = self._session_states()
         self._loop.begin(loader, epochs, steps)
         yield from self._loop.epochs(loader)
 
@@ -459,7 +438,7 @@ class Session(Member):
         """
         self._loop.steps.update(name, losses, values)
 
-    # -- what is said and saved ----------------------------------------------------------
+    # -- records and the trained model ---------------------------------------------------
 
     def log(self, split: str, **values: Any) -> None:
         """Records values under the present step and shows them, once for the job.
@@ -499,18 +478,18 @@ class Session(Member):
             self.say(warning)
 
     def _write_model(self, state: dict[str, Tensor], config: dict[str, Any]) -> str:
-        """Saves the model as rank 0, and tells so; a warning where it is not in its place."""
+        """Saves the model as rank 0; returns a warning if it had to use another folder."""
         self.follow()
-        kept, warning = weights.save_model(self.folder, state, config), ""
-        about = {"step": self.progress.step, "sha256": weights.load_config(kept)["sha256"]}
-        if kept != self.folder:
-            about["folder"] = str(kept)
-            self.event("model kept elsewhere", folder=str(kept))
+        folder, warning = weights.save_model(self.folder, state, config), ""
+        details = {"step": self.progress.step, "sha256": weights.load_config(folder)["sha256"]}
+        if folder != self.folder:
+            details["folder"] = str(folder)
+            self.event("model kept elsewhere", folder=str(folder))
             warning = (
                 f"warning: the disk of {self.folder} on {self.world.host} is full: "
-                f"the trained model is in {kept} there"
+                f"the trained model is in {folder} there"
             )
-        self.event("model saved", **about)
+        self.event("model saved", **details)
         return warning
 
     # -- the end -------------------------------------------------------------------------
@@ -528,16 +507,16 @@ class Session(Member):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Then all ranks end together. After a failure the others may be inside a collective.
-        agreed = error is None or isinstance(error, (Stopped, Quietly))
+        # After a failure the other ranks may be inside a collective.
+        is_orderly = error is None or isinstance(error, (Stopped, Quietly))
         recovery = self._membership.recovery
-        if agreed and not (recovery is not None and recovery.alone):
+        if is_orderly and not (recovery is not None and recovery.alone):
             self.follow()  # the last evaluation may have lost the first rank
-        self._checkpoints.close(failed=not agreed)
-        if agreed and recovery is not None:
+        self._checkpoints.close(failed=not is_orderly)
+        if is_orderly and recovery is not None:
             self.event("session closed")  # nobody can do in this rank's place what its script does
-        self._journal.close(None if agreed else error)
-        if agreed:
+        self._journal.close(None if is_orderly else error)
+        if is_orderly:
             self.models.close()
-        if agreed and self.leaves_group:  # after a failure the process's end tells the others
+        if is_orderly and self.leaves_group:  # after a failure the process's end tells the others
             leave()

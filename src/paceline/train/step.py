@@ -28,14 +28,6 @@ class StepRunner:
     A step is void when a rank is lost before all ranks have its gradients: nothing of it is left,
     and the loader gives its samples again.
 
-    Args:
-        member: This rank.
-        journal: Gets what is measured.
-        models: Of the session.
-        membership: Says whether ranks were lost.
-        pace: Is told of each pass.
-        watch: Says whether the norms of an update are wanted.
-
     Attributes:
         loader: Gives the batches; ``None`` before ``session.epochs``.
     """
@@ -56,10 +48,10 @@ class StepRunner:
         self._updates = 0  # within the step, on this pass over its batch
         self._committed: dict[str, Tensor] = {}  # values of those updates that count
 
-    def begin_batch(self) -> None:
+    def start_batch(self) -> None:
         """A global batch is given to the script, newly or again."""
         if self._membership.recovery is not None:
-            self._membership.recovery.begin_batch()
+            self._membership.recovery.start_batch()
         self._journal.mark()
         if self._membership.can_lose_ranks:
             self._models.begin_batch()
@@ -75,8 +67,8 @@ class StepRunner:
         if self.loader is None:
             raise RuntimeError("session.step was called without a new batch from the loader")
         batch = self.loader.take()
-        named = losses if isinstance(losses, Mapping) else {ALONE: losses}
-        exchanged = self.backward(batch, named)
+        losses_by_name = losses if isinstance(losses, Mapping) else {ALONE: losses}
+        exchanged = self.backward(batch, losses_by_name)
         measured, self._measured = self._measured, {}
         if exchanged is ExchangeResult.VOID:
             self._discard()
@@ -87,7 +79,7 @@ class StepRunner:
             self._journal.measure_others(**{name: self._committed[name] for name in missing})
         if not batch.last:
             return None
-        self._commit(exchanged, named)
+        self._commit(exchanged, losses_by_name)
         return batch
 
     def run_idle(self, batch: Batch) -> bool:

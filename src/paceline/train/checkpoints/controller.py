@@ -19,13 +19,6 @@ from paceline.train.stop import Door, Poll
 class CheckpointController:
     """Passes the moments of a training on to its keeper; without one it polls the other ranks.
 
-    Args:
-        member: This rank.
-        journal: Continues the records of the run that is resumed.
-        training: What checkpoints hold.
-        membership: Which ranks take part.
-        callbacks: Told of complete checkpoints.
-
     Attributes:
         keeper: Makes checkpoints; ``None`` until :meth:`open`.
     """
@@ -46,7 +39,6 @@ class CheckpointController:
 
     def open(
         self,
-        *,
         every: str,
         keep: int,
         resume: str,
@@ -127,7 +119,8 @@ class CheckpointController:
         self.keeper.settle()
 
     def during_evaluation(self) -> None:
-        """Saves or stops when it is asked to while the script evaluates."""
+        """Shows that this rank lives, and saves or stops when it is asked to."""
+        self._member.phase("evaluate")
         if self.keeper is not None:
             self.keeper.look_up()
 

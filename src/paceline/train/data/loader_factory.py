@@ -21,16 +21,7 @@ from paceline.train.models import Models
 
 
 class LoaderFactory:
-    """Makes loaders for training and evaluation.
-
-    Args:
-        member: This rank.
-        models: What is trained.
-        seed: Of the order of samples.
-        division: Shares of a global batch.
-        membership: Among which ranks data are divided.
-        probe: Measures a few steps instead of a training; ``None``: does not.
-    """
+    """Makes loaders for training and evaluation."""
 
     def __init__(
         self,
@@ -48,7 +39,6 @@ class LoaderFactory:
         self,
         data: Data,
         global_batch: int,
-        *,
         shuffle: bool,
         order: Stated | None,
         lengths: Sequence[int] | None,
@@ -81,7 +71,7 @@ class LoaderFactory:
             sample_order,
             lambda: self._membership.data_place,
             global_batch,
-            limit if isinstance(limit, int) else self._own_limit(limit),
+            limit if isinstance(limit, int) else self._rank_limit(limit),
             member.progress,
             self._models.unsynced,
         )
@@ -89,7 +79,7 @@ class LoaderFactory:
         loader.balance, loader.drop_slow = shares, drop_slow
         return loader
 
-    def _own_limit(self, limits: Mapping[str, int]) -> int:
+    def _rank_limit(self, limits: Mapping[str, int]) -> int:
         """This rank's limit, of limits by host; a collective."""
         world = self._member.world
         hosts = [*limits]

@@ -55,7 +55,7 @@ class BufferSnapshot:
                 self._notes.pop(place, None)
             elif note is None or note.may_be_outdated(part, buffer):
                 copy = None if note is None else note.copy
-                if copy is None or not _has_same_layout(copy, buffer):
+                if copy is None or not _has_layout_of(copy, buffer):
                     copy = torch.empty_like(buffer)
                 self._notes[place] = _BufferNote(buffer, buffer._version, copy)
                 written.append(buffer)
@@ -76,7 +76,7 @@ class BufferSnapshot:
             copy = note.copy
             if copy is None or (buffer is not None and not note.may_be_outdated(part, buffer)):
                 continue
-            if buffer is not None and _has_same_layout(copy, buffer):
+            if buffer is not None and _has_layout_of(copy, buffer):
                 buffer.copy_(copy)
             else:
                 buffer = part._buffers[name] = copy.clone()
@@ -98,9 +98,9 @@ class _BufferNote:
         return isinstance(part, nn.modules.batchnorm._NormBase)  # of batches and of instances
 
 
-def _has_same_layout(copy: Tensor, buffer: Tensor) -> bool:
-    is_alike = (copy.dtype, copy.device) == (buffer.dtype, buffer.device)
-    return is_alike and copy.shape == buffer.shape
+def _has_layout_of(copy: Tensor, buffer: Tensor) -> bool:
+    is_comparable = (copy.dtype, copy.device) == (buffer.dtype, buffer.device)
+    return is_comparable and copy.shape == buffer.shape
 
 
 class CommittedModels:

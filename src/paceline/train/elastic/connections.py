@@ -15,8 +15,8 @@ from paceline.train.elastic import gloo
 from paceline.train.reduce import direct
 
 _UNCONNECTED_STATES = (7, 10)  # of TCP: closed, which a new socket is, too, and listening
-_CUT_INTERVAL_S = 0.02  # between two looks at what the making of a group begins
-_CLOSE_LOOKS, _CLOSE_INTERVAL_S = 10, 0.1  # before a connection that stays open is disarmed
+_POLL_INTERVAL_S = 0.02  # between two looks at what the making of a group begins
+_CLOSE_CHECKS, _CLOSE_INTERVAL_S = 10, 0.1  # before a connection that stays open is disarmed
 
 
 class GlooConnections:
@@ -38,7 +38,7 @@ class GlooConnections:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[int, str] = {}  # descriptors, with their targets in /proc/self/fd
-        self._cut: dict[int, str] = {}
+        self._closing: dict[int, str] = {}
         self._to_stores: dict[int, str] = {}  # also of groups that were left
         self._earlier: dict[int, str] | None = None  # sockets before the group that is being made
         self._num_ranks = 0  # of that group
@@ -52,14 +52,14 @@ class GlooConnections:
             yield
         finally:
             with self._lock:
-                made = self._made()
-                for fd in made:
+                opened = self._newly_opened()
+                for fd in opened:
                     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
                         direct.retransmit_soon(copy)
-                self._open |= made
+                self._open |= opened
                 self._earlier = None
 
-    def _made(self) -> dict[int, str]:
+    def _newly_opened(self) -> dict[int, str]:
         if self._earlier is None:
             return {}
         return {fd: inode for fd, inode in open_sockets().items() if self._earlier.get(fd) != inode}
@@ -67,24 +67,24 @@ class GlooConnections:
     def note_store(self) -> None:
         """What was made so far is the connection to the group's store."""
         with self._lock:
-            self._to_stores |= self._made()
+            self._to_stores |= self._newly_opened()
 
-    def cut(self, *, keep_new: bool = False) -> None:
+    def shut_down(self, *, spare_forming: bool = False) -> None:
         """Frees a rank that waits in a collective, from another thread; may be called again.
 
         Args:
             keep_new: Leaves connections of the group that is being made.
         """
-        direct.cut()  # none is made before a group is whole
+        direct.shut_down_all()  # none is made before a group is whole
         with self._lock:
-            candidates = {**self._open, **({} if keep_new else self._made())}
-            cut = {fd: inode for fd, inode in candidates.items() if _shut_down(fd, inode)}
-            self._cut |= cut
+            candidates = {**self._open, **({} if spare_forming else self._newly_opened())}
+            closing = {fd: inode for fd, inode in candidates.items() if _shut_down(fd, inode)}
+            self._closing |= closing
             # Not of the group that is being made: gloo may still add to its epoll.
-            if settled := dict(cut.items() & self._open.items()):
-                threading.Thread(target=self._disarm, args=(settled,), daemon=True).start()
+            if finished := dict(closing.items() & self._open.items()):
+                threading.Thread(target=self._disarm, args=(finished,), daemon=True).start()
             self._open.clear()
-            if self._earlier is not None and not keep_new:
+            if self._earlier is not None and not spare_forming:
                 forming = self._earlier
                 threading.Thread(target=self._keep_cutting, args=(forming,), daemon=True).start()
 
@@ -93,37 +93,37 @@ class GlooConnections:
         with self._lock:
             sockets = open_sockets().items()
             self._to_stores = dict(self._to_stores.items() & sockets)
-            self._cut = dict((self._cut.items() & sockets) - self._to_stores.items())
-            return self._earlier is None and not self._cut
+            self._closing = dict((self._closing.items() & sockets) - self._to_stores.items())
+            return self._earlier is None and not self._closing
 
-    def _disarm(self, cut: dict[int, str]) -> None:
+    def _disarm(self, closing: dict[int, str]) -> None:
         """Lets gloo's thread sleep that is woken for good by one of these.
 
         Looks are counted, not seconds: where the process was stopped, gloo's thread has had its
         turn between them, too. What it closes gives an error to a rank that waits.
         """
-        for _ in range(_CLOSE_LOOKS):
+        for _ in range(_CLOSE_CHECKS):
             time.sleep(_CLOSE_INTERVAL_S)
             with self._lock:
-                cut = dict(cut.items() & open_sockets().items() - self._to_stores.items())
-            if not cut:
+                closing = dict(closing.items() & open_sockets().items() - self._to_stores.items())
+            if not closing:
                 return
         with self._lock:
-            for fd, inode in cut.items():
-                if gloo.disarm_epoll(fd, inode) and self._cut.get(fd) == inode:
-                    del self._cut[fd]
+            for fd, inode in closing.items():
+                if gloo.disarm_epoll(fd, inode) and self._closing.get(fd) == inode:
+                    del self._closing[fd]
 
     def _keep_cutting(self, forming: dict[int, str]) -> None:
         """Cuts what the making of this group still begins, until it is over."""
         while True:
-            time.sleep(_CUT_INTERVAL_S)
+            time.sleep(_POLL_INTERVAL_S)
             with self._lock:
                 if self._earlier is not forming:
                     return
-                made = self._made()
-                for fd, inode in made.items():
+                opened = self._newly_opened()
+                for fd, inode in opened.items():
                     _shut_down(fd, inode)
-            for fd in made:
+            for fd in opened:
                 _unblock_accept(fd, self._num_ranks)
 
 
@@ -148,7 +148,7 @@ def _unblock_accept(fd: int, ranks: int) -> None:
             return
         for number in range(ranks):
             with socket.socket(listener.family) as caller:
-                caller.settimeout(_CUT_INTERVAL_S * 10)
+                caller.settimeout(_POLL_INTERVAL_S * 10)
                 caller.connect(listener.getsockname())
                 caller.sendall(struct.pack("=q", number))
 

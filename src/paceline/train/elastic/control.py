@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 from paceline.train.elastic.connections import GlooConnections
 from paceline.train.world import World
@@ -32,7 +33,7 @@ class RegroupMessage:
     address: str
     port: int
     planned: bool
-    holds: bool = False
+    is_paused: bool = False
     addresses: str = ""
 
     @property
@@ -55,17 +56,19 @@ class SaveRequest:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class SaveAndExit:
-    """The agent is about to end this rank, and the launcher says nothing any more."""
+class Order(Enum):
+    """What the launcher or the agent orders.
+
+    Attributes:
+        END: The job ends: no further group will be formed.
+        SAVE_AND_EXIT: The agent is about to end this rank, and the launcher says nothing any more.
+    """
+
+    END = "end"
+    SAVE_AND_EXIT = "alone"
 
 
-@dataclass(frozen=True, slots=True)
-class EndOfJob:
-    """The launcher ends the job: no further group will be formed."""
-
-
-Message = RegroupMessage | SaveRequest | SaveAndExit | EndOfJob
+Message = RegroupMessage | SaveRequest | Order
 
 
 def parse_control(line: str) -> Message:
@@ -78,21 +81,14 @@ def parse_control(line: str) -> Message:
     if not isinstance(content, Mapping):
         raise ValueError(line)
     try:
-        match content.get("control"):
-            case "end":
-                return EndOfJob()
-            case "alone":
-                return SaveAndExit()
-            case "save":
-                return SaveRequest(int(content["number"]))
+        kind = content.get("control")
+        if kind == "save":
+            return SaveRequest(int(content["number"]))
+        if kind in ("end", "alone"):
+            return Order(kind)
         members = tuple(
-            (
-                int(member["slot"]),
-                str(member["host"]),
-                int(member["local_rank"]),
-                int(member["local_size"]),
-            )
-            for member in content["members"]
+            (int(m["slot"]), str(m["host"]), int(m["local_rank"]), int(m["local_size"]))
+            for m in content["members"]
         )
         return RegroupMessage(
             int(content["generation"]),
@@ -127,7 +123,7 @@ class Control:
         self._has_ended = False
         self.save_asked = 0
         self.is_ending = False
-        self.on_cut: Callable[[int], None] = lambda generation: None
+        self.on_shutdown: Callable[[int], None] = lambda generation: None
         with contextlib.suppress(OSError):
             os.set_inheritable(descriptor, False)
         threading.Thread(target=self._listen, name="paceline-control", daemon=True).start()
@@ -152,19 +148,19 @@ class Control:
     def _handle(self, message: Message) -> None:
         with self._changed:
             latest = 0 if self._latest is None else self._latest.generation
-            if isinstance(message, SaveAndExit):
+            if message is Order.SAVE_AND_EXIT:
                 if self.is_ending:
                     return
                 message = RegroupMessage(latest + 1, (), "", 0, False)
             if isinstance(message, SaveRequest):
                 self.save_asked = max(self.save_asked, message.number)
-            elif isinstance(message, EndOfJob):
+            elif message is Order.END:
                 self._has_ended = True
             elif self._latest is None or message.generation > latest:
                 self._latest, self._has_ended = message, False
                 if not message.planned:
-                    self._connections.cut()
-                    self.on_cut(message.generation)
+                    self._connections.shut_down()
+                    self.on_shutdown(message.generation)
             self._changed.notify_all()
 
     def newer(self, generation: int) -> RegroupMessage | None:
@@ -181,10 +177,10 @@ class Control:
             planned: Whether ranks are to join, rather than lost; ``None``: either.
         """
 
-        def wanted() -> RegroupMessage | None:
+        def matching() -> RegroupMessage | None:
             message = self.newer(generation)
             return message if message is not None and planned in (None, message.planned) else None
 
         with self._changed:
-            self._changed.wait_for(lambda: self._has_ended or wanted() is not None)
-            return wanted()
+            self._changed.wait_for(lambda: self._has_ended or matching() is not None)
+            return matching()

@@ -24,7 +24,7 @@ WORKERS = "pt_gloo_runloop"  # run collectives
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _MODIFY = 3  # EPOLL_CTL_MOD
-_WANTED = select.EPOLLIN | select.EPOLLOUT
+_IO_EVENTS = select.EPOLLIN | select.EPOLLOUT
 _REGISTERED = re.compile(
     r"^tfd: +(\d+) +events: +([0-9a-f]+) +data: +([0-9a-f]+) +pos:\d+ +ino:([0-9a-f]+)",
     re.MULTILINE,
@@ -88,19 +88,19 @@ def disarm_epoll(fd: int, inode: str) -> bool:
     Returns:
         Whether an epoll knew it.
     """
-    found = False
+    is_known = False
     for epoll in _epolls():
         try:
-            held = os.dup(epoll)  # from here on it stays what it is
+            copy = os.dup(epoll)  # from here on it stays what it is
         except OSError:
             continue
         try:
-            for number, events, data, ino in _registered(held):
-                if number == fd and f"socket:[{ino}]" == inode and events & _WANTED:
-                    found = _once(held, fd, data) or found
+            for number, events, data, ino in _registered(copy):
+                if number == fd and f"socket:[{ino}]" == inode and events & _IO_EVENTS:
+                    is_known = _disarm(copy, fd, data) or is_known
         finally:
-            os.close(held)
-    return found
+            os.close(copy)
+    return is_known
 
 
 def _epolls() -> Iterator[int]:
@@ -118,7 +118,7 @@ def _registered(epoll: int) -> Iterator[tuple[int, int, int, int]]:
             yield int(fd), int(events, 16), int(data, 16), int(inode, 16)
 
 
-def _once(epoll: int, fd: int, data: int) -> bool:
+def _disarm(epoll: int, fd: int, data: int) -> bool:
     """Asks for nothing but the end of the connection, which is always told, and for that once."""
     event = _Event(select.EPOLLONESHOT, data)
     changed: int = ctypes.CDLL(None).epoll_ctl(epoll, _MODIFY, fd, ctypes.byref(event))

@@ -60,13 +60,13 @@ class JobGroup:
         self._control, self._init_group = control, init_group
         self.connections, self.store = connections, store
         self._timeout = self._present_timeout = timeout or default_pg_timeout
-        self._left: list[tuple[float, list[Any]]] = []  # groups, and when they were left
+        self._retired: list[tuple[float, list[Any]]] = []  # groups, and when they were left
 
     @contextlib.contextmanager
-    def patient(self, longest: timedelta) -> Iterator[None]:
+    def patient(self, timeout: timedelta) -> Iterator[None]:
         """The context in which an operation may wait so long for a rank that comes late."""
-        self._present_timeout = longest
-        dist.distributed_c10d._set_pg_timeout(longest)
+        self._present_timeout = timeout
+        dist.distributed_c10d._set_pg_timeout(timeout)
         try:
             yield
         finally:
@@ -119,9 +119,9 @@ class JobGroup:
 
     def _disconnect(self) -> None:
         """Ends all connections of the present group, and leaves it."""
-        self.connections.cut(keep_new=True)
+        self.connections.shut_down(spare_forming=True)
         wait_for_idle_workers()
-        self._leave()
+        self._retire_group()
 
     def _connect(self, message: RegroupMessage) -> TCPStore:
         """The group's store; its own host may be lost with it, which a later message says.
@@ -154,7 +154,7 @@ class JobGroup:
             interval_s = min(_MAX_POLL_S, 1.2 * interval_s)
             arrived = notes.add("here", 0)
 
-    def _leave(self) -> None:
+    def _retire_group(self) -> None:
         """Leaves the present group, and keeps what it is made of for a while.
 
         Its destructor joins gloo's threads and holds the interpreter's lock meanwhile, for which a
@@ -162,10 +162,10 @@ class JobGroup:
         learn of that later; the last reference may also be a replica's, dropped at any time. Where
         something was given up, it never learns of it, and the group stays.
         """
-        self.release_left()
+        self.release_retired()
         if dist.is_initialized():
             groups = [*dist.distributed_c10d._world.pg_map]
-            self._left.append((time.monotonic(), groups))
+            self._retired.append((time.monotonic(), groups))
             if waits.has_abandoned():  # the groups stay for good
                 for group in groups:
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
@@ -175,8 +175,8 @@ class JobGroup:
         # rank alone has been counted, and the next would wait for the others where they are not.
         dist.distributed_c10d._world.group_count = 0
 
-    def release_left(self) -> None:
+    def release_retired(self) -> None:
         """Lets go of groups that were left long ago, their threads and descriptors."""
-        if self._left:
-            now = time.monotonic()
-            self._left = [entry for entry in self._left if now - entry[0] < _RETENTION_S]
+        if self._retired:
+            current = time.monotonic()
+            self._retired = [entry for entry in self._retired if current - entry[0] < _RETENTION_S]

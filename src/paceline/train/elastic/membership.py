@@ -41,8 +41,6 @@ class Membership:
     """What one rank knows about losing other ranks and about those that join.
 
     Args:
-        member: This rank.
-        training: What a newcomer gets. Its extras are those of the script and of the session.
         is_forecast: A few steps are measured, and there is no training.
 
     Attributes:
@@ -64,7 +62,7 @@ class Membership:
         self._has_two_loaders = False
         self._received: _ReceivedState | None = None
         self._newcomers: dict[int, int] = {}  # by slot, the step until which they are compared
-        self._compared_until = 0  # the same step of this process, if it is a newcomer
+        self._comparison_end = 0  # the same step of this process, if it is a newcomer
 
     def attach(self, recovery: Recovery, start: Recording | Replay) -> None:
         """Has lost ranks replaced from now on."""
@@ -198,11 +196,11 @@ class Membership:
         """
         recovery, comms = self.recovery, self._member.comms
         assert recovery is not None
-        self._check_same_training()
+        self._check_training()
         comms.mender = recovery
         self._member.event("newcomer ready")
         recovery.join()
-        self._compared_until = self._member.progress.step + CHECKED_STEPS
+        self._comparison_end = self._member.progress.step + CHECKED_STEPS
 
     def keep_received(self) -> None:
         """Notes what this newcomer has got, before its script goes on.
@@ -222,8 +220,8 @@ class Membership:
     def meet_newcomers(self) -> None:
         """All ranks of a new group learn which of them are new; a collective."""
         comms, step = self._member.comms, self._member.progress.step
-        rows = comms.rows(torch.tensor([comms.slot, self._compared_until])).tolist()
-        self._newcomers = {slot: until for slot, until in rows if until > step}
+        rows = comms.rows(torch.tensor([comms.slot, self._comparison_end])).tolist()
+        self._newcomers = {slot: end for slot, end in rows if end > step}
 
     def compare_newcomers(self) -> None:
         """Ends a newcomer that does another thing with its first gradients.
@@ -248,23 +246,28 @@ class Membership:
                 " the process that comes for a lost one: go by session.progress.step",
             )
 
-    def _check_same_training(self) -> None:
+    def _check_training(self) -> None:
         """Ends a newcomer that runs another training than the ranks it joins."""
         assert isinstance(self.start, Replay)
-        theirs, mine = {**self.start.info.get("training", {})}, self.description()
-        their_files, my_files = (json.loads(each.pop(SOURCES, "{}")) for each in (theirs, mine))
-        for name, file_hash in their_files.items():
+        expected, actual = {**self.start.info.get("training", {})}, self.description()
+        expected_files, actual_files = (
+            json.loads(description.pop(SOURCES, "{}")) for description in (expected, actual)
+        )
+        for name, expected_hash in expected_files.items():
             # It may import it later; and each rank may have modules that others have not.
-            my_hash = my_files.get(name) or source_of(name)
-            if my_hash is not None:
+            actual_hash = actual_files.get(name) or source_of(name)
+            if actual_hash is not None:
                 key = f"source of {name}"
-                theirs[key], mine[key] = file_hash, my_hash
-        differing = [name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name)]
+                expected[key], actual[key] = expected_hash, actual_hash
+        differing = [
+            name for name in {**expected, **actual} if expected.get(name) != actual.get(name)
+        ]
         if differing:
+            absent = "nothing"
             raise SettingError(
                 "this process runs another training than the ranks that it comes to",
                 found="\n".join(
-                    f"{name}: {theirs.get(name, 'nothing')} there, {mine.get(name, 'nothing')} here"
+                    f"{name}: {expected.get(name, absent)} there, {actual.get(name, absent)} here"
                     for name in sorted(differing)
                 ),
                 remedy="give every node the same files and the same options, and leave the script's"

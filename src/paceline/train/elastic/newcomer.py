@@ -89,8 +89,8 @@ class Recording:
     def watched(self) -> AbstractContextManager[None]:
         return self._inner.watched()
 
-    def patient(self, longest: timedelta) -> AbstractContextManager[None]:
-        return self._inner.patient(longest)
+    def patient(self, timeout: timedelta) -> AbstractContextManager[None]:
+        return self._inner.patient(timeout)
 
     def event(self, act: Callable[[], T]) -> T:
         result = self._inner.event(act)
@@ -153,12 +153,12 @@ class Replay:
         entries = [json.loads(line) for line in recording.splitlines()]
         self.info: dict[str, Any] = entries[0][1]
         self._entries = deque(entries[1:])
-        self._last_mark = "join"
+        self._mark = "join"
 
     def watched(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def patient(self, longest: timedelta) -> AbstractContextManager[None]:
+    def patient(self, timeout: timedelta) -> AbstractContextManager[None]:
         return nullcontext()
 
     def event(self, act: Callable[[], T]) -> T:
@@ -166,7 +166,7 @@ class Replay:
         if kind != "gave":
             raise JobError(
                 NEWCOMER_MISMATCH,
-                found=f"after {self._last_mark} they had told each other less",
+                found=f"after {self._mark} they had told each other less",
                 remedy="give every node the same files and the same options; a script must not do"
                 " other things on some ranks, nor before the first batch of a pass that goes on in"
                 " its middle than of one that begins",
@@ -176,7 +176,7 @@ class Replay:
 
     def mark(self, name: str) -> None:
         """Goes on with what was recorded after the next mark of this name."""
-        self._last_mark = name
+        self._mark = name
         while self._entries:
             if self._entries.popleft() == ["mark", name]:
                 return
@@ -224,9 +224,9 @@ def read_newcomer(environ: Mapping[str, str]) -> Newcomer | None:
     address, port = environ[jobenv.MASTER_ADDR], int(environ[jobenv.MASTER_PORT])
     store = TCPStore(address, port, None, False, START_TIMEOUT, wait_for_workers=False)
     start = wait_for_start(store, START_TIMEOUT)
-    own = read({**environ, jobenv.WORLD_SIZE: str(size)})
+    plan_place = read({**environ, jobenv.WORLD_SIZE: str(size)})
     ranks = int(start.info["ranks"])
-    place = replace(own, rank=max(1, min(slot, ranks - 1)), size=ranks)
+    place = replace(plan_place, rank=max(1, min(slot, ranks - 1)), size=ranks)
     os.environ.update({jobenv.RANK: str(place.rank), jobenv.WORLD_SIZE: str(ranks)})
     return Newcomer(slot, place, bool(start.info["mixed"]), store, start)
 

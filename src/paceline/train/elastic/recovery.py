@@ -56,7 +56,7 @@ from paceline.train.comms import TENSOR_TYPE, Comms, checked
 from paceline.train.elastic import waits
 from paceline.train.elastic.control import Control, RegroupMessage
 from paceline.train.elastic.job_group import JobGroup, Superseded
-from paceline.train.elastic.training_state import NoTraining, TrainingState
+from paceline.train.elastic.training_state import TrainingState
 from paceline.train.elastic.wait_release import STUCK_S, CollectiveSpan, release_waits
 from paceline.train.world import World
 
@@ -139,12 +139,14 @@ class Recovery:
         door_closed: Nobody can join any more; set at the same place of the script on all ranks.
         generation: Number of the group, from 0.
         place: This process's place at the last renewal: by it data are divided.
-        training: Of this rank.
+        training: Of this rank; set before the first event.
         alone: This rank is to save its training and end before its next batch.
         updates: Steps of optimizers done.
         has_lost_ranks: Ranks were lost since the last renewal.
         span: Entered around what may talk to the other ranks, apart from events.
     """
+
+    training: TrainingState
 
     def __init__(self, slot: int, comms: Comms, control: Control, group: JobGroup) -> None:
         self.slot, self.group = slot, group
@@ -152,26 +154,21 @@ class Recovery:
         self.able = self.is_reported = self.door_closed = False
         self.generation = self._renewed = 0
         self.place = comms.world
-        self.training: TrainingState = NoTraining()
         self._forming = threading.Lock()  # held while a group becomes the present one
         self._opened = 0  # generation in which others join before the next batch
-        self._holds = False  # no batch is begun in the present group
+        self._is_paused = False  # no batch is begun in the present group
         self.alone = self.has_lost_ranks = False
         self.updates = 0
         self._finished = 0  # events
-        self._last_result: Any = None
-        self._furthest = 0, 0  # most events and steps of any rank when the next batch is given
+        self._result: Any = None
+        self._renewal_point = 0, 0  # most events and steps of any rank when the next batch is given
         self._is_renewing = False  # within a renewal operations are no events
         self._batch, self._passes = -1, 0  # step of the last batch, and how often it was given
         self._has_batch, self._has_events = False, False  # since the batch was given
         self._void = -1, 0  # so many passes over the batch of that step
         self.span = CollectiveSpan()
         waits.enable()
-        control.on_cut = self._release
-
-    def attach(self, training: TrainingState) -> None:
-        """Keeps this training together from now on."""
-        self.training = training
+        control.on_shutdown = self._release
 
     # -- events --------------------------------------------------------------------------
 
@@ -204,15 +201,15 @@ class Recovery:
                 error = next_error
 
     def _finish(self, result: Any) -> None:
-        self._finished, self._last_result = self._finished + 1, result
+        self._finished, self._result = self._finished + 1, result
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
         """See :class:`paceline.train.comms.Mender`."""
         return self.group.connections.tracked(self._comms.world.size)
 
-    def patient(self, longest: timedelta) -> contextlib.AbstractContextManager[None]:
+    def patient(self, timeout: timedelta) -> contextlib.AbstractContextManager[None]:
         """See :class:`paceline.train.comms.Mender`."""
-        return self.group.patient(longest)
+        return self.group.patient(timeout)
 
     def finish_exchange(self) -> None:
         """An exchange of gradients is over, on this rank."""
@@ -239,10 +236,10 @@ class Recovery:
 
     # -- batches -------------------------------------------------------------------------
 
-    def begin_batch(self) -> None:
+    def start_batch(self) -> None:
         """A global batch is given to the script, newly or again."""
         step = self.training.step
-        self.group.release_left()
+        self.group.release_retired()
         self._passes = self._passes + 1 if self._batch == step else 1
         self._batch, self._has_batch, self._has_events = step, True, False
 
@@ -316,16 +313,16 @@ class Recovery:
             self.regroup(error, Activity.RENEWAL, message.generation)
 
     def _form_planned(self, message: RegroupMessage, activity: Activity) -> None:
-        began, self._is_renewing = time.monotonic(), True
+        start, self._is_renewing = time.monotonic(), True
         try:
             self._form(message)
             self._settle(activity)
         finally:
             self._is_renewing = False
-        self._report_regrouped(began)
+        self._report_regrouped(start)
 
-    def _report_regrouped(self, began: float) -> None:
-        seconds = round(time.monotonic() - began, 4)
+    def _report_regrouped(self, start: float) -> None:
+        seconds = round(time.monotonic() - start, 4)
         step = self.training.step
         self.training.event("regrouped", generation=self.generation, step=step, seconds=seconds)
 
@@ -339,7 +336,7 @@ class Recovery:
         self._renew()
         if self.alone:
             self.training.save_and_exit()
-        while self._holds and not self.stale:
+        while self._is_paused and not self.stale:
             self._wait_for_group()
             if self.alone:
                 self.training.save_and_exit()
@@ -383,7 +380,7 @@ class Recovery:
     @property
     def _all_come_here(self) -> bool:
         """No rank is, or will be when it gets its next batch, further than this one."""
-        events, steps = self._furthest
+        events, steps = self._renewal_point
         return self._finished >= events and self.training.step >= steps
 
     # -- a new group ---------------------------------------------------------------------
@@ -401,7 +398,7 @@ class Recovery:
         """
         if not self.able or not self._is_loss(error):
             raise error
-        began = time.monotonic()
+        start = time.monotonic()
         generation = max(generation, self.generation)
         while True:
             message = self._next_message(error, generation)
@@ -409,7 +406,7 @@ class Recovery:
                 raise error
             generation = message.generation
             if message.is_last:
-                return self._remain_alone(message)
+                return self._isolate(message)
             try:
                 self._form(message)
                 settlement = self._settle(activity)
@@ -419,7 +416,7 @@ class Recovery:
                 if unreachable_peer(str(next_error)):  # the launcher leaves out one of the two
                     error = next_error
                 continue
-            self._report_regrouped(began)
+            self._report_regrouped(start)
             return settlement
 
     def _next_message(self, error: RuntimeError, generation: int) -> RegroupMessage | None:
@@ -432,7 +429,7 @@ class Recovery:
             message = self._control.wait(generation)
         return message
 
-    def _remain_alone(self, message: RegroupMessage) -> Settlement:
+    def _isolate(self, message: RegroupMessage) -> Settlement:
         """No other rank is there any more, as far as this one knows, and its batch is void."""
         former, self.alone = self._comms.world, True
         self._comms.world = World(0, 1, 0, 1, former.host, True, former.hosts)
@@ -443,14 +440,14 @@ class Recovery:
     def _release(self, generation: int) -> None:
         """Frees the computing thread where cut connections do not; reports if that is in vain."""
 
-        def is_over() -> bool:
+        def is_finished() -> bool:
             return self.generation >= generation or self._control.newer(generation) is not None
 
         def release() -> None:
-            release_waits(is_over, self.group.connections, self._forming)
+            release_waits(is_finished, self.group.connections, self._forming)
 
         def watch() -> None:
-            if self.able and self.span.is_idle_for(STUCK_S, is_over):
+            if self.able and self.span.is_idle_for(STUCK_S, is_finished):
                 self.training.event("stuck", step=self.training.step, seconds=STUCK_S)
 
         threading.Thread(target=release, name="paceline-give-up", daemon=True).start()
@@ -458,8 +455,8 @@ class Recovery:
 
     def _is_loss(self, error: RuntimeError) -> bool:
         """Whether this is what a rank sees of another one's end."""
-        is_known = isinstance(error, (dist.DistError, Superseded))
-        if is_known or SECONDARY_ERROR.search(str(error)):
+        is_group_error = isinstance(error, (dist.DistError, Superseded))
+        if is_group_error or SECONDARY_ERROR.search(str(error)):
             return True
         message = self._control.newer(self.generation)
         return message is not None and not message.planned  # whatever torch says of cut connections
@@ -485,7 +482,7 @@ class Recovery:
         former = self._comms.world
         self.has_lost_ranks = self.has_lost_ranks or place.size < former.size
         self._comms.world = replace(place, hosts=former.hosts)
-        self._holds = message.holds
+        self._is_paused = message.is_paused
         with self._forming:
             self.generation = message.generation
 
@@ -500,24 +497,24 @@ class Recovery:
 
     def _positions(self, comms: Comms, activity: Activity) -> list[_Position]:
         """How far each rank has come."""
-        mine = torch.tensor([
+        position = torch.tensor([
             self._finished, activity, self.updates, self._batch if self._has_batch else -1,
             self._passes, self._has_events and self._has_batch, self.training.step,
         ])  # fmt: skip
-        return [_Position(*row) for row in comms.rows(mine).tolist()]
+        return [_Position(*row) for row in comms.rows(position).tolist()]
 
     def _settle_events(
         self, comms: Comms, positions: Sequence[_Position], activity: Activity
     ) -> Settlement:
         # An operation is done to its end: by a rank that begins it again, or by its result.
         events = max(p.events + (p.activity == Activity.OPERATION) for p in positions)
-        self._furthest = events, max(p.step for p in positions)
+        self._renewal_point = events, max(p.step for p in positions)
         finished = [p.events for p in positions]
-        most = max(finished)
-        source, own = finished.index(most), comms.world.rank
+        latest = max(finished)
+        source, this_rank = finished.index(latest), comms.world.rank
         newcomers = [r for r, p in enumerate(positions) if p.activity == Activity.JOINING]
-        behind = [r for r, p in enumerate(positions) if p.events < most and r not in newcomers]
-        if any(finished[rank] < most - 1 for rank in behind):
+        behind = [r for r, p in enumerate(positions) if p.events < latest and r not in newcomers]
+        if any(finished[rank] < latest - 1 for rank in behind):
             raise JobError(
                 "the ranks that are left are too far apart to train on together",
                 found=f"events that they have finished: {', '.join(map(str, finished))}",
@@ -539,20 +536,20 @@ class Recovery:
         if receivers:
             self.training.send_models(comms, source, receivers)
         elif any(positions[rank].activity == Activity.OPERATION for rank in behind):
-            result = _broadcast_result(comms, source, self._last_result)
-        self._void = max(self._void, _void_passes(positions, receivers, own))
-        if own in receivers or own in newcomers:
+            result = _broadcast_result(comms, source, self._result)
+        self._void = max(self._void, _void_passes(positions, receivers, this_rank))
+        if this_rank in receivers or this_rank in newcomers:
             self.updates = positions[source].updates
         # Who is through with a renewal has waited there for all, and may have gone on.
-        ends_here = activity in (Activity.OPERATION, Activity.RENEWAL)
-        is_finished = own in receivers or (own in behind and ends_here)
+        is_finishing = activity in (Activity.OPERATION, Activity.RENEWAL)
+        is_finished = this_rank in receivers or (this_rank in behind and is_finishing)
         if not is_finished:
-            self._finished = most
+            self._finished = latest
         return Settlement(is_finished, result)
 
 
 def _void_passes(
-    positions: Sequence[_Position], receivers: Sequence[int], own: int
+    positions: Sequence[_Position], receivers: Sequence[int], this_rank: int
 ) -> tuple[int, int]:
     """Which batch is void, by its step, and up to which pass over it; -1: none."""
     newest = max(position.batch for position in positions)
@@ -561,7 +558,7 @@ def _void_passes(
         for rank, position in enumerate(positions)
         if position.batch == newest >= 0
         and rank not in receivers
-        and (position.has_events or rank == own)
+        and (position.has_events or rank == this_rank)
     ]
     return (newest, max(0, *passes)) if passes else (-1, 0)
 

@@ -63,8 +63,8 @@ class ReplicaChecksum:
         parameters = [*self._module.named_parameters()]
         buffers = checksums(self._module.buffers())
         changed = (buffers != self._buffers).long()
-        mine = torch.cat([checksums(tensor for _, tensor in parameters), buffers, changed])
-        rows = self._comms.rows(mine)
+        sums = torch.cat([checksums(tensor for _, tensor in parameters), buffers, changed])
+        rows = self._comms.rows(sums)
         if bool((rows == rows[0]).all()):
             self._buffers, self._has_stepped = buffers, False
             return
@@ -73,8 +73,8 @@ class ReplicaChecksum:
         sums, changed = rows[:, len(names) :].tensor_split(2, dim=1)
         # DDP has made them equal in each forward pass. Elsewhere a rank that has something else
         # than one that kept what all had is not in step.
-        own = changed.bool().all(dim=0) | self._is_replicated if self._has_stepped else False
-        comparable = sums.masked_fill(torch.as_tensor(own), 0)
+        is_local = changed.bool().all(dim=0) | self._is_replicated if self._has_stepped else False
+        comparable = sums.masked_fill(torch.as_tensor(is_local), 0)
         self._compare([name for name, _ in self._module.named_buffers()], comparable)
         self.align()
 
@@ -88,12 +88,12 @@ class ReplicaChecksum:
             newcomers: The slots of all that have joined the others lately.
         """
         names = [name for name, _ in self._module.named_parameters()]
-        mine = checksums(self._module.parameters())
-        rows = self._comms.rows(torch.cat([torch.tensor([slot]), mine]))
+        sums = checksums(self._module.parameters())
+        rows = self._comms.rows(torch.cat([torch.tensor([slot]), sums]))
         others = [row[1:] for row in rows if int(row[0]) not in newcomers]
         if slot not in newcomers or not others or any((row != others[0]).any() for row in others):
             return ""
-        differing = (mine != others[0]).nonzero()
+        differing = (sums != others[0]).nonzero()
         return names[int(differing[0])] if len(differing) else ""
 
     def _verify_mixed(self) -> None:

@@ -29,23 +29,3 @@ class TrainingState(Protocol):
 
     def save_and_exit(self) -> NoReturn:
         """Saves this rank's state and ends it: the other ranks and the launcher are gone."""
-
-
-class NoTraining:
-    """A process that is in a group of ranks and does not train yet."""
-
-    step = 0
-
-    def event(self, name: str, **details: Any) -> None:
-        """Reports nothing."""
-
-    def send_models(self, comms: Comms, source: int, receivers: Sequence[int]) -> None:
-        raise RuntimeError("there are no models to be sent")
-
-    send_training = send_models
-
-    def renew(self) -> None:
-        """Has nothing to rebuild."""
-
-    def save_and_exit(self) -> NoReturn:
-        raise RuntimeError("the launcher is gone, and other ranks with it")

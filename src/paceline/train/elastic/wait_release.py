@@ -13,8 +13,8 @@ STUCK_S = 3.0
 """Idle in a collective whose connections are cut, after which a rank is reported as stuck."""
 _IDLE_SHARE = 0.03  # of a CPU, below which a process does not compute, on a busy machine neither
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.02, 0.5  # between two looks
-_LOOKS = 3  # at gloo asleep, with all its connections closed: what waits now waits for nothing
-_MANY_LOOKS = 20  # in more than a second; a connection that is not closed even then is not gloo's
+_CHECKS = 3  # at gloo asleep, with all its connections closed: what waits now waits for nothing
+_MAX_CHECKS = 20  # in more than a second; a connection that is not closed even then is not gloo's
 _MAX_WAIT_S = 10.0  # after which no look is needed: a thread of gloo's may never sleep (gloo.py)
 
 
@@ -36,20 +36,20 @@ class CollectiveSpan:
         """Number of the span that is entered now, from 1; 0: none is."""
         return self._entries if self._depth else 0
 
-    def is_idle_for(self, seconds: float, is_over: Callable[[], bool]) -> bool:
+    def is_idle_for(self, seconds: float, is_finished: Callable[[], bool]) -> bool:
         """Whether this process stays in one span and computes nothing for so long.
 
         Watches until then, or until ``is_over``; for a thread of its own. What gloo's threads use
         of a CPU is no computing.
         """
-        number, cpu_s, since = self.number, _computing_s(), time.monotonic()
-        while not is_over():
+        number, cpu_s, idle_from = self.number, _computing_s(), time.monotonic()
+        while not is_finished():
             time.sleep(seconds / 12)
-            now, used_s = time.monotonic(), _computing_s()
+            current, used_s = time.monotonic(), _computing_s()
             is_busy = used_s - cpu_s > _IDLE_SHARE * seconds
             if not self.number or self.number != number or is_busy:
-                number, cpu_s, since = self.number, used_s, now
-            elif now - since >= seconds:
+                number, cpu_s, idle_from = self.number, used_s, current
+            elif current - idle_from >= seconds:
                 return True
         return False
 
@@ -60,7 +60,7 @@ def _computing_s() -> float:
 
 
 def release_waits(
-    is_over: Callable[[], bool], connections: GlooConnections, forming: threading.Lock
+    is_finished: Callable[[], bool], connections: GlooConnections, forming: threading.Lock
 ) -> None:
     """Gives up waits whenever gloo has closed what was cut and sleeps, until ``is_over``.
 
@@ -70,16 +70,16 @@ def release_waits(
         forming: Held while a group becomes the present one: what is waited for in the next group is
             not to be given up.
     """
-    looks, interval_s = 0, _MIN_INTERVAL_S
+    checks, interval_s = 0, _MIN_INTERVAL_S
     deadline = time.monotonic() + _MAX_WAIT_S
-    while not is_over():
+    while not is_finished():
         time.sleep(interval_s)
         interval_s = min(_MAX_INTERVAL_S, 1.1 * interval_s)  # looking must not pass for computing
-        looks = looks + 1 if waits.is_gloo_asleep() else 0
-        is_enough = looks >= (_LOOKS if connections.all_closed() else _MANY_LOOKS)
-        if not is_enough and time.monotonic() < deadline:
+        checks = checks + 1 if waits.is_gloo_asleep() else 0
+        is_ready = checks >= (_CHECKS if connections.all_closed() else _MAX_CHECKS)
+        if not is_ready and time.monotonic() < deadline:
             continue
         with forming:
-            if not is_over():
+            if not is_finished():
                 waits.cancel_all()
-        looks = 0
+        checks = 0

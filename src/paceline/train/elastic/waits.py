@@ -133,7 +133,7 @@ def wait_in_thread(act: Callable[[], T]) -> T:
         return act()
     results: list[T] = []
     errors: list[BaseException] = []
-    is_over, cancellations = threading.Event(), _state.cancellations
+    is_finished, cancellations = threading.Event(), _state.cancellations
 
     def run() -> None:
         thread_id = threading.get_native_id()
@@ -144,10 +144,10 @@ def wait_in_thread(act: Callable[[], T]) -> T:
             errors.append(error)
         finally:
             _state.thread_ids.discard(thread_id)
-            is_over.set()
+            is_finished.set()
 
     threading.Thread(target=run, name="paceline-waits", daemon=True).start()
-    while not is_over.wait(_POLL_S):
+    while not is_finished.wait(_POLL_S):
         if _state.cancellations != cancellations:
             _state.has_abandoned_thread = True
             raise WaitCancelled(CONNECTIONS_CUT)
@@ -178,7 +178,7 @@ def cancel_all() -> None:
 def abandon(work: dist.Work) -> None:
     """Notes a collective that may never end, and for which no thread waits."""
     with _state.lock:
-        _state.abandoned = [each for each in _state.abandoned if not each.is_completed()]
+        _state.abandoned = [pending for pending in _state.abandoned if not pending.is_completed()]
         _state.abandoned.append(work)
 
 

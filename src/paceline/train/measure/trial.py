@@ -30,7 +30,7 @@ def untouched(models: Models, device: torch.device, precision: Precision) -> Ite
     real = models[ALONE]
     with ExitStack() as within:
         if real.communication is not None:
-            within.enter_context(real.communication.fresh_reducer())
+            within.enter_context(real.communication.temporary_reducer())
         yield from _untouched(real, device, precision)
 
 

@@ -29,7 +29,7 @@ from paceline.train.reduce.registry import REDUCERS
 from paceline.train.reduce.selection import CANDIDATES, TOLERANCE, Choice, Measurement, choose
 
 _SKIPPED_STEPS = 2  # after a change: memory, caches and buckets are new
-_JUDGED_STEPS = 5
+_SAMPLE_STEPS = 5
 _EARLY_STEPS = 3  # after each of which there is a preliminary choice
 _MAX_EXACT_S, _SLOW_METHOD = 1.0, "int8"  # for all bytes, or not even the first step is exact
 _PROBE_S, _MAX_PROBE_BYTES = 0.1, 1 << 24  # of a message that shows how fast the network is
@@ -62,18 +62,18 @@ class AutoMethod:
         exchange: GradientExchange,
         comms: Comms,
         use: Callable[[str], None],
-        fine_steps: Callable[[], int] = lambda: 0,
+        warmup_steps: Callable[[], int] = lambda: 0,
     ) -> None:
         self._exchange, self._comms, self._use_method = exchange, comms, use
-        self._fine_steps = fine_steps
+        self._warmup_steps = warmup_steps
         self._collectives, self._cpu_s = Collectives(exchange.context()), 0.0  # of the last sum
         self.choice: Choice | None = None
-        self.settled, self.settled_since = False, 0
+        self.is_final, self.final_step = False, 0
         self._seen: list[Tensor] = []  # seconds of each rank and part, by step
-        self._usual_share: float | None = None  # of a step that communication took at first
-        self._changes, self._since, self._next_check = 0, 0, 0
+        self._reference_share: float | None = None  # of a step that communication took at first
+        self._changes, self._change_step, self._next_check = 0, 0, 0
         self._first_step: int | None = None
-        self._network, self._is_fresh = self._measure(), True  # no look has used it yet
+        self._network, self._is_unused = self._measure(), True  # no look has used it yet
         self._tried: dict[tuple[str, int], float] = {}  # seconds of a step, by method and buckets
         self._slowdown: dict[str, float] = {}  # by method: times the forecast that its steps took
         self._bucket_s = _BUCKET_S if comms.device.type == "cpu" else 0.0  # see Measurement
@@ -84,16 +84,16 @@ class AutoMethod:
 
     def stepped(self, computing: Callable[[], float]) -> None:
         """After each of the first few steps: chooses by how long this rank computed in it."""
-        if self.settled or len(self._early) >= _EARLY_STEPS:
+        if self.is_final or len(self._early) >= _EARLY_STEPS:
             return
         slowest = self._comms.most(torch.tensor([computing()], dtype=torch.float64))[0]
         self._early.append(slowest)
         if slowest > 0:
-            least = min(seconds for seconds in self._early if seconds > 0)
-            choice = choose(replace(self._network, computing_s=least, bucket_s=self._bucket_s))
+            shortest = min(seconds for seconds in self._early if seconds > 0)
+            choice = choose(replace(self._network, computing_s=shortest, bucket_s=self._bucket_s))
             if choice.method != self.method:
                 self._use(choice)
-                self._since = len(self._early)
+                self._change_step = len(self._early)
 
     @property
     def method(self) -> str:
@@ -107,50 +107,50 @@ class AutoMethod:
             What has been decided, and why; empty when nothing changes.
         """
         numbers = torch.arange(look.seconds.shape[1]) * look.every + look.first_step
-        if not self.settled and self._first_step is None:
+        if not self.is_final and self._first_step is None:
             self._first_step = int(numbers[0])  # steps are counted from there
-            self._since += self._first_step
-        judged = numbers >= max(self._since, self._fine_steps()) + _SKIPPED_STEPS
-        last = int(numbers[-1]) + 1
-        self._seen += list(look.seconds[:, judged].unbind(1))
-        if len(self._seen) < _JUDGED_STEPS:
+            self._change_step += self._first_step
+        eligible = numbers >= max(self._change_step, self._warmup_steps()) + _SKIPPED_STEPS
+        end = int(numbers[-1]) + 1
+        self._seen += list(look.seconds[:, eligible].unbind(1))
+        if len(self._seen) < _SAMPLE_STEPS:
             return ""
         steps, self._seen = torch.stack(self._seen, dim=1), []
-        if self.settled and not self._is_check_due(steps, last):
+        if self.is_final and not self._is_check_due(steps, end):
             return ""
-        is_first, present = not self.settled, self._in_use
+        is_first, present = not self.is_final, self._in_use
         idle = steps[:, :, _MOVING] + steps[:, :, _WAITING]
         computing_s = float((steps.sum(2) - idle).median(1).values.max())
         measured = self._update_network(computing_s, is_first)
         if is_first:
             # Bytes move on all ranks at once; who waits for whom may change from step to step.
             step_s = computing_s + float(steps[0, :, _MOVING].median())
-            measured, choice, self.settled = self._judge_trial(measured, step_s)
-            if not self.settled:
+            measured, choice, self.is_final = self._evaluate_trial(measured, step_s)
+            if not self.is_final:
                 self._use(choice)
-                self._since = last
+                self._change_step = end
                 return ""
         else:
             choice = choose(measured, self.method, self._slowdown)
         step_s = max(float(steps.sum(2).mean()), 1e-6)
-        self._next_check = last + max(100, int(self._measuring_s / _MEASURING_SHARE / step_s))
-        self._usual_share, self._since, self.settled_since = None, last, self._since
+        self._next_check = end + max(100, int(self._measuring_s / _MEASURING_SHARE / step_s))
+        self._reference_share, self._change_step, self.final_step = None, end, self._change_step
         if choice.method == present[0] and not is_first:
             return ""
         is_changed = (choice.method, choice.buckets) != present
         if is_changed and {choice.method, present[0]} != {"exact"}:
             self._use(choice)
-            self.settled_since = last
+            self.final_step = end
         self.choice = choice
         return choice.explain(measured)
 
     def _update_network(self, computing_s: float, is_first: bool) -> Measurement:
         """What is known now, after steps in which the slowest rank computed for so long."""
-        if not (is_first or self._is_fresh):
+        if not (is_first or self._is_unused):
             handling_s = self._network.handling_s  # other threads of a rank may be at work by now
             network = self._measure()
             self._network = replace(network, handling_s=min(handling_s, network.handling_s))
-        self._is_fresh = False
+        self._is_unused = False
         # while a CPU has to do with messages, it computes less
         pure_s = max(computing_s - self._network.processor_s(self.method), 1e-6)
         return replace(self._network, computing_s=pure_s, bucket_s=self._bucket_s)
@@ -160,7 +160,7 @@ class AutoMethod:
         """The method in use, and in how many buckets: 0 when they are DDP's."""
         return _trial_of(self.choice) if self.choice else ("exact", 0)
 
-    def _judge_trial(
+    def _evaluate_trial(
         self, measured: Measurement, seconds: float
     ) -> tuple[Measurement, Choice, bool]:
         """What is to be used, after the method in use took so many seconds a step.
@@ -187,31 +187,31 @@ class AutoMethod:
         if _trial_of(choice) not in self._tried and len(self._tried) < _MAX_TRIALS:
             return measured, choice, False
         limit = TOLERANCE * min(self._tried.values())
-        good = [trial for trial, taken in self._tried.items() if taken <= limit]
-        method, buckets = min(good, key=lambda t: (CANDIDATES.index(t[0]), self._tried[t]))
+        candidates = [trial for trial, duration in self._tried.items() if duration <= limit]
+        method, buckets = min(candidates, key=lambda t: (CANDIDATES.index(t[0]), self._tried[t]))
         slowest_first = sorted(self._tried.items(), key=lambda item: -item[1])
-        taken_s = {trial[0]: taken for trial, taken in slowest_first}
-        self._slowdown |= {name: s / measured.best(name)[1] for name, s in taken_s.items()}
-        return measured, Choice(method, buckets, {**choice.seconds, **taken_s}), True
+        durations = {trial[0]: duration for trial, duration in slowest_first}
+        self._slowdown |= {name: s / measured.best(name)[1] for name, s in durations.items()}
+        return measured, Choice(method, buckets, {**choice.seconds, **durations}), True
 
-    def _is_check_due(self, steps: Tensor, last: int) -> bool:
+    def _is_check_due(self, steps: Tensor, end: int) -> bool:
         """Whether the network is to be measured again."""
         share = float(steps[:, :, _MOVING].mean() / steps.sum(2).mean().clamp(min=1e-9))
-        if self._usual_share is None:
-            self._usual_share = share
-        is_changed = abs(share - self._usual_share) > _CHANGED_SHARE
+        if self._reference_share is None:
+            self._reference_share = share
+        is_changed = abs(share - self._reference_share) > _CHANGED_SHARE
         self._changes = self._changes + 1 if is_changed else 0
-        return self._changes >= 2 or last >= self._next_check
+        return self._changes >= 2 or end >= self._next_check
 
     # -- measuring -------------------------------------------------------------------------
 
     def _measure(self) -> Measurement:
         """Network and coding, by the slowest rank; computing is not known here. A collective."""
-        context, began = self._exchange.context(), time.perf_counter()
+        context, start = self._exchange.context(), time.perf_counter()
         latency_s, bytes_per_s, handling_s = self._probe()
         coding_s = [self._measure_coding(method) for method in CANDIDATES]
-        mine = [latency_s, 1 / bytes_per_s, *coding_s, handling_s, time.perf_counter() - began]
-        slowest = self._comms.most(torch.tensor(mine, dtype=torch.float64))
+        timings = [latency_s, 1 / bytes_per_s, *coding_s, handling_s, time.perf_counter() - start]
+        slowest = self._comms.most(torch.tensor(timings, dtype=torch.float64))
         self._measuring_s = slowest.pop()  # what it costs to measure again
         handling_s = slowest.pop()
         elements, ranks = self._exchange.elements, context.world_size
@@ -240,11 +240,11 @@ class AutoMethod:
         message = torch.zeros(size, dtype=torch.uint8, device=values.device)
         seconds = []
         for _ in range(3):
-            began = self._time()
+            start = self._time()
             reducer.up.encode(values, message, keep_error=reducer.has_feedback)
             reducer.up.decode(message, values)
             reducer.up.decode(message, values, add=True)
-            seconds.append(self._time() - began)
+            seconds.append(self._time() - start)
         return min(seconds) * self._exchange.elements / count
 
     def _probe(self) -> tuple[float, float, float]:
@@ -259,8 +259,8 @@ class AutoMethod:
         while True:
             self._all_reduce_s(256)  # all begin together
             seconds = self._all_reduce_s(size // 4)
-            longest = self._comms.most(torch.tensor([seconds], dtype=torch.float64))[0]
-            if longest >= _PROBE_S or size >= _MAX_PROBE_BYTES:
+            slowest_s = self._comms.most(torch.tensor([seconds], dtype=torch.float64))[0]
+            if slowest_s >= _PROBE_S or size >= _MAX_PROBE_BYTES:
                 sent = 2 * (ranks - 1) / ranks * size
                 handling_s = 0.0 if self._has_spare_processor else self._cpu_s / sent
                 return latency_s, sent / max(seconds - latency_s, 1e-9), handling_s
@@ -276,7 +276,7 @@ class AutoMethod:
 
     def _all_reduce_s(self, elements: int) -> float:
         tensor = torch.zeros(elements, device=self._comms.device)
-        began, cpu_began = self._time(), time.process_time()
+        start, cpu_start_s = self._time(), time.process_time()
 
         def act() -> None:
             if self._comms.stale:
@@ -285,8 +285,8 @@ class AutoMethod:
                 self._collectives.ring_all_reduce(tensor)
 
         self._comms.event(act)
-        self._cpu_s = time.process_time() - cpu_began
-        return self._time() - began
+        self._cpu_s = time.process_time() - cpu_start_s
+        return self._time() - start
 
     def _time(self) -> float:
         if self._comms.device.type != "cpu":
@@ -307,7 +307,7 @@ class AutoMethod:
 
     def state(self) -> dict[str, Any]:
         """What was chosen; nothing before that."""
-        if self.choice is None or not self.settled:
+        if self.choice is None or not self.is_final:
             return {}
         ranks = self._collectives.world_size
         return {
@@ -321,10 +321,10 @@ class AutoMethod:
         """Goes on with what was chosen, and measures again after some steps."""
         if state.get("way") in CANDIDATES:
             self._use(Choice(state["way"], int(state["buckets"]), dict(state["seconds"])))
-            known = state.get("known", {})
-            if known.get("ranks") == self._collectives.world_size:
-                self._bucket_s, self._slowdown = float(known["each"]), dict(known["off"])
-            self.settled, self._next_check = True, 0
+            saved = state.get("known", {})
+            if saved.get("ranks") == self._collectives.world_size:
+                self._bucket_s, self._slowdown = float(saved["each"]), dict(saved["off"])
+            self.is_final, self._next_check = True, 0
 
 
 def _trial_of(choice: Choice) -> tuple[str, int]:

@@ -73,7 +73,7 @@ class BucketTrial:
         self.done = not (self._is_exact and can_try)
         self.sizes, self.seconds = BucketSizes(), {}
         self._untried = candidates(self._exchange.nbytes, comms.world.size)
-        self._since = step
+        self._change_step = step
 
     @property
     def _is_exact(self) -> bool:
@@ -93,7 +93,7 @@ class BucketTrial:
         if self.done:
             return False
         numbers = torch.arange(look.seconds.shape[1]) * look.every + look.first_step
-        counted = look.seconds[:, numbers >= max(self._since, skipped) + _SKIPPED_STEPS]
+        counted = look.seconds[:, numbers >= max(self._change_step, skipped) + _SKIPPED_STEPS]
         if counted.shape[1] < 2:
             return False
         seconds = float(counted[:, :, _STEP].sum(2).max(dim=0).values.median())
@@ -109,7 +109,7 @@ class BucketTrial:
             is_better = self.seconds[best] <= _MAX_RATIO * self.seconds[BucketSizes()]
             self.use(best if is_better else BucketSizes())
             self.done = True
-        self._since = step
+        self._change_step = step
         return self.done
 
     def use(self, sizes: BucketSizes) -> None:

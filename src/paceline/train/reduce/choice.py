@@ -28,10 +28,10 @@ _MIN_SHARE = 0.2  # of a step that communication takes before other methods are 
 _MIN_S = 0.01  # of a step that it takes then
 _JUDGED_STEPS = 8  # that this is judged by
 _BUCKETS, _MIN_BUCKET_BYTES = 8, 1 << 18  # so many buckets, unless they become too small
-_FINE_PART, _MAX_FINE_STEPS = 0.1, 20
+_WARMUP_SHARE, _MAX_WARMUP_STEPS = 0.1, 20
 """Part of a training, and at most steps, whose gradients are sent in 8 bits instead of 4: what
 optimizers make of the first gradients decides how soon the loss falls (``bench/slow_links``)."""
-_COARSE, _FINE = "int4", "int8"
+_COARSE, _WARMUP_METHOD = "int4", "int8"
 
 
 class Communication:
@@ -60,7 +60,7 @@ class Communication:
         self._observed: list[tuple[float, float]] = []  # seconds of communication and of the step
         self._has_advised = False
         self._steps = self._step = 0  # of the training, and done
-        self._fine_steps = 0
+        self._warmup_steps = 0
         self._adopted: dict[str, Any] | None = None  # another rank's choice, to go on with
         if self.requested.name == "auto":
             self._auto = self._make_auto()
@@ -70,7 +70,7 @@ class Communication:
             exchange.broadcast_buffers(False)
 
     def _make_auto(self) -> AutoMethod:
-        return AutoMethod(self._exchange, self._comms, self._use, lambda: self.fine_steps)
+        return AutoMethod(self._exchange, self._comms, self._use, lambda: self.warmup_steps)
 
     def _use_requested(self) -> None:
         if self.requested.name == "exact":
@@ -81,7 +81,9 @@ class Communication:
 
     def _use(self, name: str) -> None:
         """Uses a reducer from now on, which goes on where the last one stopped."""
-        reducer = self._make_reducer(_FINE if name == _COARSE and self._is_fine else name)
+        reducer = self._make_reducer(
+            _WARMUP_METHOD if name == _COARSE and self._is_warmup else name
+        )
         if (former := self._exchange.former_reducer or self._exchange.reducer) is not None:
             reducer.adopt(former)
         self._exchange.reducer = reducer
@@ -118,7 +120,7 @@ class Communication:
         self.begin(self._steps, self._step)
 
     @contextmanager
-    def fresh_reducer(self) -> Iterator[None]:
+    def temporary_reducer(self) -> Iterator[None]:
         """The context in which a new reducer of the same kind takes the present one's place.
 
         To be entered and left between two steps; the former goes on where it was.
@@ -135,30 +137,30 @@ class Communication:
     # -- steps -----------------------------------------------------------------------------
 
     @property
-    def _is_fine(self) -> bool:
+    def _is_warmup(self) -> bool:
         """Whether the next step is one of the first, which 4 bits are too coarse for."""
-        return self._step < self._fine_steps
+        return self._step < self._warmup_steps
 
     @property
     def _method(self) -> str:
         return self.requested.name if self._auto is None else self._auto.method
 
     @property
-    def fine_steps(self) -> int:
+    def warmup_steps(self) -> int:
         """First steps of the training that send more than later ones by the method in use."""
-        return self._fine_steps if self._method == _COARSE else 0
+        return self._warmup_steps if self._method == _COARSE else 0
 
     def _set_position(self, steps: int, step: int) -> None:
         self._steps, self._step = steps, step
         is_probe = bool(os.environ.get(jobenv.PROBE))
-        self._fine_steps = 0 if is_probe else min(int(_FINE_PART * steps), _MAX_FINE_STEPS)
+        self._warmup_steps = 0 if is_probe else min(int(_WARMUP_SHARE * steps), _MAX_WARMUP_STEPS)
 
     def _advance(self, steps: int, step: int) -> None:
         """Takes the position between two steps: it may be time for another reducer."""
-        was_fine = self._is_fine
+        was_fine = self._is_warmup
         self._set_position(steps, step)
         has_reducer = self._exchange.reducer is not None
-        if self._is_fine != was_fine and self._method == _COARSE and has_reducer:
+        if self._is_warmup != was_fine and self._method == _COARSE and has_reducer:
             self._use(_COARSE)
 
     def begin(self, steps: int, step: int) -> str:
@@ -196,14 +198,14 @@ class Communication:
         local = self._local
         if local is None:
             return
-        began = self._exchange.moment()
+        start = self._exchange.moment()
         with self._comms.told_elsewhere():
             if local.begins_local:
                 # Who is still in the last exchange takes its model from one that is not yet local.
                 self._comms.meet(lambda: None)
             if local.is_due:
                 self.synchronise()
-        self._exchange.record_stall(began, self._exchange.moment())
+        self._exchange.record_stall(start, self._exchange.moment())
 
     def synchronise(self, *, moments: bool = False) -> None:
         """Gives all ranks the same model; a collective if they differ.
@@ -221,14 +223,14 @@ class Communication:
     # -- what was measured -----------------------------------------------------------------
 
     @property
-    def settled_since(self) -> int | None:
+    def final_step(self) -> int | None:
         """Number of the first step by a measured method; ``None``: it was asked for."""
-        return None if self._auto is None else self._auto.settled_since
+        return None if self._auto is None else self._auto.final_step
 
     @property
-    def settled(self) -> bool:
+    def is_final(self) -> bool:
         """The method is the one that is to stay: buckets may be fitted to it."""
-        return self._step >= self.fine_steps if self._auto is None else self._auto.settled
+        return self._step >= self.warmup_steps if self._auto is None else self._auto.is_final
 
     def computed(self, seconds: Callable[[], float]) -> None:
         """Takes how long this rank computed in the last step, if that matters; 0: not known."""
@@ -251,7 +253,7 @@ class Communication:
         steps = len(self._observed)
         if steps < _JUDGED_STEPS:
             return ""
-        moving_s, step_s = (sum(each) / steps for each in zip(*self._observed, strict=True))
+        moving_s, step_s = (sum(values) / steps for values in zip(*self._observed, strict=True))
         self._observed.clear()
         if moving_s < _MIN_SHARE * step_s or moving_s < _MIN_S:
             return ""
@@ -323,5 +325,8 @@ class Communication:
         reducer = self._exchange.reducer
         if reducer is not None:
             methods = {state.get("method"), reducer.name}
-            is_same = len(methods) == 1 or methods == {_COARSE, _FINE}  # which keep the same
-            reducer.load_state(state["rests"] if is_same else {})
+            is_compatible = len(methods) == 1 or methods == {
+                _COARSE,
+                _WARMUP_METHOD,
+            }  # which keep the same
+            reducer.load_state(state["rests"] if is_compatible else {})

@@ -51,11 +51,11 @@ class Codec(Protocol):
 
 def chunks(tensor: Tensor) -> Iterator[slice]:
     """Slices of a flat tensor that are worked on at once."""
-    length = _blocks_at_once(tensor) * BLOCK
+    length = _chunk_blocks(tensor) * BLOCK
     return (slice(start, start + length) for start in range(0, len(tensor), length))
 
 
-def _blocks_at_once(values: Tensor) -> int:
+def _chunk_blocks(values: Tensor) -> int:
     if values.device.type == "cpu":
         return _CHUNK_BLOCKS
     return max(1, -(-values.numel() // BLOCK))
@@ -91,7 +91,7 @@ class ScaledCodec:
         return codes, message[end : end + elements // BLOCK * 4].view(torch.float32)[:, None]
 
     def encode(self, values: Tensor, message: Tensor, *, keep_error: bool) -> None:
-        blocks, step = values.view(-1, BLOCK), _blocks_at_once(values)
+        blocks, step = values.view(-1, BLOCK), _chunk_blocks(values)
         codes, scales = self._views(message, values.numel())
         buffer = torch.empty_like(blocks[:step])
         for start in range(0, len(blocks), step):
@@ -121,7 +121,7 @@ class ScaledCodec:
     def decode(
         self, message: Tensor, out: Tensor, *, weight: float = 1.0, add: bool = False
     ) -> None:
-        blocks, step = out.view(-1, BLOCK), _blocks_at_once(out)
+        blocks, step = out.view(-1, BLOCK), _chunk_blocks(out)
         codes, scales = self._views(message, out.numel())
         buffer = torch.empty_like(blocks[:step])
         for start in range(0, len(blocks), step):

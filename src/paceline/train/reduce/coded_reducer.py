@@ -19,8 +19,8 @@ from paceline.train.reduce.collectives import Collectives
 from paceline.train.reduce.error_feedback import (
     ErrorFeedback,
     Residual,
+    are_identical,
     keep_unused,
-    same_parameters,
     used_parameters,
 )
 from paceline.train.reduce.reducer import Bucket, GradientReducer, ReduceContext
@@ -95,9 +95,9 @@ class CodedReducer(GradientReducer):
         flat[layout.small] = small[: len(layout.small)]
 
     def _layout(self, bucket: Bucket) -> _Layout:
-        known = self._layouts.get(bucket.number)
-        if known is not None and same_parameters(known.parameters, bucket.parameters):
-            return known
+        existing = self._layouts.get(bucket.number)
+        if existing is not None and are_identical(existing.parameters, bucket.parameters):
+            return existing
         length = -(-bucket.flat.numel() // (self._pieces * BLOCK)) * BLOCK
         small, residual = _small_positions(bucket), None
         if self.has_feedback:
@@ -146,7 +146,7 @@ class CodedReducer(GradientReducer):
 
     def _exchange_pieces(self, values: Tensor, small: Tensor, layout: _Layout) -> Tensor:
         """Makes ``values`` the mean that owners of pieces send; returns the mean of ``small``."""
-        collectives, own_rank = self._collectives, self._collectives.rank
+        collectives, this_rank = self._collectives, self._collectives.rank
         world_size = collectives.world_size
         pieces = values.view(world_size, layout.length)
         tails = small.new_zeros(world_size, layout.tail)
@@ -154,23 +154,23 @@ class CodedReducer(GradientReducer):
         size = self.up.message_bytes(layout.length)
         messages = self._message("messages", size, small, layout, world_size)
         for rank, piece in enumerate(pieces):
-            if rank != own_rank:
+            if rank != this_rank:
                 self.up.encode(piece, messages[rank, :size], keep_error=self.has_feedback)
         messages[:, size:].view(small.dtype).copy_(tails)
         rows = collectives.all_to_all(
             messages.view(world_size, -1), self.up.compressible_bytes(layout.length)
         )
-        own = pieces[own_rank]
+        owned = pieces[this_rank]
         for rank, row in enumerate(rows):
-            if rank != own_rank:
-                self.up.decode(row[:size], own, add=True)
-        own.mul_(1 / world_size)
+            if rank != this_rank:
+                self.up.decode(row[:size], owned, add=True)
+        owned.mul_(1 / world_size)
         small_mean = _mean(rows[:, size:], small)
 
         size = self.down.message_bytes(layout.length)
         message = self._message("message", size, small, layout)
-        self.down.encode(own, message[:size], keep_error=self.has_feedback)
-        own.mul_(world_size)  # an owner's error is one of the mean
+        self.down.encode(owned, message[:size], keep_error=self.has_feedback)
+        owned.mul_(world_size)  # an owner's error is one of the mean
         message[size:].view(small.dtype).copy_(small_mean)
         rows = collectives.all_gather(message, self.down.compressible_bytes(layout.length))
         mean = rows[:, size:].contiguous().view(small.dtype).reshape(-1)[: len(small)]

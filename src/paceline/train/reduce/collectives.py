@@ -33,19 +33,19 @@ class _PairMean:
     Both add in rank order: of two that are not numbers a sum is the first.
     """
 
-    mine: Tensor
-    other: Tensor
+    local: Tensor
+    remote: Tensor
     rank: int
 
     def before_send(self, piece: slice) -> None:
-        self.mine[self._elements(piece)] *= 0.5
+        self.local[self._elements(piece)] *= 0.5
 
     def after_receive(self, piece: slice) -> None:
-        mine, other = (tensor[self._elements(piece)] for tensor in (self.mine, self.other))
-        torch.add(*((other, mine) if self.rank else (mine, other)), out=mine)
+        local, remote = (tensor[self._elements(piece)] for tensor in (self.local, self.remote))
+        torch.add(*((remote, local) if self.rank else (local, remote)), out=local)
 
     def _elements(self, piece: slice) -> slice:
-        size = self.mine.element_size()
+        size = self.local.element_size()
         return slice(piece.start // size, piece.stop // size)
 
 
@@ -78,9 +78,9 @@ class Collectives:
             return
         if len(self._buffer) < tensor.nbytes:
             self._buffer = torch.empty(tensor.nbytes, dtype=torch.uint8)
-        other = self._buffer[: tensor.nbytes].view(tensor.dtype)
-        mean = _PairMean(tensor, other, self.rank)
-        mesh.exchange([tensor] * 2, [other] * 2, pipeline=mean)
+        remote = self._buffer[: tensor.nbytes].view(tensor.dtype)
+        mean = _PairMean(tensor, remote, self.rank)
+        mesh.exchange([tensor] * 2, [remote] * 2, pipeline=mean)
 
     def all_to_all(self, messages: Tensor, compressible: int = 0) -> Tensor:
         """Sends row r to rank r; returns the rows of all ranks, in rank order.
@@ -90,7 +90,7 @@ class Collectives:
             compressible: So many bytes at the beginning of each are compressed on a slow network.
         """
         received = torch.empty_like(messages)
-        if self._over_gloo(messages):
+        if self._uses_gloo(messages):
             received[self.rank] = messages[self.rank]
             self._exchange(list(messages), received, compressible)
         else:
@@ -103,7 +103,7 @@ class Collectives:
         if self.world_size == 1:
             return message.clone()[None]
         received = message.new_empty(self.world_size, len(message))
-        if self._over_gloo(message):
+        if self._uses_gloo(message):
             received[self.rank] = message
             self._exchange([message] * self.world_size, received, compressible)
         else:
@@ -121,10 +121,10 @@ class Collectives:
 
     def _is_slow(self) -> bool:
         """Whether recent messages took long for their bytes: by the network, or by a late rank."""
-        seconds = sum(taken for taken, _ in self._recent)
+        seconds = sum(duration for duration, _ in self._recent)
         return seconds > _SLOW_S_PER_BYTE * sum(sent for _, sent in self._recent)
 
-    def _over_gloo(self, tensor: Tensor) -> bool:
+    def _uses_gloo(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" and "gloo" in dist.get_backend(self._group)
 
     def _exchange(self, messages: Sequence[Tensor], received: Tensor, compressible: int) -> None:
@@ -136,18 +136,18 @@ class Collectives:
             packed = {id(messages[peer]): pack(messages[peer], codes) for peer in peers}
             outgoing = [packed.get(id(message), message) for message in messages]
             incoming = [received.new_empty(_HEADER + received.shape[1]) for _ in messages]
-        began = time.perf_counter()
+        start = time.perf_counter()
         if (mesh := mesh_of(self._group, large=True)) is not None:
             mesh.exchange(outgoing, incoming, is_variable=bool(compressible))
         else:
-            wait_in_thread(lambda: self._exchange_over_gloo(peers, outgoing, incoming))
+            wait_in_thread(lambda: self._exchange_by_gloo(peers, outgoing, incoming))
         sent = sum(len(outgoing[peer]) for peer in peers)
-        self._recent.append((time.perf_counter() - began, max(sent, _MIN_MESSAGE)))
+        self._recent.append((time.perf_counter() - start, max(sent, _MIN_MESSAGE)))
         if compressible:
             for peer in peers:
                 unpack(incoming[peer], compressible, received[peer])
 
-    def _exchange_over_gloo(
+    def _exchange_by_gloo(
         self, peers: Sequence[int], outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
     ) -> None:
         """Asks all peers for their messages, and then sends them theirs.

@@ -98,14 +98,14 @@ class _OpenSockets:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-        self.cuts = 0
+        self.shutdowns = 0
 
-    def add(self, new: socket.socket, cuts: int) -> socket.socket:
+    def add(self, new: socket.socket, shutdowns: int) -> socket.socket:
         """Takes a socket that belongs to what was begun after so many cuts."""
         with self.lock:
             self.sockets.add(new)
-            is_late = self.cuts != cuts
-        if is_late:
+            is_outdated = self.shutdowns != shutdowns
+        if is_outdated:
             _shut_down(new)
         return new
 
@@ -113,13 +113,13 @@ class _OpenSockets:
 _open_sockets = _OpenSockets()
 
 
-def cut() -> None:
+def shut_down_all() -> None:
     """Ends all connections: a thread that waits on one, or waits next, has an error.
 
     May be called from any thread.
     """
     with _open_sockets.lock:
-        _open_sockets.cuts += 1
+        _open_sockets.shutdowns += 1
         connections = list(_open_sockets.sockets)
         _open_sockets.sockets.clear()
     for connection in connections:
@@ -155,7 +155,7 @@ class Mesh:
         self,
         group: dist.ProcessGroup,
         sockets: dict[int, socket.socket],
-        cuts: int,
+        shutdowns: int,
         *,
         large: bool,
     ) -> None:
@@ -164,7 +164,7 @@ class Mesh:
         peers = [(self._rank + offset) % self._ranks for offset in range(1, self._ranks)]
         self._sockets = {peer: sockets[peer] for peer in peers}
         self._peer_names = {peer: _peer_name(sockets[peer], peer) for peer in peers}
-        self._cuts, self._operation = cuts, 0
+        self._shutdowns, self._operation = shutdowns, 0
         self._error = CONNECTIONS_CUT  # or that which ended them, which says whose fault it is
         self._spin_s = 0.0 if large else _SPIN_S
         self._group = weakref.ref(group)  # which has these, as long as it exists
@@ -218,7 +218,7 @@ class Mesh:
             self._finish(transfers)
         except BaseException as error:
             self.close()
-            if isinstance(error, RuntimeError) and _open_sockets.cuts != self._cuts:
+            if isinstance(error, RuntimeError) and _open_sockets.shutdowns != self._shutdowns:
                 raise waits.WaitCancelled(CONNECTIONS_CUT) from error
             if isinstance(error, RuntimeError):
                 self._error = str(error)
@@ -226,30 +226,30 @@ class Mesh:
 
     def _finish(self, transfers: dict[int, _Transfer]) -> None:
         """Moves bytes until all transfers are over; looks for late ones all the time at first."""
-        began = last_progress = time.perf_counter()
+        start = progress_time = time.perf_counter()
         while True:
             has_moved = False
             for rank, transfer in list(transfers.items()):
                 has_moved = transfer.move() or has_moved
-                if transfer.is_over:
+                if transfer.is_finished:
                     del transfers[rank]
             if not transfers:
                 return
-            now = time.perf_counter()
+            current = time.perf_counter()
             if has_moved:
-                last_progress = now
-            elif now - last_progress < self._spin_s:
+                progress_time = current
+            elif current - progress_time < self._spin_s:
                 os.sched_yield()  # what is to come may need this CPU
             else:
-                self._sleep(transfers, began)
+                self._sleep(transfers, start)
 
-    def _sleep(self, transfers: dict[int, _Transfer], began: float) -> None:
+    def _sleep(self, transfers: dict[int, _Transfer], start: float) -> None:
         poll = select.poll()
         for transfer in transfers.values():
             transfer.set_wake_threshold()
             poll.register(transfer.socket, transfer.poll_events)
-        timeout_s = _timeout(self._group()).total_seconds()
-        remaining_s = began + timeout_s - time.perf_counter()
+        timeout_s = timeout_of(self._group()).total_seconds()
+        remaining_s = start + timeout_s - time.perf_counter()
         if remaining_s <= 0:
             late = ", ".join(map(str, sorted(transfers)))
             raise RuntimeError(f"Timed out waiting {1e3 * timeout_s:.0f}ms for rank {late}")
@@ -270,7 +270,7 @@ class _Transfer:
         peer: str,
         operation: int,
         message: memoryview,
-        room: memoryview,
+        target: memoryview,
         *,
         is_variable: bool = False,
         pipeline: PipelineStage | None = None,
@@ -279,13 +279,13 @@ class _Transfer:
         self._out_header = memoryview(_HEADER.pack(operation, len(message)))
         self._message, self._to_send = message, _HEADER.size + len(message)
         self._pipeline, self._ready, self._done = pipeline, 0 if pipeline else len(message), 0
-        self._in_header, self._room = bytearray(_HEADER.size), room
-        self._is_variable, self._to_receive = is_variable, _HEADER.size + len(room)
+        self._in_header, self._target = bytearray(_HEADER.size), target
+        self._is_variable, self._to_receive = is_variable, _HEADER.size + len(target)
         # Behind a message of variable length there could be bytes of the next.
-        self._targets = [memoryview(self._in_header), *([] if is_variable else [room])]
+        self._targets = [memoryview(self._in_header), *([] if is_variable else [target])]
 
     @property
-    def is_over(self) -> bool:
+    def is_finished(self) -> bool:
         return not self._to_send and not self._to_receive
 
     @property
@@ -298,9 +298,9 @@ class _Transfer:
 
         The header of a message of variable length says how much is to come.
         """
-        is_in_header = self._is_variable and self._to_receive > len(self._room)
-        least = 1 if is_in_header else min(max(1, self._to_receive), _WAKE_BYTES)
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+        is_in_header = self._is_variable and self._to_receive > len(self._target)
+        threshold = 1 if is_in_header else min(max(1, self._to_receive), _WAKE_BYTES)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, threshold)
 
     def move(self) -> bool:
         """Sends and receives what goes without waiting; whether anything did."""
@@ -330,7 +330,7 @@ class _Transfer:
     def _finish_pieces(self, pipeline: PipelineStage) -> None:
         """Has the pipeline work on the pieces that were both sent and received."""
         length = len(self._message)
-        stop = min(max(0, length - left) for left in (self._to_send, self._to_receive))
+        stop = min(max(0, length - remaining) for remaining in (self._to_send, self._to_receive))
         if stop < length:
             stop -= stop % _PIECE
         if stop > self._done:
@@ -344,13 +344,13 @@ class _Transfer:
             return False
         if not count:
             raise RuntimeError(f"Connection closed by peer {self._peer}")
-        was_in_header = self._to_receive > len(self._room)
+        was_in_header = self._to_receive > len(self._target)
         self._to_receive -= count
-        if was_in_header and self._to_receive <= len(self._room):
+        if was_in_header and self._to_receive <= len(self._target):
             self._check_header()
         if self._to_receive:
-            received = _HEADER.size + len(self._room) - self._to_receive
-            body = self._room[max(0, received - _HEADER.size) :]
+            received = _HEADER.size + len(self._target) - self._to_receive
+            body = self._target[max(0, received - _HEADER.size) :]
             with_body = not self._is_variable or received >= _HEADER.size
             header = memoryview(self._in_header)[received:]
             self._targets = [header, *([body] if with_body else [])]
@@ -358,14 +358,14 @@ class _Transfer:
 
     def _check_header(self) -> None:
         operation, length = _HEADER.unpack(self._in_header)
-        is_shorter = self._is_variable and length <= len(self._room)
+        is_shorter = self._is_variable and length <= len(self._target)
         if is_shorter and operation == self._operation:
-            self._to_receive -= len(self._room) - length
-            self._room = self._room[:length]
-        if (operation, length) != (self._operation, len(self._room)):
+            self._to_receive -= len(self._target) - length
+            self._target = self._target[:length]
+        if (operation, length) != (self._operation, len(self._target)):
             raise RuntimeError(
                 f"rank {self._rank} sent {length} bytes in operation {operation} where this rank is"
-                f" in operation {self._operation} and expects {len(self._room)}: they are not in"
+                f" in operation {self._operation} and expects {len(self._target)}: they are not in"
                 " the same line of the script, or have different data"
             )
 
@@ -426,25 +426,25 @@ def leave(group: dist.ProcessGroup | None) -> None:
 
 def _make_mesh(group: dist.ProcessGroup, *, large: bool) -> Mesh | None:
     """Connects all ranks of a group; ``None``: some could not be reached. A collective."""
-    cuts, ranks = _open_sockets.cuts, group.size()
+    shutdowns, ranks = _open_sockets.shutdowns, group.size()
     key = secrets.token_bytes(_KEY_BYTES)
-    listener = _listen(cuts, ranks)
+    listener = _listen(shutdowns, ranks)
     with listener or contextlib.nullcontext():
         endpoints = [_unpack_endpoint(row) for row in _all_gather(_endpoint(listener, key), group)]
         if listener is None or not all(port for _, port, _ in endpoints):
             return None
         sockets: dict[int, socket.socket] = {}
         with contextlib.suppress(OSError):  # all learn of it now; if a rank is lost, from gloo
-            sockets = _connect_all(listener, endpoints, group.rank(), cuts)
+            sockets = _connect_all(listener, endpoints, group.rank(), shutdowns)
             if not large:  # else the kernel fits buffers to what the network holds
                 _enlarge_buffers(sockets)
         if all(map(any, _all_gather(bytes([len(sockets) == ranks - 1]), group))):
-            return Mesh(group, sockets, cuts, large=large)
+            return Mesh(group, sockets, shutdowns, large=large)
     _close(sockets)
     return None  # of this group; the next one may have more luck
 
 
-def _listen(cuts: int, ranks: int) -> socket.socket | None:
+def _listen(shutdowns: int, ranks: int) -> socket.socket | None:
     """A listening socket for the other ranks; ``None`` when this host has no address for it."""
     with contextlib.suppress(OSError):
         address = own_address()
@@ -452,7 +452,7 @@ def _listen(cuts: int, ranks: int) -> socket.socket | None:
         backlog = ranks + handshakes.MAX_CALLERS
         listener = socket.create_server((address, 0), family=family, backlog=backlog)
         handshakes.guard(listener)
-        return _open_sockets.add(listener, cuts)
+        return _open_sockets.add(listener, shutdowns)
     return None
 
 
@@ -471,7 +471,7 @@ def _unpack_endpoint(row: bytes) -> tuple[str, int, bytes]:
 
 
 def _connect_all(
-    listener: socket.socket, endpoints: Sequence[tuple[str, int, bytes]], rank: int, cuts: int
+    listener: socket.socket, endpoints: Sequence[tuple[str, int, bytes]], rank: int, shutdowns: int
 ) -> dict[int, socket.socket]:
     """Calls the ranks before this one and accepts the calls of those behind it.
 
@@ -481,12 +481,12 @@ def _connect_all(
         OSError: Not all could be reached, in time.
     """
     deadline = time.monotonic() + _CONNECT_TIMEOUT_S
-    own_key = endpoints[rank][2]
+    local_key = endpoints[rank][2]
     connections: dict[int, socket.socket] = {}
     try:
         for peer, (address, port, key) in enumerate(endpoints[:rank]):
             calling = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-            connections[peer] = _open_sockets.add(_configured(calling, deadline), cuts)
+            connections[peer] = _open_sockets.add(_configured(calling, deadline), shutdowns)
             calling.connect((address, port))
             calling.sendall(key + rank.to_bytes(4, "big"))
         greeting_bytes = _KEY_BYTES + 4
@@ -496,15 +496,17 @@ def _connect_all(
                 caller = next(callers)
                 accepted, greeting = caller.connection, bytes(caller.greeting)
                 peer = int.from_bytes(greeting[_KEY_BYTES:], "big")
-                has_key = secrets.compare_digest(greeting[:_KEY_BYTES], own_key)
+                has_key = secrets.compare_digest(greeting[:_KEY_BYTES], local_key)
                 if has_key and rank < peer < len(endpoints):
-                    connections[peer] = _open_sockets.add(_configured(accepted, deadline), cuts)
+                    connections[peer] = _open_sockets.add(
+                        _configured(accepted, deadline), shutdowns
+                    )
                     accepted.sendall(endpoints[peer][2])
                 else:
                     accepted.close()
         for peer in range(rank):
             answer = handshakes.read_exactly(connections[peer], _KEY_BYTES, deadline)
-            if not secrets.compare_digest(answer, own_key):
+            if not secrets.compare_digest(answer, local_key):
                 raise ConnectionError("a process without the key answers there")
     except OSError:
         _close(connections)
@@ -537,13 +539,13 @@ def _enlarge_buffers(sockets: Mapping[int, socket.socket]) -> None:
 
 def _all_gather(content: bytes, group: dist.ProcessGroup) -> list[bytes]:
     """Every rank's bytes, by gloo."""
-    mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    rows = [torch.empty_like(mine) for _ in range(group.size())]
-    waits.wait(dist.all_gather(rows, mine, group=group, async_op=True), mine)
+    local = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    rows = [torch.empty_like(local) for _ in range(group.size())]
+    waits.wait(dist.all_gather(rows, local, group=group, async_op=True), local)
     return [bytes(row.tolist()) for row in rows]
 
 
-def _timeout(group: dist.ProcessGroup | None) -> timedelta:
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     """The longest wait in one of a group's collectives; it may be changed at any time."""
     backend = None if group is None else group._get_backend(torch.device("cpu"))
     options = getattr(backend, "options", None)

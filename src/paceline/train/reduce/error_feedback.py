@@ -187,6 +187,6 @@ def keep_unused(errors: Tensor, residual: Residual, spans: Sequence[slice], used
         errors[span] = torch.where(count > 0, errors[span], former)
 
 
-def same_parameters(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+def are_identical(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
     """Whether these are the same parameters, in the same order."""
     return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))

@@ -80,14 +80,16 @@ class GradientExchange:
     def context(self) -> ReduceContext:
         """What a reducer of this exchange is made for; a collective when called first."""
         if self._group is None and self._stream is None:
-            self._group = self._comms.new_group(timeout=_timeout(self._model.process_group))
+            self._group = self._comms.new_group(
+                timeout=direct.timeout_of(self._model.process_group)
+            )
         exchanged = {*self._model.exchanged}
-        named = self._model.module.named_parameters()
+        parameters = self._model.module.named_parameters()
         return ReduceContext(
             self._group,
             self._comms.world.rank,
             self._comms.world.size,
-            {parameter: name for name, parameter in named if parameter in exchanged},
+            {parameter: name for name, parameter in parameters if parameter in exchanged},
             can_roll_back=self._model.recovery is not None,
             has_unused=self._model.find_unused_parameters,
             element_bytes=self.nbytes / self.elements,
@@ -140,7 +142,7 @@ class GradientExchange:
     def _reset(self) -> None:
         if not self._comms.stale:  # else all will be made anew
             self._reducer = None
-            lay_out(self._model, *self._sizes, as_made=True, made=self._hook)
+            lay_out(self._model, *self._sizes, as_initial=True, on_built=self._hook)
 
     def renew(self) -> None:
         """Begins anew in the job's present group of ranks; a collective, between two steps."""
@@ -148,7 +150,7 @@ class GradientExchange:
         self._model.process_group = _get_default_group()
         self._model.aligned()
         self._retire_reducer()
-        lay_out(self._model, *self._sizes, as_made=True, made=self._hook)
+        lay_out(self._model, *self._sizes, as_initial=True, on_built=self._hook)
 
     @property
     def has_thawed(self) -> bool:
@@ -168,8 +170,8 @@ class GradientExchange:
 
     def _choose_defaults(self) -> None:
         """Chooses sizes of buckets, and whether this process sends exact gradients by itself."""
-        over_gloo = self._comms.device.type == "cpu"
-        self._sizes = default_bucket_sizes(self._model.exchanged, over_gloo=over_gloo)
+        uses_gloo = self._comms.device.type == "cpu"
+        self._sizes = default_bucket_sizes(self._model.exchanged, uses_gloo=uses_gloo)
         sends_itself = self._is_small or self._is_pair
         self._direct = self._make_exact() if sends_itself else None
 
@@ -185,8 +187,8 @@ class GradientExchange:
     @property
     def _is_pair(self) -> bool:
         """Whether two ranks send each other all they have; in a probe they do as more would."""
-        over_gloo = self._on_cpus and "gloo" in dist.get_backend(self._model.process_group)
-        return over_gloo and self._comms.world.size == 2 and not os.environ.get(jobenv.PROBE)
+        uses_gloo = self._on_cpus and "gloo" in dist.get_backend(self._model.process_group)
+        return uses_gloo and self._comms.world.size == 2 and not os.environ.get(jobenv.PROBE)
 
     @property
     def _on_cpus(self) -> bool:
@@ -194,21 +196,21 @@ class GradientExchange:
 
     # -- in a backward pass ----------------------------------------------------------------
 
-    def record_stall(self, began: Any, ended: Any) -> None:
+    def record_stall(self, start: Any, end: Any) -> None:
         """The computing thread stood still for other ranks between these moments."""
-        self._model.stood.append((began, ended))
+        self._model.stood.append((start, end))
 
     def moment(self) -> Any:
         """This moment, on the clock of :meth:`record_stall`."""
         return self._model.mark()
 
     def _hook(self) -> None:
-        ours = self._reducer or self._direct
-        if ours is not None and self._stream is None and self._thread is None:
+        reducer = self._reducer or self._direct
+        if reducer is not None and self._stream is None and self._thread is None:
             self._thread = _ReduceThread()
         # When ranks may be lost while DDP waits, it waits for what can be given up.
         may_give_up = self._model.recovery is not None and self._stream is None
-        if self._hooked is self._model.reducer or not (ours or may_give_up):
+        if self._hooked is self._model.reducer or not (reducer or may_give_up):
             return
         self._model.register_comm_hook(self, _on_bucket)
         self._hooked = self._model.reducer
@@ -256,8 +258,8 @@ class GradientExchange:
         """
         group, self._group = self._group, None
         self._reducer = self._direct = self.former_reducer = None
-        is_own = group is not None and group is not _get_default_group()
-        if is_own and self._stream is None and not self._comms.stale:
+        is_separate = group is not None and group is not _get_default_group()
+        if is_separate and self._stream is None and not self._comms.stale:
             direct.leave(group)
             dist.destroy_process_group(group)
 
@@ -319,10 +321,10 @@ def lay_out(
     size: int,
     first: int,
     *,
-    as_made: bool = False,
-    made: Callable[[], None] = lambda: None,
+    as_initial: bool = False,
+    on_built: Callable[[], None] = lambda: None,
 ) -> None:
-    """Gives a replica new buckets, without communication unless ``as_made``.
+    """Gives a replica new buckets, without communication unless ``as_initial``.
 
     DDP makes its buckets when it is made, all in one, and again after the first backward pass; it
     has no way to make them later. But its own helper makes a new reducer, as it does for a model
@@ -332,9 +334,9 @@ def lay_out(
         model: Between two steps; it has no gradients.
         size: Bytes of a bucket, at least.
         first: Bytes of the bucket that is full first.
-        as_made: Each gradient is to lie where it does when a replica is made with these sizes;
+        as_initial: Each gradient is to lie where it does when a replica is made with these sizes;
             for that gradients of zero are exchanged, as they are then.
-        made: Called when the new reducer is made, before it is used.
+        on_built: Called when the new reducer is made, before it is used.
     """
     with model.as_made():
         parameters, sparse = model._build_params_for_reducer()  # type: ignore[no-untyped-call]
@@ -354,7 +356,7 @@ def lay_out(
             return [[order[i] for i in bucket] for bucket in reversed(buckets)], sizes[::-1]
 
         model.reducer = model.logger = None  # type: ignore[assignment]  # takes its own hooks away
-        if not as_made:
+        if not as_initial:
             torch_dist._compute_bucket_assignment_by_size = assign_reversed
         torch_dist._DEFAULT_FIRST_BUCKET_BYTES = first
         config = getattr(model, "_bucket_config", None)  # from torch 2.13 on
@@ -369,14 +371,14 @@ def lay_out(
         # none below the usual first bucket's.
         model.bucket_bytes_cap = max(size, default)
         model._has_rebuilt_buckets = False
-        made()
-        if as_made:
+        on_built()
+        if as_initial:
             settle_buckets(model)
 
 
-def default_bucket_sizes(parameters: Iterable[Tensor], *, over_gloo: bool) -> tuple[int, int]:
+def default_bucket_sizes(parameters: Iterable[Tensor], *, uses_gloo: bool) -> tuple[int, int]:
     """Bytes of a bucket and of the first, as a replica is made with in the present world."""
-    megabytes = bucket_megabytes(parameters) if over_gloo else None
+    megabytes = bucket_megabytes(parameters) if uses_gloo else None
     if megabytes is None:
         return _DDP_BUCKET_BYTES, _default_first_bytes()
     return int(megabytes * (1 << 20)), int(megabytes * (1 << 20))
@@ -384,9 +386,3 @@ def default_bucket_sizes(parameters: Iterable[Tensor], *, over_gloo: bool) -> tu
 
 def _default_first_bytes() -> int:
     return int(dist._DEFAULT_FIRST_BUCKET_BYTES)  # type: ignore[attr-defined]
-
-
-def _timeout(group: dist.ProcessGroup) -> Any:
-    """That of the job's collectives; ``None`` where it cannot be known."""
-    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
-    return getattr(options, "_timeout", None)

@@ -103,19 +103,19 @@ def greetings(
                 caller.connection.close()
 
         try:
-            while (now := time.monotonic()) < until:
-                for caller in [each for each in waiting.values() if each.deadline <= now]:
+            while (current := time.monotonic()) < until:
+                for caller in [each for each in waiting.values() if each.deadline <= current]:
                     release(caller)
                 deadline = min([until, *(each.deadline for each in waiting.values())])
-                for key, _ in selector.select(None if deadline == math.inf else deadline - now):
-                    known = waiting.get(key.fd)
-                    if known is not None:
-                        if _read(known, size):
-                            is_complete = len(known.greeting) == size
-                            release(known, close=not is_complete)
+                for key, _ in selector.select(None if deadline == math.inf else deadline - current):
+                    existing = waiting.get(key.fd)
+                    if existing is not None:
+                        if _read(existing, size):
+                            is_complete = len(existing.greeting) == size
+                            release(existing, close=not is_complete)
                             if is_complete:
-                                known.connection.setblocking(True)
-                                yield known
+                                existing.connection.setblocking(True)
+                                yield existing
                     elif (new := _accept(listener, limit_s, hello)) is not None:
                         if len(waiting) >= MAX_CALLERS:
                             release(next(iter(waiting.values())))

@@ -36,7 +36,7 @@ AVERAGED_PART = 0.1
 _GROUP_ELEMENTS = 1 << 22  # that are sent together
 _MOMENTUM_MEANS = 18  # in the whole training, for each mean that the momentum remembers
 
-NamedTensors = list[tuple[str, Tensor]]
+ParameterList = list[tuple[str, Tensor]]
 
 
 class Local(GradientReducer):
@@ -58,7 +58,7 @@ class Local(GradientReducer):
         self.comms: Comms | None = None
         self._context, self._collectives = context, collectives or Collectives(context)
         self._world: World | None = None  # that it has gone over to, when a rank was lost
-        self._parameters: NamedTensors = [(name, p) for p, name in context.names.items()]
+        self._parameters: ParameterList = [(name, p) for p, name in context.names.items()]
         self._gradients = Int8(context, self._collectives)
         self._changes = Int8(context, self._collectives)
         self._steps = self.unsynced_steps = self._lost_steps = 0
@@ -157,12 +157,12 @@ class Local(GradientReducer):
 
         def attempt() -> Tensor:
             if comms.stale and self._world is not comms.world:
-                self._go_over(comms.world)
+                self._switch_world(comms.world)
             return act()
 
         return comms.event(attempt)
 
-    def _go_over(self, world: World) -> None:
+    def _switch_world(self, world: World) -> None:
         """Goes on among the ranks that are left, until everything is renewed among them."""
         self._world, self._lost_steps = world, max(self._lost_steps, self.unsynced_steps)
         context = replace(self._context, group=None, rank=world.rank, world_size=world.size)
@@ -171,9 +171,9 @@ class Local(GradientReducer):
         self._changes = Int8(context, self._collectives)
         self._adopt_residuals(*former)
 
-    def _groups(self) -> Iterator[NamedTensors]:
+    def _groups(self) -> Iterator[ParameterList]:
         """Parameters that are sent together."""
-        group: NamedTensors = []
+        group: ParameterList = []
         elements = 0
         for name, parameter in self._parameters:
             if group and (parameter.dtype != group[0][1].dtype or elements >= _GROUP_ELEMENTS):
@@ -184,7 +184,7 @@ class Local(GradientReducer):
         if group:
             yield group
 
-    def _mean_change(self, number: int, group: NamedTensors) -> Tensor:
+    def _mean_change(self, number: int, group: ParameterList) -> Tensor:
         """How far the ranks' parameters have moved on average, one-dimensional."""
         self._changes.rollback()  # what was begun with a lost rank
         flat = torch.cat([(self._synced[name] - p).reshape(-1) for name, p in group])
@@ -192,11 +192,11 @@ class Local(GradientReducer):
         self._changes.all_reduce(Bucket(number, flat, parameters, _split(flat, group), False))
         return flat
 
-    def _outer_step(self, group: NamedTensors, mean: Tensor) -> None:
+    def _outer_step(self, group: ParameterList, mean: Tensor) -> None:
         """One outer step. Single roundings only: so it is the same on different processors."""
         for (name, parameter), change in zip(group, _split(mean, group), strict=True):
-            known = self._velocity.get(name)
-            velocity = torch.zeros_like(change) if known is None else known.to(change.device)
+            former = self._velocity.get(name)
+            velocity = torch.zeros_like(change) if former is None else former.to(change.device)
             self._velocity[name] = velocity
             velocity.mul_(self.momentum).add_(change)
             step = velocity.mul(self.momentum).add_(change).mul_(self.rate)
@@ -291,7 +291,7 @@ class Local(GradientReducer):
         return per_step // self.local_steps if self.is_local else per_step
 
 
-def _split(flat: Tensor, group: NamedTensors) -> list[Tensor]:
+def _split(flat: Tensor, group: ParameterList) -> list[Tensor]:
     """The parts of a flat tensor that belong to these parameters, in their shapes."""
     parts = torch.split(flat, [parameter.numel() for _, parameter in group])
     return [part.view(p.shape) for part, (_, p) in zip(parts, group, strict=True)]

@@ -65,8 +65,8 @@ class Measurement:
 
     def best(self, method: str) -> tuple[int, float]:
         """Into how many buckets gradients are best divided, and the seconds of a step then."""
-        most = max(1, self.gradient_bytes // _MIN_BUCKET_BYTES)
-        by_count = {n: self.seconds(method, n) for n in _BUCKET_COUNTS if n <= most}
+        max_count = max(1, self.gradient_bytes // _MIN_BUCKET_BYTES)
+        by_count = {n: self.seconds(method, n) for n in _BUCKET_COUNTS if n <= max_count}
         limit = _BUCKET_TOLERANCE * min(by_count.values())
         count = min(n for n, seconds in by_count.items() if seconds <= limit)
         return count, by_count[count]
@@ -117,7 +117,9 @@ def choose(
     factors = slowdown or {}
     seconds = {method: best[method][1] * factors.get(method, 1.0) for method in CANDIDATES}
     fastest = min(seconds.values())
-    method = next(each for each in CANDIDATES if seconds[each] <= TOLERANCE * fastest)
+    method = next(
+        candidate for candidate in CANDIDATES if seconds[candidate] <= TOLERANCE * fastest
+    )
     is_finer = present in seconds and CANDIDATES.index(present) < CANDIDATES.index(method)
     if is_finer and seconds[present] <= TOLERANCE**2 * fastest:
         method = present

@@ -116,7 +116,7 @@ def every_way(root: Path) -> None:
         dist.barrier()
         training(parts, asked, resume="11", looks=True)
         if asked == "int4":
-            collectives._SLOW_S_PER_BYTE = 0.0  # codes are packed, as on a slow line
+            collectives._COMPRESS_S_PER_BYTE = 0.0  # codes are packed, as on a slow line
             training(root / "packed", asked, resume="11")
     whole, parts = root / "first" / "whole", root / "first" / "parts"
     training(whole, "int4", steps=FIRST)
@@ -129,7 +129,7 @@ def every_way(root: Path) -> None:
 def launched(folder: Path, asked: str) -> None:
     """Under a launcher; what its codes leave out counts in the next step there, too."""
     torch.set_num_threads(1)
-    collectives._SLOW_S_PER_BYTE = 0.0
+    collectives._COMPRESS_S_PER_BYTE = 0.0
     training(folder, asked, launched=True)
 
 
@@ -144,7 +144,7 @@ def compiled(root: Path) -> None:
 def seldom(root: Path, steps: int) -> None:
     """Parameters that some steps leave out, in 4 bits."""
     torch.set_num_threads(1)
-    collectives._SLOW_S_PER_BYTE = 0.0
+    collectives._COMPRESS_S_PER_BYTE = 0.0
     training(root / "seldom", "int4", steps=steps, unused=True)
 
 

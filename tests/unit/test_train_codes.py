@@ -321,7 +321,7 @@ def test_the_outer_state_outlives_another_number_of_ranks() -> None:
         mine = Rank("local", rank, meeting, torch.float32)
         method = mine.method
         assert isinstance(method, Local)
-        method.local_steps, _ = 2, method.begin(400)
+        method.local_steps, _ = 2, method.set_length(400)
         method.first_local = 2
         for step in range(6):
             mine.average(drawn(rank, step, torch.float32), TWO)
@@ -486,7 +486,7 @@ def test_ranks_that_step_alone_meet() -> None:
         method = mine.method
         assert isinstance(method, Local)
         method.local_steps = 3
-        said = method.begin(20)
+        said = method.set_length(20)
         places, buffer = [], torch.full((3,), float(rank))
         for step in range(12):
             gradients = mine.average(drawn(rank, step, torch.float32), TWO)
@@ -562,7 +562,7 @@ def test_the_outer_momentum_suits_the_length() -> None:
     momenta = []
     for steps in (100, 400, 2_000, 20_000):
         method = Local(ReduceContext(None, 0, 2))
-        method.begin(steps)
+        method.set_length(steps)
         momenta.append(round(method.momentum, 2))
     assert momenta == [0.0, 0.5, 0.9, 0.9]
 

@@ -57,7 +57,7 @@ def trial(
     exchange = RecordingExchange()
     overlap = overlap_of(exchange, ranks)
     looks = 0
-    while not overlap.done:
+    while not overlap.is_finished:
         a_step = seconds.get(overlap.sizes.size, 1.0)
         parts = torch.zeros(ranks, 5, len(PARTS), dtype=torch.float64)
         parts[:, :, PARTS.index("moving")] = moving * a_step
@@ -101,7 +101,7 @@ def test_where_gradients_are_coded_no_sizes_are_tried() -> None:
     exchange = RecordingExchange()
     exchange.reducer = SimpleNamespace(name="int8")
     overlap = overlap_of(exchange)
-    assert overlap.done
+    assert overlap.is_finished
     assert overlap.state_dict() == {}
 
 
@@ -109,11 +109,11 @@ def test_a_checkpoint_knows_the_sizes() -> None:
     kept = trial({125_000: 0.7})[0].state_dict()
     again = overlap_of(exchange := RecordingExchange())
     again.load_state_dict({**kept, "ranks": 3})  # found elsewhere
-    assert not again.done
+    assert not again.is_finished
     again.load_state_dict({})  # from a time before its end
-    assert not again.done
+    assert not again.is_finished
     again.load_state_dict(kept)
-    assert again.done
+    assert again.is_finished
     assert again.sizes == BucketSizes(125_000, 65_536)
     assert exchange.calls == [(125_000, 65_536)]
 
@@ -126,4 +126,4 @@ def test_a_checkpoint_of_an_earlier_version_is_read(changed: dict[str, Any], don
              "late": False, "order": [0, 2, 1], **changed}  # fmt: skip
     again = overlap_of(RecordingExchange())
     again.load_state_dict(state)
-    assert (again.done, again.sizes == BucketSizes(125_000, 65_536)) == (done, done)
+    assert (again.is_finished, again.sizes == BucketSizes(125_000, 65_536)) == (done, done)

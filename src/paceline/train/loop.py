@@ -85,10 +85,10 @@ class TrainingLoop:
 
     # -- epochs ----------------------------------------------------------------------------
 
-    def begin_iteration(self, loader: Loader) -> None:
+    def start_iteration(self, loader: Loader) -> None:
         """The script begins to take batches from a loader."""
         if loader is not self.steps.loader:
-            self._membership.begin_side_loader()
+            self._membership.start_side_loader()
             return
         self._membership.restore_received()
         if self._training.models.widen() and self.bucket_trial is not None:
@@ -98,7 +98,7 @@ class TrainingLoop:
         """Prepares the training with this loader; waits for the others in a process that joins."""
         progress, membership = self._training.progress, self._membership
         self.steps.loader = loader
-        membership.begin_training(loader)
+        membership.start_training(loader)
         self._allow_losses(loader)
         loader.arrived = self.pace.given
         self._loaders.divide(loader)
@@ -203,34 +203,34 @@ class TrainingLoop:
     def _measure_pace(self, batch: Batch, loader: Loader) -> None:
         """Takes how long the step took, and adjusts communication and shares to it."""
         step = self._training.progress.step
-        look = self.pace.step(batch.total, loader.waited, self._checkpoints.blocked_s)
+        timings = self.pace.step(batch.total, loader.waited, self._checkpoints.blocked_s)
         if (communication := self._training.models.first.communication) is not None:
             communication.computed(self.pace.computed)
-        if look is not None:
-            self.lookout.take(look)
-            self._journal.pace(look.told)
-            self._try_bucket_sizes(look)
-            self._choose_communication(look)
-            self._division.look(look, step)
+        if timings is not None:
+            self.lookout.take(timings)
+            self._journal.pace(timings.told)
+            self._try_bucket_sizes(timings)
+            self._choose_communication(timings)
+            self._division.look(timings, step)
         if self._probe is not None:
             self._probe.stepped(batch.total, loader.waited, self.pace.computed())
 
-    def _choose_communication(self, look: Look) -> None:
+    def _choose_communication(self, timings: Look) -> None:
         """Has a single model's way of averaging reconsidered."""
         models, bucket_trial = self._training.models, self.bucket_trial
         communication, step = models.first.communication, self._training.progress.step
         if communication is None or len([*models]) > 1:
             return
-        if bucket_trial is not None and not bucket_trial.done and communication.is_final:
+        if bucket_trial is not None and not bucket_trial.is_finished and communication.is_final:
             return  # what is exposed will be less
-        if text := communication.consider(look):
+        if text := communication.consider(timings):
             self._member.say(text)
             self._member.event("communication", step=step, text=text)
             if bucket_trial is not None and communication.final_step is not None:
                 bucket_trial.restart(communication.final_step)
-                self._try_bucket_sizes(look)
+                self._try_bucket_sizes(timings)
 
-    def _try_bucket_sizes(self, look: Look) -> None:
+    def _try_bucket_sizes(self, timings: Look) -> None:
         """Has sizes of gradient buckets tried, once the way of averaging is settled."""
         communication, step = (
             self._training.models.first.communication,
@@ -239,7 +239,7 @@ class TrainingLoop:
         if self.bucket_trial is None or (communication is not None and not communication.is_final):
             return
         first = 0 if communication is None else communication.warmup_steps
-        if self.bucket_trial.consider(look, step, first):
+        if self.bucket_trial.consider(timings, step, first):
             self._member.event("overlap settled", step=step, **self.bucket_trial.summary())
 
     def _record(self) -> None:
@@ -254,6 +254,6 @@ class TrainingLoop:
         models.check(means, self._training.progress.step)
 
 
-def _equal_parts(length: int, longest: int) -> int:
+def _equal_parts(length: int, limit: int) -> int:
     """The length of equal parts, none longer than ``longest``."""
-    return -(-length // -(-length // longest))
+    return -(-length // -(-length // limit))

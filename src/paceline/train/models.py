@@ -286,7 +286,7 @@ class Models:
         """
         updater = self[name]
         if self._counted is not None:
-            self._counted.begin_step()
+            self._counted.start_step()
         if name == ALONE:
             updater.backward(loss)
         elif parallel.is_sharded(self.module):

@@ -278,7 +278,7 @@ class Session(Member):
         loader = self._loaders.loader(
             data, global_batch, shuffle, order, lengths, limit, workers, collate, balance, drop_slow
         )
-        loader.begun = self._loop.begin_iteration
+        loader.begun = self._loop.start_iteration
         return loader
 
     def shard(self, data: Data, size: int = 512, *, collate: Collate | None = None) -> Shard:

@@ -132,7 +132,7 @@ class CommittedModels:
         if self._needs_copies or is_compared:
             self._copies = [parameter.detach().clone() for parameter in self._parameters()]
 
-    def begin_step(self) -> None:
+    def start_step(self) -> None:
         """The next step begins: what is changed between two steps has been changed."""
         if not self._needs_copies:
             self._needs_copies = self._has_changed

@@ -114,7 +114,7 @@ class Membership:
         if self._trainings:
             self._close_door(LATE_CHANGE.format(method))
 
-    def begin_training(self, loader: Loader) -> None:
+    def start_training(self, loader: Loader) -> None:
         """The script has called ``session.epochs`` with this loader."""
         self._trainings += 1
         self._script_line = line_of_script()
@@ -127,7 +127,7 @@ class Membership:
             self._close_door(SECOND_TRAINING)
         self.mark("epochs")
 
-    def begin_side_loader(self) -> None:
+    def start_side_loader(self) -> None:
         """The script takes batches from a loader that is not that of ``session.epochs``."""
         if self._has_two_loaders or self._member.progress.finished:
             return
@@ -151,22 +151,22 @@ class Membership:
         """Whether operations still belong to the start."""
         return self.start is not None and self._member.comms.mender is self.start
 
-    def _close_door(self, why: str) -> None:
+    def _close_door(self, reason: str) -> None:
         """Lets nobody join from here on: newcomers join in the script's first epochs."""
         recovery = self.recovery
         if recovery is not None and not recovery.door_closed:
             recovery.door_closed = True
-            self._member.event("door closed", why=why)
+            self._member.event("door closed", why=reason)
 
     # -- ranks that are lost ---------------------------------------------------------------
 
     def report_recoverable(self, recovery: Recovery) -> None:
         """Tells the launcher whether the training goes on without a lost rank."""
-        why = self._unrecoverable_part()
-        if recovery.able == bool(why) or not recovery.is_reported:
+        reason = self._unrecoverable_part()
+        if recovery.able == bool(reason) or not recovery.is_reported:
             recovery.is_reported = True
-            self._member.event("recoverable", able=not why, why=why)
-        recovery.able = not why
+            self._member.event("recoverable", able=not reason, why=reason)
+        recovery.able = not reason
 
     def _unrecoverable_part(self) -> str:
         """What no other rank has of the training; empty when a lost rank can be replaced."""

@@ -31,7 +31,7 @@ from paceline.train.reduce.selection import CANDIDATES, TOLERANCE, Choice, Measu
 _SKIPPED_STEPS = 2  # after a change: memory, caches and buckets are new
 _SAMPLE_STEPS = 5
 _EARLY_STEPS = 3  # after each of which there is a preliminary choice
-_MAX_EXACT_S, _SLOW_METHOD = 1.0, "int8"  # for all bytes, or not even the first step is exact
+_MAX_EXACT_S, _FALLBACK_METHOD = 1.0, "int8"  # for all bytes, or not even the first step is exact
 _PROBE_S, _MAX_PROBE_BYTES = 0.1, 1 << 24  # of a message that shows how fast the network is
 _SAMPLE_ELEMENTS = 1 << 20  # that are coded for a measurement
 _CHANGED_SHARE = 0.15  # of a step by which communication differs from before
@@ -79,8 +79,8 @@ class AutoMethod:
         self._bucket_s = _BUCKET_S if comms.device.type == "cpu" else 0.0  # see Measurement
         self._early: list[float] = []  # seconds that the slowest rank computed, by step
         if self._network.sent["exact"] / self._network.bytes_per_s > _MAX_EXACT_S:
-            slow = replace(self._network, computing_s=_MAX_EXACT_S, bucket_s=self._bucket_s)
-            self._use(Choice(_SLOW_METHOD, slow.best(_SLOW_METHOD)[0], {}))
+            fallback = replace(self._network, computing_s=_MAX_EXACT_S, bucket_s=self._bucket_s)
+            self._use(Choice(_FALLBACK_METHOD, fallback.best(_FALLBACK_METHOD)[0], {}))
 
     def stepped(self, computing: Callable[[], float]) -> None:
         """After each of the first few steps: chooses by how long this rank computed in it."""
@@ -100,19 +100,19 @@ class AutoMethod:
         """The name of the method in use."""
         return "exact" if self.choice is None else self.choice.method
 
-    def consider(self, look: Look) -> str:
+    def consider(self, timings: Look) -> str:
         """Takes where the time of the last steps went, between two steps.
 
         Returns:
             What has been decided, and why; empty when nothing changes.
         """
-        numbers = torch.arange(look.seconds.shape[1]) * look.every + look.first_step
+        numbers = torch.arange(timings.seconds.shape[1]) * timings.every + timings.first_step
         if not self.is_final and self._first_step is None:
             self._first_step = int(numbers[0])  # steps are counted from there
             self._change_step += self._first_step
         eligible = numbers >= max(self._change_step, self._warmup_steps()) + _SKIPPED_STEPS
         end = int(numbers[-1]) + 1
-        self._seen += list(look.seconds[:, eligible].unbind(1))
+        self._seen += list(timings.seconds[:, eligible].unbind(1))
         if len(self._seen) < _SAMPLE_STEPS:
             return ""
         steps, self._seen = torch.stack(self._seen, dim=1), []

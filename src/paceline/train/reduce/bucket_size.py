@@ -70,7 +70,7 @@ class BucketTrial:
         """
         comms, self._was_exact = self._comms, self._is_exact
         can_try = not (comms.alone or comms.mixed) and comms.device.type == "cpu"
-        self.done = not (self._is_exact and can_try)
+        self.is_finished = not (self._is_exact and can_try)
         self.sizes, self.seconds = BucketSizes(), {}
         self._untried = candidates(self._exchange.nbytes, comms.world.size)
         self._change_step = step
@@ -79,21 +79,21 @@ class BucketTrial:
     def _is_exact(self) -> bool:
         return self._exchange.reducer is None
 
-    def consider(self, look: Look, step: int, skipped: int = 0) -> bool:
+    def consider(self, timings: Look, step: int, skipped: int = 0) -> bool:
         """Takes a look at the last steps, after ``step`` steps of this process.
 
         Args:
-            look: At where their time went.
+            timings: Where the time of the last steps went.
             step: Number of steps done.
             skipped: First steps of the training that count for nothing: they may take longer.
 
         Returns:
             Whether this one has settled it.
         """
-        if self.done:
+        if self.is_finished:
             return False
-        numbers = torch.arange(look.seconds.shape[1]) * look.every + look.first_step
-        counted = look.seconds[:, numbers >= max(self._change_step, skipped) + _SKIPPED_STEPS]
+        numbers = torch.arange(timings.seconds.shape[1]) * timings.every + timings.first_step
+        counted = timings.seconds[:, numbers >= max(self._change_step, skipped) + _SKIPPED_STEPS]
         if counted.shape[1] < 2:
             return False
         seconds = float(counted[:, :, _STEP].sum(2).max(dim=0).values.median())
@@ -108,9 +108,9 @@ class BucketTrial:
             best = min(self.seconds, key=lambda sizes: self.seconds[sizes])
             is_better = self.seconds[best] <= _MAX_RATIO * self.seconds[BucketSizes()]
             self.use(best if is_better else BucketSizes())
-            self.done = True
+            self.is_finished = True
         self._change_step = step
-        return self.done
+        return self.is_finished
 
     def use(self, sizes: BucketSizes) -> None:
         """Uses these sizes from now on; between two steps."""
@@ -136,7 +136,7 @@ class BucketTrial:
 
     def state_dict(self) -> dict[str, Any]:
         """What was found; nothing while the trial goes on, and when gradients are coded."""
-        if not (self.done and self._is_exact):
+        if not (self.is_finished and self._is_exact):
             return {}
         ranks = self._comms.world.size
         return {"ranks": ranks, "size": self.sizes.size, "first": self.sizes.first}
@@ -149,9 +149,9 @@ class BucketTrial:
         """
         if self._was_exact != self._is_exact:
             self.restart(0)
-        if self.done or state.get("ranks") != self._comms.world.size:
+        if self.is_finished or state.get("ranks") != self._comms.world.size:
             return
         if state.get("late") or state.get("code"):
             return
         self.use(BucketSizes(state["size"], state["first"]))
-        self.done = True
+        self.is_finished = True

@@ -167,7 +167,7 @@ class Communication:
         """Takes how many steps the training has, and are done; returns what is to be told."""
         self._advance(steps, step)
         local = self._local
-        text = "" if local is None else local.begin(steps)
+        text = "" if local is None else local.set_length(steps)
         return f"communication: {Local.name}: {text}" if text else ""
 
     @property
@@ -237,17 +237,17 @@ class Communication:
         if self._auto is not None and not self._comms.alone:
             self._auto.stepped(seconds)
 
-    def consider(self, look: Look) -> str:
+    def consider(self, timings: Look) -> str:
         """Takes where the time of the last steps went; returns what is to be told, once."""
         if self._comms.alone:  # the others were lost
             return ""
         if self._auto is not None:
-            text = self._auto.consider(look)
+            text = self._auto.consider(timings)
             return f"communication: {text}" if text else ""
         has_choice = self.requested.name == "exact" and not self._comms.mixed
         if self._has_advised or not has_choice:
             return ""
-        parts = look.seconds.sum(0) / len(look.seconds)
+        parts = timings.seconds.sum(0) / len(timings.seconds)
         moving = parts[:, PARTS.index("moving")]
         self._observed += list(zip(moving.tolist(), parts.sum(1).tolist(), strict=True))
         steps = len(self._observed)
@@ -266,8 +266,8 @@ class Communication:
         share = f"{moving_s / step_s:.0%} of each {format_duration(step_s)} step"
         finding = f"{share} goes into sending gradients"
         if count < MIN_BUCKET:  # it would be sent as it is
-            why = "its messages are short, and fewer bytes would not help"
-            return f"{finding}: {why}; a larger batch has fewer of them"
+            cause = "its messages are short, and fewer bytes would not help"
+            return f"{finding}: {cause}; a larger batch has fewer of them"
         part = BYTES_SENT["int8"][ranks > 2] * 4 * count / self._exchange.nbytes
         shorter = format_duration(step_s - moving_s * (1 - part))
         return (

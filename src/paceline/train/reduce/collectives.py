@@ -18,7 +18,7 @@ from paceline.train.reduce import small_messages
 from paceline.train.reduce.direct import mesh_of
 from paceline.train.reduce.reducer import ReduceContext
 
-_SLOW_S_PER_BYTE = 2e-7
+_COMPRESS_S_PER_BYTE = 2e-7
 """From which on codes are compressed: that and the reverse take a tenth of it on a processor, and
 save a quarter of the bytes."""
 _MIN_MESSAGE = 1 << 16  # bytes; of shorter ones it cannot be seen how fast the network is
@@ -122,7 +122,7 @@ class Collectives:
     def _is_slow(self) -> bool:
         """Whether recent messages took long for their bytes: by the network, or by a late rank."""
         seconds = sum(duration for duration, _ in self._recent)
-        return seconds > _SLOW_S_PER_BYTE * sum(sent for _, sent in self._recent)
+        return seconds > _COMPRESS_S_PER_BYTE * sum(sent for _, sent in self._recent)
 
     def _uses_gloo(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" and "gloo" in dist.get_backend(self._group)

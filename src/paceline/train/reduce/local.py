@@ -67,7 +67,7 @@ class Local(GradientReducer):
         self._velocity: dict[str, Tensor] = {}  # the outer momentum
         self._moments_differ = False  # between ranks
 
-    def begin(self, steps: int) -> str:
+    def set_length(self, steps: int) -> str:
         """Takes the length of the training; returns what is to be told."""
         self.first_local = int(AVERAGED_PART * steps)
         means = max(1, (steps - self.first_local) // self.local_steps)

@@ -47,8 +47,8 @@ class Measurement:
         """A step in so many buckets."""
         latency_s = self.latency_s if method == "exact" else self.latency_s + self.bucket_s
         moving_s = self.sent[method] / self.bytes_per_s
-        own_s = self.processor_s(method)
-        return StepTime(self.computing_s, moving_s, buckets, latency_s, own_s)
+        processor_s = self.processor_s(method)
+        return StepTime(self.computing_s, moving_s, buckets, latency_s, processor_s)
 
     def seconds(self, method: str, buckets: int) -> float:
         """Seconds of such a step."""

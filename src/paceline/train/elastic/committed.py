@@ -107,9 +107,6 @@ class CommittedModels:
     """What some models were after the last step; all methods are called between passes.
 
     :meth:`commit` comes first.
-
-    Args:
-        updaters: Of the models.
     """
 
     def __init__(self, updaters: Iterable[Updater]) -> None:

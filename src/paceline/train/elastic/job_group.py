@@ -38,15 +38,11 @@ class JobGroup:
     """This rank's part in the job's process groups, one after the other.
 
     Args:
-        control: Tells of newer groups.
-        connections: Of the present group.
-        init_group: Makes another one.
-        store: By which the present group was made.
         timeout: Longest wait in a collective.
 
     Attributes:
-        connections: As above.
-        store: As above, without a prefix.
+        connections: Of the present group.
+        store: By which the present group was made, without a prefix.
     """
 
     def __init__(
@@ -78,9 +74,7 @@ class JobGroup:
         """Leaves the present group and makes the one that the launcher has announced.
 
         Args:
-            message: Announces it.
-            place: Of this rank in it.
-            on_gathered: Called when all its members are there.
+            on_gathered: Called when all members are there.
 
         Raises:
             Superseded: A newer group was announced meanwhile.

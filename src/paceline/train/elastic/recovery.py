@@ -129,9 +129,6 @@ class Recovery:
 
     Args:
         slot: Number of this process in the plan, which never changes.
-        comms: Of all ranks; its world changes with the group.
-        control: What the launcher says.
-        group: The job's process group.
 
     Attributes:
         able: A lost rank is replaced; until then its loss is an error as any other.

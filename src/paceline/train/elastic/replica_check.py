@@ -32,7 +32,7 @@ class ReplicaChecksum:
     """Compares a module over all ranks, and remembers what its buffers were.
 
     Args:
-        comms: All ranks must call every method.
+        comms: Of all ranks, which must call every method.
         module: As it was given to ``session.prepare``.
 
     Attributes:

@@ -45,8 +45,6 @@ class AutoMethod:
     """Chooses the method of one model's exchange. Every rank has one and calls it alike.
 
     Args:
-        exchange: Of the model's gradients.
-        comms: Of all ranks.
         use: Uses a method by its name, which goes on with the last one's quantisation errors.
         fine_steps: Gives how many steps of the training send more than later ones by the method in
             use.

@@ -47,10 +47,6 @@ def candidates(nbytes: int, ranks: int) -> list[BucketSizes]:
 class BucketTrial:
     """Finds the best sizes of buckets for one model in its first steps. Every rank does the same.
 
-    Args:
-        exchange: Of the model's gradients.
-        comms: Of all ranks.
-
     Attributes:
         seconds: Of a step, by sizes, as far as they have been tried.
         sizes: In use.

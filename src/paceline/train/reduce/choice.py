@@ -39,9 +39,6 @@ class Communication:
 
     Args:
         method: As ``session.prepare`` takes it.
-        exchange: Of the model's gradients.
-        comms: Of all ranks.
-        optimizer: Of the model.
 
     Attributes:
         requested: The method, parsed.

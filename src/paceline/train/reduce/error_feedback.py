@@ -52,10 +52,6 @@ class ErrorFeedback:
     The mean over all ranks is what the training still has to get: so another number of ranks goes
     on with that mean (:func:`inherit_residual`). When a rank may be lost in the middle of a pass,
     which is then void, a second copy holds what that pass left.
-
-    Args:
-        collectives: Over all ranks.
-        context: Of the reducer whose residuals they are.
     """
 
     def __init__(self, collectives: Collectives, context: ReduceContext) -> None:

@@ -12,8 +12,6 @@ class Exact(GradientReducer):
     """An all-reduce of each bucket, divided first as DDP divides.
 
     Args:
-        context: Of its ranks.
-        collectives: Over these ranks.
         is_small: The whole model's gradients are small (``reduce/small_messages.py``). Not a single
             bucket's, for the sum must not depend on how gradients are divided.
         is_pair: Two ranks send each other all they have by connections of their own

@@ -40,10 +40,6 @@ _DDP_BUCKET_BYTES = 25 << 20  # when DDP chooses
 class GradientExchange:
     """Averages one replica's gradients. Every rank has one and changes it alike.
 
-    Args:
-        model: Whose gradients they are.
-        comms: Of all ranks.
-
     Attributes:
         former_reducer: That of a former group of ranks, until another one has adopted its state.
     """

@@ -232,10 +232,8 @@ class TrainingLoop:
 
     def _try_bucket_sizes(self, timings: Look) -> None:
         """Has sizes of gradient buckets tried, once the way of averaging is settled."""
-        communication, step = (
-            self._training.models.first.communication,
-            self._training.progress.step,
-        )
+        communication = self._training.models.first.communication
+        step = self._training.progress.step
         if self.bucket_trial is None or (communication is not None and not communication.is_final):
             return
         first = 0 if communication is None else communication.warmup_steps

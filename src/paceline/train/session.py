@@ -514,7 +514,7 @@ class Session(Member):
             self.follow()  # the last evaluation may have lost the first rank
         self._checkpoints.close(failed=not is_orderly)
         if is_orderly and recovery is not None:
-            self.event("session closed")  # nobody can do in this rank's place what its script does
+            self.event("session closed")  # no rank can replace this one from here on
         self._journal.close(None if is_orderly else error)
         if is_orderly:
             self.models.close()

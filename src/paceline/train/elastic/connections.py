@@ -24,8 +24,7 @@ class GlooConnections:
 
     They are gloo's own: ``shutdown`` on them gives its threads the end of the connection, and
     every collective that waits, or begins, an error; gloo closes them. The store's connection is
-    cut, too, for a rank that waits there, but nobody closes that one: a group that was left keeps
-    it.
+    shut down, too, for a rank that waits there, but is not closed: a group that was left keeps it.
 
     While a group is made, a rank may also wait for a connection that a lost rank was to make, or
     try to make one again and again. So sockets are cut until the group is made, and a rank that

@@ -1,10 +1,9 @@
 """gloo's threads, as the system lists them, and what wakes one of them for good.
 
-Where a collective has failed in the middle of a message, gloo has nowhere to put the rest, and
-leaves it in the socket. For as long as it lies there epoll tells gloo's thread again and again that
-there is something to read, which takes a whole CPU. That the connection was cut changes nothing,
-for gloo does not come as far as reading its end. So whoever has cut it has epoll say so once more,
-and never again (:func:`disarm_epoll`).
+When a collective has failed in the middle of a message, gloo leaves the rest in the socket. As long
+as it lies there epoll wakes gloo's thread again and again, which takes a whole CPU. That the
+connection was shut down changes nothing, for gloo does not come as far as reading its end. So epoll
+is made to report the connection once more and never again (:func:`disarm_epoll`).
 """
 
 from __future__ import annotations

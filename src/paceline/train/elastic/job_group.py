@@ -99,7 +99,7 @@ class JobGroup:
             if message.planned:
                 # Not before: what this rank has sent in the last operation of the former group
                 # may not have been read yet, and a connection that ends may swallow it. gloo wakes
-                # nobody who waits for the rest of a message, and in a planned group nobody does.
+                # no thread that waits for the rest of a message; here none does.
                 self._disconnect()
             self._init_group(PrefixStore("default_pg", notes), place, _FORMING)
         self._check_current(message)

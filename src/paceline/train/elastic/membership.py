@@ -1,4 +1,4 @@
-"""Who trains together: whether ranks may be lost, and what a process must share to join."""
+"""Which ranks train together: whether they may be lost, and what a process needs to join."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Membership:
         return nullcontext() if self.start is None else self.start.paused()
 
     def note_change(self, method: str) -> None:
-        """The training gets another part: nobody can join who starts without it."""
+        """The training gets another part: no process can join that starts without it."""
         if self._trainings:
             self._close_door(LATE_CHANGE.format(method))
 
@@ -152,7 +152,7 @@ class Membership:
         return self.start is not None and self._member.comms.mender is self.start
 
     def _close_door(self, reason: str) -> None:
-        """Lets nobody join from here on: newcomers join in the script's first epochs."""
+        """Lets no process join from here on: newcomers join in the script's first epochs."""
         recovery = self.recovery
         if recovery is not None and not recovery.door_closed:
             recovery.door_closed = True

@@ -133,7 +133,7 @@ class Recovery:
     Attributes:
         able: A lost rank is replaced; until then its loss is an error as any other.
         is_reported: The launcher knows whether.
-        door_closed: Nobody can join any more; set at the same place of the script on all ranks.
+        door_closed: No process can join any more; set at the same place of the script on all ranks.
         generation: Number of the group, from 0.
         place: This process's place at the last renewal: by it data are divided.
         training: Of this rank; set before the first event.
@@ -303,7 +303,7 @@ class Recovery:
         message = self._control.newer(self.generation)
         self._opened = 0
         if message is None or not message.planned:
-            return  # a rank is lost: whoever talks to the others next will see it
+            return  # a rank is lost: the next collective will show it
         try:
             self._form_planned(message, Activity.RENEWAL)
         except RuntimeError as error:
@@ -537,7 +537,7 @@ class Recovery:
         self._void = max(self._void, _void_passes(positions, receivers, this_rank))
         if this_rank in receivers or this_rank in newcomers:
             self.updates = positions[source].updates
-        # Who is through with a renewal has waited there for all, and may have gone on.
+        # A rank that is through with a renewal has waited there for all, and may have gone on.
         is_finishing = activity in (Activity.OPERATION, Activity.RENEWAL)
         is_finished = this_rank in receivers or (this_rank in behind and is_finishing)
         if not is_finished:

@@ -198,7 +198,7 @@ class Communication:
         start = self._exchange.moment()
         with self._comms.told_elsewhere():
             if local.begins_local:
-                # Who is still in the last exchange takes its model from one that is not yet local.
+                # A rank in the last exchange takes its model from one that is not local yet.
                 self._comms.meet(lambda: None)
             if local.is_due:
                 self.synchronise()

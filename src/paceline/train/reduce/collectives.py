@@ -168,7 +168,7 @@ def pack(message: Tensor, codes: int) -> Tensor:
     """A message with a header; its first ``codes`` bytes are compressed when that saves bytes."""
     content, compressed = message.numpy(), b""
     if codes:
-        # Where a byte is in a message says nothing about it, how often it comes does.
+        # How often a byte comes tells something about it, where it is does not.
         coder = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
         compressed = coder.compress(content[:codes].data) + coder.flush()
     if not codes or len(compressed) >= codes:

@@ -1,16 +1,16 @@
-"""Connections of our own among the ranks of a group, for messages that are little or coded.
+"""Connections of our own among the ranks of a group, for messages that are small or coded.
 
-gloo hands each message to a thread of its own. Where ranks compute on all CPUs of a host that
-thread waits for one, and so does the thread that it wakes afterwards: of 40 kB among four ranks on
-two CPUs an all-reduce took 5 ms. Here the thread that has something to say sends and receives by
-itself, looks for a moment whether the answers are there, and sleeps in the kernel until they are:
-0.2 to 0.4 ms of the same (``bench/broadcast/small.py``). And gloo's thread asks for a connection's
-lock again and again while another one that sends on it has to wait for a CPU: of a step of 60 ms of
-two ranks with one CPU each, whose gradients go in codes, it used 7 for nothing.
+gloo hands each message to a thread of its own. When ranks compute on all CPUs of a host that thread
+waits for one, and so does the thread that it wakes afterwards: an all-reduce of 40 kB among four
+ranks on two CPUs took 5 ms. Here the thread that has a message sends and receives by itself, spins
+for a moment, and sleeps in the kernel until the answers are there: 0.2 to 0.4 ms for the same
+(``bench/broadcast/small.py``). And gloo's thread asks for a connection's lock again and again while
+another one that sends on it has to wait for a CPU: in a step of 60 ms of two ranks with one CPU
+each, whose gradients go in codes, it wasted 7 ms.
 
 The connections of a group are made in one of its first operations (:func:`mesh_of`), over addresses
-and keys that gloo carries, and end like gloo's: with the process, or when they are cut
-(:func:`cut`). Where they cannot be made, gloo carries all.
+and keys that gloo carries, and end like gloo's: with the process, or by :func:`shut_down_all`. When
+they cannot be made, gloo carries all.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _OpenSockets:
         self.shutdowns = 0
 
     def add(self, new: socket.socket, shutdowns: int) -> socket.socket:
-        """Takes a socket that belongs to what was begun after so many cuts."""
+        """Takes a socket that belongs to what was begun after so many shutdowns."""
         with self.lock:
             self.sockets.add(new)
             is_outdated = self.shutdowns != shutdowns
@@ -147,7 +147,7 @@ class Mesh:
     Args:
         group: Whose rank this is, and whose timeout holds.
         sockets: Of each other rank.
-        cuts: That there had been when they were made.
+        shutdowns: Calls of :func:`shut_down_all` before they were made.
         large: Messages are not small: a thread that waits for them sleeps at once.
     """
 

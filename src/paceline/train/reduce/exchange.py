@@ -121,7 +121,7 @@ class GradientExchange:
             size: Bytes of a bucket, at least; a parameter is not divided.
             first: Bytes of the bucket that is full first.
         """
-        self._hooked = None  # DDP's old reducer takes its hooks away when nobody holds it
+        self._hooked = None  # DDP's old reducer takes its hooks away when it is deleted
         lay_out(self._model, size, first)
         self._hook()
 
@@ -250,7 +250,7 @@ class GradientExchange:
     def leave_group(self) -> None:
         """Ends this exchange's own connections, whose threads would else stay; by all ranks.
 
-        DDP's reducer goes on to hold this object, which nobody uses any more.
+        DDP's reducer goes on to hold this object, which is not used any more.
         """
         group, self._group = self._group, None
         self._reducer = self._direct = self.former_reducer = None

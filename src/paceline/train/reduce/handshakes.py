@@ -1,7 +1,7 @@
 """Calls at this rank's own listening sockets: from the job's hosts, many at once, bounded in time.
 
 Until it has sent its whole greeting, a caller only takes one of :data:`MAX_CALLERS` places, so a
-slow or silent caller delays nobody.
+slow or silent caller does not delay others.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.agent import facts
 from paceline.agent.frames import MAX_JSON, Decoder, encode
-from paceline.agent.lanes import Joiner
+from paceline.agent.multiplexing import Joiner
+from paceline.agent.surveys import facts
 from paceline.launch.jobs import run_job
 from paceline.launch.results.summary import RunOutcome
 from paceline.launch.terminal.screen import Screen

@@ -63,7 +63,7 @@ def _at_start(statement: str) -> tuple[str, str, str]:
 FAULTS = (
     Fault(
         "agents share a temporary path",
-        "agent/snapshot.py",
+        "agent/files/snapshot.py",
         "    new.mkdir(mode=0o700)\n",
         '    new = folder.with_name(".new-" + folder.name)\n'
         "    shutil.rmtree(str(new), ignore_errors=True)\n"
@@ -117,7 +117,7 @@ FAULTS = (
     ),
     Fault(
         "homes have the same path everywhere",
-        "agent/snapshot.py",
+        "agent/files/snapshot.py",
         'str(Path("~/.cache").expanduser())',
         '"/run/home/%s/.cache" % __import__("getpass").getuser()',
         (("home", "moved"),),
@@ -138,7 +138,7 @@ FAULTS = (
     ),
     Fault(
         "hosts know each other by name",
-        "agent/rank.py",
+        "agent/ranks/process.py",
         "    original = distributed.init_process_group\n",
         "    original = distributed.init_process_group\n"
         "    __import__('socket').getaddrinfo(os.environ['PACELINE_HOST'], 1)\n",

@@ -36,7 +36,7 @@ from typing import Any
 from rich.console import Console, Group
 from rich.live import Live
 
-from paceline.agent import vitals
+from paceline.agent.surveys import host_load
 from paceline.launch.terminal.render import Around, frame
 from paceline.launch.terminal.run_state import Board
 from paceline.rundir.directory import RunDirectory
@@ -126,7 +126,7 @@ def at_rest() -> None:
 
             print(f"| a second of news, and ranks.json | {ranks} | {timed(record)} |")
             directory.close()
-    look = timed(lambda _: vitals.counted(["lo"]))
+    look = timed(lambda _: host_load.counted(["lo"]))
     print(f"| an agent's look at its host, every 2 s | - | {look} |")
 
 

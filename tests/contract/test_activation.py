@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.agent import activation, job
+from paceline.agent.supervision import activation, job
 
 BASE = {"PATH": os.defpath, "HOME": "/root", "KEPT": "1", "PWD": "/before"}
 

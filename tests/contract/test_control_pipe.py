@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from paceline.agent import job as agent_job
-from paceline.agent import procs
-from paceline.agent.job import NodeJob
+from paceline.agent.supervision import job as agent_job
+from paceline.agent.supervision import processes
+from paceline.agent.supervision.job import NodeJob
 from paceline.remote.agent_code import _MAIN
 
-AGENT = Path(agent_job.__file__).parent
+AGENT = Path(agent_job.__file__).parents[1]
 TOKEN = "0" * 32
 PATIENCE_S = 60.0
 # says every line that it is told; "deaf" reads none
@@ -159,7 +159,7 @@ def test_a_lost_rank_is_replaced_beside_the_others(here: Here, script: Path, sto
         os.kill(pids[1], signal.SIGKILL)
     (end,) = here.until(lambda: here.ends(5))
     assert end["signal"] == signal.SIGKILL
-    started = [stat.pid for stat in procs.all_stats().values() if stat.session == pids[1]]
+    started = [stat.pid for stat in processes.all_stats().values() if stat.session == pids[1]]
     assert [pid for pid in started if holds(pid)] == []  # devices, for example
     here.job.add(request(script, {5: {"PACELINE_NEWCOMER": "1"}}))
     assert here.pid(5, 2) != pids[1]
@@ -210,7 +210,7 @@ def test_what_another_agent_of_the_job_ends_is_its_own(here: Here, script: Path)
     assert other.job._server is not None
     try:
         other.until(lambda: any(message["event"] == "imported" for message in other.heard))
-        marked = {process.pid for process in procs.job_processes(here.job.token, [], [])}
+        marked = {process.pid for process in processes.job_processes(here.job.token, [], [])}
         assert here.job._server.pid in marked
         assert other.job._server.pid not in marked
     finally:

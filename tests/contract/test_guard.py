@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.agent import procs
+from paceline.agent.supervision import processes
 from paceline.remote.agent_code import agent_code
 
 PATIENCE_S = 30.0
@@ -19,10 +19,10 @@ PATIENCE_S = 30.0
 AGENT = """
 import os, subprocess, sys, time
 sys.path.insert(0, {package!r})
-from paceline_agent import guard, procs
+from paceline_agent.supervision import guard, processes
 parent = os.getpid()
 guard.fork_agent({package!r})
-procs.adopt_orphans()
+processes.adopt_orphans()
 child = subprocess.Popen(["sleep", "600"], start_new_session=True)
 print(os.getpid(), child.pid, flush=True)
 while os.getppid() == parent:
@@ -41,7 +41,7 @@ def package(tmp_path: Path) -> str:
 
 def gone(pid: int) -> bool:
     deadline = time.monotonic() + PATIENCE_S
-    while procs.identify(pid) is not None:
+    while processes.identify(pid) is not None:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.01)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from paceline.agent import probe
+from paceline.agent.surveys import probe
 
 IDENTITY = bytes(range(probe.IDENTITY_BYTES))
 

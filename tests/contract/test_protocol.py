@@ -21,7 +21,7 @@ from unittest.mock import Mock
 import pytest
 
 from each_case import each_case
-from paceline.agent import facts, frames, server
+from paceline.agent import frames, server
 from paceline.agent.frames import (
     MAGIC,
     MAX_ANSWER,
@@ -30,6 +30,7 @@ from paceline.agent.frames import (
     FrameError,
     encode,
 )
+from paceline.agent.surveys import facts
 from paceline.launch.elastic.attempt import Attempt
 from paceline.launch.elastic.retry_policy import RetryPolicy
 from paceline.launch.nodes.fleet import Node

@@ -22,7 +22,7 @@ import pytest
 
 from paceline.agent import reconnection as agents_half
 from paceline.agent.frames import HIGH_WATER, Decoder, Outbox, Unheard
-from paceline.agent.lanes import TALK
+from paceline.agent.multiplexing import TALK
 from paceline.agent.reconnection import MARK, Place, mac
 from paceline.agent.server import Agent
 from paceline.agent.stream import Stream
@@ -210,7 +210,7 @@ HOLDERS: list[socket.socket] = []
 
 
 def hands_over(name: str, theirs: socket.socket) -> None:
-    """As ``agent/again.py`` does."""
+    """As ``agent/reattach.py`` does."""
     there = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     there.connect("\0" + name)
     HOLDERS.append(there)
@@ -408,7 +408,7 @@ def test_an_agent_that_cannot_greet_leaves_at_once(monkeypatch: pytest.MonkeyPat
     def broken() -> None:
         raise OSError("no facts")
 
-    monkeypatch.setattr("paceline.agent.facts.gather", broken)
+    monkeypatch.setattr("paceline.agent.surveys.facts.gather", broken)
     agent = Agent(theirs.detach(), os.open(os.devnull, os.O_WRONLY), "/nowhere/agent/package")
     serving = threading.Thread(target=agent.run)
     serving.start()

@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from paceline.agent.inside import Arriving
-from paceline.agent.lanes import FILES
+from paceline.agent.files.safe_paths import Arriving
+from paceline.agent.files.snapshot import BLOCK, blob_path
+from paceline.agent.multiplexing import FILES
 from paceline.agent.server import Agent
-from paceline.agent.snapshot import BLOCK, blob_path
 from paceline.remote.channel import Channel
 from paceline.spec.events import Event
 from paceline.spec.hosts import Host

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from paceline.agent import gloo_peers, peers
+from paceline.agent.ranks import gloo_peers, peer_filters
 
 STRANGER = "127.0.0.2"
 KEYS = ("0//cpu//0/0", "0//cpu//0/1")  # under which ranks publish gloo's addresses
@@ -34,8 +34,8 @@ _FAMILY = 2  # bytes, before port and address
 def rank(number: int, port: int) -> None:
     """One of the job's two; the kernel does not keep the stranger away."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo", PACELINE_ADDRESSES="127.0.0.1")
-    peers._LOOPBACK = ()
-    peers.attach_filter = lambda *_: False
+    peer_filters._LOOPBACK = ()
+    peer_filters.attach_filter = lambda *_: False
     told: dict[str, Any] = {"rank": number, "found": []}
     gloo_peers.install(distributed_c10d, on_refused=lambda _: None, on_found=told["found"].append)
     client = dist.TCPStore("127.0.0.1", port, None, False, PATIENCE)

@@ -70,7 +70,7 @@ def test_a_program_is_not_judged(tmp_path: Path) -> None:
 
 LONG_EVALUATION = """
 import os, torch, torch.distributed as dist
-from paceline.agent.gradient_watch import GradientWatch, SOURCE
+from paceline.agent.ranks.gradient_watch import GradientWatch, SOURCE
 reading, writing = os.pipe()
 watch = GradientWatch(os.getpid(), writing, SOURCE)
 watch.install()

@@ -18,7 +18,7 @@ import os, sys, time
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from paceline.agent import gloo_peers, peers
+from paceline.agent.ranks import gloo_peers, peer_filters
 
 peers._LOOPBACK = ()
 gloo_peers.install(distributed_c10d, lambda address: print(address, flush=True), print)

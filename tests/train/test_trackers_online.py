@@ -37,7 +37,7 @@ for step in range(first, last + 1):
 print(f"trained in {time.monotonic() - began:.3f} s")
 guard.close(patience)
 print(f"closed after {time.monotonic() - began:.3f} s", flush=True)
-os._exit(0)  # as agent/rank_exit.py ends a rank: a thread left behind may abort Python's teardown
+os._exit(0)  # as interpreter_exit.py ends a rank: a thread left behind may abort Python's teardown
 """
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.agent import accelerators, facts
+from paceline.agent.surveys import accelerators, facts
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "sysfs"
 

@@ -102,11 +102,11 @@ def add_module(code: Path) -> None:
 
 
 def add_binary(code: Path) -> None:
-    (code / "paceline_agent/facts.abi3.so").write_bytes(b"\x7fELF")
+    (code / "paceline_agent/surveys/facts.abi3.so").write_bytes(b"\x7fELF")
 
 
 def remove_one(code: Path) -> None:
-    (code / "paceline_agent/probe.py").unlink()
+    (code / "paceline_agent/surveys/probe.py").unlink()
 
 
 def empty(code: Path) -> None:

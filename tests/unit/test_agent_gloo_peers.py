@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.agent import gloo_peers, netlink, peers
+from paceline.agent.ranks import gloo_peers, peer_filters
+from paceline.agent.surveys import netlink
 
 
 def entry(address: str, family: int, scope: str = "global", usable: bool = True) -> netlink.Address:
@@ -42,11 +43,11 @@ def test_looking_for_a_store_that_never_listens_leaves_no_descriptors_behind() -
     def opened() -> int:
         return len([*Path("/proc/self/fd").iterdir()])
 
-    over, rejects = threading.Event(), peers.RejectWatcher(lambda address: None)
+    over, rejects = threading.Event(), peer_filters.RejectWatcher(lambda address: None)
     with Path(os.devnull).open(), socket.create_server(("127.0.0.1", 0)) as other:
         before, port = opened(), other.getsockname()[1] ^ 1
         looking = threading.Thread(
-            target=gloo_peers._filter_port, args=(port, peers.ALL_HOSTS, rejects, over)
+            target=gloo_peers._filter_port, args=(port, peer_filters.ALL_HOSTS, rejects, over)
         )
         looking.start()
         over.wait(5 * gloo_peers._LOOK_S)

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from paceline.agent import collectives, held, job, procs, stackdump
+from paceline.agent.ranks import flight_recorder, stack_dump
+from paceline.agent.supervision import job, processes, stalls
 
 
-def seen(pid: int, state: str = "S", faults: int = 0) -> procs.Stat:
-    return procs.Stat(pid, 1, 1, state, 5, faults=faults)
+def seen(pid: int, state: str = "S", faults: int = 0) -> processes.Stat:
+    return processes.Stat(pid, 1, 1, state, 5, faults=faults)
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def child() -> Iterator[Any]:
 
 def wait_for(pid: int, call: str) -> dict[str, str]:
     deadline = time.monotonic() + 10
-    while (found := held.waits_in(pid))["call"] != call:
+    while (found := stalls.waits_in(pid))["call"] != call:
         assert time.monotonic() < deadline, found
         time.sleep(0.02)
     return found
@@ -53,7 +54,7 @@ def test_a_write_into_a_full_pipe_and_who_could_read_it(child: Any) -> None:
     pid = child("exec cat /dev/zero", stdout=subprocess.PIPE)
     found = wait_for(pid, "write")
     assert found["on"].startswith("pipe:[")
-    assert held.readers(found["on"], [pid, os.getpid()]) == [os.getpid()]
+    assert stalls.readers(found["on"], [pid, os.getpid()]) == [os.getpid()]
 
 
 def test_a_wait_for_a_child_and_for_a_pipe(child: Any) -> None:
@@ -62,13 +63,13 @@ def test_a_wait_for_a_child_and_for_a_pipe(child: Any) -> None:
 
 
 def test_a_process_that_is_gone_is_not_known() -> None:
-    assert held.waits_in(2**22 + 1) == {"call": "", "on": "", "kernel": ""}
-    assert held.switches(2**22 + 1) == 0
-    assert held.on_what(2**22 + 1, "disk") == ""
+    assert stalls.waits_in(2**22 + 1) == {"call": "", "on": "", "kernel": ""}
+    assert stalls.switches(2**22 + 1) == 0
+    assert stalls.on_what(2**22 + 1, "disk") == ""
 
 
 def test_a_file_lies_on_a_file_system() -> None:
-    assert " at /proc" in held.file_system(os.getpid(), "/proc/self/stat")
+    assert " at /proc" in stalls.file_system(os.getpid(), "/proc/self/stat")
 
 
 @pytest.mark.parametrize(
@@ -94,10 +95,10 @@ def test_a_stopped_process_is_told_of_after_a_while(child: Any) -> None:
     pid = child("exec sleep 600")
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + 5
-    while (stat := procs.read_stat(pid)) is None or stat.state != "T":
+    while (stat := processes.read_stat(pid)) is None or stat.state != "T":
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    still = held.Standstill()
+    still = stalls.Standstill()
     still.look(100.0, stat, worked=False)
     assert not still.lasts(102.4)
     assert still.lasts(102.6)
@@ -109,8 +110,8 @@ def test_a_stopped_process_is_told_of_after_a_while(child: Any) -> None:
 def test_a_slow_disk_is_no_dead_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that answers now and then has the process wait anew."""
     count = [1]
-    monkeypatch.setattr(held, "switches", lambda _: count[0])
-    slow, dead = held.Standstill(), held.Standstill()
+    monkeypatch.setattr(stalls, "switches", lambda _: count[0])
+    slow, dead = stalls.Standstill(), stalls.Standstill()
     for second in range(20):
         dead.look(float(second), seen(77, "D"), worked=False)
     assert dead.lasts(19.0)
@@ -134,9 +135,9 @@ def test_a_slow_disk_is_no_dead_one(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_paused_control_group_is_no_dead_disk(
     monkeypatch: pytest.MonkeyPatch, state: str, kernel: str, call: str, how: str
 ) -> None:
-    monkeypatch.setattr(held, "_read", lambda path: kernel if path.endswith("wchan") else "")
-    monkeypatch.setattr(held, "waits_in", lambda _: {"call": call, "on": "", "kernel": kernel})
-    still = held.Standstill()
+    monkeypatch.setattr(stalls, "_read", lambda path: kernel if path.endswith("wchan") else "")
+    monkeypatch.setattr(stalls, "waits_in", lambda _: {"call": call, "on": "", "kernel": kernel})
+    still = stalls.Standstill()
     still.look(0.0, seen(77, state), worked=False)
     assert still.how == how
 
@@ -146,8 +147,8 @@ def test_swapped_to_death_and_a_first_touch_of_much_memory(
 ) -> None:
     """Page faults alone are no trouble: a file that is mapped is read by them, too."""
     pressure = ["some avg10=0.00 avg60=0.00"]
-    monkeypatch.setattr(held, "_read", lambda path: pressure[0] if "pressure" in path else "")
-    still = held.Standstill()
+    monkeypatch.setattr(stalls, "_read", lambda path: pressure[0] if "pressure" in path else "")
+    still = stalls.Standstill()
     for second in range(3):
         still.look(float(second), seen(77, "D", faults=second * 500), worked=True)
     assert still.how == ""
@@ -156,7 +157,7 @@ def test_swapped_to_death_and_a_first_touch_of_much_memory(
         still.look(float(second), seen(77, "D", faults=second * 500), worked=True)
     assert still.how == "swapped"
     assert still.lasts(14.0)
-    assert held.on_what(77, "swapped") == "memory pressure 93 %"
+    assert stalls.on_what(77, "swapped") == "memory pressure 93 %"
 
 
 def test_the_last_calls_of_a_flight_recorder() -> None:
@@ -165,10 +166,10 @@ def test_the_last_calls_of_a_flight_recorder() -> None:
     entries = [{**one, "collective_seq_id": n, "input_sizes": [[4, 2], [9]]} for n in range(100)]
     entries.append({**one, "collective_seq_id": 5, "is_p2p": True, "input_sizes": []})
     entries.append({**one, "collective_seq_id": 100, "input_sizes": []})
-    lines = collectives.called(entries)
+    lines = flight_recorder.called(entries)
     assert lines[-2:] == ["0 99 all_reduce of [4,2],[9]", "0 100 all_reduce"]
-    assert len(lines) < collectives.MOST_CALLS
-    assert len(json.dumps(lines)) < collectives.MOST_BYTES
+    assert len(lines) < flight_recorder.MOST_CALLS
+    assert len(json.dumps(lines)) < flight_recorder.MOST_BYTES
 
 
 def test_calls_of_a_group_that_is_no_more_are_not_told() -> None:
@@ -177,21 +178,22 @@ def test_calls_of_a_group_that_is_no_more_are_not_told() -> None:
            "input_sizes": []}  # fmt: skip
     entries = [{**one, "collective_seq_id": 9, "time_created_ns": 100},
                {**one, "collective_seq_id": 1, "time_created_ns": 200}]  # fmt: skip
-    assert collectives.called(entries, 150) == ["0 1 barrier"]
-    assert collectives.called([{**one, "collective_seq_id": 9}], 150) == ["0 9 barrier"]
+    assert flight_recorder.called(entries, 150) == ["0 1 barrier"]
+    assert flight_recorder.called([{**one, "collective_seq_id": 9}], 150) == ["0 9 barrier"]
 
 
 def test_a_rank_that_becomes_a_program_does_not_die_of_a_question() -> None:
     """Asked just before: a shell gives way to all signals when it has waited for a child."""
     script = (
-        "import os\nfrom paceline.agent import collectives, rank\ncollectives.hold()\n"
-        "os.kill(os.getpid(), collectives.SIGNAL)\n"
+        "import os\nfrom paceline.agent.ranks import flight_recorder, process as rank\n"
+        "flight_recorder.hold()\n"
+        "os.kill(os.getpid(), flight_recorder.SIGNAL)\n"
         "rank._execute(['sh', '-c', '/bin/true; /bin/true; exec grep ^SigBlk /proc/self/status'])\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     blocked = int(done.stdout.split()[1], 16)
-    assert not blocked >> (collectives.SIGNAL - 1) & 1  # so it is asked no more
+    assert not blocked >> (flight_recorder.SIGNAL - 1) & 1  # so it is asked no more
 
 
 STACK = [
@@ -205,17 +207,17 @@ WHOLE = [line.strip() for line in STACK[1:3]]
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> stackdump.StackDump:
+def asked(monkeypatch: pytest.MonkeyPatch) -> stack_dump.StackDump:
     """Of a process that can answer."""
-    monkeypatch.setattr(stackdump, "ask", lambda _: ("S", True))
-    monkeypatch.setattr(collectives, "ask", lambda _: True)
-    return stackdump.StackDump()
+    monkeypatch.setattr(stack_dump, "ask", lambda _: ("S", True))
+    monkeypatch.setattr(flight_recorder, "ask", lambda _: True)
+    return stack_dump.StackDump()
 
 
-ONE = procs.Process(77, 5)
+ONE = processes.Process(77, 5)
 
 
-def test_a_stack_is_whole_when_its_last_line_has_come(asked: stackdump.StackDump) -> None:
+def test_a_stack_is_whole_when_its_last_line_has_come(asked: stack_dump.StackDump) -> None:
     asked.ask(ONE)
     for line in STACK:
         assert not asked.whole(time.monotonic())
@@ -224,7 +226,7 @@ def test_a_stack_is_whole_when_its_last_line_has_come(asked: stackdump.StackDump
     assert asked.stack == WHOLE
 
 
-def test_a_stack_that_comes_too_late_is_not_taken_for_the_next(asked: stackdump.StackDump) -> None:
+def test_a_stack_that_comes_too_late_is_not_taken_for_the_next(asked: stack_dump.StackDump) -> None:
     asked.ask(ONE)
     asked.ask(ONE)
     for line in [STACK[0], '  File "/home/me/train.py", line 39 in <module>', STACK[-1], *STACK]:
@@ -234,7 +236,7 @@ def test_a_stack_that_comes_too_late_is_not_taken_for_the_next(asked: stackdump.
     assert asked.stack == WHOLE
 
 
-def test_a_deep_stack_and_one_with_another_end_are_whole(asked: stackdump.StackDump) -> None:
+def test_a_deep_stack_and_one_with_another_end_are_whole(asked: stack_dump.StackDump) -> None:
     asked.ask(ONE)
     for line in [*STACK[:2], "  ..."]:
         asked.take(line.encode())
@@ -243,16 +245,16 @@ def test_a_deep_stack_and_one_with_another_end_are_whole(asked: stackdump.StackD
     asked.take(STACK[1].encode())
     now = time.monotonic()
     assert not asked.whole(now)
-    assert asked.whole(now + stackdump.QUIET_S + 0.1)
+    assert asked.whole(now + stack_dump.QUIET_S + 0.1)
 
 
-def test_who_has_told_its_last_call_is_not_asked_again(asked: stackdump.StackDump) -> None:
+def test_who_has_told_its_last_call_is_not_asked_again(asked: stack_dump.StackDump) -> None:
     asked.take_calls(["0 7 barrier"])
     asked.ask(ONE, closely=True)
     assert asked.calls == ["0 7 barrier"]
 
 
-def test_who_never_tells_its_calls_is_not_waited_for_again(asked: stackdump.StackDump) -> None:
+def test_who_never_tells_its_calls_is_not_waited_for_again(asked: stack_dump.StackDump) -> None:
     """It has joined no group, or its torch has no recorder."""
     for complete in (False, True):
         asked.ask(ONE, closely=True)
@@ -271,9 +273,9 @@ def test_who_never_tells_its_calls_is_not_waited_for_again(asked: stackdump.Stac
 
 @pytest.mark.parametrize(("ticks", "works"), [(4, False), (200, True)])
 def test_what_answers_cost_is_no_work_but_what_is_done_meanwhile_is(
-    monkeypatch: pytest.MonkeyPatch, asked: stackdump.StackDump, ticks: int, works: bool
+    monkeypatch: pytest.MonkeyPatch, asked: stack_dump.StackDump, ticks: int, works: bool
 ) -> None:
-    monkeypatch.setattr(procs, "read_stat", lambda _: seen(77)._replace(cpu=ticks))
+    monkeypatch.setattr(processes, "read_stat", lambda _: seen(77)._replace(cpu=ticks))
     rank = job.Rank(0, 0)
     rank.process, rank.seen = ONE, asked
     begun = rank.active_at
@@ -285,7 +287,7 @@ def test_what_answers_cost_is_no_work_but_what_is_done_meanwhile_is(
     asked.take_calls([], 0.02)
     rank.look(now + 1.0)
     assert rank.active_at == begun  # nobody knows yet
-    rank.look(now + 1.0 + stackdump.DISTURBED_S)
+    rank.look(now + 1.0 + stack_dump.DISTURBED_S)
     assert (rank.active_at > begun) == works
 
 
@@ -311,7 +313,7 @@ def test_what_gloos_loop_uses_of_a_cpu_is_no_work(name: str, works: bool) -> Non
                           stdout=subprocess.PIPE) as process:  # fmt: skip
         assert process.stdout is not None
         process.stdout.readline()
-        rank.process = procs.identify(process.pid)
+        rank.process = processes.identify(process.pid)
         now = time.monotonic()
         rank.look(now)
         begun, (before,) = rank.active_at, node.seen()
@@ -327,7 +329,7 @@ def test_what_gloos_loop_uses_of_a_cpu_is_no_work(name: str, works: bool) -> Non
 
 def spent(pid: int) -> int:
     """Clock ticks of a process."""
-    stat = procs.read_stat(pid)
+    stat = processes.read_stat(pid)
     assert stat is not None
     return stat.cpu
 
@@ -338,16 +340,16 @@ def test_what_has_not_arrived_is_not_sent() -> None:
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         one = stack.enter_context(socket.create_connection(server.getsockname()))
         other = stack.enter_context(server.accept()[0])
-        before, sent = procs.bytes_sent(os.getpid()), 0
+        before, sent = processes.bytes_sent(os.getpid()), 0
         one.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             while True:
                 sent += os.write(one.fileno(), bytes(1 << 16))
-        assert procs.bytes_sent(os.getpid()) - before < sent
+        assert processes.bytes_sent(os.getpid()) - before < sent
         left = sent
         while left:
             left -= len(other.recv(1 << 20))
-        while procs.bytes_sent(os.getpid()) - before < sent:
+        while processes.bytes_sent(os.getpid()) - before < sent:
             time.sleep(0.01)
 
 
@@ -362,7 +364,7 @@ def test_a_crash_leaves_the_lines_of_the_main_thread() -> None:
       File "/home/me/train.py", line 60 in <module>
 
     Extension modules: numpy"""
-    seen = stackdump.StackDump()
+    seen = stack_dump.StackDump()
     for line in dump.split(b"\n"):
         seen.take(line)
     assert seen.asked

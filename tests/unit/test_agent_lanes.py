@@ -8,8 +8,8 @@ import zlib
 
 import pytest
 
-from paceline.agent.lanes import AT_ONCE, FILES, SHORT, TALK, Joiner, Lanes, lane_of
-from paceline.agent.pace import Pace
+from paceline.agent.congestion import Pace
+from paceline.agent.multiplexing import AT_ONCE, FILES, SHORT, TALK, Joiner, Lanes, lane_of
 
 MOST = 1 << 20
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from paceline.agent.pace import LEAST, MOST, QUEUE_S, Pace
+from paceline.agent.congestion import LEAST, MOST, QUEUE_S, Pace
 
 LINES = [  # bytes a second, seconds of a round trip
     (125e3, 0.001), (125e3, 0.2), (500e3, 0.001), (500e3, 0.2), (2.5e6, 0.001), (2.5e6, 0.2),

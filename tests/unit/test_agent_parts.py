@@ -17,24 +17,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.agent import (
-    bootstrap,
-    facts,
-    forkserver,
-    frames,
-    inside,
-    job,
-    netlink,
-    probe,
-    procs,
-    snapshot,
-    survey,
-    title,
-    vitals,
-)
+from paceline.agent import bootstrap, frames
+from paceline.agent.files import safe_paths, snapshot
+from paceline.agent.files.transfer import Arrivals
 from paceline.agent.frames import HIGH_WATER, MAGIC, Decoder, Outbox, encode
 from paceline.agent.lease import Lease
-from paceline.agent.transfer import Arrivals
+from paceline.agent.ranks import forkserver, process_title
+from paceline.agent.supervision import job, processes
+from paceline.agent.surveys import checks, facts, host_load, netlink, probe
 
 # --- frames
 
@@ -98,26 +88,26 @@ def test_kept_noise_is_bounded() -> None:
 )
 def test_a_process_may_be_called_anything(name: str) -> None:
     rest = "S 7 8 9 0 -1 4194560 1 0 0 0 1 2 3 4 20 0 1 0 123456 99 " + " ".join(["0"] * 30)
-    found = procs.parse_stat(f"42 ({name}) {rest}\n")
-    assert found == procs.Stat(42, 7, 9, "S", start=123456, cpu=10, faults=0, name=name)
+    found = processes.parse_stat(f"42 ({name}) {rest}\n")
+    assert found == processes.Stat(42, 7, 9, "S", start=123456, cpu=10, faults=0, name=name)
 
 
-def stat(pid: int, parent: int) -> procs.Stat:
-    return procs.Stat(pid=pid, parent=parent, session=pid, state="S", start=pid * 10)
+def stat(pid: int, parent: int) -> processes.Stat:
+    return processes.Stat(pid=pid, parent=parent, session=pid, state="S", start=pid * 10)
 
 
 def test_descendants() -> None:
     stats = {s.pid: s for s in (stat(1, 0), stat(2, 1), stat(3, 2), stat(4, 3), stat(5, 1))}
-    assert procs.descendants([2], stats) == {3, 4}
-    assert procs.descendants([], stats) == set()
-    assert procs.descendants([1], stats) == {2, 3, 4, 5}
+    assert processes.descendants([2], stats) == {3, 4}
+    assert processes.descendants([], stats) == set()
+    assert processes.descendants([1], stats) == {2, 3, 4, 5}
 
 
 def test_a_number_given_to_another_process_is_not_ours() -> None:
-    me = procs.identify(os.getpid())
+    me = processes.identify(os.getpid())
     assert me is not None
-    assert not procs.send(procs.Process(me.pid, me.start - 1), 0)
-    assert procs.send(me, 0)
+    assert not processes.send(processes.Process(me.pid, me.start - 1), 0)
+    assert processes.send(me, 0)
 
 
 def test_the_environment_of_ranks() -> None:
@@ -453,9 +443,9 @@ def test_what_lies_behind_a_link_is_not_removed(cache: Path, tmp_path: Path) -> 
 def test_no_name_leads_out(tmp_path: Path, path: str) -> None:
     root = tmp_path / "root"
     root.mkdir()
-    for work in (lambda: inside.write_file(str(root), path, b"x"),
-                 lambda: inside.rename(str(root), "a", path),
-                 lambda: inside.open_file(str(root), path, os.O_RDONLY)):  # fmt: skip
+    for work in (lambda: safe_paths.write_file(str(root), path, b"x"),
+                 lambda: safe_paths.rename(str(root), "a", path),
+                 lambda: safe_paths.open_file(str(root), path, os.O_RDONLY)):  # fmt: skip
         with pytest.raises(ValueError, match="not a path inside"):
             work()
     assert list(tmp_path.iterdir()) == [root]
@@ -470,11 +460,11 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
     (root / "deep" / "folder").symlink_to(other)
     for path in ("file", "deep/folder/bashrc", "deep/folder/new"):
         with pytest.raises(OSError, match="symbolic link"):
-            os.close(inside.open_file(str(root), path, os.O_WRONLY | os.O_APPEND | os.O_CREAT))
-    inside.write_file(str(root), "file", b"ours")  # in the link's place
+            os.close(safe_paths.open_file(str(root), path, os.O_WRONLY | os.O_APPEND | os.O_CREAT))
+    safe_paths.write_file(str(root), "file", b"ours")  # in the link's place
     assert (root / "file").read_bytes() == b"ours"
     with pytest.raises(OSError, match="symbolic link"):
-        inside.write_file(str(root), "deep/folder/bashrc", b"ours")
+        safe_paths.write_file(str(root), "deep/folder/bashrc", b"ours")
     assert (other / "bashrc").read_text() == "theirs"
     assert [path.name for path in other.iterdir()] == ["bashrc"]
 
@@ -483,7 +473,7 @@ def test_a_named_pipe_keeps_nobody_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "events.jsonl")
     for flags in (os.O_WRONLY | os.O_APPEND, os.O_RDONLY):
         with pytest.raises(OSError):
-            inside.open_file(str(tmp_path), "events.jsonl", flags)
+            safe_paths.open_file(str(tmp_path), "events.jsonl", flags)
 
 
 # --- the way out
@@ -544,18 +534,19 @@ def test_a_module_that_may_be_missing() -> None:
 
 
 def test_a_command_line_is_cut_to_its_room_but_not_its_end() -> None:
-    assert title.fitted(b"python a.py", b" [rank 1]", 100) == b"python a.py [rank 1]"
+    assert process_title.fitted(b"python a.py", b" [rank 1]", 100) == b"python a.py [rank 1]"
     assert (
-        title.fitted(b"python " + b"x" * 99, b" [rank 1]", 30) == b"python xxxxxxxxxx ... [rank 1]"
+        process_title.fitted(b"python " + b"x" * 99, b" [rank 1]", 30)
+        == b"python xxxxxxxxxx ... [rank 1]"
     )
-    assert title.fitted(b"a\nb\0c", b"", 30) == b"a b c"
-    assert title.fitted(b"a", b" [rank 1]", 5) == b""
+    assert process_title.fitted(b"a\nb\0c", b"", 30) == b"a b c"
+    assert process_title.fitted(b"a", b" [rank 1]", 5) == b""
 
 
 def test_a_rank_s_command_line() -> None:
     env = {"RANK": "1", "WORLD_SIZE": "4", "PACELINE_HOST": "n2"}
     entry = {"kind": "module", "target": "pkg.train", "args": ["--lr", "0.1"]}
-    assert "".join(title.of_rank(entry, env)) == (
+    assert "".join(process_title.of_rank(entry, env)) == (
         "python -m pkg.train --lr 0.1 [rank 1 of 4, n2]"
     )  # fmt: skip
 
@@ -578,13 +569,13 @@ def kernel(root: Path) -> Path:
 
 
 def test_how_busy_a_host_is(tmp_path: Path) -> None:
-    found = vitals.counted(["eth0", "eth1"], kernel(tmp_path))
+    found = host_load.counted(["eth0", "eth1"], kernel(tmp_path))
     assert found["cpu"] == [131, 881]
     assert found["memory"] == [1000 << 10, 250 << 10]
     assert found["links"] == {"eth0": [500, 90]}
     assert found["gpus"] == []
     (tmp_path / "empty").mkdir()
-    nothing = vitals.counted(["eth0"], tmp_path / "empty")
+    nothing = host_load.counted(["eth0"], tmp_path / "empty")
     assert (nothing["cpu"], nothing["memory"], nothing["links"]) == ([0, 0], [0, 0], {})
 
 
@@ -608,12 +599,12 @@ class Nvml:
 
 
 def test_load_of_gpus() -> None:
-    load = vitals.nvml(Nvml())
+    load = host_load.nvml(Nvml())
     assert load is not None
     assert load() == [0.87]
     broken = Nvml()
     broken.nvmlInit_v2 = lambda: 18  # type: ignore[method-assign]
-    assert vitals.nvml(broken) is None
+    assert host_load.nvml(broken) is None
 
 
 # --- who else could change what lies in a folder
@@ -661,12 +652,12 @@ def test_what_a_host_has_of_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("I_MPI_ROOT", str(tmp_path)),
     ):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(survey, "SETVARS", survey.SETVARS[1:])
-    assert survey.mpi() == {
+    monkeypatch.setattr(checks, "SETVARS", checks.SETVARS[1:])
+    assert checks.mpi() == {
         "mpiexec": str(tmp_path / "mpiexec.hydra"),
         "setvars": str(tmp_path / "intel" / "oneapi" / "setvars.sh"),
         "libfabric": str(tmp_path / "libfabric.so.1"),
         "missing_folders": {"FI_PROVIDER_PATH": f"{tmp_path}/gone"},
     }
     monkeypatch.setenv("PATH", str(tmp_path / "gone"))
-    assert survey.mpi()["mpiexec"] == ""
+    assert checks.mpi()["mpiexec"] == ""

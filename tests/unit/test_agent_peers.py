@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.agent import peers
-from paceline.agent.peers import Hosts, PeerFilter, parse_hosts
+from paceline.agent.ranks import peer_filters
+from paceline.agent.ranks.peer_filters import Hosts, PeerFilter, parse_hosts
 
 OURS, OTHER = "127.0.0.2", "127.0.0.3"
-MOST = peers.MAX_INSTRUCTIONS * 8  # bytes
+MOST = peer_filters.MAX_INSTRUCTIONS * 8  # bytes
 
 
 def of(*networks: str) -> Hosts:
@@ -136,7 +136,7 @@ def test_a_sandbox_that_takes_no_filter_is_no_obstacle(
     def refuse(*_: object) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(peers, "_attach", refuse)
+    monkeypatch.setattr(peer_filters, "_attach", refuse)
     peer_filter = PeerFilter(listener, of(OURS))
     assert not peer_filter.is_attached
     assert peer_filter.reject_socket is None
@@ -152,7 +152,7 @@ def test_a_watcher_tells_of_a_flood_once(listener: socket.socket) -> None:
         told.append(address)
         came.set()
 
-    peer_filter, watcher = PeerFilter(listener, of(OURS)), peers.RejectWatcher(tell)
+    peer_filter, watcher = PeerFilter(listener, of(OURS)), peer_filters.RejectWatcher(tell)
     watcher.watch(peer_filter, listener.fileno())
     calling = [socket.socket() for _ in range(50)]
     for one in calling:

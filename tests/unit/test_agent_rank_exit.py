@@ -73,13 +73,14 @@ ENDS = {
 RANK = """
 import os, sys
 sys.path.insert(0, {source!r})
-from paceline.agent import gloo, rank, rank_exit
+from paceline.agent.supervision import gloo_threads
+from paceline.agent.ranks import interpreter_exit, process
 with open("/proc/self/task/%d/comm" % os.getpid()) as file:
-    gloo.WORKERS = file.read().strip()  # this thread passes for one of gloo
-assert not rank_exit.is_safe()
+    gloo_threads.WORKERS = file.read().strip()  # this thread passes for one of gloo
+assert not interpreter_exit.is_safe()
 sys.path.pop(0)
 entry = {{"kind": "script", "target": {script!r}, "args": []}}
-sys.exit(rank.run(entry, {folder!r}, os.open(os.devnull, os.O_WRONLY)))
+sys.exit(process.run(entry, {folder!r}, os.open(os.devnull, os.O_WRONLY)))
 """
 
 
@@ -124,10 +125,10 @@ def test_the_trap_is_one(tmp_path: Path) -> None:
 MODULE = """
 import os, runpy, sys
 sys.path[:] = [{source!r}, *sys.path[1:]]
-from paceline.agent import rank
+from paceline.agent.ranks import process
 os.environ["LOCAL_RANK"] = "0"
 runpy._run_module_as_main = lambda name: print([path for path in sys.path if path == {folder!r}])
-rank._run_python({{"kind": "module", "target": {target!r}, "args": []}})
+process._run_python({{"kind": "module", "target": {target!r}, "args": []}})
 """
 
 

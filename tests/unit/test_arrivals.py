@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_transfers import cache, fill, run
 
 from each_case import each_case
-from paceline.agent import inside
+from paceline.agent.files import safe_paths
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.directory import RunDirectory
 from paceline.spec import rundir as names
@@ -43,7 +43,7 @@ def bring(home: Path, planted: dict[str, bytes], there: Path) -> list[str]:
 
 def content(folder: Path) -> dict[str, bytes]:
     found = {}
-    for above, _, files in inside.walk(str(folder)):
+    for above, _, files in safe_paths.walk(str(folder)):
         for name in files:
             path = f"{above}/{name}" if above else name
             if not path.startswith(".paceline"):
@@ -95,7 +95,7 @@ NAMES = ["a\nb", "a\x1b[2Jb", "a/\x7f", "x" * 256, "/".join("x" * 65), "a\u2028b
 
 @each_case("name", [*REPOSITORIES, *NAMES])
 def test_such_a_file_is_not_made(name: str) -> None:
-    assert inside.why_refused(name)
+    assert safe_paths.why_refused(name)
 
 
 @pytest.mark.parametrize(
@@ -114,12 +114,12 @@ def test_such_a_file_is_not_made(name: str) -> None:
     ],
 )
 def test_such_a_file_is_made(name: str) -> None:
-    assert not inside.why_refused(name)
+    assert not safe_paths.why_refused(name)
 
 
 @given(st.text(max_size=300))
 def test_a_name_that_is_not_refused_stays_below_its_folder(name: str) -> None:
-    if not inside.why_refused(name):
+    if not safe_paths.why_refused(name):
         path = os.path.normpath(os.path.join("/run", name))  # noqa: PTH118
         assert path.startswith("/run/")
         assert "\0" not in path

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from agents import Served, agent_in_thread
 
-from paceline.agent import procs
+from paceline.agent.supervision import processes
 from paceline.remote.channel import AgentRefusal
 from paceline.rundir.ownership import detached_of
 from paceline.spec.detached import DETACHED, SupervisorLocation
@@ -39,7 +39,7 @@ def there(cache: Path, **more: Any) -> Path:
     """A detached run on the supervisor's host, whose supervisor is this process; its directory."""
     folder = cache / "detached" / RUN_ID
     (folder / "run").mkdir(parents=True, exist_ok=True)
-    me = procs.identify(os.getpid())
+    me = processes.identify(os.getpid())
     assert me is not None
     about = {"run_id": RUN_ID, "name": "job", "command": ["paceline", "run"], "hosts": ["n1"],
              "started": 5.0, "launched_by": "me@here", "launched_in": "/x/runs/job",
@@ -211,7 +211,7 @@ def test_a_supervisor_that_died_is_told_and_a_living_one_is_not_discarded(
 def test_a_supervisor_that_is_about_to_go_is_waited_for(cache: Path, tmp_path: Path) -> None:
     """It says how the run ended, and then it ends; meanwhile everything may have come home."""
     with subprocess.Popen(["sleep", "600"]) as process:
-        me = procs.identify(process.pid)
+        me = processes.identify(process.pid)
         assert me is not None
         about = {"pid": process.pid, "pid_start": me.start}
         remote, path = there(cache, **about, ended=9.0, exit_code=0), home(tmp_path)

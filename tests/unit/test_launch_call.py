@@ -17,8 +17,8 @@ import pytest
 
 import paceline
 from paceline import api
-from paceline.agent import pickles
-from paceline.agent.call import Call
+from paceline.agent.ranks import pickles
+from paceline.agent.ranks.function_call import Call
 from paceline.launch import call, interrupts
 from paceline.launch.call import RankError
 from paceline.launch.planning.planner import with_inputs

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from each_case import each_case
-from paceline.agent.facts import rdma_facts
+from paceline.agent.surveys.facts import rdma_facts
 from paceline.remote import interfaces
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Host

@@ -6,8 +6,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from paceline.agent.job import NodeJob, Rank
-from paceline.agent.procs import Process
+from paceline.agent.supervision.job import NodeJob, Rank
+from paceline.agent.supervision.processes import Process
 from paceline.launch.elastic.members import Members
 from paceline.launch.elastic.rank_states import Start
 from paceline.launch.elastic.recovery import RankCommands, RecoveryController

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from agents import agent_in_thread
 
-from paceline.agent.lines import unanswered
-from paceline.agent.procs import sockets_of
+from paceline.agent.supervision.processes import sockets_of
+from paceline.agent.surveys.retransmissions import unanswered
 from paceline.launch.health import links
 from paceline.launch.health.links import (
     CALL_S,

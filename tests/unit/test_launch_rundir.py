@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from paceline.agent import procs, snapshot
+from paceline.agent.files import snapshot
+from paceline.agent.supervision import processes
 from paceline.launch.results.summary import last_lines
 from paceline.rundir import directory as rundir
 from paceline.rundir.directory import RunDirectory
@@ -21,7 +22,7 @@ from paceline.spec.rundir import log_file, safe_name
 
 def owner(path: Path, **more: Any) -> None:
     path.mkdir(parents=True, exist_ok=True)
-    me = procs.identify(os.getpid())
+    me = processes.identify(os.getpid())
     assert me is not None
     base = {"host": socket.gethostname(), "pid": me.pid, "start": me.start, "since": "now"}
     (path / "owner.json").write_text(json.dumps({**base, **more}))

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.agent import inside
+from paceline.agent.files import safe_paths
 from paceline.agent.frames import MAX_HELLO, Decoder, encode
-from paceline.agent.job import INDUCTOR, environment
-from paceline.agent.lanes import FILES, Joiner
+from paceline.agent.multiplexing import FILES, Joiner
+from paceline.agent.supervision.job import INDUCTOR, environment
 from paceline.cli import main
 from paceline.rundir.directory import RunDirectory
 from paceline.train import files
@@ -28,7 +28,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def modes(folder: Path) -> dict[str, int]:
     found = {}
-    for above, folders, names in inside.walk(str(folder)):
+    for above, folders, names in safe_paths.walk(str(folder)):
         for name in (*folders, *names):
             found[f"{above}/{name}"] = stat.S_IMODE((folder / above / name).lstat().st_mode)
     return found
@@ -104,7 +104,7 @@ def test_a_folder_that_somebody_else_made_is_not_used(
 def test_a_folder_that_was_removed_is_noticed(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
     assert directory.is_owned
-    inside.remove_all(str(directory.path))
+    safe_paths.remove_all(str(directory.path))
     assert not directory.is_owned
     other = RunDirectory(tmp_path / "run")  # of somebody else's run by now
     assert other.is_owned

@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 
-from paceline.agent import pickles
+from paceline.agent.ranks import pickles
 
 
 def through(value: Any, folder: Path) -> Any:

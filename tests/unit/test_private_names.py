@@ -16,15 +16,15 @@ import click
 import pytest
 
 OF_PYTHON = [
-    ("threading", "_shutdown", "agent/rank_exit.py"),
-    ("atexit", "_run_exitfuncs", "agent/rank_exit.py"),
-    ("runpy", "_run_module_as_main", "agent/rank.py"),
-    ("multiprocessing.process", "ORIGINAL_DIR", "agent/rank.py"),
+    ("threading", "_shutdown", "agent/ranks/interpreter_exit.py"),
+    ("atexit", "_run_exitfuncs", "agent/ranks/interpreter_exit.py"),
+    ("runpy", "_run_module_as_main", "agent/ranks/process.py"),
+    ("multiprocessing.process", "ORIGINAL_DIR", "agent/ranks/process.py"),
 ]
 OF_TORCH = [
-    ("torch.distributed.rendezvous", "_create_c10d_store", "agent/master.py"),
-    ("torch.distributed.distributed_c10d", "init_process_group", "agent/rank.py"),
-    ("torch.cuda.nccl", "version", "agent/forkserver.py"),
+    ("torch.distributed.rendezvous", "_create_c10d_store", "agent/ranks/master_address.py"),
+    ("torch.distributed.distributed_c10d", "init_process_group", "agent/ranks/process.py"),
+    ("torch.cuda.nccl", "version", "agent/ranks/forkserver.py"),
     ("torch.nn.parallel", "DistributedDataParallel", "train/parallel.py"),
 ]
 
@@ -80,7 +80,7 @@ def test_torch_makes_its_store_from_a_host_and_a_port() -> None:
 
 
 def test_torch_takes_a_socket_for_its_store() -> None:
-    """agent/forkserver.py hands it the one that was bound to the chosen address."""
+    """agent/ranks/forkserver.py hands it the one that was bound to the chosen address."""
     from torch.distributed import TCPStore
 
     assert "master_listen_fd" in str(TCPStore.__init__.__doc__)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.agent import data, snapshot
+from paceline.agent.files import data, snapshot
 
 SOURCE = Path(snapshot.__file__).resolve().parents[2]
 AGENTS = 4
@@ -27,7 +27,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def at_once(program: str) -> list[str]:
     """What processes print that run the program at the same time, as agents of one disk do."""
-    begin = "import sys\nfrom paceline.agent import snapshot\nprint(flush=True)\ninput()\n"
+    begin = "import sys\nfrom paceline.agent.files import snapshot\nprint(flush=True)\ninput()\n"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     env = {**os.environ, "PYTHONPATH": str(SOURCE)}
     agents = [

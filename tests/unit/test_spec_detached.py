@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.agent import leave as there
+from paceline.agent import detach as there
 from paceline.spec.detached import DetachedRecord, SupervisorLocation
 from paceline.spec.hosts import Host
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.agent import gloo as agent_gloo
+from paceline.agent.supervision import gloo_threads as agent_gloo
 from paceline.train.elastic import gloo
 
 DATA = 0x5511_2233_4455_6677  # as long as a pointer

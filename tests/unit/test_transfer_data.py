@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from agents import ENDLESS, Served, agent_in_thread
 
-from paceline.agent import data as agent_data
-from paceline.agent import snapshot
+from paceline.agent.files import data as agent_data
+from paceline.agent.files import snapshot
 from paceline.spec.errors import NodeError, PacelineError
 from paceline.transfer import data
 from paceline.transfer.data import Comparison, DataFolder

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.agent import inside
+from paceline.agent.files import safe_paths
 from paceline.launch.nodes import survey
 from paceline.launch.planning import planner
 from paceline.spec.errors import SettingError
@@ -152,10 +152,10 @@ def test_paths_on_a_node(path: str, there: str) -> None:
 )
 def test_a_node_does_not_choose_where_results_go(path: str, fine: bool) -> None:
     if fine:
-        assert inside.parts_of(path) == path.split("/")
+        assert safe_paths.parts_of(path) == path.split("/")
         return
     with pytest.raises(ValueError, match="not a path inside a folder"):
-        inside.parts_of(path)
+        safe_paths.parts_of(path)
 
 
 def test_inputs_are_renamed_in_the_arguments() -> None:
@@ -189,7 +189,7 @@ def test_what_nodes_get_of_this_package_is_what_recipes_need() -> None:
     needed = {name for file in sent if file.endswith(".py")
               for name in imports_of(tree.root / "paceline" / file)}  # fmt: skip
     assert needed <= {Path(part).parts[0].removesuffix(".py") for part in survey.OF_RECIPES}
-    assert {file for file in sent if file.startswith("agent/")} == {*survey.OF_RECIPES[-2:]}
+    assert {file for file in sent if file.startswith("agent/")} == {*survey.OF_RECIPES[-3:]}
     assert {"__init__.py", "py.typed", "train/__init__.py", "recipes/image.py"} <= sent
     assert not any(file.startswith(("report/", "lab/", "cli/", "launch/")) for file in sent)
     assert tree.size < 2 << 20

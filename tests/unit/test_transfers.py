@@ -18,7 +18,7 @@ from typing import Any, cast
 import pytest
 from agents import ENDLESS, Served, agent_in_thread
 
-from paceline.agent import inside, snapshot
+from paceline.agent.files import safe_paths, snapshot
 from paceline.launch.nodes import provisioner, survey
 from paceline.launch.nodes.fleet import Fleet, Node
 from paceline.launch.nodes.provisioner import send_folder
@@ -261,7 +261,7 @@ def test_a_file_that_changes_while_it_is_read_does_not_come(tmp_path: Path, chan
     with pytest.raises(AgentRefusal):
         run(work)
     assert below(home) == {}
-    assert not list((home / inside.INCOMING).iterdir())
+    assert not list((home / safe_paths.INCOMING).iterdir())
 
 
 def test_what_is_not_what_was_read_there_does_not_come(
@@ -269,9 +269,9 @@ def test_what_is_not_what_was_read_there_does_not_come(
 ) -> None:
     there, home = fill(tmp_path / "there", {"f": bytes(BLOCK * 3)}), tmp_path / "run"
     home.mkdir()
-    add = inside.Arriving.add
+    add = safe_paths.Arriving.add
     monkeypatch.setattr(
-        inside.Arriving, "add", lambda self, at, data: add(self, at, b"x" + data[1:])
+        safe_paths.Arriving, "add", lambda self, at, data: add(self, at, b"x" + data[1:])
     )
 
     async def work(served: Served) -> None:
@@ -687,7 +687,7 @@ def test_a_hanging_disk_does_not_stop_the_agent(
 
 def test_large_files_are_hashed_as_they_come(tmp_path: Path) -> None:
     """No second reading, and none on the loop: the hash is known with the last block."""
-    arriving = inside.Arriving(str(tmp_path), "big")
+    arriving = safe_paths.Arriving(str(tmp_path), "big")
     data = content("big", 3000)
     for at in range(0, 3000, 1000):
         arriving.add(at, data[at : at + 1000])

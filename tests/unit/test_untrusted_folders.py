@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.agent import inside, snapshot
+from paceline.agent.files import safe_paths, snapshot
 from paceline.recipes.data.decoding import image_files
 from paceline.spec.errors import DataError, SettingError
 from paceline.transfer import tree
@@ -129,7 +129,7 @@ def deep(folder: Path, depth: int = DEEP) -> Path:
 @pytest.fixture
 def nested(tmp_path: Path) -> Iterator[Path]:
     yield deep(tmp_path / "deep")
-    inside.remove_all(str(tmp_path / "deep"))  # which pytest cannot
+    safe_paths.remove_all(str(tmp_path / "deep"))  # which pytest cannot
 
 
 @pytest.mark.parametrize("tracked", [False, True])
@@ -172,7 +172,7 @@ def test_a_walk_is_that_of_the_standard_library(tmp_path: Path) -> None:
         (tmp_path / name).write_text("")
     (tmp_path / "a" / "up").symlink_to(tmp_path)
     (tmp_path / "loop").symlink_to("loop")
-    found = {(a, *sorted(b), *sorted(c)) for a, b, c in inside.walk(str(tmp_path))}
+    found = {(a, *sorted(b), *sorted(c)) for a, b, c in safe_paths.walk(str(tmp_path))}
     there = {
         (os.path.relpath(a, tmp_path), *sorted(b), *sorted(c)) for a, b, c in os.walk(tmp_path)
     }
@@ -194,7 +194,7 @@ def key(tmp_path: Path) -> Path:
 def test_a_link_out_of_the_code_is_named(tmp_path: Path, key: Path, tracked: bool) -> None:
     folder = repository(tmp_path / "project")
     if not tracked:
-        inside.remove_all(str(folder / ".git"))
+        safe_paths.remove_all(str(folder / ".git"))
     (folder / "label.txt").symlink_to(key)
     (folder / "main.py").symlink_to("train.py")
     read = tree.read_tree(folder)
@@ -211,7 +211,7 @@ def test_a_path_of_a_made_up_index_leads_nowhere(tmp_path: Path, key: Path) -> N
     (folder / "home").mkdir()
     (folder / "home" / key.name).write_text("")
     git(folder, "add", ".")
-    inside.remove_all(str(folder / "home"))
+    safe_paths.remove_all(str(folder / "home"))
     (folder / "home").symlink_to(key.parent)
     assert tree.read_tree(folder).outward == {f"home/{key.name}": str(key)}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.agent import again
+from paceline.agent import reattach
 from paceline.agent import reconnection as agents_half
 from paceline.agent import warm as agents
 from paceline.remote import warm
@@ -242,7 +242,7 @@ def test_an_agent_that_waits_ends_when_its_time_is_over_or_it_is_told_to() -> No
 
 def test_a_login_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ODD", "a\nb\udce9")
-    told = agents.read_login(again.login())
+    told = agents.read_login(reattach.login())
     assert told.env["ODD"] == "a\nb\udce9"
     assert told.cwd == str(Path.cwd())
     assert told.umask == agents.umask()

@@ -9,7 +9,7 @@ when all of it has the hash that the launcher tells.
 
 # ruff: noqa
 # fmt: off
-import os, sys
+import os, stat, sys
 
 COMPILED = "__pycache__"
 
@@ -63,39 +63,39 @@ def place(digest):
 
 def content(folder):
     """What the folder's files hash to, as the launcher hashes them; "" with anything odd in it."""
-    import hashlib, marshal, stat
-    inner = os.path.join(folder, "paceline_agent")
-    names = sorted(name for name in os.listdir(inner) if name != COMPILED)
-    if set(os.listdir(folder)) - {COMPILED} != {"__main__.py", "paceline_agent"}:
-        return ""
-    digest = hashlib.sha256()
-    for name in ["__main__.py"] + ["paceline_agent/" + name for name in names]:
-        about = os.lstat(os.path.join(folder, name))
-        if not (ours(about) and stat.S_ISREG(about.st_mode) and name.endswith(".py")):
+    import hashlib, marshal
+    contents = {}
+    for above, folders, files in os.walk(folder):
+        if not all(is_own(os.path.join(above, name), stat.S_ISDIR) for name in folders):
             return ""
-        with open(os.path.join(folder, name), "rb") as file:
-            data = file.read()
+        for name in files:
+            path = os.path.join(above, name)
+            if os.path.basename(above) != COMPILED:
+                if not (path.endswith(".py") and is_own(path, stat.S_ISREG)):
+                    return ""
+                contents[os.path.relpath(path, folder)] = read(path)
+            elif sys.implementation.cache_tag in name and name.endswith(".pyc"):
+                # a power cut may have truncated it; one that is being written ends otherwise
+                marshal.loads(read(path)[16:])
+    digest = hashlib.sha256()
+    for name, data in sorted(contents.items()):
         digest.update(("%s\0%d\0" % (name, len(data))).encode() + data)
-    for compiled in (os.path.join(folder, COMPILED), os.path.join(inner, COMPILED)):
-        for name in os.listdir(compiled) if os.path.lexists(compiled) else []:
-            # a power cut may have cut it off; what an agent is writing has another ending
-            if sys.implementation.cache_tag in name and name.endswith(".pyc"):
-                with open(os.path.join(compiled, name), "rb") as file:
-                    marshal.loads(file.read()[16:])
     return digest.hexdigest()
 
-def ours(about):
-    return about.st_uid == os.getuid()
+def is_own(path, is_kind):
+    """Whether that is this user's, and of that kind itself rather than a link to one."""
+    status = os.lstat(path)
+    return status.st_uid == os.getuid() and is_kind(status.st_mode)
+
+def read(path):
+    with open(path, "rb") as file:
+        return file.read()
 
 def whole(folder, digest):
     """The content is there, and in a folder that nobody else can look into."""
     try:
-        inner = os.path.join(folder, "paceline_agent")
-        dirs = [folder, inner]
-        links = map(os.path.islink, dirs + [os.path.join(name, COMPILED) for name in dirs])
-        about = os.lstat(folder)
-        closed = ours(about) and not about.st_mode & 0o077 and ours(os.lstat(inner))
-        return closed and not any(links) and content(folder) == digest
+        closed = is_own(folder, stat.S_ISDIR) and not os.lstat(folder).st_mode & 0o077
+        return closed and content(folder) == digest
     except Exception:
         return False
 

@@ -12,12 +12,12 @@ def main(argv: Optional[List[str]] = None) -> int:
     folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     role, *args = sys.argv[1:] if argv is None else argv
     if role == "forkserver":
-        from . import forkserver
+        from .ranks import forkserver
 
         fd, parent, _, *preload = args
         return forkserver.main(int(fd), int(parent), preload)
     if role == "guard":
-        from . import guard
+        from .supervision import guard
 
         return guard.main(int(args[0]), int(args[1]))
     from . import server

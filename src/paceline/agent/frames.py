@@ -25,8 +25,8 @@ from collections import deque
 from itertools import islice
 from typing import Any, Deque, Dict, Iterator, List, Optional, Tuple
 
-from . import lanes
-from .pace import Pace
+from . import multiplexing
+from .congestion import Pace
 
 MAGIC = b"\xf5PL1"
 _HEADER = struct.Struct(">4sII")
@@ -219,7 +219,7 @@ class Outbox:
         self.keeps = False
         self.heard = 0
         self._wake_fd = wake_fd
-        self._lanes = lanes.Lanes()
+        self._lanes = multiplexing.Lanes()
         self._pace = Pace()
         self._hurry = False
         self._unsent: Deque[bytes] = deque()
@@ -241,7 +241,7 @@ class Outbox:
     @property
     def full(self) -> bool:
         """Whether more of the ranks' output would make what comes after it late."""
-        waiting = self._waiting + self._unheard.size + self._lanes.size(lanes.TALK)
+        waiting = self._waiting + self._unheard.size + self._lanes.size(multiplexing.TALK)
         if self.broken:
             return waiting > HIGH_WATER
         return waiting > max(OUTPUT_LEAST, min(HIGH_WATER, 4 * self._pace.window))
@@ -249,11 +249,11 @@ class Outbox:
     def post(self, message: Message, blob: bytes = b"") -> None:
         """Queues a frame; from any thread. ValueError when it is longer than a launcher takes."""
         frame = encode(dict(message, heard=self.heard), blob, MAX_ANSWER)
-        lane = lanes.lane_of(message, len(frame), blob)
+        lane = multiplexing.lane_of(message, len(frame), blob)
         with self._lock:
-            if (self.broken and not self.keeps) or (self._hurry and lane == lanes.FILES):
+            if (self.broken and not self.keeps) or (self._hurry and lane == multiplexing.FILES):
                 pass
-            elif lane == lanes.AT_ONCE:
+            elif lane == multiplexing.AT_ONCE:
                 self._let_go(frame)
             else:
                 self._lanes.add(lane, frame)
@@ -264,7 +264,7 @@ class Outbox:
         """What there is to say is to go now: the last of it comes soon, and no file after it."""
         with self._lock:
             self._hurry = True
-            self._lanes.clear(lanes.FILES)
+            self._lanes.clear(multiplexing.FILES)
             self._fill()
 
     def _fill(self) -> None:

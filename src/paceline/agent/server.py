@@ -20,27 +20,17 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
-from . import (
-    activation,
-    data,
-    detached,
-    facts,
-    guard,
-    lines,
-    peers,
-    probe,
-    procs,
-    snapshot,
-    survey,
-    transfer,
-    warm,
-)
+from . import detached_runs, warm
+from .files import data, snapshot, transfer
+from .files.transfer import ARRIVING, DEPARTING, Arrivals, Departures
 from .frames import Message
-from .job import NodeJob
 from .lease import Lease
+from .ranks import peer_filters
 from .reconnection import Place
 from .stream import Requests, Stream
-from .transfer import ARRIVING, DEPARTING, Arrivals, Departures
+from .supervision import activation, guard, processes
+from .supervision.job import NodeJob
+from .surveys import checks, facts, probe, retransmissions
 
 TICK_S = 0.05
 CLOSING_S = 0.6  # from KILL to the end of the agent itself
@@ -310,7 +300,7 @@ class Agent:
             self.rest = None
             self.job.close()
         if os.getppid() != self._parent:  # nobody ends after us what a script has left running
-            procs.kill_job(self.job.token, [os.getpid()], [])
+            processes.kill_job(self.job.token, [os.getpid()], [])
         if self._words is not None:
             self._pass_words(self._words)
         self.stream.close()
@@ -334,7 +324,7 @@ class Agent:
         try:
             self.arrivals.drop()
             self.copies.drop()
-            detached.let_go(self.reading)
+            detached_runs.let_go(self.reading)
             for folder in [one for one in self.folders if not self._lasts(one)]:
                 snapshot.discard_job_folder(folder)
                 self.folders.remove(folder)
@@ -488,7 +478,9 @@ def reserve_port(agent: Agent, request: Message, _: bytes) -> None:
         holders = probe.who_listens(port) if port else []
         agent.reply(request, error=describe(error), holders=holders)
         return
-    peers.attach_filter(agent.reserved, peers.NO_HOSTS)  # until the job's store serves it
+    peer_filters.attach_filter(
+        agent.reserved, peer_filters.NO_HOSTS
+    )  # until the job's store serves it
     agent.reply(request, port=agent.reserved.getsockname()[1])
 
 
@@ -601,7 +593,7 @@ def disk(agent: Agent, request: Message, _: bytes) -> None:
 
 def job_processes(agent: Agent, request: Message, _: bytes) -> None:
     """Every living process of this job here, for tests and for the curious."""
-    found = procs.job_processes(agent.job.token, [], [])
+    found = processes.job_processes(agent.job.token, [], [])
     agent.reply(request, pids=[process.pid for process in found])
 
 
@@ -656,9 +648,9 @@ OPERATIONS: Dict[str, Callable[[Agent, Message, bytes], None]] = {
     "bye": bye,
     **transfer.OPERATIONS,
     **data.OPERATIONS,
-    **detached.OPERATIONS,
-    **survey.OPERATIONS,
-    **lines.OPERATIONS,
+    **detached_runs.OPERATIONS,
+    **checks.OPERATIONS,
+    **retransmissions.OPERATIONS,
 }
 
 
@@ -673,7 +665,7 @@ def main(package: str, chosen_python: str, temporary: bool) -> int:
     for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)  # batch systems send them to all, meant for ranks
     guards_errors = guard.fork_agent(package)  # returns in the agent only
-    procs.adopt_orphans()
+    processes.adopt_orphans()
     input_fd, output_fd = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)

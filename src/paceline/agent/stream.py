@@ -16,7 +16,7 @@ import time
 from typing import Callable, List, Optional, Tuple
 
 from .frames import MAX_BLOB, MAX_JSON, SAY_HEARD, Decoder, Message, Outbox
-from .lanes import Joiner
+from .multiplexing import Joiner
 from .reconnection import Met, Place, is_read
 
 CHUNK = 1 << 16

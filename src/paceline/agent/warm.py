@@ -27,7 +27,7 @@ from typing import (
     Tuple,
 )
 
-from . import procs
+from .supervision import processes
 
 if TYPE_CHECKING:  # a fork server has no need of them
     import socket
@@ -173,7 +173,7 @@ class Kept:
         self.channel.close()
         self.server.kill()
         self.server.wait()
-        procs.kill_job(self.token, [os.getpid()], [])
+        processes.kill_job(self.token, [os.getpid()], [])
 
 
 class Lasting(NamedTuple):
@@ -193,7 +193,7 @@ class Lasting(NamedTuple):
 
     def close(self) -> None:
         """Ends what is left."""
-        from . import snapshot  # here: fork servers have no need of it
+        from .files import snapshot  # here: fork servers have no need of it
 
         if self.kept is not None:
             self.kept.close()
@@ -221,7 +221,7 @@ class Rest:
             over: Asked whether to end now.
         """
         own_name = _name()
-        procs.set_name(NAME)
+        processes.set_name(NAME)
         channel = lasting.kept.channel if lasting.kept is not None else None
         try:
             while not over() and _clock() < self._until:
@@ -242,7 +242,7 @@ class Rest:
                         channel = None
         finally:
             self.place.close()
-            procs.set_name(own_name)
+            processes.set_name(own_name)
         return None
 
 

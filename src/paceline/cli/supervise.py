@@ -1,6 +1,6 @@
 """The process that watches a run which its user has left: the launcher, on one of the hosts.
 
-It is started by :mod:`paceline.agent.leave` with the streams of the login, takes what it has to do
+It is started by :mod:`paceline.agent.detach` with the streams of the login, takes what it has to do
 from standard input, and tells there what happens, one JSON object a line behind a mark, until it
 is told to ``stay``: from then on it has no streams, and nothing of the launching machine is needed.
 When its input ends before, the start was given up: the job is ended and nothing stays.

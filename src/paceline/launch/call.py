@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar, overload
 
-from paceline.agent import pickles
+from paceline.agent.ranks import pickles
 from paceline.launch.planning.entry import COMPILER, preload_of
 from paceline.launch.results.summary import RunOutcome, last_lines
 from paceline.rundir.directory import claim, short

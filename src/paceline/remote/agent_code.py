@@ -12,7 +12,7 @@ from paceline import agent
 from paceline.remote.openssh import GUARD_LINE
 
 _FOLDER = Path(agent.__file__).parent
-_BOOT_FILES = ("bootstrap.py", "again.py", "leave.py")
+_BOOT_FILES = ("bootstrap.py", "reattach.py", "detach.py")
 _MAIN = "import sys\nfrom paceline_agent.entry import main\nsys.exit(main())\n"
 _READ_SOURCE = """import os, sys
 rest = b""
@@ -57,9 +57,9 @@ class AgentCode:
 def agent_code() -> AgentCode:
     """The agent's code from this installation."""
     files = {"__main__.py": _MAIN.encode()}
-    for path in sorted(_FOLDER.glob("*.py")):
-        if path.name not in _BOOT_FILES:
-            files[f"paceline_agent/{path.name}"] = path.read_bytes()
+    for name in sorted(path.relative_to(_FOLDER).as_posix() for path in _FOLDER.rglob("*.py")):
+        if name not in _BOOT_FILES:
+            files[f"paceline_agent/{name}"] = (_FOLDER / name).read_bytes()
     digest = hashlib.sha256()
     for name, content in files.items():
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
@@ -76,14 +76,14 @@ def reconnect_source(place: str, starts_session: bool = False) -> bytes:
         starts_session: Begin a new conversation, for the next command.
     """
     return _source(
-        ("again.py",),
+        ("reattach.py",),
         f"meet({place!r}, {starts_session})" if starts_session else f"meet({place!r})",
     )
 
 
 def detach_source(role: str) -> bytes:
     """Python source that starts a background process, ``caller`` or ``supervisor``."""
-    return _source(("bootstrap.py", "leave.py"), f"leave_{role}()")
+    return _source(("bootstrap.py", "detach.py"), f"leave_{role}()")
 
 
 def _source(files: Sequence[str], call: str) -> bytes:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.agent.caller import ENDED
+from paceline.agent.congestion import Pace
 from paceline.agent.frames import (
     MAX_ANSWER,
     MAX_ANSWER_BLOB,
@@ -23,8 +24,7 @@ from paceline.agent.frames import (
     Unheard,
     encode,
 )
-from paceline.agent.lanes import AT_ONCE, Joiner, Lanes, Waiting, lane_of
-from paceline.agent.pace import Pace
+from paceline.agent.multiplexing import AT_ONCE, Joiner, Lanes, Waiting, lane_of
 from paceline.remote import protocol, reconnection, warm
 from paceline.remote.agent_code import agent_code
 from paceline.remote.link import Link

@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.agent.procs import make_room_for_descriptors
+from paceline.agent.supervision.processes import make_room_for_descriptors
 from paceline.remote.channel import Channel, LoginError
 from paceline.remote.login import MAX_PARALLEL_LOGINS, Wrap, connect, fetch_host_key, not_wrapped
 from paceline.remote.openssh import SshOptions, fingerprint, offending_line

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
-from paceline.agent.inside import parts_of
+from paceline.agent.files.safe_paths import parts_of
 from paceline.agent.reconnection import MARK
 from paceline.spec.events import KINDS, STACK, is_valid_report
 from paceline.spec.schema import (

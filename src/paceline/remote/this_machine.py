@@ -13,7 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.agent import netlink, procs
+from paceline.agent.supervision import processes
+from paceline.agent.surveys import netlink
 from paceline.spec.hosts import Cluster
 
 LINUX = sys.platform.startswith("linux")
@@ -74,7 +75,7 @@ def _address(interface: str, family: int, address: str) -> dict[str, Any]:
 def start_time(pid: int) -> float | None:
     """Start time of a process in the system's unit; ``None`` if it does not exist."""
     if Path("/proc/self/stat").exists():
-        process = procs.identify(pid)
+        process = processes.identify(pid)
         return None if process is None else process.start
     import psutil
 
@@ -99,9 +100,9 @@ def has_open(pid: int, file: Path) -> bool:
 def session_processes(leader: int) -> list[tuple[int, float]]:
     """The processes of a session and its leader's descendants, with their start times."""
     if Path("/proc/self/stat").exists():
-        stats = procs.all_stats()
+        stats = processes.all_stats()
         pids = {stat.pid for stat in stats.values() if stat.session == leader}
-        pids |= procs.descendants([leader], stats)
+        pids |= processes.descendants([leader], stats)
     else:
         import psutil
 

@@ -12,7 +12,7 @@ import os
 import re
 from pathlib import Path
 
-from paceline.agent import inside
+from paceline.agent.files import safe_paths
 from paceline.rundir import records
 from paceline.spec import rundir as names
 
@@ -93,8 +93,8 @@ class Arrivals:
 
     def _write(self, line: object) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        file = inside.open_file(str(self._folder), names.FETCHED_LIST, flags)
+        file = safe_paths.open_file(str(self._folder), names.FETCHED_LIST, flags)
         try:
-            inside.write_all(file, json.dumps(line).encode() + b"\n")
+            safe_paths.write_all(file, json.dumps(line).encode() + b"\n")
         finally:
             os.close(file)

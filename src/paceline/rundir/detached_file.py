@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.agent import inside
+from paceline.agent.files import safe_paths
 from paceline.remote import this_machine
 from paceline.rundir import records
 from paceline.spec.detached import DETACHED, SupervisorLocation
@@ -37,7 +37,7 @@ def write(path: Path, detached: SupervisorLocation) -> None:
     """
     record = {**detached.to_json(), SEAL: _seal(detached.to_json(), ensure_key())}
     try:
-        inside.write_file(str(path), DETACHED, json.dumps(record, indent=2).encode() + b"\n")
+        safe_paths.write_file(str(path), DETACHED, json.dumps(record, indent=2).encode() + b"\n")
     except OSError as error:
         raise NodeError(f"{path / DETACHED} cannot be written", found=str(error)) from None
 

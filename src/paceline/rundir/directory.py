@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from paceline.agent import inside, snapshot
+from paceline.agent.files import safe_paths, snapshot
 from paceline.remote import this_machine
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.ownership import owner_alive, owner_here, read_owner
@@ -63,13 +63,13 @@ class RunDirectory:
             key = self._read_key()
             if not key:
                 key = os.urandom(12).hex()
-                inside.write_file(str(self.path), names.KEY, key.encode())
+                safe_paths.write_file(str(self.path), names.KEY, key.encode())
             return key
 
     def _read_key(self) -> str:
         """The key, or an empty text; a full disk may have left an empty file."""
         try:
-            fd = inside.open_file(str(self.path), names.KEY, os.O_RDONLY)
+            fd = safe_paths.open_file(str(self.path), names.KEY, os.O_RDONLY)
         except FileNotFoundError:
             return ""
         with os.fdopen(fd, "rb") as file:
@@ -113,12 +113,12 @@ class RunDirectory:
             **({"run_id": self.run_id} if self.run_id else {}),
         }
         self.write_json(names.OWNER, owner_record)
-        inside.write_file(str(self.path), names.PROBE, self.token.encode())
+        safe_paths.write_file(str(self.path), names.PROBE, self.token.encode())
         # held open to prove that this process is the launcher: see ownership.is_launcher
         self._probe = open_regular(self.path / names.PROBE)
         with contextlib.suppress(OSError):  # a full disk is reported by the next write
             reserve = os.urandom(RESERVED_BYTES)  # which no file system can compress
-            inside.write_file(str(self.path), names.DISK_RESERVE, reserve, durable=False)
+            safe_paths.write_file(str(self.path), names.DISK_RESERVE, reserve, durable=False)
 
     @property
     def is_owned(self) -> bool:
@@ -147,7 +147,7 @@ class RunDirectory:
         with self._explained():
             text = json.dumps(value, indent=2 if durable else None)
             data = self._redactor.whole(text.encode()) + b"\n"
-            inside.write_file(str(self.path), name, data, durable)
+            safe_paths.write_file(str(self.path), name, data, durable)
 
     def append_line(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
         """Appends one object to a ``.jsonl`` file, and returns it without secrets."""
@@ -188,7 +188,7 @@ class RunDirectory:
         file = self._files.pop(name, None)
         if file is None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            fd = inside.open_file(str(self.path), name, flags)
+            fd = safe_paths.open_file(str(self.path), name, flags)
             self.begins.setdefault(name, os.fstat(fd).st_size)
             file = os.fdopen(fd, "ab", buffering=0)
         self._files[name] = file
@@ -233,7 +233,7 @@ class RunDirectory:
             file.close()
         self._files.clear()
         self._probe.close()
-        shutil.rmtree(self.path / inside.INCOMING, ignore_errors=True)
+        shutil.rmtree(self.path / safe_paths.INCOMING, ignore_errors=True)
         for name in (names.OWNER, names.PROBE, names.DISK_RESERVE):
             with contextlib.suppress(OSError):
                 (self.path / name).unlink()

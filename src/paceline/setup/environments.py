@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.agent.snapshot import hash_file
+from paceline.agent.files.snapshot import hash_file
 from paceline.remote.channel import Channel
 from paceline.spec.errors import NodeError, PacelineError, SettingError
 from paceline.transfer.files import send_tree

@@ -84,12 +84,12 @@ FIELDS: dict[str, Schema] = {
     "home": text(),  # folder on the launching machine that ``copy`` is a copy of
     "hooked": boolean,  # the script shows its exceptions itself
     "hosts": list_of(text(255)),
-    "how": SHORT_TEXT,  # why a rank stands still: see agent/held.py
+    "how": SHORT_TEXT,  # why a rank stands still: see agent/supervision/stalls.py
     "in_children": boolean,  # its child processes have done most of the work
     "its_host": text(255),  # host of the rank that the event concerns
     "largest_call": SIZE,  # elements of the largest tensor in a collective
     "megabytes": number,  # 10**6 bytes
-    "memory": MEMORY,  # what the memory killer left: see agent/memory.py
+    "memory": MEMORY,  # what the memory killer left: see agent/supervision/oom.py
     "members": list_of(RANK),  # of a generation, in the order of their ranks in it
     "message": text(MAX_LONG_TEXT),  # of the exception
     "nccl": SHORT_TEXT,  # version

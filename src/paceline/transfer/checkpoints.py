@@ -12,8 +12,8 @@ import shutil
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
-from paceline.agent import inside
-from paceline.agent.snapshot import hash_file
+from paceline.agent.files import safe_paths
+from paceline.agent.files.snapshot import hash_file
 from paceline.remote.channel import AgentRefusal, Channel
 from paceline.rundir import records
 from paceline.rundir.directory import RunDirectory
@@ -74,13 +74,13 @@ async def _remote_sizes(channel: Channel, folder: str) -> Sizes:
     root = f"{folder}/{CHECKPOINTS}"
     answer = await channel.request("list_results", root=root, manifest=None)
     return {f["path"]: f["size"] for f in answer["files"]
-            if _is_published(f["path"]) and not inside.why_refused(f["path"])}  # fmt: skip
+            if _is_published(f["path"]) and not safe_paths.why_refused(f["path"])}  # fmt: skip
 
 
 def local_sizes(folder: Path) -> Sizes:
     """The sizes of a local folder's finished checkpoints and their pointers, without links."""
     sizes = {}
-    for parent, _, names in inside.walk(str(folder)):
+    for parent, _, names in safe_paths.walk(str(folder)):
         for relative in (f"{parent}/{name}" if parent else name for name in names):
             path = folder / relative
             if _is_published(relative) and path.is_file() and not path.is_symlink():
@@ -258,11 +258,11 @@ class CheckpointFetcher:
 
     def _place(self, arriving: str, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            inside.remove(self._run, f"{CHECKPOINTS}/{name}")
-        inside.rename(self._run, f"{CHECKPOINTS}/{arriving}/{name}", f"{CHECKPOINTS}/{name}")
-        inside.remove(self._run, f"{CHECKPOINTS}/{arriving}")
+            safe_paths.remove(self._run, f"{CHECKPOINTS}/{name}")
+        safe_paths.rename(self._run, f"{CHECKPOINTS}/{arriving}/{name}", f"{CHECKPOINTS}/{name}")
+        safe_paths.remove(self._run, f"{CHECKPOINTS}/{arriving}")
 
     def _remove(self, checkpoints: Iterable[str]) -> None:
         for name in checkpoints:
             with contextlib.suppress(OSError):
-                inside.remove(self._run, f"{CHECKPOINTS}/{name}")
+                safe_paths.remove(self._run, f"{CHECKPOINTS}/{name}")

@@ -12,8 +12,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from paceline.agent import data as agent_data
-from paceline.agent.snapshot import BLOCK, hash_file
+from paceline.agent.files import data as agent_data
+from paceline.agent.files.snapshot import BLOCK, hash_file
 from paceline.remote.channel import AgentRefusal, Channel
 from paceline.spec.errors import NodeError
 from paceline.spec.formatting import pluralize

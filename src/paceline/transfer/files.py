@@ -9,8 +9,8 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from paceline.agent.inside import Arriving
-from paceline.agent.snapshot import BLOCK
+from paceline.agent.files.safe_paths import Arriving
+from paceline.agent.files.snapshot import BLOCK
 from paceline.remote.channel import Channel
 from paceline.spec.errors import NodeError
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.agent import inside
-from paceline.agent.snapshot import BLOCK
+from paceline.agent.files import safe_paths
+from paceline.agent.files.snapshot import BLOCK
 from paceline.remote.channel import AgentRefusal, Channel
 from paceline.remote.fanout import connect_hosts
 from paceline.remote.openssh import SshOptions
@@ -66,7 +66,7 @@ def is_growing(path: str) -> bool:
 
 def is_remote(path: str) -> bool:
     """Whether a file is taken from the supervisor's host."""
-    top = inside.folded(path.split("/")[0])
+    top = safe_paths.folded(path.split("/")[0])
     return top not in _LOCAL_FILES and not top.startswith(".")
 
 
@@ -125,7 +125,7 @@ class Follower:
             self._fetch(path, mark, size)
             for path, (mark, size) in changed.items()
             if is_remote(path)
-            and not inside.why_refused(path)
+            and not safe_paths.why_refused(path)
             and (is_growing(path) or size <= MAX_SMALL_BYTES)
         ]
         await self._run_limited(fetches)
@@ -181,7 +181,7 @@ class Follower:
         """Writes a complete file, without a sync: it can be fetched again."""
         direct = names.is_launcher_file(path) and not path.startswith(f"{names.FETCHED}/")
         place = path if direct else self._arrivals.place(path, self.channel.host.name)
-        file = inside.Arriving(str(self._path), place, durable=False)
+        file = safe_paths.Arriving(str(self._path), place, durable=False)
         try:
             file.add(0, data)
             file.finish()
@@ -212,7 +212,7 @@ class Follower:
             os.close(fd)
 
     def _open(self, path: str) -> int:
-        return inside.open_file(str(self._path), path, os.O_RDWR | os.O_CREAT)
+        return safe_paths.open_file(str(self._path), path, os.O_RDWR | os.O_CREAT)
 
     def _replace(self, fd: int, path: str) -> int:
         """Renames the file of an earlier start and opens an empty one."""
@@ -220,7 +220,7 @@ class Follower:
         inode = os.fstat(fd).st_ino
         os.close(fd)
         if file.lstat().st_ino == inode:  # else another follower was faster
-            inside.rename(
+            safe_paths.rename(
                 str(self._path), path, names.backup_name(Path(path)).as_posix(), durable=False
             )
         return self._open(path)
@@ -262,9 +262,11 @@ class Follower:
         text = json.dumps(
             {**record, FETCHED_AT: round(time.time(), 3), LAST_STATUS: state}, indent=2
         )
-        await asyncio.to_thread(inside.write_file, str(self._path), DETACHED, text.encode() + b"\n")
+        await asyncio.to_thread(
+            safe_paths.write_file, str(self._path), DETACHED, text.encode() + b"\n"
+        )
         with contextlib.suppress(OSError):  # another follower is still receiving
-            (self._path / inside.INCOMING).rmdir()
+            (self._path / safe_paths.INCOMING).rmdir()
         return not fetcher.incomplete_hosts
 
     def _is_skipped(self, path: str) -> bool:

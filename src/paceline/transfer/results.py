@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from paceline.agent.inside import Arriving, why_refused
+from paceline.agent.files.safe_paths import Arriving, why_refused
 from paceline.remote.channel import Channel
 from paceline.rundir.arrivals import Arrivals
 from paceline.spec.errors import NodeError

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from paceline.agent import inside, snapshot
-from paceline.agent.snapshot import hash_file
+from paceline.agent.files import safe_paths, snapshot
+from paceline.agent.files.snapshot import hash_file
 from paceline.spec.errors import SettingError
 from paceline.spec.formatting import pluralize
 from paceline.spec.job import Entry, Job
@@ -20,7 +20,7 @@ from paceline.spec.rundir import WEIGHTS, is_launcher_file, is_run
 from paceline.transfer.git import run_git, work_tree_root
 from paceline.transfer.links import OutwardLinks
 
-MAX_DEPTH = 2 * inside.MOST_DEPTH  # runs may be nested in the folder
+MAX_DEPTH = 2 * safe_paths.MOST_DEPTH  # runs may be nested in the folder
 MAX_FILES = 5000
 MAX_BYTES = 256 * 1024 * 1024
 _SKIPPED = {"__pycache__", "node_modules", "runs", "wandb", "mlruns", "site-packages"}
@@ -151,7 +151,7 @@ def _walk_part(root: Path, part: str) -> Iterator[str]:
     """Relative paths of a file, or of all files of a folder."""
     if (root / part).is_file():
         yield part
-    for folder, _, names in inside.walk(str(root / part)):
+    for folder, _, names in safe_paths.walk(str(root / part)):
         for name in names:
             path = os.path.normpath(f"{part}/{folder}/{name}")
             if (root / path).is_file():
@@ -204,7 +204,7 @@ def _list_files(root: Path) -> Iterator[str]:
             if _is_file(f"{root}/{name}"):
                 yield name
         return
-    for folder, folders, names in inside.walk(str(root)):
+    for folder, folders, names in safe_paths.walk(str(root)):
         folders[:] = [name for name in folders if not _skip(root / folder / name)]
         for name in names:
             if _allowed(Path.is_file, root / folder / name):

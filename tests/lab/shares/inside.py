@@ -172,13 +172,13 @@ def a_file_is_replaced_while_it_is_read() -> Any:
 
 @trial
 def what_arrives_is_whole_on_the_other_host() -> Any:
-    from paceline.agent import inside
+    from paceline.agent.files import safe_paths
 
-    inside.write_file(str(A), "runs/1/result.json", b"{}")
-    inside.write_file(str(A), "runs/1/result.json", b"[1]")
-    inside.rename(str(A), "runs/1", "runs/2")
-    inside.remove(str(A), "runs/2")
-    inside.write_file(str(A), "runs/1/result.json", b"[2]")
+    safe_paths.write_file(str(A), "runs/1/result.json", b"{}")
+    safe_paths.write_file(str(A), "runs/1/result.json", b"[1]")
+    safe_paths.rename(str(A), "runs/1", "runs/2")
+    safe_paths.remove(str(A), "runs/2")
+    safe_paths.write_file(str(A), "runs/1/result.json", b"[2]")
     return (B / "runs/1/result.json").read_text()
 
 
@@ -262,7 +262,7 @@ def a_data_set_is_downloaded_once_by_two_hosts() -> Any:
 def the_cache_of_an_agent() -> Any:
     """Contents, trees and copies of data, in a cache that lies on the share."""
     os.environ["XDG_CACHE_HOME"] = str(A / "cache")
-    from paceline.agent import data, snapshot
+    from paceline.agent.files import data, snapshot
 
     body = b"code" * 1000
     digest = hashlib.sha256(body).hexdigest()

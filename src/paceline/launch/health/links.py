@@ -2,10 +2,11 @@
 
 The agents' connections to the launcher may be sound then. Ranks notice only when TCP gives up,
 after 15 seconds or, on older kernels, 15 minutes. But the kernel counts retransmissions. So while a
-job is silent, its hosts list their unanswered connections (:mod:`paceline.agent.lines`), which
-sends nothing. If one stays unanswered for some seconds, both hosts connect to each other, twice in
-two seconds. The link is blocked if neither gets an answer and the connection stays unanswered.
-Packet loss, a cable unplugged for a moment and a stateful firewall are something else.
+job is silent, its hosts list their unanswered connections
+(:mod:`paceline.agent.surveys.retransmissions`), which sends nothing. If one stays unanswered for
+some seconds, both hosts connect to each other, twice in two seconds. The link is blocked if neither
+gets an answer and the connection stays unanswered. Packet loss, a cable unplugged for a moment and
+a stateful firewall are something else.
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ Networks = dict[str, network.NodeNetwork]
 
 # of the package, all that a recipe needs in a rank
 OF_RECIPES = ("__init__.py", "program.py", "progress.py", "py.typed", "recipes", "spec", "train",
-              "agent/__init__.py", "agent/peers.py")  # fmt: skip
+              "agent/__init__.py", "agent/ranks/__init__.py",
+              "agent/ranks/peer_filters.py")  # fmt: skip
 PORT_RELEASE_S = 2.0  # for an unknown holder of a port, which may be ending
 AGENT_EXIT_S = 5.0  # for an agent without launcher and its ranks to end
 

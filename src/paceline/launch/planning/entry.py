@@ -6,7 +6,7 @@ import difflib
 import re
 from pathlib import Path
 
-from paceline.agent.master import spawns_and_names_master
+from paceline.agent.ranks.master_address import spawns_and_names_master
 from paceline.spec.errors import SettingError
 from paceline.spec.job import Entry
 

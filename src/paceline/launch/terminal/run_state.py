@@ -401,7 +401,7 @@ class Board:
             self.last[title] = value
 
     def vitals(self, host: str, report: Mapping[str, Any], interface: str = "") -> None:
-        """Takes what an agent counted: see ``agent/vitals.py``. The first time shows no rates.
+        """Takes what an agent counted: see ``host_load.py``. The first time shows no rates.
 
         Args:
             host: Whose agent.

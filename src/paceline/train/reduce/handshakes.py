@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
-from paceline.agent import peers
-from paceline.agent.peers import job_hosts as job_hosts
+from paceline.agent.ranks import peer_filters
+from paceline.agent.ranks.peer_filters import job_hosts as job_hosts
 from paceline.spec import jobenv
 
 MAX_CALLERS = 64
@@ -54,10 +54,10 @@ def _report(address: str) -> None:
             os.write(int(descriptor), json.dumps(event).encode() + b"\n")
 
 
-_rejects = peers.RejectWatcher(_report)
+_rejects = peer_filters.RejectWatcher(_report)
 
 
-def guard(listener: socket.socket) -> peers.PeerFilter | None:
+def guard(listener: socket.socket) -> peer_filters.PeerFilter | None:
     """Has the kernel keep all but the job's hosts from a listening socket.
 
     ``None`` when the hosts are not known.
@@ -65,7 +65,7 @@ def guard(listener: socket.socket) -> peers.PeerFilter | None:
     hosts = job_hosts()
     if hosts is None:
         return None
-    peer_filter = peers.PeerFilter(listener, hosts)
+    peer_filter = peer_filters.PeerFilter(listener, hosts)
     _rejects.watch(peer_filter, listener.fileno())
     return peer_filter
 
@@ -132,10 +132,10 @@ def _accept(listener: socket.socket, limit_s: float, hello: Callable[[], bytes])
         connection, (address, *_) = listener.accept()
     except (BlockingIOError, ConnectionAbortedError):
         return None
-    peers.detach_filter(connection)
+    peer_filters.detach_filter(connection)
     hosts = job_hosts()
     if hosts is not None and address not in hosts:  # the kernel does not keep it away
-        _report(str(peers.parse_address(address)))
+        _report(str(peer_filters.parse_address(address)))
         connection.close()
         return None
     connection.setblocking(False)

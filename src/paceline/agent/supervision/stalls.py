@@ -11,7 +11,7 @@ import os
 import stat as modes
 from typing import Dict, List, Optional, Tuple
 
-from . import procs
+from . import processes
 
 # by machine and number: calls that may take long, and where the file is their first argument
 _X86 = {
@@ -138,7 +138,7 @@ class Standstill:
         self._faults: Optional[int] = None
         self._looked_at = 0.0
 
-    def look(self, now: float, stat: procs.Stat, worked: bool) -> None:
+    def look(self, now: float, stat: processes.Stat, worked: bool) -> None:
         """To be called regularly.
 
         Args:
@@ -153,7 +153,7 @@ class Standstill:
             self.how, self._switches, self._since = how, count, now
         self._looked_at, self._faults = now, stat.faults
 
-    def _how(self, now: float, stat: procs.Stat, worked: bool) -> str:
+    def _how(self, now: float, stat: processes.Stat, worked: bool) -> str:
         if stat.state in "Tt":
             return "stopped" if stat.state == "T" else "traced"
         faults = 0 if self._faults is None else stat.faults - self._faults

@@ -19,10 +19,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
-from . import inside, snapshot, transfer
+from . import safe_paths, snapshot, transfer
 
 if TYPE_CHECKING:
-    from .server import Agent
+    from ..server import Agent
 
 Message = Dict[str, Any]
 _Passed = Tuple[Tuple[int, int], ...]
@@ -33,7 +33,7 @@ USED = "used"  # below it: an agent that uses the copy has it locked
 SIGN = "seen-"  # below it: begins the name of a file that shows who sees this disk
 PAGE = 2000  # items in an answer
 LISTING = "listing"  # a line of work: see Agent.in_line
-MOST_DEPTH = 2 * inside.MOST_DEPTH  # as of the code: see transfer/tree.py
+MOST_DEPTH = 2 * safe_paths.MOST_DEPTH  # as of the code: see transfer/tree.py
 MOST_WAYS = 1000  # that lead through links to one folder
 MARKED = 1000  # entries of a folder that tell whether it is the same one
 
@@ -47,7 +47,7 @@ def home(key: str) -> Path:
 
 def inner(name: str, path: str = "") -> str:
     """A path of a copy below its key."""
-    (name,) = inside.parts_of(name)
+    (name,) = safe_paths.parts_of(name)
     return "files/%s/%s" % (name, path) if path else "files/%s" % name
 
 
@@ -108,7 +108,7 @@ def hashes(root: str, paths: Sequence[str]) -> List[str]:
     """SHA-256 of each file; empty for one that cannot be read."""
     found = []
     for path in paths:
-        inside.parts_of(path)
+        safe_paths.parts_of(path)
         try:
             found.append(snapshot.hash_file(Path(root) / path))
         except OSError:
@@ -154,7 +154,7 @@ class Copies:
         if key not in self._used:
             place.mkdir(parents=True, exist_ok=True, mode=0o700)
             for kept in (USED, self._sign):
-                os.close(inside.open_file(str(place), kept, os.O_WRONLY | os.O_CREAT))
+                os.close(safe_paths.open_file(str(place), kept, os.O_WRONLY | os.O_CREAT))
             used = os.open(str(place / USED), os.O_RDWR)
             os.utime(used)
             with contextlib.suppress(OSError):  # a disk without locks
@@ -181,7 +181,7 @@ class Copies:
 
     def settle(self, key: str, name: str, gone: Sequence[str], same: Sequence[Item]) -> None:
         """Removes ``gone`` from a copy, and gives ``same`` the times of their originals."""
-        with inside.Folders(str(home(key))) as copy:
+        with safe_paths.Folders(str(home(key))) as copy:
             for path in gone:
                 copy.remove(inner(name, path))
             for path, _, mtime in same:
@@ -198,7 +198,7 @@ class Copies:
     def put_many(self, key: str, name: str, items: Sequence[Item], data: bytes) -> None:
         """Adds small files, one after the other in ``data``."""
         at = 0
-        with inside.Folders(str(home(key))) as copy:
+        with safe_paths.Folders(str(home(key))) as copy:
             for path, size, mtime in items:
                 _add(copy, inner(name, path), data[at : at + size], mtime)
                 at += size
@@ -243,13 +243,13 @@ class Copies:
         self._used = {}
 
 
-def _add(copy: inside.Folders, path: str, data: bytes, mtime: int) -> None:
+def _add(copy: safe_paths.Folders, path: str, data: bytes, mtime: int) -> None:
     # not flushed: after a power cut the sizes and times are compared, as always
     part = secrets.token_hex(8)
     above, _, name = path.rpartition("/")
     file = copy.open("%s/%s" % (ARRIVING, part), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
-        inside.write_all(file, data)
+        safe_paths.write_all(file, data)
         os.utime(file, ns=(mtime * 1000, mtime * 1000))
     finally:
         os.close(file)
@@ -289,7 +289,7 @@ class _Growing:
                 if path == self._left or self._is_abandoned(path, now):
                     # under a new name: SMB replaces no file that somebody has open
                     taken = "%s-%s" % (self._left, secrets.token_hex(8))
-                    inside.rename(self._root, path, taken, durable=False)
+                    safe_paths.rename(self._root, path, taken, durable=False)
                     os.close(self._file)
                     os.unlink(os.path.join(self._root, self._part))
                     self._part, self._file = taken, _locked(self._root, taken)
@@ -310,7 +310,7 @@ class _Growing:
             self.digest, self.size = hashlib.sha256(), 0
         if offset != self.size:
             raise ValueError("a block at byte %d came where %d was next" % (offset, self.size))
-        inside.write_all(self._file, data)
+        safe_paths.write_all(self._file, data)
         self.digest.update(data)
         self.size += len(data)
 
@@ -320,7 +320,7 @@ class _Growing:
             self.size = 0
             raise ValueError("content does not have the hash %s" % sha256)
         os.utime(self._file, ns=(mtime * 1000, mtime * 1000))
-        inside.rename(self._root, self._part, self._path, durable=False)
+        safe_paths.rename(self._root, self._part, self._path, durable=False)
         self._part = ""
         self.close()
 
@@ -331,14 +331,14 @@ class _Growing:
             self._file = None
             with contextlib.suppress(OSError):
                 if self._part and self.size:
-                    inside.rename(self._root, self._part, self._left, durable=False)
+                    safe_paths.rename(self._root, self._part, self._left, durable=False)
                 elif self._part:
                     os.unlink(os.path.join(self._root, self._part))
 
 
 def _locked(root: str, path: str, flags: int = os.O_RDWR | os.O_CREAT) -> int:
     """Opens a file and takes its lock; a disk may have none. OSError where another one holds it."""
-    file = inside.open_file(root, path, flags)
+    file = safe_paths.open_file(root, path, flags)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

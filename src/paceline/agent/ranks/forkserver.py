@@ -25,7 +25,9 @@ import time
 import traceback
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
-from . import procs, title, warm
+from .. import warm
+from ..supervision import processes
+from . import process_title
 
 Message = Dict[str, Any]
 LENGTH = struct.Struct(">I")
@@ -41,8 +43,8 @@ def main(fd: int, parent: int, preload: List[str]) -> int:
     In a forked rank this function returns too: what it returns is the rank's work, to be done
     outside all frames of the server, so that the rank ends as any Python process does.
     """
-    procs.die_with_parent(parent)
-    title.show(title.of_agent_part([sys.executable, *sys.argv]))
+    processes.die_with_parent(parent)
+    process_title.show(process_title.of_agent_part([sys.executable, *sys.argv]))
     for signum in (signal.SIGINT, signal.SIGTERM):  # a scheduler tells every process; the agent
         signal.signal(signum, signal.SIG_IGN)  # ends this one, when the ranks have ended
     channel = socket.socket(fileno=fd)
@@ -160,7 +162,7 @@ class ForkServer:
             if self._fork({"store": True}) == 0:
                 return lambda: serve_store(order["store"], fds[0])
         elif self._fork({"local_rank": order["rank"]["local_rank"]}) == 0:
-            from .rank import prepare  # here, so that the server stays small
+            from .process import prepare  # here, so that the server stays small
 
             return prepare(self.attempt, order["rank"], *fds)
         for fd in fds:
@@ -174,7 +176,7 @@ class ForkServer:
         signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
         pid = os.fork()
         if pid == 0:
-            procs.die_with_parent(server)
+            processes.die_with_parent(server)
             os.setsid()
             self.channel.close()
             for fd in self.pidfds:
@@ -184,7 +186,7 @@ class ForkServer:
         self.children[pid] = about
         with contextlib.suppress(AttributeError, OSError):
             self.pidfds[os.pidfd_open(pid)] = pid
-        identity = procs.read_stat(pid)
+        identity = processes.read_stat(pid)
         self.report(dict(about, started=pid, start=identity.start if identity else 0))
         return pid
 
@@ -210,7 +212,7 @@ def serve_store(where: Message, listen_fd: int) -> int:
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
-    title.show("%s %s store" % (sys.executable, sys.argv[0]))
+    process_title.show("%s %s store" % (sys.executable, sys.argv[0]))
     select.select([listen_fd], [], [])
     distributed: Any = importlib.import_module("torch.distributed")
     store = distributed.TCPStore(

@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Collection, Dict, Iterable, Iterator, List, Optional, Tuple, Union
 
-from . import inside, procs
+from ..supervision import processes
+from . import safe_paths
 
 Entry = List[Any]
 Message = Dict[str, Any]
@@ -26,7 +27,7 @@ KEPT_S = 30 * 24 * 3600.0
 MARK = ".paceline-run"  # in a run's folder: we made it, so we may remove it; holds the key
 SIGN = ".paceline-seen-"  # begins the name of a file by which an agent shows that it is here
 OWNER = ".paceline-agent"  # in a job's folder: names the agent that removes it
-OWN = (MARK, inside.INCOMING)
+OWN = (MARK, safe_paths.INCOMING)
 _KEY = re.compile("[0-9a-f]{24}")
 _HASH = re.compile("[0-9a-f]{64}")
 _JOB = re.compile("[0-9A-Za-z_-]{1,64}")
@@ -123,7 +124,7 @@ def make_run_folder(key: str, user: str = "") -> Path:
     folder = _made_run_folder(key)
     if user:
         try:
-            os.close(inside.open_file(str(folder), SIGN + user, os.O_WRONLY | os.O_CREAT))
+            os.close(safe_paths.open_file(str(folder), SIGN + user, os.O_WRONLY | os.O_CREAT))
         except FileNotFoundError:  # the last other user left at this moment
             return make_run_folder(key, user)
     return folder
@@ -185,7 +186,7 @@ def _is_abandoned(path: Path) -> bool:
     if re.fullmatch(r"\.gone-[0-9a-f]{16}", path.name):
         return True
     made = re.fullmatch(r"\.new-([0-9a-f]{8})-([0-9]{1,10})-[0-9a-f]{16}", path.name)
-    return bool(made and made[1] == _pid_space() and procs.read_stat(int(made[2])) is None)
+    return bool(made and made[1] == _pid_space() and processes.read_stat(int(made[2])) is None)
 
 
 def discard_run_folder(key: str, only: "Optional[Collection[str]]" = None, user: str = "") -> bool:
@@ -222,7 +223,7 @@ def remove_tree(folder: Path) -> None:
     aside = folder.with_name(".gone-%s" % secrets.token_hex(8))
     with contextlib.suppress(OSError):
         folder.rename(aside)
-        inside.remove_all(str(aside))
+        safe_paths.remove_all(str(aside))
 
 
 def job_folder(name: str) -> Path:
@@ -241,7 +242,7 @@ def own_job_folder(folder: Path) -> None:
     An earlier agent of the same host may still be ending: it leaves the folder then.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    inside.write_file(str(folder), OWNER, _AGENT.encode(), durable=False)
+    safe_paths.write_file(str(folder), OWNER, _AGENT.encode(), durable=False)
 
 
 def discard_job_folder(folder: Path) -> None:
@@ -299,14 +300,14 @@ _KEPT: Dict[str, Callable[[Path], bool]] = {
     "blobs": _made_here(r"[0-9a-f]{2}|\.gone-[0-9a-f]{16}"),
     "runs": _is_run,
     "jobs": _made_here(r"[0-9A-Za-z_-]{1,64}|\.gone-[0-9a-f]{16}"),
-    inside.INCOMING: _made_here("[0-9a-f]{16}"),
+    safe_paths.INCOMING: _made_here("[0-9a-f]{16}"),
 }
 
 
 def _newest(folder: Path) -> float:
     """When anything in a folder was last changed or used."""
     times = [folder.lstat().st_mtime]
-    for above, folders, files in inside.walk(str(folder)):
+    for above, folders, files in safe_paths.walk(str(folder)):
         for name in (*folders, *files):
             about = (folder / above / name).lstat()
             times.append(max(about.st_mtime, about.st_atime))
@@ -338,7 +339,7 @@ def materialise(root: str, manifest: List[Entry], first: bool = True,
     if root not in _unfinished:
         raise ValueError("the beginning of %s did not come" % root)
     new = _unfinished[root]
-    with inside.Folders(str(cache_folder())) as cache, inside.Folders(str(new)) as tree:
+    with safe_paths.Folders(str(cache_folder())) as cache, safe_paths.Folders(str(new)) as tree:
         damaged = sorted({sha256 for path, sha256, mode, _ in manifest
                           if not _copy(cache, sha256, tree, path, mode)})  # fmt: skip
     if last and not damaged:
@@ -356,7 +357,9 @@ MOST_RIVALS = 100  # processes that publish the same tree at the same time
 _unfinished: Dict[str, Path] = {}  # by their final path, the trees that this process builds
 
 
-def _copy(cache: inside.Folders, sha256: str, tree: inside.Folders, path: str, mode: int) -> bool:
+def _copy(
+    cache: safe_paths.Folders, sha256: str, tree: safe_paths.Folders, path: str, mode: int
+) -> bool:
     """Copies a content from the cache to its place; False, and it is forgotten, when damaged."""
     blob = blob_path(sha256)
     target = tree.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -373,7 +376,7 @@ def _copy(cache: inside.Folders, sha256: str, tree: inside.Folders, path: str, m
     return False
 
 
-def _copy_content(cache: inside.Folders, blob: str, target: int) -> str:
+def _copy_content(cache: safe_paths.Folders, blob: str, target: int) -> str:
     """Copies a content into an open file; its SHA-256, or "" where it is not there any more.
 
     Another host may put the same content in its place meanwhile: a network disk has then lost the
@@ -385,7 +388,7 @@ def _copy_content(cache: inside.Folders, blob: str, target: int) -> str:
             digest = hashlib.sha256()
             while data := os.read(source, BLOCK):
                 digest.update(data)
-                inside.write_all(target, data)
+                safe_paths.write_all(target, data)
             return digest.hexdigest()
         finally:
             os.close(source)
@@ -402,7 +405,7 @@ def store(contents: Iterable[Tuple[str, bytes]]) -> None:
     """
     root = cache_folder()
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with inside.Folders(str(root)) as cache:
+    with safe_paths.Folders(str(root)) as cache:
         for sha256, data in contents:
             if hashlib.sha256(data).hexdigest() != sha256:
                 raise ValueError("content does not have the hash %s" % sha256)
@@ -410,14 +413,14 @@ def store(contents: Iterable[Tuple[str, bytes]]) -> None:
                 _store(cache, blob_path(sha256), data)
 
 
-def _store(cache: inside.Folders, path: str, data: bytes) -> None:
+def _store(cache: safe_paths.Folders, path: str, data: bytes) -> None:
     part = secrets.token_hex(8)
     above, _, name = path.rpartition("/")
     target = cache.descriptor(above, make=True)
-    file = cache.open("%s/%s" % (inside.INCOMING, part), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    incoming = cache.descriptor(inside.INCOMING)
+    file = cache.open("%s/%s" % (safe_paths.INCOMING, part), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    incoming = cache.descriptor(safe_paths.INCOMING)
     try:
-        inside.write_all(file, data)
+        safe_paths.write_all(file, data)
         os.replace(part, name, src_dir_fd=incoming, dst_dir_fd=target)
     except BaseException:
         os.unlink(part, dir_fd=incoming)
@@ -446,7 +449,7 @@ def changed_files(root: str, manifest: Optional[List[Entry]]) -> List[Message]:
 
 
 def _walk(root: Path) -> Iterator[Tuple[str, int]]:
-    for folder, _, names in inside.walk(str(root)):
+    for folder, _, names in safe_paths.walk(str(root)):
         for name in sorted(names):
             path = root / folder / name
             with contextlib.suppress(OSError):

@@ -14,7 +14,7 @@ import zlib
 from collections import deque
 from typing import Any, Deque, Dict, Iterator, Optional, Tuple
 
-from .pace import PIECES, Pace
+from .congestion import PIECES, Pace
 
 Message = Dict[str, Any]
 AT_ONCE, TALK, FILES = range(3)

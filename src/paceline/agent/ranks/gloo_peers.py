@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Callable, Iterator, List, Optional, Tuple
 
-from . import netlink, peers
+from ..surveys import netlink
+from . import peer_filters
 
 _LOOK_S = 0.01
 _TIMEOUT = timedelta(minutes=30)  # torch's own
@@ -49,7 +50,7 @@ class _Device:
     epoll: int
     listener: int
     inode: int
-    peer_filter: Optional[peers.PeerFilter] = None
+    peer_filter: Optional[peer_filters.PeerFilter] = None
 
     @contextlib.contextmanager
     def dup_listener(self) -> Iterator[Optional[socket.socket]]:
@@ -58,7 +59,7 @@ class _Device:
         with held or contextlib.nullcontext():
             yield held
 
-    def connections(self, hosts: peers.Hosts) -> Iterator[Tuple[str, bool]]:
+    def connections(self, hosts: peer_filters.Hosts) -> Iterator[Tuple[str, bool]]:
         """Of each connection the far end's address, and whether that called and said nothing.
 
         Who is none of the hosts can say nothing from then on.
@@ -72,7 +73,7 @@ class _Device:
             with connection, contextlib.suppress(OSError):  # a pipe, or it has ended
                 address, is_silent = str(connection.getpeername()[0]), False
                 if connection.getsockname()[1] == port:
-                    peers.detach_filter(connection)
+                    peer_filters.detach_filter(connection)
                     if address not in hosts:
                         connection.shutdown(socket.SHUT_RDWR)
                         is_silent = not _received(connection)
@@ -83,7 +84,7 @@ class _Device:
         """Whether these descriptors are still gloo's."""
         return any(inode == self.inode for _, inode in _registered(self.epoll))
 
-    def admit(self, hosts: peers.Hosts) -> None:
+    def admit(self, hosts: peer_filters.Hosts) -> None:
         with self.dup_listener() as listener:
             if listener is not None and self.peer_filter is not None:
                 self.peer_filter.admit(listener, hosts)
@@ -176,12 +177,16 @@ class GlooFilter:
         on_found: Told of one that a group is connected with, before that raises.
     """
 
-    def __init__(self, gloo: Any, on_refused: peers.Report, on_found: peers.Report) -> None:
+    def __init__(
+        self, gloo: Any, on_refused: peer_filters.Report, on_found: peer_filters.Report
+    ) -> None:
         self._gloo, self._on_found = gloo, on_found
-        self.rejects = peers.RejectWatcher(on_refused)
+        self.rejects = peer_filters.RejectWatcher(on_refused)
         self._devices: List[_Device] = []
 
-    def make_options(self, timeout: timedelta, hosts: peers.Hosts) -> Tuple[Any, List[_Device]]:
+    def make_options(
+        self, timeout: timedelta, hosts: peer_filters.Hosts
+    ) -> Tuple[Any, List[_Device]]:
         """What gloo makes by itself, but that nobody else can connect to its devices."""
         interfaces = [one for one in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if one]
         options, devices = self._gloo._Options(), []
@@ -201,13 +206,13 @@ class GlooFilter:
         options._threads = 2 * len(options._devices)
         return options, devices
 
-    def _attach(self, device: _Device, hosts: peers.Hosts) -> None:
+    def _attach(self, device: _Device, hosts: peer_filters.Hosts) -> None:
         with device.dup_listener() as listener:
             if listener is not None:
-                device.peer_filter = peers.PeerFilter(listener, hosts)
+                device.peer_filter = peer_filters.PeerFilter(listener, hosts)
                 self.rejects.watch(device.peer_filter, device.listener)
 
-    def verify(self, devices: List[_Device], hosts: peers.Hosts, ranks: int) -> None:
+    def verify(self, devices: List[_Device], hosts: peer_filters.Hosts, ranks: int) -> None:
         """Looks at the connections of a group of so many ranks; then nobody else can connect.
 
         Raises:
@@ -221,7 +226,7 @@ class GlooFilter:
                 # Somebody may have called, before the kernel kept strangers away, and said nothing.
                 # Who has said the number of a connection may have been taken for a rank.
                 if not is_silent:
-                    address = str(peers.parse_address(address))
+                    address = str(peer_filters.parse_address(address))
                     self._on_found(address)
                     raise StrangerError(address)
             if known >= ranks - 1:  # else its ranks connect when they first send something
@@ -229,7 +234,7 @@ class GlooFilter:
         self._devices += [one for one in devices if one not in self._devices]
 
     @contextlib.contextmanager
-    def reopened(self, hosts: peers.Hosts) -> Iterator[None]:
+    def reopened(self, hosts: peer_filters.Hosts) -> Iterator[None]:
         """Within it groups are made over devices that are there already, as torch splits groups."""
         devices = self._devices = [device for device in self._devices if device.is_open]
         for device in devices:
@@ -238,7 +243,7 @@ class GlooFilter:
         self.verify([*devices], hosts, 0)
 
 
-def install(c10d: Any, on_refused: peers.Report, on_found: peers.Report) -> None:
+def install(c10d: Any, on_refused: peer_filters.Report, on_found: peer_filters.Report) -> None:
     """Has all groups of gloo that this process makes guarded.
 
     Args:
@@ -252,7 +257,7 @@ def install(c10d: Any, on_refused: peers.Report, on_found: peers.Report) -> None
 
     @functools.wraps(original)
     def init(self: Any, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> None:
-        hosts = peers.job_hosts()
+        hosts = peer_filters.job_hosts()
         given = {"timeout": args[0]} if args else kwargs
         timeout = given.get("timeout", given.get("options", _TIMEOUT))
         if hosts is None or not isinstance(timeout, timedelta):  # it brings devices of its own
@@ -275,13 +280,13 @@ def install(c10d: Any, on_refused: peers.Report, on_found: peers.Report) -> None
 
 
 def _filtering_store(
-    create: Callable[..., Any], rejects: peers.RejectWatcher
+    create: Callable[..., Any], rejects: peer_filters.RejectWatcher
 ) -> Callable[..., Any]:
     """Guards a store that rank 0 holds by itself, on all interfaces, as soon as it listens."""
 
     @functools.wraps(create)
     def wrapped(hostname: str, port: int, rank: int, *args: Any, **kwargs: Any) -> Any:
-        hosts = peers.job_hosts()
+        hosts = peer_filters.job_hosts()
         if hosts is None or rank != 0:
             return create(hostname, port, rank, *args, **kwargs)
         over = threading.Event()
@@ -296,7 +301,7 @@ def _filtering_store(
     return wrapped
 
 
-def _filter_port(port: int, hosts: peers.Hosts, rejects: peers.RejectWatcher,
+def _filter_port(port: int, hosts: peer_filters.Hosts, rejects: peer_filters.RejectWatcher,
                 over: threading.Event) -> None:  # fmt: skip
     """Guards this process's listening socket at a port, which is about to be made."""
     while True:
@@ -308,7 +313,7 @@ def _filter_port(port: int, hosts: peers.Hosts, rejects: peers.RejectWatcher,
             with held, contextlib.suppress(OSError):
                 is_listening = held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                 if is_listening and held.getsockname()[1] == port:
-                    rejects.watch(peers.PeerFilter(held, hosts), fd)
+                    rejects.watch(peer_filters.PeerFilter(held, hosts), fd)
                     return
         if is_last:
             return
@@ -318,7 +323,7 @@ def _filter_port(port: int, hosts: peers.Hosts, rejects: peers.RejectWatcher,
 def _reopening(method: Callable[..., Any], gloo_filter: GlooFilter) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        hosts = peers.job_hosts()
+        hosts = peer_filters.job_hosts()
         with contextlib.nullcontext() if hosts is None else gloo_filter.reopened(hosts):
             return method(self, *args, **kwargs)
 

@@ -15,7 +15,7 @@ import sys
 import time
 from typing import List
 
-from . import procs
+from . import processes
 
 CHANGED = signal.SIGUSR1  # to the guard: its standard error is another
 TOLD = (CHANGED, signal.SIGTERM)  # wait for the guard while its interpreter starts
@@ -60,7 +60,7 @@ def fork_agent(package: str) -> Errors:
     Args:
         package: Folder that this code lies in; the guard is a fresh interpreter of it.
     """
-    procs.adopt_orphans()  # kept over exec, not handed to the child
+    processes.adopt_orphans()  # kept over exec, not handed to the child
     errors = Errors()
     signal.pthread_sigmask(signal.SIG_BLOCK, TOLD)  # kept over exec, until they are heeded
     agent = os.fork()
@@ -95,7 +95,7 @@ def main(agent: int, errors: int) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, TOLD)
     status = _wait_for(agent)
     take_errors()
-    procs.kill_job("", roots=[os.getpid()], spare=[])
+    processes.kill_job("", roots=[os.getpid()], spare=[])
     if os.WIFSIGNALED(status):  # it could say nothing itself
         words = "paceline guard: the agent was killed by %s\n" % _name(status)
         with contextlib.suppress(OSError):  # who would have read it may be gone

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from typing import Any, Deque, Dict, List, Optional, Tuple
 
-from . import procs
+from ..supervision import processes
 
 IDENTITY_BYTES = 16
 AT_ONCE = 512  # connections being tried
@@ -139,7 +139,7 @@ def connect_all(targets: List[Result], timeout_s: float, settle_s: float) -> Lis
         ``{"host", "address", "ok"}`` with ``local_address`` and ``rtt`` (seconds) when something
         answered, ``errno`` and ``error`` when not. ``reached`` is the identity that answered.
     """
-    procs.make_room_for_descriptors(min(len(targets), AT_ONCE))
+    processes.make_room_for_descriptors(min(len(targets), AT_ONCE))
     results: List[Result] = []
     waiting = deque(targets)
     missing = {target["host"] for target in targets}  # that no address of has answered

@@ -13,22 +13,11 @@ from collections import deque
 from pathlib import Path
 from typing import Any, Callable, Deque, Dict, List, Optional, Sequence, Set, Tuple
 
-from . import (
-    activation,
-    collectives,
-    facts,
-    forkserver,
-    gloo,
-    held,
-    inside,
-    memory,
-    peers,
-    procs,
-    snapshot,
-    stackdump,
-    title,
-    warm,
-)
+from .. import warm
+from ..files import safe_paths, snapshot
+from ..ranks import flight_recorder, forkserver, peer_filters, process_title, stack_dump
+from ..surveys import facts
+from . import activation, gloo_threads, oom, processes, stalls
 
 Message = Dict[str, Any]
 Post = Callable[..., None]
@@ -60,7 +49,7 @@ class Rank:
     def __init__(self, rank: int, local_rank: int) -> None:
         self.rank = rank
         self.local_rank = local_rank
-        self.process: Optional[procs.Process] = None
+        self.process: Optional[processes.Process] = None
         self.status: Optional[int] = None
         self.ended_at = 0.0
         self.told = False
@@ -72,20 +61,20 @@ class Rank:
         self.heard = 0  # bytes that have come through it
         self.of_children = 0  # those of them that other processes wrote
         self.peak = 0  # bytes of memory, at most
-        self.seen = stackdump.StackDump()
+        self.seen = stack_dump.StackDump()
         self.active_at = time.monotonic()  # when it last used a CPU or said something
-        self.held = held.Standstill()
+        self.held = stalls.Standstill()
         self.replaced = False  # if it is lost: others go on without it
         self._since = self.active_at  # and the ticks that it had used then
         self._cpu = 0
-        self._loops = gloo.Loops()
-        self.loops_seen = gloo.Loops()  # when it was looked at
+        self._loops = gloo_threads.Loops()
+        self.loops_seen = gloo_threads.Loops()  # when it was looked at
         self._moved = 0  # ticks that gloo's loops had worked then
         self._for_us = 0.0  # ticks, since
 
     def look(self, now: float) -> None:
         """Notes whether the process works, waits, or is held up."""
-        stat = None if self.process is None else procs.read_stat(self.process.pid)
+        stat = None if self.process is None else processes.read_stat(self.process.pid)
         if stat is None or self.process is None or stat.start != self.process.start:
             return
         if self.seen.disturbed(now):  # afterwards it is known what it worked for our sake
@@ -108,7 +97,7 @@ class Rank:
         able = said.get("event") == "recoverable" and said.get("able") is True
         if able or said.get("event") == "newcomer ready":
             self.replaced = True
-            self.held.lasts_s = dict(held.LASTS_S, stopped=held.REPLACED_S)
+            self.held.lasts_s = dict(stalls.LASTS_S, stopped=stalls.REPLACED_S)
 
     def tell(self, line: bytes) -> None:
         """Writes a line to the rank as soon as its pipe takes it; never waits."""
@@ -142,7 +131,7 @@ class Rank:
         if self.status is None:
             return False
         if self.group_signaled and self.process is not None:
-            self.group_signaled = procs.session_lives(self.process.pid)
+            self.group_signaled = processes.session_lives(self.process.pid)
             if self.group_signaled:
                 return False
         return not self.fds or time.monotonic() - self.ended_at > DRAIN_S
@@ -194,10 +183,10 @@ class NodeJob:
         self._server: Optional["subprocess.Popen[bytes]"] = None
         self._channel: Optional[socket.socket] = None
         self._received = b""
-        self._store: Optional[procs.Process] = None
+        self._store: Optional[processes.Process] = None
         self._runs_program = False  # not Python in the fork server's child
         self._store_listener: Optional[socket.socket] = None  # the store's, to be kept to hosts
-        self._store_filter: Optional[peers.PeerFilter] = None
+        self._store_filter: Optional[peer_filters.PeerFilter] = None
         self._unstarted: Deque[Tuple[Rank, Message]] = deque()
         self._stopping: Optional[int] = None  # the signal that this attempt's ranks are to get
         self._kill_at: Optional[float] = None
@@ -247,7 +236,7 @@ class NodeJob:
         try:
             self._server = subprocess.Popen(
                 [request["python"], self._package, "forkserver", str(theirs.fileno())]
-                + [str(os.getpid()), title.ROOM, *request["preload"]],
+                + [str(os.getpid()), process_title.ROOM, *request["preload"]],
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=self.errors,
@@ -278,7 +267,7 @@ class NodeJob:
         """
         if self._channel is None:
             raise RuntimeError("the fork server is gone")
-        procs.make_room_for_descriptors(forkserver.PIPES * len(request["ranks"]))
+        processes.make_room_for_descriptors(forkserver.PIPES * len(request["ranks"]))
         self.ranks, self._mended = [], False
         self._unstarted.clear()
         self._stopping, self._kill_at = None, None
@@ -305,7 +294,7 @@ class NodeJob:
             self._end_group(rank)
             if not rank.told:
                 self._finish(rank)
-        procs.make_room_for_descriptors(forkserver.PIPES * len(wanted))
+        processes.make_room_for_descriptors(forkserver.PIPES * len(wanted))
         self.ranks = [rank for rank in self.ranks if rank.rank not in wanted]
         self._mended = True
         self._begin(request)
@@ -316,7 +305,7 @@ class NodeJob:
         self.ranks += ranks
         self.running = True
         self._runs_program = request["entry"]["kind"] == "binary"
-        self._kills_before = memory.kills()
+        self._kills_before = oom.kills()
         shared = {k: v for k, v in request.items() if k != "ranks"}
         env = self._without_yielded(request["env"])
         self._order({"attempt": dict(shared, env=env, login=self._login)})
@@ -335,15 +324,15 @@ class NodeJob:
         if self._channel is None:
             raise RuntimeError("the fork server is gone")
         self._store_listener = listener.dup()
-        self._store_filter = peers.PeerFilter(
-            listener, peers.parse_hosts(addresses) or peers.ALL_HOSTS
+        self._store_filter = peer_filters.PeerFilter(
+            listener, peer_filters.parse_hosts(addresses) or peer_filters.ALL_HOSTS
         )
         self._order({"store": where}, [listener.fileno()])
 
     def admit(self, addresses: str) -> None:
         """Has the store take connections of these hosts from now on."""
         if self._store_listener is not None and self._store_filter is not None:
-            hosts = peers.parse_hosts(addresses) or peers.ALL_HOSTS
+            hosts = peer_filters.parse_hosts(addresses) or peer_filters.ALL_HOSTS
             self._store_filter.admit(self._store_listener, hosts)
 
     def _without_yielded(self, env: Dict[str, str]) -> Dict[str, str]:
@@ -467,7 +456,7 @@ class NodeJob:
                 self._end_group(rank)  # workers that it leaves would hold its pipes open
 
     def _started(self, message: Message) -> None:
-        process = procs.Process(message["started"], message["start"])
+        process = processes.Process(message["started"], message["start"])
         if message.get("store"):
             self._store = process
             return
@@ -493,7 +482,7 @@ class NodeJob:
         if self._given_up:
             died["frozen"] = True
         elif status == -signal.SIGKILL:
-            died["memory"] = memory.evidence(self._kills_before)
+            died["memory"] = oom.evidence(self._kills_before)
         self._post(died)
         self._unstarted.clear()
         for rank in self.ranks:
@@ -533,7 +522,7 @@ class NodeJob:
             except ValueError:
                 rank.seen.take(line)
                 continue
-            if isinstance(said, dict) and said.get("kind") == collectives.KIND:
+            if isinstance(said, dict) and said.get("kind") == flight_recorder.KIND:
                 rank.seen.take_calls(said.get("calls"), said.get("cpu_s"))
             elif isinstance(said, dict):
                 rank.active_at = time.monotonic()
@@ -569,20 +558,20 @@ class NodeJob:
         ranks = self._alive()
         deadline = time.monotonic() + (CLOSELY_S if closely else STACKS_S)
         _until(deadline, lambda now: all(rank.seen.complete(now) for rank in ranks))
-        stats = procs.all_stats()
+        stats = processes.all_stats()
         found = []
         for rank in ranks:
             if rank.process is None:
                 continue
-            below = sorted(procs.descendants([rank.process.pid], stats))
+            below = sorted(processes.descendants([rank.process.pid], stats))
             pids = [rank.process.pid, *below]
             ticks = sum(stats[pid].cpu for pid in pids if pid in stats)
             ticks -= rank.loops_seen.ticks(pids[0], time.monotonic())
             about: Message = {"rank": rank.rank, "pid": rank.process.pid, "cpu_s": ticks / TICKS}
-            about["moved"] = sum(procs.bytes_moved(pid) for pid in pids)
+            about["moved"] = sum(processes.bytes_moved(pid) for pid in pids)
             told = rank.heard - rank.of_children
-            about["sent"] = max(procs.bytes_sent(rank.process.pid) - told, 0)
-            about["switches"] = sum(held.switches(pid) for pid in pids)
+            about["sent"] = max(processes.bytes_sent(rank.process.pid) - told, 0)
+            about["switches"] = sum(stalls.switches(pid) for pid in pids)
             about.update(self._waits(rank.process.pid, pids), calls=list(rank.seen.calls))
             whole = rank.seen.whole(time.monotonic())
             about.update(state=rank.seen.state, stack=list(rank.seen.stack) if whole else [])
@@ -590,14 +579,14 @@ class NodeJob:
             found.append(about)
         return found
 
-    def _children(self, rank: Rank, below: Sequence[int], stats: Dict[int, procs.Stat],
+    def _children(self, rank: Rank, below: Sequence[int], stats: Dict[int, processes.Stat],
                   pids: List[int]) -> List[Message]:  # fmt: skip
         """What the processes do that a rank has started; forks of the rank tell their stack."""
         found, heard = [], rank.heard
         for pid in below[:MOST_CHILDREN]:
             stack: List[str] = []
             if rank.seen.whole(time.monotonic()):  # else it could be another's that comes
-                lines = rank.seen.ask_child(procs.Process(pid, stats[pid].start))
+                lines = rank.seen.ask_child(processes.Process(pid, stats[pid].start))
                 whole = _until(time.monotonic() + CHILD_S, rank.seen.whole)
                 stack = list(lines) if whole else []
             found.append({"pid": pid, "name": stats[pid].name, **self._waits(pid, pids),
@@ -606,9 +595,9 @@ class NodeJob:
         return found
 
     def _waits(self, pid: int, pids: List[int]) -> Message:
-        waits = held.waits_in(pid)
+        waits = stalls.waits_in(pid)
         pipe = waits["call"] in ("write", "writev") and waits["on"].startswith("pipe:")
-        readers = held.readers(waits["on"], pids) if pipe else []
+        readers = stalls.readers(waits["on"], pids) if pipe else []
         return {"call": waits["call"], "on": waits["on"], "readers": readers}
 
     def looks(self, now: float) -> Message:
@@ -658,10 +647,10 @@ class NodeJob:
         A program may be a shell, whose handler runs only after its child has ended.
         """
         process = rank.process
-        if process is None or procs.identify(process.pid) != process:
+        if process is None or processes.identify(process.pid) != process:
             return
-        if not self._runs_program and procs.catches(process.pid, signum):
-            procs.send(process, signum)
+        if not self._runs_program and processes.catches(process.pid, signum):
+            processes.send(process, signum)
             signum = signal.SIGCONT
         else:
             rank.group_signaled = signum != signal.SIGKILL
@@ -703,11 +692,11 @@ class NodeJob:
         self._mended = self._mended or any(rank.replaced for rank in self.ranks)
         # Whoever calls it waits without end; of one that has ended the others make another.
         if self._mended and self._store is not None and self._stands_still(self._store.pid, now):
-            procs.send(self._store, signal.SIGKILL)
+            processes.send(self._store, signal.SIGKILL)
 
     def _stands_still(self, pid: int, now: float) -> bool:
         """Whether a signal has stopped this process of ours for too long."""
-        stat = procs.read_stat(pid)
+        stat = processes.read_stat(pid)
         if stat is None or stat.state != "T":
             self._frozen_at.pop(pid, None)
             return False
@@ -722,7 +711,7 @@ class NodeJob:
         told = {"event": "rank thawed", "rank": rank.rank}
         if lasts:
             pid, how = rank.process.pid, rank.held.how
-            told.update(event="rank frozen", how=how, on=held.on_what(pid, how), pid=pid)
+            told.update(event="rank frozen", how=how, on=stalls.on_what(pid, how), pid=pid)
             told["seconds"] = round(rank.held.seconds(now), 3)
         self._post(told)
 
@@ -742,7 +731,7 @@ class NodeJob:
         rank.told = True
         ended = rank.end_message()
         if ended["signal"] == signal.SIGKILL:  # by us, by somebody, or by the kernel for memory
-            ended["memory"] = memory.evidence(self._kills_before)
+            ended["memory"] = oom.evidence(self._kills_before)
         self._post(ended)
 
     def _end_attempt(self) -> None:
@@ -765,14 +754,14 @@ class NodeJob:
         spare = [self._server.pid] if self._channel is not None else []
         spare += [self._store.pid] if self._store else []
         # orphans of the job became children of this process
-        return procs.kill_job(self.token, [os.getpid()], spare)
+        return processes.kill_job(self.token, [os.getpid()], spare)
 
     def end_store(self) -> None:
         """Ends the store of the last attempt and waits until its port is free."""
         self._close_store_socket()
         if self._store is not None:
-            procs.send(self._store, signal.SIGKILL)
-            procs.await_end(self._store, STORE_END_S)
+            processes.send(self._store, signal.SIGKILL)
+            processes.await_end(self._store, STORE_END_S)
             self._store = None
 
     def _close_store_socket(self) -> None:
@@ -816,13 +805,13 @@ class NodeJob:
         if self._server is not None:
             self._server.kill()
             self._server.wait()
-            procs.kill_job(self.token, [os.getpid()], [])
+            processes.kill_job(self.token, [os.getpid()], [])
             self._server = None
 
 
 def _addresses(env: Dict[str, str]) -> str:
     """Of the job's hosts, as its ranks are told them."""
-    return env.get(peers.VARIABLE, "")
+    return env.get(peer_filters.VARIABLE, "")
 
 
 def _until(deadline: float, so: Callable[[float], bool]) -> bool:
@@ -849,6 +838,6 @@ def environment(base: Dict[str, str], request: Message) -> Dict[str, str]:
         # torch's own choice is /tmp/torchinductor_USER, which anybody can make first
         cache = snapshot.cache_folder() / "torchinductor"
         with contextlib.suppress(OSError):
-            env[INDUCTOR] = inside.own_folder("paceline-inductor-%d" % os.getuid(), str(cache))
+            env[INDUCTOR] = safe_paths.own_folder("paceline-inductor-%d" % os.getuid(), str(cache))
     env["PACELINE_JOB_TOKEN"] = request["token"]
     return env

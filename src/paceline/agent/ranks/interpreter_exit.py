@@ -19,14 +19,14 @@ import sys
 import threading
 from typing import Any, Callable, List
 
-from . import gloo
+from ..supervision import gloo_threads
 
 _FLUSH_FAILED = 120  # Python's own status for output that could not be written
 
 
 def is_safe() -> bool:
     """False when threads of gloo are there, so that an ordinary end may abort."""
-    return not gloo.threads("self", gloo.WORKERS)
+    return not gloo_threads.threads("self", gloo_threads.WORKERS)
 
 
 def status_of(leaving: SystemExit) -> int:

@@ -14,7 +14,8 @@ import signal
 import time
 from typing import List, Tuple
 
-from . import collectives, procs
+from ..supervision import processes
+from . import flight_recorder
 
 SIGNAL = signal.SIGRTMAX - 3  # nobody's, and no system call fails for it
 MOST_LINES = 60
@@ -23,7 +24,8 @@ LONGEST_S = 5.0  # the same, of one that is late
 DUMP_CPU_S = 0.01  # what a stack may cost a process
 QUIET_S = 0.8  # in which no more of a stack comes: then that was all
 _BEGINS, _ENDS = "Stack (most recent call first)", "in _run_module_as_main"
-OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+# that of the shipped archive
+OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 
 
 def register(fd: int) -> None:
@@ -37,15 +39,19 @@ def register(fd: int) -> None:
             faulthandler.enable(file=fd, all_threads=True)
 
 
-def ask(process: procs.Process) -> Tuple[str, bool]:
+def ask(process: processes.Process) -> Tuple[str, bool]:
     """Asks for the stack if it can be had.
 
     Returns the process's state, as in ``/proc/PID/stat``, and whether a stack will come.
     """
-    stat = procs.read_stat(process.pid)
+    stat = processes.read_stat(process.pid)
     if stat is None:
         return "", False
-    comes = stat.state != "T" and procs.catches(process.pid, SIGNAL) and procs.send(process, SIGNAL)
+    comes = (
+        stat.state != "T"
+        and processes.catches(process.pid, SIGNAL)
+        and processes.send(process, SIGNAL)
+    )
     return stat.state, comes
 
 
@@ -67,7 +73,7 @@ class StackDump:
         self._cpu_s = 0.0  # of the process, for our sake
         self._taken = self.stack  # where lines that come now belong
 
-    def ask(self, process: procs.Process, closely: bool = False) -> None:
+    def ask(self, process: processes.Process, closely: bool = False) -> None:
         self.asked, self.stack = True, []
         self._taken = self.stack
         self._asked_at = time.monotonic()
@@ -76,23 +82,23 @@ class StackDump:
         if closely:
             self.ask_calls(process)
 
-    def ask_calls(self, process: procs.Process) -> None:
+    def ask_calls(self, process: processes.Process) -> None:
         """The rank's collectives, which come a moment later; of one that is stopped none come."""
         self._asked_at = time.monotonic()
         self._tells_calls = self._tells_calls and not self._calls_due
         if not self._last_word:
             self.calls = []
-            if collectives.ask(process):
+            if flight_recorder.ask(process):
                 self._calls_due += 1
 
-    def ask_child(self, process: procs.Process) -> List[str]:
+    def ask_child(self, process: processes.Process) -> List[str]:
         """The lines of a child of the rank, which come a moment later through the same pipe."""
         lines: List[str] = []
         self._taken = lines
         self._ask(process)
         return lines
 
-    def _ask(self, process: procs.Process) -> str:
+    def _ask(self, process: processes.Process) -> str:
         self._due += 1  # before it is asked: another thread reads what comes
         self._line_at = time.monotonic()
         state, comes = ask(process)
@@ -139,7 +145,7 @@ class StackDump:
     def take_calls(self, calls: object, cpu_s: object = 0.0) -> None:
         """What the rank's flight recorder says: lines of text; and what saying it has cost."""
         if isinstance(calls, list):
-            self.calls = [str(call)[:200] for call in calls[-collectives.MOST_CALLS :]]
+            self.calls = [str(call)[:200] for call in calls[-flight_recorder.MOST_CALLS :]]
             self._last_word = self._last_word or not self._calls_due
             self._tells_calls, self._calls_due = True, max(self._calls_due - 1, 0)
         if isinstance(cpu_s, (int, float)):

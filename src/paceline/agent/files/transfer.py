@@ -11,10 +11,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Callable, Dict, Iterator, Tuple
 
-from . import inside, snapshot
+from . import safe_paths, snapshot
 
 if TYPE_CHECKING:
-    from .server import Agent
+    from ..server import Agent
 
 Message = Dict[str, Any]
 ARRIVING, DEPARTING = "arriving", "departing"  # lines of work: see Agent.in_line
@@ -24,7 +24,7 @@ class Arrivals:
     """Files that the launcher sends, several at a time; used from one thread."""
 
     def __init__(self) -> None:
-        self._open: Dict[Tuple[str, str], inside.Arriving] = {}
+        self._open: Dict[Tuple[str, str], safe_paths.Arriving] = {}
 
     def take(self, root: str, path: str, request: Message, data: bytes, durable: bool) -> None:
         """The next block of ``path`` below ``root``; the file is there after the last one.
@@ -39,7 +39,7 @@ class Arrivals:
         if request["offset"] == 0:
             if file is not None:
                 file.drop()  # somebody began and went away
-            file = inside.Arriving(root, path, durable)
+            file = safe_paths.Arriving(root, path, durable)
         if file is None:
             raise ValueError("the beginning of %s did not come" % path)
         try:
@@ -91,7 +91,7 @@ class Departures:
         if offset == 0:
             if known is not None:
                 known[0].close()
-            fd = inside.open_file(*key, os.O_RDONLY)
+            fd = safe_paths.open_file(*key, os.O_RDONLY)
             return os.fdopen(fd, "rb"), hashlib.sha256()
         if known is None or known[0].tell() != offset:
             raise ValueError("byte %d of %s is not the next one" % (offset, key[1]))
@@ -156,7 +156,7 @@ def build_tree(agent: Agent, request: Message, _: bytes) -> None:
         if folder not in agent.folders:
             snapshot.own_job_folder(folder)
             agent.folders.append(folder)
-        (name,) = inside.parts_of(request["name"])
+        (name,) = safe_paths.parts_of(request["name"])
         damaged = snapshot.materialise(
             str(folder / name), request["manifest"], request["first"], request["last"]
         )
@@ -186,8 +186,8 @@ def place(agent: Agent, request: Message, _: bytes) -> None:
     def work() -> None:
         root = str(snapshot.run_folder(request["key"]))
         with contextlib.suppress(FileNotFoundError):
-            inside.remove(root, request["target"])
-        inside.rename(root, request["path"], request["target"])
+            safe_paths.remove(root, request["target"])
+        safe_paths.rename(root, request["path"], request["target"])
         agent.reply(request)
 
     agent.in_line(ARRIVING, work, request)
@@ -210,7 +210,7 @@ def run_folder(agent: Agent, request: Message, _: bytes) -> None:
                 token = (Path(request["path"]) / request["token_file"]).read_text()
                 if token == request["token"]:
                     sign = snapshot.SIGN + agent.identity.hex()
-                    os.close(inside.open_file(request["path"], sign, os.O_WRONLY | os.O_CREAT))
+                    os.close(safe_paths.open_file(request["path"], sign, os.O_WRONLY | os.O_CREAT))
                     agent.reply(request, shared=True, folder=request["path"])
                     return
         folder = snapshot.make_run_folder(request["key"], agent.identity.hex())

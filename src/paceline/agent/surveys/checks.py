@@ -16,7 +16,10 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
-from . import facts, inside, probe, procs, snapshot, vitals, warm
+from .. import warm
+from ..files import safe_paths, snapshot
+from ..supervision import processes
+from . import facts, host_load, probe
 
 Message = Dict[str, Any]
 BLOCK = 1 << 18
@@ -252,7 +255,7 @@ def _entries(root: Path) -> Iterator[Tuple[str, int]]:
     if root.is_file():
         yield "", root.stat().st_size
         return
-    for folder, _, names in inside.walk(str(root)):
+    for folder, _, names in safe_paths.walk(str(root)):
         for name in names:
             file = root / folder / name
             with contextlib.suppress(OSError):
@@ -268,7 +271,7 @@ def token_processes() -> List[Message]:
     ``owned`` is False for a process none of whose ancestors is an agent: its job's supervisor is
     gone. ``warm``: that agent has no job, and waits for one. ``age`` is in seconds.
     """
-    stats = procs.all_stats()
+    stats = processes.all_stats()
     uptime = float(open("/proc/uptime").read().split()[0])
     found = []
     for pid, stat in stats.items():
@@ -300,7 +303,7 @@ def _token_of(pid: int) -> Optional[str]:
     return None
 
 
-def _agent_of(stat: procs.Stat, stats: Dict[int, procs.Stat]) -> Optional[procs.Stat]:
+def _agent_of(stat: processes.Stat, stats: Dict[int, processes.Stat]) -> Optional[processes.Stat]:
     """The ancestor that was started by our bootstrap line; ``None`` without one."""
     parent = stat.parent
     while parent > 1 and parent in stats:
@@ -445,7 +448,7 @@ OPERATIONS: Dict[str, Callable[[Any, Message, bytes], None]] = {
     "execute": _answering(execute),
     "gpus": _answering(lambda request: gpus()),
     "vitals": lambda agent, request, _: agent.in_line(
-        "vitals", lambda: agent.reply(request, **vitals.counted(request["interfaces"])), request
+        "vitals", lambda: agent.reply(request, **host_load.counted(request["interfaces"])), request
     ),
     "packages": _answering(lambda request: {"packages": packages()}),
     "mpi": _answering(lambda request: {"mpi": mpi()}),

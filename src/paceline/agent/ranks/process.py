@@ -15,17 +15,17 @@ import types
 import zipfile
 from typing import Any, Callable, Dict, List
 
+from .. import warm
+from ..supervision import processes
 from . import (
-    collectives,
+    flight_recorder,
     forkserver,
     gloo_peers,
     gradient_watch,
-    master,
-    procs,
-    rank_exit,
-    stackdump,
-    title,
-    warm,
+    interpreter_exit,
+    master_address,
+    process_title,
+    stack_dump,
 )
 
 Message = Dict[str, Any]
@@ -34,6 +34,7 @@ USUAL = (  # what the agent, or the background of whoever started it, ignores
     signal.SIGUSR2,
 )  # fmt: skip
 _MEASUREMENTS = "paceline.bench."  # what check and bench start; nothing of a project's own is meant
+_AGENT = os.path.dirname(os.path.dirname(__file__))  # folder of the package
 TRACEBACK_LIMIT = 16000  # characters; a pipe holds 64 KiB
 
 
@@ -64,13 +65,13 @@ def prepare(request: Message, rank: Message, out: int, err: int, events: int,
     os.environ["PACELINE_EVENT_FD"] = str(events)
     os.environ["PACELINE_CONTROL_FD"] = str(control)
     _name_process(rank, request["entry"])
-    stackdump.register(events)
-    collectives.hold()
+    stack_dump.register(events)
+    flight_recorder.hold()
     if rank.get("cpus"):
         with contextlib.suppress(OSError):  # the CPUs may have been taken from us meanwhile
             os.sched_setaffinity(0, rank["cpus"])
     # the user's code sees an interpreter that never heard of the agent
-    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    own = os.path.dirname(os.path.abspath(_AGENT))
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != own]
     _take_debug_level()
     watch_world(events, any_world=bool(request.get("any_world")))
@@ -93,10 +94,10 @@ def _name_process(rank: Message, entry: Message) -> None:
 
     ``rank3 train.py`` and ``python train.py --lr 0.1 [rank 3 of 4, n2]``.
     """
-    title.show(*title.of_rank(entry, rank["env"]))
+    process_title.show(*process_title.of_rank(entry, rank["env"]))
     name = "rank%s %s" % (rank["env"].get("RANK", "?"), os.path.basename(entry["target"]))
     with contextlib.suppress(OSError):
-        procs.set_name(name)
+        processes.set_name(name)
 
 
 def _redirect(out: int, err: int) -> None:
@@ -114,11 +115,11 @@ def run(entry: Message, workdir: str, events: int) -> int:
     try:
         status = run_entry(entry, workdir, events)
     except SystemExit as leaving:
-        if rank_exit.is_safe():
+        if interpreter_exit.is_safe():
             raise
-        status = rank_exit.status_of(leaving)
-    if not rank_exit.is_safe():
-        rank_exit.leave(status)
+        status = interpreter_exit.status_of(leaving)
+    if not interpreter_exit.is_safe():
+        interpreter_exit.leave(status)
     return status
 
 
@@ -131,7 +132,7 @@ def run_entry(entry: Message, workdir: str, events: int) -> int:
         if entry["kind"] == "binary":
             return _execute([entry["target"], *_arguments(entry)])
         if entry["kind"] == "function":
-            from .call import Call  # here, for scripts need none of it
+            from .function_call import Call  # here, for scripts need none of it
 
             call = Call(entry, functools.partial(_tell, events))
         _run_python(entry, call)
@@ -149,7 +150,7 @@ def run_entry(entry: Message, workdir: str, events: int) -> int:
             call.keep(error)
         _tell_exception(error, events)
         if isinstance(error, RuntimeError):  # as a collective's is
-            collectives.tell(events)
+            flight_recorder.tell(events)
         sys.excepthook(type(error), error, _trim(error).__traceback__)
         return 1
     return 0
@@ -164,7 +165,7 @@ def _arguments(entry: Message) -> List[str]:
 def _execute(argv: List[str]) -> int:
     """Becomes the program; what it is told in ``os.environ`` goes along."""
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    collectives.let_go()
+    flight_recorder.let_go()
     try:
         os.execvp(argv[0], argv)
     except OSError as error:
@@ -174,7 +175,7 @@ def _execute(argv: List[str]) -> int:
 
 def _run_python(entry: Message, call: Any = None) -> None:
     target, args = entry["target"], _arguments(entry)
-    master.follow_plan(_source(entry) if call is None else call.source)
+    master_address.follow_plan(_source(entry) if call is None else call.source)
     _forget_agent()
     _fresh_randomness()
     main = types.ModuleType("__main__")
@@ -212,7 +213,7 @@ def _run_file(path: str, main: types.ModuleType) -> None:
 
 
 def _forget_agent() -> None:
-    package = __name__.rpartition(".")[0]
+    package = __name__.rsplit(".", 2)[0]
     for name in [n for n in sys.modules if n == package or n.startswith(package + ".")]:
         del sys.modules[name]
 
@@ -243,9 +244,9 @@ def watch_world(events: int, *, any_world: bool = False) -> None:
 
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
-        collectives.begin()
+        flight_recorder.begin()
         result = original(*args, **kwargs)
-        collectives.answer_on(events)
+        flight_recorder.answer_on(events)
         _tell_world(distributed, events, any_world)
         return result
 
@@ -297,7 +298,7 @@ def _trim(error: BaseException) -> BaseException:
 
 
 def _is_ours(filename: str) -> bool:
-    ours = os.path.dirname(filename) == os.path.dirname(__file__)
+    ours = filename.startswith(_AGENT + os.sep)
     return ours or filename == runpy.__file__ or filename.startswith("<frozen runpy")
 
 

@@ -14,8 +14,9 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List
 
-from . import probe, procs
-from .survey import parse_address
+from ..supervision import processes
+from . import probe
+from .checks import parse_address
 
 Message = Dict[str, Any]
 MOST = 100  # connections that are told
@@ -55,8 +56,8 @@ def _unanswered(agent: Any, request: Message, _: bytes) -> None:
             with contextlib.suppress(OSError):
                 found += unanswered(Path("/proc/net", name).read_text())
         if found:
-            pids = [process.pid for process in procs.job_processes(agent.job.token, [], [])]
-            ours = procs.sockets_of(pids)
+            pids = [process.pid for process in processes.job_processes(agent.job.token, [], [])]
+            ours = processes.sockets_of(pids)
             found = [one for one in found if one[1] in ours]
         agent.reply(request, connections=found[:MOST])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Dict, List, Union
 
-from . import procs
+from . import processes
 
 LOOPS = "gloo_tcp_loop"  # move what goes over connections
 WORKERS = "pt_gloo_runloop"  # run collectives
@@ -34,7 +34,7 @@ def _name(folder: str, task: str) -> str:
 
 def ticks(pid: int, tasks: List[int]) -> Dict[int, int]:
     """Clock ticks that each of a process's threads has worked so far, of those that are there."""
-    stats = {task: procs.read_stat(pid, task) for task in tasks}
+    stats = {task: processes.read_stat(pid, task) for task in tasks}
     return {task: stat.cpu for task, stat in stats.items() if stat is not None}
 
 

@@ -18,7 +18,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
 
-from . import control, inside, procs, snapshot
+from . import control
+from .files import safe_paths, snapshot
+from .supervision import processes
 
 if TYPE_CHECKING:
     from .server import Agent
@@ -52,7 +54,7 @@ def _parent() -> Path:
 def _text(root: Path, path: str, most: int, tail: bool = False) -> str:
     """The beginning or the end of a file; empty where there is none."""
     try:
-        fd = inside.open_file(str(root), path, os.O_RDONLY)
+        fd = safe_paths.open_file(str(root), path, os.O_RDONLY)
     except (OSError, ValueError):
         return ""
     with os.fdopen(fd, "rb") as file:
@@ -76,12 +78,12 @@ def _root(folder: Path, about: Message) -> Path:
     return Path(said) if isinstance(said, str) and said.startswith("/") else folder / RUN
 
 
-def supervisor(about: Message) -> Optional[procs.Process]:
+def supervisor(about: Message) -> Optional[processes.Process]:
     """The supervisor's process, if it lives."""
     pid, start = about.get("pid"), about.get("pid_start")
     if not isinstance(pid, int) or isinstance(pid, bool) or pid <= 1:
         return None
-    found = procs.identify(pid)
+    found = processes.identify(pid)
     return found if found is not None and found.start == start else None
 
 
@@ -158,7 +160,7 @@ def run_changes(agent: Agent, request: Message, _: bytes) -> None:
 
 def _files(root: Path) -> Iterator[Tuple[str, str, int]]:
     """Path, mark and size of what the launcher writes there; the mark changes with the file."""
-    for above, folders, names in inside.walk(str(root)):
+    for above, folders, names in safe_paths.walk(str(root)):
         top = not above
         folders[:] = [one for one in folders if not (top and (one in _LATER or one[0] == "."))]
         for name in names:
@@ -182,7 +184,7 @@ def read_part(agent: Agent, request: Message, _: bytes) -> None:
         folder = folder_of(request["run_id"])
         root = _root(folder, _about(folder)[1])
         count = request["count"]
-        with os.fdopen(inside.open_file(str(root), request["path"], os.O_RDONLY), "rb") as file:
+        with os.fdopen(safe_paths.open_file(str(root), request["path"], os.O_RDONLY), "rb") as file:
             file.seek(request["offset"])
             data = file.read(count)
             if len(data) != count or (request["whole"] and file.read(1)):
@@ -209,7 +211,7 @@ def signal_run(agent: Agent, request: Message, _: bytes) -> None:
         process = supervisor(_about(folder_of(request["run_id"]))[1])
         for _ in range(request["times"] if process is not None else 0):
             assert process is not None
-            procs.send(process, signal.SIGTERM)
+            processes.send(process, signal.SIGTERM)
         agent.reply(request, sent=process is not None)
 
     agent.in_thread(work, request)
@@ -229,7 +231,7 @@ def discard_run(agent: Agent, request: Message, _: bytes) -> None:
         gone = False
         if _is_over(_about(folder)[1]):
             if request["fetched"]:
-                os.close(inside.open_file(str(folder), FETCHED, os.O_WRONLY | os.O_CREAT))
+                os.close(safe_paths.open_file(str(folder), FETCHED, os.O_WRONLY | os.O_CREAT))
             if (folder / FETCHED).exists() and not _is_read(folder):
                 snapshot.remove_tree(folder)
                 gone = True
@@ -256,7 +258,7 @@ def _read_from_now(agent: Agent, folder: Path) -> None:
 
 def _opened_for_locks(folder: Path) -> int:
     """A file of the run that nobody replaces: NFS locks no folders, and nothing open to be read."""
-    return inside.open_file(str(folder), LOG, os.O_RDWR | os.O_CREAT)
+    return safe_paths.open_file(str(folder), LOG, os.O_RDWR | os.O_CREAT)
 
 
 def let_go(reading: Dict[str, int]) -> None:

@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Set
 
-from . import accelerators, netlink, snapshot
+from ..files import snapshot
+from . import accelerators, netlink
 
 Facts = Dict[str, Any]
 

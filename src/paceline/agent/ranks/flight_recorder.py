@@ -16,7 +16,7 @@ import threading
 import time
 from typing import Any, Dict, List
 
-from . import procs
+from ..supervision import processes
 
 SIGNAL = signal.SIGRTMAX - 4
 KIND = "collectives"  # of the line that answers
@@ -40,14 +40,14 @@ def let_go() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})
 
 
-def ask(process: procs.Process) -> bool:
+def ask(process: processes.Process) -> bool:
     """Asks a process that holds the signal: another would die of it. Whether it was asked."""
     with contextlib.suppress(OSError, IndexError, KeyError, ValueError):
         with open("/proc/%d/status" % process.pid) as file:
             said = dict(line.split(":", 1) for line in file)
         stopped = said["State"].split()[0] == "T"  # it would answer when it goes on
         if not stopped and int(said["SigBlk"], 16) >> (SIGNAL - 1) & 1:
-            return procs.send(process, SIGNAL)
+            return processes.send(process, SIGNAL)
     return False
 
 

@@ -1,0 +1,1 @@
+"""Code, data and results on this node: caches, transfers, paths that stay inside a folder."""

@@ -1,0 +1,1 @@
+"""Starts, watches and ends the job's processes on this node."""

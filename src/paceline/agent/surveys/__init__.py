@@ -1,0 +1,1 @@
+"""Measures this node for plans and checks: facts, GPUs, network, load."""

@@ -1,6 +1,6 @@
 """Takes from this Python what only Linux has, and calls the system Darwin.
 
-HostSurvey on PYTHONPATH by the ``paceline`` of ``test_launching_elsewhere.py`` and by no other process:
+Found on PYTHONPATH by the ``paceline`` of ``test_launching_elsewhere.py`` and by no other process:
 what is started from there (ssh, the lab's hosts) is as it always was.
 """
 

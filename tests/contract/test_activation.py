@@ -27,19 +27,19 @@ b" ARGUMENTS=$#
     unset KEPT
     cd /
     """
-    found = activation.after([script(tmp_path, text)], BASE)
+    found = activation.activate([script(tmp_path, text)], BASE)
     assert found == {
         "PATH": f"{tmp_path}/bin:{os.defpath}", "HOME": "/root", "ROOT": str(tmp_path),
         "LINES_OF": "a\nb", "ARGUMENTS": "0", "PWD": "/before",
     }  # fmt: skip
-    assert activation.changed(BASE, found) == ["ARGUMENTS", "LINES_OF", "PATH", "ROOT"]
+    assert activation.changed_names(BASE, found) == ["ARGUMENTS", "LINES_OF", "PATH", "ROOT"]
 
 
 def test_one_script_after_the_other(tmp_path: Path) -> None:
     first = script(tmp_path, "set -e -u; export A=1", "first")
     second = script(tmp_path, 'export B="$A$NOWHERE"2', "second")  # the first's options are gone
-    assert activation.after([first, second], BASE)["B"] == "12"
-    assert activation.after([], BASE) == BASE
+    assert activation.activate([first, second], BASE)["B"] == "12"
+    assert activation.activate([], BASE) == BASE
 
 
 @pytest.mark.parametrize(
@@ -55,24 +55,24 @@ def test_one_script_after_the_other(tmp_path: Path) -> None:
 def test_a_script_that_fails(text: str, said: list[str], tmp_path: Path) -> None:
     path = script(tmp_path, text)
     with pytest.raises(activation.ActivationError) as caught:
-        activation.after([path], BASE)
+        activation.activate([path], BASE)
     for word in (path, *said):
         assert word in str(caught.value)
 
 
 def test_a_file_that_is_not_there() -> None:
     with pytest.raises(activation.ActivationError, match="there is no file /no/such"):
-        activation.after(["/no/such"], BASE)
+        activation.activate(["/no/such"], BASE)
 
 
 def test_one_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activation, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(activation, "SCRIPT_TIMEOUT_S", 0.3)
     with pytest.raises(activation.ActivationError, match=r"did not end within 0.3 s"):
-        activation.after([script(tmp_path, "sleep 60")], BASE)
+        activation.activate([script(tmp_path, "sleep 60")], BASE)
 
 
 def test_what_it_leaves_running_keeps_nobody_waiting(tmp_path: Path) -> None:
-    found = activation.after([script(tmp_path, "sleep 5 & export A=1 LEFT=$!")], BASE)
+    found = activation.activate([script(tmp_path, "sleep 5 & export A=1 LEFT=$!")], BASE)
     assert found["A"] == "1"
     os.kill(int(found["LEFT"]), 9)
 
@@ -84,9 +84,9 @@ def test_a_script_goes_before_our_defaults_and_behind_the_users(
     node = job.NodeJob(lambda *_: None, "")
     path = script(tmp_path, "export OMP_NUM_THREADS=3 FI_PROVIDER=psm3")
     node.activate({"activate": [path]})
-    node._yielded = node._activated & {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"}
+    node._yielded_names = node._activated_names & {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"}
     sent = {"OMP_NUM_THREADS": "8", "GLOO_SOCKET_IFNAME": "eth0", "FI_PROVIDER": "typed"}
-    assert node._without_yielded(sent) == {
+    assert node._apply_defaults(sent) == {
         "GLOO_SOCKET_IFNAME": "eth0",
         "FI_PROVIDER": "typed",
     }

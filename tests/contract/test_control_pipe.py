@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from paceline.agent.supervision import job as agent_job
-from paceline.agent.supervision import processes
+from paceline.agent.supervision import processes, rank_process
 from paceline.agent.supervision.job import NodeJob
 from paceline.remote.agent_code import _MAIN
 
@@ -109,7 +109,7 @@ def here(tmp_path: Path) -> Iterator[Here]:
         node.job.kill()
         node.job.close()
         for rank in node.job.ranks:
-            rank.hang_up()
+            rank.close_control()
             for fd in rank.fds:
                 os.close(fd)
 
@@ -131,7 +131,7 @@ def test_who_does_not_listen_holds_nobody_up(here: Here, script: Path) -> None:
     for _ in range(40):
         here.job.tell({"control": "x" * 100_000})
     (rank,) = here.job.ranks
-    assert len(rank.unsaid) < 2 * agent_job.MAX_LINE
+    assert len(rank.unsent) < 2 * rank_process.MAX_LINE_BYTES
     os.kill(here.pid(4), signal.SIGKILL)
     here.until(lambda: here.ends(4))
     here.job.tell({"control": "nobody is there"})

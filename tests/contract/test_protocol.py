@@ -219,7 +219,12 @@ def test_every_request_has_a_schema_and_an_example() -> None:
 def test_every_event_has_a_schema_and_an_example() -> None:
     posted = {
         name
-        for file in ("server.py", "job.py", "forkserver.py")
+        for file in (
+            "server.py",
+            "supervision/job.py",
+            "supervision/rank_process.py",
+            "ranks/forkserver.py",
+        )
         for name in re.findall(r'"event": "([^"]+)"|event="([^"]+)"', (AGENT / file).read_text())
         for name in name
         if name

@@ -245,7 +245,7 @@ async def talk(*lefts: int) -> AsyncIterator[Talk]:
     line = await Line(ENDLESS, None).opened()
     theirs = line.handed_over()
     agent = Agent(theirs, os.dup(theirs), "/nowhere/agent/package")
-    agent._hello = lambda: None  # type: ignore[method-assign]
+    agent._send_hello = lambda: None  # type: ignore[method-assign]
     channel = Channel(Host("n1"), line, dial)  # type: ignore[arg-type]
     serving = threading.Thread(target=agent.run)
     serving.start()
@@ -262,7 +262,7 @@ async def talk(*lefts: int) -> AsyncIterator[Talk]:
         if not channel.lost.is_set():
             with contextlib.suppress(ConnectionError, asyncio.TimeoutError):
                 await asyncio.wait_for(channel.request("bye"), 5)  # as the launcher does
-        agent.take_term()
+        agent.on_sigterm()
         await channel.close()
         await asyncio.to_thread(serving.join)
         agent.stream._let_go()
@@ -445,7 +445,7 @@ def test_a_connection_that_was_opened_is_never_too_young_to_break() -> None:
             return True
         finally:
             await channel.close(1.0)
-            agent.take_term()
+            agent.on_sigterm()
             await asyncio.to_thread(serving.join)
             agent.stream._let_go()
             for fd in (agent._wake_read, agent._wake_write):

@@ -130,7 +130,7 @@ async def slow() -> AsyncIterator[Slow]:
     ours, theirs = socket.socketpair()
     agent = Agent(os.dup(theirs.fileno()), os.dup(theirs.fileno()), "/nowhere/agent/package")
     theirs.close()
-    agent._hello = lambda: None  # type: ignore[method-assign]
+    agent._send_hello = lambda: None  # type: ignore[method-assign]
     serving = threading.Thread(target=agent.run)
     serving.start()
     line = SlowLine(ours)
@@ -145,7 +145,7 @@ async def slow() -> AsyncIterator[Slow]:
         yield Slow(channel, agent, line, told)
     finally:
         await channel.close()
-        agent.take_term()
+        agent.on_sigterm()
         await asyncio.to_thread(serving.join)
         for fd in (agent.stream._input, agent.outbox.fd, agent._wake_read, agent._wake_write):
             os.close(fd)  # type: ignore[arg-type]

@@ -81,7 +81,7 @@ async def agent_in_thread(left: int = ENDLESS, name: str = "n1") -> AsyncIterato
     ours, theirs = socket.socketpair()
     agent = Agent(os.dup(theirs.fileno()), os.dup(theirs.fileno()), "/nowhere/agent/package")
     theirs.close()
-    agent._hello = lambda: None  # type: ignore[method-assign]
+    agent._send_hello = lambda: None  # type: ignore[method-assign]
     serving = threading.Thread(target=agent.run)
     serving.start()
     line = CutLine(*await asyncio.open_connection(sock=ours), left)

@@ -50,7 +50,7 @@ def test_looking_for_a_store_that_never_listens_leaves_no_descriptors_behind() -
             target=gloo_peers._filter_port, args=(port, peer_filters.ALL_HOSTS, rejects, over)
         )
         looking.start()
-        over.wait(5 * gloo_peers._LOOK_S)
+        over.wait(5 * gloo_peers._POLL_S)
         over.set()
         looking.join()
         assert opened() == before

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from paceline.agent.ranks import flight_recorder, stack_dump
-from paceline.agent.supervision import job, processes, stalls
+from paceline.agent.supervision import inspection, job, processes, rank_process, stalls
 
 
 def seen(pid: int, state: str = "S", faults: int = 0) -> processes.Stat:
@@ -44,7 +44,7 @@ def child() -> Iterator[Any]:
 
 def wait_for(pid: int, call: str) -> dict[str, str]:
     deadline = time.monotonic() + 10
-    while (found := stalls.waits_in(pid))["call"] != call:
+    while (found := stalls.blocking_call(pid))["call"] != call:
         assert time.monotonic() < deadline, found
         time.sleep(0.02)
     return found
@@ -54,7 +54,7 @@ def test_a_write_into_a_full_pipe_and_who_could_read_it(child: Any) -> None:
     pid = child("exec cat /dev/zero", stdout=subprocess.PIPE)
     found = wait_for(pid, "write")
     assert found["on"].startswith("pipe:[")
-    assert stalls.readers(found["on"], [pid, os.getpid()]) == [os.getpid()]
+    assert stalls.pipe_readers(found["on"], [pid, os.getpid()]) == [os.getpid()]
 
 
 def test_a_wait_for_a_child_and_for_a_pipe(child: Any) -> None:
@@ -63,9 +63,9 @@ def test_a_wait_for_a_child_and_for_a_pipe(child: Any) -> None:
 
 
 def test_a_process_that_is_gone_is_not_known() -> None:
-    assert stalls.waits_in(2**22 + 1) == {"call": "", "on": "", "kernel": ""}
-    assert stalls.switches(2**22 + 1) == 0
-    assert stalls.on_what(2**22 + 1, "disk") == ""
+    assert stalls.blocking_call(2**22 + 1) == {"call": "", "on": "", "kernel": ""}
+    assert stalls.context_switches(2**22 + 1) == 0
+    assert stalls.describe_cause(2**22 + 1, "disk") == ""
 
 
 def test_a_file_lies_on_a_file_system() -> None:
@@ -84,11 +84,11 @@ def test_a_file_lies_on_a_file_system() -> None:
 def test_a_stop_is_told_soon_of_a_rank_that_others_go_on_without(
     said: dict[str, object], soon: bool
 ) -> None:
-    rank = job.Rank(0, 0)
-    rank.note(said)
-    rank.held.look(100.0, seen(1, "T"), worked=False)
-    assert rank.held.lasts(101.0) is soon
-    assert rank.held.lasts(102.6)
+    rank = rank_process.RankProcess(0, 0)
+    rank.note_event(said)
+    rank.stall.look(100.0, seen(1, "T"), has_worked=False)
+    assert rank.stall.lasts(101.0) is soon
+    assert rank.stall.lasts(102.6)
 
 
 def test_a_stopped_process_is_told_of_after_a_while(child: Any) -> None:
@@ -98,27 +98,27 @@ def test_a_stopped_process_is_told_of_after_a_while(child: Any) -> None:
     while (stat := processes.read_stat(pid)) is None or stat.state != "T":
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    still = stalls.Standstill()
-    still.look(100.0, stat, worked=False)
-    assert not still.lasts(102.4)
-    assert still.lasts(102.6)
-    assert (still.how, still.seconds(103.0)) == ("stopped", 3.0)
-    still.look(103.0, seen(pid), worked=True)
-    assert not still.lasts(110.0)
+    still = stalls.StallDetector()
+    still.sample(100.0, stat, has_worked=False)
+    assert not still.is_stalled(102.4)
+    assert still.is_stalled(102.6)
+    assert (still.cause, still.duration_s(103.0)) == ("stopped", 3.0)
+    still.sample(103.0, seen(pid), has_worked=True)
+    assert not still.is_stalled(110.0)
 
 
 def test_a_slow_disk_is_no_dead_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that answers now and then has the process wait anew."""
     count = [1]
-    monkeypatch.setattr(stalls, "switches", lambda _: count[0])
-    slow, dead = stalls.Standstill(), stalls.Standstill()
+    monkeypatch.setattr(stalls, "context_switches", lambda _: count[0])
+    slow, dead = stalls.StallDetector(), stalls.StallDetector()
     for second in range(20):
-        dead.look(float(second), seen(77, "D"), worked=False)
-    assert dead.lasts(19.0)
+        dead.sample(float(second), seen(77, "D"), has_worked=False)
+    assert dead.is_stalled(19.0)
     for second in range(20):
         count[0] += second % 5 == 0
-        slow.look(float(second), seen(77, "D"), worked=False)
-        assert not slow.lasts(float(second))
+        slow.sample(float(second), seen(77, "D"), has_worked=False)
+        assert not slow.is_stalled(float(second))
 
 
 @pytest.mark.parametrize(
@@ -136,10 +136,12 @@ def test_a_paused_control_group_is_no_dead_disk(
     monkeypatch: pytest.MonkeyPatch, state: str, kernel: str, call: str, how: str
 ) -> None:
     monkeypatch.setattr(stalls, "_read", lambda path: kernel if path.endswith("wchan") else "")
-    monkeypatch.setattr(stalls, "waits_in", lambda _: {"call": call, "on": "", "kernel": kernel})
-    still = stalls.Standstill()
-    still.look(0.0, seen(77, state), worked=False)
-    assert still.how == how
+    monkeypatch.setattr(
+        stalls, "blocking_call", lambda _: {"call": call, "on": "", "kernel": kernel}
+    )
+    still = stalls.StallDetector()
+    still.sample(0.0, seen(77, state), has_worked=False)
+    assert still.cause == how
 
 
 def test_swapped_to_death_and_a_first_touch_of_much_memory(
@@ -148,16 +150,16 @@ def test_swapped_to_death_and_a_first_touch_of_much_memory(
     """Page faults alone are no trouble: a file that is mapped is read by them, too."""
     pressure = ["some avg10=0.00 avg60=0.00"]
     monkeypatch.setattr(stalls, "_read", lambda path: pressure[0] if "pressure" in path else "")
-    still = stalls.Standstill()
+    still = stalls.StallDetector()
     for second in range(3):
-        still.look(float(second), seen(77, "D", faults=second * 500), worked=True)
-    assert still.how == ""
+        still.sample(float(second), seen(77, "D", faults=second * 500), has_worked=True)
+    assert still.cause == ""
     pressure[0] = "some avg10=93.10 avg60=20.00"
     for second in range(3, 15):
-        still.look(float(second), seen(77, "D", faults=second * 500), worked=True)
-    assert still.how == "swapped"
-    assert still.lasts(14.0)
-    assert stalls.on_what(77, "swapped") == "memory pressure 93 %"
+        still.sample(float(second), seen(77, "D", faults=second * 500), has_worked=True)
+    assert still.cause == "swapped"
+    assert still.is_stalled(14.0)
+    assert stalls.describe_cause(77, "swapped") == "memory pressure 93 %"
 
 
 def test_the_last_calls_of_a_flight_recorder() -> None:
@@ -166,10 +168,10 @@ def test_the_last_calls_of_a_flight_recorder() -> None:
     entries = [{**one, "collective_seq_id": n, "input_sizes": [[4, 2], [9]]} for n in range(100)]
     entries.append({**one, "collective_seq_id": 5, "is_p2p": True, "input_sizes": []})
     entries.append({**one, "collective_seq_id": 100, "input_sizes": []})
-    lines = flight_recorder.called(entries)
+    lines = flight_recorder.format_calls(entries)
     assert lines[-2:] == ["0 99 all_reduce of [4,2],[9]", "0 100 all_reduce"]
-    assert len(lines) < flight_recorder.MOST_CALLS
-    assert len(json.dumps(lines)) < flight_recorder.MOST_BYTES
+    assert len(lines) < flight_recorder.MAX_CALLS
+    assert len(json.dumps(lines)) < flight_recorder.MAX_LINE_BYTES
 
 
 def test_calls_of_a_group_that_is_no_more_are_not_told() -> None:
@@ -178,22 +180,22 @@ def test_calls_of_a_group_that_is_no_more_are_not_told() -> None:
            "input_sizes": []}  # fmt: skip
     entries = [{**one, "collective_seq_id": 9, "time_created_ns": 100},
                {**one, "collective_seq_id": 1, "time_created_ns": 200}]  # fmt: skip
-    assert flight_recorder.called(entries, 150) == ["0 1 barrier"]
-    assert flight_recorder.called([{**one, "collective_seq_id": 9}], 150) == ["0 9 barrier"]
+    assert flight_recorder.format_calls(entries, 150) == ["0 1 barrier"]
+    assert flight_recorder.format_calls([{**one, "collective_seq_id": 9}], 150) == ["0 9 barrier"]
 
 
 def test_a_rank_that_becomes_a_program_does_not_die_of_a_question() -> None:
     """Asked just before: a shell gives way to all signals when it has waited for a child."""
     script = (
         "import os\nfrom paceline.agent.ranks import flight_recorder, process as rank\n"
-        "flight_recorder.hold()\n"
-        "os.kill(os.getpid(), flight_recorder.SIGNAL)\n"
+        "flight_recorder.block_signal()\n"
+        "os.kill(os.getpid(), flight_recorder.DUMP_SIGNAL)\n"
         "rank._execute(['sh', '-c', '/bin/true; /bin/true; exec grep ^SigBlk /proc/self/status'])\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     blocked = int(done.stdout.split()[1], 16)
-    assert not blocked >> (flight_recorder.SIGNAL - 1) & 1  # so it is asked no more
+    assert not blocked >> (flight_recorder.DUMP_SIGNAL - 1) & 1  # so it is asked no more
 
 
 STACK = [
@@ -209,8 +211,8 @@ WHOLE = [line.strip() for line in STACK[1:3]]
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> stack_dump.StackDump:
     """Of a process that can answer."""
-    monkeypatch.setattr(stack_dump, "ask", lambda _: ("S", True))
-    monkeypatch.setattr(flight_recorder, "ask", lambda _: True)
+    monkeypatch.setattr(stack_dump, "request_stack", lambda _: ("S", True))
+    monkeypatch.setattr(flight_recorder, "request", lambda _: True)
     return stack_dump.StackDump()
 
 
@@ -218,56 +220,56 @@ ONE = processes.Process(77, 5)
 
 
 def test_a_stack_is_whole_when_its_last_line_has_come(asked: stack_dump.StackDump) -> None:
-    asked.ask(ONE)
+    asked.request(ONE)
     for line in STACK:
-        assert not asked.whole(time.monotonic())
-        asked.take(line.encode())
-    assert asked.whole(time.monotonic())
+        assert not asked.has_stacks(time.monotonic())
+        asked.add_line(line.encode())
+    assert asked.has_stacks(time.monotonic())
     assert asked.stack == WHOLE
 
 
 def test_a_stack_that_comes_too_late_is_not_taken_for_the_next(asked: stack_dump.StackDump) -> None:
-    asked.ask(ONE)
-    asked.ask(ONE)
+    asked.request(ONE)
+    asked.request(ONE)
     for line in [STACK[0], '  File "/home/me/train.py", line 39 in <module>', STACK[-1], *STACK]:
-        assert not asked.whole(time.monotonic())
-        asked.take(line.encode())
-    assert asked.whole(time.monotonic())
+        assert not asked.has_stacks(time.monotonic())
+        asked.add_line(line.encode())
+    assert asked.has_stacks(time.monotonic())
     assert asked.stack == WHOLE
 
 
 def test_a_deep_stack_and_one_with_another_end_are_whole(asked: stack_dump.StackDump) -> None:
-    asked.ask(ONE)
+    asked.request(ONE)
     for line in [*STACK[:2], "  ..."]:
-        asked.take(line.encode())
-    assert asked.whole(time.monotonic())
-    asked.ask(ONE)
-    asked.take(STACK[1].encode())
+        asked.add_line(line.encode())
+    assert asked.has_stacks(time.monotonic())
+    asked.request(ONE)
+    asked.add_line(STACK[1].encode())
     now = time.monotonic()
-    assert not asked.whole(now)
-    assert asked.whole(now + stack_dump.QUIET_S + 0.1)
+    assert not asked.has_stacks(now)
+    assert asked.has_stacks(now + stack_dump.SILENCE_S + 0.1)
 
 
 def test_who_has_told_its_last_call_is_not_asked_again(asked: stack_dump.StackDump) -> None:
-    asked.take_calls(["0 7 barrier"])
-    asked.ask(ONE, closely=True)
+    asked.set_calls(["0 7 barrier"])
+    asked.request(ONE, collectives=True)
     assert asked.calls == ["0 7 barrier"]
 
 
 def test_who_never_tells_its_calls_is_not_waited_for_again(asked: stack_dump.StackDump) -> None:
     """It has joined no group, or its torch has no recorder."""
     for complete in (False, True):
-        asked.ask(ONE, closely=True)
+        asked.request(ONE, collectives=True)
         for line in STACK:
-            asked.take(line.encode())
-        assert asked.complete(time.monotonic()) == complete
-    asked.take_calls(["0 7 barrier"])
-    asked.ask(ONE, closely=True)
-    assert not asked.complete(time.monotonic())
+            asked.add_line(line.encode())
+        assert asked.is_complete(time.monotonic()) == complete
+    asked.set_calls(["0 7 barrier"])
+    asked.request(ONE, collectives=True)
+    assert not asked.is_complete(time.monotonic())
     assert asked.calls == []
     for _ in range(2):
-        asked.take_calls(["0 8 barrier"])
-    asked.ask(ONE)
+        asked.set_calls(["0 8 barrier"])
+    asked.request(ONE)
     assert asked.calls == ["0 8 barrier"]
 
 
@@ -276,18 +278,18 @@ def test_what_answers_cost_is_no_work_but_what_is_done_meanwhile_is(
     monkeypatch: pytest.MonkeyPatch, asked: stack_dump.StackDump, ticks: int, works: bool
 ) -> None:
     monkeypatch.setattr(processes, "read_stat", lambda _: seen(77)._replace(cpu=ticks))
-    rank = job.Rank(0, 0)
-    rank.process, rank.seen = ONE, asked
+    rank = rank_process.RankProcess(0, 0)
+    rank.process, rank.dump = ONE, asked
     begun = rank.active_at
-    asked.ask(ONE, closely=True)
+    asked.request(ONE, collectives=True)
     now = time.monotonic()
-    rank.look(now)
+    rank.sample(now)
     for line in STACK:
-        asked.take(line.encode())
-    asked.take_calls([], 0.02)
-    rank.look(now + 1.0)
+        asked.add_line(line.encode())
+    asked.set_calls([], 0.02)
+    rank.sample(now + 1.0)
     assert rank.active_at == begun  # nobody knows yet
-    rank.look(now + 1.0 + stack_dump.DISTURBED_S)
+    rank.sample(now + 1.0 + stack_dump.ANSWER_S)
     assert (rank.active_at > begun) == works
 
 
@@ -306,7 +308,7 @@ sys.stdin.read()
 @pytest.mark.parametrize(("name", "works"), [("gloo_tcp_loop", False), ("python", True)])
 def test_what_gloos_loop_uses_of_a_cpu_is_no_work(name: str, works: bool) -> None:
     """One that is woken for nothing never rests; what the others move is known by the bytes."""
-    rank = job.Rank(0, 0)
+    rank = rank_process.RankProcess(0, 0)
     node = job.NodeJob(lambda *_: None, "")
     node.ranks.append(rank)
     with subprocess.Popen([sys.executable, "-c", SPINS, name], stdin=subprocess.PIPE,
@@ -315,13 +317,13 @@ def test_what_gloos_loop_uses_of_a_cpu_is_no_work(name: str, works: bool) -> Non
         process.stdout.readline()
         rank.process = processes.identify(process.pid)
         now = time.monotonic()
-        rank.look(now)
-        begun, (before,) = rank.active_at, node.seen()
+        rank.sample(now)
+        begun, (before,) = rank.active_at, inspection.inspect(node.ranks)
         until = spent(process.pid) + 100
         while spent(process.pid) < until:
             time.sleep(0.05)
-        rank.look(now + job.WORK_S)
-        (after,) = node.seen()
+        rank.sample(now + rank_process.MAX_INTERVAL_S)
+        (after,) = inspection.inspect(node.ranks)
         assert (rank.active_at > begun) == works
         assert (after["cpu_s"] - before["cpu_s"] > 0.5) == works
         process.kill()
@@ -366,7 +368,7 @@ def test_a_crash_leaves_the_lines_of_the_main_thread() -> None:
     Extension modules: numpy"""
     seen = stack_dump.StackDump()
     for line in dump.split(b"\n"):
-        seen.take(line)
-    assert seen.asked
+        seen.add_line(line)
+    assert seen.is_requested
     assert seen.stack == ['File "/home/me/train.py", line 40 in step',
                           'File "/home/me/train.py", line 60 in <module>']  # fmt: skip

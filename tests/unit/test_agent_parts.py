@@ -23,7 +23,7 @@ from paceline.agent.files.transfer import Arrivals
 from paceline.agent.frames import HIGH_WATER, MAGIC, Decoder, Outbox, encode
 from paceline.agent.lease import Lease
 from paceline.agent.ranks import forkserver, process_title
-from paceline.agent.supervision import job, processes
+from paceline.agent.supervision import activation, processes
 from paceline.agent.surveys import checks, facts, host_load, netlink, probe
 
 # --- frames
@@ -113,7 +113,7 @@ def test_a_number_given_to_another_process_is_not_ours() -> None:
 def test_the_environment_of_ranks() -> None:
     base = {"PATH": "/usr/bin", "HOME": "/root", "KEEP": "1"}
     request = {"python": "/venv/bin/python", "env": {"NEW": "2"}, "unset": ["HOME"], "token": "t"}
-    found = job.environment(base, request)
+    found = activation.job_environment(base, request)
     assert found.pop("TORCHINDUCTOR_CACHE_DIR")  # a folder that no other user can make first
     assert found == {
         "PATH": "/venv/bin:/usr/bin",
@@ -534,19 +534,19 @@ def test_a_module_that_may_be_missing() -> None:
 
 
 def test_a_command_line_is_cut_to_its_room_but_not_its_end() -> None:
-    assert process_title.fitted(b"python a.py", b" [rank 1]", 100) == b"python a.py [rank 1]"
+    assert process_title.fit_line(b"python a.py", b" [rank 1]", 100) == b"python a.py [rank 1]"
     assert (
-        process_title.fitted(b"python " + b"x" * 99, b" [rank 1]", 30)
+        process_title.fit_line(b"python " + b"x" * 99, b" [rank 1]", 30)
         == b"python xxxxxxxxxx ... [rank 1]"
     )
-    assert process_title.fitted(b"a\nb\0c", b"", 30) == b"a b c"
-    assert process_title.fitted(b"a", b" [rank 1]", 5) == b""
+    assert process_title.fit_line(b"a\nb\0c", b"", 30) == b"a b c"
+    assert process_title.fit_line(b"a", b" [rank 1]", 5) == b""
 
 
 def test_a_rank_s_command_line() -> None:
     env = {"RANK": "1", "WORLD_SIZE": "4", "PACELINE_HOST": "n2"}
     entry = {"kind": "module", "target": "pkg.train", "args": ["--lr", "0.1"]}
-    assert "".join(process_title.of_rank(entry, env)) == (
+    assert "".join(process_title.rank_title(entry, env)) == (
         "python -m pkg.train --lr 0.1 [rank 1 of 4, n2]"
     )  # fmt: skip
 

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 import pytest
 
 from paceline.agent.ranks import peer_filters
-from paceline.agent.ranks.peer_filters import Hosts, PeerFilter, parse_hosts
+from paceline.agent.ranks.peer_filters import HostSet, PeerFilter, parse_hosts
 
 OURS, OTHER = "127.0.0.2", "127.0.0.3"
 MOST = peer_filters.MAX_INSTRUCTIONS * 8  # bytes
 
 
-def of(*networks: str) -> Hosts:
-    return Hosts(map(ipaddress.ip_network, networks))
+def of(*networks: str) -> HostSet:
+    return HostSet(map(ipaddress.ip_network, networks))
 
 
 @pytest.fixture

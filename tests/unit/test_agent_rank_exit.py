@@ -76,7 +76,7 @@ sys.path.insert(0, {source!r})
 from paceline.agent.supervision import gloo_threads
 from paceline.agent.ranks import interpreter_exit, process
 with open("/proc/self/task/%d/comm" % os.getpid()) as file:
-    gloo_threads.WORKERS = file.read().strip()  # this thread passes for one of gloo
+    gloo_threads.WORKER_THREADS = file.read().strip()  # this thread passes for one of gloo
 assert not interpreter_exit.is_safe()
 sys.path.pop(0)
 entry = {{"kind": "script", "target": {script!r}, "args": []}}

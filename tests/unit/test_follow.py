@@ -142,7 +142,7 @@ def test_several_followers_of_one_folder_do_no_harm(cache: Path, tmp_path: Path)
         for number in range(5):
             with (remote / "metrics.jsonl").open("a") as file:
                 file.write(f"{number}\n" * 50)
-            served.agent.told.clear()  # each has an agent of its own
+            served.agent.listed_files.clear()  # each has an agent of its own
             await asyncio.gather(follower.refresh(), other.refresh())
         assert (path / "metrics.jsonl").read_bytes() == (remote / "metrics.jsonl").read_bytes()
 

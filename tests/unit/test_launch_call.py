@@ -18,7 +18,7 @@ import pytest
 import paceline
 from paceline import api
 from paceline.agent.ranks import pickles
-from paceline.agent.ranks.function_call import Call
+from paceline.agent.ranks.function_call import FunctionCall
 from paceline.launch import call, interrupts
 from paceline.launch.call import RankError
 from paceline.launch.planning.planner import with_inputs
@@ -96,11 +96,11 @@ def test_a_rank_calls_only_what_the_launching_machine_has_written(
     monkeypatch.setenv("RANK", "0")
     sha256, _ = call.write_call(tmp_path / "call", train, (1,), {}, ())
     entry = entry_json(Entry("function", "train()", (), sha256))
-    assert b"def train" in Call(entry, print).source
+    assert b"def train" in FunctionCall(entry, print).source
     (tmp_path / "call").rename(tmp_path / "old")
     call.write_call(tmp_path / "call", print, ("planted",), {}, ())
     with pytest.raises(pickles.DamagedError, match="hash that its writer told"):
-        Call(entry, print)
+        FunctionCall(entry, print)
 
 
 def test_modules_elsewhere_travel_and_those_of_the_project_do_not() -> None:

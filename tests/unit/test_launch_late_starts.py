@@ -6,21 +6,22 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from paceline.agent.supervision.job import NodeJob, Rank
+from paceline.agent.supervision.job import NodeJob
 from paceline.agent.supervision.processes import Process
+from paceline.agent.supervision.rank_process import RankProcess
 from paceline.launch.elastic.members import Members
 from paceline.launch.elastic.rank_states import Start
 from paceline.launch.elastic.recovery import RankCommands, RecoveryController
 
 
 def test_an_end_is_that_of_a_process_and_not_of_its_place() -> None:
-    job, rank = NodeJob(lambda *_: None, ""), Rank(0, 0)
+    job, rank = NodeJob(lambda *_: None, ""), RankProcess(0, 0)
     rank.process = Process(200, 1)
     job.ranks = [rank]
     ended = {"local_rank": 0, "status": 0, "time": 1.0, "peak": 0}
-    job._from_server({**ended, "exited": 100})  # which had the place before
+    job._handle_message({**ended, "exited": 100})  # which had the place before
     assert rank.status is None
-    job._from_server({**ended, "exited": 200})
+    job._handle_message({**ended, "exited": 200})
     assert rank.status == 0
 
 

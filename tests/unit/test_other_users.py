@@ -13,7 +13,7 @@ import pytest
 from paceline.agent.files import safe_paths
 from paceline.agent.frames import MAX_HELLO, Decoder, encode
 from paceline.agent.multiplexing import FILES, Joiner
-from paceline.agent.supervision.job import INDUCTOR, environment
+from paceline.agent.supervision.activation import INDUCTOR_CACHE, job_environment
 from paceline.cli import main
 from paceline.rundir.directory import RunDirectory
 from paceline.train import files
@@ -67,14 +67,14 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_compiled_code_lies_in_a_folder_of_the_user(places: Path) -> None:
     for _ in range(2):
-        env = environment({}, {"python": "python3", "env": {}, "token": "t"})
-        folder = Path(env[INDUCTOR])
+        env = job_environment({}, {"python": "python3", "env": {}, "token": "t"})
+        folder = Path(env[INDUCTOR_CACHE])
         assert folder.parent == places / "tmp"
         assert stat.S_IMODE(folder.lstat().st_mode) == 0o700
-    own = {"python": "python3", "env": {INDUCTOR: "/scratch"}, "token": "t"}
-    assert environment({}, own)[INDUCTOR] == "/scratch"
-    unset = {"python": "python3", "env": {}, "token": "t", "unset": [INDUCTOR]}
-    assert INDUCTOR not in environment({INDUCTOR: "/x"}, unset)
+    own = {"python": "python3", "env": {INDUCTOR_CACHE: "/scratch"}, "token": "t"}
+    assert job_environment({}, own)[INDUCTOR_CACHE] == "/scratch"
+    unset = {"python": "python3", "env": {}, "token": "t", "unset": [INDUCTOR_CACHE]}
+    assert INDUCTOR_CACHE not in job_environment({INDUCTOR_CACHE: "/x"}, unset)
 
 
 @pytest.mark.parametrize("made", ["link", "file", "open to others", "of another user"])
@@ -93,9 +93,9 @@ def test_a_folder_that_somebody_else_made_is_not_used(
         other = os.getuid() + 1
         monkeypatch.setattr(os, "getuid", lambda: other)
         taken.rename(taken.with_name(f"paceline-inductor-{other}"))
-    env = environment({}, {"python": "python3", "env": {}, "token": "t"})
-    assert Path(env[INDUCTOR]) == places / "cache" / "paceline" / "torchinductor"
-    assert stat.S_IMODE(Path(env[INDUCTOR]).lstat().st_mode) == 0o700
+    env = job_environment({}, {"python": "python3", "env": {}, "token": "t"})
+    assert Path(env[INDUCTOR_CACHE]) == places / "cache" / "paceline" / "torchinductor"
+    assert stat.S_IMODE(Path(env[INDUCTOR_CACHE]).lstat().st_mode) == 0o700
 
 
 # --- a folder that goes, a greeting that is long

@@ -18,7 +18,7 @@ from paceline.agent.ranks import pickles
 def through(value: Any, folder: Path) -> Any:
     written = pickles.write(str(folder / "file"), [("it", value)], cloudpickle)
     assert (folder / "file").stat().st_size == written.size
-    return pickles.opened(str(folder / "file"), written.sha256).load()
+    return pickles.open_objects(str(folder / "file"), written.sha256).load()
 
 
 def refusal(value: Any, folder: Path) -> str:
@@ -81,7 +81,7 @@ def test_tensors_that_are_more_than_numbers_are_left_to_torch(tmp_path: Path) ->
 def test_several_objects_come_in_their_order(tmp_path: Path) -> None:
     path = str(tmp_path / "file")
     written = pickles.write(path, [("a", {"x": 1}), ("b", numpy.arange(3))], cloudpickle)
-    objects = pickles.opened(path, written.sha256)
+    objects = pickles.open_objects(path, written.sha256)
     assert objects.load() == {"x": 1}
     assert objects.load().tolist() == [0, 1, 2]
     assert written.starts[0] == 0 < written.starts[1] < written.size
@@ -96,7 +96,7 @@ def test_a_file_that_is_not_as_told_is_not_loaded(tmp_path: Path) -> None:
     for damaged in (b"", whole[:-1], whole[:-500], whole + b"x", bytes(flipped)):
         path.write_bytes(damaged)
         with pytest.raises(pickles.DamagedError):
-            pickles.opened(str(path), written.sha256)
+            pickles.open_objects(str(path), written.sha256)
 
 
 def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic"):
         pickles.write(str(tmp_path / "file"), [("it", 1)], cloudpickle)
     with pytest.raises(OSError, match="symbolic"):
-        pickles.opened(str(tmp_path / "file"), "")
+        pickles.open_objects(str(tmp_path / "file"), "")
     assert (tmp_path / "other").read_text() == "mine"
 
 

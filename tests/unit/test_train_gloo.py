@@ -91,4 +91,4 @@ def test_this_thread_is_among_those_of_the_process() -> None:
 
 
 def test_agent_and_training_mean_the_same_threads() -> None:
-    assert (gloo.LOOPS, gloo.WORKERS) == (agent_gloo.LOOPS, agent_gloo.WORKERS)
+    assert (gloo.LOOPS, gloo.WORKERS) == (agent_gloo.LOOP_THREADS, agent_gloo.WORKER_THREADS)

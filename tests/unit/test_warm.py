@@ -188,10 +188,10 @@ def test_a_kept_connection_is_one_only_where_it_is_asked_for(
 # --- a fork server that has imported
 
 
-def asked(**other: Any) -> agents.Wanted:
+def asked(**other: Any) -> agents.ServerSpec:
     request = {"python": PYTHON, "preload": ["torch"], **other.pop("request", {})}
     env = {"A": "1", "PATH": "/bin", "SSH_CONNECTION": "x", "PACELINE_JOB_TOKEN": "t"}
-    return agents.wanted(request, {**env, **other.pop("env", {})}, other.pop("libraries", []))
+    return agents.make_spec(request, {**env, **other.pop("env", {})}, other.pop("libraries", []))
 
 
 def test_what_every_login_has_of_its_own_makes_no_difference() -> None:
@@ -217,21 +217,21 @@ def test_a_package_that_was_installed_since_is_another_fork_server(tmp_path: Pat
 # --- an agent that waits
 
 
-def lasting() -> agents.Lasting:
-    return agents.Lasting(os.pipe(), os.pipe(), None, [])
+def lasting() -> agents.Resumable:
+    return agents.Resumable(os.pipe(), os.pipe(), None, [])
 
 
-def closed(one: agents.Lasting) -> None:
-    for fd in (*one.wake, *one.words):
+def closed(one: agents.Resumable) -> None:
+    for fd in (*one.wake, *one.stderr_pipe):
         os.close(fd)
 
 
 def test_an_agent_that_waits_ends_when_its_time_is_over_or_it_is_told_to() -> None:
     one = lasting()
     try:
-        rest = agents.Rest(agents_half.Place(b"k" * 32), 0.3)
+        rest = agents.WarmWait(agents_half.Place(b"k" * 32), 0.3)
         assert rest.wait(one, lambda: False) is None
-        rest = agents.Rest(agents_half.Place(b"k" * 32), 600.0)
+        rest = agents.WarmWait(agents_half.Place(b"k" * 32), 600.0)
         assert rest.wait(one, lambda: True) is None
         name = rest.place.name
         with socket.socket(socket.AF_UNIX) as there, pytest.raises(ConnectionRefusedError):
@@ -242,10 +242,10 @@ def test_an_agent_that_waits_ends_when_its_time_is_over_or_it_is_told_to() -> No
 
 def test_a_login_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ODD", "a\nb\udce9")
-    told = agents.read_login(reattach.login())
+    told = agents.parse_login(reattach.login())
     assert told.env["ODD"] == "a\nb\udce9"
     assert told.cwd == str(Path.cwd())
-    assert told.umask == agents.umask()
+    assert told.umask == agents.current_umask()
     for odd in (b"", b"[]", b'{"env": 3}', b'{"env": {}}', b'{"env": {}, "cwd": "/", "umask": []}'):
         with pytest.raises(ValueError, match=r"login|Expecting|JSON"):
-            agents.read_login(odd)
+            agents.parse_login(odd)

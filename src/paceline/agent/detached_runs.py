@@ -26,32 +26,32 @@ if TYPE_CHECKING:
     from .server import Agent
 
 Message = Dict[str, Any]
-ABOUT = "about.json"
-RUN = "run"
-LOG = "supervisor.log"
-FETCHED = "fetched"  # the results are where the run was started
-ENDS_S = 10.0  # for a supervisor whose run is over
-MOST_RUNS = 200
-ABOUT_BYTES = 1 << 16
-OBJECT_BYTES = 1 << 18
-RECORDS_BYTES = 1 << 16
+RECORD_FILE = "about.json"
+RUN_FOLDER = "run"
+LOG_FILE = "supervisor.log"
+FETCHED_FILE = "fetched"  # the results are where the run was started
+EXIT_TIMEOUT_S = 10.0  # for a supervisor whose run is over
+MAX_RUNS = 200
+MAX_RECORD_BYTES = 1 << 16
+MAX_OBJECT_BYTES = 1 << 18
+MAX_TAIL_BYTES = 1 << 16
 _RUN_ID = re.compile("[0-9a-f]{6,64}")
-_LATER = ("checkpoints", "model", "files")  # come when the run is over: see list_results
+_FETCHED_AT_END = ("checkpoints", "model", "files")  # come when the run is over: see list_results
 
 
-def folder_of(run_id: str) -> Path:
+def run_folder(run_id: str) -> Path:
     """The folder of a run here. ValueError for what is no id of one."""
     if not _RUN_ID.fullmatch(run_id):
         raise ValueError("not the id of a run: %r" % run_id[:100])
-    return _parent() / run_id
+    return _runs_folder() / run_id
 
 
-def _parent() -> Path:
+def _runs_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
     return Path(base) / "paceline" / "detached"
 
 
-def _text(root: Path, path: str, most: int, tail: bool = False) -> str:
+def _read_text(root: Path, path: str, max_bytes: int, tail: bool = False) -> str:
     """The beginning or the end of a file; empty where there is none."""
     try:
         fd = safe_paths.open_file(str(root), path, os.O_RDONLY)
@@ -59,39 +59,39 @@ def _text(root: Path, path: str, most: int, tail: bool = False) -> str:
         return ""
     with os.fdopen(fd, "rb") as file:
         if tail:
-            file.seek(max(0, os.fstat(fd).st_size - most))
-        return file.read(most).decode("utf-8", "replace")
+            file.seek(max(0, os.fstat(fd).st_size - max_bytes))
+        return file.read(max_bytes).decode("utf-8", "replace")
 
 
-def _about(folder: Path) -> Tuple[str, Message]:
-    text = _text(folder, ABOUT, ABOUT_BYTES)
+def _read_record(folder: Path) -> Tuple[str, Message]:
+    text = _read_text(folder, RECORD_FILE, MAX_RECORD_BYTES)
     with contextlib.suppress(ValueError, RecursionError):
-        said = json.loads(text)
-        if isinstance(said, dict):
-            return text, said
+        record = json.loads(text)
+        if isinstance(record, dict):
+            return text, record
     return text, {}
 
 
-def _root(folder: Path, about: Message) -> Path:
+def _run_directory(folder: Path, record: Message) -> Path:
     """The run directory."""
-    said = about.get("run")
-    return Path(said) if isinstance(said, str) and said.startswith("/") else folder / RUN
+    path = record.get("run")
+    return Path(path) if isinstance(path, str) and path.startswith("/") else folder / RUN_FOLDER
 
 
-def supervisor(about: Message) -> Optional[processes.Process]:
+def supervisor(record: Message) -> Optional[processes.Process]:
     """The supervisor's process, if it lives."""
-    pid, start = about.get("pid"), about.get("pid_start")
+    pid, start = record.get("pid"), record.get("pid_start")
     if not isinstance(pid, int) or isinstance(pid, bool) or pid <= 1:
         return None
-    found = processes.identify(pid)
-    return found if found is not None and found.start == start else None
+    process = processes.identify(pid)
+    return process if process is not None and process.start == start else None
 
 
-def alive(about: Message) -> Optional[bool]:
+def is_alive(record: Message) -> Optional[bool]:
     """Whether the supervisor lives; ``None`` where it is on another host that shares the folder."""
-    if about.get("supervisor_host") != socket.gethostname():
+    if record.get("supervisor_host") != socket.gethostname():
         return None
-    return supervisor(about) is not None
+    return supervisor(record) is not None
 
 
 # --- operations ---------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def detached_runs(agent: Agent, request: Message, _: bytes) -> None:
     """Every run that was left here: what it is, whether it runs, the newest of it."""
 
     def work() -> None:
-        agent.reply(request, runs=[_summary(folder) for folder in _folders()[:MOST_RUNS]])
+        agent.reply(request, runs=[_summary(folder) for folder in _folders()[:MAX_RUNS]])
 
     agent.in_thread(work, request)
 
@@ -109,7 +109,7 @@ def detached_runs(agent: Agent, request: Message, _: bytes) -> None:
 def _folders() -> List[Path]:
     """The newest first."""
     try:
-        found = [one for one in os.scandir(str(_parent()))
+        found = [one for one in os.scandir(str(_runs_folder()))
                  if _RUN_ID.fullmatch(one.name) and one.is_dir(follow_symlinks=False)]  # fmt: skip
     except OSError:
         return []
@@ -118,15 +118,15 @@ def _folders() -> List[Path]:
 
 
 def _summary(folder: Path) -> Message:
-    text, about = _about(folder)
-    root = _root(folder, about)
+    text, about = _read_record(folder)
+    root = _run_directory(folder, about)
     return {
         "run_id": folder.name,
         "about": text,
-        "alive": alive(about),
-        "result": _text(root, "result.json", OBJECT_BYTES),
-        "where": _text(root, "ranks.json", OBJECT_BYTES),
-        "metrics": _text(root, "metrics.jsonl", RECORDS_BYTES, tail=True),
+        "alive": is_alive(about),
+        "result": _read_text(root, "result.json", MAX_OBJECT_BYTES),
+        "where": _read_text(root, "ranks.json", MAX_OBJECT_BYTES),
+        "metrics": _read_text(root, "metrics.jsonl", MAX_TAIL_BYTES, tail=True),
     }
 
 
@@ -139,38 +139,40 @@ def run_changes(agent: Agent, request: Message, _: bytes) -> None:
     """
 
     def work() -> None:
-        folder = folder_of(request["run_id"])
-        text, about = _about(folder)
-        if about:
-            _read_from_now(agent, folder)
-        root = _root(folder, about)
-        known = agent.told.get(folder.name, {})
-        known = {} if request["afresh"] else known
-        now = {path: (mark, size) for path, mark, size in _files(root)}
-        agent.told[folder.name] = now
+        folder = run_folder(request["run_id"])
+        text, record = _read_record(folder)
+        if record:
+            _lock_folder(agent, folder)
+        root = _run_directory(folder, record)
+        previous = agent.listed_files.get(folder.name, {})
+        previous = {} if request["afresh"] else previous
+        current = {path: (mark, size) for path, mark, size in _files(root)}
+        agent.listed_files[folder.name] = current
         changed = [{"path": path, "mark": mark, "size": size}
-                   for path, (mark, size) in sorted(now.items())
-                   if known.get(path) != (mark, size)]  # fmt: skip
-        gone = sorted(known.keys() - now.keys())
-        agent.reply(request, about=text, alive=alive(about), root=str(root),
-                    files=changed, gone=gone)  # fmt: skip
+                   for path, (mark, size) in sorted(current.items())
+                   if previous.get(path) != (mark, size)]  # fmt: skip
+        removed = sorted(previous.keys() - current.keys())
+        agent.reply(request, about=text, alive=is_alive(record), root=str(root),
+                    files=changed, gone=removed)  # fmt: skip
 
     agent.in_thread(work, request)
 
 
 def _files(root: Path) -> Iterator[Tuple[str, str, int]]:
     """Path, mark and size of what the launcher writes there; the mark changes with the file."""
-    for above, folders, names in safe_paths.walk(str(root)):
-        top = not above
-        folders[:] = [one for one in folders if not (top and (one in _LATER or one[0] == "."))]
+    for parent, folders, names in safe_paths.walk(str(root)):
+        is_top = not parent
+        folders[:] = [
+            one for one in folders if not (is_top and (one in _FETCHED_AT_END or one[0] == "."))
+        ]
         for name in names:
-            path = os.path.join(str(root), above, name)
+            path = os.path.join(str(root), parent, name)
             with contextlib.suppress(OSError, UnicodeEncodeError):
                 stat = os.lstat(path)
                 name.encode()
-                if (top and name[0] == ".") or not os.path.isfile(path) or os.path.islink(path):
+                if (is_top and name[0] == ".") or not os.path.isfile(path) or os.path.islink(path):
                     continue
-                yield os.path.join(above, name), "%x.%x" % (
+                yield os.path.join(parent, name), "%x.%x" % (
                     stat.st_ino, stat.st_mtime_ns), stat.st_size  # fmt: skip
 
 
@@ -181,8 +183,8 @@ def read_part(agent: Agent, request: Message, _: bytes) -> None:
     """
 
     def work() -> None:
-        folder = folder_of(request["run_id"])
-        root = _root(folder, _about(folder)[1])
+        folder = run_folder(request["run_id"])
+        root = _run_directory(folder, _read_record(folder)[1])
         count = request["count"]
         with os.fdopen(safe_paths.open_file(str(root), request["path"], os.O_RDONLY), "rb") as file:
             file.seek(request["offset"])
@@ -208,7 +210,7 @@ def signal_run(agent: Agent, request: Message, _: bytes) -> None:
     """SIGTERM for the supervisor, ``times``; whether it lived."""
 
     def work() -> None:
-        process = supervisor(_about(folder_of(request["run_id"]))[1])
+        process = supervisor(_read_record(run_folder(request["run_id"]))[1])
         for _ in range(request["times"] if process is not None else 0):
             assert process is not None
             processes.send(process, signal.SIGTERM)
@@ -224,57 +226,57 @@ def discard_run(agent: Agent, request: Message, _: bytes) -> None:
     """
 
     def work() -> None:
-        folder = folder_of(request["run_id"])
-        own = agent.reading.pop(folder.name, None)
-        if own is not None:
-            os.close(own)
-        gone = False
-        if _is_over(_about(folder)[1]):
+        folder = run_folder(request["run_id"])
+        lock = agent.run_locks.pop(folder.name, None)
+        if lock is not None:
+            os.close(lock)
+        is_removed = False
+        if _has_ended(_read_record(folder)[1]):
             if request["fetched"]:
-                os.close(safe_paths.open_file(str(folder), FETCHED, os.O_WRONLY | os.O_CREAT))
-            if (folder / FETCHED).exists() and not _is_read(folder):
+                os.close(safe_paths.open_file(str(folder), FETCHED_FILE, os.O_WRONLY | os.O_CREAT))
+            if (folder / FETCHED_FILE).exists() and not _is_locked(folder):
                 snapshot.remove_tree(folder)
-                gone = True
-        agent.reply(request, gone=gone)
+                is_removed = True
+        agent.reply(request, gone=is_removed)
 
     agent.in_thread(work, request)
 
 
-def _is_over(about: Message) -> bool:
+def _has_ended(record: Message) -> bool:
     """Whether the supervisor has gone. One that has told how the run ended is about to."""
-    until = time.monotonic() + ENDS_S
-    while alive(about) and about.get("ended") is not None and time.monotonic() < until:
-        time.sleep(ENDS_S / 200)
-    return alive(about) is False
+    deadline = time.monotonic() + EXIT_TIMEOUT_S
+    while is_alive(record) and record.get("ended") is not None and time.monotonic() < deadline:
+        time.sleep(EXIT_TIMEOUT_S / 200)
+    return is_alive(record) is False
 
 
-def _read_from_now(agent: Agent, folder: Path) -> None:
+def _lock_folder(agent: Agent, folder: Path) -> None:
     """As long as this agent lives, and does not say otherwise, the folder stays."""
-    if folder.name not in agent.reading:
+    if folder.name not in agent.run_locks:
         with contextlib.suppress(OSError):  # there is nothing yet that could be removed
-            agent.reading[folder.name] = fd = _opened_for_locks(folder)
+            agent.run_locks[folder.name] = fd = _open_lock(folder)
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a disk may have none
 
 
-def _opened_for_locks(folder: Path) -> int:
+def _open_lock(folder: Path) -> int:
     """A file of the run that nobody replaces: NFS locks no folders, and nothing open to be read."""
-    return safe_paths.open_file(str(folder), LOG, os.O_RDWR | os.O_CREAT)
+    return safe_paths.open_file(str(folder), LOG_FILE, os.O_RDWR | os.O_CREAT)
 
 
-def let_go(reading: Dict[str, int]) -> None:
+def release_folders(locks: Dict[str, int]) -> None:
     """The end of an agent. Who discarded a folder that it still read has left that to it."""
-    for run_id, fd in reading.items():
+    for run_id, fd in locks.items():
         os.close(fd)
-        folder = folder_of(run_id)
+        folder = run_folder(run_id)
         with contextlib.suppress(OSError):  # it has gone meanwhile
             # in this order: whoever writes that word while we look finds it read, and leaves it
-            if not _is_read(folder) and (folder / FETCHED).exists():
+            if not _is_locked(folder) and (folder / FETCHED_FILE).exists():
                 snapshot.remove_tree(folder)
 
 
-def _is_read(folder: Path) -> bool:
+def _is_locked(folder: Path) -> bool:
     with contextlib.suppress(OSError):
-        fd = _opened_for_locks(folder)
+        fd = _open_lock(folder)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

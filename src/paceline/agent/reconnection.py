@@ -77,7 +77,7 @@ class _Visitor:
         """What it is heard by: its socket, and then the input that came through it."""
         return self.holder.fileno() if self.streams is None else self.streams.input
 
-    def hang_up(self) -> None:
+    def close_control(self) -> None:
         if self.streams is not None:
             self.streams.close()
         self.holder.close()
@@ -143,7 +143,7 @@ class Place:
 
     def _dismiss(self, visitor: _Visitor) -> None:
         self._visitors.remove(visitor)
-        visitor.hang_up()
+        visitor.close_control()
 
     def _hear(self, visitor: _Visitor, heard: int) -> Optional[Met]:
         if visitor.streams is None:
@@ -180,7 +180,7 @@ class Place:
 
     def close(self) -> None:
         for visitor in self._visitors:
-            visitor.hang_up()
+            visitor.close_control()
         self._visitors = []
         self._listener.close()
 

@@ -37,15 +37,15 @@ if TYPE_CHECKING:  # a fork server has no need of them
     from .reconnection import Met, Place
 
 Message = Dict[str, Any]
-FOLDER = "warm-"  # begins the names of jobs' folders that stay for the next command
-NAME = "paceline-warm"  # of the process meanwhile, in the kernel's tables
-TICK_S = 0.2
-LOGIN_S = 5.0  # for what is told of a login
-LONGEST_LOGIN = 4 << 20  # bytes of it
-CHUNK = 1 << 16
+FOLDER_PREFIX = "warm-"  # begins the names of jobs' folders that stay for the next command
+PROCESS_NAME = "paceline-warm"  # of the process meanwhile, in the kernel's tables
+POLL_S = 0.2
+LOGIN_TIMEOUT_S = 5.0  # for what is told of a login
+MAX_LOGIN_BYTES = 4 << 20  # bytes of it
+CHUNK_BYTES = 1 << 16
 # Variables that are another at each login and that no library looks at while it is imported: the
 # ranks get those of the new login. Any other difference means another fork server.
-OF_A_LOGIN = (
+LOGIN_VARIABLES = (
     "SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY", "SSH_AUTH_SOCK", "XDG_SESSION_ID", "SHLVL", "PWD",
     "OLDPWD", "_", "TERM", "COLUMNS", "LINES", "WINDOWID", "TMUX", "TMUX_PANE", "GPG_TTY",
 )  # fmt: skip
@@ -58,7 +58,7 @@ class Login(NamedTuple):
     cwd: str
     umask: int
 
-    def take(self) -> None:
+    def apply(self) -> None:
         """Makes it this process's own."""
         os.environ.clear()
         os.environ.update(self.env)
@@ -67,24 +67,24 @@ class Login(NamedTuple):
             os.chdir(self.cwd)
 
 
-def read_login(told: bytes) -> Login:
+def parse_login(line: bytes) -> Login:
     """What ``again.py`` told. ValueError for anything else."""
     try:
-        about = json.loads(told)
-        env = {str(name): str(value) for name, value in about["env"].items()}
-        return Login(env, str(about["cwd"]), int(about["umask"]))
+        login = json.loads(line)
+        env = {str(name): str(value) for name, value in login["env"].items()}
+        return Login(env, str(login["cwd"]), int(login["umask"]))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError("no login: %s" % error) from None
 
 
-def umask() -> int:
+def current_umask() -> int:
     """This process's own."""
-    found = os.umask(0o077)
-    os.umask(found)
-    return found
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
-class Wanted(NamedTuple):
+class ServerSpec(NamedTuple):
     """What a fork server is started with: one that has the same can take its place.
 
     Attributes:
@@ -101,7 +101,7 @@ class Wanted(NamedTuple):
     packages: Tuple[Tuple[str, int], ...]
 
 
-def wanted(request: Message, env: Mapping[str, str], libraries: Sequence[str]) -> Wanted:
+def make_spec(request: Message, env: Mapping[str, str], libraries: Sequence[str]) -> ServerSpec:
     """Of a request to prepare.
 
     Args:
@@ -110,25 +110,25 @@ def wanted(request: Message, env: Mapping[str, str], libraries: Sequence[str]) -
         libraries: Folders in which packages of this interpreter are installed.
     """
     paths = env.get("PYTHONPATH", "").split(os.pathsep) if env.get("PYTHONPATH") else []
-    relative = any(not path.startswith("/") for path in paths)
-    left = {name: value for name, value in env.items()
-            if name not in OF_A_LOGIN and name != "PACELINE_JOB_TOKEN"}  # fmt: skip
+    has_relative = any(not path.startswith("/") for path in paths)
+    variables = {name: value for name, value in env.items()
+            if name not in LOGIN_VARIABLES and name != "PACELINE_JOB_TOKEN"}  # fmt: skip
     folders = dict.fromkeys([*libraries, *paths])
-    return Wanted(
+    return ServerSpec(
         request["python"],
         tuple(request["preload"]),
-        left,
-        os.getcwd() if relative else "",
-        tuple((path, _changed(path)) for path in folders),
+        variables,
+        os.getcwd() if has_relative else "",
+        tuple((path, _mtime_ns(path)) for path in folders),
     )
 
 
-def of_the_login(env: Mapping[str, str]) -> Dict[str, str]:
+def login_variables(env: Mapping[str, str]) -> Dict[str, str]:
     """Those variables that every login has of its own."""
-    return {name: env[name] for name in OF_A_LOGIN if name in env}
+    return {name: env[name] for name in LOGIN_VARIABLES if name in env}
 
 
-def _changed(path: str) -> int:
+def _mtime_ns(path: str) -> int:
     """When a file or a folder was changed, in nanoseconds; -1 for none."""
     try:
         return os.stat(path).st_mtime_ns
@@ -136,18 +136,18 @@ def _changed(path: str) -> int:
         return -1
 
 
-def sources(modules: Sequence[Any]) -> List[List[Any]]:
+def list_sources(modules: Sequence[Any]) -> List[List[Any]]:
     """Files of modules that lie outside of the folders where packages are installed, with times.
 
     A package that somebody works on is changed without being installed again.
     """
-    kept = tuple(path + os.sep for path in set(sysconfig.get_paths().values()))
+    installed = tuple(path + os.sep for path in set(sysconfig.get_paths().values()))
     files = (getattr(module, "__file__", None) for module in modules)
-    own = {file for file in files if isinstance(file, str) and not file.startswith(kept)}
-    return [[file, _changed(file)] for file in sorted(own)]
+    sources = {file for file in files if isinstance(file, str) and not file.startswith(installed)}
+    return [[file, _mtime_ns(file)] for file in sorted(sources)]
 
 
-class Kept:
+class IdleServer(NamedTuple):
     """A fork server that has imported and has no ranks.
 
     Attributes:
@@ -158,15 +158,17 @@ class Kept:
         sources: What it imported that may be changed without being installed.
     """
 
-    def __init__(self, server: "subprocess.Popen[bytes]", channel: "socket.socket", token: str,
-                 started: Wanted, imported: Message, sources: List[List[Any]]) -> None:  # fmt: skip
-        self.server, self.channel, self.token = server, channel, token
-        self.started, self.imported, self.sources = started, imported, sources
+    server: "subprocess.Popen[bytes]"
+    channel: "socket.socket"
+    token: str
+    spec: ServerSpec
+    imported: Message
+    sources: List[List[Any]]
 
-    def serves(self, asked: Wanted) -> bool:
+    def matches(self, spec: ServerSpec) -> bool:
         """Whether it is what a new one would be."""
         alive = self.server.poll() is None
-        return alive and self.started == asked and all(_changed(f) == at for f, at in self.sources)
+        return alive and self.spec == spec and all(_mtime_ns(f) == at for f, at in self.sources)
 
     def close(self) -> None:
         """Ends it."""
@@ -176,7 +178,7 @@ class Kept:
         processes.kill_job(self.token, [os.getpid()], [])
 
 
-class Lasting(NamedTuple):
+class Resumable(NamedTuple):
     """What goes on from one conversation of an agent to the next.
 
     Attributes:
@@ -187,21 +189,21 @@ class Lasting(NamedTuple):
     """
 
     wake: Tuple[int, int]
-    words: Tuple[int, int]
-    kept: Optional[Kept]
+    stderr_pipe: Tuple[int, int]
+    idle_server: Optional[IdleServer]
     folders: "List[Path]"
 
     def close(self) -> None:
         """Ends what is left."""
         from .files import snapshot  # here: fork servers have no need of it
 
-        if self.kept is not None:
-            self.kept.close()
+        if self.idle_server is not None:
+            self.idle_server.close()
         for folder in self.folders:
             snapshot.discard_job_folder(folder)
 
 
-class Rest:
+class WarmWait:
     """The time between two conversations.
 
     Args:
@@ -211,76 +213,82 @@ class Rest:
 
     def __init__(self, place: "Place", seconds: float) -> None:
         self.place = place
-        self._until = _clock() + seconds
+        self._until = _boottime_s() + seconds
 
-    def wait(self, lasting: Lasting, over: Callable[[], bool]) -> "Optional[Tuple[Met, Login]]":
+    def wait(
+        self, resumable: Resumable, should_end: Callable[[], bool]
+    ) -> "Optional[Tuple[Met, Login]]":
         """Waits for the next launcher; ``None`` when the time is over, or something else is.
 
         Args:
             lasting: Whose fork server is given up when it dies.
             over: Asked whether to end now.
         """
-        own_name = _name()
-        processes.set_name(NAME)
-        channel = lasting.kept.channel if lasting.kept is not None else None
+        former_name = _process_name()
+        processes.set_name(PROCESS_NAME)
+        channel = resumable.idle_server.channel if resumable.idle_server is not None else None
         try:
-            while not over() and _clock() < self._until:
+            while not should_end() and _boottime_s() < self._until:
                 poll = select.poll()
-                at_place = self.place.readers()
-                for fd in [*at_place, lasting.words[0], *([channel.fileno()] if channel else [])]:
+                place_fds = self.place.readers()
+                for fd in [
+                    *place_fds,
+                    resumable.stderr_pipe[0],
+                    *([channel.fileno()] if channel else []),
+                ]:
                     poll.register(fd, select.POLLIN)
-                for fd, _ in poll.poll(TICK_S * 1000):
-                    if fd == lasting.words[0]:
+                for fd, _ in poll.poll(POLL_S * 1000):
+                    if fd == resumable.stderr_pipe[0]:
                         with contextlib.suppress(OSError):
-                            os.read(fd, CHUNK)  # nobody is there to hear it
-                    elif fd in at_place:
-                        met = self.place.readable(fd, 0)
-                        login = None if met is None else _login_of(met)
-                        if met is not None and login is not None:
-                            return met, login
-                    elif channel is not None and not _is_there(channel):
+                            os.read(fd, CHUNK_BYTES)  # nobody is there to hear it
+                    elif fd in place_fds:
+                        visit = self.place.readable(fd, 0)
+                        login = None if visit is None else _receive_login(visit)
+                        if visit is not None and login is not None:
+                            return visit, login
+                    elif channel is not None and not _is_alive(channel):
                         channel = None
         finally:
             self.place.close()
-            processes.set_name(own_name)
+            processes.set_name(former_name)
         return None
 
 
-def _login_of(met: "Met") -> Optional[Login]:
+def _receive_login(visit: "Met") -> Optional[Login]:
     """What is told of the login by which somebody came; who tells nothing of use is left."""
-    told = bytearray()
-    met.holder.settimeout(LOGIN_S)
+    received = bytearray()
+    visit.holder.settimeout(LOGIN_TIMEOUT_S)
     try:
-        while not told.endswith(b"\n"):
-            data = met.holder.recv(CHUNK)
-            told += data
-            if not data or len(told) > LONGEST_LOGIN:
+        while not received.endswith(b"\n"):
+            data = visit.holder.recv(CHUNK_BYTES)
+            received += data
+            if not data or len(received) > MAX_LOGIN_BYTES:
                 raise ValueError("no login")
-        login = read_login(bytes(told))
+        login = parse_login(bytes(received))
     except (OSError, ValueError):
-        met.streams.close()
-        met.holder.close()
+        visit.streams.close()
+        visit.holder.close()
         return None
-    met.holder.setblocking(False)
+    visit.holder.setblocking(False)
     return login
 
 
-def _is_there(channel: "socket.socket") -> bool:
+def _is_alive(channel: "socket.socket") -> bool:
     """Whether a fork server is at the other end; one without ranks says nothing."""
     try:
-        return bool(channel.recv(CHUNK))
+        return bool(channel.recv(CHUNK_BYTES))
     except BlockingIOError:
         return True
     except OSError:
         return False
 
 
-def _clock() -> float:
+def _boottime_s() -> float:
     """Goes on while the machine sleeps."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-def _name() -> str:
+def _process_name() -> str:
     with contextlib.suppress(OSError), open("/proc/self/comm") as file:
         return file.read().rstrip("\n")
     return "python"

@@ -369,7 +369,7 @@ def _load(outcome: RunOutcome, event: Event) -> Any:
     path = outcome.path / names.RETURN_VALUES / str(event.rank)
     where = format_location(event.host, event.rank)
     try:
-        return pickles.opened(str(path), str(event["sha256"])).load()
+        return pickles.open_objects(str(path), str(event["sha256"])).load()
     except (pickles.DamagedError, OSError) as error:
         message = f"what {where} {event.kind} did not arrive"
         raise RankError(message, outcome, event.host, event.rank,

@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.agent.supervision.processes import make_room_for_descriptors
+from paceline.agent.supervision.processes import raise_descriptor_limit
 from paceline.remote.channel import Channel, LoginError
 from paceline.remote.login import MAX_PARALLEL_LOGINS, Wrap, connect, fetch_host_key, not_wrapped
 from paceline.remote.openssh import SshOptions, fingerprint, offending_line
@@ -81,7 +81,7 @@ async def join_tasks(tasks: Sequence[asyncio.Task[T]]) -> list[T]:
 
 def _raise_file_limit(hosts: int) -> None:
     try:
-        make_room_for_descriptors(FILES_PER_HOST * hosts)
+        raise_descriptor_limit(FILES_PER_HOST * hosts)
     except OSError as error:
         raise ConnectError(
             f"this machine may not hold connections to {hosts} hosts",

@@ -356,7 +356,7 @@ def data_folder(agent: Agent, request: Message, _: bytes) -> None:
     """What is at ``path`` here, and where the copy ``key`` of it is: ``name`` is its last part."""
 
     def work() -> None:
-        folder = agent.copies.begin(request["key"], request["name"])
+        folder = agent.data_copies.begin(request["key"], request["name"])
         place = home(request["key"])
         agent.reply(
             request,
@@ -373,10 +373,10 @@ def list_data(agent: Agent, request: Message, _: bytes) -> None:
     """The next items below ``root``, from the ``first`` on."""
 
     def work() -> None:
-        files, last = agent.copies.page(request["root"], request["first"])
+        files, last = agent.data_copies.page(request["root"], request["first"])
         agent.reply(request, files=files, last=last)
 
-    agent.in_line(LISTING, work, request)
+    agent.in_queue(LISTING, work, request)
 
 
 def hash_data(agent: Agent, request: Message, _: bytes) -> None:
@@ -389,40 +389,40 @@ def settle_data(agent: Agent, request: Message, _: bytes) -> None:
     """Removes the files ``gone`` from a copy; those of ``same`` get their originals' times."""
 
     def work() -> None:
-        agent.copies.settle(request["key"], request["name"], request["gone"], request["same"])
+        agent.data_copies.settle(request["key"], request["name"], request["gone"], request["same"])
         agent.reply(request)
 
-    agent.in_line(transfer.ARRIVING, work, request)
+    agent.in_queue(transfer.ARRIVING, work, request)
 
 
 def put_data_files(agent: Agent, request: Message, blob: bytes) -> None:
     """Small files of a copy: their ``items``, and their contents one after the other."""
 
     def work() -> None:
-        agent.copies.put_many(request["key"], request["name"], request["items"], blob)
+        agent.data_copies.put_many(request["key"], request["name"], request["items"], blob)
         agent.reply(request)
 
-    agent.in_line(transfer.ARRIVING, work, request)
+    agent.in_queue(transfer.ARRIVING, work, request)
 
 
 def have_data(agent: Agent, request: Message, _: bytes) -> None:
     """How much of a copy's file ``path`` an earlier try has left."""
 
     def work() -> None:
-        size, sha256 = agent.copies.have(request["key"], request["name"], request["path"])
+        size, sha256 = agent.data_copies.have(request["key"], request["name"], request["path"])
         agent.reply(request, size=size, sha256=sha256)
 
-    agent.in_line(transfer.ARRIVING, work, request)
+    agent.in_queue(transfer.ARRIVING, work, request)
 
 
 def put_data(agent: Agent, request: Message, blob: bytes) -> None:
     """The next block of a copy's file ``path``."""
 
     def work() -> None:
-        agent.copies.put(request["key"], request["name"], request["path"], request, blob)
+        agent.data_copies.put(request["key"], request["name"], request["path"], request, blob)
         agent.reply(request)
 
-    agent.in_line(transfer.ARRIVING, work, request)
+    agent.in_queue(transfer.ARRIVING, work, request)
 
 
 OPERATIONS: "Dict[str, Callable[[Agent, Message, bytes], None]]" = {

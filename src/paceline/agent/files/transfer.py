@@ -123,7 +123,7 @@ def lacking_blobs(agent: Agent, request: Message, _: bytes) -> None:
 
 def put_blob(agent: Agent, request: Message, blob: bytes) -> None:
     """The next block of the content ``sha256`` for the cache."""
-    agent.in_line(ARRIVING, lambda: _put(
+    agent.in_queue(ARRIVING, lambda: _put(
         agent, request, blob, snapshot.cache_folder(), snapshot.blob_path(request["sha256"])
     ), request)  # fmt: skip
 
@@ -141,7 +141,7 @@ def put_blobs(agent: Agent, request: Message, blob: bytes) -> None:
         snapshot.store(contents())
         agent.reply(request)
 
-    agent.in_line(ARRIVING, work, request)
+    agent.in_queue(ARRIVING, work, request)
 
 
 def build_tree(agent: Agent, request: Message, _: bytes) -> None:
@@ -162,12 +162,12 @@ def build_tree(agent: Agent, request: Message, _: bytes) -> None:
         )
         agent.reply(request, root=str(folder / name), damaged=damaged)
 
-    agent.in_line(ARRIVING, work, request)  # what it is made of may still be arriving
+    agent.in_queue(ARRIVING, work, request)  # what it is made of may still be arriving
 
 
 def put_file(agent: Agent, request: Message, blob: bytes) -> None:
     """The next block of the file ``path`` in the run folder under ``key``."""
-    agent.in_line(ARRIVING, lambda: _put(
+    agent.in_queue(ARRIVING, lambda: _put(
         agent, request, blob, snapshot.make_run_folder(request["key"]), request["path"]
     ), request)  # fmt: skip
 
@@ -190,7 +190,7 @@ def place(agent: Agent, request: Message, _: bytes) -> None:
         safe_paths.rename(root, request["path"], request["target"])
         agent.reply(request)
 
-    agent.in_line(ARRIVING, work, request)
+    agent.in_queue(ARRIVING, work, request)
 
 
 def run_folder(agent: Agent, request: Message, _: bytes) -> None:
@@ -256,7 +256,7 @@ def read_block(agent: Agent, request: Message, _: bytes) -> None:
         about, data = agent.departures.block(request)
         agent.reply(request, data, **about)
 
-    agent.in_line(DEPARTING, work, request)
+    agent.in_queue(DEPARTING, work, request)
 
 
 OPERATIONS: "Dict[str, Callable[[Agent, Message, bytes], None]]" = {

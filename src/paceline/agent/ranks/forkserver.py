@@ -34,7 +34,7 @@ LENGTH = struct.Struct(">I")
 ONECCL = "oneccl_bindings_for_pytorch"
 PIPES = 4  # of a rank: output, errors, events; and control, from which it reads
 # what may end a rank: it waits while a fork is not yet the rank, which would lose it otherwise
-HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+EXIT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(fd: int, parent: int, preload: List[str]) -> int:
@@ -44,7 +44,7 @@ def main(fd: int, parent: int, preload: List[str]) -> int:
     outside all frames of the server, so that the rank ends as any Python process does.
     """
     processes.die_with_parent(parent)
-    process_title.show(process_title.of_agent_part([sys.executable, *sys.argv]))
+    process_title.show(process_title.agent_title([sys.executable, *sys.argv]))
     for signum in (signal.SIGINT, signal.SIGTERM):  # a scheduler tells every process; the agent
         signal.signal(signum, signal.SIG_IGN)  # ends this one, when the ranks have ended
     channel = socket.socket(fileno=fd)
@@ -62,7 +62,7 @@ def main(fd: int, parent: int, preload: List[str]) -> int:
 
 def _preload(modules: List[str]) -> Message:
     """Imports; says how long it took and which torch it really is."""
-    begun = time.monotonic()
+    started_s = time.monotonic()
     try:
         for module in modules:
             _import(module)
@@ -72,8 +72,8 @@ def _preload(modules: List[str]) -> Message:
             "error": "%s: %s" % (type(error).__name__, error),
             "traceback": traceback.format_exc(),
         }
-    seconds = round(time.monotonic() - begun, 3)
-    sources = warm.sources(list(sys.modules.values()))
+    seconds = round(time.monotonic() - started_s, 3)
+    sources = warm.list_sources(list(sys.modules.values()))
     return dict(_loaded(), event="imported", seconds=seconds, sources=sources)
 
 
@@ -126,18 +126,18 @@ class ForkServer:
             poll = select.poll()  # select() ends at descriptor 1024
             for fd in [channel_fd, *self.pidfds]:
                 poll.register(fd, select.POLLIN)
-            ready = [fd for fd, _ in poll.poll(self._patience_ms())]
+            ready = [fd for fd, _ in poll.poll(self._poll_timeout_ms())]
             self._reap()
             if channel_fd not in ready:
                 continue
             order, fds = self._receive()
             if order is None:
                 return None
-            work = self._obey(order, fds)
+            work = self._execute(order, fds)
             if work is not None:
                 return work
 
-    def _patience_ms(self) -> Optional[int]:
+    def _poll_timeout_ms(self) -> Optional[int]:
         # without pidfd_open (kernels before 5.3) exits are found by looking
         return None if len(self.pidfds) == len(self.children) else 20
 
@@ -148,13 +148,13 @@ class ForkServer:
         (length,) = LENGTH.unpack(head)
         data = bytearray()
         while len(data) < length:
-            more = self.channel.recv(length - len(data))
-            if not more:
+            chunk = self.channel.recv(length - len(data))
+            if not chunk:
                 return None, fds
-            data += more
+            data += chunk
         return json.loads(data), fds
 
-    def _obey(self, order: Message, fds: List[int]) -> Optional[Callable[[], int]]:
+    def _execute(self, order: Message, fds: List[int]) -> Optional[Callable[[], int]]:
         """Does what one order says; returns work in a forked child."""
         if "attempt" in order:
             self.attempt = order["attempt"]
@@ -169,11 +169,11 @@ class ForkServer:
             os.close(fd)
         return None
 
-    def _fork(self, about: Message) -> int:
+    def _fork(self, child: Message) -> int:
         server = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
-        signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+        signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_SIGNALS)
         pid = os.fork()
         if pid == 0:
             processes.die_with_parent(server)
@@ -182,42 +182,42 @@ class ForkServer:
             for fd in self.pidfds:
                 os.close(fd)
             return 0
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
-        self.children[pid] = about
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, EXIT_SIGNALS)
+        self.children[pid] = child
         with contextlib.suppress(AttributeError, OSError):
             self.pidfds[os.pidfd_open(pid)] = pid
         identity = processes.read_stat(pid)
-        self.report(dict(about, started=pid, start=identity.start if identity else 0))
+        self.report(dict(child, started=pid, start=identity.start if identity else 0))
         return pid
 
     def _reap(self) -> None:
         for pid in list(self.children):
-            done, status, usage = os.wait4(pid, os.WNOHANG)
-            if done:
-                about = self.children.pop(pid)
+            exited_pid, status, usage = os.wait4(pid, os.WNOHANG)
+            if exited_pid:
+                child = self.children.pop(pid)
                 peak = usage.ru_maxrss * 1024
-                ended = dict(about, exited=pid, status=status, peak=peak)
-                self.report(dict(ended, time=time.monotonic()))
+                report = dict(child, exited=pid, status=status, peak=peak)
+                self.report(dict(report, time=time.monotonic()))
         for fd, pid in list(self.pidfds.items()):
             if pid not in self.children:
                 del self.pidfds[fd]
                 os.close(fd)
 
 
-def serve_store(where: Message, listen_fd: int) -> int:
+def serve_store(endpoint: Message, listen_fd: int) -> int:
     """Holds the rendezvous store of one attempt, on the chosen address only.
 
     The socket is bound already: a ``TCPStore`` left to itself listens on every interface. Torch is
     imported when the first rank knocks, for a job that never does need not have it.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, EXIT_SIGNALS)
     process_title.show("%s %s store" % (sys.executable, sys.argv[0]))
     select.select([listen_fd], [], [])
     distributed: Any = importlib.import_module("torch.distributed")
     store = distributed.TCPStore(
-        where["address"],
-        where["port"],
+        endpoint["address"],
+        endpoint["port"],
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listen_fd,

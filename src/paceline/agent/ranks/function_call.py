@@ -21,11 +21,11 @@ from typing import Any, Callable, Dict
 from . import pickles
 
 Message = Dict[str, Any]
-FILE = "call"  # below the run's folder
-RETURNED = "returned"  # the folder below it for what ranks return or raise, a file a rank
+CALL_FILE = "call"  # below the run's folder
+RESULTS_FOLDER = "returned"  # the folder below it for what ranks return or raise, a file a rank
 
 
-class Call:
+class FunctionCall:
     """One rank's call.
 
     Args:
@@ -34,76 +34,77 @@ class Call:
         tell: Says something to the launching machine.
     """
 
-    def __init__(self, entry: Message, tell: Callable[[Message], None]) -> None:
+    def __init__(self, entry: Message, report: Callable[[Message], None]) -> None:
         self._folders = entry["args"]
-        self._tell = tell
+        self._report = report
         self._folder = os.environ["PACELINE_RUN_DIR"]
         self._rank = os.environ["RANK"]
-        self._objects = pickles.opened(os.path.join(self._folder, FILE), entry["sha256"])
-        self._about: Message = self._objects.load()
+        self._objects = pickles.open_objects(os.path.join(self._folder, CALL_FILE), entry["sha256"])
+        self._settings: Message = self._objects.load()
         self._cloudpickle: Any = None
 
     @property
     def source(self) -> bytes:
         """The function's text, as far as it is known."""
-        return str(self._about["source"]).encode(errors="replace")
+        return str(self._settings["source"]).encode(errors="replace")
 
     def run(self) -> None:
         """Calls the function; what it returns lies in its file afterwards."""
-        self._be_alike()
-        self._cloudpickle = _cloudpickle(self._about["cloudpickle"])
+        self._adopt_settings()
+        self._cloudpickle = _cloudpickle(self._settings["cloudpickle"])
         function, args, kwargs = self._objects.load()
         del self._objects
-        _show_in_main(function)
+        _export_to_main(function)
         value = function(*args, **kwargs)
         if inspect.iscoroutine(value):
             asyncio: Any = importlib.import_module("asyncio")
             value = asyncio.run(value)
         try:
-            self._leave("returned", "what rank %s returned" % self._rank, value)
+            self._save("returned", "what rank %s returned" % self._rank, value)
         except pickles.NotPicklableError as error:
             raise TypeError(str(error)) from None
 
-    def _be_alike(self) -> None:
+    def _adopt_settings(self) -> None:
         """Makes this process what the function was written in: its main module, paths, logging."""
-        about = self._about
-        here = "%d.%d" % sys.version_info[:2]
-        if about["python"] != here:
+        settings = self._settings
+        version = "%d.%d" % sys.version_info[:2]
+        if settings["python"] != version:
             raise RuntimeError(
                 "the function was pickled by Python %s, and this is Python %s (%s): what one minor "
-                "version has compiled another cannot run" % (about["python"], here, sys.executable)
+                "version has compiled another cannot run"
+                % (settings["python"], version, sys.executable)
             )
-        sys.argv = list(about["argv"])
-        if about["file"]:
-            sys.modules["__main__"].__file__ = about["file"]
-        known = [folder for folder in self._folders if os.path.exists(folder)]
-        sys.path[:0] = [folder for folder in known if folder not in sys.path]
-        for name, text in about["sources"].items():  # for tracebacks, and for compilers
+        sys.argv = list(settings["argv"])
+        if settings["file"]:
+            sys.modules["__main__"].__file__ = settings["file"]
+        folders = [folder for folder in self._folders if os.path.exists(folder)]
+        sys.path[:0] = [folder for folder in folders if folder not in sys.path]
+        for name, text in settings["sources"].items():  # for tracebacks, and for compilers
             linecache.cache[name] = (len(text), None, text.splitlines(True), name)
-        if about["logging"]:
-            logging.basicConfig(**about["logging"]["basic"])
-            for name, level in about["logging"]["levels"].items():
+        if settings["logging"]:
+            logging.basicConfig(**settings["logging"]["basic"])
+            for name, level in settings["logging"]["levels"].items():
                 logging.getLogger(name).setLevel(level)
 
-    def keep(self, error: BaseException) -> None:
+    def save_exception(self, error: BaseException) -> None:
         """Leaves an exception, to be raised on the launching machine; its text is told anyhow."""
         if self._cloudpickle is None or not isinstance(error, Exception):
             return
         for parts in (error, (type(error), error.args, vars(error)), (type(error), error.args, {})):
             try:
                 pickle.loads(self._cloudpickle.dumps(parts))  # noqa: S301 - our own
-                self._leave("raised", "the exception", parts)
+                self._save("raised", "the exception", parts)
             except Exception:  # noqa: S112 - the next form has less in it
                 continue
             return
 
-    def _leave(self, kind: str, name: str, value: Any) -> None:
+    def _save(self, kind: str, name: str, value: Any) -> None:
         """Writes the file, then tells of it: it is whole when anybody hears of it."""
-        folder = os.path.join(self._folder, RETURNED)
+        folder = os.path.join(self._folder, RESULTS_FOLDER)
         os.makedirs(folder, mode=0o700, exist_ok=True)
         path = os.path.join(folder, self._rank)
         written = pickles.write(path, [(name, value)], self._cloudpickle)
-        self._tell({"kind": kind, "bytes": written.size, "sha256": written.sha256})
+        self._report({"kind": kind, "bytes": written.size, "sha256": written.sha256})
 
 
 def _cloudpickle(modules: Dict[str, bytes]) -> Any:
@@ -125,14 +126,14 @@ def _cloudpickle(modules: Dict[str, bytes]) -> Any:
     return sys.modules["cloudpickle"]
 
 
-def _show_in_main(function: Any) -> None:
+def _export_to_main(function: Any) -> None:
     """Puts what the function brought of its main module into ours, where others look for it.
 
     A plain pickle, as ``torch.save`` makes one, finds classes there by their names.
     """
     while isinstance(function, functools.partial):
         function = function.func
-    brought = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__globals__", {})
-    if brought.get("__name__") == "__main__":
+    names = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__globals__", {})
+    if names.get("__name__") == "__main__":
         main = vars(sys.modules["__main__"])
-        main.update({name: value for name, value in brought.items() if name not in main})
+        main.update({name: value for name, value in names.items() if name not in main})

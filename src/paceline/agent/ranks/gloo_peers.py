@@ -23,7 +23,7 @@ from typing import Any, Callable, Iterator, List, Optional, Tuple
 from ..surveys import netlink
 from . import peer_filters
 
-_LOOK_S = 0.01
+_POLL_S = 0.01
 _TIMEOUT = timedelta(minutes=30)  # torch's own
 _BYTES_RECEIVED = struct.Struct("=128xQ")  # of struct tcp_info in linux/tcp.h
 _REGISTERED = re.compile(r"^tfd: +(\d+) .* ino:([0-9a-f]+)", re.MULTILINE)
@@ -55,18 +55,18 @@ class _Device:
     @contextlib.contextmanager
     def dup_listener(self) -> Iterator[Optional[socket.socket]]:
         """The listening socket under a descriptor of its own; ``None`` when gloo has closed it."""
-        held = _dup_socket(self.listener, self.inode)
-        with held or contextlib.nullcontext():
-            yield held
+        duplicate = _dup_socket(self.listener, self.inode)
+        with duplicate or contextlib.nullcontext():
+            yield duplicate
 
-    def connections(self, hosts: peer_filters.Hosts) -> Iterator[Tuple[str, bool]]:
+    def connections(self, hosts: peer_filters.HostSet) -> Iterator[Tuple[str, bool]]:
         """Of each connection the far end's address, and whether that called and said nothing.
 
         Who is none of the hosts can say nothing from then on.
         """
         with self.dup_listener() as listener:
             port = listener.getsockname()[1] if listener is not None else 0
-        for fd, inode in _registered(self.epoll):
+        for fd, inode in _watched_descriptors(self.epoll):
             connection = None if inode == self.inode else _dup_socket(fd, inode)
             if connection is None:
                 continue
@@ -76,15 +76,15 @@ class _Device:
                     peer_filters.detach_filter(connection)
                     if address not in hosts:
                         connection.shutdown(socket.SHUT_RDWR)
-                        is_silent = not _received(connection)
+                        is_silent = not _bytes_received(connection)
                 yield address, is_silent
 
     @property
     def is_open(self) -> bool:
         """Whether these descriptors are still gloo's."""
-        return any(inode == self.inode for _, inode in _registered(self.epoll))
+        return any(inode == self.inode for _, inode in _watched_descriptors(self.epoll))
 
-    def admit(self, hosts: peer_filters.Hosts) -> None:
+    def admit(self, hosts: peer_filters.HostSet) -> None:
         with self.dup_listener() as listener:
             if listener is not None and self.peer_filter is not None:
                 self.peer_filter.admit(listener, hosts)
@@ -95,60 +95,60 @@ class _Device:
                 self.peer_filter.block(listener)
 
 
-def _received(connection: socket.socket) -> int:
+def _bytes_received(connection: socket.socket) -> int:
     """How many bytes have come by a connection, also those that were read; 1 if nobody knows."""
-    about = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
-    return int(_BYTES_RECEIVED.unpack(about)[0]) if len(about) == _BYTES_RECEIVED.size else 1
+    tcp_info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
+    return int(_BYTES_RECEIVED.unpack(tcp_info)[0]) if len(tcp_info) == _BYTES_RECEIVED.size else 1
 
 
-def _registered(epoll: int) -> List[Tuple[int, int]]:
+def _watched_descriptors(epoll: int) -> List[Tuple[int, int]]:
     """Descriptors that an epoll watches, with their inodes; none where the kernel tells less."""
     try:
         with open("/proc/self/fdinfo/%d" % epoll) as file:
-            found = _REGISTERED.findall(file.read())
+            entries = _REGISTERED.findall(file.read())
     except OSError:
         return []
-    return [(int(fd), int(inode, 16)) for fd, inode in found]
+    return [(int(fd), int(inode, 16)) for fd, inode in entries]
 
 
 def _dup_socket(fd: int, inode: int) -> Optional[socket.socket]:
     """The socket that gloo knows by this number, under another; ``None`` when it is no longer."""
-    held = _dup_if_socket(fd)
-    if held is not None and os.fstat(held.fileno()).st_ino != inode:
-        held.close()
+    duplicate = _dup_socket_or_none(fd)
+    if duplicate is not None and os.fstat(duplicate.fileno()).st_ino != inode:
+        duplicate.close()
         return None
-    return held
+    return duplicate
 
 
-def _dup_if_socket(fd: int) -> Optional[socket.socket]:
+def _dup_socket_or_none(fd: int) -> Optional[socket.socket]:
     """A socket under another descriptor; ``None`` for what is none."""
     with contextlib.suppress(OSError):
-        held = os.dup(fd)
+        duplicate = os.dup(fd)
         try:
-            return socket.socket(fileno=held)
+            return socket.socket(fileno=duplicate)
         except OSError:
-            os.close(held)
+            os.close(duplicate)
     return None
 
 
 def _epolls() -> List[int]:
-    found = []
+    descriptors = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink("/proc/self/fd/" + name) == "anon_inode:[eventpoll]":
-                found.append(int(name))
-    return found
+                descriptors.append(int(name))
+    return descriptors
 
 
-def _new_device(before: List[int]) -> Optional[_Device]:
+def _new_device(known_epolls: List[int]) -> Optional[_Device]:
     """The device that was made just now; ``None`` where it cannot be seen."""
-    for epoll in set(_epolls()) - set(before):
-        for fd, inode in _registered(epoll):
-            held = _dup_socket(fd, inode)
-            if held is None:
+    for epoll in set(_epolls()) - set(known_epolls):
+        for fd, inode in _watched_descriptors(epoll):
+            duplicate = _dup_socket(fd, inode)
+            if duplicate is None:
                 continue
-            with held, contextlib.suppress(OSError):
-                if held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            with duplicate, contextlib.suppress(OSError):
+                if duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     return _Device(epoll, fd, inode)
     return None
 
@@ -160,12 +160,14 @@ def job_address(interface: str) -> str:
     """
     if ":" not in os.environ.get("MASTER_ADDR", ""):
         return ""
-    wanted = {"interface": interface, "family": 6, "scope": "global", "usable": True}
+    criteria = {"interface": interface, "family": 6, "scope": "global", "usable": True}
     try:
-        found = netlink.addresses()
+        addresses = netlink.addresses()
     except OSError:
         return ""
-    return next((str(one["address"]) for one in found if wanted.items() <= one.items()), "")
+    return next(
+        (str(entry["address"]) for entry in addresses if criteria.items() <= entry.items()), ""
+    )
 
 
 class GlooFilter:
@@ -178,27 +180,27 @@ class GlooFilter:
     """
 
     def __init__(
-        self, gloo: Any, on_refused: peer_filters.Report, on_found: peer_filters.Report
+        self, gloo: Any, on_refused: peer_filters.Report, on_stranger: peer_filters.Report
     ) -> None:
-        self._gloo, self._on_found = gloo, on_found
+        self._gloo, self._on_stranger = gloo, on_stranger
         self.rejects = peer_filters.RejectWatcher(on_refused)
         self._devices: List[_Device] = []
 
     def make_options(
-        self, timeout: timedelta, hosts: peer_filters.Hosts
+        self, timeout: timedelta, hosts: peer_filters.HostSet
     ) -> Tuple[Any, List[_Device]]:
         """What gloo makes by itself, but that nobody else can connect to its devices."""
-        interfaces = [one for one in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if one]
+        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
         options, devices = self._gloo._Options(), []
         for interface in interfaces or [""]:
-            before = _epolls()
+            epolls = _epolls()
             if interface:
                 address = job_address(interface)
-                made = self._gloo.create_device(hostname=address, interface=interface)
+                gloo_device = self._gloo.create_device(hostname=address, interface=interface)
             else:
-                made = self._gloo.create_default_device()
-            options._devices = [*options._devices, made]
-            device = _new_device(before)
+                gloo_device = self._gloo.create_default_device()
+            options._devices = [*options._devices, gloo_device]
+            device = _new_device(epolls)
             if device is not None:
                 devices.append(device)
                 self._attach(device, hosts)
@@ -206,35 +208,35 @@ class GlooFilter:
         options._threads = 2 * len(options._devices)
         return options, devices
 
-    def _attach(self, device: _Device, hosts: peer_filters.Hosts) -> None:
+    def _attach(self, device: _Device, hosts: peer_filters.HostSet) -> None:
         with device.dup_listener() as listener:
             if listener is not None:
                 device.peer_filter = peer_filters.PeerFilter(listener, hosts)
                 self.rejects.watch(device.peer_filter, device.listener)
 
-    def verify(self, devices: List[_Device], hosts: peer_filters.Hosts, ranks: int) -> None:
+    def verify(self, devices: List[_Device], hosts: peer_filters.HostSet, ranks: int) -> None:
         """Looks at the connections of a group of so many ranks; then nobody else can connect.
 
         Raises:
             StrangerError: One of them is a stranger's.
         """
         for device in devices:
-            others = list(device.connections(hosts))
-            strangers = [one for one in others if one[0] not in hosts]
-            known = len(others) - len(strangers)
+            connections = list(device.connections(hosts))
+            strangers = [connection for connection in connections if connection[0] not in hosts]
+            num_known = len(connections) - len(strangers)
             for address, is_silent in strangers:
                 # Somebody may have called, before the kernel kept strangers away, and said nothing.
                 # Who has said the number of a connection may have been taken for a rank.
                 if not is_silent:
                     address = str(peer_filters.parse_address(address))
-                    self._on_found(address)
+                    self._on_stranger(address)
                     raise StrangerError(address)
-            if known >= ranks - 1:  # else its ranks connect when they first send something
+            if num_known >= ranks - 1:  # else its ranks connect when they first send something
                 device.block()
-        self._devices += [one for one in devices if one not in self._devices]
+        self._devices += [connection for connection in devices if connection not in self._devices]
 
     @contextlib.contextmanager
-    def reopened(self, hosts: peer_filters.Hosts) -> Iterator[None]:
+    def reopened(self, hosts: peer_filters.HostSet) -> Iterator[None]:
         """Within it groups are made over devices that are there already, as torch splits groups."""
         devices = self._devices = [device for device in self._devices if device.is_open]
         for device in devices:
@@ -243,7 +245,7 @@ class GlooFilter:
         self.verify([*devices], hosts, 0)
 
 
-def install(c10d: Any, on_refused: peer_filters.Report, on_found: peer_filters.Report) -> None:
+def install(c10d: Any, on_refused: peer_filters.Report, on_stranger: peer_filters.Report) -> None:
     """Has all groups of gloo that this process makes guarded.
 
     Args:
@@ -253,13 +255,13 @@ def install(c10d: Any, on_refused: peer_filters.Report, on_found: peer_filters.R
     gloo = getattr(c10d, "ProcessGroupGloo", None)
     if gloo is None or not all(hasattr(gloo, name) for name in ("_Options", "create_device")):
         return
-    original, gloo_filter = gloo.__init__, GlooFilter(gloo, on_refused, on_found)
+    original, gloo_filter = gloo.__init__, GlooFilter(gloo, on_refused, on_stranger)
 
     @functools.wraps(original)
     def init(self: Any, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> None:
         hosts = peer_filters.job_hosts()
-        given = {"timeout": args[0]} if args else kwargs
-        timeout = given.get("timeout", given.get("options", _TIMEOUT))
+        arguments = {"timeout": args[0]} if args else kwargs
+        timeout = arguments.get("timeout", arguments.get("options", _TIMEOUT))
         if hosts is None or not isinstance(timeout, timedelta):  # it brings devices of its own
             original(self, store, rank, size, *args, **kwargs)
             return
@@ -271,15 +273,17 @@ def install(c10d: Any, on_refused: peer_filters.Report, on_found: peer_filters.R
     rendezvous: Any = sys.modules.get("torch.distributed.rendezvous")
     if hasattr(rendezvous, "_create_c10d_store"):
         original_store = rendezvous._create_c10d_store
-        rendezvous._create_c10d_store = _filtering_store(original_store, gloo_filter.rejects)
+        rendezvous._create_c10d_store = _wrap_store(original_store, gloo_filter.rejects)
     for name in ("split_group", "merge_remote_group"):
         if hasattr(c10d.ProcessGroup, name):
             setattr(
-                c10d.ProcessGroup, name, _reopening(getattr(c10d.ProcessGroup, name), gloo_filter)
+                c10d.ProcessGroup,
+                name,
+                _wrap_group_method(getattr(c10d.ProcessGroup, name), gloo_filter),
             )
 
 
-def _filtering_store(
+def _wrap_store(
     create: Callable[..., Any], rejects: peer_filters.RejectWatcher
 ) -> Callable[..., Any]:
     """Guards a store that rank 0 holds by itself, on all interfaces, as soon as it listens."""
@@ -289,38 +293,38 @@ def _filtering_store(
         hosts = peer_filters.job_hosts()
         if hosts is None or rank != 0:
             return create(hostname, port, rank, *args, **kwargs)
-        over = threading.Event()
-        looking = threading.Thread(target=_filter_port, args=(int(port), hosts, rejects, over))
-        looking.start()
+        is_over = threading.Event()
+        watcher = threading.Thread(target=_filter_port, args=(int(port), hosts, rejects, is_over))
+        watcher.start()
         try:
             return create(hostname, port, rank, *args, **kwargs)  # returns when all have come
         finally:
-            over.set()
-            looking.join()
+            is_over.set()
+            watcher.join()
 
     return wrapped
 
 
-def _filter_port(port: int, hosts: peer_filters.Hosts, rejects: peer_filters.RejectWatcher,
-                over: threading.Event) -> None:  # fmt: skip
+def _filter_port(port: int, hosts: peer_filters.HostSet, rejects: peer_filters.RejectWatcher,
+                is_over: threading.Event) -> None:  # fmt: skip
     """Guards this process's listening socket at a port, which is about to be made."""
     while True:
-        is_last = over.is_set()
+        is_last = is_over.is_set()
         for fd in map(int, os.listdir("/proc/self/fd")):
-            held = _dup_if_socket(fd)
-            if held is None:
+            duplicate = _dup_socket_or_none(fd)
+            if duplicate is None:
                 continue
-            with held, contextlib.suppress(OSError):
-                is_listening = held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                if is_listening and held.getsockname()[1] == port:
-                    rejects.watch(peer_filters.PeerFilter(held, hosts), fd)
+            with duplicate, contextlib.suppress(OSError):
+                is_listening = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if is_listening and duplicate.getsockname()[1] == port:
+                    rejects.watch(peer_filters.PeerFilter(duplicate, hosts), fd)
                     return
         if is_last:
             return
-        over.wait(_LOOK_S)
+        is_over.wait(_POLL_S)
 
 
-def _reopening(method: Callable[..., Any], gloo_filter: GlooFilter) -> Callable[..., Any]:
+def _wrap_group_method(method: Callable[..., Any], gloo_filter: GlooFilter) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         hosts = peer_filters.job_hosts()

@@ -20,9 +20,13 @@ import time
 from typing import Any, Callable, Dict, List, Optional
 
 EVENT = "gradient exchange"
-ENOUGH_ELEMENTS = 32  # in one collective: metrics have fewer, gradients of real models have more
-NOT_GRADIENTS = ("Byte", "Long")  # pickled objects, sizes and counts
-LARGE_OBJECT = 1024  # bytes; one as large as the largest parameter may hold models or codes of them
+MIN_GRADIENT_ELEMENTS = (
+    32  # in one collective: metrics have fewer, gradients of real models have more
+)
+OBJECT_DTYPES = ("Byte", "Long")  # pickled objects, sizes and counts
+LARGE_OBJECT_BYTES = (
+    1024  # bytes; one as large as the largest parameter may hold models or codes of them
+)
 # exchange gradients without c10d's groups; our sessions compare the ranks' weights themselves
 OTHER_LIBRARIES = ("mpi4py.MPI", "horovod", "torchft", "paceline.train.session")
 LAST_FINALIZER = -100  # priority: after those of the script
@@ -61,7 +65,7 @@ class GradientWatch:
     def install(self) -> None:
         """Hooks into the modules concerned, now or when the script imports them."""
         os.register_at_fork(after_in_child=self._begin)
-        atexit.register(self.tell)  # runs after those that the script registers
+        atexit.register(self.report)  # runs after those that the script registers
         _after_import(
             {
                 "torch.optim.optimizer": self._watch_optimizers,
@@ -98,7 +102,7 @@ class GradientWatch:
     def _tell_at_child_end(self) -> None:
         """Such a child ends without what was registered with ``atexit``."""
         util: Any = sys.modules["multiprocessing.util"]
-        util.Finalize(None, self.tell, exitpriority=LAST_FINALIZER)
+        util.Finalize(None, self.report, exitpriority=LAST_FINALIZER)
 
     def _after_step(self, optimizer: Any) -> None:
         """Looks after 1, 2, 4, 8, … steps, until gradients have been exchanged."""
@@ -113,12 +117,12 @@ class GradientWatch:
         self._largest_parameter = min(self._largest_parameter or largest, largest)
         if any(hasattr(one, "device_mesh") for one in parameters):  # sharded: one model for all
             self._exchanges = True
-        self._look()
+        self._read_recorder()
         if self._exchanges and self._hook is not None:
             self._hook.remove()
             self._hook = None
 
-    def _look(self) -> None:
+    def _read_recorder(self) -> None:
         if self._exchanges:
             return
         try:
@@ -138,16 +142,16 @@ class GradientWatch:
         entries = [entry for dump in dumps for entry in dump.get("entries", ())]
         entries = [e for e in entries if e.get("time_created_ns", 0) >= self._since_ns]
         self._calls = max(self._calls, len(entries))
-        large = max(LARGE_OBJECT, self._largest_parameter)
+        large = max(LARGE_OBJECT_BYTES, self._largest_parameter)
         self._largest_call = max([self._largest_call, *(_elements(e, large) for e in entries)])
         has_groups = any(dump.get("pg_config") for dump in dumps)
         if any(entry.get("is_p2p") for entry in entries) or _is_incomplete(entries, has_groups):
             return True
-        return self._largest_call >= max(1, min(self._largest_parameter, ENOUGH_ELEMENTS))
+        return self._largest_call >= max(1, min(self._largest_parameter, MIN_GRADIENT_ELEMENTS))
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Tells what this process has done; to be called at its end."""
-        self._look()
+        self._read_recorder()
         is_rank = os.getpid() == self._rank_pid
         if is_rank and self._exchanges:
             return
@@ -232,7 +236,7 @@ def _elements(entry: Dict[str, Any], large: int) -> int:
     sizes = entry["input_sizes"] + entry["output_sizes"]
     dtypes = entry["input_dtypes"] + entry["output_dtypes"]
     tensors = [(math.prod(size), dtype) for size, dtype in zip(sizes, dtypes)]
-    return max((n for n, dtype in tensors if n >= large or dtype not in NOT_GRADIENTS), default=0)
+    return max((n for n, dtype in tensors if n >= large or dtype not in OBJECT_DTYPES), default=0)
 
 
 def _is_incomplete(entries: List[Dict[str, Any]], has_groups: bool) -> bool:

@@ -26,12 +26,12 @@ _FLUSH_FAILED = 120  # Python's own status for output that could not be written
 
 def is_safe() -> bool:
     """False when threads of gloo are there, so that an ordinary end may abort."""
-    return not gloo_threads.threads("self", gloo_threads.WORKERS)
+    return not gloo_threads.threads("self", gloo_threads.WORKER_THREADS)
 
 
-def status_of(leaving: SystemExit) -> int:
+def exit_status(exit_request: SystemExit) -> int:
     """The exit status that Python makes of it; a message is written as Python does."""
-    code = leaving.code
+    code = exit_request.code
     if code is None:
         return 0
     if isinstance(code, int):
@@ -41,48 +41,48 @@ def status_of(leaving: SystemExit) -> int:
     return 1
 
 
-def leave(status: int) -> None:
+def exit_process(status: int) -> None:
     """Ends the process as the interpreter would, and does not return.
 
     Args:
         status: Exit status.
     """
-    _quietly(threading._shutdown)  # type: ignore[attr-defined]
-    _quietly(atexit._run_exitfuncs)
-    _flush_files()
+    _suppressed(threading._shutdown)  # type: ignore[attr-defined]
+    _suppressed(atexit._run_exitfuncs)
+    _flush_open_files()
     if threading.active_count() == 1:  # daemon threads may still look at the script's names
-        _forget_script()
-        _flush_files()  # what finalizers have written
-    failed = [not _flushed(stream) for stream in (sys.stdout, sys.stderr)]
-    _quietly(lambda: ctypes.CDLL(None).fflush(None))  # what C libraries have printed
+        _clear_main()
+        _flush_open_files()  # what finalizers have written
+    failed = [not _flush(stream) for stream in (sys.stdout, sys.stderr)]
+    _suppressed(lambda: ctypes.CDLL(None).fflush(None))  # what C libraries have printed
     os._exit(_FLUSH_FAILED if failed[0] and not status else status)
 
 
-def _quietly(act: Callable[[], Any]) -> None:
+def _suppressed(action: Callable[[], Any]) -> None:
     """What is raised at an interpreter's end has been shown and changes nothing."""
     with contextlib.suppress(BaseException):
-        act()
+        action()
 
 
-def _forget_script() -> None:
+def _clear_main() -> None:
     """Drops the script's names, private ones first, so that what they held is finalized."""
     main = sys.modules.get("__main__")
     names: List[str] = [name for name in vars(main) if name != "__builtins__"] if main else []
     for name in sorted(names, key=lambda name: not name.startswith("_")):
-        _quietly(functools.partial(setattr, main, name, None))
-    _quietly(gc.collect)
+        _suppressed(functools.partial(setattr, main, name, None))
+    _suppressed(gc.collect)
 
 
-def _flush_files() -> None:
+def _flush_open_files() -> None:
     """Files that the script left open; text before the buffers below it."""
-    opened = [one for one in gc.get_objects() if issubclass(type(one), io.IOBase)]
+    files = [file for file in gc.get_objects() if issubclass(type(file), io.IOBase)]
     for kind in (io.TextIOBase, io.BufferedIOBase):
-        for one in opened:
-            if isinstance(one, kind):
-                _quietly(one.flush)
+        for file in files:
+            if isinstance(file, kind):
+                _suppressed(file.flush)
 
 
-def _flushed(stream: Any) -> bool:
+def _flush(stream: Any) -> bool:
     try:
         if stream is not None and not stream.closed:
             stream.flush()

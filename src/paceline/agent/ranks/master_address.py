@@ -59,13 +59,13 @@ def follow_plan(source: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _agent_store(held: bool) -> Iterator[None]:
-    before = os.environ.pop(VARIABLE, None)
-    if held:
+def _agent_store(is_agent_store: bool) -> Iterator[None]:
+    former = os.environ.pop(VARIABLE, None)
+    if is_agent_store:
         os.environ[VARIABLE] = "True"
     try:
         yield
     finally:
         os.environ.pop(VARIABLE, None)
-        if before is not None:
-            os.environ[VARIABLE] = before
+        if former is not None:
+            os.environ[VARIABLE] = former

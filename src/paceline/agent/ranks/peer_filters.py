@@ -23,9 +23,9 @@ from typing import Callable, Dict, FrozenSet, Iterable, List, Optional, Tuple, U
 VARIABLE = "PACELINE_ADDRESSES"  # as in spec/jobenv.py
 MAX_REPORTED = 16  # addresses for each socket
 MAX_INSTRUCTIONS = 1000  # of a filter, which goes over them for each connection
-BACKLOG = 4
+REJECT_BACKLOG = 4
 SO_ATTACH_FILTER, SO_DETACH_FILTER, SO_ATTACH_REUSEPORT_CBPF = 26, 27, 51  # Python has no names
-EVERYTHING = 0xFFFFFFFF  # bytes of a packet that are kept
+WHOLE_PACKET = 0xFFFFFFFF  # bytes of a packet that are kept
 LISTENER_INDEX, REJECT_INDEX = 0, 1  # in the order in which they began to listen
 
 Address = Union[ipaddress.IPv4Address, ipaddress.IPv6Address]
@@ -43,7 +43,7 @@ def parse_address(text: str) -> Address:
     return getattr(address, "ipv4_mapped", None) or address
 
 
-class Hosts:
+class HostSet:
     """Addresses and networks from which connections are taken.
 
     Args:
@@ -51,34 +51,40 @@ class Hosts:
     """
 
     def __init__(self, networks: Iterable[Network]) -> None:
-        self.networks = sorted(set(networks), key=lambda one: (one.version, one))
-        whole = [one for one in self.networks if one.prefixlen == one.max_prefixlen]
-        self._addresses: FrozenSet[Address] = frozenset(one.network_address for one in whole)
-        self._wider = [one for one in self.networks if one.prefixlen < one.max_prefixlen]
+        self.networks = sorted(set(networks), key=lambda network: (network.version, network))
+        single = [
+            network for network in self.networks if network.prefixlen == network.max_prefixlen
+        ]
+        self._addresses: FrozenSet[Address] = frozenset(
+            network.network_address for network in single
+        )
+        self._networks = [
+            network for network in self.networks if network.prefixlen < network.max_prefixlen
+        ]
 
     def __contains__(self, text: str) -> bool:
         address = parse_address(text)
-        return address in self._addresses or any(address in network for network in self._wider)
+        return address in self._addresses or any(address in network for network in self._networks)
 
-    def program(self, of_these: int, of_others: int) -> bytes:
+    def program(self, member_result: int, other_result: int) -> bytes:
         """A classic BPF program that returns one of two numbers, by a packet's source address.
 
         Of too many addresses it knows the networks that they lie in.
         """
         for dropped_bits in range(0, 33, 8):
-            code = _program(_widened(self.networks, dropped_bits), of_these, of_others)
+            code = _program(_widen(self.networks, dropped_bits), member_result, other_result)
             if len(code) <= MAX_INSTRUCTIONS * _INSTRUCTION.size:
                 break
         return code
 
 
-NO_HOSTS = Hosts(())
-ALL_HOSTS = Hosts(map(ipaddress.ip_network, ("0.0.0.0/0", "::/0")))
+NO_HOSTS = HostSet(())
+ALL_HOSTS = HostSet(map(ipaddress.ip_network, ("0.0.0.0/0", "::/0")))
 _LOOPBACK = ("127.0.0.0/8", "::1/128")
 
 
 @functools.lru_cache(maxsize=8)
-def parse_hosts(text: str) -> Optional[Hosts]:
+def parse_hosts(text: str) -> Optional[HostSet]:
     """The job's hosts as :data:`VARIABLE` has them, with this one's loopback.
 
     ``None`` where it is empty: nobody knows from where they connect, and all may.
@@ -87,10 +93,10 @@ def parse_hosts(text: str) -> Optional[Hosts]:
     for word in filter(None, (word.strip() for word in text.split(","))):
         with contextlib.suppress(ValueError):
             networks.append(ipaddress.ip_network(word, strict=False))
-    return Hosts([*networks, *map(ipaddress.ip_network, _LOOPBACK)]) if networks else None
+    return HostSet([*networks, *map(ipaddress.ip_network, _LOOPBACK)]) if networks else None
 
 
-def job_hosts() -> Optional[Hosts]:
+def job_hosts() -> Optional[HostSet]:
     """The job's hosts as this process is told them; ``None`` if connections of all are taken."""
     return parse_hosts(os.environ.get(VARIABLE, ""))
 
@@ -104,50 +110,54 @@ _SOURCE_4, _SOURCE_6 = -0x100000 + 12, -0x100000 + 8  # SKF_NET_OFF: in its netw
 _IPV6 = 0x86DD
 
 
-def _widened(networks: List[Network], bits: int) -> List[Network]:
+def _widen(networks: List[Network], bits: int) -> List[Network]:
     """Without the last so many bits of an IPv4 address, and four times as many of an IPv6 one."""
     if not bits:
         return networks
-    found = set()
+    wider = set()
     for network in networks:
-        kept = network.max_prefixlen - bits * (1 if network.version == 4 else 4)
-        found.add(network.supernet(new_prefix=min(network.prefixlen, kept)))
-    return sorted(found, key=lambda one: (one.version, one))
+        prefix = network.max_prefixlen - bits * (1 if network.version == 4 else 4)
+        wider.add(network.supernet(new_prefix=min(network.prefixlen, prefix)))
+    return sorted(wider, key=lambda one: (one.version, one))
 
 
-def _program(networks: List[Network], of_these: int, of_others: int) -> bytes:
+def _program(networks: List[Network], member_result: int, other_result: int) -> bytes:
     parts: Dict[int, List[bytes]] = {4: [], 6: []}
     for network in networks:
         size = len(network.network_address.packed) // 4
         words = struct.unpack(">%dI" % size, network.network_address.packed)
         masks = struct.unpack(">%dI" % size, network.netmask.packed)
-        compared = [at for at in range(size) if masks[at]]
+        used_words = [at for at in range(size) if masks[at]]
         source = _SOURCE_4 if network.version == 4 else _SOURCE_6
-        for left, at in zip(range(len(compared) - 1, -1, -1), compared):
+        for remaining, at in zip(range(len(used_words) - 1, -1, -1), used_words):
             parts[network.version] += [
-                _step(_LOAD, source + 4 * at), _step(_AND, masks[at]),
-                _step(_EQUAL, words[at], otherwise=3 * left + 1),
+                _instruction(_LOAD, source + 4 * at), _instruction(_AND, masks[at]),
+                _instruction(_EQUAL, words[at], jump_if_false=3 * remaining + 1),
             ]  # fmt: skip
-        parts[network.version].append(_step(_RETURN, of_these))
-    four, six = ([*parts[family], _step(_RETURN, of_others)] for family in (4, 6))
-    chooses = [_step(_LOAD, _PROTOCOL), _step(_EQUAL, _IPV6, otherwise=1), _step(_JUMP, len(four))]
+        parts[network.version].append(_instruction(_RETURN, member_result))
+    four, six = ([*parts[family], _instruction(_RETURN, other_result)] for family in (4, 6))
+    chooses = [
+        _instruction(_LOAD, _PROTOCOL),
+        _instruction(_EQUAL, _IPV6, jump_if_false=1),
+        _instruction(_JUMP, len(four)),
+    ]
     return b"".join([*chooses, *four, *six])
 
 
-def _step(code: int, value: int, otherwise: int = 0) -> bytes:
-    return _INSTRUCTION.pack(code, 0, otherwise, value & 0xFFFFFFFF)
+def _instruction(code: int, value: int, jump_if_false: int = 0) -> bytes:
+    return _INSTRUCTION.pack(code, 0, jump_if_false, value & 0xFFFFFFFF)
 
 
 def _attach(listener: socket.socket, option: int, program: bytes) -> None:
     code = ctypes.create_string_buffer(program, len(program))
-    about = struct.pack("HL", len(program) // _INSTRUCTION.size, ctypes.addressof(code))
-    listener.setsockopt(socket.SOL_SOCKET, option, about)
+    filter_program = struct.pack("HL", len(program) // _INSTRUCTION.size, ctypes.addressof(code))
+    listener.setsockopt(socket.SOL_SOCKET, option, filter_program)
 
 
-def attach_filter(listener: socket.socket, hosts: Hosts) -> bool:
+def attach_filter(listener: socket.socket, hosts: HostSet) -> bool:
     """Makes the kernel drop what other hosts send to a socket; False if it cannot."""
     try:
-        _attach(listener, SO_ATTACH_FILTER, hosts.program(EVERYTHING, 0))
+        _attach(listener, SO_ATTACH_FILTER, hosts.program(WHOLE_PACKET, 0))
     except OSError:  # no Linux, or a sandbox that refuses it
         return False
     return True
@@ -171,7 +181,7 @@ class PeerFilter:
         reject_socket: Takes refused connections; ``None`` when there is none.
     """
 
-    def __init__(self, listener: socket.socket, hosts: Hosts) -> None:
+    def __init__(self, listener: socket.socket, hosts: HostSet) -> None:
         self.is_attached = attach_filter(listener, hosts)
         self.reject_socket: Optional[socket.socket] = None
         self._hosts = hosts
@@ -184,13 +194,13 @@ class PeerFilter:
         reject_socket = socket.socket(listener.family, socket.SOCK_STREAM)
         try:
             if listener.family == socket.AF_INET6:
-                only = listener.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
-                reject_socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, only)
+                ipv6_only = listener.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
+                reject_socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, ipv6_only)
             reject_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            for one in (listener, reject_socket):
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            for sock in (listener, reject_socket):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             reject_socket.bind(listener.getsockname())
-            reject_socket.listen(BACKLOG)
+            reject_socket.listen(REJECT_BACKLOG)
             reject_socket.setblocking(False)
             _attach(
                 listener,
@@ -202,7 +212,7 @@ class PeerFilter:
             raise
         self.reject_socket = reject_socket
 
-    def admit(self, listener: socket.socket, hosts: Hosts) -> None:
+    def admit(self, listener: socket.socket, hosts: HostSet) -> None:
         """Takes the connections of other hosts from now on.
 
         Args:
@@ -247,11 +257,13 @@ class PeerFilter:
         if address in self._rejected:
             return ""
         self._rejected.append(address)
-        known = Hosts(map(ipaddress.ip_network, self._rejected))
-        enough = len(self._rejected) >= MAX_REPORTED
+        rejected_hosts = HostSet(map(ipaddress.ip_network, self._rejected))
+        is_full = len(self._rejected) >= MAX_REPORTED
         with contextlib.suppress(OSError):
             _attach(
-                self.reject_socket, SO_ATTACH_FILTER, known.program(0, 0 if enough else EVERYTHING)
+                self.reject_socket,
+                SO_ATTACH_FILTER,
+                rejected_hosts.program(0, 0 if is_full else WHOLE_PACKET),
             )
         return "" if address in self._hosts else address  # it came before strangers were told apart
 
@@ -287,8 +299,8 @@ class RejectWatcher:
             return
         if self._epoll is None or self._pid != os.getpid():
             self._epoll, self._pid, self._filters = select.epoll(), os.getpid(), {}
-            about = (self._epoll, self._filters)
-            threading.Thread(target=self._keep, args=about, name="paceline-rejects",
+            state = (self._epoll, self._filters)
+            threading.Thread(target=self._watch_loop, args=state, name="paceline-rejects",
                              daemon=True).start()  # fmt: skip
         self._close_orphans(self._epoll)
         self._filters[peer_filter.reject_socket.fileno()] = (
@@ -315,7 +327,9 @@ class RejectWatcher:
             epoll.unregister(reject_socket)  # a forked child may still have it
             peer_filter.close()
 
-    def _keep(self, epoll: select.epoll, filters: Dict[int, Tuple[PeerFilter, int, int]]) -> None:
+    def _watch_loop(
+        self, epoll: select.epoll, filters: Dict[int, Tuple[PeerFilter, int, int]]
+    ) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # for the main thread
         while self._epoll is epoll:
             for reject_socket, _ in epoll.poll():

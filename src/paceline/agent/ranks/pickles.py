@@ -21,11 +21,11 @@ import sys
 from typing import Any, BinaryIO, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 PROTOCOL = 5  # buffers beside the pickle
-BLOCK = 1 << 20
-TRIES = 300  # pickles made while the part is looked for that cannot be pickled
-DEEP = 12
+BLOCK_BYTES = 1 << 20
+MAX_PICKLES = 300  # pickles made while the part is looked for that cannot be pickled
+MAX_DEPTH = 12
 _LENGTH = struct.Struct(">I")
-_MOST_INDEX = 1 << 28
+_MAX_INDEX_BYTES = 1 << 28
 
 
 class NotPicklableError(Exception):
@@ -39,7 +39,7 @@ class DamagedError(Exception):
 # --- writing --------------------------------------------------------------------------------------
 
 
-class Written(NamedTuple):
+class WrittenFile(NamedTuple):
     """A file that was written: how many bytes, their SHA-256, and where each object begins."""
 
     size: int
@@ -47,7 +47,7 @@ class Written(NamedTuple):
     starts: List[int]
 
 
-def write(path: str, objects: List[Tuple[str, Any]], cloudpickle: Any) -> Written:
+def write(path: str, objects: List[Tuple[str, Any]], cloudpickle: Any) -> WrittenFile:
     """Writes objects into a new file, for the user alone.
 
     Tensors come as they are seen here, in memory of their own and off any accelerator.
@@ -63,7 +63,7 @@ def write(path: str, objects: List[Tuple[str, Any]], cloudpickle: Any) -> Writte
     """
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(file, "wb", buffering=0) as raw:
-        target = _Hashed(raw)
+        target = _HashingWriter(raw)
         buffers: List[pickle.PickleBuffer] = []
         pickler, starts = _pickler(cloudpickle, target, buffers.append), []
         for name, value in objects:
@@ -81,12 +81,12 @@ def write(path: str, objects: List[Tuple[str, Any]], cloudpickle: Any) -> Writte
                 target.write(memory)
         for tensor in pickler.tensors:
             index["tensors"].append(_write_tensor(target, tensor))
-        end = json.dumps(index).encode()
-        target.write(end + _LENGTH.pack(len(end)))
-        return Written(target.size, target.sha256, starts)
+        footer = json.dumps(index).encode()
+        target.write(footer + _LENGTH.pack(len(footer)))
+        return WrittenFile(target.size, target.sha256, starts)
 
 
-class _Hashed:
+class _HashingWriter:
     """Writes all of what it is given, and knows its hash."""
 
     def __init__(self, raw: Any) -> None:
@@ -100,22 +100,22 @@ class _Hashed:
         return self._digest.hexdigest()
 
     def write(self, data: Any) -> int:
-        with memoryview(data) as view, view.cast("B") as rest:
-            for at in range(0, len(rest), BLOCK):
-                block = rest[at : at + BLOCK]
+        with memoryview(data) as view, view.cast("B") as remainder:
+            for at in range(0, len(remainder), BLOCK_BYTES):
+                block = remainder[at : at + BLOCK_BYTES]
                 self._digest.update(block)
-                done = 0
-                while done < len(block):
+                written = 0
+                while written < len(block):
                     try:
-                        done += self._raw.write(block[done:])
+                        written += self._raw.write(block[written:])
                     except OSError:
                         self.broken = True
                         raise
-            self.size += len(rest)
-            return len(rest)
+            self.size += len(remainder)
+            return len(remainder)
 
 
-def _pickler(cloudpickle: Any, target: Any, take: Optional[Callable[[Any], Any]]) -> Any:
+def _pickler(cloudpickle: Any, target: Any, on_buffer: Optional[Callable[[Any], Any]]) -> Any:
     """A pickler of cloudpickle's that leaves tensors to us where torch is loaded."""
     torch: Any = sys.modules.get("torch")
 
@@ -123,42 +123,42 @@ def _pickler(cloudpickle: Any, target: Any, take: Optional[Callable[[Any], Any]]
         def __init__(self) -> None:
             self.tensors: List[Any] = []
             self._known: Dict[int, int] = {}
-            super().__init__(target, PROTOCOL, buffer_callback=take)
+            super().__init__(target, PROTOCOL, buffer_callback=on_buffer)
 
         if torch is not None:
 
-            def persistent_id(self, found: Any) -> Optional[Tuple[str, int, str, Any, bool]]:
-                if type(found) is not torch.Tensor or not _is_plain(found, torch):
+            def persistent_id(self, value: Any) -> Optional[Tuple[str, int, str, Any, bool]]:
+                if type(value) is not torch.Tensor or not _is_dense(value, torch):
                     return None
-                if id(found) not in self._known:
-                    self._known[id(found)] = len(self.tensors)
-                    self.tensors.append(found)  # and so it lives, and its id with it
-                kind = str(found.dtype).split(".")[-1]
-                place = self._known[id(found)]
-                return "tensor", place, kind, tuple(found.shape), found.requires_grad
+                if id(value) not in self._known:
+                    self._known[id(value)] = len(self.tensors)
+                    self.tensors.append(value)  # and so it lives, and its id with it
+                dtype = str(value.dtype).split(".")[-1]
+                index = self._known[id(value)]
+                return "tensor", index, dtype, tuple(value.shape), value.requires_grad
 
     return Pickler()
 
 
-def _is_plain(tensor: Any, torch: Any) -> bool:
+def _is_dense(tensor: Any, torch: Any) -> bool:
     """Whether a tensor is its numbers and nothing else; torch knows how to pickle the others."""
     strided = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
     return strided and not tensor.is_meta and not tensor.__dict__
 
 
-def _write_tensor(target: _Hashed, tensor: Any) -> int:
+def _write_tensor(target: _HashingWriter, tensor: Any) -> int:
     """The tensor's numbers, in order; returns how many bytes they are."""
-    numbers = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    size = int(numbers.numel() * numbers.element_size())
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    size = int(dense.numel() * dense.element_size())
     if size:
-        target.write((ctypes.c_ubyte * size).from_address(numbers.data_ptr()))
+        target.write((ctypes.c_ubyte * size).from_address(dense.data_ptr()))
     return size
 
 
 # --- reading --------------------------------------------------------------------------------------
 
 
-def opened(path: str, sha256: str) -> "_Unpickler":
+def open_objects(path: str, sha256: str) -> "_Unpickler":
     """The objects of a file: ``load()`` gives one after the other.
 
     Args:
@@ -171,14 +171,14 @@ def opened(path: str, sha256: str) -> "_Unpickler":
     """
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as file:
-        parts = _Parts(file, path)
-        pickled, buffers, tensors = parts.take()
+        parts = _Sections(file, path)
+        pickled, buffers, tensors = parts.read_all()
         if parts.sha256 != sha256:
             raise DamagedError("%s does not have the hash that its writer told" % path)
     return _Unpickler(io.BytesIO(pickled), buffers, tensors)
 
 
-class _Parts:
+class _Sections:
     """A file, read once from its beginning to its end."""
 
     def __init__(self, file: BinaryIO, path: str) -> None:
@@ -190,13 +190,13 @@ class _Parts:
     def sha256(self) -> str:
         return self._digest.hexdigest()
 
-    def take(self) -> Tuple[bytearray, List[bytearray], List[bytearray]]:
+    def read_all(self) -> Tuple[bytearray, List[bytearray], List[bytearray]]:
         index, length = self._index()
         self._file.seek(0)
-        pickled = self._next(index["pickle"])
-        buffers = [self._next(size) for size in index["buffers"]]
-        tensors = [self._next(size) for size in index["tensors"]]
-        self._next(length)
+        pickled = self._read(index["pickle"])
+        buffers = [self._read(size) for size in index["buffers"]]
+        tensors = [self._read(size) for size in index["tensors"]]
+        self._read(length)
         return pickled, buffers, tensors
 
     def _index(self) -> Tuple[Dict[str, Any], int]:
@@ -204,28 +204,28 @@ class _Parts:
         try:
             self._file.seek(-_LENGTH.size, os.SEEK_END)
             (length,) = _LENGTH.unpack(self._file.read())
-            if length > min(size, _MOST_INDEX):
+            if length > min(size, _MAX_INDEX_BYTES):
                 raise ValueError("too long")
             self._file.seek(-_LENGTH.size - length, os.SEEK_END)
             index = json.loads(self._file.read(length))
             sizes = [index["pickle"], *index["buffers"], *index["tensors"]]
-            whole = all(isinstance(one, int) and one >= 0 for one in sizes)
-            if not whole or sum(sizes) + length + _LENGTH.size != size:
+            is_valid = all(isinstance(one, int) and one >= 0 for one in sizes)
+            if not is_valid or sum(sizes) + length + _LENGTH.size != size:
                 raise ValueError("of another size")
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             raise DamagedError("%s is damaged: it is not whole" % self._path) from None
         return index, length + _LENGTH.size
 
-    def _next(self, size: int) -> bytearray:
+    def _read(self, size: int) -> bytearray:
         data = bytearray(size)
         with memoryview(data) as view:
-            done = 0
-            while done < size:
-                count = self._file.readinto(view[done : done + BLOCK])  # type: ignore[attr-defined]
+            filled = 0
+            while filled < size:
+                count = self._file.readinto(view[filled : filled + BLOCK_BYTES])  # type: ignore[attr-defined]
                 if not count:
                     raise DamagedError("%s became shorter while it was read" % self._path)
-                self._digest.update(view[done : done + count])
-                done += count
+                self._digest.update(view[filled : filled + count])
+                filled += count
         return data
 
 
@@ -233,16 +233,18 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, file: BinaryIO, buffers: List[bytearray], tensors: List[bytearray]) -> None:
         super().__init__(file, buffers=buffers)
         self._memory = tensors
-        self._made: Dict[int, Any] = {}
+        self._tensors: Dict[int, Any] = {}
 
-    def persistent_load(self, said: Any) -> Any:
-        _, place, kind, shape, requires_grad = said
-        if place not in self._made:
+    def persistent_load(self, reference: Any) -> Any:
+        _, index, dtype_name, shape, requires_grad = reference
+        if index not in self._tensors:
             torch: Any = importlib.import_module("torch")
-            memory, dtype = self._memory[place], getattr(torch, kind)
-            made = torch.frombuffer(memory, dtype=dtype) if memory else torch.empty(0, dtype=dtype)
-            self._made[place] = made.reshape(shape).requires_grad_(requires_grad)
-        return self._made[place]
+            memory, dtype = self._memory[index], getattr(torch, dtype_name)
+            tensor = (
+                torch.frombuffer(memory, dtype=dtype) if memory else torch.empty(0, dtype=dtype)
+            )
+            self._tensors[index] = tensor.reshape(shape).requires_grad_(requires_grad)
+        return self._tensors[index]
 
 
 # --- what cannot be pickled -----------------------------------------------------------------------
@@ -250,32 +252,34 @@ class _Unpickler(pickle.Unpickler):
 
 def _not_picklable(value: Any, name: str, cloudpickle: Any, error: Exception) -> NotPicklableError:
     """Says which part it is, as a path from the object: ``the value['lock']``."""
-    tries = [TRIES]
+    budget = [MAX_PICKLES]
 
-    def problem(found: Any) -> Optional[Exception]:
-        tries[0] -= 1
+    def pickle_error(part: Any) -> Optional[Exception]:
+        budget[0] -= 1
         try:
-            _pickler(cloudpickle, io.BytesIO(), lambda buffer: None).dump(found)
-        except Exception as refused:
-            return refused
+            _pickler(cloudpickle, io.BytesIO(), lambda buffer: None).dump(part)
+        except Exception as part_error:
+            return part_error
         return None
 
-    seen = {id(value)}
-    for _ in range(DEEP):
-        for inner, part in _parts_of(value, name):
-            if tries[0] <= 0 or id(part) in seen:
+    visited = {id(value)}
+    for _ in range(MAX_DEPTH):
+        for path, part in _parts_of(value, name):
+            if budget[0] <= 0 or id(part) in visited:
                 continue
-            if (refused := problem(part)) is not None:
-                seen.add(id(part))
-                value, name, error = part, inner, refused
+            if (part_error := pickle_error(part)) is not None:
+                visited.add(id(part))
+                value, name, error = part, path, part_error
                 break
         else:
             break
-    said = "%s: %s" % (type(error).__name__, error)
-    return NotPicklableError("%s is %s, which cannot be pickled (%s)" % (name, _kind(value), said))
+    reason = "%s: %s" % (type(error).__name__, error)
+    return NotPicklableError(
+        "%s is %s, which cannot be pickled (%s)" % (name, _describe_type(value), reason)
+    )
 
 
-def _kind(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     cls = type(value)
     where = "" if cls.__module__ in ("builtins", "__main__") else cls.__module__ + "."
     return "a %s%s" % (where, cls.__qualname__)
@@ -287,8 +291,8 @@ def _parts_of(value: Any, name: str) -> Iterator[Tuple[str, Any]]:
         for key, part in list(value.items()):
             yield "%s[%.60r]" % (name, key), part
     elif isinstance(value, (list, tuple, set, frozenset)):
-        for place, part in enumerate(value):
-            yield "%s[%d]" % (name, place), part
+        for index, part in enumerate(value):
+            yield "%s[%d]" % (name, index), part
     elif hasattr(value, "__code__"):
         yield from _parts_of_function(value)
     elif hasattr(value, "__func__"):  # a method
@@ -307,17 +311,20 @@ def _parts_of(value: Any, name: str) -> Iterator[Tuple[str, Any]]:
 
 def _parts_of_function(function: Any) -> Iterator[Tuple[str, Any]]:
     """The variables that a function brings along: of its closure and of its module."""
-    called = "%s()" % getattr(function, "__qualname__", "function")
+    function_name = "%s()" % getattr(function, "__qualname__", "function")
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         try:
-            yield "the variable %s of %s" % (variable, called), cell.cell_contents
+            yield "the variable %s of %s" % (variable, function_name), cell.cell_contents
         except ValueError:  # not set yet
             continue
     for variable in _names(function.__code__):
         if variable in function.__globals__:
-            yield "the variable %s of %s" % (variable, called), function.__globals__[variable]
-    for place, part in enumerate(function.__defaults__ or ()):
-        yield "default %d of %s" % (place, called), part
+            yield (
+                "the variable %s of %s" % (variable, function_name),
+                function.__globals__[variable],
+            )
+    for index, part in enumerate(function.__defaults__ or ()):
+        yield "default %d of %s" % (index, function_name), part
 
 
 def _names(code: Any) -> List[str]:

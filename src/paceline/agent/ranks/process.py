@@ -29,12 +29,14 @@ from . import (
 )
 
 Message = Dict[str, Any]
-USUAL = (  # what the agent, or the background of whoever started it, ignores
+DEFAULT_SIGNALS = (  # what the agent, or the background of whoever started it, ignores
     signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1,
     signal.SIGUSR2,
 )  # fmt: skip
-_MEASUREMENTS = "paceline.bench."  # what check and bench start; nothing of a project's own is meant
-_AGENT = os.path.dirname(os.path.dirname(__file__))  # folder of the package
+_BENCH_MODULES = (
+    "paceline.bench."  # what check and bench start; nothing of a project's own is meant
+)
+_PACKAGE_FOLDER = os.path.dirname(os.path.dirname(__file__))  # folder of the package
 TRACEBACK_LIMIT = 16000  # characters; a pipe holds 64 KiB
 
 
@@ -50,13 +52,13 @@ def prepare(request: Message, rank: Message, out: int, err: int, events: int,
         out, err, events: Write ends of the rank's pipes.
         control: Read end of the pipe by which the rank is told.
     """
-    for signum in USUAL:
+    for signum in DEFAULT_SIGNALS:
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _redirect(out, err)
     for fd in (events, control):
         os.set_inheritable(fd, True)
-    for name in warm.OF_A_LOGIN:
+    for name in warm.LOGIN_VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(request["login"]["env"])
     os.umask(request["login"]["umask"])
@@ -66,22 +68,22 @@ def prepare(request: Message, rank: Message, out: int, err: int, events: int,
     os.environ["PACELINE_CONTROL_FD"] = str(control)
     _name_process(rank, request["entry"])
     stack_dump.register(events)
-    flight_recorder.hold()
+    flight_recorder.block_signal()
     if rank.get("cpus"):
         with contextlib.suppress(OSError):  # the CPUs may have been taken from us meanwhile
             os.sched_setaffinity(0, rank["cpus"])
     # the user's code sees an interpreter that never heard of the agent
-    own = os.path.dirname(os.path.abspath(_AGENT))
-    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != own]
-    _take_debug_level()
-    watch_world(events, any_world=bool(request.get("any_world")))
-    several = rank["env"].get("WORLD_SIZE", "1") != "1" and not request.get("any_world")
-    if several and request["entry"]["kind"] != "binary":
+    archive = os.path.dirname(os.path.abspath(_PACKAGE_FOLDER))
+    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != archive]
+    _apply_debug_level()
+    watch_process_group(events, any_world=bool(request.get("any_world")))
+    trains_together = rank["env"].get("WORLD_SIZE", "1") != "1" and not request.get("any_world")
+    if trains_together and request["entry"]["kind"] != "binary":
         gradient_watch.GradientWatch(os.getpid(), events, gradient_watch.SOURCE).install()
     return lambda: run(request["entry"], request["workdir"], events)
 
 
-def _take_debug_level() -> None:
+def _apply_debug_level() -> None:
     """Torch read this variable when the fork server imported it; the ranks' own came later."""
     distributed: Any = sys.modules.get("torch.distributed")
     if "TORCH_DISTRIBUTED_DEBUG" in os.environ and distributed is not None:
@@ -94,15 +96,15 @@ def _name_process(rank: Message, entry: Message) -> None:
 
     ``rank3 train.py`` and ``python train.py --lr 0.1 [rank 3 of 4, n2]``.
     """
-    process_title.show(*process_title.of_rank(entry, rank["env"]))
+    process_title.show(*process_title.rank_title(entry, rank["env"]))
     name = "rank%s %s" % (rank["env"].get("RANK", "?"), os.path.basename(entry["target"]))
     with contextlib.suppress(OSError):
         processes.set_name(name)
 
 
 def _redirect(out: int, err: int) -> None:
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (out, 1), (err, 2)):
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (out, 1), (err, 2)):
         os.dup2(source, target)
         os.close(source)
     for stream in (sys.stdout, sys.stderr):
@@ -114,12 +116,12 @@ def run(entry: Message, workdir: str, events: int) -> int:
     """Runs the entry to the process's end; returns the status where the end is an ordinary one."""
     try:
         status = run_entry(entry, workdir, events)
-    except SystemExit as leaving:
+    except SystemExit as exit_request:
         if interpreter_exit.is_safe():
             raise
-        status = interpreter_exit.status_of(leaving)
+        status = interpreter_exit.exit_status(exit_request)
     if not interpreter_exit.is_safe():
-        interpreter_exit.leave(status)
+        interpreter_exit.exit_process(status)
     return status
 
 
@@ -127,45 +129,45 @@ def run_entry(entry: Message, workdir: str, events: int) -> int:
     """Runs the script, module, function or program; its exit status, or it does not return."""
     call: Any = None
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, forkserver.HELD)  # it is a rank now
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, forkserver.EXIT_SIGNALS)  # it is a rank now
         os.chdir(workdir)
         if entry["kind"] == "binary":
             return _execute([entry["target"], *_arguments(entry)])
         if entry["kind"] == "function":
-            from .function_call import Call  # here, for scripts need none of it
+            from .function_call import FunctionCall  # here, for scripts need none of it
 
-            call = Call(entry, functools.partial(_tell, events))
+            call = FunctionCall(entry, functools.partial(_report, events))
         _run_python(entry, call)
     except SystemExit:
         raise
     except KeyboardInterrupt as error:
         # what Python itself does: die of the signal, so that the parent sees it
-        traceback.print_exception(type(error), error, _trim(error).__traceback__)
+        traceback.print_exception(type(error), error, _trim_traceback(error).__traceback__)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
         raise
     except BaseException as error:
-        _hear_of_no_child()
+        _disarm_sigchld()
         if call is not None:
             call.keep(error)
-        _tell_exception(error, events)
+        _report_exception(error, events)
         if isinstance(error, RuntimeError):  # as a collective's is
-            flight_recorder.tell(events)
-        sys.excepthook(type(error), error, _trim(error).__traceback__)
+            flight_recorder.write_final(events)
+        sys.excepthook(type(error), error, _trim_traceback(error).__traceback__)
         return 1
     return 0
 
 
 def _arguments(entry: Message) -> List[str]:
     flag = entry.get("local_rank_flag")
-    own = ["%s=%s" % (flag, os.environ["LOCAL_RANK"])] if flag else []
-    return own + list(entry["args"])
+    rank_args = ["%s=%s" % (flag, os.environ["LOCAL_RANK"])] if flag else []
+    return rank_args + list(entry["args"])
 
 
 def _execute(argv: List[str]) -> int:
     """Becomes the program; what it is told in ``os.environ`` goes along."""
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    flight_recorder.let_go()
+    flight_recorder.release_signal()
     try:
         os.execvp(argv[0], argv)
     except OSError as error:
@@ -176,8 +178,8 @@ def _execute(argv: List[str]) -> int:
 def _run_python(entry: Message, call: Any = None) -> None:
     target, args = entry["target"], _arguments(entry)
     master_address.follow_plan(_source(entry) if call is None else call.source)
-    _forget_agent()
-    _fresh_randomness()
+    _unload_agent()
+    _reseed()
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=__builtins__, __spec__=None)
     sys.modules["__main__"] = main
@@ -185,7 +187,7 @@ def _run_python(entry: Message, call: Any = None) -> None:
     if call is not None:
         call.run()
     elif entry["kind"] == "module":
-        if not target.startswith(_MEASUREMENTS):
+        if not target.startswith(_BENCH_MODULES):
             sys.path.insert(0, os.getcwd())
         runpy._run_module_as_main(target)  # type: ignore[attr-defined]
     elif os.path.isdir(target) or zipfile.is_zipfile(target):
@@ -212,13 +214,13 @@ def _run_file(path: str, main: types.ModuleType) -> None:
     exec(code, main.__dict__)  # noqa: S102 - it is the user's script
 
 
-def _forget_agent() -> None:
+def _unload_agent() -> None:
     package = __name__.rsplit(".", 2)[0]
     for name in [n for n in sys.modules if n == package or n.startswith(package + ".")]:
         del sys.modules[name]
 
 
-def _fresh_randomness() -> None:
+def _reseed() -> None:
     """What an interpreter sets up at import must not be the same in every fork."""
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -228,7 +230,7 @@ def _fresh_randomness() -> None:
         processes.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
 
 
-def watch_world(events: int, *, any_world: bool = False) -> None:
+def watch_process_group(events: int, *, any_world: bool = False) -> None:
     """Makes joining and leaving the world events, and checks that the world was planned.
 
     Its groups of gloo take the connections of the job's hosts only.
@@ -244,16 +246,16 @@ def watch_world(events: int, *, any_world: bool = False) -> None:
 
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
-        flight_recorder.begin()
+        flight_recorder.mark_start()
         result = original(*args, **kwargs)
-        flight_recorder.answer_on(events)
-        _tell_world(distributed, events, any_world)
+        flight_recorder.start_thread(events)
+        _report_joined(distributed, events, any_world)
         return result
 
     gloo_peers.install(
         distributed.distributed_c10d,
-        on_refused=lambda address: _tell(events, _stranger("stranger refused", address)),
-        on_found=lambda address: _tell(events, _stranger("stranger", address)),
+        on_refused=lambda address: _report(events, _stranger_event("stranger refused", address)),
+        on_stranger=lambda address: _report(events, _stranger_event("stranger", address)),
     )
     distributed.init_process_group = init_process_group
     distributed.distributed_c10d.init_process_group = init_process_group
@@ -262,70 +264,74 @@ def watch_world(events: int, *, any_world: bool = False) -> None:
     @functools.wraps(destroy)
     def destroy_process_group(group: Any = None) -> Any:
         if distributed.is_initialized() and group in (None, distributed.group.WORLD):
-            _tell(events, {"kind": "event", "event": "world left", "rank": distributed.get_rank()})
+            _report(
+                events, {"kind": "event", "event": "world left", "rank": distributed.get_rank()}
+            )
         return destroy(group)
 
     distributed.destroy_process_group = destroy_process_group
     distributed.distributed_c10d.destroy_process_group = destroy_process_group
 
 
-def _stranger(event: str, address: str) -> Message:
+def _stranger_event(event: str, address: str) -> Message:
     return {"kind": "event", "event": event, "address": address, "time": time.monotonic()}
 
 
-def _tell_world(distributed: Any, events: int, any_world: bool) -> None:
-    found = (distributed.get_rank(), distributed.get_world_size())
-    planned = found
+def _report_joined(distributed: Any, events: int, any_world: bool) -> None:
+    actual = (distributed.get_rank(), distributed.get_world_size())
+    planned = actual
     if not any_world:
         planned = (int(os.environ["RANK"]), int(os.environ["PACELINE_WORLD_SIZE"]))
-    if found != planned:
+    if actual != planned:
         raise RuntimeError(
             "the world is not the planned one: this process became rank %d of %d, "
             "but the plan says rank %d of %d. The script passed its own rank or world size to "
             "init_process_group; take them from RANK and WORLD_SIZE (or run with --any-world)."
-            % (*found, *planned)
+            % (*actual, *planned)
         )
-    joined = {"rank": found[0], "world_size": found[1], "backend": distributed.get_backend()}
-    _tell(events, dict(joined, kind="event", event="world joined"))
+    joined = {"rank": actual[0], "world_size": actual[1], "backend": distributed.get_backend()}
+    _report(events, dict(joined, kind="event", event="world joined"))
 
 
-def _trim(error: BaseException) -> BaseException:
+def _trim_traceback(error: BaseException) -> BaseException:
     """Takes our own frames, and runpy's, off the top of the traceback."""
     step = error.__traceback__
-    while step is not None and _is_ours(step.tb_frame.f_code.co_filename):
+    while step is not None and _is_internal(step.tb_frame.f_code.co_filename):
         step = step.tb_next
     return error.with_traceback(step)
 
 
-def _is_ours(filename: str) -> bool:
-    ours = filename.startswith(_AGENT + os.sep)
-    return ours or filename == runpy.__file__ or filename.startswith("<frozen runpy")
+def _is_internal(filename: str) -> bool:
+    is_agent = filename.startswith(_PACKAGE_FOLDER + os.sep)
+    return is_agent or filename == runpy.__file__ or filename.startswith("<frozen runpy")
 
 
-def _hear_of_no_child() -> None:
+def _disarm_sigchld() -> None:
     """From here on no handler of SIGCHLD raises, as torch's does when a worker was killed."""
     for _ in range(2):  # it may raise here, once
         with contextlib.suppress(Exception):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def _tell_exception(error: BaseException, events: int) -> None:
-    text = "".join(traceback.format_exception(type(error), error, _trim(error).__traceback__))
-    _tell(
+def _report_exception(error: BaseException, events: int) -> None:
+    text = "".join(
+        traceback.format_exception(type(error), error, _trim_traceback(error).__traceback__)
+    )
+    _report(
         events,
         {
             "kind": "exception",
             "type": type(error).__name__,
             "message": str(error)[:2000],
             "traceback": text[-TRACEBACK_LIMIT:],
-            "hooked": _hooked(),
+            "hooked": _has_own_excepthook(),
             "origin": getattr(error, "origin_rank", None),
             "time": time.monotonic(),
         },
     )
 
 
-def _hooked() -> bool:
+def _has_own_excepthook() -> bool:
     """Whether the script shows exceptions in its own way, which is not to be held back.
 
     Torch puts a hook of its own in place that only adds the rank's number.
@@ -334,7 +340,7 @@ def _hooked() -> bool:
     return sys.excepthook is not sys.__excepthook__ and not module.startswith("torch.")
 
 
-def _tell(events: int, message: Message) -> None:
+def _report(events: int, message: Message) -> None:
     """One line to the agent. Small enough for the pipe's buffer, so it does not wait for long."""
     line = json.dumps(message).encode() + b"\n"
     with contextlib.suppress(OSError):

@@ -12,8 +12,8 @@ import ctypes
 import os
 from typing import Dict, List, Tuple
 
-ROOM = " " * 2048  # an argument that makes room for a longer line than the first
-_REST = " ..."
+PADDING = " " * 2048  # an argument that makes room for a longer line than the first
+_ELLIPSIS = " ..."
 
 
 def show(text: str, tail: str = "") -> bool:
@@ -24,8 +24,8 @@ def show(text: str, tail: str = "") -> bool:
         tail: Is not.
     """
     with contextlib.suppress(OSError, ValueError):
-        start, end = _area()
-        line = fitted(text.encode(errors="surrogateescape"), tail.encode(), end - start - 2)
+        start, end = _argument_memory()
+        line = fit_line(text.encode(errors="surrogateescape"), tail.encode(), end - start - 2)
         if line:
             ctypes.memset(start, 0, end - start - 1)
             ctypes.memmove(start, line, len(line))
@@ -34,16 +34,16 @@ def show(text: str, tail: str = "") -> bool:
     return False
 
 
-def fitted(text: bytes, tail: bytes, room: int) -> bytes:
+def fit_line(text: bytes, tail: bytes, max_bytes: int) -> bytes:
     """The line in at most ``room`` bytes, without NUL and line breaks; empty when none fits."""
     text = text.translate(bytes.maketrans(b"\0\n\r\t", b"    "))
-    if len(text) + len(tail) > room:
-        text = text[: max(0, room - len(tail) - len(_REST))] + _REST.encode()
+    if len(text) + len(tail) > max_bytes:
+        text = text[: max(0, max_bytes - len(tail) - len(_ELLIPSIS))] + _ELLIPSIS.encode()
     line = text + tail
-    return line if len(line) <= room else b""
+    return line if len(line) <= max_bytes else b""
 
 
-def _area() -> Tuple[int, int]:
+def _argument_memory() -> Tuple[int, int]:
     """Where this process's arguments lie in its memory: fields 48 and 49 of ``stat``."""
     with open("/proc/self/stat", errors="replace") as file:
         fields = file.read().rpartition(")")[2].split()
@@ -53,12 +53,12 @@ def _area() -> Tuple[int, int]:
     return start, end
 
 
-def of_agent_part(argv: List[str]) -> str:
+def agent_title(argv: List[str]) -> str:
     """The line of one of the agent's own processes, without what only made room."""
-    return " ".join(word for word in argv if word != ROOM)
+    return " ".join(word for word in argv if word != PADDING)
 
 
-def of_rank(entry: Dict[str, object], env: Dict[str, str]) -> Tuple[str, str]:
+def rank_title(entry: Dict[str, object], env: Dict[str, str]) -> Tuple[str, str]:
     """``python train.py --lr 0.1`` and `` [rank 1 of 4, n2]``."""
     args = entry.get("args") if entry["kind"] != "function" else []
     words = ["python", "-m"] if entry["kind"] == "module" else ["python"]
@@ -66,6 +66,6 @@ def of_rank(entry: Dict[str, object], env: Dict[str, str]) -> Tuple[str, str]:
         str(entry["target"]),
         *(str(word) for word in (args if isinstance(args, list) else [])),
     ]
-    where = env.get("PACELINE_HOST", os.uname().nodename)
+    host = env.get("PACELINE_HOST", os.uname().nodename)
     rank, world = env.get("RANK", "?"), env.get("WORLD_SIZE", "?")
-    return " ".join(words), " [rank %s of %s, %s]" % (rank, world, where)
+    return " ".join(words), " [rank %s of %s, %s]" % (rank, world, host)

@@ -17,13 +17,13 @@ from typing import List, Tuple
 from ..supervision import processes
 from . import flight_recorder
 
-SIGNAL = signal.SIGRTMAX - 3  # nobody's, and no system call fails for it
-MOST_LINES = 60
-DISTURBED_S = 1.2  # for which an answer may take a process's time
-LONGEST_S = 5.0  # the same, of one that is late
+STACK_SIGNAL = signal.SIGRTMAX - 3  # nobody's, and no system call fails for it
+MAX_LINES = 60
+ANSWER_S = 1.2  # for which an answer may take a process's time
+LATE_ANSWER_S = 5.0  # the same, of one that is late
 DUMP_CPU_S = 0.01  # what a stack may cost a process
-QUIET_S = 0.8  # in which no more of a stack comes: then that was all
-_BEGINS, _ENDS = "Stack (most recent call first)", "in _run_module_as_main"
+SILENCE_S = 0.8  # in which no more of a stack comes: then that was all
+_FIRST_LINE, _LAST_LINE = "Stack (most recent call first)", "in _run_module_as_main"
 # that of the shipped archive
 OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 
@@ -34,12 +34,12 @@ def register(fd: int) -> None:
     And those of all threads when it crashes.
     """
     with contextlib.suppress(OSError, RuntimeError, ValueError):
-        faulthandler.register(SIGNAL, file=fd, all_threads=False, chain=False)
+        faulthandler.register(STACK_SIGNAL, file=fd, all_threads=False, chain=False)
         if not faulthandler.is_enabled():  # by the user, who wants to read it
             faulthandler.enable(file=fd, all_threads=True)
 
 
-def ask(process: processes.Process) -> Tuple[str, bool]:
+def request_stack(process: processes.Process) -> Tuple[str, bool]:
     """Asks for the stack if it can be had.
 
     Returns the process's state, as in ``/proc/PID/stat``, and whether a stack will come.
@@ -47,106 +47,113 @@ def ask(process: processes.Process) -> Tuple[str, bool]:
     stat = processes.read_stat(process.pid)
     if stat is None:
         return "", False
-    comes = (
+    will_arrive = (
         stat.state != "T"
-        and processes.catches(process.pid, SIGNAL)
-        and processes.send(process, SIGNAL)
+        and processes.has_handler(process.pid, STACK_SIGNAL)
+        and processes.send(process, STACK_SIGNAL)
     )
-    return stat.state, comes
+    return stat.state, will_arrive
 
 
 class StackDump:
     """What was seen of one rank: its state, its stack, those of its children, its collectives."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.is_requested = False
         self.state = ""
         self.stack: List[str] = []
         self.calls: List[str] = []
         self._crashed = False
-        self._asked_at = -math.inf
+        self._requested_at = -math.inf
         self._line_at = 0.0
-        self._due = 0  # stacks that are still to come
+        self._stacks_due = 0  # stacks that are still to come
         self._calls_due = 0
-        self._tells_calls = True  # until it is known better
-        self._last_word = False  # it has told its calls by itself, as one that has failed does
+        self._answers_calls = True  # until it is known better
+        self._has_final_calls = (
+            False  # it has told its calls by itself, as one that has failed does
+        )
         self._cpu_s = 0.0  # of the process, for our sake
-        self._taken = self.stack  # where lines that come now belong
+        self._current = self.stack  # where lines that come now belong
 
-    def ask(self, process: processes.Process, closely: bool = False) -> None:
-        self.asked, self.stack = True, []
-        self._taken = self.stack
-        self._asked_at = time.monotonic()
-        self.state = self._ask(process)
+    def request(self, process: processes.Process, collectives: bool = False) -> None:
+        self.is_requested, self.stack = True, []
+        self._current = self.stack
+        self._requested_at = time.monotonic()
+        self.state = self._request(process)
         self._cpu_s += DUMP_CPU_S
-        if closely:
-            self.ask_calls(process)
+        if collectives:
+            self.request_collectives(process)
 
-    def ask_calls(self, process: processes.Process) -> None:
+    def request_collectives(self, process: processes.Process) -> None:
         """The rank's collectives, which come a moment later; of one that is stopped none come."""
-        self._asked_at = time.monotonic()
-        self._tells_calls = self._tells_calls and not self._calls_due
-        if not self._last_word:
+        self._requested_at = time.monotonic()
+        self._answers_calls = self._answers_calls and not self._calls_due
+        if not self._has_final_calls:
             self.calls = []
-            if flight_recorder.ask(process):
+            if flight_recorder.request(process):
                 self._calls_due += 1
 
-    def ask_child(self, process: processes.Process) -> List[str]:
+    def request_child(self, process: processes.Process) -> List[str]:
         """The lines of a child of the rank, which come a moment later through the same pipe."""
         lines: List[str] = []
-        self._taken = lines
-        self._ask(process)
+        self._current = lines
+        self._request(process)
         return lines
 
-    def _ask(self, process: processes.Process) -> str:
-        self._due += 1  # before it is asked: another thread reads what comes
+    def _request(self, process: processes.Process) -> str:
+        self._stacks_due += 1  # before it is asked: another thread reads what comes
         self._line_at = time.monotonic()
-        state, comes = ask(process)
-        if not comes:
-            self._due -= 1
+        state, will_arrive = request_stack(process)
+        if not will_arrive:
+            self._stacks_due -= 1
         return state
 
-    def whole(self, now: float) -> bool:
+    def has_stacks(self, now_s: float) -> bool:
         """Whether the stacks that were asked for have come, to their ends."""
-        if self._due and self._taken and now - self._line_at > QUIET_S:
-            self._due = 0  # one without the usual end
-        return not self._due
+        if self._stacks_due and self._current and now_s - self._line_at > SILENCE_S:
+            self._stacks_due = 0  # one without the usual end
+        return not self._stacks_due
 
-    def complete(self, now: float) -> bool:
+    def is_complete(self, now_s: float) -> bool:
         """Whether all that was asked for has come, of a rank that has ever answered in time."""
-        return self.whole(now) and not (self._calls_due and self._tells_calls)
+        return self.has_stacks(now_s) and not (self._calls_due and self._answers_calls)
 
-    def disturbed(self, now: float) -> bool:
+    def is_perturbed(self, now_s: float) -> bool:
         """Whether the process may still be at work for our sake."""
-        late = bool(self._due or (self._calls_due and self._tells_calls))
-        return now < self._asked_at + (LONGEST_S if late else DISTURBED_S)
+        is_late = bool(self._stacks_due or (self._calls_due and self._answers_calls))
+        return now_s < self._requested_at + (LATE_ANSWER_S if is_late else ANSWER_S)
 
-    def take_cpu(self) -> float:
+    def pop_cpu_s(self) -> float:
         """Seconds of CPU that its answers have cost the process since this was asked last."""
         cpu_s, self._cpu_s = self._cpu_s, 0.0
         return cpu_s
 
-    def take(self, line: bytes) -> None:
+    def add_line(self, line: bytes) -> None:
         """One line of the dump, unless it is of our own code; others may write there, too."""
         text = line.decode(errors="replace").strip()
         if text.startswith("Fatal Python error"):
-            self.asked = self._crashed = True
+            self.is_requested = self._crashed = True
         elif self._crashed and " (most recent call first)" in text:
-            self._taken = self.stack = []  # of threads the main one comes last
-        elif text.startswith(_BEGINS):
-            del self._taken[:]  # of a stack that came too late
-        ours = OWN_FOLDER in text or '"<frozen runpy>"' in text
-        if self.asked and text.startswith("File ") and not ours and len(self._taken) < MOST_LINES:
-            self._taken.append(text)
+            self._current = self.stack = []  # of threads the main one comes last
+        elif text.startswith(_FIRST_LINE):
+            del self._current[:]  # of a stack that came too late
+        is_own_code = OWN_FOLDER in text or '"<frozen runpy>"' in text
+        if (
+            self.is_requested
+            and text.startswith("File ")
+            and not is_own_code
+            and len(self._current) < MAX_LINES
+        ):
+            self._current.append(text)
         self._line_at = time.monotonic()
-        if text.endswith(_ENDS) or text == "...":
-            self._due = max(self._due - 1, 0)
+        if text.endswith(_LAST_LINE) or text == "...":
+            self._stacks_due = max(self._stacks_due - 1, 0)
 
-    def take_calls(self, calls: object, cpu_s: object = 0.0) -> None:
+    def set_calls(self, calls: object, cpu_s: object = 0.0) -> None:
         """What the rank's flight recorder says: lines of text; and what saying it has cost."""
         if isinstance(calls, list):
-            self.calls = [str(call)[:200] for call in calls[-flight_recorder.MOST_CALLS :]]
-            self._last_word = self._last_word or not self._calls_due
-            self._tells_calls, self._calls_due = True, max(self._calls_due - 1, 0)
+            self.calls = [str(call)[:200] for call in calls[-flight_recorder.MAX_CALLS :]]
+            self._has_final_calls = self._has_final_calls or not self._calls_due
+            self._answers_calls, self._calls_due = True, max(self._calls_due - 1, 0)
         if isinstance(cpu_s, (int, float)):
             self._cpu_s += max(float(cpu_s), 0.0)

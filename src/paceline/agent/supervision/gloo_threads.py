@@ -10,21 +10,21 @@ from typing import Dict, List, Union
 
 from . import processes
 
-LOOPS = "gloo_tcp_loop"  # move what goes over connections
-WORKERS = "pt_gloo_runloop"  # run collectives
-LISTED_S = 5.0  # a process may have hundreds of threads: they are listed again after so long
+LOOP_THREADS = "gloo_tcp_loop"  # move what goes over connections
+WORKER_THREADS = "pt_gloo_runloop"  # run collectives
+LIST_INTERVAL_S = 5.0  # a process may have hundreds of threads: they are listed again after so long
 
 
 def threads(pid: Union[int, str], name: str) -> List[int]:
     """Numbers of a process's threads of that name; none where it cannot be seen."""
     folder = "/proc/%s/task" % pid
     try:
-        return [int(task) for task in os.listdir(folder) if _name(folder, task) == name]
+        return [int(task) for task in os.listdir(folder) if _thread_name(folder, task) == name]
     except OSError:
         return []
 
 
-def _name(folder: str, task: str) -> str:
+def _thread_name(folder: str, task: str) -> str:
     try:
         with open("%s/%s/comm" % (folder, task)) as file:
             return file.read().strip()
@@ -38,7 +38,7 @@ def ticks(pid: int, tasks: List[int]) -> Dict[int, int]:
     return {task: stat.cpu for task, stat in stats.items() if stat is not None}
 
 
-class Loops:
+class LoopClock:
     """What one process's loops of gloo work: no computing, and for some of them nothing at all.
 
     epoll wakes such a thread again and again for a message that nobody takes any more. That the
@@ -49,19 +49,19 @@ class Loops:
         self._pid = 0
         self._listed_at = 0.0
         self._tasks: List[int] = []
-        self._known: Dict[int, int] = {}
+        self._counts: Dict[int, int] = {}
         self._total = 0
 
-    def ticks(self, pid: int, now: float) -> int:
+    def ticks(self, pid: int, now_s: float) -> int:
         """Clock ticks that they have worked since they were first seen.
 
         Args:
             pid: The process, the same each time.
             now: Seconds of the monotonic clock.
         """
-        if pid != self._pid or now - self._listed_at >= LISTED_S:
-            self._pid, self._listed_at, self._tasks = pid, now, threads(pid, LOOPS)
-        told = ticks(pid, self._tasks)
-        self._total += sum(count - self._known.get(task, count) for task, count in told.items())
-        self._known = told
+        if pid != self._pid or now_s - self._listed_at >= LIST_INTERVAL_S:
+            self._pid, self._listed_at, self._tasks = pid, now_s, threads(pid, LOOP_THREADS)
+        counts = ticks(pid, self._tasks)
+        self._total += sum(count - self._counts.get(task, count) for task, count in counts.items())
+        self._counts = counts
         return self._total

@@ -17,59 +17,59 @@ from typing import List
 
 from . import processes
 
-CHANGED = signal.SIGUSR1  # to the guard: its standard error is another
-TOLD = (CHANGED, signal.SIGTERM)  # wait for the guard while its interpreter starts
-STOPPED_S = 1.0  # how long the agent may stand still
+ERRORS_CHANGED = signal.SIGUSR1  # to the guard: its standard error is another
+HANDLED = (ERRORS_CHANGED, signal.SIGTERM)  # wait for the guard while its interpreter starts
+MAX_STOPPED_S = 1.0  # how long the agent may stand still
 
 
-class Errors:
+class GuardErrors:
     """Tells the guard where its standard error goes from now on: the first login may have ended.
 
     It reads that when it has something to say; until then only the last word counts.
     """
 
     def __init__(self) -> None:
-        self._ours, self.guards = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        for one in (self._ours, self.guards):
-            one.setblocking(False)  # the flags of send_fds and recv_fds are not heeded everywhere
+        self._sender, self.receiver = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        for end in (self._sender, self.receiver):
+            end.setblocking(False)  # the flags of send_fds and recv_fds are not heeded everywhere
 
-    def go_to(self, fd: int) -> None:
+    def redirect(self, fd: int) -> None:
         with contextlib.suppress(OSError):
-            for former in _descriptors_in(self.guards):
-                os.close(former)
-            socket.send_fds(self._ours, [b"e"], [fd])
+            for stale in _pending_descriptors(self.receiver):
+                os.close(stale)
+            socket.send_fds(self._sender, [b"e"], [fd])
 
-    def go_at_once(self) -> None:
+    def notify(self) -> None:
         """Has the guard let go of the former one, whose login cannot end while it is held."""
         with contextlib.suppress(OSError):
-            os.kill(os.getppid(), CHANGED)
+            os.kill(os.getppid(), ERRORS_CHANGED)
 
 
-def _descriptors_in(channel: socket.socket) -> List[int]:
+def _pending_descriptors(channel: socket.socket) -> List[int]:
     """Those that wait there."""
-    found: List[int] = []
+    descriptors: List[int] = []
     with contextlib.suppress(OSError):  # no more
         while fds := socket.recv_fds(channel, 1, 1)[1]:
-            found += fds
-    return found
+            descriptors += fds
+    return descriptors
 
 
-def fork_agent(package: str) -> Errors:
+def fork_agent(package: str) -> GuardErrors:
     """Splits this process in two: returns in the agent, while the guard goes its own way.
 
     Args:
         package: Folder that this code lies in; the guard is a fresh interpreter of it.
     """
     processes.adopt_orphans()  # kept over exec, not handed to the child
-    errors = Errors()
-    signal.pthread_sigmask(signal.SIG_BLOCK, TOLD)  # kept over exec, until they are heeded
+    errors = GuardErrors()
+    signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)  # kept over exec, until they are heeded
     agent = os.fork()
     if agent:
-        errors.guards.set_inheritable(True)
+        errors.receiver.set_inheritable(True)
         # -B: the agent may be gone, and its folder with it, before this one has read its own code
         argv = [sys.executable, "-I", "-S", "-B", package, "guard", str(agent)]
-        os.execv(argv[0], [*argv, str(errors.guards.fileno())])
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, TOLD)
+        os.execv(argv[0], [*argv, str(errors.receiver.fileno())])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
     return errors
 
 
@@ -82,42 +82,42 @@ def main(agent: int, errors: int) -> int:
     """
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: _pass_on(agent))
-    _let_go([0, 1])
+    signal.signal(signal.SIGTERM, lambda *_: _forward_term(agent))
+    _close_streams([0, 1])
     channel = socket.socket(fileno=errors)
 
     def take_errors(*_: object) -> None:
-        for fd in _descriptors_in(channel):
+        for fd in _pending_descriptors(channel):
             os.dup2(fd, 2)
             os.close(fd)
 
-    signal.signal(CHANGED, take_errors)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, TOLD)
+    signal.signal(ERRORS_CHANGED, take_errors)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
     status = _wait_for(agent)
     take_errors()
-    processes.kill_job("", roots=[os.getpid()], spare=[])
+    processes.kill_job("", roots=[os.getpid()], spared=[])
     if os.WIFSIGNALED(status):  # it could say nothing itself
-        words = "paceline guard: the agent was killed by %s\n" % _name(status)
+        message = "paceline guard: the agent was killed by %s\n" % _signal_name(status)
         with contextlib.suppress(OSError):  # who would have read it may be gone
-            os.write(2, words.encode())
+            os.write(2, message.encode())
     return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
-def _pass_on(agent: int) -> None:
+def _forward_term(agent: int) -> None:
     with contextlib.suppress(ProcessLookupError):  # it has ended by itself
         os.kill(agent, signal.SIGTERM)
 
 
-def _name(status: int) -> str:
+def _signal_name(status: int) -> str:
     return signal.Signals(os.WTERMSIG(status)).name
 
 
-def _let_go(fds: List[int]) -> None:
+def _close_streams(fds: List[int]) -> None:
     """The stream to the launcher is the agent's: it must end when the agent ends."""
-    nothing = os.open(os.devnull, os.O_RDWR)
+    null = os.open(os.devnull, os.O_RDWR)
     for fd in fds:
-        os.dup2(nothing, fd)
-    os.close(nothing)
+        os.dup2(null, fd)
+    os.close(null)
 
 
 def _wait_for(agent: int) -> int:
@@ -125,7 +125,7 @@ def _wait_for(agent: int) -> int:
         pid, status = os.waitpid(-1, os.WUNTRACED)  # others are orphans that were handed to us
         if pid == agent and os.WIFSTOPPED(status):
             # nobody would keep the lease; in a host that is frozen as a whole we do not get here
-            time.sleep(STOPPED_S)
+            time.sleep(MAX_STOPPED_S)
             os.kill(agent, signal.SIGCONT)
         elif pid == agent:
             return status

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional
 
 ROOT = Path("/sys/fs/cgroup")
-NO_LIMIT = 1 << 60
+MIN_UNLIMITED_BYTES = 1 << 60
 RECENT_S = 10.0
-KILLED = re.compile(r"Killed process (\d+) \(([^)]*)\)|oom-kill:|oom_reaper")
+KILL_RECORD = re.compile(r"Killed process (\d+) \(([^)]*)\)|oom-kill:|oom_reaper")
 
 
 def group_folders(text: Optional[str] = None, root: Path = ROOT) -> Iterator[Path]:
@@ -37,7 +37,7 @@ def group_folders(text: Optional[str] = None, root: Path = ROOT) -> Iterator[Pat
             folder = folder.parent
 
 
-def kills(root: Path = ROOT) -> Optional[int]:
+def count_kills(root: Path = ROOT) -> Optional[int]:
     """How many processes of this group (and those above) were killed for memory; None unknown."""
     counts = []
     for folder in group_folders(root=root):
@@ -48,15 +48,15 @@ def kills(root: Path = ROOT) -> Optional[int]:
     return sum(counts) if counts else None
 
 
-def limit(root: Path = ROOT) -> Optional[Dict[str, Any]]:
+def find_limit(root: Path = ROOT) -> Optional[Dict[str, Any]]:
     """The tightest limit that holds here: ``bytes``, ``peak`` (bytes or None), ``group``."""
-    found = []
+    limits = []
     for folder in group_folders(root=root):
-        top = _number(folder, "memory.max", "memory.limit_in_bytes")
-        if top is not None and top < NO_LIMIT:
+        max_bytes = _number(folder, "memory.max", "memory.limit_in_bytes")
+        if max_bytes is not None and max_bytes < MIN_UNLIMITED_BYTES:
             peak = _number(folder, "memory.peak", "memory.max_usage_in_bytes")
-            found.append({"bytes": top, "peak": peak, "group": str(folder)})
-    return min(found, key=lambda one: int(one["bytes"] or 0), default=None)
+            limits.append({"bytes": max_bytes, "peak": peak, "group": str(folder)})
+    return min(limits, key=lambda one: int(one["bytes"] or 0), default=None)
 
 
 def _number(folder: Path, *names: str) -> Optional[int]:
@@ -74,42 +74,42 @@ def _read(path: Path) -> str:
         return ""
 
 
-def kernel_lines(since: float, now: Optional[float] = None) -> List[str]:
+def kernel_lines(since_s: float, now: Optional[float] = None) -> List[str]:
     """Lines of the kernel log about killed processes, later than ``since`` (seconds since boot).
 
     Empty where the log may not be read.
     """
-    found: List[str] = []
+    lines: List[str] = []
     with contextlib.suppress(OSError):
         fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
         try:
             while True:
                 record = os.read(fd, 8192).decode(errors="replace")
-                found += _about_memory(record, since)
+                lines += _oom_lines(record, since_s)
         except (BlockingIOError, BrokenPipeError):
             pass
         finally:
             os.close(fd)
-    return found[-5:]
+    return lines[-5:]
 
 
-def _about_memory(record: str, since: float) -> List[str]:
+def _oom_lines(record: str, since_s: float) -> List[str]:
     """``6,1234,5678901,-;text``: priority, number, microseconds since boot."""
     head, _, text = record.partition(";")
     fields = head.split(",")
-    if len(fields) < 3 or not fields[2].isdigit() or int(fields[2]) / 1e6 < since:
+    if len(fields) < 3 or not fields[2].isdigit() or int(fields[2]) / 1e6 < since_s:
         return []
     line = text.splitlines()[0] if text else ""
-    return [line] if KILLED.search(line) else []
+    return [line] if KILL_RECORD.search(line) else []
 
 
-def evidence(kills_before: Optional[int]) -> Dict[str, Any]:
+def evidence(count_before: Optional[int]) -> Dict[str, Any]:
     """What is known just after a rank was killed.
 
     Args:
         kills_before: :func:`kills` at the start of the attempt.
     """
-    after = kills()
-    boot = time.clock_gettime(time.CLOCK_BOOTTIME)
-    grown = None if after is None or kills_before is None else after - kills_before
-    return {"kills": grown, "limit": limit(), "kernel": kernel_lines(boot - RECENT_S)}
+    count = count_kills()
+    uptime_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+    num_kills = None if count is None or count_before is None else count - count_before
+    return {"kills": num_kills, "limit": find_limit(), "kernel": kernel_lines(uptime_s - RECENT_S)}

@@ -43,9 +43,9 @@ class Stat(NamedTuple):
 
 def parse_stat(text: str) -> Stat:
     """Reads one ``/proc/PID/stat`` line; the command in parentheses may hold anything."""
-    pid, rest = text.split(" ", 1)
-    end = rest.rindex(")")
-    fields = rest[end + 2 :].split()
+    pid, remainder = text.split(" ", 1)
+    end = remainder.rindex(")")
+    fields = remainder[end + 2 :].split()
     return Stat(
         pid=int(pid),
         state=fields[0],
@@ -54,15 +54,15 @@ def parse_stat(text: str) -> Stat:
         start=int(fields[19]),
         cpu=sum(int(ticks) for ticks in fields[11:15]),
         faults=int(fields[9]),
-        name=rest[1:end],
+        name=remainder[1:end],
     )
 
 
-def read_stat(pid: int, task: Optional[int] = None) -> Optional[Stat]:
+def read_stat(pid: int, thread: Optional[int] = None) -> Optional[Stat]:
     """The state of a process, or of one of its threads; ``None`` when there is none."""
-    of = "" if task is None else "/task/%d" % task
+    subfolder = "" if thread is None else "/task/%d" % thread
     try:
-        return parse_stat(Path("/proc/%d%s/stat" % (pid, of)).read_text(errors="replace"))
+        return parse_stat(Path("/proc/%d%s/stat" % (pid, subfolder)).read_text(errors="replace"))
     except (OSError, ValueError):
         return None
 
@@ -72,15 +72,15 @@ def bytes_moved(pid: int) -> int:
 
     Of a socket only those that it has written, and not with ``send``.
     """
-    return sum(_bytes(pid))
+    return sum(_io_bytes(pid))
 
 
 def bytes_sent(pid: int) -> int:
     """Bytes that a process has written so far, without those that wait in its TCP connections."""
-    return max(_bytes(pid)[1] - _queued(pid), 0)
+    return max(_io_bytes(pid)[1] - _unacked_bytes(pid), 0)
 
 
-def _bytes(pid: int) -> Tuple[int, int]:
+def _io_bytes(pid: int) -> Tuple[int, int]:
     """Read and written."""
     try:
         text = Path("/proc/%d/io" % pid).read_text()
@@ -90,29 +90,29 @@ def _bytes(pid: int) -> Tuple[int, int]:
         return 0, 0
 
 
-def _queued(pid: int) -> int:
+def _unacked_bytes(pid: int) -> int:
     """Bytes that nobody has acknowledged yet."""
     sockets, total = sockets_of([pid]), 0
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             for line in Path("/proc/%d/net/%s" % (pid, table)).read_text().splitlines()[1:]:
-                words = line.split()
-                if int(words[9]) in sockets:
-                    total += int(words[4].split(":")[0], 16)
+                fields = line.split()
+                if int(fields[9]) in sockets:
+                    total += int(fields[4].split(":")[0], 16)
     return total
 
 
 def sockets_of(pids: Iterable[int]) -> Set[int]:
     """The numbers of all sockets that these processes have."""
-    found = set()
+    inodes = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             for fd in os.listdir("/proc/%d/fd" % pid):
                 with contextlib.suppress(OSError):
                     name = os.readlink("/proc/%d/fd/%s" % (pid, fd))
                     if name.startswith("socket:["):
-                        found.add(int(name[len("socket:[") : -1]))
-    return found
+                        inodes.add(int(name[len("socket:[") : -1]))
+    return inodes
 
 
 def identify(pid: int) -> Optional[Process]:
@@ -132,36 +132,36 @@ def descendants(roots: Iterable[int], stats: Dict[int, Stat]) -> Set[int]:
     children: Dict[int, List[int]] = {}
     for stat in stats.values():
         children.setdefault(stat.parent, []).append(stat.pid)
-    found: Set[int] = set()
-    todo = list(roots)
-    while todo:
-        for child in children.get(todo.pop(), ()):
-            if child not in found:
-                found.add(child)
-                todo.append(child)
-    return found
+    members: Set[int] = set()
+    pending = list(roots)
+    while pending:
+        for child in children.get(pending.pop(), ()):
+            if child not in members:
+                members.add(child)
+                pending.append(child)
+    return members
 
 
 def with_token(token: str, stats: Dict[int, Stat]) -> Set[int]:
     """The pids whose environment carries the job's token. Other users' are not readable."""
     entry = ("PACELINE_JOB_TOKEN=" + token).encode()
-    found = set()
+    members = set()
     for pid in stats:
         with contextlib.suppress(OSError):
             if entry in Path("/proc/%d/environ" % pid).read_bytes().split(b"\0"):
-                found.add(pid)
-    return found
+                members.add(pid)
+    return members
 
 
-def job_processes(token: str, roots: Iterable[int], spare: Iterable[int]) -> List[Process]:
+def job_processes(token: str, roots: Iterable[int], spared: Iterable[int]) -> List[Process]:
     """All living processes of a job: marked by its token or below ``roots``, but ``spare``."""
     stats = all_stats()
     marked = with_token(token, stats) if token else set()
-    below = descendants(set(roots) | marked, stats)
-    leave = set(spare) | {os.getpid()}
+    children = descendants(set(roots) | marked, stats)
+    excluded = set(spared) | {os.getpid()}
     return [
         Process(pid, stats[pid].start)
-        for pid in sorted((marked | below) - leave)
+        for pid in sorted((marked | children) - excluded)
         if stats[pid].state not in "ZX"
     ]
 
@@ -177,7 +177,7 @@ def send(process: Process, signum: int) -> bool:
     return True
 
 
-def catches(pid: int, signum: int) -> bool:
+def has_handler(pid: int, signum: int) -> bool:
     """Whether the process has a handler for the signal."""
     try:
         with open("/proc/%d/status" % pid) as file:
@@ -187,12 +187,12 @@ def catches(pid: int, signum: int) -> bool:
     return bool(masks) and bool(int(masks[0], 16) >> (signum - 1) & 1)
 
 
-def session_lives(session: int) -> bool:
+def is_session_alive(session: int) -> bool:
     """Whether a process of this session runs, be its leader gone or not."""
     return any(stat.session == session and stat.state not in "ZX" for stat in all_stats().values())
 
 
-def await_end(process: Process, seconds: float) -> bool:
+def wait_for_exit(process: Process, seconds: float) -> bool:
     """Waits until a process is gone and waited for; False when it is not after that time.
 
     A zombie may be one thread of several: the others still hold its sockets.
@@ -205,15 +205,15 @@ def await_end(process: Process, seconds: float) -> bool:
     return True
 
 
-def kill_job(token: str, roots: Iterable[int], spare: Iterable[int], tries: int = 50) -> int:
+def kill_job(token: str, roots: Iterable[int], spared: Iterable[int], max_rounds: int = 50) -> int:
     """SIGKILLs every process of a job until none is left; returns how many were killed.
 
     A stopped process dies of SIGKILL too. Repeats because a process may fork while we look.
     """
-    roots, spare = list(roots), list(spare)
+    roots, spared = list(roots), list(spared)
     killed = 0
-    for _ in range(tries):
-        alive = job_processes(token, roots, spare)
+    for _ in range(max_rounds):
+        alive = job_processes(token, roots, spared)
         if not alive:
             break
         killed += sum(send(process, signal.SIGKILL) for process in alive)
@@ -246,7 +246,7 @@ def adopt_orphans() -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def make_room_for_descriptors(count: int) -> None:
+def raise_descriptor_limit(count: int) -> None:
     """Raises this process's limit of open files, if need be, so that ``count`` more have room.
 
     No further than that: programs started from here inherit the limit. OSError when the hard

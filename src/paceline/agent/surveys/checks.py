@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from .. import warm
+from ..errors import describe_error
 from ..files import safe_paths, snapshot
 from ..supervision import processes
 from . import facts, host_load, probe
@@ -284,7 +285,7 @@ def token_processes() -> List[Message]:
                 "pid": pid,
                 "run": run,
                 "owned": agent is not None,
-                "warm": agent is not None and agent.name == warm.NAME,
+                "warm": agent is not None and agent.name == warm.PROCESS_NAME,
                 "age": max(0.0, uptime - stat.start / CLOCK_TICKS),
                 "command": probe._command_line(pid)[:200],
             }
@@ -408,6 +409,53 @@ def _answering(work: Callable[[Message], Message]) -> Callable[[Any, Message, by
     return operation
 
 
+def listen(agent: Any, request: Message, _: bytes) -> None:
+    """Opens listeners on ``addresses``; answers ports and errors by address."""
+    ports, errors = {}, {}
+    for address in request["addresses"]:
+        try:
+            agent.listeners[address] = probe.listen(address)
+            ports[address] = agent.listeners[address].getsockname()[1]
+        except OSError as error:
+            errors[address] = describe_error(error)
+    agent.reply(request, ports=ports, errors=errors)
+
+
+def stop_listening(agent: Any, request: Message, _: bytes) -> None:
+    for listener in agent.listeners.values():
+        listener.close()
+    agent.listeners = {}
+    agent.reply(request)
+
+
+def connect(request: Message) -> Message:
+    """Tries ``targets`` at once (see :func:`probe.connect_all`)."""
+    settle_s = request.get("settle_s", 0.25)
+    return {"results": probe.connect_all(request["targets"], request["timeout_s"], settle_s)}
+
+
+def look(request: Message) -> Message:
+    """Answers what is at ``paths``: whether it exists, is a file, can be executed."""
+    return {"paths": [
+        {
+            "path": path,
+            "exists": os.path.exists(path),
+            "file": os.path.isfile(path),
+            "executable": os.access(path, os.X_OK),
+        }
+        for path in request["paths"]
+    ]}  # fmt: skip
+
+
+def which(request: Message) -> Message:
+    """Answers where ``program`` is on this node's PATH, seen from ``workdir``; null if nowhere."""
+    program = request["program"]
+    if "/" not in program:
+        return {"path": shutil.which(program, path=request.get("path"))}
+    path = os.path.join(request["workdir"], program)
+    return {"path": path if os.access(path, os.X_OK) else None}
+
+
 def open_ports(agent: Any, request: Message, _: bytes) -> None:
     """Listeners on ``ports`` of ``address``: those that could be had; who holds the others."""
     address, opened, taken = request["address"], [], {}
@@ -416,7 +464,7 @@ def open_ports(agent: Any, request: Message, _: bytes) -> None:
             agent.listeners["%s %d" % (address, port)] = probe.listen(address, port)
             opened.append(port)
         except OSError as error:
-            taken[str(port)] = {"error": error.strerror, "holders": probe.who_listens(port)}
+            taken[str(port)] = {"error": error.strerror, "holders": probe.listening_processes(port)}
     agent.reply(request, opened=opened, taken=taken)
 
 
@@ -429,6 +477,14 @@ def open_sink(agent: Any, request: Message, _: bytes) -> None:
 
 
 OPERATIONS: Dict[str, Callable[[Any, Message, bytes], None]] = {
+    "listen": listen,
+    "stop_listening": stop_listening,
+    "connect": _answering(connect),
+    "look": _answering(look),
+    "which": _answering(which),
+    "disk": _answering(
+        lambda request: {"disks": [facts.disk_facts(path) for path in request["paths"]]}
+    ),
     "clock": lambda agent, request, _: agent.reply(request, **facts.clock_facts()),
     "resolve": _answering(lambda request: {"names": resolve_all(request["names"])}),
     "open_ports": open_ports,
@@ -447,7 +503,7 @@ OPERATIONS: Dict[str, Callable[[Any, Message, bytes], None]] = {
     "token_processes": _answering(lambda request: {"processes": token_processes()}),
     "execute": _answering(execute),
     "gpus": _answering(lambda request: gpus()),
-    "vitals": lambda agent, request, _: agent.in_line(
+    "vitals": lambda agent, request, _: agent.in_queue(
         "vitals", lambda: agent.reply(request, **host_load.counted(request["interfaces"])), request
     ),
     "packages": _answering(lambda request: {"packages": packages()}),

@@ -79,7 +79,7 @@ class _Attempt:
 
     def __init__(self, target: Result) -> None:
         self.target = target
-        self.started = time.monotonic()
+        self.spec = time.monotonic()
         self.socket = socket.socket(family_of(target["address"]), socket.SOCK_STREAM)
         self.socket.setblocking(False)
         self.connected = False
@@ -106,12 +106,12 @@ class _Attempt:
             ok=said.hex() == self.target["identity"],
             reached=said.hex(),
             local_address=local,
-            rtt=time.monotonic() - self.started,
+            rtt=time.monotonic() - self.spec,
         )
 
     def deadline(self, timeout_s: float) -> float:
         """When to give up. What has connected is there, but its agent may be busy."""
-        return self.started + timeout_s + (BUSY_S if self.connected else 0.0)
+        return self.spec + timeout_s + (BUSY_S if self.connected else 0.0)
 
     def given_up(self) -> Result:
         """The time is over."""
@@ -139,7 +139,7 @@ def connect_all(targets: List[Result], timeout_s: float, settle_s: float) -> Lis
         ``{"host", "address", "ok"}`` with ``local_address`` and ``rtt`` (seconds) when something
         answered, ``errno`` and ``error`` when not. ``reached`` is the identity that answered.
     """
-    processes.make_room_for_descriptors(min(len(targets), AT_ONCE))
+    processes.raise_descriptor_limit(min(len(targets), AT_ONCE))
     results: List[Result] = []
     waiting = deque(targets)
     missing = {target["host"] for target in targets}  # that no address of has answered
@@ -205,7 +205,7 @@ def _step(selector: selectors.BaseSelector, attempt: _Attempt) -> Optional[Resul
     return over
 
 
-def who_listens(port: int) -> List[Tuple[int, str]]:
+def listening_processes(port: int) -> List[Tuple[int, str]]:
     """Processes of ours that listen on a TCP port: (pid, command line)."""
     inodes = set()
     for table in ("tcp", "tcp6"):

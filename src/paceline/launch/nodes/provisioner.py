@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.agent.warm import FOLDER
+from paceline.agent.warm import FOLDER_PREFIX
 from paceline.launch.nodes import survey
 from paceline.launch.nodes.fleet import Fleet, ForkServerError, Node, together
 from paceline.launch.nodes.survey import startup_loss
@@ -152,7 +152,7 @@ async def _send_package(node: Node, package: Tree, request: Request) -> str:
     is_warm = warm_slot is not None and warm_slot.waiting is not None
     if warm_slot is None or not (is_warm or request.keep_warm_s):
         return await send_folder(node, package, "paceline", job_folder(request.run_id, node.name))
-    name = f"{FOLDER}{warm_slot.name}"
+    name = f"{FOLDER_PREFIX}{warm_slot.name}"
     root = planner.copy_target(node.facts, name, "paceline")
     if is_warm:
         manifest = package.manifest

@@ -1,0 +1,158 @@
+"""Requests that prepare, start, watch and end the job's processes on this node."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING, Any, Callable, Dict
+
+from ..errors import describe_error
+from ..ranks import peer_filters
+from ..surveys import facts, probe
+from . import activation, inspection, processes
+
+if TYPE_CHECKING:
+    from ..server import Agent
+
+Message = Dict[str, Any]
+
+
+def prepare(agent: Agent, request: Message, _: bytes) -> None:
+    """Starts the fork server; its interpreter is looked at first, for its disk may hang.
+
+    ``activate``: scripts that are sourced before, with this agent's environment.
+    """
+
+    def start_fork_server() -> None:
+        agent.job.prepare(request)
+        agent.reply(request)
+
+    def check_and_activate() -> None:
+        if "/" in request["python"]:
+            os.stat(request["python"])
+        try:
+            agent.job.activate(request)
+        except activation.ActivationError as error:
+            agent.reply(request, error=str(error), activating=True)
+            return
+        agent.on_loop(start_fork_server, request)
+
+    agent.in_thread(check_and_activate, request)
+
+
+def reserve_port(agent: Agent, request: Message, _: bytes) -> None:
+    """Binds and holds a port on ``address``: ``port``, or a free one if that is 0."""
+    if agent.reserved is not None:
+        agent.reserved.close()
+        agent.reserved = None
+    agent.job.end_store()  # an earlier attempt's, which may hold that very port
+    address, port = request["address"], request.get("port", 0)
+    try:
+        if port:
+            agent.reserved = probe.listen(address, port)
+        else:
+            agent.reserved = probe.listen_outside_ephemeral(address, facts.ephemeral_ports())
+    except OSError as error:
+        holders = probe.listening_processes(port) if port else []
+        agent.reply(request, error=describe_error(error), holders=holders)
+        return
+    peer_filters.attach_filter(agent.reserved, peer_filters.NO_HOSTS)  # until the store serves it
+    agent.reply(request, port=agent.reserved.getsockname()[1])
+
+
+def start(agent: Agent, request: Message, _: bytes) -> None:
+    """Starts the ranks; the held port becomes the store's."""
+    listener, agent.reserved = agent.reserved, None
+    hosts_store = bool(request.get("store")) and listener is not None
+    try:
+        agent.job.start(request, listener if hosts_store else None)
+    finally:
+        if listener is not None:
+            listener.close()  # the fork server has its own copy
+    agent.reply(request)
+
+
+def add_ranks(agent: Agent, request: Message, _: bytes) -> None:
+    """Starts ranks in the running attempt, as ``start`` does."""
+    agent.job.add(request)
+    agent.reply(request)
+
+
+def tell_ranks(agent: Agent, request: Message, _: bytes) -> None:
+    """Sends ``line``, an object, to every running rank."""
+    agent.job.tell(request["line"])
+    agent.reply(request)
+
+
+def kill_ranks(agent: Agent, request: Message, _: bytes) -> None:
+    """SIGKILLs some ``ranks``: frozen ones, or ranks that the others have continued without."""
+    agent.reply(request, killed=agent.job.kill_ranks(request["ranks"]))
+
+
+def open_store(agent: Agent, request: Message, _: bytes) -> None:
+    """Opens a fresh rendezvous store on ``address`` while ranks run; answers its port.
+
+    ``addresses``: from which the job's hosts connect.
+    """
+    agent.job.end_store()
+    listener = probe.listen_outside_ephemeral(request["address"], facts.ephemeral_ports())
+    with contextlib.closing(listener):  # the fork server has its own copy
+        port = listener.getsockname()[1]
+        endpoint = {"address": request["address"], "port": port}
+        agent.job.open_store(endpoint, listener, request["addresses"])
+    agent.reply(request, port=port)
+
+
+def admit(agent: Agent, request: Message, _: bytes) -> None:
+    """Lets ``addresses`` connect to the store here: a host has joined the job."""
+    agent.job.admit(request["addresses"])
+    agent.reply(request)
+
+
+def dump_stacks(agent: Agent, request: Message, _: bytes) -> None:
+    """Asks every rank for its stack (``stacks``) and its collectives (``closely``)."""
+    inspection.request_dumps(
+        agent.job.running_ranks(), bool(request.get("closely")), bool(request.get("stacks", True))
+    )
+    agent.reply(request)
+
+
+def seen(agent: Agent, request: Message, _: bytes) -> None:
+    """Answers what ``dump_stacks`` has brought; the stacks need a moment to arrive."""
+    ranks, closely = agent.job.running_ranks(), bool(request.get("closely"))
+    agent.in_thread(  # it reads every process's state
+        lambda: agent.reply(request, ranks=inspection.inspect(ranks, closely)), request
+    )
+
+
+def stop(agent: Agent, request: Message, _: bytes) -> None:
+    """Sends ``signal`` to every rank, SIGKILL after ``grace_s``."""
+    agent.job.stop(request["signal"], request["grace_s"])
+    agent.reply(request)
+
+
+def kill(agent: Agent, request: Message, _: bytes) -> None:
+    agent.reply(request, killed=agent.job.kill())
+
+
+def job_processes(agent: Agent, request: Message, _: bytes) -> None:
+    """Answers every living process of this job here, for tests and diagnosis."""
+    members = processes.job_processes(agent.job.token, [], [])
+    agent.reply(request, pids=[process.pid for process in members])
+
+
+OPERATIONS: "Dict[str, Callable[[Agent, Message, bytes], None]]" = {
+    "prepare": prepare,
+    "reserve_port": reserve_port,
+    "start": start,
+    "add_ranks": add_ranks,
+    "tell_ranks": tell_ranks,
+    "kill_ranks": kill_ranks,
+    "open_store": open_store,
+    "admit": admit,
+    "dump_stacks": dump_stacks,
+    "seen": seen,
+    "stop": stop,
+    "kill": kill,
+    "job_processes": job_processes,
+}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.agent.frames import MAX_JSON, Decoder, encode
-from paceline.agent.multiplexing import Joiner
+from paceline.agent.multiplexing import Reassembler
 from paceline.agent.surveys import facts
 from paceline.launch.jobs import run_job
 from paceline.launch.results.summary import RunOutcome
@@ -59,7 +59,7 @@ class Simulated:
         self.built: list[str] = []  # folders of what it was sent
         self.started: list[Message] = []  # what it was asked to start
         self._python = host.python or "python3"
-        self._decoder, self._joiner = Decoder(), Joiner(MAX_JSON)
+        self._decoder, self._joiner = Decoder(), Reassembler(MAX_JSON)
         self._heard = 0  # frames
         self._lines, self._line = lines, b"x" * (width - 1) + b"\n"
         self._tasks: set[asyncio.Task[None]] = set()

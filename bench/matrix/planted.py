@@ -64,10 +64,10 @@ FAULTS = (
     Fault(
         "agents share a temporary path",
         "agent/files/snapshot.py",
-        "    new.mkdir(mode=0o700)\n",
-        '    new = folder.with_name(".new-" + folder.name)\n'
-        "    shutil.rmtree(str(new), ignore_errors=True)\n"
-        "    new.mkdir(mode=0o700)\n",
+        "    private.mkdir(mode=0o700)\n",
+        '    private = folder.with_name(".new-" + folder.name)\n'
+        "    shutil.rmtree(str(private), ignore_errors=True)\n"
+        "    private.mkdir(mode=0o700)\n",
         (("home", "shared"), ("home", "moved")),
     ),
     Fault(
@@ -89,8 +89,8 @@ FAULTS = (
     Fault(
         "start-up files print little",
         "agent/frames.py",
-        "        self.noise += data[-self._keep :]\n",
-        "        self.noise += data[-self._keep :]\n        assert len(self.noise) < 4096\n",
+        "        self.noise += data[-self._max_noise :]\n",
+        "        self.noise += data[-self._max_noise :]\n        assert len(self.noise) < 4096\n",
         (("startup", "prints"),),
     ),
     Fault(

@@ -126,7 +126,7 @@ def at_rest() -> None:
 
             print(f"| a second of news, and ranks.json | {ranks} | {timed(record)} |")
             directory.close()
-    look = timed(lambda _: host_load.counted(["lo"]))
+    look = timed(lambda _: host_load.read_counters(["lo"]))
     print(f"| an agent's look at its host, every 2 s | - | {look} |")
 
 

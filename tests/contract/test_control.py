@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.agent import control as asking
-from paceline.agent.control import LONGEST_WISH, address, ask
+from paceline.agent.control import MAX_REQUEST_BYTES, address, request
 from paceline.launch import control as asked_side
 from paceline.launch.control import Control
 from paceline.spec.errors import SettingError
@@ -49,7 +49,7 @@ def asked(*wishes: Any) -> tuple[list[Any], Fake]:
     async def run() -> tuple[list[Any], Fake]:
         fake = Fake()
         async with Control(fake):  # type: ignore[arg-type]
-            return [await asyncio.to_thread(ask, RUN_ID, wish) for wish in wishes], fake
+            return [await asyncio.to_thread(request, RUN_ID, wish) for wish in wishes], fake
 
     return asyncio.run(run())
 
@@ -65,9 +65,9 @@ def test_wishes_are_answered_and_refusals_have_their_remedy() -> None:
 
 
 def test_where_no_launcher_listens_there_is_no_answer() -> None:
-    assert ask(f"{RUN_ID}x", {"do": "state"}) is None
+    assert request(f"{RUN_ID}x", {"do": "state"}) is None
     with pytest.raises(ValueError, match="not the id of a run"):
-        ask("../x", {"do": "state"})
+        request("../x", {"do": "state"})
 
 
 def test_too_long_and_broken_wishes_harm_nobody() -> None:
@@ -84,7 +84,7 @@ def test_too_long_and_broken_wishes_harm_nobody() -> None:
                     except ConnectionError:
                         return b""
 
-            assert await asyncio.to_thread(send, b"x" * LONGEST_WISH * 4) == b""
+            assert await asyncio.to_thread(send, b"x" * MAX_REQUEST_BYTES * 4) == b""
             assert b"no JSON" in await asyncio.to_thread(send, b"{nonsense\n")
             assert b"no JSON" in await asyncio.to_thread(send, b"\xff\xff\n")
             answer = await asyncio.to_thread(send, json.dumps({"do": "state"}).encode() + b"\n")
@@ -96,7 +96,7 @@ def test_too_long_and_broken_wishes_harm_nobody() -> None:
 def test_an_end_waits_for_nobody_who_still_asks() -> None:
     async def run() -> Any:
         async with Control(Fake()):  # type: ignore[arg-type]
-            asking = asyncio.ensure_future(asyncio.to_thread(ask, RUN_ID, {"do": "stacks"}))
+            asking = asyncio.ensure_future(asyncio.to_thread(request, RUN_ID, {"do": "stacks"}))
             await asyncio.sleep(0.3)
         return await asking
 
@@ -107,7 +107,7 @@ def test_an_end_waits_for_nobody_who_still_asks() -> None:
 def test_another_user_is_hung_up_on_by_either_side(
     side: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(side, "uid_of", lambda _: os.getuid() + 1)
+    monkeypatch.setattr(side, "peer_uid", lambda _: os.getuid() + 1)
     (answer,), fake = asked({"do": "stop"})
     assert answer is None
     assert not fake.stopped

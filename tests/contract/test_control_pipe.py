@@ -117,10 +117,10 @@ def here(tmp_path: Path) -> Iterator[Here]:
 def test_ranks_are_told(here: Here, script: Path) -> None:
     here.job.start(request(script, {4: {}, 5: {}}), None)
     assert here.pid(4) != here.pid(5)
-    here.job.tell({"control": "end", "why": "so"})
+    here.job.send_to_ranks({"control": "end", "why": "so"})
     line = {"kind": "event", "event": "told", "line": {"control": "end", "why": "so"}}
     here.until(lambda: line in here.said(4) and line in here.said(5))
-    here.job.tell({"control": "leave"})
+    here.job.send_to_ranks({"control": "leave"})
     here.until(lambda: not here.job.running)
     assert [end["code"] for end in here.ends(4) + here.ends(5)] == [0, 0]
 
@@ -129,19 +129,19 @@ def test_who_does_not_listen_holds_nobody_up(here: Here, script: Path) -> None:
     here.job.start(request(script, {4: {}}, "deaf"), None)
     here.pid(4)
     for _ in range(40):
-        here.job.tell({"control": "x" * 100_000})
+        here.job.send_to_ranks({"control": "x" * 100_000})
     (rank,) = here.job.ranks
     assert len(rank.unsent) < 2 * rank_process.MAX_LINE_BYTES
     os.kill(here.pid(4), signal.SIGKILL)
     here.until(lambda: here.ends(4))
-    here.job.tell({"control": "nobody is there"})
+    here.job.send_to_ranks({"control": "nobody is there"})
 
 
 def test_a_long_line_comes_whole(here: Here, script: Path) -> None:
     here.job.start(request(script, {4: {}}), None)
     os.kill(here.pid(4), signal.SIGSTOP)
     for _ in range(3):
-        here.job.tell({"control": "x" * 100_000})
+        here.job.send_to_ranks({"control": "x" * 100_000})
     assert here.job.writers()
     os.kill(here.pid(4), signal.SIGCONT)
     here.until(lambda: [m["line"] for m in here.said(4) if "line" in m] == [100_016] * 3)
@@ -164,7 +164,7 @@ def test_a_lost_rank_is_replaced_beside_the_others(here: Here, script: Path, sto
     here.job.add(request(script, {5: {"PACELINE_NEWCOMER": "1"}}))
     assert here.pid(5, 2) != pids[1]
     assert here.said(5)[-1]["newcomer"] == "1"
-    here.job.tell({"control": "leave"})
+    here.job.send_to_ranks({"control": "leave"})
     here.until(lambda: not here.job.running)
     assert [end["code"] for end in here.ends(4)] == [0]
     assert [(end["code"], end["signal"]) for end in here.ends(5)] == [(None, 9), (0, None)]

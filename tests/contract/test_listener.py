@@ -234,7 +234,7 @@ def test_the_streams_of_an_agent_cross_encrypted(size: int) -> None:
             config["agent"] = ["@", "-c", ECHO]
             child = await asyncio.create_subprocess_exec(
                 *caller_command(config),
-                env={"PATH": os.environ["PATH"], caller.KEY: KEY.hex(), "T_PLACE": "0"},
+                env={"PATH": os.environ["PATH"], caller.KEY_VARIABLE: KEY.hex(), "T_PLACE": "0"},
             )
             await asyncio.wait_for(peers.complete.wait(), PATIENCE_S)
             link = peer_link(peers)
@@ -243,7 +243,7 @@ def test_the_streams_of_an_agent_cross_encrypted(size: int) -> None:
             link.writer.write_eof()
             assert await asyncio.wait_for(link.reader.read(), PATIENCE_S) == sent
             said = await asyncio.wait_for(link.errors.read(), PATIENCE_S)
-            assert said == b"said\n" + caller.ENDED + b"\n"
+            assert said == b"said\n" + caller.AGENT_ENDED + b"\n"
             assert await asyncio.wait_for(child.wait(), PATIENCE_S) == 0
             await link.end(1.0)
             assert len(seen) > 2 * size
@@ -261,7 +261,7 @@ def test_a_lost_launcher_ends_an_agents_input() -> None:
             config["agent"] = ["@", "-c", "import sys; sys.stdin.buffer.read(); sys.exit(7)"]
             child = await asyncio.create_subprocess_exec(
                 *caller_command(config),
-                env={"PATH": os.environ["PATH"], caller.KEY: KEY.hex(), "T_PLACE": "0"},
+                env={"PATH": os.environ["PATH"], caller.KEY_VARIABLE: KEY.hex(), "T_PLACE": "0"},
             )
             await asyncio.wait_for(peers.complete.wait(), PATIENCE_S)
             peers.by_place[0].frames.writer.transport.abort()
@@ -276,7 +276,7 @@ async def joined(peers: Peers, listener: Listener) -> tuple[asyncio.subprocess.P
     config = caller_config(listener.addresses, [sys.executable], ["T_PLACE"], "X", 5)
     child = await asyncio.create_subprocess_exec(
         *caller_command(config),
-        env={**os.environ, caller.KEY: KEY.hex(), "T_PLACE": "0"},
+        env={**os.environ, caller.KEY_VARIABLE: KEY.hex(), "T_PLACE": "0"},
     )
     await asyncio.wait_for(peers.complete.wait(), PATIENCE_S)
     (channel,) = await peers.channels()
@@ -343,14 +343,14 @@ def test_a_node_that_was_cut_off_calls_again() -> None:
 
             stranger = {"session": "ab", "stream": "frames", "again": True}
             where = list(listener.addresses)
-            with pytest.raises(caller.Refused, match="nobody called like that"):
+            with pytest.raises(caller.CallRefused, match="nobody called like that"):
                 await asyncio.to_thread(caller.dial, where, KEY, stranger, time.monotonic())
 
             await channel.request("bye")
             await channel.close(5)
             assert await asyncio.wait_for(child.wait(), PATIENCE_S) == 0
             stranger["session"] = peers.by_place[0].session
-            with pytest.raises(caller.Refused, match="given up"):
+            with pytest.raises(caller.CallRefused, match="given up"):
                 await asyncio.to_thread(caller.dial, where, KEY, stranger, time.monotonic())
 
     asyncio.run(go())
@@ -444,7 +444,7 @@ def test_something_else_that_listens_is_left_alone() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         child = subprocess.Popen(
             caller_command(caller_config([other.getsockname()], ["python3"], ["T_PLACE"], "X", 0)),
-            env={"PATH": os.environ["PATH"], caller.KEY: KEY.hex(), "T_PLACE": "0"},
+            env={"PATH": os.environ["PATH"], caller.KEY_VARIABLE: KEY.hex(), "T_PLACE": "0"},
             stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         with child, other.accept()[0] as connection:

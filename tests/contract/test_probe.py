@@ -59,9 +59,9 @@ def closed() -> int:
 def test_many_targets_need_few_sockets(
     port: int, closed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "AT_ONCE", 8)
+    monkeypatch.setattr(probe, "MAX_ATTEMPTS", 8)
     most, before = 0, _sockets()
-    begin = probe._begin
+    begin = probe._start_attempts
 
     def counted(*args: Any) -> Any:
         nonlocal most
@@ -69,7 +69,7 @@ def test_many_targets_need_few_sockets(
         most = max(most, _sockets() - before)
         return over
 
-    monkeypatch.setattr(probe, "_begin", counted)
+    monkeypatch.setattr(probe, "_start_attempts", counted)
     targets = [target(f"h{at}", port if at % 3 else closed) for at in range(300)]
     results = probe.connect_all(targets, 20.0, 20.0)
     assert {result["host"] for result in results if result["ok"]} == {
@@ -92,7 +92,7 @@ def _sockets() -> int:
 def test_every_failure_has_its_reason(
     port: int, silent: int, closed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "BUSY_S", 0.1)
+    monkeypatch.setattr(probe, "IDENTITY_TIMEOUT_S", 0.1)
     targets = [
         target("well", port),
         target("other", port, bytes(probe.IDENTITY_BYTES)),
@@ -118,7 +118,7 @@ def test_an_address_more_is_not_waited_for_long(port: int, silent: int) -> None:
 def test_those_that_had_no_turn_are_told_too(
     port: int, silent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "AT_ONCE", 2)
+    monkeypatch.setattr(probe, "MAX_ATTEMPTS", 2)
     targets = [target("a", port), target("a", silent), *(target("a", silent) for _ in range(5))]
     results = probe.connect_all(targets, 60.0, 0.05)
     assert [result["ok"] for result in results].count(True) == 1

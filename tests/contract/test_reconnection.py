@@ -21,9 +21,9 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from paceline.agent import reconnection as agents_half
-from paceline.agent.frames import HIGH_WATER, Decoder, Outbox, Unheard
+from paceline.agent.frames import HIGH_WATER_BYTES, Decoder, Outbox, UnackedFrames
 from paceline.agent.multiplexing import TALK
-from paceline.agent.reconnection import MARK, Place, mac
+from paceline.agent.reconnection import MARK, MeetingPoint, mac
 from paceline.agent.server import Agent
 from paceline.agent.stream import Stream
 from paceline.remote import reconnection
@@ -42,17 +42,17 @@ ENDLESS = 1 << 60
 
 
 def test_what_was_not_heard_is_kept_in_order() -> None:
-    unheard = Unheard()
+    unheard = UnackedFrames()
     for number in range(5):
         unheard.add(b"%d" % number)
-    unheard.heard(2)
-    unheard.heard(1)  # is no news
-    assert (list(unheard), unheard.size, unheard.said) == ([b"2", b"3", b"4"], 3, 5)
+    unheard.acknowledge(2)
+    unheard.acknowledge(1)  # is no news
+    assert (list(unheard), unheard.size, unheard.num_sent) == ([b"2", b"3", b"4"], 3, 5)
     for count in (6, -1, "3", None, 2.0):
         with pytest.raises(ValueError, match="never sent"):
-            unheard.heard(count)
-    assert unheard.take_back() == [b"2", b"3", b"4"]
-    assert unheard.said == 2
+            unheard.acknowledge(count)
+    assert unheard.requeue() == [b"2", b"3", b"4"]
+    assert unheard.num_sent == 2
 
 
 @dataclass
@@ -87,15 +87,15 @@ def numbers(data: bytes) -> list[int]:
 def test_an_outbox_goes_on_after_what_was_heard() -> None:
     pipe = Pipe()
     box = pipe.outbox
-    box.keeps = True
+    box.retains = True
     for number in range(100):
         box.post({"n": number, "x": "x" * 3000})
     box.flush()  # stops in the middle of a frame: a pipe holds 64 KiB
     assert 0 < len(numbers(os.read(pipe.ends[0], 1 << 20))) < 100
-    box.cut()
+    box.disconnect()
     box.post({"n": 100})
     read, write = pipe.other()
-    box.go_on(write, 7)
+    box.resume(write, 7)
     said = b""
     while box.pending:
         box.flush()
@@ -118,15 +118,15 @@ def test_an_outbox_that_keeps_nothing_drops_what_nobody_reads() -> None:
 def test_what_is_not_heard_stops_the_reading_of_output() -> None:
     pipe = Pipe()
     box = pipe.outbox
-    box.keeps = True
+    box.retains = True
     while not box.full:
         box.post({"event": "output"}, bytes(1 << 16))
         box.flush()
         with contextlib.suppress(BlockingIOError):
             os.read(pipe.ends[0], 1 << 20)
-    assert box._lanes.size(TALK) < HIGH_WATER // 2
+    assert box._lanes.size(TALK) < HIGH_WATER_BYTES // 2
     while box.full:
-        box.heard_by_launcher(box._unheard.said)
+        box.acknowledge(box._unacked.num_sent)
         box.flush()
         with contextlib.suppress(BlockingIOError):
             os.read(pipe.ends[0], 1 << 20)
@@ -265,7 +265,7 @@ async def talk(*lefts: int) -> AsyncIterator[Talk]:
         agent.on_sigterm()
         await channel.close()
         await asyncio.to_thread(serving.join)
-        agent.stream._let_go()
+        agent.stream._release_streams()
         for fd in (agent._wake_read, agent._wake_write):
             os.close(fd)
         while HOLDERS:
@@ -379,7 +379,7 @@ def test_a_launcher_that_heard_what_was_never_said_is_hung_up_on(tmp_path: Path)
         fds = [opened.enter_context((tmp_path / str(n)).open("wb+")).fileno() for n in range(3)]
         stream = Stream(*fds)
         new = [os.dup(fd) for fd in fds]
-        met = agents_half.Met(agents_half.Streams(*new), 7, socket.socket())
+        met = agents_half.Visit(agents_half.Streams(*new), 7, socket.socket())
         stream._place = Mock(readers=lambda: [99], readable=lambda *_: met)
         assert stream.readable(99) == []
         assert (stream._input, stream.outbox.fd) == (fds[0], fds[1])
@@ -415,7 +415,7 @@ def test_an_agent_that_cannot_greet_leaves_at_once(monkeypatch: pytest.MonkeyPat
     serving.join(60)
     assert not serving.is_alive()
     ours.close()
-    agent.stream._let_go()
+    agent.stream._release_streams()
     for fd in (agent._wake_read, agent._wake_write):
         os.close(fd)
 
@@ -447,7 +447,7 @@ def test_a_connection_that_was_opened_is_never_too_young_to_break() -> None:
             await channel.close(1.0)
             agent.on_sigterm()
             await asyncio.to_thread(serving.join)
-            agent.stream._let_go()
+            agent.stream._release_streams()
             for fd in (agent._wake_read, agent._wake_write):
                 os.close(fd)
             while HOLDERS:
@@ -468,13 +468,13 @@ def test_a_goodbye_that_is_not_answered_is_said_again(
 ) -> None:
     """The agent leaves for the goodbye, and not when it has waited in vain."""
     reasons: list[str] = []
-    leave = Agent.leave
+    leave = Agent.start_exit
 
     def noted(agent: Agent, reason: str, why: str) -> None:
         reasons.append(reason)
         leave(agent, reason, why)
 
-    monkeypatch.setattr(Agent, "leave", noted)
+    monkeypatch.setattr(Agent, "start_exit", noted)
 
     async def go() -> None:
         async with talk() as one:
@@ -521,7 +521,7 @@ def test_a_silent_link_that_speaks_again_is_kept() -> None:
 # --- who is let in
 
 
-def connected(place: Place) -> socket.socket:
+def connected(place: MeetingPoint) -> socket.socket:
     there = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     there.settimeout(60)
     there.connect("\0" + place.name)
@@ -533,7 +533,7 @@ def connected(place: Place) -> socket.socket:
 class Visit:
     """Somebody at a place, with streams of its own."""
 
-    place: Place
+    place: MeetingPoint
 
     def __post_init__(self) -> None:
         self.holder = connected(self.place)
@@ -563,13 +563,13 @@ class Visit:
 @pytest.fixture
 def place() -> Any:
     before = len(list(Path("/proc/self/fd").iterdir()))
-    place = Place(KEY)
+    place = MeetingPoint(KEY)
     yield place
     place.close()
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_who_proves_the_key_is_met(place: Place) -> None:
+def test_who_proves_the_key_is_met(place: MeetingPoint) -> None:
     visit = Visit(place)
     met = visit.say(visit.line())
     assert met.heard == 3
@@ -595,7 +595,7 @@ LINES: dict[str, Callable[[Visit], bytes]] = {
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_who_proves_nothing_is_hung_up_on(place: Place, line: str) -> None:
+def test_who_proves_nothing_is_hung_up_on(place: MeetingPoint, line: str) -> None:
     visit = Visit(place)
     assert visit.say(LINES[line](visit)) is None
     assert place.readers()[1:] == []
@@ -607,16 +607,16 @@ def test_who_proves_nothing_is_hung_up_on(place: Place, line: str) -> None:
 
 
 def test_another_user_is_hung_up_on_before_anything_else(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: MeetingPoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agents_half, "uid_of", lambda connection: os.getuid() + 1)
+    monkeypatch.setattr(agents_half, "peer_uid", lambda connection: os.getuid() + 1)
     there = connected(place)
     assert place.readers()[1:] == []
     assert there.recv(1) == b""
     there.close()
 
 
-def test_who_brings_no_streams_is_hung_up_on(place: Place) -> None:
+def test_who_brings_no_streams_is_hung_up_on(place: MeetingPoint) -> None:
     there = connected(place)
     there.sendall(b"hello")
     place.readable(place.readers()[-1], 0)
@@ -625,24 +625,24 @@ def test_who_brings_no_streams_is_hung_up_on(place: Place) -> None:
 
 
 def test_many_who_say_nothing_keep_nobody_out(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: MeetingPoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silent = [connected(place) for _ in range(50)]
-    assert len(place.readers()) == 1 + agents_half.AT_ONCE
+    assert len(place.readers()) == 1 + agents_half.MAX_VISITORS
     visit = Visit(place)
     met = visit.say(visit.line())
     assert met is not None
     met.streams.close()
     met.holder.close()
     visit.close()
-    monkeypatch.setattr(agents_half, "PATIENCE_S", -1.0)
+    monkeypatch.setattr(agents_half, "PROOF_TIMEOUT_S", -1.0)
     assert place.readers()[1:] == []
     for one in silent:
         one.close()
 
 
 def test_a_place_without_an_agent_is_said_to_be_gone() -> None:
-    place = Place(KEY)
+    place = MeetingPoint(KEY)
     place.close()
     done = subprocess.run(
         agent_command(sys.executable), input=reconnect_source(place.name), capture_output=True,
@@ -730,7 +730,7 @@ def test_who_gives_the_search_up_leaves_no_link(monkeypatch: pytest.MonkeyPatch)
 def test_an_agent_that_heard_more_than_was_said_is_not_believed() -> None:
     async def go() -> None:
         async with talk() as one:
-            one.agent.outbox.heard = 10**6
+            one.agent.outbox.acknowledge = 10**6
             with pytest.raises(ConnectionError):
                 await one.channel.request("clock")
             assert "never sent" in one.channel.violation

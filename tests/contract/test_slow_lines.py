@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from paceline.agent.files.safe_paths import Arriving
-from paceline.agent.files.snapshot import BLOCK, blob_path
+from paceline.agent.files.safe_paths import IncomingFile
+from paceline.agent.files.snapshot import BLOCK_BYTES, blob_path
 from paceline.agent.multiplexing import FILES
 from paceline.agent.server import Agent
 from paceline.remote.channel import Channel
@@ -180,7 +180,7 @@ def test_words_go_between_the_pieces_of_what_is_fetched(large: Path, tmp_path: P
     async def go() -> None:
         async with slow() as one:
             (tmp_path / "here").mkdir()
-            arriving = Arriving(str(tmp_path / "here"), "large")
+            arriving = IncomingFile(str(tmp_path / "here"), "large")
             fetching = fetch_file(one.channel, str(large.parent), "large", LARGE, arriving)
             assert await one.words(asyncio.create_task(fetching)) > 8
             assert one.line.max_hosts["down"] < SHORT
@@ -226,7 +226,7 @@ def test_a_piece_of_a_file_prolongs_the_lease(large: Path) -> None:
             await one.channel.request("lease", seconds=50.0)
             before = one.agent.lease._renewed
             sent = asyncio.ensure_future(one.channel.request(
-                "put_file", key="a" * 16, path="x", offset=0, last=False, blob=bytes(BLOCK)
+                "put_file", key="a" * 16, path="x", offset=0, last=False, blob=bytes(BLOCK_BYTES)
             ))  # fmt: skip
             while one.agent.lease._renewed == before:
                 assert not sent.done()
@@ -256,7 +256,7 @@ def test_a_line_that_stops_takes_no_more_than_it_had_carried(large: Path) -> Non
             await asked
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
-            assert one.channel._lanes.size(FILES) <= BLOCK + 1000  # what had begun
+            assert one.channel._lanes.size(FILES) <= BLOCK_BYTES + 1000  # what had begun
             while one.channel._lanes:
                 await asyncio.sleep(0.01)
             assert await one.channel.request("clock")
@@ -288,7 +288,7 @@ def test_who_leaves_waits_for_no_file(large: Path, tmp_path: Path) -> None:
     async def go() -> None:
         async with slow() as one:
             (tmp_path / "here").mkdir()
-            arriving = Arriving(str(tmp_path / "here"), "large")
+            arriving = IncomingFile(str(tmp_path / "here"), "large")
             digest = hashlib.sha256(large.read_bytes()).hexdigest()
             work = [
                 asyncio.create_task(send_blocks(one.channel, large, "put_blob", sha256=digest)),

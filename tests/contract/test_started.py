@@ -126,7 +126,7 @@ def test_an_agent_that_was_only_cut_off_is_refused_once_it_was_replaced() -> Non
         async def calls(**about: Any) -> str:
             where = list(transport._listener.addresses)
             said = {"session": stale.session, "stream": "frames", "node": "n2", **about}
-            with pytest.raises(caller.Refused) as refused:
+            with pytest.raises(caller.CallRefused) as refused:
                 await asyncio.to_thread(
                     caller.dial, where, transport._listener.key, said, time.monotonic()
                 )

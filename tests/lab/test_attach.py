@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from launches import PATIENCE_S, SOURCE, Site, eventually, project_at
 
-from paceline.agent.control import ask
+from paceline.agent.control import request
 from paceline.rundir import detached_file
 from paceline.spec.detached import DetachedRecord, SupervisorLocation
 
@@ -203,12 +203,12 @@ def test_a_run_of_another_terminal_saves_tells_and_goes_on(tmp_path: Path) -> No
         folder = project / "runs" / "four"
         assert eventually(lambda: "step 3" in log_of(folder)), (tmp_path / "out").read_text()
         run_id = json.loads((folder / "owner.json").read_text())["run_id"]
-        text = (ask(run_id, {"do": "save"}) or {})["text"]
+        text = (request(run_id, {"do": "save"}) or {})["text"]
         (made,) = (one for one in (folder / "checkpoints").iterdir() if one.is_dir())
         assert text.startswith(f"checkpoint of step {made.name} is complete")
-        again = (ask(run_id, {"do": "save"}) or {})["text"]
+        again = (request(run_id, {"do": "save"}) or {})["text"]
         assert again != text
-        stacks = (ask(run_id, {"do": "stacks"}) or {})["text"]
+        stacks = (request(run_id, {"do": "stacks"}) or {})["text"]
         assert "rank 1 on" in stacks
         assert len(list((folder / "stacks").iterdir())) == 1
         ours, theirs = pty.openpty()

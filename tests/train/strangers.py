@@ -37,9 +37,7 @@ def rank(number: int, port: int) -> None:
     peer_filters._LOOPBACK = ()
     peer_filters.attach_filter = lambda *_: False
     told: dict[str, Any] = {"rank": number, "found": []}
-    gloo_peers.install(
-        distributed_c10d, on_refused=lambda _: None, on_stranger=told["found"].append
-    )
+    gloo_peers.install(distributed_c10d, on_reject=lambda _: None, on_stranger=told["found"].append)
     client = dist.TCPStore("127.0.0.1", port, None, False, PATIENCE)
     try:
         dist.init_process_group("gloo", store=client, rank=number, world_size=2, timeout=PATIENCE)

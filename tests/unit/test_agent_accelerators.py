@@ -40,7 +40,7 @@ def tree(name: str, root: Path) -> Path:
     ],
 )  # fmt: skip
 def test_gpus_are_counted(machine: str, gpus: list[str], tmp_path: Path) -> None:
-    found = accelerators.found(tree(machine, tmp_path))
+    found = accelerators.find_gpus(tree(machine, tmp_path))
     assert [" ".join(map(str, gpu.values())) for gpu in found] == gpus
 
 
@@ -51,25 +51,25 @@ def test_a_container_without_the_device_has_none(
 ) -> None:
     root = tree(machine, tmp_path)
     (root / missing).unlink()
-    assert accelerators.found(root) == []
+    assert accelerators.find_gpus(root) == []
 
 
 def test_damaged_files_break_nothing(tmp_path: Path) -> None:
     root = tree("mi100x2", tmp_path)
     for file in root.glob("sys/class/kfd/kfd/topology/nodes/*/properties"):
         file.write_text("simd_count\n\0 1 2\ncpu_cores_count x\n")
-    assert accelerators.found(root) == []
+    assert accelerators.find_gpus(root) == []
 
 
 def test_cores_and_nodes(tmp_path: Path) -> None:
     root = tree("two-sockets", tmp_path)
     every = set(range(16))
-    assert facts.cores(every, root) == [[cpu, cpu + 8] for cpu in range(8)]
+    assert facts.cpu_cores(every, root) == [[cpu, cpu + 8] for cpu in range(8)]
     assert facts.numa_nodes(every, root) == {
         "0": [0, 1, 2, 3, 8, 9, 10, 11],
         "1": [4, 5, 6, 7, 12, 13, 14, 15],
     }
-    assert facts.cores({1, 9, 4, 99}, root) == [[1, 9], [4], [99]]
+    assert facts.cpu_cores({1, 9, 4, 99}, root) == [[1, 9], [4], [99]]
     assert facts.numa_nodes({1, 9}, root) == {"0": [1, 9]}
 
 
@@ -90,5 +90,5 @@ def test_a_containers_share_of_time(tmp_path: Path) -> None:
 
 
 def test_the_kernels_lists() -> None:
-    assert facts.numbers("0-2,8") == {0, 1, 2, 8}
-    assert facts.numbers("") == facts.numbers("x") == set()
+    assert facts.parse_cpu_list("0-2,8") == {0, 1, 2, 8}
+    assert facts.parse_cpu_list("") == facts.parse_cpu_list("x") == set()

@@ -86,9 +86,9 @@ def test_a_stop_is_told_soon_of_a_rank_that_others_go_on_without(
 ) -> None:
     rank = rank_process.RankProcess(0, 0)
     rank.note_event(said)
-    rank.stall.look(100.0, seen(1, "T"), has_worked=False)
-    assert rank.stall.lasts(101.0) is soon
-    assert rank.stall.lasts(102.6)
+    rank.stall.sample(100.0, seen(1, "T"), has_worked=False)
+    assert rank.stall.is_stalled(101.0) is soon
+    assert rank.stall.is_stalled(102.6)
 
 
 def test_a_stopped_process_is_told_of_after_a_while(child: Any) -> None:

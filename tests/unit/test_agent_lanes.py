@@ -8,23 +8,31 @@ import zlib
 
 import pytest
 
-from paceline.agent.congestion import Pace
-from paceline.agent.multiplexing import AT_ONCE, FILES, SHORT, TALK, Joiner, Lanes, lane_of
+from paceline.agent.congestion import CongestionWindow
+from paceline.agent.multiplexing import (
+    FILES,
+    TALK,
+    URGENT,
+    WHOLE_BYTES,
+    Reassembler,
+    SendQueues,
+    lane_of,
+)
 
 MOST = 1 << 20
 
 
-def paced(rate: float | None) -> Pace:
+def paced(rate: float | None) -> CongestionWindow:
     """As after a while on a line of so many bytes a second; ``None``: before anything is known."""
-    pace = Pace()
+    pace = CongestionWindow()
     if rate is not None:
         pace.rate, pace._window = rate, int(rate * 0.08)
     return pace
 
 
-def drained(lanes: Lanes, pace: Pace) -> tuple[list[bytes], int]:
+def drained(lanes: SendQueues, pace: CongestionWindow) -> tuple[list[bytes], int]:
     """The frames in the order in which they come whole, and the bytes that it took."""
-    joiner, frames, size = Joiner(MOST), [], 0
+    joiner, frames, size = Reassembler(MOST), [], 0
     while lanes:
         frame, about, data = lanes.next(pace)
         size += len(frame or data)
@@ -33,9 +41,9 @@ def drained(lanes: Lanes, pace: Pace) -> tuple[list[bytes], int]:
 
 
 def test_which_lane() -> None:
-    assert lane_of({"op": "lease"}, 60, b"") == AT_ONCE
-    assert lane_of({"re": 5}, SHORT, b"") == AT_ONCE
-    assert lane_of({"op": "start"}, SHORT + 1, b"") == TALK
+    assert lane_of({"op": "lease"}, 60, b"") == URGENT
+    assert lane_of({"re": 5}, WHOLE_BYTES, b"") == URGENT
+    assert lane_of({"op": "start"}, WHOLE_BYTES + 1, b"") == TALK
     assert lane_of({"event": "rank ended"}, 60, b"") == TALK  # not before what the rank wrote
     assert lane_of({"event": "output"}, 70_000, b"x" * 69_000) == TALK
     assert lane_of({"op": "put_blob"}, 1 << 20, b"x" * (1 << 20)) == FILES
@@ -45,12 +53,12 @@ def test_which_lane() -> None:
 @pytest.mark.parametrize("rate", [None, 1e5, 2e6, 1e9])
 def test_frames_come_as_they_went(rate: float | None) -> None:
     chance = random.Random(5)
-    sizes = [1, SHORT, SHORT + 1, 300_000, 10, MOST]
+    sizes = [1, WHOLE_BYTES, WHOLE_BYTES + 1, 300_000, 10, MOST]
     made = [
         *(bytes(chance.choices(b"ab", k=size)) for size in sizes),
         *(chance.randbytes(size) for size in sizes),
     ]
-    lanes = Lanes()
+    lanes = SendQueues()
     for frame in made:
         lanes.add(FILES, frame)
     assert lanes.size(FILES) == sum(map(len, made))
@@ -60,7 +68,7 @@ def test_frames_come_as_they_went(rate: float | None) -> None:
 
 
 def test_the_conversation_goes_between_the_pieces_of_a_file() -> None:
-    lanes, pace, joiner = Lanes(), paced(None), Joiner(MOST)
+    lanes, pace, joiner = SendQueues(), paced(None), Reassembler(MOST)
     lanes.add(FILES, b"f" * 100_000)
     _, about, data = lanes.next(pace)
     assert about == {"more": True, "part": FILES, "z": True}
@@ -82,7 +90,7 @@ def test_a_slow_line_gets_less_to_carry_where_that_is_possible() -> None:
         (noise, 5e5, len(noise)),  # what was compressed before is sent as it is
         (text, 1e8, len(text)),
     ):
-        lanes = Lanes()
+        lanes = SendQueues()
         lanes.add(FILES, frame)
         frames, size = drained(lanes, paced(rate))
         assert frames == [frame]
@@ -90,7 +98,7 @@ def test_a_slow_line_gets_less_to_carry_where_that_is_possible() -> None:
 
 
 def test_a_line_that_turns_out_to_be_slow_is_helped_from_then_on() -> None:
-    lanes, pace, joiner = Lanes(), paced(4e6 * 1.2), Joiner(MOST)
+    lanes, pace, joiner = SendQueues(), paced(4e6 * 1.2), Reassembler(MOST)
     lanes.add(FILES, b"a" * 600_000)
     _, about, data = lanes.next(pace)
     assert "z" not in about
@@ -106,7 +114,7 @@ def test_a_line_that_turns_out_to_be_slow_is_helped_from_then_on() -> None:
 
 
 def test_what_nobody_needs_any_more_is_not_sent() -> None:
-    lanes, pace = Lanes(), paced(None)
+    lanes, pace = SendQueues(), paced(None)
     first, second = (lanes.add(FILES, os.urandom(50_000)) for _ in "12")
     lanes.next(pace)
     assert not lanes.withdraw(first)  # half of it is gone
@@ -128,7 +136,7 @@ def test_what_nobody_needs_any_more_is_not_sent() -> None:
     [({"part": 2, "z": True}, zlib.compress(bytes(50 * MOST)))],
 ])  # fmt: skip
 def test_hostile_pieces(pieces: list[tuple[dict[str, object], bytes]]) -> None:
-    joiner = Joiner(MOST)
+    joiner = Reassembler(MOST)
 
     def join() -> None:
         for message, data in pieces:

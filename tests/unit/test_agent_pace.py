@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from paceline.agent.congestion import LEAST, MOST, QUEUE_S, Pace
+from paceline.agent.congestion import MAX_WINDOW, MIN_WINDOW, TARGET_QUEUE_S, CongestionWindow
 
 LINES = [  # bytes a second, seconds of a round trip
     (125e3, 0.001), (125e3, 0.2), (500e3, 0.001), (500e3, 0.2), (2.5e6, 0.001), (2.5e6, 0.2),
@@ -28,7 +28,7 @@ class Line:
     )  # how much later than by the line an answer comes
     stops: tuple[float, float] = (0.0, 0.0)
     bucket: float = 0.0  # bytes that pass at once
-    pace: Pace = field(default_factory=Pace)
+    pace: CongestionWindow = field(default_factory=CongestionWindow)
     sent: int = 0
     queues: list[tuple[float, float]] = field(default_factory=list)  # when, its length in seconds
 
@@ -36,9 +36,9 @@ class Line:
         now, free = 0.0, 0.0
         answers: list[tuple[float, int]] = []
         while now < seconds:
-            while self.pace.room:
+            while self.pace.has_room:
                 size = self.pace.piece
-                self.pace.sent(size, now, more=True)
+                self.pace.sent(size, now, has_backlog=True)
                 begun = max(free, now)
                 if self.stops[0] <= begun < self.stops[1]:
                     begun = self.stops[1]
@@ -51,7 +51,7 @@ class Line:
             when, size = heapq.heappop(answers)
             now = max(now, when)
             self.sent += size
-            self.pace.heard(1, now)
+            self.pace.acknowledge(1, now)
 
     def longest(self, since: float) -> float:
         return max(queue for when, queue in self.queues if when >= since)
@@ -63,7 +63,7 @@ def test_a_line_is_full_and_its_queue_short(rate: float, trip: float) -> None:
     line.run(20)
     assert line.sent / rate / 20 > 0.85
     assert line.longest(since=0) < 1.0
-    assert line.longest(since=4) < 5 * QUEUE_S + trip
+    assert line.longest(since=4) < 5 * TARGET_QUEUE_S + trip
     assert (line.pace.rate or 0) == pytest.approx(rate, rel=0.5)
 
 
@@ -71,7 +71,7 @@ def test_a_fast_line_is_not_held_up() -> None:
     line = Line(125e6, 0.001)
     line.run(3)
     assert line.sent / 125e6 / 3 > 0.9
-    assert line.pace.window == MOST
+    assert line.pace.window == MAX_WINDOW
 
 
 def test_what_passes_at_once_is_not_the_lines_rate() -> None:
@@ -114,12 +114,12 @@ def test_a_line_that_stops_for_a_while(rate: float, trip: float) -> None:
 
 
 def test_nothing_is_learnt_from_a_line_that_is_hardly_used() -> None:
-    pace = Pace()
+    pace = CongestionWindow()
     for second in range(100):
-        pace.sent(60, second, more=False)
-        pace.heard(1, second + 0.5)
+        pace.sent(60, second, has_backlog=False)
+        pace.acknowledge(1, second + 0.5)
     assert pace.rate is None
-    assert pace.under_way == 0
-    assert pace.window >= LEAST
-    pace.heard(5, 101.0)  # more than is under way: counted elsewhere
-    assert pace.under_way == 0
+    assert pace.in_flight == 0
+    assert pace.window >= MIN_WINDOW
+    pace.acknowledge(5, 101.0)  # more than is under way: counted elsewhere
+    assert pace.in_flight == 0

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from paceline.agent import bootstrap, frames
 from paceline.agent.files import safe_paths, snapshot
-from paceline.agent.files.transfer import Arrivals
-from paceline.agent.frames import HIGH_WATER, MAGIC, Decoder, Outbox, encode
+from paceline.agent.files.transfer import Uploads
+from paceline.agent.frames import HIGH_WATER_BYTES, MAGIC, Decoder, Outbox, encode
 from paceline.agent.lease import Lease
 from paceline.agent.ranks import forkserver, process_title
 from paceline.agent.supervision import activation, processes
@@ -128,25 +128,25 @@ def test_the_environment_of_ranks() -> None:
 
 
 def test_a_lease_that_was_never_given_never_ends() -> None:
-    assert not Lease().ending(1e9)
+    assert not Lease().is_ending(1e9)
 
 
 def test_a_lease_leaves_time_for_the_end() -> None:
     lease = Lease()
     lease.renew(10.0, now=100.0)
-    assert not lease.ending(106.9)
-    assert lease.ending(107.1)
-    assert lease.last_part == pytest.approx(3.0)
+    assert not lease.is_ending(106.9)
+    assert lease.is_ending(107.1)
+    assert lease.ending_s == pytest.approx(3.0)
     lease.renew(10.0, now=107.0)
-    assert not lease.ending(110.0)
+    assert not lease.is_ending(110.0)
 
 
 @given(st.floats(2, 1000), st.floats(0, 1e6))
 def test_the_end_begins_before_the_lease_is_over(seconds: float, now: float) -> None:
     lease = Lease()
     lease.renew(seconds, now)
-    assert not lease.ending(now)
-    assert lease.ending(now + seconds)
+    assert not lease.is_ending(now)
+    assert lease.is_ending(now + seconds)
 
 
 # --- addresses
@@ -276,12 +276,12 @@ def test_only_old_things_of_ours_are_forgotten(cache: Path, tmp_path: Path) -> N
         for name in children:
             (cache / folder / name).mkdir(parents=True)
             (cache / folder / name / "file").write_text("x")
-    (cache / "runs" / key / snapshot.MARK).write_text(key)
+    (cache / "runs" / key / snapshot.MARK_FILE).write_text(key)
     (cache / "runs" / ("e" * 24)).symlink_to(elsewhere / key)
     for path in [*tmp_path.rglob("*")]:
         os.utime(path, (0, 0), follow_symlinks=False)
     snapshot.make_run_folder(fresh)
-    snapshot.forget_old(keep="", max_age_s=3600)
+    snapshot.remove_old(keep="", max_age_s=3600)
     left = {folder: {path.name for path in (cache / folder).iterdir()} for folder in names}
     assert left == {
         "runs": {other, "my-notes", "e" * 24, fresh},
@@ -291,21 +291,21 @@ def test_only_old_things_of_ours_are_forgotten(cache: Path, tmp_path: Path) -> N
     }
     shutil.rmtree(cache / "runs")
     (cache / "runs").symlink_to(elsewhere)
-    (elsewhere / key / snapshot.MARK).write_text(key)
-    for path in (elsewhere / key / snapshot.MARK, elsewhere / key):
+    (elsewhere / key / snapshot.MARK_FILE).write_text(key)
+    for path in (elsewhere / key / snapshot.MARK_FILE, elsewhere / key):
         os.utime(path, (0, 0))
-    snapshot.forget_old(keep="", max_age_s=3600)
-    assert (elsewhere / key / snapshot.MARK).exists()
+    snapshot.remove_old(keep="", max_age_s=3600)
+    assert (elsewhere / key / snapshot.MARK_FILE).exists()
 
 
 def test_what_a_killed_agent_left_half_done_goes_at_once(cache: Path) -> None:
-    boot, token = snapshot._pid_space(), "0" * 16
+    boot, token = snapshot._pid_namespace(), "0" * 16
     nobody = int(Path("/proc/sys/kernel/pid_max").read_text()) + 1
     theirs = f".new-{boot}-{os.getpid()}-{token}"  # being made at this moment
     away = f".new-{'f' * 8}-{nobody}-{token}"  # by another machine that shares the folder
     for name in (f".new-{boot}-{nobody}-{token}", f".gone-{token}", theirs, away):
         (cache / "runs" / name).mkdir(parents=True)
-    snapshot.forget_old(keep="", max_age_s=3600)
+    snapshot.remove_old(keep="", max_age_s=3600)
     assert {path.name for path in (cache / "runs").iterdir()} == {theirs, away}
 
 
@@ -318,17 +318,17 @@ def store(content: bytes) -> None:
     cache = snapshot.cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
     block = {"offset": 0, "last": True, "sha256": digest}
-    Arrivals().take(str(cache), snapshot.blob_path(digest), block, content, False)
+    Uploads().receive(str(cache), snapshot.blob_path(digest), block, content, False)
 
 
 def test_a_tree_is_built_from_contents(cache: Path, tmp_path: Path) -> None:
     manifest = [entry("a.py", b"one"), entry("d/run.sh", b"two", 0o755), entry("copy", b"one")]
-    assert len(snapshot.lacking(manifest)) == 2
+    assert len(snapshot.missing_hashes(manifest)) == 2
     store(b"one")
     store(b"two")
-    assert snapshot.lacking(manifest) == []
+    assert snapshot.missing_hashes(manifest) == []
     root = tmp_path / "tree"
-    snapshot.materialise(str(root), manifest)
+    snapshot.build_tree(str(root), manifest)
     assert (root / "copy").read_bytes() == b"one"
     assert (root / "d/run.sh").stat().st_mode & 0o777 == 0o755
     assert snapshot.compare(str(root), manifest) == {
@@ -361,7 +361,7 @@ def test_content_that_is_not_what_its_name_says(cache: Path) -> None:
     cache.mkdir(parents=True)
     block = {"offset": 0, "last": True, "sha256": "0" * 64}
     with pytest.raises(ValueError, match="hash"):
-        Arrivals().take(str(cache), snapshot.blob_path("0" * 64), block, b"something", False)
+        Uploads().receive(str(cache), snapshot.blob_path("0" * 64), block, b"something", False)
     assert not [path for path in cache.rglob("*") if path.is_file()]
 
 
@@ -370,9 +370,9 @@ def test_damaged_cache_is_noticed_and_forgotten(cache: Path, tmp_path: Path) -> 
     manifest = [entry("f", b"good")]
     (blob,) = [path for path in cache.rglob("*") if path.is_file()]
     blob.write_bytes(b"evil")
-    assert snapshot.materialise(str(tmp_path / "t"), manifest) == [manifest[0][1]]
+    assert snapshot.build_tree(str(tmp_path / "t"), manifest) == [manifest[0][1]]
     assert not (tmp_path / "t").exists()
-    assert snapshot.lacking(manifest) == [manifest[0][1]]
+    assert snapshot.missing_hashes(manifest) == [manifest[0][1]]
 
 
 # --- folders of runs
@@ -417,15 +417,15 @@ def test_a_folder_that_we_did_not_make_stays(cache: Path, tmp_path: Path, how: s
     folder = cache / "runs" / KEY
     folder.parent.mkdir(parents=True)
     if how == "link":
-        (theirs / snapshot.MARK).write_text(KEY)
+        (theirs / snapshot.MARK_FILE).write_text(KEY)
         folder.symlink_to(theirs)
     else:
         theirs.rename(folder)
         if how == "another mark":
-            (folder / snapshot.MARK).write_text("f" * 24)
+            (folder / snapshot.MARK_FILE).write_text("f" * 24)
         elif how == "linked mark":
             (tmp_path / "mark").write_text(KEY)
-            (folder / snapshot.MARK).symlink_to(tmp_path / "mark")
+            (folder / snapshot.MARK_FILE).symlink_to(tmp_path / "mark")
     assert not snapshot.discard_run_folder(KEY)
     assert (folder / "thesis").read_text() == "mine"
 
@@ -486,7 +486,7 @@ def test_the_outbox_does_not_block() -> None:
         os.set_blocking(fd, False)
     try:
         outbox = Outbox(write, wake_write)
-        outbox.post({"event": "output"}, bytes(HIGH_WATER + (1 << 17)))
+        outbox.post({"event": "output"}, bytes(HIGH_WATER_BYTES + (1 << 17)))
         outbox.flush()
         assert outbox.full
         os.close(read)
@@ -569,13 +569,13 @@ def kernel(root: Path) -> Path:
 
 
 def test_how_busy_a_host_is(tmp_path: Path) -> None:
-    found = host_load.counted(["eth0", "eth1"], kernel(tmp_path))
+    found = host_load.read_counters(["eth0", "eth1"], kernel(tmp_path))
     assert found["cpu"] == [131, 881]
     assert found["memory"] == [1000 << 10, 250 << 10]
     assert found["links"] == {"eth0": [500, 90]}
     assert found["gpus"] == []
     (tmp_path / "empty").mkdir()
-    nothing = host_load.counted(["eth0"], tmp_path / "empty")
+    nothing = host_load.read_counters(["eth0"], tmp_path / "empty")
     assert (nothing["cpu"], nothing["memory"], nothing["links"]) == ([0, 0], [0, 0], {})
 
 
@@ -634,7 +634,7 @@ def test_a_folder_is_ours_alone(owners: dict[str, int], modes: dict[str, int], a
         )
 
     monkeypatch.setattr(bootstrap.os, "lstat", about)
-    assert bootstrap.ours_alone("/home/me") is alone
+    assert bootstrap.is_trusted_path("/home/me") is alone
 
 
 def test_what_a_host_has_of_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -653,11 +653,11 @@ def test_what_a_host_has_of_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(checks, "SETVARS", checks.SETVARS[1:])
-    assert checks.mpi() == {
+    assert checks.find_mpi() == {
         "mpiexec": str(tmp_path / "mpiexec.hydra"),
         "setvars": str(tmp_path / "intel" / "oneapi" / "setvars.sh"),
         "libfabric": str(tmp_path / "libfabric.so.1"),
         "missing_folders": {"FI_PROVIDER_PATH": f"{tmp_path}/gone"},
     }
     monkeypatch.setenv("PATH", str(tmp_path / "gone"))
-    assert checks.mpi()["mpiexec"] == ""
+    assert checks.find_mpi()["mpiexec"] == ""

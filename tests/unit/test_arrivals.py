@@ -95,7 +95,7 @@ NAMES = ["a\nb", "a\x1b[2Jb", "a/\x7f", "x" * 256, "/".join("x" * 65), "a\u2028b
 
 @each_case("name", [*REPOSITORIES, *NAMES])
 def test_such_a_file_is_not_made(name: str) -> None:
-    assert safe_paths.why_refused(name)
+    assert safe_paths.refusal_reason(name)
 
 
 @pytest.mark.parametrize(
@@ -114,12 +114,12 @@ def test_such_a_file_is_not_made(name: str) -> None:
     ],
 )
 def test_such_a_file_is_made(name: str) -> None:
-    assert not safe_paths.why_refused(name)
+    assert not safe_paths.refusal_reason(name)
 
 
 @given(st.text(max_size=300))
 def test_a_name_that_is_not_refused_stays_below_its_folder(name: str) -> None:
-    if not safe_paths.why_refused(name):
+    if not safe_paths.refusal_reason(name):
         path = os.path.normpath(os.path.join("/run", name))  # noqa: PTH118
         assert path.startswith("/run/")
         assert "\0" not in path

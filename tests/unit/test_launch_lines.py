@@ -14,7 +14,7 @@ import pytest
 from agents import agent_in_thread
 
 from paceline.agent.supervision.processes import sockets_of
-from paceline.agent.surveys.retransmissions import unanswered
+from paceline.agent.surveys.retransmissions import unacked_connections
 from paceline.launch.health import links
 from paceline.launch.health.links import (
     CALL_S,
@@ -47,9 +47,9 @@ MAPPED = """\
 
 
 def test_the_kernels_table_shows_what_has_no_answer() -> None:
-    assert unanswered(TABLE) == [["10.77.0.12", 4711, 4], ["10.77.0.13", 4714, 2]]
-    assert unanswered(MAPPED) == [["10.77.0.12", 99, 3]]
-    assert unanswered("") == []
+    assert unacked_connections(TABLE) == [["10.77.0.12", 4711, 4], ["10.77.0.13", 4714, 2]]
+    assert unacked_connections(MAPPED) == [["10.77.0.12", 99, 3]]
+    assert unacked_connections("") == []
 
 
 def test_only_the_jobs_own_sockets_count() -> None:

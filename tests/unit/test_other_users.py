@@ -12,7 +12,7 @@ import pytest
 
 from paceline.agent.files import safe_paths
 from paceline.agent.frames import MAX_HELLO, Decoder, encode
-from paceline.agent.multiplexing import FILES, Joiner
+from paceline.agent.multiplexing import FILES, Reassembler
 from paceline.agent.supervision.activation import INDUCTOR_CACHE, job_environment
 from paceline.cli import main
 from paceline.rundir.directory import RunDirectory
@@ -104,7 +104,7 @@ def test_a_folder_that_somebody_else_made_is_not_used(
 def test_a_folder_that_was_removed_is_noticed(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
     assert directory.is_owned
-    safe_paths.remove_all(str(directory.path))
+    safe_paths.remove_tree(str(directory.path))
     assert not directory.is_owned
     other = RunDirectory(tmp_path / "run")  # of somebody else's run by now
     assert other.is_owned
@@ -119,4 +119,4 @@ def test_a_greeting_is_short() -> None:
     decoder.allow(len(hello))
     assert len(decoder.feed(hello)) == 1
     with pytest.raises(ValueError, match="more than 2 MiB"):
-        list(Joiner(MAX_HELLO).add({"part": FILES, "more": 1}, hello))
+        list(Reassembler(MAX_HELLO).add({"part": FILES, "more": 1}, hello))

@@ -52,8 +52,8 @@ def test_agents_build_one_tree_at_once(cache: Path) -> None:
     root = str(snapshot.job_folder("run1") / "code")
     build = f"""
 for _ in range(20):
-    damaged = snapshot.materialise({root!r}, {manifest[:20]!r}, last=False)
-    damaged += snapshot.materialise({root!r}, {manifest[20:]!r}, first=False)
+    damaged = snapshot.build_tree({root!r}, {manifest[:20]!r}, is_last=False)
+    damaged += snapshot.build_tree({root!r}, {manifest[20:]!r}, is_first=False)
     assert not damaged
 print("built")
 """
@@ -77,7 +77,7 @@ print("made")
 
 def test_a_tree_that_begins_in_the_middle_is_refused(cache: Path) -> None:
     with pytest.raises(ValueError, match=r"the beginning of .*/code did not come"):
-        snapshot.materialise(str(snapshot.job_folder("run1") / "code"), [], first=False)
+        snapshot.build_tree(str(snapshot.job_folder("run1") / "code"), [], is_first=False)
 
 
 def test_an_ending_agent_leaves_the_folder_of_its_successor(
@@ -85,15 +85,15 @@ def test_an_ending_agent_leaves_the_folder_of_its_successor(
 ) -> None:
     """A host that was lost and has come back may have two agents for a while."""
     folder = snapshot.job_folder("run1")
-    snapshot.own_job_folder(folder)
+    snapshot.claim_job_folder(folder)
     (folder / "code").mkdir()
-    earlier = snapshot._AGENT
-    monkeypatch.setattr(snapshot, "_AGENT", "f" * 16)
-    snapshot.own_job_folder(folder)
-    monkeypatch.setattr(snapshot, "_AGENT", earlier)
+    earlier = snapshot._AGENT_ID
+    monkeypatch.setattr(snapshot, "_AGENT_ID", "f" * 16)
+    snapshot.claim_job_folder(folder)
+    monkeypatch.setattr(snapshot, "_AGENT_ID", earlier)
     snapshot.discard_job_folder(folder)
     assert (folder / "code").is_dir()
-    monkeypatch.setattr(snapshot, "_AGENT", "f" * 16)
+    monkeypatch.setattr(snapshot, "_AGENT_ID", "f" * 16)
     snapshot.discard_job_folder(folder)
     assert not folder.exists()
 
@@ -118,14 +118,14 @@ def locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 
 @pytest.fixture
-def agents(cache: Path) -> Iterator[list[data.Copies]]:
+def agents(cache: Path) -> Iterator[list[data.DataCopies]]:
     """Three that have one disk, and a copy of data on it."""
-    found = [data.Copies(str(number) * 32) for number in range(3)]
+    found = [data.DataCopies(str(number) * 32) for number in range(3)]
     for copies in found:
-        copies.begin(KEY, "photos")
+        copies.open_copy(KEY, "photos")
     yield found
     for copies in found:
-        copies.drop()
+        copies.close()
 
 
 def big(cache: Path) -> bytes:
@@ -133,42 +133,42 @@ def big(cache: Path) -> bytes:
 
 
 def test_two_launchers_send_a_large_file_to_one_disk(
-    cache: Path, locks: str, agents: list[data.Copies]
+    cache: Path, locks: str, agents: list[data.DataCopies]
 ) -> None:
     """Each agent fills a file of its own; both end as if the other were not there."""
     for copies in agents[:2]:
-        assert copies.have(KEY, "photos", "big")[0] == 0
-        copies.put(KEY, "photos", "big", {"offset": 0, "last": False}, WHOLE[:600])
+        assert copies.resume(KEY, "photos", "big")[0] == 0
+        copies.write_block(KEY, "photos", "big", {"offset": 0, "last": False}, WHOLE[:600])
     for copies in agents[:2]:
-        copies.put(KEY, "photos", "big", {"offset": 600, **LAST}, WHOLE[600:])
+        copies.write_block(KEY, "photos", "big", {"offset": 600, **LAST}, WHOLE[600:])
         assert big(cache) == WHOLE
     assert list((cache / "data" / KEY / data.ARRIVING).iterdir()) == []
 
 
 def test_one_of_two_agents_goes_on_with_what_was_left(
-    cache: Path, locks: str, agents: list[data.Copies]
+    cache: Path, locks: str, agents: list[data.DataCopies]
 ) -> None:
     first, *others = agents
-    first.have(KEY, "photos", "big")
-    first.put(KEY, "photos", "big", {"offset": 0, "last": False}, WHOLE[:600])
-    first.drop()
-    assert [copies.have(KEY, "photos", "big")[0] for copies in others] == [600, 0]
+    first.resume(KEY, "photos", "big")
+    first.write_block(KEY, "photos", "big", {"offset": 0, "last": False}, WHOLE[:600])
+    first.close()
+    assert [copies.resume(KEY, "photos", "big")[0] for copies in others] == [600, 0]
     for offset, copies in zip((600, 0), others, strict=True):
-        copies.put(KEY, "photos", "big", {"offset": offset, **LAST}, WHOLE[offset:])
+        copies.write_block(KEY, "photos", "big", {"offset": offset, **LAST}, WHOLE[offset:])
         assert big(cache) == WHOLE
 
 
-def test_what_a_killed_agent_has_left_is_used(cache: Path, agents: list[data.Copies]) -> None:
+def test_what_a_killed_agent_has_left_is_used(cache: Path, agents: list[data.DataCopies]) -> None:
     """Not while it may live: its file has not changed for a while, and is not locked."""
     first, second, third = agents
-    first.have(KEY, "photos", "big")
-    first.put(KEY, "photos", "big", {"offset": 0, "last": False}, WHOLE[:600])
+    first.resume(KEY, "photos", "big")
+    first.write_block(KEY, "photos", "big", {"offset": 0, "last": False}, WHOLE[:600])
     arriving = cache / "data" / KEY / data.ARRIVING
     (part,) = arriving.iterdir()
     (arriving / f"{part.name[:-1]}x").write_bytes(part.read_bytes())  # of one without a process
     for path in arriving.iterdir():
         os.utime(path, (0, 0))
-    assert [copies.have(KEY, "photos", "big")[0] for copies in (second, third)] == [600, 0]
+    assert [copies.resume(KEY, "photos", "big")[0] for copies in (second, third)] == [600, 0]
 
 
 # --- folders that others use
@@ -197,7 +197,7 @@ def test_a_process_number_of_another_container_tells_nothing(
     readlink = os.readlink
     with monkeypatch.context() as there:
         there.setattr(os, "readlink", lambda path: f"{readlink(path)} of another container")
-        snapshot.forget_old(keep="")
+        snapshot.remove_old(keep="")
         assert dead.exists()
-    snapshot.forget_old(keep="")
+    snapshot.remove_old(keep="")
     assert not dead.exists()

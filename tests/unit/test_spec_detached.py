@@ -71,5 +71,5 @@ def test_results_wait_on_a_host_for_as_long_as_was_said(tmp_path: Path) -> None:
             del about["keep_s"]
         (tmp_path / name).mkdir()
         (tmp_path / name / "about.json").write_text(json.dumps(about))
-    there.forget(str(tmp_path))
+    there.remove_expired(str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {"b2", "c3", "e5"}

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from paceline.agent.control import ask
+from paceline.agent.control import request
 from paceline.cli import program
 from paceline.launch.control import Control
 from paceline.remote import this_machine
@@ -142,7 +142,7 @@ def test_a_run_is_stopped_by_its_own_folder_alone(started: Any, tmp_path: Path, 
     async def run() -> tuple[Result, Fake]:
         fake = Fake(folder if own else tmp_path / "other")
         async with Control(fake):  # type: ignore[arg-type]
-            assert await asyncio.to_thread(ask, RUN_ID, {"do": "state"}) is not None
+            assert await asyncio.to_thread(request, RUN_ID, {"do": "state"}) is not None
             return await asyncio.to_thread(stop, "one"), fake
 
     ended, fake = asyncio.run(run())

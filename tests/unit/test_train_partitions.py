@@ -94,7 +94,7 @@ class Story:
                     host.lease.renew(LEASE_S, self.now)
                 if host.alive and self.hears(LAUNCHER, host.number):
                     host.heard_at = self.now
-            if host.lease.ending(self.now):
+            if host.lease.is_ending(self.now):
                 host.alive = False  # its agent has ended its rank
 
     def lose(self) -> None:

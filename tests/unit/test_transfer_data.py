@@ -90,7 +90,9 @@ def sync(root: Path, left: int = ENDLESS, always: bool = True) -> tuple[data.Dat
 
 
 def compared(here: list[list[Any]], there: list[list[Any]], page: int = 2) -> Comparison:
-    ordered = [sorted(items, key=lambda item: agent_data.order(item[0])) for items in (here, there)]
+    ordered = [
+        sorted(items, key=lambda item: agent_data.sort_key(item[0])) for items in (here, there)
+    ]
     comparison = Comparison(ordered[0])
     for start in range(0, len(ordered[1]), page):
         comparison.feed(ordered[1][start : start + page])
@@ -125,7 +127,7 @@ def test_any_two_folders() -> None:
 
 def test_the_order_of_a_walk(photos: Path) -> None:
     paths = [item[0] for item in agent_data.walk(str(photos))]
-    assert paths == sorted(paths, key=agent_data.order)
+    assert paths == sorted(paths, key=agent_data.sort_key)
     assert set(paths) == set(FILES)
 
 
@@ -217,7 +219,7 @@ def test_an_equal_folder_at_the_same_path(
 def test_a_cut_transfer_goes_on(photos: Path, cache: Path) -> None:
     """Cut again and again: every try goes further, and nothing half has its name."""
     whole = sync(photos)[2]
-    snapshot.remove_tree(cache / "data")
+    snapshot.remove_folder(cache / "data")
     tries = 0
     while True:
         tries += 1
@@ -294,15 +296,15 @@ def test_names_of_any_bytes(photos: Path) -> None:
 def test_copies_are_forgotten_after_a_month(photos: Path, cache: Path) -> None:
     place, _, _ = sync(photos)
     (used,) = cache.glob("data/*/used")
-    agent_data.forget_old()
+    agent_data.remove_old()
     assert Path(place.folder).exists()
-    before = time.time() - snapshot.KEPT_S - 60
+    before = time.time() - snapshot.MAX_AGE_S - 60
     os.utime(used, (before, before))
-    copies = agent_data.Copies("ab")
-    copies.begin(used.parent.name, "photos")  # somebody uses it again
+    copies = agent_data.DataCopies("ab")
+    copies.open_copy(used.parent.name, "photos")  # somebody uses it again
     os.utime(used, (before, before))
-    agent_data.forget_old()
+    agent_data.remove_old()
     assert Path(place.folder).exists()
-    copies.drop()
-    agent_data.forget_old()
+    copies.close()
+    agent_data.remove_old()
     assert not used.parent.exists()

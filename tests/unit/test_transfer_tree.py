@@ -152,10 +152,10 @@ def test_paths_on_a_node(path: str, there: str) -> None:
 )
 def test_a_node_does_not_choose_where_results_go(path: str, fine: bool) -> None:
     if fine:
-        assert safe_paths.parts_of(path) == path.split("/")
+        assert safe_paths.split_path(path) == path.split("/")
         return
     with pytest.raises(ValueError, match="not a path inside a folder"):
-        safe_paths.parts_of(path)
+        safe_paths.split_path(path)
 
 
 def test_inputs_are_renamed_in_the_arguments() -> None:

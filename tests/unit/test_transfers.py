@@ -269,9 +269,9 @@ def test_what_is_not_what_was_read_there_does_not_come(
 ) -> None:
     there, home = fill(tmp_path / "there", {"f": bytes(BLOCK * 3)}), tmp_path / "run"
     home.mkdir()
-    add = safe_paths.Arriving.add
+    add = safe_paths.IncomingFile.add
     monkeypatch.setattr(
-        safe_paths.Arriving, "add", lambda self, at, data: add(self, at, b"x" + data[1:])
+        safe_paths.IncomingFile, "add", lambda self, at, data: add(self, at, b"x" + data[1:])
     )
 
     async def work(served: Served) -> None:
@@ -687,7 +687,7 @@ def test_a_hanging_disk_does_not_stop_the_agent(
 
 def test_large_files_are_hashed_as_they_come(tmp_path: Path) -> None:
     """No second reading, and none on the loop: the hash is known with the last block."""
-    arriving = safe_paths.Arriving(str(tmp_path), "big")
+    arriving = safe_paths.IncomingFile(str(tmp_path), "big")
     data = content("big", 3000)
     for at in range(0, 3000, 1000):
         arriving.add(at, data[at : at + 1000])

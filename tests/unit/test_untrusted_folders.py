@@ -129,7 +129,7 @@ def deep(folder: Path, depth: int = DEEP) -> Path:
 @pytest.fixture
 def nested(tmp_path: Path) -> Iterator[Path]:
     yield deep(tmp_path / "deep")
-    safe_paths.remove_all(str(tmp_path / "deep"))  # which pytest cannot
+    safe_paths.remove_tree(str(tmp_path / "deep"))  # which pytest cannot
 
 
 @pytest.mark.parametrize("tracked", [False, True])
@@ -155,9 +155,9 @@ def test_data_that_are_nested_too_deep_are_refused(nested: Path) -> None:
 def test_a_node_lists_looks_at_and_removes_any_depth(nested: Path) -> None:
     (file,) = snapshot.changed_files(str(nested), None)
     assert file["path"].count("/") == DEEP
-    assert snapshot._newest(nested) > 0
+    assert snapshot._last_used(nested) > 0
     assert local_sizes(nested) == {}
-    snapshot.remove_tree(nested)
+    snapshot.remove_folder(nested)
     assert not [*nested.parent.iterdir()]
 
 
@@ -194,7 +194,7 @@ def key(tmp_path: Path) -> Path:
 def test_a_link_out_of_the_code_is_named(tmp_path: Path, key: Path, tracked: bool) -> None:
     folder = repository(tmp_path / "project")
     if not tracked:
-        safe_paths.remove_all(str(folder / ".git"))
+        safe_paths.remove_tree(str(folder / ".git"))
     (folder / "label.txt").symlink_to(key)
     (folder / "main.py").symlink_to("train.py")
     read = tree.read_tree(folder)
@@ -211,7 +211,7 @@ def test_a_path_of_a_made_up_index_leads_nowhere(tmp_path: Path, key: Path) -> N
     (folder / "home").mkdir()
     (folder / "home" / key.name).write_text("")
     git(folder, "add", ".")
-    safe_paths.remove_all(str(folder / "home"))
+    safe_paths.remove_tree(str(folder / "home"))
     (folder / "home").symlink_to(key.parent)
     assert tree.read_tree(folder).outward == {f"home/{key.name}": str(key)}
 

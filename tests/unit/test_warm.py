@@ -229,9 +229,9 @@ def closed(one: agents.Resumable) -> None:
 def test_an_agent_that_waits_ends_when_its_time_is_over_or_it_is_told_to() -> None:
     one = lasting()
     try:
-        rest = agents.WarmWait(agents_half.Place(b"k" * 32), 0.3)
+        rest = agents.WarmWait(agents_half.MeetingPoint(b"k" * 32), 0.3)
         assert rest.wait(one, lambda: False) is None
-        rest = agents.WarmWait(agents_half.Place(b"k" * 32), 600.0)
+        rest = agents.WarmWait(agents_half.MeetingPoint(b"k" * 32), 600.0)
         assert rest.wait(one, lambda: True) is None
         name = rest.place.name
         with socket.socket(socket.AF_UNIX) as there, pytest.raises(ConnectionRefusedError):
@@ -242,7 +242,7 @@ def test_an_agent_that_waits_ends_when_its_time_is_over_or_it_is_told_to() -> No
 
 def test_a_login_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ODD", "a\nb\udce9")
-    told = agents.parse_login(reattach.login())
+    told = agents.parse_login(reattach.describe_login())
     assert told.env["ODD"] == "a\nb\udce9"
     assert told.cwd == str(Path.cwd())
     assert told.umask == agents.current_umask()

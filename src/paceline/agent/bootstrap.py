@@ -13,33 +13,33 @@ import os, stat, sys
 
 COMPILED = "__pycache__"
 
-def say(word):
+def write_status(word):
     os.write(1, b"\xf5PLboot " + word.encode() + b"\n")
 
-def take(count):
+def read_exactly(count):
     data = b""
     while len(data) < count:
-        more = os.read(0, count - len(data))
-        if not more:
+        chunk = os.read(0, count - len(data))
+        if not chunk:
             sys.exit(1)
-        data += more
+        data += chunk
     return data
 
-def ours_alone(path, sticky=False):
+def is_trusted_path(path, sticky=False):
     """Nobody else can change what is at a resolved path: like sshd, up to the root.
 
     Whose the root itself is does not matter: everything here is theirs. (Where root has no number,
     as in a container of an ordinary user, it is nobody's.)
     """
     while True:
-        about, above = os.lstat(path), os.path.dirname(path)
-        if about.st_mode & 0o022 and not (sticky and about.st_mode & 0o1000):
+        status, parent = os.lstat(path), os.path.dirname(path)
+        if status.st_mode & 0o022 and not (sticky and status.st_mode & 0o1000):
             return False
-        if above == path:
+        if parent == path:
             return True
-        if about.st_uid not in (0, os.getuid()):
+        if status.st_uid not in (0, os.getuid()):
             return False
-        path, sticky = above, True
+        path, sticky = parent, True
 
 def place(digest):
     """The folder of that content in the cache; "" where somebody else could change it."""
@@ -47,17 +47,17 @@ def place(digest):
     parent = os.path.realpath(os.path.join(base, "paceline", "agent"))
     try:
         if not os.path.isdir(parent):
-            there = parent
-            while not os.path.lexists(there):
-                there = os.path.dirname(there)
-            if not ours_alone(there, True):
+            existing = parent
+            while not os.path.lexists(existing):
+                existing = os.path.dirname(existing)
+            if not is_trusted_path(existing, True):
                 return ""
-            before = os.umask(0o077)
+            umask = os.umask(0o077)
             try:
                 os.makedirs(parent, exist_ok=True)  # another agent may share the disk
             finally:
-                os.umask(before)
-        return os.path.join(parent, digest) if ours_alone(parent) else ""
+                os.umask(umask)
+        return os.path.join(parent, digest) if is_trusted_path(parent) else ""
     except OSError:
         return ""
 
@@ -65,12 +65,12 @@ def content(folder):
     """What the folder's files hash to, as the launcher hashes them; "" with anything odd in it."""
     import hashlib, marshal
     contents = {}
-    for above, folders, files in os.walk(folder):
-        if not all(is_own(os.path.join(above, name), stat.S_ISDIR) for name in folders):
+    for parent, folders, files in os.walk(folder):
+        if not all(is_own(os.path.join(parent, name), stat.S_ISDIR) for name in folders):
             return ""
         for name in files:
-            path = os.path.join(above, name)
-            if os.path.basename(above) != COMPILED:
+            path = os.path.join(parent, name)
+            if os.path.basename(parent) != COMPILED:
                 if not (path.endswith(".py") and is_own(path, stat.S_ISREG)):
                     return ""
                 contents[os.path.relpath(path, folder)] = read(path)
@@ -91,7 +91,7 @@ def read(path):
     with open(path, "rb") as file:
         return file.read()
 
-def whole(folder, digest):
+def is_valid(folder, digest):
     """The content is there, and in a folder that nobody else can look into."""
     try:
         closed = is_own(folder, stat.S_ISDIR) and not os.lstat(folder).st_mode & 0o077
@@ -106,23 +106,23 @@ def unpack(folder, archive, digest):
     """
     import io, shutil, zipfile
     token = "".join("%02x" % byte for byte in bytearray(os.urandom(8)))
-    new, old = folder + ".new" + token, folder + ".old" + token
-    before = os.umask(0o077)
+    unpacked, replaced = folder + ".new" + token, folder + ".old" + token
+    umask = os.umask(0o077)
     try:
-        os.makedirs(new, 0o700)
-        zipfile.ZipFile(io.BytesIO(archive)).extractall(new)
-        if os.path.lexists(folder) and not whole(folder, digest):
-            os.rename(folder, old)
-            if whole(old, digest):  # it was put in order meanwhile
-                os.rename(old, folder)
+        os.makedirs(unpacked, 0o700)
+        zipfile.ZipFile(io.BytesIO(archive)).extractall(unpacked)
+        if os.path.lexists(folder) and not is_valid(folder, digest):
+            os.rename(folder, replaced)
+            if is_valid(replaced, digest):  # it was put in order meanwhile
+                os.rename(replaced, folder)
         if not os.path.lexists(folder):
-            os.rename(new, folder)
+            os.rename(unpacked, folder)
     finally:
-        os.umask(before)
-        shutil.rmtree(new, True)
-        if os.path.lexists(old):
-            plain = os.path.isdir(old) and not os.path.islink(old)
-            shutil.rmtree(old, True) if plain else os.unlink(old)
+        os.umask(umask)
+        shutil.rmtree(unpacked, True)
+        if os.path.lexists(replaced):
+            is_folder = os.path.isdir(replaced) and not os.path.islink(replaced)
+            shutil.rmtree(replaced, True) if is_folder else os.unlink(replaced)
 
 def boot(digest, chosen):
     try:
@@ -136,24 +136,24 @@ def boot(digest, chosen):
 
 def start(digest, chosen):
     if sys.version_info < (3, 9):
-        say("old %d.%d %s" % (sys.version_info[0], sys.version_info[1], sys.executable))
+        write_status("old %d.%d %s" % (sys.version_info[0], sys.version_info[1], sys.executable))
         sys.exit(1)
     if not sys.platform.startswith("linux"):
-        say("system " + sys.platform)
+        write_status("system " + sys.platform)
         sys.exit(1)
     folder = place(digest)
     extra = []
-    if folder and whole(folder, digest):
-        say("have")
+    if folder and is_valid(folder, digest):
+        write_status("have")
     else:
-        say("need")
-        archive = take(int(take(10)))
+        write_status("need")
+        archive = read_exactly(int(read_exactly(10)))
         try:
             if folder:
                 try:
                     unpack(folder, archive, digest)
                 except OSError:
-                    folder = folder if whole(folder, digest) else ""
+                    folder = folder if is_valid(folder, digest) else ""
             if not folder:
                 import tempfile
                 folder = os.path.join(tempfile.mkdtemp(prefix="paceline-agent-"), digest)

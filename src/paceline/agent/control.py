@@ -15,24 +15,24 @@ import socket
 import time
 from typing import Any, Dict, Optional
 
-from .reconnection import uid_of
+from .reconnection import peer_uid
 
 Message = Dict[str, Any]
-NAME = "paceline-run-%s"  # without the leading zero byte
+SOCKET_NAME = "paceline-run-%s"  # without the leading zero byte
 RUN_ID = re.compile("[0-9a-z][0-9a-z-]{0,63}")
-LONGEST_WISH = 4096  # bytes
-LONGEST_ANSWER = 4 << 20
-PATIENCE_S = 30.0
+MAX_REQUEST_BYTES = 4096  # bytes
+MAX_REPLY_BYTES = 4 << 20
+REPLY_TIMEOUT_S = 30.0
 
 
 def address(run_id: str) -> str:
     """Of the launcher's socket. ValueError for what is no id of a run."""
     if not RUN_ID.fullmatch(run_id):
         raise ValueError("not the id of a run: %r" % run_id[:100])
-    return "\0" + NAME % run_id
+    return "\0" + SOCKET_NAME % run_id
 
 
-def ask(run_id: str, wish: Message, patience_s: float = PATIENCE_S) -> Optional[Message]:
+def request(run_id: str, message: Message, timeout_s: float = REPLY_TIMEOUT_S) -> Optional[Message]:
     """What the run's launcher answers; ``None``: none of ours listens on this machine.
 
     Args:
@@ -46,31 +46,31 @@ def ask(run_id: str, wish: Message, patience_s: float = PATIENCE_S) -> Optional[
     """
     if not hasattr(socket, "SO_PEERCRED"):  # no Linux: nothing listens either
         return None
-    until = time.monotonic() + patience_s
-    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as line:
-        line.settimeout(patience_s)
+    deadline = time.monotonic() + timeout_s
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
+        connection.settimeout(timeout_s)
         try:
-            line.connect(address(run_id))
-            if uid_of(line) != os.getuid():
+            connection.connect(address(run_id))
+            if peer_uid(connection) != os.getuid():
                 return None
-            line.sendall(json.dumps(wish).encode() + b"\n")
+            connection.sendall(json.dumps(message).encode() + b"\n")
         except (ConnectionError, FileNotFoundError):
             return None
-        answer = b""
-        while not answer.endswith(b"\n"):
-            line.settimeout(max(0.01, until - time.monotonic()))
+        received = b""
+        while not received.endswith(b"\n"):
+            connection.settimeout(max(0.01, deadline - time.monotonic()))
             try:
-                came = line.recv(1 << 16)
+                chunk = connection.recv(1 << 16)
             except socket.timeout:
-                raise TimeoutError("no answer after %.0f s" % patience_s) from None
+                raise TimeoutError("no answer after %.0f s" % timeout_s) from None
             except ConnectionError:
                 return None  # it ended meanwhile
-            if not came and not answer:
+            if not chunk and not received:
                 return None
-            answer += came
-            if not came or len(answer) > LONGEST_ANSWER:
+            received += chunk
+            if not chunk or len(received) > MAX_REPLY_BYTES:
                 raise ValueError("the launcher's answer is cut short or far too long")
-    said = json.loads(answer.decode("utf-8", "replace"))
-    if not isinstance(said, dict):
+    reply = json.loads(received.decode("utf-8", "replace"))
+    if not isinstance(reply, dict):
         raise ValueError("the launcher's answer is no object")
-    return said
+    return reply

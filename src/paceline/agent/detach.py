@@ -12,30 +12,30 @@ Words to whoever logged in stand behind a mark, one JSON object a line.
 # fmt: off
 import json, os, select, shutil, signal, subprocess, sys, time
 
-LEAST = (3, 10)  # of a supervisor: it is paceline itself
+MIN_PYTHON = (3, 10)  # of a supervisor: it is paceline itself
 NAMES = ["python3"] + ["python3.%d" % minor for minor in range(20, 9, -1)]
 END_S = 3.0
-KEPT_S = 7 * 24 * 3600.0  # results that nobody fetches, where their run says nothing else
+RETENTION_S = 7 * 24 * 3600.0  # results that nobody fetches, where their run says nothing else
 RUN = ("import sys; sys.path.insert(0, sys.argv.pop(1)); "
        "from paceline.cli.supervise import main; sys.exit(main())")
 
-def tell(**words):
+def report(**words):
     os.write(1, b"\xf5PLleave " + json.dumps(words).encode() + b"\n")
 
-def refuse(why, **more):
-    tell(refused=why, **more)
+def fail(reason, **details):
+    report(refused=reason, **details)
     sys.exit(1)
 
-def leave_caller():
+def detach_caller():
     """Starts a command that has to find its launcher, and ends it unless we are told to leave."""
-    told = json.loads(take(int(take(10))).decode())
+    told = json.loads(read_exactly(int(read_exactly(10))).decode())
     os.environ.update(told["env"])
     child = subprocess.Popen(told["argv"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                              stderr=subprocess.PIPE, start_new_session=True)
     for name in told["env"]:
         del os.environ[name]
     words = child.stderr.fileno()
-    tell(started=child.pid)
+    report(started=child.pid)
     while True:
         ready = select.select([0, words], [], [])[0]
         if words in ready:
@@ -46,7 +46,7 @@ def leave_caller():
             os.write(2, said)
         if 0 in ready:
             if os.read(0, 64).startswith(b"stay"):
-                tell(left=True)
+                report(left=True)
                 sys.exit(0)
             end(child)
             sys.exit(1)
@@ -64,11 +64,11 @@ def end(child):
     child.kill()
     child.wait()
 
-def new_enough():
+def find_python():
     """A Python that paceline runs on: this one, or another of this machine; "" for none."""
-    if sys.version_info >= LEAST:
+    if sys.version_info >= MIN_PYTHON:
         return sys.executable
-    look = "import sys; sys.exit(sys.version_info < %r)" % (LEAST,)
+    look = "import sys; sys.exit(sys.version_info < %r)" % (MIN_PYTHON,)
     for found in filter(None, map(shutil.which, NAMES)):
         if subprocess.call([found, "-I", "-c", look], stdin=subprocess.DEVNULL) == 0:
             return found
@@ -81,38 +81,38 @@ def folder_of(run_id):
     before = os.umask(0o077)
     try:
         os.makedirs(parent, exist_ok=True)
-        if not ours_alone(parent):
-            refuse("%s could be changed by others" % parent,
+        if not is_trusted_path(parent):
+            fail("%s could be changed by others" % parent,
                    remedy="chmod go-w on it and on the folders above it")
         os.mkdir(os.path.join(parent, run_id), 0o700)
     except OSError as problem:
-        refuse("%s cannot be made: %s" % (parent, problem.strerror), remedy="Make room there, let"
+        fail("%s cannot be made: %s" % (parent, problem.strerror), remedy="Make room there, let"
                " it be written to, or set XDG_CACHE_HOME in your login there to another folder")
     finally:
         os.umask(before)
-    forget(parent)
+    remove_expired(parent)
     return os.path.join(parent, run_id)
 
-def forget(parent):
+def remove_expired(parent):
     """Removes results that nobody has fetched in time."""
     for name in os.listdir(parent):
         try:
             with open(os.path.join(parent, name, "about.json")) as file:
                 about = json.load(file)
-            if time.time() - about["ended"] > about.get("keep_s", KEPT_S):
+            if time.time() - about["ended"] > about.get("keep_s", RETENTION_S):
                 shutil.rmtree(os.path.join(parent, name), True)
         except (OSError, ValueError, KeyError, TypeError):
             pass
 
-def leave_supervisor():
+def detach_supervisor():
     """Puts the run's files in their place and starts the supervisor, which has our streams.
 
     It says on a pipe that it needs them no more; where it ends without that word, nothing stays.
     """
-    told = json.loads(take(int(take(10))).decode())
-    python = told["python"] or new_enough()
+    told = json.loads(read_exactly(int(read_exactly(10))).decode())
+    python = told["python"] or find_python()
     if not python:
-        refuse("Python %d.%d or newer is needed for a supervisor" % LEAST,
+        fail("Python %d.%d or newer is needed for a supervisor" % MIN_PYTHON,
                found="%s is %d.%d" % ((sys.executable,) + sys.version_info[:2]),
                remedy="Install one, or name another host: --supervisor HOST")
     folder = folder_of(told["run_id"])

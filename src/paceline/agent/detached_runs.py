@@ -109,21 +109,24 @@ def detached_runs(agent: Agent, request: Message, _: bytes) -> None:
 def _folders() -> List[Path]:
     """The newest first."""
     try:
-        found = [one for one in os.scandir(str(_runs_folder()))
-                 if _RUN_ID.fullmatch(one.name) and one.is_dir(follow_symlinks=False)]  # fmt: skip
+        entries = [
+            entry
+            for entry in os.scandir(str(_runs_folder()))
+            if _RUN_ID.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+        ]
     except OSError:
         return []
-    found.sort(key=lambda one: one.stat(follow_symlinks=False).st_mtime, reverse=True)
-    return [Path(one.path) for one in found]
+    entries.sort(key=lambda entry: entry.stat(follow_symlinks=False).st_mtime, reverse=True)
+    return [Path(entry.path) for entry in entries]
 
 
 def _summary(folder: Path) -> Message:
-    text, about = _read_record(folder)
-    root = _run_directory(folder, about)
+    text, record = _read_record(folder)
+    root = _run_directory(folder, record)
     return {
         "run_id": folder.name,
         "about": text,
-        "alive": is_alive(about),
+        "alive": is_alive(record),
         "result": _read_text(root, "result.json", MAX_OBJECT_BYTES),
         "where": _read_text(root, "ranks.json", MAX_OBJECT_BYTES),
         "metrics": _read_text(root, "metrics.jsonl", MAX_TAIL_BYTES, tail=True),
@@ -163,7 +166,9 @@ def _files(root: Path) -> Iterator[Tuple[str, str, int]]:
     for parent, folders, names in safe_paths.walk(str(root)):
         is_top = not parent
         folders[:] = [
-            one for one in folders if not (is_top and (one in _FETCHED_AT_END or one[0] == "."))
+            folder
+            for folder in folders
+            if not (is_top and (folder in _FETCHED_AT_END or folder[0] == "."))
         ]
         for name in names:
             path = os.path.join(str(root), parent, name)
@@ -196,11 +201,11 @@ def read_part(agent: Agent, request: Message, _: bytes) -> None:
     agent.in_thread(work, request)
 
 
-def ask_run(agent: Agent, request: Message, _: bytes) -> None:
+def request_run(agent: Agent, request: Message, _: bytes) -> None:
     """Asks the run's launcher on this node: ``wish``; its answer as text, null where none is."""
 
     def work() -> None:
-        answer = control.ask(request["run_id"], request["wish"])
+        answer = control.request(request["run_id"], request["wish"])
         agent.reply(request, answer=None if answer is None else json.dumps(answer))
 
     agent.in_thread(work, request)
@@ -235,7 +240,7 @@ def discard_run(agent: Agent, request: Message, _: bytes) -> None:
             if request["fetched"]:
                 os.close(safe_paths.open_file(str(folder), FETCHED_FILE, os.O_WRONLY | os.O_CREAT))
             if (folder / FETCHED_FILE).exists() and not _is_locked(folder):
-                snapshot.remove_tree(folder)
+                snapshot.remove_folder(folder)
                 is_removed = True
         agent.reply(request, gone=is_removed)
 
@@ -271,7 +276,7 @@ def release_folders(locks: Dict[str, int]) -> None:
         with contextlib.suppress(OSError):  # it has gone meanwhile
             # in this order: whoever writes that word while we look finds it read, and leaves it
             if not _is_locked(folder) and (folder / FETCHED_FILE).exists():
-                snapshot.remove_tree(folder)
+                snapshot.remove_folder(folder)
 
 
 def _is_locked(folder: Path) -> bool:
@@ -290,7 +295,7 @@ OPERATIONS: "Dict[str, Callable[[Agent, Message, bytes], None]]" = {
     "detached_runs": detached_runs,
     "run_changes": run_changes,
     "read_part": read_part,
-    "ask_run": ask_run,
+    "ask_run": request_run,
     "signal_run": signal_run,
     "discard_run": discard_run,
 }

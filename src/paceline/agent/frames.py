@@ -26,7 +26,7 @@ from itertools import islice
 from typing import Any, Deque, Dict, Iterator, List, Optional, Tuple
 
 from . import multiplexing
-from .congestion import Pace
+from .congestion import CongestionWindow
 
 MAGIC = b"\xf5PL1"
 _HEADER = struct.Struct(">4sII")
@@ -35,13 +35,13 @@ MAX_BLOB = 64 * 1024 * 1024
 MAX_ANSWER = 12 * 1024 * 1024  # of JSON from a node: parsed, it may take twenty times as much
 MAX_HELLO = 2 * 1024 * 1024  # of JSON before a node has said who it is
 MAX_ANSWER_BLOB = 2 * 1024 * 1024
-MOST_DIGITS = 20  # of a whole number
-MOST_WASTED = 64 * 1024 * 1024  # bytes of what looked like frames and was none
-HIGH_WATER = 8 * 1024 * 1024  # bytes after which the ranks' output is not read on, at most
-OUTPUT_LEAST = 64 * 1024  # bytes of it that are always read
-SAY_HEARD = 4 * 1024  # bytes heard, after which who has nothing to say says that it heard them
-AT_ONCE = 1 << 16  # bytes of one write
-FRAMES_AT_ONCE = 64
+MAX_DIGITS = 20  # of a whole number
+MAX_GARBAGE_BYTES = 64 * 1024 * 1024  # bytes of what looked like frames and was none
+HIGH_WATER_BYTES = 8 * 1024 * 1024  # bytes after which the ranks' output is not read on, at most
+MIN_OUTPUT_BYTES = 64 * 1024  # bytes of it that are always read
+ACK_BYTES = 4 * 1024  # bytes heard, after which who has nothing to say says that it heard them
+WRITE_BYTES = 1 << 16  # bytes of one write
+WRITE_FRAMES = 64
 
 Message = Dict[str, Any]
 
@@ -50,24 +50,24 @@ class FrameError(ValueError):
     """So much that looks like frames and is none cannot be an accident."""
 
 
-def encode(message: Message, blob: bytes = b"", most: int = MAX_JSON) -> bytes:
+def encode(message: Message, blob: bytes = b"", max_bytes: int = MAX_JSON) -> bytes:
     """One frame. ``message`` must be JSON; lone surrogates (undecodable bytes) survive.
 
     ValueError when the JSON is longer than ``most`` bytes.
     """
     body = json.dumps(message, separators=(",", ":")).encode("ascii")
-    if len(body) > most:
+    if len(body) > max_bytes:
         raise ValueError("a message of %d MiB is too long" % (len(body) >> 20))
     return _HEADER.pack(MAGIC, len(body), len(blob)) + body + blob
 
 
-def _whole(digits: str) -> int:
-    if len(digits) > MOST_DIGITS:
+def _parse_int(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
         raise ValueError("a number of %d digits" % len(digits))
     return int(digits)
 
 
-_JSON = json.JSONDecoder(parse_int=_whole)
+_JSON = json.JSONDecoder(parse_int=_parse_int)
 
 
 def _parse(body: bytearray) -> Optional[Message]:
@@ -93,9 +93,9 @@ class Decoder:
     def __init__(self, keep_noise: int = 8192, max_json: int = MAX_JSON,
                  max_blob: int = MAX_BLOB) -> None:  # fmt: skip
         self._buffer = bytearray()
-        self._keep = keep_noise
+        self._max_noise = keep_noise
         self._max_json, self._max_blob = max_json, max_blob
-        self._wasted = 0
+        self._garbage_bytes = 0
         self.noise = bytearray()
 
     def allow(self, max_json: int) -> None:
@@ -103,7 +103,7 @@ class Decoder:
         self._max_json = max_json
 
     @property
-    def halfway(self) -> bool:
+    def is_mid_frame(self) -> bool:
         """True while a frame has begun and not ended."""
         return self._buffer.startswith(MAGIC)
 
@@ -119,9 +119,9 @@ class Decoder:
             if len(self._buffer) < _HEADER.size:
                 return frames
             magic, body_length, blob_length = _HEADER.unpack_from(self._buffer)
-            too_long = body_length > self._max_json or blob_length > self._max_blob
-            first = bytes(self._buffer[_HEADER.size : _HEADER.size + 1])
-            if too_long or first not in (b"", b"{"):
+            exceeds_limit = body_length > self._max_json or blob_length > self._max_blob
+            first_byte = bytes(self._buffer[_HEADER.size : _HEADER.size + 1])
+            if exceeds_limit or first_byte not in (b"", b"{"):
                 self._drop(len(MAGIC))  # not a frame after all: look for the next one
                 continue
             end = _HEADER.size + body_length + blob_length
@@ -129,9 +129,9 @@ class Decoder:
                 return frames
             message = _parse(self._buffer[_HEADER.size : _HEADER.size + body_length])
             if message is None:
-                self._wasted += end
-                if self._wasted > MOST_WASTED:
-                    raise FrameError("%d MiB of broken messages" % (self._wasted >> 20))
+                self._garbage_bytes += end
+                if self._garbage_bytes > MAX_GARBAGE_BYTES:
+                    raise FrameError("%d MiB of broken messages" % (self._garbage_bytes >> 20))
                 self._drop(len(MAGIC))
                 continue
             frames.append((message, bytes(self._buffer[_HEADER.size + body_length : end])))
@@ -146,16 +146,16 @@ class Decoder:
             self._drop(len(self._buffer) - len(MAGIC) + 1)
 
     def _drop(self, count: int) -> None:
-        self.take_noise(bytes(self._buffer[:count]))
+        self.add_noise(bytes(self._buffer[:count]))
         del self._buffer[:count]
 
-    def take_noise(self, data: bytes) -> None:
+    def add_noise(self, data: bytes) -> None:
         """Keeps the last of what is no frame."""
-        self.noise += data[-self._keep :]
-        del self.noise[: -self._keep]
+        self.noise += data[-self._max_noise :]
+        del self.noise[: -self._max_noise]
 
 
-class Unheard:
+class UnackedFrames:
     """Frames that were said, until the other side has told that it heard them.
 
     Attributes:
@@ -164,7 +164,7 @@ class Unheard:
 
     def __init__(self) -> None:
         self.size = 0
-        self._heard = 0  # how many there were before the first that is kept
+        self._num_acked = 0  # how many there were before the first that is kept
         self._frames: Deque[bytes] = deque()
 
     def add(self, frame: bytes) -> None:
@@ -172,28 +172,28 @@ class Unheard:
         self._frames.append(frame)
         self.size += len(frame)
 
-    def heard(self, count: object) -> int:
+    def acknowledge(self, count: object) -> int:
         """Lets go of the first ``count`` frames of the conversation; how many of these are new.
 
         What was known before is no news. ValueError when so many were never said.
         """
-        if not isinstance(count, int) or not 0 <= count <= self.said:
+        if not isinstance(count, int) or not 0 <= count <= self.num_sent:
             raise ValueError("so many messages were never sent")
-        fresh = max(0, count - self._heard)
-        for _ in range(fresh):
+        num_acked = max(0, count - self._num_acked)
+        for _ in range(num_acked):
             self.size -= len(self._frames.popleft())
-        self._heard += fresh
-        return fresh
+        self._num_acked += num_acked
+        return num_acked
 
     @property
-    def said(self) -> int:
+    def num_sent(self) -> int:
         """How many frames there were in all."""
-        return self._heard + len(self._frames)
+        return self._num_acked + len(self._frames)
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._frames)
 
-    def take_back(self) -> List[bytes]:
+    def requeue(self) -> List[bytes]:
         """Those that are kept, the oldest first; they count as not said."""
         frames, self._frames, self.size = list(self._frames), deque(), 0
         return frames
@@ -216,22 +216,22 @@ class Outbox:
     def __init__(self, fd: int, wake_fd: int) -> None:
         self.fd = fd
         self.broken = False
-        self.keeps = False
-        self.heard = 0
+        self.retains = False
+        self.num_received = 0
         self._wake_fd = wake_fd
-        self._lanes = multiplexing.Lanes()
-        self._pace = Pace()
-        self._hurry = False
+        self._lanes = multiplexing.SendQueues()
+        self._window = CongestionWindow()
+        self._is_closing = False
         self._unsent: Deque[bytes] = deque()
-        self._waiting = 0  # bytes of these
-        self._begun = 0  # bytes of the first that are out
-        self._unheard = Unheard()
+        self._unsent_bytes = 0  # bytes of these
+        self._offset = 0  # bytes of the first that are out
+        self._unacked = UnackedFrames()
         self._lock = threading.Lock()
 
     @property
     def pending(self) -> int:
         """Bytes that may be written now."""
-        return self._waiting - self._begun
+        return self._unsent_bytes - self._offset
 
     @property
     def empty(self) -> bool:
@@ -241,42 +241,44 @@ class Outbox:
     @property
     def full(self) -> bool:
         """Whether more of the ranks' output would make what comes after it late."""
-        waiting = self._waiting + self._unheard.size + self._lanes.size(multiplexing.TALK)
+        waiting = self._unsent_bytes + self._unacked.size + self._lanes.size(multiplexing.TALK)
         if self.broken:
-            return waiting > HIGH_WATER
-        return waiting > max(OUTPUT_LEAST, min(HIGH_WATER, 4 * self._pace.window))
+            return waiting > HIGH_WATER_BYTES
+        return waiting > max(MIN_OUTPUT_BYTES, min(HIGH_WATER_BYTES, 4 * self._window.window))
 
     def post(self, message: Message, blob: bytes = b"") -> None:
         """Queues a frame; from any thread. ValueError when it is longer than a launcher takes."""
-        frame = encode(dict(message, heard=self.heard), blob, MAX_ANSWER)
+        frame = encode(dict(message, heard=self.num_received), blob, MAX_ANSWER)
         lane = multiplexing.lane_of(message, len(frame), blob)
         with self._lock:
-            if (self.broken and not self.keeps) or (self._hurry and lane == multiplexing.FILES):
+            if (self.broken and not self.retains) or (
+                self._is_closing and lane == multiplexing.FILES
+            ):
                 pass
-            elif lane == multiplexing.AT_ONCE:
-                self._let_go(frame)
+            elif lane == multiplexing.URGENT:
+                self._enqueue(frame)
             else:
                 self._lanes.add(lane, frame)
                 self._fill()
         self._wake()
 
-    def hurry(self) -> None:
+    def start_closing(self) -> None:
         """What there is to say is to go now: the last of it comes soon, and no file after it."""
         with self._lock:
-            self._hurry = True
+            self._is_closing = True
             self._lanes.clear(multiplexing.FILES)
             self._fill()
 
     def _fill(self) -> None:
         """Lets go what there is room for on the line."""
-        while self._lanes and (self._hurry or self._pace.room):
-            frame, about, data = self._lanes.next(self._pace)
-            self._let_go(frame or encode(dict(about, heard=self.heard), data))
+        while self._lanes and (self._is_closing or self._window.has_room):
+            frame, header, data = self._lanes.next(self._window)
+            self._enqueue(frame or encode(dict(header, heard=self.num_received), data))
 
-    def _let_go(self, frame: bytes) -> None:
+    def _enqueue(self, frame: bytes) -> None:
         self._unsent.append(frame)
-        self._waiting += len(frame)
-        self._pace.sent(len(frame), time.monotonic(), bool(self._lanes))
+        self._unsent_bytes += len(frame)
+        self._window.sent(len(frame), time.monotonic(), bool(self._lanes))
 
     def flush(self) -> None:
         """Writes what the descriptor takes now."""
@@ -285,16 +287,16 @@ class Outbox:
                 written = self._write()
                 if written is None:
                     break
-                self._begun += written
-                self._set_aside()
+                self._offset += written
+                self._retire()
 
     def _write(self) -> Optional[int]:
-        pieces = [memoryview(self._unsent[0])[self._begun : self._begun + AT_ONCE]]
+        pieces = [memoryview(self._unsent[0])[self._offset : self._offset + WRITE_BYTES]]
         length = len(pieces[0])
-        for frame in islice(self._unsent, 1, FRAMES_AT_ONCE):
-            if length == AT_ONCE:
+        for frame in islice(self._unsent, 1, WRITE_FRAMES):
+            if length == WRITE_BYTES:
                 break
-            pieces.append(memoryview(frame)[: AT_ONCE - length])
+            pieces.append(memoryview(frame)[: WRITE_BYTES - length])
             length += len(pieces[-1])
         try:
             return os.writev(self.fd, pieces)
@@ -304,49 +306,49 @@ class Outbox:
             self._break()
             return None
 
-    def _set_aside(self) -> None:
+    def _retire(self) -> None:
         """What has gone out whole is no longer unsent."""
-        while self._unsent and self._begun >= len(self._unsent[0]):
+        while self._unsent and self._offset >= len(self._unsent[0]):
             frame = self._unsent.popleft()
-            self._begun -= len(frame)
-            self._waiting -= len(frame)
-            self._unheard.add(frame)
+            self._offset -= len(frame)
+            self._unsent_bytes -= len(frame)
+            self._unacked.add(frame)
 
     def _break(self) -> None:
-        self.broken, self._begun = True, 0  # half a frame is as good as none
-        if not self.keeps:
+        self.broken, self._offset = True, 0  # half a frame is as good as none
+        if not self.retains:
             self._lanes.clear()
             self._unsent.clear()
-            self._waiting = 0
+            self._unsent_bytes = 0
 
-    def cut(self) -> None:
+    def disconnect(self) -> None:
         """Nothing more goes out by the descriptor."""
         with self._lock:
             self._break()
 
-    def heard_by_launcher(self, count: object) -> None:
+    def acknowledge(self, count: object) -> None:
         """How many of our frames it has heard. ValueError when so many were never sent."""
         with self._lock:
-            if fresh := self._unheard.heard(count):
-                self._pace.heard(fresh, time.monotonic())
+            if num_acked := self._unacked.acknowledge(count):
+                self._window.acknowledge(num_acked, time.monotonic())
                 self._fill()
 
-    def has_said(self, count: int) -> bool:
+    def has_sent(self, count: int) -> bool:
         """Whether so many frames of all have gone out."""
         with self._lock:
-            return 0 <= count <= self._unheard.said
+            return 0 <= count <= self._unacked.num_sent
 
-    def go_on(self, fd: int, count: int) -> None:
+    def resume(self, fd: int, count: int) -> None:
         """Begins on another descriptor, after the first ``count`` frames of all."""
         with self._lock:
-            self._unheard.heard(count)
-            again = self._unheard.take_back()
-            self._unsent.extendleft(reversed(again))
-            self._waiting += sum(map(len, again))
-            self.fd, self.broken, self._begun = fd, False, 0
-            self._pace = Pace()  # it is another line
+            self._unacked.acknowledge(count)
+            frames = self._unacked.requeue()
+            self._unsent.extendleft(reversed(frames))
+            self._unsent_bytes += sum(map(len, frames))
+            self.fd, self.broken, self._offset = fd, False, 0
+            self._window = CongestionWindow()  # it is another line
             for frame in self._unsent:
-                self._pace.sent(len(frame), time.monotonic(), bool(self._lanes))
+                self._window.sent(len(frame), time.monotonic(), bool(self._lanes))
             self._fill()
         self._wake()
 

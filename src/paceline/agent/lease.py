@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Optional
 
-LAST_PART = 0.3  # of the lease: what is left for the ranks' own end
+ENDING_SHARE = 0.3  # of the lease: what is left for the ranks' own end
 
 
 class Lease:
@@ -22,18 +22,18 @@ class Lease:
         self.seconds = seconds
         self._renewed = now
 
-    def prolong(self, now: float) -> None:
+    def extend(self, now: float) -> None:
         """The launcher said something else: it lives, and the lease begins anew."""
         self._renewed = max(self._renewed, now)
 
     @property
-    def last_part(self) -> float:
+    def ending_s(self) -> float:
         """Seconds that ranks have for their own end before the lease is over."""
-        return float("inf") if self.seconds is None else LAST_PART * self.seconds
+        return float("inf") if self.seconds is None else ENDING_SHARE * self.seconds
 
-    def ending(self, now: float) -> bool:
+    def is_ending(self, now: float) -> bool:
         """True once the last part has begun: what is to be over by the end must be ended now.
 
         Never before the lease was first renewed.
         """
-        return self.seconds is not None and now - self._renewed > self.seconds - self.last_part
+        return self.seconds is not None and now - self._renewed > self.seconds - self.ending_s

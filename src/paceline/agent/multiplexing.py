@@ -14,12 +14,12 @@ import zlib
 from collections import deque
 from typing import Any, Deque, Dict, Iterator, Optional, Tuple
 
-from .congestion import PIECES, Pace
+from .congestion import PIECE_BYTES, CongestionWindow
 
 Message = Dict[str, Any]
-AT_ONCE, TALK, FILES = range(3)
-SHORT = 4 << 10  # bytes: longer words are no short ones, and a frame up to here goes whole
-WORTH = 0.9  # of its size: what compresses to more is sent as it is
+URGENT, TALK, FILES = range(3)
+WHOLE_BYTES = 4 << 10  # bytes: longer words are no short ones, and a frame up to here goes whole
+MAX_COMPRESSED_RATIO = 0.9  # of its size: what compresses to more is sent as it is
 
 
 def lane_of(message: Message, size: int, blob: bytes) -> int:
@@ -32,71 +32,71 @@ def lane_of(message: Message, size: int, blob: bytes) -> int:
         return TALK
     if blob:
         return FILES
-    return AT_ONCE if size <= SHORT else TALK
+    return URGENT if size <= WHOLE_BYTES else TALK
 
 
-class Waiting:
+class QueuedFrame:
     """A frame in a lane, and how much of it has gone."""
 
     def __init__(self, frame: bytes) -> None:
         self.size = len(frame)
         self._frame = frame
-        self._at = 0
-        self._zip: Any = None  # a compressor, whose type has no name
-        self._worth_it = True
+        self._offset = 0
+        self._compressor: Any = None  # a compressor, whose type has no name
+        self._is_compressible = True
         self._ratio = 1.0
 
     @property
-    def begun(self) -> bool:
-        return self._at > 0
+    def is_started(self) -> bool:
+        return self._offset > 0
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Bytes that have not gone."""
-        return self.size - self._at
+        return self.size - self._offset
 
-    def whole(self) -> Optional[bytes]:
+    def as_whole(self) -> Optional[bytes]:
         """All of it, where it needs no pieces."""
-        return self._frame if self.size <= SHORT and not self.begun else None
+        return self._frame if self.size <= WHOLE_BYTES and not self.is_started else None
 
-    def piece(self, size: int, narrow: bool) -> Tuple[Message, bytes]:
+    def next_piece(self, size: int, compress: bool) -> Tuple[Message, bytes]:
         """The next piece, of about so many bytes on the line."""
-        wide = max(size, min(PIECES[1], int(size / self._ratio)))
-        plain = self._frame[self._at : self._at + wide]
-        self._at += len(plain)
-        about: Message = {"more": self._at < self.size}
-        if self._zip is None and not (narrow and self._worth_it):
-            return about, plain
-        first = self._zip is None
+        num_bytes = max(size, min(PIECE_BYTES[1], int(size / self._ratio)))
+        chunk = self._frame[self._offset : self._offset + num_bytes]
+        self._offset += len(chunk)
+        header: Message = {"more": self._offset < self.size}
+        if self._compressor is None and not (compress and self._is_compressible):
+            return header, chunk
+        first = self._compressor is None
         if first:
-            self._zip = zlib.compressobj(1)
-        data = self._zip.compress(plain)
-        data += self._zip.flush(zlib.Z_SYNC_FLUSH if about["more"] else zlib.Z_FINISH)
-        self._ratio = max(0.1, len(data) / len(plain))
-        if first and self._ratio > WORTH:
-            self._zip, self._ratio, self._worth_it = None, 1.0, False
-            return about, plain
-        return dict(about, z=True), data
+            self._compressor = zlib.compressobj(1)
+        data = self._compressor.compress(chunk)
+        data += self._compressor.flush(zlib.Z_SYNC_FLUSH if header["more"] else zlib.Z_FINISH)
+        self._ratio = max(0.1, len(data) / len(chunk))
+        if first and self._ratio > MAX_COMPRESSED_RATIO:
+            self._compressor, self._ratio, self._is_compressible = None, 1.0, False
+            return header, chunk
+        return dict(header, z=True), data
 
 
-class Lanes:
+class SendQueues:
     """The frames that wait for room on the line."""
 
     def __init__(self) -> None:
-        self._lanes: Dict[int, Deque[Waiting]] = {TALK: deque(), FILES: deque()}
+        self._lanes: Dict[int, Deque[QueuedFrame]] = {TALK: deque(), FILES: deque()}
         self._size = {TALK: 0, FILES: 0}
 
-    def add(self, lane: int, frame: bytes) -> Waiting:
+    def add(self, lane: int, frame: bytes) -> QueuedFrame:
         """Puts a frame at the end of its lane."""
-        waiting = Waiting(frame)
+        waiting = QueuedFrame(frame)
         self._lanes[lane].append(waiting)
         self._size[lane] += waiting.size
         return waiting
 
-    def withdraw(self, waiting: Waiting) -> bool:
+    def withdraw(self, waiting: QueuedFrame) -> bool:
         """Nobody needs it any more; whether it was not too late for that."""
         for number, lane in self._lanes.items():
-            if waiting in lane and not waiting.begun:
+            if waiting in lane and not waiting.is_started:
                 lane.remove(waiting)
                 self._size[number] -= waiting.size
                 return True
@@ -115,7 +115,7 @@ class Lanes:
         """Bytes that wait in a lane."""
         return self._size[lane]
 
-    def next(self, pace: Pace) -> Tuple[Optional[bytes], Message, bytes]:
+    def next(self, window: CongestionWindow) -> Tuple[Optional[bytes], Message, bytes]:
         """What goes next: a whole frame, or a piece as the frame that it becomes.
 
         IndexError when nothing waits.
@@ -124,30 +124,30 @@ class Lanes:
         if lane is None:
             raise IndexError("nothing waits")
         first = lane[0]
-        whole = first.whole()
-        if whole is not None:
+        frame = first.as_whole()
+        if frame is not None:
             lane.popleft()
             self._size[number] -= first.size
-            return whole, {}, b""
-        before = first.left
-        about, data = first.piece(pace.piece, pace.narrow)
-        self._size[number] -= before - first.left
-        if not about["more"]:
+            return frame, {}, b""
+        remaining = first.remaining
+        header, data = first.next_piece(window.piece, window.is_narrow)
+        self._size[number] -= remaining - first.remaining
+        if not header["more"]:
             lane.popleft()
-        return None, dict(about, part=number), data
+        return None, dict(header, part=number), data
 
 
-class Joiner:
+class Reassembler:
     """Puts pieces together again.
 
     Args:
         most: Bytes of a frame, at most.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._frames: Dict[int, bytearray] = {}
-        self._unzips: Dict[int, Any] = {}
+        self._decompressors: Dict[int, Any] = {}
 
     def add(self, message: Message, data: bytes) -> Iterator[bytes]:
         """The next piece; gives the frame once it is whole. ValueError for what is no piece."""
@@ -156,19 +156,19 @@ class Joiner:
             raise ValueError("a piece of nothing")
         frame = self._frames.setdefault(lane, bytearray())
         if message.get("z"):
-            data = self._unzip(lane, data, self._most - len(frame))
+            data = self._decompress(lane, data, self._max_bytes - len(frame))
         frame += data
-        if len(frame) > self._most:
-            raise ValueError("a message of more than %d MiB" % (self._most >> 20))
+        if len(frame) > self._max_bytes:
+            raise ValueError("a message of more than %d MiB" % (self._max_bytes >> 20))
         if not message.get("more"):
             del self._frames[lane]
-            self._unzips.pop(lane, None)
+            self._decompressors.pop(lane, None)
             yield bytes(frame)
 
-    def _unzip(self, lane: int, data: bytes, room: int) -> bytes:
+    def _decompress(self, lane: int, data: bytes, max_bytes: int) -> bytes:
         try:
-            unzip = self._unzips.setdefault(lane, zlib.decompressobj())
-            plain: bytes = unzip.decompress(data, room + 1)
+            decompressor = self._decompressors.setdefault(lane, zlib.decompressobj())
+            chunk: bytes = decompressor.decompress(data, max_bytes + 1)
         except zlib.error as error:
             raise ValueError("a piece that is damaged: %s" % error) from None
-        return plain
+        return chunk

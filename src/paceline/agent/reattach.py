@@ -15,21 +15,21 @@ import socket
 import struct
 import sys
 
-PATIENCE_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
 
 
-def agent_at(name: str) -> socket.socket:
+def connect_agent(name: str) -> socket.socket:
     """A connection to the agent, whose owner is this very user. OSError when there is none."""
-    there = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    there.settimeout(PATIENCE_S)
-    there.connect("\0" + name)
-    who = there.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    if struct.unpack("3i", who)[1] != os.getuid():
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(CONNECT_TIMEOUT_S)
+    connection.connect("\0" + name)
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    if struct.unpack("3i", credentials)[1] != os.getuid():
         raise ConnectionRefusedError("somebody else's")
-    return there
+    return connection
 
 
-def login() -> bytes:
+def describe_login() -> bytes:
     """What this login gives to who is started under it, for an agent that began under another."""
     mask = os.umask(0o077)
     os.umask(mask)
@@ -40,7 +40,7 @@ def login() -> bytes:
     return json.dumps({"env": dict(os.environ), "cwd": cwd, "umask": mask}).encode() + b"\n"
 
 
-def meet(name: str, anew: bool = False) -> None:
+def attach(name: str, is_new_use: bool = False) -> None:
     """Gives our streams to the agent, and keeps none of them.
 
     Args:
@@ -48,18 +48,18 @@ def meet(name: str, anew: bool = False) -> None:
         anew: It waits for the next command, not for the rest of one: it is told of this login.
     """
     try:
-        there = agent_at(name)
+        connection = connect_agent(name)
     except ConnectionRefusedError:
         os.write(1, b"\xf5PLboot gone\n")
         sys.exit(3)
     streams = array.array("i", [0, 1, 2])
-    there.sendmsg([b"m"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
-    nothing = os.open(os.devnull, os.O_RDWR)
+    connection.sendmsg([b"m"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
+    null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
-        os.dup2(nothing, fd)
-    if anew:
-        there.sendall(login())
-    there.settimeout(None)
+        os.dup2(null, fd)
+    if is_new_use:
+        connection.sendall(describe_login())
+    connection.settimeout(None)
     with contextlib.suppress(OSError):
-        there.recv(1)  # until the agent lets us go, or has gone
+        connection.recv(1)  # until the agent lets us go, or has gone
     sys.exit(0)

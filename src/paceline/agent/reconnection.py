@@ -27,11 +27,11 @@ import time
 from typing import List, NamedTuple, Optional
 
 MARK = b"\xf5PLboot "
-PATIENCE_S = 5.0  # for somebody to prove who it is
-AT_ONCE = 8  # who may be proving it; beyond that the oldest goes
-LONGEST = 256  # bytes of the launcher's line
+PROOF_TIMEOUT_S = 5.0  # for somebody to prove who it is
+MAX_VISITORS = 8  # who may be proving it; beyond that the oldest goes
+MAX_LINE_BYTES = 256  # bytes of the launcher's line
 NONCE_BYTES = 16
-MOST_DIGITS = 15
+MAX_DIGITS = 15
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -48,7 +48,7 @@ class Streams(NamedTuple):
                 os.close(fd)
 
 
-class Met(NamedTuple):
+class Visit(NamedTuple):
     """A launcher that has proven itself.
 
     Attributes:
@@ -58,7 +58,7 @@ class Met(NamedTuple):
     """
 
     streams: Streams
-    heard: int
+    num_received: int
     holder: socket.socket
 
 
@@ -67,7 +67,7 @@ class _Visitor:
 
     def __init__(self, holder: socket.socket) -> None:
         self.holder = holder
-        self.since = time.monotonic()
+        self.connected_at = time.monotonic()
         self.nonce = os.urandom(NONCE_BYTES).hex()
         self.streams: Optional[Streams] = None
         self.line = b""
@@ -83,7 +83,7 @@ class _Visitor:
         self.holder.close()
 
 
-class Place:
+class MeetingPoint:
     """Where this agent can be met.
 
     Args:
@@ -98,16 +98,16 @@ class Place:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.setblocking(False)
         self._listener.bind("\0" + self.name)
-        self._listener.listen(AT_ONCE)
+        self._listener.listen(MAX_VISITORS)
 
     def readers(self) -> List[int]:
         """Descriptors to watch; who took too long is hung up on."""
-        late = time.monotonic() - PATIENCE_S
-        for visitor in [one for one in self._visitors if one.since < late]:
+        oldest = time.monotonic() - PROOF_TIMEOUT_S
+        for visitor in [guest for guest in self._visitors if guest.connected_at < oldest]:
             self._dismiss(visitor)
         return [self._listener.fileno(), *(visitor.fd for visitor in self._visitors)]
 
-    def readable(self, fd: int, heard: int) -> Optional[Met]:
+    def readable(self, fd: int, num_received: int) -> Optional[Visit]:
         """Reads from one of :meth:`readers`; whom we have met, if it is somebody now.
 
         Args:
@@ -117,11 +117,11 @@ class Place:
         if fd == self._listener.fileno():
             self._accept()
             return None
-        visitor = next((one for one in self._visitors if one.fd == fd), None)
+        visitor = next((other for other in self._visitors if other.fd == fd), None)
         if visitor is None:
             return None
         try:
-            return self._hear(visitor, heard)
+            return self._verify(visitor, num_received)
         except BlockingIOError:
             return None
         except (OSError, ValueError):
@@ -134,10 +134,10 @@ class Place:
         except OSError:
             return
         holder.setblocking(False)
-        if uid_of(holder) != os.getuid():
+        if peer_uid(holder) != os.getuid():
             holder.close()
             return
-        if len(self._visitors) >= AT_ONCE:
+        if len(self._visitors) >= MAX_VISITORS:
             self._dismiss(self._visitors[0])
         self._visitors.append(_Visitor(holder))
 
@@ -145,29 +145,29 @@ class Place:
         self._visitors.remove(visitor)
         visitor.close_control()
 
-    def _hear(self, visitor: _Visitor, heard: int) -> Optional[Met]:
+    def _verify(self, visitor: _Visitor, num_received: int) -> Optional[Visit]:
         if visitor.streams is None:
-            self._take_streams(visitor)
+            self._receive_streams(visitor)
             return None
-        data = os.read(visitor.streams.input, LONGEST)
+        data = os.read(visitor.streams.input, MAX_LINE_BYTES)
         visitor.line += data
-        if not data or len(visitor.line) >= LONGEST:
+        if not data or len(visitor.line) >= MAX_LINE_BYTES:
             raise ValueError("no proof")
         if not visitor.line.endswith(b"\n"):
             return None
-        other, count, proof = visitor.line.decode("ascii").split()
-        expected = mac(self._key, "launcher", visitor.nonce, other, count)
+        peer_nonce, count, proof = visitor.line.decode("ascii").split()
+        expected = mac(self._key, "launcher", visitor.nonce, peer_nonce, count)
         if not hmac.compare_digest(proof.encode(), expected.encode()):
-            _tell(visitor.streams, "stranger")
+            _write_line(visitor.streams, "stranger")
             raise ValueError("wrong key")
-        if not count.isdigit() or len(count) > MOST_DIGITS:
+        if not count.isdigit() or len(count) > MAX_DIGITS:
             raise ValueError("no count")
-        ours = mac(self._key, "agent", other, visitor.nonce, str(heard))
-        _tell(visitor.streams, "again %d %s" % (heard, ours))
+        own_proof = mac(self._key, "agent", peer_nonce, visitor.nonce, str(num_received))
+        _write_line(visitor.streams, "again %d %s" % (num_received, own_proof))
         self._visitors.remove(visitor)
-        return Met(visitor.streams, int(count), visitor.holder)
+        return Visit(visitor.streams, int(count), visitor.holder)
 
-    def _take_streams(self, visitor: _Visitor) -> None:
+    def _receive_streams(self, visitor: _Visitor) -> None:
         _, fds, _, _ = socket.recv_fds(visitor.holder, 1, len(Streams._fields))
         if len(fds) != len(Streams._fields):
             for fd in fds:
@@ -176,7 +176,7 @@ class Place:
         visitor.streams = Streams(*fds)
         for fd in fds:
             os.set_blocking(fd, False)
-        _tell(visitor.streams, "meet " + visitor.nonce)
+        _write_line(visitor.streams, "meet " + visitor.nonce)
 
     def close(self) -> None:
         for visitor in self._visitors:
@@ -185,24 +185,24 @@ class Place:
         self._listener.close()
 
 
-def _tell(streams: Streams, words: str) -> None:
+def _write_line(streams: Streams, text: str) -> None:
     """One short line, the first on its pipe: it goes out whole or not at all."""
-    os.write(streams.output, MARK + words.encode() + b"\n")
+    os.write(streams.output, MARK + text.encode() + b"\n")
 
 
-def mac(key: bytes, *words: str) -> str:
+def mac(key: bytes, *parts: str) -> str:
     """Proof of the key over some words; ``caller.py`` has its own, because it travels alone."""
-    return hmac.new(key, "\0".join(words).encode(), hashlib.sha256).hexdigest()
+    return hmac.new(key, "\0".join(parts).encode(), hashlib.sha256).hexdigest()
 
 
-def uid_of(connection: socket.socket) -> int:
+def peer_uid(connection: socket.socket) -> int:
     """Who is at the other end of a Unix socket, by the kernel's word."""
     size = _CREDENTIALS.size
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    return int(_CREDENTIALS.unpack(found)[1])
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    return int(_CREDENTIALS.unpack(credentials)[1])
 
 
-def is_read(fd: int) -> bool:
+def has_reader(fd: int) -> bool:
     """Whether somebody can still read what is written to ``fd``."""
     poll = select.poll()
     poll.register(fd, 0)

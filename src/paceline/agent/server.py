@@ -22,10 +22,10 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 from . import detached_runs, warm
 from .errors import describe_error
 from .files import data, snapshot, transfer
-from .files.transfer import ARRIVING, DEPARTING, Arrivals, Departures
+from .files.transfer import RECEIVING, SENDING, Downloads, Uploads
 from .frames import Message
 from .lease import Lease
-from .reconnection import Place
+from .reconnection import MeetingPoint
 from .stream import Requests, Stream
 from .supervision import guard, processes, requests
 from .supervision.job import NodeJob
@@ -80,9 +80,9 @@ class Agent:
         self.run_keys: Dict[str, Optional[List[str]]] = {}
         self.private: Optional[Path] = None  # instead of the cache
         self.chosen_python = sys.executable
-        self.arrivals = Arrivals()
-        self.data_copies = data.Copies(self.identity.hex())
-        self.departures = Departures()
+        self.uploads = Uploads()
+        self.data_copies = data.DataCopies(self.identity.hex())
+        self.downloads = Downloads()
         # files of detached runs that the launcher was told of: run → path → mark, size
         self.listed_files: Dict[str, Dict[str, Tuple[str, int]]] = {}
         self.run_locks: Dict[
@@ -93,7 +93,7 @@ class Agent:
         self._wake_write = wake_write
         self._fork_server_stderr: Optional[int] = None  # of the fork server
         self._touch_at = 0.0
-        self._leaving_at: Optional[float] = None
+        self._exit_deadline: Optional[float] = None
         self._single_save_at: Optional[float] = None
         self._has_term = False
         self._parent = os.getppid()  # the guard
@@ -105,7 +105,7 @@ class Agent:
         self.in_thread(self._send_hello)
         if self._is_first:
             self.in_thread(self._remove_stale)
-        while not self._is_done():
+        while not self._may_exit():
             self._wait_and_handle()
             self.job.tick()
             self._watch_launcher()
@@ -146,8 +146,8 @@ class Agent:
             os.write(2, os.read(fd, CHUNK_BYTES))
 
     def _remove_stale(self) -> None:
-        snapshot.forget_old(keep=self._package)
-        data.forget_old()
+        snapshot.remove_old(keep=self._package)
+        data.remove_old()
 
     def _send_hello(self) -> None:
         try:
@@ -155,7 +155,7 @@ class Agent:
         except Exception as error:  # else the launcher would wait for it in vain
             with contextlib.suppress(OSError):
                 sys.stderr.write("paceline agent: it cannot greet: %s\n" % describe_error(error))
-            self._leaving_at = time.monotonic()
+            self._exit_deadline = time.monotonic()
 
     def _greet(self) -> None:
         hello = {
@@ -167,17 +167,17 @@ class Agent:
         }
         self.outbox.post(hello)
 
-    def _is_done(self) -> bool:
-        if self._leaving_at is None:
+    def _may_exit(self) -> bool:
+        if self._exit_deadline is None:
             return False
         is_flushed = self.outbox.broken or self.outbox.empty
-        is_overdue = time.monotonic() > self._leaving_at
+        is_overdue = time.monotonic() > self._exit_deadline
         return (not self.job.running and is_flushed) or is_overdue
 
     def _wait_and_handle(self) -> None:
         """One round of select; poll() so that many descriptors are no problem."""
         selector = selectors.PollSelector()
-        stream_fds = self.stream.readers() if self._leaving_at is None else []
+        stream_fds = self.stream.readers() if self._exit_deadline is None else []
         listeners = {sock.fileno(): sock for sock in self.listeners.values()}
         rank_fds = self.job.readers(take_output=not self.outbox.full)
         stderr_fds = [] if self._fork_server_stderr is None else [self._fork_server_stderr]
@@ -211,10 +211,12 @@ class Agent:
             self.job.readable(fd)
 
     def _read_requests(self, fd: int) -> Optional[Requests]:
-        frames_before = self.outbox.heard
+        previous_frames = self.outbox.num_received
         requests = self.stream.readable(fd)
-        if self.outbox.heard > frames_before:  # the piece of a large file is a sign of life, too
-            self.lease.prolong(time.monotonic())
+        if (
+            self.outbox.num_received > previous_frames
+        ):  # the piece of a large file is a sign of life, too
+            self.lease.extend(time.monotonic())
         return requests
 
     def _dispatch(self, message: Message, blob: bytes) -> None:
@@ -228,17 +230,17 @@ class Agent:
             self.reply(message, error=describe_error(error))
 
     def _watch_launcher(self) -> None:
-        if self._leaving_at is not None:
+        if self._exit_deadline is not None:
             if self._single_save_at is not None and time.monotonic() >= self._single_save_at:
                 self._single_save_at = None
-                self.job.tell_one({"control": "alone"})
+                self.job.send_to_first({"control": "alone"})
             return
-        if ending := self.stream.over(leased=self.lease.seconds is not None):
-            self.leave(*ending)
-        elif self.lease.ending(time.monotonic()):
-            self.leave("lease", "the lease of %.0f s ran out" % (self.lease.seconds or 0))
+        if ending := self.stream.end_reason(leased=self.lease.seconds is not None):
+            self.start_exit(*ending)
+        elif self.lease.is_ending(time.monotonic()):
+            self.start_exit("lease", "the lease of %.0f s ran out" % (self.lease.seconds or 0))
         elif os.getppid() != self._parent:
-            self.leave("guard", GUARD_KILLED)
+            self.start_exit("guard", GUARD_KILLED)
         elif self._has_term:
             self._handle_term()
 
@@ -255,13 +257,13 @@ class Agent:
         if self.job.running and not self.outbox.broken:
             self.outbox.post({"event": "asked to end", "time": time.monotonic()})
         else:
-            self.leave("term", "asked to end by SIGTERM")
+            self.start_exit("term", "asked to end by SIGTERM")
 
     def should_end(self) -> bool:
         """Whether there is a reason to end before any launcher comes."""
         return self._has_term or os.getppid() != self._parent
 
-    def leave(self, reason: str, explanation: str) -> None:
+    def start_exit(self, reason: str, explanation: str) -> None:
         """Begins the end: TERM for every rank, KILL a little later, then nothing is left.
 
         KILL at once when the guard was killed: only this node ends then, and the others go on.
@@ -276,9 +278,9 @@ class Agent:
         self.outbox.post(event)
         with contextlib.suppress(OSError):  # who would have read it may be gone
             sys.stderr.write("paceline agent: leaving: %s\n" % explanation)
-        grace_s = min(MAX_GRACE_S, max(0.1, self.lease.last_part - CLOSING_S))
-        self._leaving_at = time.monotonic() + grace_s + CLOSING_S / 2
-        self.outbox.hurry()
+        grace_s = min(MAX_GRACE_S, max(0.1, self.lease.ending_s - CLOSING_S))
+        self._exit_deadline = time.monotonic() + grace_s + CLOSING_S / 2
+        self.outbox.start_closing()
         if self.job.running and reason == "guard":
             # Sessions go on elsewhere, where all ranks would heed that one of them is to stop.
             self.job.stop(signal.SIGKILL, 0.0)
@@ -287,13 +289,13 @@ class Agent:
             # Who waits for a rank that is gone, or for word of it, would wait until KILL.
             self._single_save_at = time.monotonic() + JOINT_SAVE_SHARE * grace_s
 
-    def start_warm_wait(self, place: Place, seconds: float) -> None:
+    def start_warm_wait(self, place: MeetingPoint, seconds: float) -> None:
         """Begins the end of the conversation, after which the next one is waited for."""
         self.warm_wait = warm.WarmWait(place, seconds)
         event = {"event": "leaving", "reason": "rest", "why": "the launcher said so"}
         self.outbox.post(dict(event, time=time.monotonic()))
-        self._leaving_at = time.monotonic() + CLOSING_S
-        self.outbox.hurry()
+        self._exit_deadline = time.monotonic() + CLOSING_S
+        self.outbox.start_closing()
 
     def _close(self) -> None:
         idle_server = None
@@ -313,8 +315,8 @@ class Agent:
         if self.reserved is not None:
             self.reserved.close()
         is_clean = threading.Event()
-        self.in_queue(DEPARTING, self.departures.drop, {})
-        self.in_queue(ARRIVING, lambda: self._clean_up(is_clean), {})  # after what is in the line
+        self.in_queue(SENDING, self.downloads.drop, {})
+        self.in_queue(RECEIVING, lambda: self._clean_up(is_clean), {})  # after what is in the line
         for line in self._queues.values():
             line.put(None)
         if (
@@ -332,8 +334,8 @@ class Agent:
 
     def _clean_up(self, is_clean: threading.Event) -> None:
         try:
-            self.arrivals.drop()
-            self.data_copies.drop()
+            self.uploads.drop()
+            self.data_copies.close()
             detached_runs.release_folders(self.run_locks)
             for folder in [one for one in self.folders if not self._is_reused(one)]:
                 snapshot.discard_job_folder(folder)
@@ -341,9 +343,9 @@ class Agent:
             for key, names in self.run_keys.items():
                 with contextlib.suppress(OSError):
                     snapshot.discard_run_folder(key, names, self.identity.hex())
-            holds_runs = self.private is not None and any(snapshot.cache_folder().glob("runs/*"))
-            if self.private is not None and not holds_runs:
-                snapshot.remove_tree(self.private)
+            is_in_use = self.private is not None and any(snapshot.cache_folder().glob("runs/*"))
+            if self.private is not None and not is_in_use:
+                snapshot.remove_folder(self.private)
         finally:
             is_clean.set()
 
@@ -406,12 +408,12 @@ def renew_lease(agent: Agent, request: Message, _: bytes) -> None:
     """
     now = time.monotonic()
     agent.lease.renew(request["seconds"], now)
-    agent.reply(request, monotonic=now, time=time.time(), **agent.job.looks(now))
+    agent.reply(request, monotonic=now, time=time.time(), **agent.job.idle_report(now))
 
 
 def bye(agent: Agent, request: Message, _: bytes) -> None:
     agent.reply(request)
-    agent.leave("bye", "the launcher said so")
+    agent.start_exit("bye", "the launcher said so")
 
 
 def keep_warm(agent: Agent, request: Message, _: bytes) -> None:
@@ -421,22 +423,22 @@ def keep_warm(agent: Agent, request: Message, _: bytes) -> None:
     """
     if agent.job.running or agent.private is not None:
         raise RuntimeError("ranks still run" if agent.job.running else "nothing can be kept here")
-    place = Place(bytes.fromhex(request["key"]), request["place"])
+    place = MeetingPoint(bytes.fromhex(request["key"]), request["place"])
     agent.reply(request)
     agent.start_warm_wait(place, request["seconds"])
 
 
-def stay(agent: Agent, request: Message, _: bytes) -> None:
+def allow_reconnect(agent: Agent, request: Message, _: bytes) -> None:
     """From now on the launcher may come again after a break: answers at which ``place``.
 
     ``key``: hexadecimal, by which both prove themselves there (see :mod:`.reconnection`).
     """
-    agent.reply(request, place=agent.stream.stay(bytes.fromhex(request["key"])))
+    agent.reply(request, place=agent.stream.allow_reconnect(bytes.fromhex(request["key"])))
 
 
 OPERATIONS: Dict[str, Callable[[Agent, Message, bytes], None]] = {
     "lease": renew_lease,
-    "stay": stay,
+    "stay": allow_reconnect,
     "rest": keep_warm,
     "bye": bye,
     **requests.OPERATIONS,
@@ -476,17 +478,17 @@ def main(package: str, chosen_python: str, temporary: bool) -> int:
         agent = Agent(input_fd, output_fd, package, resumed)
         agent.forward_stderr(resumed.stderr_pipe if resumed is not None else os.pipe())
         agent.stream.errors, agent.stream.on_errors = 2, redirect_errors
-        agent.stream.came_by(holder)
+        agent.stream.set_holder(holder)
         agent.chosen_python = chosen_python
         if temporary:
             agent.private = Path(package).parent
-            snapshot.use_instead(agent.private / "paceline")
+            snapshot.use_cache(agent.private / "paceline")
         signal.signal(signal.SIGTERM, agent.on_sigterm)
         agent.run()
         resumed = agent.resumable
         if agent.warm_wait is None or resumed is None:
             return 0
-        agent.stream.end()
+        agent.stream.release()
         redirect_errors(null)
         guard_errors.notify()
         os.chdir("/")  # whoever wants to unmount a disk can

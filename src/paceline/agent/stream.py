@@ -15,18 +15,18 @@ import socket
 import time
 from typing import Callable, List, Optional, Tuple
 
-from .frames import MAX_BLOB, MAX_JSON, SAY_HEARD, Decoder, Message, Outbox
-from .multiplexing import Joiner
-from .reconnection import Met, Place, is_read
+from .frames import ACK_BYTES, MAX_BLOB, MAX_JSON, Decoder, Message, Outbox
+from .multiplexing import Reassembler
+from .reconnection import MeetingPoint, Visit, has_reader
 
-CHUNK = 1 << 16
-ECHO_S = 0.5  # after the end of input or output: is standard error still read?
-WAIT_S = 10.0  # to be met again, where no lease says how long
-NO_FD = -1
+CHUNK_BYTES = 1 << 16
+STDERR_GRACE_S = 0.5  # after the end of input or output: is standard error still read?
+RECONNECT_TIMEOUT_S = 10.0  # to be met again, where no lease says how long
+CLOSED_FD = -1
 Requests = List[Tuple[Message, bytes]]
 
 
-def _nothing(fd: int) -> None:
+def _ignore(fd: int) -> None:
     """For streams whose standard error is nobody's business."""
 
 
@@ -46,26 +46,26 @@ class Stream:
     def __init__(self, input_fd: int, output_fd: int, wake_fd: int) -> None:
         self.outbox = Outbox(output_fd, wake_fd)
         self.errors: Optional[int] = None
-        self.on_errors: Callable[[int], None] = _nothing
+        self.on_errors: Callable[[int], None] = _ignore
         self._input: Optional[int] = input_fd
         self._decoder = Decoder()
-        self._joiner = Joiner(MAX_JSON + MAX_BLOB)
-        self._untold = 0  # bytes heard since we said so
-        self._place: Optional[Place] = None
+        self._joiner = Reassembler(MAX_JSON + MAX_BLOB)
+        self._unacked_bytes = 0  # bytes heard since we said so
+        self._place: Optional[MeetingPoint] = None
         self._holder: Optional[socket.socket] = None
         self._ended_at: Optional[float] = None
-        self._cut_at: Optional[float] = None
+        self._disconnected_at: Optional[float] = None
 
-    def came_by(self, holder: Optional[socket.socket]) -> None:
+    def set_holder(self, holder: Optional[socket.socket]) -> None:
         """Whose streams it begins with, where that is another process: it stays until the end."""
         self._holder = holder
 
-    def stay(self, key: bytes) -> str:
+    def allow_reconnect(self, key: bytes) -> str:
         """From now on a break is no end; the name of the place to be met at. OSError without."""
         if self._place is not None:
             self._place.close()
-        self._place = Place(key)
-        self.outbox.keeps = True
+        self._place = MeetingPoint(key)
+        self.outbox.retains = True
         return self._place.name
 
     def readers(self) -> List[int]:
@@ -82,17 +82,17 @@ class Stream:
             return self._read(fd)
         if self._place is None or fd not in self._place.readers():
             return None
-        met = self._place.readable(fd, self.outbox.heard)
-        if met is not None and self.outbox.has_said(met.heard):
-            self._go_on(met)
-        elif met is not None:  # it has the key, and still is none that we talk with
-            met.streams.close()
-            met.holder.close()
+        visit = self._place.readable(fd, self.outbox.num_received)
+        if visit is not None and self.outbox.has_sent(visit.num_received):
+            self._resume(visit)
+        elif visit is not None:  # it has the key, and still is none that we talk with
+            visit.streams.close()
+            visit.holder.close()
         return []
 
     def _read(self, fd: int) -> Requests:
         try:
-            data = os.read(fd, CHUNK)
+            data = os.read(fd, CHUNK_BYTES)
         except BlockingIOError:
             return []
         except OSError:
@@ -100,19 +100,19 @@ class Stream:
         if not data:
             self._ended_at = time.monotonic()
         requests: Requests = []
-        self._untold += len(data)
+        self._unacked_bytes += len(data)
         for message, blob in self._decoder.feed(data):
-            self.outbox.heard += 1
+            self.outbox.num_received += 1
             with contextlib.suppress(ValueError):  # a launcher knows what it says
-                self.outbox.heard_by_launcher(message.pop("heard", 0))
+                self.outbox.acknowledge(message.pop("heard", 0))
             if "part" in message:  # the next one waits until this one was heard
-                self._untold += SAY_HEARD
+                self._unacked_bytes += ACK_BYTES
                 for frame in self._joiner.add(message, blob):
                     requests += Decoder().feed(frame)
             elif message:  # else that was all there was to say
                 requests.append((message, blob))
-        if self._untold > SAY_HEARD:
-            self._untold = 0
+        if self._unacked_bytes > ACK_BYTES:
+            self._unacked_bytes = 0
             self.outbox.post({})  # with what every frame tells
         return requests
 
@@ -120,27 +120,27 @@ class Stream:
     def _errors_fd(self) -> int:
         return self.outbox.fd if self.errors is None else self.errors
 
-    def _go_on(self, met: Met) -> None:
-        self._let_go()
-        self._input, self._decoder = met.streams.input, Decoder()
-        self._ended_at = self._cut_at = None
-        self._holder = met.holder
-        self.on_errors(met.streams.errors)
-        os.close(met.streams.errors)
-        self.outbox.go_on(met.streams.output, met.heard)
+    def _resume(self, visit: Visit) -> None:
+        self._release_streams()
+        self._input, self._decoder = visit.streams.input, Decoder()
+        self._ended_at = self._disconnected_at = None
+        self._holder = visit.holder
+        self.on_errors(visit.streams.errors)
+        os.close(visit.streams.errors)
+        self.outbox.resume(visit.streams.output, visit.num_received)
 
-    def _let_go(self) -> None:
+    def _release_streams(self) -> None:
         """Closes what it talked by until now."""
         if self._input is not None:
             for fd in (self._input, self.outbox.fd):
                 with contextlib.suppress(OSError):
                     os.close(fd)
-            self._input, self.outbox.fd = None, NO_FD
+            self._input, self.outbox.fd = None, CLOSED_FD
         if self._holder is not None:
             self._holder.close()
             self._holder = None
 
-    def over(self, leased: bool) -> Optional[Tuple[str, str]]:
+    def end_reason(self, leased: bool) -> Optional[Tuple[str, str]]:
         """Why the agent has to leave for what became of its stream, in a word and for people.
 
         Args:
@@ -151,14 +151,18 @@ class Stream:
             self._ended_at = now
         if self._ended_at is None:
             return None
-        if self._place is not None and self._cut_at is None and not is_read(self._errors_fd):
-            self._cut_at = now
-            self.outbox.cut()
-            self._let_go()
-        if self._cut_at is None:
-            early = self._place is not None and now - self._ended_at < ECHO_S
-            return None if early else ("launcher", "the launcher went away")
-        if not leased and now - self._cut_at > WAIT_S:
+        if (
+            self._place is not None
+            and self._disconnected_at is None
+            and not has_reader(self._errors_fd)
+        ):
+            self._disconnected_at = now
+            self.outbox.disconnect()
+            self._release_streams()
+        if self._disconnected_at is None:
+            is_early = self._place is not None and now - self._ended_at < STDERR_GRACE_S
+            return None if is_early else ("launcher", "the launcher went away")
+        if not leased and now - self._disconnected_at > RECONNECT_TIMEOUT_S:
             return "broken", "the connection to the launcher broke, and it did not come again"
         return None
 
@@ -167,6 +171,6 @@ class Stream:
         if self._place is not None:
             self._place.close()
 
-    def end(self) -> None:
+    def release(self) -> None:
         """The streams end now, and so does the login that they came by."""
-        self._let_go()
+        self._release_streams()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # a fork server has no need of them
     import subprocess
     from pathlib import Path
 
-    from .reconnection import Met, Place
+    from .reconnection import MeetingPoint, Visit
 
 Message = Dict[str, Any]
 FOLDER_PREFIX = "warm-"  # begins the names of jobs' folders that stay for the next command
@@ -211,13 +211,13 @@ class WarmWait:
         seconds: How long it may take.
     """
 
-    def __init__(self, place: "Place", seconds: float) -> None:
+    def __init__(self, place: "MeetingPoint", seconds: float) -> None:
         self.place = place
-        self._until = _boottime_s() + seconds
+        self._deadline = _boottime_s() + seconds
 
     def wait(
         self, resumable: Resumable, should_end: Callable[[], bool]
-    ) -> "Optional[Tuple[Met, Login]]":
+    ) -> "Optional[Tuple[Visit, Login]]":
         """Waits for the next launcher; ``None`` when the time is over, or something else is.
 
         Args:
@@ -228,7 +228,7 @@ class WarmWait:
         processes.set_name(PROCESS_NAME)
         channel = resumable.idle_server.channel if resumable.idle_server is not None else None
         try:
-            while not should_end() and _boottime_s() < self._until:
+            while not should_end() and _boottime_s() < self._deadline:
                 poll = select.poll()
                 place_fds = self.place.readers()
                 for fd in [
@@ -254,7 +254,7 @@ class WarmWait:
         return None
 
 
-def _receive_login(visit: "Met") -> Optional[Login]:
+def _receive_login(visit: "Visit") -> Optional[Login]:
     """What is told of the login by which somebody came; who tells nothing of use is left."""
     received = bytearray()
     visit.holder.settimeout(LOGIN_TIMEOUT_S)

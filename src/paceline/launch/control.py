@@ -21,8 +21,8 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from paceline.agent.control import LONGEST_WISH, address
-from paceline.agent.reconnection import uid_of
+from paceline.agent.control import MAX_REQUEST_BYTES, address
+from paceline.agent.reconnection import peer_uid
 from paceline.launch.interrupts import Interrupts
 from paceline.launch.recorder import Recorder
 from paceline.spec import rundir as names
@@ -243,7 +243,7 @@ class Control:
             except OSError:  # no descriptor is left at this moment
                 await asyncio.sleep(PAUSE_S)
                 continue
-            if uid_of(line) != os.getuid() or len(self._tasks) > AT_ONCE:
+            if peer_uid(line) != os.getuid() or len(self._tasks) > AT_ONCE:
                 line.close()
                 continue
             line.setblocking(False)
@@ -257,10 +257,10 @@ class Control:
             until = loop.time() + WISH_S
             while not wish.endswith(b"\n"):
                 came = await asyncio.wait_for(
-                    loop.sock_recv(line, LONGEST_WISH), until - loop.time()
+                    loop.sock_recv(line, MAX_REQUEST_BYTES), until - loop.time()
                 )
                 wish += came
-                if not came or len(wish) > LONGEST_WISH:
+                if not came or len(wish) > MAX_REQUEST_BYTES:
                     return
             answer = json.dumps(await self._answer(wish)).encode() + b"\n"
             await asyncio.wait_for(loop.sock_sendall(line, answer), WISH_S)

@@ -451,7 +451,7 @@ class _Start:
             settings, wrap=list if wrap is None else partial(wrap, host),
             is_single_use=wrap is not None,
         )  # fmt: skip
-        start = {"argv": caller_command(config), "env": {caller.KEY: self._key.hex()}}
+        start = {"argv": caller_command(config), "env": {caller.KEY_VARIABLE: self._key.hex()}}
         async with self._gate:
             login = await started(host, python, self._leaving.ssh, start)
         self._callers[host.name] = login

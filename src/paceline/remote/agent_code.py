@@ -77,13 +77,13 @@ def reconnect_source(place: str, starts_session: bool = False) -> bytes:
     """
     return _source(
         ("reattach.py",),
-        f"meet({place!r}, {starts_session})" if starts_session else f"meet({place!r})",
+        f"attach({place!r}, {starts_session})" if starts_session else f"attach({place!r})",
     )
 
 
 def detach_source(role: str) -> bytes:
     """Python source that starts a background process, ``caller`` or ``supervisor``."""
-    return _source(("bootstrap.py", "detach.py"), f"leave_{role}()")
+    return _source(("bootstrap.py", "detach.py"), f"detach_{role}()")
 
 
 def _source(files: Sequence[str], call: str) -> bytes:

@@ -12,19 +12,18 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from paceline.agent.caller import ENDED
-from paceline.agent.congestion import Pace
+from paceline.agent.congestion import CongestionWindow
 from paceline.agent.frames import (
+    ACK_BYTES,
     MAX_ANSWER,
     MAX_ANSWER_BLOB,
     MAX_HELLO,
-    SAY_HEARD,
     Decoder,
     FrameError,
-    Unheard,
+    UnackedFrames,
     encode,
 )
-from paceline.agent.multiplexing import AT_ONCE, Joiner, Lanes, Waiting, lane_of
+from paceline.agent.multiplexing import URGENT, QueuedFrame, Reassembler, SendQueues, lane_of
 from paceline.remote import protocol, reconnection, warm
 from paceline.remote.agent_code import agent_code
 from paceline.remote.link import Link
@@ -101,10 +100,10 @@ class Channel:
         self._goodbye_id: int | None = None  # of our goodbye, until it is answered
         self._reconnecting: asyncio.Task[None] | None = None  # for another link
         self._registering: asyncio.Task[None] | None = None
-        self._unacked = Unheard()
-        self._lanes = Lanes()  # queued frames
-        self._pace = Pace()
-        self._joiner = Joiner(MAX_HELLO)
+        self._unacked = UnackedFrames()
+        self._lanes = SendQueues()  # queued frames
+        self._pace = CongestionWindow()
+        self._joiner = Reassembler(MAX_HELLO)
         self._num_received = 0  # frames
         self._unacked_bytes = 0  # received since the last frame was sent
         self.violation = ""
@@ -194,7 +193,7 @@ class Channel:
         loop = asyncio.get_running_loop()
         while not self._hello.done():
             await asyncio.wait([self._hello], timeout=HELLO_STALL_S / 10)
-            if self._decoder.halfway and loop.time() - self.received_at > HELLO_STALL_S:
+            if self._decoder.is_mid_frame and loop.time() - self.received_at > HELLO_STALL_S:
                 raise InvalidValue(
                     f"the beginning of a message, and then nothing for {HELLO_STALL_S:.0f} s"
                 )
@@ -204,7 +203,7 @@ class Channel:
         code = agent_code()
         await self._write(code.first_line)
         reply, self._buffered = await reconnection.read_boot_line(
-            self._link, b"", self._decoder.take_noise, protocol.BOOT_REPLIES
+            self._link, b"", self._decoder.add_noise, protocol.BOOT_REPLIES
         )
         if reply[0] == "need":
             await self._write(b"%010d" % len(code.archive) + code.archive)
@@ -271,11 +270,11 @@ class Channel:
             raise AgentRefusal(self.host, op, message)
         return message, data
 
-    def _enqueue(self, message: Message, blob: bytes = b"") -> Waiting | None:
+    def _enqueue(self, message: Message, blob: bytes = b"") -> QueuedFrame | None:
         """Sends a frame now, or queues a long one in its lane; may be for the next link."""
         frame = encode({**message, "heard": self._num_received}, blob)
         lane = lane_of(message, len(frame), blob)
-        if lane == AT_ONCE:
+        if lane == URGENT:
             self._send(frame)
             return None
         waiting = self._lanes.add(lane, frame)
@@ -284,7 +283,7 @@ class Channel:
 
     def _flush(self) -> None:
         """Sends queued frames as far as the pace allows."""
-        while self._is_linked and self._lanes and self._pace.room:
+        while self._is_linked and self._lanes and self._pace.has_room:
             frame, message, data = self._lanes.next(self._pace)
             self._send(frame or encode({**message, "heard": self._num_received}, data))
 
@@ -311,7 +310,7 @@ class Channel:
                 self._unacked_bytes += len(data)
                 for message, blob in self._decoder.feed(data):
                     self._on_frame(message, blob)
-                if self._unacked_bytes > SAY_HEARD:
+                if self._unacked_bytes > ACK_BYTES:
                     self._enqueue({})  # acknowledges, as every frame does
                 data = b""
         except OSError:
@@ -369,7 +368,7 @@ class Channel:
                     count, self._buffered = await reconnection.authenticate(
                         pending, address, self._num_received
                     )
-                    self._unacked.heard(count)
+                    self._unacked.acknowledge(count)
                 except (OSError, EOFError, ValueError, InvalidValue):
                     await pending.link.drop()
                 except BaseException:
@@ -402,7 +401,7 @@ class Channel:
         self.received_at, self._broken_at = resumed_at, None
         self._decoder = _decoder(bytes(self._decoder.noise))
         self._stderr_offset = len(self._stderr)
-        self._pace = Pace()
+        self._pace = CongestionWindow()
         for frame in self._unacked:
             link.writer.write(frame)
             self._pace.sent(len(frame), resumed_at, bool(self._lanes))
@@ -414,14 +413,14 @@ class Channel:
     def _on_frame(self, message: Message, blob: bytes) -> None:
         """Handles a frame, or a part of one."""
         try:
-            if num_acked := self._unacked.heard(message.pop("heard", 0)):
-                self._pace.heard(num_acked, self.received_at)
+            if num_acked := self._unacked.acknowledge(message.pop("heard", 0)):
+                self._pace.acknowledge(num_acked, self.received_at)
                 self._flush()
             self._num_received += 1
             if "part" not in message:
                 self._on_message(message, blob)
                 return
-            self._unacked_bytes += SAY_HEARD  # the next part waits for an acknowledgement
+            self._unacked_bytes += ACK_BYTES  # the next part waits for an acknowledgement
             for frame in self._joiner.add(message, blob):
                 for inner in _decoder().feed(frame):
                     self._on_message(*inner)
@@ -444,7 +443,7 @@ class Channel:
             self.facts, self.identity = message["facts"], message["identity"]
             self.agent_python = message["chosen_python"]
             self._decoder.allow(MAX_ANSWER)
-            self._joiner = Joiner(MAX_ANSWER + MAX_ANSWER_BLOB)
+            self._joiner = Reassembler(MAX_ANSWER + MAX_ANSWER_BLOB)
             if not self._hello.done():
                 self._hello.set_result(None)
         else:
@@ -588,7 +587,7 @@ class Channel:
         pending = await reconnection.reconnect(dial, address)
         try:
             count, data = await reconnection.authenticate(pending, address, self._num_received)
-            self._unacked.heard(count)
+            self._unacked.acknowledge(count)
             for frame in self._unacked:
                 pending.link.writer.write(frame)
             await pending.link.writer.drain()
@@ -604,7 +603,7 @@ class Channel:
 def _decoder(noise: bytes = b"", max_json: int = MAX_ANSWER) -> Decoder:
     """A decoder for an agent's frames, with the noise of an earlier link."""
     decoder = Decoder(max_json=max_json, max_blob=MAX_ANSWER_BLOB)
-    decoder.take_noise(noise)
+    decoder.add_noise(noise)
     return decoder
 
 

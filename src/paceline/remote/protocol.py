@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
-from paceline.agent.files.safe_paths import parts_of
+from paceline.agent.files.safe_paths import split_path
 from paceline.agent.reconnection import MARK
 from paceline.spec.events import KINDS, STACK, is_valid_report
 from paceline.spec.schema import (
@@ -52,7 +52,7 @@ def relative_path(value: Any, path: str) -> None:
     """A relative path that stays below its folder."""
     text()(value, path)
     try:
-        parts_of(value)
+        split_path(value)
     except ValueError:
         reject(path, value, "a path inside the folder")
 

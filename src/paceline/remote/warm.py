@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from paceline.agent.bootstrap import ours_alone
+from paceline.agent.bootstrap import is_trusted_path
 from paceline.agent.reconnection import NONCE_BYTES
 from paceline.remote.agent_code import agent_code
 from paceline.remote.link import run_process
@@ -96,7 +96,7 @@ def is_private() -> bool:
     try:
         path = os.path.realpath(folder())
         status = os.lstat(path)
-        safe_parents: bool = ours_alone(path)  # type: ignore[no-untyped-call]
+        safe_parents: bool = is_trusted_path(path)  # type: ignore[no-untyped-call]
         return _is_owned(status) and stat.S_ISDIR(status.st_mode) and safe_parents
     except OSError:
         return False

@@ -167,7 +167,7 @@ def serve(endpoint: Endpoint, command: Sequence[str], python: str) -> int:
     deadline = time.monotonic() + endpoint.patience_s
     try:
         status = caller.dial(list(addresses), endpoint.key, status_info, deadline)
-    except (OSError, caller.Refused) as error:
+    except (OSError, caller.CallRefused) as error:
         raise rendezvous_error(endpoint, str(error)) from None
     _print(f"joined {endpoint.host} as {_place(endpoint)}; output is shown there")
     with status:
@@ -212,7 +212,7 @@ def _start_agent(endpoint: Endpoint, addresses: list[tuple[str, int]],
     config = caller_config(addresses, [info["python"]], [], PROCESS_VARIABLES, DIAL_S, info)
     return subprocess.Popen(
         caller_command(config),
-        env={**os.environ, caller.KEY: endpoint.key.hex()},
+        env={**os.environ, caller.KEY_VARIABLE: endpoint.key.hex()},
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         start_new_session=True,  # this process handles Ctrl-C
@@ -240,7 +240,7 @@ def _wait(status: socket.socket, agent: subprocess.Popen[bytes],
             has_ended = agent.poll() is not None
             try:
                 connection = connection if any(lines) else reconnect()
-            except (OSError, caller.Refused):
+            except (OSError, caller.CallRefused):
                 if has_ended:
                     return
                 time.sleep(POLL_S)

@@ -241,7 +241,7 @@ class _Command:
             addresses, self._pythons, start.places, start.strip, CONNECT_S, {"start": self.number},
             start.names,
         )  # fmt: skip
-        env = {**os.environ, **start.env, caller.KEY: key.hex()}
+        env = {**os.environ, **start.env, caller.KEY_VARIABLE: key.hex()}
         self._name = Path(start.argv[0]).name
         self._process = await asyncio.create_subprocess_exec(
             *start.argv,

@@ -95,6 +95,6 @@ class Arrivals:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         file = safe_paths.open_file(str(self._folder), names.FETCHED_LIST, flags)
         try:
-            safe_paths.write_all(file, json.dumps(line).encode() + b"\n")
+            safe_paths.write_fully(file, json.dumps(line).encode() + b"\n")
         finally:
             os.close(file)

@@ -87,7 +87,7 @@ class RunDirectory:
     def pop_sign(self, identity: str) -> bool:
         """Whether the agent with that identity wrote its sign file here; removes the file."""
         try:
-            (self.path / f"{snapshot.SIGN}{identity}").unlink()
+            (self.path / f"{snapshot.SIGN_PREFIX}{identity}").unlink()
         except OSError:
             return False
         return True

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.agent.caller import KEY
+from paceline.agent.caller import KEY_VARIABLE
 from paceline.remote.network import allow_from
 from paceline.remote.openssh import BATCH_SETTINGS, SSH_FAILED, Refusal, SshOptions, classify
 from paceline.remote.transport import Transport
@@ -172,7 +172,7 @@ def _openmpi(hosts: Sequence[Host], options: Options, ssh_config: str,
         mca |= {"oob_tcp_if_include": options.interface, "btl_tcp_if_include": options.interface}
     settings = [word for name, value in mca.items() for word in ("--mca", name, value)]
     placing = ["--map-by", "ppr:1:node", "--bind-to", "none"]
-    return [*settings, "--host", names, "-np", str(len(hosts)), *placing, "-x", KEY]
+    return [*settings, "--host", names, "-np", str(len(hosts)), *placing, "-x", KEY_VARIABLE]
 
 
 _RENDERERS: dict[str, _Renderer] = {
@@ -398,7 +398,9 @@ class MpiStarter:
             if status:
                 return missing_mpi_refusal(self._mpi, host)
         head = await self._command([host])
-        status, output = await run_command([*head, "hostname"], {KEY: "", **self._environment()})
+        status, output = await run_command(
+            [*head, "hostname"], {KEY_VARIABLE: "", **self._environment()}
+        )
         return launch_refusal(host, output) if status != 0 else None
 
 

@@ -74,7 +74,7 @@ async def _remote_sizes(channel: Channel, folder: str) -> Sizes:
     root = f"{folder}/{CHECKPOINTS}"
     answer = await channel.request("list_results", root=root, manifest=None)
     return {f["path"]: f["size"] for f in answer["files"]
-            if _is_published(f["path"]) and not safe_paths.why_refused(f["path"])}  # fmt: skip
+            if _is_published(f["path"]) and not safe_paths.refusal_reason(f["path"])}  # fmt: skip
 
 
 def local_sizes(folder: Path) -> Sizes:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.agent.files import data as agent_data
-from paceline.agent.files.snapshot import BLOCK, hash_file
+from paceline.agent.files.snapshot import BLOCK_BYTES, hash_file
 from paceline.remote.channel import AgentRefusal, Channel
 from paceline.spec.errors import NodeError
 from paceline.spec.formatting import pluralize
@@ -54,7 +54,7 @@ class DataFolder:
 
     def marks(self) -> list[str]:
         """Marks that identify this folder on a node's disk."""
-        return agent_data.marks(str(self.place))
+        return agent_data.fingerprints(str(self.place))
 
     def items(self) -> list[Item]:
         """Its files, in order. Blocking; raises OSError for an unreadable one."""
@@ -110,8 +110,8 @@ class Comparison:
     def feed(self, items: Iterable[Item]) -> None:
         """Compares the next items of the node, in order."""
         for item in items:
-            position = agent_data.order(item[0])
-            while self._next is not None and agent_data.order(self._next[0]) < position:
+            position = agent_data.sort_key(item[0])
+            while self._next is not None and agent_data.sort_key(self._next[0]) < position:
                 self._move_to(self.differences.missing)
             if self._next is None or self._next[0] != item[0]:
                 self.differences.extra.append(item[0])
@@ -359,7 +359,7 @@ async def _send_large(channel: Channel, folder: DataFolder, item: Item, fields: 
 
 def _hash_of(file: Any, size: int) -> hashlib._Hash:
     digest = hashlib.sha256()
-    while size and (data := file.read(min(BLOCK, size))):
+    while size and (data := file.read(min(BLOCK_BYTES, size))):
         digest.update(data)
         size -= len(data)
     return digest

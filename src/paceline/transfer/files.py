@@ -9,8 +9,8 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from paceline.agent.files.safe_paths import Arriving
-from paceline.agent.files.snapshot import BLOCK
+from paceline.agent.files.safe_paths import IncomingFile
+from paceline.agent.files.snapshot import BLOCK_BYTES
 from paceline.remote.channel import Channel
 from paceline.spec.errors import NodeError
 
@@ -179,7 +179,9 @@ async def _send_blocks(channel: Channel, file: BinaryIO, op: str, fields: dict[s
         offset, data = offset + len(data), next_data
 
 
-async def fetch_file(channel: Channel, root: str, path: str, size: int, target: Arriving) -> None:
+async def fetch_file(
+    channel: Channel, root: str, path: str, size: int, target: IncomingFile
+) -> None:
     """Fetches a file from a node; it gets its name only when it is complete.
 
     Args:
@@ -195,8 +197,8 @@ async def fetch_file(channel: Channel, root: str, path: str, size: int, target: 
     """
     try:
         async with Window() as window:
-            for offset in range(0, max(size, 1), BLOCK):
-                count = min(BLOCK, size - offset)
+            for offset in range(0, max(size, 1), BLOCK_BYTES):
+                count = min(BLOCK_BYTES, size - offset)
                 is_final = offset + count == size
                 if window.full:
                     await _receive(window, target)
@@ -211,13 +213,15 @@ async def fetch_file(channel: Channel, root: str, path: str, size: int, target: 
         await asyncio.to_thread(target.drop)
 
 
-async def _receive(window: Window, target: Arriving) -> str:
+async def _receive(window: Window, target: IncomingFile) -> str:
     answer, data = await window.next()
     await asyncio.to_thread(target.add, target.size, data)
     return str(answer.get("sha256", ""))
 
 
-async def _finish(channel: Channel, path: str, target: Arriving, size: int, sha256: str) -> None:
+async def _finish(
+    channel: Channel, path: str, target: IncomingFile, size: int, sha256: str
+) -> None:
     try:
         await asyncio.to_thread(target.finish, size, sha256)
     except ValueError as problem:

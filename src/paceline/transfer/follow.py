@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.agent.files import safe_paths
-from paceline.agent.files.snapshot import BLOCK
+from paceline.agent.files.snapshot import BLOCK_BYTES
 from paceline.remote.channel import AgentRefusal, Channel
 from paceline.remote.fanout import connect_hosts
 from paceline.remote.openssh import SshOptions
@@ -66,7 +66,7 @@ def is_growing(path: str) -> bool:
 
 def is_remote(path: str) -> bool:
     """Whether a file is taken from the supervisor's host."""
-    top = safe_paths.folded(path.split("/")[0])
+    top = safe_paths.fold_name(path.split("/")[0])
     return top not in _LOCAL_FILES and not top.startswith(".")
 
 
@@ -125,7 +125,7 @@ class Follower:
             self._fetch(path, mark, size)
             for path, (mark, size) in changed.items()
             if is_remote(path)
-            and not safe_paths.why_refused(path)
+            and not safe_paths.refusal_reason(path)
             and (is_growing(path) or size <= MAX_SMALL_BYTES)
         ]
         await self._run_limited(fetches)
@@ -181,7 +181,7 @@ class Follower:
         """Writes a complete file, without a sync: it can be fetched again."""
         direct = names.is_launcher_file(path) and not path.startswith(f"{names.FETCHED}/")
         place = path if direct else self._arrivals.place(path, self.channel.host.name)
-        file = safe_paths.Arriving(str(self._path), place, durable=False)
+        file = safe_paths.IncomingFile(str(self._path), place, durable=False)
         try:
             file.add(0, data)
             file.finish()
@@ -205,7 +205,7 @@ class Follower:
                 fd, offset = self._replace(fd, path), 0
             self._inodes[path] = inode
             while offset < size:
-                data = await self._read(path, offset, min(BLOCK, size - offset))
+                data = await self._read(path, offset, min(BLOCK_BYTES, size - offset))
                 os.pwrite(fd, data, offset)
                 offset += len(data)
         finally:
@@ -279,7 +279,7 @@ class Follower:
         Raises:
             AgentRefusal: It does not reply in time.
         """
-        answer = await self.channel.request("ask_run", run_id=self.run_id, wish=dict(message))
+        answer = await self.channel.request("ask_run", run_id=self.run_id, message=dict(message))
         if answer["answer"] is None:
             return None
         reply = json.loads(answer["answer"])

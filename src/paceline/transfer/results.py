@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from paceline.agent.files.safe_paths import Arriving, why_refused
+from paceline.agent.files.safe_paths import IncomingFile
 from paceline.remote.channel import Channel
 from paceline.rundir.arrivals import Arrivals
 from paceline.spec.errors import NodeError
@@ -105,7 +105,7 @@ class Fetcher:
     async def _fetch_to(self, channel: Channel, root: str, path: str, size: int, place: str) -> str:
         """Fetches a file to its place in the run directory; returns its SHA-256."""
         try:
-            arriving = await asyncio.to_thread(Arriving, str(self._directory), place)
+            arriving = await asyncio.to_thread(IncomingFile, str(self._directory), place)
             await fetch_file(channel, root, path, size, arriving)
         except OSError as problem:
             if isinstance(problem, ConnectionError):

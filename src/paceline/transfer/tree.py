@@ -20,7 +20,7 @@ from paceline.spec.rundir import WEIGHTS, is_launcher_file, is_run
 from paceline.transfer.git import run_git, work_tree_root
 from paceline.transfer.links import OutwardLinks
 
-MAX_DEPTH = 2 * safe_paths.MOST_DEPTH  # runs may be nested in the folder
+MAX_DEPTH = 2 * safe_paths.MAX_DEPTH  # runs may be nested in the folder
 MAX_FILES = 5000
 MAX_BYTES = 256 * 1024 * 1024
 _SKIPPED = {"__pycache__", "node_modules", "runs", "wandb", "mlruns", "site-packages"}
@@ -80,7 +80,7 @@ def cache_files(tree: Tree) -> Tree:
     """
     cached: dict[str, Path] = {}
     manifest = [_cache_file(tree, entry, cached) for entry in tree.manifest]
-    snapshot.forget_old(keep="")  # this machine may never have an agent that does so
+    snapshot.remove_old(keep="")  # this machine may never have an agent that does so
     return replace(tree, manifest=manifest, cached=cached)
 
 
@@ -88,7 +88,7 @@ def _cache_file(tree: Tree, entry: list[object], cached: dict[str, Path]) -> lis
     """Caches a file, adds its path to ``cached``, and returns its entry."""
     path, sha256, mode, size = entry
     with contextlib.suppress(OSError):
-        if snapshot.lacking([entry]):
+        if snapshot.missing_hashes([entry]):
             content = tree.file(str(path)).read_bytes()
             sha256, size = hashlib.sha256(content).hexdigest(), len(content)
             snapshot.store([(sha256, content)])

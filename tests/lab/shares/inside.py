@@ -268,21 +268,21 @@ def the_cache_of_an_agent() -> Any:
     digest = hashlib.sha256(body).hexdigest()
     snapshot.store([(digest, body)])
     root = str(snapshot.job_folder("run1") / "code")
-    damaged = snapshot.materialise(root, [["a/b.py", digest, 0o644, len(body)]])
-    copies, key = data.Copies("ab" * 16), "0123456789abcdef01234567"
+    damaged = snapshot.build_tree(root, [["a/b.py", digest, 0o644, len(body)]])
+    copies, key = data.DataCopies("ab" * 16), "0123456789abcdef01234567"
     folder = copies.begin(key, "photos")
     mtime = 1_700_000_000_123_456
     copies.put_many(key, "photos", [["cats/1", 3, mtime]], b"one")
     copies.have(key, "photos", "big")
     copies.put(key, "photos", "big", {"offset": 0, "last": False}, body)
     copies.drop()  # cut off
-    again = data.Copies("cd" * 16)
+    again = data.DataCopies("cd" * 16)
     had = again.have(key, "photos", "big")[0]
     last = {"offset": had, "last": True, "sha256": hashlib.sha256(body * 2).hexdigest()}
     again.put(key, "photos", "big", {**last, "mtime": mtime}, body)
     again.settle(key, "photos", [], [["cats/1", 3, mtime + 1]])
     items, _ = again.page(str(folder), True)
-    snapshot.remove_tree(Path(root))
+    snapshot.remove_folder(Path(root))
     again.drop()
     return [damaged, had, items, Path(root).exists()]
 

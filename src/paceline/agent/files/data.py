@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from ..server import Agent
 
 Message = Dict[str, Any]
-_Passed = Tuple[Tuple[int, int], ...]
+_Ancestors = Tuple[Tuple[int, int], ...]
 Item = List[Any]
 ARRIVING = "arriving"  # below a copy's key: what has not come as a whole; a later run goes on
-ABANDONED_S = 120.0  # without a change: the agent that wrote it was killed
+ABANDONED_AFTER_S = 120.0  # without a change: the agent that wrote it was killed
 USED = "used"  # below it: an agent that uses the copy has it locked
-SIGN = "seen-"  # below it: begins the name of a file that shows who sees this disk
-PAGE = 2000  # items in an answer
+SIGN_PREFIX = "seen-"  # below it: begins the name of a file that shows who sees this disk
+PAGE_ITEMS = 2000  # items in an answer
 LISTING = "listing"  # a line of work: see Agent.in_line
-MOST_DEPTH = 2 * safe_paths.MOST_DEPTH  # as of the code: see transfer/tree.py
-MOST_WAYS = 1000  # that lead through links to one folder
-MARKED = 1000  # entries of a folder that tell whether it is the same one
+MAX_DEPTH = 2 * safe_paths.MAX_DEPTH  # as of the code: see transfer/tree.py
+MAX_LINKS = 1000  # that lead through links to one folder
+MAX_FINGERPRINTS = 1000  # entries of a folder that tell whether it is the same one
 
 
-def home(key: str) -> Path:
+def copy_folder(key: str) -> Path:
     """Where the copy ``key`` is kept. ValueError for what is no key."""
     if not snapshot.is_key(key):
         raise ValueError("not the key of data: %r" % key[:100])
@@ -47,21 +47,23 @@ def home(key: str) -> Path:
 
 def inner(name: str, path: str = "") -> str:
     """A path of a copy below its key."""
-    (name,) = safe_paths.parts_of(name)
+    (name,) = safe_paths.split_path(name)
     return "files/%s/%s" % (name, path) if path else "files/%s" % name
 
 
-def marks(path: str) -> List[str]:
+def fingerprints(path: str) -> List[str]:
     """What two looks at one folder have in common, and no two folders; nothing where none is."""
     try:
-        names = sorted(os.listdir(path))[:MARKED]
-        looks = [os.stat(path)]
+        names = sorted(os.listdir(path))[:MAX_FINGERPRINTS]
+        stats = [os.stat(path)]
     except OSError:
         return []
     for name in names:
         with contextlib.suppress(OSError):
-            looks.append(os.lstat(os.path.join(path, name)))
-    return ["%d %d %d" % (one.st_ino, one.st_ctime_ns, one.st_mtime_ns) for one in looks]
+            stats.append(os.lstat(os.path.join(path, name)))
+    return [
+        "%d %d %d" % (status.st_ino, status.st_ctime_ns, status.st_mtime_ns) for status in stats
+    ]
 
 
 def walk(root: str) -> Iterator[Item]:
@@ -69,64 +71,64 @@ def walk(root: str) -> Iterator[Item]:
 
     OSError for folders with links from each to the next, which few bytes make endless.
     """
-    waiting = [("", (), False)] if os.path.isdir(root) else []  # type: List[Tuple[str, _Passed, bool]]
-    ways = {}  # type: Dict[Tuple[int, int], int]
+    waiting = [("", (), False)] if os.path.isdir(root) else []  # type: List[Tuple[str, _Ancestors, bool]]
+    num_visits = {}  # type: Dict[Tuple[int, int], int]
     while waiting:
-        above, passed, through_link = waiting.pop()
-        if len(passed) > MOST_DEPTH:
-            words = "folders are nested more than %d deep" % MOST_DEPTH
-            raise OSError(errno.ENAMETOOLONG, words, os.path.join(root, above)[:200])
-        about = os.stat(os.path.join(root, above))
-        here = (about.st_dev, about.st_ino)
-        if here in passed:  # a link to a folder above
+        parent, ancestors, through_link = waiting.pop()
+        if len(ancestors) > MAX_DEPTH:
+            message = "folders are nested more than %d deep" % MAX_DEPTH
+            raise OSError(errno.ENAMETOOLONG, message, os.path.join(root, parent)[:200])
+        status = os.stat(os.path.join(root, parent))
+        identity = (status.st_dev, status.st_ino)
+        if identity in ancestors:  # a link to a folder above
             continue
         if through_link:
-            ways[here] = ways.get(here, 0) + 1
-            if ways[here] > MOST_WAYS:
-                words = "more than %d ways through links lead to one folder" % MOST_WAYS
-                raise OSError(errno.ELOOP, words, os.path.join(root, above)[:200])
-        with os.scandir(os.path.join(root, above)) as found:
-            entries = sorted(found, key=lambda entry: entry.name)
+            num_visits[identity] = num_visits.get(identity, 0) + 1
+            if num_visits[identity] > MAX_LINKS:
+                message = "more than %d ways through links lead to one folder" % MAX_LINKS
+                raise OSError(errno.ELOOP, message, os.path.join(root, parent)[:200])
+        with os.scandir(os.path.join(root, parent)) as iterator:
+            entries = sorted(iterator, key=lambda entry: entry.name)
         folders = []
         for entry in entries:
             if entry.is_dir():
                 linked = through_link or entry.is_symlink()
-                folders.append(("%s%s/" % (above, entry.name), (*passed, here), linked))
+                folders.append(("%s%s/" % (parent, entry.name), (*ancestors, identity), linked))
             elif entry.is_file():
-                about = entry.stat()
-                yield [above + entry.name, about.st_size, about.st_mtime_ns // 1000]
+                status = entry.stat()
+                yield [parent + entry.name, status.st_size, status.st_mtime_ns // 1000]
         waiting += reversed(folders)
 
 
-def order(path: str) -> List[Tuple[int, str]]:
+def sort_key(path: str) -> List[Tuple[int, str]]:
     """By this the items of a folder are sorted: its files, then what is in its folders."""
-    *above, name = path.split("/")
-    return [(1, one) for one in above] + [(0, name)]
+    *parents, name = path.split("/")
+    return [(1, folder) for folder in parents] + [(0, name)]
 
 
 def hashes(root: str, paths: Sequence[str]) -> List[str]:
     """SHA-256 of each file; empty for one that cannot be read."""
-    found = []
+    digests = []
     for path in paths:
-        safe_paths.parts_of(path)
+        safe_paths.split_path(path)
         try:
-            found.append(snapshot.hash_file(Path(root) / path))
+            digests.append(snapshot.hash_file(Path(root) / path))
         except OSError:
-            found.append("")
-    return found
+            digests.append("")
+    return digests
 
 
-def forget_old(max_age_s: float = snapshot.KEPT_S) -> None:
+def remove_old(max_age_s: float = snapshot.MAX_AGE_S) -> None:
     """Removes copies that nobody has used for a month."""
     for folder in (snapshot.cache_folder() / "data").glob("*"):
         with contextlib.suppress(OSError, ValueError):
-            if home(folder.name).lstat().st_uid != os.getuid() or folder.is_symlink():
+            if copy_folder(folder.name).lstat().st_uid != os.getuid() or folder.is_symlink():
                 continue
-            if time.time() - (folder / USED).stat().st_mtime > max_age_s and not _in_use(folder):
-                snapshot.remove_tree(folder)
+            if time.time() - (folder / USED).stat().st_mtime > max_age_s and not _is_in_use(folder):
+                snapshot.remove_folder(folder)
 
 
-def _in_use(folder: Path) -> bool:
+def _is_in_use(folder: Path) -> bool:
     with open(str(folder / USED), "rb+") as file:  # NFS locks only what is open for writing
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -135,7 +137,7 @@ def _in_use(folder: Path) -> bool:
     return False
 
 
-class Copies:
+class DataCopies:
     """The copies that this agent's job uses, and what is under way to them.
 
     Args:
@@ -143,73 +145,75 @@ class Copies:
     """
 
     def __init__(self, identity: str) -> None:
-        self._sign = SIGN + identity
-        self._used: Dict[str, int] = {}
-        self._listed: Dict[str, Iterator[Item]] = {}
-        self._open: Dict[Tuple[str, str], _Growing] = {}
+        self._sign_file = SIGN_PREFIX + identity
+        self._lock_fds: Dict[str, int] = {}
+        self._listings: Dict[str, Iterator[Item]] = {}
+        self._open: Dict[Tuple[str, str], _PartialFile] = {}
 
-    def begin(self, key: str, name: str) -> Path:
+    def open_copy(self, key: str, name: str) -> Path:
         """The copy's folder, made or not; it is kept from now on, as long as this agent lives."""
-        place = home(key)
-        if key not in self._used:
+        place = copy_folder(key)
+        if key not in self._lock_fds:
             place.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for kept in (USED, self._sign):
-                os.close(safe_paths.open_file(str(place), kept, os.O_WRONLY | os.O_CREAT))
+            for file_name in (USED, self._sign_file):
+                os.close(safe_paths.open_file(str(place), file_name, os.O_WRONLY | os.O_CREAT))
             used = os.open(str(place / USED), os.O_RDWR)
             os.utime(used)
             with contextlib.suppress(OSError):  # a disk without locks
                 fcntl.flock(used, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            self._used[key] = used
+            self._lock_fds[key] = used
         return place / inner(name)
 
     def touch(self) -> None:
         """Shows that the copies are still used, where locks do not tell."""
-        for used in [*self._used.values()]:
+        for used in [*self._lock_fds.values()]:
             os.utime(used)
 
-    def page(self, root: str, first: bool) -> Tuple[List[Item], bool]:
+    def next_page(self, root: str, first: bool) -> Tuple[List[Item], bool]:
         """The next items below ``root``, and whether these were the last."""
-        if first or root not in self._listed:
-            self._listed[root] = walk(root)
+        if first or root not in self._listings:
+            self._listings[root] = walk(root)
         items = []
-        for item in self._listed[root]:
+        for item in self._listings[root]:
             items.append(item)
-            if len(items) == PAGE:
+            if len(items) == PAGE_ITEMS:
                 return items, False
-        del self._listed[root]
+        del self._listings[root]
         return items, True
 
-    def settle(self, key: str, name: str, gone: Sequence[str], same: Sequence[Item]) -> None:
+    def update(
+        self, key: str, name: str, removed: Sequence[str], unchanged: Sequence[Item]
+    ) -> None:
         """Removes ``gone`` from a copy, and gives ``same`` the times of their originals."""
-        with safe_paths.Folders(str(home(key))) as copy:
-            for path in gone:
+        with safe_paths.FolderCache(str(copy_folder(key))) as copy:
+            for path in removed:
                 copy.remove(inner(name, path))
-            for path, _, mtime in same:
+            for path, _, mtime in unchanged:
                 file = copy.open(inner(name, path), os.O_RDONLY)
                 try:
                     os.utime(file, ns=(mtime * 1000, mtime * 1000))
                 finally:
                     os.close(file)
-        root = str(home(key) / inner(name))
-        for above in sorted({path.rpartition("/")[0] for path in gone} - {""}, reverse=True):
+        root = str(copy_folder(key) / inner(name))
+        for parent in sorted({path.rpartition("/")[0] for path in removed} - {""}, reverse=True):
             with contextlib.suppress(OSError):  # not empty
-                os.removedirs(os.path.join(root, above))
+                os.removedirs(os.path.join(root, parent))
 
-    def put_many(self, key: str, name: str, items: Sequence[Item], data: bytes) -> None:
+    def write_many(self, key: str, name: str, items: Sequence[Item], data: bytes) -> None:
         """Adds small files, one after the other in ``data``."""
         at = 0
-        with safe_paths.Folders(str(home(key))) as copy:
+        with safe_paths.FolderCache(str(copy_folder(key))) as copy:
             for path, size, mtime in items:
                 _add(copy, inner(name, path), data[at : at + size], mtime)
                 at += size
 
-    def have(self, key: str, name: str, path: str) -> Tuple[int, str]:
+    def resume(self, key: str, name: str, path: str) -> Tuple[int, str]:
         """How many bytes of a large file are here from an earlier try, and their SHA-256."""
-        growing = _Growing(key, inner(name, path))
+        growing = _PartialFile(key, inner(name, path))
         self._open[key, path] = growing
         return growing.size, growing.digest.hexdigest()
 
-    def put(self, key: str, name: str, path: str, request: Message, data: bytes) -> None:
+    def write_block(self, key: str, name: str, path: str, request: Message, data: bytes) -> None:
         """The next block of a large file; after the last one it is there.
 
         Args:
@@ -220,7 +224,7 @@ class Copies:
         Raises:
             ValueError: The file is not what was announced.
         """
-        growing = self._open.pop((key, path), None) or _Growing(key, inner(name, path))
+        growing = self._open.pop((key, path), None) or _PartialFile(key, inner(name, path))
         try:
             growing.add(request["offset"], data)
             if request["last"]:
@@ -231,33 +235,33 @@ class Copies:
             growing.close()
             raise
 
-    def drop(self) -> None:
+    def close(self) -> None:
         """Lets go of everything; what has come stays."""
         for growing in self._open.values():
             growing.close()
         self._open = {}
-        for key, used in self._used.items():
+        for key, used in self._lock_fds.items():
             os.close(used)
             with contextlib.suppress(OSError):
-                os.unlink(str(home(key) / self._sign))
-        self._used = {}
+                os.unlink(str(copy_folder(key) / self._sign_file))
+        self._lock_fds = {}
 
 
-def _add(copy: safe_paths.Folders, path: str, data: bytes, mtime: int) -> None:
+def _add(copy: safe_paths.FolderCache, path: str, data: bytes, mtime: int) -> None:
     # not flushed: after a power cut the sizes and times are compared, as always
     part = secrets.token_hex(8)
-    above, _, name = path.rpartition("/")
+    parent, _, name = path.rpartition("/")
     file = copy.open("%s/%s" % (ARRIVING, part), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
-        safe_paths.write_all(file, data)
+        safe_paths.write_fully(file, data)
         os.utime(file, ns=(mtime * 1000, mtime * 1000))
     finally:
         os.close(file)
-    target = copy.descriptor(above, make=True)
+    target = copy.descriptor(parent, make=True)
     os.replace(part, name, src_dir_fd=copy.descriptor(ARRIVING), dst_dir_fd=target)
 
 
-class _Growing:
+class _PartialFile:
     """A file that comes in blocks, and goes on where an earlier agent was cut off.
 
     It grows under a name of this agent's own: others may have the same disk, whose locks may hold
@@ -265,40 +269,40 @@ class _Growing:
     """
 
     def __init__(self, key: str, path: str) -> None:
-        self._root, self._path = str(home(key)), path
+        self._root, self._path = str(copy_folder(key)), path
         name = hashlib.sha256(path.encode(errors="replace")).hexdigest()
-        self._left = "%s/%s" % (ARRIVING, name)
-        self._part = "%s-%s" % (self._left, secrets.token_hex(8))
-        self._file: Optional[int] = _locked(self._root, self._part)
-        self._take_over(name)
+        self._abandoned_path = "%s/%s" % (ARRIVING, name)
+        self._part_path = "%s-%s" % (self._abandoned_path, secrets.token_hex(8))
+        self._file: Optional[int] = _open_locked(self._root, self._part_path)
+        self._adopt_abandoned(name)
         self.digest = hashlib.sha256()
         self.size = 0
-        while data := os.read(self._file, snapshot.BLOCK):
+        while data := os.read(self._file, snapshot.BLOCK_BYTES):
             self.digest.update(data)
             self.size += len(data)
 
-    def _take_over(self, name: str) -> None:
+    def _adopt_abandoned(self, name: str) -> None:
         """Goes on with what an earlier agent has left, or was killed over, if it is there."""
         assert self._file is not None
         now = os.fstat(self._file).st_mtime  # by the disk's own clock
-        for left in sorted(os.listdir(os.path.join(self._root, ARRIVING))):
-            path = "%s/%s" % (ARRIVING, left)
-            if not left.startswith(name) or path == self._part:
+        for abandoned in sorted(os.listdir(os.path.join(self._root, ARRIVING))):
+            path = "%s/%s" % (ARRIVING, abandoned)
+            if not abandoned.startswith(name) or path == self._part_path:
                 continue
             with contextlib.suppress(OSError):  # in use, or another agent was faster
-                if path == self._left or self._is_abandoned(path, now):
+                if path == self._abandoned_path or self._is_abandoned(path, now):
                     # under a new name: SMB replaces no file that somebody has open
-                    taken = "%s-%s" % (self._left, secrets.token_hex(8))
-                    safe_paths.rename(self._root, path, taken, durable=False)
+                    adopted = "%s-%s" % (self._abandoned_path, secrets.token_hex(8))
+                    safe_paths.rename(self._root, path, adopted, durable=False)
                     os.close(self._file)
-                    os.unlink(os.path.join(self._root, self._part))
-                    self._part, self._file = taken, _locked(self._root, taken)
+                    os.unlink(os.path.join(self._root, self._part_path))
+                    self._part_path, self._file = adopted, _open_locked(self._root, adopted)
                     return
 
     def _is_abandoned(self, path: str, now: float) -> bool:
-        file = _locked(self._root, path, os.O_RDWR)
+        file = _open_locked(self._root, path, os.O_RDWR)
         try:
-            return now - os.fstat(file).st_mtime > ABANDONED_S
+            return now - os.fstat(file).st_mtime > ABANDONED_AFTER_S
         finally:
             os.close(file)
 
@@ -310,7 +314,7 @@ class _Growing:
             self.digest, self.size = hashlib.sha256(), 0
         if offset != self.size:
             raise ValueError("a block at byte %d came where %d was next" % (offset, self.size))
-        safe_paths.write_all(self._file, data)
+        safe_paths.write_fully(self._file, data)
         self.digest.update(data)
         self.size += len(data)
 
@@ -320,8 +324,8 @@ class _Growing:
             self.size = 0
             raise ValueError("content does not have the hash %s" % sha256)
         os.utime(self._file, ns=(mtime * 1000, mtime * 1000))
-        safe_paths.rename(self._root, self._part, self._path, durable=False)
-        self._part = ""
+        safe_paths.rename(self._root, self._part_path, self._path, durable=False)
+        self._part_path = ""
         self.close()
 
     def close(self) -> None:
@@ -330,13 +334,15 @@ class _Growing:
             os.close(self._file)
             self._file = None
             with contextlib.suppress(OSError):
-                if self._part and self.size:
-                    safe_paths.rename(self._root, self._part, self._left, durable=False)
-                elif self._part:
-                    os.unlink(os.path.join(self._root, self._part))
+                if self._part_path and self.size:
+                    safe_paths.rename(
+                        self._root, self._part_path, self._abandoned_path, durable=False
+                    )
+                elif self._part_path:
+                    os.unlink(os.path.join(self._root, self._part_path))
 
 
-def _locked(root: str, path: str, flags: int = os.O_RDWR | os.O_CREAT) -> int:
+def _open_locked(root: str, path: str, flags: int = os.O_RDWR | os.O_CREAT) -> int:
     """Opens a file and takes its lock; a disk may have none. OSError where another one holds it."""
     file = safe_paths.open_file(root, path, flags)
     try:
@@ -356,13 +362,13 @@ def data_folder(agent: Agent, request: Message, _: bytes) -> None:
     """What is at ``path`` here, and where the copy ``key`` of it is: ``name`` is its last part."""
 
     def work() -> None:
-        folder = agent.data_copies.begin(request["key"], request["name"])
-        place = home(request["key"])
+        folder = agent.data_copies.open_copy(request["key"], request["name"])
+        place = copy_folder(request["key"])
         agent.reply(
             request,
-            marks=marks(request["path"]),
+            marks=fingerprints(request["path"]),
             folder=str(folder),
-            sign=str(place / (SIGN + agent.identity.hex())),
+            sign=str(place / (SIGN_PREFIX + agent.identity.hex())),
             free=shutil.disk_usage(str(place)).free,
         )
 
@@ -373,8 +379,8 @@ def list_data(agent: Agent, request: Message, _: bytes) -> None:
     """The next items below ``root``, from the ``first`` on."""
 
     def work() -> None:
-        files, last = agent.data_copies.page(request["root"], request["first"])
-        agent.reply(request, files=files, last=last)
+        files, is_complete = agent.data_copies.next_page(request["root"], request["first"])
+        agent.reply(request, files=files, last=is_complete)
 
     agent.in_queue(LISTING, work, request)
 
@@ -389,40 +395,42 @@ def settle_data(agent: Agent, request: Message, _: bytes) -> None:
     """Removes the files ``gone`` from a copy; those of ``same`` get their originals' times."""
 
     def work() -> None:
-        agent.data_copies.settle(request["key"], request["name"], request["gone"], request["same"])
+        agent.data_copies.update(request["key"], request["name"], request["gone"], request["same"])
         agent.reply(request)
 
-    agent.in_queue(transfer.ARRIVING, work, request)
+    agent.in_queue(transfer.RECEIVING, work, request)
 
 
 def put_data_files(agent: Agent, request: Message, blob: bytes) -> None:
     """Small files of a copy: their ``items``, and their contents one after the other."""
 
     def work() -> None:
-        agent.data_copies.put_many(request["key"], request["name"], request["items"], blob)
+        agent.data_copies.write_many(request["key"], request["name"], request["items"], blob)
         agent.reply(request)
 
-    agent.in_queue(transfer.ARRIVING, work, request)
+    agent.in_queue(transfer.RECEIVING, work, request)
 
 
 def have_data(agent: Agent, request: Message, _: bytes) -> None:
     """How much of a copy's file ``path`` an earlier try has left."""
 
     def work() -> None:
-        size, sha256 = agent.data_copies.have(request["key"], request["name"], request["path"])
+        size, sha256 = agent.data_copies.resume(request["key"], request["name"], request["path"])
         agent.reply(request, size=size, sha256=sha256)
 
-    agent.in_queue(transfer.ARRIVING, work, request)
+    agent.in_queue(transfer.RECEIVING, work, request)
 
 
 def put_data(agent: Agent, request: Message, blob: bytes) -> None:
     """The next block of a copy's file ``path``."""
 
     def work() -> None:
-        agent.data_copies.put(request["key"], request["name"], request["path"], request, blob)
+        agent.data_copies.write_block(
+            request["key"], request["name"], request["path"], request, blob
+        )
         agent.reply(request)
 
-    agent.in_queue(transfer.ARRIVING, work, request)
+    agent.in_queue(transfer.RECEIVING, work, request)
 
 
 OPERATIONS: "Dict[str, Callable[[Agent, Message, bytes], None]]" = {

@@ -20,38 +20,41 @@ import unicodedata
 from typing import Dict, Iterator, List, Tuple
 
 INCOMING = ".paceline-incoming"  # below the folder: what has not come as a whole yet
-MOST_CHARACTERS = 4096
-MOST_DEPTH = 64  # names on the path of a file that comes from another machine
-MOST_BYTES = 255  # of one name: what file systems take
-READERS_S = 2.0
+MAX_PATH_LENGTH = 4096
+MAX_DEPTH = 64  # names on the path of a file that comes from another machine
+MAX_NAME_BYTES = 255  # of one name: what file systems take
+REPLACE_TIMEOUT_S = 2.0
 
 
-def folded(name: str) -> str:
+def fold_name(name: str) -> str:
     """A name as a file system may compare it: without case and without invisible characters."""
-    plain = unicodedata.normalize("NFKC", name).casefold()
-    return "".join(one for one in plain if unicodedata.category(one) != "Cf")
+    normalized = unicodedata.normalize("NFKC", name).casefold()
+    return "".join(character for character in normalized if unicodedata.category(character) != "Cf")
 
 
-def why_refused(path: str) -> str:
+def refusal_reason(path: str) -> str:
     """Why a file that another machine or a rank names is not made here; empty if it may be.
 
     Git runs programs that a repository's configuration names. Every repository has a file HEAD,
     also one without ``.git`` (a bare one).
     """
     try:
-        parts = parts_of(path)
+        parts = split_path(path)
     except ValueError as problem:
         return str(problem)
-    if len(parts) > MOST_DEPTH:
-        return "more than %d folders deep" % MOST_DEPTH
+    if len(parts) > MAX_DEPTH:
+        return "more than %d folders deep" % MAX_DEPTH
     try:
-        if any(len(os.fsencode(part)) > MOST_BYTES for part in parts):
-            return "a name of more than %d bytes" % MOST_BYTES
+        if any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in parts):
+            return "a name of more than %d bytes" % MAX_NAME_BYTES
     except UnicodeEncodeError:
         return "a name that no file can have"
-    if any(unicodedata.category(one) in ("Cc", "Zl", "Zp") for one in path):
+    if any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in path):
         return "a control character in its name"
-    if any(folded(part).rstrip(". ") == ".git" for part in parts) or folded(parts[-1]) == "head":
+    if (
+        any(fold_name(part).rstrip(". ") == ".git" for part in parts)
+        or fold_name(parts[-1]) == "head"
+    ):
         return "part of a git repository"
     return ""
 
@@ -64,14 +67,14 @@ def walk(root: str) -> Iterator[Tuple[str, List[str], List[str]]]:
     """
     waiting = [""]
     while waiting:
-        above = waiting.pop()
+        parent = waiting.pop()
         folders, files = [], []  # type: Tuple[List[str], List[str]]
-        with contextlib.suppress(OSError), os.scandir(os.path.join(root, above)) as entries:
+        with contextlib.suppress(OSError), os.scandir(os.path.join(root, parent)) as entries:
             for entry in entries:
                 (folders if _is_folder(entry) else files).append(entry.name)
-        yield above, folders, files
+        yield parent, folders, files
         for name in reversed(folders):
-            inner = os.path.join(above, name)
+            inner = os.path.join(parent, name)
             if not os.path.islink(os.path.join(root, inner)):
                 waiting.append(inner)
 
@@ -83,7 +86,7 @@ def _is_folder(entry: "os.DirEntry[str]") -> bool:
         return False
 
 
-def remove_all(folder: str) -> None:
+def remove_tree(folder: str) -> None:
     """Removes a folder with all that is in it, at any depth; what cannot be removed stays."""
     try:
         shutil.rmtree(folder, ignore_errors=True)
@@ -91,10 +94,10 @@ def remove_all(folder: str) -> None:
         subprocess.run(["rm", "-rf", "--", folder], check=False, stderr=subprocess.DEVNULL)
 
 
-def parts_of(path: str) -> List[str]:
+def split_path(path: str) -> List[str]:
     """The names on a relative path; ValueError for one that could lead anywhere else."""
     parts = path.split("/")
-    if len(path) > MOST_CHARACTERS or "\0" in path or not {"", ".", ".."}.isdisjoint(parts):
+    if len(path) > MAX_PATH_LENGTH or "\0" in path or not {"", ".", ".."}.isdisjoint(parts):
         raise ValueError("not a path inside a folder: %r" % path[:100])
     return parts
 
@@ -107,19 +110,19 @@ def open_folder(root: str, path: str, make: bool = False) -> int:
         path: Relative; where it is a link or anything but a folder, OSError is raised.
         make: Makes what is missing, for the user alone.
     """
-    found = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-    for name in parts_of(path) if path else []:
+    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    for name in split_path(path) if path else []:
         try:
-            inner = _enter(found, name, make)
+            inner = _open_child(folder, name, make)
         except OSError as problem:
-            raise _explained(problem, root, path, found, name) from None
+            raise _with_path(problem, root, path, folder, name) from None
         finally:
-            os.close(found)
-        found = inner
-    return found
+            os.close(folder)
+        folder = inner
+    return folder
 
 
-def _enter(folder: int, name: str, make: bool) -> int:
+def _open_child(folder: int, name: str, make: bool) -> int:
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     try:
         return os.open(name, flags, dir_fd=folder)
@@ -131,24 +134,24 @@ def _enter(folder: int, name: str, make: bool) -> int:
     return os.open(name, flags, dir_fd=folder)
 
 
-def _explained(problem: OSError, root: str, path: str, folder: int, name: str) -> OSError:
+def _with_path(problem: OSError, root: str, path: str, folder: int, name: str) -> OSError:
     """The same problem with the whole path; a link is called by its name."""
-    whole = os.path.join(root, path)
+    full_path = os.path.join(root, path)
     with contextlib.suppress(OSError):
         if stat.S_ISLNK(os.lstat(name, dir_fd=folder).st_mode):
-            words = "%s is a symbolic link, and links in there are not followed" % name
-            return OSError(errno.ELOOP, words, whole)
-    return OSError(problem.errno or errno.EIO, problem.strerror, whole)
+            message = "%s is a symbolic link, and links in there are not followed" % name
+            return OSError(errno.ELOOP, message, full_path)
+    return OSError(problem.errno or errno.EIO, problem.strerror, full_path)
 
 
-class Folders:
+class FolderCache:
     """Folders below a root, each opened once, for many files in few folders.
 
     Args:
         root: A folder, named as the user likes.
     """
 
-    MOST = 300  # open at once: 256 of the cache's, and some of a tree
+    MAX_OPEN = 300  # open at once: 256 of the cache's, and some of a tree
 
     def __init__(self, root: str) -> None:
         self._root = root
@@ -157,17 +160,17 @@ class Folders:
     def descriptor(self, path: str, make: bool = False) -> int:
         """As :func:`open_folder`; valid until the next call, closed with the others."""
         if path not in self._open:
-            if len(self._open) >= self.MOST:
+            if len(self._open) >= self.MAX_OPEN:
                 self.close()
             self._open[path] = open_folder(self._root, path, make)
         return self._open[path]
 
     def close(self) -> None:
-        for found in self._open.values():
-            os.close(found)
+        for fd in self._open.values():
+            os.close(fd)
         self._open = {}
 
-    def __enter__(self) -> "Folders":
+    def __enter__(self) -> "FolderCache":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -175,19 +178,19 @@ class Folders:
 
     def open(self, path: str, flags: int) -> int:
         """As :func:`open_file`."""
-        above, _, name = path.rpartition("/")
-        parts_of(path)
-        folder = self.descriptor(above, make=bool(flags & os.O_CREAT))
+        parent, _, name = path.rpartition("/")
+        split_path(path)
+        folder = self.descriptor(parent, make=bool(flags & os.O_CREAT))
         try:
-            return _open_plain(folder, name, flags)
+            return _open_regular(folder, name, flags)
         except OSError as problem:
-            raise _explained(problem, self._root, path, folder, name) from None
+            raise _with_path(problem, self._root, path, folder, name) from None
 
     def remove(self, path: str) -> None:
         """Removes a file, if it can be."""
-        above, _, name = path.rpartition("/")
+        parent, _, name = path.rpartition("/")
         with contextlib.suppress(OSError):
-            os.unlink(name, dir_fd=self.descriptor(above))
+            os.unlink(name, dir_fd=self.descriptor(parent))
 
 
 def open_file(root: str, path: str, flags: int) -> int:
@@ -196,27 +199,27 @@ def open_file(root: str, path: str, flags: int) -> int:
     Folders on the way are made when ``flags`` has ``O_CREAT``. OSError where a link or anything
     but a plain file has the name.
     """
-    *above, name = parts_of(path)
-    folder = open_folder(root, "/".join(above), make=bool(flags & os.O_CREAT))
+    *parents, name = split_path(path)
+    folder = open_folder(root, "/".join(parents), make=bool(flags & os.O_CREAT))
     try:
-        return _open_plain(folder, name, flags)
+        return _open_regular(folder, name, flags)
     except OSError as problem:
-        raise _explained(problem, root, path, folder, name) from None
+        raise _with_path(problem, root, path, folder, name) from None
     finally:
         os.close(folder)
 
 
-def _open_plain(folder: int, name: str, flags: int) -> int:
+def _open_regular(folder: int, name: str, flags: int) -> int:
     # O_NONBLOCK: a named pipe must not keep us waiting for its other end
     # 0o664: with a umask of 000, too, nobody else may write it
-    found = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o664, dir_fd=folder)
-    if not stat.S_ISREG(os.fstat(found).st_mode):
-        os.close(found)
+    fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o664, dir_fd=folder)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
         raise OSError(errno.EINVAL, "not a plain file")
-    return found
+    return fd
 
 
-def own_folder(name: str, otherwise: str) -> str:
+def private_temp_folder(name: str, fallback: str) -> str:
     """A folder below /tmp that only this user can write; ``otherwise`` where that name is taken.
 
     Anybody can make a folder of any name below /tmp, and own what others then put into it.
@@ -225,20 +228,20 @@ def own_folder(name: str, otherwise: str) -> str:
     try:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
-        about = os.lstat(path)
+        status = os.lstat(path)
         if (
-            stat.S_ISDIR(about.st_mode)
-            and about.st_uid == os.getuid()
-            and not (stat.S_IMODE(about.st_mode) & 0o022)
+            stat.S_ISDIR(status.st_mode)
+            and status.st_uid == os.getuid()
+            and not (stat.S_IMODE(status.st_mode) & 0o022)
         ):
             return path
     except OSError:
         pass
-    os.makedirs(otherwise, 0o700, exist_ok=True)
-    return otherwise
+    os.makedirs(fallback, 0o700, exist_ok=True)
+    return fallback
 
 
-def write_all(file: int, data: bytes) -> None:
+def write_fully(file: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(file, view) :]
@@ -249,11 +252,11 @@ def rename(root: str, path: str, target: str, durable: bool = True) -> None:
 
     With ``durable`` it has that name after a power cut, too.
     """
-    *above, name = parts_of(path)
-    *target_above, target_name = parts_of(target)
-    source = open_folder(root, "/".join(above))
+    *parents, name = split_path(path)
+    *target_parents, target_name = split_path(target)
+    source = open_folder(root, "/".join(parents))
     try:
-        folder = open_folder(root, "/".join(target_above), make=True)
+        folder = open_folder(root, "/".join(target_parents), make=True)
         try:
             _replace(source, name, folder, target_name)
             if durable:
@@ -268,16 +271,16 @@ def rename(root: str, path: str, target: str, durable: bool = True) -> None:
 
 def _replace(source: int, name: str, folder: int, target: str) -> None:
     """A share of SMB refuses while a process of this host has the target open: tried again."""
-    until = time.monotonic() + READERS_S
+    deadline = time.monotonic() + REPLACE_TIMEOUT_S
     while True:
         try:
             os.replace(name, target, src_dir_fd=source, dst_dir_fd=folder)
             return
         except PermissionError:
-            ours = os.access(".", os.W_OK | os.X_OK, dir_fd=folder)
-            if not ours or time.monotonic() > until:
+            is_writable = os.access(".", os.W_OK | os.X_OK, dir_fd=folder)
+            if not is_writable or time.monotonic() > deadline:
                 raise
-        time.sleep(READERS_S / 50)
+        time.sleep(REPLACE_TIMEOUT_S / 50)
 
 
 def write_file(root: str, path: str, data: bytes, durable: bool = True) -> None:
@@ -288,7 +291,7 @@ def write_file(root: str, path: str, data: bytes, durable: bool = True) -> None:
         data: All of it.
         durable: Flush it to the disk first.
     """
-    file = Arriving(root, path, durable)
+    file = IncomingFile(root, path, durable)
     try:
         file.add(0, data)
         file.finish()
@@ -304,14 +307,14 @@ def remove(root: str, path: str) -> None:
     os.close(open_folder(root, INCOMING, make=True))
     aside = "%s/%s" % (INCOMING, secrets.token_hex(8))
     rename(root, path, aside)
-    whole = os.path.join(root, aside)
-    if stat.S_ISDIR(os.lstat(whole).st_mode):
-        remove_all(whole)
+    full_path = os.path.join(root, aside)
+    if stat.S_ISDIR(os.lstat(full_path).st_mode):
+        remove_tree(full_path)
     else:
-        os.unlink(whole)
+        os.unlink(full_path)
 
 
-class Arriving:
+class IncomingFile:
     """A file that comes block by block: it has its name once it is whole, checked and flushed.
 
     Args:
@@ -324,7 +327,7 @@ class Arriving:
     """
 
     def __init__(self, root: str, path: str, durable: bool = True) -> None:
-        parts_of(path)
+        split_path(path)
         self.size = 0
         self._durable = durable
         self._root, self._path = root, path
@@ -341,7 +344,7 @@ class Arriving:
         """Adds a block. ValueError when it is not the next one."""
         if offset != self.size:
             raise ValueError("a block at byte %d came where %d was next" % (offset, self.size))
-        write_all(self._fd, data)
+        write_fully(self._fd, data)
         self._digest.update(data)
         self.size += len(data)
 

@@ -22,29 +22,29 @@ from . import safe_paths
 
 Entry = List[Any]
 Message = Dict[str, Any]
-BLOCK = 1 << 20
-KEPT_S = 30 * 24 * 3600.0
-MARK = ".paceline-run"  # in a run's folder: we made it, so we may remove it; holds the key
-SIGN = ".paceline-seen-"  # begins the name of a file by which an agent shows that it is here
-OWNER = ".paceline-agent"  # in a job's folder: names the agent that removes it
-OWN = (MARK, safe_paths.INCOMING)
+BLOCK_BYTES = 1 << 20
+MAX_AGE_S = 30 * 24 * 3600.0
+MARK_FILE = ".paceline-run"  # in a run's folder: we made it, so we may remove it; holds the key
+SIGN_PREFIX = ".paceline-seen-"  # begins the name of a file by which an agent shows that it is here
+OWNER_FILE = ".paceline-agent"  # in a job's folder: names the agent that removes it
+OWN_NAMES = (MARK_FILE, safe_paths.INCOMING)
 _KEY = re.compile("[0-9a-f]{24}")
 _HASH = re.compile("[0-9a-f]{64}")
 _JOB = re.compile("[0-9A-Za-z_-]{1,64}")
 
 
-_place: List[Path] = []
+_cache_override: List[Path] = []
 
 
-def use_instead(place: Path) -> None:
+def use_cache(place: Path) -> None:
     """Has everything kept at ``place``: others can write to the usual one, or we cannot."""
-    _place[:] = [place]
+    _cache_override[:] = [place]
 
 
 def cache_folder() -> Path:
     """Where the agent keeps what was shipped: ``$XDG_CACHE_HOME/paceline``."""
-    if _place:
-        return _place[0]
+    if _cache_override:
+        return _cache_override[0]
     base = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
     return Path(base) / "paceline"
 
@@ -54,7 +54,7 @@ def hash_file(path: "Union[str, Path]") -> str:
     digest = hashlib.sha256()
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # thousands of small ones at every start
     try:
-        while block := os.read(file, BLOCK):
+        while block := os.read(file, BLOCK_BYTES):
             digest.update(block)
     finally:
         os.close(file)
@@ -67,22 +67,22 @@ def compare(root: str, manifest: List[Entry]) -> Message:
     for path, sha256, _, size in manifest:
         file = os.path.join(root, path)
         try:
-            same = os.stat(file).st_size == size and hash_file(file) == sha256
+            is_same = os.stat(file).st_size == size and hash_file(file) == sha256
         except OSError:
             missing.append(path)
             continue
-        if not same:
+        if not is_same:
             different.append(path)
     return {"exists": Path(root).is_dir(), "missing": missing, "different": different}
 
 
-def lacking(manifest: List[Entry]) -> List[str]:
+def missing_hashes(manifest: List[Entry]) -> List[str]:
     """Hashes of the manifest whose content is not in the cache, each once."""
-    wanted = {entry[1]: entry[3] for entry in manifest}
-    return sorted(h for h, size in wanted.items() if not _has(h, size))
+    sizes = {entry[1]: entry[3] for entry in manifest}
+    return sorted(h for h, size in sizes.items() if not _is_cached(h, size))
 
 
-def _has(sha256: str, size: int) -> bool:
+def _is_cached(sha256: str, size: int) -> bool:
     with contextlib.suppress(OSError):
         return (cache_folder() / blob_path(sha256)).stat().st_size == size
     return False
@@ -121,26 +121,28 @@ def make_run_folder(key: str, user: str = "") -> Path:
         user: Names an agent that uses the folder until it says otherwise: agents of one disk have
             one folder, and it stays for the others when one of them leaves.
     """
-    folder = _made_run_folder(key)
+    folder = _create_run_folder(key)
     if user:
         try:
-            os.close(safe_paths.open_file(str(folder), SIGN + user, os.O_WRONLY | os.O_CREAT))
+            os.close(
+                safe_paths.open_file(str(folder), SIGN_PREFIX + user, os.O_WRONLY | os.O_CREAT)
+            )
         except FileNotFoundError:  # the last other user left at this moment
             return make_run_folder(key, user)
     return folder
 
 
-def _made_run_folder(key: str) -> Path:
+def _create_run_folder(key: str) -> Path:
     folder = run_folder(key)
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not folder.is_symlink() and folder.is_dir():
         return folder
-    new = _private_folder(folder)
+    unpublished = _private_folder(folder)
     try:
-        (new / MARK).write_text(key)
-        _publish(new, folder)  # with its mark in it from the first moment
+        (unpublished / MARK_FILE).write_text(key)
+        _publish(unpublished, folder)  # with its mark in it from the first moment
     finally:
-        shutil.rmtree(str(new), ignore_errors=True)
+        shutil.rmtree(str(unpublished), ignore_errors=True)
     return folder
 
 
@@ -149,19 +151,21 @@ def _private_folder(folder: Path) -> Path:
 
     Hosts, and containers of one host, may share a disk: process numbers are not enough.
     """
-    new = folder.with_name(".new-%s-%d-%s" % (_pid_space(), os.getpid(), secrets.token_hex(8)))
-    new.mkdir(mode=0o700)
-    return new
+    private = folder.with_name(
+        ".new-%s-%d-%s" % (_pid_namespace(), os.getpid(), secrets.token_hex(8))
+    )
+    private.mkdir(mode=0o700)
+    return private
 
 
-def _publish(new: Path, folder: Path) -> bool:
+def _publish(unpublished: Path, folder: Path) -> bool:
     """Gives the finished folder ``new`` the name ``folder`` in one step.
 
     False where another process was faster. The rename itself tells: on a network disk, what others
     have made may be seen late.
     """
     try:
-        new.rename(folder)
+        unpublished.rename(folder)
     except OSError as problem:
         if problem.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
@@ -169,24 +173,26 @@ def _publish(new: Path, folder: Path) -> bool:
     return True
 
 
-def _pid_space() -> str:
+def _pid_namespace() -> str:
     """Eight digits that two processes share only if a process number means the same to both.
 
     It does not on two machines, before and after a restart, and in two containers.
     """
-    about = []
+    identifiers = []
     with contextlib.suppress(OSError):
-        about.append(Path("/proc/sys/kernel/random/boot_id").read_text())
-        about.append(os.readlink("/proc/self/ns/pid"))
-    return hashlib.sha256("".join(about).encode()).hexdigest()[:8] if about else "0" * 8
+        identifiers.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+        identifiers.append(os.readlink("/proc/self/ns/pid"))
+    return hashlib.sha256("".join(identifiers).encode()).hexdigest()[:8] if identifiers else "0" * 8
 
 
 def _is_abandoned(path: Path) -> bool:
     """What an agent was making, or removing, when it was killed."""
     if re.fullmatch(r"\.gone-[0-9a-f]{16}", path.name):
         return True
-    made = re.fullmatch(r"\.new-([0-9a-f]{8})-([0-9]{1,10})-[0-9a-f]{16}", path.name)
-    return bool(made and made[1] == _pid_space() and processes.read_stat(int(made[2])) is None)
+    match = re.fullmatch(r"\.new-([0-9a-f]{8})-([0-9]{1,10})-[0-9a-f]{16}", path.name)
+    return bool(
+        match and match[1] == _pid_namespace() and processes.read_stat(int(match[2])) is None
+    )
 
 
 def discard_run_folder(key: str, only: "Optional[Collection[str]]" = None, user: str = "") -> bool:
@@ -202,28 +208,28 @@ def discard_run_folder(key: str, only: "Optional[Collection[str]]" = None, user:
         return False
     if user:
         with contextlib.suppress(OSError):
-            (folder / (SIGN + user)).unlink()
-    if only is not None and not {MARK, *only}.issuperset(os.listdir(str(folder))):
+            (folder / (SIGN_PREFIX + user)).unlink()
+    if only is not None and not {MARK_FILE, *only}.issuperset(os.listdir(str(folder))):
         return False
-    remove_tree(folder)
+    remove_folder(folder)
     return True
 
 
 def _is_marked(folder: Path, key: str) -> bool:
     with contextlib.suppress(OSError, ValueError):
-        about, mark = folder.lstat(), (folder / MARK).lstat()
-        ours = about.st_uid == mark.st_uid == os.getuid()
-        plain = stat.S_ISDIR(about.st_mode) and stat.S_ISREG(mark.st_mode)
-        return ours and plain and (folder / MARK).read_text() == key
+        status, mark = folder.lstat(), (folder / MARK_FILE).lstat()
+        is_ours = status.st_uid == mark.st_uid == os.getuid()
+        is_regular = stat.S_ISDIR(status.st_mode) and stat.S_ISREG(mark.st_mode)
+        return is_ours and is_regular and (folder / MARK_FILE).read_text() == key
     return False
 
 
-def remove_tree(folder: Path) -> None:
+def remove_folder(folder: Path) -> None:
     """Removes a folder of ours: moved aside first, so that nobody meets half of it."""
     aside = folder.with_name(".gone-%s" % secrets.token_hex(8))
     with contextlib.suppress(OSError):
         folder.rename(aside)
-        safe_paths.remove_all(str(aside))
+        safe_paths.remove_tree(str(aside))
 
 
 def job_folder(name: str) -> Path:
@@ -233,26 +239,26 @@ def job_folder(name: str) -> Path:
     return cache_folder() / "jobs" / name
 
 
-_AGENT = secrets.token_hex(8)  # names this process among all that share the disk
+_AGENT_ID = secrets.token_hex(8)  # names this process among all that share the disk
 
 
-def own_job_folder(folder: Path) -> None:
+def claim_job_folder(folder: Path) -> None:
     """Makes this agent the one that removes the folder at its end.
 
     An earlier agent of the same host may still be ending: it leaves the folder then.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    safe_paths.write_file(str(folder), OWNER, _AGENT.encode(), durable=False)
+    safe_paths.write_file(str(folder), OWNER_FILE, _AGENT_ID.encode(), durable=False)
 
 
 def discard_job_folder(folder: Path) -> None:
     """Removes the folder if this agent is still its owner."""
     with contextlib.suppress(OSError):
-        if (folder / OWNER).read_text() == _AGENT:
-            remove_tree(folder)
+        if (folder / OWNER_FILE).read_text() == _AGENT_ID:
+            remove_folder(folder)
 
 
-def forget_old(keep: str, max_age_s: float = KEPT_S) -> None:
+def remove_old(keep: str, max_age_s: float = MAX_AGE_S) -> None:
     """Removes what was shipped or left here and has not been touched for a month.
 
     What a killed agent left half made or half removed goes at once.
@@ -261,8 +267,8 @@ def forget_old(keep: str, max_age_s: float = KEPT_S) -> None:
         keep: The folder that this agent runs from.
         max_age_s: Age in seconds.
     """
-    before = time.time() - max_age_s
-    for name, is_ours in _KEPT.items():
+    cutoff = time.time() - max_age_s
+    for name, is_ours in _CACHE_FOLDERS.items():
         folder = cache_folder() / name
         if folder.is_symlink():
             continue
@@ -271,51 +277,51 @@ def forget_old(keep: str, max_age_s: float = KEPT_S) -> None:
                 if path.is_symlink() or os.path.realpath(str(path)) == os.path.realpath(keep):
                     continue
                 # to look at a mark is to use it, so that comes last
-                old = (_is_abandoned(path) or _newest(path) < before) and is_ours(path)
-                if old and stat.S_ISDIR(path.lstat().st_mode):
-                    remove_tree(path)
-                elif old:
+                is_old = (_is_abandoned(path) or _last_used(path) < cutoff) and is_ours(path)
+                if is_old and stat.S_ISDIR(path.lstat().st_mode):
+                    remove_folder(path)
+                elif is_old:
                     path.unlink()
 
 
-def _made_here(form: str) -> Callable[[Path], bool]:
+def _has_name(form: str) -> Callable[[Path], bool]:
     """Folders and files of this user whose name has a form that we give."""
 
     def is_ours(path: Path) -> bool:
-        about = path.lstat()
-        plain = stat.S_ISDIR(about.st_mode) or stat.S_ISREG(about.st_mode)
-        return plain and about.st_uid == os.getuid() and bool(re.fullmatch(form, path.name))
+        status = path.lstat()
+        is_regular = stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)
+        return is_regular and status.st_uid == os.getuid() and bool(re.fullmatch(form, path.name))
 
     return is_ours
 
 
 def _is_run(path: Path) -> bool:
-    aside = _made_here(r"\.(gone|new-[0-9a-f]{8}-[0-9]{1,10})-[0-9a-f]{16}")(path)
+    aside = _has_name(r"\.(gone|new-[0-9a-f]{8}-[0-9]{1,10})-[0-9a-f]{16}")(path)
     return aside or (is_key(path.name) and _is_marked(path, path.name))
 
 
 # by folder of the cache, what in it is ours to remove: anything else was put there by somebody
-_KEPT: Dict[str, Callable[[Path], bool]] = {
-    "agent": _made_here(r"[0-9a-f]{8,64}(\.(new|old)[0-9a-f]+)?|\.gone-[0-9a-f]{16}"),
-    "blobs": _made_here(r"[0-9a-f]{2}|\.gone-[0-9a-f]{16}"),
+_CACHE_FOLDERS: Dict[str, Callable[[Path], bool]] = {
+    "agent": _has_name(r"[0-9a-f]{8,64}(\.(new|old)[0-9a-f]+)?|\.gone-[0-9a-f]{16}"),
+    "blobs": _has_name(r"[0-9a-f]{2}|\.gone-[0-9a-f]{16}"),
     "runs": _is_run,
-    "jobs": _made_here(r"[0-9A-Za-z_-]{1,64}|\.gone-[0-9a-f]{16}"),
-    safe_paths.INCOMING: _made_here("[0-9a-f]{16}"),
+    "jobs": _has_name(r"[0-9A-Za-z_-]{1,64}|\.gone-[0-9a-f]{16}"),
+    safe_paths.INCOMING: _has_name("[0-9a-f]{16}"),
 }
 
 
-def _newest(folder: Path) -> float:
+def _last_used(folder: Path) -> float:
     """When anything in a folder was last changed or used."""
     times = [folder.lstat().st_mtime]
-    for above, folders, files in safe_paths.walk(str(folder)):
+    for parent, folders, files in safe_paths.walk(str(folder)):
         for name in (*folders, *files):
-            about = (folder / above / name).lstat()
-            times.append(max(about.st_mtime, about.st_atime))
+            status = (folder / parent / name).lstat()
+            times.append(max(status.st_mtime, status.st_atime))
     return max(times)
 
 
-def materialise(root: str, manifest: List[Entry], first: bool = True,
-                last: bool = True) -> List[str]:  # fmt: skip
+def build_tree(root: str, manifest: List[Entry], is_first: bool = True,
+                is_last: bool = True) -> List[str]:  # fmt: skip
     """Builds the tree at ``root`` from the cache; nothing is there before it is whole.
 
     Where several processes build the same tree, each builds its own and the last one's stays.
@@ -331,52 +337,55 @@ def materialise(root: str, manifest: List[Entry], first: bool = True,
         nothing and has to be repeated.
     """
     target = Path(root)
-    if first:
-        if root in _unfinished:
-            shutil.rmtree(str(_unfinished.pop(root)), ignore_errors=True)
+    if is_first:
+        if root in _unfinished_trees:
+            shutil.rmtree(str(_unfinished_trees.pop(root)), ignore_errors=True)
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _unfinished[root] = _private_folder(target)
-    if root not in _unfinished:
+        _unfinished_trees[root] = _private_folder(target)
+    if root not in _unfinished_trees:
         raise ValueError("the beginning of %s did not come" % root)
-    new = _unfinished[root]
-    with safe_paths.Folders(str(cache_folder())) as cache, safe_paths.Folders(str(new)) as tree:
+    unpublished = _unfinished_trees[root]
+    with (
+        safe_paths.FolderCache(str(cache_folder())) as cache,
+        safe_paths.FolderCache(str(unpublished)) as tree,
+    ):
         damaged = sorted({sha256 for path, sha256, mode, _ in manifest
                           if not _copy(cache, sha256, tree, path, mode)})  # fmt: skip
-    if last and not damaged:
-        del _unfinished[root]
-        for _ in range(MOST_RIVALS):
-            if _publish(new, target):
+    if is_last and not damaged:
+        del _unfinished_trees[root]
+        for _ in range(MAX_RIVALS):
+            if _publish(unpublished, target):
                 return []
-            remove_tree(target)
-        shutil.rmtree(str(new), ignore_errors=True)
+            remove_folder(target)
+        shutil.rmtree(str(unpublished), ignore_errors=True)
         raise OSError(errno.EEXIST, "it cannot be replaced", root)
     return damaged
 
 
-MOST_RIVALS = 100  # processes that publish the same tree at the same time
-_unfinished: Dict[str, Path] = {}  # by their final path, the trees that this process builds
+MAX_RIVALS = 100  # processes that publish the same tree at the same time
+_unfinished_trees: Dict[str, Path] = {}  # by their final path, the trees that this process builds
 
 
 def _copy(
-    cache: safe_paths.Folders, sha256: str, tree: safe_paths.Folders, path: str, mode: int
+    cache: safe_paths.FolderCache, sha256: str, tree: safe_paths.FolderCache, path: str, mode: int
 ) -> bool:
     """Copies a content from the cache to its place; False, and it is forgotten, when damaged."""
     blob = blob_path(sha256)
     target = tree.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
-        found = _copy_content(cache, blob, target)
+        digest = _copy_content(cache, blob, target)
         os.fchmod(target, mode & 0o777)
     finally:
         os.close(target)
-    if found == sha256:
+    if digest == sha256:
         return True
-    if found:
+    if digest:
         cache.remove(blob)
     tree.remove(path)
     return False
 
 
-def _copy_content(cache: safe_paths.Folders, blob: str, target: int) -> str:
+def _copy_content(cache: safe_paths.FolderCache, blob: str, target: int) -> str:
     """Copies a content into an open file; its SHA-256, or "" where it is not there any more.
 
     Another host may put the same content in its place meanwhile: a network disk has then lost the
@@ -386,9 +395,9 @@ def _copy_content(cache: safe_paths.Folders, blob: str, target: int) -> str:
         source = cache.open(blob, os.O_RDONLY)
         try:
             digest = hashlib.sha256()
-            while data := os.read(source, BLOCK):
+            while data := os.read(source, BLOCK_BYTES):
                 digest.update(data)
-                safe_paths.write_all(target, data)
+                safe_paths.write_fully(target, data)
             return digest.hexdigest()
         finally:
             os.close(source)
@@ -405,22 +414,22 @@ def store(contents: Iterable[Tuple[str, bytes]]) -> None:
     """
     root = cache_folder()
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with safe_paths.Folders(str(root)) as cache:
+    with safe_paths.FolderCache(str(root)) as cache:
         for sha256, data in contents:
             if hashlib.sha256(data).hexdigest() != sha256:
                 raise ValueError("content does not have the hash %s" % sha256)
-            if not _has(sha256, len(data)):  # another agent of this disk may have been faster
+            if not _is_cached(sha256, len(data)):  # another agent of this disk may have been faster
                 _store(cache, blob_path(sha256), data)
 
 
-def _store(cache: safe_paths.Folders, path: str, data: bytes) -> None:
+def _store(cache: safe_paths.FolderCache, path: str, data: bytes) -> None:
     part = secrets.token_hex(8)
-    above, _, name = path.rpartition("/")
-    target = cache.descriptor(above, make=True)
+    parent, _, name = path.rpartition("/")
+    target = cache.descriptor(parent, make=True)
     file = cache.open("%s/%s" % (safe_paths.INCOMING, part), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     incoming = cache.descriptor(safe_paths.INCOMING)
     try:
-        safe_paths.write_all(file, data)
+        safe_paths.write_fully(file, data)
         os.replace(part, name, src_dir_fd=incoming, dst_dir_fd=target)
     except BaseException:
         os.unlink(part, dir_fd=incoming)
@@ -436,16 +445,16 @@ def changed_files(root: str, manifest: Optional[List[Entry]]) -> List[Message]:
         root: The folder; one that does not exist has no files.
         manifest: What was there before; ``None`` when nothing was.
     """
-    before = {entry[0]: entry for entry in manifest or []}
-    found = []
+    known = {entry[0]: entry for entry in manifest or []}
+    changes = []
     for path, size in _walk(Path(root)):
-        entry = before.get(path)
-        same = entry and entry[3] == size and hash_file(Path(root) / path) == entry[1]
+        entry = known.get(path)
+        is_same = entry and entry[3] == size and hash_file(Path(root) / path) == entry[1]
         names = path.split("/")
-        own = names[0] in OWN or names[0].startswith(SIGN)
-        if not same and not own and "__pycache__" not in names:
-            found.append({"path": path, "size": size})
-    return found
+        is_internal = names[0] in OWN_NAMES or names[0].startswith(SIGN_PREFIX)
+        if not is_same and not is_internal and "__pycache__" not in names:
+            changes.append({"path": path, "size": size})
+    return changes
 
 
 def _walk(root: Path) -> Iterator[Tuple[str, int]]:

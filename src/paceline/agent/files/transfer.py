@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from ..server import Agent
 
 Message = Dict[str, Any]
-ARRIVING, DEPARTING = "arriving", "departing"  # lines of work: see Agent.in_line
+RECEIVING, SENDING = "arriving", "departing"  # lines of work: see Agent.in_line
 
 
-class Arrivals:
+class Uploads:
     """Files that the launcher sends, several at a time; used from one thread."""
 
     def __init__(self) -> None:
-        self._open: Dict[Tuple[str, str], safe_paths.Arriving] = {}
+        self._open: Dict[Tuple[str, str], safe_paths.IncomingFile] = {}
 
-    def take(self, root: str, path: str, request: Message, data: bytes, durable: bool) -> None:
+    def receive(self, root: str, path: str, request: Message, data: bytes, durable: bool) -> None:
         """The next block of ``path`` below ``root``; the file is there after the last one.
 
         Args:
@@ -39,7 +39,7 @@ class Arrivals:
         if request["offset"] == 0:
             if file is not None:
                 file.drop()  # somebody began and went away
-            file = safe_paths.Arriving(root, path, durable)
+            file = safe_paths.IncomingFile(root, path, durable)
         if file is None:
             raise ValueError("the beginning of %s did not come" % path)
         try:
@@ -59,7 +59,7 @@ class Arrivals:
         self._open = {}
 
 
-class Departures:
+class Downloads:
     """Files that the launcher fetches, several at a time; used from one thread."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Departures:
             ValueError: The file is not as long as the launcher believes.
         """
         key = (request["root"], request["path"])
-        file, digest = self._opened(key, request["offset"])
+        file, digest = self._open_at(key, request["offset"])
         data = file.read(request["count"])
         digest.update(data)
         if len(data) == request["count"] and not request["last"]:
@@ -86,7 +86,7 @@ class Departures:
                 raise ValueError("%s changed while it was read" % request["path"])
         return {"sha256": digest.hexdigest()}, data
 
-    def _opened(self, key: Tuple[str, str], offset: int) -> Tuple[BinaryIO, "hashlib._Hash"]:
+    def _open_at(self, key: Tuple[str, str], offset: int) -> Tuple[BinaryIO, "hashlib._Hash"]:
         known = self._open.pop(key, None)
         if offset == 0:
             if known is not None:
@@ -117,13 +117,13 @@ def compare_tree(agent: Agent, request: Message, _: bytes) -> None:
 
 def lacking_blobs(agent: Agent, request: Message, _: bytes) -> None:
     agent.in_thread(
-        lambda: agent.reply(request, hashes=snapshot.lacking(request["manifest"])), request
+        lambda: agent.reply(request, hashes=snapshot.missing_hashes(request["manifest"])), request
     )
 
 
 def put_blob(agent: Agent, request: Message, blob: bytes) -> None:
     """The next block of the content ``sha256`` for the cache."""
-    agent.in_queue(ARRIVING, lambda: _put(
+    agent.in_queue(RECEIVING, lambda: _receive_block(
         agent, request, blob, snapshot.cache_folder(), snapshot.blob_path(request["sha256"])
     ), request)  # fmt: skip
 
@@ -141,7 +141,7 @@ def put_blobs(agent: Agent, request: Message, blob: bytes) -> None:
         snapshot.store(contents())
         agent.reply(request)
 
-    agent.in_queue(ARRIVING, work, request)
+    agent.in_queue(RECEIVING, work, request)
 
 
 def build_tree(agent: Agent, request: Message, _: bytes) -> None:
@@ -154,33 +154,33 @@ def build_tree(agent: Agent, request: Message, _: bytes) -> None:
     def work() -> None:
         folder = snapshot.job_folder(request["folder"])
         if folder not in agent.folders:
-            snapshot.own_job_folder(folder)
+            snapshot.claim_job_folder(folder)
             agent.folders.append(folder)
-        (name,) = safe_paths.parts_of(request["name"])
-        damaged = snapshot.materialise(
+        (name,) = safe_paths.split_path(request["name"])
+        damaged = snapshot.build_tree(
             str(folder / name), request["manifest"], request["first"], request["last"]
         )
         agent.reply(request, root=str(folder / name), damaged=damaged)
 
-    agent.in_queue(ARRIVING, work, request)  # what it is made of may still be arriving
+    agent.in_queue(RECEIVING, work, request)  # what it is made of may still be arriving
 
 
 def put_file(agent: Agent, request: Message, blob: bytes) -> None:
     """The next block of the file ``path`` in the run folder under ``key``."""
-    agent.in_queue(ARRIVING, lambda: _put(
+    agent.in_queue(RECEIVING, lambda: _receive_block(
         agent, request, blob, snapshot.make_run_folder(request["key"]), request["path"]
     ), request)  # fmt: skip
 
 
-def _put(agent: Agent, request: Message, blob: bytes, root: Path, path: str) -> None:
+def _receive_block(agent: Agent, request: Message, blob: bytes, root: Path, path: str) -> None:
     # a content of the cache is looked at again before it is used: it need not be flushed
     durable = request["op"] != "put_blob"
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    agent.arrivals.take(str(root), path, request, blob, durable)
+    agent.uploads.receive(str(root), path, request, blob, durable)
     agent.reply(request)
 
 
-def place(agent: Agent, request: Message, _: bytes) -> None:
+def replace_path(agent: Agent, request: Message, _: bytes) -> None:
     """Gives ``path`` in the run folder under ``key`` the name ``target``, in that one's place."""
 
     def work() -> None:
@@ -190,7 +190,7 @@ def place(agent: Agent, request: Message, _: bytes) -> None:
         safe_paths.rename(root, request["path"], request["target"])
         agent.reply(request)
 
-    agent.in_queue(ARRIVING, work, request)
+    agent.in_queue(RECEIVING, work, request)
 
 
 def run_folder(agent: Agent, request: Message, _: bytes) -> None:
@@ -209,7 +209,7 @@ def run_folder(agent: Agent, request: Message, _: bytes) -> None:
                 os.listdir(request["path"])  # else a network disk may show new names late
                 token = (Path(request["path"]) / request["token_file"]).read_text()
                 if token == request["token"]:
-                    sign = snapshot.SIGN + agent.identity.hex()
+                    sign = snapshot.SIGN_PREFIX + agent.identity.hex()
                     os.close(safe_paths.open_file(request["path"], sign, os.O_WRONLY | os.O_CREAT))
                     agent.reply(request, shared=True, folder=request["path"])
                     return
@@ -235,7 +235,7 @@ def discard_run_folder(agent: Agent, request: Message, _: bytes) -> None:
 def keep_folder(agent: Agent, request: Message, _: bytes) -> None:
     """Leaves the job's folder that holds ``root`` at the end: some of it was not taken away."""
     root = Path(request["root"])
-    agent.folders[:] = [one for one in agent.folders if one not in (root, *root.parents)]
+    agent.folders[:] = [folder for folder in agent.folders if folder not in (root, *root.parents)]
     agent.reply(request)
 
 
@@ -253,10 +253,10 @@ def read_block(agent: Agent, request: Message, _: bytes) -> None:
     """The next ``count`` bytes of ``path`` below ``root``; with the ``last`` the file's hash."""
 
     def work() -> None:
-        about, data = agent.departures.block(request)
+        about, data = agent.downloads.block(request)
         agent.reply(request, data, **about)
 
-    agent.in_queue(DEPARTING, work, request)
+    agent.in_queue(SENDING, work, request)
 
 
 OPERATIONS: "Dict[str, Callable[[Agent, Message, bytes], None]]" = {
@@ -266,7 +266,7 @@ OPERATIONS: "Dict[str, Callable[[Agent, Message, bytes], None]]" = {
     "put_blobs": put_blobs,
     "build_tree": build_tree,
     "put_file": put_file,
-    "place": place,
+    "place": replace_path,
     "run_folder": run_folder,
     "discard_run_folder": discard_run_folder,
     "keep_folder": keep_folder,

@@ -71,13 +71,13 @@ class _Device:
             if connection is None:
                 continue
             with connection, contextlib.suppress(OSError):  # a pipe, or it has ended
-                address, is_silent = str(connection.getpeername()[0]), False
+                address, has_sent_nothing = str(connection.getpeername()[0]), False
                 if connection.getsockname()[1] == port:
                     peer_filters.detach_filter(connection)
                     if address not in hosts:
                         connection.shutdown(socket.SHUT_RDWR)
-                        is_silent = not _bytes_received(connection)
-                yield address, is_silent
+                        has_sent_nothing = not _bytes_received(connection)
+                yield address, has_sent_nothing
 
     @property
     def is_open(self) -> bool:
@@ -113,14 +113,14 @@ def _watched_descriptors(epoll: int) -> List[Tuple[int, int]]:
 
 def _dup_socket(fd: int, inode: int) -> Optional[socket.socket]:
     """The socket that gloo knows by this number, under another; ``None`` when it is no longer."""
-    duplicate = _dup_socket_or_none(fd)
+    duplicate = _dup_if_listening(fd)
     if duplicate is not None and os.fstat(duplicate.fileno()).st_ino != inode:
         duplicate.close()
         return None
     return duplicate
 
 
-def _dup_socket_or_none(fd: int) -> Optional[socket.socket]:
+def _dup_if_listening(fd: int) -> Optional[socket.socket]:
     """A socket under another descriptor; ``None`` for what is none."""
     with contextlib.suppress(OSError):
         duplicate = os.dup(fd)
@@ -140,9 +140,9 @@ def _epolls() -> List[int]:
     return descriptors
 
 
-def _new_device(known_epolls: List[int]) -> Optional[_Device]:
+def _find_device(previous_epolls: List[int]) -> Optional[_Device]:
     """The device that was made just now; ``None`` where it cannot be seen."""
-    for epoll in set(_epolls()) - set(known_epolls):
+    for epoll in set(_epolls()) - set(previous_epolls):
         for fd, inode in _watched_descriptors(epoll):
             duplicate = _dup_socket(fd, inode)
             if duplicate is None:
@@ -180,10 +180,10 @@ class GlooFilter:
     """
 
     def __init__(
-        self, gloo: Any, on_refused: peer_filters.Report, on_stranger: peer_filters.Report
+        self, gloo: Any, on_reject: peer_filters.Report, on_stranger: peer_filters.Report
     ) -> None:
         self._gloo, self._on_stranger = gloo, on_stranger
-        self.rejects = peer_filters.RejectWatcher(on_refused)
+        self.rejects = peer_filters.RejectWatcher(on_reject)
         self._devices: List[_Device] = []
 
     def make_options(
@@ -200,7 +200,7 @@ class GlooFilter:
             else:
                 gloo_device = self._gloo.create_default_device()
             options._devices = [*options._devices, gloo_device]
-            device = _new_device(epolls)
+            device = _find_device(epolls)
             if device is not None:
                 devices.append(device)
                 self._attach(device, hosts)
@@ -223,15 +223,15 @@ class GlooFilter:
         for device in devices:
             connections = list(device.connections(hosts))
             strangers = [connection for connection in connections if connection[0] not in hosts]
-            num_known = len(connections) - len(strangers)
-            for address, is_silent in strangers:
+            num_verified = len(connections) - len(strangers)
+            for address, never_spoke in strangers:
                 # Somebody may have called, before the kernel kept strangers away, and said nothing.
                 # Who has said the number of a connection may have been taken for a rank.
-                if not is_silent:
+                if not never_spoke:
                     address = str(peer_filters.parse_address(address))
                     self._on_stranger(address)
                     raise StrangerError(address)
-            if num_known >= ranks - 1:  # else its ranks connect when they first send something
+            if num_verified >= ranks - 1:  # else its ranks connect when they first send something
                 device.block()
         self._devices += [connection for connection in devices if connection not in self._devices]
 
@@ -245,7 +245,7 @@ class GlooFilter:
         self.verify([*devices], hosts, 0)
 
 
-def install(c10d: Any, on_refused: peer_filters.Report, on_stranger: peer_filters.Report) -> None:
+def install(c10d: Any, on_reject: peer_filters.Report, on_stranger: peer_filters.Report) -> None:
     """Has all groups of gloo that this process makes guarded.
 
     Args:
@@ -255,7 +255,7 @@ def install(c10d: Any, on_refused: peer_filters.Report, on_stranger: peer_filter
     gloo = getattr(c10d, "ProcessGroupGloo", None)
     if gloo is None or not all(hasattr(gloo, name) for name in ("_Options", "create_device")):
         return
-    original, gloo_filter = gloo.__init__, GlooFilter(gloo, on_refused, on_stranger)
+    original, gloo_filter = gloo.__init__, GlooFilter(gloo, on_reject, on_stranger)
 
     @functools.wraps(original)
     def init(self: Any, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> None:
@@ -293,13 +293,13 @@ def _wrap_store(
         hosts = peer_filters.job_hosts()
         if hosts is None or rank != 0:
             return create(hostname, port, rank, *args, **kwargs)
-        is_over = threading.Event()
-        watcher = threading.Thread(target=_filter_port, args=(int(port), hosts, rejects, is_over))
+        is_done = threading.Event()
+        watcher = threading.Thread(target=_filter_port, args=(int(port), hosts, rejects, is_done))
         watcher.start()
         try:
             return create(hostname, port, rank, *args, **kwargs)  # returns when all have come
         finally:
-            is_over.set()
+            is_done.set()
             watcher.join()
 
     return wrapped
@@ -309,9 +309,9 @@ def _filter_port(port: int, hosts: peer_filters.HostSet, rejects: peer_filters.R
                 is_over: threading.Event) -> None:  # fmt: skip
     """Guards this process's listening socket at a port, which is about to be made."""
     while True:
-        is_last = is_over.is_set()
+        is_final = is_over.is_set()
         for fd in map(int, os.listdir("/proc/self/fd")):
-            duplicate = _dup_socket_or_none(fd)
+            duplicate = _dup_if_listening(fd)
             if duplicate is None:
                 continue
             with duplicate, contextlib.suppress(OSError):
@@ -319,7 +319,7 @@ def _filter_port(port: int, hosts: peer_filters.HostSet, rejects: peer_filters.R
                 if is_listening and duplicate.getsockname()[1] == port:
                     rejects.watch(peer_filters.PeerFilter(duplicate, hosts), fd)
                     return
-        if is_last:
+        if is_final:
             return
         is_over.wait(_POLL_S)
 

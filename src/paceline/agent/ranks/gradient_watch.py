@@ -29,7 +29,7 @@ LARGE_OBJECT_BYTES = (
 )
 # exchange gradients without c10d's groups; our sessions compare the ranks' weights themselves
 OTHER_LIBRARIES = ("mpi4py.MPI", "horovod", "torchft", "paceline.train.session")
-LAST_FINALIZER = -100  # priority: after those of the script
+FINALIZER_PRIORITY = -100  # priority: after those of the script
 
 try:
     SOURCE: Optional[str] = globals()["__loader__"].get_source(__name__)
@@ -52,10 +52,10 @@ class GradientWatch:
         self._source = source
         self._started_cpu_s = time.process_time()
         self._hook: Any = None
-        self._begin()
+        self._start()
 
-    def _begin(self) -> None:
-        self._since_ns = time.time_ns()
+    def _start(self) -> None:
+        self._started_ns = time.time_ns()
         self._steps = 0
         self._largest_parameter = 0
         self._calls = 0
@@ -64,9 +64,9 @@ class GradientWatch:
 
     def install(self) -> None:
         """Hooks into the modules concerned, now or when the script imports them."""
-        os.register_at_fork(after_in_child=self._begin)
+        os.register_at_fork(after_in_child=self._start)
         atexit.register(self.report)  # runs after those that the script registers
-        _after_import(
+        _on_import(
             {
                 "torch.optim.optimizer": self._watch_optimizers,
                 "multiprocessing.util": self._watch_children,
@@ -80,12 +80,12 @@ class GradientWatch:
         def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             # Traced where a step is compiled: no names of this module, which cannot be imported.
             if not torch.compiler.is_compiling():
-                self._after_step(optimizer)
+                self._on_step(optimizer)
 
         self._hook = module.register_optimizer_step_post_hook(after_step)
 
     def _watch_children(self, module: Any) -> None:
-        module.register_after_fork(self, GradientWatch._tell_at_child_end)
+        module.register_after_fork(self, GradientWatch._report_at_child_exit)
 
     def _watch_spawned(self, module: Any) -> None:
         """Sends this module's text ahead of the main module, which the child imports next."""
@@ -99,12 +99,12 @@ class GradientWatch:
 
         module.get_preparation_data = get_preparation_data
 
-    def _tell_at_child_end(self) -> None:
+    def _report_at_child_exit(self) -> None:
         """Such a child ends without what was registered with ``atexit``."""
         util: Any = sys.modules["multiprocessing.util"]
-        util.Finalize(None, self.report, exitpriority=LAST_FINALIZER)
+        util.Finalize(None, self.report, exitpriority=FINALIZER_PRIORITY)
 
-    def _after_step(self, optimizer: Any) -> None:
+    def _on_step(self, optimizer: Any) -> None:
         """Looks after 1, 2, 4, 8, … steps, until gradients have been exchanged."""
         torch: Any = sys.modules["torch"]
         self._steps += 1
@@ -140,7 +140,7 @@ class GradientWatch:
             return True
         dumps = _recorder_dumps()
         entries = [entry for dump in dumps for entry in dump.get("entries", ())]
-        entries = [e for e in entries if e.get("time_created_ns", 0) >= self._since_ns]
+        entries = [e for e in entries if e.get("time_created_ns", 0) >= self._started_ns]
         self._calls = max(self._calls, len(entries))
         large = max(LARGE_OBJECT_BYTES, self._largest_parameter)
         self._largest_call = max([self._largest_call, *(_elements(e, large) for e in entries)])
@@ -213,7 +213,7 @@ class _ImportHook:
         return spec
 
 
-def _after_import(callbacks: Dict[str, Callable[[Any], None]]) -> None:
+def _on_import(callbacks: Dict[str, Callable[[Any], None]]) -> None:
     missing = {}
     for name, callback in callbacks.items():
         if name in sys.modules:

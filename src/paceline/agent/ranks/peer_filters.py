@@ -90,9 +90,9 @@ def parse_hosts(text: str) -> Optional[HostSet]:
     ``None`` where it is empty: nobody knows from where they connect, and all may.
     """
     networks = []
-    for word in filter(None, (word.strip() for word in text.split(","))):
+    for item in filter(None, (item.strip() for item in text.split(","))):
         with contextlib.suppress(ValueError):
-            networks.append(ipaddress.ip_network(word, strict=False))
+            networks.append(ipaddress.ip_network(item, strict=False))
     return HostSet([*networks, *map(ipaddress.ip_network, _LOOPBACK)]) if networks else None
 
 
@@ -118,24 +118,24 @@ def _widen(networks: List[Network], bits: int) -> List[Network]:
     for network in networks:
         prefix = network.max_prefixlen - bits * (1 if network.version == 4 else 4)
         wider.add(network.supernet(new_prefix=min(network.prefixlen, prefix)))
-    return sorted(wider, key=lambda one: (one.version, one))
+    return sorted(wider, key=lambda item: (item.version, item))
 
 
-def _program(networks: List[Network], member_result: int, other_result: int) -> bytes:
+def _program(networks: List[Network], member_result: int, default_result: int) -> bytes:
     parts: Dict[int, List[bytes]] = {4: [], 6: []}
     for network in networks:
         size = len(network.network_address.packed) // 4
-        words = struct.unpack(">%dI" % size, network.network_address.packed)
+        values = struct.unpack(">%dI" % size, network.network_address.packed)
         masks = struct.unpack(">%dI" % size, network.netmask.packed)
-        used_words = [at for at in range(size) if masks[at]]
+        positions = [at for at in range(size) if masks[at]]
         source = _SOURCE_4 if network.version == 4 else _SOURCE_6
-        for remaining, at in zip(range(len(used_words) - 1, -1, -1), used_words):
+        for remaining, at in zip(range(len(positions) - 1, -1, -1), positions):
             parts[network.version] += [
                 _instruction(_LOAD, source + 4 * at), _instruction(_AND, masks[at]),
-                _instruction(_EQUAL, words[at], jump_if_false=3 * remaining + 1),
+                _instruction(_EQUAL, values[at], jump_if_false=3 * remaining + 1),
             ]  # fmt: skip
         parts[network.version].append(_instruction(_RETURN, member_result))
-    four, six = ([*parts[family], _instruction(_RETURN, other_result)] for family in (4, 6))
+    four, six = ([*parts[family], _instruction(_RETURN, default_result)] for family in (4, 6))
     chooses = [
         _instruction(_LOAD, _PROTOCOL),
         _instruction(_EQUAL, _IPV6, jump_if_false=1),

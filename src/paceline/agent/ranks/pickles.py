@@ -122,7 +122,7 @@ def _pickler(cloudpickle: Any, target: Any, on_buffer: Optional[Callable[[Any], 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def __init__(self) -> None:
             self.tensors: List[Any] = []
-            self._known: Dict[int, int] = {}
+            self._indices: Dict[int, int] = {}
             super().__init__(target, PROTOCOL, buffer_callback=on_buffer)
 
         if torch is not None:
@@ -130,11 +130,11 @@ def _pickler(cloudpickle: Any, target: Any, on_buffer: Optional[Callable[[Any], 
             def persistent_id(self, value: Any) -> Optional[Tuple[str, int, str, Any, bool]]:
                 if type(value) is not torch.Tensor or not _is_dense(value, torch):
                     return None
-                if id(value) not in self._known:
-                    self._known[id(value)] = len(self.tensors)
+                if id(value) not in self._indices:
+                    self._indices[id(value)] = len(self.tensors)
                     self.tensors.append(value)  # and so it lives, and its id with it
                 dtype = str(value.dtype).split(".")[-1]
-                index = self._known[id(value)]
+                index = self._indices[id(value)]
                 return "tensor", index, dtype, tuple(value.shape), value.requires_grad
 
     return Pickler()
@@ -172,7 +172,7 @@ def open_objects(path: str, sha256: str) -> "_Unpickler":
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as file:
         parts = _Sections(file, path)
-        pickled, buffers, tensors = parts.read_all()
+        pickled, buffers, tensors = parts.read_sections()
         if parts.sha256 != sha256:
             raise DamagedError("%s does not have the hash that its writer told" % path)
     return _Unpickler(io.BytesIO(pickled), buffers, tensors)
@@ -190,7 +190,7 @@ class _Sections:
     def sha256(self) -> str:
         return self._digest.hexdigest()
 
-    def read_all(self) -> Tuple[bytearray, List[bytearray], List[bytearray]]:
+    def read_sections(self) -> Tuple[bytearray, List[bytearray], List[bytearray]]:
         index, length = self._index()
         self._file.seek(0)
         pickled = self._read(index["pickle"])
@@ -209,7 +209,7 @@ class _Sections:
             self._file.seek(-_LENGTH.size - length, os.SEEK_END)
             index = json.loads(self._file.read(length))
             sizes = [index["pickle"], *index["buffers"], *index["tensors"]]
-            is_valid = all(isinstance(one, int) and one >= 0 for one in sizes)
+            is_valid = all(isinstance(item, int) and item >= 0 for item in sizes)
             if not is_valid or sum(sizes) + length + _LENGTH.size != size:
                 raise ValueError("of another size")
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
@@ -281,8 +281,8 @@ def _not_picklable(value: Any, name: str, cloudpickle: Any, error: Exception) ->
 
 def _describe_type(value: Any) -> str:
     cls = type(value)
-    where = "" if cls.__module__ in ("builtins", "__main__") else cls.__module__ + "."
-    return "a %s%s" % (where, cls.__qualname__)
+    module = "" if cls.__module__ in ("builtins", "__main__") else cls.__module__ + "."
+    return "a %s%s" % (module, cls.__qualname__)
 
 
 def _parts_of(value: Any, name: str) -> Iterator[Tuple[str, Any]]:

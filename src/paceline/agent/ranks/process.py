@@ -254,7 +254,7 @@ def watch_process_group(events: int, *, any_world: bool = False) -> None:
 
     gloo_peers.install(
         distributed.distributed_c10d,
-        on_refused=lambda address: _report(events, _stranger_event("stranger refused", address)),
+        on_reject=lambda address: _report(events, _stranger_event("stranger refused", address)),
         on_stranger=lambda address: _report(events, _stranger_event("stranger", address)),
     )
     distributed.init_process_group = init_process_group

@@ -55,17 +55,17 @@ def _argument_memory() -> Tuple[int, int]:
 
 def agent_title(argv: List[str]) -> str:
     """The line of one of the agent's own processes, without what only made room."""
-    return " ".join(word for word in argv if word != PADDING)
+    return " ".join(argument for argument in argv if argument != PADDING)
 
 
 def rank_title(entry: Dict[str, object], env: Dict[str, str]) -> Tuple[str, str]:
     """``python train.py --lr 0.1`` and `` [rank 1 of 4, n2]``."""
     args = entry.get("args") if entry["kind"] != "function" else []
-    words = ["python", "-m"] if entry["kind"] == "module" else ["python"]
-    words += [
+    arguments = ["python", "-m"] if entry["kind"] == "module" else ["python"]
+    arguments += [
         str(entry["target"]),
-        *(str(word) for word in (args if isinstance(args, list) else [])),
+        *(str(argument) for argument in (args if isinstance(args, list) else [])),
     ]
     host = env.get("PACELINE_HOST", os.uname().nodename)
     rank, world = env.get("RANK", "?"), env.get("WORLD_SIZE", "?")
-    return " ".join(words), " [rank %s of %s, %s]" % (rank, world, host)
+    return " ".join(arguments), " [rank %s of %s, %s]" % (rank, world, host)

@@ -20,12 +20,12 @@ from . import flight_recorder
 STACK_SIGNAL = signal.SIGRTMAX - 3  # nobody's, and no system call fails for it
 MAX_LINES = 60
 ANSWER_S = 1.2  # for which an answer may take a process's time
-LATE_ANSWER_S = 5.0  # the same, of one that is late
+MAX_ANSWER_S = 5.0  # the same, of one that is late
 DUMP_CPU_S = 0.01  # what a stack may cost a process
 SILENCE_S = 0.8  # in which no more of a stack comes: then that was all
-_FIRST_LINE, _LAST_LINE = "Stack (most recent call first)", "in _run_module_as_main"
+_FIRST_LINE, _FINAL_LINE = "Stack (most recent call first)", "in _run_module_as_main"
 # that of the shipped archive
-OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+CODE_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 
 
 def register(fd: int) -> None:
@@ -66,8 +66,8 @@ class StackDump:
         self._crashed = False
         self._requested_at = -math.inf
         self._line_at = 0.0
-        self._stacks_due = 0  # stacks that are still to come
-        self._calls_due = 0
+        self._num_pending_stacks = 0  # stacks that are still to come
+        self._num_pending_calls = 0
         self._answers_calls = True  # until it is known better
         self._has_final_calls = (
             False  # it has told its calls by itself, as one that has failed does
@@ -87,11 +87,11 @@ class StackDump:
     def request_collectives(self, process: processes.Process) -> None:
         """The rank's collectives, which come a moment later; of one that is stopped none come."""
         self._requested_at = time.monotonic()
-        self._answers_calls = self._answers_calls and not self._calls_due
+        self._answers_calls = self._answers_calls and not self._num_pending_calls
         if not self._has_final_calls:
             self.calls = []
             if flight_recorder.request(process):
-                self._calls_due += 1
+                self._num_pending_calls += 1
 
     def request_child(self, process: processes.Process) -> List[str]:
         """The lines of a child of the rank, which come a moment later through the same pipe."""
@@ -101,27 +101,29 @@ class StackDump:
         return lines
 
     def _request(self, process: processes.Process) -> str:
-        self._stacks_due += 1  # before it is asked: another thread reads what comes
+        self._num_pending_stacks += 1  # before it is asked: another thread reads what comes
         self._line_at = time.monotonic()
         state, will_arrive = request_stack(process)
         if not will_arrive:
-            self._stacks_due -= 1
+            self._num_pending_stacks -= 1
         return state
 
     def has_stacks(self, now_s: float) -> bool:
         """Whether the stacks that were asked for have come, to their ends."""
-        if self._stacks_due and self._current and now_s - self._line_at > SILENCE_S:
-            self._stacks_due = 0  # one without the usual end
-        return not self._stacks_due
+        if self._num_pending_stacks and self._current and now_s - self._line_at > SILENCE_S:
+            self._num_pending_stacks = 0  # one without the usual end
+        return not self._num_pending_stacks
 
     def is_complete(self, now_s: float) -> bool:
         """Whether all that was asked for has come, of a rank that has ever answered in time."""
-        return self.has_stacks(now_s) and not (self._calls_due and self._answers_calls)
+        return self.has_stacks(now_s) and not (self._num_pending_calls and self._answers_calls)
 
     def is_perturbed(self, now_s: float) -> bool:
         """Whether the process may still be at work for our sake."""
-        is_late = bool(self._stacks_due or (self._calls_due and self._answers_calls))
-        return now_s < self._requested_at + (LATE_ANSWER_S if is_late else ANSWER_S)
+        is_overdue = bool(
+            self._num_pending_stacks or (self._num_pending_calls and self._answers_calls)
+        )
+        return now_s < self._requested_at + (MAX_ANSWER_S if is_overdue else ANSWER_S)
 
     def pop_cpu_s(self) -> float:
         """Seconds of CPU that its answers have cost the process since this was asked last."""
@@ -137,23 +139,23 @@ class StackDump:
             self._current = self.stack = []  # of threads the main one comes last
         elif text.startswith(_FIRST_LINE):
             del self._current[:]  # of a stack that came too late
-        is_own_code = OWN_FOLDER in text or '"<frozen runpy>"' in text
+        is_agent_code = CODE_FOLDER in text or '"<frozen runpy>"' in text
         if (
             self.is_requested
             and text.startswith("File ")
-            and not is_own_code
+            and not is_agent_code
             and len(self._current) < MAX_LINES
         ):
             self._current.append(text)
         self._line_at = time.monotonic()
-        if text.endswith(_LAST_LINE) or text == "...":
-            self._stacks_due = max(self._stacks_due - 1, 0)
+        if text.endswith(_FINAL_LINE) or text == "...":
+            self._num_pending_stacks = max(self._num_pending_stacks - 1, 0)
 
     def set_calls(self, calls: object, cpu_s: object = 0.0) -> None:
         """What the rank's flight recorder says: lines of text; and what saying it has cost."""
         if isinstance(calls, list):
             self.calls = [str(call)[:200] for call in calls[-flight_recorder.MAX_CALLS :]]
-            self._has_final_calls = self._has_final_calls or not self._calls_due
-            self._answers_calls, self._calls_due = True, max(self._calls_due - 1, 0)
+            self._has_final_calls = self._has_final_calls or not self._num_pending_calls
+            self._answers_calls, self._num_pending_calls = True, max(self._num_pending_calls - 1, 0)
         if isinstance(cpu_s, (int, float)):
             self._cpu_s += max(float(cpu_s), 0.0)

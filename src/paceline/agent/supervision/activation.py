@@ -107,6 +107,6 @@ def job_environment(base: Dict[str, str], request: Dict[str, Any]) -> Dict[str, 
         cache = snapshot.cache_folder() / "torchinductor"
         with contextlib.suppress(OSError):
             name = "paceline-inductor-%d" % os.getuid()
-            env[INDUCTOR_CACHE] = safe_paths.own_folder(name, str(cache))
+            env[INDUCTOR_CACHE] = safe_paths.private_temp_folder(name, str(cache))
     env["PACELINE_JOB_TOKEN"] = request["token"]
     return env

@@ -70,7 +70,7 @@ def inspect(ranks: Sequence[RankProcess], closely: bool = False) -> List[Message
 def _inspect_children(rank: RankProcess, children: Sequence[int], stats: Dict[int, processes.Stat],
                       pids: List[int]) -> List[Message]:  # fmt: skip
     """Reports what a rank's children do; forks of the rank write their stack."""
-    reports, bytes_before = [], rank.event_bytes
+    reports, initial_bytes = [], rank.event_bytes
     for pid in children[:MAX_CHILDREN]:
         stack: List[str] = []
         if rank.dump.has_stacks(time.monotonic()):  # else lines of another stack could come
@@ -79,7 +79,7 @@ def _inspect_children(rank: RankProcess, children: Sequence[int], stats: Dict[in
                 stack = list(lines)
         reports.append({"pid": pid, "name": stats[pid].name, **_system_call(pid, pids),
                         "stack": stack})  # fmt: skip
-    rank.child_event_bytes += rank.event_bytes - bytes_before
+    rank.child_event_bytes += rank.event_bytes - initial_bytes
     return reports
 
 

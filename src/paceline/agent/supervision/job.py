@@ -73,7 +73,7 @@ class NodeJob:
         self._frozen_at: Dict[int, float] = {}  # since when the server and the store stand still
         self._killed_frozen = False  # it was killed for that
         self._had_recovery = False  # a rank here has said that its loss is made good
-        self._oom_kills_before: Optional[int] = None
+        self._initial_oom_kills: Optional[int] = None
         self._activated_env: Optional[Dict[str, str]] = None  # what the job's scripts made of ours
         self._activated_names: Set[str] = set()  # what they have set
         self._yielded_names: Set[str] = set()
@@ -189,7 +189,7 @@ class NodeJob:
         self.ranks += ranks
         self.running = True
         self._runs_program = request["entry"]["kind"] == "binary"
-        self._oom_kills_before = oom.count_kills()
+        self._initial_oom_kills = oom.count_kills()
         shared = {k: v for k, v in request.items() if k != "ranks"}
         env = self._apply_defaults(request["env"])
         self._send_order({"attempt": dict(shared, env=env, login=self._login_settings)})
@@ -279,13 +279,13 @@ class NodeJob:
             if rank.control_fd == fd:
                 rank.flush()
 
-    def tell(self, line: Message) -> None:
+    def send_to_ranks(self, line: Message) -> None:
         """Writes a line to every living rank's control pipe; waits for none of them."""
         data = json.dumps(line).encode() + b"\n"
         for rank in self.running_ranks():
             rank.send(data)
 
-    def tell_one(self, line: Message) -> None:
+    def send_to_first(self, line: Message) -> None:
         """The same to the first rank alone of those that can go on without others."""
         candidates = [rank for rank in self.running_ranks() if rank.is_replaceable]
         if candidates:
@@ -368,7 +368,7 @@ class NodeJob:
         if self._killed_frozen:
             event["frozen"] = True
         elif status == -signal.SIGKILL:
-            event["memory"] = oom.evidence(self._oom_kills_before)
+            event["memory"] = oom.evidence(self._initial_oom_kills)
         self._post(event)
         self._queued_ranks.clear()
         for rank in self.ranks:
@@ -415,7 +415,7 @@ class NodeJob:
                 rank.note_event(event)
                 self._post({"event": "said", "rank": rank.rank, "data": event})
 
-    def looks(self, now_s: float) -> Message:
+    def idle_report(self, now_s: float) -> Message:
         """``quiet_s``: how long none of the ranks here has worked or said a word.
 
         Null when none runs.
@@ -554,7 +554,7 @@ class NodeJob:
         rank.is_reported = True
         report = rank.exit_report()
         if report["signal"] == signal.SIGKILL:  # by us, by somebody, or by the kernel for memory
-            report["memory"] = oom.evidence(self._oom_kills_before)
+            report["memory"] = oom.evidence(self._initial_oom_kills)
         self._post(report)
 
     def _end_attempt(self) -> None:

@@ -39,16 +39,16 @@ def group_folders(text: Optional[str] = None, root: Path = ROOT) -> Iterator[Pat
 
 def count_kills(root: Path = ROOT) -> Optional[int]:
     """How many processes of this group (and those above) were killed for memory; None unknown."""
-    counts = []
+    kills = []
     for folder in group_folders(root=root):
         for name in ("memory.events", "memory.oom_control"):
             match = re.search(r"^oom_kill (\d+)", _read(folder / name), re.MULTILINE)
             if match:
-                counts.append(int(match.group(1)))
-    return sum(counts) if counts else None
+                kills.append(int(match.group(1)))
+    return sum(kills) if kills else None
 
 
-def find_limit(root: Path = ROOT) -> Optional[Dict[str, Any]]:
+def tightest_limit(root: Path = ROOT) -> Optional[Dict[str, Any]]:
     """The tightest limit that holds here: ``bytes``, ``peak`` (bytes or None), ``group``."""
     limits = []
     for folder in group_folders(root=root):
@@ -56,7 +56,7 @@ def find_limit(root: Path = ROOT) -> Optional[Dict[str, Any]]:
         if max_bytes is not None and max_bytes < MIN_UNLIMITED_BYTES:
             peak = _number(folder, "memory.peak", "memory.max_usage_in_bytes")
             limits.append({"bytes": max_bytes, "peak": peak, "group": str(folder)})
-    return min(limits, key=lambda one: int(one["bytes"] or 0), default=None)
+    return min(limits, key=lambda limit: int(tightest_limit["bytes"] or 0), default=None)
 
 
 def _number(folder: Path, *names: str) -> Optional[int]:
@@ -74,7 +74,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-def kernel_lines(since_s: float, now: Optional[float] = None) -> List[str]:
+def kernel_lines(start_s: float, now: Optional[float] = None) -> List[str]:
     """Lines of the kernel log about killed processes, later than ``since`` (seconds since boot).
 
     Empty where the log may not be read.
@@ -85,7 +85,7 @@ def kernel_lines(since_s: float, now: Optional[float] = None) -> List[str]:
         try:
             while True:
                 record = os.read(fd, 8192).decode(errors="replace")
-                lines += _oom_lines(record, since_s)
+                lines += _oom_lines(record, start_s)
         except (BlockingIOError, BrokenPipeError):
             pass
         finally:
@@ -93,11 +93,11 @@ def kernel_lines(since_s: float, now: Optional[float] = None) -> List[str]:
     return lines[-5:]
 
 
-def _oom_lines(record: str, since_s: float) -> List[str]:
+def _oom_lines(record: str, start_s: float) -> List[str]:
     """``6,1234,5678901,-;text``: priority, number, microseconds since boot."""
     head, _, text = record.partition(";")
     fields = head.split(",")
-    if len(fields) < 3 or not fields[2].isdigit() or int(fields[2]) / 1e6 < since_s:
+    if len(fields) < 3 or not fields[2].isdigit() or int(fields[2]) / 1e6 < start_s:
         return []
     line = text.splitlines()[0] if text else ""
     return [line] if KILL_RECORD.search(line) else []
@@ -112,4 +112,8 @@ def evidence(count_before: Optional[int]) -> Dict[str, Any]:
     count = count_kills()
     uptime_s = time.clock_gettime(time.CLOCK_BOOTTIME)
     num_kills = None if count is None or count_before is None else count - count_before
-    return {"kills": num_kills, "limit": find_limit(), "kernel": kernel_lines(uptime_s - RECENT_S)}
+    return {
+        "kills": num_kills,
+        "limit": tightest_limit(),
+        "kernel": kernel_lines(uptime_s - RECENT_S),
+    }

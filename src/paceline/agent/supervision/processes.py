@@ -84,8 +84,8 @@ def _io_bytes(pid: int) -> Tuple[int, int]:
     """Read and written."""
     try:
         text = Path("/proc/%d/io" % pid).read_text()
-        counts = dict(line.split(": ") for line in text.splitlines())
-        return int(counts["rchar"]), int(counts["wchar"])
+        fields = dict(line.split(": ") for line in text.splitlines())
+        return int(fields["rchar"]), int(fields["wchar"])
     except (OSError, ValueError, KeyError):
         return 0, 0
 

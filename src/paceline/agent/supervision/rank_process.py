@@ -40,10 +40,10 @@ class RankProcess:
         self.active_at = time.monotonic()  # when it last used a CPU or sent an event
         self.stall = stalls.StallDetector()
         self.is_replaceable = False  # the others continue if it is lost
-        self._counted_from = (
+        self._interval_start = (
             self.active_at
         )  # start of the interval over which CPU ticks are counted
-        self._counted_cpu = 0
+        self._interval_cpu = 0
         self._gloo_loops = gloo_threads.LoopClock()
         self.inspected_gloo_loops = gloo_threads.LoopClock()  # sampled by inspections only
         self._loop_ticks = 0  # of gloo's loops at the interval's start
@@ -59,16 +59,16 @@ class RankProcess:
             return
         self._diagnostic_ticks += self.dump.pop_cpu_s() * TICKS_PER_S
         loop_ticks = self._gloo_loops.ticks(self.process.pid, now_s)
-        loop_delta, elapsed_s = loop_ticks - self._loop_ticks, now_s - self._counted_from
-        own_ticks = stat.cpu - self._counted_cpu - self._diagnostic_ticks - loop_delta
+        loop_delta, elapsed_s = loop_ticks - self._loop_ticks, now_s - self._interval_start
+        work_ticks = stat.cpu - self._interval_cpu - self._diagnostic_ticks - loop_delta
         # One tick says nothing: a process that only waits comes to one every few seconds.
         min_ticks = MIN_TICKS if loop_delta else 1.0
-        has_worked = own_ticks > max(min_ticks, MIN_CPU_SHARE * TICKS_PER_S * elapsed_s)
+        has_worked = work_ticks > max(min_ticks, MIN_CPU_SHARE * TICKS_PER_S * elapsed_s)
         if has_worked:
             self.active_at = now_s
         self.stall.sample(now_s, stat, has_worked)
         if has_worked or elapsed_s >= MAX_INTERVAL_S:
-            self._counted_from, self._counted_cpu = now_s, stat.cpu
+            self._interval_start, self._interval_cpu = now_s, stat.cpu
             self._loop_ticks, self._diagnostic_ticks = loop_ticks, 0.0
 
     def note_event(self, event: Message) -> None:

@@ -80,7 +80,7 @@ def add_ranks(agent: Agent, request: Message, _: bytes) -> None:
 
 def tell_ranks(agent: Agent, request: Message, _: bytes) -> None:
     """Sends ``line``, an object, to every running rank."""
-    agent.job.tell(request["line"])
+    agent.job.send_to_ranks(request["line"])
     agent.reply(request)
 
 

@@ -73,7 +73,7 @@ def context_switches(pid: int) -> int:
 
 def file_system(pid: int, path: str) -> str:
     """``nfs4 of server:/export at /data``: what a path of the process lies on; empty if unknown."""
-    longest: Tuple[int, str] = (-1, "")
+    best_match: Tuple[int, str] = (-1, "")
     for line in _read("/proc/%d/mountinfo" % pid).splitlines():
         mount, _, source = line.partition(" - ")
         fields, kind = mount.split(), source.split()
@@ -82,9 +82,9 @@ def file_system(pid: int, path: str) -> str:
         mount_point = fields[4]
         if (path == mount_point or path.startswith(mount_point.rstrip("/") + "/")) and len(
             mount_point
-        ) >= longest[0]:
-            longest = (len(mount_point), "%s of %s at %s" % (kind[0], kind[1], mount_point))
-    return longest[1]
+        ) >= best_match[0]:
+            best_match = (len(mount_point), "%s of %s at %s" % (kind[0], kind[1], mount_point))
+    return best_match[1]
 
 
 def pipe_readers(pipe: str, pids: List[int]) -> List[int]:
@@ -185,10 +185,10 @@ class StallDetector:
 
 def memory_pressure() -> float:
     """Percent of the last ten seconds in which some process waited for memory; 0 if unknown."""
-    for word in _read("/proc/pressure/memory").split("\n", 1)[0].split():
-        if word.startswith("avg10="):
+    for field in _read("/proc/pressure/memory").split("\n", 1)[0].split():
+        if field.startswith("avg10="):
             with contextlib.suppress(ValueError):
-                return float(word[6:])
+                return float(field[6:])
     return 0.0
 
 
@@ -207,4 +207,4 @@ def describe_cause(pid: int, cause: str) -> str:
     parts = [blocked["call"] or blocked["kernel"]]
     if blocked["on"].startswith("/"):
         parts += [blocked["on"], "(%s)" % file_system(pid, blocked["on"])]
-    return " ".join(word for word in parts if word not in ("", "()"))
+    return " ".join(part for part in parts if part not in ("", "()"))

@@ -13,14 +13,14 @@ from typing import Any, Dict, List
 
 Gpu = Dict[str, Any]  # "maker", "device" (file's name), "pci" (may be empty), "node" (NUMA, or -1)
 ROOT = Path("/")
-INTEL = "0x8086"
+INTEL_VENDOR = "0x8086"
 INTEL_PROCESSOR_GRAPHICS = "0000:00:02.0"  # its place in every processor that has one
 # What AMD's integrated graphics take of the machine's memory by themselves is less
-AMD_MEMORY = 2 << 30  # bytes
-AMD_OWN_MEMORY = ("1", "2")  # heap types of KFD: the card's, seen by the processor or not
+MIN_AMD_BYTES = 2 << 30  # bytes
+AMD_DEVICE_HEAPS = ("1", "2")  # heap types of KFD: the card's, seen by the processor or not
 
 
-def found(root: Path = ROOT) -> List[Gpu]:
+def find_gpus(root: Path = ROOT) -> List[Gpu]:
     """Every GPU that counts, makers one after the other."""
     return nvidia(root) + amd(root) + intel(root)
 
@@ -44,28 +44,30 @@ def amd(root: Path = ROOT) -> List[Gpu]:
     gpus = []
     if (root / "dev/kfd").exists():
         for folder in root.glob("sys/class/kfd/kfd/topology/nodes/*"):
-            about = _properties(folder / "properties")
-            device = "renderD%s" % about.get("drm_render_minor", "")
-            computes = int(about.get("simd_count", 0)) and not int(about.get("cpu_cores_count", 0))
+            properties = _properties(folder / "properties")
+            device = "renderD%s" % properties.get("drm_render_minor", "")
+            computes = int(properties.get("simd_count", 0)) and not int(
+                properties.get("cpu_cores_count", 0)
+            )
             if (
                 computes
-                and _kfd_memory(folder) >= AMD_MEMORY
+                and _kfd_memory(folder) >= MIN_AMD_BYTES
                 and (root / "dev/dri" / device).exists()
             ):
-                gpus.append((int(folder.name), _gpu(root, "amd", device, _kfd_place(about))))
+                gpus.append((int(folder.name), _gpu(root, "amd", device, _kfd_place(properties))))
     return [gpu for _, gpu in sorted(gpus, key=lambda numbered: numbered[0])]
 
 
 def _kfd_memory(folder: Path) -> int:
     banks = [_properties(file) for file in folder.glob("mem_banks/*/properties")]
-    own = [bank for bank in banks if bank.get("heap_type") in AMD_OWN_MEMORY]
-    return sum(int(bank.get("size_in_bytes", 0)) for bank in own)
+    device_banks = [bank for bank in banks if bank.get("heap_type") in AMD_DEVICE_HEAPS]
+    return sum(int(bank.get("size_in_bytes", 0)) for bank in device_banks)
 
 
-def _kfd_place(about: Dict[str, str]) -> str:
+def _kfd_place(properties: Dict[str, str]) -> str:
     """The kernel packs bus, device and function into one number."""
-    packed = int(about.get("location_id", 0))
-    parts = (int(about.get("domain", 0)), packed >> 8 & 0xFF, packed >> 3 & 0x1F, packed & 7)
+    packed = int(properties.get("location_id", 0))
+    parts = (int(properties.get("domain", 0)), packed >> 8 & 0xFF, packed >> 3 & 0x1F, packed & 7)
     return "%04x:%02x:%02x.%x" % parts
 
 
@@ -76,8 +78,12 @@ def intel(root: Path = ROOT) -> List[Gpu]:
         device = folder / "device"
         driver = (device / "driver").resolve().name
         place = device.resolve().name
-        ours = _read(device / "vendor") == INTEL and driver in ("i915", "xe")
-        if ours and place != INTEL_PROCESSOR_GRAPHICS and (root / "dev/dri" / folder.name).exists():
+        is_supported = _read(device / "vendor") == INTEL_VENDOR and driver in ("i915", "xe")
+        if (
+            is_supported
+            and place != INTEL_PROCESSOR_GRAPHICS
+            and (root / "dev/dri" / folder.name).exists()
+        ):
             gpu = _gpu(root, "intel", folder.name, place)
             gpus += [gpu] * max(1, _tiles(device, driver))
     return sorted(gpus, key=lambda gpu: str(gpu["pci"]))

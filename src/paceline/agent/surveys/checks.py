@@ -23,73 +23,75 @@ from ..supervision import processes
 from . import facts, host_load, probe
 
 Message = Dict[str, Any]
-BLOCK = 1 << 18
+BLOCK_BYTES = 1 << 18
 SEND_BUFFER = 1 << 20  # bytes; small, so that what was sent was also received soon after
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 SYN_RECV = "03"
-OUTPUT = 1 << 16  # bytes of a command's output that are told
+MAX_OUTPUT_BYTES = 1 << 16  # bytes of a command's output that are told
 SO_MAX_PACING_RATE = 47
 
 
 # --- names ------------------------------------------------------------------------------------
 
 
-def resolve_all(names: List[str]) -> Dict[str, Optional[List[str]]]:
+def resolve_names(names: List[str]) -> Dict[str, Optional[List[str]]]:
     """Addresses by name, all asked at once; ``None`` for a name server that does not answer."""
-    found: Dict[str, Optional[List[str]]] = {}
+    addresses: Dict[str, Optional[List[str]]] = {}
     threads = [
-        threading.Thread(target=lambda n=name: found.update({n: facts.resolve(n)}), daemon=True)
+        threading.Thread(
+            target=lambda n=name: addresses.update({n: facts.resolve_name(n)}), daemon=True
+        )
         for name in names
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+    return addresses
 
 
 # --- who knocked ------------------------------------------------------------------------------
 
 
-def half_open() -> List[List[Any]]:
+def half_open_connections() -> List[List[Any]]:
     """Connections of which the peer's first packet arrived but nothing after: [port, peer].
 
     When a peer knocks without success and it is not in this list, its packets do not arrive; when
     it is, ours do not reach it.
     """
-    found = []
+    connections = []
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in open("/proc/net/" + table).read().splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == SYN_RECV:
                     port = int(fields[1].rsplit(":", 1)[1], 16)
-                    found.append([port, parse_address(fields[2].rsplit(":", 1)[0])])
-    return found
+                    connections.append([port, parse_address(fields[2].rsplit(":", 1)[0])])
+    return connections
 
 
 def parse_address(text: str) -> str:
     """An address of /proc/net/tcp: words in the machine's byte order, in hexadecimal."""
-    words = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
-    raw = b"".join(struct.pack("=I", word) for word in words)
+    groups = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
+    raw = b"".join(struct.pack("=I", group) for group in groups)
     return socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)
 
 
 def reject_routes() -> List[str]:
     """IPv4 destinations that the routing table refuses (``ip route add unreachable …``)."""
-    found = []
+    destinations = []
     with contextlib.suppress(OSError):
         for line in open("/proc/net/route").read().splitlines()[1:]:
             fields = line.split()
             if int(fields[3], 16) & 0x200:
-                found.append(parse_address(fields[1]))
-    return found
+                destinations.append(parse_address(fields[1]))
+    return destinations
 
 
 # --- bandwidth --------------------------------------------------------------------------------
 
 
-def sink(listener: socket.socket) -> None:
+def serve_sink(listener: socket.socket) -> None:
     """Swallows what every connection sends and answers the count (8 bytes), until closed."""
     listener.setblocking(True)
     while True:
@@ -97,22 +99,22 @@ def sink(listener: socket.socket) -> None:
             connection, _ = listener.accept()
         except OSError:
             return
-        threading.Thread(target=_swallow, args=(connection,), daemon=True).start()
+        threading.Thread(target=_receive_all, args=(connection,), daemon=True).start()
 
 
-def _swallow(connection: socket.socket) -> None:
-    room = bytearray(BLOCK)
+def _receive_all(connection: socket.socket) -> None:
+    buffer = bytearray(BLOCK_BYTES)
     count = 0
     with connection, contextlib.suppress(OSError):
         while True:
-            got = connection.recv_into(room)
-            if not got:
+            received = connection.recv_into(buffer)
+            if not received:
                 break
-            count += got
+            count += received
         connection.sendall(struct.pack("!Q", count))
 
 
-def transfer(request: Message) -> Message:
+def send_to_sink(request: Message) -> Message:
     """Sends to a sink for ``seconds`` and says how much arrived in how long.
 
     Args:
@@ -125,31 +127,31 @@ def transfer(request: Message) -> Message:
         buffer = SEND_BUFFER // 8 if request.get("pace") else SEND_BUFFER
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
         if request.get("pace"):
-            pace = min(int(request["pace"]), (1 << 32) - 1)
-            sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=I", pace))
+            bytes_per_s = min(int(request["pace"]), (1 << 32) - 1)
+            sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=I", bytes_per_s))
         sock.connect((request["address"], request["port"]))
-        begun = time.monotonic()
-        sent = _send_for(sock, begun + request["seconds"])
+        started_s = time.monotonic()
+        sent = _send_for(sock, started_s + request["seconds"])
         sock.shutdown(socket.SHUT_WR)
-        arrived = struct.unpack("!Q", _exactly(sock, 8))[0]
-        seconds = time.monotonic() - begun
+        arrived = struct.unpack("!Q", _receive_exactly(sock, 8))[0]
+        seconds = time.monotonic() - started_s
         return dict(tcp_info(sock), bytes=arrived, seconds=seconds, sent=sent)
 
 
-def _send_for(sock: socket.socket, until: float) -> int:
-    block, sent = bytes(BLOCK), 0
-    while time.monotonic() < until:
+def _send_for(sock: socket.socket, deadline: float) -> int:
+    block, sent = bytes(BLOCK_BYTES), 0
+    while time.monotonic() < deadline:
         sent += sock.send(block)
     return sent
 
 
-def _exactly(sock: socket.socket, count: int) -> bytes:
+def _receive_exactly(sock: socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:
-        more = sock.recv(count - len(data))
-        if not more:
+        chunk = sock.recv(count - len(data))
+        if not chunk:
             raise OSError("the receiver went away")
-        data += more
+        data += chunk
     return data
 
 
@@ -159,46 +161,46 @@ def tcp_info(sock: socket.socket) -> Message:
         raw = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 160)
     except (AttributeError, OSError):
         return {}
-    found = {
+    info = {
         "pmtu": struct.unpack_from("=I", raw, 60)[0],
         "rtt": struct.unpack_from("=I", raw, 68)[0] / 1e6,
         "retransmitted": struct.unpack_from("=I", raw, 100)[0],
     }
     if len(raw) >= 140:
-        found["segments"] = struct.unpack_from("=I", raw, 136)[0]
-    return found
+        info["segments"] = struct.unpack_from("=I", raw, 136)[0]
+    return info
 
 
-def counters() -> Dict[str, List[int]]:
+def interface_counters() -> Dict[str, List[int]]:
     """Bytes received and sent by interface."""
-    found = {}
+    totals = {}
     for _, name in socket.if_nameindex():
         folder = Path("/sys/class/net") / name / "statistics"
         with contextlib.suppress(OSError, ValueError):
-            found[name] = [int((folder / n).read_text()) for n in ("rx_bytes", "tx_bytes")]
-    return found
+            totals[name] = [int((folder / n).read_text()) for n in ("rx_bytes", "tx_bytes")]
+    return totals
 
 
 # --- folders ----------------------------------------------------------------------------------
 
 
-def leave_token(folder: str, name: str, content: str) -> Message:
+def write_token(folder: str, name: str, content: str) -> Message:
     """Writes a file there by rename, as a checkpoint is written; says what did not work.
 
     An ``error`` in an answer would be the whole request's.
     """
-    path, new = Path(folder) / name, Path(folder) / (name + ".new")
+    path, temporary = Path(folder) / name, Path(folder) / (name + ".new")
     step = "write"
     try:
-        new.write_text(content)
+        temporary.write_text(content)
         step = "rename"
-        os.replace(str(new), str(path))
+        os.replace(str(temporary), str(path))
     except OSError as error:
         return {"ok": False, "step": step, "why": error.strerror, "errno": error.errno}
     return {"ok": True}
 
 
-def see_tokens(folder: str, names: List[str]) -> Message:
+def read_tokens(folder: str, names: List[str]) -> Message:
     """Which of the other nodes' files are seen here, and the folder's file system."""
     os.listdir(folder) if os.path.isdir(folder) else []  # network file systems look again
     seen = {}
@@ -208,7 +210,7 @@ def see_tokens(folder: str, names: List[str]) -> Message:
     return {"exists": os.path.isdir(folder), "seen": seen, "type": file_system(folder)}
 
 
-def take_token(folder: str, name: str) -> Message:
+def remove_token(folder: str, name: str) -> Message:
     """Removes what :func:`leave_token` wrote."""
     for path in (Path(folder) / name, Path(folder) / (name + ".new")):
         with contextlib.suppress(OSError):
@@ -218,14 +220,14 @@ def take_token(folder: str, name: str) -> Message:
 
 def file_system(path: str) -> str:
     """Type of the file system that holds ``path``: ``ext4``, ``nfs4``, ``cifs`` …"""
-    best, kind = "", ""
+    longest, kind = "", ""
     with contextlib.suppress(OSError):
         for line in open("/proc/self/mounts").read().splitlines():
-            _, point, found = line.split()[:3]
+            _, point, fs_type = line.split()[:3]
             point = point.replace("\\040", " ")
-            inside = path == point or path.startswith(point.rstrip("/") + "/")
-            if inside and len(point) >= len(best):
-                best, kind = point, found
+            is_below = path == point or path.startswith(point.rstrip("/") + "/")
+            if is_below and len(point) >= len(longest):
+                longest, kind = point, fs_type
     return kind
 
 
@@ -242,10 +244,10 @@ def digest_tree(path: str, hashed: int = 64, largest: int = 1 << 20) -> Message:
         return {"exists": False}
     entries = sorted(_entries(root))
     digest = hashlib.sha256()
-    every = max(1, len(entries) // hashed)
+    interval = max(1, len(entries) // hashed)
     for at, (name, size) in enumerate(entries):
         digest.update(("%s\0%d\n" % (name, size)).encode("utf-8", "surrogateescape"))
-        if at % every == 0 and size <= largest:
+        if at % interval == 0 and size <= largest:
             with contextlib.suppress(OSError):
                 digest.update(snapshot.hash_file(root / name if name else root).encode())
     total = sum(size for _, size in entries)
@@ -274,13 +276,13 @@ def token_processes() -> List[Message]:
     """
     stats = processes.all_stats()
     uptime = float(open("/proc/uptime").read().split()[0])
-    found = []
+    reports = []
     for pid, stat in stats.items():
         run = _token_of(pid)
         if run is None or stat.state in "ZX":
             continue
         agent = _agent_of(stat, stats)
-        found.append(
+        reports.append(
             {
                 "pid": pid,
                 "run": run,
@@ -290,16 +292,18 @@ def token_processes() -> List[Message]:
                 "command": probe._command_line(pid)[:200],
             }
         )
-    return found
+    return reports
 
 
 def _token_of(pid: int) -> Optional[str]:
     """The run id in the environment of a process of ours; ``None`` when it is none of ours."""
     with contextlib.suppress(OSError):
-        words = Path("/proc/%d/environ" % pid).read_bytes().split(b"\0")
-        if any(word.startswith(b"PACELINE_JOB_TOKEN=") for word in words):
+        variables = Path("/proc/%d/environ" % pid).read_bytes().split(b"\0")
+        if any(variable.startswith(b"PACELINE_JOB_TOKEN=") for variable in variables):
             prefix = b"PACELINE_RUN_ID="
-            runs = [word[len(prefix) :] for word in words if word.startswith(prefix)]
+            runs = [
+                variable[len(prefix) :] for variable in variables if variable.startswith(prefix)
+            ]
             return runs[0].decode(errors="replace") if runs else ""
     return None
 
@@ -323,7 +327,7 @@ GPU_FIELDS = (
 )
 
 
-def gpus(timeout_s: float = 10.0) -> Message:
+def query_nvidia_smi(timeout_s: float = 10.0) -> Message:
     """What nvidia-smi says, as text; ``missing`` without such a program, ``broken`` when it fails.
 
     An ``error`` in an answer would be the whole request's.
@@ -334,46 +338,46 @@ def gpus(timeout_s: float = 10.0) -> Message:
     query = [tool, "--query-gpu=" + GPU_FIELDS, "--format=csv,noheader,nounits"]
     apps = [tool, "--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        gpu_query = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                               timeout=timeout_s)  # fmt: skip
-        busy = subprocess.run(apps, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        app_query = subprocess.run(apps, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                               timeout=timeout_s)  # fmt: skip
     except subprocess.TimeoutExpired:
         return {"broken": "nvidia-smi did not answer within %g s" % timeout_s}
-    if done.returncode:
-        return {"broken": done.stdout.decode(errors="replace").strip()}
-    return {"gpus": done.stdout.decode(errors="replace"), "apps": busy.stdout.decode()}
+    if gpu_query.returncode:
+        return {"broken": gpu_query.stdout.decode(errors="replace").strip()}
+    return {"gpus": gpu_query.stdout.decode(errors="replace"), "apps": app_query.stdout.decode()}
 
 
-def packages() -> Dict[str, str]:
+def list_packages() -> Dict[str, str]:
     """Installed distributions and versions, read from the folders' names."""
-    found: Dict[str, str] = {}
+    versions: Dict[str, str] = {}
     for folder in facts.searched_folders():
         with contextlib.suppress(OSError):
             for name in os.listdir(folder):
                 match = re.match(r"(.+)-([^-]+)\.dist-info$", name)
                 if match:
-                    found.setdefault(match.group(1).lower().replace("_", "-"), match.group(2))
-    return found
+                    versions.setdefault(match.group(1).lower().replace("_", "-"), match.group(2))
+    return versions
 
 
 MPI_FOLDERS = ("FI_PROVIDER_PATH", "I_MPI_ROOT", "CCL_ROOT")  # variables
 SETVARS = ("/opt/intel/oneapi/setvars.sh", "~/intel/oneapi/setvars.sh")
 
 
-def mpi() -> Message:
+def find_mpi() -> Message:
     """Paths of MPI's launcher, oneAPI's script and libfabric, empty for what is not there."""
     multiarch = sysconfig.get_config_var("MULTIARCH") or ""
     folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     folders += ["/usr/lib/%s" % multiarch, "/usr/lib64", "/usr/lib", "/usr/local/lib"]
     fabrics = [os.path.join(folder, "libfabric.so.1") for folder in folders if folder]
-    named = {name: os.environ[name] for name in MPI_FOLDERS if os.environ.get(name)}
+    folders_set = {name: os.environ[name] for name in MPI_FOLDERS if os.environ.get(name)}
     launcher = shutil.which("mpiexec") or shutil.which("mpirun")
     return {
         "mpiexec": os.path.realpath(launcher) if launcher else "",
         "setvars": _first_file([os.path.expanduser(path) for path in SETVARS]),
         "libfabric": _first_file(fabrics),
-        "missing_folders": {k: v[:1000] for k, v in named.items() if not _has_folder(v)},
+        "missing_folders": {k: v[:1000] for k, v in folders_set.items() if not _has_folder(v)},
     }
 
 
@@ -385,22 +389,25 @@ def _has_folder(paths: str) -> bool:
     return any(os.path.isdir(path) for path in paths.split(os.pathsep))
 
 
-def execute(request: Message) -> Message:
+def run_command(request: Message) -> Message:
     """Runs ``argv`` with ``input``; exit status and the last of its output, both streams."""
-    done = subprocess.run(
+    completed = subprocess.run(
         request["argv"],
         input=request.get("input", "").encode(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         timeout=request["timeout_s"],
     )
-    return {"code": done.returncode, "output": done.stdout[-OUTPUT:].decode(errors="replace")}
+    return {
+        "code": completed.returncode,
+        "output": completed.stdout[-MAX_OUTPUT_BYTES:].decode(errors="replace"),
+    }
 
 
 # --- operations: the first argument is the agent ------------------------------------------------
 
 
-def _answering(work: Callable[[Message], Message]) -> Callable[[Any, Message, bytes], None]:
+def _in_thread(work: Callable[[Message], Message]) -> Callable[[Any, Message, bytes], None]:
     """An operation that may take long: done in a thread, answered when done."""
 
     def operation(agent: Any, request: Message, _: bytes) -> None:
@@ -434,7 +441,7 @@ def connect(request: Message) -> Message:
     return {"results": probe.connect_all(request["targets"], request["timeout_s"], settle_s)}
 
 
-def look(request: Message) -> Message:
+def stat_paths(request: Message) -> Message:
     """Answers what is at ``paths``: whether it exists, is a file, can be executed."""
     return {"paths": [
         {
@@ -458,54 +465,59 @@ def which(request: Message) -> Message:
 
 def open_ports(agent: Any, request: Message, _: bytes) -> None:
     """Listeners on ``ports`` of ``address``: those that could be had; who holds the others."""
-    address, opened, taken = request["address"], [], {}
+    address, opened, unavailable = request["address"], [], {}
     for port in request["ports"]:
         try:
             agent.listeners["%s %d" % (address, port)] = probe.listen(address, port)
             opened.append(port)
         except OSError as error:
-            taken[str(port)] = {"error": error.strerror, "holders": probe.listening_processes(port)}
-    agent.reply(request, opened=opened, taken=taken)
+            unavailable[str(port)] = {
+                "error": error.strerror,
+                "holders": probe.listening_processes(port),
+            }
+    agent.reply(request, opened=opened, taken=unavailable)
 
 
 def open_sink(agent: Any, request: Message, _: bytes) -> None:
     """A sink on ``address``; answers its port. It lives as long as the agent."""
     listener = probe.listen(request["address"])
     agent.sinks.append(listener)
-    threading.Thread(target=sink, args=(listener,), daemon=True).start()
+    threading.Thread(target=serve_sink, args=(listener,), daemon=True).start()
     agent.reply(request, port=listener.getsockname()[1])
 
 
 OPERATIONS: Dict[str, Callable[[Any, Message, bytes], None]] = {
     "listen": listen,
     "stop_listening": stop_listening,
-    "connect": _answering(connect),
-    "look": _answering(look),
-    "which": _answering(which),
-    "disk": _answering(
+    "connect": _in_thread(connect),
+    "look": _in_thread(stat_paths),
+    "which": _in_thread(which),
+    "disk": _in_thread(
         lambda request: {"disks": [facts.disk_facts(path) for path in request["paths"]]}
     ),
     "clock": lambda agent, request, _: agent.reply(request, **facts.clock_facts()),
-    "resolve": _answering(lambda request: {"names": resolve_all(request["names"])}),
+    "resolve": _in_thread(lambda request: {"names": resolve_names(request["names"])}),
     "open_ports": open_ports,
     "half_open": lambda agent, request, _: agent.reply(
-        request, peers=half_open(), rejects=reject_routes()
+        request, peers=half_open_connections(), rejects=reject_routes()
     ),
     "sink": open_sink,
-    "transfer": _answering(transfer),
-    "counters": lambda agent, request, _: agent.reply(request, bytes=counters()),
-    "leave_token": _answering(
-        lambda request: leave_token(request["folder"], request["file"], request["content"])
+    "transfer": _in_thread(send_to_sink),
+    "counters": lambda agent, request, _: agent.reply(request, bytes=interface_counters()),
+    "leave_token": _in_thread(
+        lambda request: write_token(request["folder"], request["file"], request["content"])
     ),
-    "see_tokens": _answering(lambda request: see_tokens(request["folder"], request["names"])),
-    "take_token": _answering(lambda request: take_token(request["folder"], request["file"])),
-    "digest_tree": _answering(lambda request: digest_tree(request["path"])),
-    "token_processes": _answering(lambda request: {"processes": token_processes()}),
-    "execute": _answering(execute),
-    "gpus": _answering(lambda request: gpus()),
+    "see_tokens": _in_thread(lambda request: read_tokens(request["folder"], request["names"])),
+    "take_token": _in_thread(lambda request: remove_token(request["folder"], request["file"])),
+    "digest_tree": _in_thread(lambda request: digest_tree(request["path"])),
+    "token_processes": _in_thread(lambda request: {"processes": token_processes()}),
+    "execute": _in_thread(run_command),
+    "gpus": _in_thread(lambda request: query_nvidia_smi()),
     "vitals": lambda agent, request, _: agent.in_queue(
-        "vitals", lambda: agent.reply(request, **host_load.counted(request["interfaces"])), request
+        "vitals",
+        lambda: agent.reply(request, **host_load.read_counters(request["interfaces"])),
+        request,
     ),
-    "packages": _answering(lambda request: {"packages": packages()}),
-    "mpi": _answering(lambda request: {"mpi": mpi()}),
+    "packages": _in_thread(lambda request: {"packages": list_packages()}),
+    "mpi": _in_thread(lambda request: {"mpi": find_mpi()}),
 }

@@ -51,11 +51,11 @@ def searched_folders() -> List[str]:
 
 def parse_torch_version(text: str) -> Facts:
     """Reads ``torch/version.py``: version, CUDA, HIP and XPU it was built for."""
-    found: Facts = {}
+    versions: Facts = {}
     for key in ("__version__", "cuda", "hip", "xpu", "git_version"):
         match = re.search(r"^%s\b[^=]*=\s*['\"]([^'\"]*)['\"]" % key, text, re.MULTILINE)
-        found[key.strip("_")] = match.group(1) if match else None
-    return found
+        versions[key.strip("_")] = match.group(1) if match else None
+    return versions
 
 
 def torch_facts() -> Optional[Facts]:
@@ -114,33 +114,33 @@ def name_facts() -> Facts:
     hosts = _read(Path("/etc/hosts"))
     return {
         "hostname": name,
-        "resolves_to": resolve(name),
+        "resolves_to": resolve_name(name),
         "hosts_lines": hosts_lines(hosts, name),
     }
 
 
-def resolve(name: str, patience_s: float = 1.0) -> Optional[List[str]]:
+def resolve_name(name: str, timeout_s: float = 1.0) -> Optional[List[str]]:
     """The addresses of a name; ``None`` when resolving takes longer than ``patience_s``."""
-    found: List[str] = []
+    addresses: List[str] = []
 
-    def ask() -> None:
+    def query() -> None:
         with contextlib.suppress(OSError):
             entries = socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)
-            found.extend(sorted({str(entry[4][0]) for entry in entries}))
+            addresses.extend(sorted({str(entry[4][0]) for entry in entries}))
 
-    asking = threading.Thread(target=ask, daemon=True)  # a dead name server blocks for long
-    asking.start()
-    asking.join(patience_s)
-    return None if asking.is_alive() else found
+    thread = threading.Thread(target=query, daemon=True)  # a dead name server blocks for long
+    thread.start()
+    thread.join(timeout_s)
+    return None if thread.is_alive() else addresses
 
 
 def hosts_lines(text: str, name: str) -> List[str]:
     """The lines of a hosts file that name ``name``, with their numbers: ``"2: 127.0.1.1 n1"``."""
-    short = name.split(".")[0]
+    short_name = name.split(".")[0]
     lines = []
     for number, line in enumerate(text.splitlines(), 1):
-        words = line.split("#")[0].split()
-        if name in words[1:] or short in words[1:]:
+        fields = line.split("#")[0].split()
+        if name in fields[1:] or short_name in fields[1:]:
             lines.append("%d: %s" % (number, line.strip()))
     return lines
 
@@ -156,7 +156,7 @@ def cpu_facts(root: Path = accelerators.ROOT) -> Facts:
     model = re.search(r"^model name\s*:\s*(.*)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
     return {
         "available": sorted(allowed),
-        "cores": cores(allowed, root),
+        "cores": cpu_cores(allowed, root),
         "nodes": numa_nodes(allowed, root),
         "quota": cpu_quota(root),
         "model": model.group(1) if model else platform.machine(),
@@ -164,34 +164,34 @@ def cpu_facts(root: Path = accelerators.ROOT) -> Facts:
     }
 
 
-def cores(allowed: Set[int], root: Path = accelerators.ROOT) -> List[List[int]]:
+def cpu_cores(allowed: Set[int], root: Path = accelerators.ROOT) -> List[List[int]]:
     """The allowed CPUs by core; a CPU whose core is not told is one of its own."""
-    found = set()
+    groups = set()
     for cpu in allowed:
         folder = root / ("sys/devices/system/cpu/cpu%d/topology" % cpu)
         text = _read(folder / "core_cpus_list") or _read(folder / "thread_siblings_list")
-        found.add(tuple(sorted((numbers(text) | {cpu}) & allowed)))
-    return [list(core) for core in sorted(found)]
+        groups.add(tuple(sorted((parse_cpu_list(text) | {cpu}) & allowed)))
+    return [list(core) for core in sorted(groups)]
 
 
 def numa_nodes(allowed: Set[int], root: Path = accelerators.ROOT) -> Dict[str, List[int]]:
     """The allowed CPUs by NUMA node; empty where the kernel tells of none."""
-    found = {}
+    nodes = {}
     for folder in root.glob("sys/devices/system/node/node[0-9]*"):
-        cpus = sorted(numbers(_read(folder / "cpulist")) & allowed)
+        cpus = sorted(parse_cpu_list(_read(folder / "cpulist")) & allowed)
         if cpus:
-            found[folder.name[len("node") :]] = cpus
-    return found
+            nodes[folder.name[len("node") :]] = cpus
+    return nodes
 
 
-def numbers(text: str) -> Set[int]:
+def parse_cpu_list(text: str) -> Set[int]:
     """A list of the kernel's: ``0-3,8`` is 0, 1, 2, 3 and 8."""
-    found: Set[int] = set()
+    cpus: Set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
         if match:
-            found.update(range(int(match.group(1)), int(match.group(2) or match.group(1)) + 1))
-    return found
+            cpus.update(range(int(match.group(1)), int(match.group(2) or match.group(1)) + 1))
+    return cpus
 
 
 def cpu_quota(root: Path = accelerators.ROOT) -> Optional[float]:
@@ -199,14 +199,14 @@ def cpu_quota(root: Path = accelerators.ROOT) -> Optional[float]:
     limits = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        unified, old = not controllers, "cpu" in controllers.split(",")
-        base = root / ("sys/fs/cgroup" if unified else "sys/fs/cgroup/cpu")
+        is_v2, is_v1 = not controllers, "cpu" in controllers.split(",")
+        base = root / ("sys/fs/cgroup" if is_v2 else "sys/fs/cgroup/cpu")
         folder = base / path.lstrip("/")
-        while (unified or old) and ".." not in folder.parts:
-            words = _read(folder / "cpu.max").split()
-            words = words or [_read(folder / ("cpu.cfs_%s_us" % w)) for w in ("quota", "period")]
-            if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):
-                limits.append(int(words[0]) / int(words[1]))
+        while (is_v2 or is_v1) and ".." not in folder.parts:
+            fields = _read(folder / "cpu.max").split()
+            fields = fields or [_read(folder / ("cpu.cfs_%s_us" % w)) for w in ("quota", "period")]
+            if len(fields) == 2 and all(field.isdigit() for field in fields) and int(fields[1]):
+                limits.append(int(fields[0]) / int(fields[1]))
             if folder == base:
                 break
             folder = folder.parent
@@ -228,7 +228,7 @@ def device_facts() -> Facts:
     """GPUs by the kernel's files (:func:`accelerators.found`), and NVIDIA's driver."""
     version = re.search(r"Kernel Module\D*([\d.]+)", _read(Path("/proc/driver/nvidia/version")))
     return {
-        "gpus": accelerators.found(),
+        "gpus": accelerators.find_gpus(),
         "nvidia_driver": version.group(1) if version else None,
     }
 
@@ -238,11 +238,11 @@ def rdma_facts(folder: str = "/sys/class/infiniband") -> List[Facts]:
 
     ``interfaces`` are those of the kernel that belong to the same card.
     """
-    found = []
+    ports = []
     for port in sorted(Path(folder).glob("*/ports/*")):
         card = port.parent.parent
         rate = re.match(r"([\d.]+) Gb/sec", _read(port / "rate"))
-        found.append(
+        ports.append(
             {
                 "name": card.name,
                 "port": int(port.name),
@@ -251,7 +251,7 @@ def rdma_facts(folder: str = "/sys/class/infiniband") -> List[Facts]:
                 "interfaces": sorted(link.name for link in (card / "device" / "net").glob("*")),
             }
         )
-    return found
+    return ports
 
 
 def limit_facts() -> Facts:
@@ -289,8 +289,8 @@ def disk_facts(path: str) -> Facts:
 
 def ephemeral_ports() -> List[int]:
     """First and last port that the kernel gives out by itself."""
-    words = _read(Path("/proc/sys/net/ipv4/ip_local_port_range")).split()
-    return [int(word) for word in words] if len(words) == 2 else [32768, 60999]
+    bounds = _read(Path("/proc/sys/net/ipv4/ip_local_port_range")).split()
+    return [int(bound) for bound in bounds] if len(bounds) == 2 else [32768, 60999]
 
 
 def clock_facts() -> Facts:
@@ -304,7 +304,7 @@ def user_facts() -> Facts:
     return {"uid": os.getuid(), "home": home, "shell": os.environ.get("SHELL"), "cache": cache}
 
 
-_TOLD = re.compile(
+_REPORTED_VARIABLES = re.compile(
     r"(NCCL|GLOO|TP|UCX|FI|I_MPI|OMP|TORCH|CCL)_[A-Z_]+|(CUDA|HIP|ROCR)_VISIBLE_DEVICES"
     r"|ZE_AFFINITY_MASK|ZE_FLAT_DEVICE_HIERARCHY|ONEAPI_DEVICE_SELECTOR"
     r"|PYTHON(HOME|PATH|USERBASE|NOUSERSITE|SAFEPATH|WARNINGS|OPTIMIZE)"
@@ -314,7 +314,9 @@ _TOLD = re.compile(
 
 def environment_facts() -> Facts:
     """Variables of the login that change how jobs communicate or what they load; no others."""
-    return {name: value for name, value in os.environ.items() if _TOLD.fullmatch(name)}
+    return {
+        name: value for name, value in os.environ.items() if _REPORTED_VARIABLES.fullmatch(name)
+    }
 
 
 def disks_facts() -> Facts:

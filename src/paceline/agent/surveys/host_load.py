@@ -10,12 +10,12 @@ from typing import Any, Callable, Dict, List, Optional, Sequence
 
 from . import accelerators
 
-Load = Callable[[], List[float]]
+LoadReader = Callable[[], List[float]]
 ROOT = Path("/")
 NVML = "libnvidia-ml.so.1"
 
 
-def counted(interfaces: Sequence[str], root: Path = ROOT) -> Dict[str, Any]:
+def read_counters(interfaces: Sequence[str], root: Path = ROOT) -> Dict[str, Any]:
     """What was counted since the host started, and when.
 
     Returns:
@@ -41,57 +41,59 @@ def _read(path: Path) -> str:
 
 
 def _cpu(text: str) -> List[int]:
-    words = text.split("\n", 1)[0].split()[1:9]  # virtual machines are in the first two again
-    ticks = [int(word) for word in words if word.isdigit()]
+    fields = text.split("\n", 1)[0].split()[1:9]  # virtual machines are in the first two again
+    ticks = [int(field) for field in fields if field.isdigit()]
     idle = sum(ticks[3:5])  # idle, and waiting for a disk
     return [sum(ticks) - idle, sum(ticks)]
 
 
 def _memory(text: str) -> List[int]:
-    found = {}
+    amounts = {}
     for line in text.splitlines():
-        name, _, rest = line.partition(":")
-        if name in ("MemTotal", "MemAvailable") and rest.split()[:1]:
-            found[name] = 1024 * int(rest.split()[0])
-    total = found.get("MemTotal", 0)
-    return [total, min(total, found.get("MemAvailable", 0))]
+        name, _, value = line.partition(":")
+        if name in ("MemTotal", "MemAvailable") and value.split()[:1]:
+            amounts[name] = 1024 * int(value.split()[0])
+    total = amounts.get("MemTotal", 0)
+    return [total, min(total, amounts.get("MemAvailable", 0))]
 
 
 def _links(text: str, interfaces: Sequence[str]) -> Dict[str, List[int]]:
-    found = {}
+    totals = {}
     for line in text.splitlines():
-        name, _, rest = line.strip().partition(":")
-        counters = rest.split()
-        if name in interfaces and len(counters) > 8:
-            found[name] = [int(counters[0]), int(counters[8])]
-    return found
+        name, _, counts = line.strip().partition(":")
+        fields = counts.split()
+        if name in interfaces and len(fields) > 8:
+            totals[name] = [int(fields[0]), int(fields[8])]
+    return totals
 
 
 # --- GPUs ---------------------------------------------------------------------------------------
 
-_load: Dict[Path, Load] = {}
+_load_readers: Dict[Path, LoadReader] = {}
 
 
 def _gpus(root: Path) -> List[float]:
     """Those of one maker. How they are asked is found out once."""
-    if root not in _load:
-        _load[root] = _amd(root) or _nvidia(root) or list
-    return _load[root]()
+    if root not in _load_readers:
+        _load_readers[root] = _amd(root) or _nvidia(root) or list
+    return _load_readers[root]()
 
 
-def _amd(root: Path) -> Optional[Load]:
+def _amd(root: Path) -> Optional[LoadReader]:
     """By a file of the kernel."""
     places = [root / "sys/class/drm" / gpu["device"] for gpu in accelerators.amd(root)]
     files = [place / "device/gpu_busy_percent" for place in places]
 
     def load() -> List[float]:
-        told = [_read(file).strip() for file in files]
-        return [min(1.0, int(word) / 100) for word in told if word.isdigit()]
+        percentages = [_read(file).strip() for file in files]
+        return [
+            min(1.0, int(percentage) / 100) for percentage in percentages if percentage.isdigit()
+        ]
 
     return load if files else None
 
 
-def _nvidia(root: Path) -> Optional[Load]:
+def _nvidia(root: Path) -> Optional[LoadReader]:
     """By the driver's library: no file tells it, and starting nvidia-smi is dear."""
     if not accelerators.nvidia(root):
         return None
@@ -106,7 +108,7 @@ class _Rates(ctypes.Structure):
     _fields_ = [("gpu", ctypes.c_uint), ("memory", ctypes.c_uint)]  # percent
 
 
-def nvml(library: Any) -> Optional[Load]:
+def nvml(library: Any) -> Optional[LoadReader]:
     """Asks NVML; ``None`` where it does not come up."""
     count = ctypes.c_uint()
     if library.nvmlInit_v2() or library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
@@ -118,11 +120,11 @@ def nvml(library: Any) -> Optional[Load]:
             handles.append(handle)
 
     def load() -> List[float]:
-        found = []
+        fractions = []
         for handle in handles:
             rates = _Rates()
             if library.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(rates)) == 0:
-                found.append(min(1.0, rates.gpu / 100))
-        return found
+                fractions.append(min(1.0, rates.gpu / 100))
+        return fractions
 
     return load if handles else None

@@ -46,7 +46,7 @@ def parse_dump(data: bytes, names: Dict[int, str]) -> List[Address]:
         data: What :func:`read_dump` gave.
         names: Interface names by index.
     """
-    found: List[Address] = []
+    addresses: List[Address] = []
     for kind, body in _messages(data):
         if kind != RTM_NEWADDR:
             continue
@@ -59,7 +59,7 @@ def parse_dump(data: bytes, names: Dict[int, str]) -> List[Address]:
             continue
         if IFA_FLAGS in attributes:
             flags = struct.unpack("=L", attributes[IFA_FLAGS])[0]
-        found.append(
+        addresses.append(
             {
                 "interface": names.get(index, "if%d" % index),
                 "address": socket.inet_ntop(family, raw),
@@ -69,7 +69,7 @@ def parse_dump(data: bytes, names: Dict[int, str]) -> List[Address]:
                 "usable": not flags & (TENTATIVE | DADFAILED | DEPRECATED),
             }
         )
-    return found
+    return addresses
 
 
 def _messages(data: bytes) -> Iterator[Tuple[int, bytes]]:

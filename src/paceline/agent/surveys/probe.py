@@ -17,8 +17,8 @@ from typing import Any, Deque, Dict, List, Optional, Tuple
 from ..supervision import processes
 
 IDENTITY_BYTES = 16
-AT_ONCE = 512  # connections being tried
-BUSY_S = 10.0  # how long a peer that took the connection may take to say who it is
+MAX_ATTEMPTS = 512  # connections being tried
+IDENTITY_TIMEOUT_S = 10.0  # how long a peer that took the connection may take to say who it is
 Result = Dict[str, Any]
 
 
@@ -42,16 +42,18 @@ def listen(address: str, port: int = 0, backlog: int = 128) -> socket.socket:
     return listener
 
 
-def listen_outside_ephemeral(address: str, ephemeral: List[int], tries: int = 64) -> socket.socket:
+def listen_outside_ephemeral(
+    address: str, ephemeral: List[int], max_tries: int = 64
+) -> socket.socket:
     """A listener on a free port that the kernel does not give out by itself.
 
     A port inside the ephemeral range can be taken by any outgoing connection between the moment
     it is chosen and the moment it is used by a restarted job.
     """
     low, high = ephemeral
-    below, above = range(20000, min(low, 65000)), range(max(high + 1, 20000), 65000)
-    choices = [port for port in (*below, *above) if port not in range(low, high + 1)]
-    for _ in range(tries if choices else 0):
+    lower_ports, upper_ports = range(20000, min(low, 65000)), range(max(high + 1, 20000), 65000)
+    choices = [port for port in (*lower_ports, *upper_ports) if port not in range(low, high + 1)]
+    for _ in range(max_tries if choices else 0):
         port = choices[int.from_bytes(os.urandom(4), "big") % len(choices)]
         try:
             return listen(address, port)
@@ -84,7 +86,7 @@ class _Attempt:
         self.socket.setblocking(False)
         self.connected = False
 
-    def begin(self) -> Optional[Result]:
+    def start(self) -> Optional[Result]:
         """Starts connecting; a result when that fails at once."""
         code = self.socket.connect_ex((self.target["address"], self.target["port"]))
         return None if code in (0, errno.EINPROGRESS) else self.failed(code)
@@ -98,32 +100,32 @@ class _Attempt:
             self.connected = True
             return None
         try:
-            said = self.socket.recv(IDENTITY_BYTES)
+            identity = self.socket.recv(IDENTITY_BYTES)
         except OSError as error:
             return self.failed(error.errno or errno.EIO)
         local = str(self.socket.getsockname()[0])
         return self._result(
-            ok=said.hex() == self.target["identity"],
-            reached=said.hex(),
+            ok=identity.hex() == self.target["identity"],
+            reached=identity.hex(),
             local_address=local,
             rtt=time.monotonic() - self.spec,
         )
 
     def deadline(self, timeout_s: float) -> float:
         """When to give up. What has connected is there, but its agent may be busy."""
-        return self.spec + timeout_s + (BUSY_S if self.connected else 0.0)
+        return self.spec + timeout_s + (IDENTITY_TIMEOUT_S if self.connected else 0.0)
 
-    def given_up(self) -> Result:
+    def timed_out(self) -> Result:
         """The time is over."""
         return self.failed(errno.EBUSY if self.connected else errno.ETIMEDOUT)
 
     def failed(self, code: int) -> Result:
         return self._result(ok=False, errno=code, error=os.strerror(code))
 
-    def _result(self, **found: Any) -> Result:
+    def _result(self, **fields: Any) -> Result:
         self.socket.close()
-        where = {name: self.target[name] for name in ("host", "address", "port")}
-        return dict(where, **found)
+        target = {name: self.target[name] for name in ("host", "address", "port")}
+        return dict(target, **fields)
 
 
 def connect_all(targets: List[Result], timeout_s: float, settle_s: float) -> List[Result]:
@@ -139,37 +141,37 @@ def connect_all(targets: List[Result], timeout_s: float, settle_s: float) -> Lis
         ``{"host", "address", "ok"}`` with ``local_address`` and ``rtt`` (seconds) when something
         answered, ``errno`` and ``error`` when not. ``reached`` is the identity that answered.
     """
-    processes.raise_descriptor_limit(min(len(targets), AT_ONCE))
+    processes.raise_descriptor_limit(min(len(targets), MAX_ATTEMPTS))
     results: List[Result] = []
     waiting = deque(targets)
     missing = {target["host"] for target in targets}  # that no address of has answered
-    settled = float("inf")
+    deadline = float("inf")
     with selectors.DefaultSelector() as selector:
         while waiting or selector.get_map():
-            over = _begin(selector, waiting)
-            over += _round(selector, min(settled, _next_deadline(selector, timeout_s)))
-            over += _give_up(selector, timeout_s)
-            results += over
-            missing -= {result["host"] for result in over if result["ok"]}
+            results_now = _start_attempts(selector, waiting)
+            results_now += _run_round(selector, min(deadline, _next_deadline(selector, timeout_s)))
+            results_now += _expire(selector, timeout_s)
+            results += results_now
+            missing -= {result["host"] for result in results_now if result["ok"]}
             if not missing:
-                settled = min(settled, time.monotonic() + settle_s)
-            if time.monotonic() >= settled:
+                deadline = min(deadline, time.monotonic() + settle_s)
+            if time.monotonic() >= deadline:
                 break
-        results += [key.data.given_up() for key in list(selector.get_map().values())]
-    return results + [_Attempt(target).given_up() for target in waiting]
+        results += [key.data.timed_out() for key in list(selector.get_map().values())]
+    return results + [_Attempt(target).timed_out() for target in waiting]
 
 
-def _begin(selector: selectors.BaseSelector, waiting: Deque[Result]) -> List[Result]:
+def _start_attempts(selector: selectors.BaseSelector, waiting: Deque[Result]) -> List[Result]:
     """Begins as many attempts as there may be at once; those that failed with that."""
-    over = []
-    while waiting and len(selector.get_map()) < AT_ONCE:
+    failures = []
+    while waiting and len(selector.get_map()) < MAX_ATTEMPTS:
         attempt = _Attempt(waiting.popleft())
-        failed = attempt.begin()
+        failed = attempt.start()
         if failed is None:
             selector.register(attempt.socket, selectors.EVENT_WRITE, attempt)
         else:
-            over.append(failed)
-    return over
+            failures.append(failed)
+    return failures
 
 
 def _next_deadline(selector: selectors.BaseSelector, timeout_s: float) -> float:
@@ -177,16 +179,16 @@ def _next_deadline(selector: selectors.BaseSelector, timeout_s: float) -> float:
     return min((attempt.deadline(timeout_s) for attempt in attempts), default=0.0)
 
 
-def _give_up(selector: selectors.BaseSelector, timeout_s: float) -> List[Result]:
+def _expire(selector: selectors.BaseSelector, timeout_s: float) -> List[Result]:
     """The attempts whose time is over."""
     now = time.monotonic()
-    late = [key for key in selector.get_map().values() if key.data.deadline(timeout_s) <= now]
-    for key in late:
+    expired = [key for key in selector.get_map().values() if key.data.deadline(timeout_s) <= now]
+    for key in expired:
         selector.unregister(key.fileobj)
-    return [key.data.given_up() for key in late]
+    return [key.data.timed_out() for key in expired]
 
 
-def _round(selector: selectors.BaseSelector, deadline: float) -> List[Result]:
+def _run_round(selector: selectors.BaseSelector, deadline: float) -> List[Result]:
     """Waits for the next sockets to become ready; the attempts that are over with that."""
     ready = selector.select(max(0.0, deadline - time.monotonic()))
     ended = [_step(selector, key.data) for key, _ in ready]
@@ -196,13 +198,13 @@ def _round(selector: selectors.BaseSelector, deadline: float) -> List[Result]:
 def _step(selector: selectors.BaseSelector, attempt: _Attempt) -> Optional[Result]:
     was_connected = attempt.connected
     file = attempt.socket
-    over = attempt.proceed()
-    if over is not None:
+    result = attempt.proceed()
+    if result is not None:
         # closed sockets report fileno -1, so the selector is asked by object
         selector.unregister(file)
     elif not was_connected:
         selector.modify(file, selectors.EVENT_READ, attempt)
-    return over
+    return result
 
 
 def listening_processes(port: int) -> List[Tuple[int, str]]:
@@ -217,11 +219,11 @@ def listening_processes(port: int) -> List[Tuple[int, str]]:
             fields = line.split()
             if fields[3] == "0A" and int(fields[1].rsplit(":", 1)[1], 16) == port:
                 inodes.add("socket:[%s]" % fields[9])
-    return [(pid, _command_line(pid)) for pid in _holders(inodes)]
+    return [(pid, _command_line(pid)) for pid in _socket_holders(inodes)]
 
 
-def _holders(inodes: "set[str]") -> List[int]:
-    found = []
+def _socket_holders(inodes: "set[str]") -> List[int]:
+    pids = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         folder = "/proc/%s/fd" % name
         try:
@@ -229,8 +231,8 @@ def _holders(inodes: "set[str]") -> List[int]:
         except OSError:
             continue
         if links & inodes:
-            found.append(int(name))
-    return found
+            pids.append(int(name))
+    return pids
 
 
 def _command_line(pid: int) -> str:

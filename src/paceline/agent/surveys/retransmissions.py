@@ -19,12 +19,12 @@ from . import probe
 from .checks import parse_address
 
 Message = Dict[str, Any]
-MOST = 100  # connections that are told
-_TALKS = ("01", "02")  # states of TCP: established, and calling
-_SENDS_AGAIN = "01"  # the timer that runs
+MAX_CONNECTIONS = 100  # connections that are told
+_ACTIVE_STATES = ("01", "02")  # states of TCP: established, and calling
+_RETRANSMIT_TIMER = "01"  # the timer that runs
 
 
-def unanswered(table: str) -> List[List[Any]]:
+def unacked_connections(table: str) -> List[List[Any]]:
     """Connections on which something was sent again, and has no answer yet.
 
     Args:
@@ -34,37 +34,37 @@ def unanswered(table: str) -> List[List[Any]]:
         ``[peer address, number, times]`` each: the number is the socket's own, and times how often
         it was sent again since the peer answered last.
     """
-    found = []
+    connections = []
     for line in table.splitlines()[1:]:
         fields = line.split()
-        if len(fields) < 10 or fields[3] not in _TALKS:
+        if len(fields) < 10 or fields[3] not in _ACTIVE_STATES:
             continue
-        times = int(fields[6], 16)
-        if times and fields[5].split(":")[0] == _SENDS_AGAIN:
+        retransmits = int(fields[6], 16)
+        if retransmits and fields[5].split(":")[0] == _RETRANSMIT_TIMER:
             address = ipaddress.ip_address(parse_address(fields[2].rsplit(":", 1)[0]))
-            plain = getattr(address, "ipv4_mapped", None) or address
-            found.append([str(plain), int(fields[9]), times])
-    return found
+            peer = getattr(address, "ipv4_mapped", None) or address
+            connections.append([str(peer), int(fields[9]), retransmits])
+    return connections
 
 
-def _unanswered(agent: Any, request: Message, _: bytes) -> None:
+def _report_unacked(agent: Any, request: Message, _: bytes) -> None:
     """Those of the job's processes; of very many some."""
 
     def work() -> None:
-        found: List[List[Any]] = []
+        connections: List[List[Any]] = []
         for name in ("tcp", "tcp6"):
             with contextlib.suppress(OSError):
-                found += unanswered(Path("/proc/net", name).read_text())
-        if found:
+                connections += unacked_connections(Path("/proc/net", name).read_text())
+        if connections:
             pids = [process.pid for process in processes.job_processes(agent.job.token, [], [])]
-            ours = processes.sockets_of(pids)
-            found = [one for one in found if one[1] in ours]
-        agent.reply(request, connections=found[:MOST])
+            job_sockets = processes.sockets_of(pids)
+            connections = [connection for connection in connections if connection[1] in job_sockets]
+        agent.reply(request, connections=connections[:MAX_CONNECTIONS])
 
     agent.in_thread(work, request)
 
 
-def _hear(agent: Any, request: Message, _: bytes) -> None:
+def _listen_for(agent: Any, request: Message, _: bytes) -> None:
     """Listens on ``address`` for ``seconds``, and says who we are to who calls; answers the port.
 
     Apart from the agent's listeners, which others ask for and close.
@@ -73,15 +73,15 @@ def _hear(agent: Any, request: Message, _: bytes) -> None:
     def work() -> None:
         with contextlib.closing(probe.listen(request["address"])) as listener:
             agent.reply(request, port=listener.getsockname()[1])
-            until = time.monotonic() + request["seconds"]
-            while (left := until - time.monotonic()) > 0:
-                if select.select([listener], [], [], left)[0]:
+            deadline = time.monotonic() + request["seconds"]
+            while (remaining_s := deadline - time.monotonic()) > 0:
+                if select.select([listener], [], [], remaining_s)[0]:
                     probe.answer(listener, agent.identity)
 
     agent.in_thread(work, request)
 
 
 OPERATIONS: Dict[str, Callable[[Any, Message, bytes], None]] = {
-    "unanswered": _unanswered,
-    "hear": _hear,
+    "unanswered": _report_unacked,
+    "hear": _listen_for,
 }

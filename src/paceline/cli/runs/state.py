@@ -217,9 +217,9 @@ def request_launcher(
     run_id = str(owner.get("run_id", ""))
     if not control.RUN_ID.fullmatch(run_id):
         return None
-    answer = control.ask(run_id, {"do": "state"}) or {}
+    answer = control.request(run_id, {"do": "state"}) or {}
     state = answer.get("state")
     with contextlib.suppress(OSError, ValueError):
         if isinstance(state, dict) and path.samefile(str(state.get("run_dir", ""))):
-            return control.ask(run_id, dict(message))
+            return control.request(run_id, dict(message))
     return None

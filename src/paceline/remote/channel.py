@@ -330,7 +330,7 @@ class Channel:
         self._is_linked, self._broken_at = False, asyncio.get_running_loop().time()
         if not self.violation:
             await asyncio.wait(self._tasks[:1], timeout=STDERR_GRACE_S)  # for the reason
-        has_ended = ENDED in self._stderr[self._stderr_offset :]
+        has_ended = AGENT_ENDED in self._stderr[self._stderr_offset :]
         cannot_resume = self._address is None or self._is_dismissed or self.violation or has_ended
         if cannot_resume or await self._link.has_exited():
             self._end()

@@ -144,7 +144,7 @@ async def authenticate(
         raise EOFError from None
     if reply[0] == "stranger":
         raise AgentNotFound
-    if reply[0] != "again" or not reply[1].isdigit() or len(reply[1]) > MOST_DIGITS:
+    if reply[0] != "again" or not reply[1].isdigit() or len(reply[1]) > MAX_DIGITS:
         raise InvalidValue("no answer to our proof")
     expected = mac(address.key, "agent", our_nonce, pending.nonce, reply[1])
     if not hmac.compare_digest(reply[2].encode(), expected.encode()):

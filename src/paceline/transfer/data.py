@@ -341,7 +341,7 @@ async def _send_large(channel: Channel, folder: DataFolder, item: Item, fields: 
         async with Window() as window:
             is_final = False
             while not is_final:
-                data = await asyncio.to_thread(file.read, min(BLOCK, size - offset))
+                data = await asyncio.to_thread(file.read, min(BLOCK_BYTES, size - offset))
                 await asyncio.to_thread(digest.update, data)
                 is_final = offset + len(data) == size
                 if not is_final and not data:

@@ -136,13 +136,13 @@ def _read(paths: Sequence[Path]) -> list[bytes]:
 def grouped(items: Sequence[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
     """Groups small files so that each group has about a block."""
     batch: list[T] = []
-    free_bytes = BLOCK
+    free_bytes = BLOCK_BYTES
     for item in items:
         batch.append(item)
         free_bytes -= size_of(item) + FILE_OVERHEAD_BYTES
         if free_bytes <= 0:
             yield batch
-            batch, free_bytes = [], BLOCK
+            batch, free_bytes = [], BLOCK_BYTES
     if batch:
         yield batch
 
@@ -164,9 +164,9 @@ async def _send_blocks(channel: Channel, file: BinaryIO, op: str, fields: dict[s
                        window: Window) -> None:  # fmt: skip
     digest = hashlib.sha256()
     offset, is_final = 0, False
-    data = await asyncio.to_thread(file.read, BLOCK)
+    data = await asyncio.to_thread(file.read, BLOCK_BYTES)
     while not is_final:
-        next_data = await asyncio.to_thread(file.read, BLOCK)
+        next_data = await asyncio.to_thread(file.read, BLOCK_BYTES)
         if "sha256" not in fields:
             await asyncio.to_thread(digest.update, data)
         is_final = not next_data

@@ -54,8 +54,8 @@ class Fetcher:
         answer = await channel.request("list_results", root=root, manifest=manifest)
         listed = {str(f["path"]): int(f["size"]) for f in answer["files"] if not skip(f["path"])}
         rejected = {path: reason for path in listed
-                   if (reason := why_refused(self._in_run(target, path)) or rejection_reason(path))
-                   }  # fmt: skip
+                    if (reason := refusal_reason(self._in_run(target, path))
+                        or rejection_reason(path))}  # fmt: skip
         files = {path: size for path, size in listed.items() if path not in rejected}
         total = sum(files.values())
         if total > RESULT_LIMIT:

@@ -56,7 +56,7 @@ def tightest_limit(root: Path = ROOT) -> Optional[Dict[str, Any]]:
         if max_bytes is not None and max_bytes < MIN_UNLIMITED_BYTES:
             peak = _number(folder, "memory.peak", "memory.max_usage_in_bytes")
             limits.append({"bytes": max_bytes, "peak": peak, "group": str(folder)})
-    return min(limits, key=lambda limit: int(tightest_limit["bytes"] or 0), default=None)
+    return min(limits, key=lambda limit: int(limit["bytes"] or 0), default=None)
 
 
 def _number(folder: Path, *names: str) -> Optional[int]:

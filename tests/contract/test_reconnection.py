@@ -178,7 +178,7 @@ class Line:
 
     def write(self, data: bytes) -> None:
         if self._meets is not None:
-            (name,) = re.findall(rb"meet\('([a-z0-9-]+)'\)", data)
+            (name,) = re.findall(rb"attach\('([a-z0-9-]+)'\)", data)
             meets, self._meets = self._meets, None
             with contextlib.suppress(OSError):
                 meets(name.decode(), self._theirs)
@@ -572,7 +572,7 @@ def place() -> Any:
 def test_who_proves_the_key_is_met(place: MeetingPoint) -> None:
     visit = Visit(place)
     met = visit.say(visit.line())
-    assert met.heard == 3
+    assert met.num_received == 3
     assert visit.hear() == MARK + f"again 4 {mac(KEY, 'agent', 'ab', visit.nonce, '4')}\n".encode()
     met.streams.close()
     met.holder.close()
@@ -730,7 +730,7 @@ def test_who_gives_the_search_up_leaves_no_link(monkeypatch: pytest.MonkeyPatch)
 def test_an_agent_that_heard_more_than_was_said_is_not_believed() -> None:
     async def go() -> None:
         async with talk() as one:
-            one.agent.outbox.acknowledge = 10**6
+            one.agent.outbox.num_received = 10**6
             with pytest.raises(ConnectionError):
                 await one.channel.request("clock")
             assert "never sent" in one.channel.violation

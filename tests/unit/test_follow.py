@@ -31,7 +31,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own for the agent; short files count as long."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(follow, "MAX_SMALL_BYTES", 1000)
-    monkeypatch.setattr(follow, "BLOCK", 64)
+    monkeypatch.setattr(follow, "BLOCK_BYTES", 64)
     return tmp_path / "cache" / "paceline"
 
 

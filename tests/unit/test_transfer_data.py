@@ -26,7 +26,7 @@ BLOCK = 512
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own for the agent; short blocks, so that little makes many."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(data, "BLOCK", BLOCK)
+    monkeypatch.setattr(data, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(data, "MAX_SMALL_BYTES", BLOCK // 2)
     monkeypatch.setattr(data, "MIN_RESUMED_BYTES", 4 * BLOCK)
     return tmp_path / "cache" / "paceline"

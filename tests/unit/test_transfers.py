@@ -45,7 +45,7 @@ KEY = "0123456789abcdef01234567"
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own for the agent; short blocks, so that little makes many."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(files, "BLOCK", BLOCK)
+    monkeypatch.setattr(files, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(files, "MAX_SMALL_BYTES", BLOCK // 2)
     return tmp_path / "cache" / "paceline"
 
@@ -198,7 +198,7 @@ def test_an_empty_tree_is_a_folder(tmp_path: Path) -> None:
 
 
 def test_messages_of_small_files_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "BLOCK", 10 * files.FILE_OVERHEAD_BYTES)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 10 * files.FILE_OVERHEAD_BYTES)
     sizes = {**{f"e{at}": 0 for at in range(25)}, "l": 8 * files.FILE_OVERHEAD_BYTES, "m": 50}
     groups = list(files.grouped(list(sizes), sizes.__getitem__))
     assert [name for group in groups for name in group] == list(sizes)

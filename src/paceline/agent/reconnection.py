@@ -77,7 +77,7 @@ class _Visitor:
         """What it is heard by: its socket, and then the input that came through it."""
         return self.holder.fileno() if self.streams is None else self.streams.input
 
-    def close_control(self) -> None:
+    def close(self) -> None:
         if self.streams is not None:
             self.streams.close()
         self.holder.close()
@@ -143,7 +143,7 @@ class MeetingPoint:
 
     def _dismiss(self, visitor: _Visitor) -> None:
         self._visitors.remove(visitor)
-        visitor.close_control()
+        visitor.close()
 
     def _verify(self, visitor: _Visitor, num_received: int) -> Optional[Visit]:
         if visitor.streams is None:
@@ -180,7 +180,7 @@ class MeetingPoint:
 
     def close(self) -> None:
         for visitor in self._visitors:
-            visitor.close_control()
+            visitor.close()
         self._visitors = []
         self._listener.close()
 

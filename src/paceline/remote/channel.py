@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from paceline.agent.caller import AGENT_ENDED
 from paceline.agent.congestion import CongestionWindow
 from paceline.agent.frames import (
     ACK_BYTES,

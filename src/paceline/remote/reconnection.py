@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from paceline.agent.reconnection import MARK, NONCE_BYTES, mac
+from paceline.agent.reconnection import MARK, MAX_DIGITS, NONCE_BYTES, mac
 from paceline.remote.agent_code import reconnect_source
 from paceline.remote.link import Link
 from paceline.remote.protocol import MAX_BANNER_BYTES, RECONNECTION_REPLIES, parse_boot_line

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from paceline.agent.files.safe_paths import IncomingFile
+from paceline.agent.files.safe_paths import IncomingFile, refusal_reason
 from paceline.remote.channel import Channel
 from paceline.rundir.arrivals import Arrivals
 from paceline.spec.errors import NodeError

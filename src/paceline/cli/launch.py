@@ -119,14 +119,14 @@ def show_plan(job: Job, cluster: Cluster, transport: Transport, *, as_json: bool
               verbose: bool, package: bool, inspect: Inspect | None) -> int:  # fmt: skip
     """Prints the plan that a run would execute."""
     from paceline.launch.jobs import plan_job
-    from paceline.launch.planning.plan_text import describe, everything
+    from paceline.launch.planning.plan_text import describe, describe_full
 
     plan = plan_job(job, cluster, transport, package, inspect)
     if as_json:
         click.echo(json.dumps(plan.to_json(), indent=2))
     else:
         hint = "\nAll variables and the command of every rank: --plan -v, or --plan --json"
-        say(everything(plan) if verbose else f"{describe(plan)}{hint}")
+        say(describe_full(plan) if verbose else f"{describe(plan)}{hint}")
     return 0
 
 

@@ -267,7 +267,9 @@ class Local(GradientReducer):
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        replicated = {key: state[key] for key in ("steps", "momentum") if key in state}
+        replicated: dict[str, Any] = {
+            key: state[key] for key in ("steps", "momentum") if key in state
+        }
         self.load_replicated_state(replicated)
         self._gradients.load_state(state.get("gradients", {}))
         self._changes.load_state(state.get("ways", {}))

@@ -622,7 +622,7 @@ def test_who_waits_for_a_node_hears_that_it_cannot_come_back() -> None:
         lost: list[str] = []
         first = SimpleNamespace(host="n2", ranks=[SimpleNamespace(rank=0)])
         plan: Any = SimpleNamespace(nodes=[first], master_addr="127.0.0.1", master_port=1)
-        members = Mock(decide=lambda now: [], abandon_host=lost.append)
+        members = Mock(decide=list, abandon_host=lost.append)
         await recovery_of(plan, members, fleet, reconnector)._restore_host(Dial("n2"))
         assert lost == ["n2"]
         assert reconnector.dialled == []

@@ -14,7 +14,7 @@ from paceline.spec.hosts import Host
 
 
 @pytest.fixture
-def is_exclusive(monkeypatch: pytest.MonkeyPatch) -> None:
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is found out, and everything is fine."""
 
     async def look(_nodes: object, _job: object, supplies: Any) -> None:

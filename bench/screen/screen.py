@@ -37,8 +37,8 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from paceline.agent.surveys import host_load
-from paceline.launch.terminal.render import Around, frame
-from paceline.launch.terminal.run_state import Board
+from paceline.launch.terminal.render import View, frame
+from paceline.launch.terminal.run_state import RunState
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.events import PARTS, Event
 
@@ -54,34 +54,34 @@ LOOKS = {
 TICK_S = os.sysconf("SC_CLK_TCK")
 
 
-def second(board: Board, hosts: int, each: int, step: int) -> None:
+def second(board: RunState, hosts: int, each: int, step: int) -> None:
     """The news of a second, from all ranks and hosts."""
     now, count = float(step), hosts * each
     for rank in range(count):
         event = Event(
             "heartbeat", f"n{rank // each + 1}", rank, now, {"step": step, "phase": "train"}
         )
-        board.take(event, now)
+        board.apply(event, now)
     row = [0.02, 0.6, 0.3, 0.08, 0.0, 0.0]
     assert len(row) == len(PARTS)
     pace = {"ranks_s": [row] * count, "rates": [12.5] * count}
-    board.take(Event("pace", "n1", 0, now, pace), now)
+    board.apply(Event("pace", "n1", 0, now, pace), now)
     about = {"step": step, "steps": 10_000, "epoch": 1, "epochs": 3, "samples_per_s": 800.0}
     for _ in range(5):
-        board.take(Event("progress", "n1", 0, now, about), now)
-    board.record({"split": "train", "step": step, "loss": 1 / (step + 1)})
+        board.apply(Event("progress", "n1", 0, now, about), now)
+    board.add_metrics({"split": "train", "step": step, "loss": 1 / (step + 1)})
     for host in range(0, hosts, 2):  # each is asked every two seconds
         links = {"eth0": [step * 10**6, step * 10**6]}
         said = {"time": now, "cpu": [80 * step, 100 * step], "memory": [100, 60], "links": links,
                 "gpus": [0.9] * each}  # fmt: skip
-        board.vitals(f"n{host + 1 + step % 2}", said, "eth0")
+        board.add_vitals(f"n{host + 1 + step % 2}", said, "eth0")
 
 
-def begun(hosts: int, each: int) -> Board:
-    board = Board()
+def begun(hosts: int, each: int) -> RunState:
+    board = RunState()
     for rank in range(hosts * each):
-        board.take(Event("rank started", f"n{rank // each + 1}", rank, 0.0, {"pid": 5}), 0.0)
-    board.take(Event("started", fields={"attempt": 0, "world_size": hosts * each}), 0.0)
+        board.apply(Event("rank started", f"n{rank // each + 1}", rank, 0.0, {"pid": 5}), 0.0)
+    board.apply(Event("started", fields={"attempt": 0, "world_size": hosts * each}), 0.0)
     for step in range(1, 4):
         second(board, hosts, each, step)
     return board
@@ -108,9 +108,9 @@ def at_rest() -> None:
         console = Console(file=io.StringIO(), force_terminal=True, width=columns, height=lines)
         with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False) as live:
 
-            def draw(number: int, board: Board = board, live: Live = live, columns: int = columns,
-                     lines: int = lines) -> None:  # fmt: skip
-                around = Around("runs/one", number, number, 60.0, None, log, "log", (), "? help")
+            def draw(number: int, board: RunState = board, live: Live = live,
+                     columns: int = columns, lines: int = lines) -> None:  # fmt: skip
+                around = View("runs/one", number, number, 60.0, None, log, "log", (), "? help")
                 live.update(Group(*frame(board, around, columns, lines)), refresh=True)
 
             print(f"| a picture of {columns} x {lines} | {ranks} | {timed(draw)} |")
@@ -119,7 +119,7 @@ def at_rest() -> None:
         with tempfile.TemporaryDirectory() as folder:
             directory = RunDirectory(Path(folder) / "run")
 
-            def record(step: int, board: Board = board, each: int = each,
+            def record(step: int, board: RunState = board, each: int = each,
                        directory: RunDirectory = directory) -> None:  # fmt: skip
                 second(board, HOSTS, each, step)
                 directory.write_json("ranks.json", board.to_json(step, step), durable=False)

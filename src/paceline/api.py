@@ -226,15 +226,15 @@ def launch(
     settings = _common_fields(hosts, python, env, nproc_per_node, nnodes, interface, follow_links,
                               max_restarts, wait_for_nodes, restart_window)  # fmt: skip
     job = Job(
-        name=call.name_of(function),
+        name=call.function_name(function),
         entry=entry,
         **settings,
         ship=Setting("auto") if ship else Setting("never", Source.ARGUMENT),
     )
     cluster, ssh = _resolve_hosts(hosts, ssh_config)
     remote = any(not host.local for host in cluster.hosts)
-    modules = call.modules_elsewhere(project_root(job) if ship else None) if remote else []
-    with call.folder_for(_optional_path(run_dir), job.name) as path:
+    modules = call.unshipped_modules(project_root(job) if ship else None) if remote else []
+    with call.temporary_call_folder(_optional_path(run_dir), job.name) as path:
         file = path / names.CALL
         sha256, pickled = call.write_call(file, function, args, kwargs or {}, modules)
         preload = call.preload_of_call(function, pickled) if torch is not False else ()
@@ -243,10 +243,10 @@ def launch(
         job = replace(job, entry=replace(entry, sha256=sha256), preload=preload,
                       needs_torch=bool(preload))  # fmt: skip
         outcome = run_job(job, cluster, _transport(ssh), _screen(show), run_dir=path,
-                          parent=path.parent, inspect=call.same_python(inspector(job)),
+                          parent=path.parent, inspect=call.require_same_python(inspector(job)),
                           keep_warm_s=_seconds("keep_warm", keep_warm))  # fmt: skip
         if outcome.result.interrupted is None:
-            return call.results_of(outcome)
+            return call.collect_results(outcome)
     if outcome.result.interrupted != signal.SIGINT:
         signal.raise_signal(outcome.result.interrupted)  # as without a handler
     raise KeyboardInterrupt

@@ -131,7 +131,7 @@ def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
         places = {name: more.get(name) for name in ("run_dir", "parent")}
         places = {k: v for k, v in places.items() if not more.get("run_dir") or k == "run_dir"}
         chosen = [host.name for host in cluster.hosts]
-        seen = [vars(screen).get(name) for name in ("_show", "_look")]
+        seen = [vars(screen).get(name) for name in ("_show", "_display")]
         done.is_done("run", job, chosen, rendered(transport), seen,
                      sorted(places.items()), more.get("inspect") is None,
                      more.get("keep_warm_s"))  # fmt: skip
@@ -158,7 +158,7 @@ def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
                         lambda job, cluster, run: (Cluster(cluster.hosts[:1]), "so"))  # fmt: skip
     monkeypatch.setattr(runner, "survey_hosts", examined)
     monkeypatch.setattr(probes, "measure_links", lambda probing: ({}, {}))  # what it tries follows
-    monkeypatch.setattr(leave, "leave", lambda leaving, _: done.is_done(
+    monkeypatch.setattr(leave, "detach", lambda leaving, _: done.is_done(
         "left", leaving.supervisor, leaving.options["keep_results"]))  # fmt: skip
     monkeypatch.setattr(evaluate, "exec_script", lambda *words: done.is_done("here", words))
     monkeypatch.setattr(submission, "submit_job", written)
@@ -399,8 +399,8 @@ def test_what_is_typed_goes_before_the_file_where_a_run_is_left(
 ) -> None:  # fmt: skip
     (tmp_path / "paceline.toml").write_text(f"[run]\n{settings}\n")
     shown: list[str] = []
-    outcome = leave.Outcome(None, Host("n1"), local=True, run_id="1")
-    monkeypatch.setattr(leave, "leave", lambda *_: outcome)
+    outcome = leave.DetachOutcome(None, Host("n1"), is_local=True, run_id="1")
+    monkeypatch.setattr(leave, "detach", lambda *_: outcome)
     monkeypatch.setattr(attached, "attach_to_run", lambda run, **_: shown.append(str(run)) or 0)
     done = CliRunner(env=dict.fromkeys(ALLOCATION)).invoke(program, ["run", *words, "job.py"])
     assert done.exit_code == 0, done.output

@@ -14,7 +14,7 @@ import pytest
 from paceline.agent import control as asking
 from paceline.agent.control import MAX_REQUEST_BYTES, address, request
 from paceline.launch import control as asked_side
-from paceline.launch.control import Control
+from paceline.launch.control import ControlServer
 from paceline.spec.errors import SettingError
 
 RUN_ID = f"test{os.getpid()}"
@@ -28,8 +28,8 @@ class Fake:
     def __init__(self) -> None:
         self.stopped: list[bool] = []
 
-    def stop(self, *, now: bool = False) -> str:
-        self.stopped.append(now)
+    def stop(self, *, immediately: bool = False) -> str:
+        self.stopped.append(immediately)
         return "stopping"
 
     async def save(self) -> str:
@@ -48,7 +48,7 @@ def asked(*wishes: Any) -> tuple[list[Any], Fake]:
 
     async def run() -> tuple[list[Any], Fake]:
         fake = Fake()
-        async with Control(fake):  # type: ignore[arg-type]
+        async with ControlServer(fake):  # type: ignore[arg-type]
             return [await asyncio.to_thread(request, RUN_ID, wish) for wish in wishes], fake
 
     return asyncio.run(run())
@@ -72,7 +72,7 @@ def test_where_no_launcher_listens_there_is_no_answer() -> None:
 
 def test_too_long_and_broken_wishes_harm_nobody() -> None:
     async def run() -> None:
-        async with Control(Fake()):  # type: ignore[arg-type]
+        async with ControlServer(Fake()):  # type: ignore[arg-type]
 
             def send(data: bytes) -> bytes:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
@@ -95,7 +95,7 @@ def test_too_long_and_broken_wishes_harm_nobody() -> None:
 
 def test_an_end_waits_for_nobody_who_still_asks() -> None:
     async def run() -> Any:
-        async with Control(Fake()):  # type: ignore[arg-type]
+        async with ControlServer(Fake()):  # type: ignore[arg-type]
             asking = asyncio.ensure_future(asyncio.to_thread(request, RUN_ID, {"do": "stacks"}))
             await asyncio.sleep(0.3)
         return await asking
@@ -118,7 +118,7 @@ def test_a_name_that_is_taken_does_not_stop_a_run() -> None:
         other.bind(address(RUN_ID))
 
         async def run() -> str:
-            async with Control(SimpleNamespace(run_id=RUN_ID)):  # type: ignore[arg-type]
+            async with ControlServer(SimpleNamespace(run_id=RUN_ID)):  # type: ignore[arg-type]
                 return "ran"
 
         assert asyncio.run(run()) == "ran"

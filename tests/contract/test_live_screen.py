@@ -15,29 +15,29 @@ from terminals import ENTER, LEAVE, Terminal, on_terminal
 
 PROGRAM = """
 import asyncio, os, sys, time
-from paceline.launch.terminal.run_state import Board
+from paceline.launch.terminal.run_state import RunState
 from paceline.launch.terminal.screen import Screen
 from paceline.spec.errors import NodeError
 from paceline.spec.events import Event
 
-class Wishes:
+class Actions:
     async def save(self): return "checkpoint of step 7 is complete"
     async def stacks(self): raise NodeError("no ranks run at this moment")
-    def stop(self, *, now=False):
+    def stop(self, *, immediately=False):
         over.set()
         return "stopping"
 
 async def main():
     global over
     over = asyncio.Event()
-    board, screen = Board(), Screen("all", look="live")
+    state, screen = RunState(), Screen("all", display="live")
     for rank in (0, 1):
-        board.take(Event("rank started", "n1", rank, 0.0, {"pid": 5}), time.monotonic())
-    board.take(Event("keeps checkpoints", "n1", 0, 0.0, {}), time.monotonic())
+        state.apply(Event("rank started", "n1", rank, 0.0, {"pid": 5}), time.monotonic())
+    state.apply(Event("keeps checkpoints", "n1", 0, 0.0, {}), time.monotonic())
     screen.note("before")
     asyncio.get_running_loop().add_signal_handler(15, over.set)
-    screen.watch(board, title="the run", wishes=Wishes(), wait_s=0.0)
-    while screen._live is not None and not screen._live.shown:
+    screen.start_live(state, title="the run", actions=Actions(), delay_s=0.0)
+    while screen._live is not None and not screen._live.is_visible:
         await asyncio.sleep(0.01)
     screen.output("n1", 0, "out", b"written by rank 0\\n")
     screen.output("n1", 1, "out", b"written by rank 1\\n")
@@ -140,5 +140,5 @@ def test_no_colours_and_plain_signs() -> None:
 
 
 def test_the_help_fits_the_narrowest_screen() -> None:
-    assert max(map(len, live.HELP.splitlines())) < live.LEAST_COLUMNS
-    assert len(live.HELP.splitlines()) <= live.LEAST_LINES / 2
+    assert max(map(len, live.HELP.splitlines())) < live.MIN_COLUMNS
+    assert len(live.HELP.splitlines()) <= live.MIN_LINES / 2

@@ -28,8 +28,8 @@ from paceline.spec.errors import SettingError
 from paceline.spec.failure import Failure, Result
 
 PATH = Path("/home/me/runs/digits-1")
-WELL = notify.Ended(PATH, "digits", Result(0), 12.34, {"loss": 0.25, "accuracy": 0.975, "step": 9})
-BROKEN = notify.Ended(
+WELL = notify.RunEnd(PATH, "digits", Result(0), 12.34, {"loss": 0.25, "accuracy": 0.975, "step": 9})
+BROKEN = notify.RunEnd(
     PATH, "digits", Result(1, Failure("exception", "n2", 1, headline="ValueError: k3y-9 is bad")),
     4000.0, secrets=("k3y-9",),
 )  # fmt: skip
@@ -50,7 +50,7 @@ NEVER = replace(WELL, result=Result(1, error="paceline: n2 refuses\n  remedy: â€
          "digits-1 failed after 12 s with exit status 3: loss 0.25, accuracy 0.975, step 9"),
     ],
 )  # fmt: skip
-def test_what_is_told(ended: notify.Ended, outcome: str, sentence: str) -> None:
+def test_what_is_told(ended: notify.RunEnd, outcome: str, sentence: str) -> None:
     assert ended.outcome == outcome
     assert ended.sentence() == sentence
     assert ended.variables()[jobenv.OUTCOME] == ended.to_json()["outcome"] == outcome
@@ -95,8 +95,8 @@ def test_a_command_that_is_not_there_is_said_before_the_start(tmp_path: Path) ->
     (tmp_path / "told").write_text("#!/bin/sh\n")
     (tmp_path / "told").chmod(0o700)
     fine = ["true", "echo x", "cd /", "A=1 none", "$none", "(none)", f"{tmp_path}/told x", "'a b'"]
-    assert notify.doubts([*fine, "https://none"]) == []
-    (said,) = notify.doubts([f"{tmp_path}/no-such --token k"])
+    assert notify.missing_programs([*fine, "https://none"]) == []
+    (said,) = notify.missing_programs([f"{tmp_path}/no-such --token k"])
     assert f"{tmp_path}/no-such" in said
     assert "--token" not in said
 
@@ -111,10 +111,10 @@ def test_one_a_line_in_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- commands
 
 
-def tell(target: str, ended: notify.Ended = WELL, patience: float = 60.0) -> list[str]:
+def tell(target: str, ended: notify.RunEnd = WELL, patience: float = 60.0) -> list[str]:
     """The warnings."""
     said: list[str] = []
-    notify.tell([target], ended, said.append, patience)
+    notify.notify_all([target], ended, said.append, patience)
     return said
 
 
@@ -217,7 +217,7 @@ def test_an_address_stands_in_no_file_of_the_run(tmp_path: Path) -> None:
      ("https://h?key=1", True), ("https://h", False), ("https://h/", False), ("mail me", False)],
 )  # fmt: skip
 def test_which_targets_are_secrets(target: str, secret: bool) -> None:
-    assert notify.secrets_among([target]) == [target] * secret
+    assert notify.secret_addresses([target]) == [target] * secret
 
 
 def test_a_run_that_cannot_start_tells_it(tmp_path: Path) -> None:
@@ -303,12 +303,12 @@ def test_through_a_proxy(server: Server, monkeypatch: pytest.MonkeyPatch, proxy:
 @pytest.mark.parametrize(
     ("status", "place", "why"),
     [
-        (404, "", "the answer was 404 Not HostSurvey"),
+        (404, "", "the answer was 404 Not Found"),
         (500, "", "the answer was 500 Internal Server Error"),
         (
             302,
             "http://other.example/secret",
-            "the answer was 302 HostSurvey, and it leads to http://other.exa",
+            "the answer was 302 Found, and it leads to http://other.exa",
         ),
         (
             307,
@@ -330,7 +330,7 @@ def test_nobody_is_waited_for_longer_than_said(server: Server) -> None:
     server.wait_s = 1.0
     began = time.monotonic()
     said: list[str] = []
-    notify.tell([server.url, f"{server.url}/2", "sleep 60"], WELL, said.append, 0.3)
+    notify.notify_all([server.url, f"{server.url}/2", "sleep 60"], WELL, said.append, 0.3)
     assert time.monotonic() - began < 20
     assert len([one for one in said if "warning" in one]) == 3
 

@@ -9,19 +9,19 @@ from typing import Any, cast
 import pytest
 
 from paceline.cli.runs.describe import describe_loads, describe_ranks
-from paceline.launch.terminal.live import Live
-from paceline.launch.terminal.run_state import MOST_POINTS, Board, Curve, Waiting, time_of
+from paceline.launch.terminal.live import LiveScreen
+from paceline.launch.terminal.run_state import MAX_POINTS, Curve, NodeWait, RunState, format_time
 from paceline.spec.events import PARTS, Event
 
 
-def told(board: Board, kind: str, host: str = "", rank: int | None = None, now: float = 0.0,
+def told(board: RunState, kind: str, host: str = "", rank: int | None = None, now: float = 0.0,
          **fields: Any) -> None:  # fmt: skip
-    board.take(Event(kind, host, rank, 1000.0 + now, fields), now)
+    board.apply(Event(kind, host, rank, 1000.0 + now, fields), now)
 
 
-def training(hosts: int = 2, each: int = 1) -> Board:
+def training(hosts: int = 2, each: int = 1) -> RunState:
     """A board of ranks that train at step 10."""
-    board = Board()
+    board = RunState()
     for rank in range(hosts * each):
         told(board, "rank started", f"n{rank // each + 1}", rank, pid=5)
     told(board, "started", attempt=0, world_size=hosts * each)
@@ -43,7 +43,7 @@ def test_where_ranks_are() -> None:
 
 
 def test_a_script_that_tells_nothing() -> None:
-    board = Board()
+    board = RunState()
     told(board, "rank started", "n1", 0, pid=5)
     said = board.to_json(50.0, 2000.0)
     assert (said["ranks"][0]["step"], said["ranks"][0]["silent_s"]) == (None, None)
@@ -62,10 +62,10 @@ def test_parts_of_a_step_by_the_numbers_of_the_plan() -> None:
     told(board, "pace", "n1", 0, ranks_s=[*seconds, seconds[0]], rates=[1.0] * 3)  # came late
     assert board.ranks[2].samples_per_s == 8.0
     told(board, "straggler", "n1", 0, straggler=1, its_host="n3", cause="cpu", part=0.3, text="x")
-    assert board.slow is not None
-    assert (board.slow.rank, board.slow.part) == (2, 0.3)
+    assert board.straggler is not None
+    assert (board.straggler.rank, board.straggler.part) == (2, 0.3)
     told(board, "straggler over", "n1", 0, straggler=1, text="x")
-    assert board.slow is None
+    assert board.straggler is None
 
 
 def test_ends_losses_and_a_new_start() -> None:
@@ -74,8 +74,9 @@ def test_ends_losses_and_a_new_start() -> None:
     told(board, "exception", "n2", 1, type="ValueError", message="no")
     told(board, "rank ended", "n2", 1, code=1, signal=None)
     told(board, "lost", "n3", why="no word from n3 for 6.5 s")
-    assert [(one.state, one.trouble) for one in board.ranks.values()] == [
-        ("ended", ""), ("failed", "ValueError"), ("lost", f"its host was lost at {time_of(1000.0)}")
+    assert [(one.state, one.problem) for one in board.ranks.values()] == [
+        ("ended", ""), ("failed", "ValueError"),
+        ("lost", f"its host was lost at {format_time(1000.0)}"),
     ]  # fmt: skip
     assert board.hosts["n3"].state == "lost"
     assert [one.text for one in board.news] == [
@@ -91,11 +92,11 @@ def test_ends_losses_and_a_new_start() -> None:
 
 def test_what_a_host_counted() -> None:
     board, first = training(1), {"cpu": [100, 1000], "memory": [100, 25], "gpus": [0.5]}
-    board.vitals("n1", {**first, "time": 10.0, "links": {"eth0": [0, 0]}}, "eth0")
+    board.add_vitals("n1", {**first, "time": 10.0, "links": {"eth0": [0, 0]}}, "eth0")
     host = board.hosts["n1"]
     assert (host.cpu, host.memory, host.in_bps, list(host.gpus)) == (None, 0.75, None, [0.5])
     second = {**first, "cpu": [175, 1100], "time": 12.0, "links": {"eth0": [500_000, 0]}}
-    board.vitals("n1", second, "eth0")
+    board.add_vitals("n1", second, "eth0")
     assert (host.cpu, host.in_bps, host.out_bps) == (0.75, 2e6, 0.0)
     said = board.to_json(0.0, 0.0)["hosts"]
     assert describe_loads(said) == [
@@ -110,12 +111,12 @@ def test_the_file_says_all_of_it() -> None:
     told(board, "pace", "n1", 0, ranks_s=[row, row], rates=[8.0, 9.0])
     told(board, "straggler", "n1", 0, straggler=1, its_host="n2", cause="cpu", part=0.3, text="x")
     told(board, "rank frozen", "n2", 1, how="stopped", seconds=3.0, on="", pid=5)
-    board.vitals("n2", {"time": 1.0, "cpu": [1, 2], "memory": [4, 1], "links": {}, "gpus": []})
+    board.add_vitals("n2", {"time": 1.0, "cpu": [1, 2], "memory": [4, 1], "links": {}, "gpus": []})
     board.hang = "rank 1 on n2 stands still"
-    board.waits = Waiting("1 node of at least 2: waiting for n2", 1990.0, 2590.0)
+    board.waiting = NodeWait("1 node of at least 2: waiting for n2", 1990.0, 2590.0)
     said = json.loads(json.dumps(board.to_json(7.0, 2000.0)))
-    other = Board()
-    assert other.read(said, 107.0, 2000.0)
+    other = RunState()
+    assert other.load(said, 107.0, 2000.0)
     assert other.to_json(107.0, 2000.0) == said
     assert sum(other.ranks[0].parts.values()) == pytest.approx(1.0, abs=0.01)
     assert set(other.ranks[0].parts) == set(PARTS)
@@ -129,22 +130,22 @@ OLD = {
 
 
 def test_files_of_others() -> None:
-    board = Board()
-    assert board.read(OLD, 10.0, 3.0)
-    assert board.ranks[0].silent_s(10.0) == 2.5
+    board = RunState()
+    assert board.load(OLD, 10.0, 3.0)
+    assert board.ranks[0].report_age_s(10.0) == 2.5
     for wrong in (None, [], {}, {**OLD, "ranks": [{"rank": "x"}]}, {**OLD, "hosts": 3},
                   {**OLD, "slow": {"rank": 0}}, {**OLD, "time": float("nan")}):  # fmt: skip
-        assert not board.read(wrong, 10.0, 3.0)
+        assert not board.load(wrong, 10.0, 3.0)
 
 
 def test_curves() -> None:
-    board = Board()
+    board = RunState()
     for step in range(3):
-        board.record({"split": "train", "step": step, "samples": 8, "loss": 1.0 / (step + 1)})
-    board.record({"split": "test", "step": 2, "epoch": 0, "time": 1.7e9, "loss": 0.5,
+        board.add_metrics({"split": "train", "step": step, "samples": 8, "loss": 1.0 / (step + 1)})
+    board.add_metrics({"split": "test", "step": 2, "epoch": 0, "time": 1.7e9, "loss": 0.5,
                   "accuracy": 0.9})  # fmt: skip
-    board.record({"split": "pace", "step": 2, "computing_s": 0.5})
-    board.record({"split": "test", "step": 3, "loss": float("nan")})
+    board.add_metrics({"split": "pace", "step": 2, "computing_s": 0.5})
+    board.add_metrics({"split": "test", "step": 3, "loss": float("nan")})
     assert {name: curve.values for name, curve in board.curves.items()} == {
         "train loss": [1.0, 0.5, 1.0 / 3], "test loss": [0.5], "test accuracy": [0.9]
     }  # fmt: skip
@@ -154,26 +155,26 @@ def test_a_long_curve_and_one_that_is_resumed() -> None:
     curve = Curve()
     for step in range(10_000):
         curve.add(step, float(step))
-    assert MOST_POINTS / 2 <= len(curve.points) <= MOST_POINTS
+    assert MAX_POINTS / 2 <= len(curve.points) <= MAX_POINTS
     assert curve.points[0] == (0, 0.0)
     curve.add(100, -1.0)
     assert curve.points[-1][0] <= 100
 
 
 def test_a_lost_host_and_what_is_done_about_it_are_told_in_the_plans_order() -> None:
-    board = Board()
+    board = RunState()
     for rank in (2, 0, 1):  # as they happen to speak
         told(board, "rank started", f"n{rank + 1}", rank, pid=5)
     told(board, "lost", "n2", why="no route to host")
-    board.called({"n2": "lost, dialled again: no route to host", "n9": "x"})
+    board.set_reconnects({"n2": "lost, dialled again: no route to host", "n9": "x"})
     said = board.to_json(1.0, 2000.0)
     assert [one["name"] for one in said["hosts"]] == ["n1", "n2", "n3"]
     assert describe_loads(said["hosts"]) == ["n2: lost, dialled again: no route to host"]
-    again = Board()
-    assert again.read(json.loads(json.dumps(said)), 1.0, 2000.0)
+    again = RunState()
+    assert again.load(json.loads(json.dumps(said)), 1.0, 2000.0)
     assert again.to_json(1.0, 2000.0) == said
     told(board, "rank started", "n2", 1, pid=6)
-    board.called({})
+    board.set_reconnects({})
     assert describe_loads(board.to_json(2.0, 2001.0)["hosts"]) == []
 
 
@@ -192,12 +193,12 @@ def test_a_start_without_a_lost_host_is_one_line() -> None:
 
 
 def test_a_checkpoint_is_offered_where_the_script_keeps_some() -> None:
-    live = Live(board := training(1), cast(Any, io.StringIO()))
-    live._key("s")
+    live = LiveScreen(board := training(1), cast(Any, io.StringIO()))
+    live._on_key("s")
     assert "session.checkpoints" in live._notice
-    live._key("?")
+    live._on_key("?")
     assert not any("save a checkpoint" in line for line in live._page)
-    live._key("escape")
+    live._on_key("escape")
     told(board, "keeps checkpoints", "n1", 0, keep=3)
-    live._key("?")
+    live._on_key("?")
     assert any("save a checkpoint" in line for line in live._page)

@@ -66,10 +66,10 @@ def test_what_is_no_function_is_refused() -> None:
 
 
 def test_names_of_functions() -> None:
-    assert call.name_of(train) == "train"
-    assert call.name_of(lambda: 1) == "lambda"
-    assert call.name_of(functools.partial(train, 1)) == "train"
-    assert call.name_of(Host("n1").__repr__) == "__repr__"
+    assert call.function_name(train) == "train"
+    assert call.function_name(lambda: 1) == "lambda"
+    assert call.function_name(functools.partial(train, 1)) == "train"
+    assert call.function_name(Host("n1").__repr__) == "__repr__"
 
 
 def test_folders_of_the_code_move_with_it() -> None:
@@ -105,10 +105,10 @@ def test_a_rank_calls_only_what_the_launching_machine_has_written(
 
 def test_modules_elsewhere_travel_and_those_of_the_project_do_not() -> None:
     here = sys.modules[__name__]
-    assert here in call.modules_elsewhere(None)
-    assert here not in call.modules_elsewhere(Path(__file__).parent)
+    assert here in call.unshipped_modules(None)
+    assert here not in call.unshipped_modules(Path(__file__).parent)
     assert not {"torch", "numpy", "paceline", "pytest", "json"}.intersection(
-        module.__name__.split(".")[0] for module in call.modules_elsewhere(None)
+        module.__name__.split(".")[0] for module in call.unshipped_modules(None)
     )
 
 
@@ -125,7 +125,7 @@ def test_torch_is_imported_for_those_who_use_it(monkeypatch: pytest.MonkeyPatch)
 
 def test_another_minor_version_of_python_is_refused() -> None:
     facts = {"n1": {"python": {"version": "3.9.2"}}}
-    judge = call.same_python(lambda hosts, facts, noise: ["kept"])
+    judge = call.require_same_python(lambda hosts, facts, noise: ["kept"])
     with pytest.raises(NodeError) as refused:
         judge([Host("n1")], facts, {})
     assert "n1 3.9.2" in str(refused.value)
@@ -211,7 +211,7 @@ def left(folder: Path, rank: int, value: Any, kind: str = "returned") -> Event:
 
 def test_results_come_by_rank_and_by_host(tmp_path: Path) -> None:
     events = [left(tmp_path, 1, "b"), left(tmp_path, 0, "a"), Event("started"), Event("ended")]
-    found = call.results_of(outcome(tmp_path, *events))
+    found = call.collect_results(outcome(tmp_path, *events))
     assert list(found) == ["a", "b"]
     assert found.by_host == {"n0": ("a",), "n1": ("b",)}
     assert (len(found), found[-1], found[:1]) == (2, "b", ("a",))
@@ -220,7 +220,7 @@ def test_results_come_by_rank_and_by_host(tmp_path: Path) -> None:
 def test_values_of_a_start_that_failed_do_not_count(tmp_path: Path) -> None:
     first = [Event("started"), left(tmp_path, 0, "old"), Event("ended")]
     with pytest.raises(RankError, match="rank 0 ended without returning"):
-        call.results_of(outcome(tmp_path, *first, Event("started"), left(tmp_path, 1, "new")))
+        call.collect_results(outcome(tmp_path, *first, Event("started"), left(tmp_path, 1, "new")))
 
 
 def test_a_rank_that_was_lost_for_good_is_not_said_to_have_ended(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_rank_that_was_lost_for_good_is_not_said_to_have_ended(tmp_path: Path)
              Event("newcomer lost", "n1", 1, fields={"why": "boom"}),
              Event("rank ended", "n1", 1, fields={"code": 1, "signal": None})]  # fmt: skip
     with pytest.raises(RankError, match="rank 1 on n1 was lost and had not come back") as raised:
-        call.results_of(outcome(tmp_path, lost, *again, left(tmp_path, 0, "a")))
+        call.collect_results(outcome(tmp_path, lost, *again, left(tmp_path, 0, "a")))
     assert "it came again in vain: boom" in str(raised.value)
     assert raised.value.returned == {0: "a"}
     assert (raised.value.host, raised.value.rank) == ("n1", 1)
@@ -239,7 +239,7 @@ def test_what_is_not_what_the_rank_told_is_not_loaded(tmp_path: Path) -> None:
     events = [left(tmp_path, 0, "told"), left(tmp_path, 1, "b")]
     left(tmp_path, 0, "else")
     with pytest.raises(RankError, match="hash that its writer told") as refused:
-        call.results_of(outcome(tmp_path, *events))
+        call.collect_results(outcome(tmp_path, *events))
     assert (refused.value.host, refused.value.rank) == ("n0", 0)
 
 
@@ -256,7 +256,9 @@ def failed(traceback: str = "Traceback: line 3") -> Failure:
 def test_the_first_failing_ranks_own_exception_is_raised(tmp_path: Path) -> None:
     parts = (PickyError, ("1 and 2",), {"one": 1})  # as a rank leaves what cannot be made by a call
     with pytest.raises(PickyError) as raised:
-        call.results_of(outcome(tmp_path, left(tmp_path, 1, parts, "raised"), failure=failed()))
+        call.collect_results(
+            outcome(tmp_path, left(tmp_path, 1, parts, "raised"), failure=failed())
+        )
     assert raised.value.one == 1
     assert raised.value.args == ("1 and 2",)
     cause = raised.value.__cause__
@@ -268,17 +270,17 @@ def test_the_first_failing_ranks_own_exception_is_raised(tmp_path: Path) -> None
 
 def test_an_exception_that_did_not_come_is_told_in_words(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="line 3"):
-        call.results_of(outcome(tmp_path, failure=failed()))
+        call.collect_results(outcome(tmp_path, failure=failed()))
     damaged = left(tmp_path, 1, PickyError, "raised")
     (tmp_path / "returned" / "1").write_bytes(b"")
     with pytest.raises(RankError, match="cannot be raised here"):
-        call.results_of(outcome(tmp_path, damaged, failure=failed()))
+        call.collect_results(outcome(tmp_path, damaged, failure=failed()))
 
 
 def test_a_killed_rank_is_no_exception_of_the_function(tmp_path: Path) -> None:
     killed = Failure("signal", "n0", 0, signal=9, headline="killed by SIGKILL")
     with pytest.raises(RankError, match="killed by SIGKILL") as raised:
-        call.results_of(outcome(tmp_path, failure=killed))
+        call.collect_results(outcome(tmp_path, failure=killed))
     assert raised.value.exit_code == 137
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paceline.explain.stacks import Frame, RankStack
-from paceline.launch.control import Actions, stacks_text
+from paceline.launch.control import RunActions, format_stacks
 from paceline.launch.health.hang_verdict import RankSnapshot
 from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.events import Event
@@ -28,7 +28,7 @@ class Recorded:
     def __init__(self) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.files: dict[str, str] = {}
-        self.shown_path = self.path = "runs/one"
+        self.display_path = self.path = "runs/one"
 
     def event(self, kind: str, **details: Any) -> None:
         self.events.append((kind, details))
@@ -54,7 +54,7 @@ class Ranks:
 
 def actions() -> tuple[Any, Recorded, list[str]]:
     recorder, notes = Recorded(), list[str]()
-    return Actions("abc", recorder, notes.append), recorder, notes  # type: ignore[arg-type]
+    return RunActions("abc", recorder, notes.append), recorder, notes  # type: ignore[arg-type]
 
 
 def said(kind: str, **fields: Any) -> Event:
@@ -70,16 +70,16 @@ def test_a_checkpoint_is_asked_for_once_and_told_when_it_is_whole() -> None:
     async def run() -> None:
         asked, recorder, notes = actions()
         ranks = Ranks()
-        asked.runs(ranks)
-        asked.heard(said("keeps checkpoints"))
+        asked.set_attempt(ranks)
+        asked.on_event(said("keeps checkpoints"))
         saving = asyncio.ensure_future(asked.save())
         await turns()
-        assert ranks.lines == [{"control": "save", "number": 1}]
-        asked.heard(said("checkpoint", step=30))  # an earlier one
-        asked.heard(said("saving", step=40))
+        assert ranks.told == [{"control": "save", "number": 1}]
+        asked.on_event(said("checkpoint", step=30))  # an earlier one
+        asked.on_event(said("saving", step=40))
         await turns()
         assert not saving.done()
-        asked.heard(said("checkpoint", step=40, megabytes=1.5))
+        asked.on_event(said("checkpoint", step=40, megabytes=1.5))
         assert await saving == "checkpoint of step 40 is complete: 1.5 MB"
         assert recorder.events == [("asked", {"do": "save"})]
         assert notes == ["paceline: checkpoint of step 40 is complete: 1.5 MB"]
@@ -90,12 +90,12 @@ def test_a_checkpoint_is_asked_for_once_and_told_when_it_is_whole() -> None:
 def test_a_checkpoint_that_was_whole_already_is_not_waited_for() -> None:
     async def run() -> None:
         asked, _, _ = actions()
-        asked.runs(Ranks())
-        asked.heard(said("keeps checkpoints"))
-        asked.heard(said("resumed", step=40))
+        asked.set_attempt(Ranks())
+        asked.on_event(said("keeps checkpoints"))
+        asked.on_event(said("resumed", step=40))
         saving = asyncio.ensure_future(asked.save())
         await turns()
-        asked.heard(said("saving", step=40))
+        asked.on_event(said("saving", step=40))
         assert "step 40" in await saving
 
     asyncio.run(run())
@@ -107,13 +107,13 @@ def test_a_checkpoint_is_refused_where_none_are_made() -> None:
         with pytest.raises(NodeError, match="no ranks run"):
             await asked.save()
         ranks = Ranks()
-        asked.runs(ranks)
+        asked.set_attempt(ranks)
         with pytest.raises(SettingError, match=r"session\.checkpoints"):
             await asked.save()
         assert not ranks.lines
         assert not recorder.events
-        asked.heard(said("keeps checkpoints"))
-        asked.runs(Ranks())  # a further attempt has to say it again
+        asked.on_event(said("keeps checkpoints"))
+        asked.set_attempt(Ranks())  # a further attempt has to say it again
         with pytest.raises(SettingError):
             await asked.save()
 
@@ -123,17 +123,17 @@ def test_a_checkpoint_is_refused_where_none_are_made() -> None:
 def test_a_checkpoint_that_fails_and_ranks_that_end_are_told() -> None:
     async def run() -> None:
         asked, _, _ = actions()
-        asked.runs(Ranks())
-        asked.heard(said("keeps checkpoints"))
+        asked.set_attempt(Ranks())
+        asked.on_event(said("keeps checkpoints"))
         failing = asyncio.ensure_future(asked.save())
         await turns()
-        asked.heard(said("saving", step=7))
-        asked.heard(said("checkpoint failed", step=7, problem="the disk is full"))
+        asked.on_event(said("saving", step=7))
+        asked.on_event(said("checkpoint failed", step=7, problem="the disk is full"))
         with pytest.raises(NodeError, match="the disk is full"):
             await failing
         ending = asyncio.ensure_future(asked.save())
         await turns()
-        asked.runs(None)
+        asked.set_attempt(None)
         with pytest.raises(NodeError, match="ended before"):
             await ending
 
@@ -149,7 +149,7 @@ def test_a_stop_is_a_signal_and_a_stop_at_once_two() -> None:
     asked.stop()
     assert taken == [signal.SIGTERM]
     assert asked.state()["state"] == "stopping"
-    asked.stop(now=True)
+    asked.stop(immediately=True)
     assert taken == [signal.SIGTERM] * 3
     assert [kind for kind, _ in recorder.events] == ["asked", "asked"]
 
@@ -163,21 +163,21 @@ def test_stacks_are_written_into_the_run_directory() -> None:
 
     async def run() -> None:
         asked, recorder, notes = actions()
-        asked.runs(Ranks(looks))
+        asked.set_attempt(Ranks(looks))
         text = await asked.stacks()
         assert list(recorder.files.values()) == [text + "\n"]
         assert recorder.events[0][1]["do"] == "stacks"
         assert "stacks of 2 ranks" in notes[0]
 
     asyncio.run(run())
-    first, second = stacks_text(looks).split("\n\n")
+    first, second = format_stacks(looks).split("\n\n")
     assert first.splitlines() == [
         "rank 0 on n1 (process 11, running):",
         '  File "train.py", line 3 in main',
         '  File "/lib/torch/x.py", line 9 in wait',
     ]
     assert second.startswith("rank 1 on n2 (process 12, waiting):\n  no Python stack")
-    assert stacks_text([]) == "no rank answered"
+    assert format_stacks([]) == "no rank answered"
 
 
 def test_a_rank_understands_the_wish_for_a_checkpoint() -> None:

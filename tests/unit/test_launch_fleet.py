@@ -42,7 +42,7 @@ from paceline.launch.nodes.fleet import (
 from paceline.launch.nodes.survey import choose_networks
 from paceline.launch.planning.planner import HostSurvey, Supplies
 from paceline.launch.planning.request import Request
-from paceline.launch.terminal.run_state import Waiting
+from paceline.launch.terminal.run_state import NodeWait
 from paceline.remote import fanout
 from paceline.remote.network import LOOPBACK
 from paceline.remote.openssh import SshOptions
@@ -234,9 +234,9 @@ def test_nobody_is_left_out_while_our_own_line_is_silent(monkeypatch: pytest.Mon
     assert sorted(cut_off) == ["n1", "n2", "n3"]
     lost = [Failure("lost", host, None, 1.0, headline="no word") for host in cut_off]
     own = Failure("exception", "n1", 0, 0.5, headline="its own")
-    first, second = failure_analysis.own_line([own, *lost], cut_off, 10.0)
+    first, second = failure_analysis.attribute_network_loss([own, *lost], cut_off, 10.0)
     assert (first.kind, second) == ("launcher", own)
-    assert failure_analysis.own_line([own, *lost], {}, 10.0) == [own, *lost]
+    assert failure_analysis.attribute_network_loss([own, *lost], {}, 10.0) == [own, *lost]
 
 
 @pytest.mark.parametrize("at_a_loss", [False, True])
@@ -363,7 +363,8 @@ def test_lost_hosts_are_dialled_again(transport: Dialling, told: str) -> None:
         fleet.lose(fleet.nodes[1], "unplugged")
         waits = list[Any]()
         request = request_for(job, transport, "n1", "n2")
-        driver, reconnector = driver_of(request, fleet, notes, recorder=Mock(wait=waits.append))
+        recorder = Mock(set_waiting=waits.append)
+        driver, reconnector = driver_of(request, fleet, notes, recorder=recorder)
         lost = Failure("lost", "n2", None, headline="unplugged")
         assert await driver.may_restart(lost, [], 1.0)
         found = await driver.select_nodes()
@@ -470,7 +471,7 @@ class Starting(Launcher):
     async def execute(self, *_: Any) -> Result:
         return Result(0)
 
-    async def _let_go(self, fleet: Fleet, interrupts: Any) -> None:
+    async def _close_fleet(self, fleet: Fleet, interrupts: Any) -> None:
         await fleet.close()
 
 
@@ -898,7 +899,9 @@ def test_who_ended_its_ranks_while_we_were_stopped_is_not_to_blame() -> None:
 
     failures = asyncio.run(asyncio.wait_for(scene(), 20))
     assert [failure.kind for failure in failures] == ["lease", "lease"]
-    first = failure_analysis.first(failure_analysis.own_absence(failures, 14.0, 5.0))
+    first = failure_analysis.first_failure(
+        failure_analysis.attribute_launcher_pause(failures, 14.0, 5.0)
+    )
     assert first.kind == "launcher"
 
 
@@ -1071,7 +1074,7 @@ def test_ranks_without_a_group_are_not_said_to_hang(waits: bool, told: str) -> N
     attempt._recorder, attempt._screen = Mock(), Mock()
     attempt.recovery = Mock(is_regrouping=waits)
     attempt._show_state([], "rank 0 waits")
-    assert attempt._recorder.board.hang == told
+    assert attempt._recorder.run_state.hang == told
 
 
 def test_where_everybody_is_is_written_down_while_nodes_are_waited_for(
@@ -1079,18 +1082,18 @@ def test_where_everybody_is_is_written_down_while_nodes_are_waited_for(
 ) -> None:
     """No attempt does it then, and who asks from elsewhere reads that file."""
     monkeypatch.setattr(recorder_module, "STATE_PERIOD_S", 0.01)
-    written = list[Waiting | None]()
+    written = list[NodeWait | None]()
     recorder = recorder_module.Recorder(Mock(), Mock())
-    recorder.where = lambda: written.append(recorder._waiting)  # type: ignore[method-assign]
-    waits = Waiting.now("1 node of at least 2", 60.0)
+    recorder.write_state = lambda: written.append(recorder._waiting)  # type: ignore[method-assign]
+    waits = NodeWait.start("1 node of at least 2", 60.0)
 
     async def scene() -> None:
-        recorder.wait(None)
+        recorder.set_waiting(None)
         assert not written
-        recorder.wait(waits)
+        recorder.set_waiting(waits)
         while len(written) < 3:
             await asyncio.sleep(0.01)
-        recorder.wait(None)
+        recorder.set_waiting(None)
         assert written[-1] is None
         count = len(written)
         await asyncio.sleep(0.1)
@@ -1101,7 +1104,7 @@ def test_where_everybody_is_is_written_down_while_nodes_are_waited_for(
 
 
 def test_waits_for_as_many_as_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = list[Waiting]()
+    seen = list[NodeWait]()
     with pytest.raises(ConnectError, match="1 host can be reached, at least 2 are needed: n2") as e:
         gathered(Slow(n1=0, n2=None), 2, 0.5, "n1", "n2")
     assert "n2: no route: n2: off" in e.value.found

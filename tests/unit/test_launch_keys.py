@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.launch.terminal.keys import Keys, in_foreground, named
+from paceline.launch.terminal.keys import Keys, in_foreground, parse_keys
 
 
 @pytest.mark.parametrize(
@@ -25,12 +25,12 @@ from paceline.launch.terminal.keys import Keys, in_foreground, named
     ],
 )
 def test_names(sent: str, keys: list[str]) -> None:
-    assert list(named(sent)) == keys
+    assert list(parse_keys(sent)) == keys
 
 
 @given(st.text())
 def test_whatever_is_sent(sent: str) -> None:
-    assert all(key and key.isprintable() for key in named(sent))
+    assert all(key and key.isprintable() for key in parse_keys(sent))
 
 
 def test_nothing_is_read_of_what_is_no_terminal() -> None:
@@ -38,8 +38,8 @@ def test_nothing_is_read_of_what_is_no_terminal() -> None:
     try:
         keys = Keys(lambda key: None, read)
         assert not in_foreground(read)
-        assert not keys.prepare_node()
-        assert not keys.open
+        assert not keys.start()
+        assert not keys.is_open
         keys.close()
     finally:
         os.close(read)

@@ -29,11 +29,11 @@ class MetricsLog(Recorder):
     def __init__(self, directory: RunDirectory) -> None:
         super().__init__(directory, Screen())
 
-    def prepare_node(self, resumed: bool) -> None:
-        self.take(Event("begin", "n1", 0, fields={"resumed": resumed}))
+    def begin(self, resumed: bool) -> None:
+        self.record(Event("begin", "n1", 0, fields={"resumed": resumed}))
 
     def append(self, record: dict[str, Any]) -> None:
-        self.take(Event("metrics", "n1", 0, fields=record))
+        self.record(Event("metrics", "n1", 0, fields=record))
 
 
 def trained(log: MetricsLog, *steps: int) -> None:
@@ -49,11 +49,11 @@ def kept(directory: RunDirectory, name: str = "metrics.jsonl") -> list[Any]:
 def test_a_restart_repeats_nothing(directory: RunDirectory) -> None:
     log = MetricsLog(directory)
     log.next_attempt()
-    log.prepare_node(resumed=False)
+    log.begin(resumed=False)
     trained(log, 1, 2, 3, 4)
     log.append({"split": "test", "step": 2, "accuracy": 0.5})
     log.next_attempt()
-    log.prepare_node(resumed=True)
+    log.begin(resumed=True)
     trained(log, 3, 4, 5)
     log.append({"split": "test", "step": 4, "accuracy": 0.6})
     assert kept(directory) == [1, 2, 3, 4, 2, 5, 4]
@@ -64,7 +64,7 @@ def test_nor_a_restart_before_the_first_checkpoint(directory: RunDirectory) -> N
     log = MetricsLog(directory)
     for steps in ((1, 2), (1, 2, 3)):
         log.next_attempt()
-        log.prepare_node(resumed=False)
+        log.begin(resumed=False)
         trained(log, *steps)
     assert kept(directory) == [1, 2, 3]
 
@@ -88,11 +88,11 @@ def test_one_attempt_may_say_several_things_of_a_step(directory: RunDirectory) -
 def test_a_later_run_goes_on_or_begins_anew(directory: RunDirectory) -> None:
     trained(MetricsLog(directory), 1, 2, 3)
     again = MetricsLog(directory)
-    again.prepare_node(resumed=True)
+    again.begin(resumed=True)
     trained(again, 2, 3, 4)
     assert kept(directory) == [1, 2, 3, 4]
     anew = MetricsLog(directory)
-    anew.prepare_node(resumed=False)
+    anew.begin(resumed=False)
     trained(anew, 1)
     assert kept(directory) == [1]
     (before,) = directory.path.glob("metrics-before-*.jsonl")
@@ -110,10 +110,10 @@ def test_what_a_former_first_rank_said_arrives_after_the_next_one_has_said_it(
 ) -> None:
     """Its host could not be heard, and was; what the next one did not know is kept all the same."""
     log = MetricsLog(directory)
-    log.prepare_node(resumed=False)
+    log.begin(resumed=False)
     trained(log, 1, 2, 3)
-    log.take(Event("begin", "n2", 1, fields={"resumed": True}))
+    log.record(Event("begin", "n2", 1, fields={"resumed": True}))
     for step in (2, 3, 5, 6, 6, 7):  # of one step there may be several
-        log.take(Event("metrics", "n2", 1, fields={"split": "train", "step": step}))
+        log.record(Event("metrics", "n2", 1, fields={"split": "train", "step": step}))
     trained(log, 4, 5, 6)
     assert kept(directory) == [1, 2, 3, 5, 6, 6, 7, 4]

@@ -41,24 +41,24 @@ ECHOES = [
 @pytest.mark.parametrize("echo", ECHOES)
 def test_a_cause_goes_before_an_earlier_echo(echo: str) -> None:
     cause = failure(1, 5.0, "ValueError: boom")
-    assert failure_analysis.first([failure(0, 4.9, echo), cause]) == cause
+    assert failure_analysis.first_failure([failure(0, 4.9, echo), cause]) == cause
 
 
 def test_the_earliest_cause_wins() -> None:
     early, late = failure(3, 1.0, "ValueError: a"), failure(2, 1.2, "ValueError: b")
-    assert failure_analysis.first([late, early]) == early
+    assert failure_analysis.first_failure([late, early]) == early
 
 
 def test_of_echoes_alone_the_earliest_is_named() -> None:
     one, two = failure(0, 1.0, ECHOES[0]), failure(1, 2.0, ECHOES[1])
-    assert failure_analysis.first([two, one]) == one
+    assert failure_analysis.first_failure([two, one]) == one
 
 
 def test_a_signal_or_a_loss_is_never_an_echo() -> None:
     killed = failure(1, 9.0, "killed by SIGKILL", "signal", signal=9)
     lost = failure(None, 9.5, "the connection to n2 ended: Connection closed by peer", "lost", "n2")
-    assert failure_analysis.first([failure(0, 1.0, ECHOES[0]), killed]) == killed
-    assert failure_analysis.first([failure(0, 1.0, ECHOES[0]), lost]) == lost
+    assert failure_analysis.first_failure([failure(0, 1.0, ECHOES[0]), killed]) == killed
+    assert failure_analysis.first_failure([failure(0, 1.0, ECHOES[0]), lost]) == lost
 
 
 def test_an_exception_and_its_exit_are_one_failure() -> None:
@@ -92,7 +92,9 @@ def test_the_status_a_shell_would_give(more: dict[str, int], status: int) -> Non
 
 def test_echoes_are_waited_for_longer() -> None:
     echo, cause = failure(0, 1.0, ECHOES[0]), failure(1, 1.0, "ValueError")
-    assert failure_analysis.settle_time([echo]) > failure_analysis.settle_time([echo, cause])
+    assert failure_analysis.settling_delay_s([echo]) > failure_analysis.settling_delay_s(
+        [echo, cause]
+    )
 
 
 def test_ends_in_words() -> None:
@@ -108,24 +110,34 @@ def test_nodes_that_ended_their_ranks_while_we_were_away_are_not_to_blame() -> N
     left = left_for("n1", "lease", "the lease of 10 s ran out", 7.0)
     assert left is not None
     after = [left, failure(0, 7.1, "killed by SIGTERM", "signal", signal=15)]
-    us = failure_analysis.first(failure_analysis.own_absence(after, 20.4, 10.0))
+    us = failure_analysis.first_failure(
+        failure_analysis.attribute_launcher_pause(after, 20.4, 10.0)
+    )
     assert us.kind == "launcher"
     assert us.describe() == (
         "this launcher was stopped for 20 s, longer than the lease of 10 s; "
         "the nodes ended their ranks"
     )
-    assert "longer" not in failure_analysis.own_absence(after, 8.0, 10.0)[0].describe()
+    assert "longer" not in failure_analysis.attribute_launcher_pause(after, 8.0, 10.0)[0].describe()
     # we were there: then the network was not
-    assert failure_analysis.first(failure_analysis.own_absence(after, 0.0, 10.0)) == left
+    assert (
+        failure_analysis.first_failure(failure_analysis.attribute_launcher_pause(after, 0.0, 10.0))
+        == left
+    )
     # what failed before has failed by itself
     own = failure(1, 5.0, "ValueError: boom")
-    assert failure_analysis.first(failure_analysis.own_absence([own, *after], 20.0, 10.0)) == own
+    assert (
+        failure_analysis.first_failure(
+            failure_analysis.attribute_launcher_pause([own, *after], 20.0, 10.0)
+        )
+        == own
+    )
 
 
 def test_what_every_rank_raises_belongs_to_the_one_that_met_it() -> None:
     there = failure(0, 1.0, "Stopped: stopped on SIGTERM", origin=1)
     here = failure(1, 1.1, "Stopped: stopped on SIGTERM", origin=1)
-    assert failure_analysis.first([there, here]) == here
+    assert failure_analysis.first_failure([there, here]) == here
 
 
 def test_an_end_in_order_is_to_blame_where_only_echoes_follow() -> None:
@@ -133,9 +145,16 @@ def test_an_end_in_order_is_to_blame_where_only_echoes_follow() -> None:
     late = failure(2, 9.0, "ended with status 0", "early", code=0)
     echo = failure(0, 1.0, ECHOES[0])
     left = failure(0, 1.1, "exit status 1", "exit", code=1)
-    assert failure_analysis.first(failure_analysis.early_end([echo, left], [late, early])).rank == 1
+    assert (
+        failure_analysis.first_failure(
+            failure_analysis.attribute_early_end([echo, left], [late, early])
+        ).rank
+        == 1
+    )
     own = failure(0, 1.0, "ValueError: boom")
-    assert failure_analysis.first(failure_analysis.early_end([own], [early])) == own
+    assert (
+        failure_analysis.first_failure(failure_analysis.attribute_early_end([own], [early])) == own
+    )
 
 
 def test_an_agent_that_leaves_for_its_guard_is_named() -> None:

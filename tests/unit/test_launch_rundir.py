@@ -13,7 +13,7 @@ import pytest
 
 from paceline.agent.files import snapshot
 from paceline.agent.supervision import processes
-from paceline.launch.results.summary import last_lines
+from paceline.launch.results.summary import log_tail
 from paceline.rundir import directory as rundir
 from paceline.rundir.directory import RunDirectory
 from paceline.spec.errors import NodeError, SettingError
@@ -282,7 +282,7 @@ def test_the_last_lines_are_of_this_run(tmp_path: Path) -> None:
         name = log_file("n1", 0)
         directory.append_bytes(name, text)
         directory.close()
-    assert last_lines(tmp_path / name, directory.begins[name]) == "of the second run"
+    assert log_tail(tmp_path / name, directory.begins[name]) == "of the second run"
 
 
 def test_what_is_handed_over_is_what_was_written(tmp_path: Path) -> None:

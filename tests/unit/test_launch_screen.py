@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.launch.terminal import screen as screen_module
-from paceline.launch.terminal.screen import REDRAW_S, Lines, Screen
-from paceline.launch.terminal.writer import Writer
+from paceline.launch.terminal.screen import REDRAW_S, LineSplitter, Screen
+from paceline.launch.terminal.writer import BackgroundWriter
 from paceline.progress import describe
 from paceline.spec.job import Show
 
@@ -27,22 +27,22 @@ from paceline.spec.job import Show
        st.lists(st.integers(0), max_size=8))  # fmt: skip
 def test_lines_however_they_arrive(wanted: list[bytes], cuts: list[int]) -> None:
     stream = b"".join(line + b"\n" for line in wanted)
-    lines, found = Lines(), []
+    lines, found = LineSplitter(), []
     edges = [0, *sorted(cut % (len(stream) + 1) for cut in cuts), len(stream)]
     for start, end in itertools.pairwise(edges):
         found += lines.feed(stream[start:end], 0.0)
-    assert found + lines.rest() == wanted
+    assert found + lines.flush() == wanted
 
 
 def test_windows_ends_and_a_rest() -> None:
-    lines = Lines()
+    lines = LineSplitter()
     assert lines.feed(b"a\r\nb", 0.0) == [b"a"]
-    assert lines.rest() == [b"b"]
-    assert lines.rest() == []
+    assert lines.flush() == [b"b"]
+    assert lines.flush() == []
 
 
 def test_a_redrawn_line_is_shown_now_and_then_in_its_last_state() -> None:
-    lines = Lines()
+    lines = LineSplitter()
     assert lines.feed(b"10%\r20%\r", 100.0) == [b"20%"]
     assert lines.feed(b"30%\r", 101.0) == []
     assert lines.feed(b"40%\r", 100.1 + REDRAW_S) == [b"40%"]
@@ -50,7 +50,7 @@ def test_a_redrawn_line_is_shown_now_and_then_in_its_last_state() -> None:
 
 
 def test_a_line_without_end_is_not_kept_for_ever() -> None:
-    lines = Lines()
+    lines = LineSplitter()
     assert sum(map(len, lines.feed(b"x" * 100_000, 0.0))) == 100_000
 
 
@@ -59,7 +59,7 @@ def shown(show: Show) -> tuple[str, str]:
     screen = Screen(show, out, err)
     screen.output("n1", 0, "out", b"one\npart")
     screen.output("n2", 1, "err", "zwei ü \udc80\n".encode(errors="surrogateescape"))
-    screen.say("said")
+    screen.print("said")
     screen.note("noted")
     screen.close()
     return out.getvalue(), err.getvalue()
@@ -103,7 +103,7 @@ def test_frames_of_torchs_own_stack_stay_in_the_log() -> None:
 
 def test_lines_that_come_together_are_written_together(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
-    monkeypatch.setattr(Writer, "write", lambda _, text: written.append(text))
+    monkeypatch.setattr(BackgroundWriter, "write", lambda _, text: written.append(text))
     screen = Screen("all", io.StringIO(), io.StringIO())
     screen.output("n1", 0, "out", b"one\ntwo\nthree\npart")
     assert written == ["[n1/0] one\n[n1/0] two\n[n1/0] three\n"]
@@ -136,7 +136,7 @@ def pipe() -> Iterator[tuple[int, io.TextIOWrapper]]:
 
 def test_nobody_reads_and_nobody_waits(pipe: tuple[int, io.TextIOWrapper]) -> None:
     read, file = pipe
-    writer = Writer(file, limit=100_000)
+    writer = BackgroundWriter(file, limit=100_000)
     for number in range(10_000):
         writer.write(f"line {number} {'x' * 80}\n")
     data = b""
@@ -160,7 +160,7 @@ def test_nobody_reads_and_nobody_waits(pipe: tuple[int, io.TextIOWrapper]) -> No
 
 def test_the_reader_went_away(pipe: tuple[int, io.TextIOWrapper]) -> None:
     read, file = pipe
-    writer = Writer(file)
+    writer = BackgroundWriter(file)
     os.close(read)
     writer.write("one\n")
     writer.close()
@@ -171,14 +171,14 @@ def test_the_reader_went_away(pipe: tuple[int, io.TextIOWrapper]) -> None:
 
 def test_characters_that_the_terminal_has_not(tmp_path: Path) -> None:
     with (tmp_path / "out").open("w", encoding="ascii") as file:
-        writer = Writer(file)
+        writer = BackgroundWriter(file)
         writer.write("ü \udc80\n")
         writer.close()
     assert (tmp_path / "out").read_text() == "? ?\n"
 
 
 def test_closed_twice_or_unused() -> None:
-    writer = Writer(io.StringIO())
+    writer = BackgroundWriter(io.StringIO())
     writer.close()
     writer.close()
 
@@ -196,7 +196,7 @@ def test_the_jobs_own_lines_are_broken_between_words(monkeypatch: pytest.MonkeyP
     said = "epoch 2  step 66/66  train: accuracy 0.9317, loss 0.2299  test: accuracy 0.94, loss 0.2"
     for out in (Terminal(), io.StringIO()):
         screen = Screen("all", out, out)
-        screen.say(said)
+        screen.print(said)
         screen.close()
         broken = out.getvalue().replace("\n         ", " ").rstrip()
         assert broken == said
@@ -220,7 +220,7 @@ def test_the_start_is_one_line_that_goes_away() -> None:
 
 
 def test_without_a_terminal_only_a_long_part_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(screen_module, "PLAIN_START_S", 0.02)
+    monkeypatch.setattr(screen_module, "LOG_START_S", 0.02)
     err = io.StringIO()
 
     async def start() -> None:
@@ -261,7 +261,7 @@ def test_an_error_of_ours_is_told_by_one_rank() -> None:
 def test_ranks_show_the_users_own_paths() -> None:
     err = io.StringIO()
     screen = Screen("all", io.StringIO(), err)
-    screen.homes.append(("n2", "/root/.cache/paceline/trees/ab", "/home/me/project"))
+    screen.shipped_copies.append(("n2", "/root/.cache/paceline/trees/ab", "/home/me/project"))
     line = b'  File "/root/.cache/paceline/trees/ab/train.py", line 3\n'
     screen.output("n2", 1, "err", line)
     screen.output("n1", 0, "err", line)
@@ -287,19 +287,19 @@ def test_ranks_cannot_steer_the_terminal(terminal: bool) -> None:
 def test_what_was_shown_a_moment_ago_is_not_repeated() -> None:
     screen = Screen("all", io.StringIO(), io.StringIO())
     screen.output("n1", 0, "err", b"last words\n")
-    assert screen.before_eyes("n1", 0)
-    assert not screen.before_eyes("n1", 1)
+    assert screen.is_visible("n1", 0)
+    assert not screen.is_visible("n1", 1)
     for _ in range(40):
         screen.note("something else")
-    assert not screen.before_eyes("n1", 0)
+    assert not screen.is_visible("n1", 0)
     screen.close()
 
 
 def test_of_a_progress_bar_only_the_latest_state_is_kept() -> None:
-    lines = Lines()
+    lines = LineSplitter()
     assert lines.feed(b"\rstep 0", 0.0) == [b"step 0"]
     for step in range(1, 20_000):
         assert lines.feed(b"\rstep %d" % step, 1.0) == []
-    assert lines.rest() == [b"step 19999"]
+    assert lines.flush() == [b"step 19999"]
     assert lines.feed(b"step 1\r", 2.0) + lines.feed(b"step 2\r", 3.0) == []
-    assert lines.rest() == [b"step 2"]
+    assert lines.flush() == [b"step 2"]

@@ -9,7 +9,7 @@ import pytest
 from paceline.explain.evidence_reader import from_log
 from paceline.explain.libraries import summarize
 from paceline.launch.planning import planner
-from paceline.launch.recorder import MAX_PARTIAL, Sieve
+from paceline.launch.recorder import MAX_PARTIAL, LibraryFilter
 from paceline.report import explanation
 from paceline.spec.libraries import classify_line
 
@@ -88,11 +88,11 @@ def test_lines_are_parted_however_they_are_cut() -> None:
         + b"no end"
     )
     for size in (1, 7, len(text)):
-        sieve, shown, said = Sieve(), b"", b""
+        sieve, shown, said = LibraryFilter(), b"", b""
         for at in range(0, len(text), size):
             one, other = sieve.feed(text[at : at + size])
             shown, said = shown + one, said + other
-        shown += sieve.rest()
+        shown += sieve.flush()
         assert b"sum 2.0\n" in shown
         assert shown.endswith(b"no end")
         assert shown.count(b"UCX  WARN") == said.count(b"UCX  WARN") == 1
@@ -107,14 +107,14 @@ def test_what_ddp_lists_is_not_the_scripts() -> None:
     )
     listed = b"dtypes: float\nrank: 0\nworld_size: 2\ngloo_socket_ifname: lo\ndevice_ids: \n\n"
     own = b"rank: 0\n\nloss: 2.0\n"
-    assert Sieve().feed(own + opening + listed + own) == (own * 2, opening + listed)
+    assert LibraryFilter().feed(own + opening + listed + own) == (own * 2, opening + listed)
     cut = b"Traceback (most recent call last):\n" + own
-    assert Sieve().feed(opening + b"rank: 0\n" + cut) == (cut, opening + b"rank: 0\n")
+    assert LibraryFilter().feed(opening + b"rank: 0\n" + cut) == (cut, opening + b"rank: 0\n")
 
 
 def test_what_is_redrawn_or_endless_does_not_wait() -> None:
-    assert Sieve().feed(b"10 %\r")[0] == b"10 %\r"
-    assert len(Sieve().feed(b"x" * (MAX_PARTIAL + 1))[0]) == MAX_PARTIAL + 1
+    assert LibraryFilter().feed(b"10 %\r")[0] == b"10 %\r"
+    assert len(LibraryFilter().feed(b"x" * (MAX_PARTIAL + 1))[0]) == MAX_PARTIAL + 1
 
 
 def test_explain_shows_it_below_its_conclusion() -> None:

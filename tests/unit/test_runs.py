@@ -21,7 +21,7 @@ from paceline.cli.verbs import report
 from paceline.explain.conclusion import conclude
 from paceline.explain.evidence_reader import from_run
 from paceline.explain.rules import load_all
-from paceline.launch.terminal.run_state import Waiting
+from paceline.launch.terminal.run_state import NodeWait
 from paceline.report import explanation
 from paceline.rundir.ownership import FETCHED_AT, LAST_STATUS
 from paceline.spec.detached import DETACHED, SupervisorLocation
@@ -153,7 +153,7 @@ def test_status_names_a_rank_that_is_slow_now() -> None:
 
 def test_status_of_a_job_that_waits_for_nodes_says_for_how_many_since_when_and_until_when() -> None:
     folder = make("one", alive=True)
-    waits = Waiting.now("1 node of at least 2: dialling n2 again, for up to 10 minutes", 600.0)
+    waits = NodeWait.start("1 node of at least 2: dialling n2 again, for up to 10 minutes", 600.0)
     ranks = [{"rank": 0, "host": "n1", "phase": "running", "state": "failed", "trouble": "SIGTERM"}]
     where = {"time": time.time(), "ranks": ranks, "hang": "", "waits": asdict(waits)}
     (folder / "ranks.json").write_text(json.dumps(where))
@@ -189,8 +189,8 @@ def test_status_of_a_batch_says_where_its_ranks_are(
 
 
 def test_the_end_of_a_wait_of_days_is_told_with_its_date() -> None:
-    assert Waiting("x", 1e9, 1e9 + 60).words.count("-") == 0
-    assert Waiting("x", 1e9, 1e9 + 3 * 86400).words.count("-") == 2
+    assert NodeWait("x", 1e9, 1e9 + 60).description.count("-") == 0
+    assert NodeWait("x", 1e9, 1e9 + 3 * 86400).description.count("-") == 2
 
 
 def test_status_rounds_figures_for_people() -> None:

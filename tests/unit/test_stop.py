@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 
 from paceline.agent.control import request
 from paceline.cli import program
-from paceline.launch.control import Control
+from paceline.launch.control import ControlServer
 from paceline.remote import this_machine
 from paceline.rundir.ownership import is_launcher, read_owner
 from paceline.schedulers import load, submission
@@ -123,7 +123,7 @@ class Fake:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.stopped = run_dir, False
 
-    def stop(self, *, now: bool = False) -> str:
+    def stop(self, *, immediately: bool = False) -> str:
         self.stopped = True
         (self.run_dir / "owner.json").unlink()
         (self.run_dir / "result.json").write_text('{"exit_code": 143}')
@@ -141,7 +141,7 @@ def test_a_run_is_stopped_by_its_own_folder_alone(started: Any, tmp_path: Path, 
 
     async def run() -> tuple[Result, Fake]:
         fake = Fake(folder if own else tmp_path / "other")
-        async with Control(fake):  # type: ignore[arg-type]
+        async with ControlServer(fake):  # type: ignore[arg-type]
             assert await asyncio.to_thread(request, RUN_ID, {"do": "state"}) is not None
             return await asyncio.to_thread(stop, "one"), fake
 

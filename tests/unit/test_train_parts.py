@@ -22,15 +22,15 @@ from paceline.spec.errors import DataError, JobError, NodeError, SettingError
 from paceline.train import parallel, weights, world
 from paceline.train.comms import FIRST, Comms
 from paceline.train.data import disks
-from paceline.train.device import HostSurvey, choose_backend, choose_device, look, precision
+from paceline.train.device import Found, choose_backend, choose_device, look, precision
 from paceline.train.elastic import replica_check
 from paceline.train.measure.pace import summary
 from paceline.train.metrics import Best, Meter
 from paceline.train.report import BarScreen, Eta, ToFolder, ToLauncher, figures, plain
 
 CPU = torch.device("cpu")
-BARE = HostSurvey({"cuda": 0, "xpu": 0}, frozenset({"gloo"}))
-TWO_GPUS = HostSurvey({"cuda": 2, "xpu": 0}, frozenset({"gloo", "nccl"}))
+BARE = Found({"cuda": 0, "xpu": 0}, frozenset({"gloo"}))
+TWO_GPUS = Found({"cuda": 2, "xpu": 0}, frozenset({"gloo", "nccl"}))
 
 
 def test_alone_without_variables() -> None:

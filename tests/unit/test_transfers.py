@@ -22,7 +22,7 @@ from paceline.agent.files import safe_paths, snapshot
 from paceline.launch.nodes import provisioner, survey
 from paceline.launch.nodes.fleet import Fleet, Node
 from paceline.launch.nodes.provisioner import send_folder
-from paceline.launch.results.collector import Results
+from paceline.launch.results.collector import ResultCollector
 from paceline.remote.channel import AgentRefusal
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.directory import RunDirectory
@@ -287,11 +287,11 @@ def test_what_is_not_what_was_read_there_does_not_come(
 MODEL = {"model/model.safetensors": content("w", 900), "model/config.json": b'{"sha256": "ab"}'}
 
 
-def saved_by(node: Node, home: RunDirectory) -> tuple[Results, list[str]]:
+def saved_by(node: Node, home: RunDirectory) -> tuple[ResultCollector, list[str]]:
     """What is expected after this node's rank 0 has saved a model, and what the user was told."""
     notes: list[str] = []
-    results = Results(home, notes.append)
-    results.heard(node, Event("model saved", node.name, 0, fields={"sha256": "ab"}))
+    results = ResultCollector(home, notes.append)
+    results.on_event(node, Event("model saved", node.name, 0, fields={"sha256": "ab"}))
     return results, notes
 
 
@@ -311,10 +311,10 @@ def test_a_model_comes_from_the_host_that_wrote_it(tmp_path: Path) -> None:
     async def work(served: Served) -> None:
         writer, first = hosted(served, "n1", there), hosted(served, "n2", None)
         results, notes = saved_by(writer, home)
-        results.expect_from(first)
-        await results.bring_home(fleet_of(writer, first))
+        results.set_first_node(first)
+        await results.fetch(fleet_of(writer, first))
         assert {name: (home.path / name).read_bytes() for name in MODEL} == MODEL
-        assert results.lacking(fleet_of(writer, first)) is None
+        assert results.missing_results(fleet_of(writer, first)) is None
         assert not notes
 
     run(work)
@@ -332,10 +332,10 @@ def test_a_model_whose_host_went_away_is_lacking(tmp_path: Path, seen: bool) -> 
         writer = hosted(served, "n1", there)
         first = hosted(served, "n2", there if seen else own)
         results, notes = saved_by(writer, home)
-        results.expect_from(first)
+        results.set_first_node(first)
         writer.lost, writer.why, writer.lost_at = True, "it was silent for 3 s", 7.0
-        await results.bring_home(fleet_of(writer, first))
-        lacking = results.lacking(fleet_of(first))  # a spare may have its place
+        await results.fetch(fleet_of(writer, first))
+        lacking = results.missing_results(fleet_of(first))  # a spare may have its place
         if seen:
             assert lacking is None
             return
@@ -355,10 +355,10 @@ def test_a_newer_model_of_another_host_takes_the_place_of_a_lost_one(tmp_path: P
         gone, first = hosted(served, "n1", tmp_path / "gone"), hosted(served, "n2", there)
         results, _ = saved_by(gone, home)
         gone.lost = True
-        results.expect_from(first)
-        results.heard(first, Event("model saved", "n2", 1, fields={"sha256": "ab"}))
-        await results.bring_home(fleet_of(gone, first))
-        assert results.lacking(fleet_of(gone, first)) is None
+        results.set_first_node(first)
+        results.on_event(first, Event("model saved", "n2", 1, fields={"sha256": "ab"}))
+        await results.fetch(fleet_of(gone, first))
+        assert results.missing_results(fleet_of(gone, first)) is None
 
     run(work)
     home.close()
@@ -722,6 +722,6 @@ def test_hosts_of_one_disk_get_a_large_input_once(monkeypatch: pytest.MonkeyPatc
         for one in (("a", "1"), ("b", "2"), ("a", "3"))
     ]
     copies: Any = [(node, Copy("input0", "/runs/1", "/there")) for node in nodes]
-    first, later = asyncio.run(provisioner._once_a_disk(copies, "run"))
+    first, later = asyncio.run(provisioner._split_by_disk(copies, "run"))
     assert [node.channel.identity for node, _ in first] == ["1", "2"]
     assert [node.channel.identity for node, _ in later] == ["3"]

@@ -104,42 +104,40 @@ _DETACHABLE = frozenset({"run", "train"})  # may go on by themselves
 _HINT_STAYS = "Under MPI and --rdzv this command has to stay; a batch needs nobody to watch it"
 _SINGLE_RUN = frozenset(VERBS) - _MULTI_RUN
 _HINT_DIRECTIVE = "--sbatch-arg takes any directive of the batch system"
+_EVERYWHERE = Applicability()
 _BY_SCHEDULER = Applicability(by_scheduler=True)
 _RENDEZVOUS = Applicability(by_scheduler=True, verbs=_JOB_VERBS)
 _BATCH = Applicability(by_scheduler=True, submission=True)
 # name of the parameter → where it applies
 OPTIONS: dict[str, Applicability] = {
+    **dict.fromkeys((
+        "nnodes", "nproc_per_node", "env", "unset", "activate", "iface", "python", "name",
+        "master_port", "backend", "bind", "lease", "grace", "max_restarts", "restart_window",
+        "hang_timeout", "via"
+    ), _EVERYWHERE),
+    **dict.fromkeys((
+        "ssh_config", "accept_new_host_keys", "as_json", "via_arg", "mpiexec"
+    ), _BY_SCHEDULER),
+    **dict.fromkeys((
+        "rdzv", "rdzv_id", "rdzv_key_file", "node_rank", "rdzv_timeout"
+    ), _RENDEZVOUS),
+    **dict.fromkeys((
+        "image", "mount", "time_limit", "partition", "account", "mem", "gres", "gpus",
+        "gpus_per_node", "sbatch_arg", "setup_command"
+    ), _BATCH),
     "hosts": Applicability(by_scheduler=True,
                            hint="The batch system, or --rdzv, chooses the hosts"),
-    "ssh_config": _BY_SCHEDULER,
-    "accept_new_host_keys": _BY_SCHEDULER,
-    "nnodes": Applicability(),
     "fastest": Applicability(by_scheduler=True, verbs=frozenset({"run", "train"}),
                        hint="It chooses among hosts that are named"),
     "wait_for_nodes": Applicability(by_scheduler=True, verbs=_JOB_VERBS,
                               hint="--rdzv-timeout is for nodes that come by themselves"),
-    "nproc_per_node": Applicability(),
-    "env": Applicability(),
-    "unset": Applicability(),
-    "activate": Applicability(),
-    "iface": Applicability(),
-    "python": Applicability(),
     "run_dir": Applicability(verbs=_SINGLE_RUN, hint="--out FOLDER"),
-    "name": Applicability(),
-    "master_port": Applicability(),
-    "backend": Applicability(),
     "ship": Applicability(by_scheduler=True, verbs=frozenset({"run"}) | _MULTI_RUN,
                     hint="Only code of yours, for hosts other than this machine, is shipped"),
     "follow_links": Applicability(by_scheduler=True, verbs=_JOB_VERBS | _MULTI_RUN,
                             hint="No folder of this machine is sent"),
-    "bind": Applicability(),
     "debug": Applicability(verbs=_JOB_VERBS | {"collectives"},
                            hint="It would slow what is measured"),
-    "lease": Applicability(),
-    "grace": Applicability(),
-    "max_restarts": Applicability(),
-    "restart_window": Applicability(),
-    "hang_timeout": Applicability(),
     "keep_warm": Applicability(by_scheduler=True, verbs=_JOB_VERBS),
     "check_level": Applicability(by_scheduler=True, verbs=_JOB_VERBS, value="full",
                            hint="`paceline check` first"),
@@ -151,31 +149,11 @@ OPTIONS: dict[str, Applicability] = {
                             hint="A measurement is many runs; && COMMAND follows it"),
     # of a ladder only its batch has a plan
     "plan_only": Applicability(verbs=_JOB_VERBS | _MULTI_RUN),
-    "as_json": _BY_SCHEDULER,
     "verbose": Applicability(by_scheduler=True, verbs=_JOB_VERBS),
-    "via": Applicability(),
-    "via_arg": _BY_SCHEDULER,
-    "mpiexec": _BY_SCHEDULER,
-    "image": Applicability(by_scheduler=True, submission=True),
-    "mount": Applicability(by_scheduler=True, submission=True),
     "shm_size": Applicability(by_scheduler=True, submission=True,
                         hint="Apptainer's /dev/shm is the host's own"),
-    "rdzv": _RENDEZVOUS,
-    "rdzv_id": _RENDEZVOUS,
-    "rdzv_key_file": _RENDEZVOUS,
-    "node_rank": _RENDEZVOUS,
-    "rdzv_timeout": _RENDEZVOUS,
-    "time_limit": _BATCH,
-    "partition": _BATCH,
-    "account": _BATCH,
     "cpus_per_task": Applicability(by_scheduler=True, submission=True, hint=_HINT_DIRECTIVE),
-    "mem": _BATCH,
-    "gres": _BATCH,
-    "gpus": _BATCH,
-    "gpus_per_node": _BATCH,
     "constraint": Applicability(by_scheduler=True, submission=True, hint=_HINT_DIRECTIVE),
-    "sbatch_arg": _BATCH,
-    "setup_command": _BATCH,
     "requeue": Applicability(by_scheduler=True, verbs=_SINGLE_RUN, submission=True,
                              hint=_HINT_DIRECTIVE),
     "array": Applicability(by_scheduler=True, verbs=_SINGLE_RUN, submission=True),

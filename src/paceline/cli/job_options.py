@@ -17,6 +17,14 @@ from paceline.spec.formatting import shell_text
 from paceline.spec.job import Entry, Environment, Job
 from paceline.spec.settings import Setting
 
+_SETTINGS = {  # field of the job: option
+    **{name: name for name in ("nproc_per_node", "nnodes", "master_port", "ship", "bind", "debug",
+                               "max_restarts")},
+    **{f"{name}_s": name for name in ("wait_for_nodes", "lease", "grace", "hang_timeout",
+                                      "restart_window")},
+    "interface": "iface",
+}  # fmt: skip
+
 
 def build_job(ctx: click.Context, entry: Entry, name: str, **fields: Any) -> Job:
     """The job that the options describe.
@@ -37,6 +45,7 @@ def build_job(ctx: click.Context, entry: Entry, name: str, **fields: Any) -> Job
     for hidden in ctx.params["unset"]:
         reject_reserved("--unset", hidden)
     environment = Environment(public, forwarded, ctx.params["unset"], setting(ctx, "env").source)
+    settings: dict[str, Any] = {f: setting(ctx, option) for f, option in _SETTINGS.items()}
     return Job(
         name=ctx.params["name"] or name,
         entry=entry,
@@ -44,25 +53,13 @@ def build_job(ctx: click.Context, entry: Entry, name: str, **fields: Any) -> Job
         python=ctx.params["python"] or this_machine.default_python(image=ctx.params["image"]),
         environment=environment,
         activate=activation_scripts(ctx),
-        nproc_per_node=setting(ctx, "nproc_per_node"),
-        nnodes=setting(ctx, "nnodes"),
-        wait_for_nodes_s=setting(ctx, "wait_for_nodes"),
         hosts=hosts_setting(ctx),
-        interface=setting(ctx, "iface"),
-        master_port=setting(ctx, "master_port"),
         backend=ctx.params["backend"],
-        ship=setting(ctx, "ship"),
         follow_links=ctx.params["follow_links"],
-        bind=setting(ctx, "bind"),
-        debug=setting(ctx, "debug"),
-        lease_s=setting(ctx, "lease"),
-        grace_s=setting(ctx, "grace"),
-        hang_timeout_s=setting(ctx, "hang_timeout"),
-        max_restarts=setting(ctx, "max_restarts"),
-        restart_window_s=setting(ctx, "restart_window"),
         notify=ctx.params["notify"],
         report=ctx.params["report"],
         typed=command_text(environment),
+        **settings,
         **fields,
     )
 

@@ -27,7 +27,7 @@ from paceline.spec.rundir import DEFAULT_PARENT, PLAN
 from paceline.spec.terminal import format_for, wrap
 
 if TYPE_CHECKING:
-    from paceline.launch.jobs import Left
+    from paceline.launch.jobs import Takeover
     from paceline.launch.planning.request import Package
     from paceline.launch.results.summary import RunOutcome
     from paceline.launch.terminal.screen import Screen
@@ -86,7 +86,7 @@ def launch_job(
         return start_detached(ctx, job, cluster, dispatch.transport, package, run_dir)
     from paceline.launch.terminal.screen import Screen
 
-    screen = Screen(ctx.params["show"], look=ctx.params["screen"])
+    screen = Screen(ctx.params["show"], display=ctx.params["screen"])
     return run_to_end(job, cluster, dispatch.transport, screen, run_dir=run_dir, parent=parent,
                      package=package, inspect=inspect, on_success=on_success,
                      keep_warm_s=ctx.params["keep_warm"],
@@ -142,7 +142,7 @@ def run_to_end(
     inspect: Inspect | None,
     on_success: Callable[[Path], None] | None = None,
     keep_warm_s: float = 0.0,
-    detached: Left | None = None,
+    detached: Takeover | None = None,
     is_generated: bool = False,
 ) -> int:
     """Runs a job and says how it ended; its exit status.
@@ -162,7 +162,7 @@ def run_to_end(
         with record_refusal(job, run_dir, secrets, is_generated=is_generated):
             outcome = run_job(job, cluster, transport, screen, run_dir=run_dir, parent=parent,
                               package=package, inspect=inspect, keep_warm_s=keep_warm_s,
-                              left=detached)  # fmt: skip
+                              takeover=detached)  # fmt: skip
         outcome = replace(outcome, command=submitting_arguments(outcome.path, os.environ))
         end.append(outcome)
         report_end(job, outcome, on_success)
@@ -180,9 +180,9 @@ def notify_on_end(job: Job, run_dir: Path, secrets: Sequence[str],
 
     start = time.monotonic()
     outcomes: list[RunOutcome] = []
-    for warning in notify.doubts(job.notify):
+    for warning in notify.missing_programs(job.notify):
         screen.note(warning)
-    ended: notify.Ended | None = None
+    ended: notify.RunEnd | None = None
     try:
         yield outcomes
     except Exception as error:
@@ -190,14 +190,14 @@ def notify_on_end(job: Job, run_dir: Path, secrets: Sequence[str],
         result = Result(1, Failure("launcher", LAUNCHER_HOST, None, headline=headline))
         if isinstance(error, PacelineError):
             result = Result(error.exit_code, error=error.render())
-        ended = notify.Ended(run_dir, job.name, result, time.monotonic() - start, secrets=secrets)
+        ended = notify.RunEnd(run_dir, job.name, result, time.monotonic() - start, secrets=secrets)
         raise
     finally:
         for outcome in outcomes:
-            ended = notify.Ended(run_dir, job.name, outcome.result, outcome.seconds,
+            ended = notify.RunEnd(run_dir, job.name, outcome.result, outcome.seconds,
                                  outcome.metrics, outcome.resumable, secrets)  # fmt: skip
         if ended is not None:
-            notify.tell(job.notify, ended, screen.note)
+            notify.notify_all(job.notify, ended, screen.note)
             screen.close()
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from paceline.cli.launch import run_to_end
 from paceline.launch import failure_analysis
-from paceline.launch.jobs import Left, secrets_of
+from paceline.launch.jobs import Takeover, secrets_of
 from paceline.launch.planning.planner import Supplies, choose_hosts
 from paceline.launch.terminal.screen import Screen
 from paceline.remote import this_machine
@@ -304,7 +304,7 @@ def _supervise(
         parent=run.parent,
         package=package if isinstance(package, bool) else tuple(package),
         inspect=inspect,
-        detached=Left(order["run_id"], _supplies(folder, order), detector.on_event),
+        detached=Takeover(order["run_id"], _supplies(folder, order), detector.on_event),
     )
 
 

@@ -1,4 +1,4 @@
-"""A function as a job: packed for the ranks; and what they returned or raised."""
+"""Functions as jobs: packs a call for the ranks, and loads what they returned or raised."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar, overload
 
 from paceline.agent.ranks import pickles
 from paceline.launch.planning.entry import COMPILER, preload_of
-from paceline.launch.results.summary import RunOutcome, last_lines
+from paceline.launch.results.summary import RunOutcome, log_tail
 from paceline.rundir.directory import claim, short
 from paceline.spec import rundir as names
 from paceline.spec.errors import JobError, NodeError, SettingError
@@ -28,40 +28,41 @@ from paceline.spec.hosts import Host, Inspect
 from paceline.spec.job import Entry
 
 T = TypeVar("T")
-_PACKING = threading.Lock()  # which modules go by value is a state of cloudpickle's
-MOST_TEXT = 8 << 20  # bytes of a pickle that are looked at for what it uses
+_PICKLE_LOCK = threading.Lock()  # cloudpickle's registry of modules by value is global
+MAX_SCANNED_BYTES = 8 << 20  # of a pickle, for the names that it uses
 
 
-# --- there ----------------------------------------------------------------------------------------
+# --- the call -------------------------------------------------------------------------------------
 
 
 def entry_of_function(function: Callable[..., Any]) -> Entry:
-    """The entry that calls a function; it imports from the folders that this process imports from.
+    """Returns the entry that calls a function, with this process's import path.
 
-    SettingError for what cannot be called.
+    Raises SettingError if it is not callable.
     """
     if not callable(function):
         raise SettingError(
             f"launch takes a function, and this is a {type(function).__name__}",
             remedy="launch(train, args=(…,)): the function itself, without calling it",
         )
-    folders = dict.fromkeys(str(Path(folder).absolute()) for folder in sys.path)
-    own = [folder for folder in folders if Path(folder).exists() and not _is_library(folder)]
+    paths = dict.fromkeys(str(Path(folder).absolute()) for folder in sys.path)
+    folders = [path for path in paths if Path(path).exists() and not _is_library(path)]
     script: Any = getattr(sys.modules.get("__main__"), "__file__", None)
-    typed = not script or _is_library(script) or not Path(script).is_file()
-    first = str(Path.cwd() if typed else Path(script).absolute().parent)
-    return Entry("function", f"{name_of(function)}()", (first, *(f for f in own if f != first)))
+    is_interactive = not script or _is_library(script) or not Path(script).is_file()
+    first = str(Path.cwd() if is_interactive else Path(script).absolute().parent)
+    import_path = tuple(dict.fromkeys([first, *folders]))
+    return Entry("function", f"{function_name(function)}()", import_path)
 
 
-def name_of(function: Callable[..., Any]) -> str:
-    """What a function is called: ``train``, ``lambda``."""
+def function_name(function: Callable[..., Any]) -> str:
+    """Returns the short name of a function: ``train``, ``lambda``."""
     inner = getattr(function, "func", function)  # of functools.partial
     name = getattr(inner, "__qualname__", type(inner).__qualname__)
     return str(name).rpartition(".")[2].strip("<>")
 
 
-def _home_of(function: Callable[..., Any]) -> Path | None:
-    """The file of a function of the user's own; ``None`` of one that was typed, or is installed."""
+def _user_file(function: Callable[..., Any]) -> Path | None:
+    """Returns the file of a user's function; ``None`` if it was typed or is installed."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     file = getattr(module, "__file__", None)
     if not file or _is_library(file) or not Path(file).is_file():
@@ -70,43 +71,46 @@ def _home_of(function: Callable[..., Any]) -> Path | None:
 
 
 def _is_library(path: str) -> bool:
-    """Whether a path belongs to Python or to what is installed for it."""
+    """Whether a path belongs to Python or an installed package."""
     installed = "/site-packages" in path or "/dist-packages" in path or path.endswith(".zip")
-    return installed or f"{path}/".startswith(_libraries())
+    return installed or f"{path}/".startswith(_library_folders())
 
 
 @functools.cache
-def _libraries() -> tuple[str, ...]:
+def _library_folders() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
-    known = [paths[name] for name in ("stdlib", "platstdlib", "scripts")]
-    return tuple(f"{folder}/" for folder in [*known, str(Path(sys.executable).parent)])
+    folders = [paths[name] for name in ("stdlib", "platstdlib", "scripts")]
+    return tuple(f"{folder}/" for folder in [*folders, str(Path(sys.executable).parent)])
 
 
 def write_call(path: Path, function: Callable[..., Any], args: Sequence[Any],
                kwargs: Mapping[str, Any],
                by_value: Sequence[ModuleType]) -> tuple[str, bytes]:  # fmt: skip
-    """Writes the file that every rank reads; its hash, and what it says of the function, or begins.
+    """Writes the file that every rank reads.
 
     Args:
         path: The file.
-        function, args, kwargs: What is called.
-        by_value: Modules whose functions and classes travel with it.
+        function, args, kwargs: The call.
+        by_value: Modules whose functions and classes are pickled by value.
+
+    Returns:
+        The file's hash, and the beginning of the pickled call.
 
     Raises:
         SettingError: Names the part that cannot be pickled.
     """
-    import cloudpickle  # here: only who calls functions needs it
+    import cloudpickle  # imported late: only functions as jobs need it
 
     header = {
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "argv": list(sys.argv),
         "file": getattr(sys.modules.get("__main__"), "__file__", None),
-        "source": _source_of(function),
-        "sources": _sources_of(function),
-        "logging": _logging(),
-        "cloudpickle": _modules_of(cloudpickle),
+        "source": _function_source(function),
+        "sources": _file_source(function),
+        "logging": _logging_config(),
+        "cloudpickle": _compiled_modules(cloudpickle),
     }
-    called = f"{name_of(function)}()"
+    called = f"{function_name(function)}()"
     call = [("what the rank is like", header), (called, (function, tuple(args), dict(kwargs)))]
     try:
         with _by_value(cloudpickle, by_value):
@@ -114,30 +118,30 @@ def write_call(path: Path, function: Callable[..., Any], args: Sequence[Any],
     except pickles.NotPicklableError as error:
         raise SettingError(
             f"{called} cannot be sent to the hosts",
-            found=_from_here(str(error), called),
+            found=_name_parts(str(error), called),
             remedy="Make it inside the function, or pass what it is made of",
         ) from None
     with path.open("rb") as file:
         file.seek(written.starts[-1])
-        return written.sha256, file.read(MOST_TEXT)
+        return written.sha256, file.read(MAX_SCANNED_BYTES)
 
 
-def _from_here(text: str, called: str) -> str:
-    """The parts of a call by the names that the caller knows."""
+def _name_parts(text: str, called: str) -> str:
+    """Replaces indices of the pickled call by the names of its parts."""
     for part, name in (("[0]", ""), ("[1]", ": args"), ("[2]", ": kwargs")):
         text = text.replace(f"{called}{part}", f"{called}{name}", 1)
     return text
 
 
-def _source_of(function: Callable[..., Any]) -> str:
+def _function_source(function: Callable[..., Any]) -> str:
     try:
         return inspect.getsource(inspect.unwrap(getattr(function, "func", function)))
     except (OSError, TypeError, ValueError):
         return ""
 
 
-def _sources_of(function: Callable[..., Any]) -> dict[str, str]:
-    """The text of the file, or of the cell, in which a function stands."""
+def _file_source(function: Callable[..., Any]) -> dict[str, str]:
+    """Returns the text of the file or cell that defines a function, by file name."""
     inner = inspect.unwrap(getattr(function, "func", function))
     code = getattr(getattr(inner, "__func__", inner), "__code__", None)
     if code is None:
@@ -146,26 +150,25 @@ def _sources_of(function: Callable[..., Any]) -> dict[str, str]:
     return {code.co_filename: text} if text else {}
 
 
-def _logging() -> dict[str, Any] | None:
-    """How this process logs, for the ranks to do likewise; ``None`` where it does not."""
+def _logging_config() -> dict[str, Any] | None:
+    """Returns this process's logging configuration for the ranks; ``None`` if it has none."""
     root = logging.getLogger()
     if not root.handlers:
         return None
-    form = root.handlers[0].formatter
+    formatter = root.handlers[0].formatter
     basic: dict[str, Any] = {"level": root.level}
-    if form is not None and form._fmt:
-        basic |= {"format": form._fmt, "datefmt": form.datefmt, "style": _style(form._fmt)}
-    known = [one for one in root.manager.loggerDict.values() if isinstance(one, logging.Logger)]
-    return {"basic": basic, "levels": {one.name: one.level for one in known if one.level}}
-
-
-def _style(form: str) -> str:
-    return "%" if "%(" in form else "{" if "{" in form else "$"
+    if formatter is not None and (text := formatter._fmt):
+        style = "%" if "%(" in text else "{" if "{" in text else "$"
+        basic |= {"format": text, "datefmt": formatter.datefmt, "style": style}
+    loggers = root.manager.loggerDict.items()
+    levels = {name: logger.level for name, logger in loggers
+              if isinstance(logger, logging.Logger) and logger.level}  # fmt: skip
+    return {"basic": basic, "levels": levels}
 
 
 @functools.cache
-def _modules_of(package: ModuleType) -> dict[str, bytes]:
-    """The package's two modules, compiled: hosts need not have it installed."""
+def _compiled_modules(package: ModuleType) -> dict[str, bytes]:
+    """Returns the package's two modules, compiled: hosts need not have it installed."""
     return {
         name: marshal.dumps(compile(inspect.getsource(sys.modules[name]), f"<{name}>", "exec",
                                     dont_inherit=True))
@@ -173,11 +176,11 @@ def _modules_of(package: ModuleType) -> dict[str, bytes]:
     }  # fmt: skip
 
 
-def modules_elsewhere(root: Path | None) -> list[ModuleType]:
-    """Modules of the user's own that no host can import: their folder is not sent.
+def unshipped_modules(root: Path | None) -> list[ModuleType]:
+    """Returns the user's modules that no host can import, because they lie outside ``root``.
 
     Args:
-        root: The folder that is sent; ``None`` for none.
+        root: The folder that is shipped; ``None`` for none.
     """
     modules = []
     for name, module in list(sys.modules.items()):
@@ -197,70 +200,70 @@ def modules_elsewhere(root: Path | None) -> list[ModuleType]:
 
 @contextmanager
 def _by_value(cloudpickle: Any, modules: Sequence[ModuleType]) -> Iterator[None]:
-    with _PACKING:
-        known = cloudpickle.list_registry_pickle_by_value()
-        ours = [module for module in modules if module.__name__ not in known]
-        for module in ours:
+    with _PICKLE_LOCK:
+        registered = cloudpickle.list_registry_pickle_by_value()
+        added = [module for module in modules if module.__name__ not in registered]
+        for module in added:
             cloudpickle.register_pickle_by_value(module)
         try:
             yield
         finally:
-            for module in ours:
+            for module in added:
                 cloudpickle.unregister_pickle_by_value(module)
 
 
 def preload_of_call(function: Callable[..., Any], pickled: bytes) -> tuple[str, ...]:
-    """What a node imports before it forks the ranks; empty for a function that needs no torch.
+    """Returns what a node imports before it forks the ranks; empty if the function needs no torch.
 
-    A pickled function holds the names that it uses; one that is imported there has its module's
-    text.
+    The names come from the pickle and from the text of the function's own file.
     """
-    home = _home_of(function)
-    by_file = preload_of(Entry("script", str(home))) if home is not None else ()
-    text = home.read_bytes() if home is not None else b""
+    source = _user_file(function)
+    by_file = preload_of(Entry("script", str(source))) if source is not None else ()
+    text = source.read_bytes() if source is not None else b""
     if "torch" not in sys.modules and b"torch" not in pickled and b"torch" not in text:
         return ()
-    trains = b"paceline.train" in pickled or "paceline.train?" in by_file
-    compiles = b"compile" in pickled or b"fully_shard" in pickled if trains else b"optim" in pickled
-    compiles = compiles or COMPILER in by_file
-    return ("torch", *(["paceline.train?"] if trains else []), *([COMPILER] if compiles else []))
+    uses_train = b"paceline.train" in pickled or "paceline.train?" in by_file
+    compiled = (b"compile", b"fully_shard") if uses_train else (b"optim",)
+    uses_compiler = COMPILER in by_file or any(name in pickled for name in compiled)
+    modules = {"torch": True, "paceline.train?": uses_train, COMPILER: uses_compiler}
+    return tuple(module for module, is_used in modules.items() if is_used)
 
 
-def same_python(inspected: Inspect) -> Inspect:
-    """Refuses hosts whose Python cannot run what this one has compiled."""
+def require_same_python(inspected: Inspect) -> Inspect:
+    """Wraps ``inspected`` to refuse hosts of another Python version: bytecode must match."""
 
     def inspect_all(hosts: Sequence[Host], facts: Mapping[str, Any],
                     noise: Mapping[str, str]) -> list[str]:  # fmt: skip
         notes = inspected(hosts, facts, noise)
-        ours = f"{sys.version_info.major}.{sys.version_info.minor}"
+        local = f"{sys.version_info.major}.{sys.version_info.minor}"
         pythons = {host.name: facts[host.name]["python"]["version"] for host in hosts}
-        versions = [f"{host} {version}" for host, version in pythons.items()
-                  if version.split(".")[:2] != ours.split(".")]  # fmt: skip
-        if versions:
+        mismatched = [f"{host} {version}" for host, version in pythons.items()
+                  if version.split(".")[:2] != local.split(".")]  # fmt: skip
+        if mismatched:
             raise NodeError(
-                f"a function of Python {ours} runs on Python {ours} only",
-                found=", ".join(versions),
-                remedy=f'Name an interpreter of Python {ours} there: python="/path/to/python{ours}"'
-                ", or python under [hosts.NAME] in paceline.toml",
+                f"a function of Python {local} runs on Python {local} only",
+                found=", ".join(mismatched),
+                remedy=f"Name an interpreter of Python {local} there:"
+                f' python="/path/to/python{local}", or python under [hosts.NAME] in paceline.toml',
             )
         return notes
 
     return inspect_all
 
 
-# --- and back -------------------------------------------------------------------------------------
+# --- the results ---------------------------------------------------------------------------------
 
 
 class RankError(JobError):
-    """A rank did not return: what is known of it.
+    """A rank did not return.
 
-    It is raised where there is no exception of the function's own, and is the ``__cause__`` of one.
+    Raised unless the function's own exception can be raised; then it is the ``__cause__`` of that.
 
     Attributes:
-        host, rank: Where; ``None`` for a rank where a whole host is meant.
-        traceback: Of the exception there; empty when there was none.
+        host, rank: Where; the rank is ``None`` if a whole host failed.
+        traceback: Traceback of the rank's exception; empty when there was none.
         outcome: How the run ended, and its run directory.
-        returned: By rank, what the others returned of a run that ended well without this one.
+        returned: By rank, what the others returned if the run ended well without this one.
     """
 
     def __init__(self, message: str, outcome: RunOutcome, host: str = "", rank: int | None = None,
@@ -277,10 +280,10 @@ class RankError(JobError):
 
 
 class Results(Sequence[T], Generic[T]):
-    """What the ranks returned, in the order of their ranks.
+    """Return values of all ranks, in rank order.
 
     Attributes:
-        by_host: The same by host, in the order of the ranks there.
+        by_host: Return values by host, in rank order.
         outcome: How the run ended, and its run directory.
     """
 
@@ -306,99 +309,97 @@ class Results(Sequence[T], Generic[T]):
         return f"Results({list(self._values)!r})"
 
 
-def results_of(outcome: RunOutcome) -> Results[Any]:
-    """What the ranks of a finished run returned.
+def collect_results(outcome: RunOutcome) -> Results[Any]:
+    """Collects the return values of a finished run.
 
     Raises:
         RankError: A rank did not return.
-        Exception: What the function raised on the first rank that failed.
+        Exception: The exception that the function raised on the first rank that failed.
     """
     if outcome.result.failure is not None or outcome.result.exit_code != 0:
-        raise _raised(outcome)
-    reports = _told(outcome, "returned")
+        raise _failure_error(outcome)
+    reports = _result_events(outcome, "returned")
     missing = next((rank for rank in range(outcome.ranks) if rank not in reports), None)
-    values = {
-        rank: _load(outcome, reports[rank]) for rank in sorted(reports) if rank < outcome.ranks
-    }
+    ranks = [rank for rank in sorted(reports) if rank < outcome.ranks]
+    values = {rank: _load_result(outcome, reports[rank]) for rank in ranks}
     if missing is not None:
-        raise _without(outcome, missing, values)
+        raise _missing_result(outcome, missing, values)
     hosts = [reports[rank].host for rank in values]
     return Results([*values.values()], hosts, outcome)
 
 
-def _without(outcome: RunOutcome, rank: int, values: Mapping[int, Any]) -> RankError:
-    """What to say of a rank that returned nothing in a run that ended well."""
-    last = next((event for event in reversed(outcome.events) if event.rank == rank
+def _missing_result(outcome: RunOutcome, rank: int, values: Mapping[int, Any]) -> RankError:
+    """Describes a rank that returned nothing in a run that ended well."""
+    last_event = next((event for event in reversed(outcome.events) if event.rank == rank
                  and event.kind in ("rank started", "rank ended")), None)  # fmt: skip
-    lost = last is not None and (last.kind == "rank started" or last["code"] != 0)
-    if last is None or not lost:
+    if last_event is None or (last_event.kind == "rank ended" and last_event["code"] == 0):
         return RankError(f"rank {rank} ended without returning", outcome, rank=rank,
                          found="the function ended the process: sys.exit() or os._exit()",
                          remedy="Return from the function instead", returned=values)  # fmt: skip
-    who = format_location(last.host, rank)
-    whys = [f"it came again in vain: {event['why']}" for event in outcome.events
+    location = format_location(last_event.host, rank)
+    reasons = [f"it came again in vain: {event['why']}" for event in outcome.events
             if event.kind == "newcomer lost" and event.rank == rank]  # fmt: skip
-    whys = [
-        *(recovery.reason for recovery in outcome.result.recoveries if who in recovery.ranks),
-        *whys[-1:],
+    reasons = [
+        *(recovery.reason for recovery in outcome.result.recoveries if location in recovery.ranks),
+        *reasons[-1:],
     ]
-    return RankError(f"{who} was lost and had not come back when the others returned", outcome,
-                     last.host, rank, found="\n".join(whys), returned=values,
+    return RankError(f"{location} was lost and had not come back when the others returned", outcome,
+                     last_event.host, rank, found="\n".join(reasons), returned=values,
                      remedy="What the others returned is in this error's .returned")  # fmt: skip
 
 
-def _told(outcome: RunOutcome, kind: str) -> dict[int, Event]:
-    """By rank, what the ranks of the last start told of their files.
+def _result_events(outcome: RunOutcome, kind: str) -> dict[int, Event]:
+    """Returns the last attempt's events of a kind (``returned`` or ``raised``), by rank.
 
-    A rank may be through before all hosts have begun, and so before the start is told of.
+    A rank may finish before all hosts have begun, so its event may precede ``started``.
     """
-    found: dict[int, Event] = {}
-    over = False
+    reports: dict[int, Event] = {}
+    is_over = False
     for event in outcome.events:
-        if over and event.kind in ("started", "returned", "raised"):
-            found, over = {}, False
+        if is_over and event.kind in ("started", "returned", "raised"):
+            reports, is_over = {}, False
         if event.kind == "ended":
-            over = True
+            is_over = True
         elif event.kind == kind and event.rank is not None:
-            found[event.rank] = event
-    return found
+            reports[event.rank] = event
+    return reports
 
 
-def _load(outcome: RunOutcome, event: Event) -> Any:
-    """The object of a rank's file, after a look at its hash. RankError when it cannot be had."""
+def _load_result(outcome: RunOutcome, event: Event) -> Any:
+    """Loads the object that a rank wrote, once its hash matches; raises RankError if it cannot."""
     path = outcome.path / names.RETURN_VALUES / str(event.rank)
-    where = format_location(event.host, event.rank)
+    location = format_location(event.host, event.rank)
     try:
         return pickles.open_objects(str(path), str(event["sha256"])).load()
     except (pickles.DamagedError, OSError) as error:
-        message = f"what {where} {event.kind} did not arrive"
+        message = f"what {location} {event.kind} did not arrive"
         raise RankError(message, outcome, event.host, event.rank,
                         found=str(error)) from None  # fmt: skip
     except Exception as error:  # loading runs code of the user's classes
         raise RankError(
-            f"what {where} {event.kind} cannot be loaded here", outcome, event.host, event.rank,
+            f"what {location} {event.kind} cannot be loaded here", outcome, event.host, event.rank,
             found=f"{type(error).__name__}: {error}",
             remedy="Return plain values, tensors or arrays, or install here what it is made of",
         ) from error  # fmt: skip
 
 
-def _raised(outcome: RunOutcome) -> Exception:
-    """The exception to raise for a run that failed: the function's own where there is one."""
+def _failure_error(outcome: RunOutcome) -> Exception:
+    """Returns the exception to raise for a failed run: the function's own if possible."""
     failure = outcome.result.failure
     if failure is None:
         return RankError("the job ended without a result", outcome, found=outcome.result.error)
-    text = failure.traceback.rstrip()
+    details = failure.traceback.rstrip()
     logs = f"logs: {short(outcome.path / names.LOGS)}"
-    if not text and failure.rank is not None:
+    if not details and failure.rank is not None:
         log = names.log_file(failure.host, failure.rank)
-        text = last_lines(outcome.path / log, outcome.begins.get(log, 0))
+        details = log_tail(outcome.path / log, outcome.log_offsets.get(log, 0))
     cause = RankError(failure.describe(), outcome, failure.host, failure.rank, failure.traceback,
-                      found=f"{text}\n{logs}".lstrip())  # fmt: skip
-    told = _told(outcome, "raised").get(-1 if failure.rank is None else failure.rank)
-    if failure.kind != "exception" or told is None:
+                      found=f"{details}\n{logs}".lstrip())  # fmt: skip
+    report = _result_events(outcome, "raised").get(-1 if failure.rank is None else failure.rank)
+    if failure.kind != "exception" or report is None:
         return cause
     try:
-        error = _load(outcome, told)
+        error = _load_result(outcome, report)
         if isinstance(error, tuple):
             kind, args, attributes = error
             error = kind.__new__(kind, *args)
@@ -414,10 +415,10 @@ def _raised(outcome: RunOutcome) -> Exception:
 
 
 @contextmanager
-def folder_for(run_dir: Path | None, name: str) -> Iterator[Path]:
-    """The run directory of a call: this one, or a fresh one, which others at once do not get.
+def temporary_call_folder(run_dir: Path | None, name: str) -> Iterator[Path]:
+    """Yields the run directory of a call: ``run_dir``, or a fresh one claimed for it.
 
-    At the end what only served the call is gone: it may be large, and is in memory by then.
+    Afterwards removes the pickled call and return values: they may be large.
     """
     path = (run_dir or claim(Path(names.DEFAULT_PARENT), name)).absolute()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)

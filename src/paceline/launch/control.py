@@ -1,12 +1,13 @@
-"""What can be asked of a run while its launcher runs: by a key, or from any terminal.
+"""Actions on a running job, requested by a key or from any terminal.
 
-:class:`Actions` does it. :class:`Control` lets other processes of the same user ask for it, through
-a Unix socket whose abstract name is made of the run's id: one line of JSON there, one line back::
+:class:`RunActions` carries them out. :class:`ControlServer` accepts requests of other processes of
+the same user on a Unix socket whose abstract name holds the run's id. A request is one line of
+JSON, and so is its answer::
 
     {"do": "stop", "now": BOOL}  {"do": "save"}  {"do": "stacks"}  {"do": "state"}
     {"text": TEXT}   {"state": OBJECT}   or   {"error": TEXT, "found": TEXT, "remedy": TEXT}
 
-Who connects is known from the kernel (``SO_PEERCRED``); another user is hung up on.
+The kernel tells who connects (``SO_PEERCRED``); connections of other users are closed.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from paceline.agent.control import MAX_REQUEST_BYTES, address
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-AT_ONCE = 16  # connections to the socket
-WISH_S = 5.0  # for a wish to come whole, and for an answer to be taken
-PAUSE_S = 0.5
-OUTCOMES = 64  # checkpoints whose outcome is remembered
-_STATES = {"R": "running", "S": "waiting", "D": "waiting for a disk", "T": "stopped", "Z": "ended"}
+MAX_CONNECTIONS = 16
+REQUEST_TIMEOUT_S = 5.0  # to receive a request, and to send its answer
+MAX_CHECKPOINT_RESULTS = 64
+_PROCESS_STATES = {"R": "running", "S": "waiting", "D": "waiting for a disk", "T": "stopped",
+                   "Z": "ended"}  # fmt: skip
 
 
 class RunningRanks(Protocol):
-    """The ranks of one attempt, as a person can ask of them."""
+    """The ranks of one attempt."""
 
     plan: Plan
 
@@ -52,21 +52,21 @@ class RunningRanks(Protocol):
         """Sends a line to every rank."""
 
     async def looks(self) -> list[RankSnapshot]:
-        """What every rank does at this moment."""
+        """Returns what every rank does at this moment."""
         ...
 
 
-class Actions:
-    """What a person can ask of a run on the way; used from the launcher's loop only.
+class RunActions:
+    """Actions that a person can request of a run. Used from the launcher's event loop only.
 
     Args:
-        run_id: Of the run.
-        recorder: Writes down what was asked.
-        note: Tells the user of this terminal.
+        run_id: Identifies the run.
+        recorder: Records the requests.
+        note: Prints a line for the user of this terminal.
 
     Attributes:
-        interrupts: The user's signals, once they are listened to.
-        attempt: The ranks that run; ``None`` while none do.
+        interrupts: The user's signals, once they are handled.
+        attempt: The running ranks; ``None`` while none run.
     """
 
     def __init__(self, run_id: str, recorder: Recorder, note: Callable[[str], None]) -> None:
@@ -74,32 +74,32 @@ class Actions:
         self.interrupts: Interrupts | None = None
         self.attempt: RunningRanks | None = None
         self._recorder, self._note = recorder, note
-        self._saves = self._answers = 0  # asked for, and answered
-        self._keeps = False  # the ranks make checkpoints
-        self._saving: int | None = None  # the step of the last that was asked for
-        self._outcomes: dict[int, Event] = {}
+        self._num_requested = self._num_answered = 0  # checkpoints
+        self._saves_checkpoints = False
+        self._pending_step: int | None = None  # of the last requested checkpoint
+        self._checkpoint_results: dict[int, Event] = {}
         self._changed = asyncio.Event()
 
-    # --- asking ------------------------------------------------------------------------------
+    # --- requests ----------------------------------------------------------------------------
 
-    def stop(self, *, now: bool = False, signum: signal.Signals = signal.SIGTERM) -> str:
-        """Ends the run as a signal does: with time to save, or at once."""
+    def stop(self, *, immediately: bool = False, signum: signal.Signals = signal.SIGTERM) -> str:
+        """Stops the run as a signal does: with time to save, or at once."""
         if self.interrupts is None:
             raise NodeError("the run is not to be stopped at this moment")
-        self._recorder.event("asked", do="stop", text="at once" if now else "")
-        for _ in range(2 if now else 1):
-            self.interrupts.take(signum)
-        return "stopping at once" if now else "stopping"
+        self._recorder.event("asked", do="stop", text="at once" if immediately else "")
+        for _ in range(2 if immediately else 1):
+            self.interrupts.receive(signum)
+        return "stopping at once" if immediately else "stopping"
 
     async def save(self) -> str:
-        """Has all ranks make a checkpoint at the same step; returns when it is complete.
+        """Has all ranks save a checkpoint at the same step, and waits until it is complete.
 
         Raises:
-            SettingError: The script makes none, or has not come to that yet.
-            NodeError: It could not be written, or the ranks ended before.
+            SettingError: The script saves none, or has not set them up yet.
+            NodeError: The checkpoint could not be written, or the ranks ended first.
         """
-        attempt = self._running("to save")
-        if not self._keeps:
+        attempt = self._running_ranks("to save")
+        if not self._saves_checkpoints:
             raise SettingError(
                 "no checkpoint can be made now",
                 found="the ranks have not said that they make checkpoints: the script has no"
@@ -107,11 +107,13 @@ class Actions:
                 remedy="Use session.checkpoints(…) in the script, or ask again once it trains",
             )
         self._recorder.event("asked", do="save")
-        self._saves += 1
-        answers = self._answers
-        await attempt.tell_ranks({"control": "save", "number": self._saves})
-        step = await self._until(lambda: self._saving if self._answers > answers else None)
-        outcome = await self._until(lambda: self._outcomes.get(step))
+        self._num_requested += 1
+        answers = self._num_answered
+        await attempt.tell_ranks({"control": "save", "number": self._num_requested})
+        step = await self._wait_for(
+            lambda: self._pending_step if self._num_answered > answers else None
+        )
+        outcome = await self._wait_for(lambda: self._checkpoint_results.get(step))
         if outcome.kind == "checkpoint failed":
             problem = outcome["warning"] or outcome["problem"] or ""
             raise NodeError(f"the checkpoint of step {step} could not be written", found=problem)
@@ -121,169 +123,148 @@ class Actions:
         return text
 
     async def stacks(self) -> str:
-        """Writes where every rank stands into the run directory; the text of it.
+        """Writes every rank's stack into the run directory and returns the text.
 
-        NodeError when no ranks run.
+        Raises NodeError when no ranks run.
         """
-        looks = await self._running("to look at").looks()
-        text = stacks_text(looks)
+        samples = await self._running_ranks("to look at").looks()
+        text = format_stacks(samples)
         name = f"{names.STACKS}/{time.strftime('%Y%m%d-%H%M%S')}.txt"
         self._recorder.write(name, text + "\n")
         self._recorder.event("asked", do="stacks", text=name)
-        self._note(f"paceline: stacks of {len(looks)} ranks: {self._recorder.shown_path}/{name}")
+        self._note(
+            f"paceline: stacks of {len(samples)} ranks: {self._recorder.display_path}/{name}"
+        )
         return text
 
     def state(self) -> dict[str, Any]:
-        """Where the run is, as far as its files do not say so."""
+        """Returns the state of the run that its files do not hold."""
         attempt = self.attempt
         stopping = self.interrupts is not None and bool(self.interrupts.received)
         state = "stopping" if stopping else "running" if attempt is not None else "starting"
         number = None if attempt is None else attempt.plan.attempt
-        return {"run_id": self.run_id, "state": state, "attempt": number, "saves": self._keeps,
-                "pid": os.getpid(), "run_dir": self._recorder.path}  # fmt: skip
+        return {"run_id": self.run_id, "state": state, "attempt": number, "pid": os.getpid(),
+                "saves": self._saves_checkpoints, "run_dir": self._recorder.path}  # fmt: skip
 
-    def _running(self, what: str) -> RunningRanks:
+    def _running_ranks(self, purpose: str) -> RunningRanks:
         if self.attempt is None:
-            raise NodeError(f"no ranks run at this moment {what}")
+            raise NodeError(f"no ranks run at this moment {purpose}")
         return self.attempt
 
-    async def _until(self, known: Callable[[], T | None]) -> T:
+    async def _wait_for(self, poll: Callable[[], T | None]) -> T:
         attempt = self.attempt
-        while (value := known()) is None:
+        while (value := poll()) is None:
             if self.attempt is not attempt:
                 raise NodeError("the ranks ended before the checkpoint was made")
             await self._changed.wait()
         return value
 
-    # --- hearing -----------------------------------------------------------------------------
+    # --- events ------------------------------------------------------------------------------
 
-    def runs(self, attempt: RunningRanks | None) -> None:
-        """Other ranks run from now on, or none do."""
-        self.attempt, self._keeps = attempt, False
-        self._change()
+    def set_attempt(self, attempt: RunningRanks | None) -> None:
+        """Sets the ranks that run from now on; ``None`` when none do."""
+        self.attempt, self._saves_checkpoints = attempt, False
+        self._notify_changed()
 
-    def heard(self, event: Event) -> None:
-        """Follows what ranks say of their checkpoints."""
+    def on_event(self, event: Event) -> None:
+        """Follows the ranks' events about checkpoints."""
         if event.kind == "keeps checkpoints":
-            self._keeps = True
+            self._saves_checkpoints = True
         elif event.kind == "saving" and event["step"] is not None:
-            self._saving, self._answers = event["step"], self._answers + 1
+            self._pending_step, self._num_answered = event["step"], self._num_answered + 1
         elif event.kind in ("checkpoint", "checkpoint failed", "resumed"):
             step = event["step"]
             if step is not None:
-                self._outcomes[step] = event
-            if len(self._outcomes) > OUTCOMES:
-                del self._outcomes[next(iter(self._outcomes))]
+                self._checkpoint_results[step] = event
+            if len(self._checkpoint_results) > MAX_CHECKPOINT_RESULTS:
+                del self._checkpoint_results[next(iter(self._checkpoint_results))]
         else:
             return
-        self._change()
+        self._notify_changed()
 
-    def _change(self) -> None:
+    def _notify_changed(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
 
-def stacks_text(looks: Sequence[RankSnapshot]) -> str:
-    """Where ranks stand, for people: the innermost line last, as in a traceback."""
+def format_stacks(samples: Sequence[RankSnapshot]) -> str:
+    """Formats ranks' stacks, the innermost frame last, as in a traceback."""
     parts = []
-    for look in sorted(looks, key=lambda look: look.stack.rank):
-        stand = look.stack
-        state = _STATES.get(stand.state, stand.state)
-        lines = [f"{format_location(stand.host, stand.rank)} (process {look.pid}, {state}):"]
-        frames = [f'  File "{one.file}", line {one.line} in {one.function}'
-                  for one in reversed(stand.frames)]  # fmt: skip
+    for sample in sorted(samples, key=lambda sample: sample.stack.rank):
+        stack = sample.stack
+        state = _PROCESS_STATES.get(stack.state, stack.state)
+        lines = [f"{format_location(stack.host, stack.rank)} (process {sample.pid}, {state}):"]
+        frames = [f'  File "{frame.file}", line {frame.line} in {frame.function}'
+                  for frame in reversed(stack.frames)]  # fmt: skip
         parts.append("\n".join([*lines, *(frames or ["  no Python stack could be had"])]))
     return "\n\n".join(parts) or "no rank answered"
 
 
-class Control:
-    """Takes wishes of other processes of this user, through the run's socket.
+class ControlServer:
+    """Answers requests of this user's other processes on the run's socket.
 
     Args:
-        actions: Does what they ask.
+        actions: Carries the requests out.
     """
 
-    def __init__(self, actions: Actions) -> None:
+    def __init__(self, actions: RunActions) -> None:
         self._actions = actions
-        self._listener: socket.socket | None = None
+        self._server: asyncio.AbstractServer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._does: Mapping[str, Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]] = {
-            "stop": self._stop, "save": self._save, "stacks": self._stacks, "state": self._state,
-        }  # fmt: skip
 
-    async def __aenter__(self) -> Control:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            listener.bind(address(self._actions.run_id))
-            listener.listen(AT_ONCE)
-        except OSError:  # somebody has the name: the run goes on without
-            listener.close()
-            return self
-        listener.setblocking(False)
-        self._listener = listener
-        self._begin(self._listen(listener))
+    async def __aenter__(self) -> ControlServer:
+        with contextlib.suppress(OSError):  # the name is taken: the run goes on without a server
+            self._server = await asyncio.start_unix_server(
+                self._accept, address(self._actions.run_id), limit=MAX_REQUEST_BYTES
+            )
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if self._server is not None:
+            self._server.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._listener is not None:
-            self._listener.close()
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = writer.get_extra_info("socket")
+        if peer_uid(peer) != os.getuid() or len(self._tasks) >= MAX_CONNECTIONS:
+            writer.transport.abort()
+            return
+        task = asyncio.ensure_future(self._serve(reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _listen(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                line, _ = await asyncio.get_running_loop().sock_accept(listener)
-            except OSError:  # no descriptor is left at this moment
-                await asyncio.sleep(PAUSE_S)
-                continue
-            if peer_uid(line) != os.getuid() or len(self._tasks) > AT_ONCE:
-                line.close()
-                continue
-            line.setblocking(False)
-            self._begin(self._met(line))
-
-    async def _met(self, line: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        # whoever it was may go at any time, or talk at length
-        with contextlib.closing(line), contextlib.suppress(OSError, asyncio.TimeoutError):
-            wish = b""
-            until = loop.time() + WISH_S
-            while not wish.endswith(b"\n"):
-                came = await asyncio.wait_for(
-                    loop.sock_recv(line, MAX_REQUEST_BYTES), until - loop.time()
-                )
-                wish += came
-                if not came or len(wish) > MAX_REQUEST_BYTES:
-                    return
-            answer = json.dumps(await self._answer(wish)).encode() + b"\n"
-            await asyncio.wait_for(loop.sock_sendall(line, answer), WISH_S)
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answers one request. The client may disconnect at any time, or send without end."""
+        try:
+            line = await asyncio.wait_for(reader.readline(), REQUEST_TIMEOUT_S)
+            if line.endswith(b"\n"):
+                writer.transport.set_write_buffer_limits(0)  # drain() waits until all is sent
+                writer.write(json.dumps(await self._answer(line)).encode() + b"\n")
+                await asyncio.wait_for(writer.drain(), REQUEST_TIMEOUT_S)
+                writer.close()
+        except (OSError, ValueError, asyncio.TimeoutError):  # ValueError: the line is too long
+            pass
+        finally:
+            if not writer.is_closing():
+                writer.transport.abort()
 
     async def _answer(self, line: bytes) -> dict[str, Any]:
+        actions = self._actions
         try:
-            wish = json.loads(line)
-            if not isinstance(wish, dict) or wish.get("do") not in self._does:
-                raise SettingError(f"a run can be asked to {', '.join(self._does)}")
-            return await self._does[wish["do"]](wish)
+            request = json.loads(line)
+            action = request.get("do") if isinstance(request, dict) else None
+            if action == "stop":
+                return {"text": actions.stop(immediately=request.get("now") is True)}
+            if action == "save":
+                return {"text": await actions.save()}
+            if action == "stacks":
+                return {"text": await actions.stacks()}
+            if action == "state":
+                return {"state": actions.state()}
+            raise SettingError("a run can be asked to stop, save, stacks, state")
         except PacelineError as error:
             return {"error": error.message, "found": error.found, "remedy": error.remedy}
         except (ValueError, RecursionError):
             return {"error": "what was asked is no JSON", "found": "", "remedy": ""}
-
-    async def _stop(self, wish: Mapping[str, Any]) -> dict[str, Any]:
-        return {"text": self._actions.stop(now=wish.get("now") is True)}
-
-    async def _save(self, _: Mapping[str, Any]) -> dict[str, Any]:
-        return {"text": await self._actions.save()}
-
-    async def _stacks(self, _: Mapping[str, Any]) -> dict[str, Any]:
-        return {"text": await self._actions.stacks()}
-
-    async def _state(self, _: Mapping[str, Any]) -> dict[str, Any]:
-        return {"state": self._actions.state()}

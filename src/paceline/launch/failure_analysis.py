@@ -1,4 +1,4 @@
-"""What is a failure, and which was the first: pure, over what all agents reported."""
+"""Decides which events are failures, and which failure came first. Pure."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ from typing import Any
 
 from paceline.spec.events import Event
 from paceline.spec.failure import LAUNCHER_HOST, Failure, Kind, signal_name
+from paceline.spec.formatting import format_size
 
-_FULL = re.compile(r"No space left on device|Disk quota exceeded|is too full|disk .{0,200}is full")
-_MEMORY = "killed by the kernel for its memory"
-SETTLE_S = 0.5  # how long to wait for an earlier failure that is still on its way
-SETTLE_ECHO_S = 2.5  # the same while only echoes were heard
+_DISK_FULL = re.compile(
+    r"No space left on device|Disk quota exceeded|is too full|disk .{0,200}is full"
+)
+_OUT_OF_MEMORY = "killed by the kernel for its memory"
+FAILURE_DELAY_S = 0.5  # to wait for reports of earlier failures
+ECHO_DELAY_S = 2.5  # the same while all known failures are secondary
 
 
 def failure_of(event: Event, lease_s: float) -> Failure | None:
-    """What an agent's event means for the attempt; ``None`` when nothing failed by it.
+    """Returns the failure that an agent's event reports; ``None`` if it reports none.
 
     Args:
-        event: With its time on the launcher's clock.
-        lease_s: How long nodes go on without hearing of the launcher.
+        event: Its time is on the launcher's clock.
+        lease_s: How long nodes run without hearing from the launcher.
     """
 
-    def failed(kind: Kind, headline: str, **more: Any) -> Failure:
-        return Failure(kind, event.host, event.rank, event.time, headline=headline, **more)
+    def failed(kind: Kind, headline: str, **details: Any) -> Failure:
+        return Failure(kind, event.host, event.rank, event.time, headline=headline, **details)
 
     if event.kind == "exception":
         headline = f"{event['type']}: {event['message']}".strip().removesuffix(":")
@@ -43,7 +46,7 @@ def failure_of(event: Event, lease_s: float) -> Failure | None:
         return failed("stranger", f"connection with {event['address']}, which is none of this job's"
                                   " hosts: somebody pretends to be one of its ranks")  # fmt: skip
     if event.kind == "fork server died":
-        return failed("forkserver", how_it_died(event))
+        return failed("forkserver", describe_fork_server_end(event))
     if event.kind == "asked to end":
         return failed("signal", "asked to end by SIGTERM, by the scheduler or somebody's kill",
                       signal=int(signal.SIGTERM))  # fmt: skip
@@ -55,8 +58,8 @@ def failure_of(event: Event, lease_s: float) -> Failure | None:
     return None
 
 
-def how_it_died(event: Event) -> str:
-    """Of a fork server, in one line."""
+def describe_fork_server_end(event: Event) -> str:
+    """Describes in one line how a fork server ended."""
     if event["frozen"]:
         return "the fork server stood still, stopped by a signal (SIGSTOP): it was ended"
     status = event["status"]
@@ -66,48 +69,48 @@ def how_it_died(event: Event) -> str:
 
 
 def merge(failures: Sequence[Failure]) -> list[Failure]:
-    """One failure a rank: an exception and the exit that follows it are the same failure."""
+    """Returns one failure per rank: an exception and the exit after it are one failure."""
     by_rank: dict[tuple[str, int | None], Failure] = {}
     for failure in sorted(failures, key=lambda f: f.time):
         key = (failure.host, failure.rank)
-        known = by_rank.get(key)
-        if known is None:
+        earlier = by_rank.get(key)
+        if earlier is None:
             by_rank[key] = failure
-        elif known.kind == "exception" and known.code is None:
-            # a signal that follows is ours: the rank was still on its way out when it was stopped
-            by_rank[key] = replace(known, code=failure.code)
+        elif earlier.kind == "exception" and earlier.code is None:
+            # a signal after it is ours: the rank was still exiting when it was stopped
+            by_rank[key] = replace(earlier, code=failure.code)
     return sorted(by_rank.values(), key=lambda f: f.time)
 
 
-def first(failures: Sequence[Failure]) -> Failure:
-    """The failure that the others follow from: the earliest that is not an echo."""
+def first_failure(failures: Sequence[Failure]) -> Failure:
+    """Returns the root failure: the earliest that is not secondary."""
     merged = merge(failures)
     return next((failure for failure in merged if not failure.is_secondary), merged[0])
 
 
-def about_full_disk(failure: Failure) -> bool:
-    """Whether it failed because a disk took no more."""
-    return bool(_FULL.search(failure.headline) or _FULL.search(failure.traceback[-2000:]))
+def is_full_disk(failure: Failure) -> bool:
+    """Whether it failed because a disk was full."""
+    return bool(_DISK_FULL.search(failure.headline) or _DISK_FULL.search(failure.traceback[-2000:]))
 
 
-def for_its_memory(failure: Failure) -> bool:
-    """Whether the kernel has killed it because there was no memory left for it."""
-    return failure.headline.startswith(_MEMORY)
+def is_out_of_memory(failure: Failure) -> bool:
+    """Whether the kernel killed it for lack of memory."""
+    return failure.headline.startswith(_OUT_OF_MEMORY)
 
 
-def settle_time(failures: Sequence[Failure]) -> float:
-    """How long to wait for others before the first failure is named."""
-    return SETTLE_ECHO_S if all(failure.is_secondary for failure in failures) else SETTLE_S
+def settling_delay_s(failures: Sequence[Failure]) -> float:
+    """Returns how long to wait for other failures before the first is named."""
+    return ECHO_DELAY_S if all(failure.is_secondary for failure in failures) else FAILURE_DELAY_S
 
 
 def describe_end(code: int | None, signum: int | None,
                  memory: Mapping[str, Any] | None = None, peak_bytes: int = 0) -> str:  # fmt: skip
-    """How a process ended, in words.
+    """Describes how a process ended.
 
     Args:
-        code, signum: One of the two.
-        memory: What the memory killer left (see ``agent.memory.evidence``), if that is known.
-        peak_bytes: Most memory that the process had; 0 when not known.
+        code, signum: Exit status or signal; the other is ``None``.
+        memory: Evidence of the memory killer (see ``agent.memory.evidence``), if known.
+        peak_bytes: Peak memory of the process; 0 when not known.
     """
     if signum is None:
         return f"exit status {code}"
@@ -117,97 +120,93 @@ def describe_end(code: int | None, signum: int | None,
     if not memory:
         return f"{name} (the kernel's memory killer, or somebody's kill -9)"
     kills, kernel = memory.get("kills"), memory.get("kernel")
-    if kills or (kills is None and kernel and not _of_others(kernel)):
-        return f"{_MEMORY}{_memory_words(memory, peak_bytes)}"
-    if kills == 0 and not kernel:  # the kernel's log tells of processes of others, too
+    if kills or (kills is None and kernel and not _is_only_cgroup_kill(kernel)):
+        return f"{_OUT_OF_MEMORY}{_describe_memory(memory, peak_bytes)}"
+    if kills == 0 and not kernel:  # the kernel's log also has processes of others
         return f"{name} (somebody's kill -9: the kernel's memory killer did nothing here)"
     return f"{name} (the kernel's memory killer, or somebody's kill -9)"
 
 
-def _of_others(kernel: Sequence[str]) -> bool:
-    """Whether the kernel's log tells of nothing but groups that have limits of their own."""
+def _is_only_cgroup_kill(kernel: Sequence[str]) -> bool:
+    """Whether the kernel's log shows only kills of other, limited control groups."""
     limited = any("Memory cgroup" in line or "CONSTRAINT_MEMCG" in line for line in kernel)
     host = any("Out of memory" in line or "CONSTRAINT_NONE" in line for line in kernel)
     return limited and not host
 
 
-def _memory_words(memory: Mapping[str, Any], peak_bytes: int) -> str:
-    """Which limit, and how much there was of it."""
-    own = f" at {size_words(peak_bytes)}" if peak_bytes else ""
+def _describe_memory(memory: Mapping[str, Any], peak_bytes: int) -> str:
+    """Describes the process's memory and the limit it exceeded."""
+    size = f" at {format_size(peak_bytes)}" if peak_bytes else ""
     limit = memory.get("limit")
     if not limit or not memory.get("kills"):
-        return f"{own} (the host's memory was used up)" if not limit else own
-    peak = f", peak {size_words(limit['peak'])}" if limit.get("peak") else ""
-    return f"{own} (limit {size_words(limit['bytes'])}{peak}, control group {limit['group']})"
+        return f"{size} (the host's memory was used up)" if not limit else size
+    peak = f", peak {format_size(limit['peak'])}" if limit.get("peak") else ""
+    return f"{size} (limit {format_size(limit['bytes'])}{peak}, control group {limit['group']})"
 
 
-def size_words(count: int) -> str:
-    """``512 MiB``, ``1.5 GiB``."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
-
-
-def early_end(failures: Sequence[Failure], early: Sequence[Failure]) -> list[Failure]:
-    """The failures, and what they echo where that is a rank that ended in order, but too early.
+def attribute_early_end(failures: Sequence[Failure], early: Sequence[Failure]) -> list[Failure]:
+    """Adds ranks that ended early with status 0 if all failures merely follow from them.
 
     Args:
         failures: As reported.
-        early: Ranks that had ended with status 0 while others were still training.
+        early: Ranks that ended with status 0 while others were still training.
     """
     merged = merge(failures)
     if early and all(failure.is_secondary and failure.origin is None for failure in merged):
-        before = min((failure.time for failure in failures), default=0.0)
-        # the others may notice it before it is really over
-        return [*(replace(one, time=min(one.time, before)) for one in early
-                  if one.time <= before + SETTLE_S), *failures]  # fmt: skip
+        earliest = min((failure.time for failure in failures), default=0.0)
+        # the others may notice before the process has ended
+        return [*(replace(end, time=min(end.time, earliest)) for end in early
+                  if end.time <= earliest + FAILURE_DELAY_S), *failures]  # fmt: skip
     return list(failures)
 
 
-def own_absence(failures: Sequence[Failure], away_s: float, lease_s: float) -> list[Failure]:
-    """The same failures; nodes that ended their ranks while we were away are not at fault.
+def attribute_launcher_pause(failures: Sequence[Failure], pause_s: float,
+                             lease_s: float) -> list[Failure]:  # fmt: skip
+    """Attributes expired leases to this launcher if it was stopped meanwhile.
 
     Args:
         failures: As reported.
-        away_s: The longest time in which this launcher did not run; 0 when it always did.
-        lease_s: How long nodes go on without us.
+        pause_s: Longest time in which this launcher did not run; 0 when it always did.
+        lease_s: How long nodes run without hearing from the launcher.
     """
     expired = [failure.time for failure in failures if failure.kind == "lease"]
-    if not expired or away_s < lease_s / 2:
+    if not expired or pause_s < lease_s / 2:
         return list(failures)
-    headline = f"{own_pause(away_s, lease_s)}; the nodes ended their ranks"
-    us = Failure("launcher", LAUNCHER_HOST, None, min(expired), headline=headline)
-    return [us, *(failure for failure in failures if failure.time < us.time)]
+    headline = f"{describe_launcher_pause(pause_s, lease_s)}; the nodes ended their ranks"
+    own_failure = Failure("launcher", LAUNCHER_HOST, None, min(expired), headline=headline)
+    return [own_failure, *(failure for failure in failures if failure.time < own_failure.time)]
 
 
-def own_line(
-    failures: Sequence[Failure], silent_s: Mapping[str, float], lease_s: float
+def attribute_network_loss(
+    failures: Sequence[Failure], unreachable_s: Mapping[str, float], lease_s: float
 ) -> list[Failure]:
-    """The same failures; hosts that all fell silent together are not at fault each for itself.
+    """Attributes the loss of hosts that all became unreachable together to this launcher.
 
     Args:
         failures: As known.
-        silent_s: By host, how long those were silent that were given up while nobody was heard.
-        lease_s: How long nodes go on without us.
+        unreachable_s: For how long each host sent nothing that was given up while none sent any.
+        lease_s: How long nodes run without hearing from the launcher.
     """
-    lost = [failure for failure in failures if failure.host in silent_s and failure.kind == "lost"]
+    lost = [f for f in failures if f.host in unreachable_s and f.kind == "lost"]
     if not lost:
         return list(failures)
-    headline = own_silence(max(silent_s.values()), lease_s)
+    headline = describe_network_loss(max(unreachable_s.values()), lease_s)
     first = min(failure.time for failure in lost)
-    us = Failure("launcher", LAUNCHER_HOST, None, first, headline=headline)
-    return [us, *(failure for failure in failures if failure not in lost)]
+    own_failure = Failure("launcher", LAUNCHER_HOST, None, first, headline=headline)
+    return [own_failure, *(failure for failure in failures if failure not in lost)]
 
 
-def own_silence(silent_s: float, lease_s: float) -> str:
-    """What is said when none of the hosts was heard for so long that they left."""
-    heard = f"this launcher heard none of its hosts for {silent_s:.1f} s"
-    return (f"{heard} (its own line, or all of them at once), and nodes end their ranks before the "
-            f"lease of {lease_s:g} s is over")  # fmt: skip
+def describe_network_loss(unreachable_s: float, lease_s: float) -> str:
+    """Says that no host was heard for so long that all of them ended their ranks."""
+    subject = f"this launcher heard none of its hosts for {unreachable_s:.1f} s"
+    return (f"{subject} (its own line, or all of them at once), and nodes end their ranks before"
+            f" the lease of {lease_s:g} s is over")  # fmt: skip
 
 
-def own_pause(away_s: float, lease_s: float) -> str:
-    """What is said of a launcher that was away for so long that its nodes left."""
-    if away_s > lease_s:
-        than = f"longer than the lease of {lease_s:g} s"
+def describe_launcher_pause(pause_s: float, lease_s: float) -> str:
+    """Says that this launcher was stopped for so long that its nodes ended their ranks."""
+    if pause_s > lease_s:
+        comparison = f"longer than the lease of {lease_s:g} s"
     else:
-        than = f"and nodes begin to end their ranks before the lease of {lease_s:g} s is over"
-    return f"this launcher was stopped for {away_s:.0f} s, {than}"
+        comparison = f"and nodes begin to end their ranks before the lease of {lease_s:g} s is over"
+    return f"this launcher was stopped for {pause_s:.0f} s, {comparison}"

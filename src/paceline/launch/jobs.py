@@ -1,4 +1,4 @@
-"""Runs a job, or only plans it: the functions of :mod:`paceline.launch` that commands call."""
+"""Runs or plans a job: the entry points of :mod:`paceline.launch` for commands."""
 
 from __future__ import annotations
 
@@ -31,36 +31,36 @@ from paceline.spec.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
-    """What the launching machine has decided for a run that a supervisor takes over.
+class Takeover:
+    """Decisions of the launching machine for a run that a supervisor takes over.
 
     Attributes:
-        run_id: Names the run.
-        supplies: What the nodes may have to be sent, as it was on the launching machine; ``None``
-            where that is this machine.
-        heard: Told what agents say.
+        run_id: Identifies the run.
+        supplies: Files for the nodes, as they were on the launching machine; ``None`` if that is
+            this machine.
+        on_event: Called with every event of an agent.
     """
 
     run_id: str
     supplies: Supplies | None
-    heard: Callable[[Event], None]
+    on_event: Callable[[Event], None]
 
 
 def secrets_of(job: Job, cluster: Cluster) -> tuple[str, ...]:
     """Returns the values that must not appear in any file of the run."""
     on_hosts = [value for host in cluster.hosts for value in secret_values(host.env)]
-    return (*job.environment.secrets(), *on_hosts, *notify.secrets_among(job.notify))
+    return (*job.environment.secrets(), *on_hosts, *notify.secret_addresses(job.notify))
 
 
 def request_of(job: Job, cluster: Cluster, transport: Transport, package: Package = False,
                inspect: Inspect | None = None, plan: Plan | None = None,
-               keep_warm_s: float = 0.0, left: Left | None = None) -> Request:  # fmt: skip
+               keep_warm_s: float = 0.0, takeover: Takeover | None = None) -> Request:  # fmt: skip
     """Makes a request from a job and the hosts it selects; SettingError if there are too few."""
     hosts = planner.choose_hosts(job, cluster)
     request = Request(job, hosts, transport, package, tuple(cluster.notes), inspect, plan,
                       keep_warm_s, among=cluster.among)  # fmt: skip
-    if left is not None:
-        return replace(request, run_id=left.run_id, supplies=left.supplies)
+    if takeover is not None:
+        return replace(request, run_id=takeover.run_id, supplies=takeover.supplies)
     return replace(request, run_id=plan.run_id) if plan else request
 
 
@@ -87,68 +87,61 @@ async def _make_plan(request: Request) -> Plan:
 def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
             run_dir: Path | None, parent: Path, package: Package = False,
             inspect: Inspect | None = None, plan: Plan | None = None,
-            keep_warm_s: float = 0.0, left: Left | None = None) -> RunOutcome:  # fmt: skip
+            keep_warm_s: float = 0.0, takeover: Takeover | None = None) -> RunOutcome:  # fmt: skip
     """Runs a job to its end.
 
     Args:
         job: What to run.
-        cluster: Where.
-        transport: How the agents are started and spoken to.
-        screen: What the user sees.
+        cluster: The hosts to choose from.
+        transport: Starts the agents and connects to them.
+        screen: Shows the output.
         run_dir: The run directory; ``None`` makes a fresh one below ``parent``.
         parent: Folder of run directories.
-        package: Ship this installation's ``paceline`` to the nodes, or parts of it.
-        inspect: Looks at the nodes' facts before anything is started.
-        plan: Made by :func:`plan_job` of the same values: it is executed, or the job not started.
+        package: Whether to ship this installation's ``paceline``, or parts of it, to the nodes.
+        inspect: Checks the nodes' facts before anything starts.
+        plan: Made by :func:`plan_job` from the same values: it is executed, or nothing starts.
         keep_warm_s: How long the hosts stay ready for the next command of this user, in seconds.
-        left: What a launching machine that is another one has settled.
+        takeover: Decisions of another launching machine.
 
     Raises:
         PacelineError: The job could not be started.
     """
-    began = time.monotonic()
+    started_at = time.monotonic()
     path = (run_dir or fresh_path(parent, job.name)).absolute()
     request = request_of(job, cluster, transport, package, inspect, plan, keep_warm_s,
-                         left)  # fmt: skip
-    directory = RunDirectory(path, secrets_of(job, cluster), request.run_id)
-    return _run(request, screen, directory, began, left)
-
-
-def _run(request: Request, screen: Screen, directory: RunDirectory,
-         began: float, left: Left | None) -> RunOutcome:  # fmt: skip
-    """Runs the job and collects its results; PacelineError, also recorded, if it never began."""
+                         takeover)  # fmt: skip
     run_id = request.run_id
+    directory = RunDirectory(path, secrets_of(job, cluster), run_id)
+    on_event = takeover.on_event if takeover else lambda event: None
     try:
-        launcher = Launcher(request, screen, directory, left.heard if left else lambda event: None)
+        launcher = Launcher(request, screen, directory, on_event)
         try:
             result = run(launcher.run())
         except PacelineError as error:
             result = Result(error.exit_code, error=error.render())
-            write_result(directory, run_id, result, began, {})
+            write_result(directory, run_id, result, started_at, {})
             raise
-        result = _for_reader(result, screen.homes, directory)
+        result = _localize(result, screen.shipped_copies, directory)
         if result.failure is None and not directory.is_owned:
             headline = f"the run directory {directory.path} was removed while the run went on"
             removed = Failure("record", LAUNCHER_HOST, None, time.monotonic(), headline=headline)
             result = replace(result, exit_code=result.exit_code or 1, failure=removed)
-        write_result(directory, run_id, result, began, launcher.recorder.metrics)
+        write_result(directory, run_id, result, started_at, launcher.recorder.metrics)
     finally:
         screen.close()
         directory.close()
-    recorder, plan = launcher.recorder, launcher.driver.plan
-    seconds = time.monotonic() - began
-    failure = result.failure
-    was_shown = failure is not None and failure.rank is not None and screen.before_eyes(
+    recorder, executed, failure = launcher.recorder, launcher.driver.plan, result.failure
+    is_displayed = failure is not None and failure.rank is not None and screen.is_visible(
         failure.host, failure.rank)  # fmt: skip
     return RunOutcome(
-        directory.path, result, recorder.events, recorder.metrics, seconds,
+        directory.path, result, recorder.events, recorder.metrics, time.monotonic() - started_at,
         directory.begins, is_resumable(result, recorder.events),
-        plan.world_size if plan else 0, tuple(screen.homes), was_shown,
+        executed.world_size if executed else 0, tuple(screen.shipped_copies), is_displayed,
     )  # fmt: skip
 
 
-def _for_reader(result: Result, homes: Sequence[ShippedCopy], directory: RunDirectory) -> Result:
-    """Returns the failure with local paths and without secrets."""
+def _localize(result: Result, homes: Sequence[ShippedCopy], directory: RunDirectory) -> Result:
+    """Returns the result with local paths and without secrets in its failure."""
     failure = result.failure
     if failure is None:
         return result
@@ -159,13 +152,13 @@ def _for_reader(result: Result, homes: Sequence[ShippedCopy], directory: RunDire
     return replace(result, failure=replace(failure, headline=headline, traceback=traceback))
 
 
-def write_result(directory: RunDirectory, run_id: str, result: Result, began: float,
+def write_result(directory: RunDirectory, run_id: str, result: Result, started_at: float,
                  metrics: dict[str, Any]) -> None:  # fmt: skip
-    """How the run ended, for ``result.json``; ``began`` by the monotonic clock."""
+    """Writes ``result.json``; ``started_at`` is of the monotonic clock."""
     summary = {
         "run_id": run_id,
         "exit_code": result.exit_code,
-        "seconds": round(time.monotonic() - began, 3),
+        "seconds": round(time.monotonic() - started_at, 3),
         "metrics": metrics,
     }
     directory.free_reserve()

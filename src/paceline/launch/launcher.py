@@ -1,4 +1,4 @@
-"""One run: connects the hosts, plans, hands over to the driver, collects the results, reports."""
+"""One run: connects the hosts, plans, lets the driver run the ranks, collects the results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paceline.launch.control import Actions, Control
+from paceline.launch.control import ControlServer, RunActions
 from paceline.launch.elastic.driver import ElasticDriver
 from paceline.launch.elastic.retry_policy import MAX_STARTS
 from paceline.launch.interrupts import Interrupts
@@ -22,7 +22,7 @@ from paceline.launch.nodes.provisioner import Provisioner
 from paceline.launch.planning.planner import Supplies
 from paceline.launch.planning.request import Request
 from paceline.launch.recorder import Recorder
-from paceline.launch.results.collector import Results
+from paceline.launch.results.collector import ResultCollector
 from paceline.launch.terminal.screen import Screen
 from paceline.rundir.directory import RunDirectory, short
 from paceline.spec import rundir as names
@@ -32,39 +32,39 @@ from paceline.spec.failure import Result
 from paceline.spec.hosts import Host
 from paceline.spec.plan import Plan
 
-READ_DELAY_S = 0.02  # the logins are under way by then, and leave time for other work
-LATER = "paceline.launch.elastic.attempt"  # what running ranks need is imported meanwhile
+READ_DELAY_S = 0.02  # by then the logins are under way and leave time for other work
+ATTEMPT_MODULE = "paceline.launch.elastic.attempt"  # imported while hosts connect
 
 
 class Launcher:
     """One run.
 
     Args:
-        request: What to run, and where.
-        screen: What the user sees.
+        request: The job and its hosts.
+        screen: Shows the output.
         directory: The run directory.
-        heard: Told what agents say.
+        on_event: Called with every event of an agent.
 
     Attributes:
         driver: Runs the attempts; has the plan.
-        recorder: Writes down what happens.
+        recorder: Records events and output.
     """
 
     def __init__(self, request: Request, screen: Screen, directory: RunDirectory,
-                 heard: Callable[[Event], None]) -> None:  # fmt: skip
+                 on_event: Callable[[Event], None]) -> None:  # fmt: skip
         self.recorder = Recorder(directory, screen, request.job.debug.value)
-        self._actions = Actions(request.run_id, self.recorder, screen.note)
+        self._actions = RunActions(request.run_id, self.recorder, screen.note)
         self._request, self._screen, self._directory = request, screen, directory
-        self._results = Results(directory, screen.note)
+        self._results = ResultCollector(directory, screen.note)
         self._provisioner = Provisioner(request, directory, screen, self.recorder)
         self.driver = ElasticDriver(request, self._provisioner, self._results, self._actions,
-                                    screen, self.recorder, heard, self._announce)  # fmt: skip
-        self._began = time.monotonic()
+                                    screen, self.recorder, on_event, self._announce)  # fmt: skip
+        self._started_at = time.monotonic()
         self._is_closing = False
-        self._saves: set[asyncio.Task[None]] = set()
+        self._save_tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> Result:
-        """Everything, in order. PacelineError when the job could not be started."""
+        """Runs the job to its end. Raises PacelineError when it could not be started."""
         task = asyncio.current_task()
         assert task is not None
         with Interrupts(lambda: self._interrupted(task)) as interrupts:
@@ -72,7 +72,7 @@ class Launcher:
             if threading.current_thread() is threading.main_thread():
                 asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, self._save)
             try:
-                async with Control(self._actions):
+                async with ControlServer(self._actions):
                     result = await self._run(interrupts)
                 status = result.exit_code
                 return result
@@ -85,22 +85,22 @@ class Launcher:
                 await self._request.transport.close(status)
 
     def _save(self) -> None:
-        """SIGUSR2 means to a launcher what it means to ranks: save and go on."""
+        """Handles SIGUSR2 as ranks do: saves a checkpoint and goes on."""
 
         async def save() -> None:
             try:
-                await self._actions.save()  # which tells of it
+                await self._actions.save()  # prints a note
             except PacelineError as error:
                 self._screen.note(f"paceline: SIGUSR2: {error}")
 
-        self._saves.add(asyncio.ensure_future(save()))
+        self._save_tasks.add(asyncio.ensure_future(save()))
 
     async def _run(self, interrupts: Interrupts) -> Result:
-        # while hosts are waited for, the user may still edit what they get
+        # while the launcher waits for hosts, the user may still edit the files
         reading = None if self._request.awaits_hosts else self._read_supplies(READ_DELAY_S)
         number, lost = 0, None
         while True:
-            if interrupts.received:  # while the fleet was let go
+            if interrupts.received:  # while the fleet was closed
                 raise asyncio.CancelledError
             self._is_closing, number = False, number + 1
             fleet = await self._connect(lost)
@@ -110,27 +110,27 @@ class Launcher:
                     try:
                         plan = await self._get_ready(fleet, reading)
                     except (ConnectionError, NodeError) as error:
-                        lost = await self._lost_before_plan(fleet, error, number)
+                        lost = await self._host_lost_before_plan(fleet, error, number)
                         if lost is None:
                             raise
                         continue
                     result = await self.execute(plan, fleet, interrupts)
-                    await self._results.clear(fleet)
+                    await self._results.discard_run_folders(fleet)
                     return replace(result, recoveries=tuple(self.driver.recoveries))
             finally:
-                await self._let_go(fleet, interrupts)
+                await self._close_fleet(fleet, interrupts)
 
-    async def _lost_before_plan(self, fleet: Fleet, error: Exception,
+    async def _host_lost_before_plan(self, fleet: Fleet, error: Exception,
                                 number: int) -> NodeError | None:  # fmt: skip
-        """The loss of a host before anything ran, after which all hosts are connected again.
+        """Returns the loss of a host before the plan if the hosts are to be connected again.
 
-        With that host, if it is there again, or without it; ``None`` if that is not done.
+        ``None`` if ``error`` is final. The lost host takes part if it is back by then.
         """
         request, policy = self._request, self.driver.policy
         redials = request.transport.redials and request.planned is None
         if not redials or not policy.reconnects(number):
             return None
-        await fleet.silences_resolved()  # who cannot reach a host may say so before we know why
+        await fleet.silences_resolved()  # other hosts may explain the loss
         node = next((node for node in fleet.everyone if node.lost), None)
         if node is None:
             return None
@@ -139,7 +139,7 @@ class Launcher:
                           f" first step ({number} of {MAX_STARTS - 1})")  # fmt: skip
         return lost
 
-    async def _let_go(self, fleet: Fleet, interrupts: Interrupts) -> None:
+    async def _close_fleet(self, fleet: Fleet, interrupts: Interrupts) -> None:
         self._is_closing = True
         for channel in await asyncio.gather(*(call.stop() for call in self.driver.dialling)):
             if channel is not None:
@@ -152,61 +152,62 @@ class Launcher:
             self.recorder.agent_log(node.name, node.channel.stderr)
 
     def _interrupted(self, task: asyncio.Task[Any]) -> None:
-        """Before ranks run, a signal just ends everything; later the attempt deals with it."""
+        """Cancels the run on a signal before ranks run; later the attempt handles signals."""
         attempt = self.driver.attempt
         if not (attempt is not None and attempt.is_watching) and not self._is_closing:
-            self._is_closing = True  # a second signal shall not reach into the closing
+            self._is_closing = True  # a second signal must not interrupt the closing
             task.cancel()
 
     # --- connect and plan --------------------------------------------------------------------
 
     async def _connect(self, lost: NodeError | None) -> Fleet:
-        """Connects the hosts; ``lost``: the error, if this is once more and cannot be done."""
+        """Connects the hosts; raises ``lost`` if this is a reconnection that fails."""
         request, driver, note = self._request, self.driver, self._screen.note
         count = len(request.hosts)
         self._screen.starting("connecting", 0, count)
         try:
             fleet, missing = await connect(
                 request, driver.on_event, driver.on_lost,
-                lambda reached: self._screen.starting("connecting", reached, count),
+                lambda num_reached: self._screen.starting("connecting", num_reached, count),
                 note, lost is not None,
-                driver.dialling if request.transport.redials else None, self.recorder.wait,
+                driver.dialling if request.transport.redials else None, self.recorder.set_waiting,
             )  # fmt: skip
         except PacelineError:
             if lost is None:
                 raise
             raise lost from None
         finally:
-            self.recorder.wait(None)
-        driver.fleet, driver.missing, here = fleet, missing, len(fleet.everyone)
-        self._screen.starting("connecting", here, here)
+            self.recorder.set_waiting(None)
+        driver.fleet, driver.missing, num_connected = fleet, missing, len(fleet.everyone)
+        self._screen.starting("connecting", num_connected, num_connected)
         for node in fleet.everyone:
             if node.channel.fingerprint:
                 note(f"paceline: pinned {node.name}: {node.channel.fingerprint}")
         self.recorder.event("connected", hosts=[node.name for node in fleet.everyone])
         if missing:
             hosts = ", ".join(f"{host} ({why or 'no answer'})" for host, why in missing.items())
-            note(f"paceline: beginning with {here} of {count} hosts, without {hosts}")
+            note(f"paceline: beginning with {num_connected} of {count} hosts, without {hosts}")
         return fleet
 
     def _read_supplies(self, delay_s: float = 0.0) -> asyncio.Future[Supplies]:
-        """What the nodes may have to be sent, read in a thread: it takes a while."""
+        """Reads the files that the nodes may need, in a thread."""
 
         async def read() -> Supplies:
             await asyncio.sleep(delay_s)
             supplies = await asyncio.to_thread(survey.read_and_keep, self._request)
-            asyncio.get_running_loop().run_in_executor(None, importlib.import_module, LATER)
+            loop = asyncio.get_running_loop()
+            loop.run_in_executor(None, importlib.import_module, ATTEMPT_MODULE)
             return supplies
 
         reading = asyncio.ensure_future(read())
-        # an error is reported by who needs the supplies, not by who never comes so far
+        # retrieve the error here: if nobody needs the supplies, asyncio must not report it
         reading.add_done_callback(lambda read: read.cancelled() or read.exception())
         return reading
 
     async def _get_ready(self, fleet: Fleet, reading: asyncio.Future[Supplies]) -> Plan:
-        """Makes the plan and sends the nodes what it says.
+        """Makes the plan and sends the nodes their files.
 
-        New nodes begin to import meanwhile, for that takes longest.
+        Meanwhile the nodes' fork servers begin to import, which takes longest.
         """
         notes = survey.approve(self._request, fleet, self._inspect)
         planning = survey.prepare(self._request, fleet, reading, notes)
@@ -216,7 +217,7 @@ class Launcher:
         plan, _ = await together([planning, warming])
         self._provisioner.supplies = reading.result()
         self.driver.set_plan(plan)
-        self._results.expect_from(fleet.first)
+        self._results.set_first_node(fleet.first)
         await self._provisioner.send(plan, fleet)
         return plan
 
@@ -229,37 +230,37 @@ class Launcher:
     # --- execute -----------------------------------------------------------------------------
 
     async def execute(self, plan: Plan, fleet: Fleet, interrupts: Interrupts) -> Result:
-        """Has the driver do what the plan says, and brings the results home.
+        """Has the driver run the plan, and fetches the results.
 
         Args:
             plan: What runs where.
-            fleet: The nodes, in the plan's order; they have what the plan sends to them.
+            fleet: The provisioned nodes, in the plan's order.
             interrupts: The user's signals.
         """
         ending = await self.driver.run(plan, interrupts)
         if not ending.is_collected:
-            await self._results.bring_home_unless_hurried(fleet, interrupts)
+            await self._results.fetch_unless_hurried(fleet, interrupts)
         result, failure = ending.result, ending.failure
         if interrupts.received and failure is not None:
             signum = interrupts.received[0]
             return replace(result, exit_code=128 + signum, interrupted=signum)
-        lacking = failure if ending.is_collected else self._results.lacking(fleet)
+        lacking = failure if ending.is_collected else self._results.missing_results(fleet)
         if result.exit_code == 0 and lacking is not None:
             self.driver.failure = lacking
             return replace(result, exit_code=1, failure=lacking)
         return result
 
     def _announce(self, plan: Plan) -> None:
-        """Shows what starts, once all nodes can start ranks."""
+        """Announces the run once all nodes can start ranks."""
         path, ranks, hosts = self._directory.path, plan.world_size, len(plan.nodes)
-        where = plan.nodes[0].host if hosts == 1 else f"{hosts} hosts"
+        location = plan.nodes[0].host if hosts == 1 else f"{hosts} hosts"
         self._screen.started()
         self._screen.note(
-            f"paceline: {ranks} rank{'s' * (ranks > 1)} on {where}, run directory {short(path)}"
+            f"paceline: {ranks} rank{'s' * (ranks > 1)} on {location}, run directory {short(path)}"
         )
         for text in plan.notes:
             self._screen.note(f"paceline: note: {text}")
-        self._screen.watch(
-            self.recorder.board, title=short(path), logs=short(path / names.LOGS),
-            seconds=time.monotonic() - self._began, wishes=self._actions,
+        self._screen.start_live(
+            self.recorder.run_state, title=short(path), logs=short(path / names.LOGS),
+            seconds=time.monotonic() - self._started_at, actions=self._actions,
         )  # fmt: skip

@@ -1,10 +1,10 @@
-"""Starts a run that goes on without this machine: what its supervisor's host gets, and who calls.
+"""Starts a detached run, which goes on without this machine.
 
-The launching machine logs in to each host once, as ever. On one of them it starts the supervisor
-(``cli/supervise.py``: the same launcher, from a copy of this installation), on all of them a caller
-(``agent/caller.py``) that leads the supervisor to that host's agent. All of them stay in their
-logins until the ranks run, and end with them if that does not come to be; then they are told to
-stay, the callers before the supervisor: if this machine goes away in between, it is all over.
+The launching machine logs in to each host once. On one host it starts the supervisor
+(``cli/supervise.py``: the same launcher, from a copy of this installation), on all hosts a caller
+(``agent/caller.py``) that connects the supervisor to that host's agent. Until the ranks run, all of
+them end with their logins. Then they are detached, the callers before the supervisor: if this
+machine disappears in between, the run ends.
 """
 
 from __future__ import annotations
@@ -68,38 +68,37 @@ from paceline.transfer.results import Fetcher
 from paceline.transfer.tree import Manifest, Tree, read_parts
 
 MARK = b"\xf5PLleave "
-CARRIED = ("click",)  # the libraries that a supervisor needs, of Python alone
-CALL_S = 15.0  # for a caller to reach its supervisor
-START_S = 30.0  # for a login to say the first word
-ALL_S = 1.0  # for the refusals of others, once a host has refused
-STAY_S = 15.0  # to be left alone
-END_S = 20.0  # for a supervisor to end a job that was given up
-NOT_A_FILE = ("__pycache__",)
+SUPERVISOR_LIBRARIES = ("click",)  # pure Python
+CALLER_TIMEOUT_S = 15.0  # for a caller to connect to its supervisor
+FIRST_REPLY_S = 30.0  # for a login's first message
+REFUSALS_S = 1.0  # to collect other refusals after the first
+DETACH_TIMEOUT_S = 15.0  # for callers to detach
+SUPERVISOR_GRACE_S = 20.0  # for a supervisor to end an abandoned job
+IGNORED_FOLDERS = ("__pycache__",)
 
 
 class Containers(Protocol):
-    """What starts containers with agents in them."""
+    """Starts containers with agents in them."""
 
     async def wrapping(self, hosts: Sequence[Host]) -> Wrap:
-        """Looks at the hosts, and gives what puts an agent's command into the container of one."""
+        """Checks the hosts; returns a function that wraps an agent's command in a container."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns what the supervisor needs to restart lost containers, as JSON."""
 
 
 @dataclass(frozen=True)
-class Leaving:
-    """A run that is to go on by itself.
+class DetachedRun:
+    """A run that is to go on without this machine.
 
     Attributes:
-        job, cluster, transport, package: What to run, and where, as ``run_job`` takes it; the
-            transport is not opened.
-        supervisor: Name of the host that watches it; ``None`` for the first.
-        run_dir: The run's folder here.
-        command: The words that were typed, the program's name first.
-        options: What else the supervisor is told: ``show``, ``check_level`` and ``keep_results``.
+        job, cluster, transport, package: As for ``run_job``; the transport is not opened.
+        supervisor: Name of the host that supervises the run; ``None`` for the first.
+        run_dir: The run directory on this machine.
+        command: The typed command, the program's name first.
+        options: Further options of the supervisor: ``show``, ``check_level``, ``keep_results``.
         ssh: How to log in.
-        containers: What they run in, where agents run in containers.
+        containers: Starts containers if agents run in them.
     """
 
     job: Job
@@ -115,88 +114,85 @@ class Leaving:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What came of it.
+class DetachOutcome:
+    """Result of starting a detached run.
 
     Attributes:
-        exit_code: Of the run, where it is over already; ``None`` where it goes on.
-        host: Who supervises it.
-        local: That is this machine.
-        run_id: Names the run.
+        exit_code: Exit status if the run is over already; ``None`` if it goes on.
+        host: The supervisor's host.
+        is_local: Whether that is this machine.
+        run_id: Identifies the run.
     """
 
     exit_code: int | None
     host: Host
-    local: bool
+    is_local: bool
     run_id: str
 
 
-def leave(leaving: Leaving, screen: Screen) -> Outcome:
+def detach(run: DetachedRun, screen: Screen) -> DetachOutcome:
     """Starts the run, and returns when its ranks run or it is over.
 
     Raises:
-        PacelineError: It could not be started, as with a run that is not left; nothing of it is
-            left on any host.
+        PacelineError: It could not be started; nothing of it remains on any host.
     """
-    return asyncio.run(_Start(leaving, screen).run())
+    return asyncio.run(_DetachedStart(run, screen).run())
 
 
-class _Start:
-    """One run on its way to be left."""
+class _DetachedStart:
+    """Starts one detached run."""
 
-    def __init__(self, leaving: Leaving, screen: Screen) -> None:
-        self._leaving, self._screen = leaving, screen
+    def __init__(self, run: DetachedRun, screen: Screen) -> None:
+        self._detached, self._screen = run, screen
         self._key = secrets.token_bytes(32)
-        self._request: Request = request_of(
-            leaving.job, leaving.cluster, leaving.transport, leaving.package
-        )
+        self._request: Request = request_of(run.job, run.cluster, run.transport, run.package)
         hosts = self._request.hosts
-        self._host = supervisor_among(hosts, leaving.supervisor)
+        self._host = supervisor_among(hosts, run.supervisor)
         self._wrap: Wrap | None = None
-        self._lacking: dict[str, str] = {}  # hosts that can start no container, and why
+        self._hosts_without_container: dict[str, str] = {}  # with the reason
         self._callers: dict[str, Login] = {}
-        self._sent: Manifest = []
-        self._data: dict[str, str] | None = None  # how the supervisor finds the folder of --data
-        self._watching: list[asyncio.Task[None]] = []
+        self._sent_manifest: Manifest = []
+        self._data: dict[str, str] | None = None  # where the supervisor finds the folder of --data
+        self._caller_tasks: list[asyncio.Task[None]] = []
         self._gate = asyncio.Semaphore(MAX_PARALLEL_LOGINS)
 
-    async def run(self) -> Outcome:
+    async def run(self) -> DetachOutcome:
         task = asyncio.current_task()
         assert task is not None
         with Interrupts(lambda: self._interrupted(task)) as self._interrupts:
             try:
                 use_pidfd_watcher()
-                code = await (self._here() if self._host.local else self._there())
+                code = await (self._start_local() if self._host.local else self._start_remote())
             except asyncio.CancelledError:
                 if not self._interrupts.received:
                     raise
                 code = 128 + self._interrupts.received[0]
-        return Outcome(code, self._host, self._host.local, self._request.run_id)
+        return DetachOutcome(code, self._host, self._host.local, self._request.run_id)
 
     def _interrupted(self, task: asyncio.Task[Any]) -> None:
-        if len(self._interrupts.received) == 1:  # a second one shall not reach into the closing
+        if len(self._interrupts.received) == 1:  # a second signal must not interrupt the closing
             task.cancel()
 
     # --- the supervisor's host ------------------------------------------------------------------
 
-    async def _here(self) -> int | None:
-        """The supervisor is to run on this machine, in the run's folder itself."""
-        await self._look_at_containers()
-        return await self._supervised(None, None, {})
+    async def _start_local(self) -> int | None:
+        """Starts the supervisor on this machine, in the run directory itself."""
+        await self._check_containers()
+        return await self._supervise(None, None, {})
 
-    async def _there(self) -> int | None:
-        """The supervisor is to run on another machine: all that it needs goes there first."""
-        leaving, host, began = self._leaving, self._host, time.monotonic()
+    async def _start_remote(self) -> int | None:
+        """Sends another host all that the supervisor needs, and starts it there."""
+        run, host, started_at = self._detached, self._host, time.monotonic()
         detached_file.ensure_key()
-        secret, run_id = secrets_of(leaving.job, leaving.cluster), self._request.run_id
-        directory = RunDirectory(leaving.run_dir, secret, run_id)
-        for old in (DETACHED, names.RESULT):  # of an earlier run in this folder
-            (directory.path / old).unlink(missing_ok=True)
+        secret, run_id = secrets_of(run.job, run.cluster), self._request.run_id
+        directory = RunDirectory(run.run_dir, secret, run_id)
+        for name in (DETACHED, names.RESULT):  # of an earlier run in this folder
+            (directory.path / name).unlink(missing_ok=True)
         try:
             self._screen.starting("connecting", 0, 1)
-            await self._look_at_containers()
+            await self._check_containers()
             supplies, channel = await asyncio.gather(
-                asyncio.to_thread(read_and_keep, self._request), self._logged_in(host)
+                asyncio.to_thread(read_and_keep, self._request), self._log_in(host)
             )
             try:
                 self._screen.starting("connecting", 1, 1)
@@ -206,32 +202,32 @@ class _Start:
                 reply, places = await self._send(channel, directory, trees)
                 if supplies.data is not None:
                     self._data = await self._send_data(channel, supplies.data)
-                return await self._supervised(channel, directory, places, reply)
+                return await self._supervise(channel, directory, places, reply)
             finally:
                 await channel.close(1.0)
         except PacelineError as error:
             if not (directory.path / names.RESULT).exists():
                 result = Result(error.exit_code, error=error.render())
-                write_result(directory, run_id, result, began, {})
+                write_result(directory, run_id, result, started_at, {})
             raise
         finally:
             self._screen.started()
             directory.close()
 
-    async def _look_at_containers(self) -> None:
-        """Where it may do with fewer hosts, each by itself: the others begin without it."""
-        containers, hosts = self._leaving.containers, self._request.hosts
+    async def _check_containers(self) -> None:
+        """Checks that hosts can start containers: each by itself if the run may go without some."""
+        containers, hosts = self._detached.containers, self._request.hosts
         if containers is None:
             return
-        if not self._may_miss:
+        if not self._tolerates_missing:
             self._wrap = await containers.wrapping(hosts)
             return
-        looks = (containers.wrapping([host]) for host in hosts)
-        results = await asyncio.gather(*looks, return_exceptions=True)
+        checks = (containers.wrapping([host]) for host in hosts)
+        results = await asyncio.gather(*checks, return_exceptions=True)
         wraps: dict[str, Wrap] = {}
         for host, result in zip(hosts, results, strict=True):
             if isinstance(result, PacelineError) and len(hosts) > 1:
-                self._lacking[host.name] = result.brief
+                self._hosts_without_container[host.name] = result.brief
             elif isinstance(result, BaseException):
                 raise result
             else:
@@ -239,131 +235,130 @@ class _Start:
         self._wrap = lambda host, agent: wraps[host.name](host, agent)
 
     def _python(self, host: Host) -> str:
-        """The interpreter on a host itself, for what is no rank; the job's may be in an image."""
-        if self._leaving.containers is not None:
+        """Returns the interpreter on a host itself; the job's may be inside an image."""
+        if self._detached.containers is not None:
             return this_machine.default_python()
-        return planner.python_of(self._leaving.job, host)
+        return planner.python_of(self._detached.job, host)
 
-    async def _logged_in(self, host: Host) -> Channel:
+    async def _log_in(self, host: Host) -> Channel:
         try:
-            return await connect(host, self._python(host), self._leaving.ssh)
+            return await connect(host, self._python(host), self._detached.ssh)
         except LoginError as refused:
-            raise await refusal_error([refused], 1, self._leaving.ssh) from None
+            raise await refusal_error([refused], 1, self._detached.ssh) from None
 
     async def _send(
         self, channel: Channel, directory: RunDirectory, trees: Mapping[str, Tree | None]
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Sends what the supervisor needs; what it is told of it, and where it lies until then.
+        """Sends the trees that the supervisor needs; returns their descriptions and folders.
 
-        The job's own agent there has a folder of that run, too, and removes it: this one has
-        another name.
+        The folder's name differs from the job's own on that host, which the job's agent removes.
         """
-        manifest, where = await asyncio.to_thread(installation)
+        manifest, files = await asyncio.to_thread(installation)
         name = f"{self._request.run_id}-leaving"
-        places = {"control": await send_tree(channel, manifest, where.__getitem__, name, "control")}
-        about: dict[str, Any] = {}
-        for called, tree in trees.items():
+        control = await send_tree(channel, manifest, files.__getitem__, name, "control")
+        folders, descriptions = {"control": control}, dict[str, Any]()
+        for kind, tree in trees.items():
             if tree is None:
                 continue
-            named = {one.path for one in self._leaving.job.inputs if one.named}
-            if not self._leaving.job.follow_links and str(tree.root) not in named:
+            named_inputs = {source.path for source in self._detached.job.inputs if source.named}
+            if not self._detached.job.follow_links and str(tree.root) not in named_inputs:
                 reject_outward(tree.root, tree.outward)
-            about[called] = {"root": str(tree.root), "manifest": tree.manifest, "in": called}
-            if called == "package":
-                about[called]["in"] = "control"
-            else:
-                places[called] = await send_tree(channel, tree.manifest, tree.file, name, called)
+            folder = "control" if kind == "package" else kind
+            descriptions[kind] = {"root": str(tree.root), "manifest": tree.manifest, "in": folder}
+            if kind != "package":
+                folders[kind] = await send_tree(channel, tree.manifest, tree.file, name, kind)
         assert directory.key
-        kept = [names.KEY, names.METRICS, names.CHECKPOINTS]
-        run = await asyncio.to_thread(read_parts, directory.path, kept)
-        self._sent = run.manifest
-        places[RUN_FOLDER] = await send_tree(channel, run.manifest, run.file, name, RUN_FOLDER)
-        return about, places
+        own_files = [names.KEY, names.METRICS, names.CHECKPOINTS]
+        run = await asyncio.to_thread(read_parts, directory.path, own_files)
+        self._sent_manifest = run.manifest
+        folders[RUN_FOLDER] = await send_tree(channel, run.manifest, run.file, name, RUN_FOLDER)
+        return descriptions, folders
 
     async def _send_data(self, channel: Channel, folder: DataFolder) -> dict[str, str]:
-        """Has the supervisor's host get the data, for itself and for the other hosts."""
-        ship = self._leaving.job.ship.value
+        """Sends the data to the supervisor's host, for itself and for the other hosts."""
+        ship = self._detached.job.ship.value
         try:
-            place = await data.locate(channel, folder, needs_copy=ship == "always")
+            location = await data.locate(channel, folder, needs_copy=ship == "always")
         except OSError as error:
             raise data.unreadable(folder, error) from None
-        if ship == "never" and (place.missing or place.extra):
-            raise planner.data_mismatch(str(folder.root), self._host, place)
-        if not place.in_place:
-            if not self._leaving.job.follow_links:
-                reject_outward(folder.root, place.outward)
-            done = 0
+        if ship == "never" and (location.missing or location.extra):
+            raise planner.data_mismatch(str(folder.root), self._host, location)
+        if not location.in_place:
+            if not self._detached.job.follow_links:
+                reject_outward(folder.root, location.outward)
+            sent_bytes = 0
 
-            def sent(count: int) -> None:
-                nonlocal done
-                done += count
-                self._screen.sending(done, place.size)
+            def sent(num_bytes: int) -> None:
+                nonlocal sent_bytes
+                sent_bytes += num_bytes
+                self._screen.sending(sent_bytes, location.size)
 
-            if place.size:
-                self._screen.sending(0, place.size)
-            await data.send(channel, folder, place, sent)
-        return {"key": folder.key, "place": place.folder}
+            if location.size:
+                self._screen.sending(0, location.size)
+            await data.send(channel, folder, location, sent)
+        return {"key": folder.key, "place": location.folder}
 
     # --- the start ------------------------------------------------------------------------------
 
-    async def _supervised(self, channel: Channel | None, directory: RunDirectory | None,
-                          places: Mapping[str, str],
+    async def _supervise(self, channel: Channel | None, directory: RunDirectory | None,
+                          folders: Mapping[str, str],
                           trees: Mapping[str, Any] | None = None) -> int | None:  # fmt: skip
-        """From the supervisor's first word to its last; its exit status where it is over."""
-        leaving, host = self._leaving, self._host
+        """Starts the supervisor and follows it; returns the exit status if the run is over."""
+        run, host = self._detached, self._host
         python = self._python(host)
-        start = {"run_id": self._request.run_id, "trees": dict(places), "python": ""}
+        start = {"run_id": self._request.run_id, "trees": dict(folders), "python": ""}
         if channel is None:
             python = start["python"] = sys.executable
-        login = await Login.to(host, python, leaving.ssh, "supervisor", start)
+        login = await Login.start(host, python, run.ssh, "supervisor", start)
         try:
-            login.say(self._errand(trees))
-            code, folder = await self._until_it_runs(login, channel, directory)
+            login.send(self._instructions(trees))
+            code, folder = await self._follow_start(login, channel, directory)
             if code is None and directory is not None:
-                self._leads_back(directory, folder)
+                self._write_location(directory, folder)
         finally:
             self._screen.started()
-            for task in self._watching:
+            for task in self._caller_tasks:
                 task.cancel()
-            await asyncio.gather(*self._watching, return_exceptions=True)
-            await login.end(END_S)
-            await asyncio.gather(*(one.end(3.0) for one in self._callers.values()))
+            await asyncio.gather(*self._caller_tasks, return_exceptions=True)
+            await login.end(SUPERVISOR_GRACE_S)
+            await asyncio.gather(*(called.end(3.0) for called in self._callers.values()))
         return code
 
-    def _errand(self, trees: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What the supervisor is told to do. It holds secrets, and so stands in no file."""
-        leaving = self._leaving
-        hidden = Redactor(secrets_of(leaving.job, leaving.cluster))
-        here = trees is None
-        cluster = replace(leaving.cluster, hosts=tuple(
-            host if here else _seen_from_elsewhere(host) for host in leaving.cluster.hosts
-        ))  # fmt: skip
+    def _instructions(self, trees: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Returns the supervisor's instructions. They hold secrets, so no file may contain them."""
+        run = self._detached
+        redactor = Redactor(secrets_of(run.job, run.cluster))
+        is_local = trees is None
+        cluster = run.cluster
+        if not is_local:  # to the supervisor's host, this machine is remote
+            hosts = tuple(replace(host, local=False) for host in cluster.hosts)
+            cluster = replace(cluster, hosts=hosts)
         return {
             "run_id": self._request.run_id,
             "key": self._key.hex(),
-            "job": to_jsonable(leaving.job),
+            "job": to_jsonable(run.job),
             "cluster": to_jsonable(cluster),
-            "package": leaving.package,
+            "package": run.package,
             "supervisor": self._host.name,
-            "containers": None if leaving.containers is None else leaving.containers.to_json(),
-            "trees": None if here else dict(trees or {}),
+            "containers": None if run.containers is None else run.containers.to_json(),
+            "trees": None if is_local else dict(trees or {}),
             "data": self._data,
-            "run": str(leaving.run_dir.absolute()) if here else None,
-            "shown": short(leaving.run_dir.absolute()),
-            "command": [hidden.text(word) for word in leaving.command],
+            "run": str(run.run_dir.absolute()) if is_local else None,
+            "shown": short(run.run_dir.absolute()),
+            "command": [redactor.text(argument) for argument in run.command],
             "launched_by": f"{getpass.getuser()}@{socket.gethostname()}",
-            "launched_in": str(leaving.run_dir.absolute()),
-            **leaving.options,
+            "launched_in": str(run.run_dir.absolute()),
+            **run.options,
         }
 
-    async def _until_it_runs(self, login: Login, channel: Channel | None,
+    async def _follow_start(self, login: Login, channel: Channel | None,
                              directory: RunDirectory | None) -> tuple[int | None, str]:  # fmt: skip
-        """Heeds the supervisor until it is left alone, or has nothing more to do."""
+        """Follows the supervisor until it is detached (exit status ``None``) or the run is over."""
         folder = ""
         while True:
-            report = await self._next(login)
+            report = await self._next_message(login)
             if report is None:
-                raise self._no_supervisor(login)
+                raise self._supervisor_error(login)
             if "refused" in report:
                 raise NodeError(
                     f"{self._host.name} cannot supervise the run: {report['refused']}",
@@ -371,20 +366,20 @@ class _Start:
                 )  # fmt: skip
             if "listening" in report:
                 folder = str(report["folder"])
-                self._have_all_call(login, [(str(a), int(p)) for a, p in report["listening"]])
+                self._start_callers(login, [(str(a), int(p)) for a, p in report["listening"]])
             elif "starting" in report:
                 self._screen.starting(report["starting"], report["done"], report["of"])
             elif "text" in report:
-                self._screen.pass_on(report["text"], report["err"])
+                self._screen.forward(report["text"], report["err"])
             elif "running" in report:
-                await self._all_stay()
-                login.say({"do": "stay"})
+                await self._detach_callers()
+                login.send({"do": "stay"})
             elif "left" in report:
                 return None, folder
             elif "over" in report:
                 if channel is not None and directory is not None:
-                    await self._bring_home(channel, directory, folder)
-                login.say({"do": "done"})
+                    await self._fetch_results(channel, directory, folder)
+                login.send({"do": "done"})
                 if error := report.get("error"):
                     raise PacelineError(
                         error["message"], found=error["found"], remedy=error["remedy"],
@@ -392,115 +387,118 @@ class _Start:
                     )  # fmt: skip
                 return int(report["over"]), folder
 
-    async def _next(self, login: Login) -> dict[str, Any] | None:
-        """The supervisor's next word, unless a caller fails before it."""
-        hearing = asyncio.ensure_future(login.hear())
+    async def _next_message(self, login: Login) -> dict[str, Any] | None:
+        """Returns the supervisor's next message; raises if a caller fails first."""
+        hearing = asyncio.ensure_future(login.receive())
         try:
             while not hearing.done():
-                watched = [task for task in self._watching if not task.done()]
+                watched = [task for task in self._caller_tasks if not task.done()]
                 await asyncio.wait([hearing, *watched], return_when=asyncio.FIRST_COMPLETED)
-                await self._see_failures(login, hearing)
+                await self._handle_caller_failures(login, hearing)
             return hearing.result()
         finally:
             hearing.cancel()
 
-    def _no_supervisor(self, login: Login) -> PacelineError:
-        words = login.words.strip()
-        refusal = classify(words, login.status, self._host)
-        known = refusal.cause not in (NO_ANSWER, UNEXPECTED_COMMAND)
+    def _supervisor_error(self, login: Login) -> PacelineError:
+        stderr = login.stderr.strip()
+        refusal = classify(stderr, login.status, self._host)
+        is_known = refusal.cause not in (NO_ANSWER, UNEXPECTED_COMMAND)
         return NodeError(
             f"the supervisor on {self._host.name} ended before the run began",
             found=refusal.details
-            if known
-            else "\n".join(words.splitlines()[-8:]) or "without a word",
-            remedy=refusal.remedy if known else "Name another host: --supervisor HOST",
+            if is_known
+            else "\n".join(stderr.splitlines()[-8:]) or "without a word",
+            remedy=refusal.remedy if is_known else "Name another host: --supervisor HOST",
         )
 
-    async def _bring_home(self, channel: Channel, directory: RunDirectory, folder: str) -> None:
-        """What a run that ended at once has left, as an attached one would have left it here."""
+    async def _fetch_results(self, channel: Channel, directory: RunDirectory, folder: str) -> None:
+        """Fetches the results of a run that ended at once."""
         await Fetcher(directory.path, self._screen.note).fetch(
-            channel, f"{folder}/{RUN_FOLDER}", self._sent, directory.path,
+            channel, f"{folder}/{RUN_FOLDER}", self._sent_manifest, directory.path,
             skip=lambda path: not is_remote(path), supervisor=True,
         )  # fmt: skip
 
-    def _leads_back(self, directory: RunDirectory, folder: str) -> None:
-        host, ssh = self._host, self._leaving.ssh
+    def _write_location(self, directory: RunDirectory, folder: str) -> None:
+        host, ssh = self._host, self._detached.ssh
         config = str(ssh.config.absolute()) if ssh.config else None
-        back = SupervisorLocation(
+        location = SupervisorLocation(
             self._request.run_id, host.name, host.address, folder, time.time(), host.user,
             host.port, host.identity_file, self._python(host), config,
         )  # fmt: skip
-        detached_file.write(directory.path, back)
+        detached_file.write(directory.path, location)
 
-    # --- who calls ------------------------------------------------------------------------------
+    # --- the callers ----------------------------------------------------------------------------
 
-    def _have_all_call(self, login: Login, addresses: Sequence[tuple[str, int]]) -> None:
-        local_agent = self._host.local and self._wrap is None  # a child of its supervisor
-        for place, host in enumerate(self._request.hosts):
+    def _start_callers(self, login: Login, addresses: Sequence[tuple[str, int]]) -> None:
+        local_agent = self._host.local and self._wrap is None  # it is a child of its supervisor
+        for index, host in enumerate(self._request.hosts):
             if not (host.local and local_agent):
-                self._watching.append(asyncio.create_task(self._call(place, host, addresses)))
+                watching = self._watch_caller(index, host, addresses)
+                self._caller_tasks.append(asyncio.create_task(watching))
 
-    async def _call(self, place: int, host: Host, addresses: Sequence[tuple[str, int]]) -> None:
-        """Starts a caller and watches it. ConnectError when it ends, LoginError when refused."""
-        if why := self._lacking.get(host.name):
-            raise _Unheard(host, why)
+    async def _watch_caller(self, index: int, host: Host,
+                            addresses: Sequence[tuple[str, int]]) -> None:  # fmt: skip
+        """Starts a caller and watches it; raises LoginError, or _CallerFailed when it ends."""
+        if reason := self._hosts_without_container.get(host.name):
+            raise _CallerFailed(host, reason)
         wrap, python = self._wrap, self._python(host)
-        settings = {"index": place, "node": host.name}
+        settings = {"index": index, "node": host.name}
         config = caller_config(
-            addresses, [planner.python_of(self._leaving.job, host)], [], PROCESS_VARIABLES, CALL_S,
-            settings, wrap=list if wrap is None else partial(wrap, host),
+            addresses, [planner.python_of(self._detached.job, host)], [], PROCESS_VARIABLES,
+            CALLER_TIMEOUT_S, settings, wrap=list if wrap is None else partial(wrap, host),
             is_single_use=wrap is not None,
         )  # fmt: skip
         start = {"argv": caller_command(config), "env": {caller.KEY_VARIABLE: self._key.hex()}}
         async with self._gate:
-            login = await started(host, python, self._leaving.ssh, start)
+            login = await start_caller(host, python, self._detached.ssh, start)
         self._callers[host.name] = login
-        if await login.hear() is None and "paceline-call:" in login.words:
-            raise _Unheard(host, _called(login.words))
+        if await login.receive() is None and "paceline-call:" in login.stderr:
+            raise _CallerFailed(host, _caller_message(login.stderr))
 
-    async def _see_failures(self, login: Login, hearing: asyncio.Future[Any]) -> None:
-        """What is wrong with callers: told to the supervisor where it may do with fewer."""
-        if not any(map(_problem, self._watching)):
+    async def _handle_caller_failures(self, login: Login, hearing: asyncio.Future[Any]) -> None:
+        """Tells the supervisor of failed callers if the run may go without them, else raises."""
+        if not any(map(_task_error, self._caller_tasks)):
             return
-        if not self._may_miss:  # others may be refused in the same moment: one error for all
-            await asyncio.wait(self._watching, timeout=ALL_S)
-        problems = [one for one in map(_problem, self._watching) if one is not None]
-        refused = [one for one in problems if isinstance(one, LoginError)]
-        unheard = [one for one in problems if isinstance(one, _Unheard)]
-        if len(refused) + len(unheard) < len(problems):
-            raise next(one for one in problems if not isinstance(one, (LoginError, _Unheard)))
-        if self._may_miss:
-            self._watching = [task for task in self._watching if _problem(task) is None]
-            why = {one.host.name: one.refusal.details for one in refused}
-            why |= {one.host.name: one.found for one in unheard}
-            login.say({"do": "missing", "missing": why})
-        elif refused:
-            raise await refusal_error(refused, len(self._request.hosts), self._leaving.ssh)
+        if not self._tolerates_missing:  # more refusals may follow: one error for all
+            await asyncio.wait(self._caller_tasks, timeout=REFUSALS_S)
+        problems = [error for error in map(_task_error, self._caller_tasks) if error is not None]
+        refusals = [error for error in problems if isinstance(error, LoginError)]
+        failures = [error for error in problems if isinstance(error, _CallerFailed)]
+        for error in problems:
+            if not isinstance(error, (LoginError, _CallerFailed)):
+                raise error
+        if self._tolerates_missing:
+            self._caller_tasks = [task for task in self._caller_tasks if _task_error(task) is None]
+            reasons = {error.host.name: error.refusal.details for error in refusals}
+            reasons |= {error.host.name: error.reason for error in failures}
+            login.send({"do": "missing", "missing": reasons})
+        elif refusals:
+            raise await refusal_error(refusals, len(self._request.hosts), self._detached.ssh)
         else:
             raise ConnectError(
-                f"{', '.join(one.host.name for one in unheard)} cannot reach the supervisor on"
+                f"{', '.join(error.host.name for error in failures)} cannot reach the supervisor on"
                 f" {self._host.name}",
-                found="\n".join(f"{one.host.name}: {one.found}" for one in unheard),
+                found="\n".join(f"{error.host.name}: {error.reason}" for error in failures),
                 remedy="Look for a firewall between them (a run takes any free TCP port), or name"
                 " another host or interface: --supervisor HOST, --iface NAME",
             )
 
     @property
-    def _may_miss(self) -> bool:
-        job = self._leaving.job
-        asked = job.wait_for_nodes_s.source is not Source.DEFAULT
-        return asked or isinstance(job.nnodes.value, NodeRange)
+    def _tolerates_missing(self) -> bool:
+        job = self._detached.job
+        is_waiting = job.wait_for_nodes_s.source is not Source.DEFAULT
+        return is_waiting or isinstance(job.nnodes.value, NodeRange)
 
-    async def _all_stay(self) -> None:
-        """Callers stay when their logins end. What becomes of others, the supervisor sees."""
+    async def _detach_callers(self) -> None:
+        """Detaches the callers. The supervisor notices those that fail."""
         for login in self._callers.values():
-            login.stay()
-        if self._watching:
-            await asyncio.wait(self._watching, timeout=STAY_S)
+            login.detach()
+        if self._caller_tasks:
+            await asyncio.wait(self._caller_tasks, timeout=DETACH_TIMEOUT_S)
 
 
 def supervisor_among(hosts: Sequence[Host], name: str | None) -> Host:
-    """The host that is to supervise. SettingError for one that is not of the job."""
+    """Returns the host of that name, or the first; SettingError if the job has no such host."""
     if name is None:
         return hosts[0]
     for host in hosts:
@@ -513,57 +511,52 @@ def supervisor_among(hosts: Sequence[Host], name: str | None) -> Host:
     )
 
 
-def _seen_from_elsewhere(host: Host) -> Host:
-    """A host as a supervisor on another machine sees it: this machine is one like any other."""
-    return replace(host, local=False)
+class _CallerFailed(Exception):
+    """A caller ended before it reached its supervisor."""
+
+    def __init__(self, host: Host, reason: str) -> None:
+        super().__init__(f"{host.name}: {reason}")
+        self.host, self.reason = host, reason
 
 
-class _Unheard(Exception):
-    """A caller ended before its supervisor was there."""
-
-    def __init__(self, host: Host, found: str) -> None:
-        super().__init__(f"{host.name}: {found}")
-        self.host, self.found = host, found
-
-
-def _problem(task: asyncio.Task[None]) -> BaseException | None:
+def _task_error(task: asyncio.Task[None]) -> BaseException | None:
     return task.exception() if task.done() and not task.cancelled() else None
 
 
-def _called(words: str) -> str:
-    """What a caller said at its end."""
-    lines = [line.removeprefix("paceline-call: ") for line in words.strip().splitlines()]
+def _caller_message(stderr: str) -> str:
+    """Returns the last lines that a caller printed."""
+    lines = [line.removeprefix("paceline-call: ") for line in stderr.strip().splitlines()]
     return "\n".join(lines[-3:]) or "it ended without a word"
 
 
 def installation() -> tuple[Manifest, dict[str, Path]]:
-    """This very paceline with the libraries that a supervisor needs, and where its files lie."""
+    """Returns manifest and files of this installation and of the libraries a supervisor needs."""
     tree = package_tree(True)
-    manifest, where = list(tree.manifest), {}
+    manifest, files = list(tree.manifest), {}
     for entry in manifest:
-        where[str(entry[0])] = tree.file(str(entry[0]))
-    for name in CARRIED:
+        files[str(entry[0])] = tree.file(str(entry[0]))
+    for name in SUPERVISOR_LIBRARIES:
         spec = importlib.util.find_spec(name)
         assert spec is not None
         assert spec.origin is not None
         folder = Path(spec.origin).parent
         library = read_parts(folder.parent, [folder.name])
         for entry in library.manifest:
-            if not set(str(entry[0]).split("/")) & set(NOT_A_FILE):
+            if not set(str(entry[0]).split("/")) & set(IGNORED_FOLDERS):
                 manifest.append(entry)
-                where[str(entry[0])] = library.file(str(entry[0]))
-    return manifest, where
+                files[str(entry[0])] = library.file(str(entry[0]))
+    return manifest, files
 
 
 # --- logins
 
 
-async def started(host: Host, python: str, ssh: SshOptions, start: Mapping[str, Any]) -> Login:
-    """A caller on a host; what may pass is tried again. LoginError when it cannot be had."""
+async def start_caller(host: Host, python: str, ssh: SshOptions, start: Mapping[str, Any]) -> Login:
+    """Starts a caller on a host, with retries; raises LoginError when it cannot."""
     for attempt in range(1, MAX_ATTEMPTS + 1):
-        login = await Login.to(host, python, ssh, "caller", start)
+        login = await Login.start(host, python, ssh, "caller", start)
         try:
-            report = await asyncio.wait_for(login.hear(), START_S)
+            report = await asyncio.wait_for(login.receive(), FIRST_REPLY_S)
         except asyncio.TimeoutError:
             report = None
         except BaseException:
@@ -572,7 +565,7 @@ async def started(host: Host, python: str, ssh: SshOptions, start: Mapping[str, 
         if report is not None:
             return login
         await login.end(0.0)
-        refusal = classify(login.words, login.status, host)
+        refusal = classify(login.stderr, login.status, host)
         if not refusal.is_transient or attempt == MAX_ATTEMPTS:
             raise LoginError(host, refusal)
         await asyncio.sleep(random.uniform(0.2, 0.6) * 2**attempt)  # noqa: S311 - jitter
@@ -581,29 +574,29 @@ async def started(host: Host, python: str, ssh: SshOptions, start: Mapping[str, 
 
 @dataclass
 class Login:
-    """A login in which something is started that may stay.
+    """A login with a program that may be detached from it.
 
     Attributes:
-        host: Where.
-        left: It said that it stays.
+        host: The host.
+        is_detached: Whether the program reported that it is detached.
     """
 
     host: Host
     _link: ProcessLink
-    left: bool = False
-    _heard: bytearray = field(default_factory=bytearray)
-    _words: bytearray = field(default_factory=bytearray)
-    _reading: asyncio.Task[None] | None = None
+    is_detached: bool = False
+    _stdout: bytearray = field(default_factory=bytearray)
+    _stderr: bytearray = field(default_factory=bytearray)
+    _stderr_task: asyncio.Task[None] | None = None
 
     @classmethod
-    async def to(cls, host: Host, python: str, ssh: SshOptions, what: str,
+    async def start(cls, host: Host, python: str, ssh: SshOptions, program: str,
                  start: Mapping[str, Any]) -> Login:  # fmt: skip
-        """Logs in, without waiting for a word; on this machine without ssh.
+        """Starts a program on a host, without ssh on this machine; does not wait for its reply.
 
         Args:
-            host, python, ssh: Where, by which interpreter, and how.
-            what: ``caller`` or ``supervisor``.
-            start: What it is told first.
+            host, python, ssh: The host, its interpreter, and how to log in.
+            program: ``caller`` or ``supervisor``.
+            start: Its first message.
         """
         remote = agent_command(python)
         process = await asyncio.create_subprocess_exec(
@@ -611,65 +604,65 @@ class Login:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for us, who end all of it in order
+            start_new_session=True,  # Ctrl-C goes to the launcher only
         )
         login = cls(host, ProcessLink(process))
-        login._reading = asyncio.create_task(login._read_words())
+        login._stderr_task = asyncio.create_task(login._read_stderr())
         text = json.dumps(start).encode()
-        login._link.writer.write(detach_source(what) + b"%010d" % len(text) + text)
+        login._link.writer.write(detach_source(program) + b"%010d" % len(text) + text)
         return login
 
-    async def _read_words(self) -> None:
+    async def _read_stderr(self) -> None:
         with contextlib.suppress(OSError):
             while data := await self._link.errors.read(1 << 16):
-                self._words += data
-                del self._words[: -(1 << 16)]
+                self._stderr += data
+                del self._stderr[: -(1 << 16)]
 
     @property
-    def words(self) -> str:
-        """What came on standard error, the end of it."""
-        return self._words.decode(errors="replace")
+    def stderr(self) -> str:
+        """The last 64 KiB of standard error."""
+        return self._stderr.decode(errors="replace")
 
     @property
     def status(self) -> int | None:
         return self._link.status
 
-    def say(self, words: Mapping[str, Any]) -> None:
-        """One line, to whoever is there."""
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Sends one message."""
         with contextlib.suppress(OSError):
-            self._link.writer.write(json.dumps(words).encode() + b"\n")
+            self._link.writer.write(json.dumps(message).encode() + b"\n")
 
-    def stay(self) -> None:
-        """Tells a caller that it may stay."""
+    def detach(self) -> None:
+        """Tells a caller to detach."""
         with contextlib.suppress(OSError):
             self._link.writer.write(b"stay\n")
 
-    async def hear(self) -> dict[str, Any] | None:
-        """The next word; ``None`` at the end. What start-up files print is passed over."""
+    async def receive(self) -> dict[str, Any] | None:
+        """Returns the next message; ``None`` at the end. Ignores what start-up files print."""
         while True:
-            while (end := self._heard.find(b"\n")) < 0:
+            while (end := self._stdout.find(b"\n")) < 0:
                 with contextlib.suppress(OSError):
                     if data := await self._link.reader.read(1 << 18):
-                        self._heard += data
+                        self._stdout += data
                         continue
-                await self._last_words()
+                await self._drain_stderr()
                 return None
-            line = bytes(self._heard[:end])
-            del self._heard[: end + 1]
-            _, mark, said = line.partition(MARK)
+            line = bytes(self._stdout[:end])
+            del self._stdout[: end + 1]
+            _, mark, payload = line.partition(MARK)
             if mark:
-                found: dict[str, Any] = json.loads(said)
-                self.left = self.left or "left" in found
-                return found
+                message: dict[str, Any] = json.loads(payload)
+                self.is_detached = self.is_detached or "left" in message
+                return message
 
-    async def _last_words(self) -> None:
-        if self._reading is not None:
-            await asyncio.wait([self._reading], timeout=0.5)
+    async def _drain_stderr(self) -> None:
+        if self._stderr_task is not None:
+            await asyncio.wait([self._stderr_task], timeout=0.5)
         await self._link.has_exited()
 
-    async def end(self, patience_s: float) -> None:
-        """Ends the login; what did not stay has so many seconds to end in order."""
-        await self._link.end(patience_s)
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.gather(self._reading, return_exceptions=True)
+    async def end(self, grace_s: float) -> None:
+        """Ends the login; a program that is not detached gets ``grace_s`` to end in order."""
+        await self._link.end(grace_s)
+        if self._stderr_task is not None:
+            self._stderr_task.cancel()
+            await asyncio.gather(self._stderr_task, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Writes down and shows what the agents report."""
+"""Records what the agents report in the run directory, and shows it on the screen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.launch.terminal.run_state import Board, Waiting
+from paceline.launch.terminal.run_state import NodeWait, RunState
 from paceline.launch.terminal.screen import MAX_PARTIAL, Screen
 from paceline.rundir.directory import RunDirectory, short
 from paceline.spec import libraries
@@ -19,14 +19,14 @@ from paceline.spec.events import Event, read_events
 from paceline.spec.plan import Plan
 from paceline.spec.training.metrics import StepFilter
 
-STATE_PERIOD_S = 1.0  # between two writings of where the ranks are while nodes are waited for
-MOST_EVENTS = 20_000  # kept in memory of the beginning, and of the end
+STATE_PERIOD_S = 1.0  # between two versions of ranks.json while the job waits for nodes
+MAX_EVENTS = 20_000  # kept in memory, of the beginning and of the end each
 
 
-class Sieve:
-    """Parts one stream of a rank into what its libraries tell of themselves, and all else.
+class LibraryFilter:
+    """Separates library diagnostics from the other output of one stream of a rank.
 
-    A warning of theirs is both. An unfinished line waits, unless it is redrawn or very long.
+    A library's warning goes to both. An incomplete line waits, unless it is redrawn or very long.
     """
 
     def __init__(self) -> None:
@@ -34,18 +34,18 @@ class Sieve:
         self._in_list = False
 
     def feed(self, data: bytes) -> tuple[bytes, bytes]:
-        """What is to be shown and logged as ever, and what the libraries told."""
+        """Returns the regular output, and the libraries' lines."""
         *lines, self._partial = (self._partial + data).split(b"\n")
-        shown, library_lines = bytearray(), bytearray()
+        output, library_lines = bytearray(), bytearray()
         for line in lines:
             level = self._level(line[: libraries.MAX_PREFIX].decode(errors="replace"))
             if level != "told":
-                shown += line + b"\n"
+                output += line + b"\n"
             if level is not None:
                 library_lines += line + b"\n"
         if b"\r" in self._partial or len(self._partial) > MAX_PARTIAL:
-            shown += self.rest()
-        return bytes(shown), bytes(library_lines)
+            output += self.flush()
+        return bytes(output), bytes(library_lines)
 
     def _level(self, line: str) -> str | None:
         level = libraries.classify_line(line)
@@ -53,76 +53,80 @@ class Sieve:
         self._in_list = libraries.starts_list(line) or (listed and bool(line))
         return "told" if listed else level
 
-    def rest(self) -> bytes:
-        """What was written without an end of line."""
-        rest, self._partial = self._partial, b""
-        return rest
+    def flush(self) -> bytes:
+        """Returns the incomplete last line."""
+        partial, self._partial = self._partial, b""
+        return partial
 
 
 class Recorder:
-    """From events to the run directory and the screen.
+    """Writes events to the run directory and the screen.
 
     Args:
-        directory, screen: Where things are written down and shown.
-        debug: What libraries tell of themselves goes into files of its own.
+        directory, screen: Where output is written and shown.
+        debug: Whether library diagnostics go into files of their own.
 
     Attributes:
-        board: Where everybody is.
+        run_state: The present state of all ranks and hosts.
+        metrics: The last reported value of every metric.
+        get_reconnects: Returns the status of the hosts that are being reconnected, by name.
+        get_wait: Returns what running ranks wait for; ``None`` if they do not.
     """
 
     def __init__(self, directory: RunDirectory, screen: Screen, debug: bool = False) -> None:
-        self.board = Board()
+        self.run_state = RunState()
         self._debug = debug
-        self._sieves: dict[tuple[str, int, str], Sieve] = {}
-        self.metrics: dict[str, Any] = {}  # the last value of every one that was reported
-        self._steps = StepFilter()
+        self._filters: dict[tuple[str, int, str], LibraryFilter] = {}
+        self.metrics: dict[str, Any] = {}
+        self._step_filter = StepFilter()
         self._directory = directory
         self._screen = screen
-        self._begin: list[Mapping[str, Any]] = []
-        self._end: deque[Mapping[str, Any]] = deque(maxlen=MOST_EVENTS)
-        self.called: Callable[[], Mapping[str, str]] = dict  # hosts on their way back, and how
-        self.waits: Callable[[], Waiting | None] = lambda: None  # whether running ranks wait
-        self._waiting: Waiting | None = None  # while no ranks run
+        self._first_events: list[Mapping[str, Any]] = []
+        self._last_events: deque[Mapping[str, Any]] = deque(maxlen=MAX_EVENTS)
+        self.get_reconnects: Callable[[], Mapping[str, str]] = dict
+        self.get_wait: Callable[[], NodeWait | None] = lambda: None
+        self._waiting: NodeWait | None = None  # while no ranks run
         self._ticker: asyncio.Task[None] | None = None
 
     @property
-    def shown_path(self) -> str:
-        """The run directory as the user names it."""
+    def display_path(self) -> str:
+        """The run directory as the user types it."""
         return short(self._directory.path)
 
     def event(self, kind: str, host: str | None = None, rank: int | None = None,
               **details: Any) -> None:  # fmt: skip
-        """One line in events.jsonl."""
+        """Appends a line to events.jsonl."""
         line = self._directory.event(kind, host, rank, **details)
         if (event := Event.read(line)) is not None:
-            self.board.take(event, time.monotonic())
-        (self._begin if len(self._begin) < MOST_EVENTS else self._end).append(line)
+            self.run_state.apply(event, time.monotonic())
+        is_early = len(self._first_events) < MAX_EVENTS
+        (self._first_events if is_early else self._last_events).append(line)
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """What was written to events.jsonl so far; of very many, both ends."""
-        return read_events([*self._begin, *self._end])
+        """The events so far; of very many, the first and the last."""
+        return read_events([*self._first_events, *self._last_events])
 
     @property
     def path(self) -> str:
-        """The run directory's whole path."""
+        """The run directory's absolute path."""
         return str(self._directory.path)
 
     def write(self, name: str, text: str) -> None:
-        """Writes a file of the run. NodeError when it takes no more."""
+        """Writes a file of the run. Raises NodeError when the disk is full."""
         self._directory.append_bytes(name, text.encode(errors="replace"))
         self._directory.finish(name)
 
-    def where(self) -> None:
-        """Writes down who is where, for whoever asks for the state of the run."""
-        self.board.called(self.called())
-        self.board.waits = self._waiting or self.waits()
-        with contextlib.suppress(NodeError):  # a full disk is told of by what must be written
-            state = self.board.to_json(time.monotonic(), time.time())
+    def write_state(self) -> None:
+        """Writes ``ranks.json``, the state of the run for other processes."""
+        self.run_state.set_reconnects(self.get_reconnects())
+        self.run_state.waiting = self._waiting or self.get_wait()
+        with contextlib.suppress(NodeError):  # a full disk is reported by required files
+            state = self.run_state.to_json(time.monotonic(), time.time())
             self._directory.write_json(names.RANKS, state, durable=False)
 
-    def wait(self, waiting: Waiting | None) -> None:
-        """Nodes are waited for while no ranks run: writes down where everybody is meanwhile."""
+    def set_waiting(self, waiting: NodeWait | None) -> None:
+        """Sets what the job waits for while no ranks run, and writes ``ranks.json`` meanwhile."""
         if waiting is self._waiting:
             return
         self._waiting = waiting
@@ -130,78 +134,78 @@ class Recorder:
             self._ticker.cancel()
             self._ticker = None
         if waiting is None:
-            self.where()
+            self.write_state()
         else:
             self._ticker = asyncio.ensure_future(self._tick())
 
     async def _tick(self) -> None:
         while True:
-            self.where()
+            self.write_state()
             await asyncio.sleep(STATE_PERIOD_S)
 
     def write_plan(self, plan: Plan) -> None:
-        """Writes the plan that is executed."""
+        """Writes the plan."""
         self._directory.write_json(names.PLAN, plan.to_json())
 
     def next_attempt(self) -> None:
-        """The ranks are about to start once more, and to repeat some steps."""
-        self._steps.next_attempt()
+        """Prepares for another start of the ranks, which may repeat steps."""
+        self._step_filter.next_attempt()
 
-    def take(self, event: Event) -> None:
-        """Writes what an agent said. NodeError when the run directory takes no more."""
+    def record(self, event: Event) -> None:
+        """Records an agent's event. Raises NodeError when the run directory cannot be written."""
         if event.kind == "output":
-            blob = self._sifted(event) if self._debug else event.blob
+            blob = self._filter_output(event) if self._debug else event.blob
             self._output(event, event["stream"], blob)
         elif event.kind == "rank started":
             self._directory.append_bytes(_log(event), b"")
         elif event.kind == "rank ended":
             for stream in ("out", "err"):
-                sieve = self._sieves.pop((event.host, _rank(event), stream), Sieve())
-                self._output(event, stream, sieve.rest())
+                sieve = self._filters.pop((event.host, _rank(event), stream), LibraryFilter())
+                self._output(event, stream, sieve.flush())
             self._directory.finish(_log(event))
         elif event.kind == "begin":
-            self._begin_metrics(resumed=bool(event["resumed"]))
+            self._start_metrics(resumed=bool(event["resumed"]))
         elif event.kind == "metrics":
-            if event["split"] != "pace":  # how it went, not what came out
+            if event["split"] != "pace":  # timing, not a result
                 self.metrics |= event.fields
-            if self._steps.accept(event.fields, (event.host, event.rank)):
-                self.board.record(event.fields)
-                now = {} if "time" in event.fields else {"time": round(time.time(), 3)}
-                self._directory.append_line(names.METRICS, {**event.fields, **now})
+            if self._step_filter.accept(event.fields, (event.host, event.rank)):
+                self.run_state.add_metrics(event.fields)
+                timestamp = {} if "time" in event.fields else {"time": round(time.time(), 3)}
+                self._directory.append_line(names.METRICS, {**event.fields, **timestamp})
         elif event.kind == "progress":
             self._screen.progress(event.fields)
         elif event.kind == "say":
-            self._screen.say(event["text"], event.rank)
+            self._screen.print(event["text"], event.rank)
             line = event["text"].encode(errors="replace") + b"\n"
             self._directory.append_bytes(_log(event), line)
         if (written := event.recorded_fields) is not None:
             self.event(event.kind, event.host, event.rank, **written)
         elif event.kind in ("heartbeat", "pace", "progress"):
-            self.board.take(event, time.monotonic())
+            self.run_state.apply(event, time.monotonic())
 
     def _output(self, event: Event, stream: str, blob: bytes) -> None:
         if blob:
             self._screen.output(event.host, _rank(event), stream, blob)
             self._directory.append_bytes(_log(event), blob, stream)
 
-    def _sifted(self, event: Event) -> bytes:
-        """What a rank wrote, without what its libraries told: that is written down beside it."""
-        who = (event.host, _rank(event), event["stream"])
-        shown, library_lines = self._sieves.setdefault(who, Sieve()).feed(event.blob)
+    def _filter_output(self, event: Event) -> bytes:
+        """Returns a rank's output without library lines, which go to a file of their own."""
+        key = (event.host, _rank(event), event["stream"])
+        output, library_lines = self._filters.setdefault(key, LibraryFilter()).feed(event.blob)
         if library_lines:
             name = names.debug_file(event.host, _rank(event))
             self._directory.append_bytes(name, library_lines, event["stream"])
-        return shown
+        return output
 
-    def _begin_metrics(self, *, resumed: bool) -> None:
-        """A training begins; one that does not resume leaves the earlier run's file aside."""
+    def _start_metrics(self, *, resumed: bool) -> None:
+        """Starts the metrics of a training; unless it resumes, the earlier file is set aside."""
         if resumed:
-            self._steps.resume(self._directory.path / names.METRICS)
-        elif self._steps.is_empty:
+            self._step_filter.resume(self._directory.path / names.METRICS)
+        elif self._step_filter.is_empty:
             self._directory.set_aside(names.METRICS)
 
     def agent_log(self, host: str, text: str) -> None:
-        """Writes what ssh and the agent of a host printed beside the ranks' logs."""
+        """Writes the output of a host's ssh and agent beside the ranks' logs."""
         if text.strip():
             with contextlib.suppress(NodeError):
                 self._directory.append_bytes(names.log_file(host, "agent"), text.encode())

@@ -1,4 +1,4 @@
-"""Hosts that are made ready for the next command, looked at, and let go: ``paceline warm``."""
+"""Warm agents: started ahead of the next command, inspected and ended by ``paceline warm``."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from paceline.spec.events import Event
 
 
 async def make_ready(request: Request) -> list[str]:
-    """Has an agent wait on every host, with a fork server that has imported what the job needs.
+    """Leaves a warm agent on every host, with a fork server that has imported the job's modules.
 
     Args:
-        request: The job, of which only that matters, its hosts, and for how long.
+        request: The job (only its imports matter), its hosts, and how long the agents stay.
 
     Returns:
-        Hosts on which an agent cannot be left to wait.
+        Hosts on which no agent could be left.
 
     Raises:
         PacelineError: The hosts cannot be reached, or cannot train together.
     """
 
-    def heard(node: Node, event: Event) -> None:
+    def on_event(node: Node, event: Event) -> None:
         if event.kind in ("imported", "import failed", "fork server died"):
             node.on_fork_server_event(event)
 
-    fleet, _ = await connect(request, heard, lambda node, why: None)
+    fleet, _ = await connect(request, on_event, lambda node, why: None)
     nodes = fleet.everyone
     try:
         with survey.naming_lost_nodes(fleet):
@@ -52,50 +52,49 @@ async def make_ready(request: Request) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What is known of an agent that waits.
+class AgentStatus:
+    """A warm agent.
 
     Attributes:
-        waiting: As its file told.
-        state: It ``waits``, or did until now; a command that runs has it ``in use``; or it was
-            not found any more (``gone``).
+        record: Its record.
+        state: ``waits`` for a command (or did until now), is ``in use`` by one, or ``gone``.
     """
 
-    waiting: warm.WarmAgent
+    record: warm.WarmAgent
     state: Literal["waits", "in use", "gone"]
 
     @property
-    def left_s(self) -> float:
-        """For how long it still waits."""
-        return max(0.0, self.waiting.until - time.time())
+    def remaining_s(self) -> float:
+        """Seconds until it ends by itself."""
+        return max(0.0, self.record.until - time.time())
 
 
-async def look(names: frozenset[str], end: bool = False) -> list[Seen]:
-    """Meets the agents that wait for this user's commands.
+async def inspect_agents(names: frozenset[str], end: bool = False) -> list[AgentStatus]:
+    """Returns the state of this user's warm agents.
 
     Args:
         names: Hosts; empty for all.
-        end: They are not to wait any longer.
+        end: Whether to end the agents.
     """
     use_pidfd_watcher()
-    nests = [one for one in warm.warm_slots() if not names or one[1].host in names]
-    seen = await asyncio.gather(*(_look(*nest, end) for nest in nests))
-    return sorted(seen, key=lambda one: (one.waiting.host, one.waiting.python))
+    slots = [slot for slot in warm.warm_slots() if not names or slot[1].host in names]
+    statuses = await asyncio.gather(*(_inspect_agent(*slot, end) for slot in slots))
+    return sorted(statuses, key=lambda status: (status.record.host, status.record.python))
 
 
-async def _look(path: Path, waiting: warm.WarmAgent, used: bool, end: bool) -> Seen:
+async def _inspect_agent(path: Path, record: warm.WarmAgent, used: bool, end: bool) -> AgentStatus:
     if used:
-        return Seen(waiting, "in use")
-    host, options = waiting.as_host(), waiting.options()
-    nest = warm.WarmSlot.from_file(path, waiting)
-    channel = await connect_to_warm_agent(host, waiting.python, options, nest)
+        return AgentStatus(record, "in use")
+    host, options = record.as_host(), record.options()
+    slot = warm.WarmSlot.from_file(path, record)
+    channel = await connect_to_warm_agent(host, record.python, options, slot)
     if end:
         await warm.end_login(host, options)
     if channel is None:
-        return Seen(waiting, "gone")
+        return AgentStatus(record, "gone")
     if end:
         await channel.close(1.0)
     elif not await channel.park(0.0, restart_timer=False):
         await channel.close(1.0)
-        return Seen(waiting, "gone")
-    return Seen(waiting, "waits")
+        return AgentStatus(record, "gone")
+    return AgentStatus(record, "waits")

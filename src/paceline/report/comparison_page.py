@@ -9,9 +9,9 @@ from typing import Any
 from paceline.report.curves import Curve, Point, mean_rate
 from paceline.report.page import Figure, ItemList, Page, Paragraph, Part, Section, Status, Table
 from paceline.report.record import object_in
+from paceline.report.run import Run
 from paceline.report.run_page import (
     MAX_ROWS,
-    Run,
     curves_data,
     format_last,
     format_seconds,

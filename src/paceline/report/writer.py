@@ -11,7 +11,7 @@ from pathlib import Path
 from paceline.report import run_page
 from paceline.report.page import Page, html
 from paceline.report.record import read
-from paceline.report.run_page import Run
+from paceline.report.run import Run, make_run
 from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
 
@@ -19,7 +19,7 @@ from paceline.spec.errors import SettingError
 def read_run(path: Path) -> Run:
     """Reads the run in a folder."""
     record = read(path)
-    return run_page.make_run(record, time.time() if record.is_running else 0.0)
+    return make_run(record, time.time() if record.is_running else 0.0)
 
 
 def write(page: Page, out: Path) -> None:

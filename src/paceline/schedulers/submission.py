@@ -193,16 +193,16 @@ class InterruptHandler:
         self._job = job
         import asyncio
 
-        from paceline.launch.interrupts import Echoes
+        from paceline.launch.interrupts import EchoFilter
 
         self._cancel = cancel
-        self._echoes = Echoes()
+        self._echoes = EchoFilter()
         self._received = asyncio.Event()
         for signum in _SIGNALS:
             asyncio.get_running_loop().add_signal_handler(signum, self._on_signal, signum)
 
     def _on_signal(self, signum: int) -> None:
-        if self._echoes.echoes(signum):
+        if self._echoes.is_echo(signum):
             return
         is_repeated = self.exit_code != 0
         self.exit_code = 128 + signum

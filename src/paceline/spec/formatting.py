@@ -41,6 +41,11 @@ def format_bit_rate(rate: float) -> str:
     return f"{rate:.0f} bit/s"
 
 
+def format_size(count: int) -> str:
+    """Bytes: ``512 MiB``, ``1.5 GiB``."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
 def format_epoch(epoch: int, epochs: int | None = None) -> str:
     """``epoch 1/5`` for epoch 0: people count from 1, scripts and records from 0.
 

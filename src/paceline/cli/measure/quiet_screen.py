@@ -10,14 +10,14 @@ class PlanNotesScreen(Screen):
     """Shows nothing but the notes of a plan, each once.
 
     Args:
-        shown: Notes that were shown before.
+        printed: Notes that were printed before.
     """
 
     def __init__(self, printed: set[str]) -> None:
         super().__init__("none")
         self._printed = printed
 
-    def say(self, text: str, rank: int | None = None) -> None:
+    def print(self, text: str, rank: int | None = None) -> None:
         """What the script has to say would only disturb the table."""
 
     def note(self, text: str) -> None:

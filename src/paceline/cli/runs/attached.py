@@ -19,10 +19,10 @@ from paceline.cli.runs.run_end import explain_run
 from paceline.cli.runs.run_lookup import short_name
 from paceline.cli.runs.state import read_state
 from paceline.cli.verb import say
-from paceline.launch.interrupts import Echoes
+from paceline.launch.interrupts import EchoFilter
 from paceline.launch.results.summary import RunOutcome, is_resumable, report_failure, report_success
 from paceline.launch.terminal.keys import Keys
-from paceline.launch.terminal.run_state import Board
+from paceline.launch.terminal.run_state import RunState
 from paceline.launch.terminal.screen import Screen
 from paceline.rundir import records
 from paceline.rundir.directory import short
@@ -65,9 +65,9 @@ class RunControls:
     def __init__(self, client: LauncherClient) -> None:
         self._client = client
 
-    async def stop(self, *, now: bool = False) -> str:
-        await self._client.stop(now=now)
-        return "stopping at once" if now else "stopping"
+    async def stop(self, *, immediately: bool = False) -> str:
+        await self._client.stop(immediately=immediately)
+        return "stopping at once" if immediately else "stopping"
 
     async def save(self) -> str:
         return str((await self._client.request({"do": "save"})).get("text", ""))
@@ -81,11 +81,11 @@ class _AttachedTerminal:
 
     def __init__(self, client: LauncherClient, lines: bool) -> None:
         self._client, self._path = client, client.path
-        self._screen = Screen("all", look="lines" if lines else "live")
+        self._screen = Screen("all", display="lines" if lines else "live")
         self._feed = Feed(client.path, self._screen)
         self._detach_requested = asyncio.Event()
         self._interrupts, self._command = 0, tuple[str, ...]()
-        self._echoes = Echoes()
+        self._echoes = EchoFilter()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
@@ -122,7 +122,7 @@ class _AttachedTerminal:
             is_first = False
             self._feed.update()
             if status.over and not shown_error:
-                self._screen.unwatch()
+                self._screen.stop_live()
                 await self._client.fetch_results()
                 self._feed.update()
                 return True
@@ -133,16 +133,16 @@ class _AttachedTerminal:
     def _show_screen(self, keys: Keys) -> None:
         folder = short(self._path.absolute())
         self._screen.note(f"paceline: {folder}: Ctrl-C stops the run, Ctrl-Z leaves it running")
-        self._screen.watch(
-            self._feed.board, title=self._path.name, seconds=elapsed_s(self._path),
-            logs=short(self._path.absolute() / names.LOGS), wishes=RunControls(self._client),
-            leave=self._detach_requested.set, wait_s=0.0,
+        self._screen.start_live(
+            self._feed.state, title=self._path.name, seconds=elapsed_s(self._path),
+            logs=short(self._path.absolute() / names.LOGS), actions=RunControls(self._client),
+            on_detach=self._detach_requested.set, delay_s=0.0,
         )  # fmt: skip
-        if not self._screen.at_a_glance:  # also where the terminal is too small for it
+        if not self._screen.is_live:  # also where the terminal is too small for it
             keys.begin()
 
     def _interrupted(self) -> None:
-        if self._echoes.echoes(signal.SIGINT):
+        if self._echoes.is_echo(signal.SIGINT):
             return
         self._interrupts += 1
         now = self._interrupts > 1
@@ -152,9 +152,9 @@ class _AttachedTerminal:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _stop(self, now: bool) -> None:
+    async def _stop(self, immediately: bool) -> None:
         try:
-            await self._client.stop(now=now)
+            await self._client.stop(immediately=immediately)
         except (PacelineError, ConnectionError) as problem:
             self._screen.note(f"paceline: the run could not be stopped: {problem}")
 
@@ -174,18 +174,18 @@ def _signal_handlers(handlers: Mapping[signal.Signals, Callable[[], object]]) ->
 
 
 class Feed:
-    """What a run's files have that is new, for a screen and its board.
+    """What a run's files have that is new, for a screen and its state.
 
     Args:
         path: The run's folder.
         screen: Is shown what ranks write, and what happens.
 
     Attributes:
-        board: Where everybody is.
+        state: The state of the run.
     """
 
     def __init__(self, path: Path, screen: Screen) -> None:
-        self.board = Board()
+        self.state = RunState()
         self._path, self._screen = path, screen
         self._files: dict[Path, _GrowingFile] = {}
         self._first = True
@@ -198,16 +198,16 @@ class Feed:
             if event is not None:
                 self._happened(event, clock)
         for line in self._records(names.METRICS):
-            self.board.record(line)
+            self.state.add_metrics(line)
         ranks = records.read_object(self._path / names.RANKS)
         if ranks is not None:
-            self.board.read(ranks, clock, time.time())
+            self.state.load(ranks, clock, time.time())
         for file in rank_logs(self._path):
             rank = names.rank_of_log(file)
             data = self._read_new(file, INITIAL_TAIL_BYTES if self._first else None)
             if data and rank is not None:
                 self._screen.output(file.parent.name, rank, "out", data)
-        progress = self.board.progress
+        progress = self.state.progress
         if progress and all(
             isinstance(figure, (int, float, type(None))) for figure in progress.values()
         ):
@@ -215,9 +215,9 @@ class Feed:
         self._first = False
 
     def _happened(self, event: Event, clock: float) -> None:
-        previous = self.board.news[-1] if self.board.news else None
-        self.board.take(event, clock)
-        news = self.board.news[-1] if self.board.news else None
+        previous = self.state.news[-1] if self.state.news else None
+        self.state.apply(event, clock)
+        news = self.state.news[-1] if self.state.news else None
         if news is not previous and news is not None and not self._first:
             self._screen.note(f"paceline: {news.text}")
 

@@ -51,7 +51,7 @@ class LauncherClient(Protocol):
     async def fetch_results(self) -> None:
         """After the end: everything is here."""
 
-    async def stop(self, *, now: bool) -> None:
+    async def stop(self, *, immediately: bool) -> None:
         """Ends the run, with time to save or at once."""
 
     async def close(self) -> None:
@@ -86,11 +86,11 @@ class LocalLauncher:
         except (TimeoutError, ValueError) as problem:
             raise NodeError("the launcher gave no answer", found=str(problem)) from None
 
-    async def stop(self, *, now: bool) -> None:
+    async def stop(self, *, immediately: bool) -> None:
         try:
-            await self.request({"do": "stop", "now": now})
+            await self.request({"do": "stop", "now": immediately})
         except NodeError:  # it does not listen
-            end_run(read_state(self.path), now)
+            end_run(read_state(self.path), immediately)
 
     async def fetch_results(self) -> None:
         """All of it is here already."""
@@ -154,14 +154,14 @@ class RemoteLauncher:
         except (ConnectionError, HostUnresponsive) as problem:
             raise self._connection_lost(problem) from None
 
-    async def stop(self, *, now: bool) -> None:
+    async def stop(self, *, immediately: bool) -> None:
         try:
-            await self.request({"do": "stop", "now": now})
+            await self.request({"do": "stop", "now": immediately})
         except NodeError:  # it does not listen
             if self._follower is None:
                 raise
             try:
-                await self._follower.signal(2 if now else 1)
+                await self._follower.signal(2 if immediately else 1)
             except (ConnectionError, HostUnresponsive) as problem:
                 raise self._connection_lost(problem) from None
 

@@ -22,7 +22,7 @@ def describe_run(state: RunState) -> str:
     suffix = ", waits for nodes" if state.waiting else ""
     lines = [f"{state.path}: {state.word}{ended}{suffix}"]
     if state.waiting:
-        lines.append(f"  {state.waiting.words}")
+        lines.append(f"  {state.waiting.description}")
     if state.job:
         lines.append(f"  {state.job.title}")
     if state.owner and state.word == "running":

@@ -13,7 +13,7 @@ from paceline.cli.applicability import reject_combination
 from paceline.cli.dispatch import ssh_options
 from paceline.cli.runs.run_lookup import short_name
 from paceline.cli.verb import say
-from paceline.launch.leave import Leaving, Outcome, leave, supervisor_among
+from paceline.launch.leave import DetachedRun, DetachOutcome, detach, supervisor_among
 from paceline.launch.planning.planner import choose_hosts
 from paceline.launch.planning.request import Package
 from paceline.launch.terminal.screen import Screen
@@ -31,7 +31,7 @@ def start_detached(ctx: click.Context, job: Job, cluster: Cluster, transport: Tr
     Returns:
         The exit status: of the run, where it is over by then or was kept to its end, else 0.
     """
-    request = Leaving(
+    request = DetachedRun(
         job, cluster, transport, package, ctx.params["supervisor"], run_dir.absolute(),
         ("paceline", *sys.argv[1:]),
         {name: ctx.params[name] for name in ("show", "check_level", "keep_results")},
@@ -47,7 +47,7 @@ def start_detached(ctx: click.Context, job: Job, cluster: Cluster, transport: Tr
         request = dataclasses.replace(request, job=with_lasting_inputs(job, run_dir.absolute()))
     screen = Screen(ctx.params["show"])
     try:
-        outcome = leave(request, screen)
+        outcome = detach(request, screen)
     finally:
         screen.close()
     if outcome.exit_code is not None:
@@ -84,10 +84,10 @@ def with_lasting_inputs(job: Job, run_dir: Path) -> Job:
     return job
 
 
-def describe_commands(outcome: Outcome, run_dir: Path) -> str:
+def describe_commands(outcome: DetachOutcome, run_dir: Path) -> str:
     """Where the run goes on, and what is typed to come back to it."""
     run = shell_text([short_name(run_dir)])
-    supervisor = "this machine" if outcome.local else outcome.host.name
+    supervisor = "this machine" if outcome.is_local else outcome.host.name
     return "\n".join([
         f"paceline: the run continues without this command, supervised on {supervisor}",
         f"  attach:     paceline attach {run}",

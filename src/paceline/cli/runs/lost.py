@@ -104,7 +104,7 @@ def lease_s(plan: Mapping[str, Any]) -> float:
 
 def _resume_command(path: Path, plan: Mapping[str, Any]) -> tuple[str, str]:
     """The command that was typed as it goes on in the same folder, and where it was typed."""
-    from paceline.launch.results.summary import to_resume
+    from paceline.launch.results.summary import resume_command
 
     command = plan.get("typed")
     command = command if isinstance(command, dict) else {}
@@ -117,7 +117,7 @@ def _resume_command(path: Path, plan: Mapping[str, Any]) -> tuple[str, str]:
         return "", ""
     is_other_folder = folder and Path(folder) != Path.cwd()
     run = path.absolute() if is_other_folder else Path(short(path.absolute()))
-    return shell_text(to_resume(arguments, str(run))), folder if is_other_folder else ""
+    return shell_text(resume_command(arguments, str(run))), folder if is_other_folder else ""
 
 
 def describe_lost(run: LostRun, clock: float) -> list[str]:

@@ -54,12 +54,12 @@ class LogReader:
     def __init__(self, path: Path, tail: int | None = None, *, follow: bool = False) -> None:
         from paceline.launch.terminal.screen import (
             REDRAW_S,
-            Lines,
+            LineSplitter,
         )  # asyncio, which completion can do without
 
         self._label = f"[{path.parent.name}/{path.stem}] "
         self._file = open_regular(path)
-        self._lines = Lines(REDRAW_S if follow else math.inf)
+        self._lines = LineSplitter(REDRAW_S if follow else math.inf)
         if tail is not None:
             seek_lines(self._file, tail)
 
@@ -68,7 +68,7 @@ class LogReader:
         while data := self._file.read(READ_BYTES):
             self._print(self._lines.feed(data, time.monotonic()))
         if to_the_end:
-            self._print(self._lines.rest())
+            self._print(self._lines.flush())
         sys.stdout.flush()
 
     def _print(self, lines: list[bytes]) -> None:

@@ -38,7 +38,7 @@ def report_end(job: Job, outcome: RunOutcome, on_success: Callable[[Path], None]
         has_failure = outcome.result.failure is not None
         explain_run(outcome.path, outcome.result, outcome.events, has_failure)
     elif on_success is not None:
-        on_success(outcome.shown)
+        on_success(outcome.display_path)
     else:
         say(report_success(outcome), err=True)
     if not text and find_forecasts(outcome.path)[1]:

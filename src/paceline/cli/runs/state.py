@@ -73,7 +73,7 @@ class RunState:
     hang: str = ""
     hosts: Sequence[Mapping[str, Any]] = ()
     supervisor: SupervisorLocation | None = None
-    waiting: run_state.Waiting | None = None
+    waiting: run_state.NodeWait | None = None
     lost: LostRun | None = None
 
     @property
@@ -151,14 +151,14 @@ def _with_ranks(state: RunState, max_age_s: float = math.inf) -> RunState:
 def _read_ranks(path: Path, max_age_s: float = math.inf) -> dict[str, Any]:
     """Where everybody is, as the launcher has written it last; empty where that is not known."""
     record = records.read_object(path / names.RANKS)
-    if record is None or not matches(run_state.SHAPE, record):
+    if record is None or not matches(run_state.RANKS_SCHEMA, record):
         return {}
     ago = max(0.0, time.time() - record["time"])
     if ago > max_age_s:
         return {}
     waiting = record.get("waits")
     return {**record, "ranks": [_add_silence(rank, ago) for rank in record["ranks"]],
-            "waits": None if waiting is None else run_state.waiting_of(waiting)}  # fmt: skip
+            "waits": None if waiting is None else run_state.parse_waiting(waiting)}  # fmt: skip
 
 
 def _add_silence(rank: dict[str, Any], ago: float) -> dict[str, Any]:

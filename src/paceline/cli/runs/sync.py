@@ -145,7 +145,7 @@ async def _stop(client: RemoteLauncher, immediately: bool, patience_s: float) ->
         status = await client.look()
         was_running = not status.over
         if was_running:
-            await client.stop(now=immediately)
+            await client.stop(immediately=immediately)
         deadline = time.monotonic() + patience_s
         while not status.over:
             if time.monotonic() > deadline:

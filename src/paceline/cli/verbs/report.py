@@ -18,7 +18,7 @@ from paceline.spec.errors import PacelineError, SettingError
 
 if TYPE_CHECKING:
     from paceline.report.comparison_page import Goal
-    from paceline.report.run_page import Run
+    from paceline.report.run import Run
 
 
 COMPARISON = "comparison.html"

@@ -41,7 +41,7 @@ from paceline.spec.job import Entry, Environment, Job
 from paceline.spec.terminal import format_for
 
 if TYPE_CHECKING:
-    from paceline.launch.warm import Seen
+    from paceline.launch.warm import AgentStatus
 
 
 _UP = [HOSTS, SSH_CONFIG, ACCEPT_NEW_HOST_KEYS, NPROC_PER_NODE, ENV, ACTIVATE, UNSET, PYTHON,
@@ -124,7 +124,7 @@ def down(ctx: click.Context, /, hosts: str | None) -> None:
         outcome = {"waits": "ended", "gone": "had ended already"}.get(
             agent.state, "in use by a command"
         )
-        say(format_for(f"{agent.waiting.host}  {outcome}", sys.stdout))
+        say(format_for(f"{agent.record.host}  {outcome}", sys.stdout))
     if not seen:
         say("paceline: no host is kept ready", err=True)
     ctx.exit(1 if any(agent.state == "in use" for agent in seen) else 0)
@@ -146,37 +146,37 @@ def status(ctx: click.Context, /, hosts: str | None, as_json: bool) -> None:
         say("paceline: no host is kept ready", err=True)
 
 
-def _read_agents(ctx: click.Context, hosts: str | None, end: bool = False) -> Sequence[Seen]:
+def _read_agents(ctx: click.Context, hosts: str | None, end: bool = False) -> Sequence[AgentStatus]:
     import asyncio
 
-    from paceline.launch.warm import look
+    from paceline.launch.warm import inspect_agents
 
     names = (
         frozenset(host.name for host in read_chosen_cluster(ctx).hosts) if hosts else frozenset()
     )
-    return asyncio.run(look(names, end))
+    return asyncio.run(inspect_agents(names, end))
 
 
-def _describe_agent(agent: Seen) -> list[str]:
+def _describe_agent(agent: AgentStatus) -> list[str]:
     waiting, expiry = (
-        agent.waiting,
-        datetime.fromtimestamp(agent.waiting.until).strftime("%H:%M:%S"),
+        agent.record,
+        datetime.fromtimestamp(agent.record.until).strftime("%H:%M:%S"),
     )
     state = (
         "in use"
         if agent.state == "in use"
-        else f"ready until {expiry} ({_duration_text(agent.left_s)})"
+        else f"ready until {expiry} ({_duration_text(agent.remaining_s)})"
     )
     return [waiting.host, state, waiting.imported, waiting.python]
 
 
-def _agent_to_json(agent: Seen) -> dict[str, object]:
+def _agent_to_json(agent: AgentStatus) -> dict[str, object]:
     fields = {
         name: value
-        for name, value in asdict(agent.waiting).items()
+        for name, value in asdict(agent.record).items()
         if name in ("host", "address", "python", "imported", "until", "since", "seconds")
     }
-    return {**fields, "state": agent.state, "left_s": round(agent.left_s, 1)}
+    return {**fields, "state": agent.state, "left_s": round(agent.remaining_s, 1)}
 
 
 def _duration_text(seconds: float) -> str:

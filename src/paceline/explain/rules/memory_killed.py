@@ -8,6 +8,7 @@ import signal
 from paceline.explain.evidence import Evidence
 from paceline.explain.rule import Match, match_exit, match_line
 from paceline.spec.events import Event
+from paceline.spec.formatting import format_size
 
 _OOM_KILL = re.compile(
     r"Memory cgroup out of memory: Killed process|Out of memory: Kill(?:ed)? process"
@@ -36,11 +37,7 @@ def _was_oom_killed(end: Event) -> bool:
 def _exit_match(end: Event) -> Match:
     memory = end["memory"] or {}
     limit, peak_bytes = memory.get("limit"), end["peak_bytes"]
-    peak_text = f" at {_format_size(peak_bytes)}" if peak_bytes else ""
-    limit_text = f" (limit {_format_size(limit['bytes'])}, {limit['group']})" if limit else ""
+    peak_text = f" at {format_size(peak_bytes)}" if peak_bytes else ""
+    limit_text = f" (limit {format_size(limit['bytes'])}, {limit['group']})" if limit else ""
     cause = f"{end.where} was killed by the kernel for its memory{peak_text}{limit_text}"
     return match_exit(end, cause, 0.99, lines=tuple(memory.get("kernel") or ()))
-
-
-def _format_size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

@@ -73,7 +73,7 @@ class Attempt:
         self._ended = asyncio.Event()
         self._recalled = asyncio.Event()
         self._strangers: set[str] = set()
-        self._commands = RankCommands(plan, job, fleet, recorder.shown_path)
+        self._commands = RankCommands(plan, job, fleet, recorder.display_path)
         self.startup = StartupTracker(job, len(self._commands.hosts_of))
         policy.reset_crashes()
         members = Members(self._commands.hosts_of, planner.min_nodes(job),
@@ -119,7 +119,7 @@ class Attempt:
             for watch in watches:
                 watch.cancel()
             await asyncio.gather(*watches, return_exceptions=True)
-            self._recorder.where()
+            self._recorder.write_state()
         self._screen.flush()
         seconds = round(time.monotonic() - started_at, 3)
         self._recorder.event(
@@ -163,15 +163,15 @@ class Attempt:
         """Waits for earlier failures that are reported late, then ends the other ranks."""
         if all(failure.is_secondary for failure in self._failures):
             await self._fleet.tell("dump_stacks", closely=True)
-        patience = asyncio.sleep(failure_analysis.settle_time(self._failures))
+        patience = asyncio.sleep(failure_analysis.settling_delay_s(self._failures))
         await first_of(self._ended.wait(), self._interrupts.wait(), patience)
         absence = self._fleet.absence
-        failures = failure_analysis.own_absence(
-            failure_analysis.early_end(self._failures, self._early),
+        failures = failure_analysis.attribute_launcher_pause(
+            failure_analysis.attribute_early_end(self._failures, self._early),
             absence.seconds if absence else 0.0,
             self._fleet.lease_s,
         )
-        failures = failure_analysis.own_line(
+        failures = failure_analysis.attribute_network_loss(
             failures, self._fleet.common_silences, self._fleet.lease_s
         )
         was_requested = all(failure.was_requested for failure in failures)
@@ -184,7 +184,7 @@ class Attempt:
             await self._kill_ranks()
         # Later reports may complete known failures, but are no failures of their own.
         complete = {(f.host, f.rank): f for f in failure_analysis.merge(self._failures)}
-        first = failure_analysis.first(failures)
+        first = failure_analysis.first_failure(failures)
         if first.kind != "launcher":
             first = complete.get((first.host, first.rank), first)
         return Result(
@@ -343,7 +343,7 @@ class Attempt:
 
     def _show_state(self, ranks: list[dict[str, Any]], hang: str) -> None:
         # Ranks without a group or with too few nodes do not wait for a particular rank.
-        self._recorder.board.hang = "" if self.recovery.is_regrouping else hang
+        self._recorder.run_state.hang = "" if self.recovery.is_regrouping else hang
         self._screen.aside(describe_phases(ranks))
 
     def _interface(self, host: str) -> str:

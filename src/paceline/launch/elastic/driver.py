@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from paceline.launch.control import Actions
+from paceline.launch.control import RunActions
 from paceline.launch.elastic.retry_policy import (
     MAX_HOST_LOSSES,
     Diagnosis,
@@ -22,7 +22,7 @@ from paceline.launch.elastic.retry_policy import (
     Verdict,
     is_by_chance,
 )
-from paceline.launch.failure_analysis import about_full_disk, size_words
+from paceline.launch.failure_analysis import is_full_disk
 from paceline.launch.interrupts import Interrupts
 from paceline.launch.nodes import survey
 from paceline.launch.nodes.connect import HostDialer, Reconnector
@@ -31,13 +31,13 @@ from paceline.launch.nodes.provisioner import Provisioner, fork_servers_up
 from paceline.launch.planning import planner
 from paceline.launch.planning.request import Request
 from paceline.launch.recorder import Recorder
-from paceline.launch.results.collector import Results
-from paceline.launch.terminal.run_state import Waiting
+from paceline.launch.results.collector import ResultCollector
+from paceline.launch.terminal.run_state import NodeWait
 from paceline.launch.terminal.screen import Screen
 from paceline.spec.errors import NodeError, PacelineError
 from paceline.spec.events import Event
 from paceline.spec.failure import LAUNCHER_HOST, Failure, Recovery, Result
-from paceline.spec.formatting import pluralize, span
+from paceline.spec.formatting import format_size, pluralize, span
 from paceline.spec.plan import Plan
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ class ElasticDriver:
         recoveries: Recoveries in place in all attempts that have ended.
     """
 
-    def __init__(self, request: Request, provisioner: Provisioner, results: Results,
-                 actions: Actions, screen: Screen, recorder: Recorder,
+    def __init__(self, request: Request, provisioner: Provisioner, results: ResultCollector,
+                 actions: RunActions, screen: Screen, recorder: Recorder,
                  listener: Callable[[Event], None], announce: Callable[[Plan], None],
                  ) -> None:  # fmt: skip
         job = request.job
@@ -124,7 +124,7 @@ class ElasticDriver:
         self._had_ranks: set[str] = set()
         self._announced = False
         self._tasks: set[asyncio.Task[None]] = set()  # questions to schedulers about lost nodes
-        recorder.waits = lambda: None if self.attempt is None else self.attempt.recovery.waiting
+        recorder.get_wait = lambda: None if self.attempt is None else self.attempt.recovery.waiting
 
     # --- attempts ----------------------------------------------------------------------------
 
@@ -137,7 +137,7 @@ class ElasticDriver:
         """
         fleet = self._nodes
         hosts = self._reconnector = self._make_reconnector()
-        self._recorder.called = hosts.progress
+        self._recorder.get_reconnects = hosts.progress
         while self.dialling:
             hosts.follow(self.dialling.pop())
         number = 0
@@ -159,8 +159,9 @@ class ElasticDriver:
                     result, failed_start = Result(1, lost), error if number == 1 else None
                 ending = Ending(result, result.failure, False)
                 if attempt is not None and self._can_be_repeated(attempt, result, interrupts):
-                    await self._results.bring_home_unless_hurried(fleet, interrupts)
-                    ending, startup = Ending(result, self._results.lacking(fleet), True), None
+                    await self._results.fetch_unless_hurried(fleet, interrupts)
+                    missing = self._results.missing_results(fleet)
+                    ending, startup = Ending(result, missing, True), None
                 self.failure, ran_s = ending.failure, time.monotonic() - started_at
                 if await self._prepare_restart(ending, attempt, startup, ran_s, interrupts):
                     continue
@@ -170,7 +171,7 @@ class ElasticDriver:
                 return ending
         finally:
             await hosts.close()
-            self._screen.unwatch()
+            self._screen.stop_live()
 
     @property
     def _nodes(self) -> Fleet:
@@ -198,12 +199,12 @@ class ElasticDriver:
             self._announce(plan)
         attempt = self.attempt = Attempt(plan, job, fleet, interrupts, self._screen, self._recorder,
                                          self.policy, self._reconnector)  # fmt: skip
-        self._actions.runs(attempt)
+        self._actions.set_attempt(attempt)
         try:
             result = await attempt.run()
         finally:
             self.attempt = None
-            self._actions.runs(None)
+            self._actions.set_attempt(None)
             self.recoveries += attempt.recovery.report.completed
         await first_of(asyncio.gather(*self._tasks), interrupts.wait(2))
         if result.exit_code == 0 and (text := attempt.describe_independence()):
@@ -256,7 +257,7 @@ class ElasticDriver:
             plan = replace(updated, notes=plan.notes, attempt=plan.attempt)
         if self._results.first is not first:
             await self._provisioner.send_checkpoints(first)
-            self._results.expect_from(first)
+            self._results.set_first_node(first)
         number = plan.attempt + 1
         return self.set_plan(planner.next_attempt(plan, number, port, self.policy.num_restarts))
 
@@ -284,7 +285,7 @@ class ElasticDriver:
             return False
         departing = attempt.recovery.departing_nodes if attempt is not None else []
         if departing and self._request.elastic:
-            await self._results.bring_home(self._nodes)
+            await self._results.fetch(self._nodes)
         if failure is not None and not await self.may_restart(failure, departing, ran_s, startup):
             return False
         return await self.select_nodes()
@@ -424,14 +425,15 @@ class ElasticDriver:
         if names := ", ".join(hosts.dialled):
             dialling = f"dialling {names} again, for up to {patience}"
             note(f"paceline: {dialling}")
-            self._recorder.wait(Waiting.now(f"{availability()}: {dialling}", start.patience_s))
+            wait = NodeWait.start(f"{availability()}: {dialling}", start.patience_s)
+            self._recorder.set_waiting(wait)
             try:
                 if await hosts.wait_for(
                     lambda: len(self._available()) >= start.min_hosts, start.patience_s
                 ):
                     return True
             finally:
-                self._recorder.wait(None)
+                self._recorder.set_waiting(None)
         if hosts.dialled:
             names = ", ".join(hosts.describe_missing())
             note(f"paceline: {availability()} after {patience}: {names} did not come back")
@@ -471,12 +473,12 @@ class ElasticDriver:
             attempt.on_event(node, event)
             if event.kind == "regrouped":
                 with contextlib.suppress(ConnectionError):  # a spare has just taken its place
-                    self._results.expect_from(self._nodes.get(attempt.recovery.first_host))
-        self._results.heard(node, event)
-        self._actions.heard(event)
+                    self._results.set_first_node(self._nodes.get(attempt.recovery.first_host))
+        self._results.on_event(node, event)
+        self._actions.on_event(event)
         self._listener(event)
         try:
-            self._recorder.take(event)
+            self._recorder.record(event)
         except NodeError as error:  # a run that leaves no trace is not worth its time
             if attempt is not None:
                 attempt.fail(
@@ -529,7 +531,7 @@ def lost_between(fleet: Fleet) -> Failure | None:
 async def full_disk(fleet: Fleet, failure: Failure) -> str:
     """Returns why a restart is useless if a disk is still full; else an empty string."""
     node = next((node for node in fleet.nodes if node.name == failure.host), None)
-    if node is None or node.lost or not about_full_disk(failure):
+    if node is None or node.lost or not is_full_disk(failure):
         return ""
     try:
         answer = await node.channel.request("disk", paths=[node.run_folder])
@@ -539,4 +541,4 @@ async def full_disk(fleet: Fleet, failure: Failure) -> str:
     free = disk.get("free")
     if not isinstance(free, int) or free >= MIN_DISK_BYTES:
         return ""
-    return f"the disk of {disk['path']} on {node.name} is still full ({size_words(free)} free)"
+    return f"the disk of {disk['path']} on {node.name} is still full ({format_size(free)} free)"

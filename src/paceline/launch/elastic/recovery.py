@@ -32,7 +32,7 @@ from paceline.launch.elastic.recovery_report import RecoveryReport, describe_exc
 from paceline.launch.nodes.connect import RELEASED_REDIAL_S, Reconnector
 from paceline.launch.nodes.fleet import Fleet, Node
 from paceline.launch.recorder import Recorder
-from paceline.launch.terminal.run_state import Waiting
+from paceline.launch.terminal.run_state import NodeWait
 from paceline.launch.terminal.screen import Screen
 from paceline.spec import jobenv
 from paceline.spec.errors import PacelineError, PermanentConnectError
@@ -232,7 +232,7 @@ class RecoveryController:
         self._is_closed = False
         self._error: BaseException | None = None
         self._departing: list[Node] = []
-        self._waiting: Waiting | None = None  # since too few hosts were left the last time
+        self._waiting: NodeWait | None = None  # since too few hosts were left the last time
         self._dialling: dict[str, asyncio.Task[None]] = {}  # by lost host
 
     # --- state -------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ class RecoveryController:
         return members.can_recover and (members.is_waiting or not members.is_stable)
 
     @property
-    def waiting(self) -> Waiting | None:
+    def waiting(self) -> NodeWait | None:
         """Hosts that the ranks wait for because too few are left; ``None`` if they do not wait."""
         is_waiting = self._members.can_recover and self._members.is_waiting
         return self._waiting if is_waiting else None
@@ -644,6 +644,6 @@ class RecoveryController:
             self.report.announce(f"too few nodes are left: {text}")
             min_hosts, patience_s = self._members.required_hosts
             num_available = pluralize(self.num_hosts - len(news.missing), "node")
-            self._waiting = Waiting.now(
+            self._waiting = NodeWait.start(
                 f"{num_available} of at least {min_hosts}: {text}", patience_s
             )

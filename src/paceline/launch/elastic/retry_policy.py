@@ -14,7 +14,7 @@ import signal
 from collections import deque
 from dataclasses import dataclass, replace
 
-from paceline.launch.failure_analysis import for_its_memory
+from paceline.launch.failure_analysis import is_out_of_memory
 from paceline.launch.planning.request import trains
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure
@@ -53,7 +53,7 @@ def is_by_chance(failure: Failure) -> bool:
     if failure.kind in _KINDS_OF_HOSTS:
         return True
     killed = failure.kind == "signal" and failure.signal not in _CRASHES
-    return killed and not failure.was_requested and not for_its_memory(failure)
+    return killed and not failure.was_requested and not is_out_of_memory(failure)
 
 
 class StartupTracker:

@@ -11,7 +11,7 @@ from paceline.launch.nodes.fleet import Fleet, Node
 from paceline.launch.nodes.provisioner import Provisioner
 from paceline.launch.planning import planner
 from paceline.launch.planning.request import Request, trains
-from paceline.launch.terminal.run_state import Waiting
+from paceline.launch.terminal.run_state import NodeWait
 from paceline.remote.channel import Channel
 from paceline.remote.login import MAX_PARALLEL_LOGINS
 from paceline.remote.transport import ConnectedCallback, Transport, ignore_count
@@ -24,7 +24,7 @@ from paceline.spec.plan import NodePlan
 STRAGGLER_WAIT_S = 5.0  # for the other hosts, once enough are connected
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 5.0)  # between two calls of one host; the last one repeats
 RELEASED_REDIAL_S = 30.0  # before a host is dialled that asked for its own end
-WaitCallback = Callable[["Waiting | None"], None]
+WaitCallback = Callable[["NodeWait | None"], None]
 
 
 class HostDialer:
@@ -124,7 +124,7 @@ async def connect_enough(transport: Transport, hosts: Sequence[Host], pythons: S
                 text = f"{pluralize(num_connected, 'host')} of at least {min_hosts}: waiting up to"
                 text += f" {span(patience_s)} for {_describe_dialers(missing)}"
                 note(f"paceline: {text}")
-                on_wait(Waiting.now(text, patience_s, waited_s))
+                on_wait(NodeWait.start(text, patience_s, waited_s))
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(changed.wait(), 0.2)
     except BaseException:

@@ -156,7 +156,7 @@ class Node:
         if event.kind == "import failed":
             error = ForkServerError("import", event["traceback"])
         elif event.kind == "fork server died":
-            error = ForkServerError("died", failure_analysis.how_it_died(event))
+            error = ForkServerError("died", failure_analysis.describe_fork_server_end(event))
         else:
             self.loaded = dict(event.fields)
         self.resolve_ready(error)
@@ -389,9 +389,9 @@ class Fleet:
         """Returns how the launcher itself explains a node's loss; empty if it does not."""
         absence = self.absence
         if absence is not None and absence.seconds > self.lease_s / 2:
-            return failure_analysis.own_pause(absence.seconds, self.lease_s)
+            return failure_analysis.describe_launcher_pause(absence.seconds, self.lease_s)
         return (
-            failure_analysis.own_silence(node.common_silence_s, self.lease_s)
+            failure_analysis.describe_network_loss(node.common_silence_s, self.lease_s)
             if node.common_silence_s
             else ""
         )

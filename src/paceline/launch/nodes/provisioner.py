@@ -97,8 +97,8 @@ class Provisioner:
                 if tree is None or name not in node.copies:
                     continue
                 copy = (node.name, node.copies[name][0], str(tree.root))
-                if copy not in self._screen.homes:
-                    self._screen.homes.append(copy)
+                if copy not in self._screen.shipped_copies:
+                    self._screen.shipped_copies.append(copy)
                     self._recorder.event("copied", node.name, copy=copy[1], home=copy[2])
 
 

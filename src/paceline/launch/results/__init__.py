@@ -1,1 +1,1 @@
-"""What a run leaves in its run directory, and the last words about it."""
+"""Results of a run: their collection, and the report at its end."""

@@ -1,4 +1,4 @@
-"""What a run left, and the last that the user reads of it."""
+"""The outcome of a run, and the report that the user reads at its end."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from paceline.spec.events import Event, ShippedCopy, restore_local_paths
 from paceline.spec.failure import Result, format_location, signal_name
 from paceline.spec.formatting import format_duration, shell_text
 
-LAST_LINES = 20
-LAST_BYTES = 16384  # read of a log for them
+LOG_TAIL_LINES = 20
+LOG_TAIL_BYTES = 16384
 
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """What a finished run left.
+    """Outcome of a finished run.
 
     Attributes:
         path: The run directory.
         result: How it ended.
-        events: What happened, as events.jsonl holds it.
-        metrics: The last value of every metric that was reported.
+        events: The events of events.jsonl.
+        metrics: The last reported value of every metric.
         seconds: From the call to the end.
-        begins: Bytes that earlier runs had left in the logs, by name.
-        resumable: The training was asked to stop, and there is a checkpoint of it.
-        ranks: How many were planned.
-        homes: Where shipped copies of folders of this machine were.
-        told: The last lines of the rank that failed first stand on the screen already.
-        command: The words that were typed for it, the program first; empty: those of this process.
+        log_offsets: Bytes of earlier runs in the logs, by name.
+        resumable: Whether the training was asked to stop and has a checkpoint.
+        ranks: The number of planned ranks.
+        shipped_copies: Copies of this machine's folders on the hosts.
+        is_log_displayed: Whether the screen already shows the last lines of the first failure.
+        command: The typed command, the program first; empty for that of this process.
     """
 
     path: Path
@@ -44,47 +44,47 @@ class RunOutcome:
     events: tuple[Event, ...]
     metrics: dict[str, Any]
     seconds: float
-    begins: Mapping[str, int] = field(default_factory=dict)
+    log_offsets: Mapping[str, int] = field(default_factory=dict)
     resumable: bool = False
     ranks: int = 0
-    homes: Sequence[ShippedCopy] = ()
-    told: bool = False
+    shipped_copies: Sequence[ShippedCopy] = ()
+    is_log_displayed: bool = False
     command: tuple[str, ...] = ()
 
     @property
-    def shown(self) -> Path:
-        """The run directory as people type it from here."""
+    def display_path(self) -> Path:
+        """The run directory as the user types it."""
         return Path(short(self.path))
 
 
 def report_success(outcome: RunOutcome) -> str:
-    """One line at the end of a run that went well."""
-    finished, missing = _at_the_end(outcome)
+    """Returns one line for a run that went well."""
+    finished, missing = _count_finished(outcome)
     ranks = f"{finished} rank{'s' * (finished != 1)}"
     if missing:
-        few = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else "")
-        ranks += f" ({few} missing at the end)"
-    took = format_duration(outcome.seconds)
+        listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else "")
+        ranks += f" ({listed} missing at the end)"
+    duration = format_duration(outcome.seconds)
     recovered = ""
     if recoveries := outcome.result.recoveries:
         noun = "recovery" if len(recoveries) == 1 else "recoveries"
         seconds = sum(recovery.seconds for recovery in recoveries)
         recovered = f", {len(recoveries)} {noun} ({format_duration(seconds)})"
     logs = short(outcome.path / names.LOGS)
-    return f"paceline: finished: {ranks}, {took}{recovered}, logs {logs}"
+    return f"paceline: finished: {ranks}, {duration}{recovered}, logs {logs}"
 
 
-def _at_the_end(outcome: RunOutcome) -> tuple[int, list[str]]:
-    """How many ranks have ended with status 0, and which others had a part in the last attempt."""
+def _count_finished(outcome: RunOutcome) -> tuple[int, list[str]]:
+    """Counts the ranks of the last attempt that ended with status 0, and names the others."""
     ended: dict[int, bool] = {}
     hosts: dict[int, str] = {}
-    over = False
+    is_over = False
     for event in outcome.events:
         if event.kind == "ended":
-            over = True
+            is_over = True
         elif event.rank is not None and event.kind in ("rank started", "rank ended"):
-            if over:  # of the next attempt
-                over, ended, hosts = False, {}, {}
+            if is_over:  # the next attempt begins
+                is_over, ended, hosts = False, {}, {}
             hosts[event.rank] = event.host
             ended[event.rank] = event.kind == "rank ended" and event["code"] == 0
     if not hosts:
@@ -94,32 +94,32 @@ def _at_the_end(outcome: RunOutcome) -> tuple[int, list[str]]:
 
 
 def report_failure(outcome: RunOutcome) -> str:
-    """The last thing the user reads: who failed first, its traceback, where the rest is."""
+    """Returns the report of a failed run: the first failure, its traceback, the logs."""
     result = outcome.result
     if result.failure is None:
         if result.interrupted is not None:
             text = f"paceline: stopped by {signal_name(result.interrupted)}: {short(outcome.path)}"
-            return "\n".join([text, *_last_checkpoint(outcome), *_to_resume(outcome)])
+            return "\n".join([text, *_unsaved_note(outcome), *_resume_hint(outcome)])
         return ""
     failure = result.failure
     lines = [f"paceline: failed first: {failure.describe()}"]
     if failure.kind == "exception":
         lines[0] += f" ({describe_end(failure.code, failure.signal)})" if failure.code else ""
         lines.append(_indent(failure.traceback))
-    elif failure.rank is not None and not outcome.told:
+    elif failure.rank is not None and not outcome.is_log_displayed:
         name = names.log_file(failure.host, failure.rank)
-        if last := last_lines(outcome.path / name, outcome.begins.get(name, 0)):
-            last = restore_local_paths(outcome.homes, failure.host, last)
-            lines += ["  its last lines:", _indent(last)]
+        if tail := log_tail(outcome.path / name, outcome.log_offsets.get(name, 0)):
+            tail = restore_local_paths(outcome.shipped_copies, failure.host, tail)
+            lines += ["  its last lines:", _indent(tail)]
     if result.num_other_failures:
         noun = "rank" if result.num_other_failures == 1 else "ranks"
         lines.append(f"  {result.num_other_failures} other {noun} failed after it")
     lines.append(f"  logs: {short(outcome.path / names.LOGS)}")
-    return "\n".join([*lines, *_to_resume(outcome)])
+    return "\n".join([*lines, *_resume_hint(outcome)])
 
 
-def _last_checkpoint(outcome: RunOutcome) -> list[str]:
-    """Says where an interrupted training can be resumed that had no time to save."""
+def _unsaved_note(outcome: RunOutcome) -> list[str]:
+    """Returns a line on the last checkpoint if an interrupted training had no time to save."""
     if not outcome.resumable or any(event.resumable for event in outcome.events):
         return []
     step = _saved_steps(outcome.events)[-1]
@@ -127,7 +127,7 @@ def _last_checkpoint(outcome: RunOutcome) -> list[str]:
 
 
 def is_resumable(result: Result, events: Iterable[Event]) -> bool:
-    """Whether a training was asked to stop, and there is a checkpoint of it."""
+    """Whether a training was asked to stop and has a checkpoint."""
     events = [*events]
     interrupted = result.interrupted is not None
     return any(event.resumable for event in events) or (interrupted and bool(_saved_steps(events)))
@@ -137,28 +137,28 @@ def _saved_steps(events: Iterable[Event]) -> list[int]:
     return [event["step"] for event in events if event.kind in ("checkpoint", "resumed")]
 
 
-def _to_resume(outcome: RunOutcome) -> list[str]:
-    """The command that was typed, as it goes on in the same run directory."""
+def _resume_hint(outcome: RunOutcome) -> list[str]:
+    """Returns a line with the command that resumes the run in its run directory."""
     if not outcome.resumable:
         return []
     argv = [*outcome.command] or ["paceline", *sys.argv[1:]]
-    return [f"to resume: {shell_text(to_resume(argv, short(outcome.path)))}"]
+    return [f"to resume: {shell_text(resume_command(argv, short(outcome.path)))}"]
 
 
-def to_resume(argv: Sequence[str], path: str) -> list[str]:
-    """The words of a command as it goes on in the run directory ``path``."""
-    if any(word.split("=")[0] == "--run-dir" for word in argv):
+def resume_command(argv: Sequence[str], path: str) -> list[str]:
+    """Returns the command that resumes the run in the run directory ``path``."""
+    if any(argument.split("=")[0] == "--run-dir" for argument in argv):
         return [*argv]
     return [*argv[:2], "--run-dir", path, *argv[2:]]
 
 
-def last_lines(log: Path, begins: int = 0, count: int = LAST_LINES) -> str:
-    """The end of what a log has beyond its first bytes; empty when there is none."""
+def log_tail(log: Path, begins: int = 0, count: int = LOG_TAIL_LINES) -> str:
+    """Returns the last lines of a log after its first ``begins`` bytes; empty if it has none."""
     try:
         with open_regular(log) as file:
             size = os.fstat(file.fileno()).st_size
-            file.seek(max(begins, size - LAST_BYTES))
-            data = file.read(LAST_BYTES)
+            file.seek(max(begins, size - LOG_TAIL_BYTES))
+            data = file.read(LOG_TAIL_BYTES)
     except OSError:
         return ""
     return "\n".join(data.decode(errors="replace").splitlines()[-count:])

@@ -1,7 +1,7 @@
-"""Single keys from the terminal, while the launcher's loop runs.
+"""Reads single keys from the terminal while the launcher's event loop runs.
 
-Nothing is read, and nothing of the terminal changed, unless standard input is the terminal and
-this process is in its foreground: what a shell has in the background must not take its keys.
+It reads nothing, and does not change the terminal, unless standard input is a terminal and this
+process is in its foreground.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import termios
 from collections.abc import Callable, Iterator
 from typing import Any
 
-MOST = 1024  # bytes of one reading
+READ_BYTES = 1024
 ESCAPE = "\x1b"
-_NAMED = {
+_KEY_NAMES = {
     "\x1b[A": "up", "\x1b[B": "down", "\x1bOA": "up", "\x1bOB": "down", "\x1b[5~": "page up",
     "\x1b[6~": "page down", "\r": "enter", "\n": "enter", "\x7f": "backspace", "\x08": "backspace",
     ESCAPE: "escape",
@@ -26,17 +26,17 @@ _NAMED = {
 
 
 def in_foreground(descriptor: int) -> bool:
-    """Whether a descriptor is a terminal whose keys are meant for this process."""
+    """Whether a descriptor is a terminal with this process in its foreground."""
     try:
         return os.isatty(descriptor) and os.tcgetpgrp(descriptor) == os.getpgrp()
     except OSError:
         return False
 
 
-def named(text: str) -> Iterator[str]:
-    """The keys in what a terminal sent: characters, or names such as ``up``.
+def parse_keys(text: str) -> Iterator[str]:
+    """Yields the keys in a terminal's input: characters, or names such as ``up``.
 
-    What a key sends that has no name here is left out as a whole.
+    Escape sequences of unknown keys are skipped.
     """
     at = 0
     while at < len(text):
@@ -49,16 +49,16 @@ def named(text: str) -> Iterator[str]:
                     break
         key = text[at : at + size]
         at += size
-        if key in _NAMED:
-            yield _NAMED[key]
+        if key in _KEY_NAMES:
+            yield _KEY_NAMES[key]
         elif key.isprintable():
             yield key
 
 
 class Keys:
-    """Has a function called for every key, until :meth:`close`.
+    """Calls a function for every key, until :meth:`close`.
 
-    Signals stay what they are: Ctrl-C, Ctrl-Z and Ctrl-\\ reach the process as ever.
+    Ctrl-C, Ctrl-Z and Ctrl-\\ still send their signals.
 
     Args:
         on_key: Called with each key from the running loop.
@@ -68,31 +68,31 @@ class Keys:
     def __init__(self, on_key: Callable[[str], None], descriptor: int | None = None) -> None:
         self._fd = sys.__stdin__.fileno() if descriptor is None and sys.__stdin__ else descriptor
         self._on_key = on_key
-        self._before: list[Any] | None = None
+        self._saved_attributes: list[Any] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     @property
-    def open(self) -> bool:
-        """Whether keys are read at present."""
-        return self._before is not None
+    def is_open(self) -> bool:
+        """Whether keys are being read."""
+        return self._saved_attributes is not None
 
-    def begin(self) -> bool:
-        """Reads keys from now on; False where there are none to be read."""
-        if self.open:
+    def start(self) -> bool:
+        """Starts reading keys; returns False if this process cannot."""
+        if self.is_open:
             return True
         if self._fd is None or not in_foreground(self._fd):
             return False
         try:
-            before = termios.tcgetattr(self._fd)
-            after = termios.tcgetattr(self._fd)
-            after[3] &= ~(termios.ICANON | termios.ECHO)
-            after[6][termios.VMIN], after[6][termios.VTIME] = 1, 0
-            termios.tcsetattr(self._fd, termios.TCSADRAIN, after)
+            saved = termios.tcgetattr(self._fd)
+            attributes = termios.tcgetattr(self._fd)
+            attributes[3] &= ~(termios.ICANON | termios.ECHO)
+            attributes[6][termios.VMIN], attributes[6][termios.VTIME] = 1, 0
+            termios.tcsetattr(self._fd, termios.TCSADRAIN, attributes)
         except (OSError, termios.error):
             return False
-        self._before = before
-        atexit.register(self.close)  # whatever happens
+        self._saved_attributes = saved
+        atexit.register(self.close)
         try:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._fd, self._read)
@@ -102,28 +102,28 @@ class Keys:
         return True
 
     def close(self) -> None:
-        """Reads no more, and gives the terminal back as it was."""
-        before, self._before = self._before, None
+        """Stops reading, and restores the terminal's settings."""
+        saved, self._saved_attributes = self._saved_attributes, None
         loop, self._loop = self._loop, None
-        if before is None or self._fd is None:
+        if saved is None or self._fd is None:
             return
         atexit.unregister(self.close)
         if loop is not None and not loop.is_closed():
             loop.remove_reader(self._fd)
-        if in_foreground(self._fd):  # else whoever has the terminal now has set it
+        if in_foreground(self._fd):  # else the foreground process has set it
             with contextlib.suppress(OSError, termios.error):
-                termios.tcsetattr(self._fd, termios.TCSADRAIN, before)
+                termios.tcsetattr(self._fd, termios.TCSADRAIN, saved)
 
     def _read(self) -> None:
         assert self._fd is not None
         try:
-            data = os.read(self._fd, MOST)
+            data = os.read(self._fd, READ_BYTES)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
             data = b""
-        if not data:  # the terminal has gone
+        if not data:  # the terminal is closed
             self.close()
             return
-        for key in named(self._decoder.decode(data)):
+        for key in parse_keys(self._decoder.decode(data)):
             self._on_key(key)

@@ -1,7 +1,7 @@
-"""The live screen of a run on a terminal: when it is there, what it shows, what its keys do.
+"""The live screen of a run on a terminal: its lifetime, its content and its keys.
 
-It lies over the terminal's own lines, as a pager does. What would have been written there meanwhile
-is written when it goes; so at the end the terminal shows what it shows without.
+It uses the terminal's alternate screen, as a pager does. Lines for the terminal are buffered and
+written when it closes, so that the terminal ends up as it would without a live screen.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TextIO, cast
 
 from paceline.launch.terminal.keys import Keys, in_foreground
-from paceline.launch.terminal.run_state import Board
-from paceline.launch.terminal.writer import Writer
+from paceline.launch.terminal.run_state import RunState
+from paceline.launch.terminal.writer import BackgroundWriter
 from paceline.spec.errors import PacelineError
 from paceline.spec.failure import format_location
 from paceline.spec.terminal import clean
 
-REDRAW_S = 1.0  # unless a key comes
-FIRST_S = 1.5  # a run that is over sooner has no screen
+REDRAW_S = 1.0  # without keys
+APPEAR_DELAY_S = 1.5  # a shorter run has no live screen
 NOTICE_S = 6.0
-MOST_HELD = 10_000  # lines that are written when the screen goes
-MOST_LINES, MOST_OF_RANK = 500, 200  # of the log, that can be looked at
-SETTLE_S = 2.0  # until the terminal has taken what was written
-PAGE = 10  # lines by which a text is moved
-STEPS_S = 120.0  # over which the time that is left is told
-LEAST_COLUMNS, LEAST_LINES = 60, 16
+MAX_BUFFERED_LINES = 10_000  # written when the screen closes
+MAX_LOG_LINES, MAX_RANK_LINES = 500, 200  # of the log
+FLUSH_TIMEOUT_S = 2.0  # to write buffered lines
+PAGE_LINES = 10  # scrolled by Page Up and Page Down
+RATE_WINDOW_S = 120.0  # for the estimate of the remaining time
+MIN_COLUMNS, MIN_LINES = 60, 16
 
 SAVE_KEY = "s   save a checkpoint now"
 # no line is wider than the narrowest screen
@@ -47,136 +47,137 @@ HELP = """\
 """
 
 
-class Wishes(Protocol):
-    """What keys ask for: see :class:`paceline.launch.control.Actions`."""
+class RunActions(Protocol):
+    """Actions of keys: see :class:`paceline.launch.control.RunActions`."""
 
-    def stop(self, *, now: bool = False) -> str | Awaitable[str]: ...
+    def stop(self, *, immediately: bool = False) -> str | Awaitable[str]: ...
     async def save(self) -> str: ...
     async def stacks(self) -> str: ...
 
 
-def possible(target: Writer) -> bool:
-    """Whether a screen can be drawn there: a terminal of some size that can be written all over."""
+def supports_live(target: BackgroundWriter) -> bool:
+    """Whether a stream is a terminal of sufficient size with cursor control."""
     if not target.isatty() or os.environ.get("TERM", "dumb") in ("", "dumb", "unknown"):
         return False
     try:
         size = os.get_terminal_size(target.fileno())
     except OSError:
         return False
-    return size.columns >= LEAST_COLUMNS and size.lines >= LEAST_LINES
+    return size.columns >= MIN_COLUMNS and size.lines >= MIN_LINES
 
 
-class Live:
-    """The screen of one run. It comes and goes with the terminal's foreground.
+class LiveScreen:
+    """The live screen of one run, visible while the process is in the terminal's foreground.
 
     Args:
-        board: What is shown.
+        state: The run's state.
         target: The terminal.
-        title: Of the run.
+        title: The run's title.
         seconds: For how long it has run already.
-        logs: The folder of the logs, as people name it.
-        wishes: Does what keys ask for; ``None``: nothing can be asked.
-        leave: Lets the run go on without this terminal; ``None`` where it could not.
-        wait_s: Until the screen comes.
+        logs: The logs' folder, as the user types it.
+        actions: Carries out the actions of keys; ``None`` if there are none.
+        on_detach: Detaches the run from this terminal; ``None`` if it cannot be.
+        delay_s: Time until the screen appears.
     """
 
     def __init__(
         self,
-        board: Board,
-        target: Writer,
+        state: RunState,
+        target: BackgroundWriter,
         *,
         title: str = "",
         seconds: float = 0.0,
         logs: str = "",
-        wishes: Wishes | None = None,
-        leave: Callable[[], object] | None = None,
-        wait_s: float = FIRST_S,
+        actions: RunActions | None = None,
+        on_detach: Callable[[], object] | None = None,
+        delay_s: float = APPEAR_DELAY_S,
     ) -> None:
-        self.wanted = True  # until somebody wants lines
-        self._over = False
-        self._board, self._target, self._title, self._logs = board, target, title, logs
-        self._wishes, self._leave, self._wait_s = wishes, leave, wait_s
-        self._began = time.monotonic() - seconds
-        self._keys = Keys(self._key)
-        self._drawn: Any = None  # rich's Live, while it is there
-        self._held: deque[tuple[str, int]] = deque()
-        self._held_lines = self._left_out = 0
-        self._all: deque[str] = deque(maxlen=MOST_LINES)
-        self._of_rank: dict[int, deque[str]] = {}
-        self._steps: deque[tuple[float, int]] = deque()
-        self._chosen: int | None = None
-        self._typed = ""
+        self.is_enabled = True
+        self._is_ended = False
+        self._state, self._target, self._title, self._logs = state, target, title, logs
+        self._actions, self._on_detach, self._delay_s = actions, on_detach, delay_s
+        self._started_at = time.monotonic() - seconds
+        self._keys = Keys(self._on_key)
+        self._rich_live: Any = None  # rich's Live, while visible
+        self._buffer: deque[tuple[str, int]] = deque()
+        self._num_buffered = self._num_dropped = 0
+        self._log: deque[str] = deque(maxlen=MAX_LOG_LINES)
+        self._rank_logs: dict[int, deque[str]] = {}
+        self._step_times: deque[tuple[float, int]] = deque()
+        self._selected: int | None = None
+        self._digits = ""
         self._page: list[str] = []
-        self._page_title, self._page_at = "", 0
-        self._notice, self._notice_until = "", 0.0
-        self._asking: dict[str, Callable[[], None]] = {}  # by key: the answer to a question
+        self._page_title, self._page_offset = "", 0
+        self._notice, self._notice_expires_at = "", 0.0
+        self._choices: dict[str, Callable[[], None]] = {}  # by key, while a question is open
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
-    def shown(self) -> bool:
-        """Whether the screen is there."""
-        return self._drawn is not None
+    def is_visible(self) -> bool:
+        """Whether the screen is visible."""
+        return self._rich_live is not None
 
-    # --- what would be written --------------------------------------------------------------
+    # --- lines ------------------------------------------------------------------------------
 
-    def hold(self, text: str, lines: int) -> bool:
-        """Whether a text is kept until the screen goes; else it is to be written now."""
-        if not self.shown:
+    def buffer(self, text: str, lines: int) -> bool:
+        """Buffers a text until the screen closes; returns False if it is not visible."""
+        if not self.is_visible:
             return False
-        self._held.append((text, lines))
-        self._held_lines += lines
-        while self._held_lines > MOST_HELD and len(self._held) > 1:
-            _, fewer = self._held.popleft()
-            self._held_lines -= fewer
-            self._left_out += fewer
+        self._buffer.append((text, lines))
+        self._num_buffered += lines
+        while self._num_buffered > MAX_BUFFERED_LINES and len(self._buffer) > 1:
+            _, num_lines = self._buffer.popleft()
+            self._num_buffered -= num_lines
+            self._num_dropped += num_lines
         return True
 
     def log(self, rank: int | None, lines: Sequence[str], label: str = "",
-            of_all: bool = True) -> None:  # fmt: skip
-        """Takes lines of a rank, or of the job, to be looked at.
+            is_listed: bool = True) -> None:  # fmt: skip
+        """Adds lines to the logs.
 
         Args:
-            rank: Whose; ``None`` for the job's own.
-            lines: Clean, without ends.
-            label: What stands before them where all are shown.
-            of_all: They are among these.
+            rank: The rank that wrote them; ``None`` for the job's own.
+            lines: Clean lines without ends.
+            label: Their prefix in the log of all ranks.
+            is_listed: Whether the log of all ranks has them.
         """
         if rank is not None:
-            kept = self._of_rank.setdefault(rank, deque(maxlen=MOST_OF_RANK))
-            kept.extend(lines)
-        if of_all:
-            self._all.extend(f"{label} {line}" if label else line for line in lines)
+            rank_lines = self._rank_logs.setdefault(rank, deque(maxlen=MAX_RANK_LINES))
+            rank_lines.extend(lines)
+        if is_listed:
+            self._log.extend(f"{label} {line}" if label else line for line in lines)
 
     # --- the loop ---------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Draws until it is cancelled."""
+        """Draws the screen until it is cancelled."""
         loop = asyncio.get_running_loop()
-        usual = signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL
-        if usual:
+        is_suspendable = signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL
+        if is_suspendable:
             loop.add_signal_handler(signal.SIGTSTP, self._suspend)
         try:
-            await asyncio.sleep(self._wait_s)
-            while not self._over:  # what is cancelled as a key comes may not hear of it
+            await asyncio.sleep(self._delay_s)
+            while not self._is_ended:  # wait_for may swallow a cancellation
                 self._appear()
                 self._draw()
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), REDRAW_S)
                 self._changed.clear()
         finally:
-            if usual:
+            if is_suspendable:
                 loop.remove_signal_handler(signal.SIGTSTP)
             for task in self._tasks:
                 task.cancel()
             self.close()
 
     def _appear(self) -> None:
-        """Comes where it can and is wanted, and goes where it cannot stay."""
-        here = self.wanted and in_foreground(self._target.fileno()) and possible(self._target)
-        if here and not self.shown:
+        """Opens the screen if it is enabled and possible, and closes it otherwise."""
+        target = self._target
+        is_available = self.is_enabled and in_foreground(target.fileno()) and supports_live(target)
+        if is_available and not self.is_visible:
             self._show()
-        elif self.shown and not here:
+        elif self.is_visible and not is_available:
             self.close()
 
     def _show(self) -> None:
@@ -184,224 +185,224 @@ class Live:
         from rich.live import Live as Drawn
 
         console = Console(file=cast(TextIO, self._target), highlight=False, emoji=False)
-        self._drawn = Drawn(console=console, screen=True, auto_refresh=False,
+        self._rich_live = Drawn(console=console, screen=True, auto_refresh=False,
                             redirect_stdout=False, redirect_stderr=False)  # fmt: skip
-        self._keys.begin()
-        self._drawn.start()
+        self._keys.start()
+        self._rich_live.start()
 
     def end(self) -> None:
-        """Goes for good."""
-        self._over = True
+        """Closes the screen for good."""
+        self._is_ended = True
         self.close()
 
     def close(self) -> None:
-        """Gives the terminal back, with all that was to be written on it."""
+        """Restores the terminal and writes the buffered lines."""
         self._keys.close()
-        drawn, self._drawn = self._drawn, None
-        if drawn is None:
+        rich_live, self._rich_live = self._rich_live, None
+        if rich_live is None:
             return
-        drawn.stop()
-        if self._left_out:
-            lines = f"{self._left_out} line{'s' * (self._left_out != 1)}"
+        rich_live.stop()
+        if self._num_dropped:
+            lines = f"{self._num_dropped} line{'s' * (self._num_dropped != 1)}"
             self._target.write(
                 f"paceline: {lines} left out here; the logs are complete: {self._logs}\n"
             )
-        for text, _ in self._held:
-            self._target.write(text + "\n")  # one terminal, one order
-        self._held.clear()
-        self._held_lines = self._left_out = 0
-        self._target.settle(SETTLE_S)
+        for text, _ in self._buffer:
+            self._target.write(text + "\n")
+        self._buffer.clear()
+        self._num_buffered = self._num_dropped = 0
+        self._target.drain(FLUSH_TIMEOUT_S)
 
     def _suspend(self) -> None:
-        """Ctrl-Z: the job goes on without us where that was wished, else we stand still."""
-        if self._leave is not None:
-            self._leave()
+        """Handles Ctrl-Z: detaches the run if possible, else suspends this process."""
+        if self._on_detach is not None:
+            self._on_detach()
             return
         loop = asyncio.get_running_loop()
         self.close()
         loop.remove_signal_handler(signal.SIGTSTP)
         os.kill(os.getpid(), signal.SIGTSTP)
-        loop.add_signal_handler(signal.SIGTSTP, self._suspend)  # it goes on
+        loop.add_signal_handler(signal.SIGTSTP, self._suspend)  # after SIGCONT
         self._changed.set()
 
     # --- drawing ----------------------------------------------------------------------------
 
     def _draw(self) -> None:
-        """A new picture, unless the terminal has not taken the last one."""
-        if not self.shown or self._target.behind:
+        """Draws the screen, unless the terminal is still writing the last frame."""
+        if not self.is_visible or self._target.is_behind:
             return
         from rich.console import Group
 
-        from paceline.launch.terminal.render import FINE, PLAIN, frame
+        from paceline.launch.terminal.render import ASCII, UNICODE, frame
 
-        console = self._drawn.console
-        signs = PLAIN if console.options.ascii_only else FINE
-        lines = frame(self._board, self._around(), console.width, console.height, signs)
-        self._drawn.update(Group(*lines), refresh=True)
+        console = self._rich_live.console
+        symbols = ASCII if console.options.ascii_only else UNICODE
+        lines = frame(self._state, self._view(), console.width, console.height, symbols)
+        self._rich_live.update(Group(*lines), refresh=True)
 
-    def _around(self) -> Any:
-        from paceline.launch.terminal.render import Around, told_parts
+    def _view(self) -> Any:
+        from paceline.launch.terminal.render import View, describe_parts
 
         now = time.monotonic()
-        rank = self._board.ranks.get(-1 if self._chosen is None else self._chosen)
-        log: Sequence[str] = self._all
+        rank = self._state.ranks.get(-1 if self._selected is None else self._selected)
+        log: Sequence[str] = self._log
         title = "log"
-        if self._chosen is not None:
-            log = self._of_rank.get(self._chosen, ())
-            title = f"log of {format_location(rank.host if rank else '', self._chosen)}"
+        if self._selected is not None:
+            log = self._rank_logs.get(self._selected, ())
+            title = f"log of {format_location(rank.host if rank else '', self._selected)}"
             if rank is not None and rank.parts:
-                title += f": {told_parts(rank.parts)}"
+                title += f": {describe_parts(rank.parts)}"
             log = log or ["(nothing of it has been seen here yet)"]
         if self._page:
             title = self._page_title
-        notice = self._notice if now < self._notice_until else ""
-        return Around(
-            self._title, now - self._began, now, self._left_s(now), self._chosen, [*log], title,
-            self._page[self._page_at :], self._footer(), notice,
+        notice = self._notice if now < self._notice_expires_at else ""
+        return View(
+            self._title, now - self._started_at, now, self._remaining_s(now), self._selected,
+            [*log], title, self._page[self._page_offset :], self._footer(), notice,
         )  # fmt: skip
 
-    def _left_s(self, now: float) -> float | None:
-        """Seconds until the training is over, by the steps of the last while."""
-        progress = self._board.progress
+    def _remaining_s(self, now: float) -> float | None:
+        """Returns the remaining seconds of the training, from recent steps."""
+        progress = self._state.progress
         step, steps = progress.get("step"), progress.get("steps")
         if not isinstance(step, int) or not isinstance(steps, int):
             return None
-        if self._steps and self._steps[-1][1] > step:
-            self._steps.clear()
-        if not self._steps or now - self._steps[-1][0] >= REDRAW_S / 2:
-            self._steps.append((now, step))
-        while now - self._steps[0][0] > STEPS_S:
-            self._steps.popleft()
-        since, first = self._steps[0]
-        return (steps - step) * (now - since) / (step - first) if step > first else None
+        if self._step_times and self._step_times[-1][1] > step:
+            self._step_times.clear()
+        if not self._step_times or now - self._step_times[-1][0] >= REDRAW_S / 2:
+            self._step_times.append((now, step))
+        while now - self._step_times[0][0] > RATE_WINDOW_S:
+            self._step_times.popleft()
+        start, first = self._step_times[0]
+        return (steps - step) * (now - start) / (step - first) if step > first else None
 
     def _footer(self) -> str:
-        if not self._keys.open:
+        if not self._keys.is_open:
             return "Ctrl-C stops the run (keys need standard input to be this terminal)"
-        leave = "d leave  " if self._leave is not None else ""
-        save = "s save  " if self._board.keeps_checkpoints else ""
-        return f"up/down rank's log  a all  {save}t stacks  x stop  {leave}q lines  ? help"
+        detach = "d leave  " if self._on_detach is not None else ""
+        save = "s save  " if self._state.saves_checkpoints else ""
+        return f"up/down rank's log  a all  {save}t stacks  x stop  {detach}q lines  ? help"
 
     # --- keys -------------------------------------------------------------------------------
 
-    def _key(self, key: str) -> None:
+    def _on_key(self, key: str) -> None:
         self._notice = ""
         self._changed.set()
-        if self._asking:
-            asked, self._asking = self._asking, {}
-            asked.get(key, lambda: None)()
+        if self._choices:
+            choices, self._choices = self._choices, {}
+            choices.get(key, lambda: None)()
             return
         if self._page:
-            by = {"up": -1, "down": 1, "page up": -PAGE, "page down": PAGE}.get(key)
-            if by is not None:
-                self._page_at = min(max(0, self._page_at + by), len(self._page) - 1)
+            offset = {"up": -1, "down": 1, "page up": -PAGE_LINES, "page down": PAGE_LINES}.get(key)
+            if offset is not None:
+                self._page_offset = min(max(0, self._page_offset + offset), len(self._page) - 1)
                 return
             self._page = []
             if key in ("?", "escape", "q"):
                 return
         if key in ("up", "down", "k", "j"):
-            self._choose_next(-1 if key in ("up", "k") else 1)
-        elif key.isdecimal() or (self._typed and key in ("enter", "backspace")):
-            self._type(key)
+            self._select_next(-1 if key in ("up", "k") else 1)
+        elif key.isdecimal() or (self._digits and key in ("enter", "backspace")):
+            self._type_digit(key)
         else:
-            self._typed = ""
-            self._keys_of_words.get(key, lambda: None)()
+            self._digits = ""
+            self._commands.get(key, lambda: None)()
 
     @property
-    def _keys_of_words(self) -> dict[str, Callable[[], None]]:
+    def _commands(self) -> dict[str, Callable[[], None]]:
         return {
-            "a": self._choose_all,
-            "escape": self._choose_all,
+            "a": self._select_all,
+            "escape": self._select_all,
             "s": self._save,
-            "t": lambda: self._ask("stacks", "asked every rank where it stands"),
-            "x": self._ask_to_stop,
+            "t": lambda: self._request("stacks", "asked every rank where it stands"),
+            "x": self._confirm_stop,
             "d": self._detach,
-            "q": self._to_lines,
+            "q": self._show_lines,
             "?": self._help,
             "h": self._help,
         }
 
-    def _say(self, text: str, seconds: float = NOTICE_S) -> None:
-        self._notice, self._notice_until = clean(text), time.monotonic() + seconds
+    def _notify(self, text: str, seconds: float = NOTICE_S) -> None:
+        self._notice, self._notice_expires_at = clean(text), time.monotonic() + seconds
         self._changed.set()
 
-    def _choose_all(self) -> None:
-        self._chosen = None
+    def _select_all(self) -> None:
+        self._selected = None
 
-    def _choose_next(self, by: int) -> None:
-        ranks = sorted(self._board.ranks)
+    def _select_next(self, offset: int) -> None:
+        ranks = sorted(self._state.ranks)
         if not ranks:
             return
-        places: list[int | None] = [None, *ranks]
-        at = places.index(self._chosen) if self._chosen in places else 0
-        self._chosen = places[(at + by) % len(places)]
+        choices: list[int | None] = [None, *ranks]
+        at = choices.index(self._selected) if self._selected in choices else 0
+        self._selected = choices[(at + offset) % len(choices)]
 
-    def _type(self, key: str) -> None:
-        """The digits of a rank: at once where there can be no more."""
+    def _type_digit(self, key: str) -> None:
+        """Selects a rank by its digits; at once if no longer number is possible."""
         if key == "backspace":
-            self._typed = self._typed[:-1]
+            self._digits = self._digits[:-1]
         elif key != "enter":
-            self._typed += key
-        most = max(self._board.ranks, default=0)
-        if self._typed and (key == "enter" or int(self._typed) * 10 > most):
-            rank, self._typed = int(self._typed), ""
-            if rank in self._board.ranks:
-                self._chosen = rank
+            self._digits += key
+        highest = max(self._state.ranks, default=0)
+        if self._digits and (key == "enter" or int(self._digits) * 10 > highest):
+            rank, self._digits = int(self._digits), ""
+            if rank in self._state.ranks:
+                self._selected = rank
             else:
-                self._say(f"there is no rank {rank}")
-        elif self._typed:
-            self._say(f"rank {self._typed} (Enter, or more digits)")
+                self._notify(f"there is no rank {rank}")
+        elif self._digits:
+            self._notify(f"rank {self._digits} (Enter, or more digits)")
 
     def _save(self) -> None:
-        if self._board.keeps_checkpoints:
-            self._ask("save", "asked for a checkpoint")
+        if self._state.saves_checkpoints:
+            self._request("save", "asked for a checkpoint")
         else:
-            self._say("the script has not called session.checkpoints: nothing to save")
+            self._notify("the script has not called session.checkpoints: nothing to save")
 
     def _help(self) -> None:
-        saves = self._board.keeps_checkpoints
+        saves = self._state.saves_checkpoints
         self._open("help", HELP if saves else HELP.replace(SAVE_KEY, " " * len(SAVE_KEY)))
 
     def _open(self, title: str, text: str) -> None:
-        """Shows a text in place of the log."""
-        self._page, self._page_at = clean(text).splitlines(), 0
+        """Shows a text instead of the log."""
+        self._page, self._page_offset = clean(text).splitlines(), 0
         self._page_title, self._notice = f"{title} (up and down move it, Esc goes back)", ""
         self._changed.set()
 
-    def _to_lines(self) -> None:
-        self.wanted = False
+    def _show_lines(self) -> None:
+        self.is_enabled = False
         self.close()
 
     def _detach(self) -> None:
-        if self._leave is not None:
-            self._leave()
+        if self._on_detach is not None:
+            self._on_detach()
         else:
-            self._say("only a run of --keep or --detach can be left running")
+            self._notify("only a run of --keep or --detach can be left running")
 
-    def _ask_to_stop(self) -> None:
-        self._asking = {
-            "y": lambda: self._ask("stop", "stopping"),
-            "k": lambda: self._ask("stop", "stopping at once", now=True),
+    def _confirm_stop(self) -> None:
+        self._choices = {
+            "y": lambda: self._request("stop", "stopping"),
+            "k": lambda: self._request("stop", "stopping at once", immediately=True),
         }
-        self._say("stop the run?  y: with time to save   k: at once   any other key: no", 60.0)
+        self._notify("stop the run?  y: with time to save   k: at once   any other key: no", 60.0)
 
-    def _ask(self, what: str, question: str, **how: Any) -> None:
-        if self._wishes is None:
-            self._say("nothing can be asked of this run from here")
+    def _request(self, action: str, question: str, **arguments: Any) -> None:
+        if self._actions is None:
+            self._notify("nothing can be asked of this run from here")
             return
-        self._say(question, 60.0)
-        task = asyncio.ensure_future(self._do(what, **how))
+        self._notify(question, 60.0)
+        task = asyncio.ensure_future(self._perform(action, **arguments))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _do(self, what: str, **how: Any) -> None:
+    async def _perform(self, action: str, **arguments: Any) -> None:
         try:
-            answer = getattr(self._wishes, what)(**how)
+            answer = getattr(self._actions, action)(**arguments)
             text = str(await answer if inspect.isawaitable(answer) else answer)
         except (PacelineError, ConnectionError) as error:
-            self._say(f"{error}".split("\n", 1)[0])
+            self._notify(f"{error}".split("\n", 1)[0])
             return
-        if what == "stacks":
+        if action == "stacks":
             self._open("stacks", text)
         else:
-            self._say(text)
+            self._notify(text)

@@ -1,8 +1,8 @@
-"""What the live screen shows, drawn of a :class:`~paceline.launch.terminal.run_state.Board`. Pure.
+"""Renders the live screen from a :class:`~paceline.launch.terminal.run_state.RunState`. Pure.
 
-From top to bottom: how far it is, a line for each rank, one for each host, curves, what happened,
-the latest lines of the log, and the keys. What does not fit is summed up: ranks that fail, hang or
-are slow are shown before all others.
+From top to bottom: progress, a line per rank, a line per host, curves, news, the latest lines of
+the log, and the keys. Ranks that do not fit share one line; those that fail, hang or are slow come
+first.
 """
 
 from __future__ import annotations
@@ -16,76 +16,77 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from paceline.launch.terminal.run_state import TRAINING, Board, HostState, RankState, time_of
+from paceline.launch.terminal.run_state import TRAINING, HostState, RankState, RunState, format_time
 from paceline.spec.events import PART_NAMES
 from paceline.spec.formatting import format_bit_rate, format_epoch, pluralize
 from paceline.spec.terminal import fixed_width, wrap
 
-WIDE = 116  # columns, from which a host's load stands beside its ranks
-QUIET_S = 5.0  # without a word: others tell where they are each second
-LEAST_LOG = 4  # lines
-MOST_ROWS = 4  # of a line of the log
-STEEP = 20.0  # highest by lowest value, from which a curve is drawn by its logarithm
-MOST_BAR = 40
-LEAST_CURVE = 12
+WIDE_COLUMNS = 116  # from which a host's load is beside its ranks
+QUIET_S = 5.0  # without a report: ranks send one each second
+MIN_LOG_LINES = 4
+MAX_ROWS_PER_LINE = 4
+LOG_SCALE_RATIO = 20.0  # of the highest to the lowest value, from which a curve is logarithmic
+MAX_BAR_WIDTH = 40
+MIN_CURVE_WIDTH = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Signs:
-    """What things are drawn with.
+class SymbolSet:
+    """The characters of the live screen.
 
     Attributes:
-        parts: Of a step, by name: one sign each, to be told apart without colours.
+        parts: One for each part of a step, by name.
         curve: From low to high.
-        full, empty: Of the bar of progress.
-        line, dot, mark, more: Between parts, between words, of a chosen line, of what is cut.
+        full, empty: Of the progress bar.
+        rule, separator, marker, ellipsis: Of headings, between words, of the selected rank, of
+            truncated text.
     """
 
     parts: Mapping[str, str]
     curve: str
     full: str
     empty: str
-    line: str
-    dot: str
-    mark: str
-    more: str
+    rule: str
+    separator: str
+    marker: str
+    ellipsis: str
 
 
-FINE = Signs(
+UNICODE = SymbolSet(
     {"computing": "█", "data": "▒", "waiting": "·", "moving": "═", "saving": "+", "other": "-"},
     "▁▂▃▄▅▆▇█", "━", "─", "─", "·", "▸", "…",
 )  # fmt: skip
-PLAIN = Signs(
+ASCII = SymbolSet(
     {"computing": "#", "data": "d", "waiting": ".", "moving": "=", "saving": "+", "other": "-"},
     "_.-=*#", "#", ".", "-", "|", ">", "~",
 )  # fmt: skip
 _COLOURS = {"computing": "green", "data": "yellow", "waiting": "bright_black", "moving": "cyan",
             "saving": "blue", "other": "magenta"}  # fmt: skip
-_BAD, _DIM, _HEAD = "bold red", "bright_black", "bold"
+_ALERT, _DIM, _TITLE = "bold red", "bright_black", "bold"
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
-    """What stands around a board.
+class View:
+    """What the live screen shows besides the run's state.
 
     Attributes:
-        title: Of the run.
-        seconds: Since it began.
-        now: Of the board's clock.
-        left_s: Until the end, as far as it can be told.
-        chosen: The rank whose log is shown; ``None``: that of all.
-        log: The latest lines, the last one last; may hold colours.
-        log_title: Whose log that is.
-        page: Shown in place of the log, where it is not empty.
+        title: The run's title.
+        seconds: Time since it began.
+        now: Time of the state's clock.
+        remaining_s: Estimated time until the end; ``None`` if unknown.
+        selected: The rank whose log is shown; ``None`` for all.
+        log: The latest lines; may contain colours.
+        log_title: Title of the log.
+        page: Shown instead of the log unless empty.
         keys: The last line.
-        notice: In its place, while there is something to say.
+        notice: Shown instead of the keys unless empty.
     """
 
     title: str = ""
     seconds: float = 0.0
     now: float = 0.0
-    left_s: float | None = None
-    chosen: int | None = None
+    remaining_s: float | None = None
+    selected: int | None = None
     log: Sequence[str] = ()
     log_title: str = "log"
     page: Sequence[str] = ()
@@ -93,203 +94,202 @@ class Around:
     notice: str = ""
 
 
-def frame(board: Board, around: Around, columns: int, lines: int,
-          signs: Signs = FINE) -> list[Text]:  # fmt: skip
-    """The whole screen: exactly so many lines, none wider than that."""
-    drawing = _Drawing(board, around, columns, signs)
-    head, room = drawing.head(), lines
-    room -= len(head) + 1  # and the keys
-    beside = columns >= WIDE
-    hosts = [] if beside else drawing.hosts(max(2, lines // 5))
+def frame(state: RunState, view: View, columns: int, lines: int,
+          symbols: SymbolSet = UNICODE) -> list[Text]:  # fmt: skip
+    """Renders the screen: exactly ``lines`` lines of at most ``columns`` columns."""
+    drawing = _Frame(state, view, columns, symbols)
+    head, available = drawing.head(), lines
+    available -= len(head) + 1  # for the keys
+    has_side_load = columns >= WIDE_COLUMNS
+    hosts = [] if has_side_load else drawing.hosts(max(2, lines // 5))
     news = drawing.news(5 if lines >= 36 else 3)
     curves = drawing.curves(1 if lines < 36 else 2, 1 if lines < 44 else 2)
-    room -= len(hosts) + len(news) + len(curves)
-    ranks = drawing.ranks(max(4, room - 1 - LEAST_LOG), beside)
+    available -= len(hosts) + len(news) + len(curves)
+    ranks = drawing.ranks(max(4, available - 1 - MIN_LOG_LINES), has_side_load)
     body = [*head, *ranks, *hosts, *curves, *news]
     body = body[: max(1, lines - 2)]
     log = drawing.log(max(0, lines - len(body) - 1))
-    whole = [*body, *log][: lines - 1]
-    whole += [Text()] * (lines - 1 - len(whole))
-    whole.append(drawing.foot())
-    for one in whole:
-        one.plain = fixed_width(one.plain)  # of names and words that hosts and scripts have told
-        one.no_wrap, one.overflow = True, "crop"
-        one.truncate(columns)
-    return whole
+    screen = [*body, *log][: lines - 1]
+    screen += [Text()] * (lines - 1 - len(screen))
+    screen.append(drawing.foot())
+    for line in screen:
+        line.plain = fixed_width(line.plain)  # hosts and scripts may send wide characters
+        line.no_wrap, line.overflow = True, "crop"
+        line.truncate(columns)
+    return screen
 
 
-class _Drawing:
-    """One picture.
+class _Frame:
+    """Renders the parts of one frame."""
 
-    Args:
-        board, around: What is drawn.
-        columns: Width.
-        signs: With what.
-    """
+    def __init__(self, state: RunState, view: View, columns: int, symbols: SymbolSet) -> None:
+        self._state, self._view, self._columns, self._symbols = state, view, columns, symbols
+        self._severities = severities(state, view.now)
+        self._is_reporting = any(rank.reported_at is not None for rank in state.ranks.values())
 
-    def __init__(self, board: Board, around: Around, columns: int, signs: Signs) -> None:
-        self._board, self._around, self._columns, self._signs = board, around, columns, signs
-        self._wrong = severities(board, around.now)
-        self._tell = any(rank.heard is not None for rank in board.ranks.values())
-
-    # --- how far it is -----------------------------------------------------------------------
+    # --- progress ----------------------------------------------------------------------------
 
     def head(self) -> list[Text]:
-        board, around = self._board, self._around
-        hosts = len({rank.host for rank in board.ranks.values()})
-        there = sum(rank.state not in ("failed", "lost") for rank in board.ranks.values())
-        some = f"{there} of " if there < len(board.ranks) else ""
-        size = f"{some}{pluralize(len(board.ranks), 'rank')} on {pluralize(hosts, 'host')}"
-        again = f" {self._signs.dot} start {board.attempt + 1}" if board.attempt else ""
-        said, taken = f" {self._signs.dot} {size}{again}", f"{clock(around.seconds)} "
-        room = self._columns - len(said) - len(taken) - 2
-        run = shortened(around.title, room, self._signs.more)
-        title = self._ends(f" {run}{said}", taken, _HEAD)
+        state, view = self._state, self._view
+        hosts = len({rank.host for rank in state.ranks.values()})
+        num_alive = sum(rank.state not in ("failed", "lost") for rank in state.ranks.values())
+        alive = f"{num_alive} of " if num_alive < len(state.ranks) else ""
+        size = f"{alive}{pluralize(len(state.ranks), 'rank')} on {pluralize(hosts, 'host')}"
+        separator, elapsed = self._symbols.separator, f"{format_clock(view.seconds)} "
+        attempt = f" {separator} start {state.attempt + 1}" if state.attempt else ""
+        details = f" {separator} {size}{attempt}"
+        width = self._columns - len(details) - len(elapsed) - 2
+        run = abbreviate(view.title, width, self._symbols.ellipsis)
+        title = self._justified(f" {run}{details}", elapsed, _TITLE)
         progress = self._progress()
         return [title, progress] if progress is not None else [title]
 
     def _progress(self) -> Text | None:
-        """How far the training is; ``None`` where nobody tells."""
-        told, signs = self._board.progress, self._signs
-        step, steps = _whole(told.get("step")), _whole(told.get("steps"))
+        """Renders the training's progress; ``None`` if no rank reports it."""
+        progress, symbols = self._state.progress, self._symbols
+        step, steps = _int_or_none(progress.get("step")), _int_or_none(progress.get("steps"))
         if step is None:
             return None
         parts = []
-        if (epoch := _whole(told.get("epoch"))) is not None:
-            parts.append(format_epoch(epoch, _whole(told.get("epochs"))))
+        if (epoch := _int_or_none(progress.get("epoch"))) is not None:
+            parts.append(format_epoch(epoch, _int_or_none(progress.get("epochs"))))
         parts.append(f"step {step:,}" + (f"/{steps:,}" if steps else ""))
-        # The sum of what the rows say, where they do; else that of the last record.
-        each = [one.samples_per_s for one in self._board.ranks.values() if one.state == "ok"]
-        known = [one for one in each if one is not None]
-        rate = (
-            sum(known) if known and len(known) == len(each) else _number(told.get("samples_per_s"))
-        )
+        # the sum over the ranks if all report a rate, else that of the last record
+        rates = [rank.samples_per_s for rank in self._state.ranks.values() if rank.state == "ok"]
+        known_rates = [rate for rate in rates if rate is not None]
+        rate = _float_or_none(progress.get("samples_per_s"))
+        if known_rates and len(known_rates) == len(rates):
+            rate = sum(known_rates)
         if rate is not None:
-            parts.append(f"{short(rate)} samples/s")
-        if self._board.saved is not None:
-            parts.append(f"saved at {self._board.saved:,}")
-        done = f"{step / steps:.0%}" if steps else ""
-        left = "" if self._around.left_s is None else f"{clock(self._around.left_s)} left"
-        right = "  ".join(part for part in (done, left) if part)
+            parts.append(f"{format_rate(rate)} samples/s")
+        if self._state.saved_step is not None:
+            parts.append(f"saved at {self._state.saved_step:,}")
+        percentage = f"{step / steps:.0%}" if steps else ""
+        remaining_s = self._view.remaining_s
+        remaining = "" if remaining_s is None else f"{format_clock(remaining_s)} left"
+        right = "  ".join(part for part in (percentage, remaining) if part)
         while len(parts) > 1 and len("  ".join([*parts, right])) + 1 > self._columns:
-            parts.pop()  # the checkpoint first, then the rate
-        words = Text(" " + "  ".join(parts))
-        room = self._columns - words.cell_len - len(right) - 4
-        if steps and room >= 8:
-            full = round(min(1.0, step / steps) * room)
-            words.append("  ").append(signs.full * full, "green")
-            words.append(signs.empty * (room - full), _DIM).append(f" {right}")
+            parts.pop()  # first the checkpoint, then the rate
+        line = Text(" " + "  ".join(parts))
+        width = self._columns - line.cell_len - len(right) - 4
+        if steps and width >= 8:
+            filled = round(min(1.0, step / steps) * width)
+            line.append("  ").append(symbols.full * filled, "green")
+            line.append(symbols.empty * (width - filled), _DIM).append(f" {right}")
         elif right:
-            words.append(f"  {right}")
-        return words
+            line.append(f"  {right}")
+        return line
 
     # --- ranks -------------------------------------------------------------------------------
 
-    def ranks(self, room: int, beside: bool) -> list[Text]:
-        """A line for each of the most important ranks, one that sums up the others."""
-        board = self._board
-        shown, rest = chosen_ranks(board, self._around, room - 1)
-        stepped = any(one.step is not None for one in board.ranks.values())
-        rated = any(one.samples_per_s is not None for one in board.ranks.values())
-        divided = any(one.parts for one in board.ranks.values())
-        names = min(16, max([4, *(len(one.host) for one in shown)]))
-        loads = beside and any(_known(one) for one in board.hosts.values())
-        load = self._load_widths() if loads else 0
-        head = Text("  rank ", _DIM).append("host".ljust(names)).append("  phase     ")
-        taken = 7 + names + 12
-        if stepped:
+    def ranks(self, max_lines: int, has_side_load: bool) -> list[Text]:
+        """Renders a line for each of the most important ranks, and one for the others."""
+        state = self._state
+        visible, hidden = select_ranks(state, self._view, max_lines - 1)
+        has_steps = any(rank.step is not None for rank in state.ranks.values())
+        has_rates = any(rank.samples_per_s is not None for rank in state.ranks.values())
+        has_parts = any(rank.parts for rank in state.ranks.values())
+        host_width = min(16, max([4, *(len(rank.host) for rank in visible)]))
+        has_loads = has_side_load and any(map(_has_load, state.hosts.values()))
+        load = self._load_width() if has_loads else 0
+        head = Text("  rank ", _DIM).append("host".ljust(host_width)).append("  phase     ")
+        used_columns = 7 + host_width + 12
+        if has_steps:
             head.append("     step")
-            taken += 9
-        if rated:
+            used_columns += 9
+        if has_rates:
             head.append("  samples/s")
-            taken += 11
-        width = min(MOST_BAR, self._columns - taken - 2 - load - 1) if divided else 0
+            used_columns += 11
+        width = min(MAX_BAR_WIDTH, self._columns - used_columns - 2 - load - 1) if has_parts else 0
         if width >= 8:
             head.append("  time of a step")
-        if loads:
+        if has_loads:
             head = self._padded(head, self._columns - load)
             head.append(self._load_head())
-        lines, before = [head], ""
-        for one in shown:
-            line = self._rank(one, names, stepped, rated, width)
-            if loads and one.host != before and (host := board.hosts.get(one.host)):
+        lines, previous_host = [head], ""
+        for rank in visible:
+            line = self._rank_row(rank, host_width, has_steps, has_rates, width)
+            if has_loads and rank.host != previous_host and (host := state.hosts.get(rank.host)):
                 line = self._padded(line, self._columns - load).append_text(self._load(host))
-            before = one.host
+            previous_host = rank.host
             lines.append(line)
-        if rest:
-            lines.append(self._summed(rest))
+        if hidden:
+            lines.append(self._summary_row(hidden))
         if width >= 8:
-            lines += self._legend([one for one in shown if one.state == "ok" and one.parts], width)
+            running = [rank for rank in visible if rank.state == "ok" and rank.parts]
+            lines += self._legend(running, width)
         return lines
 
-    def _rank(self, rank: RankState, names: int, stepped: bool, rated: bool, width: int) -> Text:
-        signs = self._signs
-        style = _BAD if self._wrong[rank.rank] else ""
-        chosen = rank.rank == self._around.chosen
+    def _rank_row(self, rank: RankState, host_width: int, has_steps: bool, has_rates: bool,
+                  bar_width: int) -> Text:  # fmt: skip
+        symbols = self._symbols
+        style = _ALERT if self._severities[rank.rank] else ""
+        is_selected = rank.rank == self._view.selected
         sign = "!" if style else " "
-        line = Text(signs.mark if chosen else " ").append(sign, style)
+        line = Text(symbols.marker if is_selected else " ").append(sign, style)
         line.append(f"{rank.rank:>4} ").append(
-            shortened(rank.host, names, signs.more, host=True).ljust(names)
+            abbreviate(rank.host, host_width, symbols.ellipsis, host=True).ljust(host_width)
         )
-        line.append("  ").append(fitted(self._phase(rank), 10, signs.more).ljust(10), style)
-        if stepped:
+        line.append("  ").append(truncate(self._phase(rank), 10, symbols.ellipsis).ljust(10), style)
+        if has_steps:
             line.append(f"{'' if rank.step is None else f'{rank.step:,}':>9}")
         ok = rank.state == "ok"
-        if rated:
+        if has_rates:
             rate = rank.samples_per_s if ok else None
-            line.append(f"{'' if rate is None else short(rate):>11}")
-        if width >= 8 and ok and rank.parts:
-            line.append("  ").append_text(self.bar(rank.parts, width))
-        elif not ok and rank.trouble:
-            line.append(f"  {rank.trouble}", _BAD)
-        if chosen:
+            line.append(f"{'' if rate is None else format_rate(rate):>11}")
+        if bar_width >= 8 and ok and rank.parts:
+            line.append("  ").append_text(self.bar(rank.parts, bar_width))
+        elif not ok and rank.problem:
+            line.append(f"  {rank.problem}", _ALERT)
+        if is_selected:
             line.stylize("bold")
         return line
 
     def _phase(self, rank: RankState) -> str:
-        """What a rank does, or what is wrong with it."""
+        """Returns what a rank does, or what is wrong with it."""
         if rank.state != "ok":
             return rank.state
-        slow, silent_s = self._board.slow, rank.silent_s(self._around.now)
-        if silent_s is not None and silent_s >= QUIET_S and rank.phase == TRAINING:
-            return f"quiet {silent_s:.0f} s"
-        if slow is not None and slow.rank == rank.rank and rank.phase == TRAINING:
-            return f"slow {slow.part:.0%}"
-        if rank.heard is None and self._tell:
-            return "starting"  # the others tell where they are: it will, too
+        straggler, report_age_s = self._state.straggler, rank.report_age_s(self._view.now)
+        if report_age_s is not None and report_age_s >= QUIET_S and rank.phase == TRAINING:
+            return f"quiet {report_age_s:.0f} s"
+        if straggler is not None and straggler.rank == rank.rank and rank.phase == TRAINING:
+            return f"slow {straggler.part:.0%}"
+        if rank.reported_at is None and self._is_reporting:
+            return "starting"  # the other ranks send reports: it will, too
         return rank.phase
 
     def bar(self, parts: Mapping[str, float], width: int) -> Text:
-        """The time of a step as so many signs."""
+        """Renders the time of a step as a bar."""
         bar = Text()
-        for name, count in cells(drawn(parts), width):
-            bar.append(self._signs.parts[name] * count, _COLOURS[name])
+        for name, count in cell_counts(ordered_parts(parts), width):
+            bar.append(self._symbols.parts[name] * count, _COLOURS[name])
         return bar
 
-    def _legend(self, shown: Sequence[RankState], width: int) -> list[Text]:
-        """What the signs in the bars of these ranks mean, on as many lines as that takes."""
-        seen = {name for one in shown for name, count in cells(drawn(one.parts), width) if count}
+    def _legend(self, ranks: Sequence[RankState], width: int) -> list[Text]:
+        """Renders the legend of these ranks' bars."""
+        bars = [cell_counts(ordered_parts(rank.parts), width) for rank in ranks]
+        used = {name for bar in bars for name, count in bar if count}
         lines = [Text(" ")]
-        for name, sign in self._signs.parts.items():
-            if name in seen:
+        for name, sign in self._symbols.parts.items():
+            if name in used:
                 if lines[-1].cell_len + 4 + len(PART_NAMES[name]) > self._columns:
                     lines.append(Text(" "))
                 lines[-1].append(" ").append(sign * 2, _COLOURS[name])
                 lines[-1].append(f" {PART_NAMES[name]}")
-        return lines if seen else []
+        return lines if used else []
 
-    def _summed(self, rest: Sequence[RankState]) -> Text:
-        hosts = len({one.host for one in rest})
-        steps = [one.step for one in rest if one.step is not None]
-        text = f"       {pluralize(len(rest), 'more rank')} on {pluralize(hosts, 'host')}"
-        phases = Counter(self._phase(one) for one in rest)
-        told = [name if len(phases) == 1 else f"{count} {name}"
+    def _summary_row(self, ranks: Sequence[RankState]) -> Text:
+        hosts = len({rank.host for rank in ranks})
+        steps = [rank.step for rank in ranks if rank.step is not None]
+        text = f"       {pluralize(len(ranks), 'more rank')} on {pluralize(hosts, 'host')}"
+        phases = Counter(self._phase(rank) for rank in ranks)
+        counts = [name if len(phases) == 1 else f"{count} {name}"
                 for name, count in phases.most_common(3)]  # fmt: skip
-        text += f": {', '.join(told)}"
+        text += f": {', '.join(counts)}"
         if steps:
-            low, high = min(steps), max(steps)
-            text += f", step {low:,}" + (f" to {high:,}" if high > low else "")
-        divided = [one.parts for one in rest if one.parts]
+            lowest, highest = min(steps), max(steps)
+            text += f", step {lowest:,}" + (f" to {highest:,}" if highest > lowest else "")
+        divided = [rank.parts for rank in ranks if rank.parts]
         if divided:
             share = sum(parts.get("computing", 0.0) for parts in divided) / len(divided)
             text += f", computing {share:.0%}"
@@ -297,157 +297,161 @@ class _Drawing:
 
     # --- hosts -------------------------------------------------------------------------------
 
-    def hosts(self, room: int) -> list[Text]:
-        """A line for each host, of many those that stand out."""
-        ranks = sorted(self._board.ranks.values(), key=lambda one: -one.rank)
-        first = {one.host: one.rank for one in ranks}  # the lowest of each host
-        known = [one for one in self._board.hosts.values() if _known(one) or one.state == "lost"]
-        known.sort(key=lambda one: first.get(one.name, len(ranks)))
-        if not known:
+    def hosts(self, max_lines: int) -> list[Text]:
+        """Renders a line for each host; of many, for lost and busy ones."""
+        ranks = sorted(self._state.ranks.values(), key=lambda rank: -rank.rank)
+        first_rank = {rank.host: rank.rank for rank in ranks}  # of each host
+        hosts = [h for h in self._state.hosts.values() if _has_load(h) or h.state == "lost"]
+        hosts.sort(key=lambda host: first_rank.get(host.name, len(ranks)))
+        if not hosts:
             return []
-        shown, rest = known, []
-        if len(known) > room - 1:
-            order = sorted(known, key=lambda one: (one.state == "ok", -(one.cpu or 0.0)))
-            shown, rest = order[: max(1, room - 2)], order[max(1, room - 2) :]
-        names = min(20, max([4, *(len(one.name) for one in shown)]))
-        lines = [Text("  host ".ljust(4 + names), _DIM).append(self._load_head())]
-        for one in shown:
+        visible, hidden = hosts, []
+        if len(hosts) > max_lines - 1:
+            order = sorted(hosts, key=lambda host: (host.state == "ok", -(host.cpu or 0.0)))
+            visible, hidden = order[: max(1, max_lines - 2)], order[max(1, max_lines - 2) :]
+        name_width = min(20, max([4, *(len(host.name) for host in visible)]))
+        lines = [Text("  host ".ljust(4 + name_width), _DIM).append(self._load_head())]
+        for host in visible:
             line = Text("  ").append(
-                shortened(one.name, names, self._signs.more, host=True).ljust(names)
+                abbreviate(host.name, name_width, self._symbols.ellipsis, host=True).ljust(
+                    name_width
+                )
             )
-            lines.append(line.append("  ").append_text(self._load(one)))
-        if rest:
-            cpus = [one.cpu for one in rest if one.cpu is not None]
-            mean = f", cpu {sum(cpus) / len(cpus):.0%} on average" if cpus else ""
-            lines.append(Text(f"  {pluralize(len(rest), 'more host')}{mean}", _DIM))
+            lines.append(line.append("  ").append_text(self._load(host)))
+        if hidden:
+            cpus = [host.cpu for host in hidden if host.cpu is not None]
+            average = f", cpu {sum(cpus) / len(cpus):.0%} on average" if cpus else ""
+            lines.append(Text(f"  {pluralize(len(hidden), 'more host')}{average}", _DIM))
         return lines
 
     @property
-    def _gpus(self) -> int:
-        """Signs for the GPUs of a host."""
-        most = max((len(host.gpus) for host in self._board.hosts.values()), default=0)
-        return 0 if not most else min(5 * most, 20) + 1
+    def _gpu_width(self) -> int:
+        """Width of the column of GPUs."""
+        num_gpus = max((len(host.gpus) for host in self._state.hosts.values()), default=0)
+        return 0 if not num_gpus else min(5 * num_gpus, 20) + 1
 
-    def _load_widths(self) -> int:
-        return 12 + self._gpus + 26
+    def _load_width(self) -> int:
+        return 12 + self._gpu_width + 26
 
     def _load_head(self) -> str:
-        gpus = "gpu".rjust(self._gpus) if self._gpus else ""
+        gpus = "gpu".rjust(self._gpu_width) if self._gpu_width else ""
         return f"   cpu   mem{gpus}{'in':>13}{'out':>13}"
 
     def _load(self, host: HostState) -> Text:
         if host.state == "lost":
-            return Text(f"  {host.trouble or 'lost'}", _BAD)
+            return Text(f"  {host.problem or 'lost'}", _ALERT)
         line = Text()
         for used in (host.cpu, host.memory):
             style = "yellow" if used is not None and used > 0.95 else ""
             line.append(f"{'' if used is None else f'{used:.0%}':>6}", style)
-        if self._gpus:
-            said = " ".join(f"{one:.0%}" for one in host.gpus)
-            if len(said) >= self._gpus:  # too many: the least and the most busy
-                said = f"{min(host.gpus):.0%}-{max(host.gpus):.0%}"
-            line.append(said.rjust(self._gpus))
+        if self._gpu_width:
+            usage = " ".join(f"{share:.0%}" for share in host.gpus)
+            if len(usage) >= self._gpu_width:  # too many: the lowest and the highest
+                usage = f"{min(host.gpus):.0%}-{max(host.gpus):.0%}"
+            line.append(usage.rjust(self._gpu_width))
         for rate in (host.in_bps, host.out_bps):
             line.append(f"{'' if rate is None else format_bit_rate(rate):>13}")
         return line
 
     # --- curves, news, the log ---------------------------------------------------------------
 
-    def curves(self, rows: int, tall: int) -> list[Text]:
-        """The latest of the training and of evaluations, two or three beside each other."""
-        board = self._board
-        titles = sorted(board.curves, key=lambda title: (title.split()[0] != "train",
+    def curves(self, rows: int, height: int) -> list[Text]:
+        """Renders curves of training and evaluations, two or three per row."""
+        state = self._state
+        titles = sorted(state.curves, key=lambda title: (title.split()[0] != "train",
                                                         "loss" not in title))  # fmt: skip
-        titles = [one for one in titles if board.curves[one].points]
-        each = 2 if self._columns < 110 else 3
-        titles = titles[: each * rows]
+        titles = [name for name in titles if state.curves[name].points]
+        per_row = 2 if self._columns < 110 else 3
+        titles = titles[: per_row * rows]
         lines: list[Text] = []
-        for first in range(0, len(titles), each):
-            lines += self._curve_row(titles[first : first + each], each, tall)
+        for first in range(0, len(titles), per_row):
+            lines += self._curve_row(titles[first : first + per_row], per_row, height)
         return lines
 
-    def _curve_row(self, titles: Sequence[str], each: int, tall: int) -> list[Text]:
-        width = (self._columns - 2) // each
-        lines = [Text("  ") for _ in range(tall)]
+    def _curve_row(self, titles: Sequence[str], per_row: int, height: int) -> list[Text]:
+        width = (self._columns - 2) // per_row
+        lines = [Text("  ") for _ in range(height)]
         for title in titles:
-            value = self._board.last[title]
+            value = self._state.latest_values[title]
             figure = f" {value:.4g} "
-            label = shortened(title, width - len(figure) - LEAST_CURVE, self._signs.more) + figure
-            room = min(48, width - len(label) - 2)
-            drawn = curve(self._board.curves[title].values, room, tall, self._signs)
-            for at, row in enumerate(drawn):
-                part = Text(label if at == tall - 1 else " " * len(label)).append(row, "cyan")
-                lines[at].append_text(self._padded(part, width))
+            label_width = width - len(figure) - MIN_CURVE_WIDTH
+            label = abbreviate(title, label_width, self._symbols.ellipsis) + figure
+            curve_width = min(48, width - len(label) - 2)
+            drawn = draw_curve(self._state.curves[title].values, curve_width, height, self._symbols)
+            for index, row in enumerate(drawn):
+                part = Text(label if index == height - 1 else " " * len(label)).append(row, "cyan")
+                lines[index].append_text(self._padded(part, width))
         return lines
 
-    def news(self, most: int) -> list[Text]:
-        """What happened last that was not usual, in at most so many lines."""
-        told = [(item.bad, f"{time_of(item.time)}  {item.text}") for item in self._board.news]
-        if self._board.hang:
-            told.append((True, f"hangs: {self._board.hang}"))
-        if self._board.waits:
-            told.append((True, f"waits for nodes: {self._board.waits.words}"))
+    def news(self, max_lines: int) -> list[Text]:
+        """Renders the latest news in at most ``max_lines`` lines."""
+        news = self._state.news
+        items = [(item.is_bad, f"{format_time(item.time)}  {item.text}") for item in news]
+        if self._state.hang:
+            items.append((True, f"hangs: {self._state.hang}"))
+        if self._state.waiting:
+            items.append((True, f"waits for nodes: {self._state.waiting.description}"))
         lines: list[Text] = []
-        for bad, text in reversed(told[-most:]):
+        for is_bad, text in reversed(items[-max_lines:]):
             parts = textwrap.wrap(text, self._columns - 3)[:2]
-            if len(lines) + len(parts) > most and lines:
+            if len(lines) + len(parts) > max_lines and lines:
                 break
-            rest = [Text(f"  {part}", _BAD if bad else "") for part in parts[1:]]
-            sign = "! " if bad else "  "
-            lines = [Text(f"{sign}{parts[0]}", _BAD if bad else ""), *rest, *lines]
+            continuation = [Text(f"  {part}", _ALERT if is_bad else "") for part in parts[1:]]
+            sign = "! " if is_bad else "  "
+            lines = [Text(f"{sign}{parts[0]}", _ALERT if is_bad else ""), *continuation, *lines]
         return lines
 
-    def log(self, room: int) -> list[Text]:
-        """Its title and as many lines as there is room for."""
-        if room <= 0:
+    def log(self, max_lines: int) -> list[Text]:
+        """Renders the log: its title and the latest lines."""
+        if max_lines <= 0:
             return []
-        around, dash = self._around, self._signs.line
-        title = f"{dash * 2} {around.log_title} "
+        view, dash = self._view, self._symbols.rule
+        title = f"{dash * 2} {view.log_title} "
         rule = Text(title + dash * max(0, self._columns - len(title)), _DIM)
-        if around.page:
-            return [rule, *(Text(self._end_of(line)) for line in around.page[: room - 1])]
+        if view.page:
+            return [rule, *(Text(self._keep_end(line)) for line in view.page[: max_lines - 1])]
         lines: list[Text] = []
-        for line in reversed(around.log):
-            if len(lines) >= room - 1:
+        for line in reversed(view.log):
+            if len(lines) >= max_lines - 1:
                 break
-            lines = [*self._folded(line), *lines]
-        return [rule, *lines[max(0, len(lines) - room + 1) :]]
+            lines = [*self._wrap_line(line), *lines]
+        return [rule, *lines[max(0, len(lines) - max_lines + 1) :]]
 
-    def _end_of(self, line: str) -> str:
-        """A line whose end says most, as a path's does."""
-        room, indent = self._columns, len(line) - len(line.lstrip())
-        if len(line) <= room:
+    def _keep_end(self, line: str) -> str:
+        """Truncates a line at its beginning: the end says most, as of a path."""
+        width, indent = self._columns, len(line) - len(line.lstrip())
+        if len(line) <= width:
             return line
-        return line[:indent] + self._signs.more + line[len(line) - room + indent + 1 :]
+        return line[:indent] + self._symbols.ellipsis + line[len(line) - width + indent + 1 :]
 
-    def _folded(self, line: str) -> list[Text]:
-        """A line of a log, in as many as it takes; of a very long one the beginning."""
+    def _wrap_line(self, line: str) -> list[Text]:
+        """Wraps a line of the log; a very long one is cut off."""
         if "\x1b" not in line:
-            rows = wrap(line[: MOST_ROWS * self._columns], self._columns).split("\n")
-            return [Text(row) for row in rows[:MOST_ROWS]]
+            rows = wrap(line[: MAX_ROWS_PER_LINE * self._columns], self._columns).split("\n")
+            return [Text(row) for row in rows[:MAX_ROWS_PER_LINE]]
         text = Text.from_ansi(line)
-        at, cuts = 0, list[int]()
-        while len(text) - at > self._columns and len(cuts) < MOST_ROWS:
+        at, breaks = 0, list[int]()
+        while len(text) - at > self._columns and len(breaks) < MAX_ROWS_PER_LINE:
             space = text.plain.rfind(" ", at + 1, at + self._columns)
             at = space + 1 if space > at else at + self._columns
-            cuts.append(at)
-        return list(text.divide(cuts))[:MOST_ROWS]
+            breaks.append(at)
+        return list(text.divide(breaks))[:MAX_ROWS_PER_LINE]
 
     def foot(self) -> Text:
-        around = self._around
-        if around.notice:
-            return Text(f" {around.notice}", "reverse")
-        keys = around.keys.split("  ")
+        view = self._view
+        if view.notice:
+            return Text(f" {view.notice}", "reverse")
+        keys = view.keys.split("  ")
         while len(keys) > 2 and len("  ".join(keys)) + 1 > self._columns:
-            keys.pop(-2)  # the last one says where all of them are told
+            keys.pop(-2)  # keep the last, for help
         return Text(f" {'  '.join(keys)}", _DIM)
 
     # --- lines -------------------------------------------------------------------------------
 
-    def _ends(self, left: str, right: str, style: str) -> Text:
-        room = self._columns - len(right) - 1
-        left = fitted(left, room, self._signs.more)
-        return Text(left.ljust(room) + " " + right, style)
+    def _justified(self, left_text: str, right_text: str, style: str) -> Text:
+        width = self._columns - len(right_text) - 1
+        left_text = truncate(left_text, width, self._symbols.ellipsis)
+        return Text(left_text.ljust(width) + " " + right_text, style)
 
     @staticmethod
     def _padded(line: Text, width: int) -> Text:
@@ -456,159 +460,159 @@ class _Drawing:
         return line
 
 
-# --- what is worth a line ---------------------------------------------------------------------
+# --- selection --------------------------------------------------------------------------------
 
-SLOW, QUIET, HELD, GONE = 1, 2, 3, 4
+STRAGGLING, QUIET, FROZEN, LOST = 1, 2, 3, 4
 
 
-def severities(board: Board, now: float) -> dict[int, int]:
-    """How much each rank needs attention; 0: not at all."""
-    silent = {
-        rank: rank_state.silent_s(now)
-        for rank, rank_state in board.ranks.items()
+def severities(state: RunState, now: float) -> dict[int, int]:
+    """Returns how much each rank needs attention; 0 for not at all."""
+    report_ages = {
+        rank: rank_state.report_age_s(now)
+        for rank, rank_state in state.ranks.items()
         if rank_state.state == "ok"
     }
-    least = min(
-        (rank_state for rank_state in silent.values() if rank_state is not None), default=0.0
+    min_age_s = min(
+        (rank_state for rank_state in report_ages.values() if rank_state is not None), default=0.0
     )
-    slow = board.slow.rank if board.slow is not None else None
+    straggler = state.straggler.rank if state.straggler is not None else None
     severity = {}
-    for rank, rank_state in board.ranks.items():
-        silent_s = silent.get(rank)
+    for rank, rank_state in state.ranks.items():
+        age_s = report_ages.get(rank)
         if rank_state.state in ("failed", "lost"):
-            severity[rank] = GONE
+            severity[rank] = LOST
         elif rank_state.state in ("frozen", "late"):
-            severity[rank] = HELD
-        elif silent_s is not None and silent_s >= QUIET_S + 2 * least:
+            severity[rank] = FROZEN
+        elif age_s is not None and age_s >= QUIET_S + 2 * min_age_s:
             severity[rank] = QUIET
         else:
-            severity[rank] = SLOW if rank == slow and rank_state.state == "ok" else 0
+            severity[rank] = STRAGGLING if rank == straggler and rank_state.state == "ok" else 0
     return severity
 
 
-def chosen_ranks(board: Board, around: Around,
-                 room: int) -> tuple[list[RankState], list[RankState]]:  # fmt: skip
-    """Ranks that get a line, in their order, and those that share one.
+def select_ranks(state: RunState, view: View,
+                 max_lines: int) -> tuple[list[RankState], list[RankState]]:  # fmt: skip
+    """Returns the ranks that get a line of their own, and those that share one.
 
-    Who fails, hangs or is slow comes first, then who waits least for others: it is the slowest.
+    Ranks that fail, hang or are slow come first, then those that wait least: they are the slowest.
     """
-    ranks = [board.ranks[rank] for rank in sorted(board.ranks)]
-    if len(ranks) <= room - 1:
+    ranks = [state.ranks[rank] for rank in sorted(state.ranks)]
+    if len(ranks) <= max_lines - 1:
         return ranks, []
-    wrong = severities(board, around.now)
-    met: set[tuple[str, int]] = set()  # hosts of which a rank stands for others in the same state
-    others = set()
-    for one in ranks:
-        if wrong[one.rank] and (one.host, wrong[one.rank]) in met:
-            others.add(one.rank)
-        met.add((one.host, wrong[one.rank]))
+    severity = severities(state, view.now)
+    seen: set[tuple[str, int]] = set()  # hosts with a rank in that state
+    represented = set()
+    for rank in ranks:
+        if severity[rank.rank] and (rank.host, severity[rank.rank]) in seen:
+            represented.add(rank.rank)
+        seen.add((rank.host, severity[rank.rank]))
 
-    def order(one: RankState) -> tuple[bool, bool, int, bool, float, int]:
-        waits = one.parts.get("waiting", 1.0)
-        usual = one.phase == TRAINING and one.state == "ok"
-        return (one.rank != around.chosen, one.rank in others, -wrong[one.rank], usual, waits,
-                one.rank)  # fmt: skip
+    def order(rank: RankState) -> tuple[bool, bool, int, bool, float, int]:
+        waiting = rank.parts.get("waiting", 1.0)
+        is_training = rank.phase == TRAINING and rank.state == "ok"
+        return (rank.rank != view.selected, rank.rank in represented, -severity[rank.rank],
+                is_training, waiting, rank.rank)  # fmt: skip
 
-    first = {one.rank for one in sorted(ranks, key=order)[: max(1, room - 2)]}
-    return ([one for one in ranks if one.rank in first],
-            [one for one in ranks if one.rank not in first])  # fmt: skip
+    first = {rank.rank for rank in sorted(ranks, key=order)[: max(1, max_lines - 2)]}
+    return ([rank for rank in ranks if rank.rank in first],
+            [rank for rank in ranks if rank.rank not in first])  # fmt: skip
 
 
 # --- drawing ----------------------------------------------------------------------------------
 
 
-def drawn(parts: Mapping[str, float]) -> dict[str, float]:
-    """The parts of a step in the order in which they are drawn; what is not told is other."""
-    own = {name: parts.get(name, 0.0) for name in FINE.parts if name != "other"}
-    return {**own, "other": max(0.0, 1 - sum(own.values()))}
+def ordered_parts(parts: Mapping[str, float]) -> dict[str, float]:
+    """Returns the parts of a step in drawing order; the unreported rest is ``other``."""
+    named = {name: parts.get(name, 0.0) for name in UNICODE.parts if name != "other"}
+    return {**named, "other": max(0.0, 1 - sum(named.values()))}
 
 
-def told_parts(parts: Mapping[str, float]) -> str:
-    """``71% computing, 20% waiting for slower ranks``: those that matter."""
-    told = sorted(drawn(parts).items(), key=lambda one: -one[1])
-    return ", ".join(f"{part:.0%} {PART_NAMES[name]}" for name, part in told if part >= 0.005)
+def describe_parts(parts: Mapping[str, float]) -> str:
+    """Formats the largest parts: ``71% computing, 20% waiting for slower ranks``."""
+    shares = sorted(ordered_parts(parts).items(), key=lambda item: -item[1])
+    return ", ".join(f"{part:.0%} {PART_NAMES[name]}" for name, part in shares if part >= 0.005)
 
 
-def cells(parts: Mapping[str, float], width: int) -> list[tuple[str, int]]:
-    """How many of so many signs each part gets: together exactly these."""
+def cell_counts(parts: Mapping[str, float], width: int) -> list[tuple[str, int]]:
+    """Distributes exactly ``width`` cells to the parts by their shares."""
     total = sum(parts.values()) or 1.0
     exact = {name: part / total * width for name, part in parts.items()}
-    counts = {name: int(one) for name, one in exact.items()}
-    left = width - sum(counts.values())
-    for name in sorted(exact, key=lambda one: counts[one] - exact[one])[:left]:
-        counts[name] += 1
-    return list(counts.items())
+    cells = {name: int(value) for name, value in exact.items()}
+    remaining = width - sum(cells.values())
+    for name in sorted(exact, key=lambda value: cells[value] - exact[value])[:remaining]:
+        cells[name] += 1
+    return list(cells.items())
 
 
-def curve(values: Sequence[float], width: int, tall: int, signs: Signs) -> list[str]:
-    """A curve of so many columns and rows, the upper row first; of many values means.
+def draw_curve(values: Sequence[float], width: int, num_rows: int, symbols: SymbolSet) -> list[str]:
+    """Draws a curve, the upper row first; each column is the mean of its values.
 
-    One that falls or rises very far is drawn by its logarithm.
+    A curve that spans a wide range has a logarithmic scale.
     """
     if width <= 0 or not values:
-        return [""] * tall
-    means = _thinned(values, width)
-    if 0 < STEEP * min(means) < max(means):
-        means = [math.log(one) for one in means]
+        return [""] * num_rows
+    means = _resample(values, width)
+    if 0 < LOG_SCALE_RATIO * min(means) < max(means):
+        means = [math.log(mean) for mean in means]
     low, high = min(means), max(means)
-    levels = len(signs.curve) * tall
+    levels = len(symbols.curve) * num_rows
     span = high - low
-    heights = [1 + round((one - low) / span * (levels - 1)) if span else 1 for one in means]
+    heights = [1 + round((mean - low) / span * (levels - 1)) if span else 1 for mean in means]
     rows = []
-    for row in reversed(range(tall)):
-        base = row * len(signs.curve)
-        over = [min(len(signs.curve), height - base) for height in heights]
-        rows.append("".join(signs.curve[one - 1] if one > 0 else " " for one in over))
+    for row in reversed(range(num_rows)):
+        base = row * len(symbols.curve)
+        filled = [min(len(symbols.curve), height - base) for height in heights]
+        rows.append("".join(symbols.curve[mean - 1] if mean > 0 else " " for mean in filled))
     return rows
 
 
-def _thinned(values: Sequence[float], width: int) -> list[float]:
+def _resample(values: Sequence[float], width: int) -> list[float]:
     if len(values) <= width:
-        return [one for one in values for _ in range(width // len(values))]
-    edges = [at * len(values) // width for at in range(width + 1)]
+        return [value for value in values for _ in range(width // len(values))]
+    edges = [index * len(values) // width for index in range(width + 1)]
     pairs = itertools.pairwise(edges)
-    return [sum(values[first:last]) / (last - first) for first, last in pairs]
+    return [sum(values[start:stop]) / (stop - start) for start, stop in pairs]
 
 
-def fitted(text: str, width: int, more: str) -> str:
-    """The text in so many columns."""
-    return text if len(text) <= width else text[: max(0, width - 1)] + more
+def truncate(text: str, width: int, ellipsis: str) -> str:
+    """Truncates a text at its end."""
+    return text if len(text) <= width else text[: max(0, width - 1)] + ellipsis
 
 
-def shortened(name: str, width: int, more: str, *, host: bool = False) -> str:
-    """A name in so many columns, by which it can be told from others: they differ at either end."""
+def abbreviate(name: str, width: int, ellipsis: str, *, host: bool = False) -> str:
+    """Shortens a name in its middle: names differ at either end."""
     if len(name) <= width:
         return name
     first = name.split(".", 1)[0]
-    if host and first and not first.isdecimal():  # without its domain
+    if host and first and not first.isdecimal():  # drop its domain
         name = first
     if len(name) <= width or width < 4:
-        return fitted(name, width, more)
+        return truncate(name, width, ellipsis)
     end = (width - 1) * 2 // 3
-    return name[: width - 1 - end] + more + name[-end:]
+    return name[: width - 1 - end] + ellipsis + name[-end:]
 
 
-def short(rate: float) -> str:
-    """``12``, ``1,234``, ``1.2 M``."""
+def format_rate(rate: float) -> str:
+    """Formats a rate: ``12.0``, ``1,234``, ``1.2 M``."""
     if rate >= 1e6:
         return f"{rate / 1e6:.1f} M"
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
 
 
-def clock(seconds: float) -> str:
-    """``0:01:23``."""
-    minutes, rest = divmod(int(max(0.0, seconds)), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+def format_clock(seconds: float) -> str:
+    """Formats a duration: ``0:01:23``."""
+    minutes, remainder = divmod(int(max(0.0, seconds)), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{remainder:02}"
 
 
-def _known(host: HostState) -> bool:
+def _has_load(host: HostState) -> bool:
     return host.cpu is not None or host.memory is not None
 
 
-def _whole(value: object) -> int | None:
+def _int_or_none(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _number(value: object) -> float | None:
-    fine = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if fine else None  # type: ignore[arg-type]
+def _float_or_none(value: object) -> float | None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number else None  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What the user sees while a job runs: labelled lines, notes, one progress bar."""
+"""The screen of a running job: labelled lines, notes, one progress bar."""
 
 from __future__ import annotations
 
@@ -10,143 +10,141 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from paceline.launch.terminal.run_state import Board
-from paceline.launch.terminal.writer import Writer
+from paceline.launch.terminal.run_state import RunState
+from paceline.launch.terminal.writer import BackgroundWriter
 from paceline.progress import Bar, describe
 from paceline.spec.events import ShippedCopy, restore_local_paths
 from paceline.spec.job import DisplayMode, Show
 from paceline.spec.terminal import clean, clean_line, columns, format_for, wrap
 
 if TYPE_CHECKING:
-    from paceline.launch.terminal.live import Live
+    from paceline.launch.terminal.live import LiveScreen
 
 _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
-REDRAW_S = 5.0  # how often a line that only returns the carriage is shown again
-PLAIN_PROGRESS_S = 5.0
-PLAIN_SENDING_S = 10.0
-_DATA = "sending data (MiB)"
-PLAIN_START_S = 1.0  # a part of the start that takes longer is told of without a terminal, too
+REDRAW_S = 5.0  # between two states of a line that is rewritten by carriage returns
+LOG_PROGRESS_S = 5.0
+LOG_SENDING_S = 10.0
+_SENDING = "sending data (MiB)"
+LOG_START_S = 1.0  # a longer part of the start is noted without a terminal, too
 MAX_PARTIAL = 1 << 16
-RECENT = 30  # lines after which what a rank said is no longer before the reader's eyes
-_WIPE = "\r\x1b[2K"
-# what torch warns of on every rank though nothing is wrong, and the frames of its C++ stack that it
-# adds to any warning of a lost connection; the logs keep them
-_HARMLESS = re.compile(
+RECENT_LINES = 30  # output this recent is still visible
+_CLEAR_LINE = "\r\x1b[2K"
+# harmless warnings of torch on every rank, and the C++ frames in its warnings of lost connections;
+# the logs keep them
+_NOISE = re.compile(
     r"^frame #\d{1,4}: .{0,4096} \(0x[0-9a-f]{1,16} in "
     r"|^Exception raised from \S{1,200} at .{0,4096} \(most recent call first\):$"
     r"|\[c10d\] The hostname of the client socket cannot be retrieved"
     r"|\[c10d\] The (?:IPv6|IPv4) network addresses of \(localhost"
     r"|^\[Gloo\] Rank \d{1,9} is connected to \d{1,9} peer ranks"
 )
-# a line of a traceback, a warning: only there a path stands for a place in the user's own file;
-# what a script prints of its folder is shown as it is
-_PLACE = re.compile(r'^\s{0,40}File "|^/[^:\n]{1,4096}:\d{1,9}: ')
-_ERROR = "paceline: "  # how an error of ours begins; its parts follow, indented
+# a line of a traceback or a warning: only there paths are restored to those of this machine
+_SOURCE_LOCATION = re.compile(r'^\s{0,40}File "|^/[^:\n]{1,4096}:\d{1,9}: ')
+_ERROR_PREFIX = "paceline: "  # of our errors, whose details follow indented
 
 
-class Lines:
-    """Cuts one stream of a rank into lines.
+class LineSplitter:
+    """Splits one stream of a rank into lines.
 
     Args:
-        redraw_s: Least time between two states of a line that returns the carriage.
+        redraw_s: Minimum time between two states of a line with carriage returns.
     """
 
     def __init__(self, redraw_s: float = REDRAW_S) -> None:
         self._redraw_s = redraw_s
         self._partial = b""
-        self._redrawn = float("-inf")
+        self._redrawn_at = float("-inf")
 
     def feed(self, data: bytes, now: float) -> list[bytes]:
-        """The lines that are now whole, without their ends.
+        """Returns the complete lines, without their ends.
 
         A line rewritten by carriage returns (another program's progress bar) is given at most
         every ``redraw_s`` seconds, in its latest state.
         """
         *lines, self._partial = (self._partial + data).split(b"\n")
-        found = [_latest_state(line) for line in lines]
+        complete = [_visible_text(line) for line in lines]
         if b"\r" in self._partial:
-            state = _latest_state(self._partial)
-            if now - self._redrawn > self._redraw_s:
-                self._redrawn = now
-                found.append(state)
+            state = _visible_text(self._partial)
+            if now - self._redrawn_at > self._redraw_s:
+                self._redrawn_at = now
+                complete.append(state)
                 self._partial = b""
-            else:  # former states are never shown
+            else:  # drop former states
                 self._partial = b"\r" + state + b"\r" * self._partial.endswith(b"\r")
         if len(self._partial) > MAX_PARTIAL:
-            found.append(self._partial)
+            complete.append(self._partial)
             self._partial = b""
-        return found
+        return complete
 
-    def rest(self) -> list[bytes]:
-        """What was written without an end of line."""
-        rest, self._partial = _latest_state(self._partial), b""
-        return [rest] if rest else []
+    def flush(self) -> list[bytes]:
+        """Returns the incomplete last line."""
+        partial, self._partial = _visible_text(self._partial), b""
+        return [partial] if partial else []
 
 
-def _latest_state(line: bytes) -> bytes:
-    """What a line shows on a terminal, where each carriage return begins it anew."""
+def _visible_text(line: bytes) -> bytes:
+    """Returns what a terminal shows of a line with carriage returns."""
     return line.rstrip(b"\r").rsplit(b"\r", 1)[-1]
 
 
 class Screen:
-    """Writes to the terminal, or plainly to whatever standard output is.
+    """Writes output of ranks, notes and progress to the terminal, or as plain lines elsewhere.
 
     Args:
-        show: Whose output is shown.
-        out, err: Where the ranks' two streams go; notes and progress go to ``err``.
-        look: ``lines``: as they come, with a bar; ``live``: all ranks at a glance, where ``err`` is
-            a terminal for it.
+        show: Which ranks' output is shown.
+        out, err: For the ranks' two streams; notes and progress go to ``err``.
+        display: ``lines`` with a progress bar, or the ``live`` screen if ``err`` is a terminal.
     """
 
     def __init__(self, show: Show = "all", out: TextIO | None = None,
-                 err: TextIO | None = None, look: DisplayMode = "lines") -> None:  # fmt: skip
-        self._show, self._look = show, look
-        self._live: Live | None = None
+                 err: TextIO | None = None, display: DisplayMode = "lines") -> None:  # fmt: skip
+        self._show, self._display = show, display
+        self._live: LiveScreen | None = None
         self._drawing: asyncio.Task[None] | None = None
-        self._out = Writer(out or sys.stdout)
-        self._err = Writer(err or sys.stderr)
+        self._out = BackgroundWriter(out or sys.stdout)
+        self._err = BackgroundWriter(err or sys.stderr)
         self._colour = self._out.isatty()
-        self._lines: dict[tuple[str, int, str], Lines] = {}
+        self._lines: dict[tuple[str, int, str], LineSplitter] = {}
         self._muted: set[tuple[str, int]] = set()
         self._hosts: dict[str, int] = {}
         self._bar: Bar | None = None
-        self._plain_at = float("-inf")
-        self.homes: list[ShippedCopy] = []
-        self._over = False  # the start
-        self._begun: dict[str, tuple[int, int]] = {}
-        self._begun_plain: dict[str, asyncio.TimerHandle] = {}
-        self._unwiped: set[int] = set()  # writers that the line of the start may stand on
+        self._logged_at = float("-inf")
+        self.shipped_copies: list[ShippedCopy] = []
+        self._is_started = False  # the start is over
+        self._start_parts: dict[str, tuple[int, int]] = {}
+        self._start_timers: dict[str, asyncio.TimerHandle] = {}
+        self._dirty_writers: set[int] = set()  # terminals that may show the line of the start
         self._errors: set[str] = set()
-        self._repeating: set[tuple[str, int]] = set()  # ranks that repeat another's error
-        self._count = 0
-        self._last: dict[tuple[str, int], int] = {}
+        self._repeating: set[tuple[str, int]] = set()  # ranks that repeat another rank's error
+        self._num_lines = 0
+        self._line_numbers: dict[tuple[str, int], int] = {}
 
     @property
-    def terminal(self) -> bool:
-        """True when progress is drawn."""
+    def is_terminal(self) -> bool:
+        """Whether progress is drawn on a terminal."""
         return self._err.isatty()
 
     def output(self, host: str, rank: int, stream: str, data: bytes) -> None:
-        """Shows what a rank wrote, line by line, labelled."""
-        if not self._shows(rank) and self._live is None:
+        """Shows output of a rank as labelled lines."""
+        if not self._is_selected(rank) and self._live is None:
             return
-        lines = self._lines.setdefault((host, rank, stream), Lines())
-        self._labelled(host, rank, stream, lines.feed(data, time.monotonic()))
+        lines = self._lines.setdefault((host, rank, stream), LineSplitter())
+        self._print_labelled(host, rank, stream, lines.feed(data, time.monotonic()))
 
-    def _shows(self, rank: int) -> bool:
+    def _is_selected(self, rank: int) -> bool:
         return self._show == "all" or (self._show == "rank0" and rank == 0)
 
     def mute(self, host: str, rank: int) -> None:
-        """Shows no more of a rank's error stream: its traceback is shown once, at the end."""
+        """Hides a rank's error stream from now on: its traceback is shown once, at the end."""
         self._muted.add((host, rank))
 
     def flush(self) -> None:
         """Shows unfinished lines."""
         for (host, rank, stream), lines in self._lines.items():
-            self._labelled(host, rank, stream, lines.rest())
+            self._print_labelled(host, rank, stream, lines.flush())
 
-    def _labelled(self, host: str, rank: int, stream: str, lines: list[bytes]) -> None:
-        """Writes them in one piece: a rank may write faster than single lines could be shown."""
+    def _print_labelled(self, host: str, rank: int, stream: str, lines: list[bytes]) -> None:
+        """Writes the lines in one piece, which is faster than single writes."""
         if stream == "err" and (host, rank) in self._muted:
             return
         label = clean_line(f"[{host}/{rank}]")
@@ -154,180 +152,175 @@ class Screen:
             number = self._hosts.setdefault(host, len(self._hosts))
             label = f"\x1b[{_COLOURS[number % len(_COLOURS)]}m{label}\x1b[0m"
         target = self._out if stream == "out" else self._err
-        colours = target.isatty()
-        shown = []
+        has_colour = target.isatty()
+        visible = []
         for line in lines:
             text = line.decode(errors="replace")
-            if _PLACE.match(text):
-                text = restore_local_paths(self.homes, host, text)
-            if _HARMLESS.search(text[:4500]):
+            if _SOURCE_LOCATION.match(text):
+                text = restore_local_paths(self.shipped_copies, host, text)
+            if _NOISE.search(text[:4500]):
                 continue
-            if stream == "out" or not self._repeated(host, rank, text):
-                shown.append(clean(text, colours))
+            if stream == "out" or not self._is_repeated(host, rank, text):
+                visible.append(clean(text, has_colour))
         if self._live is not None:
-            self._live.log(rank, shown, label, self._shows(rank))
-        if shown and self._shows(rank):
-            self._last[host, rank] = self._count + len(shown) - 1
-            self._write(target, "\n".join(f"{label} {text}" for text in shown), len(shown))
+            self._live.log(rank, visible, label, self._is_selected(rank))
+        if visible and self._is_selected(rank):
+            self._line_numbers[host, rank] = self._num_lines + len(visible) - 1
+            self._write(target, "\n".join(f"{label} {text}" for text in visible), len(visible))
 
-    def _repeated(self, host: str, rank: int, text: str) -> bool:
-        """Whether this belongs to an error of ours that another rank has told already."""
-        if text.startswith(_ERROR):
-            known = text in self._errors
+    def _is_repeated(self, host: str, rank: int, text: str) -> bool:
+        """Whether this belongs to an error of ours that another rank has printed already."""
+        if text.startswith(_ERROR_PREFIX):
+            is_known = text in self._errors
             self._errors.add(text)
-            (self._repeating.add if known else self._repeating.discard)((host, rank))
+            (self._repeating.add if is_known else self._repeating.discard)((host, rank))
         elif not text.startswith("  "):
             self._repeating.discard((host, rank))
         return (host, rank) in self._repeating
 
-    def before_eyes(self, host: str, rank: int) -> bool:
-        """Whether what a rank said last was shown, and little since."""
-        last = self._last.get((host, rank))
-        return last is not None and self._count - last <= RECENT
+    def is_visible(self, host: str, rank: int) -> bool:
+        """Whether the last output of a rank was shown, and little since."""
+        line_number = self._line_numbers.get((host, rank))
+        return line_number is not None and self._num_lines - line_number <= RECENT_LINES
 
-    def say(self, text: str, rank: int | None = None) -> None:
-        """A line of the job for the user, without label, on standard output.
-
-        Args:
-            text: For the user.
-            rank: Who says it.
-        """
+    def print(self, text: str, rank: int | None = None) -> None:
+        """Prints a line of the job without a label on standard output."""
         text = clean(text, colours=self._colour)
-        self._tell_live(text, rank)
+        self._log_live(text, rank)
         if self._out.isatty():
             text = wrap(text, max(40, columns()))
         self._write(self._out, text)
 
     def note(self, text: str) -> None:
-        """A line of ours, on standard error."""
+        """Prints a line of Paceline's own on standard error."""
         text = format_for(text, cast(TextIO, self._err))
-        self._tell_live(text)
+        self._log_live(text)
         self._write(self._err, text)
 
-    def _tell_live(self, text: str, rank: int | None = None) -> None:
+    def _log_live(self, text: str, rank: int | None = None) -> None:
         if self._live is not None:
             self._live.log(rank, text.split("\n"))
 
-    def pass_on(self, text: str, err: bool) -> None:
-        """Lines that a screen of a launcher elsewhere shows."""
+    def forward(self, text: str, err: bool) -> None:
+        """Prints output of a remote launcher's screen."""
         target = self._err if err else self._out
         self._write(target, format_for(text.removesuffix("\n"), cast(TextIO, target)))
 
-    def _write(self, target: Writer, text: str, lines: int = 1) -> None:
-        self._count += lines
-        if id(target) in self._unwiped:
-            self._unwiped.discard(id(target))
-            text = _WIPE + text
-        if self._live is not None and target.isatty() and self._live.hold(text, lines):
+    def _write(self, target: BackgroundWriter, text: str, lines: int = 1) -> None:
+        self._num_lines += lines
+        if id(target) in self._dirty_writers:
+            self._dirty_writers.discard(id(target))
+            text = _CLEAR_LINE + text
+        if self._live is not None and target.isatty() and self._live.buffer(text, lines):
             return
         if self._bar is not None and target.isatty():
             self._bar.print(text)
             return
         target.write(text + "\n")
-        if target is self._err and self._begun and self.terminal:
+        if target is self._err and self._start_parts and self.is_terminal:
             self._draw_start()
 
     # --- the start ---------------------------------------------------------------------------
 
-    def starting(self, part: str, done: int, of: int) -> None:
-        """Shows how far a part of the start is: ``connecting 2/3``.
+    def starting(self, part: str, done: int, total: int) -> None:
+        """Shows the progress of a part of the start: ``connecting 2/3``.
 
-        On a terminal one line holds all parts; elsewhere a line tells of a part that takes long.
+        A terminal shows all parts in one line; elsewhere a part that takes long gets a note.
         """
-        if self._over:
+        if self._is_started:
             return
-        self._begun[part] = (done, of)
-        if self.terminal:
+        self._start_parts[part] = (done, total)
+        if self.is_terminal:
             self._draw_start()
-        elif done < of and part not in self._begun_plain:
-            with contextlib.suppress(RuntimeError):  # nobody waits
+        elif done < total and part not in self._start_timers:
+            with contextlib.suppress(RuntimeError):  # no event loop
                 loop = asyncio.get_running_loop()
-                self._begun_plain[part] = loop.call_later(PLAIN_START_S, self._tell_start, part)
+                self._start_timers[part] = loop.call_later(LOG_START_S, self._log_start, part)
 
-    def sending(self, done: int, of: int) -> None:
-        """Shows how much of the data is on the nodes, in bytes."""
-        if self._over:
+    def sending(self, sent_bytes: int, total_bytes: int) -> None:
+        """Shows how many bytes of the data are on the nodes."""
+        if self._is_started:
             return
-        mib = (done >> 20, -(-of >> 20))
+        mib = (sent_bytes >> 20, -(-total_bytes >> 20))
         now = time.monotonic()
-        if self.terminal:
-            if self._begun.get(_DATA) != mib:
-                self._begun[_DATA] = mib
+        if self.is_terminal:
+            if self._start_parts.get(_SENDING) != mib:
+                self._start_parts[_SENDING] = mib
                 self._draw_start()
-        elif done == 0 or now - self._plain_at >= PLAIN_SENDING_S:
-            self._plain_at = now
+        elif sent_bytes == 0 or now - self._logged_at >= LOG_SENDING_S:
+            self._logged_at = now
             self.note(f"paceline: sending data: {mib[0]:,} of {mib[1]:,} MiB")
 
     def _draw_start(self) -> None:
-        parts = [f"{part} {done}/{of}" for part, (done, of) in self._begun.items()]
+        parts = [f"{part} {done}/{total}" for part, (done, total) in self._start_parts.items()]
         text = "paceline: " + " · ".join(parts) + " …"
-        self._err.write(_WIPE + text[: columns() - 1])
-        self._unwiped = {id(one) for one in (self._out, self._err) if one.isatty()}
+        self._err.write(_CLEAR_LINE + text[: columns() - 1])
+        self._dirty_writers = {id(writer) for writer in (self._out, self._err) if writer.isatty()}
 
-    def _tell_start(self, part: str) -> None:
-        done, of = self._begun.get(part, (0, 0))
-        if done < of:
-            noun = "host" if of == 1 else "hosts"
-            self.note(f"paceline: {part} ({done} of {of} {noun} so far)")
+    def _log_start(self, part: str) -> None:
+        done, total = self._start_parts.get(part, (0, 0))
+        if done < total:
+            noun = "host" if total == 1 else "hosts"
+            self.note(f"paceline: {part} ({done} of {total} {noun} so far)")
 
     def started(self) -> None:
-        """The start is over: its line goes away."""
-        self._over = True
-        for waiting in self._begun_plain.values():
-            waiting.cancel()
-        self._begun.clear()
-        self._begun_plain.clear()
-        if id(self._err) in self._unwiped:
-            self._unwiped.discard(id(self._err))
-            self._err.write(_WIPE)
+        """Ends the start and removes its line."""
+        self._is_started = True
+        for timer in self._start_timers.values():
+            timer.cancel()
+        self._start_parts.clear()
+        self._start_timers.clear()
+        if id(self._err) in self._dirty_writers:
+            self._dirty_writers.discard(id(self._err))
+            self._err.write(_CLEAR_LINE)
 
     # --- progress ----------------------------------------------------------------------------
 
-    def progress(self, said: Mapping[str, Any]) -> None:
-        """Draws where the job is, or now and then prints a line when there is no terminal."""
-        if self._live is not None and self._live.wanted:
+    def progress(self, progress: Mapping[str, Any]) -> None:
+        """Updates the progress bar, or prints a line periodically without a terminal."""
+        if self._live is not None and self._live.is_enabled:
             return
-        if self.terminal:
+        if self.is_terminal:
             if self._bar is None:
                 self._bar = Bar(cast(TextIO, self._err))
-            self._bar.update(said)
+            self._bar.update(progress)
             return
         now = time.monotonic()
-        if said.get("loss") is None:
-            return  # nothing is known yet
-        if now - self._plain_at >= PLAIN_PROGRESS_S:
-            self._plain_at = now
-            self.note(describe(said))
+        if progress.get("loss") is None:
+            return
+        if now - self._logged_at >= LOG_PROGRESS_S:
+            self._logged_at = now
+            self.note(describe(progress))
 
     def aside(self, text: str) -> None:
-        """Says beside the progress where ranks are that do not train; empty where all do."""
+        """Shows a text beside the progress bar, such as what ranks do that do not train."""
         if self._bar is not None:
             self._bar.aside(text)
 
-    # --- all at a glance ---------------------------------------------------------------------
+    # --- the live screen ---------------------------------------------------------------------
 
-    def watch(self, board: Board, **about: Any) -> None:
-        """Shows all ranks at a glance from now on, where that was asked for and is possible.
+    def start_live(self, state: RunState, **options: Any) -> None:
+        """Starts the live screen if it was requested and the terminal supports it.
 
         Args:
-            board: What is known of the run.
-            about: See :class:`paceline.launch.terminal.live.Live`.
+            state: The run's state.
+            options: See :class:`paceline.launch.terminal.live.LiveScreen`.
         """
-        if self._look != "live" or not self.terminal or self._live is not None:
+        if self._display != "live" or not self.is_terminal or self._live is not None:
             return
-        from paceline.launch.terminal.live import Live, possible
+        from paceline.launch.terminal.live import LiveScreen, supports_live
 
-        if possible(self._err):
-            self._live = Live(board, self._err, **about)
+        if supports_live(self._err):
+            self._live = LiveScreen(state, self._err, **options)
             self._drawing = asyncio.ensure_future(self._live.run())
 
     @property
-    def at_a_glance(self) -> bool:
-        """Whether all ranks are shown at a glance, with keys of that screen's own."""
+    def is_live(self) -> bool:
+        """Whether the live screen, which reads keys itself, is used."""
         return self._live is not None
 
-    def unwatch(self) -> None:
-        """Shows lines again, with those that were not shown meanwhile."""
+    def stop_live(self) -> None:
+        """Ends the live screen and prints the lines that it withheld."""
         if self._drawing is not None:
             self._drawing.cancel()
         if self._live is not None:
@@ -335,9 +328,9 @@ class Screen:
         self._live = self._drawing = None
 
     def close(self) -> None:
-        """Takes the bar away, shows what is unfinished and waits until it was taken."""
+        """Removes the bar, prints incomplete lines and waits until everything is written."""
         self.started()
-        self.unwatch()
+        self.stop_live()
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

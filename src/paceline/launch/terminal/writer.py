@@ -1,7 +1,7 @@
-"""A text stream that never holds the launcher up.
+"""A text stream that never blocks the launcher.
 
-A terminal that was stopped (Ctrl-S), a pager that nobody scrolls or a pipe that was closed must
-not end a job: the launcher renews the nodes' leases between two lines of output.
+A stopped terminal (Ctrl-S), a pager that is not scrolled or a closed pipe must not end a job: the
+launcher renews the nodes' leases between two lines of output.
 """
 
 from __future__ import annotations
@@ -14,27 +14,25 @@ from typing import TextIO
 
 from paceline.spec.formatting import pluralize
 
-LIMIT = 16 * 1024 * 1024  # characters kept for a reader who is late
+MAX_PENDING_CHARS = 16 * 1024 * 1024
 
 
-class Writer:
-    """Writes to ``target`` from a thread of its own; what finds no room is counted, not kept.
-
-    It can be handed to whoever wants a text file.
+class BackgroundWriter:
+    """Writes to ``target`` from a thread of its own; counts and drops lines beyond the limit.
 
     Args:
-        target: The stream. Once it takes no more (its reader went away), text is thrown away.
-        limit: Characters that may wait.
+        target: The stream. Once writing to it fails, text is dropped.
+        limit: Maximum number of pending characters.
     """
 
-    def __init__(self, target: TextIO, limit: int = LIMIT) -> None:
+    def __init__(self, target: TextIO, limit: int = MAX_PENDING_CHARS) -> None:
         self._target = target
         self._limit = limit
-        self._texts: deque[str] = deque()
-        self._waiting = 0
-        self._left_out = 0
-        self._broken = False
-        self._closed = False
+        self._pending: deque[str] = deque()
+        self._num_pending = 0
+        self._num_dropped = 0
+        self._is_broken = False
+        self._is_closed = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -49,59 +47,59 @@ class Writer:
         return self._target.fileno()
 
     def flush(self) -> None:
-        """Every write is flushed by the thread."""
+        """Does nothing: the thread flushes every write."""
 
     def write(self, text: str) -> int:
         """Queues whole lines; returns at once."""
         with self._changed:
-            if self._broken:
+            if self._is_broken:
                 return len(text)
             if self._thread is None:
                 self._start()
-            if self._waiting > self._limit:
-                self._left_out += text.count("\n")
+            if self._num_pending > self._limit:
+                self._num_dropped += text.count("\n")
             else:
-                self._make_up_for_gap()
+                self._report_dropped()
                 self._queue(text)
         return len(text)
 
     @property
-    def behind(self) -> bool:
-        """Whether the reader has not taken all yet."""
-        return self._waiting > 0 and not self._broken
+    def is_behind(self) -> bool:
+        """Whether text is still pending."""
+        return self._num_pending > 0 and not self._is_broken
 
-    def settle(self, seconds: float) -> None:
-        """Waits at most so long until the reader has taken everything."""
+    def drain(self, seconds: float) -> None:
+        """Waits at most ``seconds`` until everything is written."""
         with self._changed:
-            self._changed.wait_for(lambda: not self.behind, seconds)
+            self._changed.wait_for(lambda: not self.is_behind, seconds)
 
     def close(self) -> None:
-        """Waits until the reader has taken everything. Later writes start anew."""
+        """Waits until everything is written. Later writes start a new thread."""
         with self._changed:
-            self._make_up_for_gap()
-            self._closed = True
+            self._report_dropped()
+            self._is_closed = True
             self._changed.notify()
             thread = self._thread
         if thread is not None:
             thread.join()
-        self._thread, self._closed = None, False
+        self._thread, self._is_closed = None, False
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
         self._thread.start()
 
     def _queue(self, text: str) -> None:
-        self._texts.append(text)
-        self._waiting += len(text)
+        self._pending.append(text)
+        self._num_pending += len(text)
         self._changed.notify()
 
-    def _make_up_for_gap(self) -> None:
-        if self._left_out:
+    def _report_dropped(self) -> None:
+        if self._num_dropped:
             self._queue(
-                f"paceline: {pluralize(self._left_out, 'line')} left out here, for nobody read"
+                f"paceline: {pluralize(self._num_dropped, 'line')} left out here, for nobody read"
                 " them; the logs are complete\n"
             )
-            self._left_out = 0
+            self._num_dropped = 0
 
     def _run(self) -> None:
         while text := self._next():
@@ -109,28 +107,28 @@ class Writer:
                 self._target.write(self._encodable(text))
                 self._target.flush()
             except (OSError, ValueError):
-                self._give_up()
+                self._abandon()
             with self._changed:
-                self._waiting = max(0, self._waiting - len(text))
+                self._num_pending = max(0, self._num_pending - len(text))
                 self._changed.notify_all()
 
     def _next(self) -> str:
-        """All that waits, once something does; empty at the end."""
+        """Waits for text and returns all of it; empty at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._texts or self._closed)
-            text = "".join(self._texts)
-            self._texts.clear()
-            return text  # which waits until it is written
+            self._changed.wait_for(lambda: self._pending or self._is_closed)
+            text = "".join(self._pending)
+            self._pending.clear()
+            return text  # it counts as pending until it is written
 
     def _encodable(self, text: str) -> str:
         return text.encode(self.encoding, "replace").decode(self.encoding)
 
-    def _give_up(self) -> None:
-        """Nobody reads any more. The interpreter's own flush at its end must not fail either."""
+    def _abandon(self) -> None:
+        """Drops all text. The interpreter's flush at exit must not fail either."""
         with self._changed:
-            self._broken, self._waiting = True, 0
-            self._texts.clear()
+            self._is_broken, self._num_pending = True, 0
+            self._pending.clear()
         with contextlib.suppress(OSError, ValueError):
-            nothing = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nothing, self._target.fileno())
-            os.close(nothing)
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._target.fileno())
+            os.close(null)

@@ -339,7 +339,7 @@ def test_the_outer_state_outlives_another_number_of_ranks() -> None:
     def resumed(rank: int, meeting: Meeting) -> Any:
         mine = Rank("local", rank, meeting, torch.float32)
         mine.method.load_state(state)
-        return mine.method.state(), mine.method._ways._kept._views
+        return mine.method.state(), mine.method._changes._feedback._views
 
     found = world(2, resumed)
     for theirs, of in found:

@@ -130,7 +130,7 @@ def _summary(command: click.Command) -> str:
 
 def _flags(row: Row) -> str:
     """The option's spellings as code, and its placeholder."""
-    flags = re.sub(r"(?<![\w-])(--?[\w-]+)", r"`\1`", row.left)
+    flags = re.sub(r"(?<![\w-])(--?[\w-]+)", r"`\1`", row.term)
     return flags.replace("|", "\\|")
 
 

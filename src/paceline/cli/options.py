@@ -111,39 +111,41 @@ HOSTS = click.option(
     help="Host file, comma list, lab, slurm, pbs, … (see `paceline hosts --help`).",
 )  # fmt: skip
 SETUP_HOSTS = click.option(
-    "-H", "--hosts", metavar="SOURCE", help="The hosts to set up: as `paceline hosts --help` says."
+    "-H", "--hosts", metavar="SOURCE", help="Hosts to set up; see `paceline hosts --help`."
 )
 SSH_CONFIG = click.option(
     "--ssh-config", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="ssh config file to use instead of yours.",
+    help="ssh config file to use instead of your own.",
 )  # fmt: skip
 ACCEPT_NEW_HOST_KEYS = click.option(
     "--accept-new-host-keys", is_flag=True,
-    help="Pin the keys of hosts met for the first time, and show them.",
+    help="Accept and pin the keys of new hosts, and show them.",
 )  # fmt: skip
 NNODES = click.option(
     "--nnodes", type=Nodes(), metavar="N|MIN:MAX", show_default="all",
-    help="Use the first N hosts; or as many as there are from MIN to MAX, while nodes are lost and"
-    " come back (MIN: for all). Hosts beyond MAX are spares.",
+    help="Use the first N hosts. MIN:MAX lets the job shrink and grow while nodes are lost and"
+         " come back (MIN: means up to all hosts). Hosts beyond MAX are spares.",
 )  # fmt: skip
 FASTEST = click.option(
     "--fastest", is_flag=True,
-    help="Of the hosts take those on which the newest `paceline forecast` of this command found the"
-    " whole training shortest.",
+    help="Use the hosts on which the newest `paceline forecast` of this command predicts the"
+         " shortest training.",
 )  # fmt: skip
 WAIT_FOR_NODES = click.option(
     "--wait-for-nodes", type=Duration(0.0), default=600.0, metavar="DURATION",
-    help="How long to wait for hosts while there are fewer than the job needs: 90, 10m, 1h.",
+    help="How long to wait for missing hosts that the job needs: 90, 10m, 1h.",
     show_default="10m",
 )  # fmt: skip
 NPROC_PER_NODE = click.option(
-    "-p", "--nproc-per-node", type=Processes(), metavar="N", help="Processes a node: a number,"
-    " gpu (one a GPU), cpu (one a CPU), or auto (gpu, else cpu).",
-    show_default="its slots, else one a GPU, else 1",
+    "-p", "--nproc-per-node", type=Processes(), metavar="N", help="Processes per node: a number,"
+                                                                  " gpu (one per GPU), cpu (one"
+                                                                  " per CPU), or auto (gpu, else"
+                                                                  " cpu).",
+    show_default="its slots, else one per GPU, else 1",
 )  # fmt: skip
 IFACE = click.option(
     "--iface", metavar="NAME", help="Network interface for the job's traffic.",
-    show_default="found by trying, on each node",
+    show_default="the one that reaches the other nodes",
 )  # fmt: skip
 PYTHON = click.option("--python", metavar="PATH", help="Interpreter on the hosts.",
                       show_default="paceline's own")  # fmt: skip
@@ -153,13 +155,13 @@ MASTER_PORT = click.option(
 )  # fmt: skip
 ENV = click.option(
     "--env", "env", multiple=True, metavar="NAME[=VALUE]",
-    help="Set a variable for every rank; NAME alone passes your current value without"
-    " recording it.",
+    help="Set a variable for every rank. NAME alone forwards your current value without"
+         " recording it.",
 )  # fmt: skip
 ACTIVATE = click.option(
     "--activate", multiple=True, metavar="FILE",
-    help="Script that a shell sources on each host before Python starts (setvars.sh,"
-    " activate); the ranks get its variables.",
+    help="Source this script on each host before Python starts (setvars.sh, activate); ranks get"
+         " its variables.",
 )  # fmt: skip
 UNSET = click.option(
     "--unset", multiple=True, metavar="NAME", help="Hide a variable from the ranks."
@@ -167,11 +169,11 @@ UNSET = click.option(
 NO_TORCH = click.option("--no-torch", is_flag=True, help="The script does not use torch.")
 RUN_DIR_OF = click.option(
     "--run-dir", type=click.Path(file_okay=False, path_type=Path),
-    help="The run's folder, as RUN.",
+    help="The run directory, instead of RUN.",
 )  # fmt: skip
 HOSTS_OF_RUNS = click.option(
     "-H", "--hosts", metavar="SOURCE",
-    help="Look for runs on these hosts, too: as `paceline hosts --help` says.",
+    help="Also look for runs on these hosts; see `paceline hosts --help`.",
 )  # fmt: skip
 # of every verb that starts a job, in the order of the help
 LAUNCH = [
@@ -188,131 +190,138 @@ LAUNCH = [
     IFACE,
     PYTHON,
     click.option("--run-dir", type=click.Path(file_okay=False, path_type=Path),
-                 help="The run's folder.", show_default="runs/NAME-DATE-TIME"),
+                 help="The run directory.", show_default="runs/NAME-DATE-TIME"),
     click.option("--name", help="Name of the run.", show_default="from the script"),
     MASTER_PORT,
     click.option("--backend", type=click.Choice(["gloo", "nccl", "xccl", "ccl", "mpi"]),
-                 help="Refuse to start where torch lacks this backend."),
+                 help="Refuse to start if torch lacks this backend."),
     click.option("--ship", type=click.Choice(["auto", "always", "never"]), default="auto",
-                 help="Copy the code to the hosts; auto: where it is missing or different."),
-    click.option("--follow-links", is_flag=True, help="Also send what links in the code or the data"
-                 " lead to outside of that folder."),
+                 help="Copy the code to the hosts; auto: if it is missing or different there."),
+    click.option("--follow-links", is_flag=True, help="Also send the targets of links that lead"
+                                                      " out of the code or data folder."),
     click.option("--bind", type=click.Choice(["auto", "none"]), default="auto",
-                 help="auto gives each rank whole cores of its own, near its GPU."),
+                 help="auto binds each rank to its own cores, near its GPU."),
     click.option("--lease", type=Seconds(2.0), default=10.0, metavar="SECONDS",
-                 help="Heartbeat timeout: a node stops its ranks after this long without the"
-                 " launcher."),
+                 help="Heartbeat timeout: a node stops its ranks when it has lost the launcher"
+                      " for this long."),
     click.option("--grace", type=Seconds(0.0), default=8.0, metavar="SECONDS",
-                 help="Time between TERM and KILL when you stop the job."),
+                 help="Time between SIGTERM and SIGKILL when you stop the job."),
     click.option("--hang-timeout", type=SecondsOrAuto(0.0), default="auto", metavar="SECONDS",
-                 help="End what hangs for this long; 0 only says who hangs where, and so does auto"
-                 " but for scripts on paceline.train: five times their slowest step, at least 30."),
+                 help="End a job that hangs for this long; 0 only reports hangs. auto ends"
+                      " scripts on paceline.train after five times their slowest step, at least"
+                      " 30 seconds, and only reports others."),
     click.option("--max-restarts", type=click.IntRange(0), default=0, metavar="N",
-                 help="After a failure start all nodes again, up to N times within"
-                 " --restart-window; a written 0 says never, not even before the first step."),
+                 help="After a failure, restart all nodes up to N times within --restart-window."
+                      " An explicit 0 forbids all restarts, also before the first step."),
     click.option("--restart-window", type=Duration(0.0), default=3600.0, metavar="DURATION",
-                 help="Failures longer ago than this do not count for --max-restarts; 0 counts"
-                 " all.", show_default="1h"),
+                 help="Failures older than this do not count for --max-restarts; 0 counts all.",
+                 show_default="1h"),
     click.option("--keep-warm", type=Duration(0.0), default=0.0, metavar="DURATION",
-                 help="After the run the hosts stay ready for your next command for so long: 10m."
-                 " See `paceline warm`.", show_default="off"),
-    click.option("--debug", is_flag=True, help="Have NCCL, torch, gloo, libfabric, UCX, oneCCL and"
-                 " Intel MPI tell what they do, in files beside the logs, with a summary."),
+                 help="Keep the hosts ready for your next command for this long after the run:"
+                      " 10m. See `paceline warm`.", show_default="off"),
+    click.option("--debug", is_flag=True, help="Record debug output of NCCL, torch, gloo,"
+                                               " libfabric, UCX, oneCCL and Intel MPI in files"
+                                               " beside the logs, and summarise it."),
     click.option("--check", "check_level", type=click.Choice(["full", "quick", "none"]),
-                 default="quick", help="What to check before the start: quick looks at what the"
-                 " login brought, full is `paceline check`."),
+                 default="quick", help="What to check before the start. quick needs only the"
+                                       " login; full is `paceline check`."),
     click.option("--show", type=click.Choice(["all", "rank0", "none"]), default="all",
-                 help="Whose output is shown live. The logs are complete in any case."),
+                 help="Whose output is shown live. The logs are always complete."),
     click.option("--screen", type=click.Choice(["live", "lines"]), default="live",
-                 help="live: on a terminal, all ranks and hosts at a glance, with keys; lines:"
-                 " their output as it comes."),
+                 help="live: on a terminal, an overview of all ranks and hosts, with keys;"
+                      " lines: output as it comes."),
     click.option("--notify", type=Target(), multiple=True, metavar="COMMAND|URL",
-                 help="Run COMMAND when the run is over, with outcome and figures in its"
-                 " environment (PACELINE_OUTCOME, …), or post them as JSON to URL."),
+                 help="When the run ends, run COMMAND with outcome and figures in its"
+                      " environment (PACELINE_OUTCOME, …), or post them as JSON to URL."),
     click.option("--report/--no-report", default=True,
-                 help="Write report.html into the run's folder when the run is over."),
+                 help="Write report.html into the run directory when the run ends."),
     click.option("--plan", "plan_only", is_flag=True,
-                 help="Print what would run where, and stop."),
+                 help="Print what would run where, and exit."),
     click.option("-v", "--verbose", is_flag=True,
-                 help="With --plan: all variables, and the command of every rank."),
+                 help="With --plan: also print all variables and the command of every rank."),
     click.option("--json", "as_json", is_flag=True,
-                 help="Print JSON: the plan of --plan, or what was measured."),
+                 help="Print JSON: the plan of --plan, or the measurements."),
 ]  # fmt: skip
 VIA_OPTIONS = [
     click.option("--via", type=SchedulerName([name for name in SCHEDULERS if name != BY_HAND]),
-                 help="What starts the nodes. Default: in an allocation its scheduler, else ssh."),
+                 help="What starts the nodes. Default: in an allocation its scheduler, otherwise"
+                      " ssh."),
     click.option("--via-arg", multiple=True, metavar="FLAG",
-                 help="One more word for the program that starts the nodes, passed through."),
-    click.option("--mpiexec", metavar="PATH", help="Which mpiexec. Default: the one on PATH."),
+                 help="One more argument for the program that starts the nodes."),
+    click.option("--mpiexec", metavar="PATH", help="mpiexec to use. Default: the one on PATH."),
     click.option("--image", metavar="IMAGE",
-                 help="Container image; the same content is required on every host."),
+                 help="Container image; it must have the same content on every host."),
     click.option("--mount", multiple=True, metavar="SOURCE:TARGET[:ro]",
-                 help="Folder of the host (Kubernetes: or a claim) to be seen in the container."),
+                 help="Folder of the host (Kubernetes: or a claim) to mount in the container."),
     click.option("--shm-size", default="8g", metavar="SIZE",
                  help="Size of /dev/shm in the container."),
     click.option("--rdzv", cls=Aliased, aliases=("--rdzv-endpoint",), metavar="HOST:PORT",
-                 help="Type the same command on each node; they meet at this address."),
+                 help="Rendezvous address, if you type the same command on each node."),
     click.option("--rdzv-id", metavar="NAME",
-                 help="With --rdzv: its name, the same on each node. No secret."),
+                 help="With --rdzv: name of the rendezvous, the same on each node; not a secret."),
     click.option("--rdzv-key-file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-                 help="With --rdzv: file with the key, the same on each node. Default: "
-                 "PACELINE_RDZV_KEY, else the first node shows one and the others ask for it."),
+                 help="With --rdzv: file with the key, the same on each node. Default:"
+                      " PACELINE_RDZV_KEY; otherwise the first node shows a key and the others"
+                      " ask for it."),
     click.option("--node-rank", type=click.IntRange(0), metavar="K",
-                 help="With --rdzv: this node's place. Default: 0 where HOST is this machine, "
-                 "else in order of arrival."),
+                 help="With --rdzv: rank of this node. Default: 0 if HOST is this machine,"
+                      " otherwise by order of arrival."),
     click.option("--rdzv-timeout", type=Seconds(1.0), default=300.0, metavar="SECONDS",
                  help="How long to wait for the other nodes."),
     click.option("--time", "time_limit", metavar="H:MM:SS", help="Batch: time limit."),
     click.option("--partition", metavar="NAME", help="Batch: partition."),
     click.option("--account", metavar="NAME", help="Batch: account."),
     click.option("--cpus-per-task", type=click.IntRange(1), metavar="N",
-                 help="Batch: CPUs for each process."),
-    click.option("--mem", metavar="SIZE", help="Batch: memory a node."),
-    click.option("--gres", metavar="LIST", help="Batch: accelerators a node, as gpu:2."),
+                 help="Batch: CPUs per process."),
+    click.option("--mem", metavar="SIZE", help="Batch: memory per node."),
+    click.option("--gres", metavar="LIST", help="Batch: accelerators per node, such as gpu:2."),
     click.option("--gpus-per-node", metavar="[KIND:]N",
-                 help="Batch: GPUs a node, as 2 or a100:2; without -p one process for each."),
+                 help="Batch: GPUs per node, such as 2 or a100:2; without -p one process per"
+                      " GPU."),
     click.option("--gpus", metavar="[KIND:]N",
-                 help="Batch: GPUs of the whole job, as v100:4, in equal shares."),
+                 help="Batch: GPUs of the whole job, such as v100:4, in equal shares."),
     click.option("--constraint", metavar="LIST",
                  help="Batch: features that the nodes must have."),
     click.option("--sbatch-arg", multiple=True, metavar="FLAG",
-                 help="Batch: any other directive of the scheduler, passed through."),
+                 help="Batch: any other directive for the scheduler."),
     click.option("--setup-command", multiple=True, metavar="COMMAND",
-                 help="Batch: line of the script before the job (module load …)."),
+                 help="Batch: line to run before the job (module load …)."),
     click.option("--requeue/--no-requeue", default=False,
-                 help="Batch: before the time limit, save a checkpoint and requeue the job, which"
-                      " then resumes."),
-    click.option("--array", metavar="RANGE", help="Batch: job array, one run for each index."),
+                 help="Batch: before the time limit, save a checkpoint and requeue the job to"
+                      " resume."),
+    click.option("--array", metavar="RANGE", help="Batch: job array, one run per index."),
     click.option("--detach", is_flag=True,
-                 help="Start the run and leave it: it needs neither this command nor this machine"
-                 " any more. A batch is submitted and not followed."),
+                 help="Start the run and leave it: it needs neither this command nor this"
+                      " machine. A batch is submitted but not followed."),
     click.option("--keep", is_flag=True,
-                 help="The same, and attach at once: a closed terminal or Ctrl-Z ends nothing."),
+                 help="Like --detach, but attach at once: a closed terminal or Ctrl-Z does not"
+                      " end the run."),
     click.option("--supervisor", metavar="HOST", show_default="the first",
-                 help="With --detach or --keep: the host that watches the run."),
+                 help="With --detach or --keep: the host that supervises the run."),
     click.option("--keep-results", type=Duration(1.0), default="7d", metavar="DURATION",
-                 help="With --detach or --keep: how long results wait on the supervisor's host for"
-                 " somebody who fetches them."),
+                 help="With --detach or --keep: how long the supervisor's host keeps results"
+                      " that nobody has fetched."),
 ]  # fmt: skip
 # what only `run` takes, in the order of the help
 RUN = [
     click.option("-m", "--module", is_flag=True, help="SCRIPT is a Python module."),
-    click.option("--no-python", is_flag=True, help="SCRIPT is a program of any kind."),
+    click.option("--no-python", is_flag=True, help="SCRIPT is any program."),
     NO_TORCH,
     click.option(
         "--data",
         type=click.Path(path_type=Path),
         metavar="FOLDER",
-        help="A folder of data that hosts get where they lack it: only what"
-        " changed is sent. Ranks find it as $PACELINE_DATA_DIR, or as an argument.",
+        help="Data folder; hosts that lack it get a copy, and only changes are sent. Ranks find"
+             " it as $PACELINE_DATA_DIR or in their arguments.",
     ),
     click.option(
         "--pass-local-rank",
         is_flag=True,
-        help="Give SCRIPT its local rank as --local_rank=N (or --local-rank=N, as it spells it), as"
-        " DeepSpeed and torch.distributed.launch do.",
+        help="Pass SCRIPT its local rank as --local_rank=N (or --local-rank=N, as it spells it),"
+             " as DeepSpeed and torch.distributed.launch do.",
     ),
-    click.option("--any-world", is_flag=True, help="Accept a world other than the planned one.")
+    click.option("--any-world", is_flag=True, help="Accept a world size other than the planned"
+                                                   " one.")
 ]  # fmt: skip
 
 

@@ -36,35 +36,36 @@ class Options:
     data: str = ""
     """Data set, by name or as a path."""
     data_dir: str = ""
-    """Folder that holds the files of the named data set, or gets them (default: the usual
+    """Folder with the files of the named data set, or for downloading them (default: the usual
     places)."""
     mirror: str = ""
-    """Address that is asked first for the files of a named data set: MIRROR/NAME/FILE."""
+    """Server to ask first for the files of a named data set: MIRROR/NAME/FILE."""
     epochs: int = 1
-    """Passes over the training data."""
+    """Passes through the training data."""
     steps: int = 0
     """Maximum number of steps; overrides --epochs (0: unlimited)."""
     global_batch: int = 64
-    """Samples of one step over all processes together; the same at any number of them."""
+    """Samples of one step over all processes; the same at any number of processes."""
     batch_per_process: int = 0
-    """Samples of each process in a step: the global batch then grows with their number, and
-    --global-batch is only the one that --lr is for (0: --global-batch is divided)."""
+    """Samples per process in a step. The global batch then grows with the number of processes, and
+    --global-batch is only the batch that --lr is meant for (0: divide --global-batch)."""
     micro_batch: str = "0"
-    """Most samples that one process computes at once; more are accumulated: a number (0: no limit),
-    one for some hosts, as in n2=8, or auto (each process tries what fits into its memory)."""
+    """Largest number of samples that a process computes at once; gradients of more are accumulated.
+    A number (0: no limit), a number for some hosts, such as n2=8, or auto (each process tries what
+    fits into its memory)."""
     balance: str = "even"
-    """Share of each process in a step: even, auto (in proportion to its speed, measured while
-    training), or a weight for each host, as in n1=3,n2=1."""
+    """Each process's share of a step: even, auto (by its speed, measured during training), or a
+    weight for each host, such as n1=3,n2=1."""
     drop_slow: bool = False
-    """With --balance auto: a process without which steps are faster gets nothing to do."""
+    """With --balance auto: give no samples to a process if steps are faster without it."""
     lr: float = 1e-3
     """Highest learning rate of the schedule."""
     find_lr: bool = False
     """Instead of training, raise the learning rate for 100 steps (or --steps) and suggest one."""
     find_batch: bool = False
-    """Instead of training, try how many samples a process can compute at once in its memory."""
+    """Instead of training, find how many samples a process can compute at once in its memory."""
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
-    """How --lr follows a batch that --batch-per-process made grow."""
+    """How to scale --lr when --batch-per-process makes the batch grow."""
     schedule: Literal["cosine", "linear", "inverse-sqrt", "constant", "step", "plateau"] = "cosine"
     """Learning-rate schedule, over all steps."""
     milestones: tuple[float, ...] = (0.5, 0.75)
@@ -74,21 +75,21 @@ class Options:
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
     """Optimizer."""
     nesterov: bool = True
-    """Nesterov's momentum in sgd, where --momentum is not 0."""
+    """Use Nesterov's momentum in sgd if --momentum is not 0."""
     momentum: float = 0.9
-    """Momentum of sgd, first moment of the others."""
+    """Momentum of sgd; beta1 of the other optimizers."""
     weight_decay: float = 1e-2
     """Weight decay."""
     clip_norm: float = 0.0
     """Largest norm of the whole gradient (0: no limit)."""
     ema: float = 0.0
-    """Decay of a moving average of the weights, as in 0.999: it is what is evaluated and saved
+    """Decay of a moving average of the weights, such as 0.999. The average is evaluated and saved
     (0: none)."""
     ema_start: int = 0
-    """With --ema: steps after which averaging begins."""
+    """With --ema: number of steps before averaging starts."""
     evaluate_every: int = 0
-    """Evaluate every N steps, besides at the end of each epoch (0: only there; with --stop-at also
-    about sixteen times within a long epoch)."""
+    """Evaluate every N steps, in addition to the end of each epoch (0: only then; with --stop-at
+    also about sixteen times in a long epoch)."""
     patience: int = 0
     """Stop early after N evaluations without an improvement (0: never)."""
     stop_at: float = 0.0
@@ -100,51 +101,53 @@ class Options:
     seed: int = 0
     """Seed of initial weights, data order, split and augmentation."""
     fast: bool = True
-    """Compute in bf16 where machine and model are faster in it; --no-fast keeps to --dtype."""
+    """Compute in bf16 if machine and model are faster with it; --no-fast uses --dtype."""
     dtype: Dtype = "float32"
-    """Precision; bf16 and fp16 compute in it and keep float32 parameters."""
+    """Precision. bf16 and fp16 are used for computing; parameters stay in float32."""
     device: Device = "auto"
-    """Where to train."""
+    """Device to train on."""
     backend: Backend = "auto"
     """Communication backend."""
     communication: str = "exact"
-    """How gradients are averaged over the processes: exact, or for slow links fp16 and bf16 (half
-    the bytes), int8 (a quarter), int4 (a fifth; an eighth between two processes), local
-    (steps apart; costs loss), or auto, which measures and chooses."""
+    """How gradients are averaged over the processes: exact; for slow links fp16 and bf16 (half the
+    bytes), int8 (a quarter), int4 (a fifth; an eighth between two processes) or local (local steps;
+    increases the loss); or auto, which measures and chooses."""
     overlap: str = "auto"
-    """How gradients are divided for their exchange beside the backward pass: two processes on CPUs
-    try some sizes in the first steps and keep the quickest (auto), or the sizes stay (backward)."""
+    """Sizes of the gradient buckets that are exchanged during the backward pass: auto lets two
+    processes on CPUs try some sizes in the first steps and use the fastest; backward keeps the
+    sizes."""
     run_dir: str = ""
     """Folder for the run's files (default: runs/NAME-DATE-TIME)."""
     checkpoint_every: str = "epoch,10m"
-    """When to save a checkpoint: 500 (steps), 10m (minutes), epoch, several with commas, or never;
-    one of the best state is saved anyway."""
+    """When to save a checkpoint: 500 (steps), 10m (minutes), epoch, several separated by commas, or
+    never. The best state is always saved."""
     keep: int = 3
-    """How many of the newest checkpoints stay (0: all); the best one stays anyway."""
+    """How many of the newest checkpoints to keep (0: all). The best one is always kept."""
     resume: str = "auto"
     """Resume from: auto (the newest in --run-dir, if there is one), never, latest, best, a step, or
     the folder of a run or a checkpoint."""
     checkpoint_copies: str = "auto"
-    """On how many other hosts' disks each checkpoint is to be, too: a number, or auto (one where
-    hosts have disks of their own, else none)."""
+    """Number of other hosts that get a copy of each checkpoint: a number, or auto (one if hosts
+    have their own disks, otherwise none)."""
     when_full: Literal["continue", "stop"] = "continue"
     """What to do when a checkpoint cannot be written: continue training, or stop cleanly."""
     track: tuple[str, ...] = ()
     """Trackers besides metrics.jsonl: tensorboard, wandb, mlflow, trackio."""
     track_project: str = "paceline"
-    """Name under which the trackers collect runs."""
+    """Project name for the trackers."""
     track_each_node: bool = False
-    """One tracker run for each node, in a group, instead of one for the job."""
+    """Use one tracker run per node, in a group, instead of one for the job."""
     log_every: int = 0
     """Steps between two records in metrics.jsonl (0: by the length of an epoch)."""
     watch: int = 0
     """Record the norms of gradients and weights every N steps (0: never)."""
     watch_devices: bool = False
-    """Record the load of CPUs and accelerators, too."""
+    """Also record the load of CPUs and accelerators."""
     check_every: int = 100
     """Verify every N steps that all ranks have identical parameters and buffers."""
     deterministic: bool = False
-    """On accelerators, only kernels that repeat bit for bit: slower; some operations have none."""
+    """On accelerators, use only kernels that are reproducible bit by bit; slower, and some
+    operations have none."""
 
     def validate(self) -> None:
         """Raises SettingError for impossible values and combinations; loads nothing."""
@@ -327,55 +330,54 @@ class ImageOptions(Options):
     presets = IMAGE_PRESETS
 
     preset: str = ""
-    """Settings to start from: imagenet or imagenet-example; what else is typed changes them."""
+    """Settings to start from: imagenet or imagenet-example. Other options change them."""
     model: str = "cnn"
     """cnn, resnet18, resnet34, resnet50, torchvision/NAME, or any image classifier of Hugging Face
     by id or folder."""
     weights: str = ""
     """Start from these weights: a run directory, a safetensors or a .pth file (cnn, resnets), or
-    imagenet (resnets; torchvision's). Of a run its image size and normalisation are taken, too."""
+    imagenet (resnets; torchvision's). A run also sets the image size and the normalisation."""
     from_scratch: bool = False
     """Take only the architecture of a Hugging Face model, not its weights."""
     freeze: bool | None = None
-    """Train the head only; the backbone stays exactly as it was loaded (default: where pretrained
-    weights get a new head)."""
+    """Train only the head; the backbone stays as loaded (default: on if pretrained weights get a
+    new head)."""
     unfreeze_every: int = 0
-    """Epochs after which one more stage of a frozen backbone, from the head backwards, trains
-    too."""
+    """After every N epochs, train one more stage of a frozen backbone, starting at the head."""
     add_layers: tuple[int, ...] = ()
-    """Widths of linear layers, each with a ReLU, between the backbone and the output layer."""
+    """Widths of linear layers with ReLU to add between the backbone and the output layer."""
     fast: bool = True
-    """Compute in bf16 where the machine is faster in it, and with channels last (not cnn on images
-    below 16 pixels); --no-fast keeps to --dtype."""
+    """Compute in bf16 if the machine is faster with it, and with channels last (except cnn on
+    images below 16 pixels); --no-fast uses --dtype."""
     data: str = "digits"
-    """digits, fashion-mnist, mnist, cifar10, cifar100, dummy, a folder with a folder for each
-    class or of tar shards, or a Hugging Face data set by id or folder."""
+    """digits, fashion-mnist, mnist, cifar10, cifar100, dummy; a folder with one folder per class or
+    with tar shards; or a Hugging Face data set by id or folder."""
     data_config: str = ""
     """Configuration of a Hugging Face data set."""
     offline: bool = False
-    """Never touch the network; use what is in the cache."""
+    """Use only the cache, never the network."""
     skip_damaged: bool = False
-    """Leave images out that cannot be read; every file is tried at the start."""
+    """Leave out images that cannot be read; every file is tried at the start."""
     workers: int = -1
-    """Processes of each rank that decode photos ahead; 0 leaves it to the rank itself (-1: as many
-    as the ranks leave CPUs free)."""
+    """Processes per rank that decode photos in advance (0: the rank itself decodes; -1: as many as
+    there are free CPUs)."""
     epochs: int = 15
-    """Passes over the training data."""
+    """Passes through the training data."""
     global_batch: int = 64
-    """Samples of one step over all processes together; the same at any number of them."""
+    """Samples of one step over all processes; the same at any number of processes."""
     lr: float = 4e-3
     """Highest learning rate of the schedule."""
     label_smoothing: float = 0.0
-    """Part of the target that is spread over all classes."""
+    """Part of the target to spread over all classes."""
     augment: tuple[str, ...] = ()
     """Augmentations of the training images: flip, vflip, crop, rotate, zoom, resized-crop."""
     image_size: int = 0
-    """Height and width to which images are brought (0: what a pretrained model wants, else 64 for
-    a folder's, and the others as they are)."""
+    """Height and width to which images are scaled (0: what a pretrained model expects, otherwise 64
+    for a folder; other data sets are not scaled)."""
     test_fraction: float = 0.2
-    """Part of every class that is held out, where the data have no split of their own."""
+    """Part of every class to hold out, if the data set has no split of its own."""
     val_fraction: float = 0.0
-    """Part of the training images taken out for validation, where the data have no such part."""
+    """Part of the training images to use for validation, if the data set has no such part."""
 
     def validate(self) -> None:
         super().validate()
@@ -422,49 +424,49 @@ class TextOptions(Options):
     from_scratch: bool = False
     """Take only the architecture of a Hugging Face model, not its weights."""
     freeze: bool = False
-    """Train the head only; the backbone stays exactly as it was loaded."""
+    """Train only the head; the backbone stays as loaded."""
     unfreeze_every: int = 0
-    """With --freeze: epochs after which one more stage, from the head backwards, trains too."""
+    """With --freeze: after every N epochs, train one more stage, starting at the head."""
     add_layers: tuple[int, ...] = ()
-    """Widths of linear layers, each with a ReLU, between the backbone and the output layer."""
+    """Widths of linear layers with ReLU to add between the backbone and the output layer."""
     dropout: float = 0.1
-    """Dropout of small; above 0 the result depends on how a batch is shared among processes."""
+    """Dropout of small. Above 0, the result depends on how a batch is shared among processes."""
 
     data: str = "meals"
-    """A csv, tsv or jsonl file, a folder with train, val and test files or of tar shards, a Hugging
-    Face data set by id or folder; or ag-news, meals, dummy."""
+    """A csv, tsv or jsonl file; a folder with train, val and test files or with tar shards; a
+    Hugging Face data set by id or folder; or ag-news, meals, dummy."""
     test_data: str = ""
-    """A file of the same form that is held out (default: a part of --data)."""
+    """Held-out file of the same form (default: a part of --data)."""
     data_config: str = ""
     """Configuration of a Hugging Face data set."""
     offline: bool = False
-    """Never touch the network; use what is in the cache."""
+    """Use only the cache, never the network."""
     delimiter: str = ""
-    """Between columns of a csv (default: a comma, in tsv files a tab)."""
+    """Delimiter between columns of a csv file (default: a comma; in tsv files a tab)."""
     label_column: str = ""
     """Name of the column with labels (default: the first, or label)."""
     text_column: str = ""
     """Name of the column with texts (default: the second, or text)."""
     class_names: tuple[str, ...] = ()
-    """Names of the classes, where labels are numbers that start at 0 or 1."""
+    """Names of the classes, if labels are numbers that start at 0 or 1."""
     test_fraction: float = 0.1
-    """Part that is held out, where the data have no split of their own."""
+    """Part to hold out, if the data set has no split of its own."""
 
     tokenizer: Literal["word", "bpe", "char"] = "word"
-    """Tokenizer that is trained on the data, for small and words."""
+    """Tokenizer to train on the data, for small and words."""
     vocab_size: int = 0
-    """Most tokens (0: 30000 words, 8000 pieces)."""
+    """Largest number of tokens (0: 30000 words, 8000 pieces)."""
     max_length: int = 128
-    """Tokens of a text that are used; the rest is cut off."""
+    """Number of tokens to use of each text; the rest is cut off."""
 
     epochs: int = 10
-    """Passes over the training data."""
+    """Passes through the training data."""
     global_batch: int = 32
-    """Texts of one step over all processes together; the same at any number of them."""
+    """Texts of one step over all processes; the same at any number of processes."""
     lr: float = 1e-3
     """Highest learning rate of the schedule; 5e-5 suits fine-tuning."""
     label_smoothing: float = 0.0
-    """Part of the target that is spread over all classes."""
+    """Part of the target to spread over all classes."""
 
     def validate(self) -> None:
         super().validate()
@@ -512,7 +514,7 @@ class TranslationOptions(Options):
     """Train an encoder-decoder transformer from scratch on a parallel corpus."""
 
     model: str = "base"
-    """Size: tiny, small, base or big; the four settings below change one of its numbers."""
+    """Size: tiny, small, base or big. The four options below change one of its numbers."""
     d_model: int = 0
     """Width of the model (0: by --model; base: 512)."""
     layers: int = 0
@@ -522,56 +524,56 @@ class TranslationOptions(Options):
     ff: int = 0
     """Width of the feed-forward layers (0: by --model; base: 2048)."""
     norm: Literal["pre", "post"] = "pre"
-    """Layer normalisation before each part (steadier) or after it (as in the paper)."""
+    """Layer normalisation before each part (more stable) or after it (as in the paper)."""
     dropout: float = 0.1
-    """Dropout; above 0 the result depends on how a batch is shared among processes."""
+    """Dropout. Above 0, the result depends on how a batch is shared among processes."""
 
     data: str = "numbers"
-    """A TSV (source, tab, target), JSONL, the source file beside --target, a folder with
-    train/val/test files, a Hugging Face data set by id or folder; or multi30k, numbers, reverse,
-    dummy."""
+    """A TSV file (source, tab, target), a JSONL file, the source file of a pair (see --target), a
+    folder with train/val/test files, a Hugging Face data set by id or folder; or multi30k, numbers,
+    reverse, dummy."""
     target: str = ""
-    """The other file, line by line the translation of --data."""
+    """File with the translation of --data, line by line."""
     source_lang: str = ""
-    """Language of the source, where the data name languages (en)."""
+    """Language of the source, if the data set names languages (en)."""
     target_lang: str = ""
-    """Language of the target, where the data name languages (it)."""
+    """Language of the target, if the data set names languages (it)."""
     data_config: str = ""
     """Configuration of a Hugging Face data set (en-it)."""
     offline: bool = False
-    """Never touch the network; use what is in the cache."""
+    """Use only the cache, never the network."""
     val_fraction: float = 0.1
-    """Part of the pairs that is held out, where the data have no split of their own."""
+    """Part of the pairs to hold out, if the data set has no split of its own."""
 
     tokenizer: Literal["word", "bpe", "char"] = "word"
     """word: words, digits and punctuation marks; bpe: pieces of words; char: characters."""
     vocab_size: int = 0
-    """Most tokens of each language (0: 30000 words, 8000 pieces)."""
+    """Largest number of tokens of each language (0: 30000 words, 8000 pieces)."""
     min_frequency: int = 2
-    """Words (bpe: pairs) that occur less often in the training data get no token of their own."""
+    """Words (bpe: pairs) that are rarer than this in the training data get no token."""
     seq_len: int = 350
     """Longest sentence, in tokens."""
     too_long: Literal["drop", "cut", "refuse"] = "drop"
-    """What becomes of longer sentences in training: left out and counted, cut, or refused.
-    Validation keeps every sentence; there a longer source is cut."""
+    """What to do with longer sentences in training: leave out and count, cut, or refuse. Validation
+    uses every sentence and cuts longer sources."""
 
     epochs: int = 20
-    """Passes over the training data."""
+    """Passes through the training data."""
     global_batch: int = 64
-    """Sentence pairs of one step over all processes together; the same at any number of them."""
+    """Sentence pairs of one step over all processes; the same at any number of processes."""
     lr: float = 5e-4
     """Highest learning rate of the schedule."""
     label_smoothing: float = 0.1
-    """Part of the probability that is spread over all tokens."""
+    """Part of the probability to spread over all tokens."""
     clip_norm: float = 1.0
     """Largest norm of the whole gradient (0: no limit)."""
 
     beam: int = 1
     """Beams of the search in validation (1: greedy)."""
     score_every: int = 1
-    """Epochs between two translations of the whole validation set; always after the last."""
+    """Translate the whole validation set every N epochs, and after the last one."""
     samples: int = 3
-    """Translations shown after each of them."""
+    """Number of translations to show each time."""
 
     def validate(self) -> None:
         super().validate()

@@ -10,18 +10,18 @@ from paceline.cli.verb import Verb
 
 @click.command("attach", cls=Verb)
 @run_lookup_options
-@click.option("--lines", is_flag=True, help="Lines as they come, instead of the live screen.")
+@click.option("--lines", is_flag=True, help="Print lines as they come, instead of the live screen.")
 @click.pass_context
 def command(ctx: click.Context, /, lines: bool, **_: object) -> None:
     """Watch RUN in any terminal, with the live screen and its keys.
 
-    Without RUN: the one that is running. With -H also one that was started from another machine; it
-    gets a folder below runs/ here.
+    Without RUN: the running one. With -H also one that was started from another machine; it gets a
+    folder below runs/ here.
 
-    Ctrl-C stops the run, with time to save; once more, at once. Ctrl-Z, the key d or a closed
-    terminal leave it running.
+    Ctrl-C stops the run and gives it time to save; a second Ctrl-C ends it at once. Ctrl-Z, the key
+    d or a closed terminal leave it running.
 
-    Exit status: the run's own, or 0 when it was left running.
+    Exit status: that of the run, or 0 if it was left running.
     """
     from paceline.cli.runs.attached import attach_to_run
     from paceline.cli.runs.run_lookup import resolve_run

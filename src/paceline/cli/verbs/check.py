@@ -45,12 +45,14 @@ if TYPE_CHECKING:
 _TARGET_OPTIONS = [HOSTS, SSH_CONFIG, ACCEPT_NEW_HOST_KEYS, NNODES, NPROC_PER_NODE, PYTHON, IFACE,
           MASTER_PORT, NO_TORCH]  # fmt: skip
 _CHECK_OPTIONS = [
-    click.option("--quick", is_flag=True, help="Only what takes well under a second a host."),
+    click.option("--quick", is_flag=True, help="Do only the checks that take well under a second"
+                                               " per host."),
     click.option("--trial/--no-trial", default=True,
-                 help="At the end, load torch everywhere and try collectives."),
-    click.option("--data", multiple=True, metavar="PATH", help="Must be equal on all hosts."),
+                 help="At the end, import torch on all hosts and try collectives."),
+    click.option("--data", multiple=True, metavar="PATH", help="Path whose content must be equal"
+                                                               " on all hosts."),
     click.option("--shared", multiple=True, metavar="PATH",
-                 help="Must be one and the same folder on all hosts."),
+                 help="Folder that must be the same one on all hosts."),
 ]  # fmt: skip
 
 
@@ -62,20 +64,20 @@ def check_options(command: F) -> F:
 @click.command("check", cls=Verb)
 @check_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-@click.option("--plain", is_flag=True, help="No colours, no live line: for logs.")
+@click.option("--plain", is_flag=True, help="Print no colours and no live line, for logs.")
 @click.option(
     "--bundle",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Also write all that was found, for support: no secrets, one .tar.gz.",
+    help="Also write all findings to a .tar.gz for support, without secrets.",
 )
 @click.pass_context
 def command(ctx: click.Context, /, as_json: bool, plain: bool, bundle: Path | None,
             **_: object) -> None:  # fmt: skip
-    """Find what would go wrong on these hosts, and each node's settings.
+    """Find what would fail on these hosts, and show each node's settings.
 
-    Exit status: 0 all is well (there may be warnings), 1 something will fail, 2 something could
-    not be checked.
+    Exit status: 0 if nothing will fail (there may be warnings), 1 if something will fail, 2 if
+    something could not be checked.
     """
     import asyncio
 

@@ -11,13 +11,13 @@ from paceline.cli.verb import Verb
 @click.command("completion", cls=Verb)
 @click.argument("shell", type=click.Choice(list(SHELLS)))
 def command(shell: str) -> None:
-    """Print what makes SHELL complete paceline's commands at TAB.
+    """Print the script that makes SHELL complete paceline's commands.
 
-    In the shell that you are in: eval "$(paceline completion bash)", the same with zsh, or
-    paceline completion fish | source. For good, append what is printed to ~/.bashrc or ~/.zshrc; of
-    fish it is the file ~/.config/fish/completions/paceline.fish.
+    For the current shell: eval "$(paceline completion bash)", the same with zsh, or paceline
+    completion fish | source. For all shells, append the output to ~/.bashrc or ~/.zshrc; for fish,
+    write it to ~/.config/fish/completions/paceline.fish.
 
-    Completed are commands, options, their values, hosts, runs, labs, faults, recipes and files.
+    It completes commands, options, their values, hosts, runs, labs, faults, recipes and files.
     """
     script = SHELLS[shell].source_template.lstrip("\n")
     click.echo(script, nl=False)

@@ -21,16 +21,24 @@ NAMES = (
 
 
 @click.command("env", cls=Verb, context_settings={"allow_interspersed_args": False})
-@click.option("--json", "as_json", is_flag=True, help="Print them as JSON.")
-@click.option("--master-addr", metavar="ADDRESS", help="Where rank 0 runs, if nothing tells it.")
-@click.option("--master-port", type=click.IntRange(1, 65535), help="Port of the store there.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--master-addr",
+    metavar="ADDRESS",
+    help="Address of rank 0, if the environment does not tell it.",
+)
+@click.option(
+    "--master-port",
+    type=click.IntRange(1, 65535),
+    help="Port of the rendezvous store on that host.",
+)
 @click.argument("command_words", metavar="[COMMAND]...", nargs=-1, type=click.UNPROCESSED)
 def command(as_json: bool, master_addr: str | None, master_port: int | None,
             command_words: tuple[str, ...]) -> None:  # fmt: skip
-    """RANK, WORLD_SIZE and the like from what mpirun, mpiexec or a scheduler has set.
+    """Set RANK, WORLD_SIZE and the like from the variables of mpirun, mpiexec or a scheduler.
 
-    Without COMMAND they are printed for a shell: eval "$(paceline env)". With COMMAND it runs
-    with them, as in: mpirun -n 4 paceline env python train.py
+    Without COMMAND, print them for a shell: eval "$(paceline env)". With COMMAND, run it with them:
+    mpirun -n 4 paceline env python train.py
     """
     if as_json and command_words:
         raise SettingError(

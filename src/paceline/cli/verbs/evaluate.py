@@ -35,7 +35,7 @@ from paceline.spec.rundir import CONFIG, MODEL_CONFIG, model_paths, usable_check
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def command(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: object) -> None:
-    """Evaluate the model of RUN; the same figures as its training reported."""
+    """Evaluate the model of RUN and print the figures that its training reported."""
     parsed = parse(EvaluateOptions, options, "paceline evaluate")
     folder = model_folder(run)
     cluster, dispatch = prepare(ctx)

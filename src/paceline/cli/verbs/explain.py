@@ -36,25 +36,25 @@ MAX_WHOLE_BYTES = (
     "--log",
     type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
     metavar="FILE",
-    help="Explain this log instead, of whatever launcher; - reads it from standard input.",
+    help="Explain this log of any launcher instead; - reads standard input.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--bundle",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Also pack plan, events, logs and findings for support: no secrets.",
+    help="Also pack plan, events, logs and findings for support, without secrets.",
 )
 @click.pass_context
 def command(ctx: click.Context, /, log: Path | None, as_json: bool,
             bundle: Path | None, **_: object) -> None:  # fmt: skip
-    """Say what went wrong in RUN.
+    """Explain what went wrong in RUN.
 
-    Without RUN: the one below runs/ that is running, else the newest there.
+    Without RUN: the running one below runs/, otherwise the newest.
 
     With -H also a run that was started from another machine.
 
-    Exit status: 0 a cause was found (or nothing went wrong), 2 the cause is unknown.
+    Exit status: 0 if a cause was found or nothing went wrong, 2 if the cause is unknown.
     """
     run: Path | None = None
     if log is not None:

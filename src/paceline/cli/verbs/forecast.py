@@ -62,36 +62,37 @@ class ForecastVerb(Verb):
 @launch_options
 @click.option("-m", "--module", is_flag=True, help="WHAT is a Python module.")
 @click.option("--up-to", type=click.IntRange(1, forecasting.MAX_HOSTS), metavar="N",
-              help="Forecast up to N hosts; those beyond the named ones are taken to be like the"
-              f" last, and of more than {forecasting.DENSE_HOSTS} only some numbers are forecast."
-              " Default: the named ones.")  # fmt: skip
+              help="Forecast up to N hosts. More hosts than you named are assumed to be like the"
+              f" last one. Above {forecasting.DENSE_HOSTS} hosts, only some numbers are forecast."
+              " Default: the named hosts.")  # fmt: skip
 @click.option(
     "--weak",
     is_flag=True,
-    help="The batch of each host is fixed, so the global batch grows with them.",
+    help="Fix the batch of each host, so that the global batch grows with the number of hosts.",
 )
 @click.option("--each-host", is_flag=True,
-              help="Try every host alone, not one of each kind.")  # fmt: skip
+              help="Measure every host alone, not one of each kind.")  # fmt: skip
 @click.option("--seconds", type=Seconds(0.0), default=DEFAULT_SECONDS, show_default=True,
               metavar="N",
-              help="How long to do steps in each try; a round of them is finished.")  # fmt: skip
+              help="How long to measure steps in each try; a round of steps is always"
+              " finished.")  # fmt: skip
 @click.option("--price", type=Number(0.0), metavar="MONEY",
-              help="Of a host for an hour: also say what the training costs.")  # fmt: skip
+              help="Price of a host per hour: also print the cost of the training.")  # fmt: skip
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path),
               help="Folder for forecast.json and forecast.svg.")  # fmt: skip
 @click.option("--compare", metavar="RUN",
-              help="Put what a run took beside its forecast instead.")  # fmt: skip
+              help="Compare a run with its forecast instead.")  # fmt: skip
 @click.argument("what", required=False)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def command(ctx: click.Context, /, what: str | None, args: tuple[str, ...], module: bool,
             up_to: int | None, weak: bool, out: Path | None, compare: str | None,
             **_: object) -> None:  # fmt: skip
-    """Say how long WHAT, a recipe or a script, would train on 1, 2, 3, … hosts.
+    """Predict how long WHAT, a recipe or a script, would train on 1, 2, 3, … hosts.
 
-    It does a few steps on one host and on two, in folders that are removed unless they fail, times
-    an all-reduce between them and the links between all, and prints for each number of hosts what
-    a step takes, what limits it and what would lift that. A script has to train with
+    It runs a few steps on one host and on two, and times an all-reduce between them and the links
+    between all hosts. For each number of hosts it prints the time of a step, what limits it, and
+    what would help. The folders of these runs are removed unless they fail. A script has to use
     paceline.train.
     """
     if compare is not None:

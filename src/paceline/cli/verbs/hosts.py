@@ -41,7 +41,9 @@ def _settings(command: F) -> F:
 @click.argument("source", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--write", "target", metavar="DIALECT", help="Print the hosts in another dialect.")
-@click.option("--dialect", metavar="DIALECT", help="Read SOURCE as this dialect, undetected.")
+@click.option(
+    "--dialect", metavar="DIALECT", help="Read SOURCE as this dialect, without detection."
+)
 @click.option("--colon", metavar="MEANING", help="What `host:n` means: slots, port, rendezvous.")
 @click.pass_context
 def command(

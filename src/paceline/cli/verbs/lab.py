@@ -20,44 +20,66 @@ from paceline.spec.errors import LabError
 from paceline.spec.helptext import Row, Section
 
 _NAME = click.option(
-    "--name", default="default", envvar="PACELINE_LAB", show_default=True, help="Which lab."
+    "--name", default="default", envvar="PACELINE_LAB", show_default=True, help="Name of the lab."
 )
 _PASS_THROUGH = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
 @click.group("lab", cls=VerbGroup)
 def command() -> None:
-    """A virtual cluster on this machine, to rehearse jobs and their failures.
+    """Run a virtual cluster on this machine, to rehearse jobs and their failures.
 
-    Every host has its own network, host name, processes, /etc/hosts, /tmp, /dev/shm and HOME,
-    and a real sshd; the rest of the disk is this machine's. Nothing outside the lab can be
-    reached from it, and nothing of it is left when it is down.
+    Every host has its own network, host name, processes, /etc/hosts, /tmp, /dev/shm and HOME, and a
+    real sshd. The rest of the disk is this machine's. Hosts reach nothing outside the lab, and
+    nothing is left of it when it is down.
     """
 
 
 @command.command("up", cls=Verb)
 @_NAME
 @click.option("--hosts", default=2, show_default=True, help="Number of hosts: n1, n2, …")
-@click.option("--foreground", is_flag=True, help="Stay; Ctrl-C takes the lab down.")
+@click.option(
+    "--foreground", is_flag=True, help="Stay in the foreground; Ctrl-C takes the lab down."
+)
 @click.option("--rate", default="", metavar="RATE", help="Speed of every link, e.g. 100mbit.")
 @click.option("--latency", default="", metavar="TIME", help="One-way delay, e.g. 10ms.")
 @click.option("--subnet", default=LabOptions.subnet, show_default=True, help="The hosts' network.")
 @click.option("--ipv6-only", is_flag=True, help="The hosts have no IPv4 addresses.")
-@click.option("--debian-hosts", is_flag=True, help="/etc/hosts maps the own name to 127.0.1.1.")
-@click.option("--dead-interface", is_flag=True, help="A second interface that reaches nobody.")
-@click.option("--dead-name", is_flag=True, help="The own name means that dead interface.")
-@click.option("--bridge-address", is_flag=True, help="A docker0, 172.17.0.1 on every host.")
-@click.option("--interface-names", metavar="NAMES", help="Cycled, e.g. eth0,ens3,enp1s0.")
-@click.option("--python", "pythons", multiple=True, metavar="HOST=VENV", help="Another Python.")
-@click.option("--no-sshd", multiple=True, metavar="HOST", help="A host without sshd.")
-@click.option("--private", multiple=True, metavar="PATH[:SIZE]", help="Each host has its own.")
-@click.option("--hide", multiple=True, metavar="PATH", help="Empty on every host.")
-@click.option("--shared-home", is_flag=True, help="All hosts have one HOME.")
-@click.option("--share", multiple=True, metavar="PATH", help="This machine's, below /tmp or /run.")
+@click.option(
+    "--debian-hosts", is_flag=True, help="Map each host's own name to 127.0.1.1 in its /etc/hosts."
+)
+@click.option("--dead-interface", is_flag=True, help="Add a second interface that reaches nothing.")
+@click.option("--dead-name", is_flag=True, help="Map each host's own name to the dead interface.")
+@click.option("--bridge-address", is_flag=True, help="Add docker0 with 172.17.0.1 on every host.")
+@click.option(
+    "--interface-names",
+    metavar="NAMES",
+    help="Names of interfaces, used in turn, e.g. eth0,ens3,enp1s0.",
+)
+@click.option(
+    "--python", "pythons", multiple=True, metavar="HOST=VENV", help="Use another Python on a host."
+)
+@click.option("--no-sshd", multiple=True, metavar="HOST", help="Start no sshd on a host.")
+@click.option(
+    "--private",
+    multiple=True,
+    metavar="PATH[:SIZE]",
+    help="Give each host its own folder at this path.",
+)
+@click.option(
+    "--hide", multiple=True, metavar="PATH", help="Show an empty folder at this path on every host."
+)
+@click.option("--shared-home", is_flag=True, help="Use one HOME for all hosts.")
+@click.option(
+    "--share",
+    multiple=True,
+    metavar="PATH",
+    help="Share a folder of this machine below /tmp or /run.",
+)
 def up(
     foreground: bool, interface_names: str | None, pythons: tuple[str, ...], **options: Any
 ) -> None:
-    """Bring a lab up."""
+    """Start a lab."""
     if interface_names is not None:
         options["interface_names"] = tuple(interface_names.split(","))
     lab = Lab(LabOptions(python=dict(map(_host_and_venv, pythons)), **options))
@@ -116,9 +138,9 @@ def _run_foreground(lab: Lab) -> None:
 
 @command.command("down", cls=Verb)
 @_NAME
-@click.option("--all", "everything", is_flag=True, help="Every lab of yours.")
+@click.option("--all", "everything", is_flag=True, help="Take all your labs down.")
 def down(name: str, everything: bool) -> None:
-    """Take a lab down. Can be repeated."""
+    """Take a lab down."""
     names = names_up() if everything else [lab_name for lab_name in names_up() if lab_name == name]
     for lab_name in names:
         Lab.attach(lab_name).down()
@@ -128,8 +150,8 @@ def down(name: str, everything: bool) -> None:
 
 
 @command.command("status", cls=Verb)
-@click.option("--name", envvar="PACELINE_LAB", help="One lab only.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object, by lab.")
+@click.option("--name", envvar="PACELINE_LAB", help="Show only this lab.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, by lab.")
 def status(name: str | None, as_json: bool) -> None:
     """Show hosts, processes and faults of the labs that are up."""
     statuses = {name: _read_status(name)} if name else _read_statuses()
@@ -173,7 +195,7 @@ def _lines(lab: dict[str, Any]) -> list[str]:
 @click.argument("host")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND…]")
 def shell(name: str, host: str, words: tuple[str, ...]) -> None:
-    """Open a shell on HOST, or run COMMAND there as `exec` does."""
+    """Open a shell on HOST, or run COMMAND there like `exec`."""
     exec_on_host(Lab.attach(name), host, words)
 
 
@@ -226,6 +248,6 @@ def fault(name: str, undo: bool, kind: str, host: str, arguments: tuple[str, ...
 @_NAME
 @click.argument("host", required=False)
 def heal(name: str, host: str | None) -> None:
-    """End every fault of HOST, or of all; hosts that are off start again."""
+    """End every fault of HOST, or of all hosts; start hosts that are off."""
     Lab.attach(name).heal(host)
     say(f"healed: {host or 'all hosts'}")

@@ -19,14 +19,16 @@ _KINDS = ("recipes", "models", "data", "augmentations", "presets")
 
 @click.command("list", cls=Verb)
 @click.argument("kind", type=click.Choice(_KINDS), required=False)
-@click.option("--recipe", "only", type=click.Choice(list(RECIPES)), help="Of this recipe only.")
-@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+@click.option(
+    "--recipe", "only", type=click.Choice(list(RECIPES)), help="List only what this recipe takes."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(kind: str | None, only: str | None, as_json: bool) -> None:
     """List recipes, models, data sets, augmentations and presets by name.
 
-    With the models come pretrained ones: much used ones that others publish, those in the caches,
-    and those in runs/. Any other classifier of Hugging Face is named by its id, or a local folder;
-    of torchvision by torchvision/NAME.
+    The models include pretrained ones: widely used ones, those in the caches, and those in runs/.
+    Name any other classifier of Hugging Face by its id or a local folder, and one of torchvision by
+    torchvision/NAME.
     """
     entries = [
         entry

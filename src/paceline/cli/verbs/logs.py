@@ -19,16 +19,18 @@ POLL_INTERVAL_S = 0.3
 
 @click.command("logs", cls=Verb)
 @run_lookup_options
-@click.option("--rank", type=click.IntRange(0), help="Only this rank.")
-@click.option("--host", metavar="NAME", help="Only the ranks of this host.")
-@click.option("-n", "--tail", type=click.IntRange(0), help="Begin with the last N lines of each.")
-@click.option("-f", "--follow", is_flag=True, help="Follow until the run is over.")
+@click.option("--rank", type=click.IntRange(0), help="Show only this rank.")
+@click.option("--host", metavar="NAME", help="Show only the ranks of this host.")
+@click.option(
+    "-n", "--tail", type=click.IntRange(0), help="Start with the last N lines of each log."
+)
+@click.option("-f", "--follow", is_flag=True, help="Follow the logs until the run ends.")
 @click.pass_context
 def command(ctx: click.Context, /, rank: int | None, host: str | None, tail: int | None,
             follow: bool, **_: object) -> None:  # fmt: skip
     """Print the logs of RUN, each line labelled HOST/RANK.
 
-    Without RUN: the one below runs/ that is running, else the newest there.
+    Without RUN: the running one below runs/, otherwise the newest.
 
     With -H also a run that was started from another machine.
     """

@@ -33,11 +33,12 @@ def show(name: str, full: bool) -> None:
 @click.argument("name", metavar="RECIPE")
 @click.argument("target", type=click.Path(path_type=Path), required=False)
 @FULL
-@click.option("--force", is_flag=True, help="Overwrite a file that is there.")
+@click.option("--force", is_flag=True, help="Overwrite an existing file.")
 def copy(name: str, target: Path | None, full: bool, force: bool) -> None:
-    """Copy the script of RECIPE to TARGET (default: my_RECIPE.py in this folder), to be changed.
+    """Copy the script of RECIPE to TARGET (default: my_RECIPE.py in this folder), so that you can
+    change it.
 
-    It is a whole training in one short file: data, network, loop and evaluation, on torch and
+    It is a complete training in one short file: data, network, loop and evaluation, with torch and
     `paceline.train`. Run it with `paceline run my_RECIPE.py --epochs 3`.
     """
     text = script(name, full)

@@ -58,21 +58,21 @@ def report_options(command: F) -> F:
 @report_options
 @click.argument("runs", nargs=-1, metavar="[RUN]...")
 @click.option("--to", "goals", type=GoalType(), multiple=True, metavar="METRIC=VALUE",
-              help="With several runs: say when each first reached this figure. Default: the best"
-              " that all have reached.")  # fmt: skip
+              help="With several runs: show when each first reached this value. Default: the"
+                   " best value that all runs reached.")  # fmt: skip
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-              help="Where to. Default: report.html in the run's folder; for several runs"
+              help="File to write. Default: report.html in the run directory; for several runs"
               f" {COMPARISON} beside the first.")  # fmt: skip
 @click.pass_context
 def command(ctx: click.Context, /, runs: tuple[str, ...], goals: tuple[Goal, ...],
             out: Path | None, **_: object) -> None:  # fmt: skip
-    """Print how RUN went, and write one HTML page that shows what happened in it.
+    """Print the outcome of RUN, and write an HTML page that shows what happened.
 
-    With several: what differed between them, and their curves over each other.
+    With several runs: compare them, and draw their curves together.
 
-    Without RUN: the one below runs/ that is running, else the newest there.
+    Without RUN: the running one below runs/, otherwise the newest.
 
-    The page needs no network, and may be passed on: it is one file, without secrets.
+    The page is one file without secrets and needs no network, so you can pass it on.
     """
     from paceline.cli.runs.sync import try_sync
     from paceline.report import comparison_page, run_page

@@ -27,9 +27,9 @@ from paceline.spec.job import Data
 def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: bool,
             no_python: bool, no_torch: bool, any_world: bool, data: Path | None,
             pass_local_rank: bool, **_: object) -> None:  # fmt: skip
-    """Run SCRIPT with ARGS on every host, as torchrun would, with one command typed here.
+    """Run SCRIPT with ARGS on every host, like torchrun, with one command.
 
-    Options for paceline stand before SCRIPT; all that follows it goes to the script untouched.
+    Options for paceline come before SCRIPT; all that follows goes to the script.
     """
     cluster, dispatch = prepare(ctx)
     entry = entry_of(script, args, module=module, no_python=no_python)

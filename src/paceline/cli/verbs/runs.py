@@ -81,15 +81,15 @@ def _options(command: Any) -> Any:
 
 @click.command("runs", cls=Verb)
 @_options
-@click.option("--json", "as_json", is_flag=True, help="Print them as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--prune", is_flag=True,
-              help="Remove from hosts what is left there of runs that are over; what belongs to a"
-              " run below runs/ is brought home before.")  # fmt: skip
+              help="Remove files of finished runs from the hosts; first fetch what belongs to a"
+                   " run below runs/.")  # fmt: skip
 @click.pass_context
 def command(ctx: click.Context, /, as_json: bool, prune: bool, **_: object) -> None:
-    """List the runs below runs/ and those that were left on hosts.
+    """List the runs below runs/ and detached runs on hosts.
 
-    Hosts are those of -H or of paceline.toml, and those that supervise runs of this folder.
+    The hosts are those of -H or of paceline.toml, and those that supervise runs of this folder.
     """
     parent = Path(DEFAULT_PARENT)
     folders = [path for path in records.folders_in(parent) if is_run(path)]

@@ -17,16 +17,16 @@ from paceline.spec.terminal import format_for
 
 @click.command("status", cls=Verb)
 @run_lookup_options
-@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def command(ctx: click.Context, /, as_json: bool, **_: object) -> None:
-    """Say whether RUN is running, and how it ended.
+    """Show whether RUN is running, and how it ended.
 
-    Without RUN: the one below runs/ that is running, else the newest there.
+    Without RUN: the running one below runs/, otherwise the newest.
 
     With -H also a run that was started from another machine.
 
-    A batch is described in its scheduler's own words.
+    For a batch, the scheduler's message is shown.
     """
     from paceline.cli.runs.run_lookup import resolve_run
     from paceline.cli.runs.sync import sync_run

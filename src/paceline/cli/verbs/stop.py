@@ -21,12 +21,12 @@ STOP_TIMEOUT_S = 30.0
 
 @click.command("stop", cls=Verb)
 @run_lookup_options
-@click.option("--now", is_flag=True, help="Do not give the ranks time to save anything.")
+@click.option("--now", is_flag=True, help="Give the ranks no time to save.")
 @click.pass_context
 def command(ctx: click.Context, /, now: bool, **_: object) -> None:
-    """End RUN on all its nodes; return when it is over.
+    """End RUN on all its nodes, and return when it has ended.
 
-    Without RUN: the one below runs/ that is running.
+    Without RUN: the running one below runs/.
 
     With -H also a run that was started from another machine.
     """

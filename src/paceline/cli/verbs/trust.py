@@ -13,12 +13,12 @@ from paceline.spec.settings import TOML_NAME
 
 
 @click.command("trust", cls=Verb)
-@click.option("--revoke", is_flag=True, help="Take the trust back.")
+@click.option("--revoke", is_flag=True, help="Revoke the trust.")
 def command(revoke: bool) -> None:
-    """Let paceline.toml of this folder set what starts programs.
+    """Trust the settings in this folder's paceline.toml that start programs.
 
-    Settings such as ssh-config, python, mpiexec and env count only after this. It holds for the
-    values as they are now; a file that somebody else can change is refused.
+    Settings such as ssh-config, python, mpiexec and env are used only after this. The trust covers
+    the current values. A file that somebody else can change is refused.
     """
     from paceline.cli.settings_file import read_settings_file
     from paceline.hosts.dialect import printable

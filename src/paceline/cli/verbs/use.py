@@ -36,22 +36,22 @@ def _verb(name: str, options: str, words: str, text: str) -> Verb:
 
 
 predict = _verb("predict", "PredictOptions", "INPUT...", """\
-Tell the class of each INPUT with the model of RUN, and the probabilities.
+Print the class of each INPUT and its probabilities, with the model of RUN.
 
-INPUT is an image file or a folder of images; for a text model a text, or a csv, tsv or txt
-file of texts.""")  # fmt: skip
+INPUT is an image file or a folder of images; for a text model a text, or a csv, tsv or txt file of
+texts.""")  # fmt: skip
 translate = _verb("translate", "TranslateOptions", "[SENTENCE...]", """\
 Translate each SENTENCE with the model of RUN, or each line of standard input.
 
-One translation a line, and nothing else, is written to standard output.""")  # fmt: skip
+Standard output gets one translation per line and nothing else.""")  # fmt: skip
 export = _verb("export", "ExportOptions", "[OPTIONS]", """\
 Write the model of RUN for other programs.
 
-What is written runs no code when it is loaded.""")  # fmt: skip
+Loading the result executes no code.""")  # fmt: skip
 benchmark = _verb("benchmark", "BenchmarkOptions", "[OPTIONS]", """\
 Measure latency and throughput of the model of RUN.""")  # fmt: skip
 quantize = _verb("quantize", "QuantizeOptions", "[OPTIONS]", """\
-Write the model of RUN with weights of 8 bits, for CPUs.
+Write the model of RUN with 8-bit weights, for CPUs.
 
-It is evaluated on the held-out data first, and refused when it loses more accuracy than
---max-drop.""")  # fmt: skip
+The result is first evaluated on the held-out data. If it loses more accuracy than --max-drop,
+nothing is written.""")  # fmt: skip

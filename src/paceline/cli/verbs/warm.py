@@ -52,31 +52,33 @@ def _settings(command: F) -> F:
     return with_settings(command, _UP)
 
 
-_ONLY = click.option("-H", "--hosts", metavar="SOURCE", help="Only these.", show_default="all")
+_ONLY = click.option("-H", "--hosts", metavar="SOURCE", help="Only these hosts.",
+                     show_default="all")  # fmt: skip
 
 
 @click.group("warm", cls=VerbGroup)
 def command() -> None:
     """Keep hosts ready for your next command, so that it starts at once.
 
-    An agent waits on each host, with Python and torch imported, and SSH keeps a connection. Nobody
-    else can use them. They end by themselves: so long after the last command that used them as
-    was said with --for, or with --keep-warm of a run.
+    An agent waits on each host with torch imported, and SSH keeps a connection open. Nobody else
+    can use them. They end by themselves when no command has used them for the time given with
+    --for, or with --keep-warm of a run.
     """
 
 
 @command.command("up", cls=Verb)
 @_settings
 @click.option("--for", "seconds", type=Duration(1.0), default=600.0, metavar="DURATION",
-              help="How long after the last use: 90, 10m, 1h.", show_default="10m")  # fmt: skip
+              help="How long to wait after the last use: 90, 10m, 1h.",
+              show_default="10m")  # fmt: skip
 @click.argument("script", required=False)
 @click.pass_context
 def up(ctx: click.Context, /, script: str | None, no_torch: bool, seconds: float,
        **_: object) -> None:  # fmt: skip
-    """Have an agent wait on every host, ready for `paceline run` with the same options.
+    """Start an agent on every host that waits for `paceline run` with the same options.
 
-    With SCRIPT, what that is seen to need is imported, too. A command that differs in interpreter,
-    environment or imports is started, too, but imports once more.
+    With SCRIPT, the modules that it imports are imported, too. A command with another interpreter,
+    environment or imports still works, but has to import again.
     """
     import asyncio
 
@@ -118,7 +120,7 @@ def up(ctx: click.Context, /, script: str | None, no_torch: bool, seconds: float
 @_ONLY
 @click.pass_context
 def down(ctx: click.Context, /, hosts: str | None) -> None:
-    """End the agents that wait for your commands, now."""
+    """End the waiting agents now."""
     seen = _read_agents(ctx, hosts, end=True)
     for agent in seen:
         outcome = {"waits": "ended", "gone": "had ended already"}.get(
@@ -135,7 +137,7 @@ def down(ctx: click.Context, /, hosts: str | None) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def status(ctx: click.Context, /, hosts: str | None, as_json: bool) -> None:
-    """Say on which hosts an agent waits for your commands, and for how long."""
+    """Show on which hosts an agent waits, and for how long."""
     seen = [agent for agent in _read_agents(ctx, hosts) if agent.state != "gone"]
     if as_json:
         click.echo(json.dumps([_agent_to_json(agent) for agent in seen], indent=2))

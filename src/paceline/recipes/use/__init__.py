@@ -17,17 +17,17 @@ class EvaluateOptions:
     split: str = ""
     """train, val or test (default: the part that the training reported)."""
     data: str = ""
-    """Other data than the model was trained on: a name or a folder."""
+    """Data to use instead of the training's: a name or a folder."""
     target: str = ""
-    """The other file of a corpus of two files, beside --data."""
+    """The second file of a corpus of two files; --data is the first."""
     data_dir: str = ""
     """Folder that holds the files of the named data set (default: the usual places)."""
     device: Device = "auto"
-    """Where to compute."""
+    """Device to compute on."""
     backend: Backend = "auto"
     """Communication backend."""
     json: str = ""
-    """File to which the figures are also written, as JSON."""
+    """Also write the figures to this file, as JSON."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class PredictOptions:
     top_k: int = 3
     """Classes shown for each input."""
     json: bool = False
-    """One JSON object a line."""
+    """Print one JSON object per line."""
     onnx: str = ""
-    """An ONNX file that export or quantize wrote, to be used instead of the run's own weights."""
+    """Use an ONNX file from export or quantize instead of the run's own weights."""
     device: Device = "auto"
-    """Where to compute."""
+    """Device to compute on."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class TranslateOptions:
     run: str = ""
     """Run directory that holds model/."""
     beam: int = 0
-    """Beams of the search (0: as in the training; 1: greedy)."""
+    """Beams of the search (0: as in training; 1: greedy)."""
     onnx: str = ""
-    """An ONNX file that export or quantize wrote, to be used instead of the run's own weights;
-    greedy."""
+    """Use an ONNX file from export or quantize instead of the run's own weights; decodes
+    greedily."""
     attention: str = ""
     """File for a picture of the first sentence's attention (PNG)."""
     device: Device = "auto"
-    """Where to compute."""
+    """Device to compute on."""
 
 
 Format = Literal["transformers", "torch", "onnx"]
@@ -77,7 +77,7 @@ class ExportOptions:
     run: str = ""
     """Run directory that holds model/."""
     to: str = ""
-    """Folder to be written (default: export in the run directory)."""
+    """Folder to write (default: export in the run directory)."""
     format: Format = "onnx"
     """transformers: safetensors and config.json of that library (its own models only);
     torch: a torch.export program (.pt2); onnx: ONNX."""
@@ -90,19 +90,19 @@ class BenchmarkOptions:
     run: str = ""
     """Run directory that holds model/."""
     batch: tuple[int, ...] = (1, 8, 32)
-    """Samples at once; each is measured."""
+    """Batch sizes to measure."""
     iterations: int = 30
-    """Timed calls for each batch."""
+    """Timed calls per batch size."""
     warm_up: int = 5
-    """Calls before them."""
+    """Untimed calls before them."""
     threads: int = 0
     """Threads of the CPU (0: torch's choice)."""
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
-    """Where to compute."""
+    """Device to compute on."""
     dtype: Literal["", "float32", "bf16", "fp16"] = ""
     """Precision (default: that of the training)."""
     onnx: str = ""
-    """An ONNX file that export or quantize wrote, to be used instead of the run's own weights."""
+    """Use an ONNX file from export or quantize instead of the run's own weights."""
     json: bool = False
     """Print JSON."""
 
@@ -114,14 +114,14 @@ class QuantizeOptions:
     run: str = ""
     """Run directory that holds model/."""
     to: str = ""
-    """ONNX file to be written (default: quantized/model.onnx in the run directory)."""
+    """ONNX file to write (default: quantized/model.onnx in the run directory)."""
     approach: Literal["auto", "static", "dynamic"] = "auto"
-    """How activations come to 8 bits: by ranges that are measured before on training data, or as
-    they come (auto: static for images, dynamic for texts and translations)."""
+    """How to quantize activations: static measures their ranges on training data beforehand,
+    dynamic at run time (auto: static for images, dynamic for texts and translations)."""
     calibration: int = 128
-    """Training samples on which static measures the ranges."""
+    """Number of training samples on which static measures the ranges."""
     max_drop: float = 0.01
-    """Largest accepted loss of accuracy on the held-out data, or of BLEU (0.01 is one point);
-    beyond it nothing is written."""
+    """Largest accepted loss of accuracy on the held-out data, or of BLEU (0.01 is one point); with
+    a larger loss, nothing is written."""
     samples: int = 0
-    """Held-out samples on which that is measured (0: all)."""
+    """Number of held-out samples for that measurement (0: all)."""

@@ -74,11 +74,18 @@ def count_option(*flags: str, minimum: int, default: int, help: str) -> Callable
 @click.option("-b", "--minbytes", default="8", show_default=True, help="Smallest size.")
 @click.option("-e", "--maxbytes", default="4M", show_default=True, help="Largest size.")
 @click.option(
-    "-f", "--stepfactor", type=int, default=8, show_default=True, help="From one size to the next."
+    "-f",
+    "--stepfactor",
+    type=int,
+    default=8,
+    show_default=True,
+    help="Factor from one size to the next.",
 )
-@click.option("-i", "--stepbytes", default="0", help="Add this many bytes instead.")
+@click.option(
+    "-i", "--stepbytes", default="0", help="Bytes from one size to the next, instead of a factor."
+)
 @count_option("-n", "--iters", minimum=1, default=20, help="Timed calls of each size.")
-@count_option("-w", "--warmup-iters", minimum=0, default=5, help="Calls before them.")
+@count_option("-w", "--warmup-iters", minimum=0, default=5, help="Untimed calls before them.")
 @count_option(
     "-c",
     "--verify",
@@ -96,33 +103,37 @@ def count_option(*flags: str, minimum: int, default: int, help: str) -> Callable
     type=click.IntRange(0, 3),
     default=3,
     show_default=True,
-    help="Whose time counts: 0 rank 0's, 1 the mean, 2 the least, 3 the most.",
+    help="Which time to report: 0 rank 0's, 1 the mean, 2 the shortest, 3 the longest.",
 )
 @click.option("-z", "--blocking", type=click.IntRange(0, 1), default=0,
               help="1: wait for each call before the next.")  # fmt: skip
 @click.option("-g", "--ngpus", type=click.IntRange(1), metavar="N", help="The same as -p N.")
-@click.option("-r", "--root", type=click.IntRange(0), default=0, help="Root of rooted ones.")
+@click.option(
+    "-r", "--root", type=click.IntRange(0), default=0, help="Root of collectives that have one."
+)
 @click.option("--collective", "chosen", multiple=True, metavar="NAME",
               type=click.Choice([*bandwidth.COLLECTIVES, "all_to_all", "all"]),
-              help="Which; can be repeated. Default: all.")  # fmt: skip
-@click.option("--min-busbw", type=float, metavar="GB/S", help="Fail when all_reduce stays below.")
+              help="Collective to measure; can be repeated. Default: all.")  # fmt: skip
+@click.option(
+    "--min-busbw", type=float, metavar="GB/S", help="Fail if all_reduce is slower than this."
+)
 @click.option(
     "--min-share",
     type=float,
     metavar="SHARE",
-    help="Fail when all_reduce uses less than this share of the slowest link (0…1).",
+    help="Fail if all_reduce uses less than this share of the slowest link (0…1).",
 )
-@click.option("--no-links", is_flag=True, help="Measure neither the links nor the hosts.")
+@click.option("--no-links", is_flag=True, help="Do not measure the links and the hosts.")
 @click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.svg",
               help="Also draw the matrix of links as a heat map.")  # fmt: skip
 @click.pass_context
 def command(ctx: click.Context, /, **params: Any) -> None:
     """Measure collectives over all hosts, with nccl-tests' flags, table and factors.
 
-    What is slow is named: a host, or the way between two. Results are compared with what TCP and
-    the backend reach between the hosts, and with what wire and card are good for.
+    A slow host or link is named. Results are compared with the rates of TCP and of the backend
+    between the hosts, and with the limits of interfaces and cards.
 
-    Exit status: 1 when a value is wrong or a threshold is missed.
+    Exit status: 1 if a result is wrong or a threshold is missed.
     """
     if params["no_links"]:
         reject_combination(ctx, "--no-links", ("picture", "min_share"))

@@ -34,11 +34,11 @@ from paceline.spec.terminal import wrap
 @launch_options
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a Python module.")
 @click.option("--recipe", is_flag=True, help="SCRIPT is the name of a built-in recipe.")
-@click.option("--repeat", type=click.IntRange(1), default=1, help="Runs of each layout.")
+@click.option("--repeat", type=click.IntRange(1), default=1, help="Number of runs of each layout.")
 @click.option(
     "--weak",
     is_flag=True,
-    help="The batch of each process is fixed, so the work grows with their number.",
+    help="Fix the batch of each process, so that the work grows with their number.",
 )
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path),
               help="Folder for the runs, scaling.json and scaling.svg.")  # fmt: skip
@@ -48,15 +48,14 @@ from paceline.spec.terminal import wrap
 def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: bool,
             recipe: bool, repeat: int, weak: bool, out: Path | None,
             **_: object) -> None:  # fmt: skip
-    """Run SCRIPT with ARGS as 1, 1×P, N×1 and N×P processes and compare.
+    """Run SCRIPT with ARGS as 1, 1×P, N×1 and N×P processes and compare the times.
 
-    Let it do a fixed number of steps, of the same global batch: its own option for that stands
-    among ARGS. Samples are counted where the script trains with paceline.train; otherwise the
-    work is taken to be the same at every layout (with --weak: to grow with the number of
-    processes), and the time of its ranks is compared.
+    Use ARGS to make the script run a fixed number of steps with the same global batch. If it uses
+    paceline.train, samples are counted. Otherwise the work is assumed to be the same at every
+    layout (with --weak: to grow with the number of processes), and the time of the ranks is
+    compared.
 
-    Outside of an allocation, --via with a batch system and --nnodes N submits all of it as one
-    batch.
+    Outside an allocation, --via with a batch system and --nnodes N submits everything as one batch.
     """
     cluster, dispatch = prepare(ctx)
     if ctx.params["plan_only"] and dispatch.kind != "submit":

@@ -28,24 +28,24 @@ if TYPE_CHECKING:
 @click.group("setup", cls=VerbGroup, invoke_without_command=True)
 @host_options
 @click.option("--key", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-              help="Identity to use; made when it does not exist. Default: one that ssh offers"
-              " already, else ~/.ssh/id_ed25519.")  # fmt: skip
+              help="Private key to use; it is made if it does not exist. Default: one that ssh"
+                   " already offers, otherwise ~/.ssh/id_ed25519.")  # fmt: skip
 @click.option("--key-type", type=click.Choice(list(keys.KINDS)), default="ed25519",
-              help="Kind of a new key (rsa: 4096 bits).")  # fmt: skip
+              help="Type of a new key (rsa: 4096 bits).")  # fmt: skip
 @click.option(
     "--password-stdin",
     is_flag=True,
     help="Read the hosts' password from standard input instead of asking for it.",
 )
-@click.option("-y", "--yes", is_flag=True, help="Do it without asking; pins the host keys shown.")
-@click.option("-n", "--dry-run", is_flag=True, help="Say what would be done, and stop.")
-@click.option("--revoke", is_flag=True, help="Take back exactly what setup has done.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask; pin the host keys shown.")
+@click.option("-n", "--dry-run", is_flag=True, help="Print what would be done, and exit.")
+@click.option("--revoke", is_flag=True, help="Undo exactly what setup has done.")
 @click.pass_context
 def command(ctx: click.Context, /, key: Path | None, key_type: str, password_stdin: bool,
             yes: bool, dry_run: bool, revoke: bool, **_: object) -> None:  # fmt: skip
     """Set up SSH login from this machine to every host: key, pinned host keys, ssh config.
 
-    Safe to repeat: what is done already stays as it is. Further parts have commands of their own.
+    It is safe to repeat. Other parts of the setup have their own commands.
     """
     own_options = ("key", "key_type", "password_stdin")
     if ctx.invoked_subcommand is not None:

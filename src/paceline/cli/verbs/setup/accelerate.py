@@ -33,10 +33,12 @@ def machine_options(command: F) -> F:
 @click.command("accelerate", cls=Verb)
 @machine_options
 @click.option("--port", type=click.IntRange(1024, 65535), default=29500, show_default=True,
-              help="Where the first machine listens.")  # fmt: skip
+              help="Port on which the first machine listens.")  # fmt: skip
 @click.option("--mixed-precision", type=click.Choice(PRECISIONS), default="no", show_default=True,
               help="Accelerate's mixed_precision.")  # fmt: skip
-@click.option("--install", is_flag=True, help="Write it on the hosts, where Accelerate looks.")
+@click.option(
+    "--install", is_flag=True, help="Write the file on the hosts, where Accelerate looks for it."
+)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path),
               default=Path("accelerate-config"), show_default=True,
               help="Folder to write here.")  # fmt: skip

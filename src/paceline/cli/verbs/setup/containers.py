@@ -23,26 +23,27 @@ from paceline.spec.errors import SettingError
 
 @click.command("containers", cls=Verb, context_settings={"allow_interspersed_args": False})
 @click.option("--worker", "workers", multiple=True, required=True, metavar="ALIAS=ADDRESS",
-              help="A worker and the machine that it runs on; repeat it.")  # fmt: skip
+              help="A worker and the address of its machine; can be repeated.")  # fmt: skip
 @click.option("--launcher", default="", metavar="ADDRESS",
               help="Address of the launcher's machine, if its container is rank 0.")  # fmt: skip
 @click.option("--image", required=True, help="Image with Python, torch and MPI.")
-@click.option("--mpi", type=click.Choice(MPIS), default="mpich", help="Whose MPI that is.")
+@click.option("--mpi", type=click.Choice(MPIS), default="mpich", help="The MPI in the image.")
 @click.option("-p", "--nproc-per-node", "processes", type=click.IntRange(1), default=1,
               help="Ranks in each container.")  # fmt: skip
 @click.option("--gpus", type=click.Choice(list(DEVICES)), default=None,
-              help="GPUs that the containers see; nvidia by its runtime, or by cdi.")  # fmt: skip
+              help="GPUs that the containers see; NVIDIA's by its runtime (nvidia) or by CDI"
+                   " (cdi).")  # fmt: skip
 @click.option("--activate", multiple=True, metavar="FILE",
-              help="Script in the image, sourced before all else (setvars.sh).")  # fmt: skip
+              help="Script in the image to source first (setvars.sh).")  # fmt: skip
 @click.option("--env", "env", multiple=True, metavar="NAME[=VALUE]",
-              help="Variable for the ranks; NAME alone takes your current value.")  # fmt: skip
+              help="Set a variable for the ranks; NAME alone takes your value.")  # fmt: skip
 @click.option("--mount", "mounts", multiple=True, metavar="SOURCE:TARGET[:ro]",
-              help="Folder of each machine to be seen in its container.")  # fmt: skip
+              help="Folder of each machine to mount in its container.")  # fmt: skip
 @click.option("--master-port", type=click.IntRange(1, 65535), default=29500,
-              help="Port at which the ranks meet, on the machine of rank 0.")  # fmt: skip
-@click.option("--tag", default="paceline-mpi:1", help="Name of the image that is built of it.")
+              help="Port of the rendezvous store on the machine of rank 0.")  # fmt: skip
+@click.option("--tag", default="paceline-mpi:1", help="Name of the image to build.")
 @click.option("--port", type=click.IntRange(1024, 65000), default=FIRST_PORT,
-              help="Port of the first worker's sshd; the next has the next.")  # fmt: skip
+              help="Port of the first worker's sshd; the others follow.")  # fmt: skip
 @click.option("--shm-size", default="8g", help="Size of /dev/shm.")
 @click.option("--iface", default="", help="Network interface for MPI's and torch's traffic.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path),
@@ -54,7 +55,7 @@ def command(workers: tuple[str, ...], launcher: str, image: str, mpi: str, proce
             iface: str, out: Path, command_words: tuple[str, ...]) -> None:  # fmt: skip
     """Write a Containerfile, keys, ssh and sshd configs, a Compose file and the commands.
 
-    Keys are ed25519, one host key a worker; a second call keeps those that are there.
+    Keys are ed25519, with one host key per worker. Existing keys are kept.
     """
     public, forwarded = parse_env(env)
     container_set = ContainerSet(

@@ -21,19 +21,21 @@ from paceline.spec.hosts import Host
               type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="Requirements or lock file.")  # fmt: skip
 @click.option("--folder", default="~/.local/share/paceline/env", show_default=True,
-              help="Where the environment goes, on every host.")  # fmt: skip
-@click.option("--python", default="python3", show_default=True, help="Makes it, on every host.")
-@click.option("--offline", is_flag=True, help="Ship the wheels from here.")
+              help="Folder of the environment on every host.")  # fmt: skip
+@click.option(
+    "--python", default="python3", show_default=True, help="Python that makes it, on every host."
+)
+@click.option("--offline", is_flag=True, help="Send the wheels from this machine.")
 @click.option(
     "--activate",
     default="",
     metavar="LINE",
-    help="Shell line before the interpreter starts, such as `module load cuda`.",
+    help="Shell line to run before the interpreter starts, such as `module load cuda`.",
 )
 @click.pass_context
 def command(ctx: click.Context, /, requirements: Path, folder: str, python: str, offline: bool,
         activate: str, **_: object) -> None:  # fmt: skip
-    """A Python environment on every host, from one requirements file."""
+    """Make a Python environment on every host from one requirements file."""
     import asyncio
 
     from paceline.setup import environments

@@ -16,7 +16,7 @@ from paceline.setup import lines
 @host_options
 @click.pass_context
 def command(ctx: click.Context, /, **_: object) -> None:
-    """Print lines for /etc/hosts, and what is wrong with those that are there. Changes nothing."""
+    """Print lines for /etc/hosts, and errors in the existing ones. Changes nothing."""
     import asyncio
 
     from paceline.checks.check import Requirements

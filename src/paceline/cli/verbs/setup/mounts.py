@@ -16,7 +16,7 @@ from paceline.spec.errors import SettingError
               help="Kind of server: nfs, or cifs for Windows and Samba.")  # fmt: skip
 @click.option("--server", required=True, help="Name or address.")
 @click.option("--path", required=True, help="Exported path (nfs) or name of the share (cifs).")
-@click.option("--at", required=True, help="Where it is to be seen on every host.")
+@click.option("--at", required=True, help="Mount point on every host.")
 @click.option("--user", default="", help="Account on the server (cifs).")
 @click.option(
     "--uid", type=click.IntRange(0), help="Owner of the files on the hosts (cifs); yours."
@@ -26,7 +26,7 @@ from paceline.spec.errors import SettingError
 )
 def command(kind: Any, server: str, path: str, at: str, user: str, uid: int | None,
            gid: int | None) -> None:  # fmt: skip
-    """Print what to type on every host to mount a shared folder. Changes nothing."""
+    """Print the commands that mount a shared folder on every host. Changes nothing."""
     import os
 
     if kind == "cifs" and not user:

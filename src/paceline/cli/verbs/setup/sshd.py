@@ -16,14 +16,14 @@ from paceline.spec.hosts import Host
 @click.command("sshd", cls=Verb)
 @host_options
 @click.argument("action", type=click.Choice(["start", "stop", "status"]))
-@click.option("--port", type=int, default=12345, help="Where it listens.")
-@click.option("--address", default="0.0.0.0", help="On which address.")  # noqa: S104 - keys only
-@click.option("--folder", type=click.Path(path_type=Path), help="Where its files are.",
+@click.option("--port", type=int, default=12345, help="Port to listen on.")
+@click.option("--address", default="0.0.0.0", help="Address to listen on.")  # noqa: S104 - keys only
+@click.option("--folder", type=click.Path(path_type=Path), help="Folder of its files.",
               show_default="~/.local/state/paceline/sshd/HOST")  # fmt: skip
 @click.pass_context
 def command(ctx: click.Context, /, action: str, port: int, address: str, folder: Path | None,
          **_: object) -> None:  # fmt: skip
-    """An sshd of your own, without root: on this machine, or on the hosts of `setup -H`."""
+    """Run your own sshd without root, on this machine or on the hosts of -H."""
     import asyncio
 
     from paceline.setup import worker_sshd

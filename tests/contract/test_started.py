@@ -179,8 +179,8 @@ def test_a_command_for_each_host_from_the_beginning() -> None:
         await asyncio.wait_for(second.lost.wait(), PATIENCE_S)
         await asyncio.wait_for(process.wait(), PATIENCE_S)
         name = Path(sys.executable).name
-        assert (await transport.why(HOSTS[1])).startswith(f"{name} ended with status ")
-        assert not await transport.why(HOSTS[0])
+        assert (await transport.loss_reason(HOSTS[1])).startswith(f"{name} ended with status ")
+        assert not await transport.loss_reason(HOSTS[0])
         assert (await first.request("clock"))["time"] > 0
         await first.request("bye")
         await first.close(PATIENCE_S)

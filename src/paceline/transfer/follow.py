@@ -279,7 +279,7 @@ class Follower:
         Raises:
             AgentRefusal: It does not reply in time.
         """
-        answer = await self.channel.request("ask_run", run_id=self.run_id, message=dict(message))
+        answer = await self.channel.request("ask_run", run_id=self.run_id, wish=dict(message))
         if answer["answer"] is None:
             return None
         reply = json.loads(answer["answer"])

@@ -69,7 +69,7 @@ def test_a_process_that_is_gone_is_not_known() -> None:
 
 
 def test_a_file_lies_on_a_file_system() -> None:
-    assert " at /proc" in stalls.file_system(os.getpid(), "/proc/self/stat")
+    assert stalls.find_mount(os.getpid(), "/proc/self/stat")[::2] == ("proc", "/proc")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_slow_disk_is_no_dead_one(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_paused_control_group_is_no_dead_disk(
     monkeypatch: pytest.MonkeyPatch, state: str, kernel: str, call: str, how: str
 ) -> None:
-    monkeypatch.setattr(stalls, "_read", lambda path: kernel if path.endswith("wchan") else "")
+    monkeypatch.setattr(stalls, "read_text", lambda path: kernel if path.endswith("wchan") else "")
     monkeypatch.setattr(
         stalls, "blocking_call", lambda _: {"call": call, "on": "", "kernel": kernel}
     )
@@ -149,7 +149,7 @@ def test_swapped_to_death_and_a_first_touch_of_much_memory(
 ) -> None:
     """Page faults alone are no trouble: a file that is mapped is read by them, too."""
     pressure = ["some avg10=0.00 avg60=0.00"]
-    monkeypatch.setattr(stalls, "_read", lambda path: pressure[0] if "pressure" in path else "")
+    monkeypatch.setattr(stalls, "read_text", lambda path: pressure[0] if "pressure" in path else "")
     still = stalls.StallDetector()
     for second in range(3):
         still.sample(float(second), seen(77, "D", faults=second * 500), has_worked=True)

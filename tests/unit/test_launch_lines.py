@@ -46,10 +46,14 @@ MAPPED = """\
 """
 
 
+def rows(table: str) -> list[list[str]]:
+    return [line.split() for line in table.splitlines()[1:]]
+
+
 def test_the_kernels_table_shows_what_has_no_answer() -> None:
-    assert unacked_connections(TABLE) == [["10.77.0.12", 4711, 4], ["10.77.0.13", 4714, 2]]
-    assert unacked_connections(MAPPED) == [["10.77.0.12", 99, 3]]
-    assert unacked_connections("") == []
+    assert unacked_connections(rows(TABLE)) == [["10.77.0.12", 4711, 4], ["10.77.0.13", 4714, 2]]
+    assert unacked_connections(rows(MAPPED)) == [["10.77.0.12", 99, 3]]
+    assert unacked_connections([]) == []
 
 
 def test_only_the_jobs_own_sockets_count() -> None:

@@ -1,10 +1,7 @@
-"""The first lines that run on a node: find or take the agent's code, then become the agent.
+"""The first lines that run on a node: find or receive the agent's code, then become the agent.
 
-This file's source is sent over standard input to ``python -c``. It must run on any Python 3, to be
-able to say that one is too old.
-
-Code that was kept in the cache runs only where nobody but this user could have put it, and only
-when all of it has the hash that the launcher tells.
+Sent over standard input to ``python -c``; it must parse on any Python 3, to report one that is too
+old. Cached code runs only if nobody else can write to it and it has the hash the launcher names.
 """
 
 # ruff: noqa
@@ -26,10 +23,9 @@ def read_exactly(count):
     return data
 
 def is_trusted_path(path, sticky=False):
-    """Nobody else can change what is at a resolved path: like sshd, up to the root.
+    """Whether nobody else can change what is at a resolved path, up to the root, as sshd checks.
 
-    Whose the root itself is does not matter: everything here is theirs. (Where root has no number,
-    as in a container of an ordinary user, it is nobody's.)
+    The root may have any owner: where root has no number (containers) everything is theirs.
     """
     while True:
         status, parent = os.lstat(path), os.path.dirname(path)

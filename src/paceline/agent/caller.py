@@ -1,26 +1,20 @@
-"""The first lines on a node whose agent has to call back: dial, prove who we are, become the agent.
+"""Connects a node's agent to its launcher over TLS, for starters that give no stream to each node.
 
-What starts the nodes (a scheduler's command, a person) leaves no stream of its own to each of
-them. So what it starts calls the launcher over TCP, starts the agent, and passes its standard
-streams on through TLS. From there on everything is as over SSH.
+This source travels in the command that a scheduler or a person starts; the key is in the
+environment, never in a command. Standard library only. It starts the agent and relays its standard
+streams; from there on everything is as over SSH.
 
-The source of this file travels in the command that the scheduler starts; the key travels in the
-environment, never in a command. It may use nothing but the standard library.
-
-The launcher's certificate is made for this run and vouched for by nobody: both sides prove that
-they know the key *and* that they see the same certificate. The caller proves first, so a stranger
-learns nothing from the launcher. Within TLS, line by line (``mac`` is HMAC-SHA256 under the key,
-CERT the certificate's SHA-256, both hexadecimal)::
+The launcher's certificate is made for this run and unverified: both sides prove that they know the
+key *and* that they see the same certificate. The caller proves first. ``mac`` is HMAC-SHA256 under
+the key, CERT the certificate's SHA-256, both hexadecimal::
 
     node:     paceline-call NONCE mac("caller" CERT NONCE ABOUT) ABOUT    ABOUT: one line of JSON
     launcher: mac("launcher" CERT NONCE ANSWER) ANSWER                    ANSWER: {"ok": true} or
     launcher: wrong-key                                                           {"error": TEXT}
 
-Then the launcher sends records (four bytes of length and so many bytes; length 0 means that
-nothing more comes), and the node sends the agent's output as it is.
-
-A connection that ends without that record has broken. Then we call again and start the agent's
-command once more, to which the launcher says to meet the living agent (see ``reconnection.py``).
+Then the launcher sends records (a four-byte length, then the bytes; length 0 ends the input), and
+the node sends the agent's output unframed. A connection that ends without that record has broken:
+the caller connects again and has the living agent reattached (see ``reconnection.py``).
 """
 
 import contextlib

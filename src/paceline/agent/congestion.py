@@ -1,13 +1,10 @@
-"""How much may be under way at once, so that what is said next arrives soon. Pure.
+"""Congestion control of the stream: limits the bytes in flight so that new frames arrive soon.
 
-A line that is narrower than what is written to it gathers all of it in buffers, in which a short
-word waits behind megabytes. So who sends much looks how late it is heard: by more than
-:data:`QUEUE_S` over the round trip, and it has less under way; by less, and it has more.
-Lines differ by a factor of 10,000 and change while they are used, so it looks all the time.
-
-Processes that get no CPU answer late, too, and less under way would not help them. What counts is
-therefore the quickest of all answers within an interval, since a queue delays every one of them.
-And the round trip is the usual one of moments in which less was sent, not the shortest ever.
+A slow line buffers what is written to it, and an urgent frame waits behind megabytes. So the sender
+watches how late frames are acknowledged: if that exceeds the base round trip by more than
+:data:`TARGET_QUEUE_S` the window shrinks, else it grows, similar to TCP Vegas and LEDBAT. Only the
+fastest acknowledgement of an interval counts, because a busy receiver delays only some. The base
+round trip is the median of probes during which less is sent, not the shortest ever seen.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ WIDE_WINDOW = 256 << 10  # bytes under way, of which a line is certainly fast, o
 
 
 class _Sent(NamedTuple):
-    """A message under way: when it went, its size, how many bytes had been heard by then."""
+    """A frame in flight: when it was sent, its size, and the bytes acknowledged by then."""
 
     sent_at: float
     size: int
@@ -39,13 +36,11 @@ class _Sent(NamedTuple):
 
 
 class CongestionWindow:
-    """Measures one direction of a line by what the other side says that it has heard.
-
-    All times are seconds of any one clock.
+    """Window of one direction, from the sender's times and the receiver's acknowledgements.
 
     Attributes:
-        under_way: Bytes that were sent and not heard yet.
-        rate: Bytes a second that the line carries, as far as is known; ``None`` before.
+        in_flight: Bytes sent and not acknowledged.
+        rate: Bytes per second that the line carries; ``None`` while unknown.
     """
 
     def __init__(self) -> None:
@@ -65,14 +60,14 @@ class CongestionWindow:
         self._probed_at: Optional[float] = None
 
     def sent(self, size: int, now: float, has_backlog: bool) -> None:
-        """A message went out; ``more``: others wait until there is room."""
+        """Records a frame; ``has_backlog``: more wait for room."""
         self._sent.append(
             _Sent(now, size, self._acked_bytes, has_backlog, self._is_probing and self.has_room)
         )
         self.in_flight += size
 
     def acknowledge(self, count: int, now: float) -> None:
-        """The other side has heard the next ``count`` messages."""
+        """Records that the receiver has the next ``count`` frames."""
         message = None
         for _ in range(min(count, len(self._sent))):
             message = self._sent.popleft()
@@ -97,7 +92,7 @@ class CongestionWindow:
                 self._resize(now)
 
     def _resize(self, now: float) -> None:
-        """Judges by what was sent since the last change."""
+        """Adapts the window to what was measured since the last change."""
         is_queueing = self._min_trip_s - self.base_trip_s >= TARGET_QUEUE_S / 2
         if is_queueing and now - self._changed_at < MIN_DECREASE_S:
             return
@@ -117,7 +112,7 @@ class CongestionWindow:
 
     @property
     def base_trip_s(self) -> float:
-        """Seconds of a round trip when nothing waits before the line."""
+        """Round trip while nothing queues in front of the line."""
         return (
             sorted(self._probe_trips_s)[(len(self._probe_trips_s) - 1) // 2]
             if self._probe_trips_s
@@ -126,7 +121,7 @@ class CongestionWindow:
 
     @property
     def window(self) -> int:
-        """Bytes that may be under way."""
+        """Bytes that may be in flight."""
         if not self._is_probing:
             return self._window
         return max(
@@ -136,17 +131,17 @@ class CongestionWindow:
 
     @property
     def has_room(self) -> bool:
-        """Whether another piece may go."""
+        """Whether another piece may be sent."""
         return self.in_flight < self.window
 
     @property
     def piece(self) -> int:
-        """Bytes of the next piece of something large: a few of them are under way."""
+        """Bytes of the next piece of a large frame: several fit into the window."""
         return max(PIECE_BYTES[0], min(PIECE_BYTES[1], self.window // 4))
 
     @property
     def is_narrow(self) -> bool:
-        """Whether it is waited for the line, rather than for whoever compresses."""
+        """Whether the line is slower than compression."""
         return self.window < WIDE_WINDOW or (
             self.rate is not None and self.rate < NARROW_BYTES_PER_S
         )

@@ -26,23 +26,26 @@ REPLY_TIMEOUT_S = 30.0
 
 
 def address(run_id: str) -> str:
-    """Of the launcher's socket. ValueError for what is no id of a run."""
+    """Returns the launcher's socket address. ValueError for an invalid run id."""
     if not RUN_ID.fullmatch(run_id):
         raise ValueError("not the id of a run: %r" % run_id[:100])
     return "\0" + SOCKET_NAME % run_id
 
 
 def request(run_id: str, message: Message, timeout_s: float = REPLY_TIMEOUT_S) -> Optional[Message]:
-    """What the run's launcher answers; ``None``: none of ours listens on this machine.
+    """Sends a message to the launcher of a run on this machine; returns its reply.
 
     Args:
         run_id: Of the run.
-        wish: ``do`` and what belongs to it.
-        patience_s: For the whole answer.
+        message: ``do`` and its arguments.
+        timeout_s: For the whole reply.
+
+    Returns:
+        ``None`` if no launcher of this user listens.
 
     Raises:
-        TimeoutError: No answer in that time; what was asked for may be under way.
-        ValueError: What came is no answer.
+        TimeoutError: The request may still be carried out.
+        ValueError: The reply is invalid.
     """
     if not hasattr(socket, "SO_PEERCRED"):  # no Linux: nothing listens either
         return None

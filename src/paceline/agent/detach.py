@@ -1,11 +1,8 @@
-"""The first lines on a host of what stays there when its login ends.
+"""Starts a process on a host that outlives its login: a caller or a run's supervisor.
 
-Its source is sent over standard input to ``python -c``, behind that of ``bootstrap.py``; the remote
-command is the same as an agent's, and what it is about stands in no command line. What is started
-gets a session of its own and none of our streams. We stay in the login until it is left alone:
-when our input ends before, somebody gave the start up, and it is ended.
-
-Words to whoever logged in stand behind a mark, one JSON object a line.
+Sent over standard input to ``python -c`` after ``bootstrap.py``. The process gets its own session.
+This one stays until it is told to leave; if its input ends before, it ends what it has started.
+Messages to the login follow a mark, one JSON object a line.
 """
 
 # ruff: noqa

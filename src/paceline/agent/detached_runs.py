@@ -1,8 +1,6 @@
-"""Runs whose supervisor is on this node: what there are, what is new of one, what it is asked.
+"""Requests about detached runs on this node: list, read, ask, signal, remove.
 
-Such a run has a folder below ``detached`` in the cache (see ``spec/detached.py``). Whoever logs in
-as its user may read the run directory in it piece by piece, ask the supervisor through its socket
-(:mod:`.control`), and remove the folder once the run is over.
+Each run has a folder below ``detached`` in the cache (see ``spec/detached.py``).
 """
 
 from __future__ import annotations
@@ -134,12 +132,7 @@ def _summary(folder: Path) -> Message:
 
 
 def run_changes(agent: Agent, request: Message, _: bytes) -> None:
-    """What of a run directory is other than it was when this was asked last.
-
-    Args:
-        agent: Remembers what it told.
-        request: ``run_id``; ``afresh``: nothing was asked before.
-    """
+    """Answers the files of a run directory that changed since the last request, or all."""
 
     def work() -> None:
         folder = run_folder(request["run_id"])
@@ -162,7 +155,7 @@ def run_changes(agent: Agent, request: Message, _: bytes) -> None:
 
 
 def _files(root: Path) -> Iterator[Tuple[str, str, int]]:
-    """Path, mark and size of what the launcher writes there; the mark changes with the file."""
+    """Yields path, version and size of the launcher's files; a change changes the version."""
     for parent, folders, names in safe_paths.walk(str(root)):
         is_top = not parent
         folders[:] = [
@@ -182,10 +175,7 @@ def _files(root: Path) -> Iterator[Tuple[str, str, int]]:
 
 
 def read_part(agent: Agent, request: Message, _: bytes) -> None:
-    """``count`` bytes of ``path`` in the run directory, from ``offset`` on.
-
-    ``whole``: of a file that has no more than these.
-    """
+    """Answers ``count`` bytes of ``path`` from ``offset``; ``whole``: the file has no more."""
 
     def work() -> None:
         folder = run_folder(request["run_id"])
@@ -202,7 +192,7 @@ def read_part(agent: Agent, request: Message, _: bytes) -> None:
 
 
 def request_run(agent: Agent, request: Message, _: bytes) -> None:
-    """Asks the run's launcher on this node: ``wish``; its answer as text, null where none is."""
+    """Sends ``wish`` to the run's launcher here; answers its reply as text, or null."""
 
     def work() -> None:
         answer = control.request(request["run_id"], request["wish"])
@@ -212,7 +202,7 @@ def request_run(agent: Agent, request: Message, _: bytes) -> None:
 
 
 def signal_run(agent: Agent, request: Message, _: bytes) -> None:
-    """SIGTERM for the supervisor, ``times``; whether it lived."""
+    """Sends the supervisor SIGTERM, ``times``; answers whether it lived."""
 
     def work() -> None:
         process = supervisor(_read_record(run_folder(request["run_id"]))[1])
@@ -225,9 +215,9 @@ def signal_run(agent: Agent, request: Message, _: bytes) -> None:
 
 
 def discard_run(agent: Agent, request: Message, _: bytes) -> None:
-    """Removes the folder of a run that is over, once nobody reads it any more; whether it is gone.
+    """Removes the folder of an ended run once nobody reads it; answers whether it is gone.
 
-    ``fetched``: everything is at home. Else it stays, unless somebody has said so before.
+    ``fetched``: the results have arrived. Else it stays unless somebody has said so before.
     """
 
     def work() -> None:
@@ -248,7 +238,7 @@ def discard_run(agent: Agent, request: Message, _: bytes) -> None:
 
 
 def _has_ended(record: Message) -> bool:
-    """Whether the supervisor has gone. One that has told how the run ended is about to."""
+    """Whether the supervisor has gone; waits for one that has reported the end."""
     deadline = time.monotonic() + EXIT_TIMEOUT_S
     while is_alive(record) and record.get("ended") is not None and time.monotonic() < deadline:
         time.sleep(EXIT_TIMEOUT_S / 200)
@@ -256,7 +246,7 @@ def _has_ended(record: Message) -> bool:
 
 
 def _lock_folder(agent: Agent, folder: Path) -> None:
-    """As long as this agent lives, and does not say otherwise, the folder stays."""
+    """Keeps the folder while this agent reads it."""
     if folder.name not in agent.run_locks:
         with contextlib.suppress(OSError):  # there is nothing yet that could be removed
             agent.run_locks[folder.name] = fd = _open_lock(folder)
@@ -264,12 +254,12 @@ def _lock_folder(agent: Agent, folder: Path) -> None:
 
 
 def _open_lock(folder: Path) -> int:
-    """A file of the run that nobody replaces: NFS locks no folders, and nothing open to be read."""
+    """Opens a file of the run that is never replaced: NFS locks no folders."""
     return safe_paths.open_file(str(folder), LOG_FILE, os.O_RDWR | os.O_CREAT)
 
 
 def release_folders(locks: Dict[str, int]) -> None:
-    """The end of an agent. Who discarded a folder that it still read has left that to it."""
+    """Unlocks folders at the agent's end and removes those discarded meanwhile."""
     for run_id, fd in locks.items():
         os.close(fd)
         folder = run_folder(run_id)

@@ -1,17 +1,14 @@
-"""The framed stream between launcher and agent.
+"""The framed stream between launcher and agent: decoding, acknowledgement, and the agent's outbox.
 
 A frame is ``MAGIC``, two big-endian 32-bit lengths, a JSON object (UTF-8) and raw bytes::
 
     4 bytes MAGIC | u32 length of JSON | u32 length of blob | JSON | blob
 
-Whatever stands outside a frame (login banners, noise of shell start-up files) is kept apart and
-never read as data. What an agent says waits in its :class:`Outbox`. How long frames are cut into
-pieces, and which go first, says ``lanes.py``; how much is under way, ``pace.py``.
+Bytes outside frames (login banners, noise of shell start-up files) are kept apart and never parsed.
+``multiplexing.py`` splits and orders frames, ``congestion.py`` limits the bytes in flight.
 
-A conversation may outlive its stream. Both sides count the frames that they heard, and every frame
-says in ``heard`` how many that were when it was made; what was not heard yet is kept
-(:class:`Unheard`). On a new stream each side begins with the first frame that the other one has not
-heard, so none is lost and none comes twice.
+A conversation may outlive its stream. Each frame says in ``heard`` how many frames its sender has
+received; unacknowledged frames are kept (:class:`UnackedFrames`) and sent first on a new stream.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ Message = Dict[str, Any]
 
 
 class FrameError(ValueError):
-    """So much that looks like frames and is none cannot be an accident."""
+    """Too many bytes looked like frames and were none."""
 
 
 def encode(message: Message, blob: bytes = b"", max_bytes: int = MAX_JSON) -> bytes:
@@ -80,14 +77,14 @@ def _parse(body: bytearray) -> Optional[Message]:
 
 
 class Decoder:
-    """Takes bytes as they arrive, gives whole frames.
+    """Turns a stream of bytes into frames.
 
     Args:
-        keep_noise: How many bytes of noise are kept.
-        max_json, max_blob: Bytes above which it is no frame.
+        keep_noise: Size in bytes of :attr:`noise`.
+        max_json, max_blob: Bytes above which something is no frame.
 
     Attributes:
-        noise: Bytes that stood outside frames, at most ``keep_noise`` of them.
+        noise: The last bytes outside frames.
     """
 
     def __init__(self, keep_noise: int = 8192, max_json: int = MAX_JSON,
@@ -156,7 +153,7 @@ class Decoder:
 
 
 class UnackedFrames:
-    """Frames that were said, until the other side has told that it heard them.
+    """Frames that were sent and not acknowledged.
 
     Attributes:
         size: Bytes of them all.
@@ -168,7 +165,7 @@ class UnackedFrames:
         self._frames: Deque[bytes] = deque()
 
     def add(self, frame: bytes) -> None:
-        """Keeps one that was just said."""
+        """Keeps a frame that was just sent."""
         self._frames.append(frame)
         self.size += len(frame)
 
@@ -194,23 +191,19 @@ class UnackedFrames:
         return iter(self._frames)
 
     def requeue(self) -> List[bytes]:
-        """Those that are kept, the oldest first; they count as not said."""
+        """Returns the kept frames, oldest first; they count as not sent."""
         frames, self._frames, self.size = list(self._frames), deque(), 0
         return frames
 
 
 class Outbox:
-    """What is said to the launcher: bounded, never blocking the loop, safe from threads.
-
-    Lanes of frames, of which as much is under way as the line carries soon, in front of a
-    non-blocking descriptor.
+    """Frames to the launcher: bounded, never blocks the loop, safe from threads.
 
     Attributes:
-        fd: Where they go, if it is not ``broken``.
-        broken: True after the reader has gone. Further frames wait if the outbox keeps them, else
-            they are dropped.
-        keeps: What was written is kept until it was heard: another stream may come.
-        heard: How many of the launcher's frames we have heard.
+        fd: Non-blocking descriptor of the stream.
+        broken: The reader has gone. Frames wait if the outbox retains them, else they are dropped.
+        retains: Frames are kept until they are acknowledged: another stream may come.
+        num_received: How many of the launcher's frames the agent has received.
     """
 
     def __init__(self, fd: int, wake_fd: int) -> None:
@@ -240,7 +233,7 @@ class Outbox:
 
     @property
     def full(self) -> bool:
-        """Whether more of the ranks' output would make what comes after it late."""
+        """Whether more output of the ranks would delay what comes after it."""
         waiting = self._unsent_bytes + self._unacked.size + self._lanes.size(multiplexing.TALK)
         if self.broken:
             return waiting > HIGH_WATER_BYTES
@@ -263,14 +256,14 @@ class Outbox:
         self._wake()
 
     def start_closing(self) -> None:
-        """What there is to say is to go now: the last of it comes soon, and no file after it."""
+        """Sends all that waits at once, but no files: the end is near."""
         with self._lock:
             self._is_closing = True
             self._lanes.clear(multiplexing.FILES)
             self._fill()
 
     def _fill(self) -> None:
-        """Lets go what there is room for on the line."""
+        """Moves frames from the queues to the stream as far as the window allows."""
         while self._lanes and (self._is_closing or self._window.has_room):
             frame, header, data = self._lanes.next(self._window)
             self._enqueue(frame or encode(dict(header, heard=self.num_received), data))
@@ -307,7 +300,7 @@ class Outbox:
             return None
 
     def _retire(self) -> None:
-        """What has gone out whole is no longer unsent."""
+        """Moves frames that were written whole to the unacknowledged ones."""
         while self._unsent and self._offset >= len(self._unsent[0]):
             frame = self._unsent.popleft()
             self._offset -= len(frame)
@@ -322,24 +315,24 @@ class Outbox:
             self._unsent_bytes = 0
 
     def disconnect(self) -> None:
-        """Nothing more goes out by the descriptor."""
+        """Stops writing to the descriptor."""
         with self._lock:
             self._break()
 
     def acknowledge(self, count: object) -> None:
-        """How many of our frames it has heard. ValueError when so many were never sent."""
+        """Takes the launcher's count of our frames. ValueError for more than were sent."""
         with self._lock:
             if num_acked := self._unacked.acknowledge(count):
                 self._window.acknowledge(num_acked, time.monotonic())
                 self._fill()
 
     def has_sent(self, count: int) -> bool:
-        """Whether so many frames of all have gone out."""
+        """Whether at least so many frames have been sent."""
         with self._lock:
             return 0 <= count <= self._unacked.num_sent
 
     def resume(self, fd: int, count: int) -> None:
-        """Begins on another descriptor, after the first ``count`` frames of all."""
+        """Continues on another descriptor, after the first ``count`` frames."""
         with self._lock:
             self._unacked.acknowledge(count)
             frames = self._unacked.requeue()

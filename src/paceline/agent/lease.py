@@ -1,4 +1,4 @@
-"""The lease: a job lives as long as somebody asks for it. Pure."""
+"""The lease: the job lives as long as its launcher renews it. Pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ ENDING_SHARE = 0.3  # of the lease: what is left for the ranks' own end
 
 
 class Lease:
-    """Renewed by the launcher; once it has run out, no process of the job may be left.
+    """Renewed by the launcher; when it has run out, no process of the job may be left.
 
-    All times are seconds of the node's monotonic clock, so a wrong wall clock does no harm.
+    All times are seconds of the node's monotonic clock.
     """
 
     def __init__(self) -> None:
@@ -23,17 +23,14 @@ class Lease:
         self._renewed = now
 
     def extend(self, now: float) -> None:
-        """The launcher said something else: it lives, and the lease begins anew."""
+        """Restarts the lease: the launcher has sent something else."""
         self._renewed = max(self._renewed, now)
 
     @property
     def ending_s(self) -> float:
-        """Seconds that ranks have for their own end before the lease is over."""
+        """Seconds at the lease's end that are reserved for ending the ranks."""
         return float("inf") if self.seconds is None else ENDING_SHARE * self.seconds
 
     def is_ending(self, now: float) -> bool:
-        """True once the last part has begun: what is to be over by the end must be ended now.
-
-        Never before the lease was first renewed.
-        """
+        """Whether the ranks must be ended now. Never before the first renewal."""
         return self.seconds is not None and now - self._renewed > self.seconds - self.ending_s

@@ -1,11 +1,8 @@
-"""What waits to be sent: short words first, then the rest of the conversation, then files.
+"""Send queues of the stream: urgent frames first, then the conversation, then files.
 
-Each has a lane. What is in :data:`AT_ONCE` never waits. In the others a frame begins when all that
-came before it into its lane have gone. It goes in pieces, between which the lanes before its own
-have their turn. On a line that is known to be slow the pieces are compressed.
-
-A piece is a frame of its own: ``part`` is its lane, ``more`` says whether another one follows, and
-``z`` that it belongs to the frame's zlib stream, which may begin in the midst of it.
+An :data:`URGENT` frame never waits. Large frames of the other lanes are cut into pieces, between
+which higher lanes have their turn; on slow lines the pieces are compressed. A piece is a frame with
+``part`` (its lane), ``more`` (whether another follows) and ``z`` (part of a zlib stream).
 """
 
 from __future__ import annotations
@@ -23,10 +20,9 @@ MAX_COMPRESSED_RATIO = 0.9  # of its size: what compresses to more is sent as it
 
 
 def lane_of(message: Message, size: int, blob: bytes) -> int:
-    """The lane for a frame of ``size`` bytes.
+    """Returns the lane for a frame of ``size`` bytes.
 
-    What happens on a node is heard in order, a rank's last words before its end; an answer may come
-    before what happened earlier.
+    Events keep their order, a rank's output before its end; an answer may overtake events.
     """
     if "event" in message:
         return TALK
@@ -36,7 +32,7 @@ def lane_of(message: Message, size: int, blob: bytes) -> int:
 
 
 class QueuedFrame:
-    """A frame in a lane, and how much of it has gone."""
+    """A frame in a lane, and how much of it was sent."""
 
     def __init__(self, frame: bytes) -> None:
         self.size = len(frame)
@@ -52,15 +48,15 @@ class QueuedFrame:
 
     @property
     def remaining(self) -> int:
-        """Bytes that have not gone."""
+        """Bytes not sent yet."""
         return self.size - self._offset
 
     def as_whole(self) -> Optional[bytes]:
-        """All of it, where it needs no pieces."""
+        """Returns the frame if it needs no pieces."""
         return self._frame if self.size <= WHOLE_BYTES and not self.is_started else None
 
     def next_piece(self, size: int, compress: bool) -> Tuple[Message, bytes]:
-        """The next piece, of about so many bytes on the line."""
+        """Returns header and bytes of the next piece, about ``size`` bytes on the line."""
         num_bytes = max(size, min(PIECE_BYTES[1], int(size / self._ratio)))
         chunk = self._frame[self._offset : self._offset + num_bytes]
         self._offset += len(chunk)
@@ -80,21 +76,21 @@ class QueuedFrame:
 
 
 class SendQueues:
-    """The frames that wait for room on the line."""
+    """Frames that wait for room in the window."""
 
     def __init__(self) -> None:
         self._lanes: Dict[int, Deque[QueuedFrame]] = {TALK: deque(), FILES: deque()}
         self._size = {TALK: 0, FILES: 0}
 
     def add(self, lane: int, frame: bytes) -> QueuedFrame:
-        """Puts a frame at the end of its lane."""
+        """Appends a frame to its lane."""
         waiting = QueuedFrame(frame)
         self._lanes[lane].append(waiting)
         self._size[lane] += waiting.size
         return waiting
 
     def withdraw(self, waiting: QueuedFrame) -> bool:
-        """Nobody needs it any more; whether it was not too late for that."""
+        """Removes a frame that was not started; whether it could be removed."""
         for number, lane in self._lanes.items():
             if waiting in lane and not waiting.is_started:
                 lane.remove(waiting)
@@ -103,7 +99,7 @@ class SendQueues:
         return False
 
     def clear(self, *numbers: int) -> None:
-        """Forgets what waits in these lanes, or in all."""
+        """Drops the frames of these lanes, or of all."""
         for number in numbers or (TALK, FILES):
             self._lanes[number].clear()
             self._size[number] = 0
@@ -116,10 +112,7 @@ class SendQueues:
         return self._size[lane]
 
     def next(self, window: CongestionWindow) -> Tuple[Optional[bytes], Message, bytes]:
-        """What goes next: a whole frame, or a piece as the frame that it becomes.
-
-        IndexError when nothing waits.
-        """
+        """Returns the next frame, or header and bytes of a piece. IndexError if all are empty."""
         number, lane = next(((n, lane) for n, lane in self._lanes.items() if lane), (0, None))
         if lane is None:
             raise IndexError("nothing waits")
@@ -138,10 +131,10 @@ class SendQueues:
 
 
 class Reassembler:
-    """Puts pieces together again.
+    """Joins pieces to frames.
 
     Args:
-        most: Bytes of a frame, at most.
+        max_bytes: Of one frame.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -150,7 +143,7 @@ class Reassembler:
         self._decompressors: Dict[int, Any] = {}
 
     def add(self, message: Message, data: bytes) -> Iterator[bytes]:
-        """The next piece; gives the frame once it is whole. ValueError for what is no piece."""
+        """Takes a piece; yields the frame once it is complete. ValueError for invalid pieces."""
         lane = message["part"]
         if lane not in (TALK, FILES) or isinstance(lane, bool):
             raise ValueError("a piece of nothing")

@@ -1,8 +1,7 @@
-"""What runs on a node to meet its living agent again (see ``reconnection.py``).
+"""Hands a new login's standard streams to a living agent (see ``reconnection.py``).
 
-Its source is sent over standard input to ``python -c``, like that of ``bootstrap.py``: the remote
-command is the same, and what it is about stands in no command line. It hands its standard streams
-over to the agent and stays, for the login ends with it.
+Sent over standard input to ``python -c``, like ``bootstrap.py``. It stays, because the login ends
+with it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 def connect_agent(name: str) -> socket.socket:
-    """A connection to the agent, whose owner is this very user. OSError when there is none."""
+    """Connects to this user's agent. OSError if there is none."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(CONNECT_TIMEOUT_S)
     connection.connect("\0" + name)
@@ -30,7 +29,7 @@ def connect_agent(name: str) -> socket.socket:
 
 
 def describe_login() -> bytes:
-    """What this login gives to who is started under it, for an agent that began under another."""
+    """Environment, folder and umask of this login, for an agent that began under another."""
     mask = os.umask(0o077)
     os.umask(mask)
     try:
@@ -44,8 +43,8 @@ def attach(name: str, is_new_use: bool = False) -> None:
     """Gives our streams to the agent, and keeps none of them.
 
     Args:
-        name: Where it waits.
-        anew: It waits for the next command, not for the rest of one: it is told of this login.
+        name: Of the agent's socket.
+        is_new_use: It waits for the next command rather than the rest of one: send it this login.
     """
     try:
         connection = connect_agent(name)

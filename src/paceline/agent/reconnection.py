@@ -1,13 +1,9 @@
-"""Where an agent is met again after its stream broke, though both ends live.
+"""Lets the launcher reach a living agent again after its stream broke.
 
-The launcher has the node run ``again.py``, which connects to a socket of this agent and hands over
-its standard streams: they are the agent's new ones. Before, launcher and agent prove to each other
-that they know the key of this connection, which the launcher made and told over the first stream.
-
-The socket has an abstract name: nothing of it is left, whoever is killed. Such a name has no
-permissions, so the kernel's word on who connects is heard instead (``SO_PEERCRED``): another user
-is hung up on before anything else. In what follows ``mac`` is HMAC-SHA256 under the key; NONCE and
-OTHER are fresh on each side, the counts say how many frames each has heard so far::
+The launcher has the node run ``reattach.py``, which connects to a Unix socket of this agent and
+hands over its standard streams. Both sides then prove that they know the key of the connection.
+The socket has an abstract name, so no file remains; the kernel's ``SO_PEERCRED`` keeps other users
+out. ``mac`` is HMAC-SHA256 under the key; the counts say how many frames each has received::
 
     agent:    MARK meet NONCE
     launcher: OTHER COUNT mac("launcher" NONCE OTHER COUNT)
@@ -49,12 +45,12 @@ class Streams(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """A launcher that has proven itself.
+    """A launcher that has proven the key.
 
     Attributes:
-        streams: The new ones.
-        heard: How many of our frames it has heard.
-        holder: Connection to the process whose streams they were; it stays until this is closed.
+        streams: The new standard streams.
+        num_received: How many of the agent's frames it has received.
+        holder: Connection to the process that owned the streams; it stays until this is closed.
     """
 
     streams: Streams
@@ -63,7 +59,7 @@ class Visit(NamedTuple):
 
 
 class _Visitor:
-    """Somebody who connected, on its way to a proof."""
+    """A connection that has not proven the key yet."""
 
     def __init__(self, holder: socket.socket) -> None:
         self.holder = holder
@@ -74,7 +70,7 @@ class _Visitor:
 
     @property
     def fd(self) -> int:
-        """What it is heard by: its socket, and then the input that came through it."""
+        """The descriptor to watch: the socket, then the input that came through it."""
         return self.holder.fileno() if self.streams is None else self.streams.input
 
     def close(self) -> None:
@@ -84,11 +80,11 @@ class _Visitor:
 
 
 class MeetingPoint:
-    """Where this agent can be met.
+    """The socket at which this agent can be reached again.
 
     Args:
-        key: What only the launcher and this agent know.
-        name: Of the socket, without the leading zero byte; a fresh one without.
+        key: Shared by the launcher and this agent.
+        name: Of the socket, without the leading zero byte; random if empty.
     """
 
     def __init__(self, key: bytes, name: str = "") -> None:
@@ -101,18 +97,18 @@ class MeetingPoint:
         self._listener.listen(MAX_VISITORS)
 
     def readers(self) -> List[int]:
-        """Descriptors to watch; who took too long is hung up on."""
+        """Returns the descriptors to watch; closes visitors that took too long."""
         oldest = time.monotonic() - PROOF_TIMEOUT_S
         for visitor in [guest for guest in self._visitors if guest.connected_at < oldest]:
             self._dismiss(visitor)
         return [self._listener.fileno(), *(visitor.fd for visitor in self._visitors)]
 
     def readable(self, fd: int, num_received: int) -> Optional[Visit]:
-        """Reads from one of :meth:`readers`; whom we have met, if it is somebody now.
+        """Reads from one of :meth:`readers`; returns the launcher once it has proven the key.
 
         Args:
-            fd: Which.
-            heard: How many of the launcher's frames we have heard.
+            fd: The descriptor.
+            num_received: How many of the launcher's frames the agent has received.
         """
         if fd == self._listener.fileno():
             self._accept()
@@ -186,24 +182,24 @@ class MeetingPoint:
 
 
 def _write_line(streams: Streams, text: str) -> None:
-    """One short line, the first on its pipe: it goes out whole or not at all."""
+    """Writes a short line, the first on its pipe: it is written whole or not at all."""
     os.write(streams.output, MARK + text.encode() + b"\n")
 
 
 def mac(key: bytes, *parts: str) -> str:
-    """Proof of the key over some words; ``caller.py`` has its own, because it travels alone."""
+    """Returns the proof of the key over some texts; ``caller.py`` travels alone and has its own."""
     return hmac.new(key, "\0".join(parts).encode(), hashlib.sha256).hexdigest()
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """Who is at the other end of a Unix socket, by the kernel's word."""
+    """Returns the user at the other end of a Unix socket, from the kernel."""
     size = _CREDENTIALS.size
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     return int(_CREDENTIALS.unpack(credentials)[1])
 
 
 def has_reader(fd: int) -> bool:
-    """Whether somebody can still read what is written to ``fd``."""
+    """Whether some process can still read what is written to ``fd``."""
     poll = select.poll()
     poll.register(fd, 0)
     return not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

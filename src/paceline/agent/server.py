@@ -45,16 +45,16 @@ Work = Callable[[], None]
 
 
 class Agent:
-    """One agent: one launcher, at most one job.
+    """One conversation with a launcher, and at most one job.
 
     Args:
         input_fd, output_fd: The framed stream.
-        package: Folder that this agent's code lies in.
-        lasting: What is left of this process's conversation before.
+        package: Folder of this agent's code.
+        resumed: What is left of this process's conversation before.
 
     Attributes:
-        rest: Set when another conversation may follow this one.
-        lasting: What that goes on with, once this one is over.
+        warm_wait: Set if another conversation may follow this one.
+        resumable: What that continues with, once this one is over.
     """
 
     def __init__(self, input_fd: int, output_fd: int, package: str,
@@ -114,7 +114,7 @@ class Agent:
         return 0
 
     def _touch_regularly(self) -> None:
-        """Keeps agents with the same disk from taking a long job's folders for old ones."""
+        """Keeps a long job's folders from looking abandoned to agents of the same disk."""
         if time.monotonic() >= self._touch_at:
             self._touch_at = time.monotonic() + TOUCH_INTERVAL_S
             self.in_thread(self._touch_folders)
@@ -130,13 +130,7 @@ class Agent:
         self.data_copies.touch()
 
     def forward_stderr(self, pipe: Tuple[int, int]) -> None:
-        """What the fork server writes goes where our own standard error goes at that moment.
-
-        It would lose its standard error with the login that it was started under.
-
-        Args:
-            words: The pipe for it.
-        """
+        """Forwards what the fork server writes into ``pipe`` to the current standard error."""
         self._fork_server_stderr, self.job.errors_fd = pipe
         for fd in (2, self._fork_server_stderr):
             os.set_blocking(fd, False)
@@ -245,14 +239,11 @@ class Agent:
             self._handle_term()
 
     def on_sigterm(self, *_: object) -> None:
-        """A signal handler: it may interrupt anything, so the work is the loop's."""
+        """Signal handler; the loop does the work."""
         self._has_term = True
 
     def _handle_term(self) -> None:
-        """A scheduler that cancels a job asks everybody at once, the launcher too.
-
-        So with ranks running it is for the launcher to give them time to save, on all nodes.
-        """
+        """Leaves it to the launcher while ranks run: a scheduler signals all, and ranks save."""
         self._has_term = False
         if self.job.running and not self.outbox.broken:
             self.outbox.post({"event": "asked to end", "time": time.monotonic()})
@@ -260,17 +251,17 @@ class Agent:
             self.start_exit("term", "asked to end by SIGTERM")
 
     def should_end(self) -> bool:
-        """Whether there is a reason to end before any launcher comes."""
+        """Whether to end before any launcher comes."""
         return self._has_term or os.getppid() != self._parent
 
     def start_exit(self, reason: str, explanation: str) -> None:
-        """Begins the end: TERM for every rank, KILL a little later, then nothing is left.
+        """Begins the end: TERM for every rank, KILL a little later.
 
-        KILL at once when the guard was killed: only this node ends then, and the others go on.
+        KILL at once if the guard was killed: only this node ends then, and the others continue.
 
         Args:
-            reason: One word for the launcher, if it still listens.
-            why: The same for people.
+            reason: One word for the launcher.
+            explanation: The same for people.
         """
         if os.getppid() != self._parent:  # with it the stream from the launcher may end, too
             reason, explanation = "guard", GUARD_KILLED
@@ -290,7 +281,7 @@ class Agent:
             self._single_save_at = time.monotonic() + JOINT_SAVE_SHARE * grace_s
 
     def start_warm_wait(self, place: MeetingPoint, seconds: float) -> None:
-        """Begins the end of the conversation, after which the next one is waited for."""
+        """Ends the conversation; then the next one is awaited."""
         self.warm_wait = warm.WarmWait(place, seconds)
         event = {"event": "leaving", "reason": "rest", "why": "the launcher said so"}
         self.outbox.post(dict(event, time=time.monotonic()))
@@ -354,7 +345,7 @@ class Agent:
         return self.warm_wait is not None and folder.name.startswith(warm.FOLDER_PREFIX)
 
     def _wake_guard(self) -> None:
-        """One that somebody stopped could not end after us."""
+        """Continues a stopped guard, which could not end after us."""
         if os.getppid() == self._parent > 1:
             with contextlib.suppress(OSError):
                 os.kill(self._parent, signal.SIGCONT)
@@ -366,18 +357,18 @@ class Agent:
             self.outbox.post(dict(answer, re=request["id"]), blob)
 
     def in_thread(self, work: Work, request: Optional[Message] = None) -> None:
-        """Runs what may take long beside the loop; its failure is the request's answer."""
+        """Runs slow work in a thread; a failure becomes the request's answer."""
         threading.Thread(target=self._guarded(work, request), daemon=True).start()
 
     def in_queue(self, name: str, work: Work, request: Message) -> None:
-        """As :meth:`in_thread`, but one after the other among those of the same name."""
+        """As :meth:`in_thread`, one after the other among those of the same name."""
         if name not in self._queues:
             self._queues[name] = queue.SimpleQueue()
             threading.Thread(target=_run_queue, args=(self._queues[name],), daemon=True).start()
         self._queues[name].put(self._guarded(work, request))
 
     def on_loop(self, work: Work, request: Message) -> None:
-        """Has the loop do what only it may do; from any thread."""
+        """Runs work on the loop; from any thread."""
         self._tasks.put(self._guarded(work, request))
         with contextlib.suppress(OSError):
             os.write(self._wake_write, b"w")
@@ -393,7 +384,7 @@ class Agent:
 
 
 def _run_queue(tasks: "queue.SimpleQueue[Optional[Work]]") -> None:
-    """Does one work after the other; ``None`` is the last."""
+    """Runs tasks one after the other until ``None``."""
     for work in iter(tasks.get, None):
         work()
 
@@ -402,10 +393,7 @@ def _run_queue(tasks: "queue.SimpleQueue[Optional[Work]]") -> None:
 
 
 def renew_lease(agent: Agent, request: Message, _: bytes) -> None:
-    """``seconds``; answers with this node's clocks, so that the launcher can compare them.
-
-    And with how quiet the ranks are (see :meth:`NodeJob.looks`).
-    """
+    """Renews for ``seconds``; answers this node's clocks and :meth:`NodeJob.idle_report`."""
     now = time.monotonic()
     agent.lease.renew(request["seconds"], now)
     agent.reply(request, monotonic=now, time=time.time(), **agent.job.idle_report(now))
@@ -417,9 +405,9 @@ def bye(agent: Agent, request: Message, _: bytes) -> None:
 
 
 def keep_warm(agent: Agent, request: Message, _: bytes) -> None:
-    """As ``bye``, but somebody may come within ``seconds`` and begin anew.
+    """As ``bye``, but another launcher may come within ``seconds``.
 
-    ``place``: where this agent is to be met; ``key``: hexadecimal, as for ``stay``.
+    ``place``: name of the meeting point; ``key``: hexadecimal, as for ``stay``.
     """
     if agent.job.running or agent.private is not None:
         raise RuntimeError("ranks still run" if agent.job.running else "nothing can be kept here")
@@ -429,10 +417,7 @@ def keep_warm(agent: Agent, request: Message, _: bytes) -> None:
 
 
 def allow_reconnect(agent: Agent, request: Message, _: bytes) -> None:
-    """From now on the launcher may come again after a break: answers at which ``place``.
-
-    ``key``: hexadecimal, by which both prove themselves there (see :mod:`.reconnection`).
-    """
+    """Makes breaks recoverable with ``key`` (hexadecimal); answers the meeting ``place``."""
     agent.reply(request, place=agent.stream.allow_reconnect(bytes.fromhex(request["key"])))
 
 
@@ -451,12 +436,12 @@ OPERATIONS: Dict[str, Callable[[Agent, Message, bytes], None]] = {
 
 
 def main(package: str, chosen_python: str, temporary: bool) -> int:
-    """Serves on standard input and output. Noise on standard output goes elsewhere.
+    """Serves on standard input and output.
 
     Args:
-        package: Folder that this code lies in.
+        package: Folder of this code.
         chosen_python: The interpreter as the launcher named it.
-        temporary: It could not be kept in the cache, so nothing is: all goes at the end.
+        temporary: The code could not be cached, so everything is removed at the end.
     """
     for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)  # batch systems send them to all, meant for ranks

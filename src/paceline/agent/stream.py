@@ -1,10 +1,8 @@
-"""What an agent and its launcher talk by: it may break, and go on over other descriptors.
+"""The agent's side of the connection to its launcher: it may break and continue on another.
 
-As long as nobody asked the agent to stay, the end of its stream is the end of the agent. Later a
-stream that breaks is only cut: what is said waits until the launcher has come again, for as long as
-the lease lasts. When the way to it breaks, all three streams end. When the launcher ends the
-conversation, or is killed beside a living connection, somebody still reads standard error: that is
-no break, and no time is lost on it.
+Until reconnection is allowed the end of the stream ends the agent. Afterwards frames wait until the
+launcher returns, for as long as the lease lasts. If the network breaks, all three streams end; if
+the launcher ends the conversation or is killed, standard error still has a reader: no break.
 """
 
 from __future__ import annotations
@@ -27,20 +25,20 @@ Requests = List[Tuple[Message, bytes]]
 
 
 def _ignore(fd: int) -> None:
-    """For streams whose standard error is nobody's business."""
+    """For streams whose standard error nobody manages."""
 
 
 class Stream:
     """Requests in, frames out.
 
     Args:
-        input_fd, output_fd: What it begins with; the outbox writes to the latter.
-        wake_fd: Where a byte wakes the loop.
+        input_fd, output_fd: The first streams; the outbox writes to the latter.
+        wake_fd: A byte written here wakes the loop.
 
     Attributes:
-        outbox: What is said.
-        errors: Descriptor of standard error, where that comes the same way as input and output.
-        on_errors: Told of the descriptor of a new standard error, which is closed afterwards.
+        outbox: Frames to the launcher.
+        errors: Standard error, if it has the same peer as input and output.
+        on_errors: Called with a new standard error's descriptor, which is closed afterwards.
     """
 
     def __init__(self, input_fd: int, output_fd: int, wake_fd: int) -> None:
@@ -57,11 +55,11 @@ class Stream:
         self._disconnected_at: Optional[float] = None
 
     def set_holder(self, holder: Optional[socket.socket]) -> None:
-        """Whose streams it begins with, where that is another process: it stays until the end."""
+        """Names the process that owned the first streams: it stays until they end."""
         self._holder = holder
 
     def allow_reconnect(self, key: bytes) -> str:
-        """From now on a break is no end; the name of the place to be met at. OSError without."""
+        """Makes breaks recoverable; returns the meeting point's name. OSError if impossible."""
         if self._place is not None:
             self._place.close()
         self._place = MeetingPoint(key)
@@ -74,10 +72,7 @@ class Stream:
         return fds + (self._place.readers() if self._place is not None else [])
 
     def readable(self, fd: int) -> Optional[Requests]:
-        """Reads from one of :meth:`readers`: what is asked, ``None`` when it is none of ours.
-
-        What is sent in pieces is asked once it came whole.
-        """
+        """Reads from one of :meth:`readers`; returns requests, ``None`` if it is not ours."""
         if fd == self._input:
             return self._read(fd)
         if self._place is None or fd not in self._place.readers():
@@ -130,7 +125,7 @@ class Stream:
         self.outbox.resume(visit.streams.output, visit.num_received)
 
     def _release_streams(self) -> None:
-        """Closes what it talked by until now."""
+        """Closes the current streams."""
         if self._input is not None:
             for fd in (self._input, self.outbox.fd):
                 with contextlib.suppress(OSError):
@@ -141,10 +136,10 @@ class Stream:
             self._holder = None
 
     def end_reason(self, leased: bool) -> Optional[Tuple[str, str]]:
-        """Why the agent has to leave for what became of its stream, in a word and for people.
+        """Why the stream's state ends the agent, as a word and a sentence; ``None`` if it does not.
 
         Args:
-            leased: How long to wait for the launcher is somebody else's business.
+            leased: A lease limits the wait for the launcher.
         """
         now = time.monotonic()
         if self._ended_at is None and self.outbox.broken:
@@ -167,10 +162,10 @@ class Stream:
         return None
 
     def close(self) -> None:
-        """Nobody is met any more. The streams end with the process."""
+        """Closes the meeting point; the streams end with the process."""
         if self._place is not None:
             self._place.close()
 
     def release(self) -> None:
-        """The streams end now, and so does the login that they came by."""
+        """Ends the streams and thereby the login that brought them."""
         self._release_streams()

@@ -1,9 +1,8 @@
-"""What an agent is between two commands of its user: nobody's yet, and ready for the next.
+"""The agent between two commands of its user, ready for the next.
 
-It waits at a place (see :mod:`.reconnection`) whose name and key only that user's launching machine
-knows, with a fork server that has imported already, for so long as it was told, and then ends by
-itself. It holds no connection, no listener of a network, no lease and no rank. Who meets it brings
-a new login; for the ranks all is as if that had started the agent.
+It waits at a meeting point (see :mod:`.reconnection`) with a fork server that has done its imports,
+without connection, network listener, lease or rank, and ends by itself after a given time. The next
+command brings a new login; for the ranks all is as if that had started the agent.
 """
 
 from __future__ import annotations
@@ -52,14 +51,14 @@ LOGIN_VARIABLES = (
 
 
 class Login(NamedTuple):
-    """What a process gets from the login that it is started under."""
+    """What a process inherits from its login."""
 
     env: Dict[str, str]
     cwd: str
     umask: int
 
     def apply(self) -> None:
-        """Makes it this process's own."""
+        """Gives this process that environment, umask and folder."""
         os.environ.clear()
         os.environ.update(self.env)
         os.umask(self.umask)
@@ -68,7 +67,7 @@ class Login(NamedTuple):
 
 
 def parse_login(line: bytes) -> Login:
-    """What ``again.py`` told. ValueError for anything else."""
+    """Parses what ``reattach.py`` sends. ValueError for anything else."""
     try:
         login = json.loads(line)
         env = {str(name): str(value) for name, value in login["env"].items()}
@@ -78,20 +77,20 @@ def parse_login(line: bytes) -> Login:
 
 
 def current_umask() -> int:
-    """This process's own."""
+    """Returns this process's umask."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
 
 
 class ServerSpec(NamedTuple):
-    """What a fork server is started with: one that has the same can take its place.
+    """What a fork server was started with; an equal one can take its place.
 
     Attributes:
         python, preload: The interpreter, and what it imports.
-        env: All variables, but for those of a login and the job's token.
-        folder: Where it was started, if that says where packages are.
-        packages: When packages were last installed or removed: folders and times.
+        env: All variables but the login's and the job's token.
+        folder: Its working directory if relative import paths depend on it.
+        packages: Folders of packages with their modification times.
     """
 
     python: str
@@ -102,12 +101,12 @@ class ServerSpec(NamedTuple):
 
 
 def make_spec(request: Message, env: Mapping[str, str], libraries: Sequence[str]) -> ServerSpec:
-    """Of a request to prepare.
+    """Returns the spec of a fork server.
 
     Args:
-        request: What :meth:`.job.NodeJob.prepare` takes.
-        env: The whole environment that it comes to.
-        libraries: Folders in which packages of this interpreter are installed.
+        request: As for :meth:`.NodeJob.prepare`.
+        env: Its whole environment.
+        libraries: Folders of this interpreter's packages.
     """
     paths = env.get("PYTHONPATH", "").split(os.pathsep) if env.get("PYTHONPATH") else []
     has_relative = any(not path.startswith("/") for path in paths)
@@ -124,12 +123,12 @@ def make_spec(request: Message, env: Mapping[str, str], libraries: Sequence[str]
 
 
 def login_variables(env: Mapping[str, str]) -> Dict[str, str]:
-    """Those variables that every login has of its own."""
+    """Returns the variables that differ from login to login."""
     return {name: env[name] for name in LOGIN_VARIABLES if name in env}
 
 
 def _mtime_ns(path: str) -> int:
-    """When a file or a folder was changed, in nanoseconds; -1 for none."""
+    """Modification time in nanoseconds; -1 if there is no such file."""
     try:
         return os.stat(path).st_mtime_ns
     except OSError:
@@ -137,10 +136,7 @@ def _mtime_ns(path: str) -> int:
 
 
 def list_sources(modules: Sequence[Any]) -> List[List[Any]]:
-    """Files of modules that lie outside of the folders where packages are installed, with times.
-
-    A package that somebody works on is changed without being installed again.
-    """
+    """Returns files and times of modules outside package folders: editable installs and sources."""
     installed = tuple(path + os.sep for path in set(sysconfig.get_paths().values()))
     files = (getattr(module, "__file__", None) for module in modules)
     sources = {file for file in files if isinstance(file, str) and not file.startswith(installed)}
@@ -151,11 +147,10 @@ class IdleServer(NamedTuple):
     """A fork server that has imported and has no ranks.
 
     Attributes:
-        server, channel: The process, and the socket by which it is told.
-        token: In its environment, and in that of all that it forks.
-        started: What it was started with.
-        imported: What it said of its imports.
-        sources: What it imported that may be changed without being installed.
+        server, channel: The process, and the socket for its orders.
+        token: In its environment and in that of its forks.
+        spec, imported: What it was started with, and its report about the imports.
+        sources: Imported files that may change without an installation.
     """
 
     server: "subprocess.Popen[bytes]"
@@ -166,7 +161,7 @@ class IdleServer(NamedTuple):
     sources: List[List[Any]]
 
     def matches(self, spec: ServerSpec) -> bool:
-        """Whether it is what a new one would be."""
+        """Whether it equals a newly started one."""
         alive = self.server.poll() is None
         return alive and self.spec == spec and all(_mtime_ns(f) == at for f, at in self.sources)
 
@@ -179,13 +174,13 @@ class IdleServer(NamedTuple):
 
 
 class Resumable(NamedTuple):
-    """What goes on from one conversation of an agent to the next.
+    """What passes from one conversation of an agent to the next.
 
     Attributes:
-        wake: Pipe that wakes the loop; a thread of an earlier conversation may still write to it.
-        words: Pipe for what the fork server writes.
-        kept: The fork server, if there is one.
-        folders: What it has imported from, and goes with it.
+        wake: Pipe that wakes the loop; threads of an earlier conversation may still write to it.
+        stderr_pipe: The fork server's standard error.
+        idle_server: The fork server, if there is one.
+        folders: What it has imported from.
     """
 
     wake: Tuple[int, int]
@@ -207,8 +202,8 @@ class WarmWait:
     """The time between two conversations.
 
     Args:
-        place: Where the next launcher comes.
-        seconds: How long it may take.
+        place: Where the next launcher connects.
+        seconds: How long to wait.
     """
 
     def __init__(self, place: "MeetingPoint", seconds: float) -> None:
@@ -218,11 +213,11 @@ class WarmWait:
     def wait(
         self, resumable: Resumable, should_end: Callable[[], bool]
     ) -> "Optional[Tuple[Visit, Login]]":
-        """Waits for the next launcher; ``None`` when the time is over, or something else is.
+        """Waits for the next launcher; ``None`` if the time is over or ``should_end()``.
 
         Args:
-            lasting: Whose fork server is given up when it dies.
-            over: Asked whether to end now.
+            resumable: Its fork server is dropped when it dies.
+            should_end: Called regularly.
         """
         former_name = _process_name()
         processes.set_name(PROCESS_NAME)
@@ -255,7 +250,7 @@ class WarmWait:
 
 
 def _receive_login(visit: "Visit") -> Optional[Login]:
-    """What is told of the login by which somebody came; who tells nothing of use is left."""
+    """Receives the visitor's login; closes visitors that send none."""
     received = bytearray()
     visit.holder.settimeout(LOGIN_TIMEOUT_S)
     try:

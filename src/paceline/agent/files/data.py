@@ -1,9 +1,7 @@
-"""Folders of data: what is in them, and the copies of the launcher's folders that a node keeps.
+"""Folders of data: their listing, and copies of the launcher's folders in this node's cache.
 
-A copy has a key; it lies in ``data/KEY/files/NAME`` of the cache and outlives the agent, so that
-only what has changed is sent the next time. An item is ``[path, size, mtime]``, the last in
-nanoseconds; a copied file has the time of its original. What a launcher can ask about them stands
-at the end, as :data:`OPERATIONS`.
+A copy lies in ``data/KEY/files/NAME`` and outlives the agent, so that only changes are sent. An
+item is ``[path, size, mtime]`` (stored in microseconds); copies have their original's time.
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ def fingerprints(path: str) -> List[str]:
 
 
 def walk(root: str) -> Iterator[Item]:
-    """Items of all files, through links, in the order of :func:`order`; none without a folder.
+    """Items of all files, through links, in the order of :func:`sort_key`; none without a folder.
 
     OSError for folders with links from each to the next, which few bytes make endless.
     """
@@ -214,7 +212,7 @@ class DataCopies:
         return growing.size, growing.digest.hexdigest()
 
     def write_block(self, key: str, name: str, path: str, request: Message, data: bytes) -> None:
-        """The next block of a large file; after the last one it is there.
+        """Appends a block of a large file; renames it after the last one.
 
         Args:
             key, name, path: Which file.

@@ -1,7 +1,6 @@
-"""Files below a folder of ours: no name leads out of it, and no link inside it is followed.
+"""File operations below a folder: no path leads out of it, no link inside is followed.
 
-The folder itself may be reached through links: it is what the user named. Used on nodes for the
-cache, and on the launching machine for the run directory.
+The folder itself may be reached through links. Used for the cache and the run directory.
 """
 
 from __future__ import annotations
@@ -284,13 +283,7 @@ def _replace(source: int, name: str, folder: int, target: str) -> None:
 
 
 def write_file(root: str, path: str, data: bytes, durable: bool = True) -> None:
-    """Writes a whole file: under its name is either what was there before or all of ``data``.
-
-    Args:
-        root, path: The folder, and where the file belongs below it.
-        data: All of it.
-        durable: Flush it to the disk first.
-    """
+    """Writes a whole file atomically; ``durable``: flushes it to disk first."""
     file = IncomingFile(root, path, durable)
     try:
         file.add(0, data)
@@ -315,15 +308,14 @@ def remove(root: str, path: str) -> None:
 
 
 class IncomingFile:
-    """A file that comes block by block: it has its name once it is whole, checked and flushed.
+    """A file received in blocks; it gets its name when it is complete and checked.
 
     Args:
-        root: The folder.
-        path: Where the file belongs below it.
-        durable: Flush it to the disk first. Needless only where its hash is looked at again.
+        root, path: The folder, and the file's place below it.
+        durable: Flush to disk first.
 
     Attributes:
-        size: Bytes that have come.
+        size: Bytes received.
     """
 
     def __init__(self, root: str, path: str, durable: bool = True) -> None:
@@ -349,14 +341,13 @@ class IncomingFile:
         self.size += len(data)
 
     def finish(self, size: int = -1, sha256: str = "") -> None:
-        """The last block has come: flushes the file and gives it its name.
+        """Flushes the file and gives it its name.
 
         Args:
-            size: What was announced; -1 for nothing.
-            sha256: What was announced; empty for nothing.
+            size, sha256: Announced values; -1 and empty for none.
 
         Raises:
-            ValueError: The file is not what was announced. Nothing has its name then.
+            ValueError: The file is not what was announced, and gets no name.
         """
         if size not in (-1, self.size):
             raise ValueError("%d bytes came instead of %d" % (self.size, size))

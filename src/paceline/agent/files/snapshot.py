@@ -114,12 +114,11 @@ def run_folder(key: str) -> Path:
 
 
 def make_run_folder(key: str, user: str = "") -> Path:
-    """The folder of the run, made and marked as ours where it is not there.
+    """Returns the folder of the run, created and marked if it is missing.
 
     Args:
         key: Of the run.
-        user: Names an agent that uses the folder until it says otherwise: agents of one disk have
-            one folder, and it stays for the others when one of them leaves.
+        user: Name of an agent that uses the folder until it says otherwise.
     """
     folder = _create_run_folder(key)
     if user:
@@ -147,10 +146,7 @@ def _create_run_folder(key: str) -> Path:
 
 
 def _private_folder(folder: Path) -> Path:
-    """Makes an empty folder beside ``folder``, of a name that no other process gives.
-
-    Hosts, and containers of one host, may share a disk: process numbers are not enough.
-    """
+    """Makes a uniquely named empty folder beside ``folder``: hosts and containers share disks."""
     private = folder.with_name(
         ".new-%s-%d-%s" % (_pid_namespace(), os.getpid(), secrets.token_hex(8))
     )
@@ -159,11 +155,7 @@ def _private_folder(folder: Path) -> Path:
 
 
 def _publish(unpublished: Path, folder: Path) -> bool:
-    """Gives the finished folder ``new`` the name ``folder`` in one step.
-
-    False where another process was faster. The rename itself tells: on a network disk, what others
-    have made may be seen late.
-    """
+    """Renames the finished folder; False if another process was faster."""
     try:
         unpublished.rename(folder)
     except OSError as problem:
@@ -174,10 +166,7 @@ def _publish(unpublished: Path, folder: Path) -> bool:
 
 
 def _pid_namespace() -> str:
-    """Eight digits that two processes share only if a process number means the same to both.
-
-    It does not on two machines, before and after a restart, and in two containers.
-    """
+    """Returns eight digits that differ between machines, boots and containers."""
     identifiers = []
     with contextlib.suppress(OSError):
         identifiers.append(Path("/proc/sys/kernel/random/boot_id").read_text())
@@ -196,12 +185,12 @@ def _is_abandoned(path: Path) -> bool:
 
 
 def discard_run_folder(key: str, only: "Optional[Collection[str]]" = None, user: str = "") -> bool:
-    """Removes the folder of a run if it carries our mark; says whether it did.
+    """Removes the marked folder of a run; whether it did.
 
     Args:
         key: Of the run.
-        only: Leave it where anything but these, and the mark, is in it, or another agent uses it.
-        user: The agent that uses it no more.
+        only: Keep it if it holds anything but these and the mark, or another agent uses it.
+        user: The agent that no longer uses it.
     """
     folder = run_folder(key)
     if not _is_marked(folder, key):
@@ -259,9 +248,7 @@ def discard_job_folder(folder: Path) -> None:
 
 
 def remove_old(keep: str, max_age_s: float = MAX_AGE_S) -> None:
-    """Removes what was shipped or left here and has not been touched for a month.
-
-    What a killed agent left half made or half removed goes at once.
+    """Removes cache entries not used for ``max_age_s``, and what killed agents left unfinished.
 
     Args:
         keep: The folder that this agent runs from.
@@ -322,19 +309,17 @@ def _last_used(folder: Path) -> float:
 
 def build_tree(root: str, manifest: List[Entry], is_first: bool = True,
                 is_last: bool = True) -> List[str]:  # fmt: skip
-    """Builds the tree at ``root`` from the cache; nothing is there before it is whole.
+    """Builds the tree at ``root`` from the cache; its name appears when it is complete.
 
-    Where several processes build the same tree, each builds its own and the last one's stays.
+    Of several processes that build the same tree the last one's stays.
 
     Args:
         root: The tree's folder.
         manifest: Its files, or the next of them.
-        first: They are the first.
-        last: They are the last.
+        is_first, is_last: Position of this part.
 
     Returns:
-        Hashes whose cached content was damaged and is forgotten; with any, the call counts for
-        nothing and has to be repeated.
+        Hashes of damaged cache entries, now removed; with any, the call has to be repeated.
     """
     target = Path(root)
     if is_first:
@@ -439,12 +424,7 @@ def _store(cache: safe_paths.FolderCache, path: str, data: bytes) -> None:
 
 
 def changed_files(root: str, manifest: Optional[List[Entry]]) -> List[Message]:
-    """Files below ``root`` that the manifest does not have or has otherwise.
-
-    Args:
-        root: The folder; one that does not exist has no files.
-        manifest: What was there before; ``None`` when nothing was.
-    """
+    """Returns files below ``root`` that differ from the manifest (``None``: all)."""
     known = {entry[0]: entry for entry in manifest or []}
     changes = []
     for path, size in _walk(Path(root)):

@@ -1,11 +1,9 @@
-"""The fork server of a node: imports torch once, then every rank is a fork of it.
+"""The fork server of a node: imports torch once; every rank is a fork of it.
 
-Runs under the job's own interpreter and environment. It takes orders over a Unix socket and reports
-every exit. An order is its length (32 bits, big-endian), then JSON: ``{"attempt": …}`` is what all
-ranks of an attempt share, ``{"rank": …}`` starts one of them and brings its four pipes,
-``{"store": …}`` starts the store and brings its socket. It has one thread and never imports
-anything of a CUDA context, so forking is safe. A rank is its own session and dies with the
-fork server; the fork server dies with the agent.
+Runs under the job's interpreter. An order on its Unix socket is a 32-bit big-endian length and
+JSON: ``{"attempt": …}`` is shared by the ranks, ``{"rank": …}`` starts one and brings its four
+pipes, ``{"store": …}`` starts the store and brings its socket. It has one thread and no CUDA
+context, so forking is safe. It dies with the agent, the ranks with it.
 """
 
 from __future__ import annotations
@@ -40,8 +38,7 @@ EXIT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def main(fd: int, parent: int, preload: List[str]) -> int:
     """Serves until the agent closes the socket.
 
-    In a forked rank this function returns too: what it returns is the rank's work, to be done
-    outside all frames of the server, so that the rank ends as any Python process does.
+    Also returns in a forked rank, with that rank's work done outside all frames of the server.
     """
     processes.die_with_parent(parent)
     process_title.show(process_title.agent_title([sys.executable, *sys.argv]))
@@ -205,10 +202,9 @@ class ForkServer:
 
 
 def serve_store(endpoint: Message, listen_fd: int) -> int:
-    """Holds the rendezvous store of one attempt, on the chosen address only.
+    """Serves the rendezvous store of one attempt on its bound socket.
 
-    The socket is bound already: a ``TCPStore`` left to itself listens on every interface. Torch is
-    imported when the first rank knocks, for a job that never does need not have it.
+    A ``TCPStore`` by itself listens on every interface. Torch is imported at the first connection.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, EXIT_SIGNALS)

@@ -31,7 +31,7 @@ class FunctionCall:
     Args:
         entry: Of the job: ``args`` are folders from which modules are imported, ``sha256`` is what
             the launching machine says of the file, which may lie on a disk that others write to.
-        tell: Says something to the launching machine.
+        report: Says something to the launching machine.
     """
 
     def __init__(self, entry: Message, report: Callable[[Message], None]) -> None:

@@ -1,9 +1,8 @@
-"""Whom gloo's connections of a rank lead to: none but the job's hosts.
+"""Restricts a rank's gloo connections to the job's hosts.
 
-The ranks of a group find each other through a store that anybody on the network may write to, and
-gloo through a number that anybody can guess. So each device that gloo makes listens to the job's
-hosts only, to nobody once its group is complete, and before a group is used the far ends of all its
-connections are compared with the addresses of the job's hosts.
+Anybody may write to the rendezvous store, and gloo's connection numbers can be guessed. So gloo's
+devices listen to the job's hosts only, to nobody once a group is complete, and all far ends are
+compared with the job's addresses before a group is used.
 """
 
 from __future__ import annotations
@@ -175,8 +174,8 @@ class GlooFilter:
 
     Args:
         gloo: torch's ``ProcessGroupGloo``.
-        on_refused: Told of the address of each stranger that a device has not let in.
-        on_found: Told of one that a group is connected with, before that raises.
+        on_reject: Told of the address of each stranger that a device has not let in.
+        on_stranger: Told of one that a group is connected with, before that raises.
     """
 
     def __init__(
@@ -250,7 +249,7 @@ def install(c10d: Any, on_reject: peer_filters.Report, on_stranger: peer_filters
 
     Args:
         c10d: The module ``torch.distributed.distributed_c10d``.
-        on_refused, on_found: As for :class:`GlooFilter`.
+        on_reject, on_stranger: As for :class:`GlooFilter`.
     """
     gloo = getattr(c10d, "ProcessGroupGloo", None)
     if gloo is None or not all(hasattr(gloo, name) for name in ("_Options", "create_device")):

@@ -1,11 +1,8 @@
-"""Finds out whether a process that trains exchanges gradients with other processes.
+"""Finds out whether a training process exchanges gradients with others.
 
-Torch's flight recorder lists the latest collectives, also those that C++ code begins. It is read
-after the first optimizer steps and at the end; a rank then tells the agent what it has seen. When
-the recorder cannot answer, the process counts as one that exchanges.
-
-The text of this module also runs in processes that the script spawns, so it imports nothing of
-this package.
+Reads torch's flight recorder after the first optimizer steps and at the end; without an answer the
+process counts as one that exchanges. The text of this module also runs in spawned processes, so it
+imports nothing of this package.
 """
 
 from __future__ import annotations

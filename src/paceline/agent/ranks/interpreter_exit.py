@@ -1,9 +1,8 @@
-"""The end of a rank's interpreter: Python's own, but without what may abort a finished training.
+"""Ends a rank's interpreter without the abort that gloo's threads can cause.
 
-Worker threads of gloo live as long as the process group. One that still lets go of a tensor when
-the interpreter is being torn down cannot get the interpreter's lock any more, and the process
-dies of SIGABRT although everything was done. So a rank with such threads does all that Python
-does at its end that a script can see, and then leaves without tearing anything down.
+A gloo worker that releases a tensor during teardown cannot get the interpreter's lock, and the
+process dies of SIGABRT after a finished training. So a rank with such threads does all that a
+script can see of Python's exit, and then leaves without tearing down.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Whose connections a job takes: those of its own hosts, by a filter on each listening socket.
+"""Restricts listening sockets of a job to the job's hosts.
 
-What listens in a job (the rendezvous store, gloo's devices) believes whoever connects, and the
-whole network reaches it. So the kernel drops at the socket what other addresses send
-(``SO_ATTACH_FILTER``, which needs no privileges). A stranger's connection goes to a second socket
-on the same port (``SO_ATTACH_REUSEPORT_CBPF``), which learns the address and closes it.
+The store and gloo's devices trust whoever connects. So the kernel drops other addresses at the
+socket (``SO_ATTACH_FILTER``, no privileges needed), and directs their connections to a second
+socket on the same port (``SO_ATTACH_REUSEPORT_CBPF``), which learns the address and closes them.
 """
 
 from __future__ import annotations
@@ -213,12 +212,7 @@ class PeerFilter:
         self.reject_socket = reject_socket
 
     def admit(self, listener: socket.socket, hosts: HostSet) -> None:
-        """Takes the connections of other hosts from now on.
-
-        Args:
-            listener: The same socket.
-            hosts: Instead of those before.
-        """
+        """Accepts the connections of ``hosts`` instead of the former ones."""
         self._hosts = hosts
         self.is_attached = attach_filter(listener, hosts)
         if self.reject_socket is not None:
@@ -228,14 +222,7 @@ class PeerFilter:
                 )
 
     def block(self, listener: socket.socket) -> None:
-        """Takes nobody's connections any more, until others are admitted.
-
-        The calls of the job's hosts are dropped, not refused: the kernel repeats them, and one that
-        came too early is taken after :meth:`admit`. Strangers still reach the reject socket.
-
-        Args:
-            listener: The same socket.
-        """
+        """Drops connections until :meth:`admit`: the kernel repeats those that came too early."""
         self.is_attached = attach_filter(listener, NO_HOSTS)
 
     def accept_rejected(self) -> str:

@@ -1,10 +1,7 @@
-"""Objects as files: a function on its way to the ranks, what it returned or raised on its way back.
+"""Objects as files: a function on its way to the ranks, its results or exception on the way back.
 
-A file holds the pickle, then the memory of arrays and tensors as it is, and at its end where what
-begins: large values are neither copied in memory nor sent as text. Whoever loads a pickle runs what
-its writer wrote: so a file is read as a whole and its hash compared before anything is loaded.
-
-Both sides use this: the launching machine and the ranks. Tensors are known where torch is loaded.
+A file holds the pickle, then the memory of arrays and tensors, then an index of both. Its hash is
+checked before anything is loaded. Used by the launching machine and the ranks.
 """
 
 from __future__ import annotations
@@ -48,14 +45,12 @@ class WrittenFile(NamedTuple):
 
 
 def write(path: str, objects: List[Tuple[str, Any]], cloudpickle: Any) -> WrittenFile:
-    """Writes objects into a new file, for the user alone.
-
-    Tensors come as they are seen here, in memory of their own and off any accelerator.
+    """Writes objects into a new file for this user alone; tensors as CPU copies.
 
     Args:
         path: The file.
-        objects: One after the other, each with what messages call it.
-        cloudpickle: The module, which takes functions and classes of ``__main__`` by value.
+        objects: Name for messages, and value.
+        cloudpickle: The module, which pickles functions and classes of ``__main__`` by value.
 
     Raises:
         NotPicklableError: Names the part that cannot be pickled.
@@ -159,14 +154,10 @@ def _write_tensor(target: _HashingWriter, tensor: Any) -> int:
 
 
 def open_objects(path: str, sha256: str) -> "_Unpickler":
-    """The objects of a file: ``load()`` gives one after the other.
-
-    Args:
-        path: The file.
-        sha256: What its writer told.
+    """Returns an unpickler; each ``load()`` gives the next object.
 
     Raises:
-        DamagedError: The file is not what was told. Nothing of it was loaded.
+        DamagedError: The file does not have that ``sha256``. Nothing was loaded.
         OSError: It cannot be read.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -42,15 +42,14 @@ TRACEBACK_LIMIT = 16000  # characters; a pipe holds 64 KiB
 
 def prepare(request: Message, rank: Message, out: int, err: int, events: int,
             control: int) -> Callable[[], int]:  # fmt: skip
-    """Makes this fork the rank ``rank``; returns what is left to do.
+    """Turns this fork into ``rank``; returns the remaining work.
 
     Args:
         request: ``entry`` ({"kind", "target", "args"}, perhaps "local_rank_flag"), ``workdir``,
-            ``env`` of the node, ``login`` (what the login brought: ``env``, ``umask``; the server
-            may be of an earlier one).
+            ``env`` of the node, ``login`` (``env``, ``umask``; the server may be older).
         rank: ``local_rank``, ``env``, ``cpus`` (may be empty).
         out, err, events: Write ends of the rank's pipes.
-        control: Read end of the pipe by which the rank is told.
+        control: Read end of its control pipe.
     """
     for signum in DEFAULT_SIGNALS:
         signal.signal(signum, signal.SIG_DFL)
@@ -113,7 +112,7 @@ def _redirect(out: int, err: int) -> None:
 
 
 def run(entry: Message, workdir: str, events: int) -> int:
-    """Runs the entry to the process's end; returns the status where the end is an ordinary one."""
+    """Runs the entry to the process's end; returns the status of an ordinary end."""
     try:
         status = run_entry(entry, workdir, events)
     except SystemExit as exit_request:
@@ -231,13 +230,13 @@ def _reseed() -> None:
 
 
 def watch_process_group(events: int, *, any_world: bool = False) -> None:
-    """Makes joining and leaving the world events, and checks that the world was planned.
+    """Reports joining and leaving the world, and checks it against the plan.
 
-    Its groups of gloo take the connections of the job's hosts only.
+    Its gloo groups accept connections of the job's hosts only.
 
     Args:
-        events: Descriptor to which events are written.
-        any_world: Other worlds than the planned one are well.
+        events: Descriptor for events.
+        any_world: Other worlds than the planned one are accepted.
     """
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available():
@@ -307,7 +306,7 @@ def _is_internal(filename: str) -> bool:
 
 
 def _disarm_sigchld() -> None:
-    """From here on no handler of SIGCHLD raises, as torch's does when a worker was killed."""
+    """Keeps SIGCHLD handlers, such as torch's for killed workers, from raising."""
     for _ in range(2):  # it may raise here, once
         with contextlib.suppress(Exception):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -332,16 +331,13 @@ def _report_exception(error: BaseException, events: int) -> None:
 
 
 def _has_own_excepthook() -> bool:
-    """Whether the script shows exceptions in its own way, which is not to be held back.
-
-    Torch puts a hook of its own in place that only adds the rank's number.
-    """
+    """Whether the script replaced ``sys.excepthook``; torch's only adds the rank's number."""
     module = str(getattr(sys.excepthook, "__module__", ""))
     return sys.excepthook is not sys.__excepthook__ and not module.startswith("torch.")
 
 
 def _report(events: int, message: Message) -> None:
-    """One line to the agent. Small enough for the pipe's buffer, so it does not wait for long."""
+    """Writes one line to the agent, small enough for the pipe's buffer."""
     line = json.dumps(message).encode() + b"\n"
     with contextlib.suppress(OSError):
         os.write(events, line)

@@ -1,6 +1,6 @@
 """What a rank is doing: its process's state, and the Python lines that it stands in.
 
-A rank dumps its stack when it gets :data:`SIGNAL`, from C and without the interpreter's lock: also
+A rank dumps its stack when it gets :data:`STACK_SIGNAL`, from C and without the interpreter's lock: also
 one that waits in a library. It is only sent to a process that catches it.
 """
 

@@ -16,7 +16,7 @@ LIST_INTERVAL_S = 5.0  # a process may have hundreds of threads: they are listed
 
 
 def threads(pid: Union[int, str], name: str) -> List[int]:
-    """Numbers of a process's threads of that name; none where it cannot be seen."""
+    """Returns a process's threads of that name; none if it cannot be seen."""
     folder = "/proc/%s/task" % pid
     try:
         return [int(task) for task in os.listdir(folder) if _thread_name(folder, task) == name]
@@ -33,17 +33,13 @@ def _thread_name(folder: str, task: str) -> str:
 
 
 def ticks(pid: int, tasks: List[int]) -> Dict[int, int]:
-    """Clock ticks that each of a process's threads has worked so far, of those that are there."""
+    """Returns CPU ticks of a process's threads."""
     stats = {task: processes.read_stat(pid, task) for task in tasks}
     return {task: stat.cpu for task, stat in stats.items() if stat is not None}
 
 
 class LoopClock:
-    """What one process's loops of gloo work: no computing, and for some of them nothing at all.
-
-    epoll wakes such a thread again and again for a message that nobody takes any more. That the
-    others move something is known by the bytes that go.
-    """
+    """CPU time of gloo's loop threads, which is no computing: epoll may wake them for nothing."""
 
     def __init__(self) -> None:
         self._pid = 0
@@ -53,12 +49,7 @@ class LoopClock:
         self._total = 0
 
     def ticks(self, pid: int, now_s: float) -> int:
-        """Clock ticks that they have worked since they were first seen.
-
-        Args:
-            pid: The process, the same each time.
-            now: Seconds of the monotonic clock.
-        """
+        """Returns the ticks since the first call; ``now_s`` is of the monotonic clock."""
         if pid != self._pid or now_s - self._listed_at >= LIST_INTERVAL_S:
             self._pid, self._listed_at, self._tasks = pid, now_s, threads(pid, LOOP_THREADS)
         counts = ticks(pid, self._tasks)

@@ -1,8 +1,7 @@
-"""The guard: the agent's parent. Whatever becomes of the agent, nothing of the job outlives it.
+"""The guard, the agent's parent: nothing of the job outlives the agent.
 
-The kernel hands orphans to their nearest ancestor that asked for them: to the agent while it lives,
-then to the guard. So no process of the job gets away from both, whatever session, environment or
-parent it chose. When the guard itself is killed, the agent notices and ends the job.
+Orphans go to the nearest ancestor that adopts them: the agent, then the guard. So no process of the
+job escapes both. If the guard itself is killed, the agent notices and ends the job.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ MAX_STOPPED_S = 1.0  # how long the agent may stand still
 
 
 class GuardErrors:
-    """Tells the guard where its standard error goes from now on: the first login may have ended.
-
-    It reads that when it has something to say; until then only the last word counts.
-    """
+    """Passes the guard its current standard error: the first login may have ended."""
 
     def __init__(self) -> None:
         self._sender, self.receiver = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -55,11 +51,7 @@ def _pending_descriptors(channel: socket.socket) -> List[int]:
 
 
 def fork_agent(package: str) -> GuardErrors:
-    """Splits this process in two: returns in the agent, while the guard goes its own way.
-
-    Args:
-        package: Folder that this code lies in; the guard is a fresh interpreter of it.
-    """
+    """Forks and returns in the agent; the parent becomes the guard, a fresh interpreter."""
     processes.adopt_orphans()  # kept over exec, not handed to the child
     errors = GuardErrors()
     signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)  # kept over exec, until they are heeded
@@ -74,11 +66,11 @@ def fork_agent(package: str) -> GuardErrors:
 
 
 def main(agent: int, errors: int) -> int:
-    """Waits for the agent's end; ends what it left; ends as it did.
+    """Waits for the agent's end, kills what it left, and exits as it did.
 
     Args:
         agent: Its pid.
-        errors: Descriptor by which the agent told of other standard errors.
+        errors: Descriptor on which the agent passes new standard errors.
     """
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""The job's processes on this node: fork server, ranks, store; their pipes and their ends."""
+"""The job on this node: fork server, ranks and store; their pipes, orders and exits."""
 
 from __future__ import annotations
 
@@ -31,16 +31,12 @@ MAX_STOPPED_S = 1.0  # how long a fork server or a store may stand still before 
 
 
 class NodeJob:
-    """What one agent runs for one job.
-
-    Its life: :meth:`prepare` (fork server imports), :meth:`start` (ranks of one attempt), perhaps
-    :meth:`add` (ranks in the place of lost ones), :meth:`stop` or the ranks' own end, possibly
-    :meth:`start` again, :meth:`close` or :meth:`rest`.
+    """What one agent runs for one job: :meth:`prepare`, then :meth:`start` for each attempt.
 
     Args:
-        post: Tells the launcher.
-        package: Folder or archive that this agent runs from.
-        kept: A fork server of an earlier job.
+        post: Sends a message to the launcher.
+        package: Folder or archive of this agent's code.
+        idle_server: A fork server of an earlier job.
     """
 
     def __init__(
@@ -81,21 +77,17 @@ class NodeJob:
     # --- beginning ---------------------------------------------------------------------------
 
     def activate(self, request: Message) -> None:
-        """Sources the job's scripts. It may take long; ActivationError where one fails."""
+        """Sources the job's scripts, which may take long. ActivationError if one fails."""
         environ = {n: v for n, v in os.environ.items() if n not in request.get("unset", ())}
         self._activated_env = activation.activate(request.get("activate", ()), environ)
         self._activated_names = set(activation.changed_names(environ, self._activated_env))
 
     def prepare(self, request: Message) -> None:
-        """Starts the fork server, which reports when its imports are done.
-
-        One that was kept, and is what a new one would be, has done them already. A second time
-        when the first one died.
+        """Starts the fork server, or adopts an idle one that equals it; called again if it died.
 
         Args:
-            request: ``python`` (absolute path), ``preload`` (modules), ``env`` (to be added),
-                ``unset`` (names to be removed), ``token``; ``defaults``: names of variables that
-                yield to what an activation script has set.
+            request: ``python`` (absolute path), ``preload`` (modules), ``env`` (added), ``unset``
+                (removed names), ``token``, ``defaults`` (names that yield to activation scripts).
         """
         self.token = "%s-%s" % (request["token"], self._token_suffix)
         self._yielded_names = self._activated_names.intersection(request.get("defaults", ()))
@@ -145,9 +137,9 @@ class NodeJob:
         """Starts the ranks of one attempt.
 
         Args:
-            request: What :func:`rank.prepare` takes, and ``ranks``: a list of ``rank``,
-                ``local_rank``, ``env``, ``cpus``; ``store``: address and port, or null.
-            store_listener: The held socket of the store when it is to be on this node.
+            request: As for :func:`.process.prepare`, and ``ranks``: ``rank``, ``local_rank``,
+                ``env`` and ``cpus`` of each; ``store``: address and port, or null.
+            store_listener: Reserved socket of the store if it is on this node.
         """
         if self._channel is None:
             raise RuntimeError("the fork server is gone")
@@ -160,13 +152,10 @@ class NodeJob:
         self._order_ranks(request)
 
     def add(self, request: Message) -> None:
-        """Starts ranks into a running attempt, in the place of those that have ended.
-
-        Args:
-            request: As for :meth:`start`; what ranks share may be of a node that is new to them.
+        """Starts ranks in the running attempt in place of those that have ended.
 
         Raises:
-            RuntimeError: The fork server is gone, or such a rank runs.
+            RuntimeError: The fork server is gone, or such a rank still runs.
         """
         if self._channel is None:
             raise RuntimeError("the fork server is gone")
@@ -184,7 +173,7 @@ class NodeJob:
         self._order_ranks(request)
 
     def _order_ranks(self, request: Message) -> None:
-        """Orders ranks; of those that are there already nothing changes."""
+        """Orders ranks from the fork server; running ones are not affected."""
         ranks = [RankProcess(spec["rank"], spec["local_rank"]) for spec in request["ranks"]]
         self.ranks += ranks
         self.running = True
@@ -198,12 +187,12 @@ class NodeJob:
             self._start_next()
 
     def open_store(self, endpoint: Message, listener: socket.socket, addresses: str) -> None:
-        """Starts a rendezvous store; one that this node held before has ended already.
+        """Starts a rendezvous store; this node's former one has ended already.
 
         Args:
-            where: Its address and port.
+            endpoint: Its address and port.
             listener: Its socket, which stays the caller's.
-            addresses: Of the job's hosts, as :data:`peers.VARIABLE` has them.
+            addresses: Of the job's hosts, as in :data:`peer_filters.VARIABLE`.
         """
         if self._channel is None:
             raise RuntimeError("the fork server is gone")
@@ -214,7 +203,7 @@ class NodeJob:
         self._send_order({"store": endpoint}, [listener.fileno()])
 
     def admit(self, addresses: str) -> None:
-        """Has the store take connections of these hosts from now on."""
+        """Lets these hosts connect to the store."""
         if self._store_listener is not None and self._store_filter is not None:
             hosts = peer_filters.parse_hosts(addresses) or peer_filters.ALL_HOSTS
             self._store_filter.admit(self._store_listener, hosts)
@@ -223,7 +212,7 @@ class NodeJob:
         return {name: value for name, value in env.items() if name not in self._yielded_names}
 
     def _start_next(self) -> None:
-        """Orders the next rank. Few are under way at once: the socket holds only so many orders."""
+        """Orders the next rank; few at once, because the socket holds only so many orders."""
         if not self._queued_ranks:
             return
         rank, spec = self._queued_ranks.popleft()
@@ -261,7 +250,7 @@ class NodeJob:
     # --- what happens ------------------------------------------------------------------------
 
     def readers(self, take_output: bool) -> List[int]:
-        """Descriptors to watch; without the ranks' output while nobody takes it."""
+        """Returns descriptors to read, without the ranks' output unless it is wanted."""
         fds = [] if self._channel is None else [self._channel.fileno()]
         if self._store_filter is not None and self._store_filter.reject_socket is not None:
             fds.append(self._store_filter.reject_socket.fileno())
@@ -270,23 +259,23 @@ class NodeJob:
         return fds
 
     def writers(self) -> List[int]:
-        """Pipes to ranks that could not take all that these were told."""
+        """Returns control pipes that have not taken all that was sent."""
         return [r.control_fd for r in self.ranks if r.unsent and r.control_fd is not None]
 
     def writable(self, fd: int) -> None:
-        """Writes on to one of :meth:`writers`."""
+        """Continues writing to one of :meth:`writers`."""
         for rank in self.ranks:
             if rank.control_fd == fd:
                 rank.flush()
 
     def send_to_ranks(self, line: Message) -> None:
-        """Writes a line to every living rank's control pipe; waits for none of them."""
+        """Sends a line to every running rank; never blocks."""
         data = json.dumps(line).encode() + b"\n"
         for rank in self.running_ranks():
             rank.send(data)
 
     def send_to_first(self, line: Message) -> None:
-        """The same to the first rank alone of those that can go on without others."""
+        """Sends a line to the first rank that can continue without others."""
         candidates = [rank for rank in self.running_ranks() if rank.is_replaceable]
         if candidates:
             first = min(candidates, key=lambda rank: rank.rank)
@@ -358,7 +347,7 @@ class NodeJob:
         return next(rank for rank in self.ranks if rank.local_rank == local_rank)
 
     def _on_server_exit(self) -> None:
-        """The fork server died: its ranks died with it."""
+        """The fork server died, and its ranks with it."""
         assert self._channel is not None
         self._channel.close()
         self._channel = self._store = None
@@ -392,7 +381,7 @@ class NodeJob:
             self._post({"event": "output", "rank": rank.rank, "stream": name}, data)
 
     def _drain_events(self, rank: RankProcess) -> None:
-        """An exception is told before it is printed: so the launcher must hear of it first."""
+        """Reads the rank's events first: an exception must be known before its text is printed."""
         for fd, name in list(rank.fds.items()):
             if name == "events":
                 self._read_rank(rank, fd)
@@ -416,10 +405,7 @@ class NodeJob:
                 self._post({"event": "said", "rank": rank.rank, "data": event})
 
     def idle_report(self, now_s: float) -> Message:
-        """``quiet_s``: how long none of the ranks here has worked or said a word.
-
-        Null when none runs.
-        """
+        """Returns ``quiet_s``: how long all ranks here have been idle; null if none runs."""
         return {
             "quiet_s": min((now_s - rank.active_at for rank in self.running_ranks()), default=None)
         }
@@ -430,7 +416,7 @@ class NodeJob:
     # --- ending ------------------------------------------------------------------------------
 
     def stop(self, signum: int, grace_s: float) -> None:
-        """Signals every rank; what lives after ``grace_s`` seconds is killed."""
+        """Signals every rank; kills survivors after ``grace_s``."""
         self._stop_signal = signum
         self._drop_queued(signum)
         for rank in self.running_ranks():
@@ -439,29 +425,29 @@ class NodeJob:
         self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
 
     def kill_ranks(self, numbers: Sequence[int]) -> int:
-        """SIGKILLs some ranks, stopped ones too, with what they started; how many there were."""
+        """SIGKILLs ranks and their process groups; returns how many there were."""
         targets = [rank for rank in self.running_ranks() if rank.rank in numbers]
         for rank in targets:
             self._kill_group(rank)
         return len(targets)
 
     def _kill_group(self, rank: RankProcess) -> None:
-        """SIGKILL for a rank's process group, of which it may be the first to have gone."""
+        """SIGKILLs a rank's process group, whose leader may have exited."""
         if rank.process is not None:
             with contextlib.suppress(OSError):
                 os.killpg(rank.process.pid, signal.SIGKILL)
 
     def _drop_queued(self, signum: int) -> None:
-        """Ranks that were not started yet count as ended by the signal."""
+        """Counts ranks that were not started yet as ended by the signal."""
         for rank, _ in self._queued_ranks:
             rank.status, rank.ended_at = signum, time.monotonic()
         self._queued_ranks.clear()
 
     def _signal(self, rank: RankProcess, signum: int) -> None:
-        """Signals a rank, and its process group unless the rank has a handler of its own.
+        """Signals a rank, and its process group unless the rank handles the signal itself.
 
-        A rank that saves before it ends needs its data workers until then, and ends them itself.
-        A program may be a shell, whose handler runs only after its child has ended.
+        A rank that saves first still needs its data workers. A program may be a shell, whose
+        handler runs only after its child.
         """
         process = rank.process
         if process is None or processes.identify(process.pid) != process:
@@ -479,7 +465,7 @@ class NodeJob:
                 os.kill(process.pid, signum)
 
     def tick(self) -> None:
-        """Regular work: kills after the grace, reports ends, sees who stands still."""
+        """Does regular work: kills after the grace period, reports exits and stalls."""
         now_s = time.monotonic()
         if now_s - self._sampled_at >= self._sample_interval_s:
             self._sampled_at = now_s
@@ -516,7 +502,7 @@ class NodeJob:
             processes.send(self._store, signal.SIGKILL)
 
     def _is_stopped(self, pid: int, now_s: float) -> bool:
-        """Whether a signal has stopped this process of ours for too long."""
+        """Whether a signal has stopped this process for too long."""
         stat = processes.read_stat(pid)
         if stat is None or stat.state != "T":
             self._frozen_at.pop(pid, None)
@@ -524,7 +510,7 @@ class NodeJob:
         return now_s - self._frozen_at.setdefault(pid, now_s) >= MAX_STOPPED_S
 
     def _report_stall(self, rank: RankProcess, now_s: float) -> None:
-        """Tells once that a rank is held up for too long, and once that it goes on."""
+        """Reports once that a rank stalls, and once that it continues."""
         is_frozen = rank.stall.is_stalled(now_s)
         if rank.process is None or is_frozen == rank.stall.is_reported:
             return
@@ -539,7 +525,7 @@ class NodeJob:
         self._post(event)
 
     def _kill_server(self) -> None:
-        """It sees no rank's end and starts none: its end is read like that of one that died."""
+        """Kills a fork server that hangs; its end is then handled like a death."""
         if self._server is not None and self._server.poll() is None:
             self._killed_frozen = True
             self._server.kill()
@@ -558,10 +544,7 @@ class NodeJob:
         self._post(report)
 
     def _end_attempt(self) -> None:
-        """All ranks here are over: ends what they left behind.
-
-        The store stays: ranks of other nodes may still need it.
-        """
+        """Kills what the ended ranks left; the store stays for other nodes' ranks."""
         self.running, self._kill_at = False, None
         num_killed = self.kill()
         if num_killed:
@@ -569,7 +552,7 @@ class NodeJob:
         self._post({"event": "node ended", "time": time.monotonic()})
 
     def kill(self) -> int:
-        """SIGKILLs every process of the job but fork server and store; returns how many."""
+        """SIGKILLs the job's processes except fork server and store; returns how many."""
         for rank in self.ranks:
             rank.is_group_signaled = False  # nothing is waited for any more
         if self._server is None:
@@ -580,7 +563,7 @@ class NodeJob:
         return processes.kill_job(self.token, [os.getpid()], spared)
 
     def end_store(self) -> None:
-        """Ends the store of the last attempt and waits until its port is free."""
+        """Ends the attempt's store and waits until its port is free."""
         self._close_store_socket()
         if self._store is not None:
             processes.send(self._store, signal.SIGKILL)
@@ -595,10 +578,7 @@ class NodeJob:
         self._store_filter = self._store_listener = None
 
     def keep_server(self) -> Optional[warm.IdleServer]:
-        """Ends everything of the job on this node but the fork server, which may serve another.
-
-        ``None`` where there is none that has imported.
-        """
+        """Ends everything of the job but the fork server; returns it if it is reusable."""
         self.end_store()
         self.kill()
         server, channel = self._server, self._channel

@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional
 
+from .processes import read_text
+
 ROOT = Path("/sys/fs/cgroup")
 MIN_UNLIMITED_BYTES = 1 << 60
 RECENT_S = 10.0
@@ -21,7 +23,7 @@ KILL_RECORD = re.compile(r"Killed process (\d+) \(([^)]*)\)|oom-kill:|oom_reaper
 
 def group_folders(text: Optional[str] = None, root: Path = ROOT) -> Iterator[Path]:
     """The memory group's folder and its parents', nearest first."""
-    text = _read(Path("/proc/self/cgroup")) if text is None else text
+    text = read_text(Path("/proc/self/cgroup")) if text is None else text
     for line in text.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "memory":
@@ -42,7 +44,7 @@ def count_kills(root: Path = ROOT) -> Optional[int]:
     kills = []
     for folder in group_folders(root=root):
         for name in ("memory.events", "memory.oom_control"):
-            match = re.search(r"^oom_kill (\d+)", _read(folder / name), re.MULTILINE)
+            match = re.search(r"^oom_kill (\d+)", read_text(folder / name), re.MULTILINE)
             if match:
                 kills.append(int(match.group(1)))
     return sum(kills) if kills else None
@@ -61,17 +63,10 @@ def tightest_limit(root: Path = ROOT) -> Optional[Dict[str, Any]]:
 
 def _number(folder: Path, *names: str) -> Optional[int]:
     for name in names:
-        text = _read(folder / name).strip()
+        text = read_text(folder / name).strip()
         if text.isdigit():
             return int(text)
     return None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def kernel_lines(start_s: float, now: Optional[float] = None) -> List[str]:
@@ -104,11 +99,7 @@ def _oom_lines(record: str, start_s: float) -> List[str]:
 
 
 def evidence(count_before: Optional[int]) -> Dict[str, Any]:
-    """What is known just after a rank was killed.
-
-    Args:
-        kills_before: :func:`kills` at the start of the attempt.
-    """
+    """Returns what is known just after a rank was killed, and kills since ``count_before``."""
     count = count_kills()
     uptime_s = time.clock_gettime(time.CLOCK_BOOTTIME)
     num_kills = None if count is None or count_before is None else count - count_before

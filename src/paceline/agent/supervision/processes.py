@@ -1,8 +1,6 @@
-"""Processes by recorded identity: never by name.
+"""Processes by identity (pid and start time), because a pid alone may have been reused.
 
-A process is (pid, start time in clock ticks since boot); a pid alone may have been given to
-somebody else since. What belongs to a job carries the job's token in its environment, or descends
-from a process that does.
+A job's processes carry its token in their environment, or descend from one that does.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import resource
 import signal
 import time
 from pathlib import Path
-from typing import Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
+from typing import Dict, Iterable, List, NamedTuple, Optional, Set, Tuple, Union
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
@@ -67,43 +65,45 @@ def read_stat(pid: int, thread: Optional[int] = None) -> Optional[Stat]:
         return None
 
 
-def bytes_moved(pid: int) -> int:
-    """Bytes that a process has read and written so far; 0 when not known.
+def read_text(path: Union[str, Path]) -> str:
+    """Returns a small file without surrounding white space; empty if it cannot be read."""
+    try:
+        with open(path, errors="replace") as file:
+            return file.read().strip()
+    except (OSError, ValueError):
+        return ""
 
-    Of a socket only those that it has written, and not with ``send``.
-    """
+
+def tcp_sockets(pid: Union[int, str] = "self") -> List[List[str]]:
+    """Returns the fields of each TCP socket in a network namespace, as in /proc/net/tcp."""
+    tables = [read_text("/proc/%s/net/%s" % (pid, name)) for name in ("tcp", "tcp6")]
+    return [line.split() for table in tables for line in table.splitlines()[1:]]
+
+
+def bytes_moved(pid: int) -> int:
+    """Bytes that a process has read and written, without ``send`` and ``recv``; 0 if unknown."""
     return sum(_io_bytes(pid))
 
 
 def bytes_sent(pid: int) -> int:
-    """Bytes that a process has written so far, without those that wait in its TCP connections."""
+    """Bytes that a process has written, without those that wait in its TCP connections."""
     return max(_io_bytes(pid)[1] - _unacked_bytes(pid), 0)
 
 
 def _io_bytes(pid: int) -> Tuple[int, int]:
-    """Read and written."""
-    try:
-        text = Path("/proc/%d/io" % pid).read_text()
-        fields = dict(line.split(": ") for line in text.splitlines())
-        return int(fields["rchar"]), int(fields["wchar"])
-    except (OSError, ValueError, KeyError):
-        return 0, 0
+    """Bytes read and written."""
+    fields = dict(line.split(": ") for line in read_text("/proc/%d/io" % pid).splitlines())
+    return int(fields.get("rchar", 0)), int(fields.get("wchar", 0))
 
 
 def _unacked_bytes(pid: int) -> int:
-    """Bytes that nobody has acknowledged yet."""
-    sockets, total = sockets_of([pid]), 0
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            for line in Path("/proc/%d/net/%s" % (pid, table)).read_text().splitlines()[1:]:
-                fields = line.split()
-                if int(fields[9]) in sockets:
-                    total += int(fields[4].split(":")[0], 16)
-    return total
+    sockets = sockets_of([pid])
+    queues = [fields[4] for fields in tcp_sockets(pid) if int(fields[9]) in sockets]
+    return sum(int(queue.split(":")[0], 16) for queue in queues)
 
 
 def sockets_of(pids: Iterable[int]) -> Set[int]:
-    """The numbers of all sockets that these processes have."""
+    """Returns the inodes of all sockets of these processes."""
     inodes = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -154,7 +154,7 @@ def with_token(token: str, stats: Dict[int, Stat]) -> Set[int]:
 
 
 def job_processes(token: str, roots: Iterable[int], spared: Iterable[int]) -> List[Process]:
-    """All living processes of a job: marked by its token or below ``roots``, but ``spare``."""
+    """Returns a job's living processes, by token or below ``roots``, except ``spared``."""
     stats = all_stats()
     marked = with_token(token, stats) if token else set()
     children = descendants(set(roots) | marked, stats)
@@ -193,9 +193,9 @@ def is_session_alive(session: int) -> bool:
 
 
 def wait_for_exit(process: Process, seconds: float) -> bool:
-    """Waits until a process is gone and waited for; False when it is not after that time.
+    """Waits until a process is gone and reaped; False after the time.
 
-    A zombie may be one thread of several: the others still hold its sockets.
+    A zombie's other threads may still hold its sockets.
     """
     deadline = time.monotonic() + seconds
     while (stat := read_stat(process.pid)) is not None and stat.start == process.start:
@@ -206,10 +206,7 @@ def wait_for_exit(process: Process, seconds: float) -> bool:
 
 
 def kill_job(token: str, roots: Iterable[int], spared: Iterable[int], max_rounds: int = 50) -> int:
-    """SIGKILLs every process of a job until none is left; returns how many were killed.
-
-    A stopped process dies of SIGKILL too. Repeats because a process may fork while we look.
-    """
+    """SIGKILLs a job's processes until none is left, for they may fork; returns how many."""
     roots, spared = list(roots), list(spared)
     killed = 0
     for _ in range(max_rounds):
@@ -221,17 +218,16 @@ def kill_job(token: str, roots: Iterable[int], spared: Iterable[int], max_rounds
     return killed
 
 
-def _prctl(option: int, value: int) -> None:
+def _prctl(option: int, value: Union[int, bytes]) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+    argument = value if isinstance(value, bytes) else ctypes.c_ulong(value)
+    if libc.prctl(option, argument, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(%d)" % option)
 
 
 def set_name(name: str) -> None:
     """Names this process in the kernel's tables; 15 bytes are kept."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(%d)" % PR_SET_NAME)
+    _prctl(PR_SET_NAME, name.encode()[:15])
 
 
 def die_with_parent(parent: int) -> None:
@@ -242,15 +238,14 @@ def die_with_parent(parent: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of orphaned descendants, so that none gets away."""
+    """Makes this process the parent of orphaned descendants."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def raise_descriptor_limit(count: int) -> None:
-    """Raises this process's limit of open files, if need be, so that ``count`` more have room.
+    """Raises the soft limit of open files, if need be, so that ``count`` more fit.
 
-    No further than that: programs started from here inherit the limit. OSError when the hard
-    limit is lower.
+    No further than that: children inherit it. OSError if the hard limit is lower.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _open_descriptors() + count + SPARE_DESCRIPTORS

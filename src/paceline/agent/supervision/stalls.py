@@ -1,7 +1,6 @@
-"""What holds a process up, from the kernel's tables: a signal, a debugger, a disk, a pipe, a lock.
+"""What blocks a process, from the kernel's tables: a signal, a debugger, a disk, a pipe, a lock.
 
-Nothing here opens the file that a process waits for or looks into its memory: either may be what
-does not answer.
+Neither opens the file that a process waits for nor reads its memory: either could block.
 """
 
 from __future__ import annotations
@@ -9,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import stat as modes
-from typing import Dict, List, Optional, Tuple
+from typing import Dict, List, Optional, Tuple, Union
 
 from . import processes
+from .processes import read_text
 
 # by machine and number: calls that may take long, and where the file is their first argument
 _X86_CALLS = {
@@ -48,13 +48,12 @@ _MIN_PRESSURE = 40.0  # percent of the time in which somebody waited for memory
 
 
 def blocking_call(pid: int) -> Dict[str, str]:
-    """The system call that the main thread of a process waits in: ``call``, ``on``, ``kernel``.
+    """Returns the system call in which the main thread waits: ``call``, ``on`` and ``kernel``.
 
-    ``on`` is the file, as ``/proc/PID/fd`` names it; ``kernel`` the kernel's function. Each is
-    empty where it cannot be told: the process runs, or this user may not know.
+    ``on`` is the file as in ``/proc/PID/fd``, ``kernel`` the kernel's function; empty if unknown.
     """
-    blocked = {"call": "", "on": "", "kernel": _read("/proc/%d/wchan" % pid).strip("0")}
-    fields = _read("/proc/%d/syscall" % pid).split()
+    blocked = {"call": "", "on": "", "kernel": read_text("/proc/%d/wchan" % pid).strip("0")}
+    fields = read_text("/proc/%d/syscall" % pid).split()
     if fields and fields[0].isdigit():
         blocked["call"] = _CALL_NAMES.get(int(fields[0]), "")
         if blocked["call"] in _FILE_CALLS:
@@ -63,28 +62,28 @@ def blocking_call(pid: int) -> Dict[str, str]:
 
 
 def context_switches(pid: int) -> int:
-    """How often the main thread has given up its CPU; it does not while it waits for one thing."""
+    """Number of the main thread's context switches: constant while it waits for one thing."""
     return sum(
         int(line.split()[1])
-        for line in _read("/proc/%d/task/%d/status" % (pid, pid)).splitlines()
+        for line in read_text("/proc/%d/task/%d/status" % (pid, pid)).splitlines()
         if "_ctxt_switches:" in line
     )
 
 
-def file_system(pid: int, path: str) -> str:
-    """``nfs4 of server:/export at /data``: what a path of the process lies on; empty if unknown."""
-    best_match: Tuple[int, str] = (-1, "")
-    for line in _read("/proc/%d/mountinfo" % pid).splitlines():
+def find_mount(pid: Union[int, str], path: str) -> Tuple[str, str, str]:
+    """Returns type, source and mount point of the file system of a process's path, or blanks."""
+    best = ("", "", "")
+    for line in read_text("/proc/%s/mountinfo" % pid).splitlines():
         mount, _, source = line.partition(" - ")
         fields, kind = mount.split(), source.split()
         if len(fields) < 5 or len(kind) < 2:
             continue
-        mount_point = fields[4]
-        if (path == mount_point or path.startswith(mount_point.rstrip("/") + "/")) and len(
-            mount_point
-        ) >= best_match[0]:
-            best_match = (len(mount_point), "%s of %s at %s" % (kind[0], kind[1], mount_point))
-    return best_match[1]
+        point = fields[4].replace("\\040", " ")
+        if (path == point or path.startswith(point.rstrip("/") + "/")) and len(point) >= len(
+            best[2]
+        ):
+            best = (kind[0], kind[1], point)
+    return best
 
 
 def pipe_readers(pipe: str, pids: List[int]) -> List[int]:
@@ -114,23 +113,14 @@ def _fd_target(pid: int, fd: int) -> str:
     return ""
 
 
-def _read(path: str) -> str:
-    try:
-        with open(path, errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""
-
-
 class StallDetector:
-    """Since when one process is held up in a way in which no program waits by itself.
+    """Detects that a process is blocked in a way in which no program waits by itself.
 
     Attributes:
-        how: ``stopped`` by a signal, ``traced`` by a debugger, ``paused`` with its control group;
-            ``disk``: it waits in the kernel, where no signal reaches it; ``swapped``: most of the
-            time goes into fetching its memory from a disk. Empty while it is not held up.
-        told: It was told of.
-        lasts_s: After how long that is, by ``how``.
+        cause: ``stopped`` (signal), ``traced`` (debugger), ``paused`` (control group), ``disk``
+            (uninterruptible), ``swapped`` (most time goes into page faults), or empty.
+        is_reported: The launcher knows.
+        min_stall_s: After how long it is a stall, by ``cause``.
     """
 
     def __init__(self) -> None:
@@ -146,9 +136,9 @@ class StallDetector:
         """To be called regularly.
 
         Args:
-            now: Seconds of the monotonic clock.
+            now_s: Seconds of the monotonic clock.
             stat: The process.
-            worked: It has used a CPU since the last look.
+            has_worked: It has used a CPU since the last sample.
         """
         cause, count = self._find_cause(now_s, stat, has_worked), -1
         if cause == "disk":  # a slow one answers now and then
@@ -168,24 +158,24 @@ class StallDetector:
             return "swapped"
         if has_worked or stat.state not in "DS":
             return ""
-        if _read("/proc/%d/wchan" % stat.pid) in _FREEZER_FUNCTIONS:
+        if read_text("/proc/%d/wchan" % stat.pid) in _FREEZER_FUNCTIONS:
             return "paused"
         if stat.state != "D":
             return ""
         return "paused" if blocking_call(stat.pid)["call"] in _INTERRUPTIBLE_CALLS else "disk"
 
     def duration_s(self, now_s: float) -> float:
-        """How long it has been so; 0 when it is not."""
+        """Seconds since it blocked; 0 while it does not."""
         return now_s - self._started_s if self.cause else 0.0
 
     def is_stalled(self, now_s: float) -> bool:
-        """Whether it has been so for longer than a healthy process ever is."""
+        """Whether it has been blocked for longer than a healthy process ever is."""
         return bool(self.cause) and self.duration_s(now_s) >= self.min_stall_s[self.cause]
 
 
 def memory_pressure() -> float:
     """Percent of the last ten seconds in which some process waited for memory; 0 if unknown."""
-    for field in _read("/proc/pressure/memory").split("\n", 1)[0].split():
+    for field in read_text("/proc/pressure/memory").split("\n", 1)[0].split():
         if field.startswith("avg10="):
             with contextlib.suppress(ValueError):
                 return float(field[6:])
@@ -193,9 +183,9 @@ def memory_pressure() -> float:
 
 
 def describe_cause(pid: int, cause: str) -> str:
-    """What it is that holds the process up, in words; empty when that is not known."""
+    """Returns what blocks the process, in words; empty if unknown."""
     if cause == "traced":
-        tracer = [line for line in _read("/proc/%d/status" % pid).splitlines()
+        tracer = [line for line in read_text("/proc/%d/status" % pid).splitlines()
                   if line.startswith("TracerPid:")]  # fmt: skip
         number = tracer[0].split()[1] if tracer else "0"
         return "process %s" % number if number != "0" else ""
@@ -206,5 +196,5 @@ def describe_cause(pid: int, cause: str) -> str:
     blocked = blocking_call(pid)
     parts = [blocked["call"] or blocked["kernel"]]
     if blocked["on"].startswith("/"):
-        parts += [blocked["on"], "(%s)" % file_system(pid, blocked["on"])]
+        parts += [blocked["on"], "(%s of %s at %s)" % find_mount(pid, blocked["on"])]
     return " ".join(part for part in parts if part not in ("", "()"))

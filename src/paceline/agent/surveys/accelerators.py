@@ -1,8 +1,6 @@
-"""GPUs of this machine, of three makers, by files of the kernel: no driver library is loaded.
+"""GPUs of three makers from kernel files, without driver libraries, in the order of the PCI bus.
 
-In the order in which programs number them, which is that of their places on the PCI bus. A GPU
-whose device file is not there, as in a container that was not given it, is not counted; one that
-shares the processor's memory, as in every laptop, is none to train on and not counted either.
+GPUs without a device file (containers) or with shared memory (laptops) are not counted.
 """
 
 from __future__ import annotations
@@ -10,6 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any, Dict, List
+
+from ..supervision.processes import read_text
 
 Gpu = Dict[str, Any]  # "maker", "device" (file's name), "pci" (may be empty), "node" (NUMA, or -1)
 ROOT = Path("/")
@@ -29,7 +29,7 @@ def nvidia(root: Path = ROOT) -> List[Gpu]:
     """By the device files, and their places from the driver where it tells them."""
     places = {}
     for file in root.glob("proc/driver/nvidia/gpus/*/information"):
-        match = re.search(r"^Device Minor:\s*(\d+)", _read(file), re.MULTILINE)
+        match = re.search(r"^Device Minor:\s*(\d+)", read_text(file), re.MULTILINE)
         if match:
             places["nvidia%s" % match.group(1)] = file.parent.name.lower()
     names = [
@@ -78,7 +78,7 @@ def intel(root: Path = ROOT) -> List[Gpu]:
         device = folder / "device"
         driver = (device / "driver").resolve().name
         place = device.resolve().name
-        is_supported = _read(device / "vendor") == INTEL_VENDOR and driver in ("i915", "xe")
+        is_supported = read_text(device / "vendor") == INTEL_VENDOR and driver in ("i915", "xe")
         if (
             is_supported
             and place != INTEL_PROCESSOR_GRAPHICS
@@ -96,19 +96,12 @@ def _tiles(device: Path, driver: str) -> int:
 
 
 def _gpu(root: Path, maker: str, device: str, place: str) -> Gpu:
-    node = _read(root / "sys/bus/pci/devices" / place / "numa_node") if place else ""
+    node = read_text(root / "sys/bus/pci/devices" / place / "numa_node") if place else ""
     number = int(node) if re.fullmatch(r"-?\d+", node) else -1
     return {"maker": maker, "device": device, "pci": place, "node": number}
 
 
 def _properties(path: Path) -> Dict[str, str]:
     """``name value`` a line, as KFD writes it."""
-    pairs = (line.split() for line in _read(path).splitlines())
+    pairs = (line.split() for line in read_text(path).splitlines())
     return {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except (OSError, ValueError):
-        return ""

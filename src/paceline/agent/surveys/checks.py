@@ -19,14 +19,15 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 from .. import warm
 from ..errors import describe_error
 from ..files import safe_paths, snapshot
-from ..supervision import processes
+from ..supervision import processes, stalls
 from . import facts, host_load, probe
 
 Message = Dict[str, Any]
 BLOCK_BYTES = 1 << 18
 SEND_BUFFER = 1 << 20  # bytes; small, so that what was sent was also received soon after
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
-SYN_RECV = "03"
+SYN_RECV = "03"  # state in /proc/net/tcp
+RTF_REJECT = 0x200
 MAX_OUTPUT_BYTES = 1 << 16  # bytes of a command's output that are told
 SO_MAX_PACING_RATE = 47
 
@@ -54,20 +55,16 @@ def resolve_names(names: List[str]) -> Dict[str, Optional[List[str]]]:
 
 
 def half_open_connections() -> List[List[Any]]:
-    """Connections of which the peer's first packet arrived but nothing after: [port, peer].
+    """Returns [port, peer] of connections of which only the peer's first packet arrived.
 
-    When a peer knocks without success and it is not in this list, its packets do not arrive; when
-    it is, ours do not reach it.
+    If a peer that cannot connect is not in this list, its packets do not arrive; if it is, ours do
+    not reach it.
     """
-    connections = []
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            for line in open("/proc/net/" + table).read().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == SYN_RECV:
-                    port = int(fields[1].rsplit(":", 1)[1], 16)
-                    connections.append([port, parse_address(fields[2].rsplit(":", 1)[0])])
-    return connections
+    return [
+        [int(fields[1].rsplit(":", 1)[1], 16), parse_address(fields[2].rsplit(":", 1)[0])]
+        for fields in processes.tcp_sockets()
+        if fields[3] == SYN_RECV
+    ]
 
 
 def parse_address(text: str) -> str:
@@ -78,14 +75,9 @@ def parse_address(text: str) -> str:
 
 
 def reject_routes() -> List[str]:
-    """IPv4 destinations that the routing table refuses (``ip route add unreachable …``)."""
-    destinations = []
-    with contextlib.suppress(OSError):
-        for line in open("/proc/net/route").read().splitlines()[1:]:
-            fields = line.split()
-            if int(fields[3], 16) & 0x200:
-                destinations.append(parse_address(fields[1]))
-    return destinations
+    """Returns IPv4 destinations that the routing table refuses (``ip route add unreachable …``)."""
+    routes = [line.split() for line in processes.read_text("/proc/net/route").splitlines()[1:]]
+    return [parse_address(route[1]) for route in routes if int(route[3], 16) & RTF_REJECT]
 
 
 # --- bandwidth --------------------------------------------------------------------------------
@@ -172,23 +164,16 @@ def tcp_info(sock: socket.socket) -> Message:
 
 
 def interface_counters() -> Dict[str, List[int]]:
-    """Bytes received and sent by interface."""
-    totals = {}
-    for _, name in socket.if_nameindex():
-        folder = Path("/sys/class/net") / name / "statistics"
-        with contextlib.suppress(OSError, ValueError):
-            totals[name] = [int((folder / n).read_text()) for n in ("rx_bytes", "tx_bytes")]
-    return totals
+    """Returns bytes received and sent by interface."""
+    names = [name for _, name in socket.if_nameindex()]
+    return host_load.link_bytes(processes.read_text("/proc/self/net/dev"), names)
 
 
 # --- folders ----------------------------------------------------------------------------------
 
 
 def write_token(folder: str, name: str, content: str) -> Message:
-    """Writes a file there by rename, as a checkpoint is written; says what did not work.
-
-    An ``error`` in an answer would be the whole request's.
-    """
+    """Writes a file by rename, as checkpoints are; ``error`` would fail the whole request."""
     path, temporary = Path(folder) / name, Path(folder) / (name + ".new")
     step = "write"
     try:
@@ -207,38 +192,23 @@ def read_tokens(folder: str, names: List[str]) -> Message:
     for name in names:
         with contextlib.suppress(OSError):
             seen[name] = (Path(folder) / name).read_text()
-    return {"exists": os.path.isdir(folder), "seen": seen, "type": file_system(folder)}
+    return {
+        "exists": os.path.isdir(folder),
+        "seen": seen,
+        "type": stalls.find_mount("self", folder)[0],
+    }
 
 
 def remove_token(folder: str, name: str) -> Message:
-    """Removes what :func:`leave_token` wrote."""
+    """Removes what :func:`write_token` wrote."""
     for path in (Path(folder) / name, Path(folder) / (name + ".new")):
         with contextlib.suppress(OSError):
             path.unlink()
     return {}
 
 
-def file_system(path: str) -> str:
-    """Type of the file system that holds ``path``: ``ext4``, ``nfs4``, ``cifs`` …"""
-    longest, kind = "", ""
-    with contextlib.suppress(OSError):
-        for line in open("/proc/self/mounts").read().splitlines():
-            _, point, fs_type = line.split()[:3]
-            point = point.replace("\\040", " ")
-            is_below = path == point or path.startswith(point.rstrip("/") + "/")
-            if is_below and len(point) >= len(longest):
-                longest, kind = point, fs_type
-    return kind
-
-
 def digest_tree(path: str, hashed: int = 64, largest: int = 1 << 20) -> Message:
-    """Names and sizes below ``path``, and the content of some small files, as one hash.
-
-    Args:
-        path: A folder or a file.
-        hashed: How many files' content is looked at, spread over the tree.
-        largest: Bytes above which a file's content is not.
-    """
+    """Hashes names and sizes below ``path`` and the content of up to ``hashed`` small files."""
     root = Path(path)
     if not root.exists():
         return {"exists": False}
@@ -289,7 +259,7 @@ def token_processes() -> List[Message]:
                 "owned": agent is not None,
                 "warm": agent is not None and agent.name == warm.PROCESS_NAME,
                 "age": max(0.0, uptime - stat.start / CLOCK_TICKS),
-                "command": probe._command_line(pid)[:200],
+                "command": probe.command_line(pid)[:200],
             }
         )
     return reports
@@ -312,7 +282,7 @@ def _agent_of(stat: processes.Stat, stats: Dict[int, processes.Stat]) -> Optiona
     """The ancestor that was started by our bootstrap line; ``None`` without one."""
     parent = stat.parent
     while parent > 1 and parent in stats:
-        line = probe._command_line(parent)
+        line = probe.command_line(parent)
         if "sys.stdin.buffer.raw.readline" in line:
             return stats[parent]
         parent = stats[parent].parent
@@ -377,16 +347,16 @@ def find_mpi() -> Message:
         "mpiexec": os.path.realpath(launcher) if launcher else "",
         "setvars": _first_file([os.path.expanduser(path) for path in SETVARS]),
         "libfabric": _first_file(fabrics),
-        "missing_folders": {k: v[:1000] for k, v in folders_set.items() if not _has_folder(v)},
+        "missing_folders": {
+            name: paths[:1000]
+            for name, paths in folders_set.items()
+            if not any(map(os.path.isdir, paths.split(os.pathsep)))
+        },
     }
 
 
 def _first_file(paths: List[str]) -> str:
-    return next((path for path in paths if os.path.isfile(path)), "")
-
-
-def _has_folder(paths: str) -> bool:
-    return any(os.path.isdir(path) for path in paths.split(os.pathsep))
+    return next(filter(os.path.isfile, paths), "")
 
 
 def run_command(request: Message) -> Message:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Set
 
 from ..files import snapshot
-from . import accelerators, netlink
+from ..supervision.processes import read_text
+from . import accelerators, host_load, netlink
 
 Facts = Dict[str, Any]
 
@@ -81,14 +82,14 @@ def _link(name: str) -> Facts:
     return {
         "name": name,
         "kind": _link_kind(name, folder),
-        "state": _read(folder / "operstate") or "unknown",
-        "mtu": int(_read(folder / "mtu") or 0),
-        "speed": int(_read(folder / "speed") or -1),
+        "state": read_text(folder / "operstate") or "unknown",
+        "mtu": int(read_text(folder / "mtu") or 0),
+        "speed": int(read_text(folder / "speed") or -1),
     }
 
 
 def _link_kind(name: str, folder: Path) -> str:
-    if name == "lo" or _read(folder / "type") == "772":
+    if name == "lo" or read_text(folder / "type") == "772":
         return "loopback"
     if (folder / "bridge").exists():
         return "bridge"
@@ -101,17 +102,10 @@ def _link_kind(name: str, folder: Path) -> str:
     return "virtual"
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except (OSError, ValueError):
-        return ""
-
-
 def name_facts() -> Facts:
     """The host name and what it resolves to here, with the line of /etc/hosts that says so."""
     name = socket.gethostname()
-    hosts = _read(Path("/etc/hosts"))
+    hosts = read_text(Path("/etc/hosts"))
     return {
         "hostname": name,
         "resolves_to": resolve_name(name),
@@ -153,7 +147,7 @@ def cpu_facts(root: Path = accelerators.ROOT) -> Facts:
     gets, null for all.
     """
     allowed = os.sched_getaffinity(0)
-    model = re.search(r"^model name\s*:\s*(.*)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+    model = re.search(r"^model name\s*:\s*(.*)$", read_text(Path("/proc/cpuinfo")), re.MULTILINE)
     return {
         "available": sorted(allowed),
         "cores": cpu_cores(allowed, root),
@@ -169,7 +163,7 @@ def cpu_cores(allowed: Set[int], root: Path = accelerators.ROOT) -> List[List[in
     groups = set()
     for cpu in allowed:
         folder = root / ("sys/devices/system/cpu/cpu%d/topology" % cpu)
-        text = _read(folder / "core_cpus_list") or _read(folder / "thread_siblings_list")
+        text = read_text(folder / "core_cpus_list") or read_text(folder / "thread_siblings_list")
         groups.add(tuple(sorted((parse_cpu_list(text) | {cpu}) & allowed)))
     return [list(core) for core in sorted(groups)]
 
@@ -178,7 +172,7 @@ def numa_nodes(allowed: Set[int], root: Path = accelerators.ROOT) -> Dict[str, L
     """The allowed CPUs by NUMA node; empty where the kernel tells of none."""
     nodes = {}
     for folder in root.glob("sys/devices/system/node/node[0-9]*"):
-        cpus = sorted(parse_cpu_list(_read(folder / "cpulist")) & allowed)
+        cpus = sorted(parse_cpu_list(read_text(folder / "cpulist")) & allowed)
         if cpus:
             nodes[folder.name[len("node") :]] = cpus
     return nodes
@@ -197,14 +191,16 @@ def parse_cpu_list(text: str) -> Set[int]:
 def cpu_quota(root: Path = accelerators.ROOT) -> Optional[float]:
     """How many CPUs' worth of time this process's control groups allow; ``None`` for no limit."""
     limits = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         is_v2, is_v1 = not controllers, "cpu" in controllers.split(",")
         base = root / ("sys/fs/cgroup" if is_v2 else "sys/fs/cgroup/cpu")
         folder = base / path.lstrip("/")
         while (is_v2 or is_v1) and ".." not in folder.parts:
-            fields = _read(folder / "cpu.max").split()
-            fields = fields or [_read(folder / ("cpu.cfs_%s_us" % w)) for w in ("quota", "period")]
+            fields = read_text(folder / "cpu.max").split()
+            fields = fields or [
+                read_text(folder / ("cpu.cfs_%s_us" % w)) for w in ("quota", "period")
+            ]
             if len(fields) == 2 and all(field.isdigit() for field in fields) and int(fields[1]):
                 limits.append(int(fields[0]) / int(fields[1]))
             if folder == base:
@@ -215,18 +211,13 @@ def cpu_quota(root: Path = accelerators.ROOT) -> Optional[float]:
 
 def memory_facts() -> Facts:
     """Total and available memory in bytes."""
-    text = _read(Path("/proc/meminfo"))
-
-    def amount(key: str) -> int:
-        match = re.search(r"^%s:\s*(\d+) kB" % key, text, re.MULTILINE)
-        return int(match.group(1)) * 1024 if match else 0
-
-    return {"total": amount("MemTotal"), "available": amount("MemAvailable")}
+    total, available = host_load.memory_bytes(read_text("/proc/meminfo"))
+    return {"total": total, "available": available}
 
 
 def device_facts() -> Facts:
-    """GPUs by the kernel's files (:func:`accelerators.found`), and NVIDIA's driver."""
-    version = re.search(r"Kernel Module\D*([\d.]+)", _read(Path("/proc/driver/nvidia/version")))
+    """GPUs by the kernel's files (:func:`accelerators.find_gpus`), and NVIDIA's driver."""
+    version = re.search(r"Kernel Module\D*([\d.]+)", read_text(Path("/proc/driver/nvidia/version")))
     return {
         "gpus": accelerators.find_gpus(),
         "nvidia_driver": version.group(1) if version else None,
@@ -241,12 +232,12 @@ def rdma_facts(folder: str = "/sys/class/infiniband") -> List[Facts]:
     ports = []
     for port in sorted(Path(folder).glob("*/ports/*")):
         card = port.parent.parent
-        rate = re.match(r"([\d.]+) Gb/sec", _read(port / "rate"))
+        rate = re.match(r"([\d.]+) Gb/sec", read_text(port / "rate"))
         ports.append(
             {
                 "name": card.name,
                 "port": int(port.name),
-                "active": _read(port / "state").endswith("ACTIVE"),
+                "active": read_text(port / "state").endswith("ACTIVE"),
                 "speed": int(float(rate.group(1)) * 1000) if rate else -1,
                 "interfaces": sorted(link.name for link in (card / "device" / "net").glob("*")),
             }
@@ -289,7 +280,7 @@ def disk_facts(path: str) -> Facts:
 
 def ephemeral_ports() -> List[int]:
     """First and last port that the kernel gives out by itself."""
-    bounds = _read(Path("/proc/sys/net/ipv4/ip_local_port_range")).split()
+    bounds = read_text(Path("/proc/sys/net/ipv4/ip_local_port_range")).split()
     return [int(bound) for bound in bounds] if len(bounds) == 2 else [32768, 60999]
 
 
@@ -343,7 +334,7 @@ FACTS: Dict[str, Callable[[], Any]] = {
     "environment": environment_facts,
     "disks": disks_facts,
     "kernel": platform.release,
-    "boot_id": lambda: _read(Path("/proc/sys/kernel/random/boot_id")),
+    "boot_id": lambda: read_text(Path("/proc/sys/kernel/random/boot_id")),
 }
 
 

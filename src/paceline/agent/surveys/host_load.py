@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
+from ..supervision.processes import read_text
 from . import accelerators
 
 LoadReader = Callable[[], List[float]]
@@ -16,28 +17,18 @@ NVML = "libnvidia-ml.so.1"
 
 
 def read_counters(interfaces: Sequence[str], root: Path = ROOT) -> Dict[str, Any]:
-    """What was counted since the host started, and when.
+    """Returns the host's counters since boot and the load of its GPUs.
 
-    Returns:
-        ``time``: seconds of the monotonic clock; ``cpu``: ticks of all CPUs in which they worked,
-        and all ticks; ``memory``: bytes there are, and bytes that are available; ``links``: bytes
-        received and sent by each of the interfaces that there is; ``gpus``: the part of the last
-        moments in which each GPU worked, as far as it is known.
+    ``time`` (monotonic), ``cpu`` (busy and all ticks), ``memory`` (total and available bytes),
+    ``links`` (bytes received and sent by interface), ``gpus`` (busy fraction of each).
     """
     return {
         "time": time.monotonic(),
-        "cpu": _cpu(_read(root / "proc/stat")),
-        "memory": _memory(_read(root / "proc/meminfo")),
-        "links": _links(_read(root / "proc/self/net/dev"), interfaces),
+        "cpu": _cpu(read_text(root / "proc/stat")),
+        "memory": memory_bytes(read_text(root / "proc/meminfo")),
+        "links": link_bytes(read_text(root / "proc/self/net/dev"), interfaces),
         "gpus": _gpus(root),
     }
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, ValueError):
-        return ""
 
 
 def _cpu(text: str) -> List[int]:
@@ -47,7 +38,7 @@ def _cpu(text: str) -> List[int]:
     return [sum(ticks) - idle, sum(ticks)]
 
 
-def _memory(text: str) -> List[int]:
+def memory_bytes(text: str) -> List[int]:
     amounts = {}
     for line in text.splitlines():
         name, _, value = line.partition(":")
@@ -57,7 +48,7 @@ def _memory(text: str) -> List[int]:
     return [total, min(total, amounts.get("MemAvailable", 0))]
 
 
-def _links(text: str, interfaces: Sequence[str]) -> Dict[str, List[int]]:
+def link_bytes(text: str, interfaces: Sequence[str]) -> Dict[str, List[int]]:
     totals = {}
     for line in text.splitlines():
         name, _, counts = line.strip().partition(":")
@@ -85,7 +76,7 @@ def _amd(root: Path) -> Optional[LoadReader]:
     files = [place / "device/gpu_busy_percent" for place in places]
 
     def load() -> List[float]:
-        percentages = [_read(file).strip() for file in files]
+        percentages = [read_text(file).strip() for file in files]
         return [
             min(1.0, int(percentage) / 100) for percentage in percentages if percentage.isdigit()
         ]

@@ -1,7 +1,7 @@
-"""Which address of a peer really answers: listeners and tried connections.
+"""Finds which addresses of a peer answer: listeners and attempted connections.
 
-A listener says its agent's identity to whoever connects. So an address that exists on two machines
-(a container bridge, say) is found out: the connection reaches the wrong one.
+A listener sends its agent's identity, which reveals addresses that exist on two machines, such as a
+container bridge.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ..supervision import processes
 IDENTITY_BYTES = 16
 MAX_ATTEMPTS = 512  # connections being tried
 IDENTITY_TIMEOUT_S = 10.0  # how long a peer that took the connection may take to say who it is
+LISTEN = "0A"  # state in /proc/net/tcp
 Result = Dict[str, Any]
 
 
@@ -129,17 +130,16 @@ class _Attempt:
 
 
 def connect_all(targets: List[Result], timeout_s: float, settle_s: float) -> List[Result]:
-    """Tries every target, many at once; one result a target.
+    """Tries every target, many at once; returns one result a target.
 
     Args:
         targets: ``{"host", "address", "port", "identity"}`` each.
-        timeout_s: When to give up on one that has not answered.
-        settle_s: Once every host has answered on some address, how much longer to wait for its
-            other addresses.
+        timeout_s: For each target.
+        settle_s: Time for further addresses once every host has answered on one.
 
     Returns:
-        ``{"host", "address", "ok"}`` with ``local_address`` and ``rtt`` (seconds) when something
-        answered, ``errno`` and ``error`` when not. ``reached`` is the identity that answered.
+        ``{"host", "address", "port", "ok"}`` with ``local_address``, ``rtt`` (seconds) and
+        ``reached`` (identity) if something answered, else ``errno`` and ``error``.
     """
     processes.raise_descriptor_limit(min(len(targets), MAX_ATTEMPTS))
     results: List[Result] = []
@@ -208,36 +208,15 @@ def _step(selector: selectors.BaseSelector, attempt: _Attempt) -> Optional[Resul
 
 
 def listening_processes(port: int) -> List[Tuple[int, str]]:
-    """Processes of ours that listen on a TCP port: (pid, command line)."""
-    inodes = set()
-    for table in ("tcp", "tcp6"):
-        try:
-            lines = open("/proc/net/" + table).read().splitlines()[1:]
-        except OSError:
-            continue
-        for line in lines:
-            fields = line.split()
-            if fields[3] == "0A" and int(fields[1].rsplit(":", 1)[1], 16) == port:
-                inodes.add("socket:[%s]" % fields[9])
-    return [(pid, _command_line(pid)) for pid in _socket_holders(inodes)]
+    """Returns pid and command line of this user's processes that listen on a TCP port."""
+    inodes = {
+        int(fields[9])
+        for fields in processes.tcp_sockets()
+        if fields[3] == LISTEN and int(fields[1].rsplit(":", 1)[1], 16) == port
+    }
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()] if inodes else []
+    return [(pid, command_line(pid)) for pid in pids if inodes & processes.sockets_of([pid])]
 
 
-def _socket_holders(inodes: "set[str]") -> List[int]:
-    pids = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        folder = "/proc/%s/fd" % name
-        try:
-            links = {os.readlink(os.path.join(folder, fd)) for fd in os.listdir(folder)}
-        except OSError:
-            continue
-        if links & inodes:
-            pids.append(int(name))
-    return pids
-
-
-def _command_line(pid: int) -> str:
-    try:
-        raw = open("/proc/%d/cmdline" % pid, "rb").read()
-    except OSError:
-        return ""
-    return raw.replace(b"\0", b" ").decode(errors="replace").strip()
+def command_line(pid: int) -> str:
+    return processes.read_text("/proc/%d/cmdline" % pid).replace("\0", " ").strip()

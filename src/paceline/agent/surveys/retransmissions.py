@@ -1,8 +1,6 @@
-"""What a line to another host lets through: what has no answer, and an ear for who calls.
+"""Detects links that drop packets, from the kernel's retransmission counts; sends nothing itself.
 
-The kernel sends again what was not answered, and counts how often in a row, for each connection. So
-a line that lets nothing through is seen without a packet of our own; what was lost once or twice
-and then arrived has no count any more.
+A segment that was lost and then arrived leaves no count.
 """
 
 from __future__ import annotations
@@ -11,8 +9,7 @@ import contextlib
 import ipaddress
 import select
 import time
-from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, Iterable, List
 
 from ..supervision import processes
 from . import probe
@@ -24,19 +21,14 @@ _ACTIVE_STATES = ("01", "02")  # states of TCP: established, and calling
 _RETRANSMIT_TIMER = "01"  # the timer that runs
 
 
-def unacked_connections(table: str) -> List[List[Any]]:
-    """Connections on which something was sent again, and has no answer yet.
+def unacked_connections(sockets: Iterable[List[str]]) -> List[List[Any]]:
+    """Returns [peer address, inode, retransmissions since the last answer] of such connections.
 
     Args:
-        table: ``/proc/net/tcp`` or ``tcp6``.
-
-    Returns:
-        ``[peer address, number, times]`` each: the number is the socket's own, and times how often
-        it was sent again since the peer answered last.
+        sockets: Fields of each, as of :func:`processes.tcp_sockets`.
     """
     connections = []
-    for line in table.splitlines()[1:]:
-        fields = line.split()
+    for fields in sockets:
         if len(fields) < 10 or fields[3] not in _ACTIVE_STATES:
             continue
         retransmits = int(fields[6], 16)
@@ -48,17 +40,14 @@ def unacked_connections(table: str) -> List[List[Any]]:
 
 
 def _report_unacked(agent: Any, request: Message, _: bytes) -> None:
-    """Those of the job's processes; of very many some."""
+    """Answers those of the job's processes, at most :data:`MAX_CONNECTIONS`."""
 
     def work() -> None:
-        connections: List[List[Any]] = []
-        for name in ("tcp", "tcp6"):
-            with contextlib.suppress(OSError):
-                connections += unacked_connections(Path("/proc/net", name).read_text())
+        connections = unacked_connections(processes.tcp_sockets())
         if connections:
             pids = [process.pid for process in processes.job_processes(agent.job.token, [], [])]
             job_sockets = processes.sockets_of(pids)
-            connections = [connection for connection in connections if connection[1] in job_sockets]
+            connections = [link for link in connections if link[1] in job_sockets]
         agent.reply(request, connections=connections[:MAX_CONNECTIONS])
 
     agent.in_thread(work, request)

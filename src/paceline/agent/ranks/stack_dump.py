@@ -1,7 +1,7 @@
 """What a rank is doing: its process's state, and the Python lines that it stands in.
 
-A rank dumps its stack when it gets :data:`STACK_SIGNAL`, from C and without the interpreter's lock: also
-one that waits in a library. It is only sent to a process that catches it.
+A rank dumps its stack on :data:`STACK_SIGNAL`, from C and without the interpreter's lock, so also
+while it waits in a library. It is only sent to a process that catches it.
 """
 
 from __future__ import annotations

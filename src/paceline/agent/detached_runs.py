@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional,
 
 from . import control
 from .files import safe_paths, snapshot
+from .operations import in_thread
 from .supervision import processes
 
 if TYPE_CHECKING:
@@ -95,13 +96,10 @@ def is_alive(record: Message) -> Optional[bool]:
 # --- operations ---------------------------------------------------------------------------------
 
 
+@in_thread
 def detached_runs(agent: Agent, request: Message, _: bytes) -> None:
     """Every run that was left here: what it is, whether it runs, the newest of it."""
-
-    def work() -> None:
-        agent.reply(request, runs=[_summary(folder) for folder in _folders()[:MAX_RUNS]])
-
-    agent.in_thread(work, request)
+    agent.reply(request, runs=[_summary(folder) for folder in _folders()[:MAX_RUNS]])
 
 
 def _folders() -> List[Path]:
@@ -131,27 +129,24 @@ def _summary(folder: Path) -> Message:
     }
 
 
+@in_thread
 def run_changes(agent: Agent, request: Message, _: bytes) -> None:
     """Answers the files of a run directory that changed since the last request, or all."""
-
-    def work() -> None:
-        folder = run_folder(request["run_id"])
-        text, record = _read_record(folder)
-        if record:
-            _lock_folder(agent, folder)
-        root = _run_directory(folder, record)
-        previous = agent.listed_files.get(folder.name, {})
-        previous = {} if request["afresh"] else previous
-        current = {path: (mark, size) for path, mark, size in _files(root)}
-        agent.listed_files[folder.name] = current
-        changed = [{"path": path, "mark": mark, "size": size}
-                   for path, (mark, size) in sorted(current.items())
-                   if previous.get(path) != (mark, size)]  # fmt: skip
-        removed = sorted(previous.keys() - current.keys())
-        agent.reply(request, about=text, alive=is_alive(record), root=str(root),
-                    files=changed, gone=removed)  # fmt: skip
-
-    agent.in_thread(work, request)
+    folder = run_folder(request["run_id"])
+    text, record = _read_record(folder)
+    if record:
+        _lock_folder(agent, folder)
+    root = _run_directory(folder, record)
+    previous = agent.listed_files.get(folder.name, {})
+    previous = {} if request["afresh"] else previous
+    current = {path: (mark, size) for path, mark, size in _files(root)}
+    agent.listed_files[folder.name] = current
+    changed = [{"path": path, "mark": mark, "size": size}
+               for path, (mark, size) in sorted(current.items())
+               if previous.get(path) != (mark, size)]  # fmt: skip
+    removed = sorted(previous.keys() - current.keys())
+    agent.reply(request, about=text, alive=is_alive(record), root=str(root),
+                files=changed, gone=removed)  # fmt: skip
 
 
 def _files(root: Path) -> Iterator[Tuple[str, str, int]]:
@@ -174,67 +169,55 @@ def _files(root: Path) -> Iterator[Tuple[str, str, int]]:
                     stat.st_ino, stat.st_mtime_ns), stat.st_size  # fmt: skip
 
 
+@in_thread
 def read_part(agent: Agent, request: Message, _: bytes) -> None:
     """Answers ``count`` bytes of ``path`` from ``offset``; ``whole``: the file has no more."""
-
-    def work() -> None:
-        folder = run_folder(request["run_id"])
-        root = _run_directory(folder, _read_record(folder)[1])
-        count = request["count"]
-        with os.fdopen(safe_paths.open_file(str(root), request["path"], os.O_RDONLY), "rb") as file:
-            file.seek(request["offset"])
-            data = file.read(count)
-            if len(data) != count or (request["whole"] and file.read(1)):
-                raise ValueError("%s changed while it was read" % request["path"])
-        agent.reply(request, data)
-
-    agent.in_thread(work, request)
+    folder = run_folder(request["run_id"])
+    root = _run_directory(folder, _read_record(folder)[1])
+    count = request["count"]
+    with os.fdopen(safe_paths.open_file(str(root), request["path"], os.O_RDONLY), "rb") as file:
+        file.seek(request["offset"])
+        data = file.read(count)
+        if len(data) != count or (request["whole"] and file.read(1)):
+            raise ValueError("%s changed while it was read" % request["path"])
+    agent.reply(request, data)
 
 
+@in_thread
 def request_run(agent: Agent, request: Message, _: bytes) -> None:
     """Sends ``wish`` to the run's launcher here; answers its reply as text, or null."""
-
-    def work() -> None:
-        answer = control.request(request["run_id"], request["wish"])
-        agent.reply(request, answer=None if answer is None else json.dumps(answer))
-
-    agent.in_thread(work, request)
+    answer = control.request(request["run_id"], request["wish"])
+    agent.reply(request, answer=None if answer is None else json.dumps(answer))
 
 
+@in_thread
 def signal_run(agent: Agent, request: Message, _: bytes) -> None:
     """Sends the supervisor SIGTERM, ``times``; answers whether it lived."""
-
-    def work() -> None:
-        process = supervisor(_read_record(run_folder(request["run_id"]))[1])
-        for _ in range(request["times"] if process is not None else 0):
-            assert process is not None
-            processes.send(process, signal.SIGTERM)
-        agent.reply(request, sent=process is not None)
-
-    agent.in_thread(work, request)
+    process = supervisor(_read_record(run_folder(request["run_id"]))[1])
+    for _count in range(request["times"] if process is not None else 0):
+        assert process is not None
+        processes.send(process, signal.SIGTERM)
+    agent.reply(request, sent=process is not None)
 
 
+@in_thread
 def discard_run(agent: Agent, request: Message, _: bytes) -> None:
     """Removes the folder of an ended run once nobody reads it; answers whether it is gone.
 
     ``fetched``: the results have arrived. Else it stays unless somebody has said so before.
     """
-
-    def work() -> None:
-        folder = run_folder(request["run_id"])
-        lock = agent.run_locks.pop(folder.name, None)
-        if lock is not None:
-            os.close(lock)
-        is_removed = False
-        if _has_ended(_read_record(folder)[1]):
-            if request["fetched"]:
-                os.close(safe_paths.open_file(str(folder), FETCHED_FILE, os.O_WRONLY | os.O_CREAT))
-            if (folder / FETCHED_FILE).exists() and not _is_locked(folder):
-                snapshot.remove_folder(folder)
-                is_removed = True
-        agent.reply(request, gone=is_removed)
-
-    agent.in_thread(work, request)
+    folder = run_folder(request["run_id"])
+    lock = agent.run_locks.pop(folder.name, None)
+    if lock is not None:
+        os.close(lock)
+    is_removed = False
+    if _has_ended(_read_record(folder)[1]):
+        if request["fetched"]:
+            os.close(safe_paths.open_file(str(folder), FETCHED_FILE, os.O_WRONLY | os.O_CREAT))
+        if (folder / FETCHED_FILE).exists() and not _is_locked(folder):
+            snapshot.remove_folder(folder)
+            is_removed = True
+    agent.reply(request, gone=is_removed)
 
 
 def _has_ended(record: Message) -> bool:

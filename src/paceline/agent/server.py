@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from . import detached_runs, warm
-from .errors import describe_error
 from .files import data, snapshot, transfer
 from .files.transfer import RECEIVING, SENDING, Downloads, Uploads
 from .frames import Message
 from .lease import Lease
+from .operations import describe_error
 from .reconnection import MeetingPoint
 from .stream import Requests, Stream
 from .supervision import guard, processes, requests

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
+from ..operations import in_queue, in_thread
 from . import safe_paths, snapshot, transfer
 
 if TYPE_CHECKING:
@@ -356,31 +357,25 @@ def _open_locked(root: str, path: str, flags: int = os.O_RDWR | os.O_CREAT) -> i
 # --- operations: what a launcher can ask about copies of data ------------------------------------
 
 
+@in_thread
 def data_folder(agent: Agent, request: Message, _: bytes) -> None:
     """What is at ``path`` here, and where the copy ``key`` of it is: ``name`` is its last part."""
-
-    def work() -> None:
-        folder = agent.data_copies.open_copy(request["key"], request["name"])
-        place = copy_folder(request["key"])
-        agent.reply(
-            request,
-            marks=fingerprints(request["path"]),
-            folder=str(folder),
-            sign=str(place / (SIGN_PREFIX + agent.identity.hex())),
-            free=shutil.disk_usage(str(place)).free,
-        )
-
-    agent.in_thread(work, request)
+    folder = agent.data_copies.open_copy(request["key"], request["name"])
+    place = copy_folder(request["key"])
+    agent.reply(
+        request,
+        marks=fingerprints(request["path"]),
+        folder=str(folder),
+        sign=str(place / (SIGN_PREFIX + agent.identity.hex())),
+        free=shutil.disk_usage(str(place)).free,
+    )
 
 
+@in_queue(LISTING)
 def list_data(agent: Agent, request: Message, _: bytes) -> None:
     """The next items below ``root``, from the ``first`` on."""
-
-    def work() -> None:
-        files, is_complete = agent.data_copies.next_page(request["root"], request["first"])
-        agent.reply(request, files=files, last=is_complete)
-
-    agent.in_queue(LISTING, work, request)
+    files, is_complete = agent.data_copies.next_page(request["root"], request["first"])
+    agent.reply(request, files=files, last=is_complete)
 
 
 def hash_data(agent: Agent, request: Message, _: bytes) -> None:
@@ -389,46 +384,32 @@ def hash_data(agent: Agent, request: Message, _: bytes) -> None:
     )
 
 
+@in_queue(transfer.RECEIVING)
 def settle_data(agent: Agent, request: Message, _: bytes) -> None:
     """Removes the files ``gone`` from a copy; those of ``same`` get their originals' times."""
-
-    def work() -> None:
-        agent.data_copies.update(request["key"], request["name"], request["gone"], request["same"])
-        agent.reply(request)
-
-    agent.in_queue(transfer.RECEIVING, work, request)
+    agent.data_copies.update(request["key"], request["name"], request["gone"], request["same"])
+    agent.reply(request)
 
 
+@in_queue(transfer.RECEIVING)
 def put_data_files(agent: Agent, request: Message, blob: bytes) -> None:
     """Small files of a copy: their ``items``, and their contents one after the other."""
-
-    def work() -> None:
-        agent.data_copies.write_many(request["key"], request["name"], request["items"], blob)
-        agent.reply(request)
-
-    agent.in_queue(transfer.RECEIVING, work, request)
+    agent.data_copies.write_many(request["key"], request["name"], request["items"], blob)
+    agent.reply(request)
 
 
+@in_queue(transfer.RECEIVING)
 def have_data(agent: Agent, request: Message, _: bytes) -> None:
     """How much of a copy's file ``path`` an earlier try has left."""
-
-    def work() -> None:
-        size, sha256 = agent.data_copies.resume(request["key"], request["name"], request["path"])
-        agent.reply(request, size=size, sha256=sha256)
-
-    agent.in_queue(transfer.RECEIVING, work, request)
+    size, sha256 = agent.data_copies.resume(request["key"], request["name"], request["path"])
+    agent.reply(request, size=size, sha256=sha256)
 
 
+@in_queue(transfer.RECEIVING)
 def put_data(agent: Agent, request: Message, blob: bytes) -> None:
     """The next block of a copy's file ``path``."""
-
-    def work() -> None:
-        agent.data_copies.write_block(
-            request["key"], request["name"], request["path"], request, blob
-        )
-        agent.reply(request)
-
-    agent.in_queue(transfer.RECEIVING, work, request)
+    agent.data_copies.write_block(request["key"], request["name"], request["path"], request, blob)
+    agent.reply(request)
 
 
 OPERATIONS: "Dict[str, Callable[[Agent, Message, bytes], None]]" = {

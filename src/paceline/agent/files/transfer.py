@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Callable, Dict, Iterator, Tuple
 
+from ..operations import in_queue, in_thread
 from . import safe_paths, snapshot
 
 if TYPE_CHECKING:
@@ -108,91 +109,82 @@ class Downloads:
 # --- operations: what a launcher can ask about files ---------------------------------------------
 
 
+@in_thread
 def compare_tree(agent: Agent, request: Message, _: bytes) -> None:
-    agent.in_thread(
-        lambda: agent.reply(request, **snapshot.compare(request["root"], request["manifest"])),
-        request,
-    )
+    agent.reply(request, **snapshot.compare(request["root"], request["manifest"]))
 
 
+@in_thread
 def lacking_blobs(agent: Agent, request: Message, _: bytes) -> None:
-    agent.in_thread(
-        lambda: agent.reply(request, hashes=snapshot.missing_hashes(request["manifest"])), request
-    )
+    agent.reply(request, hashes=snapshot.missing_hashes(request["manifest"]))
 
 
+@in_queue(RECEIVING)
 def put_blob(agent: Agent, request: Message, blob: bytes) -> None:
-    """The next block of the content ``sha256`` for the cache."""
-    agent.in_queue(RECEIVING, lambda: _receive_block(
-        agent, request, blob, snapshot.cache_folder(), snapshot.blob_path(request["sha256"])
-    ), request)  # fmt: skip
+    """Receives a block of the content ``sha256`` for the cache."""
+    # not flushed: content of the cache is checked again before it is used
+    path = snapshot.blob_path(request["sha256"])
+    _receive_block(agent, request, blob, snapshot.cache_folder(), path, durable=False)
 
 
+@in_queue(RECEIVING)
 def put_blobs(agent: Agent, request: Message, blob: bytes) -> None:
-    """Several whole contents for the cache, one after the other: ``contents``: hash, size."""
+    """Receives whole contents for the cache, concatenated; ``contents``: hash and size of each."""
 
     def contents() -> Iterator[Tuple[str, bytes]]:
-        at = 0
+        offset = 0
         for sha256, size in request["contents"]:
-            yield sha256, blob[at : at + size]
-            at += size
+            yield sha256, blob[offset : offset + size]
+            offset += size
 
-    def work() -> None:
-        snapshot.store(contents())
-        agent.reply(request)
-
-    agent.in_queue(RECEIVING, work, request)
+    snapshot.store(contents())
+    agent.reply(request)
 
 
+@in_queue(RECEIVING)
 def build_tree(agent: Agent, request: Message, _: bytes) -> None:
     """Builds ``manifest`` at ``name`` in the job's ``folder``; answers the tree's folder.
 
     A large tree comes in several requests, ``first`` to ``last``: it has its name with the last.
     ``damaged`` are hashes whose content has to be sent again, and with them the same request.
     """
-
-    def work() -> None:
-        folder = snapshot.job_folder(request["folder"])
-        if folder not in agent.folders:
-            snapshot.claim_job_folder(folder)
-            agent.folders.append(folder)
-        (name,) = safe_paths.split_path(request["name"])
-        damaged = snapshot.build_tree(
-            str(folder / name), request["manifest"], request["first"], request["last"]
-        )
-        agent.reply(request, root=str(folder / name), damaged=damaged)
-
-    agent.in_queue(RECEIVING, work, request)  # what it is made of may still be arriving
+    # what it is made of may still be arriving
+    folder = snapshot.job_folder(request["folder"])
+    if folder not in agent.folders:
+        snapshot.claim_job_folder(folder)
+        agent.folders.append(folder)
+    (name,) = safe_paths.split_path(request["name"])
+    damaged = snapshot.build_tree(
+        str(folder / name), request["manifest"], request["first"], request["last"]
+    )
+    agent.reply(request, root=str(folder / name), damaged=damaged)
 
 
+@in_queue(RECEIVING)
 def put_file(agent: Agent, request: Message, blob: bytes) -> None:
-    """The next block of the file ``path`` in the run folder under ``key``."""
-    agent.in_queue(RECEIVING, lambda: _receive_block(
-        agent, request, blob, snapshot.make_run_folder(request["key"]), request["path"]
-    ), request)  # fmt: skip
+    """Receives a block of the file ``path`` in the run folder under ``key``."""
+    folder = snapshot.make_run_folder(request["key"])
+    _receive_block(agent, request, blob, folder, request["path"], durable=True)
 
 
-def _receive_block(agent: Agent, request: Message, blob: bytes, root: Path, path: str) -> None:
-    # a content of the cache is looked at again before it is used: it need not be flushed
-    durable = request["op"] != "put_blob"
+def _receive_block(agent: Agent, request: Message, blob: bytes, root: Path, path: str,
+                   durable: bool) -> None:  # fmt: skip
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
     agent.uploads.receive(str(root), path, request, blob, durable)
     agent.reply(request)
 
 
+@in_queue(RECEIVING)
 def replace_path(agent: Agent, request: Message, _: bytes) -> None:
     """Gives ``path`` in the run folder under ``key`` the name ``target``, in that one's place."""
-
-    def work() -> None:
-        root = str(snapshot.run_folder(request["key"]))
-        with contextlib.suppress(FileNotFoundError):
-            safe_paths.remove(root, request["target"])
-        safe_paths.rename(root, request["path"], request["target"])
-        agent.reply(request)
-
-    agent.in_queue(RECEIVING, work, request)
+    root = str(snapshot.run_folder(request["key"]))
+    with contextlib.suppress(FileNotFoundError):
+        safe_paths.remove(root, request["target"])
+    safe_paths.rename(root, request["path"], request["target"])
+    agent.reply(request)
 
 
+@in_thread
 def run_folder(agent: Agent, request: Message, _: bytes) -> None:
     """Where the run's files go on this node: the launcher's folder if it is seen here.
 
@@ -202,22 +194,18 @@ def run_folder(agent: Agent, request: Message, _: bytes) -> None:
     what it writes. Else, or when ``own`` says so, a folder of the node's own under ``key``: it
     outlives the agent until the launcher says that it has everything (``discard_run_folder``).
     """
-
-    def work() -> None:
-        if not request.get("own"):
-            with contextlib.suppress(OSError):
-                os.listdir(request["path"])  # else a network disk may show new names late
-                token = (Path(request["path"]) / request["token_file"]).read_text()
-                if token == request["token"]:
-                    sign = snapshot.SIGN_PREFIX + agent.identity.hex()
-                    os.close(safe_paths.open_file(request["path"], sign, os.O_WRONLY | os.O_CREAT))
-                    agent.reply(request, shared=True, folder=request["path"])
-                    return
-        folder = snapshot.make_run_folder(request["key"], agent.identity.hex())
-        agent.run_keys.setdefault(request["key"], [])
-        agent.reply(request, shared=False, folder=str(folder))
-
-    agent.in_thread(work, request)
+    if not request.get("own"):
+        with contextlib.suppress(OSError):
+            os.listdir(request["path"])  # else a network disk may show new names late
+            token = (Path(request["path"]) / request["token_file"]).read_text()
+            if token == request["token"]:
+                sign = snapshot.SIGN_PREFIX + agent.identity.hex()
+                os.close(safe_paths.open_file(request["path"], sign, os.O_WRONLY | os.O_CREAT))
+                agent.reply(request, shared=True, folder=request["path"])
+                return
+    folder = snapshot.make_run_folder(request["key"], agent.identity.hex())
+    agent.run_keys.setdefault(request["key"], [])
+    agent.reply(request, shared=False, folder=str(folder))
 
 
 def discard_run_folder(agent: Agent, request: Message, _: bytes) -> None:
@@ -239,24 +227,18 @@ def keep_folder(agent: Agent, request: Message, _: bytes) -> None:
     agent.reply(request)
 
 
+@in_thread
 def list_results(agent: Agent, request: Message, _: bytes) -> None:
-    """Files under ``root`` that are new or changed against ``manifest``."""
-    agent.in_thread(
-        lambda: agent.reply(
-            request, files=snapshot.changed_files(request["root"], request.get("manifest"))
-        ),
-        request,
-    )
+    """Answers files under ``root`` that are new or changed against ``manifest``."""
+    files = snapshot.changed_files(request["root"], request.get("manifest"))
+    agent.reply(request, files=files)
 
 
+@in_queue(SENDING)
 def read_block(agent: Agent, request: Message, _: bytes) -> None:
     """The next ``count`` bytes of ``path`` below ``root``; with the ``last`` the file's hash."""
-
-    def work() -> None:
-        about, data = agent.downloads.block(request)
-        agent.reply(request, data, **about)
-
-    agent.in_queue(SENDING, work, request)
+    about, data = agent.downloads.block(request)
+    agent.reply(request, data, **about)
 
 
 OPERATIONS: "Dict[str, Callable[[Agent, Message, bytes], None]]" = {

@@ -6,7 +6,7 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, Any, Callable, Dict
 
-from ..errors import describe_error
+from ..operations import describe_error, in_thread
 from ..ranks import peer_filters
 from ..surveys import facts, probe
 from . import activation, inspection, processes
@@ -117,12 +117,11 @@ def dump_stacks(agent: Agent, request: Message, _: bytes) -> None:
     agent.reply(request)
 
 
+@in_thread
 def seen(agent: Agent, request: Message, _: bytes) -> None:
-    """Answers what ``dump_stacks`` has brought; the stacks need a moment to arrive."""
+    """Answers what ``dump_stacks`` has brought; reads every process's state."""
     ranks, closely = agent.job.running_ranks(), bool(request.get("closely"))
-    agent.in_thread(  # it reads every process's state
-        lambda: agent.reply(request, ranks=inspection.inspect(ranks, closely)), request
-    )
+    agent.reply(request, ranks=inspection.inspect(ranks, closely))
 
 
 def stop(agent: Agent, request: Message, _: bytes) -> None:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from .. import warm
-from ..errors import describe_error
 from ..files import safe_paths, snapshot
+from ..operations import describe_error
 from ..supervision import processes, stalls
 from . import facts, host_load, probe
 

@@ -11,6 +11,7 @@ import select
 import time
 from typing import Any, Callable, Dict, Iterable, List
 
+from ..operations import in_thread
 from ..supervision import processes
 from . import probe
 from .checks import parse_address
@@ -39,35 +40,29 @@ def unacked_connections(sockets: Iterable[List[str]]) -> List[List[Any]]:
     return connections
 
 
+@in_thread
 def _report_unacked(agent: Any, request: Message, _: bytes) -> None:
     """Answers those of the job's processes, at most :data:`MAX_CONNECTIONS`."""
-
-    def work() -> None:
-        connections = unacked_connections(processes.tcp_sockets())
-        if connections:
-            pids = [process.pid for process in processes.job_processes(agent.job.token, [], [])]
-            job_sockets = processes.sockets_of(pids)
-            connections = [link for link in connections if link[1] in job_sockets]
-        agent.reply(request, connections=connections[:MAX_CONNECTIONS])
-
-    agent.in_thread(work, request)
+    connections = unacked_connections(processes.tcp_sockets())
+    if connections:
+        pids = [process.pid for process in processes.job_processes(agent.job.token, [], [])]
+        job_sockets = processes.sockets_of(pids)
+        connections = [link for link in connections if link[1] in job_sockets]
+    agent.reply(request, connections=connections[:MAX_CONNECTIONS])
 
 
+@in_thread
 def _listen_for(agent: Any, request: Message, _: bytes) -> None:
     """Listens on ``address`` for ``seconds``, and says who we are to who calls; answers the port.
 
     Apart from the agent's listeners, which others ask for and close.
     """
-
-    def work() -> None:
-        with contextlib.closing(probe.listen(request["address"])) as listener:
-            agent.reply(request, port=listener.getsockname()[1])
-            deadline = time.monotonic() + request["seconds"]
-            while (remaining_s := deadline - time.monotonic()) > 0:
-                if select.select([listener], [], [], remaining_s)[0]:
-                    probe.answer(listener, agent.identity)
-
-    agent.in_thread(work, request)
+    with contextlib.closing(probe.listen(request["address"])) as listener:
+        agent.reply(request, port=listener.getsockname()[1])
+        deadline = time.monotonic() + request["seconds"]
+        while (remaining_s := deadline - time.monotonic()) > 0:
+            if select.select([listener], [], [], remaining_s)[0]:
+                probe.answer(listener, agent.identity)
 
 
 OPERATIONS: Dict[str, Callable[[Any, Message, bytes], None]] = {

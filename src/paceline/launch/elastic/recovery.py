@@ -506,7 +506,7 @@ class RecoveryController:
         elif isinstance(action, Dial):
             self._dialling[action.host] = self._spawn(self._restore_host(action))
         elif isinstance(action, ExcludeHost):
-            self.report.announce(describe_exclusion(action, is_redialled=self._reconnector.redials))
+            self.report.announce(describe_exclusion(action, self._reconnector.redials))
             self._spawn(self._dismiss(action.host))
         elif isinstance(action, Fail):
             self.no_restart_reason = action.reason or self.no_restart_reason

@@ -22,7 +22,7 @@ def killed() -> Failure:
 
 def test_nothing_is_allowed_by_itself() -> None:
     verdict = RetryPolicy(0, 3600).judge_failure(killed(), 0.0)
-    assert not verdict.again
+    assert not verdict.retries
     assert not verdict.reason
 
 
@@ -30,10 +30,10 @@ def test_only_the_window_counts() -> None:
     """A job that runs for weeks does not use its restarts up."""
     weeks = RetryPolicy(2, 3600)
     hours = [weeks.judge_failure(killed(), hour * 3601.0) for hour in range(500)]
-    assert all(verdict.again for verdict in hours)
+    assert all(verdict.retries for verdict in hours)
     assert {verdict.number for verdict in hours} == {1}
     crashing = RetryPolicy(2, 3600)
-    assert [crashing.judge_failure(killed(), now).again for now in (0.0, 1.0, 2.0)] == [
+    assert [crashing.judge_failure(killed(), now).retries for now in (0.0, 1.0, 2.0)] == [
         True,
         True,
         False,
@@ -42,31 +42,31 @@ def test_only_the_window_counts() -> None:
         crashing.judge_failure(killed(), 3.0).reason
         == "2 restarts within 1 hour (--max-restarts 2)"
     )
-    assert crashing.judge_failure(killed(), 3602.0).again
+    assert crashing.judge_failure(killed(), 3602.0).retries
 
 
 def test_all_count_without_a_window() -> None:
     policy = RetryPolicy(1, 0)
-    assert policy.judge_failure(killed(), 0.0).again
+    assert policy.judge_failure(killed(), 0.0).retries
     verdict = policy.judge_failure(killed(), 1e7)
-    assert (verdict.again, verdict.reason) == (False, "1 restart used up (--max-restarts 1)")
+    assert (verdict.retries, verdict.reason) == (False, "1 restart used up (--max-restarts 1)")
 
 
 def test_a_session_that_fails_at_the_same_step() -> None:
     policy = RetryPolicy(9, 3600)
-    assert policy.judge_failure(raised(), 0.0, step=7).again
-    assert policy.judge_failure(raised(), 5.0, step=8).again
-    assert policy.judge_failure(raised(13), 6.0, step=8).again  # another line
+    assert policy.judge_failure(raised(), 0.0, step=7).retries
+    assert policy.judge_failure(raised(), 5.0, step=8).retries
+    assert policy.judge_failure(raised(13), 6.0, step=8).retries  # another line
     verdict = policy.judge_failure(raised(13), 7.0, step=8)
-    assert not verdict.again
+    assert not verdict.retries
     assert "at the same step (8), on the same data: it is the program's own" in verdict.reason
 
 
 def test_a_script_that_fails_in_the_same_way() -> None:
     policy = RetryPolicy(9, 3600)
-    assert policy.judge_failure(raised(), 0.0, ran_s=60).again
+    assert policy.judge_failure(raised(), 0.0, ran_s=60).retries
     verdict = policy.judge_failure(raised(), 60.0, ran_s=58)
-    assert not verdict.again
+    assert not verdict.retries
     assert (
         "the same failure as before at train.py, line 12, and after as long a time"
         in verdict.reason
@@ -75,10 +75,10 @@ def test_a_script_that_fails_in_the_same_way() -> None:
 
 def test_a_script_that_came_further_failed_by_chance() -> None:
     policy = RetryPolicy(9, 3600)
-    assert policy.judge_failure(raised(), 0.0, ran_s=60).again
-    assert policy.judge_failure(raised(), 200.0, ran_s=140).again
-    assert policy.judge_failure(raised(), 300.0, ran_s=400).again
-    assert policy.judge_failure(raised(), 310.0, ran_s=8).again  # a disk that fails now and then
+    assert policy.judge_failure(raised(), 0.0, ran_s=60).retries
+    assert policy.judge_failure(raised(), 200.0, ran_s=140).retries
+    assert policy.judge_failure(raised(), 300.0, ran_s=400).retries
+    assert policy.judge_failure(raised(), 310.0, ran_s=8).retries  # a disk that fails now and then
 
 
 def test_a_script_that_fails_as_long_after_its_checkpoint_twice() -> None:
@@ -86,7 +86,7 @@ def test_a_script_that_fails_as_long_after_its_checkpoint_twice() -> None:
     verdicts = [
         policy.judge_failure(raised(), float(n), ran_s=s) for n, s in enumerate((60, 20, 22))
     ]
-    assert [one.again for one in verdicts] == [True, True, False]
+    assert [one.retries for one in verdicts] == [True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -104,15 +104,15 @@ def test_a_script_that_counts_on_fails_by_chance(lines: list[str], own: bool) ->
     policy = RetryPolicy(9, 3600)
     verdicts = [policy.judge_failure(raised(), 4.0 * n, ran_s=4, output_line=one) for n, one in
                 enumerate(lines)]  # fmt: skip
-    assert [one.again for one in verdicts] == [True, not own]
+    assert [one.retries for one in verdicts] == [True, not own]
 
 
 def test_a_script_that_fails_by_the_clock() -> None:
     """As one whose login ends after two hours: it goes on from its own checkpoint each time."""
     policy = RetryPolicy(1, 3600)
-    assert all(policy.judge_failure(raised(), one * 7200.0, ran_s=7190).again for one in range(9))
+    assert all(policy.judge_failure(raised(), one * 7200.0, ran_s=7190).retries for one in range(9))
     always = RetryPolicy(9, 0)
-    assert [always.judge_failure(raised(), one * 7200.0, ran_s=7190).again for one in (0, 1)] == [
+    assert [always.judge_failure(raised(), one * 7200.0, ran_s=7190).retries for one in (0, 1)] == [
         True,
         False,
     ]
@@ -123,7 +123,7 @@ def test_what_chance_does_is_never_the_program() -> None:
                     traceback=TRACEBACK.format(line=3))  # fmt: skip
     for failure in (killed(), reset, Failure("lost", "n1", None, headline="gone")):
         policy = RetryPolicy(9, 3600)
-        assert all(policy.judge_failure(failure, now, ran_s=1).again for now in (0.0, 1.0, 2.0))
+        assert all(policy.judge_failure(failure, now, ran_s=1).retries for now in (0.0, 1.0, 2.0))
 
 
 def test_a_host_that_is_lost_again_and_again() -> None:
@@ -145,7 +145,7 @@ def test_starts_that_come_to_no_step() -> None:
     assert [starts_again() for _ in range(MAX_STARTS)] == [True] * (MAX_STARTS - 1) + [False]
     assert not starts_again()
     assert policy.num_restarts == 0
-    assert not policy.judge_attempt(killed(), Diagnosis(), None, 0.0, 1.0).again
+    assert not policy.judge_attempt(killed(), Diagnosis(), None, 0.0, 1.0).retries
     assert starts_again()
 
 
@@ -157,8 +157,8 @@ def test_spans() -> None:
 def test_a_crash_that_repeats_is_the_program_s_own() -> None:
     crash = Failure("signal", "n1", 0, signal=11, headline="crashed (SIGSEGV)")
     policy = RetryPolicy(5, 3600)
-    assert policy.judge_failure(crash, 0.0, step=7).again
-    assert policy.judge_failure(crash, 1.0, step=8).again
+    assert policy.judge_failure(crash, 0.0, step=7).retries
+    assert policy.judge_failure(crash, 1.0, step=8).retries
     assert "same step (8)" in policy.judge_failure(crash, 2.0, step=8).reason
     other = Failure("signal", "n1", 0, signal=7, headline="crashed (SIGBUS)")
-    assert RetryPolicy(5, 3600).judge_failure(other, 0.0, ran_s=3).again
+    assert RetryPolicy(5, 3600).judge_failure(other, 0.0, ran_s=3).retries

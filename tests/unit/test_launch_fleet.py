@@ -1072,7 +1072,7 @@ def test_who_answers_while_the_others_import_has_a_part_from_the_beginning(
 def test_ranks_without_a_group_are_not_said_to_hang(waits: bool, told: str) -> None:
     attempt: Any = Attempt.__new__(Attempt)
     attempt._recorder, attempt._screen = Mock(), Mock()
-    attempt.recovery = Mock(is_regrouping=waits)
+    attempt._members = Mock(is_regrouping=waits)
     attempt._show_state([], "rank 0 waits")
     assert attempt._recorder.run_state.hang == told
 

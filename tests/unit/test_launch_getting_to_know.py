@@ -25,7 +25,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         survey.network, "candidates", lambda hosts, *_: ({h: [] for h in hosts}, [])
     )
     monkeypatch.setattr(survey.network, "decide", lambda hosts, *_: (dict.fromkeys(hosts), []))
-    monkeypatch.setattr(survey, "_look", look)
+    monkeypatch.setattr(survey, "_inspect", look)
     monkeypatch.setattr(survey, "_address", lambda _: "")
     monkeypatch.setattr(survey, "replace", lambda found, **_: found)
 
@@ -33,7 +33,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def known(*names: str) -> list[Any]:
     return [
         SimpleNamespace(host=name, name=name, facts={}, survey=object(), lost=False,
-                        channel=SimpleNamespace(chosen_python="", host=Host(name)))
+                        channel=SimpleNamespace(agent_python="", host=Host(name)))
         for name in names
     ]  # fmt: skip
 
@@ -45,7 +45,7 @@ def survey_newcomer(nodes: list[Any], *late: Any) -> None:
 
     async def go() -> None:
         fleet = cast(
-            Any, SimpleNamespace(everyone=nodes, trying=asyncio.Lock(), doubts_settled=settled)
+            Any, SimpleNamespace(everyone=nodes, probe_lock=asyncio.Lock(), silences_resolved=settled)
         )
         await asyncio.gather(*(
             survey.survey_newcomer(node, fleet, request, cast(Any, None)) for node in late

@@ -76,7 +76,7 @@ class Attempt:
         self._commands = RankCommands(plan, job, fleet, recorder.display_path)
         self.startup = StartupTracker(job, len(self._commands.hosts_of))
         policy.reset_crashes()
-        members = Members(self._commands.hosts_of, planner.min_nodes(job),
+        members = self._members = Members(self._commands.hosts_of, planner.min_nodes(job),
                           job.wait_for_nodes_s.value, policy)  # fmt: skip
         self.recovery = RecoveryController(self._commands, members, fleet, reconnector, self.fail,
                                            screen, recorder)  # fmt: skip
@@ -86,7 +86,7 @@ class Attempt:
         self._hangs = HangWatch(fleet, self._on_hang, self._end_hang, self._show_state, limit_s,
                                 lambda: members.ungrouped)  # fmt: skip
         self._newcomers = NewcomerWatch(
-            fleet, self.recovery.starting_newcomers, self.recovery.report.note_stalled_newcomer,
+            fleet, self._members.starting_newcomers, self.recovery.report.note_stalled_newcomer,
             self.recovery.end_stalled_newcomer, limit_s,
         )  # fmt: skip
         self._links = LinkWatch(fleet, lambda: self._commands.addresses, self._commands.host_at,
@@ -197,7 +197,7 @@ class Attempt:
         name = signal_name(signum)
         self._screen.note(f"paceline: {name}: stopping (once more to stop at once)")
         hang = None
-        if not self.recovery.is_regrouping:
+        if not self._members.is_regrouping:
             inspection = asyncio.ensure_future(self._hangs.diagnose_stop())
             await first_of(inspection, self._interrupts.wait(2))
             hang = None if inspection.cancelled() else inspection.result()
@@ -338,12 +338,12 @@ class Attempt:
         self._check_ended()
 
     def _check_ended(self) -> None:
-        if not self._fleet.running and not self.recovery.is_pending:
+        if not self._fleet.running and not self._members.is_pending:
             self._ended.set()
 
     def _show_state(self, ranks: list[dict[str, Any]], hang: str) -> None:
         # Ranks without a group or with too few nodes do not wait for a particular rank.
-        self._recorder.run_state.hang = "" if self.recovery.is_regrouping else hang
+        self._recorder.board.hang = "" if self._members.is_regrouping else hang
         self._screen.aside(describe_phases(ranks))
 
     def _interface(self, host: str) -> str:
@@ -352,7 +352,7 @@ class Attempt:
 
     def _on_hang(self, hang: Hang | None, seconds: float) -> None:
         """Reports a hang, or its end."""
-        if self.recovery.is_regrouping:
+        if self._members.is_regrouping:
             return
         if hang is None:
             self._screen.note(f"paceline: the job continues, after {seconds:.0f} s")
@@ -365,12 +365,12 @@ class Attempt:
     def _on_blocked_links(self, pairs: list[HostPair], idle_s: float) -> None:
         """Excludes one host of each pair, or reports a hang if that is impossible."""
         separated = self.recovery.separate(pairs, time.monotonic() - idle_s)
-        if not separated and not self.recovery.is_regrouping:
+        if not separated and not self._members.is_regrouping:
             self._hangs.report_blocked_links(links.describe_pairs(pairs))
 
     def _end_hang(self, hang: Hang, limit_s: float) -> bool:
         """Ends a hang by replacing its rank, or ends the attempt; returns whether ranks go on."""
-        if self.recovery.is_forming(limit_s):  # it has time-outs of its own
+        if self._members.is_forming(limit_s):  # it has time-outs of its own
             return True
         measured = isinstance(self._job.hang_timeout_s.value, str)
         limit = f"{limit_s:.0f} s" if measured else f"--hang-timeout {limit_s:g}"

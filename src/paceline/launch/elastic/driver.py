@@ -136,8 +136,10 @@ class ElasticDriver:
             interrupts: The user's signals.
         """
         fleet = self._nodes
-        hosts = self._reconnector = self._make_reconnector()
-        self._recorder.get_reconnects = hosts.progress
+        hosts = Reconnector(self._request, fleet, self._provisioner, self.on_node_ready,
+                            self._screen.note)  # fmt: skip
+        self._reconnector = hosts
+        self._recorder.called = hosts.progress
         while self.dialling:
             hosts.follow(self.dialling.pop())
         number = 0
@@ -157,12 +159,14 @@ class ElasticDriver:
                     if (lost := lost_between(fleet)) is None:
                         raise
                     result, failed_start = Result(1, lost), error if number == 1 else None
+
                 ending = Ending(result, result.failure, False)
                 if attempt is not None and self._can_be_repeated(attempt, result, interrupts):
                     await self._results.fetch_unless_hurried(fleet, interrupts)
                     missing = self._results.missing_results(fleet)
                     ending, startup = Ending(result, missing, True), None
                 self.failure, ran_s = ending.failure, time.monotonic() - started_at
+
                 if await self._prepare_restart(ending, attempt, startup, ran_s, interrupts):
                     continue
                 raises = not self._request.elastic and not interrupts.received
@@ -177,10 +181,6 @@ class ElasticDriver:
     def _nodes(self) -> Fleet:
         assert self.fleet is not None
         return self.fleet
-
-    def _make_reconnector(self) -> Reconnector:
-        return Reconnector(self._request, self._nodes, self._provisioner, self.on_node_ready,
-                           self._screen.note)  # fmt: skip
 
     def _can_be_repeated(self, attempt: Attempt, result: Result, interrupts: Interrupts) -> bool:
         """Whether other hosts could produce the results again if rank 0's host is lost."""
@@ -270,8 +270,8 @@ class ElasticDriver:
     # --- what follows an attempt -------------------------------------------------------------
 
     async def _prepare_restart(self, ending: Ending, attempt: Attempt | None,
-                            startup: StartupTracker | None, ran_s: float,
-                            interrupts: Interrupts) -> bool:  # fmt: skip
+                               startup: StartupTracker | None, ran_s: float,
+                               interrupts: Interrupts) -> bool:  # fmt: skip
         """Decides whether another attempt follows, and if so selects its nodes."""
         failure = ending.failure
         if interrupts.received:
@@ -308,7 +308,7 @@ class ElasticDriver:
         for note in verdict.notes:
             self._screen.note(f"paceline: {note}")
         self._plan_start(verdict, diagnosis, startup)
-        return verdict.again
+        return verdict.retries
 
     def _plan_start(self, verdict: Verdict, diagnosis: Diagnosis,
                     startup: StartupTracker | None) -> None:  # fmt: skip

@@ -408,7 +408,7 @@ class Members(RankEvents):
         first = min(failures, key=lambda failure: (failure.is_secondary, failure.time))
         step = self._step if self._step >= 0 else None
         verdict = None if is_unanimous else self._policy.judge_failure(first, self._now, step=step)
-        if verdict is not None and verdict.again:
+        if verdict is not None and verdict.retries:
             self._attribute_to_loss(expired)
         else:
             self._fail(*failures, reason="" if verdict is None else verdict.reason)
@@ -430,8 +430,8 @@ class Members(RankEvents):
             self._fail(*self._losses)
         if self.is_finished or (self._has_ended and self._is_stopping):
             for host in self._hosts:
-                newcomers = tuple(s.number for s in self._in_state("joining", "ready", "starting")
-                             if s.host == host)  # fmt: skip
+                newcomers = tuple(r.number for r in self._in_state("joining", "ready", "starting")
+                                  if r.host == host)  # fmt: skip
                 if newcomers:
                     self._actions.append(Kill(host, newcomers))
 

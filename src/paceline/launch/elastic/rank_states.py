@@ -318,6 +318,11 @@ class RankStates:
         return self._wait_started_at is not None and not self._has_ended
 
     @property
+    def is_regrouping(self) -> bool:
+        """Whether recovering ranks are between two groups, so that their silence is no hang."""
+        return self.can_recover and (self.is_waiting or not self.is_stable)
+
+    @property
     def required_hosts(self) -> tuple[int, float]:
         """How many hosts are needed, and for how many seconds the ranks wait for them."""
         return self._min_hosts, self._patience_s
@@ -330,8 +335,8 @@ class RankStates:
 
     @property
     def is_pending(self) -> bool:
-        """Whether ranks train or are about to train again."""
-        return not self._has_ended and bool(self._in_state("in"))
+        """Whether recovering ranks train or are about to train again."""
+        return self.can_recover and bool(self._in_state("in"))
 
     def is_newcomer(self, slot: int) -> bool:
         """Returns whether this is a newcomer that has not joined yet and was not killed."""
@@ -340,8 +345,10 @@ class RankStates:
 
     def starting_newcomers(self) -> list[tuple[int, str, float]]:
         """Returns newcomers that cannot join yet, as (slot, host, start time)."""
-        starting = [rank for rank in self._in_state("starting") if rank.alive and not rank.killed]
-        return [(rank.number, rank.host, rank.started_at) for rank in starting]
+        if self._is_stopping or not self.can_recover:
+            return []
+        return [(rank.number, rank.host, rank.started_at) for rank in self._in_state("starting")
+                if rank.alive and not rank.killed]  # fmt: skip
 
     @property
     def ungrouped(self) -> set[int]:
@@ -356,7 +363,8 @@ class RankStates:
         """
         patience_s = limit_s if self.is_stable else FORMING_S
         is_recent = self._now - self._generation.formed_at < patience_s
-        return (self._generation.number > 0 and is_recent) or self.is_waiting
+        is_forming = (self._generation.number > 0 and is_recent) or self.is_waiting
+        return self.can_recover and is_forming
 
     def _in_state(self, *which: RankState) -> list[Rank]:
         return [rank for rank in self._ranks.values() if rank.state in which]

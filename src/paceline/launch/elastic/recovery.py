@@ -45,23 +45,23 @@ from paceline.spec.plan import NodePlan, Plan, entry_json
 REPLY_TIMEOUT_S = 5.0
 TICK_S = 0.1
 MAX_PAUSE_S = 30.0  # between two starts of a fork server
-PAUSE_S = 0.5  # after something could not be done, before it is decided again
-SCHEDULER_SPREAD_S = 0.7  # a scheduler that ends a job asks all its nodes within so long
+PAUSE_S = 0.5  # after a failed action, before the next decision
+SCHEDULER_SPREAD_S = 0.7  # in which a scheduler that ends a job notifies all its nodes
 STUCK = "did not come out of a collective with a rank that is gone: it was ended"
 
 
 class RankCommands:
-    """Sends commands to the hosts of one attempt, and knows which host has which ranks.
+    """Sends commands to the hosts of one attempt and records which host has which ranks.
 
     Args:
         plan: What runs where; its ranks are the slots.
-        job: For the values that the plan does not record.
+        job: The job, for values that the plan does not record.
         fleet: The nodes.
         run_dir: The run directory as the user names it.
 
     Attributes:
-        parts: By host, its part of the plan.
-        hosts_of: By slot, its host.
+        parts: The plan of each host.
+        hosts_of: The host of each slot.
     """
 
     def __init__(self, plan: Plan, job: Job, fleet: Fleet, run_dir: str) -> None:
@@ -86,7 +86,7 @@ class RankCommands:
                      if address and _is_same_ip(part.address, address)), "")  # fmt: skip
 
     def node(self, host: str) -> Node | None:
-        """The node of a host; ``None`` when another host has taken its place."""
+        """Returns the node of a host; ``None`` if another host has taken its place."""
         return next((node for node in self._fleet.nodes if node.name == host), None)
 
     def add(self, part: NodePlan) -> list[int]:
@@ -114,7 +114,6 @@ class RankCommands:
         return {
             "entry": entry_json(part.entry),
             "workdir": part.workdir,
-            # the plan leaves out what goes before it
             "env": {**self._job.environment.variables(), **env},
             "any_world": self._job.any_world,
             "ranks": self._plan.ranks_json(part),
@@ -123,7 +122,7 @@ class RankCommands:
     async def start_newcomers(self, node: Node, part: NodePlan, slots: Sequence[int]) -> None:
         """Forks ranks that will join the running ones."""
         request = self.start_request(node, part)
-        size = str(self.next_slot)  # a rank's number has to be less
+        size = str(self.next_slot)  # larger than any rank
         env = {jobenv.NEWCOMER: "1", jobenv.MASTER_ADDR: self._store["address"],
                jobenv.MASTER_PORT: str(self._store["port"]),
                jobenv.WORLD_SIZE: size, jobenv.PLANNED_WORLD: size}  # fmt: skip
@@ -168,7 +167,7 @@ class RankCommands:
         self._store = {"address": address, "port": int(answer["port"])}
 
     def regroup_message(self, group: Regroup) -> dict[str, Any]:
-        """Returns the message that describes the new group; local ranks are counted within it."""
+        """Returns the message that describes the new group."""
         sizes = Counter(self.hosts_of[slot] for slot in group.members)
         num_numbered: Counter[str] = Counter()
         local_ranks = {}
@@ -186,7 +185,7 @@ class RankCommands:
 
 
 def _is_same_ip(first: str, second: str) -> bool:
-    """Whether two spellings mean the same IP address."""
+    """Returns whether two spellings mean the same IP address."""
     try:
         return _normalize_ip(first) == _normalize_ip(second)
     except ValueError:
@@ -203,16 +202,16 @@ class RecoveryController:
 
     Args:
         commands: Sends commands to the agents and ranks.
-        members: Decides.
+        members: Decides what is done.
         fleet: The nodes.
-        reconnector: Brings lost hosts back, and gives their ranks to spares.
-        fail: Told of each failure that ends the attempt.
-        screen, recorder: Where things are shown and written down.
+        reconnector: Reconnects lost hosts and gives their ranks to spares.
+        fail: Called with each failure that ends the attempt.
+        screen, recorder: Show and record what happens.
 
     Attributes:
-        report: Tells the user; has the recoveries so far.
-        abandon_reason: The loss after which too few hosts came back, if so.
-        no_restart_reason: Why there is no use in starting again, if so.
+        report: Reports to the user and counts the recoveries.
+        abandon_reason: The loss after which too few hosts came back, if any.
+        no_restart_reason: Why another attempt is useless; empty if unknown.
         first_host: Host of the rank that saves.
     """
 
@@ -243,14 +242,13 @@ class RecoveryController:
         return self._members.can_recover
 
     @property
+    def _recovers(self) -> bool:
+        return self._members.can_recover and not self._members.is_finished
+
+    @property
     def accepts_newcomers(self) -> bool:
         """Whether new ranks can join the running training."""
         return self._members.can_recover and self._members.accepts_newcomers
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether ranks still train, whatever their nodes report."""
-        return self._members.can_recover and self._members.is_pending
 
     @property
     def num_hosts(self) -> int:
@@ -263,30 +261,10 @@ class RecoveryController:
         return [node for node in self._departing if self._fleet.has(node)]
 
     @property
-    def is_finished(self) -> bool:
-        """Whether the training has ended in order, so that a loss no longer matters."""
-        return self._members.is_finished
-
-    @property
-    def is_regrouping(self) -> bool:
-        """Whether ranks are between two groups, so that their silence is no hang."""
-        members = self._members
-        return members.can_recover and (members.is_waiting or not members.is_stable)
-
-    @property
-    def waiting(self) -> NodeWait | None:
+    def waiting(self) -> Waiting | None:
         """Hosts that the ranks wait for because too few are left; ``None`` if they do not wait."""
         is_waiting = self._members.can_recover and self._members.is_waiting
         return self._waiting if is_waiting else None
-
-    def is_forming(self, limit_s: float) -> bool:
-        """Whether a new group is being formed or has just been: earlier stalls do not count."""
-        return self._members.can_recover and self._members.is_forming(limit_s)
-
-    def starting_newcomers(self) -> list[tuple[int, str, float]]:
-        """New ranks that cannot join yet, as (slot, host, start time)."""
-        join = self._members.can_recover and not self._members.is_stopping
-        return self._members.starting_newcomers() if join else []
 
     # --- what happens ------------------------------------------------------------------------
 
@@ -333,7 +311,7 @@ class RecoveryController:
 
     def recover_from(self, failure: Failure) -> bool:
         """Starts recovering from a failure if that is possible; returns whether it is."""
-        if self.is_finished:
+        if self._members.is_finished:
             return True
         if not self.can_recover:
             return False
@@ -383,7 +361,7 @@ class RecoveryController:
 
     def end_hung_rank(self, rank: int, headline: str) -> bool:
         """Kills a rank that the others wait for if it can be replaced; returns whether it can."""
-        if not self.can_recover or self.is_finished:
+        if not self.can_recover or self._members.is_finished:
             return False
         self._members.set_hung(rank, headline)
         self.act()
@@ -404,7 +382,7 @@ class RecoveryController:
             sides: The ranks that wait in the same one.
             headline: Why the later ones are ended.
         """
-        if not self.can_recover or self.is_finished:
+        if not self.can_recover or self._members.is_finished:
             return False
         if not self._members.end_strays(sides, headline):
             return False
@@ -413,12 +391,10 @@ class RecoveryController:
 
     def retry_group(self) -> bool:
         """Lets ranks that all wait for each other retry in a new group; returns whether it does."""
-        if not self.can_recover or self.is_finished:
-            return False
-        if not self._members.retry_group():
-            return False
-        self.act()
-        return True
+        retries = self._recovers and self._members.retry_group()
+        if retries:
+            self.act()
+        return retries
 
     def separate(self, pairs: Sequence[tuple[str, str]], progress_at: float) -> bool:
         """Drops one host of each pair that cannot reach each other; returns whether it did.
@@ -427,12 +403,10 @@ class RecoveryController:
             pairs: Two hosts each.
             progress_at: When the job gave its last sign.
         """
-        if not self.can_recover or self.is_finished:
-            return False
-        if not self._members.separate(pairs, progress_at):
-            return False
-        self.act()
-        return True
+        excludes = self._recovers and self._members.separate(pairs, progress_at)
+        if excludes:
+            self.act()
+        return excludes
 
     def release(self, node: Node, notice: Failure) -> bool:
         """Continues without a node that was asked to leave if possible; returns whether it does."""
@@ -447,7 +421,7 @@ class RecoveryController:
     async def _release(self, node: Node, notice: Failure) -> None:
         await asyncio.sleep(SCHEDULER_SPREAD_S)
         if self._members.is_stopping:
-            return  # its ranks save, as all others do
+            return
         lost = replace(notice, kind="lost", time=time.monotonic())
         is_entire_job = len(self.departing_nodes) >= len(self._fleet.nodes)
         if is_entire_job or not self.recover_from(lost):

@@ -22,13 +22,13 @@ class RecoveryReport:
     """Reports losses and new ranks to the user and counts the recoveries of one attempt.
 
     Args:
-        hosts_of: By slot, its host at present.
+        hosts_of: The current host of each slot.
         fleet: The nodes.
-        screen, recorder: Where things are shown and written down.
+        screen, recorder: Show and record what happens.
 
     Attributes:
         completed: The recoveries so far.
-        untrained: Further ranks that did not train yet.
+        untrained: Additional ranks that have not trained yet.
     """
 
     def __init__(self, hosts_of: Mapping[int, str], fleet: Fleet, screen: Screen,
@@ -41,9 +41,8 @@ class RecoveryReport:
     def note_stalled_newcomer(self, slot: int, host: str, seconds: float, position: str) -> None:
         """Reports a new rank that has stalled and should have joined by now."""
         location = format_location(host, slot)
-        text = (
-            f"{location}, started {seconds:.0f} s ago, has not come to the training: it {position}"
-        )
+        text = f"{location}, started {seconds:.0f} s ago, has not come to the training:"
+        text += f" it {position}"
         self._screen.note(f"paceline: {text}")
         self._recorder.event("newcomer late", host, slot, text=text, why=position)
 
@@ -66,22 +65,21 @@ class RecoveryReport:
             self.announce(f"{self._name(news.slot)} could not join again{cause}: left out")
 
     def _report_recovered(self, news: Recovered) -> None:
-        losses = "; ".join(describe_loss(failure) for failure in news.losses) or "was lost"
-        survivors = (
-            "the other rank" if news.num_survivors == 1 else f"the other {news.num_survivors} ranks"
-        )
-        if not news.num_survivors:  # each was lost once, and given the state of one that was not
+        reason = "; ".join(describe_loss(failure) for failure in news.losses) or "was lost"
+        count = news.num_survivors
+        survivors = "the other rank" if count == 1 else f"the other {count} ranks"
+        if not count:  # all were replaced, one after the other
             survivors = "those that came for them"
         if news.is_final:
-            verb = "saves and stops" if news.num_survivors == 1 else "save and stop"
-            self.announce(f"{losses}. After {news.seconds:.1f} s {survivors} {verb}", news.seconds)
+            verb = "saves and stops" if count == 1 else "save and stop"
+            self.announce(f"{reason}. After {news.seconds:.1f} s {survivors} {verb}", news.seconds)
             return
         names = tuple(map(format_location, news.hosts, news.slots))
-        self.completed.append(Recovery(names, losses, round(news.seconds, 3)))
+        self.completed.append(Recovery(names, reason, round(news.seconds, 3)))
         for node in self._fleet.nodes:
             node.outlived = node.outlived or (node.lost and node.name in news.hosts)
         continued = f"Training went on with {survivors} after {news.seconds:.1f} s"
-        self.announce(f"{losses}. {continued}; no step was lost", news.seconds)
+        self.announce(f"{reason}. {continued}; no step was lost", news.seconds)
 
     def announce(self, text: str, seconds: float | None = None) -> None:
         """Shows a recovery to the user and records it."""
@@ -101,7 +99,7 @@ def describe_exclusion(action: ExcludeHost, is_redialled: bool) -> str:
 
 
 def describe_loss(failure: Failure) -> str:
-    """``rank 1 on n2 was killed by SIGKILL``."""
+    """Returns a loss as text, such as ``rank 1 on n2 was killed by SIGKILL``."""
     if failure.kind == "signal":
         verb = "was " if failure.headline.startswith("killed") else ""
         return f"{failure.where} {verb}{failure.headline}"
@@ -111,7 +109,7 @@ def describe_loss(failure: Failure) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """``a``, ``a and b``, ``a, b and c``; of many the number."""
+    """Joins names: ``a``, ``a and b``, ``a, b and c``; of more than four, three and a number."""
     if len(names) > 4:
         return f"{', '.join(names[:3])} and {len(names) - 3} more"
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))

@@ -23,9 +23,6 @@ from paceline.spec.job import Job
 
 MAX_LINE_BYTES = 300
 _KINDS_OF_HOSTS = ("lost", "agent", "lease", "forkserver", "launcher")
-# A program that crashes would do so again.
-_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT,
-            signal.SIGSYS, signal.SIGTRAP, signal.SIGXCPU, signal.SIGXFSZ)  # fmt: skip
 MAX_HOST_LOSSES = 3  # of one host within the window, after which it is left out
 MAX_STARTS = 3  # in a row without a step, after which a loss ends the job
 NEWCOMER_DELAYS_S = (0.0, 1.0, 5.0)  # before each start of a newcomer; then it is left out
@@ -35,8 +32,10 @@ MAX_STRIKES = 3  # signals that end the same rank without a step in between
 DURATION_TOLERANCE = 1.25
 DURATION_SLACK_S = 2.0
 
+# Signals by which the kernel ends a program because of its own instructions
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-"""Signals by which the kernel ends a program for what it did itself."""
+_REPEATABLE = (*CRASHES, signal.SIGABRT, signal.SIGSYS, signal.SIGTRAP, signal.SIGXCPU,
+               signal.SIGXFSZ)  # fmt: skip
 
 _RATES_AND_TIMES = re.compile(r"\d{1,20}(?:[.:,]\d{1,20}){1,9}(?:e[+-]?\d{1,3})?")
 _INTEGERS = re.compile(r"\d{1,20}")
@@ -52,8 +51,8 @@ def is_by_chance(failure: Failure) -> bool:
     """
     if failure.kind in _KINDS_OF_HOSTS:
         return True
-    killed = failure.kind == "signal" and failure.signal not in _CRASHES
-    return killed and not failure.was_requested and not is_out_of_memory(failure)
+    killed = failure.kind == "signal" and failure.signal not in _REPEATABLE
+    return killed and not failure.was_requested and not for_its_memory(failure)
 
 
 class StartupTracker:
@@ -116,7 +115,7 @@ class Verdict:
     """Whether the job goes on.
 
     Attributes:
-        again: Whether it does.
+        retries: Whether it does.
         reason: Why not, as text; empty if no restart was allowed in the first place.
         number: How many failures have counted so far.
         limit: How many are allowed.
@@ -124,7 +123,7 @@ class Verdict:
         notes: Messages for the user.
     """
 
-    again: bool
+    retries: bool
     reason: str = ""
     number: int = 0
     limit: int = 0

@@ -103,7 +103,7 @@ class Provisioner:
 
 
 async def prepare_node(node: Node, request: Request, package: Tree | None, directory: RunDirectory,
-                token: str) -> None:  # fmt: skip
+                       token: str) -> None:  # fmt: skip
     """Starts the node's fork server."""
     await choose_run_folder(node, directory)
     if request.job.entry.kind == "function" and not node.shared_run_dir:

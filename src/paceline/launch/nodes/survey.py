@@ -134,7 +134,7 @@ async def survey_newcomer(node: Node, fleet: Fleet, request: Request, supplies: 
 
 
 async def _probe_with(peers: Sequence[Node], node: Node, request: Request,
-                    supplies: Supplies) -> None:  # fmt: skip
+                      supplies: Supplies) -> None:  # fmt: skip
     members = [*peers, node]
     hosts, facts = (
         [member.host for member in members],

@@ -444,7 +444,7 @@ def _node(job: Job, survey: HostSurvey, place: Place, node_rank: int, first_rank
 
 
 def newcomer_part(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str, node_rank: int,
-                 ranks: Sequence[int]) -> NodePlan:  # fmt: skip
+                  ranks: Sequence[int]) -> NodePlan:  # fmt: skip
     """Returns the plan of a host that joins a running job.
 
     Args:

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from paceline.launch import failure_analysis
@@ -121,10 +122,8 @@ class Attempt:
             await asyncio.gather(*watches, return_exceptions=True)
             self._recorder.write_state()
         self._screen.flush()
-        seconds = round(time.monotonic() - started_at, 3)
-        self._recorder.event(
-            "ended", attempt=self.plan.attempt, exit_code=result.exit_code, seconds=seconds
-        )
+        self._recorder.event("ended", attempt=self.plan.attempt, exit_code=result.exit_code,
+                             seconds=round(time.monotonic() - started_at, 3))  # fmt: skip
         return result
 
     async def _watch_safely(self, run: Callable[[], Awaitable[None]], consequence: str) -> None:
@@ -165,15 +164,11 @@ class Attempt:
             await self._fleet.tell("dump_stacks", closely=True)
         patience = asyncio.sleep(failure_analysis.settling_delay_s(self._failures))
         await first_of(self._ended.wait(), self._interrupts.wait(), patience)
-        absence = self._fleet.absence
-        failures = failure_analysis.attribute_launcher_pause(
-            failure_analysis.attribute_early_end(self._failures, self._early),
-            absence.seconds if absence else 0.0,
-            self._fleet.lease_s,
-        )
-        failures = failure_analysis.attribute_network_loss(
-            failures, self._fleet.common_silences, self._fleet.lease_s
-        )
+        absence, lease_s = self._fleet.absence, self._fleet.lease_s
+        absent_s = absence.seconds if absence else 0.0
+        failures = failure_analysis.early_end(self._failures, self._early)
+        failures = failure_analysis.own_absence(failures, absent_s, lease_s)
+        failures = failure_analysis.own_line(failures, self._fleet.common_silences, lease_s)
         was_requested = all(failure.was_requested for failure in failures)
         if was_requested and self._interrupts.received:
             return await self._stop_for_user()
@@ -187,9 +182,8 @@ class Attempt:
         first = failure_analysis.first_failure(failures)
         if first.kind != "launcher":
             first = complete.get((first.host, first.rank), first)
-        return Result(
-            first.status, first, num_other_failures=len(failure_analysis.merge(failures)) - 1
-        )
+        num_others = len(failure_analysis.merge(failures)) - 1
+        return Result(first.status, first, num_other_failures=num_others)
 
     async def _stop_for_user(self) -> Result:
         """Sends SIGTERM, and SIGKILL after the grace period or after a second signal."""
@@ -330,11 +324,9 @@ class Attempt:
         received_at = node.channel.received_at or time.monotonic()
         running, node.running = node.running, False
         self._hangs.forget_host(node.name)
-        is_recovering = self.recovery.recover_from(
-            Failure("lost", node.name, None, received_at, headline=reason)
-        )
-        if running and not is_recovering:
-            self.fail(Failure("lost", node.name, None, time.monotonic(), headline=reason))
+        loss = Failure("lost", node.name, None, received_at, headline=reason)
+        if not self.recovery.recover_from(loss) and running:
+            self.fail(replace(loss, time=time.monotonic()))
         self._check_ended()
 
     def _check_ended(self) -> None:

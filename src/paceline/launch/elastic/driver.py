@@ -340,9 +340,8 @@ class ElasticDriver:
         if departing and len(departing) < len(fleet.nodes):
             await asyncio.gather(*(fleet.dismiss(node) for node in departing))
             return not self._is_program_failure(failure)
-        if fleet.is_complete and (
-            failure.is_secondary or failure.was_requested
-        ):  # a loss may not be known yet
+        may_follow_loss = failure.is_secondary or failure.was_requested
+        if fleet.is_complete and may_follow_loss:  # the loss may not be known yet
             deadline = time.monotonic() + fleet.lease_s / 2 + 1
             while fleet.is_complete and time.monotonic() < deadline:
                 await asyncio.sleep(0.05)
@@ -481,9 +480,8 @@ class ElasticDriver:
             self._recorder.record(event)
         except NodeError as error:  # a run that leaves no trace is not worth its time
             if attempt is not None:
-                attempt.fail(
-                    Failure("record", LAUNCHER_HOST, None, time.monotonic(), headline=str(error))
-                )
+                now = time.monotonic()
+                attempt.fail(Failure("record", LAUNCHER_HOST, None, now, headline=str(error)))
 
     def on_lost(self, node: Node, reason: str) -> None:
         """Handles the loss of a node and its ranks."""
@@ -522,9 +520,8 @@ def lost_between(fleet: Fleet) -> Failure | None:
             return Failure("lost", node.name, None, timestamp, headline=node.loss_reason)
     for node in fleet.nodes:
         if node.fork_server_error is not None and node.fork_server_died:
-            return Failure(
-                "forkserver", node.name, None, timestamp, headline=node.fork_server_error.text
-            )
+            text = node.fork_server_error.text
+            return Failure("forkserver", node.name, None, timestamp, headline=text)
     return None
 
 

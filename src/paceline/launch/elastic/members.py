@@ -41,6 +41,7 @@ EXIT_GRACE_S = 1.0  # for a rank that has failed to end
 SAVED_EXIT_CODE = 143  # of a rank that was asked to stop and has saved
 STOPPED_PREFIX = "Stopped:"  # of the error that such a rank raises
 EARLY_EXIT = "it ended with status 0 before it had joined"
+_UNJOINABLE = (NEWCOMER_MISMATCH, NEWCOMER_DIVERGED)
 # A child of a rank that was ended from outside, often because memory is short
 WORKER_KILLED = re.compile(r"DataLoader worker \(pid.*\) is killed by signal: (Killed|Terminated)")
 JOIN_WINDOW_S = 1.0  # for ready newcomers to wait for others that are starting
@@ -177,11 +178,9 @@ class RankEvents(RankStates):
             self._fail(failure)
         elif failure.kind == "signal" or WORKER_KILLED.search(failure.headline):
             self._ended_by_signal(rank, failure)
-        elif reasons := [
-            r for r in (NEWCOMER_MISMATCH, NEWCOMER_DIVERGED) if r in failure.headline
-        ]:
+        elif reason := next((text for text in _UNJOINABLE if text in failure.headline), ""):
             self._drop(rank, failure)
-            self._close(reasons[0])  # the next newcomer would fail in the same way
+            self._close(reason)  # the next newcomer would fail in the same way
         else:
             wait_s = INTERRUPT_TIMEOUT_S if failure.is_secondary else PROGRAM_FAILURE_WAIT_S
             self._unexplained.append(UnexplainedFailure(self._now + wait_s, slot, failure))

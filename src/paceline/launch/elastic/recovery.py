@@ -282,10 +282,8 @@ class RecoveryController:
             return
         elif event.kind == "interrupted":
             members.record_step(event["step"])
-            unreachable_host = self._commands.host_at(unreachable_peer(str(event["error"] or "")))
-            members.interrupt_rank(
-                slot, unreachable_host=unreachable_host, generation=event["generation"]
-            )
+            host = self._commands.host_at(unreachable_peer(str(event["error"] or "")))
+            members.interrupt_rank(slot, unreachable_host=host, generation=event["generation"])
         elif event.kind == "stuck":
             members.set_hung(slot, STUCK)
         elif event.kind in ("rank frozen", "rank thawed"):
@@ -618,6 +616,5 @@ class RecoveryController:
             self.report.announce(f"too few nodes are left: {text}")
             min_hosts, patience_s = self._members.required_hosts
             num_available = pluralize(self.num_hosts - len(news.missing), "node")
-            self._waiting = NodeWait.start(
-                f"{num_available} of at least {min_hosts}: {text}", patience_s
-            )
+            text = f"{num_available} of at least {min_hosts}: {text}"
+            self._waiting = Waiting.now(text, patience_s)

@@ -311,9 +311,8 @@ def _is_similar_duration(ran_s: float, previous_s: float) -> bool:
 
 def _integers_differ(line: str, previous_line: str) -> bool:
     """Whether two lines hold different whole numbers, rates and times of day left out."""
-    numbers, previous_numbers = (
-        _INTEGERS.findall(_RATES_AND_TIMES.sub("", text)) for text in (line, previous_line)
-    )
+    numbers = _INTEGERS.findall(_RATES_AND_TIMES.sub("", line))
+    previous_numbers = _INTEGERS.findall(_RATES_AND_TIMES.sub("", previous_line))
     return bool(numbers and previous_numbers) and numbers != previous_numbers
 
 

@@ -101,9 +101,8 @@ class RankSnapshot:
     @classmethod
     def from_report(cls, host: str, report: dict[str, Any]) -> RankSnapshot:
         """Parses an entry of an agent's answer to ``seen``."""
-        stack = RankStack(
-            host, int(report["rank"]), str(report["state"]), parse_frames(report["stack"])
-        )
+        frames = parse_frames(report["stack"])
+        stack = RankStack(host, int(report["rank"]), str(report["state"]), frames)
         children = tuple(
             Child(int(child["pid"]), str(child["name"]), _blocking_call(child),
                   parse_frames(child["stack"]))
@@ -404,9 +403,8 @@ def describe_cause(snap: RankSnapshot) -> str:
             blocked_on = child.blocking_call
             if blocked_on.call == "write" and blocked_on.on.startswith("pipe:"):
                 readers = _readers(blocked_on.readers, child.pid, snap.pid, snap.stack.label)
-                return (
-                    f"its child, process {child.pid} ({child.name}), writes to a full pipe{readers}"
-                )
+                name = f"its child, process {child.pid} ({child.name}),"
+                return f"{name} writes to a full pipe{readers}"
         if children and call in ("wait4", "waitid"):
             return f"it waits for its child, process {children[0].pid} ({children[0].name}), to end"
     return _describe_call(snap.blocking_call, snap.pid)

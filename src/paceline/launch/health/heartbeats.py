@@ -91,11 +91,9 @@ class HeartbeatStats:
         if not self.beats:
             return None
         phases = {beat.phase for beat in self.beats.values()}
-        unseen = not self.is_calibrated or any(
-            self._num_phases[phase] < MIN_GAPS for phase in phases
-        )
+        is_known = self.is_calibrated and all(self._num_phases[p] >= MIN_GAPS for p in phases)
         slowest = max(self._slowest.get(phase, 0.0) for phase in phases | {TRAINING})
-        return max(FIRST_PHASE_LIMIT_S if unseen else MIN_HANG_LIMIT_S, HANG_GAP_FACTOR * slowest)
+        return max(MIN_HANG_LIMIT_S if is_known else FIRST_PHASE_LIMIT_S, HANG_GAP_FACTOR * slowest)
 
 
 def describe_phases(ranks: Sequence[Mapping[str, Any]]) -> str:
@@ -106,9 +104,7 @@ def describe_phases(ranks: Sequence[Mapping[str, Any]]) -> str:
     if len(phases) == 1 and (phase := next(iter(phases))) != TRAINING:
         return "  ".join(part for part in (phase, idle_text) if part)
     absent = [rank for rank in ranks if rank["phase"] != TRAINING]
-    positions = [
-        f"{format_location(rank['host'], rank['rank'])}: {rank['phase']}" for rank in absent[:2]
-    ]
+    positions = [f"{format_location(r['host'], r['rank'])}: {r['phase']}" for r in absent[:2]]
     if len(absent) > len(positions):
         positions.append(f"{len(absent) - len(positions)} more elsewhere")
     return "  ".join(part for part in ("; ".join(positions), idle_text) if part)

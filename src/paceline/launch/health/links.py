@@ -91,10 +91,8 @@ def is_blocked(between: HostPair, called: ProbeResults) -> bool:
     be asked proves nothing.
     """
     host, peer = between
-    results = [called.get(direction) for direction in ((host, peer), (peer, host))]
-    return all(
-        result and not result["ok"] and result.get("errno") in _NO_ANSWER for result in results
-    )
+    results = [called.get((host, peer)), called.get((peer, host))]
+    return all(r and not r["ok"] and r.get("errno") in _NO_ANSWER for r in results)
 
 
 def describe_pairs(lines: Sequence[HostPair]) -> str:

@@ -334,10 +334,8 @@ class Reconnector:
 
     def _part(self, node: Node, node_rank: int, ranks: Sequence[int]) -> NodePlan:
         assert node.survey is not None
-        supplies, request = self._provisioner.supplies, self._request
-        return planner.newcomer_part(
-            request.job, node.survey, supplies, request.run_id, node_rank, ranks
-        )
+        job, run_id, supplies = self._request.job, self._request.run_id, self._provisioner.supplies
+        return planner.newcomer_part(job, node.survey, supplies, run_id, node_rank, ranks)
 
     async def wait_for(self, condition: Callable[[], bool], patience_s: float) -> bool:
         """Waits for nodes to connect; returns whether enough came in time."""

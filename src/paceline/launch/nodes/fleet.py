@@ -252,9 +252,7 @@ class Fleet:
         self.former: list[Node] = []
         self.lease_s = lease_s
         self.probe_lock = asyncio.Lock()  # held while nodes try each other's addresses
-        self.watchful = (
-            False  # whether ranks can go on without a node, so that its loss must be noticed sooner
-        )
+        self.watchful = False  # whether ranks can go on without a node: notice losses sooner
         self.awaits_loss = False  # whether ranks wait to hear which node is lost
         self._absence: Absence | None = None  # the longest of this process
         self._ticked = (time.monotonic(), _awake_or_not())
@@ -356,14 +354,12 @@ class Fleet:
             renewal.add_done_callback(lambda task: task.cancelled() or task.exception())
             silence.beat_s = self._beat_s
             await asyncio.sleep(silence.beat_s)
-            silence.update(
-                loop.time(), node.channel.received_at, hears_peers=self._hears_peers(node)
-            )
+            hears_peers = self._hears_peers(node)
+            silence.update(loop.time(), node.channel.received_at, hears_peers=hears_peers)
             # A broken connection is no silence, unless the ranks have lost connections, too.
             is_urgent = self.watchful and (not node.channel.is_broken or self.awaits_loss)
-            if silence.seconds > min(
-                self.lease_s * RECONNECT_SHARE, SILENCE_TIMEOUT_S / 2 if is_urgent else math.inf
-            ):
+            urgent_s = SILENCE_TIMEOUT_S / 2 if is_urgent else math.inf
+            if silence.seconds > min(self.lease_s * RECONNECT_SHARE, urgent_s):
                 node.channel.reconnect()
             if silence.seconds > self.lease_s * LOSS_SHARE or (is_urgent and silence.is_exclusive):
                 if self._is_common_silence(node):

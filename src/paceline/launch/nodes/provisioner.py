@@ -209,9 +209,7 @@ async def send_copies(wanted: Sequence[tuple[Node, Sequence[Copy]]], supplies: S
         await send_data(wanting, supplies.data, progress)
 
 
-LARGE_INPUT_BYTES = (
-    16 << 20
-)  # bytes of an input from which on hosts of one disk, and so one cache, count
+LARGE_INPUT_BYTES = 16 << 20  # larger inputs are sent once per disk
 
 
 async def _split_by_disk(
@@ -226,9 +224,7 @@ async def _split_by_disk(
     ))  # fmt: skip
     duplicates = await _on_earlier_disk(nodes, signs)
     pairs = [*zip(copies, duplicates, strict=True)]
-    return [copy for copy, is_duplicate in pairs if not is_duplicate], [
-        copy for copy, is_duplicate in pairs if is_duplicate
-    ]
+    return [copy for copy, dup in pairs if not dup], [copy for copy, dup in pairs if dup]
 
 
 Progress = Callable[[int, int], None]  # bytes that are there, of how many
@@ -260,12 +256,8 @@ async def send_data(nodes: Sequence[Node], folder: DataFolder, progress: Progres
 async def _by_disk(nodes: Sequence[Node]) -> tuple[list[Node], list[Node]]:
     """Returns the first node of each disk, and the others."""
     duplicates = await _on_earlier_disk(nodes, [node.data.sign for node in nodes if node.data])
-    firsts = [
-        node for node, is_duplicate in zip(nodes, duplicates, strict=True) if not is_duplicate
-    ]
-    return firsts, [
-        node for node, is_duplicate in zip(nodes, duplicates, strict=True) if is_duplicate
-    ]
+    pairs = [*zip(nodes, duplicates, strict=True)]
+    return [node for node, dup in pairs if not dup], [node for node, dup in pairs if dup]
 
 
 async def _on_earlier_disk(nodes: Sequence[Node], signs: Sequence[str]) -> list[bool]:
@@ -351,9 +343,8 @@ def _no_fork_server(fleet: Fleet, node: Node, error: ForkServerError, job: Job) 
     modules = ", ".join(job.preload)
     python = planner.python_of(job, node.host)
     if error.kind == "died":
-        return NodeError(
-            f"{node.name} could not start its ranks", found=f"{error.text} while starting"
-        )
+        text = f"{error.text} while starting"
+        return NodeError(f"{node.name} could not start its ranks", found=text)
     output = "\n".join(error.text.strip().splitlines()[-8:])
     remedy = f"Look there: {python} -c 'import {modules}'"
     if variables := agreement.loader_variables(node.facts):

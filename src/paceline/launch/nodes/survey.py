@@ -103,13 +103,11 @@ def host_names(request: Request, connected: Sequence[Host]) -> tuple[str, ...]:
     """
     if request.among:
         return request.among
-    connected_names, requested_names = (
-        [host.name for host in hosts] for hosts in (connected, request.hosts)
-    )
-    if set(requested_names).issuperset(connected_names):
-        return tuple(requested_names)
+    names, requested = tuple(h.name for h in connected), tuple(h.name for h in request.hosts)
+    if set(requested).issuperset(names):
+        return requested
     # The descriptions stand for places whose hosts were not known.
-    return tuple(connected_names) if len(connected_names) == len(requested_names) else ()
+    return names if len(names) == len(requested) else ()
 
 
 async def survey_newcomer(node: Node, fleet: Fleet, request: Request, supplies: Supplies) -> None:
@@ -136,10 +134,8 @@ async def survey_newcomer(node: Node, fleet: Fleet, request: Request, supplies: 
 async def _probe_with(peers: Sequence[Node], node: Node, request: Request,
                       supplies: Supplies) -> None:  # fmt: skip
     members = [*peers, node]
-    hosts, facts = (
-        [member.host for member in members],
-        {member.name: member.facts for member in members},
-    )
+    hosts = [member.host for member in members]
+    facts = {member.name: member.facts for member in members}
     interpreters = {member.name: member.channel.agent_python for member in members}
     planner.check_agreement(hosts, request.job, facts, interpreters)
 
@@ -151,12 +147,9 @@ async def _probe_with(peers: Sequence[Node], node: Node, request: Request,
         connectivity.probe_addresses([member.channel for member in members], candidates, together),
         _inspect([node], request.job, get_supplies()),
     ])  # fmt: skip
-    unchanged = {
-        member.name: [
-            c for c in candidates[member.name] if member is node or c.address == _address(member)
-        ]
-        for member in members
-    }
+    unchanged = dict(candidates)
+    for peer in peers:
+        unchanged[peer.name] = [c for c in candidates[peer.name] if c.address == _address(peer)]
     if not peers:
         networks = {node.name: network.single_choice(candidates[node.name], fixed=False)}
     else:

@@ -42,9 +42,8 @@ def gpus_seen(facts: Facts, environ: Mapping[str, str]) -> list[Mapping[str, Any
     for maker in makers:
         selected = [gpu for gpu in present if gpu["maker"] == maker]
         if environ.get("ZE_FLAT_DEVICE_HIERARCHY", "").upper() == "COMPOSITE" and maker == "intel":
-            selected = list(
-                {gpu["pci"]: gpu for gpu in selected}.values()
-            )  # one for all tiles of a card
+            by_card = {gpu["pci"]: gpu for gpu in selected}  # one for all tiles of a card
+            selected = list(by_card.values())
         for name in _masks(maker, environ):
             selected = _selected(selected, name, environ[name])
         seen += selected

@@ -208,9 +208,8 @@ def gpu_notes(hosts: Sequence[Host], facts: Sequence[Facts]) -> list[str]:
         if not host.gpus or devices is None:
             continue
         if not devices.get("gpus"):
-            blind.setdefault("no /dev/nvidia*, /dev/kfd or /dev/dri of one there", []).append(
-                host.name
-            )
+            reason = "no /dev/nvidia*, /dev/kfd or /dev/dri of one there"
+            blind.setdefault(reason, []).append(host.name)
         elif torch and not any(torch.get(kind) for kind in ("cuda", "hip", "xpu")):
             built = f"torch {torch['version']} is built without GPUs"
             blind.setdefault(built, []).append(host.name)
@@ -345,9 +344,8 @@ def make_plan(job: Job, run_id: str, surveys: Sequence[HostSurvey], supplies: Su
     nodes: list[NodePlan] = []
     first_rank = 0
     for node_rank, survey in enumerate(surveys):
-        nodes.append(
-            _node(job, survey, place_on(job, survey, supplies, run_id), node_rank, first_rank)
-        )
+        place = place_on(job, survey, supplies, run_id)
+        nodes.append(_node(job, survey, place, node_rank, first_rank))
         first_rank += len(nodes[-1].ranks)
     waiting = tuple(
         replace(_node(job, survey, place_on(job, survey, supplies, run_id), node_rank, 0), ranks=())
@@ -664,9 +662,8 @@ def check_agreement(hosts: Sequence[Host], job: Job, facts: Mapping[str, Facts],
         NodeError: An interpreter is missing, torch is missing, or torch differs.
     """
     for host in hosts:
-        problem = agreement.interpreter_problem(
-            host, python_of(job, host), interpreters[host.name], facts[host.name]
-        )
+        requested, actual = python_of(job, host), interpreters[host.name]
+        problem = agreement.interpreter_problem(host, requested, actual, facts[host.name])
         if problem is not None:
             raise problem
     if job.needs_torch and (problem := agreement.torch_problem(hosts, facts)) is not None:

@@ -45,7 +45,8 @@ def survey_newcomer(nodes: list[Any], *late: Any) -> None:
 
     async def go() -> None:
         fleet = cast(
-            Any, SimpleNamespace(everyone=nodes, probe_lock=asyncio.Lock(), silences_resolved=settled)
+            Any,
+            SimpleNamespace(everyone=nodes, probe_lock=asyncio.Lock(), silences_resolved=settled),
         )
         await asyncio.gather(*(
             survey.survey_newcomer(node, fleet, request, cast(Any, None)) for node in late

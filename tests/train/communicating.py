@@ -68,8 +68,8 @@ def training(
         made = torch.optim.AdamW(network.parameters(), 3e-3)
         model = session.prepare(network, made, communication=asked, unused=unused, compile=compiled)
         assert (session._membership.recovery is not None) == launched
-        if launched and session._loop.overlap is not None:
-            session._loop.overlap.done = True  # no other sizes are tried
+        if launched and session._loop.bucket_trial is not None:
+            session._loop.bucket_trial.is_finished = True  # no other sizes are tried
         exchange = session.models.first.exchange
         if exchange is not None and exchange.reducer is not None:
             exchange.set_bucket_sizes(30_000, 10_000)

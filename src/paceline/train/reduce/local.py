@@ -267,10 +267,8 @@ class Local(GradientReducer):
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        replicated: dict[str, Any] = {
-            key: state[key] for key in ("steps", "momentum") if key in state
-        }
-        self.load_replicated_state(replicated)
+        keys = [key for key in ("steps", "momentum") if key in state]
+        self.load_replicated_state({key: state[key] for key in keys})
         self._gradients.load_state(state.get("gradients", {}))
         self._changes.load_state(state.get("ways", {}))
 

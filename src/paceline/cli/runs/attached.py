@@ -139,7 +139,7 @@ class _AttachedTerminal:
             on_detach=self._detach_requested.set, delay_s=0.0,
         )  # fmt: skip
         if not self._screen.is_live:  # also where the terminal is too small for it
-            keys.begin()
+            keys.start()
 
     def _interrupted(self) -> None:
         if self._echoes.is_echo(signal.SIGINT):

@@ -166,9 +166,11 @@ class Attempt:
         await first_of(self._ended.wait(), self._interrupts.wait(), patience)
         absence, lease_s = self._fleet.absence, self._fleet.lease_s
         absent_s = absence.seconds if absence else 0.0
-        failures = failure_analysis.early_end(self._failures, self._early)
-        failures = failure_analysis.own_absence(failures, absent_s, lease_s)
-        failures = failure_analysis.own_line(failures, self._fleet.common_silences, lease_s)
+        failures = failure_analysis.attribute_early_end(self._failures, self._early)
+        failures = failure_analysis.attribute_launcher_pause(failures, absent_s, lease_s)
+        failures = failure_analysis.attribute_network_loss(
+            failures, self._fleet.common_silences, lease_s
+        )
         was_requested = all(failure.was_requested for failure in failures)
         if was_requested and self._interrupts.received:
             return await self._stop_for_user()
@@ -335,7 +337,7 @@ class Attempt:
 
     def _show_state(self, ranks: list[dict[str, Any]], hang: str) -> None:
         # Ranks without a group or with too few nodes do not wait for a particular rank.
-        self._recorder.board.hang = "" if self._members.is_regrouping else hang
+        self._recorder.run_state.hang = "" if self._members.is_regrouping else hang
         self._screen.aside(describe_phases(ranks))
 
     def _interface(self, host: str) -> str:

@@ -139,7 +139,7 @@ class ElasticDriver:
         hosts = Reconnector(self._request, fleet, self._provisioner, self.on_node_ready,
                             self._screen.note)  # fmt: skip
         self._reconnector = hosts
-        self._recorder.called = hosts.progress
+        self._recorder.get_reconnects = hosts.progress
         while self.dialling:
             hosts.follow(self.dialling.pop())
         number = 0

@@ -261,7 +261,7 @@ class RecoveryController:
         return [node for node in self._departing if self._fleet.has(node)]
 
     @property
-    def waiting(self) -> Waiting | None:
+    def waiting(self) -> NodeWait | None:
         """Hosts that the ranks wait for because too few are left; ``None`` if they do not wait."""
         is_waiting = self._members.can_recover and self._members.is_waiting
         return self._waiting if is_waiting else None
@@ -617,4 +617,4 @@ class RecoveryController:
             min_hosts, patience_s = self._members.required_hosts
             num_available = pluralize(self.num_hosts - len(news.missing), "node")
             text = f"{num_available} of at least {min_hosts}: {text}"
-            self._waiting = Waiting.now(text, patience_s)
+            self._waiting = NodeWait.now(text, patience_s)

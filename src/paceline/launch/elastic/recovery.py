@@ -617,4 +617,4 @@ class RecoveryController:
             min_hosts, patience_s = self._members.required_hosts
             num_available = pluralize(self.num_hosts - len(news.missing), "node")
             text = f"{num_available} of at least {min_hosts}: {text}"
-            self._waiting = NodeWait.now(text, patience_s)
+            self._waiting = NodeWait.start(text, patience_s)

@@ -23,7 +23,7 @@ import pytest
 from paceline.agent import reconnection as agents_half
 from paceline.agent.frames import HIGH_WATER_BYTES, Decoder, Outbox, UnackedFrames
 from paceline.agent.multiplexing import TALK
-from paceline.agent.reconnection import MARK, MeetingPoint, mac
+from paceline.agent.reconnection import MARK, ReconnectListener, mac
 from paceline.agent.server import Agent
 from paceline.agent.stream import Stream
 from paceline.remote import reconnection
@@ -521,7 +521,7 @@ def test_a_silent_link_that_speaks_again_is_kept() -> None:
 # --- who is let in
 
 
-def connected(place: MeetingPoint) -> socket.socket:
+def connected(place: ReconnectListener) -> socket.socket:
     there = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     there.settimeout(60)
     there.connect("\0" + place.name)
@@ -533,7 +533,7 @@ def connected(place: MeetingPoint) -> socket.socket:
 class Visit:
     """Somebody at a place, with streams of its own."""
 
-    place: MeetingPoint
+    place: ReconnectListener
 
     def __post_init__(self) -> None:
         self.holder = connected(self.place)
@@ -563,13 +563,13 @@ class Visit:
 @pytest.fixture
 def place() -> Any:
     before = len(list(Path("/proc/self/fd").iterdir()))
-    place = MeetingPoint(KEY)
+    place = ReconnectListener(KEY)
     yield place
     place.close()
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_who_proves_the_key_is_met(place: MeetingPoint) -> None:
+def test_who_proves_the_key_is_met(place: ReconnectListener) -> None:
     visit = Visit(place)
     met = visit.say(visit.line())
     assert met.num_received == 3
@@ -595,7 +595,7 @@ LINES: dict[str, Callable[[Visit], bytes]] = {
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_who_proves_nothing_is_hung_up_on(place: MeetingPoint, line: str) -> None:
+def test_who_proves_nothing_is_hung_up_on(place: ReconnectListener, line: str) -> None:
     visit = Visit(place)
     assert visit.say(LINES[line](visit)) is None
     assert place.readers()[1:] == []
@@ -607,7 +607,7 @@ def test_who_proves_nothing_is_hung_up_on(place: MeetingPoint, line: str) -> Non
 
 
 def test_another_user_is_hung_up_on_before_anything_else(
-    place: MeetingPoint, monkeypatch: pytest.MonkeyPatch
+    place: ReconnectListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agents_half, "peer_uid", lambda connection: os.getuid() + 1)
     there = connected(place)
@@ -616,7 +616,7 @@ def test_another_user_is_hung_up_on_before_anything_else(
     there.close()
 
 
-def test_who_brings_no_streams_is_hung_up_on(place: MeetingPoint) -> None:
+def test_who_brings_no_streams_is_hung_up_on(place: ReconnectListener) -> None:
     there = connected(place)
     there.sendall(b"hello")
     place.readable(place.readers()[-1], 0)
@@ -625,7 +625,7 @@ def test_who_brings_no_streams_is_hung_up_on(place: MeetingPoint) -> None:
 
 
 def test_many_who_say_nothing_keep_nobody_out(
-    place: MeetingPoint, monkeypatch: pytest.MonkeyPatch
+    place: ReconnectListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silent = [connected(place) for _ in range(50)]
     assert len(place.readers()) == 1 + agents_half.MAX_VISITORS
@@ -642,7 +642,7 @@ def test_many_who_say_nothing_keep_nobody_out(
 
 
 def test_a_place_without_an_agent_is_said_to_be_gone() -> None:
-    place = MeetingPoint(KEY)
+    place = ReconnectListener(KEY)
     place.close()
     done = subprocess.run(
         agent_command(sys.executable), input=reconnect_source(place.name), capture_output=True,

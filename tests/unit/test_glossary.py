@@ -35,6 +35,7 @@ NOUNS = {
     "string",
     "setting",
     "formatting",
+    "multiplexing",
 }  # nouns that end so
 
 

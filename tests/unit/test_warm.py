@@ -229,9 +229,9 @@ def closed(one: agents.Resumable) -> None:
 def test_an_agent_that_waits_ends_when_its_time_is_over_or_it_is_told_to() -> None:
     one = lasting()
     try:
-        rest = agents.WarmWait(agents_half.MeetingPoint(b"k" * 32), 0.3)
+        rest = agents.WarmWait(agents_half.ReconnectListener(b"k" * 32), 0.3)
         assert rest.wait(one, lambda: False) is None
-        rest = agents.WarmWait(agents_half.MeetingPoint(b"k" * 32), 600.0)
+        rest = agents.WarmWait(agents_half.ReconnectListener(b"k" * 32), 600.0)
         assert rest.wait(one, lambda: True) is None
         name = rest.place.name
         with socket.socket(socket.AF_UNIX) as there, pytest.raises(ConnectionRefusedError):

@@ -79,7 +79,7 @@ class _Visitor:
         self.holder.close()
 
 
-class MeetingPoint:
+class ReconnectListener:
     """The socket at which this agent can be reached again.
 
     Args:
@@ -99,7 +99,7 @@ class MeetingPoint:
     def readers(self) -> List[int]:
         """Returns the descriptors to watch; closes visitors that took too long."""
         oldest = time.monotonic() - PROOF_TIMEOUT_S
-        for visitor in [guest for guest in self._visitors if guest.connected_at < oldest]:
+        for visitor in [v for v in self._visitors if v.connected_at < oldest]:
             self._dismiss(visitor)
         return [self._listener.fileno(), *(visitor.fd for visitor in self._visitors)]
 

@@ -25,7 +25,7 @@ from .files.transfer import RECEIVING, SENDING, Downloads, Uploads
 from .frames import Message
 from .lease import Lease
 from .operations import describe_error
-from .reconnection import MeetingPoint
+from .reconnection import ReconnectListener
 from .stream import Requests, Stream
 from .supervision import guard, processes, requests
 from .supervision.job import NodeJob
@@ -280,7 +280,7 @@ class Agent:
             # Who waits for a rank that is gone, or for word of it, would wait until KILL.
             self._single_save_at = time.monotonic() + JOINT_SAVE_SHARE * grace_s
 
-    def start_warm_wait(self, place: MeetingPoint, seconds: float) -> None:
+    def start_warm_wait(self, place: ReconnectListener, seconds: float) -> None:
         """Ends the conversation; then the next one is awaited."""
         self.warm_wait = warm.WarmWait(place, seconds)
         event = {"event": "leaving", "reason": "rest", "why": "the launcher said so"}
@@ -407,17 +407,17 @@ def bye(agent: Agent, request: Message, _: bytes) -> None:
 def keep_warm(agent: Agent, request: Message, _: bytes) -> None:
     """As ``bye``, but another launcher may come within ``seconds``.
 
-    ``place``: name of the meeting point; ``key``: hexadecimal, as for ``stay``.
+    ``place``: name of the socket; ``key``: hexadecimal, as for ``stay``.
     """
     if agent.job.running or agent.private is not None:
         raise RuntimeError("ranks still run" if agent.job.running else "nothing can be kept here")
-    place = MeetingPoint(bytes.fromhex(request["key"]), request["place"])
+    place = ReconnectListener(bytes.fromhex(request["key"]), request["place"])
     agent.reply(request)
     agent.start_warm_wait(place, request["seconds"])
 
 
 def allow_reconnect(agent: Agent, request: Message, _: bytes) -> None:
-    """Makes breaks recoverable with ``key`` (hexadecimal); answers the meeting ``place``."""
+    """Makes breaks recoverable with ``key`` (hexadecimal); answers the name of the socket."""
     agent.reply(request, place=agent.stream.allow_reconnect(bytes.fromhex(request["key"])))
 
 

@@ -15,7 +15,7 @@ from typing import Callable, List, Optional, Tuple
 
 from .frames import ACK_BYTES, MAX_BLOB, MAX_JSON, Decoder, Message, Outbox
 from .multiplexing import Reassembler
-from .reconnection import MeetingPoint, Visit, has_reader
+from .reconnection import ReconnectListener, Visit, has_reader
 
 CHUNK_BYTES = 1 << 16
 STDERR_GRACE_S = 0.5  # after the end of input or output: is standard error still read?
@@ -49,7 +49,7 @@ class Stream:
         self._decoder = Decoder()
         self._joiner = Reassembler(MAX_JSON + MAX_BLOB)
         self._unacked_bytes = 0  # bytes heard since we said so
-        self._place: Optional[MeetingPoint] = None
+        self._place: Optional[ReconnectListener] = None
         self._holder: Optional[socket.socket] = None
         self._ended_at: Optional[float] = None
         self._disconnected_at: Optional[float] = None
@@ -59,10 +59,10 @@ class Stream:
         self._holder = holder
 
     def allow_reconnect(self, key: bytes) -> str:
-        """Makes breaks recoverable; returns the meeting point's name. OSError if impossible."""
+        """Makes breaks recoverable; returns the socket's name. OSError if impossible."""
         if self._place is not None:
             self._place.close()
-        self._place = MeetingPoint(key)
+        self._place = ReconnectListener(key)
         self.outbox.retains = True
         return self._place.name
 
@@ -162,7 +162,7 @@ class Stream:
         return None
 
     def close(self) -> None:
-        """Closes the meeting point; the streams end with the process."""
+        """Closes the socket; the streams end with the process."""
         if self._place is not None:
             self._place.close()
 

@@ -1,6 +1,6 @@
 """The agent between two commands of its user, ready for the next.
 
-It waits at a meeting point (see :mod:`.reconnection`) with a fork server that has done its imports,
+It waits for reconnections (see :mod:`.reconnection`) with a fork server that has done its imports,
 without connection, network listener, lease or rank, and ends by itself after a given time. The next
 command brings a new login; for the ranks all is as if that had started the agent.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # a fork server has no need of them
     import subprocess
     from pathlib import Path
 
-    from .reconnection import MeetingPoint, Visit
+    from .reconnection import ReconnectListener, Visit
 
 Message = Dict[str, Any]
 FOLDER_PREFIX = "warm-"  # begins the names of jobs' folders that stay for the next command
@@ -206,7 +206,7 @@ class WarmWait:
         seconds: How long to wait.
     """
 
-    def __init__(self, place: "MeetingPoint", seconds: float) -> None:
+    def __init__(self, place: "ReconnectListener", seconds: float) -> None:
         self.place = place
         self._deadline = _boottime_s() + seconds
 

@@ -108,7 +108,7 @@ def test_why_a_node_went_is_asked_without_an_error(
 ) -> None:
     """Also where the scheduler's commands are not here."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert asyncio.run(load(name).why(Host("no-such-host"))) == ""
+    assert asyncio.run(load(name).loss_reason(Host("no-such-host"))) == ""
 
 
 @pytest.fixture

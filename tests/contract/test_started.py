@@ -164,7 +164,7 @@ def test_hosts_one_by_one_at_once() -> None:
 
 
 def test_a_command_for_each_host_from_the_beginning() -> None:
-    """What ends one, as Slurm does when a node is back, ends no other; why() has its last words."""
+    """What ends one, as Slurm does when a node is back, ends no other; loss_reason() has its last words."""
 
     async def go() -> None:
         reached: list[int] = []

@@ -333,7 +333,7 @@ class Dialling:
 
     async def close(self, exit_code: int) -> None: ...
 
-    async def why(self, host: Host) -> str:
+    async def loss_reason(self, host: Host) -> str:
         return ""
 
 

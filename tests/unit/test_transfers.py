@@ -333,7 +333,7 @@ def test_a_model_whose_host_went_away_is_lacking(tmp_path: Path, seen: bool) -> 
         first = hosted(served, "n2", there if seen else own)
         results, notes = saved_by(writer, home)
         results.set_first_node(first)
-        writer.lost, writer.why, writer.lost_at = True, "it was silent for 3 s", 7.0
+        writer.lost, writer.loss_reason, writer.lost_at = True, "it was silent for 3 s", 7.0
         await results.fetch(fleet_of(writer, first))
         lacking = results.missing_results(fleet_of(first))  # a spare may have its place
         if seen:

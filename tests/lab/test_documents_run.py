@@ -36,7 +36,6 @@ TRANSLATION = "runs/translation-20261120-111500"
 
 # by the beginning of a command: what runs it, or why nothing does
 ELSEWHERE = {
-    "paceline train image -H lab": "make demo, whose output shows it",
     "make ": "tools/fresh-machine.sh, on a machine made from nothing",
     "git clone": "tools/fresh-machine.sh",
     "cd paceline": "tools/fresh-machine.sh",

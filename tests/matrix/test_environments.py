@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+import sys
+from pathlib import Path
 
-from environments import (
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench" / "matrix"))
+import planted  # noqa: E402
+from environments import (  # noqa: E402
     AXES,
     CONSTRAINTS,
     Environment,
@@ -62,3 +68,13 @@ def test_where_no_command_runs_only_the_start_up_file_is_tried() -> None:
     refused = Environment(**{**usable, "startup": "exits", "shell": "bash"})
     assert all(("startup", "exits") in pair for pair in pairs(refused))
     assert len(pairs(refused)) == len(AXES) - 1
+
+
+def test_faults_of_the_benchmark_can_still_be_planted(tmp_path: Path) -> None:
+    for fault in planted.FAULTS:
+        source = ROOT / "src" / "paceline" / fault.file
+        target = tmp_path / fault.file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, target)
+        fault.plant(tmp_path)
+        assert any(fault.concerns(environment) for environment in select()), fault.name

@@ -15,7 +15,7 @@ import ranks
 from paceline.spec.failure import SECONDARY_ERROR
 
 SCRIPT = str(Path(__file__).with_name("handing.py"))
-HostSurvey = dict[str, Any]
+Record = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def read(folder: Path) -> list[HostSurvey]:
+def read(folder: Path) -> list[Record]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
 
 
@@ -57,7 +57,7 @@ def test_models_are_given_as_a_step_left_them(worlds: Path, name: str) -> None:
         assert changed == before or name != "left alone"
 
 
-def _without_statistics(state: HostSurvey) -> HostSurvey:
+def _without_statistics(state: Record) -> Record:
     """The next forward pass has begun, which writes them."""
     return {name: one for name, one in state.items() if ".norm." not in name}
 

@@ -36,7 +36,7 @@ WHOLE = [
 ]
 PHASES = ["phases: killed in the second", "phases: killed at the end of the first"]
 COUNTED = [name for name in CHANGED if not name.startswith(("duel", "recipe"))]
-HostSurvey = dict[str, Any]
+Record = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +46,12 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def job(worlds: Path, name: str) -> HostSurvey:
-    found: HostSurvey = json.loads((worlds / name / "job.json").read_text())
+def job(worlds: Path, name: str) -> Record:
+    found: Record = json.loads((worlds / name / "job.json").read_text())
     return found
 
 
-def events(found: HostSurvey, name: str) -> list[tuple[float, int, HostSurvey]]:
+def events(found: Record, name: str) -> list[tuple[float, int, Record]]:
     return [one for one in found["said"] if one[2]["event"] == name]
 
 
@@ -71,7 +71,7 @@ def left(folder: Path) -> torch.Tensor:
     return torch.cat(numbers(torch.load(folder / "params.pt", map_location="cpu")))
 
 
-def records(folder: Path, split: str) -> list[HostSurvey]:
+def records(folder: Path, split: str) -> list[Record]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [one for line in lines if (one := json.loads(line))["split"] == split]
 

@@ -1,5 +1,5 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`.
-.PHONY: help demo test test-rest test-all matrix pythons docs lint format env system clean
+.PHONY: help demo test test-rest test-all matrix pythons site docs lint format env system clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,7 +20,7 @@ env: $(VENV)/.made
 $(VENV)/.made: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Paceline needs Python 3.10 or newer" if sys.version_info < (3, 10) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[recipes,trackers,docs,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[recipes,trackers,dev]'
 	@# pip would do it on one CPU; packages have templates in them that do not compile
 	@$(BIN)/python -m compileall -qq -j 0 "$(CURDIR)/$(VENV)/lib" || true
 	touch $@
@@ -47,7 +47,7 @@ test: env system
 
 # What fails is run once more, alone: "unsteady: …" at the end names what passed only then.
 test-rest: PARTS = all
-test-rest: env system
+test-rest: site system
 	@status=0; \
 	$(PYTEST) -n auto --dist worksteal -m slow tests/unit tests/contract || status=1; \
 	PACELINE_MATRIX=8 $(BIN)/python tools/second_look.py $(LABS) --durations 20 tests/package tests/train tests/lab tests/matrix $(SMOKE:%=--ignore=%) || status=1; \
@@ -62,7 +62,11 @@ matrix: env system
 pythons: env
 	@$(BIN)/python tools/pythons.py
 
-docs: env
+# builds the site: 90 MB that `make demo` and `make test` do without
+site: env
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+
+docs: site
 	$(PYTEST) tests/unit/test_document_links.py
 	$(BIN)/python tools/site/build.py
 	@echo "Open build/docs/site/index.html in a browser."

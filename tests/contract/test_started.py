@@ -164,7 +164,7 @@ def test_hosts_one_by_one_at_once() -> None:
 
 
 def test_a_command_for_each_host_from_the_beginning() -> None:
-    """The end of one, as when Slurm has a node back, ends no other; loss_reason() quotes it."""
+    """The end of one, as by Slurm when a node is back, ends no other and has a reason."""
 
     async def go() -> None:
         reached: list[int] = []

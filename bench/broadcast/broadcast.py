@@ -73,7 +73,7 @@ def rank(number: int, ranks: int, megabytes: float, repeats: int) -> dict[str, A
     for _ in range(repeats):
         found["line"].append(stream(number, count))
         found["gloo"].append(timed(lambda: dist.broadcast(flat, 0)))
-        found["ours"].append(timed(lambda: comms.spread(tensors)))
+        found["ours"].append(timed(lambda: comms.broadcast(tensors)))
     assert all(bool((one == 0).all()) for one in [*tensors, flat])
     return found
 

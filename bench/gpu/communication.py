@@ -109,7 +109,7 @@ def alone(device: str) -> dict[str, str]:
     for name, method in REDUCERS.items():
         module = copy.deepcopy(first)
         comms = Comms(World(), target)
-        model = parallel.replicated(module, target, comms)
+        model = parallel.replicate(module, target, comms)
         exchange = GradientExchange(model, comms)
         exchange.set_bucket_sizes(1 << 20, 1 << 18)
         exchange.reducer = method(exchange.context())

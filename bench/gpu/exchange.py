@@ -25,7 +25,7 @@ def weights(way: str, comms: Comms, device: torch.device) -> torch.Tensor:
     """After some steps."""
     torch.manual_seed(3)
     network = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(6)]).to(device)
-    replica = parallel.replicated(network, device, comms)
+    replica = parallel.replicate(network, device, comms)
     exchange = GradientExchange(replica, comms)
     if way != "by ddp":
         exchange.reducer = REDUCERS[way](exchange.context())

@@ -39,7 +39,7 @@ def rank(number: int, size: int, port: int, folder: str, rounds: int) -> None:
     from paceline import train
 
     session = train.join(run_dir=folder, quiet=True, device="cpu", log_every=10**6)
-    session.say = session._journal.say = lambda text: None  # type: ignore[method-assign]
+    session.say = session._journal.print = lambda text: None  # type: ignore[method-assign]
     for rows in ROWS:
         taken = measured(session, rows, rounds)
         if number == 0:

@@ -40,7 +40,7 @@ from paceline.recipes.data import decoding
 from paceline.recipes.data.images import Request, load
 from paceline.recipes.networks import MODELS
 from paceline.recipes.preprocessing import ImageTensors, Normalisation
-from paceline.train.data.fetch import Draws, Fetch, Wanted, allowed
+from paceline.train.data.fetch import BatchRequest, Draws, Fetch, usable_cpus
 
 CLASSES, SIZE = 10, 224
 NORMALISE = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -119,12 +119,12 @@ def pictures(folder: Path) -> ImageTensors:
     )
 
 
-def orders(data: ImageTensors, batch: int) -> Iterator[Wanted[int]]:
+def orders(data: ImageTensors, batch: int) -> Iterator[BatchRequest[int]]:
     order = data.visiting_order(0, True)
     for epoch in range(10**6):
         for start in range(0, len(data) - batch, batch):
             positions = np.arange(start, start + batch)
-            yield Wanted(order.at(epoch, positions), Draws(0, epoch, positions), 0)
+            yield BatchRequest(order.at(epoch, positions), Draws(0, epoch, positions), 0)
 
 
 def timed(act: Callable[[], object], images: int) -> tuple[float, float]:
@@ -207,7 +207,7 @@ def main() -> None:
         contents = written(folder, options.photos)
         size = sum(map(len, contents)) / len(contents) / 1000
         print(
-            f"{allowed()} cores, {options.photos} photos of 500×400, {size:.0f} kB each,"
+            f"{usable_cpus()} cores, {options.photos} photos of 500×400, {size:.0f} kB each,"
             f" batch {batch}"
         )
         print(
@@ -237,7 +237,7 @@ def main() -> None:
         print("|---" * (3 + len(networks)) + "|")
         for kind in ("files", "shards"):
             data = pictures(folder / kind)
-            for workers in dict.fromkeys((0, max(1, allowed() - 1), allowed())):
+            for workers in dict.fromkeys((0, max(1, usable_cpus() - 1), usable_cpus())):
                 rates = [
                     of_pipeline(data, workers, options.batches, batch)
                     for _ in range(options.rounds)

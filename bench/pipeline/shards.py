@@ -22,7 +22,7 @@ import torch
 
 from paceline import train
 from paceline.train.data import tars
-from paceline.train.data.fetch import Fetch, Wanted
+from paceline.train.data.fetch import BatchRequest, Fetch
 from paceline.train.data.order import Order, ShardOrder
 
 BATCH = 64
@@ -46,7 +46,7 @@ def epoch(data: train.ShardedDataset, order: Order, ahead: bool) -> None:
     if not ahead:
         data.will_need = lambda ids: None  # type: ignore[method-assign]
     positions = np.array_split(np.arange(len(data)), -(-len(data) // BATCH))
-    for _ in fetch(Wanted(order.at(0, part), None, 0) for part in positions):
+    for _ in fetch(BatchRequest(order.at(0, part), None, 0) for part in positions):
         pass
 
 
@@ -77,7 +77,9 @@ def main() -> None:
         train.ShardedDataset(folder)
         took = seconds(lambda: train.ShardedDataset(folder))
         print(f"* the index that is there, read again: {took * 1000:.1f} ms")
-        large = ShardOrder(1_280_000, 0, counts=np.full(1280, 1000), together=8, window=4096)
+        large = ShardOrder(
+            1_280_000, 0, shard_sizes=np.full(1280, 1000), num_concurrent=8, window=4096
+        )
         took = seconds(lambda: large.at(0, np.arange(64)))
         print(
             f"* order of 1,280 shards with 1,280,000 samples, first batch: {took * 1000:.1f} ms\n"

@@ -331,10 +331,10 @@ class Ranks:
 
     def __init__(self, world: World, session: Any, rank: int, asked: int, answers: int) -> None:
         self.world, self.session, self.rank = world, session, rank
-        self.asked, self.answers = asked, answers
+        self.save_number, self.answers = asked, answers
         self.told: list[dict[str, Any]] = []
         session.event = self._event
-        session.say = session._journal.say = lambda text: None
+        session.say = session._journal.print = lambda text: None
 
     def _event(self, name: str, **details: Any) -> None:
         if name.startswith("straggler"):
@@ -370,7 +370,7 @@ class Ranks:
                 network(inputs).square().mean().backward()
             took = (time.perf_counter() - begun) / 10
             tokens = int(min(512, max(8, tokens * STEP / took)))
-        most = self.session.comms.most(torch.tensor([-float(tokens)], dtype=torch.float64))
+        most = self.session.comms.max(torch.tensor([-float(tokens)], dtype=torch.float64))
         return int(-most[0])
 
     def _ask(self, what: str, number: int, wait: bool) -> None:
@@ -378,7 +378,7 @@ class Ranks:
         import torch
 
         if self.rank == 0:
-            os.write(self.asked, f"{what}:{number} ".encode())
+            os.write(self.save_number, f"{what}:{number} ".encode())
             if wait:
                 os.read(self.answers, 1)
         if wait:
@@ -465,11 +465,11 @@ def _kept(look: Any) -> dict[str, Any]:
 
     return {
         "first_step": look.first_step,
-        "every": look.every,
+        "every": look.stride,
         "seconds": rounded(look.seconds, 5),
         "samples": rounded(look.samples, 0),
         "elements": rounded(look.elements, 0),
-        "facts": rounded(look.facts, 6),
+        "facts": rounded(look.vitals, 6),
     }
 
 

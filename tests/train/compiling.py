@@ -36,7 +36,7 @@ def trained(kind: str, *, compiled: bool = False) -> list[Tensor]:
 
 def replica() -> nn.Module:
     device = torch.device("cpu")
-    model = parallel.replicated(nn.Linear(3, 2), device, Comms(World(), device))
+    model = parallel.replicate(nn.Linear(3, 2), device, Comms(World(), device))
     model(torch.ones(1, 3)).sum().backward()
     return model
 
@@ -45,7 +45,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-compiler.put_off()
+compiler.defer_dynamo()
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 before = {kind: trained(kind) for kind in KINDS}
@@ -63,5 +63,5 @@ for kind in KINDS:
     assert getattr(found, "hooked", False) or found is STEPS[kind], kind  # hooked by PyTorch
     assert same(trained(kind), before[kind]), kind
 replica()
-compiler.put_off()  # too late: nothing to do
+compiler.defer_dynamo()  # too late: nothing to do
 dist.destroy_process_group()

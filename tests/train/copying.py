@@ -39,7 +39,7 @@ def on_hosts(
 
 
 def names(folder: Path) -> list[str]:
-    return [one.path.name for one in Store(folder / "checkpoints").found()[0]]
+    return [one.path.name for one in Store(folder / "checkpoints").scan()[0]]
 
 
 def until(there: Callable[[], bool]) -> None:
@@ -143,7 +143,7 @@ def moved() -> dict[str, Any]:
         training(folder, every="3", at_step=act)
 
     job = launching.Job(body, 3, made("moved"), again=0).run()
-    written = {one["step"] for _, _, one in job.said if one["event"] == "checkpoint"}
+    written = {one["step"] for _, _, one in job.describe if one["event"] == "checkpoint"}
     return {
         "statuses": [job.statuses[slot] for slot in range(3)],
         "written": sorted(written),

@@ -75,7 +75,7 @@ def alike(folder: Path) -> None:
                 total += one
             assert torch.equal(comms.sum(every[rank].clone()), total), (kind, shape)
     assert comms.texts("é" * rank) == ["é" * one for one in range(size)]
-    assert comms.most(torch.tensor([float(rank), -float(rank)])) == [size - 1.0, 0.0]
+    assert comms.max(torch.tensor([float(rank), -float(rank)])) == [size - 1.0, 0.0]
 
 
 def apart(folder: Path) -> None:

@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 from paceline.spec.rundir import BEST, LATEST, parse_version, read_pointer
-from paceline.train.checkpoints.format import Damaged, Entry, Manifest, write_chunks
+from paceline.train.checkpoints.format import DamagedCheckpoint, FileEntry, Manifest, write_chunks
 from paceline.train.checkpoints.store import Fenced, Store
 
 FENCED, KEEP, STEPS = 3, 2, 6
@@ -24,7 +24,8 @@ def make(store: Store, step: int) -> None:
     made = store.temporary(step)
     content = f"{store.token} {step}".encode() * 2000
     entries = {
-        name: Entry(*write_chunks(made / name, iter([content]))) for name in ("weights", "state")
+        name: FileEntry(*write_chunks(made / name, iter([content])))
+        for name in ("weights", "state")
     }
     store.publish(made, Manifest(step, entries, {"best": step % 5 == 0}))
     store.prune(KEEP)
@@ -32,11 +33,11 @@ def make(store: Store, step: int) -> None:
 
 def newest_intact(root: Path) -> tuple[int, str]:
     """How many of the newest are damaged, and the newest that is not."""
-    found, _ = Store(root).found()
+    found, _ = Store(root).scan()
     for place, one in enumerate(found):
         try:
             one.manifest.verify(one.path)
-        except Damaged:
+        except DamagedCheckpoint:
             continue
         return place, one.path.name
     return len(found), ""
@@ -45,23 +46,23 @@ def newest_intact(root: Path) -> tuple[int, str]:
 class Hesitant(Store):
     """Waits between its look and the renaming, so that it is often stopped there."""
 
-    def stand(self) -> None:
-        super().stand()
+    def check_not_fenced(self) -> None:
+        super().check_not_fenced()
         time.sleep(random.random() * MOMENT)
 
 
 def first(root: Path) -> int:
     """Writes until somebody takes over."""
     store = Hesitant(root) if random.random() < 0.7 else Store(root)
-    store.claim(0, "the first")
+    store.claim_token(0, "the first")
     try:
         for step in range(1, 2000):
             make(store, step)
-            if store.newest_token() > store.token:  # the last that it does
+            if store.highest_token() > store.token:  # the last that it does
                 (root.parent / "late").touch()
     except (Fenced, OSError):
         try:
-            store.stand()
+            store.check_not_fenced()
         except Fenced:
             return FENCED
     return 1
@@ -70,8 +71,8 @@ def first(root: Path) -> int:
 def second(root: Path) -> int:
     """Takes over, resumes from what there is, and writes a few."""
     store = Store(root)
-    store.claim(0, "the second")
-    known = {one.path.name for one in store.found()[0]}
+    store.claim_token(0, "the second")
+    known = {one.path.name for one in store.scan()[0]}
     passed, name = newest_intact(root)
     assert passed <= 1, (passed, name)
     (root.parent / "known.json").write_text(json.dumps(sorted(known)))
@@ -131,10 +132,10 @@ def one_case(root: Path, draw: random.Random, seen: Counter[str]) -> None:
     assert version is not None
     assert version[0] == 2
     known = set(json.loads((root.parent / "known.json").read_text()))
-    late = {one.path.name for one in Store(root).found()[0] if one.version[0] == 1} - known
+    late = {one.path.name for one in Store(root).scan()[0] if one.version[0] == 1} - known
     assert len(late) <= 1, late  # the one that it was renaming
     third = Store(root)
-    third.claim(0, "the third")
+    third.claim_token(0, "the third")
     make(third, version[1] + 5 - version[1] % 5)  # the next best: pointers are right again
     assert read_pointer(root / LATEST) == read_pointer(root / BEST) == newest_intact(root)[1]
     seen["late"] += (root.parent / "late").exists()

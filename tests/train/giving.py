@@ -52,7 +52,7 @@ def rank(number: int, way: str, control: int, folder: Path) -> None:
     try:
         while True:
             if way == "chain":
-                comms.spread([much])
+                comms.broadcast([much])
             elif way == "promised":
                 waits.cancellable_future(dist.broadcast(much, 0, async_op=True), much).wait()
             elif way == "at once":

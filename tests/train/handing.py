@@ -22,7 +22,7 @@ from paceline.spec.errors import PacelineError
 from paceline.train.average import Average
 from paceline.train.checkpoints import handover
 from paceline.train.checkpoints.capture import Training
-from paceline.train.checkpoints.handover import give, give_models
+from paceline.train.checkpoints.handover import send_models, send_training
 from paceline.train.data.loader import Progress
 from paceline.train.models import Models
 from paceline.train.update import Updater
@@ -92,14 +92,14 @@ def handed(
             session._journal.measure(2, loss=torch.tensor([1.0, 3.0]))
         elif identity != "3":
             training.identity = {"size": identity}
-        training.within = {"training samples": within if rank == 2 else "100 of Samples"}
+        training.context = {"training samples": within if rank == 2 else "100 of Samples"}
         for progress in (session.progress, training.progress):
             progress.some_absent = idle and rank != 2
         before = content(training)
         harm(session)
         problem = ""
         try:
-            give(training, session.comms, 1, {2}, afresh=afresh and rank == 2)
+            send_training(training, session.comms, 1, {2}, is_new=afresh and rank == 2)
         except PacelineError as error:
             problem = f"{error.message}\n{error.found}"
         except RuntimeError as error:  # another rank has gone
@@ -130,10 +130,10 @@ def went_on(folder: Path, change: Callable[[Models], object], steps: int) -> Non
         for step in range(steps):
             inputs = torch.randn(4, 3, 6, 6, dtype=KIND)
             for name in ("one", "two"):
-                models.backward(name, models[name].module(inputs).square().mean(), last=True)
+                models.backward(name, models[name].module(inputs).square().mean(), is_last=True)
             for one in models:
                 one.update()
-            models.note()
+            models.record_commit()
             with models.averaged():
                 pass  # as an evaluation has it
             before = content(training)
@@ -141,10 +141,10 @@ def went_on(folder: Path, change: Callable[[Models], object], steps: int) -> Non
                 change(models)
         if rank == 1:
             loss = models["one"].module(torch.randn(4, 3, 6, 6, dtype=KIND)).square().mean()
-            models.backward("one", loss, last=True)  # the next step has begun
+            models.backward("one", loss, is_last=True)  # the next step has begun
         changed = content(training)
         try:
-            give_models(models, session.comms, 1, {2})
+            send_models(models, session.comms, 1, {2})
         except PacelineError as error:
             problem = f"{error.message}\n{error.found}"
         found = {"before": before, "changed": changed, "after": content(training)}
@@ -172,7 +172,7 @@ def left_alone(_: Models) -> None:
 
 def flipped(session: train.Session) -> None:
     """One bit of one piece is wrong on its way to rank 2."""
-    handover.PIECE = 512
+    handover.PIECE_BYTES = 512
     spread, count = type(session.comms).spread, 0
 
     def harmed(comms: Any, tensors: Any, source: int = 0) -> None:
@@ -187,7 +187,7 @@ def flipped(session: train.Session) -> None:
 
 
 def small(session: train.Session) -> None:
-    handover.PIECE = 1000  # no multiple of any tensor
+    handover.PIECE_BYTES = 1000  # no multiple of any tensor
 
 
 def grown(folder: Path, megabytes: int = 96) -> None:
@@ -201,7 +201,7 @@ def grown(folder: Path, megabytes: int = 96) -> None:
         training = Training(models, Progress(), 0)
         session.comms.barrier()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        give(training, session.comms, 0, {1}, afresh=session.world.rank == 1)
+        send_training(training, session.comms, 0, {1}, is_new=session.world.rank == 1)
         after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         (folder / f"{session.world.rank}.json").write_text(json.dumps((after - before) / 1024))
 

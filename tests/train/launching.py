@@ -83,7 +83,7 @@ class Job:
     def run(self, timeout: float = 200) -> Job:
         """To the end of all ranks; those that are late are killed."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._metrics = files.Records(self.folder / "metrics.jsonl")
+        self._metrics = files.RecordFile(self.folder / "metrics.jsonl")
         self._members = list(range(self.size))
         self._generation, self._tries = 0, dict.fromkeys([*self._members, *self.late], 0)
         self._closed = self._holds = False
@@ -196,11 +196,11 @@ class Job:
             self._metrics.append(message)
         elif kind == "begin":
             if message["resumed"]:
-                self._metrics.skip_known()
+                self._metrics.skip_recorded()
             else:
                 self._metrics.set_aside()
         elif kind == "event":
-            self.said.append((time.monotonic(), one.slot, message))
+            self.describe.append((time.monotonic(), one.slot, message))
             if message["event"] == "newcomer ready":
                 one.ready = True
             elif message["event"] == "regrouped" and message["generation"] == self._generation:
@@ -211,7 +211,7 @@ class Job:
             elif message["event"] == "door closed" and not self._closed:
                 self._close(one)
             self._take_in()
-        self.saw(self, one.slot, {"kind": kind, **message})
+        self.observe(self, one.slot, {"kind": kind, **message})
 
     def _close(self, teller: Process) -> None:
         """Nobody can join any more: newcomers end, and the group that they were to be in."""
@@ -256,7 +256,7 @@ class Job:
 
     def events(self, name: str) -> list[tuple[float, int, Message]]:
         """All events of this name: when, by which slot, what."""
-        return [one for one in self.said if one[2]["event"] == name]
+        return [one for one in self.describe if one[2]["event"] == name]
 
     def metrics(self) -> list[Message]:
         """What was recorded."""

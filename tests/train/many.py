@@ -104,9 +104,7 @@ def exchanged(session: train.Session, most: int) -> dict[str, list[float]]:
         torch.manual_seed(7)
         layers = [layer for _ in range(4) for layer in (nn.Linear(9, 9), nn.Tanh())]
         network = Backwards(*layers).to(torch.float32)
-        replica = parallel.replicated(
-            network, session.device, session.comms, unused="unused" in way
-        )
+        replica = parallel.replicate(network, session.device, session.comms, unused="unused" in way)
         if way in OF_DDP.values():  # two ranks exchange by themselves otherwise
             GradientExchange._is_pair = property(lambda self: False)  # type: ignore[assignment]
         exchange = Counting(replica, session.comms)
@@ -321,7 +319,7 @@ def trained(
         for inputs, targets in loader:
             losses = mse_loss(model(inputs), targets, reduction="none").mean(1)
             session.step(losses)
-    state = parallel.whole_state(network)
+    state = parallel.full_state(network)
     return torch.cat([one.flatten() for one in state.values()]).tolist() if state else []
 
 

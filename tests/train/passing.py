@@ -19,7 +19,7 @@ from torch import nn
 from paceline import train
 from paceline.train import parallel
 from paceline.train.comms import Comms
-from paceline.train.measure.pace import _Sent
+from paceline.train.measure.pace import _PendingGather
 from paceline.train.reduce.exchange import GradientExchange
 
 LATE_S = 0.4
@@ -43,14 +43,14 @@ class Counting:
 def begun(comms: Comms, model: parallel.Replica) -> dict[str, Callable[[], object]]:
     """Operations; what they begin with before, every rank has begun."""
     one = torch.ones(3)
-    sent = _Sent(comms, torch.ones(4), 0, 1)
+    sent = _PendingGather(comms, torch.ones(4), 0, 1)
     exchange = GradientExchange(model, comms)
     return {
         "sum": lambda: comms.sum(one),
-        "most": lambda: comms.most(one),
+        "most": lambda: comms.max(one),
         "rows": lambda: comms.rows(one),
         "texts": lambda: comms.texts("here"),
-        "spread": lambda: comms.spread([one]),
+        "spread": lambda: comms.broadcast([one]),
         "barrier": comms.barrier,
         "new_group": comms.new_group,
         "notes": sent.rows,
@@ -64,9 +64,9 @@ def rank(folder: Path) -> None:
         plain = session.comms
         found = {}
         for stale in (False, True):
-            model = parallel.replicated(nn.Linear(2, 2), session.device, plain)
+            model = parallel.replicate(nn.Linear(2, 2), session.device, plain)
             mender = Counting(stale)
-            comms = Comms(plain.world, plain.device, mender=mender)  # type: ignore[arg-type]
+            comms = Comms(plain.world, plain.device, fault_handler=mender)  # type: ignore[arg-type]
             for name, operation in begun(comms, model).items():
                 before = mender.count
                 plain.barrier()

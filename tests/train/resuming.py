@@ -100,7 +100,7 @@ def training(
                 if session.progress.step == diverge_at and session.world.rank == 1:
                     network.two.bias.data += 1e-15
             best.update(evaluated(session, network, data), session.progress.step)
-        state = parallel.whole_state(network)
+        state = parallel.full_state(network)
         if session.world.rank == 0 and save:
             torch.save(state, folder / "params.pt")
 
@@ -213,7 +213,7 @@ def terminated_and_resumed() -> dict[str, Any]:
         time.sleep(0.15 if step >= 6 else 0)  # the rest lasts longer than two polls
 
     slow = forking.run(4, lambda: training(folder, every="never", dropout=0.3, at_step=act))
-    steps = [one.step for one in Store(folder / "checkpoints").found()[0]]
+    steps = [one.step for one in Store(folder / "checkpoints").scan()[0]]
     forking.run_ok(4, lambda: training(folder, every="never", dropout=0.3))
     return {
         "statuses": slow,
@@ -327,7 +327,7 @@ def resumed_from_shards(
 
 def damage(folder: Path) -> None:
     """One bit of what rank 1 has written."""
-    newest = Store(folder / "checkpoints").found()[0][0].path
+    newest = Store(folder / "checkpoints").scan()[0][0].path
     part = newest / "weights/00001.safetensors"
     content = bytearray(part.read_bytes())
     content[-1] ^= 1
@@ -343,7 +343,7 @@ def resumed_at(folder: Path) -> int:
 
 
 def held(folder: Path) -> list[str]:
-    newest = Store(folder / "checkpoints").found()[0][0]
+    newest = Store(folder / "checkpoints").scan()[0][0]
     return sorted(newest.manifest.files)
 
 
@@ -351,7 +351,7 @@ def read_by_torch(folder: Path) -> float:
     """The last checkpoint's weights, read with torch's reader and nothing of ours."""
     whole = torch.load(folder / "params.pt")
     state = {name: torch.zeros_like(one) for name, one in whole.items()}
-    path = Store(folder / "checkpoints").found()[0][0].path / "weights"
+    path = Store(folder / "checkpoints").scan()[0][0].path / "weights"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
@@ -371,7 +371,7 @@ def shards_on_private_disks() -> dict[str, Any]:
         (root / str(rank)).mkdir()
     forking.run(2, lambda: own(killer(8, signal.SIGKILL)))
     shutil.copytree(made("shards2") / "checkpoints", root / "1/checkpoints")
-    shutil.rmtree(Store(root / "1/checkpoints").found()[0][0].path)
+    shutil.rmtree(Store(root / "1/checkpoints").scan()[0][0].path)
     private = held(root / "0")
     shutil.rmtree(root / "0/checkpoints")
     forking.run_ok(2, own)
@@ -472,7 +472,7 @@ def saving(where: Store, step: int) -> None:
         at = {"step": step, "epoch": 0, "offset": 0}
         nothing: dict[str, Any] = {"identity": {}, "training": {}, "extras": {}}
         state = json.dumps({"progress": at, "ranks": 1, **nothing}).encode()
-        writer.begin(Snapshot(step, {"weights.safetensors": weights}, frozenset(), state, {}))
+        writer.start(Snapshot(step, {"weights.safetensors": weights}, frozenset(), state, {}))
         writer.wait()
         step += 1
 
@@ -497,7 +497,7 @@ def full_disk() -> dict[str, Any]:
     stopped = forking.run(
         1, lambda: training(other, every="2", at_step=slow, stop_when_full=True, save=False)
     )
-    steps = [one.step for one in Store(folder / "checkpoints").found()[0]]
+    steps = [one.step for one in Store(folder / "checkpoints").scan()[0]]
     forking.run_ok(1, lambda: training(folder))
     return {
         "status": status,

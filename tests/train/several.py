@@ -97,7 +97,7 @@ def gan(
             with average.applied():
                 session.log("val", spread=spread(session, generator))
         session.save_model({"task": "gan"}, name="generator", average=True)
-        state = parallel.whole_state(session.models.module)
+        state = parallel.full_state(session.models.module)
         kept = average.state()["tensors"]
         if session.world.rank == 0:
             state |= {f"average.{name}": one for name, one in kept.items()}

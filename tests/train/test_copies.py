@@ -20,9 +20,17 @@ import ranks
 from paceline.spec.errors import SettingError
 from paceline.spec.rundir import frozen_file
 from paceline.train.checkpoints import copies, receiver
-from paceline.train.checkpoints.copies import PART, Copied, _Peer, _Sender, asked, leads, rest
-from paceline.train.checkpoints.format import MANIFEST, Entry, Manifest, write_chunks
-from paceline.train.checkpoints.receiver import Receiver, Refused, Talk, send
+from paceline.train.checkpoints.copies import (
+    LINE_SHARE,
+    CopyResult,
+    _Peer,
+    _Sender,
+    num_copies,
+    receiving_ranks,
+    rest_seconds,
+)
+from paceline.train.checkpoints.format import MANIFEST, FileEntry, Manifest, write_chunks
+from paceline.train.checkpoints.receiver import CopyChannel, CopyRefused, Receiver, send_checkpoint
 from paceline.train.checkpoints.store import Store
 from paceline.train.files import sha256
 
@@ -38,16 +46,16 @@ def make(
     if frozen:
         content = b"f" * frozen
         name = frozen_file(hashlib.sha256(content).hexdigest())
-        entries[name] = Entry(*write_chunks(made / name, iter([content])))
+        entries[name] = FileEntry(*write_chunks(made / name, iter([content])))
     for name, length in (("weights.safetensors", size), ("a/b", 3), ("empty", 0)):
         (made / name).parent.mkdir(exist_ok=True)
         content = bytes([step % 256]) * length
-        entries[name] = Entry(*write_chunks(made / name, iter([content])))
+        entries[name] = FileEntry(*write_chunks(made / name, iter([content])))
     return store.publish(made, Manifest(step, entries, {"best": best})).name
 
 
 def intact(root: Path) -> list[str]:
-    found, bad = Store(root).found()
+    found, bad = Store(root).scan()
     assert not bad
     for one in found:
         one.manifest.verify(one.path)
@@ -58,7 +66,7 @@ def intact(root: Path) -> list[str]:
 @pytest.fixture
 def writer(tmp_path: Path) -> Store:
     store = Store(tmp_path / "writer")
-    store.claim(0, "")
+    store.claim_token(0, "")
     return store
 
 
@@ -70,8 +78,10 @@ def taker(tmp_path: Path) -> Iterator[Receiver]:
 
 
 def offer(taker: Receiver, store: Store, name: str, *, key: bytes = KEY, keep: int = 2) -> int:
-    with socket.create_connection(taker.place, 5) as connection:
-        return send(Talk.called(connection, key), store, name, keep, lambda _: None)
+    with socket.create_connection(taker.address, 5) as connection:
+        return send_checkpoint(
+            CopyChannel.connect(connection, key), store, name, keep, lambda _: None
+        )
 
 
 def test_a_copy_is_whole_and_pruned_as_the_original(
@@ -89,7 +99,7 @@ def test_a_copy_is_whole_and_pruned_as_the_original(
 
 def test_frozen_weights_travel_once(tmp_path: Path, writer: Store, taker: Receiver) -> None:
     """Also where a copy is cut off and goes on; and they outlive the checkpoint they came with."""
-    root, size = tmp_path / "taker", 6 * receiver.PIECE
+    root, size = tmp_path / "taker", 6 * receiver.PIECE_BYTES
     assert offer(taker, writer, make(writer, 10, frozen=size)) == 700_003 + size
     (first,) = (root / "10").glob("frozen-*")
     name = make(writer, 20, frozen=size)
@@ -108,10 +118,10 @@ def test_strangers_are_told_nothing_and_change_nothing(
     tmp_path: Path, writer: Store, taker: Receiver
 ) -> None:
     name = make(writer, 10)
-    with pytest.raises((OSError, Refused)):
+    with pytest.raises((OSError, CopyRefused)):
         offer(taker, writer, name, key=b"x" * 32)
     for said in (b"", b"GET / HTTP/1.1\r\n\r\n" * 3, b"\0" * 16 + b"\xff" * 4, os.urandom(4000)):
-        with socket.create_connection(taker.place, 5) as connection:
+        with socket.create_connection(taker.address, 5) as connection:
             connection.settimeout(5)
             answer = b""
             with contextlib.suppress(OSError):
@@ -128,13 +138,13 @@ def test_silent_and_slow_callers_delay_no_copy(writer: Store, taker: Receiver) -
     name = make(writer, 10)
     with contextlib.ExitStack() as opened:
         for said in (b"", b"A", b"A" * 47) * 30:  # more than greet at once
-            caller = opened.enter_context(socket.create_connection(taker.place, 5))
+            caller = opened.enter_context(socket.create_connection(taker.address, 5))
             caller.sendall(said)
         assert offer(taker, writer, name) > 0
 
 
 def test_nothing_is_read_before_a_proof(writer: Store, taker: Receiver) -> None:
-    with socket.create_connection(taker.place, 5) as connection:
+    with socket.create_connection(taker.address, 5) as connection:
         connection.settimeout(5)
         connection.sendall(os.urandom(48) + (1 << 24).to_bytes(4, "big"))
         with contextlib.suppress(ConnectionError):  # it ends, and does not wait for 16 MiB
@@ -146,22 +156,22 @@ def test_nothing_is_read_before_a_proof(writer: Store, taker: Receiver) -> None:
 def test_no_other_name_is_taken(tmp_path: Path, writer: Store, taker: Receiver, name: str) -> None:
     make(writer, 10)
     raw = (writer.root / "10/manifest.json").read_text()
-    with socket.create_connection(taker.place, 5) as connection:
-        talk = Talk.called(connection, KEY)
-        talk.say(name=name, manifest=raw, token=1, keep=2)
-        with pytest.raises(Refused, match="no name of this checkpoint"):
-            talk.hear()
+    with socket.create_connection(taker.address, 5) as connection:
+        talk = CopyChannel.connect(connection, KEY)
+        talk.send(name=name, manifest=raw, token=1, keep=2)
+        with pytest.raises(CopyRefused, match="no name of this checkpoint"):
+            talk.receive()
     assert not (tmp_path / "taker").exists()
 
 
 def test_files_stay_inside(tmp_path: Path, taker: Receiver) -> None:
     for name in ("../x", "/tmp/x", "a/../../x"):
-        raw = Manifest(10, {name: Entry("0" * 64, 1)}, {}).encode().decode()
-        with socket.create_connection(taker.place, 5) as connection:
-            talk = Talk.called(connection, KEY)
-            talk.say(name="10", manifest=raw, token=1, keep=2)
-            with pytest.raises(Refused, match="no file of a checkpoint"):
-                talk.hear()
+        raw = Manifest(10, {name: FileEntry("0" * 64, 1)}, {}).encode().decode()
+        with socket.create_connection(taker.address, 5) as connection:
+            talk = CopyChannel.connect(connection, KEY)
+            talk.send(name="10", manifest=raw, token=1, keep=2)
+            with pytest.raises(CopyRefused, match="no file of a checkpoint"):
+                talk.receive()
 
 
 def test_what_does_not_arrive_as_it_was_is_not_taken(
@@ -172,14 +182,14 @@ def test_what_does_not_arrive_as_it_was_is_not_taken(
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(Refused, match="its hash differs"):
+    with pytest.raises(CopyRefused, match="its hash differs"):
         offer(taker, writer, name)
     assert intact(tmp_path / "taker") == []
 
 
 def cut_off(taker: Receiver, store: Store, name: str, pieces: int) -> None:
     """The connection ends after so many pieces: somebody is lost, and all meet again."""
-    with socket.create_connection(taker.place, 5) as connection:
+    with socket.create_connection(taker.address, 5) as connection:
 
         def cut(_: float) -> None:
             nonlocal pieces
@@ -188,16 +198,16 @@ def cut_off(taker: Receiver, store: Store, name: str, pieces: int) -> None:
                 connection.shutdown(socket.SHUT_RDWR)
 
         with pytest.raises(OSError):
-            send(Talk.called(connection, KEY), store, name, 2, cut)
+            send_checkpoint(CopyChannel.connect(connection, KEY), store, name, 2, cut)
 
 
 def test_a_copy_that_was_cut_off_again_and_again_comes_to_its_end(
     tmp_path: Path, writer: Store, taker: Receiver
 ) -> None:
-    name = make(writer, 10, 6 * receiver.PIECE)
+    name = make(writer, 10, 6 * receiver.PIECE_BYTES)
     for _ in range(3):
         cut_off(taker, writer, name, 2)  # the first is the small file's, but for its last byte
-    assert offer(taker, writer, name) < 4 * receiver.PIECE  # one after the other
+    assert offer(taker, writer, name) < 4 * receiver.PIECE_BYTES  # one after the other
     assert intact(tmp_path / "taker") == ["10"]
 
 
@@ -211,7 +221,7 @@ def test_what_is_left_of_a_copy_counts_only_where_it_is_of_the_same(
     cut_off(taker, writer, name, 2)
     left = tmp_path / "taker" / ".30.copy.tmp" / "weights.safetensors"
     left.write_bytes(b"x" * len(left.read_bytes()))
-    with pytest.raises(Refused, match="its hash differs"):
+    with pytest.raises(CopyRefused, match="its hash differs"):
         offer(taker, writer, name)
     assert offer(taker, writer, name) == 700_003
     cut_off(taker, writer, make(writer, 40), 2)
@@ -225,15 +235,15 @@ def test_a_lost_writer_keeps_no_other_waiting(
 ) -> None:
     """Its host is off: it is in the midst of a copy, and its connection does not end."""
     name = make(writer, 10)
-    with socket.create_connection(taker.place, 5) as connection:
-        talk = Talk.called(connection, KEY)
+    with socket.create_connection(taker.address, 5) as connection:
+        talk = CopyChannel.connect(connection, KEY)
         raw = (writer.root / name / MANIFEST).read_text()
-        talk.say(name=name, manifest=raw, token=writer.token, keep=2)
-        assert talk.hear() == {"send": True, "have": {}, "shared": []}
-        taker.drop()  # there is a new group
+        talk.send(name=name, manifest=raw, token=writer.token, keep=2)
+        assert talk.receive() == {"send": True, "have": {}, "shared": []}
+        taker.drop_sender()  # there is a new group
         assert offer(taker, writer, name) > 0
     assert intact(tmp_path / "taker") == ["10"]
-    taker.drop()  # nobody sends
+    taker.drop_sender()  # nobody sends
 
 
 def test_a_writer_ends_what_it_sends_before_the_others_do(writer: Store) -> None:
@@ -242,21 +252,21 @@ def test_a_writer_ends_what_it_sends_before_the_others_do(writer: Store) -> None
     said = json.dumps({"host": "a", "wanted": 1, "key": KEY.hex()})
     comms = SimpleNamespace(world=SimpleNamespace(rank=0, host="a"),
                             texts=lambda text: [did.append("met") or said] * 2)  # fmt: skip
-    one = copies.Copies(cast(Any, comms), writer, 2, 1)
+    one = copies.CopyCoordinator(cast(Any, comms), writer, 2, 1)
     one._sender = cast(Any, SimpleNamespace(close=lambda: did.append("ended")))
-    assert one.meet() == "there is no other host"
+    assert one.negotiate() == "there is no other host"
     assert did == ["ended", "met"]
 
 
 def test_an_older_writer_is_refused(tmp_path: Path, writer: Store, taker: Receiver) -> None:
     name = make(writer, 10)
     taker.token = 2  # this rank knows of a newer one, its disk does not
-    with pytest.raises(Refused, match="taken over"):
+    with pytest.raises(CopyRefused, match="taken over"):
         offer(taker, writer, name)
     newer = Store(tmp_path / "newer", 2)
     offer(taker, newer, make(newer, 5))
     taker.token = 0
-    with pytest.raises(Refused, match="taken over"):
+    with pytest.raises(CopyRefused, match="taken over"):
         offer(taker, writer, name)
     assert intact(tmp_path / "taker") == ["5.2"]
     newer.token = 3  # what a former writer has made, brought by its successor
@@ -269,8 +279,8 @@ def test_a_full_disk_is_said(
     tmp_path: Path, writer: Store, taker: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = make(writer, 10)
-    monkeypatch.setattr(receiver, "SPARE", 1 << 60)
-    with pytest.raises(Refused, match=r"too full: 0\.7 MB needed"):
+    monkeypatch.setattr(receiver, "RESERVED_BYTES", 1 << 60)
+    with pytest.raises(CopyRefused, match=r"too full: 0\.7 MB needed"):
         offer(taker, writer, name)
     assert intact(tmp_path / "taker") == []
 
@@ -278,7 +288,7 @@ def test_a_full_disk_is_said(
 # --- the sender
 
 
-def rounds(told: list[Copied], count: int) -> list[Copied]:
+def rounds(told: list[CopyResult], count: int) -> list[CopyResult]:
     deadline = time.monotonic() + 60
     while len(told) < count and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -289,13 +299,13 @@ def test_the_newest_and_the_best_on_so_many_hosts(tmp_path: Path, writer: Store)
     takers = [Receiver(tmp_path / host, KEY, "127.0.0.1") for host in "bcd"]
     takers[0].close()  # its host is gone
     peers = [_Peer(host, one.place) for host, one in zip("bcd", takers, strict=True)]
-    told: list[Copied] = []
+    told: list[CopyResult] = []
     sender = _Sender(writer, 3, KEY, peers, 1, told.append)
     make(writer, 10, best=True)
     sender.wake()
     (first,) = rounds(told, 1)
     assert (first.step, first.hosts, first.problem) == (10, ("c",), "")
-    assert first.stood_in == {"b": "Connection refused"}  # which is told of once
+    assert first.replaced_hosts == {"b": "Connection refused"}  # which is told of once
     make(writer, 20)
     make(writer, 30)
     sender.wake()
@@ -314,24 +324,24 @@ def test_in_a_new_group_what_was_under_way_comes_first(
     tmp_path: Path, writer: Store, taker: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else, with losses every few seconds and as many checkpoints, no copy would ever be whole."""
-    monkeypatch.setattr(copies, "rest", lambda took: 3600.0)
-    told: list[Copied] = []
-    peers = [_Peer("b", taker.place)]
+    monkeypatch.setattr(copies, "rest_seconds", lambda took: 3600.0)
+    told: list[CopyResult] = []
+    peers = [_Peer("b", taker.address)]
     former = _Sender(writer, 3, KEY, peers, 1, told.append)
     make(writer, 10)
     former.wake()
     deadline = time.monotonic() + 60
-    while not former.under_way and time.monotonic() < deadline:
+    while not former.in_progress and time.monotonic() < deadline:
         time.sleep(0.01)
     make(writer, 20)
     former.close()
-    monkeypatch.setattr(copies, "rest", lambda took: 0.0)
+    monkeypatch.setattr(copies, "rest_seconds", lambda took: 0.0)
     sender = _Sender(writer, 3, KEY, peers, 1, told.append, former)
     sender.wake()
     assert [(one.step, one.problem) for one in rounds(told, 2)] == [(10, ""), (20, "")]
     sender.close()
     last = _Sender(writer, 3, KEY, peers, 1, told.append, sender)
-    assert last._there == {"10": {"b"}, "20": {"b"}}
+    assert last._hosts_by_name == {"10": {"b"}, "20": {"b"}}
     last.close()
 
 
@@ -339,9 +349,9 @@ def test_copying_rests_and_hurries(
     tmp_path: Path, writer: Store, taker: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rested: list[float] = []
-    monkeypatch.setattr(copies, "rest", lambda took: rested.append(took) or 30.0)
-    told: list[Copied] = []
-    sender = _Sender(writer, 2, KEY, [_Peer("b", taker.place)], 1, told.append)
+    monkeypatch.setattr(copies, "rest_seconds", lambda took: rested.append(took) or 30.0)
+    told: list[CopyResult] = []
+    sender = _Sender(writer, 2, KEY, [_Peer("b", taker.address)], 1, told.append)
     make(writer, 10)
     sender.wake()
     deadline = time.monotonic() + 60
@@ -365,30 +375,30 @@ def test_copying_rests_and_hurries(
 
 def test_how_long_it_rests() -> None:
     took = 0.02
-    assert took / (took + rest(took)) == pytest.approx(PART)
-    assert rest(-1.0) == 0
-    assert rest(1e6) == 5
+    assert took / (took + rest_seconds(took)) == pytest.approx(LINE_SHARE)
+    assert rest_seconds(-1.0) == 0
+    assert rest_seconds(1e6) == 5
 
 
 def test_who_takes_copies() -> None:
-    assert leads(["a", "a", "b", "b", "c"], [True, False, False, False, False]) == [2, 4]
-    assert leads(["a", "b", "c"], [True, True, False]) == [2]
-    assert leads(["b", "a", "b"], [False, True, False]) == []
+    assert receiving_ranks(["a", "a", "b", "b", "c"], [True, False, False, False, False]) == [2, 4]
+    assert receiving_ranks(["a", "b", "c"], [True, True, False]) == [2]
+    assert receiving_ranks(["b", "a", "b"], [False, True, False]) == []
 
 
 def test_how_many_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert asked(None) is None
+    assert num_copies(None) is None
     monkeypatch.setenv("PACELINE_CHECKPOINT_COPIES", "2")
-    assert (asked(None), asked(0)) == (2, 0)
+    assert (num_copies(None), num_copies(0)) == (2, 0)
     for word in ("auto", " ", ""):
         monkeypatch.setenv("PACELINE_CHECKPOINT_COPIES", word)
-        assert asked(None) is None
+        assert num_copies(None) is None
     for word in ("x", "-1", "1.5", "9" * 40):
         monkeypatch.setenv("PACELINE_CHECKPOINT_COPIES", word)
         with pytest.raises(SettingError, match="no number of copies"):
-            asked(None)
+            num_copies(None)
     with pytest.raises(SettingError):
-        asked(-1)
+        num_copies(-1)
 
 
 # --- a training

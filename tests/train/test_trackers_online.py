@@ -33,7 +33,7 @@ def opened(run_id):
 guard = Guard("wandb", opened, folder / "notes.json", print, resumed=first > 1)
 began = time.monotonic()
 for step in range(first, last + 1):
-    guard.put(Record("train", step, {"loss": 1 / step}))
+    guard.submit(Record("train", step, {"loss": 1 / step}))
 print(f"trained in {time.monotonic() - began:.3f} s")
 guard.close(patience)
 print(f"closed after {time.monotonic() - began:.3f} s", flush=True)

@@ -34,7 +34,7 @@ def warn(text):
     sys.exit(text) if text else None
 guard = Guard(name, opened, folder / "notes.json", print, resumed=first > 1)
 for step in range(first, last + 1):
-    guard.put(Record("train", step, {"loss": 1 / step}))
+    guard.submit(Record("train", step, {"loss": 1 / step}))
 guard.close(60)
 """
 

@@ -115,7 +115,7 @@ def trained(session: train.Session, *, shard: bool = False, **options: Any) -> l
         found = meter.result()
         means += [float(found.count), found["value"]]
     if shard:
-        weights = parallel.whole_state(network)
+        weights = parallel.full_state(network)
         return [*(float(x) for one in weights.values() for x in one.flatten()), *means]
     return [*flat(network), *means]
 
@@ -270,8 +270,8 @@ def mixed(folder: Path) -> None:
     """One rank of a world that takes itself for one of a CPU and a GPU."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    meet = start._meet
-    start._meet = lambda kind, *rest: meet("cuda" if rank else kind, *rest)
+    meet = start._rendezvous
+    start._rendezvous = lambda kind, *rest: meet("cuda" if rank else kind, *rest)
     with train.join(run_dir=folder / "mixed", dtype="float64", seed=5, quiet=True) as session:
         again(session)
         network = session.place(nn.Linear(3, 1))

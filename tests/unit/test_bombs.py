@@ -140,7 +140,7 @@ def test_a_member_of_a_shard_is_no_longer_than_the_shard(tmp_path: Path, name: s
 @pytest.mark.parametrize("name", ["sparse", "sparse, of POSIX", "of no size"])
 def test_a_sample_is_no_longer_than_its_place(name: str) -> None:
     with pytest.raises(ValueError, match=r"sparse|of no size|larger than its sample"):
-        tars.unpacked(TARS[name])
+        tars.unpack(TARS[name])
 
 
 @pytest.mark.parametrize("shape", [(1 << 50,), (1 << 30, 1 << 30), (4,)])
@@ -163,15 +163,15 @@ def test_a_dictionary_takes_no_more_memory_than_rows_may(
 ) -> None:
     pa = pytest.importorskip("pyarrow")
     library = pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr(parquet, "MOST_OF_GROUP", 1 << 20)
+    monkeypatch.setattr(parquet, "MAX_GROUP_BYTES", 1 << 20)
     words = pa.DictionaryArray.from_arrays(pa.array([0] * 3000, pa.int32()), pa.array(["x" * 9999]))
     path = tmp_path / "a.parquet"
     library.write_table(pa.table({"a": words}), path, compression="zstd", store_schema=False)
     assert path.stat().st_size < 2000
     with pytest.raises(DataError, match=r"a.parquet need more memory"):
-        parquet.Groups(1).rows(path, 0, [0])
+        parquet.GroupCache(1).rows(path, 0, [0])
     library.write_table(pa.table({"a": list(range(1000)), "b": ["x"] * 1000}), path)
-    assert parquet.Groups(1).rows(path, 0, [5]) == [{"a": 5, "b": "x"}]
+    assert parquet.GroupCache(1).rows(path, 0, [5]) == [{"a": 5, "b": "x"}]
 
 
 def test_rows_are_announced_by_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def test_rows_are_announced_by_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     library = pytest.importorskip("pyarrow.parquet")
     library.write_table(pa.table({"a": [1] * 100_000}), tmp_path / "a.parquet")
     assert len(parquet.scan(tmp_path / "a.parquet")) == 100_000
-    monkeypatch.setattr(parquet, "MOST_ROWS", 1)
+    monkeypatch.setattr(parquet, "MAX_ROWS_PER_BYTE", 1)
     with pytest.raises(DataError, match=r"a.parquet"):
         parquet.scan(tmp_path / "a.parquet")
 

@@ -31,17 +31,17 @@ from paceline.train.checkpoints.format import (
     RANDOM,
     STATE,
     WEIGHTS,
-    Damaged,
-    Entry,
+    DamagedCheckpoint,
+    FileEntry,
     Manifest,
     read_manifest,
 )
 from paceline.train.checkpoints.resume import check_identity, load, restore
-from paceline.train.checkpoints.store import Lock, Store
+from paceline.train.checkpoints.store import Store, WriterLock
 from paceline.train.checkpoints.writer import Writer
 from paceline.train.comms import Comms
 from paceline.train.data.loader import Progress
-from paceline.train.files import Records
+from paceline.train.files import RecordFile
 from paceline.train.models import Models
 from paceline.train.update import Updater
 from paceline.train.world import World
@@ -128,10 +128,10 @@ def trained() -> Training:
 def checkpoint(tmp_path: Path) -> Path:
     """A sound one."""
     training = trained()
-    taken = capture(training, ALONE, best=True)
-    Copier().begin(taken.tensors, taken.later)()
+    taken = capture(training, ALONE, is_best=True)
+    Copier().start(taken.tensors, taken.deferred)()
     writer = Writer(Store(tmp_path / "c"), 3)
-    writer.begin(taken)
+    writer.start(taken)
     writer.wait()
     assert not writer.outcomes.get().problem
     return tmp_path / "c/3"
@@ -143,7 +143,7 @@ def signed(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name != MANIFEST:
             content = path.read_bytes()
-            entries[path.name] = Entry(hashlib.sha256(content).hexdigest(), len(content))
+            entries[path.name] = FileEntry(hashlib.sha256(content).hexdigest(), len(content))
     (folder / MANIFEST).write_bytes(Manifest(3, entries, {"ranks": 1}).encode())
 
 
@@ -164,7 +164,7 @@ def test_manifests(checkpoint: Path) -> None:
         def act() -> str:
             try:
                 read_manifest(checkpoint).verify(checkpoint)
-            except Damaged as damage:
+            except DamagedCheckpoint as damage:
                 return "damaged" if len(str(damage)) < 1000 else "too long"
             return "read"
 
@@ -233,8 +233,8 @@ def test_metrics(tmp_path: Path) -> None:
             assert (last.get("before"), last.get("after")) == (7, 8)
             assert all(isinstance(split, str) for split in last)
             assert all(type(step) is int and 0 <= step < 2**63 for step in last.values())
-            records = Records(path)
-            records.skip_known()
+            records = RecordFile(path)
+            records.skip_recorded()
             records.append({"split": "after", "step": 9})
             assert recorded_steps(path)["after"] == 9
             return ""
@@ -249,9 +249,9 @@ def test_links_are_not_written_through(tmp_path: Path) -> None:
     folder.mkdir()
     for name in ("metrics.jsonl", WRITER, "a.json"):
         (folder / name).symlink_to(mine)
-    Records(folder / "metrics.jsonl").append({"split": "train", "step": 1})
+    RecordFile(folder / "metrics.jsonl").append({"split": "train", "step": 1})
     with pytest.raises(OSError):
-        Lock(folder).take()
+        WriterLock(folder).acquire()
     files.write_json(folder / "a.json", {})
     assert not (folder / "a.json").is_symlink()
     assert mine.read_text() == "one\ntwo"
@@ -260,7 +260,7 @@ def test_links_are_not_written_through(tmp_path: Path) -> None:
 def test_pointers(tmp_path: Path) -> None:
     for raw in [*RAW, *(json.dumps({"step": one}).encode() for one in ODD[:8])]:
         (tmp_path / "best.json").write_bytes(raw)
-        assert Store(tmp_path).best([]) is None
+        assert Store(tmp_path).best_of([]) is None
         assert isinstance(read_pointer(tmp_path / BEST), str)
 
 

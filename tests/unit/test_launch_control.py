@@ -189,11 +189,11 @@ def test_a_rank_understands_the_wish_for_a_checkpoint() -> None:
 
 def test_a_wish_is_answered_once_however_late_others_hear_of_it() -> None:
     poll = Poll(Comms(World(), torch.device("cpu")))
-    first = poll.ask(asked=2, answered=0)
+    first = poll.exchange(asked=2, answered=0)
     assert (first.save, first.fresh, first.asked) == (True, True, 2)
-    again = poll.ask(asked=2, answered=first.asked)
+    again = poll.exchange(asked=2, answered=first.asked)
     assert (again.save, again.fresh, again.asked) == (False, False, 2)
-    late = poll.ask(asked=1, answered=2)
+    late = poll.exchange(asked=1, answered=2)
     assert (late.save, late.asked) == (False, 2)
 
 

@@ -24,7 +24,7 @@ from paceline.recipes.data.texts import TextRequest, load_texts
 from paceline.recipes.preprocessing import ImageTensors, Normalisation
 from paceline.spec.errors import DataError
 from paceline.train import Draws, write_shards
-from paceline.train.data.fetch import Fetch, Wanted
+from paceline.train.data.fetch import BatchRequest, Fetch
 
 
 def test_photos_are_cut_out_of_the_whole_file(tmp_path: Path) -> None:
@@ -103,7 +103,8 @@ def test_workers_make_the_batches_of_photos(tmp_path: Path, workers: int) -> Non
         data.splits["train"], normalise, torch.float32, ("resized-crop", "flip")
     )
     orders = [
-        Wanted(np.arange(i, i + 4), Draws(1, 2, np.arange(i, i + 4)), i) for i in range(0, 16, 4)
+        BatchRequest(np.arange(i, i + 4), Draws(1, 2, np.arange(i, i + 4)), i)
+        for i in range(0, 16, 4)
     ]
     fetch = Fetch(pictures, torch.device("cpu"), workers)
     made = [images for _, (images, _) in fetch(orders)]
@@ -154,7 +155,7 @@ def test_photos_in_shards(tmp_path: Path) -> None:
         0, True
     )
     assert sorted(order.epoch(0).tolist()) == list(range(len(part.labels)))
-    assert len(order.counts) == len([*tmp_path.glob("*.tar")]) > 3
+    assert len(order.shard_sizes) == len([*tmp_path.glob("*.tar")]) > 3
 
 
 def test_parts_of_shards_by_their_names(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from paceline.recipes.transformer import (
 )
 from paceline.recipes.translation import balanced_order
 from paceline.spec.errors import DataError, SettingError
-from paceline.train.data.order import Order, by_length
+from paceline.train.data.order import Order, group_by_length
 
 WORDS = ["the", "quick", "brown", "fox,", "it's", "42", "(forty-two)", "dogs"]
 
@@ -157,10 +157,10 @@ def test_long_sentences() -> None:
 @given(size=st.integers(1, 300), batch=st.integers(1, 40), epoch=st.integers(0, 3))
 def test_grouped_order_is_a_permutation(size: int, batch: int, epoch: int) -> None:
     lengths = np.random.default_rng(size).integers(1, 50, size).tolist()
-    order = by_length(Order(size, 7), lengths, batch)
+    order = group_by_length(Order(size, 7), lengths, batch)
     ids = order.epoch(epoch)
     assert sorted(ids.tolist()) == list(range(size))
-    assert (by_length(Order(size, 7), lengths, batch).epoch(epoch) == ids).all()
+    assert (group_by_length(Order(size, 7), lengths, batch).epoch(epoch) == ids).all()
     whole = [np.ptp(np.array(lengths)[ids[i : i + batch]]) for i in range(0, size, batch)]
     assert size <= batch or np.mean(whole) <= np.ptp(lengths)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.train.comms import Comms
-from paceline.train.measure.pace import PARTS, Look
+from paceline.train.measure.pace import PARTS, StepTimings
 from paceline.train.reduce import auto
 from paceline.train.reduce.auto import AutoMethod
 from paceline.train.reduce.choice import Communication
@@ -126,16 +126,16 @@ class Told(Comms):
 
     both: Both | None = None
 
-    def most(self, vector: Tensor) -> list[float]:
+    def max(self, vector: Tensor) -> list[float]:
         assert self.both is not None
         return self.both.most(self.world.rank, vector)
 
 
-def look(first: int, computing: float, moving: float, steps: int = 5) -> Look:
+def look(first: int, computing: float, moving: float, steps: int = 5) -> StepTimings:
     seconds = torch.zeros(2, steps, len(PARTS), dtype=torch.float64)
     seconds[:, :, PARTS.index("computing")] = computing
     seconds[:, :, PARTS.index("moving")] = moving
-    return Look(first, seconds, torch.ones(2, steps, dtype=torch.float64))
+    return StepTimings(first, seconds, torch.ones(2, steps, dtype=torch.float64))
 
 
 @pytest.fixture

@@ -22,13 +22,13 @@ from paceline.spec.errors import SettingError
 from paceline.spec.training.balance import validate_limits, validate_weights
 from paceline.train.comms import Comms
 from paceline.train.data import balance
-from paceline.train.data.balance import Controller, even
-from paceline.train.data.division import Division, wished
+from paceline.train.data.balance import Controller, even_shares
+from paceline.train.data.division import BatchDivision, parse_balance
 from paceline.train.data.fetch import Fetch
 from paceline.train.data.loader import Loader, Progress
 from paceline.train.data.order import Order
 from paceline.train.journal import Journal
-from paceline.train.measure.pace import Look
+from paceline.train.measure.pace import StepTimings
 from paceline.train.models import Models
 from paceline.train.update import Updater
 from paceline.train.world import World
@@ -42,7 +42,7 @@ class Job:
     """Ranks whose steps take what ``work`` says."""
 
     def __init__(self, ranks: int, batch: int, work: Work, moving: float = 0.0, **options) -> None:
-        self.controller = Controller(even(batch, ranks), **options)
+        self.controller = Controller(even_shares(batch, ranks), **options)
         self.work, self.ranks, self.moving = work, ranks, moving
         self.steps: list[float] = []  # seconds of each step
         self.notes: list = []
@@ -68,11 +68,11 @@ class Job:
     def look(self, first: int, notes: list, now: int) -> None:
         seconds = torch.tensor([[one for one, _ in row] for row in notes], dtype=torch.float64)
         samples = torch.tensor([[n for _, n in row] for row in notes], dtype=torch.float64)
-        advice = self.controller.look(Look(first, seconds.transpose(0, 1), samples.T))
+        advice = self.controller.observe(StepTimings(first, seconds.transpose(0, 1), samples.T))
         if advice is not None:
             self.advice.append(advice)
-            if advice.act:
-                self.controller.take(advice.shares, now)
+            if advice.apply:
+                self.controller.apply(advice.shares, now)
                 self.changed.append(now)
 
     def mean(self, start: int, stop: int) -> float:
@@ -125,11 +125,11 @@ def test_settles_within_20_steps_at_the_sum_of_the_rates(costs: list[float], noi
 def test_what_shares_win_is_known_once_two_have_been_seen() -> None:
     """A rank that needs 0.25 s more for a step, whatever its share."""
     job = Job(2, 32, speeds([0.001, 0.001], fixed=[0.03, 0.28])).run(60)
-    first, second = [one for one in job.advice if one.act][:2]
-    assert not first.sure
-    assert first.then < 0.2  # at best: it comes to more
-    assert second.sure
-    assert second.then > 0.25
+    first, second = [one for one in job.advice if one.apply][:2]
+    assert not first.is_certain
+    assert first.proposed_s < 0.2  # at best: it comes to more
+    assert second.is_certain
+    assert second.proposed_s > 0.25
 
 
 def test_equal_shares_reach_half_of_it() -> None:
@@ -215,10 +215,10 @@ def test_a_speed_that_changes_with_the_shares_is_not_taken_for_an_overhead() -> 
 @pytest.mark.parametrize("drops", [False, True])
 def test_a_rank_that_makes_steps_slower_is_named_and_dropped_where_allowed(drops: bool) -> None:
     job = Job(3, 60, speeds([0.001] * 3, [0.0, 0.0, 0.2]), 0.005, drops=drops).run(60)
-    said = next(one for one in job.advice if one.useless is not None)
-    assert said.useless == 2
-    assert said.then == pytest.approx(0.201, rel=0.2)
-    assert said.without == pytest.approx(0.03, rel=0.2)
+    said = next(one for one in job.advice if one.surplus_rank is not None)
+    assert said.surplus_rank == 2
+    assert said.proposed_s == pytest.approx(0.201, rel=0.2)
+    assert said.reduced_s == pytest.approx(0.03, rel=0.2)
     assert job.controller.shares == ((30, 30, 0) if drops else job.controller.shares)
     assert drops or min(job.controller.shares) >= 1
 
@@ -226,18 +226,20 @@ def test_a_rank_that_makes_steps_slower_is_named_and_dropped_where_allowed(drops
 def test_rank_0_is_named_and_never_dropped() -> None:
     job = Job(2, 60, speeds([0.001] * 2, [0.2, 0.0]), drops=True).run(60)
     assert job.controller.shares == (1, 59)
-    found = next(one for one in job.advice if one.useless is not None)
-    assert found.useless == 0
-    comms, journal = World(0, 2), SimpleNamespace(say=Mock(), event=Mock(), tell=Mock())
-    division = Division(
+    found = next(one for one in job.advice if one.surplus_rank is not None)
+    assert found.surplus_rank == 0
+    comms, journal = World(0, 2), SimpleNamespace(print=Mock(), event=Mock(), report=Mock())
+    division = BatchDivision(
         cast(Comms, SimpleNamespace(world=comms)), cast(Journal, journal), Progress()
     )
-    division._called = ["rank 0 on n1", "rank 1 on n2"]
-    division._controller = cast(Controller, SimpleNamespace(look=lambda look: found, take=Mock()))
-    division._wish, division._hosts = "auto", ("n1", "n2")
+    division._rank_names = ["rank 0 on n1", "rank 1 on n2"]
+    division._controller = cast(
+        Controller, SimpleNamespace(observe=lambda look: found, apply=Mock())
+    )
+    division._mode, division._hosts = "auto", ("n1", "n2")
     journal.record = Mock()
-    division.look(cast(Look, None), 60)
-    (said,) = journal.tell.call_args_list
+    division.update(cast(StepTimings, None), 60)
+    (said,) = journal.report.call_args_list
     assert "rank 0 on n1 makes the job slower" in said.kwargs["warning"]
     assert said.kwargs["warning"].endswith("name another host first (-H), or leave its host out")
 
@@ -266,17 +268,17 @@ def test_a_resumed_run_leaves_a_dropped_rank_its_rest() -> None:
 
 
 def test_batch_norm_keeps_a_least_share() -> None:
-    assert min(Job(2, 64, speeds([0.001, 0.1]), least=4).run(60).controller.shares) == 4
+    assert min(Job(2, 64, speeds([0.001, 0.1]), min_share=4).run(60).controller.shares) == 4
 
 
 @given(st.integers(0, 300), st.lists(st.integers(0, 50), min_size=1, max_size=8))
 def test_shares_cover_any_batch(samples: int, shares: list[int]) -> None:
     shares[0] += 1
-    cuts = [balance.bounds(samples, shares, rank) for rank in range(len(shares))]
+    cuts = [balance.share_bounds(samples, shares, rank) for rank in range(len(shares))]
     assert cuts[0][0] == 0
     assert cuts[-1][1] == samples
     assert all(one[1] == other[0] for one, other in itertools.pairwise(cuts))
-    whole = [balance.bounds(sum(shares), shares, rank) for rank in range(len(shares))]
+    whole = [balance.share_bounds(sum(shares), shares, rank) for rank in range(len(shares))]
     assert [end - start for start, end in whole] == shares
 
 
@@ -286,7 +288,7 @@ def test_shares_cover_any_batch(samples: int, shares: list[int]) -> None:
 )
 def test_the_fastest_shares_are_whole_and_all(samples: int, ranks) -> None:
     costs, overheads = [c for c, _ in ranks], [h for _, h in ranks]
-    shares = balance.fastest(samples, costs, overheads, [float("inf")] * len(ranks))
+    shares = balance.fastest_shares(samples, costs, overheads, [float("inf")] * len(ranks))
     assert sum(shares) == samples
     assert min(shares) >= min(1, samples // len(ranks))
     took = [c * (n + h) for n, c, h in zip(shares, costs, overheads, strict=True)]
@@ -298,19 +300,19 @@ def test_the_fastest_shares_are_whole_and_all(samples: int, ranks) -> None:
 
 @given(st.integers(1, 200), st.lists(st.floats(0.01, 100), min_size=1, max_size=6))
 def test_weights_become_whole_shares(samples: int, weights: list[float]) -> None:
-    shares = balance.apportioned(samples, weights)
+    shares = balance.apportion(samples, weights)
     assert sum(shares) == samples
     assert min(shares) >= min(1, samples // len(weights))
 
 
 def test_hosts_share_by_their_weights() -> None:
     hosts = ["n1", "n1", "n2"]
-    assert balance.by_host({"n1": 3, "n2": 1}, hosts, 80) == (30, 30, 20)
+    assert balance.shares_by_host({"n1": 3, "n2": 1}, hosts, 80) == (30, 30, 20)
 
 
 def test_hosts_that_are_away_or_came_later_have_their_part_of_the_weights() -> None:
-    assert balance.by_host({"n1": 3, "n2": 1, "n3": 1}, ["n1", "n2"], 80) == (60, 20)
-    assert balance.by_host({"n1": 3, "n2": 1}, ["n1", "n4"], 70) == (42, 28)  # their mean
+    assert balance.shares_by_host({"n1": 3, "n2": 1, "n3": 1}, ["n1", "n2"], 80) == (60, 20)
+    assert balance.shares_by_host({"n1": 3, "n2": 1}, ["n1", "n4"], 70) == (42, 28)  # their mean
 
 
 @pytest.mark.parametrize(
@@ -346,7 +348,7 @@ def test_weights_are_for_all_hosts_of_the_plan_whoever_is_there() -> None:
     """Also of one that was away when the job began, or is lost at a restart."""
     world = World(0, 1, host="n1", hosts=("n1", "n2"))
     comms = Comms(world, torch.device("cpu"))
-    division = Division(comms, cast(Journal, None), Progress())
+    division = BatchDivision(comms, cast(Journal, None), Progress())
     division.check({"n1": 3, "n2": 1}, False, 8)
     with pytest.raises(SettingError, match="no host of this job is called n3"):
         division.check({"n1": 3, "n2": 1, "n3": 1}, False, 8)
@@ -355,10 +357,14 @@ def test_weights_are_for_all_hosts_of_the_plan_whoever_is_there() -> None:
 
 
 def test_a_script_says_weights_as_a_mapping_or_as_they_are_typed() -> None:
-    assert wished("n1=3,n2=1") == {"n1": 3.0, "n2": 1.0} == wished({"n1": 3.0, "n2": 1.0})
-    assert wished("auto") == "auto"
+    assert (
+        parse_balance("n1=3,n2=1")
+        == {"n1": 3.0, "n2": 1.0}
+        == parse_balance({"n1": 3.0, "n2": 1.0})
+    )
+    assert parse_balance("auto") == "auto"
     with pytest.raises(SettingError, match="balance='Auto' cannot be understood"):
-        wished("Auto")
+        parse_balance("Auto")
 
 
 def test_a_resumed_run_has_its_shares() -> None:
@@ -367,23 +373,23 @@ def test_a_resumed_run_has_its_shares() -> None:
         "hosts": ["n1", "n2"],
         "speeds": [[0.001, 0.0], [0.003, 0.0]],
     }
-    assert balance.resumed(state, ["n1", "n2"], 64) == (48, 16)
-    assert balance.resumed(state, ["n1", "n2"], 128) == (96, 32)
-    assert balance.resumed(state, ["n1", "n2", "n2"], 60) == (36, 12, 12)
-    assert balance.resumed(state, ["n2", "n1"], 64) == (16, 48)
-    assert balance.resumed(state, ["n1", "n3"], 64) is None
-    assert balance.resumed(state, ["n1", "n2", "n3"], 60) is None
-    assert balance.resumed({}, ["n1", "n2"], 60) is None
+    assert balance.resumed_shares(state, ["n1", "n2"], 64) == (48, 16)
+    assert balance.resumed_shares(state, ["n1", "n2"], 128) == (96, 32)
+    assert balance.resumed_shares(state, ["n1", "n2", "n2"], 60) == (36, 12, 12)
+    assert balance.resumed_shares(state, ["n2", "n1"], 64) == (16, 48)
+    assert balance.resumed_shares(state, ["n1", "n3"], 64) is None
+    assert balance.resumed_shares(state, ["n1", "n2", "n3"], 60) is None
+    assert balance.resumed_shares({}, ["n1", "n2"], 60) is None
 
 
 def test_a_resumed_run_has_its_pieces_unless_they_do_not_fit_any_more() -> None:
     comms = Comms(World(), torch.device("cpu"))
-    division = Division(comms, cast(Journal, None), Progress())
+    division = BatchDivision(comms, cast(Journal, None), Progress())
     division.load_state_dict({"fits": [["n1", 8], ["n2", 6], ["n2", 0]]})
-    assert division.fitted([("n1", 0), ("n2", 4), ("n2", 5)]) == [8, 4, 5]
+    assert division.resolve_limits([("n1", 0), ("n2", 4), ("n2", 5)]) == [8, 4, 5]
     assert division.state_dict() == {"fits": [["n1", 8], ["n2", 4], ["n2", 5]]}
-    assert division.fitted([("n3", 0), ("n2", 9)]) == [0, 9]  # other hosts
-    assert division.fitted([]) == []  # nothing was tried
+    assert division.resolve_limits([("n3", 0), ("n2", 9)]) == [0, 9]  # other hosts
+    assert division.resolve_limits([]) == []  # nothing was tried
     assert division.state_dict() == {}
 
 
@@ -392,20 +398,20 @@ def test_stated_weights_outlive_a_host_that_goes_and_comes_back() -> None:
     stated = {"n0": 3.0, "n1": 1.0, "n2": 2.0}
     net = nn.Linear(1, 1)
     updater = Updater(net, torch.optim.SGD(net.parameters(), lr=0.1), None, None, None)
-    journal = SimpleNamespace(say=Mock(), event=Mock(), record=Mock())
+    journal = SimpleNamespace(print=Mock(), event=Mock(), record=Mock())
 
     def shares(*worlds: str) -> list[balance.Shares | None]:
-        comms, found, progress = SimpleNamespace(alone=False), [], Progress()
-        division = Division(cast(Comms, comms), cast(Journal, journal), progress)
+        comms, found, progress = SimpleNamespace(is_alone=False), [], Progress()
+        division = BatchDivision(cast(Comms, comms), cast(Journal, journal), progress)
         for number, hosts in enumerate(map(str.split, worlds)):
             comms.world, progress.step = World(int(number == 0), len(hosts)), 10 * number
             called = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
-            comms.called = called[1]
+            comms.rank_name = called[1]
             comms.texts = {called[1]: called, comms.world.host: hosts}.__getitem__
             if number:
-                division.renew(Models({"": updater}))
+                division.regroup(Models({"": updater}))
             else:
-                division.begin(stated, False, 24, Models({"": updater}))
+                division.start(stated, False, 24, Models({"": updater}))
             found.append(division.shares)
         return found
 
@@ -420,7 +426,11 @@ def test_a_share_beyond_a_ranks_memory_comes_in_pieces(room: float, pieces: list
     fetch, progress = Fetch(data, torch.device("cpu")), Progress(steps=3)
     loader = Loader(fetch, Order(1024, 0), lambda: (0, 2), 64, 0, progress)
     now: list[balance.Shares] = [(16, 48)]
-    loader.shares, loader.alike, loader.room = lambda: now[0], lambda: False, lambda: room
+    loader.shares, loader.equal_pieces, loader.headroom = (
+        lambda: now[0],
+        lambda: False,
+        lambda: room,
+    )
     counts: list[int] = []
     for batch in loader:
         counts.append(batch.count)
@@ -437,7 +447,11 @@ def test_a_resumed_share_is_no_larger_at_once_than_an_even_one(
     """Of an accelerator, whose memory nothing is known of before a first batch."""
     fetch = Fetch(TensorDataset(torch.zeros(1024, 1)), torch.device("cpu"))
     loader = Loader(fetch, Order(1024, 0), lambda: (0, 2), 64, 0, Progress(steps=1))
-    loader.shares, loader.alike, loader.room = lambda: (48, 16), lambda: False, lambda: room
+    loader.shares, loader.equal_pieces, loader.headroom = (
+        lambda: (48, 16),
+        lambda: False,
+        lambda: room,
+    )
     counts: list[int] = []
     for batch in loader:
         counts.append(batch.count)

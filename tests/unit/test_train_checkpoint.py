@@ -32,30 +32,30 @@ from paceline.train import files
 from paceline.train.checkpoints.capture import (
     Copier,
     Snapshot,
-    Torn,
+    TornSnapshot,
     Training,
     capture,
-    generators,
-    set_generators,
+    generator_state,
+    set_generator_state,
 )
 from paceline.train.checkpoints.format import (
     MANIFEST,
     STATE,
-    Damaged,
+    DamagedCheckpoint,
     pack,
     read_manifest,
     unpack,
     write_tensors,
 )
-from paceline.train.checkpoints.keeper import Policy, policy
-from paceline.train.checkpoints.resume import Loaded, load, restore
-from paceline.train.checkpoints.store import STALE_SECONDS, Lock, Store
+from paceline.train.checkpoints.keeper import SavePolicy, parse_policy
+from paceline.train.checkpoints.resume import LoadedCheckpoint, load, restore
+from paceline.train.checkpoints.store import STALE_AFTER_S, Store, WriterLock
 from paceline.train.checkpoints.writer import Writer
 from paceline.train.comms import Comms
 from paceline.train.data.loader import Progress
-from paceline.train.files import Records
+from paceline.train.files import RecordFile
 from paceline.train.models import Models
-from paceline.train.stop import Notice, next_poll
+from paceline.train.stop import SignalNotice, next_poll
 from paceline.train.update import Updater
 from paceline.train.world import World
 
@@ -117,7 +117,7 @@ def written(root: Path, *steps: int, keep: int = 0, best: int = -1) -> Store:
     where = Store(root)
     writer = Writer(where, keep)
     for step in steps:
-        writer.begin(snapshot(step, step == best))
+        writer.start(snapshot(step, step == best))
     writer.wait()
     while not writer.outcomes.empty():
         assert not writer.outcomes.get().problem
@@ -142,7 +142,7 @@ def test_every_flipped_bit_and_zeroed_page_is_found(tmp_path: Path) -> None:
         path = folder / names[number % len(names)]
         before = path.read_bytes()
         path.write_bytes(damaged(before, draw))
-        with pytest.raises(Damaged):
+        with pytest.raises(DamagedCheckpoint):
             read_manifest(folder).verify(folder)
         path.write_bytes(before)
     assert newest(where) == 7
@@ -219,7 +219,7 @@ def test_choices(tmp_path: Path) -> None:
 
 def test_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     where = written(tmp_path, 1, 2, 3, 4, 5, keep=2, best=1)
-    assert [one.step for one in where.found()[0]] == [5, 4, 1]
+    assert [one.step for one in where.scan()[0]] == [5, 4, 1]
     assert read_pointer(tmp_path / BEST) == "1"
     assert read_pointer(tmp_path / LATEST) == "5"
     assert expired([(1, 1), (1, 2), (1, 3)], 0, set()) == []
@@ -255,7 +255,7 @@ def test_a_file_that_was_taken_for_a_leftover_is_written_again(
     def late(source: Path, target: Path) -> None:
         if not cleared:
             cleared.append(source)
-            files.clear(source)
+            files.remove_stale(source)
         replace(source, target)
 
     monkeypatch.setattr(files, "replace", late)
@@ -272,7 +272,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("paceline.train.checkpoints.writer.write_tensors", full)
-    writer.begin(snapshot(2))
+    writer.start(snapshot(2))
     writer.wait()
     assert "No space left" in writer.outcomes.get().problem
     assert newest(where) == 1
@@ -283,7 +283,7 @@ def test_space_is_checked_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     writer = Writer(Store(tmp_path / "c"), 3)
-    writer.begin(snapshot(2))
+    writer.start(snapshot(2))
     writer.wait()
     assert "MB needed, 0.0 MB free" in writer.outcomes.get().problem
     assert not list((tmp_path / "c").iterdir())
@@ -293,7 +293,7 @@ def test_the_copy_is_of_the_moment(tmp_path: Path) -> None:
     """Parameters may change after the wait, buffers at once."""
     copier = Copier()
     weight, buffer = torch.ones(3), torch.ones(3)
-    finish = copier.begin({"f": {"weight": weight, "buffer": buffer}}, frozenset({"weight"}))
+    finish = copier.start({"f": {"weight": weight, "buffer": buffer}}, frozenset({"weight"}))
     buffer += 1
     copied = finish()
     copier.wait()
@@ -305,12 +305,12 @@ def test_the_copy_is_of_the_moment(tmp_path: Path) -> None:
 def test_what_the_script_changes_between_steps_is_found_out() -> None:
     """The copy is given up, and from then on everything is copied at once."""
     copier, weight = Copier(), torch.ones(3)
-    finish = copier.begin({"f": {"weight": weight}}, frozenset({"weight"}))
+    finish = copier.start({"f": {"weight": weight}}, frozenset({"weight"}))
     weight.clamp_(max=0.5)
-    with pytest.raises(Torn, match=r"weight changed outside session\.step"):
+    with pytest.raises(TornSnapshot, match=r"weight changed outside session\.step"):
         finish()
     copier.wait()
-    finish = copier.begin({"f": {"weight": weight}}, frozenset({"weight"}))
+    finish = copier.start({"f": {"weight": weight}}, frozenset({"weight"}))
     weight += 1
     assert finish()["f"]["weight"].tolist() == [0.5] * 3
 
@@ -326,7 +326,7 @@ def test_a_moving_average_is_of_the_moment() -> None:
         Models({"": Updater(network, adam, None, None, None)}), Progress(), 0, {"average": average}
     )
     taken = capture(training, ALONE)
-    finish = Copier().begin(taken.tensors, taken.later)
+    finish = Copier().start(taken.tensors, taken.deferred)
     expected = {name: one.clone() for name, one in average.state_dict().items()}
     statistics = network[1].running_mean.clone()
     with torch.no_grad():
@@ -338,7 +338,7 @@ def test_a_moving_average_is_of_the_moment() -> None:
     for name, one in expected.items():
         assert torch.equal(kept[f"extras.average.{name}"], one), name
     assert torch.equal(copied["weights.safetensors"]["1.running_mean"], statistics)
-    assert {"0.weight", "training.optimizer.state.0.weight.exp_avg"} <= taken.later
+    assert {"0.weight", "training.optimizer.state.0.weight.exp_avg"} <= taken.deferred
 
 
 def test_generators_begin_the_same_at_another_world_size() -> None:
@@ -351,7 +351,7 @@ def test_generators_begin_the_same_at_another_world_size() -> None:
     )
     taken = capture(training, ALONE)
     state = json.loads(taken.state) | {"ranks": 2}
-    loaded = Loaded(3, state, taken.tensors, "here")
+    loaded = LoadedCheckpoint(3, state, taken.tensors, "here")
     drawn = []
     for number in range(2):
         random.seed(number), np.random.seed(number), torch.manual_seed(number)
@@ -361,13 +361,13 @@ def test_generators_begin_the_same_at_another_world_size() -> None:
 
 
 def test_second_writer_is_told_the_first(tmp_path: Path) -> None:
-    first, second = Lock(tmp_path), Lock(tmp_path)
-    first.take()
+    first, second = WriterLock(tmp_path), WriterLock(tmp_path)
+    first.acquire()
     with pytest.raises(SettingError) as caught:
-        second.take()
+        second.acquire()
     assert f"process {os.getpid()} on" in caught.value.found
     first.release()
-    second.take()
+    second.acquire()
     second.release()
 
 
@@ -376,8 +376,8 @@ def test_a_writer_on_a_share_that_says_no(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readable: bool
 ) -> None:
     """SMB answers EACCES to who asks for a held lock, and to who reads what is locked."""
-    held = Lock(tmp_path)
-    held.take()
+    held = WriterLock(tmp_path)
+    held.acquire()
 
     def denied(*_: object) -> bytes:
         raise PermissionError(errno.EACCES, "denied")
@@ -386,7 +386,7 @@ def test_a_writer_on_a_share_that_says_no(
     if not readable:
         monkeypatch.setattr("os.pread", denied)
     with pytest.raises(SettingError, match="another job writes") as told:
-        Lock(tmp_path).take()
+        WriterLock(tmp_path).acquire()
     assert ("could not be read" in told.value.found) != readable
     held.release()
 
@@ -398,8 +398,8 @@ def test_a_disk_without_locks_is_written_to(
         raise OSError(errno.ENOLCK, "no locks")
 
     monkeypatch.setattr("fcntl.flock", unknown)
-    lock = Lock(tmp_path)
-    lock.take()
+    lock = WriterLock(tmp_path)
+    lock.acquire()
     lock.release()
 
 
@@ -416,7 +416,7 @@ def test_a_reader_on_a_share_delays_a_replacement(
         return replace(self, target)
 
     monkeypatch.setattr(Path, "replace", busy)
-    monkeypatch.setattr(files, "_READERS_S", 0.5)
+    monkeypatch.setattr(files, "_REPLACE_TIMEOUT_S", 0.5)
     files.write_bytes(tmp_path / "latest.json", b"new")
     assert (tmp_path / "latest.json").read_bytes() == b"new"
     assert len(tries) == 3
@@ -435,15 +435,15 @@ def test_writer_on_another_machine(tmp_path: Path) -> None:
     path = tmp_path / "writer.json"
     path.write_text(json.dumps(owner))
     with pytest.raises(SettingError, match="process 1 on far"):
-        Lock(tmp_path, "r2").take()
-    same = Lock(tmp_path, "r1")  # the next attempt of the same job
-    same.take()
+        WriterLock(tmp_path, "r2").acquire()
+    same = WriterLock(tmp_path, "r1")  # the next attempt of the same job
+    same.acquire()
     same.release()
     path.write_text(json.dumps(owner))
-    long_ago = time.time() - STALE_SECONDS - 1
+    long_ago = time.time() - STALE_AFTER_S - 1
     os.utime(path, (long_ago, long_ago))
-    late = Lock(tmp_path)
-    late.take()
+    late = WriterLock(tmp_path)
+    late.acquire()
     late.release()
 
 
@@ -456,54 +456,54 @@ def test_a_wrong_clock_takes_no_folder_over(
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 3600)
     with pytest.raises(SettingError, match="process 1 on far"):
-        Lock(tmp_path, "r2").take()
+        WriterLock(tmp_path, "r2").acquire()
     assert [one.name for one in tmp_path.iterdir()] == ["writer.json"]
 
 
 def test_a_writer_whose_launcher_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our launcher holds the run directory, so that of the other run has ended, or was killed."""
-    monkeypatch.setattr("paceline.train.checkpoints.store.WATCH_SECONDS", 0.4)
+    monkeypatch.setattr("paceline.train.checkpoints.store.WATCH_S", 0.4)
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     owner = {"host": "far", "pid": 1, "since": "2030-01-01 00:00:00", "run": "r1"}
     path = folder / "writer.json"
     path.write_text(json.dumps(owner))
     monkeypatch.setenv("PACELINE_RUN_DIR", str(tmp_path))
-    ours = Lock(folder, "r2")
-    ours.take()
+    ours = WriterLock(folder, "r2")
+    ours.acquire()
     ours.release()
     path.write_text(json.dumps({**owner, "run": ""}))  # not under a launcher: it may well live
     with pytest.raises(SettingError):
-        Lock(folder, "r2").take()
+        WriterLock(folder, "r2").acquire()
     path.write_text(json.dumps(owner))
     alive = threading.Timer(0.2, os.utime, [path])  # a rank of it that is still on its way out
     alive.start()
     with pytest.raises(SettingError):
-        Lock(folder, "r2").take()
+        WriterLock(folder, "r2").acquire()
     alive.join()
 
 
 def test_a_frozen_writer_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the kernel's lock; its token keeps it from publishing when it thaws."""
-    monkeypatch.setattr("paceline.train.checkpoints.store.WATCH_SECONDS", 0.2)
+    monkeypatch.setattr("paceline.train.checkpoints.store.WATCH_S", 0.2)
     folder = tmp_path / "checkpoints"
-    frozen = Lock(folder, "r1")
-    frozen.take()
+    frozen = WriterLock(folder, "r1")
+    frozen.acquire()
     with pytest.raises(SettingError):
-        Lock(folder, "r2").take()  # somebody without a launcher: who knows?
-    again = Lock(folder, "r1")  # the next attempt of the same job
-    again.take()
+        WriterLock(folder, "r2").acquire()  # somebody without a launcher: who knows?
+    again = WriterLock(folder, "r1")  # the next attempt of the same job
+    again.acquire()
     monkeypatch.setenv("PACELINE_RUN_DIR", str(tmp_path))
-    other = Lock(folder, "r2")  # its launcher has the whole run directory
-    other.take()
+    other = WriterLock(folder, "r2")  # its launcher has the whole run directory
+    other.acquire()
     assert json.loads((folder / "writer.json").read_text())["run"] == "r2"
-    third = Lock(folder, "")
-    third.take(over=True)  # a launcher has said so
-    assert third.held
+    third = WriterLock(folder, "")
+    third.acquire(force=True)  # a launcher has said so
+    assert third.is_held
     frozen.release()
     third.refresh()  # has the kernel's lock as soon as it can be had
     with pytest.raises(SettingError):
-        Lock(folder, "").take()
+        WriterLock(folder, "").acquire()
     for one in (again, other, third):
         one.release()
 
@@ -511,14 +511,14 @@ def test_a_frozen_writer_is_taken_over(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("text", "meant"),
     [
-        ("500", Policy(500)),
-        ("10m", Policy(seconds=600)),
-        ("epoch, 1.5h", Policy(seconds=5400, epochs=True)),
-        ("never", Policy()),
+        ("500", SavePolicy(500)),
+        ("10m", SavePolicy(seconds=600)),
+        ("epoch, 1.5h", SavePolicy(seconds=5400, epochs=True)),
+        ("never", SavePolicy()),
     ],
 )
-def test_policy(text: str, meant: Policy) -> None:
-    assert policy(text) == meant
+def test_policy(text: str, meant: SavePolicy) -> None:
+    assert parse_policy(text) == meant
 
 
 def test_a_number_of_steps_may_be_one(tmp_path: Path) -> None:
@@ -625,20 +625,20 @@ def test_a_stop_saves_again_where_a_rank_was_lost_meanwhile(
 @pytest.mark.parametrize("text", ["", "0", "often", "10x", "-5"])
 def test_policy_that_cannot_be(text: str) -> None:
     with pytest.raises(SettingError, match="checkpoint-every"):
-        policy(text)
+        parse_policy(text)
 
 
 def test_due() -> None:
-    assert [step for step in range(1, 7) if Policy(3).due_by_step(step)] == [3, 6]
-    assert Policy(seconds=5).due_by_time(5.0)
-    assert not Policy().due_by_time(1e9)
+    assert [step for step in range(1, 7) if SavePolicy(3).is_due_at_step(step)] == [3, 6]
+    assert SavePolicy(seconds=5).is_due_after(5.0)
+    assert not SavePolicy().is_due_after(1e9)
 
 
 def test_random_generators_go_on() -> None:
     random.gauss(0, 1), np.random.randn()  # half of a pair stays behind
-    state = generators(torch.device("cpu"))
+    state = generator_state(torch.device("cpu"))
     first = random.gauss(0, 1), random.random(), np.random.randn(), torch.rand(2).tolist()
-    set_generators(state, torch.device("cpu"))
+    set_generator_state(state, torch.device("cpu"))
     again = random.gauss(0, 1), random.random(), np.random.randn(), torch.rand(2).tolist()
     assert first == again
 
@@ -652,7 +652,7 @@ def test_polls() -> None:
 
 def test_signals_are_taken_and_given_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    notice = Notice()
+    notice = SignalNotice()
     notice.open()
     os.kill(os.getpid(), signal.SIGUSR2)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -663,20 +663,20 @@ def test_signals_are_taken_and_given_back() -> None:
 
 def test_records_survive(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    first = Records(path)
+    first = RecordFile(path)
     for step in (1, 2, 3):
         first.append({"step": step, "split": "train", "loss": float("inf")})
     with path.open("ab") as file:
         file.write(b'{"step": 4, "spl')  # killed while writing
-    second = Records(path)
-    second.skip_known()
+    second = RecordFile(path)
+    second.skip_recorded()
     for step in (2, 3, 4):
         second.append({"step": step, "split": "train"})
         second.append({"step": step, "split": "test"})
     assert recorded_steps(path) == {"train": 4, "test": 4}
     steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
     assert steps == [1, 2, 3, 2, 3, 4, 4]
-    second.set_aside()
+    second.back_up()
     assert not path.exists()
 
 

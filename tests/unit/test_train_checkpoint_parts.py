@@ -12,58 +12,58 @@ import torch
 from paceline.train import parallel
 from paceline.train.checkpoints import writer as parts
 from paceline.train.checkpoints.capture import Snapshot
-from paceline.train.checkpoints.format import STATE, WEIGHT_SHARDS, Entry, of_rank
+from paceline.train.checkpoints.format import STATE, WEIGHT_SHARDS, FileEntry, shard_file
 from paceline.train.checkpoints.store import Store
-from paceline.train.checkpoints.writer import Part, Writer, collect, contribute
+from paceline.train.checkpoints.writer import PartialWrite, Writer, collect_parts, write_part
 
 NEVER = threading.Event()
 
 
-def part(folder: Path, rank: int) -> Part:
-    return Part(folder, rank, 3)
+def part(folder: Path, rank: int) -> PartialWrite:
+    return PartialWrite(folder, rank, 3)
 
 
 def test_what_all_ranks_wrote(tmp_path: Path) -> None:
     for rank in (1, 2):
-        entry = Entry(str(rank) * 64, rank)
-        contribute(part(tmp_path, rank), lambda rank=rank, entry=entry: {f"w/{rank}": entry})
-    assert collect(part(tmp_path, 0), NEVER) == {
-        "w/1": Entry("1" * 64, 1),
-        "w/2": Entry("2" * 64, 2),
+        entry = FileEntry(str(rank) * 64, rank)
+        write_part(part(tmp_path, rank), lambda rank=rank, entry=entry: {f"w/{rank}": entry})
+    assert collect_parts(part(tmp_path, 0), NEVER) == {
+        "w/1": FileEntry("1" * 64, 1),
+        "w/2": FileEntry("2" * 64, 2),
     }
     assert not list(tmp_path.iterdir())
 
 
-def full() -> dict[str, Entry]:
+def full() -> dict[str, FileEntry]:
     raise OSError(28, "No space left on device")
 
 
 def test_a_rank_that_cannot_write_says_so(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space"):
-        contribute(part(tmp_path, 1), full)
+        write_part(part(tmp_path, 1), full)
     with pytest.raises(OSError, match=r"rank 1: .*No space left"):
-        collect(part(tmp_path, 0), NEVER)
+        collect_parts(part(tmp_path, 0), NEVER)
 
 
 def test_a_rank_that_is_gone_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "PATIENCE", 0.2)
-    contribute(part(tmp_path, 2), dict)
+    monkeypatch.setattr(parts, "STALL_TIMEOUT_S", 0.2)
+    write_part(part(tmp_path, 2), dict)
     with pytest.raises(OSError, match="rank 1 has not written"):
-        collect(part(tmp_path, 0), NEVER)
+        collect_parts(part(tmp_path, 0), NEVER)
 
 
 def test_after_a_failure_the_wait_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "LAST_SECONDS", 0.1)
+    monkeypatch.setattr(parts, "FAILED_TIMEOUT_S", 0.1)
     failed = threading.Event()
     failed.set()
     with pytest.raises(OSError, match="rank 1, 2 has not written"):
-        collect(part(tmp_path, 0), failed)
+        collect_parts(part(tmp_path, 0), failed)
 
 
 def snapshot(rank: int) -> Snapshot:
-    name = of_rank(WEIGHT_SHARDS, rank)
+    name = shard_file(WEIGHT_SHARDS, rank)
     return Snapshot(
         4,
         {name: {"w": torch.full((2,), float(rank))}},
@@ -77,15 +77,15 @@ def snapshot(rank: int) -> Snapshot:
 def test_published_when_the_last_part_is_there(tmp_path: Path) -> None:
     where = Store(tmp_path)
     first, second = Writer(where, 0), Writer(where, 0)
-    folder = first.prepare(4, 0)
-    first.begin(snapshot(0), Part(folder, 0, 2))
-    assert not where.found()[0]
-    second.begin(snapshot(1), Part(folder, 1, 2))
+    folder = first.make_folder(4, 0)
+    first.start(snapshot(0), PartialWrite(folder, 0, 2))
+    assert not where.scan()[0]
+    second.start(snapshot(1), PartialWrite(folder, 1, 2))
     second.wait()
     first.wait()
-    found = where.found()[0][0]
+    found = where.scan()[0][0]
     found.manifest.verify(found.path)
-    shards = [of_rank(WEIGHT_SHARDS, rank) for rank in (0, 1)]
+    shards = [shard_file(WEIGHT_SHARDS, rank) for rank in (0, 1)]
     assert sorted(found.manifest.files) == [STATE, *shards]
     assert second.outcomes.get().problem == first.outcomes.get().problem == ""
 
@@ -93,13 +93,13 @@ def test_published_when_the_last_part_is_there(tmp_path: Path) -> None:
 def test_nothing_is_published_without_a_part(tmp_path: Path) -> None:
     where = Store(tmp_path)
     writer = Writer(where, 0)
-    folder = writer.prepare(4, 0)
+    folder = writer.make_folder(4, 0)
     with pytest.raises(OSError, match="No space"):
-        contribute(Part(folder, 1, 2), full)
-    writer.begin(snapshot(0), Part(folder, 0, 2))
+        write_part(PartialWrite(folder, 1, 2), full)
+    writer.start(snapshot(0), PartialWrite(folder, 0, 2))
     writer.wait()
     assert "No space left" in writer.outcomes.get().problem
-    assert not where.found()[0]
+    assert not where.scan()[0]
     assert not list(tmp_path.iterdir())
 
 

@@ -21,7 +21,15 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, dataloader
 from paceline.launch.elastic.members import WORKER_KILLED
 from paceline.spec.errors import SettingError
 from paceline.train.data import fetch
-from paceline.train.data.fetch import Draws, Fetch, Wanted, _moved, ahead, allowed, loader_workers
+from paceline.train.data.fetch import (
+    BatchRequest,
+    Draws,
+    Fetch,
+    _to_device,
+    loader_workers,
+    prefetch,
+    usable_cpus,
+)
 from paceline.train.data.loader import Batch
 
 CPU = torch.device("cpu")
@@ -38,9 +46,9 @@ class Noisy(Dataset[Any]):
         return torch.tensor([index, *noise], dtype=torch.float64), os.getpid()
 
 
-def wanted(start: int, stop: int, train: bool = True) -> Wanted[int]:
+def wanted(start: int, stop: int, train: bool = True) -> BatchRequest[int]:
     positions = np.arange(start, stop)
-    return Wanted(positions[::-1].copy(), Draws(3, 1, positions) if train else None, start)
+    return BatchRequest(positions[::-1].copy(), Draws(3, 1, positions) if train else None, start)
 
 
 def test_randomness_belongs_to_the_sample() -> None:
@@ -106,7 +114,7 @@ def test_slow_batches_are_made_ahead_and_errors_come_through() -> None:
 
 
 def test_leaving_early_ends_the_thread() -> None:
-    items = ahead(iter(range(1000)))
+    items = prefetch(iter(range(1000)))
     assert next(items) == 0
     items.close()
 
@@ -115,9 +123,9 @@ def test_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quota = tmp_path / "cpu.max"
     monkeypatch.setattr(fetch, "_QUOTA", quota)
     quota.write_text("100000 100000\n")
-    assert allowed() == 1
+    assert usable_cpus() == 1
     quota.write_text("max 100000\n")
-    assert allowed() == len(os.sched_getaffinity(0))
+    assert usable_cpus() == len(os.sched_getaffinity(0))
     assert [loader_workers(cpus, ranks) for cpus, ranks in ((1, 1), (2, 2), (16, 4), (64, 1))] == [
         0, 0, 3, 8,
     ]  # fmt: skip
@@ -232,7 +240,7 @@ def test_copies_to_an_accelerator_go_through_pinned_memory(monkeypatch: pytest.M
     value = {"a": torch.ones(2), "b": [torch.zeros(1), "text"]}
     for pins in (True, False):
         pinned.clear(), copies.clear()
-        _moved(value, torch.device("meta"), pins)
+        _to_device(value, torch.device("meta"), pins)
         assert (len(pinned), copies) == (2 * pins, [pins, pins])
 
 
@@ -262,7 +270,7 @@ def test_copies_run_ahead_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch, "Stream", Stream)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: now)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: said.append("held"))
-    monkeypatch.setattr("paceline.train.data.fetch._moved", lambda value, device, pins: value)
+    monkeypatch.setattr("paceline.train.data.fetch._to_device", lambda value, device, pins: value)
     fetch = Fetch(Slow(), torch.device("cuda"))
     got = [(tag, data[0].tolist()) for tag, data in fetch([wanted(0, 2), wanted(2, 4)])]
     assert got == [(0, [1, 0]), (2, [3, 2])]

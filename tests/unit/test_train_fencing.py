@@ -28,7 +28,7 @@ from paceline.spec.rundir import (
     usable_checkpoint,
 )
 from paceline.train import files
-from paceline.train.checkpoints.format import Entry, Manifest, write_chunks
+from paceline.train.checkpoints.format import FileEntry, Manifest, write_chunks
 from paceline.train.checkpoints.store import Fenced, Store
 
 KEEP = 2
@@ -38,14 +38,14 @@ def make(store: Store, step: int, best: bool = False, keep: int = KEEP) -> None:
     """A checkpoint as the writer makes one, and the pruning after it."""
     made = store.temporary(step)
     content = f"{store.token} {step}".encode()
-    entry = Entry(*write_chunks(made / "weights.safetensors", iter([content])))
+    entry = FileEntry(*write_chunks(made / "weights.safetensors", iter([content])))
     store.publish(made, Manifest(step, {"weights.safetensors": entry}, {"best": best}))
     store.prune(keep)
 
 
 def names(root: Path) -> list[str]:
     """Of the intact checkpoints, newest first."""
-    found, bad = Store(root).found()
+    found, bad = Store(root).scan()
     assert not bad
     for one in found:
         one.manifest.verify(one.path)
@@ -54,7 +54,7 @@ def names(root: Path) -> list[str]:
 
 def writer(root: Path) -> Store:
     store = Store(root)
-    store.claim(0, "somebody")
+    store.claim_token(0, "somebody")
     return store
 
 
@@ -106,7 +106,7 @@ def test_a_late_writer_changes_nothing_at_any_moment(tmp_path: Path) -> None:
         except (Fenced, OSError):  # its half folder may have been cleared away
             fenced += 1
             with pytest.raises(Fenced):
-                first.stand()
+                first.check_not_fenced()
         if not came:
             break
         left = names(root)
@@ -159,16 +159,16 @@ def test_a_new_start_outranks_what_it_did_not_resume(tmp_path: Path) -> None:
 
 def test_two_at_once_get_different_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = Store(tmp_path), Store(tmp_path)
-    highest = Store.newest_token
+    highest = Store.highest_token
 
     def just_before(store: Store) -> int:
         found = highest(store)
-        monkeypatch.setattr(Store, "newest_token", highest)
-        other.claim(0, "the other")
+        monkeypatch.setattr(Store, "highest_token", highest)
+        other.claim_token(0, "the other")
         return found
 
-    monkeypatch.setattr(Store, "newest_token", just_before)
-    one.claim(0, "one")
+    monkeypatch.setattr(Store, "highest_token", just_before)
+    one.claim_token(0, "one")
     assert (other.token, one.token) == (1, 2)
     with pytest.raises(Fenced) as told:
         make(other, 10)
@@ -179,11 +179,11 @@ def test_two_at_once_get_different_tokens(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_token_is_larger_than_any_that_others_know(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    store.claim(6, "")
+    store.claim_token(6, "")
     assert store.token == 7
     make(store, 3)
     assert names(tmp_path) == ["3.7"]
-    assert Store(tmp_path).newest_token() == 7
+    assert Store(tmp_path).highest_token() == 7
 
 
 def test_names() -> None:
@@ -215,19 +215,19 @@ def test_a_number_that_no_run_reaches_is_passed_over_and_named(tmp_path: Path, n
     shutil.copytree(tmp_path / "10", tmp_path / name)
     (tmp_path / ".token-9999999999").touch()
     store = Store(tmp_path)
-    store.claim(0, "")
+    store.claim_token(0, "")
     assert store.token == 2
     for step in (20, 30):
         make(store, step)
-    assert [one.path.name for one in store.found()[0]] == ["30.2", "20.2"]
-    (passed_over,) = store.found()[1]
+    assert [one.path.name for one in store.scan()[0]] == ["30.2", "20.2"]
+    (passed_over,) = store.scan()[1]
     assert passed_over.startswith(f"{tmp_path / name}: ")
 
 
 def test_after_the_last_number_of_a_writer_nobody_begins(tmp_path: Path) -> None:
     (tmp_path / f"5.{MAX_TOKEN}").mkdir()
     with pytest.raises(SettingError, match="no later one can follow"):
-        Store(tmp_path).claim(0, "")
+        Store(tmp_path).claim_token(0, "")
 
 
 def test_pruning_counts_only_checkpoints_that_are_whole(tmp_path: Path) -> None:
@@ -237,9 +237,9 @@ def test_pruning_counts_only_checkpoints_that_are_whole(tmp_path: Path) -> None:
     for step in (5, 30, 40):
         (tmp_path / str(step) / "weights.safetensors").unlink()
     store.prune(2)
-    assert {one.step for one in store.found()[0]} == {10, 20, 30, 40}
+    assert {one.step for one in store.scan()[0]} == {10, 20, 30, 40}
     make(store, 50)
-    assert {one.step for one in store.found()[0]} == {20, 30, 40, 50}
+    assert {one.step for one in store.scan()[0]} == {20, 30, 40, 50}
 
 
 def test_what_is_used_of_a_run(tmp_path: Path) -> None:

@@ -161,5 +161,5 @@ def test_other_errors_are_not_taken_for_a_full_memory(session: train.Session) ->
     ],
 )
 def test_words_of_a_full_memory(words: str) -> None:
-    assert batches.is_full(RuntimeError(words))
-    assert batches.is_full(MemoryError())
+    assert batches.is_out_of_memory(RuntimeError(words))
+    assert batches.is_out_of_memory(MemoryError())

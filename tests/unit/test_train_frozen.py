@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from paceline import train
 from paceline.spec.rundir import is_frozen_file
-from paceline.train.checkpoints.format import Manifest, read_manifest, ties
+from paceline.train.checkpoints.format import Manifest, find_tied_weights, read_manifest
 from paceline.train.checkpoints.store import Store
 from paceline.train.weights import load_weights
 
@@ -64,7 +64,7 @@ def stopped(folder: Path, steps: int, act: Callable[[Tied, int], None] = lambda 
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    return [one.path for one in reversed(Store(folder / "checkpoints").found()[0])]
+    return [one.path for one in reversed(Store(folder / "checkpoints").scan()[0])]
 
 
 def frozen(path: Path) -> Path:
@@ -141,11 +141,11 @@ def test_a_checkpoint_with_every_name_in_one_file(tmp_path: Path) -> None:
         (path / "state.json").write_text(json.dumps(state))
         manifest = read_manifest(path)
         from paceline.train import files
-        from paceline.train.checkpoints.format import Entry
+        from paceline.train.checkpoints.format import FileEntry
 
-        entries = {name: Entry(files.sha256(path / name), (path / name).stat().st_size)
+        entries = {name: FileEntry(files.sha256(path / name), (path / name).stat().st_size)
                    for name in manifest.files if not is_frozen_file(name)}  # fmt: skip
-        made = Manifest(manifest.step, entries, manifest.about)
+        made = Manifest(manifest.step, entries, manifest.info)
         (path / "manifest.json").write_bytes(made.encode())
     assert same(whole, trained(tmp_path / "run", 0))
 
@@ -163,4 +163,4 @@ def test_damage_to_frozen_weights_is_found(tmp_path: Path) -> None:
 def test_views_are_not_ties() -> None:
     base = torch.arange(6.0)
     state = {"a": base, "b": base[:3], "c": base.view(2, 3), "d": base, "e": torch.empty(0)}
-    assert ties(state) == {"d": "a"}
+    assert find_tied_weights(state) == {"d": "a"}

@@ -50,7 +50,7 @@ def test_a_void_batch_is_given_again_among_those_who_are_left() -> None:
     for number, batch in enumerate(loader):
         if number == 1:
             group.generation = 1
-            assert loader.outdated
+            assert loader.is_outdated
         else:
             seen.append(ids(batch))
             counted(loader, batch)
@@ -87,7 +87,7 @@ def test_ranks_join_before_a_batch_and_never_in_its_pieces() -> None:
         if progress.step == 1:
             group.generation = 1
 
-    loader.boundary, seen = join, []
+    loader.on_boundary, seen = join, []
     for batch in loader:
         seen.append((progress.step, ids(batch)))
         if batch.last:
@@ -102,7 +102,7 @@ def test_a_void_batch_after_a_pause_is_no_second_pause() -> None:
     group = Group((0, 2), (0, 1))
     progress = Progress(steps=4)
     loader = group.loader(progress)
-    loader.every = 2
+    loader.pause_interval = 2
     rounds = []
     while not progress.finished:
         rounds.append(0)
@@ -132,7 +132,7 @@ def evaluated(
     at = iter(meetings)
     shard = Shard(
         fetch, samples, lambda: (0, 3), 3, Progress(), lambda: None, lambda: by,
-        slot=slot, meet=lambda: next(at),
+        slot=slot, list_slots=lambda: next(at),
     )  # fmt: skip
     found = list(shard)
     assert next(at, None) is None
@@ -180,7 +180,7 @@ def test_a_model_with_batch_normalisation_never_gets_one_sample(
         order = Order(8 + left, 0, shuffle=False)
         place = partial(tuple[int, int], (rank, ranks))
         loader = Loader(fetch, order, place, 8, limit, Progress(step=1, offset=8, steps=2))
-        loader.least = 2
+        loader.min_samples = 2
         batch = next(iter(loader))
         assert (batch.ids.tolist(), batch.count) == wanted
         assert len(batch.data[0]) == len(wanted[0])
@@ -195,7 +195,11 @@ def test_limits_of_single_ranks_neither_lose_nor_repeat_a_sample() -> None:
             place = partial(tuple[int, int], (rank, 2))
             order = Order(13, 0, shuffle=False)
             loader = Loader(fetch, order, place, 10, limit * rank, Progress(steps=2))
-            loader.least, loader.same_limit, loader.alike = 2, False, lambda: False
+            loader.min_samples, loader.has_common_limit, loader.equal_pieces = (
+                2,
+                False,
+                lambda: False,
+            )
             for batch in loader:
                 seen += batch.ids[: batch.count].tolist()
                 assert len(batch.ids) >= (1 if rank and limit == 1 else 2)
@@ -209,7 +213,7 @@ def test_limits_of_single_ranks_neither_lose_nor_repeat_a_sample() -> None:
 def test_who_asks_for_batches_of_one_gets_them() -> None:
     fetch, order = Fetch(TensorDataset(torch.arange(6)), torch.device("cpu")), Order(6, 0)
     loader = Loader(fetch, order, lambda: (1, 2), 2, 0, Progress(steps=3))
-    loader.least = 2
+    loader.min_samples = 2
     for batch in loader:
         assert len(batch.ids) == batch.count == 1
         counted(loader, batch)

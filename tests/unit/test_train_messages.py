@@ -16,7 +16,7 @@ from paceline.spec.schema import integer, text, tuple_of
 from paceline.train import comms as ranks
 from paceline.train.checkpoints import handover, resume
 from paceline.train.checkpoints.store import Store
-from paceline.train.comms import Comms, checked
+from paceline.train.comms import Comms, parse_texts
 from paceline.train.data import disks
 from paceline.train.elastic.recovery import _broadcast_result
 
@@ -24,8 +24,8 @@ from paceline.train.elastic.recovery import _broadcast_result
 class Said:
     """Two ranks, of which the other one says what a test has it say."""
 
-    alone = joining = False
-    mender = None
+    is_alone = joining = False
+    fault_handler = None
 
     def __init__(self, *other: str, rank: int = 0) -> None:
         self.world = SimpleNamespace(rank=rank, size=2, local_rank=0, host="n1")
@@ -44,7 +44,7 @@ class Said:
     def barrier(self) -> None:
         pass
 
-    def spread(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         pass
 
 
@@ -61,16 +61,16 @@ def test_a_name_of_another_rank_removes_nothing(tmp_path: Path, name: str) -> No
     name, former = name.replace("{}", str(thesis)), list[str]()
     for _ in range(2):
         comms = said(name, "", "")
-        disks._made_by_some(comms, tmp_path / "data" / "cache", lambda folder: None, former)
+        disks._try_make(comms, tmp_path / "data" / "cache", lambda folder: None, former)
     assert thesis.read_text() == "mine"
-    assert former == [one for one in former if disks._MARK.fullmatch(one)]
+    assert former == [one for one in former if disks._MARKER.fullmatch(one)]
     assert not any(name in one for one in former)
 
 
 def test_another_ranks_file_is_not_looked_for(tmp_path: Path) -> None:
     (tmp_path / "secret").touch()
     comms = said(str(tmp_path / "secret"), rank=1)
-    assert disks.who_sees(comms, tmp_path, owner=0) == [False, False]
+    assert disks.visible_ranks(comms, tmp_path, owner=0) == [False, False]
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,9 @@ def test_shards_are_written_where_checkpoints_are_made(tmp_path: Path, name: str
     made = store.temporary(10)
     (tmp_path / ".10.1.7.tmp").mkdir()
     (tmp_path / "run" / ".10.1.7.tmp").mkdir()
-    store.demand_own(made)
+    store.check_temporary(made)
     with pytest.raises(JobError, match="is no place for a checkpoint"):
-        store.demand_own(Path(name.format(tmp_path)))
+        store.check_temporary(Path(name.format(tmp_path)))
 
 
 @pytest.mark.parametrize("message", [
@@ -99,14 +99,14 @@ def test_shards_are_written_where_checkpoints_are_made(tmp_path: Path, name: str
 ])  # fmt: skip
 def test_a_message_of_another_shape_names_its_rank(message: str) -> None:
     with pytest.raises(JobError, match="rank 1 sent what no rank of this program sends"):
-        checked(['["n1", 3]', message], tuple_of(text(), integer()))
+        parse_texts(['["n1", 3]', message], tuple_of(text(), integer()))
 
 
 @pytest.mark.parametrize("length", [1 << 40, (1 << 64) - 1])
 def test_a_text_of_any_length_takes_no_memory(length: int) -> None:
     announced = torch.tensor([*length.to_bytes(8, "little"), *bytes(504)], dtype=torch.uint8)
     with pytest.raises(JobError, match="announced a text of"):
-        ranks._length_and_first(announced)
+        ranks._parse_first_message(announced)
 
 
 @pytest.mark.parametrize("result", [[[1 << 70], "float32", None], [[2], "nn", None],
@@ -121,7 +121,7 @@ def test_a_result_of_another_rank_is_a_tensor_or_plain(result: Any) -> None:
                                     {"f": {"t": ["float32"]}}, {"f": 3}, [1]])  # fmt: skip
 def test_a_checkpoint_of_another_rank_is_made_of_tensors(shapes: Any) -> None:
     with pytest.raises(JobError, match="rank 1 sent"):
-        resume._share(said(json.dumps(shapes)), 1, {})
+        resume._share_tensors(said(json.dumps(shapes)), 1, {})
 
 
 @pytest.mark.parametrize("head", [
@@ -130,24 +130,24 @@ def test_a_checkpoint_of_another_rank_is_made_of_tensors(shapes: Any) -> None:
 ])  # fmt: skip
 def test_a_state_of_another_rank_is_one(head: Any) -> None:
     with pytest.raises(JobError, match="rank 1 sent"):
-        resume._read(said(json.dumps(head)), 1, None, sharded=False)
+        resume._load_from(said(json.dumps(head)), 1, None, sharded=False)
 
 
 @pytest.mark.parametrize("head", [[], {"tensors": 3}, {"tensors": {"w": ["nn", [2]]}}, {"x": 1},
                                   {"tensors": {"w": ["float32", [-1]]}}])  # fmt: skip
 def test_a_state_that_another_rank_hands_over_is_made_of_tensors(head: Any) -> None:
     with pytest.raises(JobError, match="rank 2 sent"):
-        handover._said(json.dumps(head), 2)
+        handover._received_header(json.dumps(head), 2)
 
 
 def test_a_state_that_is_handed_over_is_taken() -> None:
     head = {"training": {"any": [1]}, "tensors": {"w": ["float32", [2, 3]], "s": ["int64", []]}}
-    assert handover._said(json.dumps(head), 1) == head
-    assert handover._said("{}", 1) == {}
+    assert handover._received_header(json.dumps(head), 1) == head
+    assert handover._received_header("{}", 1) == {}
 
 
 def test_marks_that_ranks_make_are_such_names(tmp_path: Path) -> None:
-    names, mine, makers = disks._makers(said("", ""), tmp_path)
-    assert disks._MARK.fullmatch(mine)
+    names, mine, makers = disks._elect_makers(said("", ""), tmp_path)
+    assert disks._MARKER.fullmatch(mine)
     assert (names, makers) == ([mine, ""], {mine})
     assert not [*tmp_path.iterdir()]

@@ -65,7 +65,7 @@ def test_one_process_keeps_what_several_had_to_say(session: train.Session) -> No
     said = {"method": "int8", "rests": {"weight": torch.ones(2, 1, 1)}}
     updater.load_state({**updater.state(), "communication": said})
     assert updater.state()["communication"] is said
-    assert "communication" not in updater.state(alone=True)
+    assert "communication" not in updater.state(replicated_only=True)
 
 
 def test_a_loss_that_leaves_parameters_out_is_an_error_on_its_own_rank() -> None:
@@ -87,16 +87,16 @@ def test_a_loss_that_leaves_parameters_out_is_an_error_on_its_own_rank() -> None
             models = Models({"": updater})
             for last in (False, True):
                 with models.unsynced() if not last else nullcontext():
-                    models.backward("", replica(torch.ones(1, 2)).sum(), last=last)
+                    models.backward("", replica(torch.ones(1, 2)).sum(), is_last=last)
             updater.update()
             replica.module = layers[:1]  # a branch that this rank alone does not take
             given = replica(torch.ones(1, 2)).sum()
             replica.module = layers
             if unused:
-                models.backward("", given, last=True)
+                models.backward("", given, is_last=True)
                 continue
             with pytest.raises(JobError, match="got no gradient") as caught:
-                models.backward("", given, last=True)
+                models.backward("", given, is_last=True)
             assert "1.weight, 1.bias, 2.weight, 2.bias" in caught.value.found
             assert "unused=True" in caught.value.remedy
     finally:
@@ -244,19 +244,19 @@ class Notes(train.Callback):
     """Notes its moments."""
 
     def __init__(self) -> None:
-        self.said: list[Any] = []
+        self.describe: list[Any] = []
 
     def after_step(self, session: train.Session, step: int) -> None:
-        self.said.append(step)
+        self.describe.append(step)
 
     def epoch_ended(self, session: train.Session, epoch: int) -> None:
-        self.said.append(f"epoch {epoch}")
+        self.describe.append(f"epoch {epoch}")
 
     def evaluated(self, session: train.Session, split: str, values: Mapping[str, Any]) -> None:
-        self.said.append((split, dict(values)))
+        self.describe.append((split, dict(values)))
 
     def checkpoint_saved(self, session: train.Session, step: int) -> None:
-        self.said.append(f"saved {step}")
+        self.describe.append(f"saved {step}")
 
 
 def test_callbacks_are_called_at_their_moments(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_callbacks_are_called_at_their_moments(tmp_path: Path) -> None:
             for (inputs,) in loader:
                 session.step(squares(model, inputs))
             session.log("val", radius=2)
-    assert notes.said == [
+    assert notes.describe == [
         1,
         ("val", {"radius": 2}),
         2,
@@ -297,7 +297,7 @@ def test_a_model_that_is_replaced_leaves_its_exchange(session: train.Session) ->
 
     class Wire:
         def close(self) -> None:
-            ended.append(", ".join(f"{one:g}" for one in session.models.lrs.values()))
+            ended.append(", ".join(f"{one:g}" for one in session.models.learning_rates.values()))
 
         def leave_group(self) -> None:
             ended.append("its group")

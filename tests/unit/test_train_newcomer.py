@@ -146,7 +146,7 @@ class Known:
 def test_a_poll_tells_which_groups_ranks_know_of() -> None:
     door = Known(3)
     poll = Poll(Comms(World(), torch.device("cpu")), door)
-    assert poll.ask(save=True).save
+    assert poll.exchange(save=True).save
     assert door.heard == (3, 3)
 
 
@@ -155,11 +155,11 @@ def test_what_was_measured_since_a_mark_can_be_taken_back() -> None:
     meter.add(2, loss=torch.tensor([1.0, 2.0]))
     meter.mark()
     meter.add(2, loss=torch.tensor([5.0, 5.0]), other=torch.tensor([5.0, 5.0]))
-    meter.take_back()
+    meter.roll_back()
     means = meter.result()
     assert (means.count, means.sums) == (2, {"loss": 3.0})
     meter.add(1, loss=torch.tensor([1.0]))
-    meter.take_back()  # nothing was marked since
+    meter.roll_back()  # nothing was marked since
     assert meter.empty
 
 

@@ -8,8 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.spec.errors import DataError, SettingError
-from paceline.train.data.loader import check_batch, shares
-from paceline.train.data.order import Order, by_length, part, permutation, stated, uniforms
+from paceline.train.data.loader import check_batch_size, rank_pieces
+from paceline.train.data.order import (
+    Order,
+    group_by_length,
+    permutation,
+    rank_range,
+    uniforms,
+    with_script_order,
+)
 
 
 def test_permutation_never_changes() -> None:
@@ -33,7 +40,7 @@ def test_order_without_shuffle() -> None:
 
 @given(st.integers(0, 100), st.integers(0, 200), st.integers(1, 17))
 def test_parts_are_disjoint_and_complete(start: int, count: int, size: int) -> None:
-    parts = [part(start, start + count, rank, size) for rank in range(size)]
+    parts = [rank_range(start, start + count, rank, size) for rank in range(size)]
     covered = [position for first, end in parts for position in range(first, end)]
     assert covered == list(range(start, start + count))
     lengths = [end - first for first, end in parts]
@@ -42,7 +49,7 @@ def test_parts_are_disjoint_and_complete(start: int, count: int, size: int) -> N
 
 @given(st.integers(0, 100), st.integers(1, 200), st.integers(1, 9), st.integers(0, 20))
 def test_shares_have_equal_numbers_of_pieces(start: int, count: int, size: int, limit: int) -> None:
-    by_rank = [shares(start, start + count, rank, size, limit) for rank in range(size)]
+    by_rank = [rank_pieces(start, start + count, rank, size, limit) for rank in range(size)]
     assert len({len(pieces) for pieces in by_rank}) == 1
     covered = [p for pieces in by_rank for first, end in pieces for p in range(first, end)]
     assert covered == list(range(start, start + count))
@@ -64,12 +71,14 @@ def test_shares_have_equal_numbers_of_pieces(start: int, count: int, size: int, 
 def test_no_rank_has_a_single_sample(count: int, ranks: tuple[int, tuple[int, ...] | None]) -> None:
     """Where it needs two: batch normalisation computes nothing of one."""
     size, by = ranks
-    parts = [shares(0, count, rank, size, by=by, least=2)[0] for rank in range(size)]
+    parts = [
+        rank_pieces(0, count, rank, size, weights=by, min_samples=2)[0] for rank in range(size)
+    ]
     assert [p for first, end in parts for p in range(first, end)] == list(range(count))
     lengths = [end - first for first, end in parts]
     assert count == 1 or 1 not in lengths
     assert by is None or not any(length for length, one in zip(lengths, by, strict=True) if not one)
-    usual = [shares(0, count, rank, size, by=by)[0] for rank in range(size)]
+    usual = [rank_pieces(0, count, rank, size, weights=by)[0] for rank in range(size)]
     assert parts == usual or any(end - first == 1 for first, end in usual)
 
 
@@ -85,15 +94,19 @@ def test_uniforms_belong_to_positions() -> None:
 
 def test_more_ranks_than_samples() -> None:
     with pytest.raises(DataError, match="3 samples, 4 ranks"):
-        check_batch(8, 3, 4)
+        check_batch_size(8, 3, 4)
     with pytest.raises(SettingError, match="--global-batch 0"):
-        check_batch(0, 3, 1)
+        check_batch_size(0, 3, 1)
 
 
 def test_an_order_must_fit_the_data() -> None:
-    assert stated(Order(3, 0), lambda epoch: [2, 2, epoch]).epoch(1).tolist() == [2, 2, 1]
+    assert with_script_order(Order(3, 0), lambda epoch: [2, 2, epoch]).epoch(1).tolist() == [
+        2,
+        2,
+        1,
+    ]
     for wrong in ([0, 1], [0, 1, 3], [-1, 0, 1], []):
         with pytest.raises(SettingError, match="must be 3 numbers from 0 to 2"):
-            stated(Order(3, 0), lambda epoch, wrong=wrong: wrong).epoch(0)
+            with_script_order(Order(3, 0), lambda epoch, wrong=wrong: wrong).epoch(0)
     with pytest.raises(SettingError, match="one number for each sample"):
-        by_length(Order(3, 0), [1, 2], 2)
+        group_by_length(Order(3, 0), [1, 2], 2)

@@ -11,7 +11,7 @@ import torch
 from paceline.spec.errors import SettingError
 from paceline.spec.training.communication import validate_overlap
 from paceline.train.comms import Comms
-from paceline.train.measure.pace import PARTS, Look
+from paceline.train.measure.pace import PARTS, StepTimings
 from paceline.train.reduce.bucket_size import BucketSizes, BucketTrial, candidates
 from paceline.train.reduce.exchange import GradientExchange
 from paceline.train.world import World
@@ -62,7 +62,7 @@ def trial(
         parts = torch.zeros(ranks, 5, len(PARTS), dtype=torch.float64)
         parts[:, :, PARTS.index("moving")] = moving * a_step
         parts[:, :, PARTS.index("computing")] = (1 - moving) * a_step
-        overlap.consider(Look(5 * looks, parts, torch.ones(ranks, 5)), 5 * looks + 5)
+        overlap.consider(StepTimings(5 * looks, parts, torch.ones(ranks, 5)), 5 * looks + 5)
         looks += 1
         assert looks < 12
     return overlap, exchange, looks

@@ -20,10 +20,23 @@ from torch import Tensor, nn
 
 from each_case import each_case
 from paceline.train.comms import Comms
-from paceline.train.measure.pace import PARTS, Look, Pace, Rate, Totals, divided, elements
-from paceline.train.measure.slow_link import LASTING, SEVERAL, STEADY, recent
-from paceline.train.measure.straggler import CAUSES, Judge, Straggler
-from paceline.train.measure.straggler_reporter import Lookout
+from paceline.train.measure.pace import (
+    PARTS,
+    Rate,
+    StepTimer,
+    StepTimings,
+    Totals,
+    count_elements,
+    split_parts,
+)
+from paceline.train.measure.slow_link import (
+    MIN_AGREEING,
+    MIN_DURATION_S,
+    STEADY_COUNT,
+    recent_timings,
+)
+from paceline.train.measure.straggler import CAUSES, Straggler, StragglerDetector
+from paceline.train.measure.straggler_reporter import StragglerMonitor
 from paceline.train.measure.vitals import VITALS, Vitals
 from paceline.train.world import World
 
@@ -33,7 +46,7 @@ STEP = 0.020
 def noted(*ranks: list[tuple[float, float, float]]) -> Tensor:
     """Of notes of whole steps, waiting for data, standing still."""
     notes = torch.tensor([[(*one, 0, 0, 0) for one in rank] for rank in ranks], dtype=torch.float64)
-    return divided(notes)
+    return split_parts(notes)
 
 
 def test_a_rank_that_waits_for_another_moves_no_bytes() -> None:
@@ -50,15 +63,15 @@ def test_a_rank_that_waits_for_another_moves_no_bytes() -> None:
 
 
 def test_a_look_has_every_step_once() -> None:
-    pace = Pace(Comms(World(), torch.device("cpu")), nn.Linear(2, 2))
+    pace = StepTimer(Comms(World(), torch.device("cpu")), nn.Linear(2, 2))
     found = []
     for step in range(17):
-        pace.before_backward(torch.zeros(()), step)
+        pace.start_backward(torch.zeros(()), step)
         time.sleep(0.003)
-        pace.took(3, (torch.zeros(3, 4), {"more": torch.zeros(3)}, "name"))
-        if (look := pace.step(3, waited=0.0)) is not None:
+        pace.add_batch(3, (torch.zeros(3, 4), {"more": torch.zeros(3)}, "name"))
+        if (look := pace.step(3, data_s=0.0)) is not None:
             found.append(look)
-        pace.leave()
+        pace.end_session_work()
     found += pace.finish()
     assert [number for look in found for number in _steps(look)] == list(range(17))
     assert found[0].seconds.shape == (1, 5, len(PARTS))
@@ -71,35 +84,35 @@ def test_a_look_has_every_step_once() -> None:
 
 
 def test_a_piece_whose_gradients_stay_here_stood_nowhere() -> None:
-    pace = Pace(Comms(World(), torch.device("cpu")), nn.Linear(2, 2))
+    pace = StepTimer(Comms(World(), torch.device("cpu")), nn.Linear(2, 2))
     for step in range(6):
         time.sleep(0.02)
-        pace.after_backward()  # of the first piece of a batch
-        pace.before_backward(torch.zeros(()), step)
-        pace._at_end()
-        pace.after_backward()
-        look = pace.step(1, waited=0.0)
+        pace.end_backward()  # of the first piece of a batch
+        pace.start_backward(torch.zeros(()), step)
+        pace._on_backward_end()
+        pace.end_backward()
+        look = pace.step(1, data_s=0.0)
     assert look is not None
     assert float(look.seconds[..., PARTS.index("moving")].max()) < 0.01
 
 
-def _steps(look: Look) -> list[int]:
-    return list(range(look.first_step, look.first_step + look.samples.shape[1] * look.every))
+def _steps(look: StepTimings) -> list[int]:
+    return list(range(look.first_step, look.first_step + look.samples.shape[1] * look.stride))
 
 
 def test_saving_and_data_are_no_computing() -> None:
-    pace = Pace(Comms(World(), torch.device("cpu")), nn.Linear(2, 2))
+    pace = StepTimer(Comms(World(), torch.device("cpu")), nn.Linear(2, 2))
     for step in range(6):
         time.sleep(0.003)
-        pace.before_backward(torch.zeros(()), step)
-        look = pace.step(1, waited=100.0 * step, saved=10.0 * step)
-        pace.leave(10.0 * step)
+        pace.start_backward(torch.zeros(()), step)
+        look = pace.step(1, data_s=100.0 * step, saving_s=10.0 * step)
+        pace.end_session_work(10.0 * step)
     assert look is not None
     assert look.seconds[0, 1:, PARTS.index("data")].tolist() == [100.0] * 4
     assert look.seconds[0, 1:, PARTS.index("saving")].tolist() == [10.0] * 4
     assert look.seconds[0, 1:, PARTS.index("computing")].tolist() == [0.0] * 4
-    pace.restart(waited=500.0, saved=50.0)
-    pace.step(1, waited=500.0, saved=50.0)
+    pace.restart(data_s=500.0, saving_s=50.0)
+    pace.step(1, data_s=500.0, saving_s=50.0)
     assert pace.finish()[-1].seconds[0, -1, PARTS.index("data")] == 0.0
 
 
@@ -114,27 +127,29 @@ def test_the_script_s_callbacks_are_computing_and_others_wait_for_them(
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     for rank in range(2):
         comms = Comms(World(), torch.device("cpu"))
-        pace = Pace(comms, nn.Linear(2, 2))
+        pace = StepTimer(comms, nn.Linear(2, 2))
 
         def passes(seconds: float) -> None:
             now[0] += seconds
 
-        def step(number: int, comms: Comms = comms, pace: Pace = pace, rank: int = rank) -> None:
+        def step(
+            number: int, comms: Comms = comms, pace: StepTimer = pace, rank: int = rank
+        ) -> None:
             now[0] += 0.03
-            pace.before_backward(torch.zeros(()), number)
-            pace.step(1, waited=0.0)
-            with pace.own_work():
+            pace.start_backward(torch.zeros(()), number)
+            pace.step(1, data_s=0.0)
+            with pace.script_work():
                 passes(0.25 * rank)
                 comms.event(lambda: passes(0.05 + 0.25 * (1 - rank)))
             now[0] += 0.01  # a record
             comms.sum(torch.zeros(1))
             comms.event(lambda: passes(0.02 + 0.1 * (1 - rank)))
-            pace.leave()
+            pace.end_session_work()
 
         for number in range(3):
             step(number)
-        rows.append([pace._row(*one)[:6] for one in pace._over][1:])
-    seconds = divided(torch.tensor(rows, dtype=torch.float64))
+        rows.append([pace._row(*one)[:6] for one in pace._finished_notes][1:])
+    seconds = split_parts(torch.tensor(rows, dtype=torch.float64))
     for part, each in {
         "computing": [0.03, 0.28], "waiting": [0.35, 0.0], "other": [0.08, 0.08],
         "moving": [0.0, 0.0],
@@ -164,7 +179,7 @@ def test_a_pause_costs_neither_its_own_time_nor_that_before_it(
 
 
 def test_numbers_in_a_batch() -> None:
-    assert elements((torch.zeros(2, 3), [torch.zeros(4)], {"x": torch.zeros(5)}, 7)) == 15
+    assert count_elements((torch.zeros(2, 3), [torch.zeros(4)], {"x": torch.zeros(5)}, 7)) == 15
 
 
 # -- who is named ------------------------------------------------------------------------------
@@ -179,7 +194,7 @@ def looks(
     size: dict[int, float] | None = None,
     share: dict[int, float] | None = None,
     facts: dict[str, dict[int, float]] | None = None,
-) -> list[Look]:
+) -> list[StepTimings]:
     """Of a run with five steps in a look.
 
     Args:
@@ -216,15 +231,15 @@ def looks(
             different = name in ("here", "there", "swapped")
             seen[rank, VITALS.index(name)] = each.get(rank, 0.0) * (1 if different else 5)
     return [
-        Look(n, seconds[:, n : n + 5], samples.clone(), work[:, n : n + 5], seen)
+        StepTimings(n, seconds[:, n : n + 5], samples.clone(), work[:, n : n + 5], seen)
         for n in range(0, steps, 5)
     ]
 
 
-def told(run: list[Look]) -> list[Straggler | None]:
+def told(run: list[StepTimings]) -> list[Straggler | None]:
     """What is said in a run."""
-    judge = Judge()
-    return [judge.named for look in run if judge.take(look)]
+    judge = StragglerDetector()
+    return [judge.current for look in run if judge.update(look)]
 
 
 LINKS = {
@@ -261,7 +276,7 @@ def test_a_straggler_is_named_once_with_its_cause(
     assert [(one.rank, one.cause) for one in found if one] == [(1, cause)]
     assert found[0] is not None
     assert 0.015 < found[0].seconds < 0.03
-    assert CAUSES[cause] in found[0].said("rank 1 on n2")
+    assert CAUSES[cause] in found[0].describe("rank 1 on n2")
 
 
 def test_what_takes_a_cpu_is_told_from_a_quota_only_where_that_is_seen() -> None:
@@ -299,38 +314,40 @@ def test_nobody_is_slow_beside_ranks_that_were_dropped(ranks: int, dropped: list
 
 def test_ranks_that_have_done_fewer_steps_sum_up_alike() -> None:
     """Who has joined later knows fewer steps, of which a short delay would be a larger part."""
-    judge, asked = Judge(), list[str]()
+    judge, asked = StragglerDetector(), list[str]()
     late = torch.zeros(80)
     late[22:50] = 0.02
     for look in looks(16, own={1: late}):
-        judge.take(look)
-    assert judge.worst(80) is not None
-    comms = SimpleNamespace(most=lambda _: [40_000.0], texts=asked.append, alone=False, called="")
+        judge.update(look)
+    assert judge.costliest(80) is not None
+    comms = SimpleNamespace(
+        max=lambda _: [40_000.0], texts=asked.append, is_alone=False, rank_name=""
+    )
     rate = SimpleNamespace(samples=1, seconds=1.0)
-    pace = SimpleNamespace(finish=list, shares=lambda: None, rate=rate)
+    pace = SimpleNamespace(finish=list, time_shares=lambda: None, rate=rate)
     member = SimpleNamespace(comms=comms, world=World(1, 2), say=lambda text: None)
     for steps in (40_000, 80):
-        lookout = Lookout(cast(Any, member))
-        lookout.judge = judge
-        lookout.sum_up(cast(Any, pace), steps, 0.0)
+        lookout = StragglerMonitor(cast(Any, member))
+        lookout.detector = judge
+        lookout.summarize(cast(Any, pace), steps, 0.0)
     assert asked == []
 
 
 def test_it_is_named_within_twenty_steps_and_no_longer_than_it_lasts() -> None:
     late = torch.zeros(80)
     late[22:50] = 0.02  # begins within a look
-    judge, said = Judge(), []
+    judge, said = StragglerDetector(), []
     for look in looks(16, own={1: late}):
-        if judge.take(look):
-            said.append((look.first_step + 6, judge.named))  # it is known one step later
+        if judge.update(look):
+            said.append((look.first_step + 6, judge.current))  # it is known one step later
     assert [(one is not None) for _, one in said] == [True, False]
     assert 22 < said[0][0] <= 42
     assert 50 < said[1][0] <= 70
-    worst = judge.worst(80)
+    worst = judge.costliest(80)
     assert worst is not None
     assert worst.rank == 1
     assert 0.005 < worst.seconds < 0.012
-    assert judge.worst(40_000) is None  # of so many steps it is nothing to be named for
+    assert judge.costliest(40_000) is None  # of so many steps it is nothing to be named for
 
 
 @pytest.mark.parametrize(
@@ -422,17 +439,17 @@ def test_of_two_hosts_one_sends_more_slowly_in_more_than_one_look(
 def test_a_connection_that_was_busy_once_says_nothing_of_later() -> None:
     """Weights went along it in the first steps; gradients take others."""
     first, *others = looks(moving=0.03, facts=ring([0.002, 0.031, 0.002], [0.0] * 3))
-    assert first.facts is not None
-    later = first.facts.clone()
+    assert first.vitals is not None
+    later = first.vitals.clone()
     later[:, VITALS.index("sent")] = 500.0
-    assert told([first, *(replace(look, facts=later) for look in others)]) == []
+    assert told([first, *(replace(look, vitals=later) for look in others)]) == []
 
 
 def test_times_are_told_in_units_that_show_them() -> None:
-    said = Straggler(1, "link", 0.0004, 0.3).summed("n2")
+    said = Straggler(1, "link", 0.0004, 0.3).summarize("n2")
     assert "waited 0.4 ms a step" in said
-    assert "by 21 ms a step" in Straggler(1, "cpu", 0.021, 0.3).said("n2")
-    assert "by 1.2 s a step" in Straggler(1, "cpu", 1.2, 0.3).said("n2")
+    assert "by 21 ms a step" in Straggler(1, "cpu", 0.021, 0.3).describe("n2")
+    assert "by 1.2 s a step" in Straggler(1, "cpu", 1.2, 0.3).describe("n2")
 
 
 def test_a_busiest_connection_that_changes_is_not_taken_for_one() -> None:
@@ -440,16 +457,16 @@ def test_a_busiest_connection_that_changes_is_not_taken_for_one() -> None:
     facts = ring([0.020, 0.025, 0.031], [0.06, 0.07, 0.09])
     run = looks(moving=0.03, facts=facts)
     for number, look in enumerate(run):
-        assert look.facts is not None
+        assert look.vitals is not None
         to = VITALS.index("there")
-        look.facts[2, to] = 11.0 if number % 2 else 10.0
+        look.vitals[2, to] = 11.0 if number % 2 else 10.0
         if not number % 2:
-            look.facts[2, VITALS.index("resent")] = 0.0
-            look.facts[0, to], look.facts[0, VITALS.index("resent")] = 12.0, 0.0
+            look.vitals[2, VITALS.index("resent")] = 0.0
+            look.vitals[0, to], look.vitals[0, VITALS.index("resent")] = 12.0, 0.0
     found = told(run)
     assert {one.rank for one in found if one} <= {1}
     run = looks(moving=0.03, facts=ring([0.02, 0.031, 0.002], [0.05, 0.09, 0.0]))
-    assert "(9.0% of the bytes on it are sent again)" in str(told(run)[0].said("n2"))  # type: ignore[union-attr]
+    assert "(9.0% of the bytes on it are sent again)" in str(told(run)[0].describe("n2"))  # type: ignore[union-attr]
 
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "stragglers" / "runs.json.gz"
@@ -461,13 +478,14 @@ def test_recorded_runs() -> None:
         recorded = json.load(file)
     assert {run["kind"] for run in recorded} > {"cpu", "quota", "data", "link", "batch", "plain"}
     for run in recorded:
-        judge, named = Judge(), []
+        judge, named = StragglerDetector(), []
         for kept in run["looks"]:
-            held = {name: _tensor(kept[name]) for name in ("samples", "elements", "facts")}
-            look = Look(kept["first_step"], torch.tensor(kept["seconds"]).double(), **held)
+            held = {name: _tensor(kept[name]) for name in ("samples", "elements")}
+            held["vitals"] = _tensor(kept["facts"])
+            look = StepTimings(kept["first_step"], torch.tensor(kept["seconds"]).double(), **held)
             known = kept["first_step"] + look.samples.shape[1] + 1
-            if judge.take(look) and judge.named:
-                named.append((judge.named.rank, judge.named.cause, known - run["onset"]))
+            if judge.update(look) and judge.current:
+                named.append((judge.current.rank, judge.current.cause, known - run["onset"]))
         if run["kind"] not in CAUSES:
             assert named == [], run["kind"]
             continue
@@ -495,12 +513,13 @@ def test_of_three_hosts_the_one_with_the_slow_link_is_named_and_no_other() -> No
     with gzip.open(RECORDED.with_name("three_hosts.json.gz"), "rt") as file:
         recorded = json.load(file)
     for run in recorded:
-        judge, named = Judge(), set()
+        judge, named = StragglerDetector(), set()
         for kept in run["looks"]:
-            held = {name: _tensor(kept[name]) for name in ("samples", "elements", "facts")}
+            held = {name: _tensor(kept[name]) for name in ("samples", "elements")}
+            held["vitals"] = _tensor(kept["facts"])
             seconds = torch.tensor(kept["seconds"]).double()
-            if judge.take(Look(kept["first_step"], seconds, **held)):
-                named.add((judge.named.rank, judge.named.cause) if judge.named else None)
+            if judge.update(StepTimings(kept["first_step"], seconds, **held)):
+                named.add((judge.current.rank, judge.current.cause) if judge.current else None)
         assert named - {None} == {(run["rank"], "link")}
 
 
@@ -508,14 +527,14 @@ def test_of_short_steps_so_many_have_to_agree_that_they_last() -> None:
     """A fifth of a second, in which something outside held one way up, is no slow link."""
     run = looks(count=40, ranks=2, moving=0.01)
     a_look = 5 * float(run[0].seconds[0, 0].sum())
-    assert len(recent(run[: int(0.5 / a_look)])) == 0
-    assert len(recent(run)) == math.ceil(LASTING / a_look)
+    assert len(recent_timings(run[: int(0.5 / a_look)])) == 0
+    assert len(recent_timings(run)) == math.ceil(MIN_DURATION_S / a_look)
     slow = [replace(one, seconds=100 * one.seconds) for one in run]
-    assert len(recent(slow)) == SEVERAL
-    judge, short = Judge(), [replace(one, seconds=one.seconds / 3) for one in run]
+    assert len(recent_timings(slow)) == MIN_AGREEING
+    judge, short = StragglerDetector(), [replace(one, seconds=one.seconds / 3) for one in run]
     for one in short:
-        judge.take(one)
-    assert len(judge._looks) == len(recent(short)) > STEADY
+        judge.update(one)
+    assert len(judge._history) == len(recent_timings(short)) > STEADY_COUNT
 
 
 def test_two_ranks_of_one_host_are_not_there_and_back() -> None:

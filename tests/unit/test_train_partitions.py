@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from paceline.agent.lease import Lease
-from paceline.train.checkpoints.format import Entry, Manifest, write_chunks
+from paceline.train.checkpoints.format import FileEntry, Manifest, write_chunks
 from paceline.train.checkpoints.store import Fenced, Store
 
 LEASE_S, TICK_S, SECONDS = 10.0, 1.0, 24
@@ -39,13 +39,13 @@ class Host:
 
 def publish(store: Store, step: int) -> None:
     made = store.temporary(step)
-    entry = Entry(*write_chunks(made / "weights", iter([f"{store.token} {step}".encode()])))
+    entry = FileEntry(*write_chunks(made / "weights", iter([f"{store.token} {step}".encode()])))
     store.publish(made, Manifest(step, {"weights": entry}, {}))
     store.prune(2)
 
 
 def newest(root: Path) -> tuple[int, int]:
-    (first, *_), bad = Store(root).found()
+    (first, *_), bad = Store(root).scan()
     assert not bad
     first.manifest.verify(first.path)
     return first.version
@@ -71,7 +71,7 @@ class Story:
         self.step, self.now = 1, 0.0
         self.fenced = self.late = 0
         self.claims: dict[Path, int] = {}  # the newest token of each folder
-        self.hosts[0].store.claim(0, "")
+        self.hosts[0].store.claim_token(0, "")
         for host in self.hosts:
             host.store.token = 1
 
@@ -113,8 +113,8 @@ class Story:
         for host in told:
             host.members = left
         if left[0] != former:
-            known = max(max(host.store.token, host.store.newest_token()) for host in told)
-            told[0].store.claim(known, "")
+            known = max(max(host.store.token, host.store.highest_token()) for host in told)
+            told[0].store.claim_token(known, "")
             for host in told:
                 host.store.token = told[0].store.token
             self.claims[told[0].store.root] = told[0].store.token

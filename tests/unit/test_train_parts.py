@@ -20,17 +20,30 @@ from paceline.program import guarded
 from paceline.spec import launchers
 from paceline.spec.errors import DataError, JobError, NodeError, SettingError
 from paceline.train import parallel, weights, world
-from paceline.train.comms import FIRST, Comms
+from paceline.train.comms import FIRST_MESSAGE_BYTES, Comms
 from paceline.train.data import disks
-from paceline.train.device import Found, choose_backend, choose_device, look, precision
+from paceline.train.device import (
+    AvailableDevices,
+    available_devices,
+    choose_backend,
+    choose_device,
+    precision,
+)
 from paceline.train.elastic import replica_check
 from paceline.train.measure.pace import summary
 from paceline.train.metrics import Best, Meter
-from paceline.train.report import BarScreen, Eta, ToFolder, ToLauncher, figures, plain
+from paceline.train.report import (
+    BarScreen,
+    Eta,
+    FolderReporter,
+    LauncherReporter,
+    format_record,
+    format_values,
+)
 
 CPU = torch.device("cpu")
-BARE = Found({"cuda": 0, "xpu": 0}, frozenset({"gloo"}))
-TWO_GPUS = Found({"cuda": 2, "xpu": 0}, frozenset({"gloo", "nccl"}))
+BARE = AvailableDevices({"cuda": 0, "xpu": 0}, frozenset({"gloo"}))
+TWO_GPUS = AvailableDevices({"cuda": 2, "xpu": 0}, frozenset({"gloo", "nccl"}))
 
 
 def test_alone_without_variables() -> None:
@@ -57,7 +70,17 @@ def test_planned_world_is_asserted() -> None:
     world.check_planned(world.World(size=4), {"PACELINE_WORLD_SIZE": "4"})
 
 
-@pytest.mark.parametrize("length", [0, 1, FIRST - 9, FIRST - 8, FIRST - 7, 5 * FIRST])
+@pytest.mark.parametrize(
+    "length",
+    [
+        0,
+        1,
+        FIRST_MESSAGE_BYTES - 9,
+        FIRST_MESSAGE_BYTES - 8,
+        FIRST_MESSAGE_BYTES - 7,
+        5 * FIRST_MESSAGE_BYTES,
+    ],
+)
 def test_texts_of_any_length_travel_whole(length: int) -> None:
     """A short one at once, the rest of a long one behind its length; ``é`` has two bytes."""
     comms, text = Comms(world.World(), CPU), ("\0é" * length).encode()[:length].decode("latin-1")
@@ -84,7 +107,7 @@ def test_backend_choice() -> None:
 
 
 def test_looking_at_this_machine() -> None:
-    assert "gloo" in look().backends
+    assert "gloo" in available_devices().backends
 
 
 def test_meter_counts_only_what_counts() -> None:
@@ -178,11 +201,11 @@ def _bad_data() -> None:
 
 def test_launcher_gets_lines() -> None:
     read, write = os.pipe()
-    speaker, other = ToLauncher(write, speaks=True), ToLauncher(write, speaks=False)
+    speaker, other = LauncherReporter(write, speaks=True), LauncherReporter(write, speaks=False)
     speaker.metrics(step=1, loss=float("nan"))
     other.metrics(step=1, loss=2.0)
     other.event("joined", world=2)
-    speaker.say("done")
+    speaker.message("done")
     os.close(write)
     lines = os.read(read, 10_000).splitlines()
     os.close(read)
@@ -192,18 +215,18 @@ def test_launcher_gets_lines() -> None:
 def test_a_lost_launcher_stops_nothing() -> None:
     read, write = os.pipe()
     os.close(read)
-    reporter = ToLauncher(write, speaks=True)
-    reporter.say("anybody?")
-    reporter.say("nobody")
+    reporter = LauncherReporter(write, speaks=True)
+    reporter.message("anybody?")
+    reporter.message("nobody")
     os.close(write)
 
 
 def test_folder_gets_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    reporter = ToFolder(tmp_path / "run")
+    reporter = FolderReporter(tmp_path / "run")
     reporter.metrics(step=1, epoch=1, split="train", loss=0.5)
     reporter.metrics(step=1, epoch=1, split="test", loss=0.25)  # the session says these
     reporter.event("joined")
-    reporter.say("accuracy 1.0")
+    reporter.message("accuracy 1.0")
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["loss"] for line in lines] == [0.5, 0.25]
     assert "joined" in (tmp_path / "run/events.jsonl").read_text()
@@ -211,13 +234,13 @@ def test_folder_gets_records(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_plain_line() -> None:
-    line = plain({"step": 2, "epoch": 1, "split": "train", "loss": 0.123456, "samples": 9})
+    line = format_record({"step": 2, "epoch": 1, "split": "train", "loss": 0.123456, "samples": 9})
     assert line == "epoch 2  step 2  train: loss 0.1235"
 
 
 def test_line_of_an_epoch() -> None:
     parts = [("train", {"loss": 2 / 3}), ("test", {"samples": 9, "accuracy": 0.9755555555555555})]
-    assert figures(0, 3, 9, parts) == (
+    assert format_values(0, 3, 9, parts) == (
         "epoch 1  step 3/9  train: loss 0.6667  test: accuracy 0.9756"
     )
 
@@ -381,7 +404,7 @@ def test_one_maker_for_each_storage(
 
         place = world.World(rank, size, local_rank=int(not leads[rank]))
         comms = cast(Comms, SimpleNamespace(world=place, texts=texts))
-        _, mine, chosen = disks._makers(comms, tmp_path / storages[rank])
+        _, mine, chosen = disks._elect_makers(comms, tmp_path / storages[rank])
         return mine in chosen
 
     with ThreadPoolExecutor(size) as pool:
@@ -394,7 +417,7 @@ def test_progress_bar_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = BarScreen()
     told = {"steps": 9, "epoch": 1, "epochs": 2, "loss": float("nan"), "samples_per_s": 3.0}
     screen.progress(step=0, **told)
-    screen.say("[not markup]")
+    screen.message("[not markup]")
     screen.metrics(step=3, epoch=1, split="test", loss=0.5)
     screen.progress(step=9, **told)
     screen.close()
@@ -424,12 +447,12 @@ def test_no_precision_is_lost() -> None:
 
 def test_time_left() -> None:
     eta = Eta()
-    assert not eta.known
+    assert not eta.is_known
     eta.update(3, 100)
     eta.update(3, 100)
-    assert not eta.known
+    assert not eta.is_known
     eta.update(50, 50)
-    assert eta.left() == "0:00:00"
+    assert eta.remaining() == "0:00:00"
 
 
 def test_tied_weights_are_kept_twice(tmp_path: Path) -> None:
@@ -482,10 +505,10 @@ def test_a_model_finds_another_disk_when_its_own_is_full(
         write(path, content, **more)
 
     monkeypatch.setattr(weights.files, "write_bytes", refusing)
-    monkeypatch.setattr(weights, "_elsewhere", lambda folder, size: other)
+    monkeypatch.setattr(weights, "_fallback_folder", lambda folder, size: other)
     assert weights.save_model(full, {"w": torch.ones(2)}, {"a": 1}) == other
     assert (other / "model" / "model.safetensors").is_file()
     assert (other / "model" / "config.json").is_file()
-    monkeypatch.setattr(weights, "_elsewhere", lambda folder, size: None)
+    monkeypatch.setattr(weights, "_fallback_folder", lambda folder, size: None)
     with pytest.raises(NodeError, match="cannot be written"):
         weights.save_model(full, {"w": torch.ones(2)}, {"a": 1})

@@ -18,7 +18,7 @@ from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
 from paceline.train import parallel
 from paceline.train.measure import probe
-from paceline.train.stop import Quietly
+from paceline.train.stop import QuietExit
 
 
 def training(folder: Path, samples: int = 400, **options: Any) -> None:
@@ -41,7 +41,7 @@ def test_it_ends_after_some_steps_at_each_batch(
 ) -> None:
     asked = {"batches": [], "parts": [1, 0.5, 0.25], "seconds": 0}
     monkeypatch.setenv(jobenv.PROBE, json.dumps(asked))
-    with pytest.raises(Quietly) as caught:
+    with pytest.raises(QuietExit) as caught:
         training(tmp_path, samples)
     assert not caught.value.code  # the process ends well
     assert {path.name for path in tmp_path.iterdir()} <= {
@@ -68,7 +68,7 @@ def test_a_host_is_tried_alone_whatever_shares_it_will_have(
 ) -> None:
     asked = {"batches": [], "parts": [1], "seconds": 0}
     monkeypatch.setenv(jobenv.PROBE, json.dumps(asked))
-    with pytest.raises(Quietly):
+    with pytest.raises(QuietExit):
         training(tmp_path, **options)
     found = Probe.read(json.loads((tmp_path / "steps.json").read_text()))
     assert found.balance == options["balance"]
@@ -76,19 +76,19 @@ def test_a_host_is_tried_alone_whatever_shares_it_will_have(
 
 
 def test_which_batches() -> None:
-    asked = probe.Asked((), (1.0, 0.5, 0.125), 1.0)
-    assert asked.of(64, 1000, 1) == (64, 32, 8)
-    assert asked.of(16, 1000, 4) == (16, 8, 4)  # none without a sample for each rank
-    assert asked.of(64, 40, 1) == (40, 32, 8)  # nor more than there are
-    assert probe.Asked((128, 16), (), 1.0).of(64, 1000, 2) == (128, 16)
-    assert probe.Asked((), (), 1.0).of(64, 1000, 2) == (64,)
+    asked = probe.ProbeRequest((), (1.0, 0.5, 0.125), 1.0)
+    assert asked.global_batches(64, 1000, 1) == (64, 32, 8)
+    assert asked.global_batches(16, 1000, 4) == (16, 8, 4)  # none without a sample for each rank
+    assert asked.global_batches(64, 40, 1) == (40, 32, 8)  # nor more than there are
+    assert probe.ProbeRequest((128, 16), (), 1.0).global_batches(64, 1000, 2) == (128, 16)
+    assert probe.ProbeRequest((), (), 1.0).global_batches(64, 1000, 2) == (64,)
 
 
 @pytest.mark.parametrize("text", ["yes", "[]", "{}", '{"batches": 1, "parts": [], "seconds": 1}'])
 def test_what_cannot_be_understood_is_refused(text: str) -> None:
-    assert probe.asked({}) is None
+    assert probe.probe_request({}) is None
     with pytest.raises(SettingError, match=jobenv.PROBE):
-        probe.asked({jobenv.PROBE: text})
+        probe.probe_request({jobenv.PROBE: text})
 
 
 def test_a_probe_of_two_sends_in_the_pieces_of_three(monkeypatch: pytest.MonkeyPatch) -> None:

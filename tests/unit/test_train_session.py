@@ -24,7 +24,7 @@ from paceline.train.elastic.connections import GlooConnections
 from paceline.train.elastic.job_group import JobGroup
 from paceline.train.elastic.newcomer import Recording
 from paceline.train.elastic.recovery import ExchangeResult, Recovery
-from paceline.train.models import ALONE
+from paceline.train.models import UNNAMED
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_nothing_is_exchanged_in_a_group_in_which_not_all_have_begun_anew(
     for _ in session.epochs(loader, 1):
         for batch in loader:
             session._membership.recovery = Mock(is_batch_void=False, stale=True)
-            losses = {ALONE: torch.ones(len(batch.ids), requires_grad=True)}
+            losses = {UNNAMED: torch.ones(len(batch.ids), requires_grad=True)}
             assert session._loop.steps.backward(batch, losses) is ExchangeResult.VOID
             session._membership.recovery.finish_exchange.assert_not_called()
             session._membership.recovery = None
@@ -152,7 +152,7 @@ def test_what_a_killed_launcher_did_not_hear_is_said_again_by_the_next_run(tmp_p
 def test_who_comes_between_has_measured_nothing_of_it(session: train.Session) -> None:
     meter = session.meter()
     meter.add(4, loss=torch.ones(4))
-    meter.add_others(two=torch.empty(0))
+    meter.add_other_samples(two=torch.empty(0))
     meter.add(2, loss=torch.ones(2), two=torch.tensor([3.0, 5.0]))
     found = meter.result()
     assert (found.count, found["two"], found["loss"], found.counts) == (6, 4.0, 1.0, {"two": 2})

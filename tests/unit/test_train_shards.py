@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from paceline.spec.errors import DataError, SettingError
 from paceline.train import ShardedDataset, write_shards
 from paceline.train.data import shards, tars
-from paceline.train.data.fetch import Draws, Fetch, Wanted, foretold, order_of
+from paceline.train.data.fetch import BatchRequest, Draws, Fetch, order_of, with_prefetch_hints
 from paceline.train.data.order import ShardOrder
 
 CPU = torch.device("cpu")
@@ -42,7 +42,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=9), st.integers(1, 5), st.integers(1, 50))
 def test_an_epoch_holds_every_sample_once(counts: list[int], together: int, window: int) -> None:
-    order = ShardOrder(sum(counts), 3, counts=np.array(counts), together=together, window=window)
+    order = ShardOrder(
+        sum(counts), 3, shard_sizes=np.array(counts), num_concurrent=together, window=window
+    )
     for epoch in range(2):
         whole = order.epoch(epoch)
         assert sorted(whole.tolist()) == list(range(sum(counts)))
@@ -52,9 +54,9 @@ def test_an_epoch_holds_every_sample_once(counts: list[int], together: int, wind
 
 def test_the_order_of_shards_never_changes() -> None:
     """Recorded values: a run must be resumed in the same order by another version."""
-    order = ShardOrder(12, 7, counts=np.array([5, 3, 4]), together=2, window=4)
+    order = ShardOrder(12, 7, shard_sizes=np.array([5, 3, 4]), num_concurrent=2, window=4)
     assert [order.epoch(epoch).tolist() for epoch in (0, 2)] == RECORDED
-    assert ShardOrder(12, 7, False, counts=np.array([12])).epoch(1).tolist() == list(range(12))
+    assert ShardOrder(12, 7, False, shard_sizes=np.array([12])).epoch(1).tolist() == list(range(12))
 
 
 RECORDED = [
@@ -65,7 +67,7 @@ RECORDED = [
 
 def test_a_sample_stays_near_its_shard() -> None:
     """What is visited in one window comes from few shards, and there from one place."""
-    order = ShardOrder(8000, 1, counts=np.full(80, 100), together=4, window=50)
+    order = ShardOrder(8000, 1, shard_sizes=np.full(80, 100), num_concurrent=4, window=50)
     ids = order.epoch(0)
     for start in range(0, 8000, 50):
         part = ids[start : start + 50]
@@ -137,7 +139,9 @@ def test_randomness_and_order_are_the_same_in_workers(folder: Path) -> None:
     data = ShardedDataset(folder, decode)
     ids = order_of(data, 3, True).epoch(1)
     orders = [
-        Wanted(ids[start : start + 8], Draws(3, 1, np.arange(start, min(start + 8, 37))), start)
+        BatchRequest(
+            ids[start : start + 8], Draws(3, 1, np.arange(start, min(start + 8, 37))), start
+        )
         for start in range(0, 37, 8)
     ]
     here = list(Fetch(data, CPU)(orders))
@@ -173,8 +177,8 @@ def test_only_what_is_wanted_is_read_and_in_order(
 
 def test_ids_are_foretold() -> None:
     told: list[list[int]] = []
-    orders = [Wanted(np.arange(i, i + 4), None, i) for i in range(0, 40, 4)]
-    heard = foretold(orders, lambda ids: told.append(ids.tolist()), samples=8)
+    orders = [BatchRequest(np.arange(i, i + 4), None, i) for i in range(0, 40, 4)]
+    heard = with_prefetch_hints(orders, lambda ids: told.append(ids.tolist()), min_samples=8)
     for place, one in enumerate(heard):
         assert {*range(one.tag, min(one.tag + 8, 40))} <= {i for ids in told for i in ids}
         assert place == one.tag // 4
@@ -288,7 +292,7 @@ def test_a_sample_that_cannot_be_decoded_is_named(folder: Path, workers: int) ->
 
     fetch = Fetch(ShardedDataset(folder, decode), CPU, workers)
     with pytest.raises(DataError, match=r"00000\.tar: 000000005 cannot be decoded") as raised:
-        list(fetch([Wanted(np.array([4, 5]), None, 0)]))
+        list(fetch([BatchRequest(np.array([4, 5]), None, 0)]))
     assert raised.value.found.startswith("ZeroDivisionError")
     del raised, fetch  # and with them, the index's open file
     gc.collect()

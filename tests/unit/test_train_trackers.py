@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from paceline.recipes.options import TRACKERS as OPTIONS
-from paceline.train.trackers import FAILURES, TRACKERS, Guard, Record, numbers
+from paceline.train.trackers import MAX_FAILURES, TRACKERS, Record, TrackerThread, numbers
 
 
 class Remembering:
@@ -39,9 +39,9 @@ def record(step: int, split: str = "train") -> Record:
 
 def fed(tracker: Remembering, notes: Path, steps: range, *, resumed: bool = False) -> list[str]:
     warned: list[str] = []
-    guard = Guard("it", lambda run_id: tracker, notes, warned.append, resumed=resumed)
+    guard = TrackerThread("it", lambda run_id: tracker, notes, warned.append, resumed=resumed)
     for step in steps:
-        guard.put(record(step))
+        guard.submit(record(step))
     guard.close()
     return warned
 
@@ -71,8 +71,8 @@ def test_the_run_goes_on_under_its_id(tmp_path: Path) -> None:
         return Remembering(run_id or "abc")
 
     for resumed in (False, True):
-        guard = Guard("it", opened, tmp_path / "n", print, resumed=resumed)
-        guard.put(record(1 + resumed))
+        guard = TrackerThread("it", opened, tmp_path / "n", print, resumed=resumed)
+        guard.submit(record(1 + resumed))
         guard.close()
     assert asked == ["", "abc"]
 
@@ -80,7 +80,7 @@ def test_the_run_goes_on_under_its_id(tmp_path: Path) -> None:
 def test_failures_are_told_once_and_then_left_alone(tmp_path: Path) -> None:
     tracker = Failing("")
     warned = fed(tracker, tmp_path / "n", range(1, 20))
-    assert len(tracker.got) == FAILURES
+    assert len(tracker.got) == MAX_FAILURES
     assert len(warned) == 2
     assert "ConnectionError: no network" in warned[0]
     assert "no more records" in warned[1]
@@ -91,8 +91,8 @@ def test_what_cannot_be_opened_is_told(tmp_path: Path) -> None:
         raise ImportError("No module named 'wandb'")
 
     warned: list[str] = []
-    guard = Guard("wandb", opened, tmp_path / "n", warned.append, resumed=False)
-    guard.put(record(1))
+    guard = TrackerThread("wandb", opened, tmp_path / "n", warned.append, resumed=False)
+    guard.submit(record(1))
     guard.close()
     assert warned == ["wandb: ImportError: No module named 'wandb'"]
 
@@ -105,10 +105,12 @@ def test_a_hanging_tracker_costs_no_time(tmp_path: Path) -> None:
             release.wait(30)
 
     warned: list[str] = []
-    guard = Guard("it", lambda run_id: Hanging(""), tmp_path / "n", warned.append, resumed=False)
+    guard = TrackerThread(
+        "it", lambda run_id: Hanging(""), tmp_path / "n", warned.append, resumed=False
+    )
     started = time.monotonic()
     for step in range(1, 3000):
-        guard.put(record(step))
+        guard.submit(record(step))
     guard.close(seconds=0.1)
     assert time.monotonic() - started < 1
     assert warned == [

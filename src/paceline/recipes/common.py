@@ -21,7 +21,7 @@ from paceline.recipes.options import Options, parse_copies, parse_micro_batch
 from paceline.spec.training.balance import parse_weights
 from paceline.train import Best
 from paceline.train.data.fetch import Data
-from paceline.train.device import choose_device, look
+from paceline.train.device import available_devices, choose_device
 
 EVALUATIONS_PER_EPOCH, MIN_EVALUATION_STEPS = 16, 40
 """With ``--stop-at``: evaluations within an epoch, and the minimum number of steps between two."""
@@ -268,7 +268,7 @@ def configure_checkpoints(
 
 def fast_dtype(device: str) -> Literal["bf16", "float32"]:
     """Returns ``bf16`` if the device computes faster in it than in float32."""
-    target = choose_device(device, look(), 0)
+    target = choose_device(device, available_devices(), 0)
     if target.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     if target.type == "xpu":

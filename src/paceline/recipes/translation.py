@@ -42,7 +42,7 @@ from paceline.recipes.transformer import Search, Shape, Transformer, decode
 from paceline.spec import rundir
 from paceline.spec.schema import MAX_LONG_TEXT, integer, list_of, text, tuple_of
 from paceline.train import Best, files
-from paceline.train.comms import checked
+from paceline.train.comms import parse_texts
 
 SOURCE_TOKENIZER, TARGET_TOKENIZER = "tokenizer-source.json", "tokenizer-target.json"
 OUTPUTS = "translations.jsonl"
@@ -172,7 +172,7 @@ def translate(
     network.train()
     parts = session.comms.texts(json.dumps(translated))
     shape = list_of(tuple_of(integer(0, len(rows) - 1), text(MAX_LONG_TEXT)), len(rows))
-    by_number = dict(pair for part in checked(parts, shape) for pair in part)
+    by_number = dict(pair for part in parse_texts(parts, shape) for pair in part)
     return [by_number[number] for number in range(len(rows))]
 
 

@@ -14,7 +14,7 @@ from paceline.spec.errors import SettingError
 from paceline.train import parallel
 from paceline.train.comms import Comms
 
-Settle = Callable[[], None]
+WaitForCopies = Callable[[], None]
 """Returns when nothing reads the weights any more."""
 
 
@@ -29,7 +29,7 @@ class Average:
         comms: Of all ranks.
         decay: From 0 to below 1; 0.999 remembers about the last thousand updates.
         start: Updates after which averaging begins; until then the average is the weights.
-        settle: Called before weights are exchanged.
+        wait_for_copies: Called before weights are exchanged.
 
     Attributes:
         module: Whose weights these are.
@@ -45,7 +45,7 @@ class Average:
         comms: Comms,
         decay: float,
         start: int = 0,
-        settle: Settle = lambda: None,
+        wait_for_copies: WaitForCopies = lambda: None,
     ) -> None:
         if not 0 <= decay < 1 or start < 0:
             raise SettingError(
@@ -54,26 +54,28 @@ class Average:
                 remedy="decay=0.999, start=0",
             )
         self.module, self.updates = module, 0
-        self._comms, self._start, self._settle = comms, start, settle
+        self._comms, self._start, self._wait_for_copies = comms, start, wait_for_copies
         self._mix = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
-        parallel.put_back(module)
+        parallel.reshard(module)
         self._live = _averaged(module)
-        self._kept = {name: one.detach().clone() for name, one in self._live.items()}
+        self._averages = {name: tensor.detach().clone() for name, tensor in self._live.items()}
         self._buffers = [name for name, _ in module.named_buffers() if name in self._live]
         self._applied = False
         self.exchanges = 0
 
     @torch.no_grad()
     def update(self) -> None:
-        """Takes the module's present weights; called after each of its optimizer's steps."""
+        """Adds the module's current weights; called after each of its optimizer's steps."""
         self.updates += 1
-        kept, live = _local(self._kept), _local(self._live)
+        averages, live = _local(self._averages), _local(self._live)
         if self.updates <= self._start:
-            torch._foreach_copy_(kept, live)
+            torch._foreach_copy_(averages, live)
             return
-        for dtype in dict.fromkeys(one.dtype for one in kept):  # its fast path wants one of them
-            same = [number for number, one in enumerate(kept) if one.dtype == dtype]
-            self._mix([kept[n] for n in same], [live[n] for n in same], None)
+        for dtype in dict.fromkeys(
+            average.dtype for average in averages
+        ):  # its fast path wants one of them
+            indexes = [number for number, average in enumerate(averages) if average.dtype == dtype]
+            self._mix([averages[n] for n in indexes], [live[n] for n in indexes], None)
 
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
@@ -82,12 +84,12 @@ class Average:
         Not while an iteration computes: after ``session.step`` of the last batch of an epoch, or
         where ``session.epochs(every=…)`` gives control.
         """
-        self._settle()
+        self._wait_for_copies()
         self._exchange()
         self._applied = True
         try:
-            if not self._comms.alone:
-                self._comms.spread([self._live[name] for name in self._buffers])
+            if not self._comms.is_alone:
+                self._comms.broadcast([self._live[name] for name in self._buffers])
             yield self.module
         finally:
             self._applied = False
@@ -95,7 +97,7 @@ class Average:
 
     @contextmanager
     def suspended(self) -> Iterator[bool]:
-        """Within it the module has its own weights; True when it did not have them before."""
+        """Context with the module's own weights; yields whether it had averaged ones."""
         if not self._applied:
             yield False
             return
@@ -107,40 +109,42 @@ class Average:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """In place: whoever holds the parameters holds them afterwards, FSDP and DDP included."""
+        """Swaps averages and weights in place, so that FSDP and DDP keep their references."""
         self.exchanges += 1
-        parallel.put_back(self.module)
-        for kept, live in zip(_local(self._kept), _local(self._live), strict=True):
-            before = live.clone()
-            live.copy_(kept)
-            kept.copy_(before)
+        parallel.reshard(self.module)
+        for average, live in zip(_local(self._averages), _local(self._live), strict=True):
+            former = live.clone()
+            live.copy_(average)
+            average.copy_(former)
 
-    def state(self, *, whole: bool = True) -> dict[str, Any]:
-        """What a checkpoint keeps; ``whole`` puts shards together, a collective."""
-        tensors = self._kept
-        if whole:
-            tensors = {name: parallel.whole_tensor(one) for name, one in tensors.items()}
+    def state(self, *, assemble: bool = True) -> dict[str, Any]:
+        """What a checkpoint keeps; ``assemble`` puts shards together, a collective."""
+        tensors = self._averages
+        if assemble:
+            tensors = {name: parallel.full_tensor(tensor) for name, tensor in tensors.items()}
         return {"updates": self.updates, "tensors": dict(tensors)}
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Any] | None) -> None:
-        """Takes what :meth:`state` gave; ``None`` begins with the module's present weights."""
+        """Loads a state of :meth:`state`; ``None`` starts with the current weights."""
         if state is None:
-            torch._foreach_copy_(_local(self._kept), _local(self._live))
+            torch._foreach_copy_(_local(self._averages), _local(self._live))
             self.updates = 0
             return
         self.updates = state["updates"]
-        for name, one in self._kept.items():
-            parallel.fill_own(one, state["tensors"][name])
+        for name, average in self._averages.items():
+            parallel.fill_local(average, state["tensors"][name])
 
 
 def _averaged(module: nn.Module) -> dict[str, Tensor]:
     """Parameters, and buffers that a checkpoint holds, by name; numbers that count are left out."""
-    state = parallel.own_state(module)
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return {name: one for name, one in named if name in state and one.is_floating_point()}
+    state = parallel.local_state(module)
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return {
+        name: tensor for name, tensor in tensors if name in state and tensor.is_floating_point()
+    }
 
 
 def _local(tensors: dict[str, Tensor]) -> list[Tensor]:
     """What this rank holds of them."""
-    return [parallel.own_part(one.detach()) for one in tensors.values()]
+    return [parallel.local_tensor(tensor.detach()) for tensor in tensors.values()]

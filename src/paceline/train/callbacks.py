@@ -45,50 +45,52 @@ class Callbacks:
 
     Args:
         session: Passed on.
-        own_work: Gives what they are called within: their time is the script's, not the session's.
+        script_work: Context manager around each call, which counts its time as the script's.
     """
 
     def __init__(
         self,
         session: Session,
-        own_work: Callable[[], AbstractContextManager[None]] = nullcontext,
+        script_work: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._session, self._own_work = session, own_work
-        self._every: list[Callback] = []
+        self._session, self._script_work = session, script_work
+        self._callbacks: list[Callback] = []
 
-    def add(self, one: Callback) -> None:
-        """Calls it from now on."""
-        self._every.append(one)
+    def add(self, callback: Callback) -> None:
+        """Adds a callback."""
+        self._callbacks.append(callback)
 
     def __bool__(self) -> bool:
-        return bool(self._every)
+        return bool(self._callbacks)
 
     def after_step(self, step: int) -> None:
         """See :class:`Callback`."""
-        self._call("after_step", lambda one: one.after_step(self._session, step))
+        self._call("after_step", lambda callback: callback.after_step(self._session, step))
 
     def epoch_ended(self, epoch: int) -> None:
         """See :class:`Callback`."""
-        self._call("epoch_ended", lambda one: one.epoch_ended(self._session, epoch))
+        self._call("epoch_ended", lambda callback: callback.epoch_ended(self._session, epoch))
 
     def evaluated(self, split: str, values: Mapping[str, Any]) -> None:
         """See :class:`Callback`."""
-        self._call("evaluated", lambda one: one.evaluated(self._session, split, values))
+        self._call("evaluated", lambda callback: callback.evaluated(self._session, split, values))
 
     def checkpoint_saved(self, step: int) -> None:
         """See :class:`Callback`."""
-        self._call("checkpoint_saved", lambda one: one.checkpoint_saved(self._session, step))
+        self._call(
+            "checkpoint_saved", lambda callback: callback.checkpoint_saved(self._session, step)
+        )
 
     def _call(self, moment: str, act: Callable[[Callback], None]) -> None:
-        for one in self._every:
+        for callback in self._callbacks:
             try:
-                with self._own_work():
-                    act(one)
+                with self._script_work():
+                    act(callback)
             except PacelineError:
                 raise
             except Exception as error:
                 raise JobError(
-                    f"the callback {type(one).__name__}.{moment} failed"
+                    f"the callback {type(callback).__name__}.{moment} failed"
                     f" after step {self._session.progress.step}",
                     found=f"{type(error).__name__}: {error}",
                     remedy="mend it, or leave it out; the newest checkpoint can be resumed",

@@ -30,21 +30,21 @@ from paceline.train.world import World
 
 T = TypeVar("T")
 
-FIRST = 512  # bytes of the message that says how long a text is, and begins it
-_LENGTH = 8  # of them
-_PIECE = 1 << 20  # bytes of a message of a chain, at most
-_MANY = 64  # of them: the last rank has all when the first could, and a few pieces later
-_UNDER_WAY = 4  # messages
-_LARGEST = 1 << 28  # bytes of a message that is sent at once
-_LONGEST = 1 << 28  # bytes of a text
+FIRST_MESSAGE_BYTES = 512  # bytes of the message that says how long a text is, and begins it
+_LENGTH_BYTES = 8  # of them
+_MAX_PIECE_BYTES = 1 << 20  # bytes of a message of a chain, at most
+_MIN_PIECES = 64  # of them: the last rank has all when the first could, and a few pieces later
+_MAX_IN_FLIGHT = 4  # messages
+_MAX_MESSAGE_BYTES = 1 << 28  # bytes of a message that is sent at once
+_MAX_TEXT_BYTES = 1 << 28  # bytes of a text
 TENSOR_TYPE = r"bool|bfloat16|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)"
 
 
-class Mender(Protocol):
-    """What makes good that a rank is lost in the middle of an operation of all ranks."""
+class FaultHandler(Protocol):
+    """Recovers when a rank is lost in the middle of an operation of all ranks."""
 
     def event(self, act: Callable[[], T]) -> T:
-        """What ``act`` gives; it is done again in a new group when a rank is lost."""
+        """Returns the result of ``act``, which is repeated in a new group when a rank is lost."""
 
     @property
     def stale(self) -> bool:
@@ -52,13 +52,13 @@ class Mender(Protocol):
 
     @property
     def able(self) -> bool:
-        """A rank that is lost now is made good."""
+        """Whether a rank that is lost now can be recovered from."""
 
     def watched(self) -> AbstractContextManager[None]:
-        """Within it a group is made whose collectives are to end when a rank is lost."""
+        """Context that makes a group whose collectives end when a rank is lost."""
 
-    def patient(self, longest: timedelta) -> AbstractContextManager[None]:
-        """Within it an operation may wait so long for a rank that comes late."""
+    def patient(self, timeout: timedelta) -> AbstractContextManager[None]:
+        """Context in which an operation may wait this long for a late rank."""
 
 
 @dataclass(slots=True)
@@ -71,111 +71,113 @@ class Comms:
         group: Process group; ``None`` is that of the whole job.
         mixed: The ranks compute on different kinds of devices; they talk by their CPUs then, and
             ``device`` is that.
-        mender: ``None`` where a lost rank is the end of the others.
+        fault_handler: ``None`` where a lost rank is the end of the others.
         joining: This process is not with the others yet: its operations give what theirs gave.
         slot: The number by which people know this rank; ``None``: its rank. Ranks of a group are
             counted anew when one is lost, and the numbers in logs and messages stay.
-        met: Seconds for which this rank stood in these operations so far.
+        waited_s: Seconds for which this rank stood in these operations so far.
     """
 
     world: World
     device: torch.device
     group: dist.ProcessGroup | None = None
     mixed: bool = False
-    mender: Mender | None = None
+    fault_handler: FaultHandler | None = None
     joining: bool = False
     slot: int | None = None
-    met: float = 0.0
-    _stands: bool = False
+    waited_s: float = 0.0
+    _is_counting: bool = False
 
     @property
-    def called(self) -> str:
-        """This rank for people: ``rank 1 on n2``."""
+    def rank_name(self) -> str:
+        """Name of this rank for users: ``rank 1 on n2``."""
         number = self.world.rank if self.slot is None else self.slot
         return f"rank {number} on {self.world.host}"
 
     @property
-    def alone(self) -> bool:
+    def is_alone(self) -> bool:
         return self.world.size == 1
 
     @property
     def stale(self) -> bool:
-        """There is a new group, in which groups and buckets have still to be made anew."""
-        return self.mender is not None and self.mender.stale
+        """Whether groups and buckets must still be made again in a new group."""
+        return self.fault_handler is not None and self.fault_handler.stale
 
-    def new_group(self, **named: Any) -> dist.ProcessGroup:
-        """A further group of all ranks; the arguments are torch's. A collective.
+    def new_group(self, **options: Any) -> dist.ProcessGroup:
+        """Makes a further group of all ranks; arguments as torch's. A collective.
 
         Where a rank is lost meanwhile it is the job's new group itself: what the further one is for
         will be made anew.
         """
-        made: list[dist.ProcessGroup] = []
+        groups: list[dist.ProcessGroup] = []
 
         def make() -> None:
-            made.clear()
+            groups.clear()
             if not self.stale:
-                with nullcontext() if self.mender is None else self.mender.watched():
-                    made.append(dist.new_group(**named))
+                with nullcontext() if self.fault_handler is None else self.fault_handler.watched():
+                    groups.append(dist.new_group(**options))
 
-        self.meet(make)
-        return made[0] if made and not self.stale else dist.distributed_c10d._get_default_group()
+        self.collective(make)
+        return (
+            groups[0] if groups and not self.stale else dist.distributed_c10d._get_default_group()
+        )
 
     def event(self, act: Callable[[], T]) -> T:
-        """An operation of all ranks that gives each of them the same, or nothing.
+        """Runs an operation that gives the same to each rank, or nothing.
 
         Args:
             act: Talks to the other ranks, and can be called again. No rank is through with it
                 before every rank has come to it.
         """
-        with self._standing():
-            return act() if self.mender is None else self.mender.event(act)
+        with self._count_time():
+            return act() if self.fault_handler is None else self.fault_handler.event(act)
 
     @contextmanager
-    def _standing(self) -> Iterator[None]:
-        """Counts the time within it, once."""
-        if self._stands:
+    def _count_time(self) -> Iterator[None]:
+        """Adds the time within it to :attr:`waited_s`, once."""
+        if self._is_counting:
             yield
             return
-        self._stands, began = True, time.perf_counter()
+        self._is_counting, start = True, time.perf_counter()
         try:
             yield
         finally:
-            self._stands, self.met = False, self.met + time.perf_counter() - began
+            self._is_counting, self.waited_s = False, self.waited_s + time.perf_counter() - start
 
     @contextmanager
-    def told_elsewhere(self) -> Iterator[None]:
-        """What is done within it does not count for :attr:`met`: its time is told as another."""
-        met = self.met
+    def excluded_from_waited(self) -> Iterator[None]:
+        """Context whose time is not counted in :attr:`waited_s`."""
+        waited_s = self.waited_s
         try:
             yield
         finally:
-            self.met = met
+            self.waited_s = waited_s
 
-    def meet(self, act: Callable[[], None]) -> None:
-        """Such an operation through which a rank may be before others have come to it."""
+    def collective(self, act: Callable[[], None]) -> None:
+        """Runs an operation that a rank may finish before others have started it."""
 
         def met() -> None:
             act()
-            self.come()
+            self.wait_for_all()
 
-        self.event(act if self.mender is None else met)
+        self.event(act if self.fault_handler is None else met)
 
-    def come(self) -> None:
-        """As a part of an operation: returns when every rank has come to it.
+    def wait_for_all(self) -> None:
+        """Within an operation, waits until every rank has reached it.
 
-        Without a mender nobody counts operations, and nothing is waited for.
+        Without a fault handler, operations are not counted and nothing is waited for.
         """
-        if self.mender is not None:
+        if self.fault_handler is not None:
             self._rows(torch.zeros(1))
 
     def sum(self, vector: Tensor) -> Tensor:
-        """The element-wise sum over all ranks, in place; the same bits on every rank."""
-        if self.mender is None:
+        """Sums over all ranks element by element, in place; the same bits on every rank."""
+        if self.fault_handler is None:
             return self.event(lambda: self._sum(vector))
         return vector.copy_(self.event(lambda: self._sum(vector.clone())))
 
     def _sum(self, vector: Tensor) -> Tensor:
-        if self.alone:
+        if self.is_alone:
             return vector
         summed = vector.to(self.device) if self.mixed else vector
         if small_messages.fits(summed, self.world.size, self.group):
@@ -184,58 +186,64 @@ class Comms:
         waits.wait(dist.all_reduce(summed, group=self.group, async_op=True), summed)
         return vector if summed is vector else vector.copy_(summed)
 
-    def most(self, vector: Tensor) -> list[float]:
-        """The element-wise maximum over all ranks."""
-        return self.event(lambda: self._most(vector))
+    def max(self, vector: Tensor) -> list[float]:
+        """Returns the element-wise maximum over all ranks."""
+        return self.event(lambda: self._max(vector))
 
-    def _most(self, vector: Tensor) -> list[float]:
-        if self.alone:
-            return [float(one) for one in vector]
-        mine = vector.to(self.device, copy=True)
-        if small_messages.fits(mine, self.world.size, self.group):
+    def _max(self, vector: Tensor) -> list[float]:
+        if self.is_alone:
+            return [float(value) for value in vector]
+        local_vector = vector.to(self.device, copy=True)
+        if small_messages.fits(local_vector, self.world.size, self.group):
             return [
-                float(one)
-                for one in small_messages.all_gather(mine, self.world.size, self.group).amax(0)
+                float(value)
+                for value in small_messages.all_gather(
+                    local_vector, self.world.size, self.group
+                ).amax(0)
             ]
-        most = dist.ReduceOp.MAX
-        waits.wait(dist.all_reduce(mine, most, group=self.group, async_op=True), mine)
-        return [float(one) for one in mine.cpu()]
+        operation = dist.ReduceOp.MAX
+        waits.wait(
+            dist.all_reduce(local_vector, operation, group=self.group, async_op=True), local_vector
+        )
+        return [float(value) for value in local_vector.cpu()]
 
     def rows(self, vector: Tensor) -> Tensor:
-        """Every rank's vector, on the CPU, shape ``[ranks, n]``."""
+        """Returns every rank's vector, on the CPU, shape ``[ranks, n]``."""
         return self.event(lambda: self._rows(vector))
 
     def _rows(self, vector: Tensor) -> Tensor:
-        if self.alone:
+        if self.is_alone:
             return vector.cpu()[None]
-        mine = vector.to(self.device)
-        if small_messages.fits(mine, self.world.size, self.group):
-            return small_messages.all_gather(mine, self.world.size, self.group)
-        all_rows = [torch.empty_like(mine) for _ in range(self.world.size)]
-        waits.wait(dist.all_gather(all_rows, mine, group=self.group, async_op=True), mine)
-        return torch.stack(all_rows).cpu()
+        local_vector = vector.to(self.device)
+        if small_messages.fits(local_vector, self.world.size, self.group):
+            return small_messages.all_gather(local_vector, self.world.size, self.group)
+        gathered = [torch.empty_like(local_vector) for _ in range(self.world.size)]
+        waits.wait(
+            dist.all_gather(gathered, local_vector, group=self.group, async_op=True), local_vector
+        )
+        return torch.stack(gathered).cpu()
 
     def texts(self, text: str) -> list[str]:
-        """Every rank's text, in rank order: torch's ``all_gather_object`` without its pickle."""
+        """Returns every rank's text in rank order: ``all_gather_object`` without pickle."""
         return self.event(lambda: self._texts(text))
 
     def _texts(self, text: str) -> list[str]:
         content = text.encode()
-        firsts = self._rows(_first_of(content))
-        texts = [_length_and_first(row) for row in firsts]
-        more = max(length - len(first) for length, first in texts)
-        if not more:  # nearly always: that saves a round trip
+        firsts = self._rows(_first_message(content))
+        texts = [_parse_first_message(row) for row in firsts]
+        num_missing = max(length - len(first) for length, first in texts)
+        if not num_missing:  # nearly always: that saves a round trip
             return [first.decode(errors="replace") for _, first in texts]
-        rest = torch.zeros(more, dtype=torch.uint8)
-        content = content[FIRST - _LENGTH :]
-        rest[: len(content)] = _bytes(content)
+        tail = torch.zeros(num_missing, dtype=torch.uint8)
+        content = content[FIRST_MESSAGE_BYTES - _LENGTH_BYTES :]
+        tail[: len(content)] = _bytes(content)
         return [
             (first + bytes(row[: length - len(first)].tolist())).decode(errors="replace")
-            for (length, first), row in zip(texts, self._rows(rest), strict=True)
+            for (length, first), row in zip(texts, self._rows(tail), strict=True)
         ]
 
-    def spread(self, tensors: Sequence[Tensor], source: int = 0) -> None:
-        """Gives every rank the content that these tensors have on one rank, in place.
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        """Gives every rank the content of these tensors on one rank, in place.
 
         Over gloo much goes along a chain, piece by piece: each rank passes on what it has while
         the next piece comes, so all is there about when it would be on one other rank, and crosses
@@ -246,42 +254,44 @@ class Comms:
             tensors: Of the same shapes and types on every rank, anywhere.
             source: The rank whose content it is.
         """
-        filled = [one.detach() for one in tensors if one.numel()]
-        if self.mender is None or not filled:
-            self.event(lambda: self._spread(filled, source))
+        filled = [tensor.detach() for tensor in tensors if tensor.numel()]
+        if self.fault_handler is None or not filled:
+            self.event(lambda: self._broadcast_flat(filled, source))
             return
-        has, gives = 0, int(self.world.rank == source)
+        has, is_source = 0, int(self.world.rank == source)
 
         def act() -> None:
-            """From a rank that has all, else from the source, else from who is first now."""
+            """Sends from a rank that has all, else from the source, else from rank 0."""
             nonlocal has
-            known = self._rows(torch.tensor([2 * has + gives]))[:, 0]
-            self._spread(filled, int(known.argmax()))
+            flags = self._rows(torch.tensor([2 * has + is_source]))[:, 0]
+            self._broadcast_flat(filled, int(flags.argmax()))
             has = 1
 
-        self.meet(act)
+        self.collective(act)
 
-    def _spread(self, filled: Sequence[Tensor], source: int) -> None:
-        if self.alone or not filled:
+    def _broadcast_flat(self, filled: Sequence[Tensor], source: int) -> None:
+        if self.is_alone or not filled:
             return
         # As bytes: backends do not know every type.
-        flat = [one.contiguous().reshape(-1).view(torch.uint8) for one in filled]
+        flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in filled]
         if self.mixed:
-            flat = [one.to(self.device) for one in flat]
+            flat = [tensor.to(self.device) for tensor in flat]
         size = sum(map(len, flat))
-        if size > _PIECE and _over_gloo(self):
-            pieces = _pieces(flat, max(_PIECE // 8, min(_PIECE, size // _MANY)))
-            waits.wait_in_thread(lambda: self._along(pieces, source))
+        if size > _MAX_PIECE_BYTES and _uses_gloo(self):
+            pieces = _pieces(
+                flat, max(_MAX_PIECE_BYTES // 8, min(_MAX_PIECE_BYTES, size // _MIN_PIECES))
+            )
+            waits.wait_in_thread(lambda: self._send_along_chain(pieces, source))
         else:
-            self._at_once(_pieces(flat, _LARGEST), source)
+            self._broadcast(_pieces(flat, _MAX_MESSAGE_BYTES), source)
         if self.world.rank == source:
             return
-        for one, raw in zip(filled, flat, strict=True):
-            if raw.data_ptr() != one.data_ptr():  # it had to be copied: channels last
-                one.copy_(raw.view(one.dtype).reshape(one.shape))
+        for tensor, raw in zip(filled, flat, strict=True):
+            if raw.data_ptr() != tensor.data_ptr():  # it had to be copied: channels last
+                tensor.copy_(raw.view(tensor.dtype).reshape(tensor.shape))
 
-    def _at_once(self, pieces: Sequence[list[Tensor]], source: int) -> None:
-        """Each piece by the backend's own broadcast."""
+    def _broadcast(self, pieces: Sequence[list[Tensor]], source: int) -> None:
+        """Sends each piece with the backend's own broadcast."""
         for parts in pieces:
             message = torch.cat(parts).to(self.device)
             work = dist.broadcast(message, source, group=self.group, async_op=True)
@@ -289,87 +299,87 @@ class Comms:
             if self.world.rank != source:
                 _unpack(message, parts)
 
-    def _along(self, pieces: Sequence[list[Tensor]], source: int) -> None:
-        """The pieces along a chain of all ranks that begins at the source."""
+    def _send_along_chain(self, pieces: Sequence[list[Tensor]], source: int) -> None:
+        """Sends the pieces along a chain of all ranks that begins at the source."""
         rank, size = self.world.rank, self.world.size
         place = (rank - source) % size
-        coming: deque[tuple[Tensor, list[Tensor], dist.Work, int]] = deque()
-        going: deque[tuple[Tensor, dist.Work]] = deque()
+        receiving: deque[tuple[Tensor, list[Tensor], dist.Work, int]] = deque()
+        sending: deque[tuple[Tensor, dist.Work]] = deque()
         # A tag of its own for each message: nothing depends on how gloo matches several of one tag.
-        ahead, tags = iter(pieces), itertools.count(1)
+        unreceived, tags = iter(pieces), itertools.count(1)
 
         def expect(count: int) -> None:
-            for parts in itertools.islice(ahead, count):
+            for parts in itertools.islice(unreceived, count):
                 length = sum(map(len, parts))
                 message = torch.empty(length, dtype=torch.uint8, device=self.device)
                 tag = next(tags)
                 work = dist.irecv(message, (rank - 1) % size, group=self.group, tag=tag)
-                coming.append((message, parts, _begun(work), tag))
+                receiving.append((message, parts, _started(work), tag))
 
         def pass_on(message: Tensor, tag: int) -> None:
             if place == size - 1:
                 return
             work = dist.isend(message, (rank + 1) % size, group=self.group, tag=tag)
-            going.append((message, _begun(work)))
-            if len(going) > _UNDER_WAY:
-                going.popleft()[1].wait()
+            sending.append((message, _started(work)))
+            if len(sending) > _MAX_IN_FLIGHT:
+                sending.popleft()[1].wait()
 
         if place == 0:
             for tag, parts in enumerate(pieces, 1):
                 pass_on(torch.cat(parts).to(self.device), tag)
         else:
-            expect(_UNDER_WAY)
-        while coming:
-            message, parts, work, tag = coming.popleft()
+            expect(_MAX_IN_FLIGHT)
+        while receiving:
+            message, parts, work, tag = receiving.popleft()
             work.wait()
             expect(1)
             pass_on(message, tag)
             _unpack(message, parts)
-        for _, work in going:
+        for _, work in sending:
             work.wait()
 
-    def text_of(self, source: int, text: str, usual: int = FIRST) -> str:
-        """One rank's text, on every rank.
+    def text_of(self, source: int, text: str, first_bytes: int = FIRST_MESSAGE_BYTES) -> str:
+        """Returns one rank's text on every rank.
 
         Args:
             source: Whose.
             text: That of this rank; only the source's counts.
-            usual: Bytes up to which it travels at once.
+            first_bytes: Bytes up to which it travels at once.
         """
         content = text.encode()
-        first = _first_of(content, usual)
-        self.spread([first], source)
-        length, said = _length_and_first(first)
-        if length == len(said):
-            return said.decode()
-        rest = torch.empty(length - len(said), dtype=torch.uint8)
+        first = _first_message(content, first_bytes)
+        self.broadcast([first], source)
+        length, start = _parse_first_message(first)
+        if length == len(start):
+            return start.decode()
+        tail = torch.empty(length - len(start), dtype=torch.uint8)
         if self.world.rank == source:
-            rest.copy_(_bytes(content[len(said) :]))
-        self.spread([rest], source)
-        return (said + bytes(rest.tolist())).decode()
+            tail.copy_(_bytes(content[len(start) :]))
+        self.broadcast([tail], source)
+        return (start + bytes(tail.tolist())).decode()
 
     def barrier(self) -> None:
-        """Waits until every rank is here."""
+        """Waits until every rank calls this."""
         self.rows(torch.zeros(1))
 
-    def agree(self, what: str, value: str) -> None:
-        """Raises on every rank when ``value`` is not the same everywhere.
+    def agree(self, subject: str, value: str) -> None:
+        """Checks that ``value`` is the same on every rank.
 
         Raises:
             JobError: Names a rank that differs from rank 0, and both values.
         """
-        values = self.texts(f"{self.called}\0{value}")
-        first = values[0].split("\0", 1)
-        for who, other in (one.split("\0", 1) for one in values):
-            if other != first[1]:
+        values = self.texts(f"{self.rank_name}\0{value}")
+        reference = values[0].split("\0", 1)
+        for rank_name, rank_value in (text.split("\0", 1) for text in values):
+            if rank_value != reference[1]:
                 raise JobError(
-                    f"{what} must be the same on every rank",
-                    found=f"{first[0]}: {first[1]}\n{who}: {other}",
+                    f"{subject} must be the same on every rank",
+                    found=f"{reference[0]}: {reference[1]}\n{rank_name}: {rank_value}",
                     remedy="give every node the same files and the same options",
                 )
 
     def together(self, act: Callable[[], T]) -> T:
-        """Acts on every rank; when one fails with a handled error, every rank raises it.
+        """Calls ``act`` on every rank; a handled error of one is raised on every rank.
 
         So no rank waits for another that has already given up.
         """
@@ -378,14 +388,14 @@ class Comms:
         try:
             result = act()
         except PacelineError as error:
-            problem = self._told(error)
+            problem = self._encode_error(error)
         for rank, text in enumerate(self.texts(problem)):
             if text:
-                raise _rebuilt(rank, *text.split("\0"))
+                raise _rebuild_error(rank, *text.split("\0"))
         return result  # type: ignore[return-value]
 
     def by_first(self, act: Callable[[], str]) -> str:
-        """Has rank 0 act while the others wait, and gives its word to all.
+        """Calls ``act`` on rank 0 and returns its result on every rank.
 
         Where it is lost meanwhile, whoever is rank 0 then acts. A handled error of it is raised on
         every rank.
@@ -394,22 +404,22 @@ class Comms:
             act: Can be begun again by another rank, whatever the lost one has left.
         """
         while True:
-            said = ""
+            message = ""
             if self.world.rank == 0:
                 try:
-                    said = f"did\0{act()}"
+                    message = f"did\0{act()}"
                 except PacelineError as error:
-                    said = f"failed\0{self._told(error)}"
+                    message = f"failed\0{self._encode_error(error)}"
             # Who has become rank 0 in this operation has not acted, and says nothing: to all alike.
-            outcome, _, word = self.texts(said)[0].partition("\0")
+            outcome, _, content = self.texts(message)[0].partition("\0")
             if outcome == "failed":
-                raise _rebuilt(0, *word.split("\0"))
+                raise _rebuild_error(0, *content.split("\0"))
             if outcome:
-                return word
+                return content
 
-    def _told(self, error: PacelineError) -> str:
+    def _encode_error(self, error: PacelineError) -> str:
         kind = type(error).__name__
-        return "\0".join((kind, error.message, error.found, error.remedy, self.called))
+        return "\0".join((kind, error.message, error.found, error.remedy, self.rank_name))
 
 
 def _bytes(content: bytes) -> Tensor:
@@ -418,22 +428,22 @@ def _bytes(content: bytes) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-def _first_of(content: bytes, size: int = FIRST) -> Tensor:
-    """A message of this size: how many bytes there are, and as many of them as fit."""
-    said = len(content).to_bytes(_LENGTH, "little") + content[: size - _LENGTH]
-    return _bytes(said.ljust(size, b"\0"))
+def _first_message(content: bytes, size: int = FIRST_MESSAGE_BYTES) -> Tensor:
+    """Returns a message of this size: the length, and as many bytes as fit."""
+    message = len(content).to_bytes(_LENGTH_BYTES, "little") + content[: size - _LENGTH_BYTES]
+    return _bytes(message.ljust(size, b"\0"))
 
 
-def _length_and_first(message: Tensor) -> tuple[int, bytes]:
-    said = bytes(message.tolist())
-    length = int.from_bytes(said[:_LENGTH], "little")
-    if length > _LONGEST:
+def _parse_first_message(message: Tensor) -> tuple[int, bytes]:
+    content = bytes(message.tolist())
+    length = int.from_bytes(content[:_LENGTH_BYTES], "little")
+    if length > _MAX_TEXT_BYTES:
         raise JobError(f"a rank announced a text of {length} bytes: more than any rank sends")
-    return length, said[_LENGTH : _LENGTH + length]
+    return length, content[_LENGTH_BYTES : _LENGTH_BYTES + length]
 
 
-def checked(texts: Sequence[str], shape: Schema) -> list[Any]:
-    """The JSON values that ranks have sent, by rank; ``None`` for an empty text.
+def parse_texts(texts: Sequence[str], shape: Schema) -> list[Any]:
+    """Returns the JSON values that ranks have sent, by rank; ``None`` for an empty text.
 
     JobError names the first rank whose value has not this shape.
     """
@@ -452,40 +462,42 @@ def checked(texts: Sequence[str], shape: Schema) -> list[Any]:
     return values
 
 
-def _over_gloo(comms: Comms) -> bool:
+def _uses_gloo(comms: Comms) -> bool:
     return comms.device.type == "cpu" and "gloo" in dist.get_backend(comms.group)
 
 
-def _begun(work: dist.Work | None) -> dist.Work:
+def _started(work: dist.Work | None) -> dist.Work:
     assert work is not None  # this rank is in the group
     return work
 
 
 def _pieces(flat: Sequence[Tensor], size: int) -> list[list[Tensor]]:
-    """Messages of about the same size: parts of one tensor, or several small ones."""
+    """Splits tensors into messages of about the same size."""
     pieces: list[list[Tensor]] = []
-    room = 0
-    for one in flat:
+    free_bytes = 0
+    for tensor in flat:
         start = 0
-        while start < len(one):
-            if not room:
+        while start < len(tensor):
+            if not free_bytes:
                 pieces.append([])
-                room = size
-            part = one[start : start + room]
+                free_bytes = size
+            part = tensor[start : start + free_bytes]
             pieces[-1].append(part)
-            start, room = start + len(part), room - len(part)
+            start, free_bytes = start + len(part), free_bytes - len(part)
     return pieces
 
 
 def _unpack(message: Tensor, parts: list[Tensor]) -> None:
-    for part, came in zip(parts, torch.split(message, [len(one) for one in parts]), strict=True):
-        part.copy_(came)
+    for part, content in zip(
+        parts, torch.split(message, [len(part) for part in parts]), strict=True
+    ):
+        part.copy_(content)
 
 
-def _rebuilt(
-    rank: int, kind: str, message: str, found: str, remedy: str, where: str
+def _rebuild_error(
+    rank: int, kind: str, message: str, found: str, remedy: str, location: str
 ) -> PacelineError:
     error: type[PacelineError] = getattr(errors, kind, JobError)
-    rebuilt = error(message, found=f"{found}\n({where})" if found else where, remedy=remedy)
+    rebuilt = error(message, found=f"{found}\n({location})" if found else location, remedy=remedy)
     rebuilt.origin_rank = rank
     return rebuilt

@@ -1,7 +1,7 @@
 """PyTorch's compiler, ``torch._dynamo``, imported when something compiles and not before.
 
 Optimizers and DDP import it to tell it what not to compile, although nothing compiles; that takes
-about twice as long as ``import torch``. :func:`put_off` spares that: the same functions of
+about twice as long as ``import torch``. :func:`defer_dynamo` spares that: the same functions of
 PyTorch's run, only without the words to a compiler that is not there. As soon as anything imports
 it, ``torch.compile`` first of all, everything is as PyTorch made it.
 
@@ -28,9 +28,9 @@ DYNAMO = f"torch.{ATTRIBUTE}"
 UNMARKED = "__dynamo_disable"  # where PyTorch keeps what it made of a function not to be compiled
 
 
-def put_off() -> None:
-    """From here on optimizers and DDP do without the compiler, until something imports it."""
-    if DYNAMO in sys.modules or any(isinstance(one, _Restorer) for one in sys.meta_path):
+def defer_dynamo() -> None:
+    """Makes optimizers and DDP work without the compiler until something imports it."""
+    if DYNAMO in sys.modules or any(isinstance(finder, _Restorer) for finder in sys.meta_path):
         return
     restorer = _Restorer()
     methods = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
@@ -38,30 +38,32 @@ def put_off() -> None:
     context = vars(DistributedDataParallel).get("_inside_ddp_forward")
     marked.append(getattr(context, "__wrapped__", None))
     for function in marked:
-        restorer.mark(function)
+        restorer.unwrap(function)
     for kind in vars(torch.optim).values():
         if isinstance(kind, type) and issubclass(kind, Optimizer):
-            restorer.lighten(kind)
+            restorer.replace_step(kind)
     sys.meta_path.insert(0, restorer)
 
 
 @contextmanager
-def unasked() -> Iterator[None]:
-    """While DDP is made, which asks for a setting of the compiler: nobody has changed it yet."""
-    if not any(isinstance(one, _Restorer) for one in sys.meta_path) or ATTRIBUTE in vars(torch):
+def placeholder_dynamo() -> Iterator[None]:
+    """Context in which DDP is made, with a placeholder for the compiler's settings."""
+    if not any(isinstance(finder, _Restorer) for finder in sys.meta_path) or ATTRIBUTE in vars(
+        torch
+    ):
         yield
         return
-    standing_in = _Unloaded()
-    setattr(torch, ATTRIBUTE, standing_in)
+    placeholder = _DynamoPlaceholder()
+    setattr(torch, ATTRIBUTE, placeholder)
     try:
         yield
     finally:
-        if vars(torch).get(ATTRIBUTE) is standing_in:  # an import would have replaced it
+        if vars(torch).get(ATTRIBUTE) is placeholder:  # an import would have replaced it
             delattr(torch, ATTRIBUTE)
 
 
-class _Unloaded:
-    """``torch._dynamo`` as far as DDP asks for it; all else is the real one's, which it imports."""
+class _DynamoPlaceholder:
+    """Stands for ``torch._dynamo`` while DDP is made; imports it for anything unexpected."""
 
     utils = SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")  # without a setting
 
@@ -73,20 +75,20 @@ class _Restorer(importlib.abc.MetaPathFinder):
     """Puts everything back when the compiler is about to be imported; finds no module itself."""
 
     def __init__(self) -> None:
-        self.waiting = True
+        self.is_deferred = True
         self._undo: list[Callable[[], None]] = []
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> None:
-        if fullname == DYNAMO and self.waiting:
-            self.waiting = False
+        if fullname == DYNAMO and self.is_deferred:
+            self.is_deferred = False
             sys.meta_path.remove(self)
             for undo in self._undo:
                 undo()
 
-    def mark(self, method: Any) -> None:
-        """Has a function that PyTorch never compiles called as it is."""
+    def unwrap(self, method: Any) -> None:
+        """Calls a function that PyTorch never compiles without its wrapper."""
         code = getattr(method, "__code__", None)
         function = getattr(method, "__wrapped__", None)
         if function is None or code is None or UNMARKED not in code.co_consts:
@@ -94,24 +96,24 @@ class _Restorer(importlib.abc.MetaPathFinder):
         setattr(function, UNMARKED, function)
         self._undo.append(lambda: delattr(function, UNMARKED))
 
-    def lighten(self, kind: type[Optimizer]) -> None:
-        """Has an optimizer step without a break in a graph that nobody draws."""
+    def replace_step(self, kind: type[Optimizer]) -> None:
+        """Replaces an optimizer's step by one without a graph break."""
         step: Any = vars(kind).get("step")
         code = getattr(step, "__code__", None)
-        plain = getattr(step, "__wrapped__", None)
-        if plain is None or code is None or "graph_break" not in code.co_names:
+        undecorated = getattr(step, "__wrapped__", None)
+        if undecorated is None or code is None or "graph_break" not in code.co_names:
             return
 
         @functools.wraps(step)
-        def light(*args: Any, **kwargs: Any) -> Any:
-            if not self.waiting:  # an optimizer may have taken this function into its own
+        def step_without_dynamo(*args: Any, **kwargs: Any) -> Any:
+            if not self.is_deferred:  # an optimizer may have taken this function into its own
                 return step(*args, **kwargs)
             with torch.set_grad_enabled(args[0].defaults["differentiable"]):
-                return plain(*args, **kwargs)
+                return undecorated(*args, **kwargs)
 
         def undo() -> None:
-            if vars(kind).get("step") is light:
+            if vars(kind).get("step") is step_without_dynamo:
                 kind.step = step  # type: ignore[method-assign]
 
-        kind.step = light  # type: ignore[method-assign]
+        kind.step = step_without_dynamo  # type: ignore[method-assign]
         self._undo.append(undo)

@@ -20,7 +20,7 @@ from paceline.spec.errors import SettingError
 KINDS = ("auto", "cpu", "cuda", "xpu")
 BACKENDS = ("auto", "gloo", "nccl", "xccl", "ccl", "mpi")
 ONECCL = "oneccl_bindings_for_pytorch"
-_SAFE = 0.9  # of the memory that is free
+_USABLE_MEMORY_PART = 0.9  # of the memory that is free
 _BACKEND_OF = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 _DEVICES_OF = {
     "gloo": ("cpu", "cuda", "xpu"),
@@ -33,8 +33,8 @@ PRECISIONS = ("float32", "float64", "bf16", "fp16")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What this machine's torch offers.
+class AvailableDevices:
+    """Devices and backends of this machine's torch.
 
     Attributes:
         devices: Number of devices of each accelerator kind.
@@ -45,8 +45,8 @@ class Found:
     backends: frozenset[str]
 
 
-def look() -> Found:
-    """Asks the torch that is running."""
+def available_devices() -> AvailableDevices:
+    """Returns the devices and backends of the running torch."""
     available = {
         "gloo": dist.is_gloo_available(),
         "nccl": dist.is_nccl_available(),
@@ -55,21 +55,23 @@ def look() -> Found:
         "mpi": dist.is_mpi_available(),
     }
     devices = {"cuda": torch.cuda.device_count(), "xpu": torch.xpu.device_count()}
-    return Found(devices, frozenset(name for name, there in available.items() if there))
+    return AvailableDevices(
+        devices, frozenset(name for name, is_available in available.items() if is_available)
+    )
 
 
-def choose_device(asked: str, found: Found, local_rank: int) -> torch.device:
-    """The device of this process: one accelerator for each local rank, or the CPU.
+def choose_device(requested: str, available: AvailableDevices, local_rank: int) -> torch.device:
+    """Returns the device of this process: one accelerator for each local rank, or the CPU.
 
     Raises:
         SettingError: The device does not exist here, or there are fewer than local ranks.
     """
-    if asked not in KINDS:
-        raise SettingError(f"--device {asked}: unknown", remedy=f"one of {', '.join(KINDS)}")
-    kind = _best(found) if asked == "auto" else asked
+    if requested not in KINDS:
+        raise SettingError(f"--device {requested}: unknown", remedy=f"one of {', '.join(KINDS)}")
+    kind = _default_kind(available) if requested == "auto" else requested
     if kind == "cpu":
         return torch.device("cpu")
-    count = found.devices[kind]
+    count = available.devices[kind]
     if count == 0:
         raise _no_device(kind)
     if local_rank >= count:
@@ -81,25 +83,28 @@ def choose_device(asked: str, found: Found, local_rank: int) -> torch.device:
     return torch.device(kind, local_rank)
 
 
-def choose_backend(asked: str, device: torch.device, found: Found) -> str:
-    """The collective backend for a device.
+def choose_backend(requested: str, device: torch.device, available: AvailableDevices) -> str:
+    """Returns the collective backend for a device.
 
     Raises:
         SettingError: The backend cannot move this device's tensors or is not built in.
     """
-    if asked not in BACKENDS:
-        raise SettingError(f"--backend {asked}: unknown", remedy=f"one of {', '.join(BACKENDS)}")
-    backend = _BACKEND_OF[device.type] if asked == "auto" else asked
+    if requested not in BACKENDS:
+        raise SettingError(
+            f"--backend {requested}: unknown", remedy=f"one of {', '.join(BACKENDS)}"
+        )
+    backend = _BACKEND_OF[device.type] if requested == "auto" else requested
     if device.type not in _DEVICES_OF[backend]:
         raise SettingError(
             f"--backend {backend} cannot be used with --device {device.type}",
             found=f"{backend} moves tensors of {' and '.join(_DEVICES_OF[backend])} devices only",
             remedy=f"--backend {_BACKEND_OF[device.type]}",
         )
-    if backend not in found.backends:
+    if backend not in available.backends:
         raise SettingError(
             f"--backend {backend}: this torch is built without it",
-            found=f"torch {torch.__version__} has {', '.join(sorted(found.backends)) or 'none'}",
+            found=f"torch {torch.__version__} has"
+            f" {', '.join(sorted(available.backends)) or 'none'}",
             remedy="--backend gloo, or install a torch that has it",
         )
     if backend == "ccl":
@@ -107,8 +112,8 @@ def choose_backend(asked: str, device: torch.device, found: Found) -> str:
     return backend
 
 
-def settle(device: torch.device, deterministic: bool) -> None:
-    """Makes an accelerator this process's own and, where that is asked, its results repeatable."""
+def configure_device(device: torch.device, deterministic: bool) -> None:
+    """Selects the accelerator and, on request, deterministic kernels."""
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
     if deterministic:
@@ -117,8 +122,8 @@ def settle(device: torch.device, deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def room(device: torch.device) -> float:
-    """How many times the most memory that was in use so far this process could use.
+def batch_headroom(device: torch.device) -> float:
+    """Returns how many times the peak memory so far this process could use.
 
     At least that many times as many samples fit, for parameters need no more. Unbounded for a CPU,
     whose memory is the whole host's.
@@ -126,21 +131,21 @@ def room(device: torch.device) -> float:
     if device.type == "cpu":
         return math.inf
     library = torch.get_device_module(device)
-    used, kept = library.max_memory_allocated(device), library.memory_reserved(device)
+    used, reserved = library.max_memory_allocated(device), library.memory_reserved(device)
     free, _ = library.mem_get_info(device)
-    return float(_SAFE * (free + kept) / max(used, 1))
+    return float(_USABLE_MEMORY_PART * (free + reserved) / max(used, 1))
 
 
-def _best(found: Found) -> str:
-    return next((kind for kind in ("cuda", "xpu") if found.devices[kind]), "cpu")
+def _default_kind(available: AvailableDevices) -> str:
+    return next((kind for kind in ("cuda", "xpu") if available.devices[kind]), "cpu")
 
 
 def _no_device(kind: str) -> SettingError:
     built = torch.version.cuda if kind == "cuda" else getattr(torch.version, "xpu", None)
-    why = "torch sees no device (driver?)" if built else f"this torch is built without {kind}"
+    reason = "torch sees no device (driver?)" if built else f"this torch is built without {kind}"
     return SettingError(
         f"--device {kind}: no such device on this machine",
-        found=f"torch {torch.__version__}: {why}",
+        found=f"torch {torch.__version__}: {reason}",
         remedy="--device cpu, or install a driver and a torch build that match the device",
     )
 
@@ -180,7 +185,7 @@ class Precision:
         return torch.amp.GradScaler(device.type) if self.compute is torch.float16 else None
 
 
-_ALL = {
+_PRECISIONS = {
     "float32": Precision("float32", torch.float32),
     "float64": Precision("float64", torch.float64),
     "bf16": Precision("bf16", torch.float32, torch.bfloat16),
@@ -189,14 +194,14 @@ _ALL = {
 
 
 def precision(name: str) -> Precision:
-    """The precision of that name.
+    """Returns the precision of that name.
 
     Raises:
         SettingError: Unknown name.
     """
-    if name not in _ALL:
+    if name not in _PRECISIONS:
         raise SettingError(f"--dtype {name}: unknown", remedy=f"one of {', '.join(PRECISIONS)}")
-    return _ALL[name]
+    return _PRECISIONS[name]
 
 
 def seed_all(seed: int) -> None:

@@ -21,12 +21,12 @@ from typing import IO, Any
 from paceline.spec.rundir import backup_name
 from paceline.spec.training.metrics import StepFilter
 
-_BLOCK = 1 << 16
-_SMALL = 64 << 20  # of a description; states and manifests are kilobytes
+_BLOCK_BYTES = 1 << 16
+_MAX_DESCRIPTION_BYTES = 64 << 20  # of a description; states and manifests are kilobytes
 
 
-def open_plain(path: Path, flags: int) -> IO[bytes]:
-    """Opens a file for writing; OSError where it is a link.
+def open_regular(path: Path, flags: int) -> IO[bytes]:
+    """Opens a file for writing. OSError if it is a link.
 
     A run directory may come from a stranger: what it links to is not ours to change.
     """
@@ -34,8 +34,8 @@ def open_plain(path: Path, flags: int) -> IO[bytes]:
     return os.fdopen(descriptor, "ab" if flags & os.O_APPEND else "rb+")
 
 
-def read_small(path: Path) -> bytes:
-    """All of a plain file of at most 64 MiB. OSError for any other, and any larger one.
+def read_bytes_limited(path: Path) -> bytes:
+    """Returns a regular file of at most 64 MiB. OSError for others and larger ones.
 
     A run directory may come from a stranger: a pipe would keep us waiting, and a device or a file
     with holes has no end.
@@ -44,9 +44,9 @@ def read_small(path: Path) -> bytes:
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a plain file", str(path))
-        content = file.read(_SMALL + 1)
-    if len(content) > _SMALL:
-        raise OSError(errno.EFBIG, f"more than {_SMALL >> 20} MiB", str(path))
+        content = file.read(_MAX_DESCRIPTION_BYTES + 1)
+    if len(content) > _MAX_DESCRIPTION_BYTES:
+        raise OSError(errno.EFBIG, f"more than {_MAX_DESCRIPTION_BYTES >> 20} MiB", str(path))
     return content
 
 
@@ -68,12 +68,12 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
         temporary.unlink(missing_ok=True)
     if durable:
         sync_folder(path.parent)
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        clear(left)
+    for stale in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        remove_stale(stale)
 
 
 def _write_and_replace(temporary: Path, path: Path, content: bytes, *, durable: bool) -> None:
-    with open_plain(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as file:
+    with open_regular(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as file:
         with contextlib.suppress(OSError):
             lock(file.fileno())  # says that somebody is at it
         file.write(content)
@@ -83,35 +83,35 @@ def _write_and_replace(temporary: Path, path: Path, content: bytes, *, durable: 
     replace(temporary, path)
 
 
-def clear(left: Path) -> None:
-    """Removes a temporary file that nobody writes any more: its process was killed."""
-    with contextlib.suppress(OSError), open_plain(left, os.O_RDWR | os.O_NONBLOCK) as file:
+def remove_stale(path: Path) -> None:
+    """Removes a temporary file whose process was killed."""
+    with contextlib.suppress(OSError), open_regular(path, os.O_RDWR | os.O_NONBLOCK) as file:
         free = lock(file.fileno())
-        old = time.time() - os.fstat(file.fileno()).st_mtime > _LEFT_S
-        if free or (free is None and old):
-            left.unlink()
+        is_old = time.time() - os.fstat(file.fileno()).st_mtime > _STALE_FILE_S
+        if free or (free is None and is_old):
+            path.unlink()
 
 
 def replace(source: Path, target: Path) -> None:
-    """Gives ``source`` the name ``target``, in that one's place.
+    """Renames ``source`` to ``target``, replacing that.
 
     A share of SMB refuses that while a process of this host has the target open, and may have
     removed it by then: so it is tried until the reader is done. OSError when that takes long.
     """
-    deadline = time.monotonic() + _READERS_S
+    deadline = time.monotonic() + _REPLACE_TIMEOUT_S
     while True:
         try:
             source.replace(target)
             return
         except PermissionError:
-            ours = os.access(target.parent, os.W_OK | os.X_OK)
-            if not ours or time.monotonic() > deadline:
+            is_writable = os.access(target.parent, os.W_OK | os.X_OK)
+            if not is_writable or time.monotonic() > deadline:
                 raise
-        time.sleep(_READERS_S / 50)
+        time.sleep(_REPLACE_TIMEOUT_S / 50)
 
 
-_READERS_S = 5.0
-_LEFT_S = 3600.0  # without a change, on a disk that knows no locks
+_REPLACE_TIMEOUT_S = 5.0
+_STALE_FILE_S = 3600.0  # without a change, on a disk that knows no locks
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -159,17 +159,17 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def line(message: Mapping[str, Any]) -> bytes:
-    """One JSON line; numbers that JSON does not know (a diverged loss) become null."""
-    known = {
+def json_line(message: Mapping[str, Any]) -> bytes:
+    """Returns one JSON line; numbers that JSON does not know become null."""
+    values = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in message.items()
     }
-    return (json.dumps(known, default=str) + "\n").encode()
+    return (json.dumps(values, default=str) + "\n").encode()
 
 
-class Records:
-    """One file of records, appended to.
+class RecordFile:
+    """A file of records, appended to.
 
     A resumed run repeats the steps after its checkpoint with the same results; records of steps
     that are in the file already are not written again.
@@ -182,43 +182,43 @@ class Records:
         self.path = path
         self._steps = StepFilter()
         self._failed = False
-        _end_with_a_whole_line(path)
+        _truncate_partial_line(path)
 
     def append(self, record: Mapping[str, Any]) -> bool:
-        """Adds a record with the present time, unless it is known; whether it was not."""
-        new = self._steps.accept(record)
-        if new:
-            self._write(line({"time": round(time.time(), 3), **record}))
-        return new
+        """Adds a record with the current time; returns whether it was new."""
+        is_new = self._steps.accept(record)
+        if is_new:
+            self._write(json_line({"time": round(time.time(), 3), **record}))
+        return is_new
 
     def _write(self, content: bytes) -> None:
         try:
-            with open_plain(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as file:
+            with open_regular(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as file:
                 file.write(content)
         except OSError as error:  # a full disk ends no training
             if not self._failed:
                 print(f"warning: {self.path}: {error.strerror}", file=sys.stderr, flush=True)
             self._failed = True
 
-    def skip_known(self) -> None:
-        """From now on leaves out records of steps, of the same split, that are in the file."""
+    def skip_recorded(self) -> None:
+        """Skips records of steps of the same split that are already in the file."""
         self._steps.resume(self.path)
 
-    def set_aside(self) -> None:
-        """Keeps the records of an earlier run under another name and begins a new file."""
+    def back_up(self) -> None:
+        """Renames the records of an earlier run and starts a new file."""
         if self.path.exists():
             self.path.rename(backup_name(self.path))
 
 
-def _end_with_a_whole_line(path: Path) -> None:
-    """Cuts off what a killed process had begun to write."""
-    with contextlib.suppress(OSError), open_plain(path, os.O_RDWR) as file:
+def _truncate_partial_line(path: Path) -> None:
+    """Removes an unfinished line of a killed process."""
+    with contextlib.suppress(OSError), open_regular(path, os.O_RDWR) as file:
         end = size = file.seek(0, os.SEEK_END)
         while end:
-            start = max(0, end - _BLOCK)
+            start = max(0, end - _BLOCK_BYTES)
             file.seek(start)
-            if (found := file.read(end - start).rfind(b"\n")) >= 0:
-                end = start + found + 1
+            if (position := file.read(end - start).rfind(b"\n")) >= 0:
+                end = start + position + 1
                 break
             end = start
         if end < size:

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from paceline.train.comms import Comms
 from paceline.train.data.loader import Progress
-from paceline.train.files import line
+from paceline.train.files import json_line
 from paceline.train.metrics import Means, Meter
-from paceline.train.report import Reporter, figures
-from paceline.train.trackers import TRACKERS, About, Guard, Record, numbers
+from paceline.train.report import Reporter, format_values
+from paceline.train.trackers import TRACKERS, Record, RunInfo, TrackerThread, numbers
 
-_RECENT = 512
+_MAX_RESENT = 512
 """Records that the next first rank says again: those of some seconds in which the launcher could
 not hear the host of the former, while the ranks heard each other and trained on."""
-_UNHEARD_S = 120.0
+_RESEND_WINDOW_S = 120.0
 """So long a checkpoint keeps them for the next start: ranks train on for a lease, and save, when
 the launcher has been killed."""
 
@@ -50,45 +50,45 @@ class Journal:
     ) -> None:
         self._reporter, self._meter, self._progress = reporter, meter, progress
         self._comms, self._folder = comms, folder
-        self._tracked: tuple[Sequence[str], str, Mapping[str, Any], bool] | None = None
-        self._trackers: list[Guard] = []
-        self._resumed_at, self._first = -1, comms.world.rank == 0
-        self._recent: deque[tuple[float, dict[str, Any]]] = deque(maxlen=_RECENT)
-        self._open = Means(0, {})  # reduced over all ranks, but not recorded yet
-        self._since_line, self._had_line = Means(0, {}), False
+        self._tracker_options: tuple[Sequence[str], str, Mapping[str, Any], bool] | None = None
+        self._trackers: list[TrackerThread] = []
+        self._resumed_at, self._is_first = -1, comms.world.rank == 0
+        self._recent: deque[tuple[float, dict[str, Any]]] = deque(maxlen=_MAX_RESENT)
+        self._unrecorded = Means(0, {})  # reduced over all ranks, but not recorded yet
+        self._unshown_means, self._has_shown = Means(0, {}), False
         self.loss, self.epochs = float("nan"), 0
 
     # -- the training --------------------------------------------------------------------
 
-    def begin(self, resumed_at: int = -1) -> None:
-        """Says whether the records of an earlier process are continued; from which step."""
+    def start(self, resumed_at: int = -1) -> None:
+        """Starts the records, continued from a step of an earlier process if there is one."""
         self._resumed_at = resumed_at
-        self._reporter.begin(resumed=resumed_at >= 0)
+        self._reporter.start(resumed=resumed_at >= 0)
 
-    def begin_epoch(self) -> None:
-        """To be called before each iteration over the training data."""
-        self._since_line, self._had_line = Means(0, {}), False
+    def start_epoch(self) -> None:
+        """Called before each iteration over the training data."""
+        self._unshown_means, self._has_shown = Means(0, {}), False
 
     def end_epoch(self) -> None:
-        """Shows the training's means where the script has logged nothing."""
-        if not self._had_line:
+        """Prints the training's means if the script has logged nothing."""
+        if not self._has_shown:
             self._show("", {})
 
     def measure(self, count: int, **values: Tensor) -> None:
-        """Takes what a step of the training has measured, as :meth:`Meter.add` does."""
+        """Adds values of a training step, as :meth:`Meter.add`."""
         self._meter.add(count, **values)
 
-    def measure_others(self, **values: Tensor) -> None:
+    def measure_other_samples(self, **values: Tensor) -> None:
         """Takes values of other samples of that step, as :meth:`Meter.add_others` does."""
-        self._meter.add_others(**values)
+        self._meter.add_other_samples(**values)
 
     def mark(self) -> None:
         """A global batch begins, that may turn out to be void."""
         self._meter.mark()
 
-    def take_back(self) -> None:
-        """Forgets what was measured since: the batch does not count."""
-        self._meter.take_back()
+    def roll_back(self) -> None:
+        """Discards what was measured since :meth:`mark`: the batch does not count."""
+        self._meter.roll_back()
 
     def record_training(self, losses: Sequence[str], **details: float) -> dict[str, float]:
         """Records what was measured since the last record, with further values; a collective.
@@ -97,61 +97,65 @@ class Journal:
             The means of these losses, as far as there are, the same on every rank.
         """
         self._reduce()
-        means, self._open = self._open, Means(0, {})
+        means, self._unrecorded = self._unrecorded, Means(0, {})
         values = means.values()
-        found = {name: values[name] for name in losses if name in values}
-        self.loss = next(iter(found.values()), self.loss)
-        self._since_line += means
+        means_of_losses = {name: values[name] for name in losses if name in values}
+        self.loss = next(iter(means_of_losses.values()), self.loss)
+        self._unshown_means += means
         self.record("train", {"samples": means.count, **values, **details})
-        return found
+        return means_of_losses
 
     def _reduce(self) -> None:
         if not self._meter.empty:
-            self._open += self._meter.result()
+            self._unrecorded += self._meter.result()
 
     def gather(self) -> None:
         """Adds up what ranks have measured, of which some may be new; a collective."""
-        self._open += self._meter.result(some_absent=True)
+        self._unrecorded += self._meter.result(some_absent=True)
 
     def state_dict(self) -> dict[str, object]:
         """What is not recorded yet, the same on every rank; a collective."""
         self._reduce()
-        return self.gathered()
+        return self.state_of_gathered()
 
-    def gathered(self) -> dict[str, object]:
+    def state_of_gathered(self) -> dict[str, object]:
         """The same right after :meth:`gather`, of which ranks may have had other parts to do."""
-        some = {"counts": dict(self._open.counts)} if self._open.counts else {}
-        since = time.time() - _UNHEARD_S
-        recent = [[when, line(one).decode()] for when, one in self._recent if when >= since]
-        state = {"count": self._open.count, "sums": dict(self._open.sums), **some}
+        counts = {"counts": dict(self._unrecorded.counts)} if self._unrecorded.counts else {}
+        cutoff = time.time() - _RESEND_WINDOW_S
+        recent = [
+            [time_s, json_line(record).decode()]
+            for time_s, record in self._recent
+            if time_s >= cutoff
+        ]
+        state = {"count": self._unrecorded.count, "sums": dict(self._unrecorded.sums), **counts}
         return {**state, "recent": recent}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._open = Means(state["count"], state["sums"], state.get("counts", {}))
-        recent = [(when, json.loads(one)) for when, one in state.get("recent", ())]
-        self._recent = deque(recent, maxlen=_RECENT)
+        self._unrecorded = Means(state["count"], state["sums"], state.get("counts", {}))
+        recent = [(when, json.loads(text)) for when, text in state.get("recent", ())]
+        self._recent = deque(recent, maxlen=_MAX_RESENT)
 
-    def say_again(self) -> None:
-        """Says the last records once more: what was heard of them is known."""
+    def resend_records(self) -> None:
+        """Sends the last records again; the launcher skips known ones."""
         for when, record in self._recent:
             self._reporter.metrics(**{"time": when, **record})
 
     def stepped(self, samples_per_s: float) -> None:
-        """Shows how far the training is; to be called after each global step."""
-        done = self._progress
+        """Reports progress; called after each global step."""
+        progress = self._progress
         self.heartbeat("train")
         self._reporter.progress(
-            step=done.step,
-            steps=done.steps,
-            epoch=done.epoch,
+            step=progress.step,
+            steps=progress.steps,
+            epoch=progress.epoch,
             epochs=self.epochs,
             loss=self.loss,
             samples_per_s=samples_per_s or None,  # unknown until the first record
         )
 
-    def pace(self, look: Callable[[], Mapping[str, Any]]) -> None:
-        """Tells the launcher where the time of the ranks' steps goes, now and then."""
-        self._reporter.pace(self._progress.step, look)
+    def report_timings(self, timings: Callable[[], Mapping[str, Any]]) -> None:
+        """Reports step timings to the launcher at intervals."""
+        self._reporter.timings(self._progress.step, timings)
 
     # -- what the script and the session have to say ---------------------------------------
 
@@ -167,38 +171,42 @@ class Journal:
         self._recent.append((round(time.time(), 3), record))
         self._reporter.metrics(**record)
         for guard in self._trackers:
-            guard.put(Record(split, step, numbers(values)))
+            guard.submit(Record(split, step, numbers(values)))
 
     def _show(self, split: str, values: Mapping[str, Any]) -> None:
-        done, trained = self._progress, self._since_line.values()
-        parts = [(name, some) for name, some in (("train", trained), (split, values)) if some]
+        progress, trained = self._progress, self._unshown_means.values()
+        parts = [(name, part) for name, part in (("train", trained), (split, values)) if part]
         if parts:
-            self.say(figures(self._epoch, done.step, done.steps, parts))
-        self._since_line, self._had_line = Means(0, {}), True
+            self.print(format_values(self._epoch, progress.step, progress.steps, parts))
+        self._unshown_means, self._has_shown = Means(0, {}), True
 
     @property
     def _epoch(self) -> int:
         """The number that the loop over epochs has, also right after its end."""
-        done = self._progress
-        return done.epoch - 1 if done.finished and done.epoch and not done.offset else done.epoch
+        progress = self._progress
+        return (
+            progress.epoch - 1
+            if progress.finished and progress.epoch and not progress.offset
+            else progress.epoch
+        )
 
-    def say(self, text: str) -> None:
-        """One line for the user, once."""
-        self._reporter.say(text)
+    def print(self, text: str) -> None:
+        """Prints one line for the user, once for the job."""
+        self._reporter.message(text)
 
     def event(self, name: str, **details: Any) -> None:
-        """Records that something happened on this rank."""
+        """Records an event of this rank."""
         self._reporter.event(name, **details)
 
-    def tell(self, name: str, **details: Any) -> None:
-        """Records that something happened, and shows it where it is a warning."""
+    def report(self, name: str, **details: Any) -> None:
+        """Records an event, and prints it if it has a warning."""
         self.event(name, **details)
         if "warning" in details:
-            what = "" if name == "warning" else f"{name}: "
-            self.say(f"warning: {what}{details['warning']}")
+            prefix = "" if name == "warning" else f"{name}: "
+            self.print(f"warning: {prefix}{details['warning']}")
 
     def heartbeat(self, phase: str) -> None:
-        """Tells the launcher that this rank lives, and what it is doing."""
+        """Sends a heartbeat with this rank's phase to the launcher."""
         self._reporter.heartbeat(self._progress.step, phase)
 
     # -- trackers and the end ------------------------------------------------------------
@@ -207,41 +215,41 @@ class Journal:
         self, names: Sequence[str], project: str, config: Mapping[str, Any], each_node: bool
     ) -> None:
         """See :meth:`Session.track`."""
-        world, self._tracked = self._comms.world, (names, project, config, each_node)
+        world, self._tracker_options = self._comms.world, (names, project, config, each_node)
         if world.local_rank if each_node else world.rank:
             return
         run, suffix = self._folder.name, f"-{world.host}" if each_node else ""
         group = run if each_node else ""
-        about = About(self._folder, project, run + suffix, "", group, config, self._resumed_at)
+        info = RunInfo(self._folder, project, run + suffix, "", group, config, self._resumed_at)
         for name in names:
             notes = self._folder / "trackers" / f"{name}{suffix}.json"
-            self._trackers.append(self._guard(name, about, notes))
+            self._trackers.append(self._guard(name, info, notes))
 
-    def _guard(self, name: str, about: About, notes: Path) -> Guard:
+    def _guard(self, name: str, info: RunInfo, notes: Path) -> TrackerThread:
         if notes.exists():  # then nothing is sent twice
-            about = replace(about, resumed_at=-1)
-        return Guard(
+            info = replace(info, resumed_at=-1)
+        return TrackerThread(
             name,
-            lambda run_id: TRACKERS[name](replace(about, run_id=run_id)),
+            lambda run_id: TRACKERS[name](replace(info, run_id=run_id)),
             notes,
-            lambda text: self.tell("warning", warning=text),
+            lambda text: self.report("warning", warning=text),
             resumed=self._resumed_at >= 0,
         )
 
-    def follow(self) -> None:
-        """Has the rank that is first now speak for the job, and send records to trackers.
+    def update_roles(self) -> None:
+        """Makes the present rank 0 report for the job and feed trackers.
 
         What the former one may have taken with it is said again, and known where it was heard.
         """
-        first, before = self._comms.world.rank == 0, self._first
-        self._first = first
-        self._reporter.speak(first)
-        if first and not before:
-            self._reporter.begin(resumed=True)
-            self.say_again()
-        if self._tracked is not None and not self._trackers:
+        first, was_first = self._comms.world.rank == 0, self._is_first
+        self._is_first = first
+        self._reporter.set_speaker(first)
+        if first and not was_first:
+            self._reporter.start(resumed=True)
+            self.resend_records()
+        if self._tracker_options is not None and not self._trackers:
             self._resumed_at = max(self._resumed_at, self._progress.step)
-            self.track(*self._tracked)
+            self.track(*self._tracker_options)
 
     def close(self, error: BaseException | None) -> None:
         """Gives trackers time for what is queued; an error of this rank is recorded first."""

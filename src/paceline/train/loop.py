@@ -9,14 +9,14 @@ from torch import Tensor
 from paceline.train.callbacks import Callbacks
 from paceline.train.checkpoints.capture import Training
 from paceline.train.checkpoints.controller import CheckpointController
-from paceline.train.data.division import LOOKS, Division
+from paceline.train.data.division import MAX_TIMING_STEPS, BatchDivision
 from paceline.train.data.loader import Batch, Loader
 from paceline.train.data.loader_factory import LoaderFactory
 from paceline.train.elastic.membership import Membership
 from paceline.train.journal import Journal
-from paceline.train.measure.pace import Look, Pace, counted
+from paceline.train.measure.pace import StepTimer, StepTimings, format_count
 from paceline.train.measure.probe import Probe
-from paceline.train.measure.straggler_reporter import Lookout
+from paceline.train.measure.straggler_reporter import StragglerMonitor
 from paceline.train.measure.watch import Watch
 from paceline.train.member import Member
 from paceline.train.reduce.bucket_size import BucketTrial
@@ -48,7 +48,7 @@ class TrainingLoop:
         training: Training,
         membership: Membership,
         checkpoints: CheckpointController,
-        division: Division,
+        division: BatchDivision,
         loaders: LoaderFactory,
         callbacks: Callbacks,
         probe: Probe | None,
@@ -60,9 +60,9 @@ class TrainingLoop:
         self._loaders, self._callbacks, self._probe = loaders, callbacks, probe
         self._log_every, self._check_every = log_every, check_every
         self.bucket_trial: BucketTrial | None = None
-        self.lookout = Lookout(member)
+        self.lookout = StragglerMonitor(member)
         self.watch = Watch(journal.record)
-        self.pace = Pace(member.comms, training.models.module, member.device)
+        self.pace = StepTimer(member.comms, training.models.module, member.device)
         self.steps = StepRunner(member, journal, training.models, membership, self.pace, self.watch)
 
     def measure(self, bucket_trial: BucketTrial | None) -> None:
@@ -73,15 +73,15 @@ class TrainingLoop:
         """
         self.bucket_trial = bucket_trial
         self.pace.follow(self._training.models.first.model)
-        self.lookout.renew()
+        self.lookout.regroup()
 
     def renew(self) -> None:
         """Begins anew in a new group of ranks; a collective."""
         if self.bucket_trial is not None:
             self.bucket_trial.restart(self._training.progress.step)
-        self.pace.renew()
-        self.lookout.renew()
-        self._division.renew(self._training.models)
+        self.pace.regroup()
+        self.lookout.regroup()
+        self._division.regroup(self._training.models)
 
     # -- epochs ----------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ class TrainingLoop:
             self._membership.start_side_loader()
             return
         self._membership.restore_received()
-        if self._training.models.widen() and self.bucket_trial is not None:
+        if self._training.models.include_thawed() and self.bucket_trial is not None:
             self.bucket_trial.restart(self._training.progress.step)
 
     def begin(self, loader: Loader, epochs: int, steps: int) -> None:
@@ -100,15 +100,15 @@ class TrainingLoop:
         self.steps.loader = loader
         membership.start_training(loader)
         self._allow_losses(loader)
-        loader.arrived = self.pace.given
+        loader.on_arrival = self.pace.mark_batch
         self._loaders.divide(loader)
-        loader.idle = self._run_idle if loader.drop_slow else None
-        if self._division.follows:
-            self.pace.most = LOOKS
+        loader.compute_idle = self._run_idle if loader.drop_slow else None
+        if self._division.is_adaptive:
+            self.pace.max_interval = MAX_TIMING_STEPS
         progress.steps = steps or epochs * len(loader)
         if self._probe is not None:
-            progress.steps = self._probe.begin(loader, epochs, steps)
-        for text in self._training.models.begin(progress.steps, progress.step):
+            progress.steps = self._probe.start(loader, epochs, steps)
+        for text in self._training.models.start(progress.steps, progress.step):
             self._member.say(text)
         self._journal.epochs = -(-progress.steps // len(loader))
         self._log_every = self._log_every or _equal_parts(len(loader), _RECORD_STEPS)
@@ -125,15 +125,15 @@ class TrainingLoop:
             self._member.say(
                 f"nothing is left to train: step {progress.step:,}, in epoch"
                 f" {progress.epoch + (progress.offset > 0)}, is done already, and"
-                f" {progress.steps:,} steps ({counted(self._journal.epochs, 'epoch')})"
+                f" {progress.steps:,} steps ({format_count(self._journal.epochs, 'epoch')})"
                 " were asked for\nmore epochs or steps train it further; --resume never, or a run"
                 " directory of its own, starts a new training"
             )
         while not progress.finished:
-            self.pace.restart(loader.waited, self._checkpoints.blocked_s)
+            self.pace.restart(loader.waited_s, self._checkpoints.blocked_s)
             if self._probe is not None:
-                self._probe.restart(loader.waited)
-            self._journal.begin_epoch()
+                self._probe.restart(loader.waited_s)
+            self._journal.start_epoch()
             yield progress.epoch
             progress.evaluated = progress.step
             self._journal.end_epoch()
@@ -143,7 +143,7 @@ class TrainingLoop:
                 progress.epoch, progress.offset = progress.epoch + 1, 0
             self._checkpoints.after_evaluation(epoch_ended=epoch_ended)
         self._membership.verify()
-        self.lookout.sum_up(self.pace, progress.step - first_step, loader.waited)
+        self.lookout.summarize(self.pace, progress.step - first_step, loader.waited_s)
 
     def _allow_losses(self, loader: Loader) -> None:
         """Has the loader divide batches anew when ranks are lost."""
@@ -151,8 +151,8 @@ class TrainingLoop:
         if recovery is None:
             return
         self._checkpoints.poll(recovery)
-        loader.generation, loader.boundary = lambda: recovery.generation, recovery.renew
-        loader.begins = self.steps.start_batch
+        loader.generation, loader.on_boundary = lambda: recovery.generation, recovery.renew
+        loader.on_global_batch = self.steps.start_batch
         if not self._member.comms.joining:  # what the others have said holds for a newcomer, too
             self._membership.report_recoverable(recovery)
 
@@ -177,8 +177,8 @@ class TrainingLoop:
         self.steps.end_step()
         models.stepped(progress.step)
         self._measure_pace(batch, loader)
-        if self._training.proof is not None:
-            self._training.proof.stepped()
+        if self._training.checksum is not None:
+            self._training.checksum.stepped()
         self._membership.compare_newcomers()
         self.watch.stepped()
         self._callbacks.after_step(progress.step)
@@ -190,32 +190,32 @@ class TrainingLoop:
         self._journal.stepped(self.pace.rate.value)
         if self._membership.is_starting:
             self._membership.publish_start()
-        pauses = loader.pauses()
+        pauses = loader.pauses_now()
         self._checkpoints.after_step(before_pause=not progress.finished and (ended or pauses))
-        self.pace.leave(self._checkpoints.blocked_s)
+        self.pace.end_session_work(self._checkpoints.blocked_s)
         if ended or pauses:  # the script may evaluate now, or change the model
-            models.together()
+            models.synchronize()
             self.pace.rate.pause()
-            if self._training.proof is not None:
-                self._training.proof.align()
+            if self._training.checksum is not None:
+                self._training.checksum.align()
             self._checkpoints.settle()
 
     def _measure_pace(self, batch: Batch, loader: Loader) -> None:
         """Takes how long the step took, and adjusts communication and shares to it."""
         step = self._training.progress.step
-        timings = self.pace.step(batch.total, loader.waited, self._checkpoints.blocked_s)
+        timings = self.pace.step(batch.total, loader.waited_s, self._checkpoints.blocked_s)
         if (communication := self._training.models.first.communication) is not None:
-            communication.computed(self.pace.computed)
+            communication.computed(self.pace.last_computing_s)
         if timings is not None:
-            self.lookout.take(timings)
-            self._journal.pace(timings.told)
+            self.lookout.update(timings)
+            self._journal.report_timings(timings.summary)
             self._try_bucket_sizes(timings)
             self._choose_communication(timings)
-            self._division.look(timings, step)
+            self._division.update(timings, step)
         if self._probe is not None:
-            self._probe.stepped(batch.total, loader.waited, self.pace.computed())
+            self._probe.stepped(batch.total, loader.waited_s, self.pace.last_computing_s())
 
-    def _choose_communication(self, timings: Look) -> None:
+    def _choose_communication(self, timings: StepTimings) -> None:
         """Has a single model's way of averaging reconsidered."""
         models, bucket_trial = self._training.models, self.bucket_trial
         communication, step = models.first.communication, self._training.progress.step
@@ -230,7 +230,7 @@ class TrainingLoop:
                 bucket_trial.restart(communication.final_step)
                 self._try_bucket_sizes(timings)
 
-    def _try_bucket_sizes(self, timings: Look) -> None:
+    def _try_bucket_sizes(self, timings: StepTimings) -> None:
         """Has sizes of gradient buckets tried, once the way of averaging is settled."""
         communication = self._training.models.first.communication
         step = self._training.progress.step
@@ -244,12 +244,12 @@ class TrainingLoop:
         """Records the training since the last record; one that has diverged ends on every rank."""
         models = self._training.models
         speed = round(self.pace.rate.measure(), 1)
-        names = list(models.figures("loss").values())
-        means = self._journal.record_training(names, **models.lrs, samples_per_s=speed)
+        names = list(models.metric_names("loss").values())
+        means = self._journal.record_training(names, **models.learning_rates, samples_per_s=speed)
         if figures := self.pace.figures():
             self._journal.record("pace", figures)
         self.watch.recorded()
-        models.check(means, self._training.progress.step)
+        models.check_finite(means, self._training.progress.step)
 
 
 def _equal_parts(length: int, limit: int) -> int:

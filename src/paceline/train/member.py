@@ -53,8 +53,8 @@ class Member:
         self.progress = Progress()
         self.comms = Comms(place, torch.device("cpu") if mixed else device, mixed=mixed)
         self._journal = Journal(reporter, self.meter(), self.progress, self.comms, folder)
-        self._kept_files: dict[str, Callable[[Path], None]] = {}
-        self._keeps = place.rank == 0
+        self._file_writers: dict[str, Callable[[Path], None]] = {}
+        self._writes_files = place.rank == 0
         self.leaves_group = True
 
     @property
@@ -81,7 +81,7 @@ class Member:
                 remedy="leave --shard out, or --device cpu on all of them",
             )
         placed = self.precision.widened(module.to(self.device))
-        return parallel.sharded(placed) if shard and not self.comms.alone else placed
+        return parallel.shard(placed) if shard and not self.comms.is_alone else placed
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context for the forward pass and the loss."""
@@ -101,7 +101,7 @@ class Member:
 
     def say(self, text: str) -> None:
         """One line for the user, once."""
-        self._journal.say(text)
+        self._journal.print(text)
 
     def event(self, name: str, **details: Any) -> None:
         """Records that something happened on this rank."""
@@ -147,28 +147,28 @@ class Member:
             name: What is written takes the place of what was kept under this name.
             write: Is given the run directory.
         """
-        self._kept_files[name] = write
-        self._keep_on()
+        self._file_writers[name] = write
+        self._take_over_files()
         if self.world.rank == 0:
             write(self.folder)
 
-    def _keep_on(self) -> None:
+    def _take_over_files(self) -> None:
         """Has the rank that is first now write what a former one may have taken with it."""
-        first, before = self.world.rank == 0, self._keeps
-        self._keeps = first
-        if not first or before:
+        is_first, was_writer = self.world.rank == 0, self._writes_files
+        self._writes_files = is_first
+        if not is_first or was_writer:
             return
         try:
-            for write in self._kept_files.values():
+            for write in self._file_writers.values():
                 write(self.folder)
         except OSError as error:  # that ends no training
             warning = f"{self.folder} on {self.world.host} cannot be written to: {error.strerror}"
-            self._journal.tell("warning", warning=warning)
+            self._journal.report("warning", warning=warning)
 
     def follow(self) -> None:
         """Has the rank that is first now speak for the job and keep its files; no collective."""
-        self._journal.follow()
-        self._keep_on()
+        self._journal.update_roles()
+        self._take_over_files()
 
     # -- what all members do -------------------------------------------------------------
 
@@ -187,4 +187,4 @@ class Member:
             folder: What is to exist afterwards, on every rank.
             make: Fills the empty folder that it is given.
         """
-        disks.once(self.comms, folder, make)
+        disks.make_once(self.comms, folder, make)

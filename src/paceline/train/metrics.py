@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.spec.schema import list_of, text, tuple_of
-from paceline.train.comms import checked
+from paceline.train.comms import parse_texts
 
 _NAMES = tuple_of(
     list_of(text()), list_of(text())
@@ -55,8 +55,16 @@ class Means:
         names = sorted(self.sums.keys() | other.sums.keys())
         count = self.count + other.count
         sums = {name: self.sums.get(name, 0.0) + other.sums.get(name, 0.0) for name in names}
-        counts = {name: self._samples(name) + other._samples(name) for name in names}
-        return Means(count, sums, {name: one for name, one in counts.items() if one != count})
+        value_counts = {name: self._samples(name) + other._samples(name) for name in names}
+        return Means(
+            count,
+            sums,
+            {
+                name: value_count
+                for name, value_count in value_counts.items()
+                if value_count != count
+            },
+        )
 
     def values(self) -> dict[str, float]:
         """The mean of every value; empty when no sample was seen."""
@@ -85,18 +93,18 @@ class Meter:
         texts: Callable[[str], list[str]] = lambda text: [text],
         some_absent: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._reduce, self._real, self._texts = reduce, real, texts
-        self._some_absent = some_absent
+        self._reduce, self._num_counted, self._texts = reduce, real, texts
+        self._has_absent_ranks = some_absent
         self._device = device
-        self._kept: dict[str, list[Tensor]] = {}
+        self._values: dict[str, list[Tensor]] = {}
         self._count, self._added = 0, 0
-        self._others: set[str] = set()  # values that were given for other samples
+        self._other_samples: set[str] = set()  # values that were given for other samples
         self._marked: tuple[int, int, dict[str, int]] = 0, 0, {}
 
     @property
     def empty(self) -> bool:
         """True when nothing was added since the last result; the same on every rank."""
-        return not self._kept and not self._some_absent()
+        return not self._values and not self._has_absent_ranks()
 
     def add(self, count: int, **values: Tensor) -> None:
         """Takes the first ``count`` entries of each value.
@@ -109,7 +117,7 @@ class Meter:
         Raises:
             ValueError: A value has not one number for each sample.
         """
-        count = self._real(count)
+        count = self._num_counted(count)
         for name, value in values.items():
             if value.dim() != 1 or len(value) < count:
                 raise ValueError(
@@ -118,58 +126,67 @@ class Meter:
                 )
         self._count, self._added = self._count + count, self._added + 1
         for name, value in values.items():
-            self._kept.setdefault(name, []).append(value.detach()[:count])
+            self._values.setdefault(name, []).append(value.detach()[:count])
 
-    def add_others(self, **values: Tensor) -> None:
+    def add_other_samples(self, **values: Tensor) -> None:
         """Takes values of samples that count with the last ``add``, but are not those of it.
 
         Their means are over as many as there are. Every rank must give the same names.
         """
-        self._others.update(values)
+        self._other_samples.update(values)
         for name, value in values.items():
-            self._kept.setdefault(name, []).append(value.detach())
+            self._values.setdefault(name, []).append(value.detach())
 
     def mark(self) -> None:
-        """What is added from now on may be taken back."""
-        lengths = {name: len(kept) for name, kept in self._kept.items()}
+        """Marks a state to which :meth:`roll_back` returns."""
+        lengths = {name: len(values) for name, values in self._values.items()}
         self._marked = self._count, self._added, lengths
 
-    def take_back(self) -> None:
-        """Forgets what was added since the last mark."""
+    def roll_back(self) -> None:
+        """Discards what was added since the last mark."""
         self._count, self._added, lengths = self._marked
-        self._kept = {name: self._kept[name][:length] for name, length in lengths.items()}
+        self._values = {name: self._values[name][:length] for name, length in lengths.items()}
 
     def result(self, *, some_absent: bool = False) -> Means:
-        """The means over all ranks since the last call, the same on every rank.
+        """Returns the means over all ranks since the last call, the same on every rank.
 
         Every rank must have added the same names; one without samples adds with a count of 0.
 
         Args:
             some_absent: There are ranks that have added nothing; the same on every rank.
         """
-        order = sorted(self._kept)
-        seldom = [one for one in order
-                  if len(self._kept[one]) < self._added or one in self._others]  # fmt: skip
-        if some_absent or self._some_absent():
-            said = checked(self._texts(json.dumps([order, seldom])), _NAMES)
-            order, seldom = (sorted({one for some in said for one in some[n]}) for n in (0, 1))
+        order = sorted(self._values)
+        partial = [
+            name
+            for name in order
+            if len(self._values[name]) < self._added or name in self._other_samples
+        ]
+        if some_absent or self._has_absent_ranks():
+            replies = parse_texts(self._texts(json.dumps([order, partial])), _NAMES)
+            order, partial = (
+                sorted({name for reply in replies for name in reply[n]}) for n in (0, 1)
+            )
         sums = [self._sum(name) for name in order]
-        counts = [self._number(sum(map(len, self._kept.get(name, ())))) for name in seldom]
-        total = self._reduce(torch.stack([self._number(self._count), *sums, *counts])).tolist()
-        self._kept, self._count, self._added = {}, 0, 0
-        self._others = set()
+        partial_counts = [
+            self._number(sum(map(len, self._values.get(name, ())))) for name in partial
+        ]
+        total = self._reduce(
+            torch.stack([self._number(self._count), *sums, *partial_counts])
+        ).tolist()
+        self._values, self._count, self._added = {}, 0, 0
+        self._other_samples = set()
         self._marked = 0, 0, {}
-        found, fewer = total[1 : 1 + len(order)], map(round, total[1 + len(order) :])
-        means = dict(zip(order, found, strict=True))
-        return Means(round(total[0]), means, dict(zip(seldom, fewer, strict=True)))
+        sums_by_name, sample_counts = total[1 : 1 + len(order)], map(round, total[1 + len(order) :])
+        means = dict(zip(order, sums_by_name, strict=True))
+        return Means(round(total[0]), means, dict(zip(partial, sample_counts, strict=True)))
 
     def _number(self, value: float) -> Tensor:
         return torch.tensor(float(value), dtype=torch.float64, device=self._device)
 
     def _sum(self, name: str) -> Tensor:
-        if name not in self._kept:
+        if name not in self._values:
             return self._number(0.0)
-        return torch.cat(self._kept[name]).to(self._device, torch.float64).sum()
+        return torch.cat(self._values[name]).to(self._device, torch.float64).sum()
 
 
 @dataclass
@@ -193,15 +210,17 @@ class Best:
     stale: int = 0
 
     def update(self, value: float, step: int) -> bool:
-        """Takes the value of an evaluation; True when it is the best so far."""
+        """Adds the value of an evaluation; returns whether it is the best so far."""
         if step == self.step and self.value is not None:  # evaluated again after a resume
             return value == self.value
-        better = self.value is None or (value > self.value if self.higher else value < self.value)
-        if better:
+        is_improved = self.value is None or (
+            value > self.value if self.higher else value < self.value
+        )
+        if is_improved:
             self.value, self.step, self.stale = value, step, 0
         else:
             self.stale += 1
-        return better
+        return is_improved
 
     @property
     def stop(self) -> bool:

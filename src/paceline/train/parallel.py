@@ -26,12 +26,12 @@ from paceline.train.comms import Comms
 from paceline.train.elastic import waits
 from paceline.train.elastic.recovery import Recovery
 
-_NAMED = 5  # parameters in a message, at most
-_BUCKETS = 16  # of a large model's gradients: what cannot be hidden is about one of them
+_MAX_NAMED_PARAMETERS = 5  # parameters in a message, at most
+_NUM_BUCKETS = 16  # of a large model's gradients: what cannot be hidden is about one of them
 
 
-def sharded(module: nn.Module) -> nn.Module:
-    """The module with its parameters spread over all ranks, in place.
+def shard(module: nn.Module) -> nn.Module:
+    """Spreads the module's parameters over all ranks, in place.
 
     Every block of a ``ModuleList`` becomes a unit of its own, so that only one block's whole
     parameters are in memory at a time.
@@ -52,18 +52,18 @@ def is_sharded(module: nn.Module) -> bool:
         return False
     from torch.distributed.fsdp import FSDPModule
 
-    return any(isinstance(one, FSDPModule) for one in module.modules())
+    return any(isinstance(part, FSDPModule) for part in module.modules())
 
 
-def put_back(module: nn.Module) -> None:
-    """After an evaluation FSDP still holds whole parameters, which are not the optimizer's."""
+def reshard(module: nn.Module) -> None:
+    """Frees whole parameters that FSDP still holds after an evaluation."""
     if not is_sharded(module):
         return
     from torch.distributed.fsdp import FSDPModule
 
-    for one in module.modules():
-        if isinstance(one, FSDPModule):
-            one.reshard()
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 class Replica(DistributedDataParallel):
@@ -76,68 +76,80 @@ class Replica(DistributedDataParallel):
     them, and whenever ranks are compared (``elastic/replica_check.py``).
 
     Attributes:
-        stood: Beginnings and ends of these exchanges; whoever reads them clears them.
-        mark: Gives a moment: of the CPU, or of an accelerator's stream.
+        stalls: Beginnings and ends of these exchanges; whoever reads them clears them.
+        timestamp: Gives a moment: of the CPU, or of an accelerator's stream.
         recovery: What makes good that a rank is lost; ``None``: nothing does.
         exchanged: The parameters whose gradients are averaged: those that were trained when this
-            was made or later (:meth:`widen`), also while a script has frozen some of them.
-        some_idle: Says whether some rank has nothing to compute in this step. It does not know how
-            often the others call the model, so buffers are sent once in such a step.
+            was made or at :meth:`include_trained`, also if a script has frozen them since.
+        has_idle_rank: Returns whether some rank has nothing to compute in this step. Buffers are
+            then sent once, as it does not know how often the others call the model.
     """
 
-    mark: Callable[[], Any] = staticmethod(time.perf_counter)
+    timestamp: Callable[[], Any] = staticmethod(time.perf_counter)
     recovery: Recovery | None = None
-    some_idle: Callable[[], bool] = staticmethod(lambda: False)
-    _touches = _sent = False
+    has_idle_rank: Callable[[], bool] = staticmethod(lambda: False)
+    _is_touching = _buffers_sent = False
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        self.stood: deque[tuple[Any, Any]] = deque(maxlen=1000)
-        self.exchanged = [one for one in self.module.parameters() if one.requires_grad]
-        self._kept_back: set[nn.Module] = set()  # whose statistics differ between ranks
+        self.stalls: deque[tuple[Any, Any]] = deque(maxlen=1000)
+        self.exchanged = [
+            parameter for parameter in self.module.parameters() if parameter.requires_grad
+        ]
+        self._unsent_statistics: set[nn.Module] = set()  # whose statistics differ between ranks
 
     @property
-    def thawed(self) -> bool:
+    def has_new_parameters(self) -> bool:
         """Whether parameters are trained by now whose gradients are not averaged."""
-        known = {*map(id, self.exchanged)}
-        return any(one.requires_grad and id(one) not in known for one in self.module.parameters())
+        exchanged_ids = {*map(id, self.exchanged)}
+        return any(
+            parameter.requires_grad and id(parameter) not in exchanged_ids
+            for parameter in self.module.parameters()
+        )
 
-    def widen(self) -> None:
-        """Counts those among the exchanged ones; buckets are to be laid out anew then."""
-        known = {*map(id, self.exchanged)}
-        every = self.module.parameters()
-        self.exchanged = [one for one in every if one.requires_grad or id(one) in known]
+    def include_trained(self) -> None:
+        """Includes newly trained parameters; buckets must be built again then."""
+        exchanged_ids = {*map(id, self.exchanged)}
+        parameters = self.module.parameters()
+        self.exchanged = [
+            parameter
+            for parameter in parameters
+            if parameter.requires_grad or id(parameter) in exchanged_ids
+        ]
 
     @contextmanager
-    def as_made(self) -> Iterator[None]:
-        """Within it exactly those parameters are trained whose gradients are averaged."""
-        every = [*self.module.parameters()]
-        now, made = [one.requires_grad for one in every], {*map(id, self.exchanged)}
-        for one in every:
-            one.requires_grad_(id(one) in made)
+    def original_parameters(self) -> Iterator[None]:
+        """Context in which exactly the averaged parameters require gradients."""
+        parameters = [*self.module.parameters()]
+        flags, exchanged_ids = (
+            [parameter.requires_grad for parameter in parameters],
+            {*map(id, self.exchanged)},
+        )
+        for parameter in parameters:
+            parameter.requires_grad_(id(parameter) in exchanged_ids)
         try:
             yield
         finally:
-            for one, trained in zip(every, now, strict=True):
-                one.requires_grad_(trained)
+            for parameter, trained in zip(parameters, flags, strict=True):
+                parameter.requires_grad_(trained)
 
-    def aligned(self) -> None:
-        """All ranks have the same buffers now."""
-        self._kept_back.clear()
+    def mark_synchronized(self) -> None:
+        """Records that all ranks have the same buffers now."""
+        self._unsent_statistics.clear()
 
-    def touched(self) -> Tensor:
-        """A loss whose gradients are zero, after what a forward pass sends but without computing.
+    def zero_loss(self) -> Tensor:
+        """Returns a loss with zero gradients, without computing, for an idle rank.
 
         For a rank that has nothing to compute while the others wait for its gradients.
         """
-        self._touches = True
+        self._is_touching = True
         try:
             return cast(Tensor, self(None))  # on a device DDP fails where there is no input
         finally:
-            self._touches = False
+            self._is_touching = False
 
     def check_used(self) -> None:
-        """To be called after a backward pass that exchanges gradients, before anything else does.
+        """Checks, after a backward pass, that every averaged parameter got a gradient.
 
         DDP goes on without a word on a rank whose pass has left a parameter out, and still waits
         for it on the others: the next collective would meet that, and end a rank by a signal.
@@ -145,36 +157,49 @@ class Replica(DistributedDataParallel):
         Raises:
             JobError: Names the parameters.
         """
-        if self.find_unused_parameters or all(one.grad is not None for one in self.exchanged):
+        if self.find_unused_parameters or all(
+            parameter.grad is not None for parameter in self.exchanged
+        ):
             return
         exchanged = {*map(id, self.exchanged)}
-        named = self.module.named_parameters()
-        left = [name for name, one in named if one.grad is None and id(one) in exchanged]
-        more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+        parameters = self.module.named_parameters()
+        unused = [
+            name
+            for name, parameter in parameters
+            if parameter.grad is None and id(parameter) in exchanged
+        ]
+        omitted = (
+            f" and {len(unused) - _MAX_NAMED_PARAMETERS} more"
+            if len(unused) > _MAX_NAMED_PARAMETERS
+            else ""
+        )
         raise JobError(
             "some parameters got no gradient in a step, and the ranks wait for all of them",
-            found=f"the loss does not depend on {', '.join(left[:_NAMED])}{more}",
+            found="the loss does not depend on"
+            f" {', '.join(unused[:_MAX_NAMED_PARAMETERS])}{omitted}",
             remedy="session.prepare(…, unused=True) where a step may leave out parts of the model;"
             " what no step uses: remove it, or freeze it before session.prepare",
         )
 
-    def _run_ddp_forward(self, *inputs: Any, **named: Any) -> Any:
-        if self._touches:
-            return _Touch([one for one in self.module.parameters() if one.requires_grad])()
-        return super()._run_ddp_forward(*inputs, **named)  # type: ignore[no-untyped-call]
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._is_touching:
+            return _Touch(
+                [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+            )()
+        return super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
-    def _pre_forward(self, *inputs: Any, **named: Any) -> Any:
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Sends buffers. Where a rank is lost the pass is one of the module alone: its batch does
         not count, but a script is not to see an error."""
         if self.recovery is None:
-            return super()._pre_forward(*inputs, **named)  # type: ignore[no-untyped-call]
+            return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if not self.recovery.stale:
             try:
                 with self.recovery.span:
-                    return super()._pre_forward(*inputs, **named)  # type: ignore[no-untyped-call]
+                    return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
             except RuntimeError as error:
                 self.recovery.recover_forward(error)
-        return inputs, named
+        return inputs, kwargs
 
     def _post_forward(self, output: Any) -> Any:
         if self.recovery is not None and self.recovery.stale:
@@ -184,70 +209,74 @@ class Replica(DistributedDataParallel):
     def _moving_and_read(self) -> Iterator[Tensor]:
         """The buffers that training may have changed and the next forward pass may read."""
         for part in self.module.modules():
-            if _only_writes(part):
-                self._kept_back.add(part)
-            elif part in self._kept_back or _moves(part):
-                self._kept_back.discard(part)
+            if _only_writes_statistics(part):
+                self._unsent_statistics.add(part)
+            elif part in self._unsent_statistics or _is_trained(part):
+                self._unsent_statistics.discard(part)
                 yield from part.buffers(recurse=False)
 
     def will_sync_module_buffers(self) -> bool:
-        if self.some_idle():
-            self.require_forward_param_sync = not self._sent
+        if self.has_idle_rank():
+            self.require_forward_param_sync = not self._buffers_sent
         return bool(super().will_sync_module_buffers())  # type: ignore[no-untyped-call]
 
-    def begin_step(self) -> None:
-        """What follows belongs to another step, or to the same one from its beginning."""
-        if self.some_idle():  # whatever DDP goes by next, it is the same on all ranks
+    def start_step(self) -> None:
+        """Starts another step, or the same one again."""
+        if self.has_idle_rank():  # whatever DDP goes by next, it is the same on all ranks
             self.require_forward_param_sync = True
-        self._sent = False
+        self._buffers_sent = False
 
     def _sync_buffers(self) -> None:
-        began, self._sent = self.mark(), True
+        start, self._buffers_sent = self.timestamp(), True
         super()._sync_buffers()  # type: ignore[no-untyped-call]
-        self.stood.append((began, self.mark()))
+        self.stalls.append((start, self.timestamp()))
 
     def _distributed_broadcast_coalesced(
         self, tensors: list[Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
         moving = {id(buffer) for buffer in self._moving_and_read()}
-        found = [tensor for tensor in tensors if id(tensor) in moving]
-        if not found:
+        selected = [tensor for tensor in tensors if id(tensor) in moving]
+        if not selected:
             return
         send = super()._distributed_broadcast_coalesced
-        if self.recovery is None or found[0].device.type != "cpu":
-            send(found, buffer_size, authoritative_rank)  # type: ignore[no-untyped-call]
+        if self.recovery is None or selected[0].device.type != "cpu":
+            send(selected, buffer_size, authoritative_rank)  # type: ignore[no-untyped-call]
         else:
-            waits.wait_in_thread(lambda: send(found, buffer_size, authoritative_rank))  # type: ignore[no-untyped-call]
+            waits.wait_in_thread(lambda: send(selected, buffer_size, authoritative_rank))  # type: ignore[no-untyped-call]
 
 
-def moving_buffers(module: nn.Module) -> list[Tensor]:
+def trained_buffers(module: nn.Module) -> list[Tensor]:
     """The buffers that training may change: none of frozen parts in evaluation mode."""
     return [
         buffer
         for part in module.modules()
-        if _moves(part)
+        if _is_trained(part)
         for buffer in part.buffers(recurse=False)
     ]
 
 
-def _moves(part: nn.Module) -> bool:
+def _is_trained(part: nn.Module) -> bool:
     return part.training or any(p.requires_grad for p in part.parameters())
 
 
-def _only_writes(part: nn.Module) -> bool:
+def _only_writes_statistics(part: nn.Module) -> bool:
     """Whether a forward pass uses the batch's own statistics and notes them for evaluations."""
-    return part.training and type(part).forward in _NOTING and not part._buffers.keys() - _NOTED
+    return (
+        part.training
+        and type(part).forward in _STATISTICS_FORWARDS
+        and not part._buffers.keys() - _STATISTICS
+    )
 
 
-_NOTING = (
+_STATISTICS_FORWARDS = (
     nn.modules.batchnorm._BatchNorm.forward,
     nn.modules.instancenorm._InstanceNorm.forward,
     nn.SyncBatchNorm.forward,
 )
-_NOTED = {"running_mean", "running_var", "num_batches_tracked"}
+_STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
 
 
-class Apart(Replica):
+class ManualReplica(Replica):
     """DDP for one of several models: a forward pass promises no backward pass.
 
     A discriminator is called for its own loss and for the generator's. DDP takes each forward pass
@@ -256,47 +285,49 @@ class Apart(Replica):
     leaves buffers alone: ``elastic/replica_check.py`` makes them equal.
     """
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with self.no_sync():
-            return super().forward(*inputs, **named)  # type: ignore[no-untyped-call]
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def expect(self, loss: Tensor) -> None:
-        """The next backward pass is that of this loss, and exchanges gradients."""
+        """Makes the next backward pass, that of this loss, exchange gradients."""
         if self.recovery is not None and self.recovery.stale:
             return
         self.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
 
 
-def replicated(
+def replicate(
     module: nn.Module,
     device: torch.device,
     comms: Comms,
     *,
     unused: bool = False,
-    apart: bool = False,
+    manual: bool = False,
     recovery: Recovery | None = None,
 ) -> Replica:
-    """The module under DDP: gradients are averaged over all ranks.
+    """Wraps the module in DDP, which averages gradients over all ranks.
 
     Args:
         module: On its device.
         device: Of this rank.
         comms: By which all ranks get the first rank's parameters and buffers.
         unused: Some steps leave parameters unused; looking for them costs time at every step.
-        apart: It is one of several models that are trained together.
+        manual: It is parameter of several models that are trained together.
         recovery: What makes good that a rank is lost; ``None``: nothing does.
     """
     index = None if device.type == "cpu" else [device]
-    over_gloo = comms.device.type == "cpu"  # alike on every rank
+    uses_gloo = comms.device.type == "cpu"  # alike on every rank
     # A false alarm of DDP for weights with one input channel, whose strides are ambiguous.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
     # As DDP begins, but not by a tree.
-    parameters: list[Tensor] = [one for one in module.parameters() if one.requires_grad]
+    parameters: list[Tensor] = [
+        parameter for parameter in module.parameters() if parameter.requires_grad
+    ]
     _verify_param_shape_across_processes(_get_default_group(), parameters)
-    megabytes = bucket_megabytes(parameters) if over_gloo else None
-    comms.spread([*module.parameters(), *module.buffers()])
-    with compiler.unasked():
-        model = (Apart if apart else Replica)(
+    megabytes = bucket_megabytes(parameters) if uses_gloo else None
+    comms.broadcast([*module.parameters(), *module.buffers()])
+    with compiler.placeholder_dynamo():
+        model = (ManualReplica if manual else Replica)(
             module,
             device_ids=index,
             init_sync=False,
@@ -304,8 +335,8 @@ def replicated(
             gradient_as_bucket_view=True,
             find_unused_parameters=unused,
         )
-    model.broadcast_buffers = not apart
-    settle_buckets(model)
+    model.broadcast_buffers = not manual
+    build_buckets(model)
     model.recovery = recovery
     return model
 
@@ -333,27 +364,31 @@ def check_dense(module: nn.Module) -> None:
             )
 
 
-def check_held(module: nn.Module, optimizer: Optimizer) -> None:
+def check_optimizer(module: nn.Module, optimizer: Optimizer) -> None:
     """Refuses an optimizer of parameters that are not the module's: nobody averages those.
 
     Raises:
         SettingError: Says how many.
     """
-    held = {id(one) for one in module.parameters()}
-    every = [one for group in optimizer.param_groups for one in group["params"]]
-    strange = [one for one in every if one.requires_grad and id(one) not in held]
-    if strange:
+    module_ids = {id(parameter) for parameter in module.parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    unknown = [
+        parameter
+        for parameter in parameters
+        if parameter.requires_grad and id(parameter) not in module_ids
+    ]
+    if unknown:
         raise SettingError(
             "session.prepare: the optimizer changes parameters that the model does not have:"
             " each rank would train its own",
-            found=f"{len(strange)} of {len(every)}, the first of shape {[*strange[0].shape]}",
+            found=f"{len(unknown)} of {len(parameters)}, the first of shape {[*unknown[0].shape]}",
             remedy="make them part of the model (an attribute that is an nn.Parameter or a module),"
             " or of another one that is prepared with an optimizer of its own",
         )
 
 
 def bucket_megabytes(parameters: Iterable[Tensor]) -> float | None:
-    """The size of all buckets over gloo with three and more ranks; ``None``: DDP's own sizes.
+    """Returns the bucket size over gloo with three or more ranks; ``None``: DDP's own.
 
     Given by the parameters alone: where a gradient lies decides in which order the ranks' shares
     are added up, and no result may depend on what was measured. With two ranks it does not matter:
@@ -361,12 +396,12 @@ def bucket_megabytes(parameters: Iterable[Tensor]) -> float | None:
     """
     if dist.get_world_size() < 3 and not os.environ.get(jobenv.PROBE):
         return None
-    size = sum(one.nbytes for one in parameters)
-    return min(25.0, max(1.0, size / (1 << 20) / _BUCKETS))
+    size = sum(parameter.nbytes for parameter in parameters)
+    return min(25.0, max(1.0, size / (1 << 20) / _NUM_BUCKETS))
 
 
-def settle_buckets(model: DistributedDataParallel) -> None:
-    """Has DDP lay out its buckets for good before the first step.
+def build_buckets(model: DistributedDataParallel) -> None:
+    """Makes DDP build its final buckets before the first step.
 
     After the first backward pass it lays them out anew, and where a gradient lies decides in which
     order the ranks' shares are added up. With more than two ranks a resumed run would
@@ -378,7 +413,7 @@ def settle_buckets(model: DistributedDataParallel) -> None:
     model.module = _Touch(parameters)
     try:
         touched = model(None)  # on a device DDP fails where there is no input to move
-        if isinstance(model, Apart):
+        if isinstance(model, ManualReplica):
             model.expect(touched)
         touched.backward()
     finally:  # a rank may be lost meanwhile
@@ -390,30 +425,30 @@ def settle_buckets(model: DistributedDataParallel) -> None:
 class _Touch(nn.Module):
     """Uses every parameter once, so that their gradients (zero) come in reverse order."""
 
-    def __init__(self, every: list[nn.Parameter]) -> None:
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__()
-        self._every = every
+        self._used_parameters = parameters
 
     def forward(self, *_: None) -> Tensor:
-        total = torch.zeros((), device=self._every[0].device)
-        for parameter in self._every:
+        total = torch.zeros((), device=self._used_parameters[0].device)
+        for parameter in self._used_parameters:
             total = total + parameter.sum() * 0
         return total
 
 
 def unsynced(model: nn.Module) -> AbstractContextManager[None]:
-    """Within it, forward and backward passes keep their gradients to themselves.
+    """Context of passes that do not exchange gradients.
 
     DDP has to know before the forward pass, FSDP before the backward pass.
     """
     if isinstance(model, DistributedDataParallel):
         return model.no_sync()
     if is_sharded(model):
-        return _FsdpWithoutSync(model)
+        return _FsdpNoSync(model)
     return nullcontext()
 
 
-class _FsdpWithoutSync(AbstractContextManager[None]):
+class _FsdpNoSync(AbstractContextManager[None]):
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
@@ -424,67 +459,69 @@ class _FsdpWithoutSync(AbstractContextManager[None]):
         self._model.set_requires_gradient_sync(True)  # type: ignore[operator]
 
 
-def whole_state(module: nn.Module) -> dict[str, Tensor]:
-    """The module's whole state by name; with shards a collective, and on the CPU of rank 0."""
-    return _module_state(module, whole=True)
+def full_state(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the whole state by name; with shards a collective, on the CPU of rank 0."""
+    return _module_state(module, assemble=True)
 
 
-def own_state(module: nn.Module) -> dict[str, Tensor]:
-    """The module's state by name, each rank's own shards of it (``DTensor``)."""
-    return _module_state(module, whole=False)
+def local_state(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the state by name, each rank's own shards of it (``DTensor``)."""
+    return _module_state(module, assemble=False)
 
 
-def _module_state(module: nn.Module, whole: bool) -> dict[str, Tensor]:
+def _module_state(module: nn.Module, assemble: bool) -> dict[str, Tensor]:
     if not is_sharded(module):
         return module.state_dict()
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    put_back(module)
-    options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
+    reshard(module)
+    options = StateDictOptions(full_state_dict=assemble, cpu_offload=assemble)
     return cast(dict[str, Tensor], get_model_state_dict(module, options=options))
 
 
-def load_whole_state(module: nn.Module, state: dict[str, Tensor]) -> None:
-    """Loads what :func:`whole_state` gave; every rank must hold the whole state."""
+def load_full_state(module: nn.Module, state: dict[str, Tensor]) -> None:
+    """Loads a state of :func:`full_state`; every rank must hold all of it."""
     if not is_sharded(module):
         module.load_state_dict(state)
         return
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    put_back(module)
+    reshard(module)
     set_model_state_dict(module, dict(state), options=StateDictOptions(full_state_dict=True))
 
 
 def optimizer_state(
-    module: nn.Module, optimizer: Optimizer, *, whole: bool = True
+    module: nn.Module, optimizer: Optimizer, *, assemble: bool = True
 ) -> dict[str, Any]:
     """The optimizer's state, with parameters by name instead of by number.
 
-    With shards a collective; ``whole`` on the CPU of rank 0, otherwise each rank's own shards.
+    With shards a collective; ``assemble`` on the CPU of rank 0, otherwise each rank's own shards.
     The form is the same.
     """
     if not is_sharded(module):
-        return renamed(optimizer.state_dict(), dict(enumerate(_names(module, optimizer))))
+        return rename_parameters(
+            optimizer.state_dict(), dict(enumerate(_parameter_names(module, optimizer)))
+        )
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-    put_back(module)
-    options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
+    reshard(module)
+    options = StateDictOptions(full_state_dict=assemble, cpu_offload=assemble)
     return dict(get_optimizer_state_dict(module, optimizer, options=options))
 
 
 def load_optimizer_state(
-    module: nn.Module, optimizer: Optimizer, state: dict[str, Any], *, whole: bool = True
+    module: nn.Module, optimizer: Optimizer, state: dict[str, Any], *, assemble: bool = True
 ) -> None:
     """Loads what :func:`optimizer_state` gave; every rank must hold what it asked for there."""
     if not is_sharded(module):
-        numbers = {name: number for number, name in enumerate(_names(module, optimizer))}
-        optimizer.load_state_dict(renamed(state, numbers))
-        _lay_out_as_parameters(optimizer)
+        numbers = {name: number for number, name in enumerate(_parameter_names(module, optimizer))}
+        optimizer.load_state_dict(rename_parameters(state, numbers))
+        _match_parameter_strides(optimizer)
         return
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
-    put_back(module)
-    options = StateDictOptions(full_state_dict=whole)
+    reshard(module)
+    options = StateDictOptions(full_state_dict=assemble)
     set_optimizer_state_dict(module, optimizer, state, options=options)
 
 
@@ -497,51 +534,51 @@ def is_shard(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """The tensor as this rank puts it together: a collective for a shard."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Returns the whole tensor: a collective for a shard."""
     return cast(Tensor, tensor.full_tensor()) if is_shard(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def own_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor; the same memory. Without gradients."""
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a tensor; the same memory. Without gradients."""
     return cast(Tensor, tensor.to_local()) if is_shard(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def fill_own(own: Tensor, given: Tensor) -> None:
-    """Fills what this rank holds from a tensor that is whole or spread as ``own`` is."""
-    if is_shard(own) and not is_shard(given):
+def fill_local(target: Tensor, source: Tensor) -> None:
+    """Fills this rank's part from a tensor that is whole or spread as ``target`` is."""
+    if is_shard(target) and not is_shard(source):
         from torch.distributed.tensor import DTensor, distribute_tensor
 
-        assert isinstance(own, DTensor)
-        there = given.to(own.device)
-        given = distribute_tensor(there, own.device_mesh, own.placements, src_data_rank=None)
-    own_part(own).copy_(own_part(given))
+        assert isinstance(target, DTensor)
+        moved = source.to(target.device)
+        source = distribute_tensor(moved, target.device_mesh, target.placements, src_data_rank=None)
+    local_tensor(target).copy_(local_tensor(source))
 
 
-def _lay_out_as_parameters(optimizer: Optimizer) -> None:
-    """Gives each moment its parameter's strides: a file has none, and CUDA's fused kernels check.
+def _match_parameter_strides(optimizer: Optimizer) -> None:
+    """Gives each moment its parameter's strides, as CUDA's fused kernels require.
 
     Channels last is what has other strides than a tensor that was read.
     """
-    for parameter, kept in optimizer.state.items():
-        for name, value in kept.items():
-            alike = isinstance(value, Tensor) and value.shape == parameter.shape
-            if alike and value.stride() != parameter.stride():
-                kept[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            is_moment = isinstance(value, Tensor) and value.shape == parameter.shape
+            if is_moment and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def _names(module: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Names of the optimizer's parameters, in its order."""
+def _parameter_names(module: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Returns names of the optimizer's parameters, in its order."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    return [names.get(id(one), f"#{number}") for number, one in enumerate(parameters)]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [names.get(id(parameter), f"#{number}") for number, parameter in enumerate(parameters)]
 
 
-def renamed(state: dict[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+def rename_parameters(state: dict[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
     """An optimizer's state with every parameter's key replaced."""
     groups = [
         {**group, "params": [names[key] for key in group["params"]]}
         for group in state["param_groups"]
     ]
-    kept = {names[key]: value for key, value in state["state"].items()}
-    return {**state, "state": kept, "param_groups": groups}
+    renamed_state = {names[key]: value for key, value in state["state"].items()}
+    return {**state, "state": renamed_state, "param_groups": groups}

@@ -1,4 +1,4 @@
-"""What a rank says: to the launcher where there is one, else to files and the terminal.
+"""Reports of a rank: to the launcher if there is one, else to files and the terminal.
 
 With the launcher's event descriptor every message is one JSON line on it, and the launcher keeps
 ``metrics.jsonl`` and ``events.jsonl``. Without it rank 0 keeps these files and draws the progress
@@ -19,10 +19,10 @@ from paceline.spec import jobenv, rundir
 from paceline.spec.formatting import format_epoch
 from paceline.train import files
 
-HEARTBEAT_SECONDS = 1.0
-PACE_SECONDS = 1.0
-PROGRESS_SECONDS = 0.2
-LINE_SECONDS = 5.0
+HEARTBEAT_INTERVAL_S = 1.0
+TIMINGS_INTERVAL_S = 1.0
+PROGRESS_INTERVAL_S = 0.2
+LINE_INTERVAL_S = 5.0
 
 
 class Reporter(Protocol):
@@ -31,16 +31,16 @@ class Reporter(Protocol):
     def progress(self, **details: Any) -> None: ...
     def metrics(self, **details: Any) -> None: ...
     def event(self, event: str, **details: Any) -> None: ...
-    def say(self, text: str) -> None: ...
+    def message(self, text: str) -> None: ...
     def heartbeat(self, step: int, phase: str) -> None: ...
-    def pace(self, step: int, look: Callable[[], Mapping[str, Any]]) -> None: ...
-    def begin(self, resumed: bool) -> None: ...
-    def speak(self, speaks: bool) -> None: ...
+    def timings(self, step: int, read: Callable[[], Mapping[str, Any]]) -> None: ...
+    def start(self, resumed: bool) -> None: ...
+    def set_speaker(self, speaks: bool) -> None: ...
     def close(self) -> None: ...
 
 
-class Silent:
-    """For the ranks other than 0 when nobody listens."""
+class NullReporter:
+    """Discards everything: for ranks other than 0 without a launcher."""
 
     def progress(self, **details: Any) -> None:
         pass
@@ -51,34 +51,34 @@ class Silent:
     def event(self, event: str, **details: Any) -> None:
         pass
 
-    def say(self, text: str) -> None:
+    def message(self, text: str) -> None:
         pass
 
     def heartbeat(self, step: int, phase: str) -> None:
         pass
 
-    def pace(self, step: int, look: Callable[[], Mapping[str, Any]]) -> None:
+    def timings(self, step: int, read: Callable[[], Mapping[str, Any]]) -> None:
         pass
 
-    def begin(self, resumed: bool) -> None:
+    def start(self, resumed: bool) -> None:
         pass
 
-    def speak(self, speaks: bool) -> None:
+    def set_speaker(self, speaks: bool) -> None:
         pass
 
     def close(self) -> None:
         pass
 
 
-class ToScreen(Silent):
-    """For rank 0 of something that leaves no run directory: text only."""
+class ScreenReporter(NullReporter):
+    """Prints messages only: for rank 0 of a session without a run directory."""
 
-    def say(self, text: str) -> None:
+    def message(self, text: str) -> None:
         print(text, flush=True)
 
 
-class ToLauncher:
-    """JSON lines on the launcher's descriptor; rank 0 speaks for the job, all ranks for themselves.
+class LauncherReporter:
+    """Writes JSON lines to the launcher's descriptor; only rank 0 reports for the whole job.
 
     Args:
         descriptor: An open file descriptor.
@@ -87,44 +87,44 @@ class ToLauncher:
 
     def __init__(self, descriptor: int, speaks: bool) -> None:
         self._descriptor: int | None = descriptor
-        self._speaks = speaks
-        self._progress = _Every(PROGRESS_SECONDS)
-        self._heartbeat = _Every(HEARTBEAT_SECONDS)
-        self._pace = _Every(PACE_SECONDS)
-        self._phase = ""  # that was told last
+        self._is_speaker = speaks
+        self._progress = _RateLimit(PROGRESS_INTERVAL_S)
+        self._heartbeat = _RateLimit(HEARTBEAT_INTERVAL_S)
+        self._timings_limit = _RateLimit(TIMINGS_INTERVAL_S)
+        self._phase = ""  # that was sent last
 
     def progress(self, **details: Any) -> None:
-        if self._speaks and self._progress.due(last=details["step"] == details["steps"]):
+        if self._is_speaker and self._progress.is_open(force=details["step"] == details["steps"]):
             self._send(kind="progress", **details)
 
     def metrics(self, **details: Any) -> None:
-        if self._speaks:
+        if self._is_speaker:
             self._send(kind="metrics", **details)
 
     def event(self, event: str, **details: Any) -> None:
         self._send(kind="event", event=event, **details)
 
-    def say(self, text: str) -> None:
-        if self._speaks:
+    def message(self, text: str) -> None:
+        if self._is_speaker:
             self._send(kind="say", text=text)
 
     def heartbeat(self, step: int, phase: str) -> None:
-        if self._heartbeat.due(last=phase != self._phase):
+        if self._heartbeat.is_open(force=phase != self._phase):
             self._phase = phase
             self._send(kind="heartbeat", step=step, phase=phase)
 
-    def pace(self, step: int, look: Callable[[], Mapping[str, Any]]) -> None:
-        """Tells where the time of all ranks' steps went; that is asked for only when it is due."""
-        if self._speaks and self._pace.due():
-            self._send(kind="pace", step=step, **look())
+    def timings(self, step: int, read: Callable[[], Mapping[str, Any]]) -> None:
+        """Sends the parts of all ranks' steps; calls ``read`` only when the interval has passed."""
+        if self._is_speaker and self._timings_limit.is_open():
+            self._send(kind="pace", step=step, **read())
 
-    def begin(self, resumed: bool) -> None:
-        if self._speaks:
+    def start(self, resumed: bool) -> None:
+        if self._is_speaker:
             self._send(kind="begin", resumed=resumed)
 
-    def speak(self, speaks: bool) -> None:
-        """Whether this rank is the one that speaks for the job, from now on."""
-        self._speaks = speaks
+    def set_speaker(self, speaks: bool) -> None:
+        """Sets whether this rank reports for the whole job."""
+        self._is_speaker = speaks
 
     def close(self) -> None:
         self._descriptor = None
@@ -132,7 +132,7 @@ class ToLauncher:
     def _send(self, **message: Any) -> None:
         if self._descriptor is None:
             return
-        line = files.line(message)
+        line = files.json_line(message)
         try:
             while line:
                 line = line[os.write(self._descriptor, line) :]
@@ -140,7 +140,7 @@ class ToLauncher:
             self._descriptor = None
 
 
-class ToFolder:
+class FolderReporter(NullReporter):
     """Rank 0 without a launcher: files in the run directory, progress on the terminal.
 
     Args:
@@ -149,14 +149,14 @@ class ToFolder:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._metrics = files.Records(folder / rundir.METRICS)
-        self._events = files.Records(folder / rundir.EVENTS)
+        self._metrics = files.RecordFile(folder / rundir.METRICS)
+        self._events = files.RecordFile(folder / rundir.EVENTS)
         self._screen = _screen()
 
-    def begin(self, resumed: bool) -> None:
+    def start(self, resumed: bool) -> None:
         if not resumed:
-            self._metrics.set_aside()
-        self._metrics.skip_known()
+            self._metrics.back_up()
+        self._metrics.skip_recorded()
 
     def progress(self, **details: Any) -> None:
         self._screen.progress(**details)
@@ -166,20 +166,11 @@ class ToFolder:
             self._screen.metrics(**details)
 
     def event(self, event: str, **details: Any) -> None:
-        now = round(time.time(), 4)
-        self._events.append({"time": now, "event": event, "rank": 0, **details})
+        time_s = round(time.time(), 4)
+        self._events.append({"time": time_s, "event": event, "rank": 0, **details})
 
-    def say(self, text: str) -> None:
-        self._screen.say(text)
-
-    def heartbeat(self, step: int, phase: str) -> None:
-        pass
-
-    def pace(self, step: int, look: Callable[[], Mapping[str, Any]]) -> None:
-        pass
-
-    def speak(self, speaks: bool) -> None:
-        pass
+    def message(self, text: str) -> None:
+        self._screen.message(text)
 
     def close(self) -> None:
         self._screen.close()
@@ -191,52 +182,52 @@ def reporter(
     """The reporter for this process; a quiet one keeps no files."""
     descriptor = environ.get(jobenv.EVENT_FD, "")
     if descriptor.isdecimal():
-        return ToLauncher(int(descriptor), speaks=rank == 0)
+        return LauncherReporter(int(descriptor), speaks=rank == 0)
     if rank:
-        return Silent()
-    return ToScreen() if quiet else ToFolder(folder)
+        return NullReporter()
+    return ScreenReporter() if quiet else FolderReporter(folder)
 
 
-class _Every:
-    """A gate that opens at most once in so many seconds."""
+class _RateLimit:
+    """Allows an action at most once in so many seconds."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._next = 0.0
 
-    def due(self, last: bool = False) -> bool:
-        now = time.monotonic()
-        if not last and now < self._next:
+    def is_open(self, force: bool = False) -> bool:
+        time_s = time.monotonic()
+        if not force and time_s < self._next:
             return False
-        self._next = now + self._seconds
+        self._next = time_s + self._seconds
         return True
 
 
 class Screen(Protocol):
-    """How rank 0 draws when it draws itself."""
+    """Terminal output of rank 0 without a launcher."""
 
     def progress(self, **details: Any) -> None: ...
     def metrics(self, **details: Any) -> None: ...
-    def say(self, text: str) -> None: ...
+    def message(self, text: str) -> None: ...
     def close(self) -> None: ...
 
 
-class PlainScreen:
+class LineScreen:
     """Lines: for pipes, files and batch systems. Training records are thinned out by time."""
 
     def __init__(self) -> None:
-        self._gate = _Every(LINE_SECONDS)
+        self._gate = _RateLimit(LINE_INTERVAL_S)
         self._eta = Eta()
 
     def progress(self, **details: Any) -> None:
         self._eta.update(details["step"], details["steps"])
 
     def metrics(self, **details: Any) -> None:
-        if details.get("split") == "train" and self._gate.due():
-            left = f", {self._eta.left()} left" if self._eta.known else ""
-            print(plain(details) + left, flush=True)
+        if details.get("split") == "train" and self._gate.is_open():
+            eta = f", {self._eta.remaining()} left" if self._eta.is_known else ""
+            print(format_record(details) + eta, flush=True)
 
-    def say(self, text: str) -> None:
+    def message(self, text: str) -> None:
         print(text, flush=True)
 
     def close(self) -> None:
@@ -248,21 +239,21 @@ class Eta:
 
     def __init__(self) -> None:
         self._first = self._step = self._steps = 0
-        self._since = 0.0
+        self._start = 0.0
 
     @property
-    def known(self) -> bool:
+    def is_known(self) -> bool:
         return self._step > self._first
 
     def update(self, step: int, steps: int) -> None:
-        """Takes the number of done steps, of so many."""
-        if not self._since:
-            self._first, self._since = step, time.monotonic()
+        """Records how many of the steps are done."""
+        if not self._start:
+            self._first, self._start = step, time.monotonic()
         self._step, self._steps = step, steps
 
-    def left(self) -> str:
-        """As ``h:mm:ss``."""
-        a_step = (time.monotonic() - self._since) / max(1, self._step - self._first)
+    def remaining(self) -> str:
+        """Returns the remaining time as ``h:mm:ss``."""
+        a_step = (time.monotonic() - self._start) / max(1, self._step - self._first)
         minutes, seconds = divmod(round(a_step * (self._steps - self._step)), 60)
         return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
@@ -272,30 +263,30 @@ class BarScreen:
 
     def __init__(self) -> None:
         self._bar = Bar(stays=True)
-        self._gate = _Every(PROGRESS_SECONDS)
+        self._gate = _RateLimit(PROGRESS_INTERVAL_S)
 
     def progress(self, **details: Any) -> None:
-        if self._gate.due(last=details["step"] == details["steps"]):
+        if self._gate.is_open(force=details["step"] == details["steps"]):
             self._bar.update(details)
 
     def metrics(self, **details: Any) -> None:
         pass
 
-    def say(self, text: str) -> None:
+    def message(self, text: str) -> None:
         self._bar.print(text)
 
     def close(self) -> None:
         self._bar.stop()
 
 
-def plain(details: Mapping[str, Any]) -> str:
+def format_record(details: Mapping[str, Any]) -> str:
     """A metrics record as one readable line."""
-    known = {"epoch", "step", "split"}
-    values = {name: value for name, value in details.items() if name not in known}
-    return figures(details["epoch"], details["step"], 0, [(details["split"], values)])
+    position_fields = {"epoch", "step", "split"}
+    values = {name: value for name, value in details.items() if name not in position_fields}
+    return format_values(details["epoch"], details["step"], 0, [(details["split"], values)])
 
 
-def figures(
+def format_values(
     epoch: int, step: int, steps: int, parts: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> str:
     """``epoch 1  step 46/345  train: loss 0.3121, accuracy 0.9  test: loss 0.2954``.
@@ -306,18 +297,20 @@ def figures(
         steps: Of the whole training; 0 leaves them out.
         parts: Values by the name of their split.
     """
-    words = [format_epoch(epoch), f"step {step}/{steps}" if steps else f"step {step}"]
+    columns = [format_epoch(epoch), f"step {step}/{steps}" if steps else f"step {step}"]
     for split, values in parts:
-        shown = [f"{name} {_short(value)}" for name, value in values.items() if name != "samples"]
-        words.append(f"{split}: {', '.join(shown)}")
-    return "  ".join(words)
+        texts = [
+            f"{name} {_format_value(value)}" for name, value in values.items() if name != "samples"
+        ]
+        columns.append(f"{split}: {', '.join(texts)}")
+    return "  ".join(columns)
 
 
-def _short(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if not isinstance(value, float):
         return str(value)
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def _screen() -> Screen:
-    return BarScreen() if sys.stdout.isatty() else PlainScreen()
+    return BarScreen() if sys.stdout.isatty() else LineScreen()

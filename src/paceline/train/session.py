@@ -22,11 +22,11 @@ from paceline.train.average import Average
 from paceline.train.callbacks import Callback, Callbacks
 from paceline.train.checkpoints.capture import Stateful, Training
 from paceline.train.checkpoints.controller import CheckpointController
-from paceline.train.data.division import Division
+from paceline.train.data.division import BatchDivision
 from paceline.train.data.fetch import Collate, Data
 from paceline.train.data.loader import Loader, Shard
 from paceline.train.data.loader_factory import LoaderFactory
-from paceline.train.data.order import Stated
+from paceline.train.data.order import EpochOrder
 from paceline.train.data.worker_signals import protect_data_workers
 from paceline.train.elastic.control import Control
 from paceline.train.elastic.membership import Membership
@@ -35,13 +35,13 @@ from paceline.train.elastic.recovery import Recovery
 from paceline.train.elastic.replica_check import ReplicaChecksum
 from paceline.train.elastic.session_state import SessionState
 from paceline.train.loop import TrainingLoop
-from paceline.train.measure.probe import Probe, asked
+from paceline.train.measure.probe import Probe, probe_request
 from paceline.train.measure.usage import Usage
 from paceline.train.member import Member
 from paceline.train.metrics import Best
 from paceline.train.models import Models
 from paceline.train.reduce.bucket_size import BucketTrial
-from paceline.train.stop import Quietly, Stopped, leave
+from paceline.train.stop import QuietExit, Stopped, destroy_process_group
 from paceline.train.update import Updater
 
 
@@ -68,15 +68,15 @@ class Session(Member):
         super().__init__(place, device, precision, folder, reporter, mixed=mixed)
         protect_data_workers()
         self.models = models = Models()
-        request = asked(os.environ)
+        request = probe_request(os.environ)
         self._probe = None if request is None else Probe(request, self, models)
-        self._callbacks = Callbacks(self, lambda: self._loop.pace.own_work())
+        self._callbacks = Callbacks(self, lambda: self._loop.pace.script_work())
         self._training = Training(models, self.progress, seed)
         self._membership = Membership(self, self._training, is_forecast=self._probe is not None)
         self._checkpoints = CheckpointController(
             self, self._journal, self._training, self._membership, self._callbacks
         )
-        self._division = Division(self.comms, self._journal, self.progress)
+        self._division = BatchDivision(self.comms, self._journal, self.progress)
         self._loaders = LoaderFactory(
             self, models, seed, self._division, self._membership, self._probe
         )
@@ -161,10 +161,10 @@ class Session(Member):
         is_scaled = scaler is not None
         validate(communication, sharded=is_sharded, several=bool(name), scaled=is_scaled)
         validate_overlap(overlap)
-        self.models.leave(name)
+        self.models.close_exchange(name)
         updater = Updater(module, optimizer, schedule, scaler, clip_norm)
         self.models.add(name, updater)
-        if not self.comms.alone:
+        if not self.comms.is_alone:
             if not is_sharded:
                 updater.replicate(
                     communication,
@@ -174,7 +174,7 @@ class Session(Member):
                     apart=bool(name),
                     recovery=self._membership.recovery,
                 )
-            self._training.proof = ReplicaChecksum(self.comms, self.models.module)
+            self._training.checksum = ReplicaChecksum(self.comms, self.models.module)
         tries_sizes = overlap == "auto" and not (name or compile or self._probe)
         bucket_trial = None
         if updater.exchange is not None and tries_sizes:
@@ -229,7 +229,7 @@ class Session(Member):
             devices: With each record of the training the load and memory of processes, hosts and
                 accelerators (split ``usage``).
         """
-        self._loop.watch.every = every
+        self._loop.watch.norm_interval = every
         self._loop.watch.usage = Usage(self.comms) if devices else None
 
     def loader(
@@ -238,7 +238,7 @@ class Session(Member):
         global_batch: int,
         *,
         shuffle: bool = True,
-        order: Stated | None = None,
+        order: EpochOrder | None = None,
         lengths: Sequence[int] | None = None,
         limit: int | Mapping[str, int] = 0,
         workers: int | None = None,
@@ -278,7 +278,7 @@ class Session(Member):
         loader = self._loaders.loader(
             data, global_batch, shuffle, order, lengths, limit, workers, collate, balance, drop_slow
         )
-        loader.begun = self._loop.start_iteration
+        loader.on_iteration = self._loop.start_iteration
         return loader
 
     def shard(self, data: Data, size: int = 512, *, collate: Collate | None = None) -> Shard:
@@ -343,7 +343,7 @@ class Session(Member):
         self._membership.script_extras = (*extras,)
         self._training.extras = {**extras, **self._session_states()}
         self._training.identity = {name: str(value) for name, value in (identity or {}).items()}
-        self._training.describes = describes or {}
+        self._training.model_config = describes or {}
         return self._checkpoints.open(str(every), keep, resume, best, stop_when_full, copies)
 
     def _session_states(self) -> dict[str, Stateful]:
@@ -388,7 +388,7 @@ class Session(Member):
                 found=f"it was given {loader!r}",
                 remedy="session.epochs(loader, epochs), where loader = session.loader(…)",
             )
-        loader.every = every
+        loader.pause_interval = every
         if not self._training.extras:
             self._training.extras = self._session_states()
         self._loop.begin(loader, epochs, steps)
@@ -472,7 +472,7 @@ class Session(Member):
         self.verify()
         module = self.models[name].module if name else self.models.module
         with self.models.averaged([name] if name else []) if average else nullcontext():
-            state = parallel.whole_state(module)
+            state = parallel.full_state(module)
             warning = self.comms.by_first(lambda: self._write_model(state, config))
         if warning:
             self.say(warning)
@@ -508,7 +508,7 @@ class Session(Member):
         trace: TracebackType | None,
     ) -> None:
         # After a failure the other ranks may be inside a collective.
-        is_orderly = error is None or isinstance(error, (Stopped, Quietly))
+        is_orderly = error is None or isinstance(error, (Stopped, QuietExit))
         recovery = self._membership.recovery
         if is_orderly and not (recovery is not None and recovery.alone):
             self.follow()  # the last evaluation may have lost the first rank
@@ -519,4 +519,4 @@ class Session(Member):
         if is_orderly:
             self.models.close()
         if is_orderly and self.leaves_group:  # after a failure the process's end tells the others
-            leave()
+            destroy_process_group()

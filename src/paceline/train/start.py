@@ -27,9 +27,9 @@ from paceline.train.elastic.newcomer import Recording
 from paceline.train.elastic.recovery import Recovery
 from paceline.train.session import Session
 
-_DESCRIPTORS = 65_536  # at most
+_MAX_DESCRIPTORS = 65_536  # at most
 # gloo asks the store for all ranks' addresses at once, in two requests, not in three for each
-_ALL_AT_ONCE = "GLOO_ENABLE_STORE_V2_API", "1"
+_BATCHED_STORE = "GLOO_ENABLE_STORE_V2_API", "1"
 
 
 def join(
@@ -71,35 +71,35 @@ def join(
         SettingError: A value is unknown or cannot be on this machine.
         JobError: The world is not the planned one.
     """
-    compiler.put_off()
+    compiler.defer_dynamo()
     os.environ.update(launchers.torchrun_variables(os.environ, os.getppid()))
-    comes = newcomer.read_newcomer(os.environ)
-    place = world.read(os.environ) if comes is None else comes.place
-    found = devices.look()
-    target = devices.choose_device(device, found, place.local_rank)
-    chosen = devices.choose_backend(backend, target, found)
+    newcomer_start = newcomer.read_newcomer(os.environ)
+    place = world.read(os.environ) if newcomer_start is None else newcomer_start.place
+    available = devices.available_devices()
+    target = devices.choose_device(device, available, place.local_rank)
+    backend_name = devices.choose_backend(backend, target, available)
     precision = devices.precision(dtype)
-    devices.settle(target, deterministic)
-    ours, mixed = place.joined and not dist.is_initialized(), False
-    if ours:
-        os.environ.setdefault(*_ALL_AT_ONCE)
+    devices.configure_device(target, deterministic)
+    owns_group, mixed = place.joined and not dist.is_initialized(), False
+    if owns_group:
+        os.environ.setdefault(*_BATCHED_STORE)
         store: dict[str, Any] = {}
         connections = GlooConnections()
-        if comes is not None:
-            store, mixed = {"store": HashStore(), "rank": 0, "world_size": 1}, comes.mixed
+        if newcomer_start is not None:
+            store, mixed = {"store": HashStore(), "rank": 0, "world_size": 1}, newcomer_start.mixed
         elif backend in ("auto", "gloo"):
             # also who waits in the store for one that is lost is to be freed
             with connections.tracked(place.size):
-                store, mixed = _meet(target.type, place.size, timeout)
+                store, mixed = _rendezvous(target.type, place.size, timeout)
                 connections.note_store()
         if mixed:
-            chosen = devices.choose_backend("gloo", target, found)
+            backend_name = devices.choose_backend("gloo", target, available)
         bound = None if target.type == "cpu" or mixed else target
 
-        def make(store: Any, place: world.World, longest: timedelta) -> None:
+        def make(store: Any, place: world.World, timeout_left: timedelta) -> None:
             dist.init_process_group(
-                chosen,
-                timeout=longest,
+                backend_name,
+                timeout=timeout_left,
                 device_id=bound,
                 store=store,
                 rank=place.rank,
@@ -107,69 +107,78 @@ def join(
             )
 
         # of another backend no connection is cut
-        links = connections if chosen == "gloo" else GlooConnections()
-        watched = links.tracked(place.size) if chosen == "gloo" else nullcontext()
-        with watched, newcomer.group_of_one() if comes else nullcontext():
-            dist.init_process_group(chosen, timeout=timeout, device_id=bound, **store)
-    if comes is None:
+        links = connections if backend_name == "gloo" else GlooConnections()
+        watched = links.tracked(place.size) if backend_name == "gloo" else nullcontext()
+        with watched, newcomer.group_of_one() if newcomer_start else nullcontext():
+            dist.init_process_group(backend_name, timeout=timeout, device_id=bound, **store)
+    if newcomer_start is None:
         world.check_planned(place, os.environ)
     devices.seed_all(seed)
     os.umask(os.umask(0o077) | 0o002)  # others write no checkpoint, whatever the login's umask
-    folder = _folder(name, run_dir)
+    folder = _run_folder(name, run_dir)
     reporter = report.reporter(os.environ, place.rank, folder, quiet=quiet)
-    often = log_every, check_every
-    session = Session(place, target, precision, folder, seed, *often, reporter, mixed=mixed)
-    session.leaves_group = ours
-    told = os.environ.get(jobenv.CONTROL_FD, "")
-    control = Control(int(told), links if ours else GlooConnections()) if told.isdecimal() else None
+    intervals = log_every, check_every
+    session = Session(place, target, precision, folder, seed, *intervals, reporter, mixed=mixed)
+    session.leaves_group = owns_group
+    control_descriptor = os.environ.get(jobenv.CONTROL_FD, "")
+    control = (
+        Control(int(control_descriptor), links if owns_group else GlooConnections())
+        if control_descriptor.isdecimal()
+        else None
+    )
     if control is not None:
         session.attach_control(control)
-    if ours and control is not None:
-        met = _plain(dist.distributed_c10d._get_default_store()) if comes is None else comes.store
-        slot = place.rank if comes is None else comes.slot
-        _have_room()
-        group = JobGroup(control, links, make, met, timeout)
-        recovery = Recovery(slot, session.comms, control, group)
-        about = {"ranks": place.size, "mixed": mixed}
-        session.attach_recovery(
-            recovery, Recording(recovery, about) if comes is None else comes.start
+    if owns_group and control is not None:
+        rendezvous_result = (
+            _unwrap_store(dist.distributed_c10d._get_default_store())
+            if newcomer_start is None
+            else newcomer_start.store
         )
-    session.event("joined", world=place.size, device=str(target), backend=chosen)
+        slot = place.rank if newcomer_start is None else newcomer_start.slot
+        _raise_descriptor_limit()
+        group = JobGroup(control, links, make, rendezvous_result, timeout)
+        recovery = Recovery(slot, session.comms, control, group)
+        group_info = {"ranks": place.size, "mixed": mixed}
+        session.attach_recovery(
+            recovery,
+            Recording(recovery, group_info) if newcomer_start is None else newcomer_start.start,
+        )
+    session.event("joined", world=place.size, device=str(target), backend=backend_name)
     return session
 
 
-def _have_room() -> None:
+def _raise_descriptor_limit() -> None:
     """As many descriptors as may be had: groups that were left amid a collective keep theirs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < most:
+    limit = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < limit:
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-def _meet(kind: str, size: int, timeout: timedelta | None) -> tuple[dict[str, Any], bool]:
+def _rendezvous(kind: str, size: int, timeout: timedelta | None) -> tuple[dict[str, Any], bool]:
     """The ranks' store, for the process group, and whether they compute on different devices."""
-    longest = timeout or default_pg_timeout
-    met = rendezvous("env://", timeout=longest)
-    store, rank, ranks = next(iter(met))
-    store.set_timeout(longest)
-    named: dict[str, Any] = {"store": PrefixStore("default_pg", store), "rank": rank}
+    wait_limit = timeout or default_pg_timeout
+    rendezvous_result = rendezvous("env://", timeout=wait_limit)
+    store, rank, ranks = next(iter(rendezvous_result))
+    store.set_timeout(wait_limit)
+    store_options: dict[str, Any] = {"store": PrefixStore("default_pg", store), "rank": rank}
     notes = PrefixStore("paceline/devices", store)
     notes.add(kind, 1)
     if notes.add("all", 1) == size:
         notes.set("met", "1")
-    notes.wait(["met"], longest)
-    return {**named, "world_size": ranks}, notes.add(kind, 0) < size
+    notes.wait(["met"], wait_limit)
+    return {**store_options, "world_size": ranks}, notes.add(kind, 0) < size
 
 
-def _plain(store: Any) -> Any:
+def _unwrap_store(store: Any) -> Any:
     """The store without the prefixes that were put before it."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
 
 
-def _folder(name: str, asked: str | Path | None) -> Path:
-    given = os.environ.get(jobenv.RUN_DIR) or asked
+def _run_folder(name: str, requested: str | Path | None) -> Path:
+    chosen = os.environ.get(jobenv.RUN_DIR) or requested
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    return Path(given) if given else Path(rundir.DEFAULT_PARENT) / f"{name}-{stamp}"
+    return Path(chosen) if chosen else Path(rundir.DEFAULT_PARENT) / f"{name}-{stamp}"

@@ -15,11 +15,11 @@ from paceline.train.data.loader import Batch, Loader
 from paceline.train.elastic.membership import Membership
 from paceline.train.elastic.recovery import ExchangeResult
 from paceline.train.journal import Journal
-from paceline.train.measure.pace import Pace
+from paceline.train.measure.pace import StepTimer
 from paceline.train.measure.watch import Watch
 from paceline.train.member import Member
-from paceline.train.models import ALONE, Models
-from paceline.train.update import each_loss, loss_of
+from paceline.train.models import UNNAMED, Models
+from paceline.train.update import loss_of, per_sample_losses
 
 
 class StepRunner:
@@ -38,7 +38,7 @@ class StepRunner:
         journal: Journal,
         models: Models,
         membership: Membership,
-        pace: Pace,
+        pace: StepTimer,
         watch: Watch,
     ) -> None:
         self._member, self._journal, self._models = member, journal, models
@@ -54,7 +54,7 @@ class StepRunner:
             self._membership.recovery.start_batch()
         self._journal.mark()
         if self._membership.can_lose_ranks:
-            self._models.begin_batch()
+            self._models.start_batch()
 
     def run(
         self, losses: Tensor | Mapping[str, Tensor], values: Mapping[str, Tensor]
@@ -67,16 +67,16 @@ class StepRunner:
         if self.loader is None:
             raise RuntimeError("session.step was called without a new batch from the loader")
         batch = self.loader.take()
-        losses_by_name = losses if isinstance(losses, Mapping) else {ALONE: losses}
+        losses_by_name = losses if isinstance(losses, Mapping) else {UNNAMED: losses}
         exchanged = self.backward(batch, losses_by_name)
         measured, self._measured = self._measured, {}
         if exchanged is ExchangeResult.VOID:
             self._discard()
             return None
-        self._pace.took(batch.count, batch.data)
+        self._pace.add_batch(batch.count, batch.data)
         self._journal.measure(batch.count, **{**measured, **values})
         if missing := self._committed.keys() - measured.keys():
-            self._journal.measure_others(**{name: self._committed[name] for name in missing})
+            self._journal.measure_other_samples(**{name: self._committed[name] for name in missing})
         if not batch.last:
             return None
         self._commit(exchanged, losses_by_name)
@@ -88,21 +88,21 @@ class StepRunner:
         Returns:
             Whether the step counts.
         """
-        updater = self._models[ALONE]
+        updater = self._models[UNNAMED]
         if self.loader is None or not isinstance(updater.model, parallel.Replica):
             raise RuntimeError("a rank can only be idle in the training of a single model")
-        loss = updater.model.touched()
-        exchanged = self.backward(replace(batch, ids=np.zeros(1, dtype=np.int64)), {ALONE: loss})
+        loss = updater.model.zero_loss()
+        exchanged = self.backward(replace(batch, ids=np.zeros(1, dtype=np.int64)), {UNNAMED: loss})
         self._measured = {}
         if exchanged is ExchangeResult.VOID:
             self._discard()
             return False
-        self._commit(exchanged, [ALONE])
+        self._commit(exchanged, [UNNAMED])
         return True
 
     def update(self, name: str, losses: Tensor, values: Mapping[str, Tensor]) -> None:
         """Updates one of several models within the step; see :meth:`Session.update`."""
-        if self.loader is None or not (batch := self.loader.given()).last:
+        if self.loader is None or not (batch := self.loader.current()).last:
             raise RuntimeError(
                 "session.update needs a whole batch, and this one comes in pieces (limit=… of"
                 " session.loader, or a share beyond this rank's memory): give session.step the"
@@ -110,11 +110,11 @@ class StepRunner:
             )
         self._updates += 1
         progress = self._member.progress
-        names = [self._models.figures("loss")[name], *values]
+        names = [self._models.metric_names("loss")[name], *values]
         if self._updates <= progress.updated:  # done when the same samples were given before
             for each in names:  # a newcomer has measured nothing of it
                 self._committed.setdefault(each, torch.empty(0, device=self._member.device))
-            self._models.skip()
+            self._models.skip_forward()
             return
         exchanged = self.backward(batch, {name: losses})
         self._measured.update(values)
@@ -135,7 +135,7 @@ class StepRunner:
     def backward(self, batch: Batch, losses: Mapping[str, Tensor]) -> ExchangeResult:
         """Adds each model's gradient, and notes the losses."""
         _ = self._models.first  # RuntimeError before there is a model
-        names, recovery = self._models.figures("loss"), self._membership.recovery
+        names, recovery = self._models.metric_names("loss"), self._membership.recovery
         for number, (name, given) in enumerate(losses.items(), 1):
             communication = self._models[name].communication  # an unknown name is refused
             is_local = communication is not None and communication.is_local
@@ -145,13 +145,15 @@ class StepRunner:
                 recovery.is_batch_void or (recovery.stale and not is_local)
             ):
                 return ExchangeResult.VOID
-            each = each_loss(given, len(batch.ids))
+            each = per_sample_losses(given, len(batch.ids))
             loss = loss_of(each, batch, self._membership.data_place[1])
             if batch.last:
-                self._pace.before_backward(loss, self._member.progress.step)
+                self._pace.start_backward(loss, self._member.progress.step)
             try:
                 with nullcontext() if recovery is None else recovery.span:
-                    self._models.backward(name, loss, last=batch.last, again=number < len(losses))
+                    self._models.backward(
+                        name, loss, is_last=batch.last, retain_graph=number < len(losses)
+                    )
             except RuntimeError as error:
                 if recovery is None:
                     raise
@@ -163,27 +165,27 @@ class StepRunner:
                     recovery.finish_exchange()
             if communication is not None and is_local and batch.last and self._member.comms.stale:
                 communication.step_unreduced()
-            self._pace.after_backward()
+            self._pace.end_backward()
             self._measured[names[name]] = each
         return ExchangeResult.AVERAGED
 
     def _commit(self, exchanged: ExchangeResult, names: Iterable[str]) -> None:
         """Updates these models, unless they were taken from a rank that has done so."""
         if exchanged is ExchangeResult.ADOPTED:
-            self._models.drop(counted=True)
+            self._models.clear_gradients(is_committed=True)
         else:
             for name in names:
-                is_watched = self._watch.due(self._member.progress.step + 1)
-                self._watch.take(name, self._models[name].update(measured=is_watched))
+                is_watched = self._watch.is_due(self._member.progress.step + 1)
+                self._watch.add(name, self._models[name].update(measured=is_watched))
                 if self._membership.recovery is not None:
                     self._membership.recovery.updates += 1
         if self._membership.can_lose_ranks:
-            self._models.note()  # what follows is done by each rank itself
+            self._models.record_commit()  # what follows is done by each rank itself
 
     def _discard(self) -> None:
         """Leaves nothing of a void batch."""
         assert self.loader is not None
         self._updates = 0
-        self._models.take_back()
-        self._journal.take_back()
+        self._models.roll_back()
+        self._journal.roll_back()
         self.loader.void()

@@ -20,11 +20,11 @@ from paceline.train.elastic import gloo
 
 _STOP = (signal.SIGTERM, signal.SIGUSR1)  # SIGUSR1: what batch systems are asked to send early
 _SAVE = (signal.SIGUSR2,)
-SECONDS = 0.5
+POLL_INTERVAL_S = 0.5
 MIN_REPEAT_S = 2.0  # a scheduler and the launcher may both pass on one and the same request
-_MOST_STEPS = 64  # steps may become slower at any time: evaluation, a busy disk
-_LOOKS = 3
-_MOST_SECONDS = 2.0
+_MAX_STEPS = 64  # steps may become slower at any time: evaluation, a busy disk
+_IDLE_CHECKS = 3
+_MAX_WAIT_S = 2.0
 
 
 class Stopped(JobError):
@@ -33,12 +33,12 @@ class Stopped(JobError):
     exit_code = 143  # as a process that SIGTERM ended
 
 
-class Quietly(SystemExit):
-    """The same where no launcher of ours shows what a rank raises: one rank has said why."""
+class QuietExit(SystemExit):
+    """The exit of a rank without launcher when another has printed the reason."""
 
 
-class Notice:
-    """Takes the signals while it is open; the training looks at it at every poll.
+class SignalNotice:
+    """Handles signals while it is open; the training polls it.
 
     Attributes:
         stop: Name of the signal that asked to stop; empty while none has.
@@ -48,17 +48,17 @@ class Notice:
     def __init__(self) -> None:
         self.stop = ""
         self.save = False
-        self._before: dict[int, object] = {}
+        self._former_handlers: dict[int, object] = {}
         self._launched = jobenv.EVENT_FD in os.environ
         self._stop_at = 0.0
 
     def open(self) -> None:
-        """Begins to listen, where this is the main thread (signals go nowhere else)."""
+        """Installs handlers if this is the main thread."""
         if threading.current_thread() is threading.main_thread():
             for number in (*_STOP, *_SAVE):
-                self._before[number] = signal.signal(number, self._take)
+                self._former_handlers[number] = signal.signal(number, self._on_signal)
 
-    def _take(self, number: int, _: FrameType | None) -> None:
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
         if number in _SAVE:
             self.save = True
             return
@@ -69,33 +69,32 @@ class Notice:
             os.kill(os.getpid(), number)
 
     def close(self) -> None:
-        """Puts the former handlers back, unless the launcher is ending this process anyway."""
+        """Restores the former handlers unless the launcher is ending this process."""
         if self.stop and self._launched:
             return
-        for number, handler in self._before.items():
+        for number, handler in self._former_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-        self._before.clear()
+        self._former_handlers.clear()
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """What any rank wished when all were asked.
+class Requests:
+    """Requests of any rank at a poll.
 
     Attributes:
         save: For whatever reason.
-        asked: Number of the last checkpoint that the launcher asked for; what is newer than any
-            rank has answered is a wish of all.
-        fresh: It is such a one.
+        save_number: Number of the last checkpoint that the launcher asked any rank for.
+        is_new_request: No rank has made that checkpoint yet.
     """
 
     stop: bool
     save: bool
-    asked: int = 0
-    fresh: bool = False
+    save_number: int = 0
+    is_new_request: bool = False
 
 
-class Door(Protocol):
-    """Where others come in, once all ranks know that they are there.
+class JoinGate(Protocol):
+    """Lets others join, once all ranks know that they are waiting.
 
     Attributes:
         alone: This rank is the only one as far as it knows, and is to save and end.
@@ -106,7 +105,7 @@ class Door(Protocol):
     def knocked(self) -> int:
         """Number of the group in which others are to join, as far as this rank knows; 0: none."""
 
-    def agreed(self, least: int, most: int) -> None:
+    def agreed(self, lowest: int, highest: int) -> None:
         """Takes the least and the largest number that any rank knows."""
 
     def parts(self) -> None:
@@ -122,51 +121,62 @@ class Poll:
 
     Args:
         comms: Of all ranks.
-        door: Is told which group all ranks know of; ``None``: nobody can join.
+        membership: Is told which group all ranks know of; ``None``: nobody can join.
         seconds: Aimed-at time between two polls.
     """
 
-    def __init__(self, comms: Comms, door: Door | None = None, seconds: float = SECONDS) -> None:
-        self._comms, self._door, self._seconds = comms, door, seconds
-        self._left, self._last, self._counted = 1, 1, 0
-        self._since = time.monotonic()
+    def __init__(
+        self, comms: Comms, membership: JoinGate | None = None, seconds: float = POLL_INTERVAL_S
+    ) -> None:
+        self._comms, self._membership, self._seconds = comms, membership, seconds
+        self._remaining, self._interval, self._num_steps = 1, 1, 0
+        self._start = time.monotonic()
 
-    def due(self) -> bool:
-        """Counts one step; True when every rank must call :meth:`ask` now."""
-        self._left -= 1
-        self._counted += 1
-        return self._left <= 0
+    def is_due(self) -> bool:
+        """Counts one step; returns whether every rank must call :meth:`exchange` now."""
+        self._remaining -= 1
+        self._num_steps += 1
+        return self._remaining <= 0
 
-    def ask(
-        self, *, stop: bool = False, save: bool = False, asked: int = 0, answered: int = 0
-    ) -> Wishes:
-        """Tells the others this rank's wishes and learns theirs.
+    def exchange(
+        self,
+        *,
+        stop: bool = False,
+        save: bool = False,
+        save_number: int = 0,
+        answered_number: int = 0,
+    ) -> Requests:
+        """Sends this rank's requests and returns those of all.
 
         Args:
             stop, save: What it wishes itself.
-            asked, answered: Number of the last checkpoint that the launcher asked of it for, and
-                of the last that was made for that.
+            save_number, answered_number: Numbers of the last checkpoint that the launcher asked
+                this rank for, and of the last that was made for such a request.
         """
-        now = time.monotonic()
-        a_step = (now - self._since) / max(1, self._counted)
-        knocked = 0 if self._door is None else self._door.knocked()
-        mine = [float(stop), float(save), a_step, float(knocked), -float(knocked)]
-        wishes = self._comms.most(torch.tensor([*mine, float(asked), float(answered)]))
-        if self._door is not None:
-            self._door.agreed(-int(wishes[4]), int(wishes[3]))
-        self._since, self._counted = now, 0
-        self._left = self._last = next_poll(wishes[2], self._seconds, self._last)
-        latest, done = int(wishes[5]), int(wishes[6])
-        fresh = latest > done  # one that hears of it later finds it answered
-        return Wishes(wishes[0] > 0, wishes[1] > 0 or fresh, max(latest, done), fresh)
+        time_s = time.monotonic()
+        a_step = (time_s - self._start) / max(1, self._num_steps)
+        knocked = 0 if self._membership is None else self._membership.knocked()
+        local_values = [float(stop), float(save), a_step, float(knocked), -float(knocked)]
+        values = self._comms.max(
+            torch.tensor([*local_values, float(save_number), float(answered_number)])
+        )
+        if self._membership is not None:
+            self._membership.agreed(-int(values[4]), int(values[3]))
+        self._start, self._num_steps = time_s, 0
+        self._remaining = self._interval = next_poll(values[2], self._seconds, self._interval)
+        latest, answered = int(values[5]), int(values[6])
+        is_new_request = latest > answered  # one that hears of it later finds it answered
+        return Requests(
+            values[0] > 0, values[1] > 0 or is_new_request, max(latest, answered), is_new_request
+        )
 
 
-def next_poll(a_step: float, seconds: float, last: int) -> int:
-    """Steps of ``a_step`` seconds until the next poll; at most twice as many as ``last``."""
-    return max(1, min(_MOST_STEPS, 2 * last, int(seconds / max(a_step, 1e-9))))
+def next_poll(step_s: float, seconds: float, former: int) -> int:
+    """Returns steps of ``step_s`` seconds until the next poll; at most twice ``former``."""
+    return max(1, min(_MAX_STEPS, 2 * former, int(seconds / max(step_s, 1e-9))))
 
 
-def leave() -> None:
+def destroy_process_group() -> None:
     """Destroys the process group once its threads have nothing left to do.
 
     A worker thread of gloo lets go of a collective's tensors a moment after the collective has
@@ -183,9 +193,9 @@ def leave() -> None:
 
 def wait_for_idle_workers() -> None:
     """Sleeping gives the lock away, so a worker that still needs it gets it and is seen running."""
-    deadline = time.monotonic() + _MOST_SECONDS
+    deadline = time.monotonic() + _MAX_WAIT_S
     idle = 0
-    while idle < _LOOKS and time.monotonic() < deadline:
+    while idle < _IDLE_CHECKS and time.monotonic() < deadline:
         time.sleep(0.002)
-        busy = any(one.name == gloo.WORKERS and one.state == "R" for one in gloo.tasks())
+        busy = any(task.name == gloo.WORKERS and task.state == "R" for task in gloo.tasks())
         idle = 0 if busy else idle + 1

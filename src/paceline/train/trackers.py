@@ -1,8 +1,7 @@
 """Experiment trackers: imported on use, and never in the way of the training.
 
-A tracker is a class here that is made from :class:`About`, and one line in :data:`TRACKERS`. Each
-is fed through a :class:`Guard`, a queue and a thread, so that neither it nor the training waits
-for the other.
+A tracker is a class here that is made from :class:`RunInfo`, and one line in :data:`TRACKERS`. Each
+is fed by a :class:`TrackerThread`, so that neither it nor the training waits for the other.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from typing import Any, Protocol
 
 from paceline.train import files
 
-QUEUED = 1000
-FAILURES = 3
-CLOSE_SECONDS = 10.0
+QUEUE_LENGTH = 1000
+MAX_FAILURES = 3
+CLOSE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
-class About:
-    """The run, as trackers want to know it.
+class RunInfo:
+    """Description of the run for trackers.
 
     Attributes:
         folder: The run directory.
@@ -72,12 +71,12 @@ class TensorBoard:
 
     run_id = ""
 
-    def __init__(self, about: About) -> None:
+    def __init__(self, info: RunInfo) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = about.folder / "tensorboard" / (about.name if about.group else "")
+        folder = info.folder / "tensorboard" / (info.name if info.group else "")
         # Hides what an interrupted process recorded on another host after the checkpoint.
-        purge = about.resumed_at + 1 if about.resumed_at >= 0 else None
+        purge = info.resumed_at + 1 if info.resumed_at >= 0 else None
         self._writer = SummaryWriter(str(folder), purge_step=purge)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -96,30 +95,30 @@ class Wandb:
     is kept as offline, for ``wandb sync``.
     """
 
-    def __init__(self, about: About) -> None:
+    def __init__(self, info: RunInfo) -> None:
         import wandb  # type: ignore[import-not-found, unused-ignore]
 
-        self.run_id = about.run_id or secrets.token_hex(4)
+        self.run_id = info.run_id or secrets.token_hex(4)
         self._run: Any = None
         try:
-            self._run = self._begun(wandb, about)
+            self._run = self._init_run(wandb, info)
         except wandb.errors.CommError as error:  # after WANDB_INIT_TIMEOUT, 90 s by default
             wandb.teardown()  # its service would take the run for one in use
-            self._run = self._begun(wandb, about, mode="offline")
-            why, folder = str(error).partition("\n")[0], Path(self._run.dir).parent
-            self.note = f"no server ({why}): kept offline, to be sent by: wandb sync {folder}"
+            self._run = self._init_run(wandb, info, mode="offline")
+            reason, folder = str(error).partition("\n")[0], Path(self._run.dir).parent
+            self.note = f"no server ({reason}): kept offline, to be sent by: wandb sync {folder}"
 
-    def _begun(self, wandb: Any, about: About, **more: str) -> Any:
+    def _init_run(self, wandb: Any, info: RunInfo, **options: str) -> Any:
         return wandb.init(
-            project=about.project,
+            project=info.project,
             id=self.run_id,
-            name=about.name,
-            group=about.group or None,
-            dir=str(about.folder),
-            config=dict(about.config),
+            name=info.name,
+            group=info.group or None,
+            dir=str(info.folder),
+            config=dict(info.config),
             resume="allow",
             settings=wandb.Settings(silent=True, console="off"),
-            **more,
+            **options,
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -132,22 +131,22 @@ class Wandb:
 class Mlflow:
     """MLflow: at ``MLFLOW_TRACKING_URI``, or in the run directory without a server."""
 
-    def __init__(self, about: About) -> None:
+    def __init__(self, info: RunInfo) -> None:
         from mlflow.tracking import MlflowClient  # type: ignore[import-not-found, unused-ignore]
 
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or _local(about.folder.absolute())
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or _local(info.folder.absolute())
         self._client: Any = MlflowClient(tracking_uri=uri)
-        self.run_id = about.run_id or self._new(about)
+        self.run_id = info.run_id or self._create_run(info)
 
-    def _new(self, about: About) -> str:
-        experiment = self._client.get_experiment_by_name(about.project)
+    def _create_run(self, info: RunInfo) -> str:
+        experiment = self._client.get_experiment_by_name(info.project)
         number = experiment.experiment_id if experiment else None
         run = self._client.create_run(
-            number or self._client.create_experiment(about.project),
-            run_name=about.name,
-            tags={"group": about.group} if about.group else None,
+            number or self._client.create_experiment(info.project),
+            run_name=info.name,
+            tags={"group": info.group} if info.group else None,
         )
-        for name, value in about.config.items():
+        for name, value in info.config.items():
             self._client.log_param(run.info.run_id, name, value)
         return str(run.info.run_id)
 
@@ -170,15 +169,15 @@ def _local(folder: Path) -> str:
 class Trackio:
     """Trackio: local; one run, continued under its name."""
 
-    def __init__(self, about: About) -> None:
+    def __init__(self, info: RunInfo) -> None:
         import trackio  # type: ignore[import-not-found, unused-ignore]
 
-        self.run_id = about.run_id or about.name
+        self.run_id = info.run_id or info.name
         self._run = trackio.init(
-            project=about.project,
+            project=info.project,
             name=self.run_id,
-            group=about.group or None,
-            config=dict(about.config),
+            group=info.group or None,
+            config=dict(info.config),
             resume="allow",
             embed=False,
         )
@@ -190,7 +189,7 @@ class Trackio:
         self._run.finish()
 
 
-TRACKERS: dict[str, Callable[[About], Tracker]] = {
+TRACKERS: dict[str, Callable[[RunInfo], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": Wandb,
     "mlflow": Mlflow,
@@ -207,7 +206,7 @@ class Record:
     values: Mapping[str, float]
 
 
-class Guard:
+class TrackerThread:
     """Feeds one tracker from a thread of its own.
 
     What it raises is told once; after three failures in a row it is left alone. A record that
@@ -231,16 +230,16 @@ class Guard:
         resumed: bool,
     ) -> None:
         self._name, self._open, self._notes, self._warn = name, open_it, notes, warn
-        known = _noted(notes) if resumed else {}
-        self._run_id = str(known.get("run_id", ""))
-        self._sent: dict[str, int] = dict(known.get("sent", {}))
+        notes_content = _read_notes(notes) if resumed else {}
+        self._run_id = str(notes_content.get("run_id", ""))
+        self._sent: dict[str, int] = dict(notes_content.get("sent", {}))
         self._failures, self._lost = 0, False
-        self._records: queue.Queue[Record | None] = queue.Queue(QUEUED)
+        self._records: queue.Queue[Record | None] = queue.Queue(QUEUE_LENGTH)
         self._thread = threading.Thread(target=self._work, name=f"paceline-{name}", daemon=True)
         self._thread.start()
 
-    def put(self, record: Record) -> None:
-        """Takes a record; never waits. With a full queue the record is lost."""
+    def submit(self, record: Record) -> None:
+        """Queues a record; never waits. With a full queue the record is lost."""
         try:
             self._records.put_nowait(record)
         except queue.Full:
@@ -248,8 +247,8 @@ class Guard:
                 self._warn(f"{self._name} is too slow: some records are lost")
             self._lost = True
 
-    def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Gives the tracker some time for what is still queued, and leaves it then."""
+    def close(self, seconds: float = CLOSE_TIMEOUT_S) -> None:
+        """Waits a limited time for queued records."""
         with contextlib.suppress(queue.Full):
             self._records.put(None, timeout=seconds)
         self._thread.join(seconds)
@@ -263,7 +262,7 @@ class Guard:
             if note := getattr(tracker, "note", ""):
                 self._warn(f"{self._name}: {note}")
         while (record := self._records.get()) is not None:
-            if tracker is not None and self._failures < FAILURES:
+            if tracker is not None and self._failures < MAX_FAILURES:
                 self._send(tracker, record)
         if tracker is not None:
             self._try(tracker.close)
@@ -291,16 +290,16 @@ class Guard:
             result = act()
         except Exception as error:
             self._failures += 1
-            if self._failures in (1, FAILURES):
-                rest = ": no more records for it" if self._failures == FAILURES else ""
-                self._warn(f"{self._name}: {type(error).__name__}: {error}{rest}")
+            if self._failures in (1, MAX_FAILURES):
+                suffix = ": no more records for it" if self._failures == MAX_FAILURES else ""
+                self._warn(f"{self._name}: {type(error).__name__}: {error}{suffix}")
             return None
         self._failures = 0
         return result
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers among some values: what every tracker takes."""
+    """Returns the finite numbers among some values: what every tracker takes."""
     return {
         name: float(value)
         for name, value in values.items()
@@ -308,8 +307,8 @@ def numbers(values: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _noted(path: Path) -> dict[str, Any]:
+def _read_notes(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        said = json.loads(path.read_text(encoding="utf-8"))
-        return said if isinstance(said, dict) else {}
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return content if isinstance(content, dict) else {}
     return {}

@@ -20,8 +20,8 @@ from paceline.train.reduce.choice import Communication
 from paceline.train.reduce.exchange import GradientExchange
 
 
-def each_loss(losses: Tensor, samples: int) -> Tensor:
-    """One loss for each sample; a mean is that of each.
+def per_sample_losses(losses: Tensor, samples: int) -> Tensor:
+    """Returns one loss for each sample; a mean counts for each.
 
     Raises:
         ValueError: There is neither.
@@ -37,19 +37,19 @@ def each_loss(losses: Tensor, samples: int) -> Tensor:
     return losses
 
 
-def loss_of(each: Tensor, batch: Batch, ranks: int) -> Tensor:
-    """This rank's part of a loss whose gradient, averaged over ranks, is that of the mean."""
+def loss_of(losses: Tensor, batch: Batch, ranks: int) -> Tensor:
+    """Returns this rank's loss, whose gradient averaged over ranks is that of the mean."""
     if not batch.count:
-        return each.sum() * 0.0
-    return each[: batch.count].sum() * (ranks / batch.total)
+        return losses.sum() * 0.0
+    return losses[: batch.count].sum() * (ranks / batch.total)
 
 
 class Updater:
-    """What happens between a loss and new parameters.
+    """Turns a loss into new parameters of one model.
 
     Attributes:
         model: What the script calls; the module itself, or DDP around it.
-        before_step: Called right before the optimizer changes parameters.
+        pre_step: Called right before the optimizer changes parameters.
         average: Of the weights, brought up to date after each step; ``None`` for none.
         exchange: Of a replica's gradients; ``None`` where there is no replica.
         communication: By which that exchange is done; ``None`` likewise.
@@ -73,11 +73,13 @@ class Updater:
         self.model = self.module = module
         self.optimizer, self.schedule = optimizer, schedule
         self.scaler, self.clip_norm = scaler, clip_norm
-        self.before_step: Callable[[], None] | None = None
+        self.pre_step: Callable[[], None] | None = None
         self.average: Average | None = None
         self.exchange: GradientExchange | None = None
         self.communication: Communication | None = None
-        self._unsaid: dict[str, Any] = {}  # by the ranks of a checkpoint, where this one is alone
+        self._communication_state: dict[
+            str, Any
+        ] = {}  # by the ranks of a checkpoint, where this one is alone
 
     def replicate(
         self,
@@ -103,9 +105,9 @@ class Updater:
             SettingError: Gradients are sparse or complex, or the optimizer has other parameters.
         """
         parallel.check_dense(self.module)
-        parallel.check_held(self.module, self.optimizer)
-        replica = parallel.replicated(
-            self.module, device, comms, unused=unused, apart=apart, recovery=recovery
+        parallel.check_optimizer(self.module, self.optimizer)
+        replica = parallel.replicate(
+            self.module, device, comms, unused=unused, manual=apart, recovery=recovery
         )
         self.model, self.exchange = replica, GradientExchange(replica, comms)
         self.communication = Communication(method, self.exchange, comms, self.optimizer)
@@ -116,17 +118,17 @@ class Updater:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def backward(
-        self, loss: Tensor, only: Sequence[Tensor] | None = None, *, again: bool = False
+        self, loss: Tensor, inputs: Sequence[Tensor] | None = None, *, retain_graph: bool = False
     ) -> None:
         """Adds the loss's gradient.
 
         Args:
             loss: A single number.
-            only: The parameters that get a gradient; ``None``: all that the loss depends on.
-            again: Another loss that shares a part of the way comes after this one.
+            inputs: The parameters that get a gradient; ``None``: all that the loss depends on.
+            retain_graph: Another loss that shares a part of the way comes after this one.
         """
         scaled = self.scaler.scale(loss) if self.scaler else loss
-        scaled.backward(inputs=only, retain_graph=again or None)  # type: ignore[no-untyped-call]
+        scaled.backward(inputs=inputs, retain_graph=retain_graph or None)  # type: ignore[no-untyped-call]
 
     def update(self, *, measured: bool = False) -> dict[str, float]:
         """Steps and clears the gradient.
@@ -139,8 +141,8 @@ class Updater:
         norms = Norms(self.optimizer) if measured else None
         if self.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_norm)
-        if self.before_step is not None:
-            self.before_step()
+        if self.pre_step is not None:
+            self.pre_step()
         if self.scaler:
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -155,47 +157,57 @@ class Updater:
             self.average.update()
         return norms.figures() if norms else {}
 
-    def state(self, *, whole: bool = True, alone: bool = False) -> dict[str, Any]:
-        """States of optimizer, schedule, scaler and average.
+    def state(self, *, assemble: bool = True, replicated_only: bool = False) -> dict[str, Any]:
+        """Returns states of optimizer, schedule, scaler and average.
 
         A collective where parameters are sharded, and for what ranks have not said yet.
 
         Args:
-            whole: Puts shards together.
-            alone: Only what all ranks have alike: no collective.
+            assemble: Puts shards together.
+            replicated_only: Only what all ranks have alike: no collective.
         """
-        optimizer = parallel.optimizer_state(self.module, self.optimizer, whole=whole)
-        more = {"average": self.average.state(whole=whole)} if self.average else {}
+        optimizer = parallel.optimizer_state(self.module, self.optimizer, assemble=assemble)
+        optional = {"average": self.average.state(assemble=assemble)} if self.average else {}
         if self.communication is not None:
-            kept = self.communication.replicated_state() if alone else self.communication.state()
+            method_state = (
+                self.communication.replicated_state()
+                if replicated_only
+                else self.communication.state()
+            )
         else:
-            kept = {} if alone else self._unsaid
-        more |= {"communication": kept} if kept else {}
+            method_state = {} if replicated_only else self._communication_state
+        optional |= {"communication": method_state} if method_state else {}
         return {
             "optimizer": optimizer,
             "schedule": self.schedule.state_dict() if self.schedule else None,
             "scaler": self.scaler.state_dict() if self.scaler else None,
-            **more,
+            **optional,
         }
 
-    def known(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state of :meth:`state` without an average that is not asked for now."""
-        kept = self.average is not None
-        return {key: one for key, one in state.items() if kept or key != "average"}
+    def select_known(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns a state of :meth:`state` without an average that is not kept now."""
+        has_average = self.average is not None
+        return {key: value for key, value in state.items() if has_average or key != "average"}
 
-    def load_state(self, state: dict[str, Any], *, whole: bool = True, alone: bool = False) -> None:
-        """Takes a state of :meth:`state`; the module has its weights already."""
-        parallel.load_optimizer_state(self.module, self.optimizer, state["optimizer"], whole=whole)
+    def load_state(
+        self, state: dict[str, Any], *, assemble: bool = True, replicated_only: bool = False
+    ) -> None:
+        """Loads a state of :meth:`state`; the module has its weights already."""
+        parallel.load_optimizer_state(
+            self.module, self.optimizer, state["optimizer"], assemble=assemble
+        )
         if self.schedule and state["schedule"]:
             self.schedule.load_state_dict(state["schedule"])
         if self.scaler and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         if self.average:
             self.average.load_state(state.get("average"))
-        unsaid = state.get("communication", {})
+        method_state = state.get("communication", {})
         if self.communication is not None:
-            (self.communication.load_replicated_state if alone else self.communication.load_state)(
-                unsaid
-            )
-        elif not alone:
-            self._unsaid = unsaid
+            (
+                self.communication.load_replicated_state
+                if replicated_only
+                else self.communication.load_state
+            )(method_state)
+        elif not replicated_only:
+            self._communication_state = method_state

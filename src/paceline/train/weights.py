@@ -28,14 +28,14 @@ from paceline.train.checkpoints.format import (
     STATE,
     WEIGHT_SHARDS,
     WEIGHTS,
-    Damaged,
+    DamagedCheckpoint,
+    all_weights,
     read_manifest,
-    whole_weights,
 )
 
 _AVERAGES = "training.average.tensors."
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_SPARE = 16 << 20  # bytes that are left to others
+_DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+_RESERVED_BYTES = 16 << 20  # bytes that are left to others
 
 
 def save_model(folder: Path, state: dict[str, Tensor], config: dict[str, Any]) -> Path:
@@ -52,15 +52,19 @@ def save_model(folder: Path, state: dict[str, Tensor], config: dict[str, Any]) -
     Raises:
         NodeError: The files cannot be written.
     """
-    plain = _apart({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()})
-    content = save(plain)
+    tensors = _copy_shared(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    )
+    content = save(tensors)
     try:
         _write_model(folder, content, config)
     except OSError as error:
-        other = _elsewhere(folder, len(content)) if error.errno in _FULL else None
-        if other is not None:
-            _write_model(other, content, config)
-            return other
+        fallback = (
+            _fallback_folder(folder, len(content)) if error.errno in _DISK_FULL_ERRORS else None
+        )
+        if fallback is not None:
+            _write_model(fallback, content, config)
+            return fallback
         raise NodeError(
             f"the trained model cannot be written to {folder / rundir.MODEL}",
             found=str(error.strerror or error),
@@ -75,18 +79,18 @@ def _write_model(folder: Path, content: bytes, config: dict[str, Any]) -> None:
     files.write_json(folder / rundir.MODEL_CONFIG, {**config, "sha256": files.sha256(weights)})
 
 
-def _elsewhere(full: Path, size: int) -> Path | None:
-    """A fresh folder on another disk of this machine with room for ``size`` bytes and some."""
+def _fallback_folder(full_folder: Path, size: int) -> Path | None:
+    """Makes a folder on another disk of this machine with room for ``size`` bytes."""
     for place in (tempfile.gettempdir(), str(Path.home()), "/dev/shm"):  # noqa: S108 - mkdtemp
         with contextlib.suppress(OSError):
-            other = Path(place).stat().st_dev != full.stat().st_dev
-            if other and shutil.disk_usage(place).free > size + _SPARE:
+            is_other_disk = Path(place).stat().st_dev != full_folder.stat().st_dev
+            if is_other_disk and shutil.disk_usage(place).free > size + _RESERVED_BYTES:
                 return Path(tempfile.mkdtemp(prefix="paceline-model-", dir=place))
     return None
 
 
-def _apart(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tied weights as copies: the format knows no tensors that share memory."""
+def _copy_shared(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies tied weights: the format has no tensors that share memory."""
     places = Counter(tensor.untyped_storage().data_ptr() for tensor in state.values())
     return {
         name: tensor.clone() if places[tensor.untyped_storage().data_ptr()] > 1 else tensor
@@ -95,16 +99,16 @@ def _apart(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_config(folder: Path) -> dict[str, Any]:
-    """The description of a saved model, or of an interrupted run's best or newest checkpoint.
+    """Returns the description of a saved model, or of a run's best or newest checkpoint.
 
     Raises:
         DataError: The run directory holds no model, or not one of ours.
     """
-    path, found = folder / rundir.MODEL_CONFIG, rundir.usable_checkpoint(folder)
-    if not path.is_file() and found is not None:
-        return _of_checkpoint(found)
+    path, checkpoint = folder / rundir.MODEL_CONFIG, rundir.usable_checkpoint(folder)
+    if not path.is_file() and checkpoint is not None:
+        return _checkpoint_config(checkpoint)
     try:
-        config = json.loads(files.read_small(path))
+        config = json.loads(files.read_bytes_limited(path))
     except FileNotFoundError:
         raise DataError(
             f"{folder} holds no trained model",
@@ -118,13 +122,13 @@ def load_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _of_checkpoint(path: Path) -> dict[str, Any]:
+def _checkpoint_config(path: Path) -> dict[str, Any]:
     try:
         read_manifest(path).verify(path)
-        config = json.loads(files.read_small(path / STATE))["model"]
+        config = json.loads(files.read_bytes_limited(path / STATE))["model"]
         if isinstance(config, dict) and config:
             return config
-    except (Damaged, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (DamagedCheckpoint, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
             f"the checkpoint {path} cannot be used",
             found=str(error),
@@ -148,19 +152,19 @@ def load_weights(folder: Path, module: torch.nn.Module) -> None:
         DataError: The file is missing, damaged or does not fit the module.
     """
     path, state = saved_state(folder)
-    _fill(module, path, state)
+    _load_strictly(module, path, state)
 
 
 def saved_state(folder: Path) -> tuple[Path, dict[str, Tensor]]:
-    """A run's weights by name, and where they are: of its model, else of a checkpoint.
+    """Returns the file and weights by name of a run's model, else of a checkpoint.
 
     Raises:
         DataError: The file is missing or damaged.
     """
     path = folder / rundir.WEIGHTS
-    found = folder if (folder / MANIFEST).is_file() else rundir.usable_checkpoint(folder)
-    if not (folder / rundir.MODEL_CONFIG).is_file() and found is not None:
-        return found, _checkpointed(found)
+    checkpoint = folder if (folder / MANIFEST).is_file() else rundir.usable_checkpoint(folder)
+    if not (folder / rundir.MODEL_CONFIG).is_file() and checkpoint is not None:
+        return checkpoint, _checkpoint_weights(checkpoint)
     config = load_config(folder)
     try:
         content = path.read_bytes()
@@ -175,7 +179,7 @@ def saved_state(folder: Path) -> tuple[Path, dict[str, Tensor]]:
         raise DataError(f"{path} cannot be loaded", found=str(error)) from None
 
 
-def _checkpointed(path: Path) -> dict[str, Tensor]:
+def _checkpoint_weights(path: Path) -> dict[str, Tensor]:
     """The weights of a checkpoint, after its files were compared with its manifest.
 
     Averaged ones where the run has an average, as it evaluates and saves them itself.
@@ -186,50 +190,61 @@ def _checkpointed(path: Path) -> dict[str, Tensor]:
             return _weights(path) | _averages(path)
         from paceline.train.checkpoints import shards
 
-        averages = _named(shards.whole(path / OPTIMIZER_SHARDS))
-        return shards.whole(path / WEIGHT_SHARDS) | _averages(path) | averages
-    except (Damaged, OSError, ValueError, LookupError, RuntimeError, SafetensorError) as error:
+        averages = _average_tensors(shards.read_all(path / OPTIMIZER_SHARDS))
+        return shards.read_all(path / WEIGHT_SHARDS) | _averages(path) | averages
+    except (
+        DamagedCheckpoint,
+        OSError,
+        ValueError,
+        LookupError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:
         raise DataError(f"{path} cannot be loaded", found=str(error)) from None
 
 
 def _weights(path: Path) -> dict[str, Tensor]:
     """The state of a model that is not sharded, with its frozen and tied weights."""
-    tied = json.loads(files.read_small(path / STATE)).get("tied", {})
+    tied = json.loads(files.read_bytes_limited(path / STATE)).get("tied", {})
     names = [WEIGHTS, *(name for name in read_manifest(path).files if is_frozen_file(name))]
-    return whole_weights({name: load_file(path / name) for name in names}, tied)
+    return all_weights({name: load_file(path / name) for name in names}, tied)
 
 
 def _averages(path: Path) -> dict[str, Tensor]:
     with safe_open(path / OPTIMIZER, framework="pt") as content:  # its moments are not needed
-        return _named(
+        return _average_tensors(
             {name: content.get_tensor(name) for name in filter(_is_average, content.keys())}
         )
 
 
-def _named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _average_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The averages among a checkpoint's tensors, by the names of the weights."""
-    return {name.removeprefix(_AVERAGES): one for name, one in tensors.items() if _is_average(name)}
+    return {
+        name.removeprefix(_AVERAGES): tensor
+        for name, tensor in tensors.items()
+        if _is_average(name)
+    }
 
 
 def _is_average(name: str) -> bool:
     return name.startswith(_AVERAGES)
 
 
-def _fill(module: torch.nn.Module, path: Path, state: Mapping[str, Tensor]) -> None:
-    """Loads a state that must be that of this very network."""
-    own = module.state_dict()
-    wrong = [f"{name} is missing" for name in own if name not in state]
-    wrong += [f"{name} is not of this network" for name in state if name not in own]
+def _load_strictly(module: torch.nn.Module, path: Path, state: Mapping[str, Tensor]) -> None:
+    """Loads a state that must match this network."""
+    expected = module.state_dict()
+    wrong = [f"{name} is missing" for name in expected if name not in state]
+    wrong += [f"{name} is not of this network" for name in state if name not in expected]
     wrong += [
-        f"{name} has the shape {list(one.shape)} instead of {list(own[name].shape)}"
-        for name, one in state.items()
-        if name in own and one.shape != own[name].shape
+        f"{name} has the shape {list(tensor.shape)} instead of {list(expected[name].shape)}"
+        for name, tensor in state.items()
+        if name in expected and tensor.shape != expected[name].shape
     ]
     if wrong:
-        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+        omitted = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
         raise DataError(
             f"{path} holds the weights of another network than the recipe builds",
-            found="; ".join(wrong[:3]) + more,
+            found="; ".join(wrong[:3]) + omitted,
             remedy="a changed recipe is evaluated by its own script; paceline.train.load_weights"
             " fills your own network",
         )

@@ -72,13 +72,13 @@ def check_planned(world: World, environ: Mapping[str, str]) -> None:
         )
 
 
-def _number(environ: Mapping[str, str], name: str, default: int | None, least: int) -> int:
+def _number(environ: Mapping[str, str], name: str, default: int | None, minimum: int) -> int:
     text = environ.get(name)
     if text is None and default is not None:
         return default
-    if text is None or not text.isdecimal() or int(text) < least:
+    if text is None or not text.isdecimal() or int(text) < minimum:
         raise SettingError(
-            f"the variable {name} must be a whole number of at least {least}",
+            f"the variable {name} must be a whole number of at least {minimum}",
             found="it is not set" if text is None else f"{name}={text}",
             remedy="start the script with paceline run or torchrun, or unset RANK and WORLD_SIZE",
         )

@@ -188,14 +188,14 @@ def checkpoints() -> Any:
     from paceline.spec.errors import SettingError
     from paceline.spec.rundir import LATEST, read_pointer
     from paceline.train.checkpoints.format import Manifest
-    from paceline.train.checkpoints.store import Fenced, Lock, Store
+    from paceline.train.checkpoints.store import Fenced, Store, WriterLock
 
     ours, theirs = Store(A / "run/checkpoints"), Store(B / "run/checkpoints")
-    held, said = Lock(ours.root), []
-    held.take()
+    held, said = WriterLock(ours.root), []
+    held.acquire()
     for other in (theirs, ours):
         try:
-            Lock(other.root).take()
+            WriterLock(other.root).acquire()
             said.append("taken")
         except SettingError as refused:
             said.append(refused.message.split(str(other.root))[0])
@@ -206,13 +206,13 @@ def checkpoints() -> Any:
         held.refresh()
     seen = sorted(int(p.name) for p in theirs.root.iterdir() if p.name.isdecimal())
     held.release()
-    Lock(theirs.root).take()
+    WriterLock(theirs.root).acquire()
     latest, size = (
         int(read_pointer(theirs.root / LATEST)),
         (theirs.root / "30/weights").stat().st_size,
     )
     made = ours.temporary(40)
-    theirs.claim(0, "")
+    theirs.claim_token(0, "")
     with contextlib.suppress(Fenced):
         ours.publish(made, Manifest(40, {}, {}))
     taken_over = theirs.token == 2 and not (ours.root / "40").exists()

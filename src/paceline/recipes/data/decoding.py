@@ -16,7 +16,7 @@ from torch.utils.data import get_worker_info
 
 from paceline.recipes.data.images import Labels, Pixels, Randoms
 from paceline.spec.errors import DataError
-from paceline.train.data.fetch import allowed
+from paceline.train.data.fetch import usable_cpus
 
 T = TypeVar("T")
 File = Path | IO[bytes]
@@ -198,9 +198,9 @@ def unreadable_error(path: Path, error: Exception, remedy: str = DAMAGED_REMEDY)
 
 def map_parallel(make: Callable[[T], Pixels], items: Sequence[T]) -> list[Pixels]:
     """Maps ``make`` over items in threads; without threads in a loader's worker process."""
-    if len(items) < _MIN_PARALLEL or allowed() == 1 or get_worker_info() is not None:
+    if len(items) < _MIN_PARALLEL or usable_cpus() == 1 or get_worker_info() is not None:
         return [make(item) for item in items]
-    with ThreadPoolExecutor(allowed()) as pool:
+    with ThreadPoolExecutor(usable_cpus()) as pool:
         return list(pool.map(make, items))
 
 

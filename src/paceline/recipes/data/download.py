@@ -19,7 +19,7 @@ from pathlib import Path
 from paceline import __version__
 from paceline.recipes.data import SEARCH_FOLDERS, NamedDataset, Remote
 from paceline.spec.errors import DataError
-from paceline.train.data.disk_lock import appears, one_at_a_time
+from paceline.train.data.disk_lock import exclusive_lock, wait_until_exists
 
 RETRY_DELAYS_S = (2.0, 8.0, 30.0)
 """Seconds before each retry, which resumes the download."""
@@ -123,8 +123,8 @@ def download(
             was_locked = True
             options.log(f"waiting for another process that downloads {dataset.name}")
 
-        with one_at_a_time(root / f".{dataset.name}.lock", waiting) as has_lock:
-            if appears(target, is_complete, was_locked):
+        with exclusive_lock(root / f".{dataset.name}.lock", waiting) as has_lock:
+            if wait_until_exists(target, is_complete, was_locked):
                 return target
             suffix = (
                 "" if has_lock else f".{secrets.token_hex(4)}"

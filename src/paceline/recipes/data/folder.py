@@ -29,7 +29,7 @@ from paceline.recipes.data.images import (
     split_seeded,
 )
 from paceline.spec.errors import DataError
-from paceline.train.data.fetch import allowed
+from paceline.train.data.fetch import usable_cpus
 
 _SPLITS = {
     "train": ("train", "training"),
@@ -175,7 +175,7 @@ def _select(paths: list[Path], labels: Labels, mask: NDArray[np.bool_]) -> Label
 
 def _drop_damaged(paths: Sequence[Path], labels: Labels) -> LabelledPaths:
     """Keeps the files that can be decoded completely."""
-    with ThreadPoolExecutor(allowed()) as pool:
+    with ThreadPoolExecutor(usable_cpus()) as pool:
         mask = np.array(list(pool.map(_is_readable, paths)), dtype=bool)
     if not mask.any():
         raise DataError(f"none of the {len(paths)} images can be read", found=str(paths[0]))

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from paceline.program import library
 from paceline.recipes.data import SPLIT_NAMES, HubSource, local_path
 from paceline.spec.errors import DataError
-from paceline.train.data.disk_lock import one_at_a_time
+from paceline.train.data.disk_lock import exclusive_lock
 
 T = TypeVar("T")
 RETRY_DELAYS_S = (2.0, 8.0, 30.0)
@@ -147,7 +147,7 @@ def _cache_lock() -> Iterator[None]:
     with ExitStack() as stack:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(one_at_a_time(path))
+            stack.enter_context(exclusive_lock(path))
         except OSError as error:
             raise DataError(
                 f"the cache {folder} cannot be written",

@@ -23,7 +23,7 @@ from paceline.recipes.data.images import (
 )
 from paceline.spec.errors import DataError
 from paceline.train import Ids, ShardedDataset
-from paceline.train.data.fetch import allowed
+from paceline.train.data.fetch import usable_cpus
 from paceline.train.data.order import Order
 from paceline.train.data.shards import Sample
 
@@ -163,7 +163,7 @@ def _usable(data: ShardedDataset, skip_damaged: bool) -> Ids:
     ids = np.arange(len(data))
     if not skip_damaged:
         return ids
-    with ThreadPoolExecutor(allowed()) as pool:
+    with ThreadPoolExecutor(usable_cpus()) as pool:
         readable = [
             is_readable
             for _, samples in _chunks(data)

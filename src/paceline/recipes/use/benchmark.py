@@ -21,7 +21,7 @@ from paceline.recipes.use.evaluate import task_of
 from paceline.recipes.use.export import PortableModel
 from paceline.recipes.use.onnx_file import OnnxNetwork
 from paceline.spec.errors import SettingError
-from paceline.train.device import choose_device, look, precision
+from paceline.train.device import available_devices, choose_device, precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def benchmark(options: BenchmarkOptions) -> None:
     model: PortableModel = load_use_module(task_of(options.run)).portable(options.run)
     if options.onnx:
         model = with_onnx_file(model, options)
-    device = choose_device("cpu" if options.onnx else options.device, look(), 0)
+    device = choose_device("cpu" if options.onnx else options.device, available_devices(), 0)
     dtype = options.dtype or ("float32" if options.onnx else model.config["number_format"])
     timings = [measure_batch(model, options, device, dtype, size) for size in options.batch]
     numbers = {"onnx": options.onnx} if options.onnx else {"dtype": dtype}

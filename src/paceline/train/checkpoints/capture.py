@@ -34,10 +34,10 @@ from paceline.train.checkpoints.format import (
     WEIGHT_SHARDS,
     WEIGHTS,
     Files,
-    of_rank,
+    find_tied_weights,
     pack,
-    size_of,
-    ties,
+    shard_file,
+    tensor_bytes,
 )
 from paceline.train.comms import Comms
 from paceline.train.data.loader import Progress
@@ -46,7 +46,7 @@ from paceline.train.models import Models
 
 _FORMAT = 1
 # What changes with the parameters only: moments of optimizers, averages of weights.
-_LATER = re.compile(r"training\.(models\.\w+\.)?(optimizer\.state|average)\.")
+_CHANGED_BY_OPTIMIZER = re.compile(r"training\.(models\.\w+\.)?(optimizer\.state|average)\.")
 
 
 class Stateful(Protocol):
@@ -58,7 +58,7 @@ class Stateful(Protocol):
 
 @dataclass
 class Training:
-    """What a checkpoint is made of.
+    """The parts of a checkpoint.
 
     Attributes:
         models: Each with optimizer, schedule, scaler and average.
@@ -66,9 +66,9 @@ class Training:
         seed: Of the run.
         extras: Further states by name.
         identity: What must be the same when the run is resumed, by name.
-        describes: What is needed to build the model again; JSON values.
-        proof: That all ranks hold the same model; ``None`` where there is one rank.
-        within: Where in the script it is, and with which data: what must be the same of ranks of
+        model_config: What is needed to build the model again; JSON values.
+        checksum: That all ranks hold the same model; ``None`` where there is one rank.
+        context: Where in the script it is, and with which data: what must be the same of ranks of
             which one takes the state of the other.
     """
 
@@ -77,149 +77,159 @@ class Training:
     seed: int
     extras: Mapping[str, Stateful] = field(default_factory=dict)
     identity: Mapping[str, str] = field(default_factory=dict)
-    describes: Mapping[str, Any] = field(default_factory=dict)
-    proof: ReplicaChecksum | None = None
-    within: Mapping[str, str] = field(default_factory=dict)
+    model_config: Mapping[str, Any] = field(default_factory=dict)
+    checksum: ReplicaChecksum | None = None
+    context: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint is to hold.
+    """Content of a checkpoint.
 
     Attributes:
         step: Global steps done.
         tensors: By file and name; still those of the training.
-        later: Names of tensors that do not change before the next optimizer step.
+        deferred: Names of tensors that do not change before the next optimizer step.
         state: Content of ``state.json``, as bytes.
-        about: For the manifest; ``best`` where it is the best so far.
+        info: For the manifest; ``best`` where it is the best so far.
         headers: Texts for the headers of files, by file.
     """
 
     step: int
     tensors: Files
-    later: frozenset[str]
+    deferred: frozenset[str]
     state: bytes
-    about: Mapping[str, Any]
+    info: Mapping[str, Any]
     headers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
-        """Size on disk, nearly."""
-        return sum(map(size_of, self.tensors.values())) + len(self.state)
+        """Approximate size on disk."""
+        return sum(map(tensor_bytes, self.tensors.values())) + len(self.state)
 
 
 def capture(
-    training: Training, comms: Comms, *, best: bool = False, in_parts: bool = False
+    training: Training, comms: Comms, *, is_best: bool = False, in_parts: bool = False
 ) -> Snapshot:
-    """The state as it is, after a proof that it is the same on all ranks.
+    """Returns the current state, after checking that all ranks have the same.
 
     Its tensors are still the training's own: :class:`Copier` copies them.
 
     Args:
         training: What to save.
         comms: All ranks must call this.
-        best: It is the best state so far.
+        is_best: It is the best state so far.
         in_parts: Every rank writes the shards that it holds; otherwise rank 0 writes everything.
     """
-    if training.proof is not None:
-        training.proof.verify()
-    rows = comms.rows(generators(comms.device))
-    drawn = {RANDOM: {str(rank): row for rank, row in enumerate(rows)}}
-    models, done = training.models, training.progress
-    extras = {name: one.state_dict() for name, one in training.extras.items()}
-    state, rest = described(training, models.state(whole=not in_parts), extras)
+    if training.checksum is not None:
+        training.checksum.verify()
+    states = comms.rows(generator_state(comms.device))
+    random_state = {RANDOM: {str(rank): row for rank, row in enumerate(states)}}
+    models, progress = training.models, training.progress
+    extras = {name: extra.state_dict() for name, extra in training.extras.items()}
+    state, tensors_of_state = describe_state(training, models.state(assemble=not in_parts), extras)
     state["ranks"] = comms.world.size
     if in_parts:
-        tensors, headers = _shards_to_write(models.module, rest, comms.world.rank)
+        tensors, headers = _local_shards(models.module, tensors_of_state, comms.world.rank)
         if comms.world.rank == 0:  # what is the same on all ranks
-            same = {name: one for name, one in rest.items() if not parallel.is_shard(one)}
-            tensors = {OPTIMIZER: same, **drawn, **tensors}
+            replicated = {
+                name: tensor
+                for name, tensor in tensors_of_state.items()
+                if not parallel.is_shard(tensor)
+            }
+            tensors = {OPTIMIZER: replicated, **random_state, **tensors}
     else:
-        weights = dict(parallel.whole_state(models.module))
-        state["tied"] = ties(weights)
-        tensors = {**_split(models.module, weights, state["tied"]), OPTIMIZER: rest, **drawn}
+        weights = dict(parallel.full_state(models.module))
+        state["tied"] = find_tied_weights(weights)
+        tensors = {
+            **_split_frozen(models.module, weights, state["tied"]),
+            OPTIMIZER: tensors_of_state,
+            **random_state,
+        }
         headers = {}
     parameters = (name for name, _ in models.module.named_parameters())
-    moments = filter(_LATER.match, rest)
-    about = {"time": time.strftime("%FT%T%z"), "ranks": comms.world.size, "host": comms.world.host}
+    moments = filter(_CHANGED_BY_OPTIMIZER.match, tensors_of_state)
+    info = {"time": time.strftime("%FT%T%z"), "ranks": comms.world.size, "host": comms.world.host}
     return Snapshot(
-        done.step,
+        progress.step,
         tensors,
         frozenset((*parameters, *moments)),
         (json.dumps(state, indent=1) + "\n").encode(),
-        {**about, "best": True} if best else about,
+        {**info, "best": True} if is_best else info,
         headers,
     )
 
 
-def _split(module: nn.Module, weights: Mapping[str, Tensor], tied: Mapping[str, str]) -> Files:
-    """The weights by file and name: each once, and apart those that are not trained."""
-    frozen = {name for name, one in module.named_parameters() if not one.requires_grad}
-    once = {name: one for name, one in weights.items() if name not in tied}
+def _split_frozen(
+    module: nn.Module, weights: Mapping[str, Tensor], tied: Mapping[str, str]
+) -> Files:
+    """Splits weights by file: each once, frozen ones apart."""
+    frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+    unique = {name: tensor for name, tensor in weights.items() if name not in tied}
     files = {
-        WEIGHTS: {name: one for name, one in once.items() if name not in frozen},
-        FROZEN: {name: one for name, one in once.items() if name in frozen},
+        WEIGHTS: {name: tensor for name, tensor in unique.items() if name not in frozen},
+        FROZEN: {name: tensor for name, tensor in unique.items() if name in frozen},
     }
-    return files if files[FROZEN] else {WEIGHTS: once}
+    return files if files[FROZEN] else {WEIGHTS: unique}
 
 
-def described(
+def describe_state(
     training: Training, models: Mapping[str, Any], extras: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A training's state as JSON, and the tensors that are in it: all but the weights.
+    """Returns a training's state as JSON, and its tensors except the weights.
 
     Args:
         training: Whose state.
         models: What :meth:`Models.state` gave.
         extras: States of the training's extras, by name.
     """
-    rest: dict[str, Tensor] = {}
-    done = training.progress
+    tensors: dict[str, Tensor] = {}
+    progress = training.progress
     state = {
         "format": _FORMAT,
         "progress": {
-            "step": done.step,
-            "epoch": done.epoch,
-            "offset": done.offset,
-            "evaluated": done.evaluated,
+            "step": progress.step,
+            "epoch": progress.epoch,
+            "offset": progress.offset,
+            "evaluated": progress.evaluated,
         },
         "seed": training.seed,
         "identity": dict(training.identity),
-        "model": dict(training.describes),
-        "training": pack(dict(models), rest, "training"),
-        "extras": pack(dict(extras), rest, "extras"),
+        "model": dict(training.model_config),
+        "training": pack(dict(models), tensors, "training"),
+        "extras": pack(dict(extras), tensors, "extras"),
     }
-    return state, rest
+    return state, tensors
 
 
-def _shards_to_write(
-    module: nn.Module, rest: Mapping[str, Tensor], rank: int
+def _local_shards(
+    module: nn.Module, state_tensors: Mapping[str, Tensor], rank: int
 ) -> tuple[Files, dict[str, dict[str, str]]]:
-    """This rank's shards by file and name, and the headers of these files."""
+    """Returns this rank's shards by file and name, and the headers of these files."""
     from paceline.train.checkpoints import shards
 
     parts = {
-        of_rank(WEIGHT_SHARDS, rank): shards.planned(parallel.own_state(module)),
-        of_rank(OPTIMIZER_SHARDS, rank): shards.planned(shards_of(rest)),
+        shard_file(WEIGHT_SHARDS, rank): shards.plan_shards(parallel.local_state(module)),
+        shard_file(OPTIMIZER_SHARDS, rank): shards.plan_shards(sharded_tensors(state_tensors)),
     }
-    held = {name: one for name, one in parts.items() if one.tensors}
-    tensors = {name: one.tensors for name, one in held.items()}
-    return tensors, {name: one.header() for name, one in held.items()}
+    nonempty = {name: part for name, part in parts.items() if part.tensors}
+    tensors = {name: part.tensors for name, part in nonempty.items()}
+    return tensors, {name: part.header() for name, part in nonempty.items()}
 
 
-def shards_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those that are spread over the ranks."""
-    return {name: one for name, one in tensors.items() if parallel.is_shard(one)}
+def sharded_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors that are spread over the ranks."""
+    return {name: tensor for name, tensor in tensors.items() if parallel.is_shard(tensor)}
 
 
-def generators(device: torch.device) -> Tensor:
-    """All generators that a training script draws from, uint8, shape ``[n]``.
+def generator_state(device: torch.device) -> Tensor:
+    """Returns the state of all generators that a script uses, uint8, shape ``[n]``.
 
     The length is the same on all ranks with devices of one kind.
     """
-    version, words, gauss = random.getstate()
+    version, python_words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    numbers = [version, *words, position, has_gauss, gauss is not None]
+    numbers = [version, *python_words, position, has_gauss, gauss is not None]
     parts = [
         np.array(numbers, dtype=np.int64).tobytes(),
         np.array([gauss or 0.0, cached], dtype=np.float64).tobytes(),
@@ -230,17 +240,17 @@ def generators(device: torch.device) -> Tensor:
     return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
 
 
-def set_generators(state: Tensor, device: torch.device) -> None:
-    """Puts all generators back."""
+def set_generator_state(state: Tensor, device: torch.device) -> None:
+    """Restores all generators."""
     raw = bytes(state.numpy().tobytes())
-    words = len(random.getstate()[1])
-    numbers = np.frombuffer(raw, np.int64, words + 4)
+    num_words = len(random.getstate()[1])
+    numbers = np.frombuffer(raw, np.int64, num_words + 4)
     offset = numbers.nbytes
     gauss, cached = np.frombuffer(raw, np.float64, 2, offset).tolist()
     keys = np.frombuffer(raw, np.uint32, 624, offset + 16)
-    version, *rest = numbers.tolist()
-    position, has_gauss, python_gauss = rest[words:]
-    random.setstate((version, tuple(rest[:words]), gauss if python_gauss else None))
+    version, *values = numbers.tolist()
+    position, has_gauss, python_gauss = values[num_words:]
+    random.setstate((version, tuple(values[:num_words]), gauss if python_gauss else None))
     np.random.set_state(("MT19937", keys, position, has_gauss, cached))
     start = offset + 16 + keys.nbytes
     end = start + torch.get_rng_state().numel()
@@ -259,7 +269,7 @@ def _tensor(raw: bytes) -> Tensor:
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
 
-class Torn(Exception):
+class TornSnapshot(Exception):
     """The state changed while it was copied."""
 
 
@@ -267,51 +277,51 @@ class Copier:
     """Host memory for one copy of the state, used again for every checkpoint."""
 
     def __init__(self) -> None:
-        self._cautious = False
-        self._kept: dict[tuple[str, str], Tensor] = {}
+        self._copies_at_once = False
+        self._buffers: dict[tuple[str, str], Tensor] = {}
         self._copied = threading.Event()
         self._copied.set()
 
     def wait(self) -> None:
-        """Returns when the last copy is complete and the originals may change."""
+        """Waits until the last copy is complete and the originals may change."""
         self._copied.wait()
 
-    def begin(self, live: Files, later: frozenset[str]) -> Callable[[], Files]:
-        """Begins a copy; what is returned ends it, in whichever thread calls it.
+    def start(self, live: Files, deferred: frozenset[str]) -> Callable[[], Files]:
+        """Starts a copy; the returned function finishes it in any thread.
 
         Args:
             live: The state.
-            later: Names, in any file, of tensors that do not change before :meth:`wait` returns.
+            deferred: Names, in any file, of tensors that do not change before :meth:`wait` returns.
                 All others are copied before this method returns.
 
         Raises:
             Torn: By what is returned: one of these changed all the same.
         """
-        late = frozenset[str]() if self._cautious else later
+        deferrable = frozenset[str]() if self._copies_at_once else deferred
         copied: Files = {file: {} for file in live}
-        rest: list[tuple[str, str, Tensor, int]] = []  # with the version that is to be copied
+        pending: list[tuple[str, str, Tensor, int]] = []  # with the version that is to be copied
         devices = set()
         for file, tensors in live.items():
             for name, tensor in tensors.items():
-                copied[file][name] = self._place(file, name, tensor)
-                if tensor.device.type == "cpu" and name in late:
-                    rest.append((file, name, tensor, _version(tensor)))
+                copied[file][name] = self._buffer(file, name, tensor)
+                if tensor.device.type == "cpu" and name in deferrable:
+                    pending.append((file, name, tensor, _version(tensor)))
                     continue
                 devices.add(tensor.device)
                 _copy(tensor, copied[file][name])
-        marks = [_mark(device) for device in devices if device.type != "cpu"]
+        marks = [_recorded_event(device) for device in devices if device.type != "cpu"]
         self._copied.clear()
 
         def finish() -> Files:
             try:
                 for mark in marks:
                     mark.synchronize()
-                for file, name, tensor, _ in rest:
+                for file, name, tensor, _ in pending:
                     _copy(tensor, copied[file][name])
-                for _, name, tensor, version in rest:
+                for _, name, tensor, version in pending:
                     if _version(tensor) != version:
-                        self._cautious = True
-                        raise Torn(
+                        self._copies_at_once = True
+                        raise TornSnapshot(
                             f"{name} changed outside session.step while it was copied;"
                             " the next checkpoints are copied at once"
                         )
@@ -321,14 +331,14 @@ class Copier:
 
         return finish
 
-    def _place(self, file: str, name: str, tensor: Tensor) -> Tensor:
-        """Host memory for this tensor."""
-        kept = self._kept.get((file, name))
-        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+    def _buffer(self, file: str, name: str, tensor: Tensor) -> Tensor:
+        """Returns host memory for this tensor."""
+        buffer = self._buffers.get((file, name))
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             pinned = tensor.device.type != "cpu"
-            kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-            self._kept[file, name] = kept
-        return kept
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            self._buffers[file, name] = buffer
+        return buffer
 
 
 @torch.no_grad()
@@ -340,8 +350,8 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _mark(device: torch.device) -> torch.Event:
-    """An event after which the accelerator's copies are complete."""
+def _recorded_event(device: torch.device) -> torch.Event:
+    """Returns an event after which the accelerator's copies are complete."""
     mark = torch.Event(device.type)
     mark.record()
     return mark

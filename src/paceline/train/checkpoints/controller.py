@@ -7,13 +7,13 @@ from typing import NoReturn
 from paceline.spec import rundir
 from paceline.train.callbacks import Callbacks
 from paceline.train.checkpoints.capture import Training
-from paceline.train.checkpoints.keeper import Keeper, policy
+from paceline.train.checkpoints.keeper import CheckpointManager, parse_policy
 from paceline.train.checkpoints.store import Store
 from paceline.train.elastic.membership import Membership
 from paceline.train.journal import Journal
 from paceline.train.member import Member
 from paceline.train.metrics import Best
-from paceline.train.stop import Door, Poll
+from paceline.train.stop import JoinGate, Poll
 
 
 class CheckpointController:
@@ -33,7 +33,7 @@ class CheckpointController:
     ) -> None:
         self._member, self._journal, self._training = member, journal, training
         self._membership, self._callbacks = membership, callbacks
-        self.keeper: Keeper | None = None
+        self.keeper: CheckpointManager | None = None
         self._best: Best | None = None
         self._poll: Poll | None = None
 
@@ -49,35 +49,35 @@ class CheckpointController:
         """See :meth:`Session.checkpoints`."""
         member, membership, control = self._member, self._membership, self._membership.control
         self._best = best
-        self.keeper = keeper = Keeper(
+        self.keeper = keeper = CheckpointManager(
             self._training,
             member.comms,
             Store(member.folder / rundir.CHECKPOINTS),
-            policy(every),
+            parse_policy(every),
             keep,
-            self._journal.tell,
+            self._journal.report,
             stop_when_full=stop_when_full,
             callbacks=self._callbacks,
             copies=copies,
-            door=membership.recovery,
-            asked_for=lambda: 0 if control is None else control.save_asked,
+            membership=membership.recovery,
+            save_request=lambda: 0 if control is None else control.save_asked,
         )
         if control is not None:
             member.event("keeps checkpoints", keep=keep)
         if member.comms.joining:  # what the others have will come from them
             keeper.join()
-            self._journal.begin(0)
+            self._journal.start(0)
             membership.mark("checkpoints")
             return True
         member.phase("load a checkpoint")
         with membership.without_newcomers():
             loaded = keeper.open(resume)
         membership.mark("checkpoints")
-        self._journal.begin(-1 if loaded is None else loaded.step)
+        self._journal.start(-1 if loaded is None else loaded.step)
         if loaded is None:
             return False
-        if loaded.own:
-            self._journal.say_again()
+        if loaded.is_own:
+            self._journal.resend_records()
         self._membership.verify()
         member.say(f"resumed after step {loaded.step} from {loaded.source}")
         member.event("resumed", step=loaded.step, source=loaded.source)
@@ -86,14 +86,14 @@ class CheckpointController:
     @property
     def blocked_s(self) -> float:
         """Seconds for which checkpoints have held this rank up."""
-        return 0.0 if self.keeper is None else self.keeper.seconds
+        return 0.0 if self.keeper is None else self.keeper.blocked_s
 
-    def poll(self, door: Door) -> None:
+    def poll(self, door: JoinGate) -> None:
         """Has ranks agree on who may join, in a training that makes no checkpoints."""
         if self.keeper is None and self._poll is None:
             self._poll = Poll(self._member.comms, door)
 
-    def renew(self, door: Door) -> None:
+    def renew(self, door: JoinGate) -> None:
         """Begins anew in a new group of ranks; a collective."""
         if self.keeper is not None:
             self.keeper.renew()
@@ -103,9 +103,9 @@ class CheckpointController:
     def after_step(self, *, before_pause: bool) -> None:
         """Saves, stops, or polls when it is time; called after each global step."""
         if self.keeper is not None:
-            self.keeper.after_step(before_pause=before_pause)
-        elif self._poll is not None and self._poll.due():
-            self._poll.ask()
+            self.keeper.on_step_end(at_pause=before_pause)
+        elif self._poll is not None and self._poll.is_due():
+            self._poll.exchange()
 
     def after_evaluation(self, *, epoch_ended: bool) -> None:
         """Saves what is due when the script has evaluated."""
@@ -113,32 +113,32 @@ class CheckpointController:
             return
         progress = self._training.progress
         is_best = self._best is not None and self._best.step == progress.step
-        self.keeper.after_evaluation(is_best, epoch_ended or progress.finished)
+        self.keeper.on_evaluation_end(is_best, epoch_ended or progress.finished)
         if not progress.finished:
-            self.keeper.look_up(at_once=True)
-        self.keeper.settle()
+            self.keeper.poll(force=True)
+        self.keeper.wait_for_copy()
 
     def during_evaluation(self) -> None:
         """Shows that this rank lives, and saves or stops when it is asked to."""
         self._member.phase("evaluate")
         if self.keeper is not None:
-            self.keeper.look_up()
+            self.keeper.poll()
 
     def settle(self) -> None:
         """Returns when no checkpoint reads the weights any more."""
         if self.keeper is not None:
-            self.keeper.settle()
+            self.keeper.wait_for_copy()
 
     def save_and_exit(self) -> NoReturn:
         """Saves what this rank has, and ends it: the launcher and other ranks are lost."""
         if self.keeper is None:
             raise RuntimeError("the launcher is gone, and other ranks with it")
-        self.keeper.leave_alone()
+        self.keeper.save_and_exit_alone()
 
     def joined(self) -> None:
         """This process has got the training of the ranks that it joins."""
         if self.keeper is not None:
-            self.keeper.joined()
+            self.keeper.on_state_received()
 
     def close(self, *, failed: bool) -> None:
         """Waits for what is being written; after a failure without the other ranks."""

@@ -22,45 +22,45 @@ from typing import Any
 from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
 from paceline.spec.schema import integer, optional, record, regex, text, tuple_of
-from paceline.train.checkpoints.format import Damaged
-from paceline.train.checkpoints.receiver import Receiver, Refused, Talk, send
+from paceline.train.checkpoints.format import DamagedCheckpoint
+from paceline.train.checkpoints.receiver import CopyChannel, CopyRefused, Receiver, send_checkpoint
 from paceline.train.checkpoints.store import Store
-from paceline.train.comms import Comms, checked
-from paceline.train.data.disks import who_sees
+from paceline.train.comms import Comms, parse_texts
+from paceline.train.data.disks import visible_ranks
 from paceline.train.reduce.direct import own_address
 
-PART = 0.05
+LINE_SHARE = 0.05
 """Of the time in which copying uses the line: sharing it with the training, half of that is lost
 to a training that does nothing but send."""
 
-_LONGEST_REST_S = 5.0
+_MAX_REST_S = 5.0
 _CONNECT_S = 5.0
 _GREETING = record(host=text(), wanted=optional(integer()), key=regex("([0-9a-f]{64})?", "a key"))
 _PLACE = optional(tuple_of(text(), integer(1, 65535)))
 
 
-def asked(copies: int | None) -> int | None:
-    """How many copies are wanted: the script's word, or the environment's; ``None`` for neither.
+def num_copies(copies: int | None) -> int | None:
+    """Returns the number of copies set by script or environment; ``None`` for neither.
 
     Raises:
         SettingError: This is no number of copies.
     """
-    said = os.environ.get(jobenv.CHECKPOINT_COPIES, "").strip()
-    if copies is None and said and said != "auto":
-        if not said.isdecimal() or len(said) > 4:
+    setting = os.environ.get(jobenv.CHECKPOINT_COPIES, "").strip()
+    if copies is None and setting and setting != "auto":
+        if not setting.isdecimal() or len(setting) > 4:
             raise SettingError(
-                f"{jobenv.CHECKPOINT_COPIES}={said[:100]}: no number of copies",
+                f"{jobenv.CHECKPOINT_COPIES}={setting[:100]}: no number of copies",
                 remedy=f"{jobenv.CHECKPOINT_COPIES}=1, 0 for none, or auto",
             )
-        copies = int(said)
+        copies = int(setting)
     if copies is not None and copies < 0:
         raise SettingError(f"copies={copies}: no number of copies", remedy="0 for none")
     return copies
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
-    """How a round of copying ended.
+class CopyResult:
+    """Result of a round of copying.
 
     Attributes:
         step: Of the checkpoint.
@@ -68,7 +68,7 @@ class Copied:
         seconds: That it took.
         hosts: That have it now.
         problem: Why it is on fewer hosts than were wanted; else empty.
-        stood_in: By host for which another one stood in, why.
+        replaced_hosts: By host for which another one stood in, why.
     """
 
     step: int
@@ -76,7 +76,7 @@ class Copied:
     seconds: float
     hosts: tuple[str, ...]
     problem: str = ""
-    stood_in: Mapping[str, str] = field(default_factory=dict)
+    replaced_hosts: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,109 +85,117 @@ class _Peer:
     place: tuple[str, int]
 
 
-class Copies:
-    """Every rank has one; rank 0 sends, one rank of each other host takes.
+class CopyCoordinator:
+    """Copies checkpoints from rank 0 to one rank of each other host. Every rank has one.
 
     Args:
         comms: Of all ranks.
         store: This rank's checkpoints.
         keep: How many stay on each disk.
-        wanted: On how many other hosts each checkpoint is to be; ``None``: on one where rank 0's
-            folder is not seen by all.
+        num_wanted: Number of other hosts that get each checkpoint. ``None``: one, unless all ranks
+            see rank 0's folder.
 
     Attributes:
         outcomes: How the rounds ended, in their order; on rank 0.
-        own_disk: This rank is known to have another folder than rank 0.
+        has_own_disk: This rank is known to have another folder than rank 0.
     """
 
-    def __init__(self, comms: Comms, store: Store, keep: int, wanted: int | None) -> None:
-        self._comms, self._store, self._keep, self._wanted = comms, store, keep, wanted
+    def __init__(self, comms: Comms, store: Store, keep: int, num_wanted: int | None) -> None:
+        self._comms, self._store, self._keep, self._num_wanted = comms, store, keep, num_wanted
         self._key = b""
-        self.own_disk = False
+        self.has_own_disk = False
         self._receiver: Receiver | None = None
         self._sender: _Sender | None = None
-        self._former: _Sender | None = None
-        self.outcomes: queue.SimpleQueue[Copied] = queue.SimpleQueue()
+        self._former_sender: _Sender | None = None
+        self.outcomes: queue.SimpleQueue[CopyResult] = queue.SimpleQueue()
 
-    def meet(self) -> str:
-        """Finds out who sends to whom; every rank of a group calls it, again in each new group.
+    def negotiate(self) -> str:
+        """Decides who sends to whom; a collective, repeated in each new group.
 
         Returns:
             On rank 0, why there are fewer copies than were asked for; else empty.
         """
-        self._sends_to([], 0)  # before the others hear no more of it
+        self._replace_sender([], 0)  # before the others hear no more of it
         rank = self._comms.world.rank
-        mine: dict[str, Any] = {"host": self._comms.world.host, "wanted": None, "key": ""}
+        greeting: dict[str, Any] = {"host": self._comms.world.host, "wanted": None, "key": ""}
         if rank == 0:  # its word counts
             key = self._key or secrets.token_bytes(32)
-            mine |= {"wanted": self._wanted, "key": key.hex()}
-        said = checked(self._comms.texts(json.dumps(mine)), _GREETING)
-        hosts, wanted = [one["host"] for one in said], said[0]["wanted"]
-        if len(set(hosts)) == 1 or wanted == 0:
-            self._sends_to([], 0)
-            return "there is no other host" if wanted and not rank else ""
-        self._key = bytes.fromhex(said[0]["key"])
-        sees = who_sees(self._comms, self._store.root)
-        self.own_disk = len(sees) == len(hosts) and not sees[rank]
-        takers = leads(hosts, sees) if len(sees) == len(hosts) else []
-        place = self._open() if rank in takers else None
-        places = checked(self._comms.texts(json.dumps(place)), _PLACE)
-        if not len(places) == len(sees) == len(hosts):
+            greeting |= {"wanted": self._num_wanted, "key": key.hex()}
+        greetings = parse_texts(self._comms.texts(json.dumps(greeting)), _GREETING)
+        hosts, num_wanted = [greeting["host"] for greeting in greetings], greetings[0]["wanted"]
+        if len(set(hosts)) == 1 or num_wanted == 0:
+            self._replace_sender([], 0)
+            return "there is no other host" if num_wanted and not rank else ""
+        self._key = bytes.fromhex(greetings[0]["key"])
+        visible = visible_ranks(self._comms, self._store.root)
+        self.has_own_disk = len(visible) == len(hosts) and not visible[rank]
+        receivers = receiving_ranks(hosts, visible) if len(visible) == len(hosts) else []
+        address = self._start_receiver() if rank in receivers else None
+        addresses = parse_texts(self._comms.texts(json.dumps(address)), _PLACE)
+        if not len(addresses) == len(visible) == len(hosts):
             return ""  # a rank was lost meanwhile: all will meet again
-        found = [
-            _Peer(hosts[one], (place[0], place[1])) for one in takers if (place := places[one])
+        peers = [
+            _Peer(hosts[receiver], (address[0], address[1]))
+            for receiver in receivers
+            if (address := addresses[receiver])
         ]
-        self._sends_to(found if rank == 0 else [], 1 if wanted is None else wanted)
-        if rank or not wanted or len(takers) >= wanted:
+        self._replace_sender(peers if rank == 0 else [], 1 if num_wanted is None else num_wanted)
+        if rank or not num_wanted or len(receivers) >= num_wanted:
             return ""
-        only = ", ".join(hosts[one] for one in takers)
-        return f"only {only} has a disk of its own" if only else "every host sees rank 0's folder"
+        host_names = ", ".join(hosts[receiver] for receiver in receivers)
+        return (
+            f"only {host_names} has a disk of its own"
+            if host_names
+            else "every host sees rank 0's folder"
+        )
 
-    def _open(self) -> tuple[str, int] | None:
-        """Where this rank takes copies."""
-        if self._receiver is None or not self._receiver.alive:
+    def _start_receiver(self) -> tuple[str, int] | None:
+        """Starts this rank's receiver and returns its address."""
+        if self._receiver is None or not self._receiver.is_alive:
             with contextlib.suppress(OSError):
                 self._receiver = Receiver(self._store.root, self._key, own_address())
         if self._receiver is None:
             return None
-        self._receiver.admit()
-        self._receiver.drop()  # who sent until now sends no more, or is lost
+        self._receiver.admit_hosts()
+        self._receiver.drop_sender()  # who sent until now sends no more, or is lost
         self._receiver.token = self._store.token
-        return self._receiver.place
+        return self._receiver.address
 
-    def _sends_to(self, peers: Sequence[_Peer], count: int) -> None:
+    def _replace_sender(self, peers: Sequence[_Peer], count: int) -> None:
         if self._sender is not None:
             self._sender.close()
-            self._former, self._sender = self._sender, None
+            self._former_sender, self._sender = self._sender, None
         if peers:
             key, store, keep = self._key, self._store, self._keep
-            self._sender = _Sender(store, keep, key, peers, count, self.outcomes.put, self._former)
+            self._sender = _Sender(
+                store, keep, key, peers, count, self.outcomes.put, self._former_sender
+            )
 
-    def published(self) -> None:
-        """There is a new checkpoint on this disk."""
+    def on_published(self) -> None:
+        """Called when there is a new checkpoint on this disk."""
         if self._sender is not None:
             self._sender.wake()
 
     def hurry(self, seconds: float) -> None:
-        """Waits for what is still to be sent, which now goes as fast as it can."""
+        """Waits for pending copies, which are sent without pauses."""
         if self._sender is not None:
             self._sender.hurry(seconds)
 
     def close(self) -> None:
-        """Sends and takes nothing more."""
-        self._sends_to([], 0)
+        """Stops sending and receiving."""
+        self._replace_sender([], 0)
         if self._receiver is not None:
             self._receiver.close()
 
 
-def leads(hosts: Sequence[str], sees: Sequence[bool]) -> list[int]:
-    """The ranks that take copies: one for each host other than rank 0's with a disk of its own."""
+def receiving_ranks(hosts: Sequence[str], visible: Sequence[bool]) -> list[int]:
+    """Returns one rank for each host that has a disk of its own, except rank 0's host."""
     first = {host: rank for rank, host in reversed(list(enumerate(hosts)))}
-    return sorted(rank for host, rank in first.items() if host != hosts[0] and not sees[rank])
+    return sorted(rank for host, rank in first.items() if host != hosts[0] and not visible[rank])
 
 
 class _Sender:
-    """Rank 0's thread that brings the newest and the best checkpoint to peers.
+    """Thread of rank 0 that sends the newest and the best checkpoint to peers.
 
     Where losses follow each other, what was under way comes first: else none would ever be whole.
     """
@@ -199,111 +207,136 @@ class _Sender:
         key: bytes,
         peers: Sequence[_Peer],
         count: int,
-        tell: Callable[[Copied], None],
-        former: _Sender | None = None,
+        report: Callable[[CopyResult], None],
+        predecessor: _Sender | None = None,
     ) -> None:
         self._store, self._keep, self._key = store, keep, key
-        self._peers, self._count, self._tell = peers, count, tell
-        self._there: dict[str, set[str]] = {}  # hosts by the name of what they have
-        self.under_way = ""  # its name
-        if former is not None:
+        self._peers, self._count, self._report = peers, count, report
+        self._hosts_by_name: dict[str, set[str]] = {}  # hosts by the name of what they have
+        self.in_progress = ""  # its name
+        if predecessor is not None:
             hosts = {peer.host for peer in peers}
-            self._there = {name: had & hosts for name, had in former._there.items()}
-            self.under_way = former.under_way
-        self._due, self._ended, self._fast = threading.Event(), threading.Event(), threading.Event()
+            self._hosts_by_name = {
+                name: had & hosts for name, had in predecessor._hosts_by_name.items()
+            }
+            self.in_progress = predecessor.in_progress
+        self._wakeup, self._closed, self._fast = (
+            threading.Event(),
+            threading.Event(),
+            threading.Event(),
+        )
         self._idle = threading.Condition()
-        self._asked = self._done = 0
+        self._num_requested = self._num_finished = 0
         self._thread = threading.Thread(target=self._work, name="paceline-copying", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
         with self._idle:
-            self._asked += 1
-        self._due.set()
+            self._num_requested += 1
+        self._wakeup.set()
 
     def hurry(self, seconds: float) -> None:
         self._fast.set()
         with self._idle:
-            self._idle.wait_for(lambda: self._done == self._asked, seconds)
+            self._idle.wait_for(lambda: self._num_finished == self._num_requested, seconds)
         self._fast.clear()
 
     def close(self) -> None:
-        self._ended.set()
+        self._closed.set()
         self._fast.set()
-        self._due.set()
+        self._wakeup.set()
 
     def _work(self) -> None:
         while True:
-            self._due.wait()
-            self._due.clear()
-            if self._ended.is_set():
+            self._wakeup.wait()
+            self._wakeup.clear()
+            if self._closed.is_set():
                 return
-            asked = self._asked
-            self._round()
+            requested = self._num_requested
+            self._send_newest()
             with self._idle:
-                self._done = asked
+                self._num_finished = requested
                 self._idle.notify_all()
 
-    def _round(self) -> None:
-        found, _ = self._store.found()
-        best = self._store.best(found)
-        begun = [one for one in found if one.path.name == self.under_way]
-        wanted = {one.path.name: one for one in [*begun, *found[:1], *([best] if best else [])]}
-        self._there = {name: self._there.get(name, set()) for name in wanted}
-        for name, one in wanted.items():
-            if not self._ended.is_set():
-                self.under_way = name
-                self._copy(name, one.step)
-        if not self._ended.is_set():
-            self.under_way = ""
+    def _send_newest(self) -> None:
+        checkpoints, _ = self._store.scan()
+        best_checkpoint = self._store.best_of(checkpoints)
+        unfinished = [
+            checkpoint for checkpoint in checkpoints if checkpoint.path.name == self.in_progress
+        ]
+        selected = {
+            checkpoint.path.name: checkpoint
+            for checkpoint in [
+                *unfinished,
+                *checkpoints[:1],
+                *([best_checkpoint] if best_checkpoint else []),
+            ]
+        }
+        self._hosts_by_name = {name: self._hosts_by_name.get(name, set()) for name in selected}
+        for name, checkpoint in selected.items():
+            if not self._closed.is_set():
+                self.in_progress = name
+                self._copy(name, checkpoint.step)
+        if not self._closed.is_set():
+            self.in_progress = ""
 
     def _copy(self, name: str, step: int) -> None:
-        """Until enough hosts have it; a host that fails is stood in for by the next."""
-        there, sent, begun = self._there[name], 0, time.monotonic()
+        """Sends a checkpoint until enough hosts have it; the next host replaces one that fails."""
+        hosts, sent, start = self._hosts_by_name[name], 0, time.monotonic()
         problems: dict[str, str] = {}
-        before = len(there)
+        num_before = len(hosts)
         for peer in self._peers:
-            if len(there) >= self._count:
+            if len(hosts) >= self._count:
                 break
-            if peer.host in there:
+            if peer.host in hosts:
                 continue
             try:
                 sent += self._send(peer, name)
-                there.add(peer.host)
+                hosts.add(peer.host)
             except FileNotFoundError:
                 return  # pruned meanwhile: there is a newer one
-            except (OSError, ValueError, Refused, Damaged) as problem:
-                said = str(getattr(problem, "strerror", None) or problem)
-                problems[peer.host] = said or type(problem).__name__
-            if self._ended.is_set():
+            except (OSError, ValueError, CopyRefused, DamagedCheckpoint) as problem:
+                message = str(getattr(problem, "strerror", None) or problem)
+                problems[peer.host] = message or type(problem).__name__
+            if self._closed.is_set():
                 return
-        enough = len(there) >= min(self._count, len(self._peers))
-        short = "" if enough else "; ".join(f"{host}: {why}" for host, why in problems.items())
-        if len(there) > before or short:
-            seconds, instead = time.monotonic() - begun, problems if enough else {}
-            self._tell(Copied(step, sent, seconds, tuple(sorted(there)), short, instead))
+        is_enough = len(hosts) >= min(self._count, len(self._peers))
+        problem_text = (
+            "" if is_enough else "; ".join(f"{host}: {reason}" for host, reason in problems.items())
+        )
+        if len(hosts) > num_before or problem_text:
+            seconds, replaced = time.monotonic() - start, problems if is_enough else {}
+            self._report(
+                CopyResult(step, sent, seconds, tuple(sorted(hosts)), problem_text, replaced)
+            )
 
     def _send(self, peer: _Peer, name: str) -> int:
-        begun = time.monotonic()
+        start = time.monotonic()
         with socket.create_connection(peer.place, _CONNECT_S) as connection:
-            trip = time.monotonic() - begun
+            round_trip_s = time.monotonic() - start
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            talk = Talk.called(connection, self._key)
-            return send(talk, self._store, name, self._keep, lambda took: self._rest(took - trip))
+            talk = CopyChannel.connect(connection, self._key)
+            return send_checkpoint(
+                talk,
+                self._store,
+                name,
+                self._keep,
+                lambda duration_s: self._pause(duration_s - round_trip_s),
+            )
 
-    def _rest(self, took: float) -> None:
-        """Leaves the line to the training for as long as :data:`PART` asks for."""
-        if self._ended.is_set():
-            raise Refused("the training has ended")
-        self._fast.wait(rest(took))
+    def _pause(self, duration_s: float) -> None:
+        """Pauses so that copying uses :data:`LINE_SHARE` of the time."""
+        if self._closed.is_set():
+            raise CopyRefused("the training has ended")
+        self._fast.wait(rest_seconds(duration_s))
 
 
-def rest(took: float) -> float:
-    """Seconds of silence after a piece that was on its way for ``took`` seconds."""
-    return min(_LONGEST_REST_S, max(0.0, took) * (1 / PART - 1))
+def rest_seconds(duration_s: float) -> float:
+    """Returns the pause after a piece that took ``duration_s`` seconds to send."""
+    return min(_MAX_REST_S, max(0.0, duration_s) * (1 / LINE_SHARE - 1))
 
 
-def figures(copied: Copied) -> dict[str, Any]:
-    """For the record of what happened."""
+def event_fields(copied: CopyResult) -> dict[str, Any]:
+    """Returns the fields of the event that records a copy."""
     size, seconds = round(copied.bytes / 1e6, 3), round(copied.seconds, 3)
     return {"step": copied.step, "megabytes": size, "seconds": seconds, "hosts": [*copied.hosts]}

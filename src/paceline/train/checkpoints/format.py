@@ -54,20 +54,20 @@ _CHUNK = 1 << 22
 _TENSOR, _TUPLE, _PAIRS = "$tensor", "$tuple", "$pairs"
 
 
-def of_rank(folder: str, rank: int) -> str:
-    """The file with a rank's shards."""
+def shard_file(folder: str, rank: int) -> str:
+    """Returns the file name of a rank's shards."""
     return f"{folder}/{rank:05}.safetensors"
 
 
 # -- the manifest ----------------------------------------------------------------------
 
 
-class Damaged(Exception):
+class DamagedCheckpoint(Exception):
     """A checkpoint is not what was written; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FileEntry:
     """One file of a checkpoint."""
 
     sha256: str
@@ -81,46 +81,50 @@ class Manifest:
     Attributes:
         step: Global steps done.
         files: Name of each file, and what it must be.
-        about: When and by how many ranks it was made; for people.
+        info: When and by how many ranks it was made; for people.
     """
 
     step: int
-    files: Mapping[str, Entry]
-    about: Mapping[str, Any]
+    files: Mapping[str, FileEntry]
+    info: Mapping[str, Any]
 
     def encode(self) -> bytes:
-        """The one way to write it, which ends with a hash over itself."""
+        """Returns the canonical bytes, which end with a hash over themselves."""
         content = {
             "format": _MANIFEST_FORMAT,
             "step": self.step,
             "files": {name: asdict(entry) for name, entry in sorted(self.files.items())},
-            "about": dict(self.about),
+            "about": dict(self.info),
         }
         digest = hashlib.sha256(_text(content)).hexdigest()
         return _text({**content, "sha256": digest}) + b"\n"
 
-    def verify(self, folder: Path, share: tuple[int, int] = (0, 1)) -> None:
+    def verify(self, folder: Path, part: tuple[int, int] = (0, 1)) -> None:
         """Compares every file with its entry.
 
         Args:
             folder: Of the checkpoint.
-            share: Where several look together: which of them this is, and how many they are.
+            part: Where several look together: which of them this is, and how many they are.
 
         Raises:
             Damaged: Names the first file that differs.
         """
-        for name, entry in sorted(self.files.items())[slice(share[0], None, share[1])]:
+        for name, entry in sorted(self.files.items())[slice(part[0], None, part[1])]:
             try:
-                about = (folder / name).stat()
-                if not stat.S_ISREG(about.st_mode):  # a pipe would keep us waiting
-                    raise Damaged(f"{name} is no plain file")
-                if about.st_size != entry.bytes:
-                    raise Damaged(f"{name} has {about.st_size} bytes instead of {entry.bytes}")
+                stats = (folder / name).stat()
+                if not stat.S_ISREG(stats.st_mode):  # a pipe would keep us waiting
+                    raise DamagedCheckpoint(f"{name} is no plain file")
+                if stats.st_size != entry.bytes:
+                    raise DamagedCheckpoint(
+                        f"{name} has {stats.st_size} bytes instead of {entry.bytes}"
+                    )
                 if files.sha256(folder / name) != entry.sha256:
-                    raise Damaged(f"{name} is not the file that was written (its hash differs)")
+                    raise DamagedCheckpoint(
+                        f"{name} is not the file that was written (its hash differs)"
+                    )
             except (OSError, ValueError) as error:
-                why = getattr(error, "strerror", None) or error
-                raise Damaged(f"{name} cannot be read: {why}") from None
+                reason = getattr(error, "strerror", None) or error
+                raise DamagedCheckpoint(f"{name} cannot be read: {reason}") from None
 
 
 def _text(content: Mapping[str, Any]) -> bytes:
@@ -134,39 +138,39 @@ def read_manifest(folder: Path) -> Manifest:
         Damaged: There is none, or :func:`parse_manifest` cannot trust it.
     """
     try:
-        raw = files.read_small(folder / MANIFEST)
+        raw = files.read_bytes_limited(folder / MANIFEST)
     except OSError as error:
-        raise Damaged(f"no {MANIFEST} ({error.strerror})") from None
+        raise DamagedCheckpoint(f"no {MANIFEST} ({error.strerror})") from None
     return parse_manifest(raw)
 
 
 def parse_manifest(raw: bytes) -> Manifest:
-    """The same of its content.
+    """Parses and checks the content of a manifest.
 
     Raises:
         Damaged: Not a single bit of it may be trusted.
     """
     try:
-        said = json.loads(raw)
-        entries = {name: Entry(**entry) for name, entry in said["files"].items()}
-        manifest = Manifest(said["step"], entries, said["about"])
+        content = json.loads(raw)
+        entries = {name: FileEntry(**entry) for name, entry in content["files"].items()}
+        manifest = Manifest(content["step"], entries, content["about"])
         intact = manifest.encode() == raw
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{MANIFEST} is damaged: {type(error).__name__}") from None
+        raise DamagedCheckpoint(f"{MANIFEST} is damaged: {type(error).__name__}") from None
     if not intact:
-        raise Damaged(f"{MANIFEST} is damaged: its hash differs")
-    if problem := _problem(manifest):
-        raise Damaged(f"{MANIFEST} is damaged: {problem}")
+        raise DamagedCheckpoint(f"{MANIFEST} is damaged: its hash differs")
+    if problem := _invalid_field(manifest):
+        raise DamagedCheckpoint(f"{MANIFEST} is damaged: {problem}")
     return manifest
 
 
-def _problem(one: Manifest) -> str:
-    """What cannot be in a manifest although its hash is right; empty for nothing."""
-    if type(one.step) is not int or not 0 <= one.step < 1 << 63:
+def _invalid_field(manifest: Manifest) -> str:
+    """Describes what is invalid in a manifest whose hash is right; empty for nothing."""
+    if type(manifest.step) is not int or not 0 <= manifest.step < 1 << 63:
         return "its step is no number of a step"
-    if not isinstance(one.about, dict):
+    if not isinstance(manifest.info, dict):
         return "it says nothing about the run"
-    for name, entry in one.files.items():
+    for name, entry in manifest.files.items():
         if not _FILE.fullmatch(name):
             return f"{name!r:.100} is no file of a checkpoint"
         if type(entry.bytes) is not int or entry.bytes < 0 or not isinstance(entry.sha256, str):
@@ -177,12 +181,12 @@ def _problem(one: Manifest) -> str:
 # -- tensors ---------------------------------------------------------------------------
 
 
-def size_of(tensors: Mapping[str, Tensor]) -> int:
+def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
     """Bytes of the tensors' content."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def content_of(tensors: Mapping[str, Tensor]) -> tuple[str, int]:
+def hash_and_size(tensors: Mapping[str, Tensor]) -> tuple[str, int]:
     """SHA-256 and size of the file that :func:`write_tensors` would make."""
     digest, size = hashlib.sha256(), 0
     for chunk in _chunks(tensors, {}):
@@ -191,34 +195,34 @@ def content_of(tensors: Mapping[str, Tensor]) -> tuple[str, int]:
     return digest.hexdigest(), size
 
 
-def ties(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Names whose tensor is that of an earlier name, which is the value: tied weights."""
+def find_tied_weights(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """Returns names of tied weights, with the first name of the same tensor as value."""
     first: dict[tuple[object, ...], str] = {}
-    found = {}
+    tied = {}
     for name, tensor in state.items():
         if tensor.numel():
-            place = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-            if (other := first.setdefault(place, name)) != name:
-                found[name] = other
-    return found
+            location = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+            if (first_name := first.setdefault(location, name)) != name:
+                tied[name] = first_name
+    return tied
 
 
-def whole_weights(tensors: Files, tied: Mapping[str, str]) -> dict[str, Tensor]:
-    """A model's state by name from a checkpoint's files, frozen and tied weights included."""
+def all_weights(tensors: Files, tied: Mapping[str, str]) -> dict[str, Tensor]:
+    """Returns a model's state from a checkpoint's files, frozen and tied weights included."""
     parts = [tensors[WEIGHTS], *(tensors[name] for name in tensors if is_frozen_file(name))]
     weights = {name: tensor for part in parts for name, tensor in part.items()}
-    return weights | {name: weights[other] for name, other in tied.items()}
+    return weights | {name: weights[source] for name, source in tied.items()}
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[str, int]:
     """Writes tensors that are on the CPU and flushes them to the disk.
 
     Args:
         path: The file; its folder exists.
         tensors: By name.
-        about: Texts for the file's header.
+        metadata: Texts for the file's header.
 
     Returns:
         SHA-256 of the file, and its size in bytes.
@@ -226,7 +230,7 @@ def write_tensors(
     Raises:
         OSError: The disk is full or fails.
     """
-    return write_chunks(path, _chunks(tensors, about or {}))
+    return write_chunks(path, _chunks(tensors, metadata or {}))
 
 
 def write_chunks(path: Path, chunks: Iterator[memoryview | bytes]) -> tuple[str, int]:
@@ -234,9 +238,9 @@ def write_chunks(path: Path, chunks: Iterator[memoryview | bytes]) -> tuple[str,
     digest, written = hashlib.sha256(), 0
     with path.open("wb", buffering=0) as file:
         for chunk in chunks:
-            rest = memoryview(chunk)
-            while rest:  # an unbuffered write may take less than it is given
-                rest = rest[file.write(rest) :]
+            remaining = memoryview(chunk)
+            while remaining:  # an unbuffered write may take less than it is given
+                remaining = remaining[file.write(remaining) :]
             digest.update(chunk)
             written += len(chunk)
         os.fsync(file.fileno())
@@ -244,17 +248,17 @@ def write_chunks(path: Path, chunks: Iterator[memoryview | bytes]) -> tuple[str,
 
 
 def _chunks(
-    tensors: Mapping[str, Tensor], about: Mapping[str, str]
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> Iterator[memoryview | bytes]:
-    yield _header(tensors, about)
+    yield _header(tensors, metadata)
     for tensor in tensors.values():
         content = _bytes(tensor)
         for start in range(0, len(content), _CHUNK):
             yield content[start : start + _CHUNK]
 
 
-def _header(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": dict(about)} if about else {}
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
     for name, tensor in tensors.items():
         end = start + tensor.numel() * tensor.element_size()
@@ -280,7 +284,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def pack(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
-    """``value`` as JSON; its tensors go to ``tensors`` under their paths.
+    """Returns ``value`` as JSON; its tensors go to ``tensors`` under their paths.
 
     Dictionaries with any keys, lists, tuples, numbers, texts, ``None`` and tensors can be packed.
 
@@ -291,7 +295,7 @@ def pack(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
         tensors[path] = value.detach()
         return {_TENSOR: path}
     if isinstance(value, dict):
-        return _packed_dict(value, tensors, path)
+        return _pack_dict(value, tensors, path)
     if isinstance(value, (list, tuple)):
         items = [pack(item, tensors, f"{path}.{n}") for n, item in enumerate(value)]
         return items if isinstance(value, list) else {_TUPLE: items}
@@ -300,7 +304,7 @@ def pack(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
     raise TypeError(f"a checkpoint cannot hold {type(value).__name__} (at {path or 'the top'})")
 
 
-def _packed_dict(value: dict[Any, Any], tensors: dict[str, Tensor], path: str) -> Any:
+def _pack_dict(value: dict[Any, Any], tensors: dict[str, Tensor], path: str) -> Any:
     packed = {key: pack(item, tensors, f"{path}.{key}") for key, item in value.items()}
     if all(isinstance(key, str) and not key.startswith("$") for key in packed):
         return packed
@@ -308,7 +312,7 @@ def _packed_dict(value: dict[Any, Any], tensors: dict[str, Tensor], path: str) -
 
 
 def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """What :func:`pack` was given."""
+    """Returns the value that :func:`pack` was given."""
     if isinstance(value, list):
         return [unpack(item, tensors) for item in value]
     if not isinstance(value, dict):

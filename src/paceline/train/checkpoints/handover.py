@@ -18,32 +18,32 @@ from torch import Tensor
 from paceline.spec.errors import JobError, PacelineError, SettingError
 from paceline.spec.schema import MAX_LONG_TEXT, dict_of, integer, list_of, regex, text, tuple_of
 from paceline.train import parallel
-from paceline.train.checkpoints.capture import Training, described
-from paceline.train.checkpoints.format import pack, ties, unpack
-from paceline.train.checkpoints.resume import stand
-from paceline.train.comms import TENSOR_TYPE, Comms, checked
+from paceline.train.checkpoints.capture import Training, describe_state
+from paceline.train.checkpoints.format import find_tied_weights, pack, unpack
+from paceline.train.checkpoints.resume import set_position
+from paceline.train.comms import TENSOR_TYPE, Comms, parse_texts
 from paceline.train.device import seed_all
 from paceline.train.journal import Journal
 from paceline.train.models import Models
 
-PIECE = 8 << 20
+PIECE_BYTES = 8 << 20
 """Bytes that travel at once."""
 _DESCRIBED = dict_of(lambda value, where: None, text())
 _TENSORS = dict_of(
     tuple_of(regex(TENSOR_TYPE, "a type"), list_of(integer(), 64)), text(MAX_LONG_TEXT)
 )
-_HEADER = 1 << 14  # bytes of what describes the state, of most models
+_HEADER_BYTES = 1 << 14  # bytes of what describes the state, of most models
 
 
-def give(
+def send_training(
     training: Training,
     comms: Comms,
     source: int,
-    takers: Collection[int],
+    receivers: Collection[int],
     *,
-    afresh: bool = False,
+    is_new: bool = False,
 ) -> None:
-    """Puts some ranks into the state of another one; a collective of all of them.
+    """Puts receivers into the state of another rank; a collective.
 
     What each rank has of its own stays: its generators, what its gradients have left to say, and
     where it has come alone: who joins ranks that step apart begins where they last met.
@@ -53,8 +53,8 @@ def give(
             checkpoint.
         comms: Of all ranks.
         source: Whose state it is.
-        takers: The ranks that take it; the others keep theirs, and pass pieces on.
-        afresh: This rank is a taker that has no state to lose: it receives into its own tensors,
+        receivers: The ranks that take it; the others keep theirs, and pass pieces on.
+        is_new: This rank is a taker that has no state to lose: it receives into its own tensors,
             and gets generators that are its own.
 
     Raises:
@@ -63,44 +63,54 @@ def give(
         SettingError: The same of a taker that has another training.
     """
     rank = comms.world.rank
-    for one in training.extras.values():
-        if isinstance(one, Journal):
-            one.gather()
+    for extra in training.extras.values():
+        if isinstance(extra, Journal):
+            extra.gather()
     extras = {
-        name: one.gathered() if isinstance(one, Journal) else one.state_dict()
-        for name, one in training.extras.items()
+        name: extra.state_of_gathered() if isinstance(extra, Journal) else extra.state_dict()
+        for name, extra in training.extras.items()
     }
-    taking, own = rank in takers, dict[str, Tensor]()
-    if rank == source or (taking and afresh):
-        state, own = _own(training, extras)
-    mine = json.dumps(_header(training, state, own)) if rank == source else ""
-    said = _said(comms.text_of(source, mine, _HEADER), source)
-    _taken(comms, lambda: _check(training, said) if taking else None, alone=taking and afresh)
-    tensors = own if rank == source else _room(said, own) if taking else {}
-    digest = _travel(comms, source, _sizes(said), list(tensors.values()))
+    is_taker, local_tensors = rank in receivers, dict[str, Tensor]()
+    if rank == source or (is_taker and is_new):
+        state, local_tensors = _local_state(training, extras)
+    header = json.dumps(_header(training, state, local_tensors)) if rank == source else ""
+    source_header = _received_header(comms.text_of(source, header, _HEADER_BYTES), source)
+    _run_on_takers(
+        comms,
+        lambda: _check_compatible(training, source_header) if is_taker else None,
+        run_alone=is_taker and is_new,
+    )
+    tensors = (
+        local_tensors
+        if rank == source
+        else _receive_buffers(source_header, local_tensors)
+        if is_taker
+        else {}
+    )
+    digest = _transfer(comms, source, _total_bytes(source_header), list(tensors.values()))
 
-    def take() -> None:
-        if taking:
-            _intact(digest, sent, source)
-            _take(training, said, tensors)
+    def apply() -> None:
+        if is_taker:
+            _check_digest(digest, sent, source)
+            _apply_state(training, source_header, tensors)
 
     sent = comms.text_of(source, digest)
-    _taken(comms, take, alone=taking and afresh)
-    if taking and afresh:
+    _run_on_takers(comms, apply, run_alone=is_taker and is_new)
+    if is_taker and is_new:
         seed_all(training.seed * 1_000_003 + training.progress.step * 4_001 + rank)
-    if training.proof is not None:
-        training.proof.align()
+    if training.checksum is not None:
+        training.checksum.align()
 
 
-def _taken(comms: Comms, act: Callable[[], None], *, alone: bool) -> None:
-    """What a taker does; of one that fails alone the others see no more than that it is gone."""
-    if alone:
+def _run_on_takers(comms: Comms, act: Callable[[], None], *, run_alone: bool) -> None:
+    """Runs a receiver's action; one that runs alone may fail alone."""
+    if run_alone:
         act()
-    comms.together(lambda: None if alone else act())
+    comms.together(lambda: None if run_alone else act())
 
 
-def give_models(models: Models, comms: Comms, source: int, takers: Collection[int]) -> None:
-    """Puts the models of some ranks into the state of another rank's; a collective of all.
+def send_models(models: Models, comms: Comms, source: int, receivers: Collection[int]) -> None:
+    """Puts the models of receivers into the state of another rank's; a collective.
 
     Everything else of a training stays as each rank has it: the takers' is as far as the source's
     was when its models had that state, right after their last step.
@@ -112,30 +122,32 @@ def give_models(models: Models, comms: Comms, source: int, takers: Collection[in
     rank = comms.world.rank
     tensors: dict[str, Tensor] = {}
     header = "{}"
-    with models.own_weights(), models.as_counted(rank == source) as known:
-        if rank == source and known:
-            packed = pack(dict(models.state(alone=True)), tensors, "training")
-            once, tied = _once(parallel.whole_state(models.module))
-            tensors |= once
-            header = json.dumps({"training": packed, "tensors": _shapes(tensors), "tied": tied})
-        said = _said(comms.text_of(source, header, _HEADER), source)
-        if not said:
+    with models.without_averages(), models.as_committed(rank == source) as is_known:
+        if rank == source and is_known:
+            packed = pack(dict(models.state(replicated_only=True)), tensors, "training")
+            unique, tied = _unique_weights(parallel.full_state(models.module))
+            tensors |= unique
+            header = json.dumps(
+                {"training": packed, "tensors": _tensor_shapes(tensors), "tied": tied}
+            )
+        source_header = _received_header(comms.text_of(source, header, _HEADER_BYTES), source)
+        if not source_header:
             raise JobError(
                 "the ranks that are left are too far apart to train on together",
                 found=f"rank {source} has changed parameters after a step that others have not"
                 " done, which it never did before",
             )
-        if rank in takers:
-            tensors = _room(said, {})
-        digest = _travel(comms, source, _sizes(said), list(tensors.values()))
+        if rank in receivers:
+            tensors = _receive_buffers(source_header, {})
+        digest = _transfer(comms, source, _total_bytes(source_header), list(tensors.values()))
         sent = comms.text_of(source, digest)
-        comms.together(lambda: _intact(digest, sent, source) if rank in takers else None)
-        if rank in takers:
-            parallel.load_whole_state(models.module, _weights(tensors, said["tied"]))
-            models.load_state(unpack(said["training"], tensors), alone=True)
+        comms.together(lambda: _check_digest(digest, sent, source) if rank in receivers else None)
+        if rank in receivers:
+            parallel.load_full_state(models.module, _weights(tensors, source_header["tied"]))
+            models.load_state(unpack(source_header["training"], tensors), replicated_only=True)
 
 
-def _intact(digest: str, sent: str, source: int) -> None:
+def _check_digest(digest: str, sent: str, source: int) -> None:
     if digest != sent:
         raise JobError(
             "a rank received another state than it was sent",
@@ -144,57 +156,69 @@ def _intact(digest: str, sent: str, source: int) -> None:
         )
 
 
-def _own(training: Training, extras: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """This rank's state as JSON, and its tensors by name; they are the training's own."""
-    state, rest = described(training, training.models.state(alone=True), extras)
+def _local_state(
+    training: Training, extras: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Returns this rank's state as JSON, and its own tensors by name."""
+    state, tensors = describe_state(training, training.models.state(replicated_only=True), extras)
     models = training.models
-    once, tied = _once({**parallel.whole_state(models.module), **models.met()})
-    return {**state, "tied": tied}, {**once, **rest}
+    unique, tied = _unique_weights(
+        {**parallel.full_state(models.module), **models.synchronized_parameters()}
+    )
+    return {**state, "tied": tied}, {**unique, **tensors}
 
 
-def _once(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The weights as they travel, each tensor once, and which names share one."""
-    tied = ties(weights)
-    once = {f"weights.{name}": one.detach() for name, one in weights.items() if name not in tied}
-    return once, tied
+def _unique_weights(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Returns the weights to send, each tensor once, and which names share one."""
+    tied = find_tied_weights(weights)
+    unique = {
+        f"weights.{name}": tensor.detach() for name, tensor in weights.items() if name not in tied
+    }
+    return unique, tied
 
 
 def _header(
     training: Training, state: dict[str, Any], tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
-    done = training.progress
-    more = {
-        "steps": done.steps, "some_absent": done.some_absent, "within": dict(training.within),
-        "switches": training.models.switches, "updated": done.updated,
-    }  # fmt: skip
-    return {"state": state, "tensors": _shapes(tensors), "more": more}
+    progress = training.progress
+    extra_fields = {
+        "steps": progress.steps,
+        "some_absent": progress.some_absent,
+        "within": dict(training.context),
+        "switches": training.models.switches,
+        "updated": progress.updated,
+    }
+    return {"state": state, "tensors": _tensor_shapes(tensors), "more": extra_fields}
 
 
-def _shapes(tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _tensor_shapes(tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {
-        name: [str(one.dtype).removeprefix("torch."), list(one.shape)]
-        for name, one in tensors.items()
+        name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+        for name, tensor in tensors.items()
     }
 
 
 def _weights(tensors: dict[str, Tensor], tied: Mapping[str, str]) -> dict[str, Tensor]:
     prefix = "weights."
-    found = {
-        name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)
+    weights = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
     }
-    return found | {name: found[other] for name, other in tied.items()}
+    return weights | {name: weights[source] for name, source in tied.items()}
 
 
-def _check(training: Training, said: dict[str, Any]) -> None:
+def _check_compatible(training: Training, header: dict[str, Any]) -> None:
     """Refuses the state of another training."""
-    mine: dict[str, Any] = {"seed": training.seed, **training.within, **training.identity}
-    state, within = said["state"], said["more"]["within"]
-    theirs: dict[str, Any] = {"seed": state["seed"], **within, **state["identity"]}
-    if mine != theirs:
+    local_values: dict[str, Any] = {"seed": training.seed, **training.context, **training.identity}
+    state, context = header["state"], header["more"]["within"]
+    source_values: dict[str, Any] = {"seed": state["seed"], **context, **state["identity"]}
+    if local_values != source_values:
         differing = [
-            f"{name}: {theirs.get(name, 'nothing')} there, {mine.get(name, 'nothing')} here"
-            for name in sorted({*mine, *theirs})
-            if mine.get(name) != theirs.get(name)
+            f"{name}: {source_values.get(name, 'nothing')} there,"
+            f" {local_values.get(name, 'nothing')} here"
+            for name in sorted({*local_values, *source_values})
+            if local_values.get(name) != source_values.get(name)
         ]
         raise SettingError(
             "a process that joins runs another training",
@@ -203,40 +227,48 @@ def _check(training: Training, said: dict[str, Any]) -> None:
         )
 
 
-def _said(text: str, source: int) -> dict[str, Any]:
-    """What the source says of its state; empty if it has none to give."""
-    found: dict[str, Any] = checked([""] * source + [text], _state)[source]
-    return found
+def _received_header(text: str, source: int) -> dict[str, Any]:
+    """Returns the source's description of its state; empty if it has none to give."""
+    header: dict[str, Any] = parse_texts([""] * source + [text], _state)[source]
+    return header
 
 
-def _state(value: Any, where: str) -> None:
+def _state(value: Any, name: str) -> None:
     if value is None:  # of another rank
         return
-    _DESCRIBED(value, where)
+    _DESCRIBED(value, name)
     if value:
-        _TENSORS(value.get("tensors"), where)
+        _TENSORS(value.get("tensors"), name)
 
 
-def _room(said: dict[str, Any], own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Where the tensors are received: this rank's own where they fit, else new ones."""
-    room = {}
-    for name, (kind, shape) in said["tensors"].items():
-        dtype, mine = getattr(torch, kind), own.get(name)
-        fits = mine is not None and mine.dtype == dtype and list(mine.shape) == shape
-        room[name] = mine if mine is not None and fits else torch.empty(shape, dtype=dtype)
-    return room
+def _receive_buffers(header: dict[str, Any], local_tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors to receive into: this rank's own if they fit, else new ones."""
+    buffers = {}
+    for name, (kind, shape) in header["tensors"].items():
+        dtype, local_tensor = getattr(torch, kind), local_tensors.get(name)
+        is_usable = (
+            local_tensor is not None
+            and local_tensor.dtype == dtype
+            and list(local_tensor.shape) == shape
+        )
+        buffers[name] = (
+            local_tensor
+            if local_tensor is not None and is_usable
+            else torch.empty(shape, dtype=dtype)
+        )
+    return buffers
 
 
-def _sizes(said: dict[str, Any]) -> int:
+def _total_bytes(header: dict[str, Any]) -> int:
     """Bytes of all tensors."""
     return sum(
         torch.Size(shape).numel() * getattr(torch, kind).itemsize
-        for kind, shape in said["tensors"].values()
+        for kind, shape in header["tensors"].values()
     )
 
 
-def _travel(comms: Comms, source: int, size: int, tensors: Sequence[Tensor]) -> str:
-    """Sends the content of the source's tensors into the takers'; the hash of what passed here.
+def _transfer(comms: Comms, source: int, size: int, tensors: Sequence[Tensor]) -> str:
+    """Sends the source's tensors into the receivers'; returns the hash of what passed here.
 
     Args:
         comms: Of all ranks.
@@ -244,13 +276,13 @@ def _travel(comms: Comms, source: int, size: int, tensors: Sequence[Tensor]) -> 
         size: Bytes in all.
         tensors: What is sent, or where it goes; none where it only passes through.
     """
-    digest, flow = hashlib.sha256(), _Flow(tensors)
-    for start in range(0, size, PIECE):
-        piece = torch.empty(min(PIECE, size - start), dtype=torch.uint8)
+    digest, flow = hashlib.sha256(), _ByteStream(tensors)
+    for start in range(0, size, PIECE_BYTES):
+        piece = torch.empty(min(PIECE_BYTES, size - start), dtype=torch.uint8)
         if comms.world.rank == source:
             flow.read(piece)
         message = piece.to(comms.device)
-        comms.spread([message], source)
+        comms.broadcast([message], source)
         if tensors:
             piece = message.cpu()
             digest.update(memoryview(piece.numpy()))  # type: ignore[arg-type]
@@ -259,29 +291,29 @@ def _travel(comms: Comms, source: int, size: int, tensors: Sequence[Tensor]) -> 
     return digest.hexdigest()
 
 
-class _Flow:
-    """Tensors as one row of bytes, of which a piece at a time is read or written."""
+class _ByteStream:
+    """Tensors as one stream of bytes, read or written a piece at a time."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._parts = self._flat(tensors)
-        self._now, self._owner = torch.empty(0, dtype=torch.uint8), torch.empty(0)
-        self._at = 0
+        self._current, self._owner = torch.empty(0, dtype=torch.uint8), torch.empty(0)
+        self._offset = 0
 
     @staticmethod
     def _flat(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        for one in tensors:
-            if one.numel():
-                yield one.contiguous().reshape(-1).view(torch.uint8), one
+        for tensor in tensors:
+            if tensor.numel():
+                yield tensor.contiguous().reshape(-1).view(torch.uint8), tensor
 
     def _spans(self, length: int) -> Iterator[tuple[slice, Tensor]]:
-        """The next bytes of the tensors, and where they are in the piece."""
+        """Yields the next bytes of the tensors, and their positions in the piece."""
         start = 0
         while start < length:
-            if self._at == len(self._now):
-                (self._now, self._owner), self._at = next(self._parts), 0
-            count = min(length - start, len(self._now) - self._at)
-            part = self._now[self._at : self._at + count]
-            self._at += count
+            if self._offset == len(self._current):
+                (self._current, self._owner), self._offset = next(self._parts), 0
+            count = min(length - start, len(self._current) - self._offset)
+            part = self._current[self._offset : self._offset + count]
+            self._offset += count
             yield slice(start, start + count), part
             start += count
 
@@ -293,20 +325,24 @@ class _Flow:
     def write(self, piece: Tensor) -> None:
         for span, part in self._spans(len(piece)):
             part.copy_(piece[span])
-            one = self._owner
-            if self._at == len(self._now) and self._now.data_ptr() != one.data_ptr():
-                one.copy_(self._now.view(one.dtype).reshape(one.shape))  # it had to be laid out
+            tensor = self._owner
+            if self._offset == len(self._current) and self._current.data_ptr() != tensor.data_ptr():
+                tensor.copy_(
+                    self._current.view(tensor.dtype).reshape(tensor.shape)
+                )  # it had to be laid out
 
 
-def _take(training: Training, said: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Makes what came this rank's state."""
-    state, models, done = said["state"], training.models, training.progress
+def _apply_state(training: Training, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Makes the received state this rank's."""
+    state, models, progress = header["state"], training.models, training.progress
     try:
-        parallel.load_whole_state(models.module, _weights(tensors, state["tied"]))
-        models.load_state(models.known(unpack(state["training"], tensors)), alone=True)
-        for name, kept in unpack(state["extras"], tensors).items():
+        parallel.load_full_state(models.module, _weights(tensors, state["tied"]))
+        models.load_state(
+            models.select_known(unpack(state["training"], tensors)), replicated_only=True
+        )
+        for name, extra_state in unpack(state["extras"], tensors).items():
             if name in training.extras:
-                training.extras[name].load_state_dict(kept)
+                training.extras[name].load_state_dict(extra_state)
     except PacelineError:
         raise
     except Exception as error:  # modules and optimizers raise what they like
@@ -315,7 +351,10 @@ def _take(training: Training, said: dict[str, Any], tensors: dict[str, Tensor]) 
             found=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
             remedy="give every node the same files and the same options",
         ) from error
-    stand(training, state)
-    more, models.switches = said["more"], said["more"]["switches"]
-    done.steps, done.some_absent = more["steps"] or done.steps, more["some_absent"]
-    done.updated = more["updated"]
+    set_position(training, state)
+    extra_fields, models.switches = header["more"], header["more"]["switches"]
+    progress.steps, progress.some_absent = (
+        extra_fields["steps"] or progress.steps,
+        extra_fields["some_absent"],
+    )
+    progress.updated = extra_fields["updated"]

@@ -24,28 +24,34 @@ from typing import Any
 
 from paceline.spec.rundir import is_frozen_file, parse_version
 from paceline.train import files
-from paceline.train.checkpoints.format import MANIFEST, Damaged, Entry, Manifest, parse_manifest
+from paceline.train.checkpoints.format import (
+    MANIFEST,
+    DamagedCheckpoint,
+    FileEntry,
+    Manifest,
+    parse_manifest,
+)
 from paceline.train.checkpoints.store import Fenced, Store
 from paceline.train.reduce.handshakes import Caller, greetings, guard, job_hosts, read_exactly
 
-PIECE = 1 << 18  # bytes after which the writer waits for a sign
-GOOD, BAD = b"+", b"-"  # the sign
-SPARE = 16 << 20  # bytes of a disk that copies leave free
+PIECE_BYTES = 1 << 18  # bytes after which the writer waits for a sign
+ACCEPTED, REJECTED = b"+", b"-"  # the sign
+RESERVED_BYTES = 16 << 20  # bytes of a disk that copies leave free
 
 _PART, _OFFER = ".copy.tmp", ".offer"  # a folder that is half there; in it, the manifest of it all
 _NONCE, _MAC = 16, 32
-_LONGEST = 1 << 24  # bytes of a message: a manifest of thousands of files
-_GREETING_S = 5.0
-_PATIENCE_S = 60.0
-_END_S = 1.0  # for a writer to notice that nothing more is taken
+_MAX_MESSAGE_BYTES = 1 << 24  # bytes of a message: a manifest of thousands of files
+_GREETING_TIMEOUT_S = 5.0
+_IO_TIMEOUT_S = 60.0
+_CLOSE_TIMEOUT_S = 1.0  # for a writer to notice that nothing more is taken
 
 
-class Refused(Exception):
-    """The other side does not take it, or not from us; the text says why."""
+class CopyRefused(Exception):
+    """The peer does not accept the copy, or not from us; the text says why."""
 
 
-class Talk:
-    """A connection on which each message is proven to come from who knows the key, in order.
+class CopyChannel:
+    """Connection whose messages are authenticated with the job's key, in order.
 
     What is between messages (the content of files) is proven by the hashes in the manifest. It
     begins with a nonce of the side that was called, and a nonce and a proof of the caller's.
@@ -59,30 +65,30 @@ class Talk:
 
     Raises:
         OSError: By all methods: the connection ends, or nothing comes.
-        Refused: By ``hear``: the other side does not know the key.
+        Refused: By ``receive``: the other side does not know the key.
     """
 
     def __init__(
         self, connection: socket.socket, key: bytes, hello: bytes, nonce: bytes, *, calls: bool
     ) -> None:
         self.connection = connection
-        connection.settimeout(_PATIENCE_S)
+        connection.settimeout(_IO_TIMEOUT_S)
         self._key = hmac.digest(key, b"paceline checkpoints" + nonce + hello, "sha256")
-        self._mine, self._theirs = (b"c", b"s") if calls else (b"s", b"c")
-        self._said = self._heard = 0
+        self._local_side, self._peer_side = (b"c", b"s") if calls else (b"s", b"c")
+        self._num_sent = self._num_received = 0
 
     @classmethod
-    def called(cls, connection: socket.socket, key: bytes) -> Talk:
-        """The caller's side, which greets."""
-        until = time.monotonic() + _GREETING_S
-        hello, nonce = read_exactly(connection, _NONCE, until), secrets.token_bytes(_NONCE)
+    def connect(cls, connection: socket.socket, key: bytes) -> CopyChannel:
+        """Opens the caller's side."""
+        deadline = time.monotonic() + _GREETING_TIMEOUT_S
+        hello, nonce = read_exactly(connection, _NONCE, deadline), secrets.token_bytes(_NONCE)
         talk = cls(connection, key, hello, nonce, calls=True)
         connection.sendall(nonce + talk._proof())
         return talk
 
     @classmethod
-    def answered(cls, caller: Caller, key: bytes) -> Talk | None:
-        """The other side; ``None`` where the caller does not know the key."""
+    def accept(cls, caller: Caller, key: bytes) -> CopyChannel | None:
+        """Opens the called side; ``None`` if the caller does not know the key."""
         nonce, proof = bytes(caller.greeting[:_NONCE]), bytes(caller.greeting[_NONCE:])
         talk = cls(caller.connection, key, caller.hello, nonce, calls=False)
         return talk if hmac.compare_digest(proof, talk._proof()) else None
@@ -90,36 +96,36 @@ class Talk:
     def _proof(self) -> bytes:
         return hmac.digest(self._key, b"greeting", "sha256")
 
-    def say(self, **message: Any) -> None:
+    def send(self, **message: Any) -> None:
         body = json.dumps(message).encode()
-        mac = self._mac(self._mine, self._said, body)
-        self._said += 1
+        mac = self._mac(self._local_side, self._num_sent, body)
+        self._num_sent += 1
         self.connection.sendall(len(body).to_bytes(4, "big") + mac + body)
 
-    def hear(self) -> dict[str, Any]:
-        length = int.from_bytes(self.exactly(4), "big")
-        if length > _LONGEST:
-            raise Refused("this is no message of ours")
-        mac = self.exactly(_MAC)
-        body = self.exactly(length)
-        if not hmac.compare_digest(mac, self._mac(self._theirs, self._heard, body)):
-            raise Refused("it does not know this job's key")
-        self._heard += 1
+    def receive(self) -> dict[str, Any]:
+        length = int.from_bytes(self.read_exactly(4), "big")
+        if length > _MAX_MESSAGE_BYTES:
+            raise CopyRefused("this is no message of ours")
+        mac = self.read_exactly(_MAC)
+        body = self.read_exactly(length)
+        if not hmac.compare_digest(mac, self._mac(self._peer_side, self._num_received, body)):
+            raise CopyRefused("it does not know this job's key")
+        self._num_received += 1
         message = json.loads(body)
         if problem := message.get("problem"):
-            raise Refused(str(problem))
+            raise CopyRefused(str(problem))
         return dict(message)
 
-    def exactly(self, count: int) -> bytes:
-        """So many bytes."""
-        return read_exactly(self.connection, count, time.monotonic() + _PATIENCE_S)
+    def read_exactly(self, count: int) -> bytes:
+        """Reads this many bytes."""
+        return read_exactly(self.connection, count, time.monotonic() + _IO_TIMEOUT_S)
 
     def _mac(self, side: bytes, number: int, body: bytes) -> bytes:
         return hmac.digest(self._key, side + number.to_bytes(8, "big") + body, "sha256")
 
 
 class Receiver:
-    """Takes copies into this host's folder of checkpoints, until it is closed.
+    """Receives copies into this host's folder of checkpoints.
 
     Args:
         root: The folder.
@@ -127,7 +133,7 @@ class Receiver:
         address: Of this host, as the others reach it.
 
     Attributes:
-        place: Address and port.
+        address: Address and port.
         token: The largest that this rank has heard of.
     """
 
@@ -137,208 +143,225 @@ class Receiver:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=4)
         self._guard = guard(self._listener)
-        self.place: tuple[str, int] = self._listener.getsockname()[:2]
-        self._open, self._taking = True, threading.Lock()
-        self._serves: socket.socket | None = None
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._is_open, self._storing = True, threading.Lock()
+        self._active_connection: socket.socket | None = None
         self._thread = threading.Thread(target=self._serve, name="paceline-copies", daemon=True)
         self._thread.start()
 
     @property
-    def alive(self) -> bool:
-        """False when its socket was cut, as a rank's sockets are that is to leave a collective."""
+    def is_alive(self) -> bool:
+        """Whether the thread runs; it ends when a rank's sockets are cut in a recovery."""
         return self._thread.is_alive()
 
-    def admit(self) -> None:
-        """Takes the calls of the job's hosts as they are now."""
+    def admit_hosts(self) -> None:
+        """Accepts connections from the current hosts of the job."""
         hosts = job_hosts()
         if self._guard is not None and hosts is not None:
             with contextlib.suppress(OSError):  # it has ended
                 self._guard.admit(self._listener, hosts)
 
-    def drop(self) -> None:
-        """Hears no more of who sends now, which may be lost: whoever comes next is served."""
-        if self._serves is not None:
+    def drop_sender(self) -> None:
+        """Disconnects the current sender, which may be lost."""
+        if self._active_connection is not None:
             with contextlib.suppress(OSError):
-                self._serves.shutdown(socket.SHUT_RDWR)
+                self._active_connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Takes nothing more; what is half there goes."""
-        self._open = False
+        """Stops receiving and removes partial copies."""
+        self._is_open = False
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._thread.join(_END_S)
+        self._thread.join(_CLOSE_TIMEOUT_S)
 
-    def _clear(self, but: Path | None = None) -> None:
-        """Removes what was left half there."""
-        for left in self._root.glob(f".*{_PART}"):
-            if left != but:
-                shutil.rmtree(left, ignore_errors=True)
+    def _clear(self, except_folder: Path | None = None) -> None:
+        """Removes partial copies."""
+        for folder in self._root.glob(f".*{_PART}"):
+            if folder != except_folder:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _serve(self) -> None:
         callers = greetings(
-            self._listener, _NONCE + _MAC, _GREETING_S, hello=lambda: secrets.token_bytes(_NONCE)
+            self._listener,
+            _NONCE + _MAC,
+            _GREETING_TIMEOUT_S,
+            hello=lambda: secrets.token_bytes(_NONCE),
         )
         with self._listener, contextlib.suppress(OSError), contextlib.closing(callers):
             for caller in callers:
-                talk = Talk.answered(caller, self._key)
+                talk = CopyChannel.accept(caller, self._key)
                 if talk is None:
                     caller.connection.close()
                     continue
-                self.drop()  # who proves itself now is the only one that still writes
-                self._serves = caller.connection
+                self.drop_sender()  # who proves itself now is the only one that still writes
+                self._active_connection = caller.connection
                 threading.Thread(
                     target=self._serve_writer, args=(talk,), name="paceline-copy", daemon=True
                 ).start()
-        if not self._open:
-            with self._taking:
+        if not self._is_open:
+            with self._storing:
                 self._clear()
 
-    def _serve_writer(self, talk: Talk) -> None:
+    def _serve_writer(self, talk: CopyChannel) -> None:
         # whatever is wrong with one, the next is served
-        with talk.connection, self._taking, contextlib.suppress(OSError, ValueError, Refused):
+        with talk.connection, self._storing, contextlib.suppress(OSError, ValueError, CopyRefused):
             self._receive(talk)
 
-    def _receive(self, talk: Talk) -> None:
-        offer = talk.hear()
+    def _receive(self, talk: CopyChannel) -> None:
+        offer = talk.receive()
         try:
-            answer = self._take(talk, offer)
-        except (Refused, Damaged, Fenced, OSError, ValueError, KeyError, TypeError) as problem:
-            talk.say(problem=_said(problem))
+            answer = self._store(talk, offer)
+        except (
+            CopyRefused,
+            DamagedCheckpoint,
+            Fenced,
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+        ) as problem:
+            talk.send(problem=_problem_text(problem))
         else:
-            talk.say(**answer)
+            talk.send(**answer)
 
-    def _take(self, talk: Talk, offer: Mapping[str, Any]) -> dict[str, bool]:
-        """A checkpoint that is offered, with the pruning after it."""
+    def _store(self, talk: CopyChannel, offer: Mapping[str, Any]) -> dict[str, bool]:
+        """Receives an offered checkpoint, installs it and prunes older ones."""
         raw = str(offer["manifest"]).encode()
         name, manifest = str(offer["name"]), parse_manifest(raw)
         version, store = parse_version(name), Store(self._root, int(offer["token"]))
         if version is None or version[1] != manifest.step or version[0] > store.token:
-            raise Refused(f"{name[:100]!r} is no name of this checkpoint")
+            raise CopyRefused(f"{name[:100]!r} is no name of this checkpoint")
         if store.token < self.token:
-            raise Refused("another writer has taken over")
-        store.stand()
+            raise CopyRefused("another writer has taken over")
+        store.check_not_fenced()
         with contextlib.suppress(OSError):
-            if files.read_small(self._root / name / MANIFEST) == raw:
+            if files.read_bytes_limited(self._root / name / MANIFEST) == raw:
                 return {"here": True}
         self._root.mkdir(parents=True, exist_ok=True)
-        made = self._root / f".{name}{_PART}"
-        self._clear(but=made)
-        have = _begun(made, raw, manifest)
-        shared = _shared(store, made, manifest)
-        coming = {name: entry for name, entry in manifest.files.items() if name not in shared}
-        have = {name: size for name, size in have.items() if name in coming}
-        needed = sum(entry.bytes for entry in coming.values()) - sum(have.values())
+        folder = self._root / f".{name}{_PART}"
+        self._clear(except_folder=folder)
+        received = _resume_or_create(folder, raw, manifest)
+        linked = _linked_files(store, folder, manifest)
+        incoming = {name: entry for name, entry in manifest.files.items() if name not in linked}
+        received = {name: size for name, size in received.items() if name in incoming}
+        needed = sum(entry.bytes for entry in incoming.values()) - sum(received.values())
         free = shutil.disk_usage(self._root).free
-        if free < needed + SPARE:
-            shutil.rmtree(made, ignore_errors=True)
-            room = (
-                f"{needed / 1e6:.1f} MB needed besides the {SPARE / 1e6:.0f} MB that copies leave,"
+        if free < needed + RESERVED_BYTES:
+            shutil.rmtree(folder, ignore_errors=True)
+            space = (
+                f"{needed / 1e6:.1f} MB needed besides the"
+                f" {RESERVED_BYTES / 1e6:.0f} MB that copies leave,"
                 f" {free / 1e6:.1f} MB free"
             )
-            raise Refused(f"the disk of {self._root} is too full: {room}")
-        goes_on = False
+            raise CopyRefused(f"the disk of {self._root} is too full: {space}")
+        can_continue = False
         try:
-            talk.say(send=True, have=have, shared=[*shared])
-            _write(talk, made, coming, have, lambda: self._open)
-            for name, path in shared.items():
-                path.rename(made / name)
-            (made / _OFFER).rename(made / MANIFEST)
-            store.stand()
-            store.place(made, version, best=manifest.about.get("best") is True)
+            talk.send(send=True, have=received, shared=[*linked])
+            _receive_files(talk, folder, incoming, received, lambda: self._is_open)
+            for name, path in linked.items():
+                path.rename(folder / name)
+            (folder / _OFFER).rename(folder / MANIFEST)
+            store.check_not_fenced()
+            store.install(folder, version, is_best=manifest.info.get("best") is True)
         except (ConnectionError, TimeoutError):
-            goes_on = self._open  # there is a new group, or the writer is lost
+            can_continue = self._is_open  # there is a new group, or the writer is lost
             raise
         finally:
-            if not goes_on:
-                shutil.rmtree(made, ignore_errors=True)
+            if not can_continue:
+                shutil.rmtree(folder, ignore_errors=True)
         store.prune(int(offer["keep"]))
         return {"taken": True}
 
 
-def _begun(made: Path, raw: bytes, manifest: Manifest) -> dict[str, int]:
-    """Begins a folder for a copy, or finds what an earlier try has left: bytes by file.
+def _resume_or_create(folder: Path, raw: bytes, manifest: Manifest) -> dict[str, int]:
+    """Creates a folder for a copy, or returns bytes received by an earlier try, by file.
 
     Of a file that is there the last byte is missing at least: its sender has something to send.
     """
     with contextlib.suppress(OSError):
-        if (made / _OFFER).read_bytes() == raw:
-            have = {}
+        if (folder / _OFFER).read_bytes() == raw:
+            received = {}
             for name, entry in manifest.files.items():
-                path = made / name
+                path = folder / name
                 if path.is_file() and (size := min(path.stat().st_size, entry.bytes - 1)) > 0:
                     os.truncate(path, size)
-                    have[name] = size
-            return have
-    shutil.rmtree(made, ignore_errors=True)
-    made.mkdir()
-    (made / _OFFER).write_bytes(raw)
+                    received[name] = size
+            return received
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / _OFFER).write_bytes(raw)
     return {}
 
 
-def _shared(store: Store, made: Path, manifest: Manifest) -> dict[str, Path]:
-    """Frozen weights that an earlier checkpoint here has, too: links to them, by file.
+def _linked_files(store: Store, folder: Path, manifest: Manifest) -> dict[str, Path]:
+    """Links frozen weights that an earlier checkpoint here has; returns links by file.
 
     Under another name until all has come, for what is half there is cut and written to.
     """
-    found = {}
+    linked = {}
     for name, entry in manifest.files.items():
-        path = made / f".{name}"
+        path = folder / f".{name}"
         if is_frozen_file(name) and (path.exists() or store.link(name, entry, path)):
-            found[name] = path
-    return found
+            linked[name] = path
+    return linked
 
 
-def _said(problem: BaseException) -> str:
+def _problem_text(problem: BaseException) -> str:
     if isinstance(problem, OSError) and problem.strerror:
         return f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror
     return str(getattr(problem, "message", problem))[:300] or type(problem).__name__
 
 
-def _write(talk: Talk, folder: Path, coming: Mapping[str, Entry], have: Mapping[str, int],
-           wanted: Callable[[], bool]) -> None:  # fmt: skip
-    """The files' contents as they come; with each piece the writer gets a sign."""
+def _receive_files(
+    talk: CopyChannel,
+    folder: Path,
+    incoming: Mapping[str, FileEntry],
+    received: Mapping[str, int],
+    is_wanted: Callable[[], bool],
+) -> None:
+    """Receives the files' contents and acknowledges each piece."""
     try:
-        for name, entry in sorted(coming.items()):
+        for name, entry in sorted(incoming.items()):
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            digest, left = hashlib.sha256(), entry.bytes - have.get(name, 0)
-            if name in have:
+            digest, remaining = hashlib.sha256(), entry.bytes - received.get(name, 0)
+            if name in received:
                 with path.open("rb") as file:
-                    while piece := file.read(PIECE):
+                    while piece := file.read(PIECE_BYTES):
                         digest.update(piece)
-            with path.open("ab" if name in have else "wb", buffering=0) as file:
-                while left:
-                    piece = talk.exactly(min(left, PIECE))
-                    if not wanted():
-                        raise Refused("this rank is leaving")
-                    rest = memoryview(piece)
-                    while rest:
-                        rest = rest[file.write(rest) :]
+            with path.open("ab" if name in received else "wb", buffering=0) as file:
+                while remaining:
+                    piece = talk.read_exactly(min(remaining, PIECE_BYTES))
+                    if not is_wanted():
+                        raise CopyRefused("this rank is leaving")
+                    unwritten = memoryview(piece)
+                    while unwritten:
+                        unwritten = unwritten[file.write(unwritten) :]
                     digest.update(piece)
-                    left -= len(piece)
-                    if left:
-                        talk.connection.sendall(GOOD)
+                    remaining -= len(piece)
+                    if remaining:
+                        talk.connection.sendall(ACCEPTED)
                 os.fsync(file.fileno())
             if digest.hexdigest() != entry.sha256:
-                raise Refused(f"{name} did not arrive as it was written (its hash differs)")
+                raise CopyRefused(f"{name} did not arrive as it was written (its hash differs)")
             if entry.bytes:
-                talk.connection.sendall(GOOD)
-        for parent in {(folder / name).parent for name in coming}:
+                talk.connection.sendall(ACCEPTED)
+        for parent in {(folder / name).parent for name in incoming}:
             files.sync_folder(parent)
-    except (OSError, Refused):
+    except (OSError, CopyRefused):
         with contextlib.suppress(OSError):
-            talk.connection.sendall(BAD)
+            talk.connection.sendall(REJECTED)
         raise
 
 
-def send(
-    talk: Talk,
+def send_checkpoint(
+    talk: CopyChannel,
     store: Store,
     name: str,
     keep: int,
-    rest: Callable[[float], None],
+    pause: Callable[[float], None],
 ) -> int:
-    """Offers a checkpoint and sends it where it is wanted, but for what is there of an earlier try.
+    """Offers a checkpoint and sends what the receiver lacks.
 
     Returns the bytes that were sent.
 
@@ -347,7 +370,7 @@ def send(
         store: Of the writer.
         name: Of the checkpoint there.
         keep: How many the receiver keeps.
-        rest: Called with the seconds that each piece took; returns when the next may go.
+        pause: Called with the seconds that each piece took; returns when the next may go.
 
     Raises:
         Refused: The receiver does not take it.
@@ -355,7 +378,7 @@ def send(
         Damaged: The checkpoint is not whole.
     """
     folder = store.root / name
-    raw = files.read_small(folder / MANIFEST)
+    raw = files.read_bytes_limited(folder / MANIFEST)
     manifest = parse_manifest(raw)
     with contextlib.ExitStack() as opened:
         # all at once: what is pruned meanwhile can be read on
@@ -363,25 +386,25 @@ def send(
             (file, entry.bytes, opened.enter_context((folder / file).open("rb")))
             for file, entry in sorted(manifest.files.items())
         ]
-        talk.say(name=name, manifest=raw.decode(), token=store.token, keep=keep)
-        answer, sent = talk.hear(), 0
+        talk.send(name=name, manifest=raw.decode(), token=store.token, keep=keep)
+        answer, sent = talk.receive(), 0
         if not answer.get("send"):
             return 0
-        for there, size, file in contents:
-            if there in answer.get("shared", ()):
+        for name_in_checkpoint, size, file in contents:
+            if name_in_checkpoint in answer.get("shared", ()):
                 continue
-            begun_at = int(answer.get("have", {}).get(there, 0))
-            left = size - file.seek(min(max(begun_at, 0), size))
-            sent += left
-            while left:
-                begun = time.perf_counter()
-                piece = file.read(min(left, PIECE))
+            offset = int(answer.get("have", {}).get(name_in_checkpoint, 0))
+            remaining = size - file.seek(min(max(offset, 0), size))
+            sent += remaining
+            while remaining:
+                start = time.perf_counter()
+                piece = file.read(min(remaining, PIECE_BYTES))
                 if not piece:
-                    raise Damaged(f"{file.name} is shorter than it was")
+                    raise DamagedCheckpoint(f"{file.name} is shorter than it was")
                 talk.connection.sendall(piece)
-                if talk.exactly(1) != GOOD:
-                    talk.hear()  # raises what is wrong
-                left -= len(piece)
-                rest(time.perf_counter() - begun)
-    talk.hear()
+                if talk.read_exactly(1) != ACCEPTED:
+                    talk.receive()  # raises what is wrong
+                remaining -= len(piece)
+                pause(time.perf_counter() - start)
+    talk.receive()
     return sent

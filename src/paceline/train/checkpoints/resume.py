@@ -26,7 +26,7 @@ from paceline.spec.schema import (
     tuple_of,
 )
 from paceline.train import files, parallel
-from paceline.train.checkpoints.capture import Training, set_generators, shards_of
+from paceline.train.checkpoints.capture import Training, set_generator_state, sharded_tensors
 from paceline.train.checkpoints.format import (
     OPTIMIZER,
     OPTIMIZER_SHARDS,
@@ -34,33 +34,33 @@ from paceline.train.checkpoints.format import (
     STATE,
     WEIGHT_SHARDS,
     WEIGHTS,
-    Damaged,
+    DamagedCheckpoint,
     Files,
+    all_weights,
     pack,
     read_manifest,
     unpack,
-    whole_weights,
 )
-from paceline.train.checkpoints.store import WANTS, Found, Store
-from paceline.train.comms import TENSOR_TYPE, Comms, checked
-from paceline.train.data.disks import folder_of_all
+from paceline.train.checkpoints.store import SELECTORS, Store, StoredCheckpoint
+from paceline.train.comms import TENSOR_TYPE, Comms, parse_texts
+from paceline.train.data.disks import is_shared_by_all
 from paceline.train.device import seed_all
 
-_NOTHING = (-1, -1)  # the version of what a rank without an offer has
+_NO_VERSION = (-1, -1)  # the version of what a rank without an offer has
 
 
-def _any(value: Any, where: str) -> None:
+def _accept_any(value: Any, name: str) -> None:
     """What is looked at elsewhere."""
 
 
 # what the rank that has the checkpoint tells the others
-_HEAD = record(problem=text(MAX_LONG_TEXT), state=_any, source=text(), host=text())
+_HEADER_SCHEMA = record(problem=text(MAX_LONG_TEXT), state=_accept_any, source=text(), host=text())
 _TENSOR = tuple_of(regex(TENSOR_TYPE, "a type"), list_of(integer(), 64))
 _SHAPES = dict_of(dict_of(_TENSOR, text(MAX_LONG_TEXT)))
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedCheckpoint:
     """A checkpoint in memory, the same on every rank.
 
     Attributes:
@@ -70,7 +70,7 @@ class Loaded:
         source: Where it was read, for people.
         shards: The folder from which each rank reads its own shards; ``None`` when ``tensors``
             holds everything.
-        own: It is this run's; a folder of checkpoints was not named.
+        is_own: It is this run's; a folder of checkpoints was not named.
     """
 
     step: int
@@ -78,152 +78,162 @@ class Loaded:
     tensors: Files
     source: str
     shards: Path | None = None
-    own: bool = False
+    is_own: bool = False
 
 
 def load(
-    comms: Comms, want: str, store: Store, warn: Callable[[str], None], *, sharded: bool = False
-) -> Loaded | None:
-    """The wanted checkpoint on every rank, from whichever rank's disk has it.
+    comms: Comms, selector: str, store: Store, warn: Callable[[str], None], *, sharded: bool = False
+) -> LoadedCheckpoint | None:
+    """Returns the selected checkpoint on every rank, from whichever rank's disk has it.
 
     Damaged ones are passed over with a warning.
 
     Args:
         comms: All ranks must call this.
-        want: See :meth:`Store.wanted`.
+        selector: See :meth:`Store.wanted`.
         store: This run's checkpoints.
         warn: Called on rank 0 with each thing passed over.
         sharded: Every rank reads its own shards, where all of them see such a checkpoint.
 
     Returns:
-        ``None`` when there is none and ``want`` is ``auto``, or ``want`` is ``never``.
+        ``None`` when there is none and ``selector`` is ``auto``, or ``selector`` is ``never``.
 
     Raises:
         DataError: There is none, or none that is intact.
     """
-    if want == "never":
+    if selector == "never":
         return None
-    offers, bad = store.wanted(want)
-    told: set[str] = set()
-    _tell(comms, bad, warn, told)
+    offers, skipped = store.select(selector)
+    reported: set[str] = set()
+    _report_problems(comms, skipped, warn, reported)
     while True:
-        mine = offers[0].version if offers else _NOTHING
-        rows = [tuple(row) for row in comms.rows(torch.tensor(mine)).tolist()]
-        if max(rows) == _NOTHING:
-            _refuse(want, store)
+        local_version = offers[0].version if offers else _NO_VERSION
+        rows = [tuple(row) for row in comms.rows(torch.tensor(local_version)).tolist()]
+        if max(rows) == _NO_VERSION:
+            _raise_not_found(selector, store)
             return None
         owner = rows.index(max(rows))  # of equals the lowest rank
         offer = offers[0] if comms.world.rank == owner else None
-        loaded, problem = _read(comms, owner, offer, sharded)
+        loaded, problem = _load_from(comms, owner, offer, sharded)
         if loaded is not None:
-            return replace(loaded, own=_names_own(want))
-        _tell(comms, [problem] if offer else [], warn, told)
+            return replace(loaded, is_own=_is_own_selector(selector))
+        _report_problems(comms, [problem] if offer else [], warn, reported)
         offers = offers[1:] if offer else offers
 
 
-def _tell(comms: Comms, problems: list[str], warn: Callable[[str], None], told: set[str]) -> None:
-    """Every rank's problems once each, by rank 0; on one disk all ranks find the same."""
+def _report_problems(
+    comms: Comms, problems: list[str], warn: Callable[[str], None], reported: set[str]
+) -> None:
+    """Reports every rank's problems once each, on rank 0."""
     texts = comms.texts("\n".join(problems))
     lines = dict.fromkeys(line for text in texts for line in text.split("\n"))
     for line in filter(None, lines):
-        if comms.world.rank == 0 and line not in told:
+        if comms.world.rank == 0 and line not in reported:
             warn(line)
-        told.add(line)
+        reported.add(line)
 
 
-def _names_own(want: str) -> bool:
-    """Whether this is one of the run's own checkpoints, and no folder."""
-    return want in WANTS or want.isdecimal()
+def _is_own_selector(selector: str) -> bool:
+    """Whether this selects one of the run's own checkpoints, not a folder."""
+    return selector in SELECTORS or selector.isdecimal()
 
 
-def _refuse(want: str, store: Store) -> None:
-    if want == "auto":
+def _raise_not_found(selector: str, store: Store) -> None:
+    if selector == "auto":
         return
-    if _names_own(want):
-        steps = ", ".join(str(one.step) for one in store.found()[0]) or "none"
+    if _is_own_selector(selector):
+        steps = ", ".join(str(checkpoint.step) for checkpoint in store.scan()[0]) or "none"
         raise DataError(
-            f"--resume {want}: no such checkpoint that is intact",
+            f"--resume {selector}: no such checkpoint that is intact",
             found=f"in {store.root}: {steps}",
             remedy="--resume latest, a step that is there, or --resume never to begin anew",
         )
     raise SettingError(
-        f"--resume {want}: no checkpoint is there",
+        f"--resume {selector}: no checkpoint is there",
         remedy="name the folder of a run or of a checkpoint, a step, latest, best, or never",
     )
 
 
-def _read(
-    comms: Comms, owner: int, offer: Found | None, sharded: bool
-) -> tuple[Loaded | None, str]:
-    """One rank reads and checks; the others get it from that rank."""
-    seen = _seen_by_all(comms, owner, offer) if sharded else None
+def _load_from(
+    comms: Comms, owner: int, offer: StoredCheckpoint | None, sharded: bool
+) -> tuple[LoadedCheckpoint | None, str]:
+    """Reads and checks on one rank; the others receive it from there."""
+    shared_folder = _shared_folder(comms, owner, offer) if sharded else None
     problem, source = "", ""
     state: dict[str, Any] = {}
     tensors: Files = {}
-    if seen is not None:
-        problem = _look_together(comms, seen)
+    if shared_folder is not None:
+        problem = _verify_together(comms, shared_folder)
     if offer is not None and not problem:
         source = str(offer.path)
         try:
-            state, tensors = _from_disk(offer, whole=seen is None)
-        except Damaged as damage:
+            state, tensors = _from_disk(offer, assemble=shared_folder is None)
+        except DamagedCheckpoint as damage:
             problem = f"{offer.path}: {damage}"
-    said = {"problem": problem, "state": state, "source": source, "host": comms.world.host}
-    heads = comms.texts(json.dumps(said) if offer is not None else "")
-    head = checked(heads, optional(_HEAD))[owner]
-    if head is None or head["problem"]:
+    message = {"problem": problem, "state": state, "source": source, "host": comms.world.host}
+    headers = comms.texts(json.dumps(message) if offer is not None else "")
+    header = parse_texts(headers, optional(_HEADER_SCHEMA))[owner]
+    if header is None or header["problem"]:
         return None, problem
     try:
-        _checked(head["state"])
+        _check_state(header["state"])
     except ValueError as wrong:
         raise JobError(f"rank {owner} sent no state of a training", found=str(wrong)) from None
-    shared = _share(comms, owner, tensors)
-    where = f"{head['source']} on {head['host']}"
-    return Loaded(head["state"]["progress"]["step"], head["state"], shared, where, seen), ""
+    tensors_here = _share_tensors(comms, owner, tensors)
+    source_text = f"{header['source']} on {header['host']}"
+    return LoadedCheckpoint(
+        header["state"]["progress"]["step"],
+        header["state"],
+        tensors_here,
+        source_text,
+        shared_folder,
+    ), ""
 
 
-def _seen_by_all(comms: Comms, owner: int, offer: Found | None) -> Path | None:
-    """The owner's checkpoint where it is made of shards and lies on a disk of all ranks."""
-    mine = str(offer.path.resolve()) if offer is not None and _has_shards(offer) else ""
-    there = comms.texts(mine)[owner]
-    if not there or not folder_of_all(comms, Path(there).parent, owner):
+def _shared_folder(comms: Comms, owner: int, offer: StoredCheckpoint | None) -> Path | None:
+    """Returns the owner's checkpoint if it has shards and all ranks see it."""
+    local_path = str(offer.path.resolve()) if offer is not None and _has_shards(offer) else ""
+    path = comms.texts(local_path)[owner]
+    if not path or not is_shared_by_all(comms, Path(path).parent, owner):
         return None
-    return Path(there)
+    return Path(path)
 
 
-def _has_shards(found: Found) -> bool:
-    return any(name.startswith(WEIGHT_SHARDS + "/") for name in found.manifest.files)
+def _has_shards(checkpoint: StoredCheckpoint) -> bool:
+    return any(name.startswith(WEIGHT_SHARDS + "/") for name in checkpoint.manifest.files)
 
 
-def _look_together(comms: Comms, path: Path) -> str:
-    """What is wrong with the checkpoint's files; each rank looks at some of them."""
+def _verify_together(comms: Comms, path: Path) -> str:
+    """Returns what is wrong with the files; each rank checks some of them."""
     problem = ""
     try:
         read_manifest(path).verify(path, (comms.world.rank, comms.world.size))
-    except Damaged as damage:
+    except DamagedCheckpoint as damage:
         problem = f"{path}: {damage}"
     return next(filter(None, comms.texts(problem)), "")
 
 
-def _from_disk(found: Found, *, whole: bool) -> tuple[dict[str, Any], Files]:
-    """A checkpoint's content; ``whole`` checks it first and puts shards together."""
-    if whole:
-        found.manifest.verify(found.path)
+def _from_disk(checkpoint: StoredCheckpoint, *, assemble: bool) -> tuple[dict[str, Any], Files]:
+    """Returns a checkpoint's content; ``assemble`` verifies it first and joins shards."""
+    if assemble:
+        checkpoint.manifest.verify(checkpoint.path)
     try:
-        state = _checked(json.loads(files.read_small(found.path / STATE)))
+        state = _check_state(json.loads(files.read_bytes_limited(checkpoint.path / STATE)))
         tensors = {
-            name: load_file(found.path / name)
-            for name in found.manifest.files
+            name: load_file(checkpoint.path / name)
+            for name in checkpoint.manifest.files
             if name.endswith(".safetensors") and "/" not in name
         }
-        if whole and _has_shards(found):
+        if assemble and _has_shards(checkpoint):
             from paceline.train.checkpoints import shards
 
-            tensors[WEIGHTS] = shards.whole(found.path / WEIGHT_SHARDS)
-            tensors[OPTIMIZER] |= shards.whole(found.path / OPTIMIZER_SHARDS)
+            tensors[WEIGHTS] = shards.read_all(checkpoint.path / WEIGHT_SHARDS)
+            tensors[OPTIMIZER] |= shards.read_all(checkpoint.path / OPTIMIZER_SHARDS)
         return state, tensors
     except (OSError, ValueError, RuntimeError, LookupError, TypeError, SafetensorError) as error:
-        raise Damaged(f"cannot be read: {str(error)[:300] or type(error).__name__}") from None
+        raise DamagedCheckpoint(
+            f"cannot be read: {str(error)[:300] or type(error).__name__}"
+        ) from None
 
 
 _FIELDS: dict[str, type] = {
@@ -235,15 +245,15 @@ _FIELDS: dict[str, type] = {
 }
 
 
-def _checked(state: Any) -> dict[str, Any]:
-    """The content of ``state.json``; ValueError when it is none."""
+def _check_state(state: Any) -> dict[str, Any]:
+    """Returns the content of ``state.json``. ValueError if it is invalid."""
     if not isinstance(state, dict):
         raise ValueError(f"{STATE} holds no state")
     for name, kind in _FIELDS.items():
         if type(state.get(name)) is not kind:
             raise ValueError(f"{STATE} says nothing usable of {name}")
     tied = state.get("tied", {})  # checkpoints of earlier versions hold each name
-    if type(tied) is not dict or not all(isinstance(other, str) for other in tied.values()):
+    if type(tied) is not dict or not all(isinstance(source, str) for source in tied.values()):
         raise ValueError(f"{STATE} says nothing usable of tied weights")
     for name in ("step", "epoch", "offset", "evaluated"):
         value = state["progress"].get(name, 0 if name == "evaluated" else None)
@@ -252,31 +262,31 @@ def _checked(state: Any) -> dict[str, Any]:
     return state
 
 
-def _share(comms: Comms, owner: int, tensors: Files) -> Files:
-    """The owner's tensors on every rank: shapes as text, then all content together."""
-    if comms.alone:
+def _share_tensors(comms: Comms, owner: int, tensors: Files) -> Files:
+    """Gives every rank the owner's tensors: shapes as text, then all content."""
+    if comms.is_alone:
         return tensors
     shapes = {
         file: {
-            name: [str(one.dtype).removeprefix("torch."), list(one.shape)]
-            for name, one in content.items()
+            name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+            for name, tensor in content.items()
         }
         for file, content in tensors.items()
     }
-    head = checked(comms.texts(json.dumps(shapes)), _SHAPES)[owner]
+    header = parse_texts(comms.texts(json.dumps(shapes)), _SHAPES)[owner]
     if comms.world.rank != owner:
         tensors = {
             file: {
                 name: torch.empty(shape, dtype=getattr(torch, dtype))
                 for name, (dtype, shape) in content.items()
             }
-            for file, content in head.items()
+            for file, content in header.items()
         }
-    comms.spread([one for content in tensors.values() for one in content.values()], owner)
+    comms.broadcast([tensor for content in tensors.values() for tensor in content.values()], owner)
     return tensors
 
 
-def check_identity(loaded: Loaded, identity: Mapping[str, str]) -> None:
+def check_identity(loaded: LoadedCheckpoint, identity: Mapping[str, str]) -> None:
     """Refuses to resume another training than the checkpoint's.
 
     Raises:
@@ -296,8 +306,8 @@ def check_identity(loaded: Loaded, identity: Mapping[str, str]) -> None:
         )
 
 
-def restore(loaded: Loaded, training: Training, comms: Comms) -> None:
-    """Puts a training into a checkpoint's state, at whatever world size.
+def restore(loaded: LoadedCheckpoint, training: Training, comms: Comms) -> None:
+    """Restores a training from a checkpoint, at any world size.
 
     Raises:
         DataError: It is the state of something else.
@@ -314,35 +324,45 @@ def restore(loaded: Loaded, training: Training, comms: Comms) -> None:
         ) from error
 
 
-def _restore(loaded: Loaded, training: Training, comms: Comms) -> None:
-    state, rest, models = loaded.state, loaded.tensors[OPTIMIZER], training.models
+def _restore(loaded: LoadedCheckpoint, training: Training, comms: Comms) -> None:
+    state, state_tensors, models = loaded.state, loaded.tensors[OPTIMIZER], training.models
     if loaded.shards is None:
-        weights = whole_weights(loaded.tensors, state.get("tied", {}))
-        parallel.load_whole_state(models.module, weights)
-        models.load_state(unpack(state["training"], rest))
+        weights = all_weights(loaded.tensors, state.get("tied", {}))
+        parallel.load_full_state(models.module, weights)
+        models.load_state(unpack(state["training"], state_tensors))
     else:  # each rank reads what it is to hold, whoever has written it
         from paceline.train.checkpoints import shards
 
-        shards.fill(loaded.shards / WEIGHT_SHARDS, parallel.own_state(models.module))
-        fresh: dict[str, Tensor] = {}
-        pack(models.state(whole=False), fresh, "training")
-        kept = models.known(state["training"])  # there may be averages that are not wanted now
-        said = json.dumps(kept)  # and others that were not wanted then
-        mine = {name: one for name, one in shards_of(fresh).items() if json.dumps(name) in said}
-        shards.fill(loaded.shards / OPTIMIZER_SHARDS, mine)
-        models.load_state(unpack(kept, {**rest, **mine}), whole=False)
-    for name, kept in unpack(state["extras"], rest).items():
+        shards.read_into(loaded.shards / WEIGHT_SHARDS, parallel.local_state(models.module))
+        current: dict[str, Tensor] = {}
+        pack(models.state(assemble=False), current, "training")
+        saved = models.select_known(
+            state["training"]
+        )  # there may be averages that are not wanted now
+        saved_text = json.dumps(saved)  # and others that were not wanted then
+        local_shards = {
+            name: tensor
+            for name, tensor in sharded_tensors(current).items()
+            if json.dumps(name) in saved_text
+        }
+        shards.read_into(loaded.shards / OPTIMIZER_SHARDS, local_shards)
+        models.load_state(unpack(saved, {**state_tensors, **local_shards}), assemble=False)
+    for name, saved in unpack(state["extras"], state_tensors).items():
         if name in training.extras:
-            training.extras[name].load_state_dict(kept)
-    stand(training, state)
+            training.extras[name].load_state_dict(saved)
+    set_position(training, state)
     if state["ranks"] == comms.world.size:
-        set_generators(loaded.tensors[RANDOM][str(comms.world.rank)], comms.device)
+        set_generator_state(loaded.tensors[RANDOM][str(comms.world.rank)], comms.device)
     else:  # other ranks have no state to resume from: new ones, but always the same
         seed_all(training.seed * 1_000_003 + loaded.step * 4_001 + comms.world.rank)
 
 
-def stand(training: Training, state: Mapping[str, Any]) -> None:
-    """Puts a training at the position in the data that a state has."""
-    done, progress = state["progress"], training.progress
-    progress.step, progress.epoch, progress.offset = done["step"], done["epoch"], done["offset"]
-    progress.evaluated = done.get("evaluated", progress.step)
+def set_position(training: Training, state: Mapping[str, Any]) -> None:
+    """Sets a training's position in the data from a state."""
+    position, progress = state["progress"], training.progress
+    progress.step, progress.epoch, progress.offset = (
+        position["step"],
+        position["epoch"],
+        position["offset"],
+    )
+    progress.evaluated = position.get("evaluated", progress.step)

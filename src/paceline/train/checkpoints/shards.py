@@ -31,8 +31,8 @@ from paceline.spec.errors import DataError
 
 
 @dataclass(frozen=True)
-class Shards:
-    """What one rank writes of a state; tensors are still the training's own.
+class ShardPart:
+    """One rank's part of a state; tensors are still the training's own.
 
     Attributes:
         tensors: Local parts by name.
@@ -48,23 +48,23 @@ class Shards:
         return {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(places)}
 
 
-def planned(state: Mapping[str, Tensor]) -> Shards:
-    """This rank's part of a state; a collective of all ranks.
+def plan_shards(state: Mapping[str, Tensor]) -> ShardPart:
+    """Returns this rank's part of a state; a collective of all ranks.
 
     Args:
         state: Shards as ``DTensor``; of other tensors the lowest rank's are taken.
     """
-    collector = _Collector()
+    collector = _PlanCollector()
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     save(dict(state), storage_writer=collector, planner=planner)
     return collector.shards
 
 
-class _Collector(StorageWriter):
-    """Notes what torch's planner wants written here; writing is done later, off the step."""
+class _PlanCollector(StorageWriter):
+    """Collects what torch's planner assigns to this rank; written later, off the step."""
 
     def __init__(self) -> None:
-        self.shards = Shards()
+        self.shards = ShardPart()
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -85,9 +85,9 @@ class _Collector(StorageWriter):
             if isinstance(part, Tensor) and part.numel() and item.tensor_data is not None:
                 self.shards.tensors[item.index.fqn] = part.detach()
                 self.shards.offsets[item.index.fqn] = list(item.tensor_data.chunk.offsets)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([])
-        return done
+        result: Future[list[WriteResult]] = Future()
+        result.set_result([])
+        return result
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         pass
@@ -97,11 +97,11 @@ class _Collector(StorageWriter):
         return True
 
 
-def fill(folder: Path, state: Mapping[str, Tensor]) -> None:
+def read_into(folder: Path, state: Mapping[str, Tensor]) -> None:
     """Reads this rank's part of a state that any number of ranks has written; a collective.
 
     Args:
-        folder: Of :func:`planned`'s files; seen by every rank.
+        folder: Of :func:`plan_shards`'s files; seen by every rank.
         state: Filled in place; shards as ``DTensor``.
 
     Raises:
@@ -114,13 +114,13 @@ def fill(folder: Path, state: Mapping[str, Tensor]) -> None:
     except CheckpointException as error:
         raise DataError(
             f"the checkpoint {folder.parent} does not fit the model",
-            found="; ".join(f"rank {rank}: {why[0]}" for rank, why in error.failures.items()),
+            found="; ".join(f"rank {rank}: {reason[0]}" for rank, reason in error.failures.items()),
             remedy="the former model and optimizer, or --resume never to begin anew",
         ) from None
 
 
-def whole(folder: Path) -> dict[str, Tensor]:
-    """The state as one process holds it, on the CPU; empty where nothing was written.
+def read_all(folder: Path) -> dict[str, Tensor]:
+    """Returns the whole state on the CPU; empty if nothing was written.
 
     Raises:
         RuntimeError: It cannot be read.
@@ -129,9 +129,9 @@ def whole(folder: Path) -> dict[str, Tensor]:
         return {}
     reader = HuggingFaceStorageReader(str(folder))
     state = {
-        name: torch.empty(one.size, dtype=one.properties.dtype)
-        for name, one in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(one, TensorStorageMetadata)
+        name: torch.empty(metadata.size, dtype=metadata.properties.dtype)
+        for name, metadata in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(metadata, TensorStorageMetadata)
     }
     with warnings.catch_warnings():  # that it reads alone is what is wanted
         warnings.simplefilter("ignore")

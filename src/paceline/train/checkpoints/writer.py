@@ -23,25 +23,25 @@ from paceline.train.checkpoints.capture import Copier, Snapshot
 from paceline.train.checkpoints.format import (
     FROZEN,
     STATE,
-    Entry,
+    FileEntry,
     Files,
     Manifest,
-    content_of,
-    size_of,
+    hash_and_size,
+    tensor_bytes,
     write_chunks,
     write_tensors,
 )
 from paceline.train.checkpoints.store import Fenced, Store
 
-_SPARE = 1 << 20  # for manifest, pointers and the file system's own needs
-PATIENCE = 60.0  # seconds in which nothing at all is written
-LAST_SECONDS = 5.0  # the same when the training has failed and other ranks may be gone
-_LOOK = 0.05
+_RESERVED_BYTES = 1 << 20  # for manifest, pointers and the file system's own needs
+STALL_TIMEOUT_S = 60.0  # seconds in which nothing at all is written
+FAILED_TIMEOUT_S = 5.0  # the same when the training has failed and other ranks may be gone
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a save ended: ``problem`` is empty when it went well.
+class SaveOutcome:
+    """Result of a save: ``problem`` is empty if it went well.
 
     ``fenced``: another writer has taken over, which is the end of this one.
     """
@@ -59,7 +59,7 @@ class Writer:
     Args:
         store: Where.
         keep: How many of the newest stay; 0 keeps all.
-        published: Called by the thread after each checkpoint that is there.
+        on_published: Called by the thread after each checkpoint that is there.
 
     Attributes:
         copier: Its ``wait`` returns when parameters may change again.
@@ -67,23 +67,23 @@ class Writer:
     """
 
     def __init__(
-        self, store: Store, keep: int, published: Callable[[], None] = lambda: None
+        self, store: Store, keep: int, on_published: Callable[[], None] = lambda: None
     ) -> None:
-        self._store, self._keep, self._published = store, keep, published
+        self._store, self._keep, self._on_published = store, keep, on_published
         self.copier = Copier()
-        self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self.outcomes: queue.SimpleQueue[SaveOutcome] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._given_up = threading.Event()
+        self._abandoned = threading.Event()
 
-    def begin(self, snapshot: Snapshot, part: Part | None = None) -> None:
-        """Begins to write; waits first for the one before.
+    def start(self, snapshot: Snapshot, part: PartialWrite | None = None) -> None:
+        """Starts to write, after the previous write has ended.
 
         Args:
             snapshot: What this process writes.
             part: Set where every rank writes what it holds.
         """
         self.wait()
-        finish = self.copier.begin(snapshot.tensors, snapshot.later)
+        finish = self.copier.start(snapshot.tensors, snapshot.deferred)
         self._thread = threading.Thread(
             target=self._work,
             args=(snapshot, finish, part),
@@ -93,18 +93,20 @@ class Writer:
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when nothing is being written."""
+        """Waits until nothing is being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
-    def _work(self, snapshot: Snapshot, finish: Callable[[], Files], part: Part | None) -> None:
+    def _work(
+        self, snapshot: Snapshot, finish: Callable[[], Files], part: PartialWrite | None
+    ) -> None:
         started, problem, fenced = time.monotonic(), "", False
-        self._shared = 0  # bytes that an earlier checkpoint has
+        self._linked_bytes = 0  # bytes that an earlier checkpoint has
         try:
             tensors = finish()
             if part is not None and part.rank:
-                contribute(part, lambda: self._write_files(snapshot, tensors, part.folder))
+                write_part(part, lambda: self._write_files(snapshot, tensors, part.folder))
             else:
                 self._write(snapshot, tensors, part)
         except Fenced as error:
@@ -112,77 +114,79 @@ class Writer:
         except Exception as error:  # whatever it is, it ends no training
             problem = str(error) or type(error).__name__
         seconds = time.monotonic() - started
-        written = snapshot.bytes - self._shared
-        self.outcomes.put(Outcome(snapshot.step, seconds, written, problem, fenced))
+        written = snapshot.bytes - self._linked_bytes
+        self.outcomes.put(SaveOutcome(snapshot.step, seconds, written, problem, fenced))
 
-    def _write(self, snapshot: Snapshot, tensors: Files, part: Part | None) -> None:
+    def _write(self, snapshot: Snapshot, tensors: Files, part: PartialWrite | None) -> None:
         """Writes what is this process's, waits for other ranks' parts, and publishes."""
-        tensors, frozen = _named_by_content(tensors)
-        shared = sum(e.bytes for name, e in frozen.items() if self._store.holder(name, e))
-        folder = part.folder if part else self.prepare(snapshot.step, snapshot.bytes - shared)
+        tensors, frozen = _name_frozen(tensors)
+        shared = sum(e.bytes for name, e in frozen.items() if self._store.find_file(name, e))
+        folder = part.folder if part else self.make_folder(snapshot.step, snapshot.bytes - shared)
         try:
             entries = self._write_files(snapshot, tensors, folder, frozen)
-            entries[STATE] = Entry(*write_chunks(folder / STATE, iter([snapshot.state])))
+            entries[STATE] = FileEntry(*write_chunks(folder / STATE, iter([snapshot.state])))
             if part is not None:
-                entries |= collect(part, self._given_up)
-            self._store.publish(folder, Manifest(snapshot.step, entries, snapshot.about))
+                entries |= collect_parts(part, self._abandoned)
+            self._store.publish(folder, Manifest(snapshot.step, entries, snapshot.info))
         except OSError:
-            self._store.stand()  # a newer writer may have cleared our folder away
+            self._store.check_not_fenced()  # a newer writer may have cleared our folder away
             raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        self._published()
+        self._on_published()
         self._store.prune(self._keep)
 
     def _write_files(self, snapshot: Snapshot, tensors: Files, folder: Path,
-                     frozen: Mapping[str, Entry] = {}) -> dict[str, Entry]:  # fmt: skip
+                     frozen: Mapping[str, FileEntry] = {}) -> dict[str, FileEntry]:  # fmt: skip
         """Writes the files, but for those of ``frozen`` that an earlier checkpoint has, too."""
         entries = {}
         for name, content in tensors.items():
             path = folder / name
             path.parent.mkdir(exist_ok=True)
             if name in frozen and self._store.link(name, frozen[name], path):
-                entries[name], self._shared = frozen[name], size_of(content)
+                entries[name], self._linked_bytes = frozen[name], tensor_bytes(content)
             else:
-                entries[name] = Entry(*write_tensors(path, content, snapshot.headers.get(name)))
+                entries[name] = FileEntry(*write_tensors(path, content, snapshot.headers.get(name)))
         for parent in {(folder / name).parent for name in tensors} - {folder}:
             files.sync_folder(parent)
         return entries
 
-    def prepare(self, step: int, needed: int) -> Path:
-        """An empty folder for a checkpoint of ``needed`` bytes.
+    def make_folder(self, step: int, needed: int) -> Path:
+        """Makes an empty folder for a checkpoint of ``needed`` bytes.
 
         Raises:
             OSError: There is no room, or no folder can be made.
         """
         self._store.root.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self._store.root).free
-        if free < needed + _SPARE:
+        if free < needed + _RESERVED_BYTES:
             raise OSError(
                 f"the disk of {self._store.root} is too full:"
                 f" {needed / 1e6:.1f} MB needed, {free / 1e6:.1f} MB free"
             )
         return self._store.temporary(step)
 
-    def give_up(self) -> None:
-        """Waits no longer for other ranks' parts: they may be gone."""
-        self._given_up.set()
+    def abandon(self) -> None:
+        """Stops waiting for other ranks' parts: they may be gone."""
+        self._abandoned.set()
 
 
-def _named_by_content(tensors: Files) -> tuple[Files, dict[str, Entry]]:
-    """The files with the frozen weights' one named by its content, and what that one will be.
+def _name_frozen(tensors: Files) -> tuple[Files, dict[str, FileEntry]]:
+    """Names the frozen weights' file by its content; returns the files and that entry.
 
     The content decides whether they have changed: not every change of a tensor leaves a trace.
     """
     if FROZEN not in tensors:
         return tensors, {}
-    entry = Entry(*content_of(tensors[FROZEN]))
+    entry = FileEntry(*hash_and_size(tensors[FROZEN]))
     name = frozen_file(entry.sha256)
-    return {name if file == FROZEN else file: one for file, one in tensors.items()}, {name: entry}
+    return {name if file == FROZEN else file: content for file, content in tensors.items()}, {
+        name: entry
+    }
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartialWrite:
     """A rank's part in a checkpoint of all ranks.
 
     Attributes:
@@ -196,12 +200,12 @@ class Part:
     size: int
 
     def note(self, rank: int) -> Path:
-        """Where a rank says what it has written."""
+        """Returns the path of a rank's note about what it has written."""
         return self.folder / f".part-{rank}.json"
 
 
-def contribute(part: Part, write: Callable[[], Mapping[str, Entry]]) -> None:
-    """Writes this rank's files and the note about them, or about why that failed.
+def write_part(part: PartialWrite, write: Callable[[], Mapping[str, FileEntry]]) -> None:
+    """Writes this rank's files and a note about them, or about a failure.
 
     Raises:
         OSError: The files could not be written.
@@ -215,53 +219,55 @@ def contribute(part: Part, write: Callable[[], Mapping[str, Entry]]) -> None:
     files.write_json(part.note(part.rank), {"files": entries})
 
 
-def collect(part: Part, given_up: threading.Event) -> dict[str, Entry]:
-    """Waits for the other ranks' notes and takes them away.
+def collect_parts(part: PartialWrite, is_abandoned: threading.Event) -> dict[str, FileEntry]:
+    """Waits for the other ranks' notes and removes them.
 
     Args:
         part: Of rank 0.
-        given_up: Set when other ranks may be gone.
+        is_abandoned: Set when other ranks may be gone.
 
     Returns:
         What all of them have written.
 
     Raises:
-        OSError: A rank could not write, or nothing was written for :data:`PATIENCE`.
+        OSError: A rank could not write, or nothing was written for :data:`STALL_TIMEOUT_S`.
     """
-    entries: dict[str, Entry] = {}
-    waiting = set(range(1, part.size))
-    watch = _Watch(part.folder)
-    while waiting:
-        for rank in [rank for rank in waiting if part.note(rank).exists()]:
-            entries |= _read(part.note(rank))
-            waiting.remove(rank)
-        if waiting and watch.idle() > (LAST_SECONDS if given_up.is_set() else PATIENCE):
-            missing = ", ".join(map(str, sorted(waiting)))
+    entries: dict[str, FileEntry] = {}
+    pending = set(range(1, part.size))
+    watch = _ProgressWatch(part.folder)
+    while pending:
+        for rank in [rank for rank in pending if part.note(rank).exists()]:
+            entries |= _read_note(part.note(rank))
+            pending.remove(rank)
+        if pending and watch.idle_s() > (
+            FAILED_TIMEOUT_S if is_abandoned.is_set() else STALL_TIMEOUT_S
+        ):
+            missing = ", ".join(map(str, sorted(pending)))
             raise OSError(f"rank {missing} has not written its part to {part.folder}")
-        time.sleep(_LOOK if waiting else 0)
+        time.sleep(_POLL_S if pending else 0)
     return entries
 
 
-def _read(note: Path) -> dict[str, Entry]:
-    said = json.loads(note.read_text(encoding="utf-8"))
+def _read_note(note: Path) -> dict[str, FileEntry]:
+    content = json.loads(note.read_text(encoding="utf-8"))
     note.unlink()
-    if "problem" in said:
-        raise OSError(said["problem"])
-    return {name: Entry(**entry) for name, entry in said["files"].items()}
+    if "problem" in content:
+        raise OSError(content["problem"])
+    return {name: FileEntry(**entry) for name, entry in content["files"].items()}
 
 
-class _Watch:
-    """How long nothing in a folder has grown."""
+class _ProgressWatch:
+    """Measures for how long nothing in a folder has grown."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._bytes, self._since = folder, -1, time.monotonic()
+        self._folder, self._bytes, self._grown_at = folder, -1, time.monotonic()
 
-    def idle(self) -> float:
+    def idle_s(self) -> float:
         """Seconds since something was last seen to grow."""
         written = self._written()
         if written != self._bytes:
-            self._bytes, self._since = written, time.monotonic()
-        return time.monotonic() - self._since
+            self._bytes, self._grown_at = written, time.monotonic()
+        return time.monotonic() - self._grown_at
 
     def _written(self) -> int:
         with contextlib.suppress(OSError):

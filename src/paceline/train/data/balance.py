@@ -19,88 +19,95 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.train.data.order import part
-from paceline.train.measure.pace import PARTS, Look
+from paceline.train.data.order import rank_range
+from paceline.train.measure.pace import PARTS, StepTimings
 
 Shares = tuple[int, ...]
 """Samples of each rank in a whole global batch."""
 
-WORTH = 0.03
+MIN_GAIN = 0.03
 """Least part of a step that a change of shares must win."""
-OFFERED = 0.15
+MIN_SUGGESTED_GAIN = 0.15
 """Part of a step to win from which on a job with even shares is told so."""
-OFFERED_S = 0.005
+MIN_SUGGESTED_GAIN_S = 0.005
 """And the least seconds of a step: less is a busy machine's noise, and nobody waits long for it."""
 
-_AT_ONCE = 0.1  # of a step to win: not looked at twice
-_WINDOW = 24  # steps that a cost is the median of, at most
-_FEWEST = 3  # steps that a decision needs
-_WHOLE = 0.75  # part of a batch that a step must have to count
-_GROWTH = 4  # times its former share that a rank gets at most
-_STEADY, _BELIEVED = 0.95, 0.7  # most of a step that is taken for fixed; at first
-_SMALL_CHANGES = 8  # below _AT_ONCE, until a speed changes again
-_REST = 200  # steps that a dropped rank rests before it is tried again; doubled each time
-_WORSE = 1.1  # times the former step: a change of shares was none for the better
-_HELD, _LONGEST = 200, 3200  # steps for which it is not tried again; doubled each time, to so many
-_QUICKER = 0.8  # times its former cost: what was seen of a rank before holds no longer
-_DATA, _COMPUTING, _MOVING, _OTHER = map(PARTS.index, ("data", "computing", "moving", "other"))
+_IMMEDIATE_GAIN = 0.1  # of a step to win: not looked at twice
+_COST_STEPS = 24  # steps that a cost is the median of, at most
+_MIN_STEPS = 3  # steps that a decision needs
+_MIN_BATCH_PART = 0.75  # part of a batch that a step must have to count
+_MAX_GROWTH = 4  # times its former share that a rank gets at most
+_MAX_FIXED_PART, _MAX_FIRST_FIXED_PART = (
+    0.95,
+    0.7,
+)  # most of a step that is taken for fixed; at first
+_MAX_SMALL_CHANGES = 8  # below _AT_ONCE, until a speed changes again
+_DROP_STEPS = 200  # steps that a dropped rank rests before it is tried again; doubled each time
+_MAX_SLOWDOWN = 1.1  # times the former step: a change of shares was none for the better
+_CAP_STEPS, _MAX_CAP_STEPS = (
+    200,
+    3200,
+)  # steps for which it is not tried again; doubled each time, to so many
+_MIN_SPEEDUP = 0.8  # times its former cost: what was seen of a rank before holds no longer
+_DATA, _COMPUTING, _MOVING, _SESSION_WORK = map(
+    PARTS.index, ("data", "computing", "moving", "other")
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What a look came to.
+    """Result of an observation.
 
     Attributes:
         shares: That would be best.
-        now, then: Seconds of a step until gradients are exchanged, with the present and the best
-            shares.
-        moving: Seconds of a step in which bytes move and nothing else happens.
-        win: Part of the step that the best shares would save.
-        act: They are to be taken.
-        useless: A rank without which a step would be faster, though it had the least share.
-        without: Seconds of a step without that rank.
-        sure: Of all ranks whose share would change steps with two shares were seen: so it is known
-            what a step costs them whatever their share is. Otherwise ``then`` is what it is at
-            best: if all of a rank's time follows its samples.
+        current_s, proposed_s: Seconds of a step until gradients are exchanged, with the present
+            and with the best shares.
+        moving_s: Seconds of a step in which bytes move and nothing else happens.
+        gain: Part of the step that the best shares would save.
+        apply: They are to be taken.
+        surplus_rank: A rank without which a step would be faster, though it had the least share.
+        reduced_s: Seconds of a step without that rank.
+        is_certain: Steps with two different shares were seen of every rank whose share changes, so
+            its fixed cost is known. Otherwise ``proposed_s`` assumes that there is none.
     """
 
     shares: Shares
-    now: float
-    then: float
-    moving: float
-    win: float
-    act: bool
-    useless: int | None = None
-    without: float = 0.0
-    sure: bool = False
+    current_s: float
+    proposed_s: float
+    moving_s: float
+    gain: float
+    apply: bool
+    surplus_rank: int | None = None
+    reduced_s: float = 0.0
+    is_certain: bool = False
 
     @property
-    def whole(self) -> tuple[float, float]:
+    def step_seconds(self) -> tuple[float, float]:
         """Seconds of a whole step, with the present and the best shares."""
-        return self.now + self.moving, self.then + self.moving
+        return self.current_s + self.moving_s, self.proposed_s + self.moving_s
 
 
-def even(samples: int, ranks: int) -> Shares:
+def even_shares(samples: int, ranks: int) -> Shares:
     """Shares that differ by at most one sample."""
-    parts = (part(0, samples, rank, ranks) for rank in range(ranks))
+    parts = (rank_range(0, samples, rank, ranks) for rank in range(ranks))
     return tuple(end - first for first, end in parts)
 
 
-def bounds(samples: int, shares: Sequence[int], rank: int) -> tuple[int, int]:
-    """Where the share of a rank begins and ends in so many samples, divided as ``shares`` are.
+def share_bounds(samples: int, shares: Sequence[int], rank: int) -> tuple[int, int]:
+    """Returns start and end of a rank's share of so many samples, divided as ``shares`` are.
 
     Disjoint, and together all of them.
     """
-    total, before = sum(shares), sum(shares[:rank])
-    return samples * before // total, samples * (before + shares[rank]) // total
+    total, start = sum(shares), sum(shares[:rank])
+    return samples * start // total, samples * (start + shares[rank]) // total
 
 
-def apportioned(samples: int, weights: Sequence[float], least: int = 1) -> Shares:
-    """Whole shares nearest to weights; each at least ``least`` where there are enough samples."""
-    floor = min(least, samples // len(weights))
+def apportion(samples: int, weights: Sequence[float], min_share: int = 1) -> Shares:
+    """Whole shares nearest to weights, each at least ``min_share`` if there are enough samples."""
+    floor = min(min_share, samples // len(weights))
     total = sum(weights)
-    exact = [samples * one / total for one in weights]
-    shares = [max(floor, math.floor(one)) for one in exact]
+    exact = [samples * weight / total for weight in weights]
+    shares = [max(floor, math.floor(share)) for share in exact]
     while (missing := samples - sum(shares)) != 0:
         sign = 1 if missing > 0 else -1
         ranks = [r for r in range(len(shares)) if sign > 0 or shares[r] > floor]
@@ -108,104 +115,112 @@ def apportioned(samples: int, weights: Sequence[float], least: int = 1) -> Share
     return tuple(shares)
 
 
-def gathered(samples: int, ranks: int, by: Shares | None, least: int) -> Shares | None:
-    """The shares of a small batch in which no rank has a few samples, but fewer than it needs.
+def consolidate(samples: int, ranks: int, weights: Shares | None, min_share: int) -> Shares | None:
+    """Returns shares of a small batch in which no rank has fewer samples than it needs.
 
     Args:
         samples: Of the batch, the last of an epoch.
         ranks: How many there are.
-        by: Shares of a whole global batch; ``None``: all alike.
-        least: Samples that a rank needs, if it has any.
+        weights: Shares of a whole global batch; ``None``: all alike.
+        min_share: Samples that a rank needs, if it has any.
 
     Returns:
-        ``by`` where nobody has too few; else shares of this batch, for as many ranks as have
+        ``weights`` where nobody has too few; else shares of this batch, for as many ranks as have
         enough of it. A single rank gets all, however few they are.
     """
-    weights = by or (1,) * ranks
-    cuts = [bounds(samples, weights, rank) for rank in range(ranks)]
-    if all(first == end or end - first >= least for first, end in cuts):
-        return by
-    fast = sorted((rank for rank in range(ranks) if weights[rank]), key=lambda r: -weights[r])
-    some = sorted(fast[: max(1, samples // least)])
-    counts = apportioned(samples, [weights[rank] for rank in some], least)
-    given = dict(zip(some, counts, strict=True))
-    return tuple(given.get(rank, 0) for rank in range(ranks))
+    rank_weights = weights or (1,) * ranks
+    ranges = [share_bounds(samples, rank_weights, rank) for rank in range(ranks)]
+    if all(first == end or end - first >= min_share for first, end in ranges):
+        return weights
+    fast = sorted(
+        (rank for rank in range(ranks) if rank_weights[rank]), key=lambda r: -rank_weights[r]
+    )
+    chosen = sorted(fast[: max(1, samples // min_share)])
+    chosen_shares = apportion(samples, [rank_weights[rank] for rank in chosen], min_share)
+    share_by_rank = dict(zip(chosen, chosen_shares, strict=True))
+    return tuple(share_by_rank.get(rank, 0) for rank in range(ranks))
 
 
-def fastest(
-    samples: int, costs: Sequence[float], overheads: Sequence[float], most: Sequence[float],
-    least: int = 1, out: frozenset[int] = frozenset(),
+def fastest_shares(
+    samples: int, costs: Sequence[float], overheads: Sequence[float], max_shares: Sequence[float],
+    min_share: int = 1, excluded: frozenset[int] = frozenset(),
 ) -> Shares:  # fmt: skip
-    """The shares with which the last rank finishes first.
+    """Returns the shares with which the last rank finishes first.
 
     Args:
         samples: Of a global batch.
         costs: Seconds of a sample on each rank.
         overheads: Samples' worth that a step costs each rank besides.
-        most: Largest share of each rank.
-        least: Smallest share.
-        out: Ranks that get nothing.
+        max_shares: Largest share of each rank.
+        min_share: Smallest share.
+        excluded: Ranks that get nothing.
     """
-    inside = [r for r in range(len(costs)) if r not in out]
-    floor = min(least, samples // len(inside))
+    included = [r for r in range(len(costs)) if r not in excluded]
+    floor = min(min_share, samples // len(included))
     shares = [0] * len(costs)
 
-    def fit(moment: float) -> int:
-        """All finish by this moment; how many samples that are."""
-        for r in inside:
-            whole = math.floor(moment / costs[r] - overheads[r])
-            shares[r] = int(max(floor, min(most[r], whole)))
+    def fit_until(finish_s: float) -> int:
+        """Sets the shares that finish by this time; returns their number of samples."""
+        for r in included:
+            share = math.floor(finish_s / costs[r] - overheads[r])
+            shares[r] = int(max(floor, min(max_shares[r], share)))
         return sum(shares)
 
-    low, high = 0.0, max(costs[r] * (samples + overheads[r]) for r in inside)
+    low, high = 0.0, max(costs[r] * (samples + overheads[r]) for r in included)
     for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (low, middle) if fit(middle) >= samples else (middle, high)
-    missing = samples - fit(low)
-    late = [(costs[r] * (shares[r] + 1 + overheads[r]), r) for r in inside if shares[r] < most[r]]
-    late = late or [(costs[r] * (shares[r] + 1 + overheads[r]), r) for r in inside]
-    heapq.heapify(late)
+        midpoint = (low + high) / 2
+        low, high = (low, midpoint) if fit_until(midpoint) >= samples else (midpoint, high)
+    missing = samples - fit_until(low)
+    finish_times = [
+        (costs[r] * (shares[r] + 1 + overheads[r]), r)
+        for r in included
+        if shares[r] < max_shares[r]
+    ]
+    finish_times = finish_times or [
+        (costs[r] * (shares[r] + 1 + overheads[r]), r) for r in included
+    ]
+    heapq.heapify(finish_times)
     while missing > 0:
-        _, r = late[0]
+        _, r = finish_times[0]
         shares[r], missing = shares[r] + 1, missing - 1
-        if shares[r] >= most[r] and len(late) > 1:
-            heapq.heappop(late)
+        if shares[r] >= max_shares[r] and len(finish_times) > 1:
+            heapq.heappop(finish_times)
         else:
-            heapq.heapreplace(late, (costs[r] * (shares[r] + 1 + overheads[r]), r))
+            heapq.heapreplace(finish_times, (costs[r] * (shares[r] + 1 + overheads[r]), r))
     while missing < 0:  # the least shares are more than all
-        r = max((r for r in inside if shares[r] > floor), key=lambda r: costs[r] * shares[r])
+        r = max((r for r in included if shares[r] > floor), key=lambda r: costs[r] * shares[r])
         shares[r], missing = shares[r] - 1, missing + 1
     return tuple(shares)
 
 
 @dataclass(frozen=True, slots=True)
-class _Hold:
-    """A rank that would not do with more.
+class _ShareCap:
+    """A rank that became too slow with a larger share.
 
     Attributes:
-        most: Samples that it does in time.
+        max_share: Samples that it does in time.
         cost: Seconds of each of them, when it did well.
-        until, rest: Until which step it gets no more, and how many steps that are.
+        end_step, num_steps: Until which step it gets no more, and how many steps that are.
     """
 
-    most: int
+    max_share: int
     cost: float
-    until: int
-    rest: int
+    end_step: int
+    num_steps: int
 
 
-class _Speed:
-    """What is known of one rank's speed.
+class _RankSpeed:
+    """Measured speed of one rank.
 
     Attributes:
         overhead: Samples' worth that a step costs besides its samples.
-        learned: That was seen, and is no longer taken for nothing.
+        is_learned: That was seen, and is no longer taken for nothing.
     """
 
     def __init__(self) -> None:
-        self.overhead, self.learned = 0.0, False
-        self._costs: deque[float] = deque(maxlen=_WINDOW)
-        self._before: tuple[float, float] | None = None  # share and seconds before a change
+        self.overhead, self.is_learned = 0.0, False
+        self._costs: deque[float] = deque(maxlen=_COST_STEPS)
+        self._previous: tuple[float, float] | None = None  # share and seconds before a change
 
     @property
     def steps(self) -> int:
@@ -220,77 +235,80 @@ class _Speed:
     def spread(self) -> float:
         """Standard deviation of a step's cost, as a part of it; odd steps do not count."""
         cost = self.cost
-        return 1.4826 * median(abs(one - cost) for one in self._costs) / cost
+        return 1.4826 * median(abs(sample_cost - cost) for sample_cost in self._costs) / cost
 
     def seconds(self, share: float) -> float:
-        """Of a step with such a share."""
+        """Returns the seconds of a step with this share."""
         return self.cost * (share + self.overhead)
 
-    def saw(self, shares: Sequence[float], seconds: Sequence[float]) -> bool:
-        """Takes steps with these shares; True when they show another speed than before.
+    def observe(self, shares: Sequence[float], seconds: Sequence[float]) -> bool:
+        """Adds steps with these shares; returns whether the speed changed.
 
         Nothing is learned from steps in which the rank had no samples, as of a small last batch.
         """
-        some = [(n, s) for n, s in zip(shares, seconds, strict=True) if n]
-        if not some:
+        observed = [(n, s) for n, s in zip(shares, seconds, strict=True) if n]
+        if not observed:
             return False
-        if self._before is not None:
-            self._learn(median(n for n, _ in some), median(s for _, s in some))
-        new = [s / (n + self.overhead) for n, s in some]
+        if self._previous is not None:
+            self._learn_overhead(median(n for n, _ in observed), median(s for _, s in observed))
+        costs = [s / (n + self.overhead) for n, s in observed]
         changed = False
-        if len(self._costs) >= _FEWEST and len(new) >= _FEWEST:
-            off = abs(median(new) - self.cost) / self.cost
-            changed = off > max(_AT_ONCE, 4 * self.spread / math.sqrt(len(new)))
+        if len(self._costs) >= _MIN_STEPS and len(costs) >= _MIN_STEPS:
+            off = abs(median(costs) - self.cost) / self.cost
+            changed = off > max(_IMMEDIATE_GAIN, 4 * self.spread / math.sqrt(len(costs)))
         if changed:
             self._costs.clear()
-        self._costs.extend(new)
+        self._costs.extend(costs)
         return changed
 
-    def share_changes(self, share: float, *, early: bool = False) -> None:
-        """What was seen was seen with this share, which is another one from now on.
+    def change_share(self, share: float, *, early: bool = False) -> None:
+        """Keeps what was measured with this share, before another one is used.
 
         Args:
             early: In the first steps of the process, most of which take longer than later ones.
                 The difference would be taken for a cost that does not depend on the share.
         """
-        self._before = None
+        self._previous = None
         if self._costs:
             cost = min(self._costs) if early else self.cost
-            self._before = (share, cost * (share + self.overhead))
+            self._previous = (share, cost * (share + self.overhead))
         self._costs.clear()
 
-    def _learn(self, share: float, took: float) -> None:
-        """The overhead, from steps with two shares."""
-        (former, before), self._before = self._before or (share, took), None
+    def _learn_overhead(self, share: float, seconds: float) -> None:
+        """Computes the overhead from steps with two different shares."""
+        (former, former_seconds), self._previous = self._previous or (share, seconds), None
         if former < 1 or share < 1 or not min(share, former) / max(share, former) < 0.8:
             return
-        few, many = min((former, before), (share, took)), max((former, before), (share, took))
-        ratio = many[1] / max(few[1], 1e-9)
-        if not 0.9 < ratio < 1.15 * many[0] / few[0]:
+        smaller, larger = (
+            min((former, former_seconds), (share, seconds)),
+            max((former, former_seconds), (share, seconds)),
+        )
+        ratio = larger[1] / max(smaller[1], 1e-9)
+        if not 0.9 < ratio < 1.15 * larger[0] / smaller[0]:
             return  # its speed has changed meanwhile
         # What the larger step takes longer is the cost of its samples; the rest of it is fixed.
-        rise = (many[1] - few[1]) / (many[0] - few[0]) * many[0]
-        fixed = min(max(1 - rise / many[1], 0.0), _STEADY)
+        rise = (larger[1] - smaller[1]) / (larger[0] - smaller[0]) * larger[0]
+        fixed = min(max(1 - rise / larger[1], 0.0), _MAX_FIXED_PART)
         # A speed that changed at the same time looks like a fixed cost: believed the second time.
-        known = self.overhead / (self.overhead + many[0])
-        fixed = (known + fixed) / 2 if self.learned else min(fixed, _BELIEVED)
-        self.overhead, self.learned = many[0] * fixed / (1 - fixed), True
+        known_part = self.overhead / (self.overhead + larger[0])
+        fixed = (known_part + fixed) / 2 if self.is_learned else min(fixed, _MAX_FIRST_FIXED_PART)
+        self.overhead, self.is_learned = larger[0] * fixed / (1 - fixed), True
 
     def state(self) -> list[float]:
         if self._costs:
             return [self.cost, self.overhead]
-        if self._before is not None:  # what it was before its share changed
-            share, took = self._before
-            return [took / max(share + self.overhead, 1e-9), self.overhead]
+        if self._previous is not None:  # what it was before its share changed
+            share, seconds = self._previous
+            return [seconds / max(share + self.overhead, 1e-9), self.overhead]
         return [0.0, self.overhead]
 
 
 class Controller:
-    """From what ranks measured to the shares that suit them; pure, and the same on every rank.
+    """Turns measurements into shares. Pure, and the same on every rank.
 
     Args:
         shares: To begin with.
-        least: Smallest share.
+        min_share: Smallest share.
         drops: A rank without which a step would be faster gets nothing to do; never rank 0.
         resting: Of ranks that were dropped: until which step they rest, and how many steps that
             are.
@@ -304,187 +322,236 @@ class Controller:
         self,
         shares: Shares,
         *,
-        least: int = 1,
+        min_share: int = 1,
         drops: bool = False,
         resting: Mapping[int, tuple[int, int]] | None = None,
     ) -> None:
-        self.shares, self.least, self.drops = shares, least, drops
-        self._speeds = [_Speed() for _ in shares]
-        self._since = -1  # the first step with these shares; unknown before the first look
-        self._looks = 0
-        self._size = 0.0  # elements of a sample
-        self._small = 0
-        self._before = False  # the look before saw something to win
-        self._useless: int | None = None  # by the look before
+        self.shares, self.min_share, self.drops = shares, min_share, drops
+        self._speeds = [_RankSpeed() for _ in shares]
+        self._first_step = -1  # the first step with these shares; unknown before the first look
+        self._num_observations = 0
+        self._sample_size = 0.0  # elements of a sample
+        self._num_small_changes = 0
+        self._had_gain = False  # the look before saw something to win
+        self._surplus_rank: int | None = None  # by the look before
         self.resting = dict(resting or {})
-        self._former: tuple[Shares, list[float]] | None = None  # with each rank's seconds
-        self._held: dict[int, _Hold] = {}
-        self._free: frozenset[int] = frozenset()  # of those that were held
+        self._previous: tuple[Shares, list[float]] | None = None  # with each rank's seconds
+        self._caps: dict[int, _ShareCap] = {}
+        self._released: frozenset[int] = frozenset()  # of those that were held
 
-    def look(self, look: Look) -> Advice | None:
-        """What these measurements say; ``None`` while they say too little."""
-        self._looks += 1
-        if self._since < 0:
-            self._since = look.first_step
+    def observe(self, timings: StepTimings) -> Advice | None:
+        """Evaluates timings; ``None`` while there are too few."""
+        self._num_observations += 1
+        if self._first_step < 0:
+            self._first_step = timings.first_step
         # The first step after a change starts things up, and a look may reach behind it.
-        begin = max(0, -(-(self._since + 1 - look.first_step) // look.every))
-        seconds, samples = look.seconds[:, begin:], look.samples[:, begin:]
+        start = max(0, -(-(self._first_step + 1 - timings.first_step) // timings.stride))
+        seconds, samples = timings.seconds[:, start:], timings.samples[:, start:]
         # The last batch of an epoch is small, and its samples cost more.
-        whole = samples.sum(dim=0) >= _WHOLE * sum(self.shares)
-        seconds, samples = seconds[:, whole], samples[:, whole]
+        is_full = samples.sum(dim=0) >= _MIN_BATCH_PART * sum(self.shares)
+        seconds, samples = seconds[:, is_full], samples[:, is_full]
         if not samples.shape[1]:
             return None
-        busy = seconds[:, :, _DATA] + seconds[:, :, _COMPUTING] + seconds[:, :, _OTHER]
-        if look.elements is not None:
-            busy = busy / self._sizes(look.elements[:, begin:][:, whole], samples)
+        busy = seconds[:, :, _DATA] + seconds[:, :, _COMPUTING] + seconds[:, :, _SESSION_WORK]
+        if timings.elements is not None:
+            busy = busy / self._sizes(timings.elements[:, start:][:, is_full], samples)
         changed = False
         for rank, speed in enumerate(self._speeds):
             if self.shares[rank]:
-                changed |= speed.saw(samples[rank].tolist(), busy[rank].tolist())
+                changed |= speed.observe(samples[rank].tolist(), busy[rank].tolist())
         if changed:
-            self._small = 0
-        if any(s.steps < _FEWEST for r, s in enumerate(self._speeds) if self.shares[r]):
+            self._num_small_changes = 0
+        if any(s.steps < _MIN_STEPS for r, s in enumerate(self._speeds) if self.shares[r]):
             return None
         moving = median(seconds[:, :, _MOVING].min(dim=0).values.tolist())
-        return self._advice(moving, look.first_step + look.every * look.samples.shape[1])
+        return self._advice(moving, timings.first_step + timings.stride * timings.samples.shape[1])
 
     def _sizes(self, elements: Tensor, samples: Tensor) -> Tensor:
-        """How large the samples of each step are, beside those of the first look.
+        """Returns sample sizes of each step, relative to the first observation.
 
         Sentences of different lengths are no change of speed.
         """
         sizes = elements.sum(dim=0) / samples.sum(dim=0).clamp(min=1)
-        self._size = self._size or float(sizes.median())
-        return sizes.clamp(min=1) / max(self._size, 1.0)
+        self._sample_size = self._sample_size or float(sizes.median())
+        return sizes.clamp(min=1) / max(self._sample_size, 1.0)
 
-    def take(self, shares: Shares, step: int) -> None:
-        """These are the shares from a step on, by its number."""
-        known = all(
-            one.steps for one, share in zip(self._speeds, self.shares, strict=True) if share
+    def apply(self, shares: Shares, step: int) -> None:
+        """Uses these shares from a step on."""
+        is_measured = all(
+            speed.steps for speed, share in zip(self._speeds, self.shares, strict=True) if share
         )
-        took = (
-            [one.seconds(n) if n else 0.0 for one, n in zip(self._speeds, self.shares, strict=True)]
-            if known
+        seconds = (
+            [
+                speed.seconds(n) if n else 0.0
+                for speed, n in zip(self._speeds, self.shares, strict=True)
+            ]
+            if is_measured
             else []
         )
-        self._former = (self.shares, took) if known else None
+        self._previous = (self.shares, seconds) if is_measured else None
         for rank, speed in enumerate(self._speeds):
             if shares[rank] != self.shares[rank]:
-                speed.share_changes(self.shares[rank], early=self._looks == 1)
-        self.shares, self._since, self._before = shares, step, False
+                speed.change_share(self.shares[rank], early=self._num_observations == 1)
+        self.shares, self._first_step, self._had_gain = shares, step, False
 
     def speeds(self) -> list[list[float]]:
-        """Seconds of a sample (0: unknown) and overhead in samples, of each rank."""
-        return [one.state() for one in self._speeds]
+        """Returns seconds of a sample (0: unknown) and overhead in samples, of each rank."""
+        return [speed.state() for speed in self._speeds]
 
-    def _advice(self, moving: float, step: int) -> Advice:
+    def _advice(self, moving_s: float, step: int) -> Advice:
         speeds = self._speeds
-        out = frozenset(r for r, share in enumerate(self.shares) if not share)
-        inside = [r for r in range(len(speeds)) if r not in out]
-        now = max(speeds[r].seconds(self.shares[r]) for r in inside)
-        if (former := self._worse(step)) is not None:
-            shares, took = former
-            return Advice(shares, now, took, moving, (now - took) / (now + moving), True)
-        self._release(step)
-        best = self._best(out) if self._may_win(inside, now, moving) else self.shares
-        then = max(speeds[r].seconds(best[r]) for r in inside)
-        win = max(0.0, (now - then) / (now + moving))
-        slowest = max(inside, key=lambda r: speeds[r].seconds(self.shares[r]))
+        excluded = frozenset(r for r, share in enumerate(self.shares) if not share)
+        included = [r for r in range(len(speeds)) if r not in excluded]
+        current_s = max(speeds[r].seconds(self.shares[r]) for r in included)
+        if (former := self._regression(step)) is not None:
+            shares, seconds = former
+            return Advice(
+                shares,
+                current_s,
+                seconds,
+                moving_s,
+                (current_s - seconds) / (current_s + moving_s),
+                True,
+            )
+        self._release_caps(step)
+        proposed = (
+            self._optimal_shares(excluded)
+            if self._may_gain(included, current_s, moving_s)
+            else self.shares
+        )
+        proposed_s = max(speeds[r].seconds(proposed[r]) for r in included)
+        gain = max(0.0, (current_s - proposed_s) / (current_s + moving_s))
+        slowest = max(included, key=lambda r: speeds[r].seconds(self.shares[r]))
         # What may be chance: the slowest of many has been unlucky, too.
-        spread = sum(speeds[r].spread for r in inside) / len(inside)
+        spread = sum(speeds[r].spread for r in included) / len(included)
         chance = 1.25 * spread / math.sqrt(speeds[slowest].steps)
-        chance *= 2 + math.sqrt(2 * math.log(len(inside)))
-        useless, without = self._look_for_useless(out, then, moving)
-        confirmed, self._useless = useless is not None and useless == self._useless, useless
-        if confirmed and useless and self.drops:  # never rank 0, which all need
-            rest = 2 * self.resting[useless][1] if useless in self.resting else _REST
-            self.resting[useless] = step + rest, rest
-            shares = self._best(out | {useless})
-            return Advice(shares, now, then, moving, win, True, useless, without)
-        back = [r for r in out if self.resting.get(r, (0, 0))[0] <= step]
-        if back:  # how fast it is now shows only when it computes
-            weights = [max(self.least, one) if r in back else one for r, one in enumerate(best)]
-            shares = apportioned(sum(best), weights, 0)
-            return Advice(shares, now, now, moving, 0.0, True)
-        large, small = win >= _AT_ONCE + chance, win >= max(WORTH, chance)
-        small = small or win >= OFFERED + chance / 2  # seen twice that is no chance, either
-        again = self._before and small and self._small < _SMALL_CHANGES
-        act = best != self.shares and (large or again)
-        self._before = small
-        self._small += act and not large
-        sure = all(speeds[r].learned for r in inside if best[r] != self.shares[r])
-        named = useless if confirmed else None
-        return Advice(best, now, then, moving, win, act, named, without, sure)
+        chance *= 2 + math.sqrt(2 * math.log(len(included)))
+        surplus_rank, reduced_s = self._find_surplus_rank(excluded, proposed_s, moving_s)
+        confirmed, self._surplus_rank = (
+            surplus_rank is not None and surplus_rank == self._surplus_rank,
+            surplus_rank,
+        )
+        if confirmed and surplus_rank and self.drops:  # never rank 0, which all need
+            drop_steps = (
+                2 * self.resting[surplus_rank][1] if surplus_rank in self.resting else _DROP_STEPS
+            )
+            self.resting[surplus_rank] = step + drop_steps, drop_steps
+            shares = self._optimal_shares(excluded | {surplus_rank})
+            return Advice(
+                shares, current_s, proposed_s, moving_s, gain, True, surplus_rank, reduced_s
+            )
+        returning = [r for r in excluded if self.resting.get(r, (0, 0))[0] <= step]
+        if returning:  # how fast it is now shows only when it computes
+            weights = [
+                max(self.min_share, share) if r in returning else share
+                for r, share in enumerate(proposed)
+            ]
+            shares = apportion(sum(proposed), weights, 0)
+            return Advice(shares, current_s, current_s, moving_s, 0.0, True)
+        large, small = gain >= _IMMEDIATE_GAIN + chance, gain >= max(MIN_GAIN, chance)
+        small = (
+            small or gain >= MIN_SUGGESTED_GAIN + chance / 2
+        )  # seen twice that is no chance, either
+        is_confirmed_gain = (
+            self._had_gain and small and self._num_small_changes < _MAX_SMALL_CHANGES
+        )
+        apply = proposed != self.shares and (large or is_confirmed_gain)
+        self._had_gain = small
+        self._num_small_changes += apply and not large
+        is_certain = all(speeds[r].is_learned for r in included if proposed[r] != self.shares[r])
+        reported_rank = surplus_rank if confirmed else None
+        return Advice(
+            proposed,
+            current_s,
+            proposed_s,
+            moving_s,
+            gain,
+            apply,
+            reported_rank,
+            reduced_s,
+            is_certain,
+        )
 
-    def _may_win(self, inside: Sequence[int], now: float, moving: float) -> bool:
-        """Whether any shares can be worth a change; costs less than looking for the best."""
-        rate = sum(1 / self._speeds[r].cost for r in inside)
-        samples = sum(self.shares) + sum(self._speeds[r].overhead for r in inside)
-        return now - samples / rate >= WORTH * (now + moving)
+    def _may_gain(self, included: Sequence[int], current_s: float, moving_s: float) -> bool:
+        """Returns whether any change of shares can be worth it; cheaper than finding the best."""
+        rate = sum(1 / self._speeds[r].cost for r in included)
+        samples = sum(self.shares) + sum(self._speeds[r].overhead for r in included)
+        return current_s - samples / rate >= MIN_GAIN * (current_s + moving_s)
 
-    def _worse(self, step: int) -> tuple[Shares, float] | None:
-        """The shares before the last change, and their seconds, where steps are longer since.
+    def _regression(self, step: int) -> tuple[Shares, float] | None:
+        """Returns the former shares and their seconds if steps became longer since.
 
         What a rank is allowed of a CPU by the 0.1 s is such a case: a share that fits into that is
         computed at full speed, and one a little larger waits for the next.
         """
-        former, self._former = self._former, None
+        former, self._previous = self._previous, None
         if former is None:
             return None
-        shares, took = former
-        longest = max(took)
-        late = [
+        shares, seconds = former
+        longest_s = max(seconds)
+        late_ranks = [
             rank
             for rank, share in enumerate(self.shares)
-            if share > shares[rank] > 0 and self._speeds[rank].seconds(share) > _WORSE * longest
+            if share > shares[rank] > 0
+            and self._speeds[rank].seconds(share) > _MAX_SLOWDOWN * longest_s
         ]
-        for rank in late:
-            held = self._held.get(rank)
-            rest = min(_LONGEST, 2 * held.rest) if held else _HELD
-            now = self._speeds[rank].seconds(self.shares[rank]) / self.shares[rank]
-            most = max(shares[rank], int(longest / now))  # that it does in time at its worst
-            self._held[rank] = _Hold(most, took[rank] / shares[rank], step + rest, rest)
-        return (shares, longest) if late else None
+        for rank in late_ranks:
+            cap = self._caps.get(rank)
+            num_steps = min(_MAX_CAP_STEPS, 2 * cap.num_steps) if cap else _CAP_STEPS
+            sample_s = self._speeds[rank].seconds(self.shares[rank]) / self.shares[rank]
+            max_share = max(
+                shares[rank], int(longest_s / sample_s)
+            )  # that it does in time at its worst
+            self._caps[rank] = _ShareCap(
+                max_share, seconds[rank] / shares[rank], step + num_steps, num_steps
+            )
+        return (shares, longest_s) if late_ranks else None
 
-    def _release(self, step: int) -> None:
-        """Of the ranks that are held those that may have more again."""
-        for rank, held in self._held.items():
+    def _release_caps(self, step: int) -> None:
+        """Updates which capped ranks may have larger shares again."""
+        for rank, cap in self._caps.items():
             share, speed = self.shares[rank], self._speeds[rank]
-            if share and speed.seconds(share) / share < _QUICKER * held.cost:
-                self._held[rank] = _Hold(held.most, held.cost, step, held.rest)
-        self._free = frozenset(rank for rank, held in self._held.items() if held.until <= step)
+            if share and speed.seconds(share) / share < _MIN_SPEEDUP * cap.cost:
+                self._caps[rank] = _ShareCap(cap.max_share, cap.cost, step, cap.num_steps)
+        self._released = frozenset(rank for rank, cap in self._caps.items() if cap.end_step <= step)
 
-    def _best(self, out: frozenset[int]) -> Shares:
+    def _optimal_shares(self, excluded: frozenset[int]) -> Shares:
         speeds, samples = self._speeds, sum(self.shares)
         even_share = samples / len(speeds)
-        most = [max(_GROWTH * one, even_share) if one else math.inf for one in self.shares]
-        for rank, held in self._held.items():
-            if rank not in self._free:
-                most[rank] = min(most[rank], held.most)
-        inside = [r for r in range(len(speeds)) if r not in out]
-        if sum(most[r] for r in inside) < samples:
-            most = [math.inf] * len(speeds)
-        costs = [1.0 if r in out else one.cost for r, one in enumerate(speeds)]
-        overheads = [one.overhead for one in speeds]
-        return fastest(samples, costs, overheads, most, self.least, out)
+        max_shares = [
+            max(_MAX_GROWTH * share, even_share) if share else math.inf for share in self.shares
+        ]
+        for rank, cap in self._caps.items():
+            if rank not in self._released:
+                max_shares[rank] = min(max_shares[rank], cap.max_share)
+        included = [r for r in range(len(speeds)) if r not in excluded]
+        if sum(max_shares[r] for r in included) < samples:
+            max_shares = [math.inf] * len(speeds)
+        costs = [1.0 if r in excluded else speed.cost for r, speed in enumerate(speeds)]
+        overheads = [speed.overhead for speed in speeds]
+        return fastest_shares(samples, costs, overheads, max_shares, self.min_share, excluded)
 
-    def _look_for_useless(
-        self, out: frozenset[int], then: float, moving: float
+    def _find_surplus_rank(
+        self, excluded: frozenset[int], proposed_s: float, moving_s: float
     ) -> tuple[int | None, float]:
-        """A rank without which a step would be faster, and how fast."""
-        inside = [r for r in range(len(self.shares)) if r not in out]
-        slow = max(inside, key=lambda r: self._speeds[r].seconds(self.least))
-        if len(inside) < 2 or self._speeds[slow].seconds(self.least) < 0.999 * then:
+        """Returns a rank without which steps would be faster, and their seconds."""
+        included = [r for r in range(len(self.shares)) if r not in excluded]
+        slowest = max(included, key=lambda r: self._speeds[r].seconds(self.min_share))
+        if len(included) < 2 or self._speeds[slowest].seconds(self.min_share) < 0.999 * proposed_s:
             return None, 0.0  # another rank is the last to finish
-        shares = self._best(out | {slow})
-        without = max(self._speeds[r].seconds(shares[r]) for r in inside if r != slow)
-        return (slow, without) if (then - without) / (then + moving) >= WORTH else (None, without)
+        shares = self._optimal_shares(excluded | {slowest})
+        reduced_s = max(self._speeds[r].seconds(shares[r]) for r in included if r != slowest)
+        return (
+            (slowest, reduced_s)
+            if (proposed_s - reduced_s) / (proposed_s + moving_s) >= MIN_GAIN
+            else (None, reduced_s)
+        )
 
 
-def by_host(
-    weights: Mapping[str, float], hosts: Sequence[str], samples: int, least: int = 1
+def shares_by_host(
+    weights: Mapping[str, float], hosts: Sequence[str], samples: int, min_share: int = 1
 ) -> Shares:
-    """Shares as weights of hosts say; the ranks of a host share its part.
+    """Returns shares in proportion to weights of hosts; ranks of a host share its part.
 
     Args:
         weights: By the name of the host. Some may not be there now; one that has none, as it came
@@ -492,32 +559,32 @@ def by_host(
             find the same.
         hosts: Of each rank.
         samples: Of a global batch.
-        least: Smallest share.
+        min_share: Smallest share.
     """
-    mean = sum(weights.values()) / len(weights)
-    each = [weights.get(host, mean) / hosts.count(host) for host in hosts]
-    return apportioned(samples, each, least)
+    mean_weight = sum(weights.values()) / len(weights)
+    rank_weights = [weights.get(host, mean_weight) / hosts.count(host) for host in hosts]
+    return apportion(samples, rank_weights, min_share)
 
 
-def resumed(
-    state: Mapping[str, Any], hosts: Sequence[str], samples: int, least: int = 1
+def resumed_shares(
+    state: Mapping[str, Any], hosts: Sequence[str], samples: int, min_share: int = 1
 ) -> Shares | None:
-    """The shares that a checkpoint has, for these ranks; ``None`` where it says nothing of them.
+    """Returns a checkpoint's shares for these ranks; ``None`` if it has none for them.
 
     On the same hosts in the same order those that it was made with; otherwise by the speeds that
     the hosts had, if all of them were there.
     """
-    shares, former = state.get("shares"), list(state.get("hosts", ()))
+    shares, saved_hosts = state.get("shares"), list(state.get("hosts", ()))
     if not shares:
         return None
-    if former == list(hosts):
-        return tuple(shares) if sum(shares) == samples else apportioned(samples, shares, 0)
-    known: dict[str, list[list[float]]] = {}
-    for host, speed in zip(former, state.get("speeds", ()), strict=False):
+    if saved_hosts == list(hosts):
+        return tuple(shares) if sum(shares) == samples else apportion(samples, shares, 0)
+    speeds_by_host: dict[str, list[list[float]]] = {}
+    for host, speed in zip(saved_hosts, state.get("speeds", ()), strict=False):
         if speed[0] > 0:
-            known.setdefault(host, []).append(speed)
-    if not all(host in known for host in hosts):
+            speeds_by_host.setdefault(host, []).append(speed)
+    if not all(host in speeds_by_host for host in hosts):
         return None
-    costs = [median(one[0] for one in known[host]) for host in hosts]
-    overheads = [median(one[1] for one in known[host]) for host in hosts]
-    return fastest(samples, costs, overheads, [math.inf] * len(hosts), least)
+    costs = [median(speed[0] for speed in speeds_by_host[host]) for host in hosts]
+    overheads = [median(speed[1] for speed in speeds_by_host[host]) for host in hosts]
+    return fastest_shares(samples, costs, overheads, [math.inf] * len(hosts), min_share)

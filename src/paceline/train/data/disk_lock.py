@@ -14,17 +14,17 @@ SEEN_S = 2.0
 """How late a network disk may show what another host has made, once its folder is listed."""
 
 
-def appears(path: Path, is_there: Callable[[Path], bool], waited: bool) -> bool:
-    """Whether something is there by now.
+def wait_until_exists(path: Path, exists: Callable[[Path], bool], other_held_lock: bool) -> bool:
+    """Returns whether something exists, waiting for a slow network disk if needed.
 
     Args:
         path: What.
-        is_there: Looks at it.
-        waited: Another process had the lock, and may just have made it: a network disk may go on
-            saying for a while that it is not there.
+        exists: Looks at it.
+        other_held_lock: Another process held the lock and may just have made it; a network disk
+            shows that late.
     """
-    deadline = time.monotonic() + (SEEN_S if waited else 0)
-    while not is_there(path):
+    deadline = time.monotonic() + (SEEN_S if other_held_lock else 0)
+    while not exists(path):
         if time.monotonic() >= deadline:
             return False
         os.listdir(path.parent)  # noqa: PTH208 - has the disk asked anew
@@ -33,14 +33,14 @@ def appears(path: Path, is_there: Callable[[Path], bool], waited: bool) -> bool:
 
 
 @contextmanager
-def one_at_a_time(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[bool]:
+def exclusive_lock(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[bool]:
     """Holds the lock that the file ``path`` stands for; it ends with the process.
 
     It holds for the hosts of a shared disk, too, where that knows locks (NFS and SMB do).
 
     Args:
         path: The file, made where it is missing; its folder is there.
-        waiting: Called once when another process has the lock.
+        on_wait: Called once when another process has the lock.
 
     Yields:
         Whether it is held: some disks have no locks, and then nobody waits.
@@ -50,14 +50,14 @@ def one_at_a_time(path: Path, waiting: Callable[[], None] = lambda: None) -> Ite
     """
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        yield _take(file, waiting)
+        yield _acquire(file, on_wait)
     finally:
         os.close(file)
 
 
-def _take(file: int, waiting: Callable[[], None]) -> bool:
-    held = lock(file)
-    if held is False:
-        waiting()
-        held = lock(file, wait=True)
-    return bool(held)
+def _acquire(file: int, on_wait: Callable[[], None]) -> bool:
+    is_held = lock(file)
+    if is_held is False:
+        on_wait()
+        is_held = lock(file, wait=True)
+    return bool(is_held)

@@ -22,14 +22,14 @@ import torch.distributed as dist
 from paceline.spec.errors import DataError
 from paceline.train.comms import Comms
 
-PATIENCE = timedelta(hours=6)
-_MARK = re.compile(r"\.paceline-[0-9a-f]{16}")
-_SEEN = re.compile(r"\.seen-[0-9a-f]{16}")
-_SECONDS_TO_SEE = 30.0  # a network disk may show a new name late
+MAKE_TIMEOUT = timedelta(hours=6)
+_MARKER = re.compile(r"\.paceline-[0-9a-f]{16}")
+_VISIBILITY_MARKER = re.compile(r"\.seen-[0-9a-f]{16}")
+_VISIBILITY_TIMEOUT_S = 30.0  # a network disk may show a new name late
 
 
-def once(comms: Comms, folder: Path, make: Callable[[Path], None]) -> None:
-    """Makes ``folder`` where it is missing, once for each disk that holds it; others wait.
+def make_once(comms: Comms, folder: Path, make: Callable[[Path], None]) -> None:
+    """Makes ``folder`` if it is missing, once for each disk that holds it; other ranks wait.
 
     Where a lost rank is made good, and it was to make the folder, another one of that disk does.
 
@@ -42,103 +42,103 @@ def once(comms: Comms, folder: Path, make: Callable[[Path], None]) -> None:
         PacelineError: What ``make`` raised on any rank, on every rank.
         DataError: The folder does not appear on a rank.
     """
-    if comms.alone or comms.joining:
+    if comms.is_alone or comms.joining:
         _make(folder, make, secrets.token_hex(8))
         return
-    with _patient(comms) as waiting:
-        former: list[str] = []
-        while not _made_by_some(waiting, folder, make, former):
+    with _long_timeout(comms) as patient_comms:
+        failed_makers: list[str] = []
+        while not _try_make(patient_comms, folder, make, failed_makers):
             pass  # a rank was lost meanwhile
 
 
 @contextlib.contextmanager
-def _patient(comms: Comms) -> Iterator[Comms]:
-    """For ranks that may wait for hours: in a group for that alone, which a lost rank ends.
+def _long_timeout(comms: Comms) -> Iterator[Comms]:
+    """Yields communication in which ranks may wait for hours.
 
     Where it is made good, in the group that they have.
     """
-    if comms.mender is not None and comms.mender.able:
-        with comms.mender.patient(PATIENCE):
+    if comms.fault_handler is not None and comms.fault_handler.able:
+        with comms.fault_handler.patient(MAKE_TIMEOUT):
             yield comms
         return
-    group = _patient_group()
+    group = _long_timeout_group()
     try:
-        yield replace(comms, group=group, device=torch.device("cpu"), mender=None)
+        yield replace(comms, group=group, device=torch.device("cpu"), fault_handler=None)
     finally:
         dist.destroy_process_group(group)
 
 
-def _patient_group() -> dist.ProcessGroup:
-    """Of all ranks; also who comes to it late is waited for, which gloo leaves to the store."""
+def _long_timeout_group() -> dist.ProcessGroup:
+    """Makes a group of all ranks whose rendezvous waits for late ranks, too."""
     store = dist.distributed_c10d._get_default_store()
-    usual = store.timeout  # type: ignore[attr-defined]
-    store.set_timeout(PATIENCE)
+    default_timeout = store.timeout  # type: ignore[attr-defined]
+    store.set_timeout(MAKE_TIMEOUT)
     try:
-        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=PATIENCE)
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=MAKE_TIMEOUT)
         return group
     finally:
-        store.set_timeout(usual)
+        store.set_timeout(default_timeout)
 
 
-def _made_by_some(
-    comms: Comms, folder: Path, make: Callable[[Path], None], former: list[str]
+def _try_make(
+    comms: Comms, folder: Path, make: Callable[[Path], None], failed_makers: list[str]
 ) -> bool:
-    """One rank of each disk makes it; False where ranks were lost on the way.
+    """Makes the folder on one rank of each disk; False if ranks were lost on the way.
 
     Only what all have heard decides, for a rank may learn of a loss, and so of its new place, one
     operation before another.
 
     Args:
-        comms: As for :func:`once`, and the next two as well.
+        comms: As for :func:`make_once`, and the next two as well.
         folder: What is to exist afterwards.
         make: Fills it.
-        former: Names of those that began it in vain; filled here.
+        failed_makers: Names of those that began it in vain; filled here.
     """
-    names, mine, makers = _makers(comms, folder.parent)
+    names, local_marker, makers = _elect_makers(comms, folder.parent)
 
-    def act() -> None:
-        for name in former:  # all who live are here: nobody needs it any more
+    def clean_and_make() -> None:
+        for name in failed_makers:  # all who live are here: nobody needs it any more
             (folder.parent / name).unlink(missing_ok=True)
-            shutil.rmtree(_unfinished(folder, name), ignore_errors=True)
-        _make(folder, make, mine)
+            shutil.rmtree(_temporary_folder(folder, name), ignore_errors=True)
+        _make(folder, make, local_marker)
 
-    comms.together(lambda: act() if mine in makers else None)
-    former += filter(None, names)
+    comms.together(lambda: clean_and_make() if local_marker in makers else None)
+    failed_makers += filter(None, names)
     if len(comms.texts("")) < len(names):
         return False
-    comms.together(lambda: _await(folder))
+    comms.together(lambda: _wait_for_folder(folder))
     return True
 
 
-def _makers(comms: Comms, parent: Path) -> tuple[list[str], str, set[str]]:
-    """Names of all marks, this rank's, and those of one rank for each storage.
+def _elect_makers(comms: Comms, parent: Path) -> tuple[list[str], str, set[str]]:
+    """Returns names of all markers, this rank's, and those of one rank for each disk.
 
     The first of those that see each other's marks.
     """
-    leads = comms.world.local_rank == 0
-    mine = f".paceline-{secrets.token_hex(8)}" if leads else ""
-    if leads:
+    is_leader = comms.world.local_rank == 0
+    local_marker = f".paceline-{secrets.token_hex(8)}" if is_leader else ""
+    if is_leader:
         parent.mkdir(parents=True, exist_ok=True)
-        (parent / mine).touch()
+        (parent / local_marker).touch()
     try:
         # a name of another rank is joined to a path, and removed if that rank is lost
-        names = [name if _MARK.fullmatch(name) else "" for name in comms.texts(mine)]
-        seen = [name for name in names if leads and name and (parent / name).exists()]
+        names = [name if _MARKER.fullmatch(name) else "" for name in comms.texts(local_marker)]
+        seen = [name for name in names if is_leader and name and (parent / name).exists()]
         first = comms.texts(seen[0] if seen else "")
     finally:
-        if leads:
-            (parent / mine).unlink(missing_ok=True)
-    return names, mine, {*filter(None, first)}
+        if is_leader:
+            (parent / local_marker).unlink(missing_ok=True)
+    return names, local_marker, {*filter(None, first)}
 
 
-def _unfinished(folder: Path, name: str) -> Path:
+def _temporary_folder(folder: Path, name: str) -> Path:
     return folder.with_name(f".{folder.name}.{name.removeprefix('.paceline-')}.tmp")
 
 
 def _make(folder: Path, make: Callable[[Path], None], name: str) -> None:
     if folder.exists():
         return
-    temporary = _unfinished(folder, name)
+    temporary = _temporary_folder(folder, name)
     temporary.mkdir(parents=True)
     try:
         make(temporary)
@@ -151,8 +151,8 @@ def _make(folder: Path, make: Callable[[Path], None], name: str) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _await(folder: Path) -> None:
-    deadline = time.monotonic() + _SECONDS_TO_SEE
+def _wait_for_folder(folder: Path) -> None:
+    deadline = time.monotonic() + _VISIBILITY_TIMEOUT_S
     while not folder.exists():
         with contextlib.suppress(OSError):
             os.listdir(folder.parent)  # noqa: PTH208 - has a network disk look again
@@ -161,32 +161,32 @@ def _await(folder: Path) -> None:
         time.sleep(0.1)
 
 
-def folder_of_all(comms: Comms, folder: Path, owner: int = 0) -> bool:
-    """Whether every rank sees the owner's folder; the arguments are those of :func:`who_sees`."""
-    return all(who_sees(comms, folder, owner))
+def is_shared_by_all(comms: Comms, folder: Path, owner: int = 0) -> bool:
+    """Whether every rank sees the owner's folder; arguments as of :func:`visible_ranks`."""
+    return all(visible_ranks(comms, folder, owner))
 
 
-def who_sees(comms: Comms, folder: Path, owner: int = 0) -> list[bool]:
-    """Of each rank, whether it sees the owner's folder, by a mark that the owner makes in it.
+def visible_ranks(comms: Comms, folder: Path, owner: int = 0) -> list[bool]:
+    """Returns, for each rank, whether it sees a marker that the owner makes in its folder.
 
     Args:
         comms: All ranks must call this.
         folder: Of the owner; what other ranks give does not matter.
         owner: A rank.
     """
-    mine = comms.world.rank == owner
+    is_owner = comms.world.rank == owner
     name = f".seen-{secrets.token_hex(8)}"
-    mark = Path(comms.texts(str(folder.resolve() / name) if mine else "")[owner])
-    known = _SEEN.fullmatch(mark.name) is not None
+    marker = Path(comms.texts(str(folder.resolve() / name) if is_owner else "")[owner])
+    is_valid = _VISIBILITY_MARKER.fullmatch(marker.name) is not None
     try:
-        if mine:
+        if is_owner:
             with contextlib.suppress(OSError):  # nobody sees a mark in a read-only folder
-                mark.touch()
+                marker.touch()
         comms.barrier()
         seen = comms.rows(
-            torch.tensor([int(known and os.access(mark, os.F_OK))])
+            torch.tensor([int(is_valid and os.access(marker, os.F_OK))])
         )  # also where it is forbidden
-        return [bool(one) for one in seen[:, 0]]
+        return [bool(is_visible) for is_visible in seen[:, 0]]
     finally:
-        if mine:
-            mark.unlink(missing_ok=True)
+        if is_owner:
+            marker.unlink(missing_ok=True)

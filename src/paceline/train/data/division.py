@@ -18,45 +18,45 @@ from paceline.spec.training import balance
 from paceline.train import parallel
 from paceline.train.comms import Comms
 from paceline.train.data.balance import (
-    OFFERED,
-    OFFERED_S,
+    MIN_SUGGESTED_GAIN,
+    MIN_SUGGESTED_GAIN_S,
     Advice,
     Controller,
     Shares,
-    apportioned,
-    by_host,
-    even,
-    resumed,
+    apportion,
+    even_shares,
+    resumed_shares,
+    shares_by_host,
 )
 from paceline.train.data.loader import Progress
 from paceline.train.journal import Journal
-from paceline.train.measure.pace import Look
-from paceline.train.models import ALONE, Models
+from paceline.train.measure.pace import StepTimings
+from paceline.train.models import UNNAMED, Models
 
-Wish = Literal["auto", "even"] | Mapping[str, float]
+BalanceMode = Literal["auto", "even"] | Mapping[str, float]
 """By the ranks' speeds, all alike, or by a weight for each host."""
 
-LOOKS = 8
+MAX_TIMING_STEPS = 8
 """Most steps between two looks where shares follow the speeds."""
-_OF_STATISTICS = 4  # samples from which batch normalisation makes its statistics, at least
+_MIN_NORM_SAMPLES = 4  # samples from which batch normalisation makes its statistics, at least
 
 
-def wished(said: str | Mapping[str, float]) -> Wish:
-    """What a script asks for, also as it would be typed. SettingError where that is nothing."""
-    if not isinstance(said, str):
-        return said
+def parse_balance(balance_option: str | Mapping[str, float]) -> BalanceMode:
+    """Parses the script's balance option. SettingError if it is invalid."""
+    if not isinstance(balance_option, str):
+        return balance_option
     try:
-        return balance.parse_weights(said)
+        return balance.parse_weights(balance_option)
     except SettingError as error:
         raise SettingError(
-            f"balance={said!r} cannot be understood",
+            f"balance={balance_option!r} cannot be understood",
             found=error.found,
             remedy='balance="auto", "even", or a weight for each host: "n1=3,n2=1"',
         ) from None
 
 
-class Division:
-    """A session's shares. Every rank has one and calls it in the same order.
+class BatchDivision:
+    """Divides global batches among ranks. Every rank has one and calls it in the same order.
 
     Its state belongs to the checkpoint: a resumed run begins with the shares that it had.
 
@@ -71,62 +71,64 @@ class Division:
 
     def __init__(self, comms: Comms, journal: Journal, progress: Progress) -> None:
         self._comms, self._journal, self._progress = comms, journal, progress
-        self._wish: Wish = "even"
+        self._mode: BalanceMode = "even"
         self._controller: Controller | None = None
         self._hosts: tuple[str, ...] = ()
-        self._called: list[str] = []  # the ranks
-        self._kept: Mapping[str, Any] = {}  # of a checkpoint, until the training begins
+        self._rank_names: list[str] = []  # the ranks
+        self._saved_state: Mapping[str, Any] = {}  # of a checkpoint, until the training begins
         self._global_batch, self._drop_slow = 0, False
-        self._offers = 0  # looks in a row that saw something to win
-        self._offered = False
-        self._named: set[int] = set()
-        self._fits: list[tuple[str, int]] = []  # host and limit of each rank, found by trying
+        self._num_suggestions = 0  # looks in a row that saw something to win
+        self._has_suggested = False
+        self._reported: set[int] = set()
+        self._memory_fits: list[
+            tuple[str, int]
+        ] = []  # host and limit of each rank, found by trying
         self.shares: Shares | None = None
 
     @property
-    def follows(self) -> bool:
-        """Shares may change while training."""
-        return self._wish == "auto"
+    def is_adaptive(self) -> bool:
+        """Whether shares may change while training."""
+        return self._mode == "auto"
 
     @property
-    def some_idle(self) -> bool:
-        """Some rank has nothing to compute."""
+    def has_idle_rank(self) -> bool:
+        """Whether some rank has nothing to compute."""
         return self.shares is not None and not all(self.shares)
 
-    def check(self, wish: Wish, drop_slow: bool, global_batch: int) -> None:
-        """Refuses what cannot be; a collective for weights of hosts.
+    def check(self, mode: BalanceMode, drop_slow: bool, global_batch: int) -> None:
+        """Refuses invalid settings; a collective for weights of hosts.
 
         Raises:
             SettingError: Says what.
         """
-        if wish not in ("auto", "even") if isinstance(wish, str) else not _are_weights(wish):
+        if mode not in ("auto", "even") if isinstance(mode, str) else not _is_weight_mapping(mode):
             raise SettingError(
-                f"balance={wish!r} cannot be understood",
+                f"balance={mode!r} cannot be understood",
                 remedy='balance="auto", "even", or a weight for each host: {"n1": 3, "n2": 1}',
             )
-        balance.validate(_typed(wish), drop_slow=drop_slow)
+        balance.validate(_format_balance(mode), drop_slow=drop_slow)
         ranks = self._comms.world.size
-        if wish != "even" and global_batch < ranks:
+        if mode != "even" and global_batch < ranks:
             raise SettingError(
                 f"--global-batch {global_batch} cannot be shared unevenly among {ranks} processes",
                 found="there are fewer samples in a step than processes",
                 remedy=f"--global-batch {8 * ranks}, or --balance even",
             )
-        if not isinstance(wish, str):
-            there = self._comms.texts(self._comms.world.host)
-            balance.validate_weights(wish, self._comms.world.hosts or there)
+        if not isinstance(mode, str):
+            present_hosts = self._comms.texts(self._comms.world.host)
+            balance.validate_weights(mode, self._comms.world.hosts or present_hosts)
 
-    def begin(
+    def start(
         self,
-        wish: Wish,
+        mode: BalanceMode,
         drop_slow: bool,
         global_batch: int,
         models: Models,
     ) -> None:
-        """Takes the shares with which the training begins.
+        """Sets the shares with which the training begins.
 
         Args:
-            wish: As it was stated.
+            mode: As it was stated.
             drop_slow: A rank without which steps would be faster gets nothing.
             global_batch: Samples of a step.
             models: Of the session.
@@ -134,98 +136,103 @@ class Division:
         Raises:
             SettingError: The models cannot be trained so.
         """
-        ranks, former, self._wish = self._comms.world.size, self._wish, wish
+        ranks, former_mode, self._mode = self._comms.world.size, self._mode, mode
         self._global_batch, self._drop_slow = global_batch, drop_slow
-        if self._comms.alone:
+        if self._comms.is_alone:
             return
-        if wish != "even":
-            _refuse(models, wish, drop_slow)
+        if mode != "even":
+            _check_models(models, mode, drop_slow)
         if not self._hosts:
-            self._called = self._comms.texts(self._comms.called)
-            self._hosts = tuple(one.partition(" on ")[2] for one in self._called)
-        least = min(
-            _OF_STATISTICS if needs_two(models.module) else 1, max(1, global_batch // ranks)
+            self._rank_names = self._comms.texts(self._comms.rank_name)
+            self._hosts = tuple(name.partition(" on ")[2] for name in self._rank_names)
+        min_share = min(
+            _MIN_NORM_SAMPLES if has_batch_norm(models.module) else 1, max(1, global_batch // ranks)
         )
         resting = self._resting()
         shares: Shares | None = None
-        if not isinstance(wish, str):
-            shares = by_host(wish, self._hosts, global_batch, least)
-        elif wish == "auto" and self._kept:
-            shares = resumed(self._kept, self._hosts, global_batch, least)
-        elif wish == "auto" == former and self.shares is not None:
-            shares = apportioned(global_batch, self.shares, 0)
-        self._kept = {}
-        if shares is not None and not drop_slow and wish == "auto" and not all(shares):
-            shares = apportioned(global_batch, shares, least)
+        if not isinstance(mode, str):
+            shares = shares_by_host(mode, self._hosts, global_batch, min_share)
+        elif mode == "auto" and self._saved_state:
+            shares = resumed_shares(self._saved_state, self._hosts, global_batch, min_share)
+        elif mode == "auto" == former_mode and self.shares is not None:
+            shares = apportion(global_batch, self.shares, 0)
+        self._saved_state = {}
+        if shares is not None and not drop_slow and mode == "auto" and not all(shares):
+            shares = apportion(global_batch, shares, min_share)
         if shares != self.shares and shares is not None:
-            self._tell(shares, self._progress.step, "")
+            self._announce(shares, self._progress.step, "")
         self.shares = shares
         self._controller = None
-        offers = not self._offered and not _steps_alone(models)
-        if wish == "auto" or (wish == "even" and offers and global_batch >= ranks):
-            now = shares or even(global_batch, ranks)
-            self._controller = Controller(now, least=least, drops=drop_slow, resting=resting)
+        may_suggest = not self._has_suggested and not _is_local(models)
+        if mode == "auto" or (mode == "even" and may_suggest and global_batch >= ranks):
+            initial_shares = shares or even_shares(global_batch, ranks)
+            self._controller = Controller(
+                initial_shares, min_share=min_share, drops=drop_slow, resting=resting
+            )
 
     def _resting(self) -> dict[int, tuple[int, int]]:
-        """Ranks that were dropped before, by a checkpoint or in this process, and rest still."""
-        if not self._kept:
+        """Returns dropped ranks that are not tried again yet, from checkpoint or process."""
+        if not self._saved_state:
             return {} if self._controller is None else self._controller.resting
-        if tuple(self._kept.get("hosts", ())) != self._hosts:
+        if tuple(self._saved_state.get("hosts", ())) != self._hosts:
             return {}  # other ranks have their numbers
         return {
-            int(rank): (int(end), int(long)) for rank, end, long in self._kept.get("resting", ())
+            int(rank): (int(end), int(num_steps))
+            for rank, end, num_steps in self._saved_state.get("resting", ())
         }
 
-    def renew(self, models: Models) -> None:
-        """Begins anew in a new group of ranks, with what is known of the hosts; a collective."""
+    def regroup(self, models: Models) -> None:
+        """Starts again in a new group of ranks, with known speeds of hosts; a collective."""
         if not self._global_batch:
             return
-        self._kept = self.state_dict()
+        self._saved_state = self.state_dict()
         self.shares, self._controller, self._hosts = None, None, ()
-        self._named.clear()
-        self.begin(self._wish, self._drop_slow, self._global_batch, models)
+        self._reported.clear()
+        self.start(self._mode, self._drop_slow, self._global_batch, models)
 
-    def fitted(self, found: Sequence[tuple[str, int]]) -> list[int]:
-        """Limits of the ranks, from what fits now and what a checkpoint was trained with.
+    def resolve_limits(self, fits: Sequence[tuple[str, int]]) -> list[int]:
+        """Returns limits of the ranks, from what fits now and what a checkpoint was trained with.
 
         Pieces decide how gradients are rounded: on the same hosts they stay, unless they are too
         large now.
 
         Args:
-            found: Host and limit (0: none) of each rank.
+            fits: Host and limit (0: none) of each rank.
         """
-        before = self._fits if [h for h, _ in self._fits] == [h for h, _ in found] else found
-        pairs = zip((n for _, n in before), (n for _, n in found), strict=True)
+        former = (
+            self._memory_fits if [h for h, _ in self._memory_fits] == [h for h, _ in fits] else fits
+        )
+        pairs = zip((n for _, n in former), (n for _, n in fits), strict=True)
         limits = [min(filter(None, pair), default=0) for pair in pairs]
-        self._fits = [(host, limit) for (host, _), limit in zip(found, limits, strict=True)]
+        self._memory_fits = [(host, limit) for (host, _), limit in zip(fits, limits, strict=True)]
         return limits
 
-    def look(self, look: Look, step: int) -> None:
-        """Decides from what the ranks measured; the step is the first with new shares."""
+    def update(self, timings: StepTimings, step: int) -> None:
+        """Updates shares from timings; ``step`` is the first with new shares."""
         controller = self._controller
-        advice = controller.look(look) if controller else None
+        advice = controller.observe(timings) if controller else None
         if controller is None or advice is None:
             return
-        if self._wish == "even":
-            self._offer(advice)
+        if self._mode == "even":
+            self._suggest_balance(advice)
             return
-        dropped = advice.useless is not None and not advice.shares[advice.useless]
-        if advice.useless is not None and advice.useless not in self._named:
-            self._named.add(advice.useless)
-            self._name(advice, dropped)
-        if advice.act:
-            controller.take(advice.shares, step)
+        dropped = advice.surplus_rank is not None and not advice.shares[advice.surplus_rank]
+        if advice.surplus_rank is not None and advice.surplus_rank not in self._reported:
+            self._reported.add(advice.surplus_rank)
+            self._report_surplus_rank(advice, dropped)
+        if advice.apply:
+            controller.apply(advice.shares, step)
             self.shares = advice.shares
-            before, after = advice.whole
-            least = "" if advice.sure else " at best"
-            gain = f" (a step of {before:.3f} s becomes one of {after:.3f} s{least})"
-            self._tell(advice.shares, step, "" if dropped or not advice.win else gain)
+            current_s, proposed_s = advice.step_seconds
+            bound = "" if advice.is_certain else " at best"
+            gain = f" (a step of {current_s:.3f} s becomes one of {proposed_s:.3f} s{bound})"
+            self._announce(advice.shares, step, "" if dropped or not advice.gain else gain)
 
     # -- what is said --------------------------------------------------------------------
 
-    def _tell(self, shares: Shares, step: int, why: str) -> None:
-        text = f"shares of the global batch: {self._said(shares)}{why}"
-        self._journal.say(text)
+    def _announce(self, shares: Shares, step: int, reason: str) -> None:
+        text = f"shares of the global batch: {self._format_shares(shares)}{reason}"
+        self._journal.print(text)
         if self._comms.world.rank == 0:
             self._journal.event("shares", step=step, shares=list(shares), why=text)
         hosts: dict[str, float] = {}
@@ -235,99 +242,116 @@ class Division:
         if not all(shares):
             self._progress.some_absent = True  # for every meter
 
-    def _said(self, shares: Sequence[int]) -> str:
-        """By host, in their order; at most a dozen."""
+    def _format_shares(self, shares: Sequence[int]) -> str:
+        """Formats shares by host in rank order, at most a dozen."""
         by_host: dict[str, list[int]] = {}
         for host, share in zip(self._hosts, shares, strict=True):
             by_host.setdefault(host, []).append(share)
-        parts = [f"{host} {'+'.join(map(str, some))}" for host, some in by_host.items()]
-        more = f" and {len(parts) - 12} more hosts" if len(parts) > 12 else ""
-        return ", ".join(parts[:12]) + more
+        parts = [
+            f"{host} {'+'.join(map(str, host_shares))}" for host, host_shares in by_host.items()
+        ]
+        omitted = f" and {len(parts) - 12} more hosts" if len(parts) > 12 else ""
+        return ", ".join(parts[:12]) + omitted
 
-    def _offer(self, advice: Advice) -> None:
-        """With even shares: what others would win, once."""
-        worth = advice.win >= OFFERED and advice.now - advice.then >= OFFERED_S
-        self._offers = self._offers + 1 if worth else 0
-        if self._offers < 2:
-            return
-        self._offered, self._controller = True, None
-        before, after = advice.whole
-        shares = advice.shares
-        fast, slow = (
-            self._hosts[shares.index(one)] for one in (max(shares), min(filter(None, shares)))
+    def _suggest_balance(self, advice: Advice) -> None:
+        """With even shares, says once what others would gain."""
+        is_worthwhile = (
+            advice.gain >= MIN_SUGGESTED_GAIN
+            and advice.current_s - advice.proposed_s >= MIN_SUGGESTED_GAIN_S
         )
-        what = f"{fast} is faster than {slow}" if fast != slow else "some ranks are faster"
-        self._journal.say(
-            f"{what}. Giving {self._said(shares)} of the {sum(shares)} samples of a batch could"
-            f" shorten a step from {format_duration(before)} to {format_duration(after)}:"
+        self._num_suggestions = self._num_suggestions + 1 if is_worthwhile else 0
+        if self._num_suggestions < 2:
+            return
+        self._has_suggested, self._controller = True, None
+        current_s, proposed_s = advice.step_seconds
+        shares = advice.shares
+        faster, slower = (
+            self._hosts[shares.index(share)] for share in (max(shares), min(filter(None, shares)))
+        )
+        comparison = (
+            f"{faster} is faster than {slower}" if faster != slower else "some ranks are faster"
+        )
+        self._journal.print(
+            f"{comparison}. Giving {self._format_shares(shares)} of the {sum(shares)} samples of a"
+            f" batch could shorten a step from {format_duration(current_s)} to"
+            f" {format_duration(proposed_s)}:"
             ' session.loader(…, balance="auto"), or --balance auto of a recipe'
         )
 
-    def _name(self, advice: Advice, dropped: bool) -> None:
-        """A rank without which the job would be faster."""
-        assert advice.useless is not None
-        who = self._called[advice.useless]
-        with_it, without = advice.whole[1], advice.without + advice.moving
-        what = "--drop-slow gives it nothing to do; better leave it out of the job"
+    def _report_surplus_rank(self, advice: Advice, dropped: bool) -> None:
+        """Reports a rank without which the job would be faster."""
+        assert advice.surplus_rank is not None
+        name = self._rank_names[advice.surplus_rank]
+        with_s, without_s = advice.step_seconds[1], advice.reduced_s + advice.moving_s
+        consequence = "--drop-slow gives it nothing to do; better leave it out of the job"
         if dropped:
-            what = "it gets nothing to do (--drop-slow)"
-        elif advice.useless == 0:
-            what = "rank 0 is never dropped: name another host first (-H), or leave its host out"
+            consequence = "it gets nothing to do (--drop-slow)"
+        elif advice.surplus_rank == 0:
+            consequence = (
+                "rank 0 is never dropped: name another host first (-H), or leave its host out"
+            )
         text = (
-            f"{who} makes the job slower: a step takes {with_it:.3f} s with it, {without:.3f} s"
-            f" without, as its smallest share already takes that long; {what}"
+            f"{name} makes the job slower: a step takes {with_s:.3f} s with it, {without_s:.3f} s"
+            f" without, as its smallest share already takes that long; {consequence}"
         )
         if self._comms.world.rank == 0:
-            self._journal.tell("slow rank", warning=text)
+            self._journal.report("slow rank", warning=text)
 
     # -- in checkpoints ------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing of shares while they are even and stay so."""
-        fits = {"fits": [[*one] for one in self._fits]} if self._fits else {}
-        if self.shares is None or self._wish == "even":
+        """Returns the state; without shares while they are even and stay so."""
+        fits = {"fits": [[*fit] for fit in self._memory_fits]} if self._memory_fits else {}
+        if self.shares is None or self._mode == "even":
             return fits
-        one = self._controller
+        controller = self._controller
         return {
             **fits,
             "shares": list(self.shares),
             "hosts": list(self._hosts),
-            "speeds": one.speeds() if one else [],
-            "resting": [[rank, *rest] for rank, rest in one.resting.items()] if one else [],
+            "speeds": controller.speeds() if controller else [],
+            "resting": [[rank, *drop] for rank, drop in controller.resting.items()]
+            if controller
+            else [],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._kept = state
-        self._fits = [(str(host), int(limit)) for host, limit in state.get("fits", ())]
+        self._saved_state = state
+        self._memory_fits = [(str(host), int(limit)) for host, limit in state.get("fits", ())]
 
 
-def _typed(wish: Wish) -> str:
-    if isinstance(wish, str):
-        return wish
-    return ",".join(f"{host}={weight:g}" for host, weight in wish.items())
+def _format_balance(mode: BalanceMode) -> str:
+    if isinstance(mode, str):
+        return mode
+    return ",".join(f"{host}={weight:g}" for host, weight in mode.items())
 
 
-def _are_weights(wish: object) -> bool:
+def _is_weight_mapping(value: object) -> bool:
     """Whether these are numbers by host, whatever their values."""
-    if not isinstance(wish, Mapping) or not all(isinstance(host, str) for host in wish):
+    if not isinstance(value, Mapping) or not all(isinstance(host, str) for host in value):
         return False
-    numbers = [one for one in wish.values() if isinstance(one, (int, float))]
-    most = balance.MAX_WEIGHT
-    return len(numbers) == len(wish) and not any(most < one < math.inf for one in numbers)
+    numbers = [number for number in value.values() if isinstance(number, (int, float))]
+    max_weight = balance.MAX_WEIGHT
+    return len(numbers) == len(value) and not any(
+        max_weight < number < math.inf for number in numbers
+    )
 
 
-def _steps_alone(models: Models) -> bool:
-    return any(one.communication and one.communication.requested.name == "local" for one in models)
+def _is_local(models: Models) -> bool:
+    return any(
+        updater.communication and updater.communication.requested.name == "local"
+        for updater in models
+    )
 
 
-def _refuse(models: Models, wish: Wish, drop_slow: bool) -> None:
-    way = "local" if _steps_alone(models) else "exact"
+def _check_models(models: Models, mode: BalanceMode, drop_slow: bool) -> None:
+    method = "local" if _is_local(models) else "exact"
     sharded = parallel.is_sharded(models.module)
-    balance.validate(_typed(wish), sharded=sharded, communication=way)
-    if wish != "auto":
+    balance.validate(_format_balance(mode), sharded=sharded, communication=method)
+    if mode != "auto":
         return
-    names = [name for name in models.figures("loss") if name != ALONE]
-    unused = any(getattr(one.model, "find_unused_parameters", False) for one in models)
+    names = [name for name in models.metric_names("loss") if name != UNNAMED]
+    unused = any(getattr(updater.model, "find_unused_parameters", False) for updater in models)
     if drop_slow and (names or unused):
         raise SettingError(
             "--drop-slow needs a single model whose parameters are all used in each step",
@@ -336,7 +360,7 @@ def _refuse(models: Models, wish: Wish, drop_slow: bool) -> None:
         )
 
 
-def needs_two(module: nn.Module) -> bool:
-    """Whether a model may be unable to train on one sample, as it takes statistics of a batch."""
+def has_batch_norm(module: nn.Module) -> bool:
+    """Whether a model computes statistics of a batch, which one sample may not allow."""
     norms = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
-    return any(isinstance(one, norms) for one in module.modules())
+    return any(isinstance(part, norms) for part in module.modules())

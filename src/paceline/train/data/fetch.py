@@ -33,13 +33,13 @@ from paceline.train.data.order import Ids, Order, uniforms
 T = TypeVar("T")
 Collate = Callable[[list[Any]], Any]
 """From a list of samples to a batch: a tuple, a dictionary or one tensor."""
-Made = Generator[tuple[T, tuple[Any, ...]], None, None]
-_Answers = Generator[tuple["Wanted[T]", tuple[Any, ...]], None, None]
+TaggedBatches = Generator[tuple[T, tuple[Any, ...]], None, None]
+_RequestedBatches = Generator[tuple["BatchRequest[T]", tuple[Any, ...]], None, None]
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
-MOST_WORKERS = 8
-_LEFT = "exited unexpectedly"  # says torch of a worker process
-_ENDING_S = 1.0  # from the end of a process's connections to its own, at most
+MAX_WORKERS = 8
+_WORKER_EXIT_MESSAGE = "exited unexpectedly"  # says torch of a worker process
+_WORKER_EXIT_S = 1.0  # from the end of a process's connections to its own, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +127,14 @@ Data = Batched | Mapped | Stored
 
 
 def order_of(data: Data, seed: int, shuffle: bool) -> Order:
-    """The order in which a data set is visited: its own, or any sample after any other."""
+    """Returns the data set's own order, or one that shuffles freely."""
     visited = getattr(data, "visiting_order", None)
     return visited(seed, shuffle) if visited else Order(len(data), seed, shuffle)
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted(Generic[T]):
-    """An order for a batch.
+class BatchRequest(Generic[T]):
+    """A request for a batch.
 
     Attributes:
         ids: Sample ids, shape ``[n]``.
@@ -148,7 +148,7 @@ class Wanted(Generic[T]):
 
 
 class Fetch:
-    """Makes the batches of a data set, in the order in which they are wanted.
+    """Makes the batches of a data set, in the order in which they are requested.
 
     Args:
         data: A data set that makes batches, a ``TensorDataset``, a stored or any map-style data
@@ -169,23 +169,23 @@ class Fetch:
         workers: int = 0,
         collate: Collate | None = None,
     ) -> None:
-        _check(data, collate)
+        _check_data(data, collate)
         self._data, self._device, self._workers = data, device, workers
-        self._collate = _Collated(collate or default_collate)
-        self._make = _maker(data, self._collate)
-        self._orders = _Orders()
+        self._collate = _TupleCollate(collate or default_collate)
+        self._make = _batch_maker(data, self._collate)
+        self._sampler = _RequestSampler()
         self._loader: DataLoader[Any] | None = None
         # A copy from other memory is not asynchronous, whatever it is asked to be.
-        self._pins = device.type in ("cuda", "xpu")
+        self._pin = device.type in ("cuda", "xpu")
 
-    def __call__(self, wanted: Iterable[Wanted[T]]) -> Made[T]:
-        """Each order's tag with its tensors. Close it when it is not used up."""
+    def __call__(self, requests: Iterable[BatchRequest[T]]) -> TaggedBatches[T]:
+        """Yields each request's tag with its tensors. Close it when it is not used up."""
         will_need = getattr(self._data, "will_need", None)
         finish = getattr(self._data, "on_device", None)
-        orders = foretold(wanted, will_need) if will_need else wanted
-        with closing(self._there(orders)) as made:
-            for one, tensors in made:
-                yield one.tag, finish(tensors, one.draws) if finish else tensors
+        hinted = with_prefetch_hints(requests, will_need) if will_need else requests
+        with closing(self._batches_on_device(hinted)) as batches:
+            for request, tensors in batches:
+                yield request.tag, finish(tensors, request.draws) if finish else tensors
 
     @property
     def kind(self) -> str:
@@ -193,67 +193,71 @@ class Fetch:
         return type(self._data).__name__
 
     def close(self) -> None:
-        """Ends the worker processes; others are started where they are needed again."""
+        """Ends the worker processes; they start again when needed."""
         self._loader = None
 
-    def _there(self, orders: Iterable[Wanted[T]]) -> _Answers[T]:
-        """Batches on the device; copied ahead of time where they are made ahead."""
-        made, is_ahead = self._made(orders)
+    def _batches_on_device(self, requests: Iterable[BatchRequest[T]]) -> _RequestedBatches[T]:
+        """Yields batches on the device; copied ahead of time if they are made ahead."""
+        batches, is_ahead = self._host_batches(requests)
         if self._device.type == "cpu":
-            return made
-        if is_ahead and self._pins:
-            return _copied_ahead(made, self._device)
-        return _copied(made, self._device, self._pins)
+            return batches
+        if is_ahead and self._pin:
+            return _prefetch_to_device(batches, self._device)
+        return _copy_to_device(batches, self._device, self._pin)
 
-    def _made(self, wanted: Iterable[Wanted[T]]) -> tuple[_Answers[T], bool]:
-        """Batches in memory, and whether this process has nothing to do for them."""
-        single = isinstance(self._make, _OneByOne)
-        if self._workers and (single or getattr(self._data, "processes", False)):
-            return self._from_workers(wanted), True
-        if isinstance(self._make, _OneByOne) and isinstance(self._data, Stored):
-            return self._read_ahead(self._make, self._data, wanted), False
-        made = ((one, self._make(one.ids, one.draws)) for one in wanted)
-        slow = getattr(self._data, "slow", False)
-        return (ahead(made) if slow else made), slow
+    def _host_batches(
+        self, requests: Iterable[BatchRequest[T]]
+    ) -> tuple[_RequestedBatches[T], bool]:
+        """Returns batches in host memory, and whether other processes make them."""
+        is_per_sample = isinstance(self._make, _SampleMaker)
+        if self._workers and (is_per_sample or getattr(self._data, "processes", False)):
+            return self._from_workers(requests), True
+        if isinstance(self._make, _SampleMaker) and isinstance(self._data, Stored):
+            return self._read_ahead(self._make, self._data, requests), False
+        batches = ((request, self._make(request.ids, request.draws)) for request in requests)
+        is_slow = getattr(self._data, "slow", False)
+        return (prefetch(batches) if is_slow else batches), is_slow
 
     def _read_ahead(
-        self, make: _OneByOne, data: Stored, wanted: Iterable[Wanted[T]]
-    ) -> _Answers[T]:
-        """Only reading is done in a thread: decoding may draw from the process's generators."""
-        with closing(ahead((one, data.raw(one.ids)) for one in wanted)) as read:
-            for one, samples in read:
-                yield one, make.decoded(one.ids, one.draws, samples)
+        self, make: _SampleMaker, data: Stored, requests: Iterable[BatchRequest[T]]
+    ) -> _RequestedBatches[T]:
+        """Reads in a thread and decodes here: decoding may use this process's generators."""
+        with closing(prefetch((request, data.raw(request.ids)) for request in requests)) as stored:
+            for request, samples in stored:
+                yield request, make.decode(request.ids, request.draws, samples)
 
-    def _from_workers(self, wanted: Iterable[Wanted[T]]) -> _Answers[T]:
+    def _from_workers(self, requests: Iterable[BatchRequest[T]]) -> _RequestedBatches[T]:
         if self._loader is None:
             self._loader = DataLoader(
-                _Work(self._make),
+                _WorkerDataset(self._make),
                 batch_size=None,  # an order is a batch
-                sampler=self._orders,
+                sampler=self._sampler,
                 num_workers=self._workers,
-                collate_fn=_as_made,
+                collate_fn=_identity,
                 persistent_workers=True,
-                pin_memory=self._pins,
+                pin_memory=self._pin,
                 # of its own: the script's generators must not depend on how often a run resumed
                 generator=torch.Generator(),
             )
-        self._orders.wanted, self._orders.given = wanted, queue.SimpleQueue()
-        given = iter(self._loader)
+        self._sampler.requests, self._sampler.pending = requests, queue.SimpleQueue()
+        iterator = iter(self._loader)
         try:
-            for made in given:
-                if isinstance(made, _Failed):
-                    raise made.take()
-                yield self._orders.given.get(), tuple(made)
+            for batch in iterator:
+                if isinstance(batch, _FailedBatch):
+                    raise batch.pop_error()
+                yield self._sampler.pending.get(), tuple(batch)
         except (RuntimeError, OSError, EOFError) as error:
-            workers = getattr(given, "_workers", ())
-            left = not isinstance(error, RuntimeError) or _LEFT in str(error)
-            if left and (killed := _killed(workers, wait=not isinstance(error, RuntimeError))):
-                raise RuntimeError(killed) from error
+            workers = getattr(iterator, "_workers", ())
+            has_exited = not isinstance(error, RuntimeError) or _WORKER_EXIT_MESSAGE in str(error)
+            if has_exited and (
+                message := _kill_message(workers, wait=not isinstance(error, RuntimeError))
+            ):
+                raise RuntimeError(message) from error
             raise
 
 
-def _killed(workers: Iterable[BaseProcess], *, wait: bool = False) -> str:
-    """Which signal has ended a worker process, in torch's words; empty where none has.
+def _kill_message(workers: Iterable[BaseProcess], *, wait: bool = False) -> str:
+    """Returns torch's message about a worker that a signal has ended; empty if there is none.
 
     torch says it where SIGCHLD tells it of the end, but not where it finds the process gone: then
     a worker that was ended from outside looks like one that has left by itself.
@@ -262,91 +266,99 @@ def _killed(workers: Iterable[BaseProcess], *, wait: bool = False) -> str:
         workers: All of them.
         wait: Something that one of them was to send did not come, so its end may be near.
     """
-    until = time.monotonic() + _ENDING_S * wait
+    deadline = time.monotonic() + _WORKER_EXIT_S * wait
     while True:
-        for one in workers:
-            if one.exitcode is not None and one.exitcode < 0:
-                how = signal.strsignal(-one.exitcode)
-                return f"DataLoader worker (pid {one.pid}) is killed by signal: {how}"
-        if time.monotonic() >= until:
+        for worker in workers:
+            if worker.exitcode is not None and worker.exitcode < 0:
+                signal_name = signal.strsignal(-worker.exitcode)
+                return f"DataLoader worker (pid {worker.pid}) is killed by signal: {signal_name}"
+        if time.monotonic() >= deadline:
             return ""
         time.sleep(0.01)
 
 
-def _copied(made: _Answers[T], device: torch.device, pins: bool) -> _Answers[T]:
-    with closing(made):
-        for one, tensors in made:
-            yield one, tuple(_moved(tensor, device, pins) for tensor in tensors)
+def _copy_to_device(
+    batches: _RequestedBatches[T], device: torch.device, pin: bool
+) -> _RequestedBatches[T]:
+    with closing(batches):
+        for request, tensors in batches:
+            yield request, tuple(_to_device(tensor, device, pin) for tensor in tensors)
 
 
-def _copied_ahead(made: _Answers[T], device: torch.device) -> _Answers[T]:
-    """The copies are begun in a thread, on a stream of their own, while the device computes."""
+def _prefetch_to_device(
+    batches: _RequestedBatches[T], device: torch.device
+) -> _RequestedBatches[T]:
+    """Copies batches in a thread, on a stream of their own, while the device computes."""
     stream = torch.Stream(device)
 
-    def copies() -> Iterator[tuple[Wanted[T], tuple[Any, ...], torch.Event]]:
-        for one, tensors in made:
+    def copies() -> Iterator[tuple[BatchRequest[T], tuple[Any, ...], torch.Event]]:
+        for request, tensors in batches:
             with stream:
-                there = tuple(_moved(tensor, device, True) for tensor in tensors)
+                copied = tuple(_to_device(tensor, device, True) for tensor in tensors)
                 event = stream.record_event()
-            yield one, there, event
+            yield request, copied, event
 
-    with closing(made), closing(ahead(copies())) as begun:
-        for one, there, event in begun:
-            now = torch.accelerator.current_stream(device)
-            now.wait_event(event)
-            for tensor in _tensors(there):
-                tensor.record_stream(now)  # its memory is not used again before this stream is done
-            yield one, there
+    with closing(batches), closing(prefetch(copies())) as prefetched:
+        for request, copied, event in prefetched:
+            current_stream = torch.accelerator.current_stream(device)
+            current_stream.wait_event(event)
+            for tensor in _tensors(copied):
+                tensor.record_stream(
+                    current_stream
+                )  # its memory is not used again before this stream is done
+            yield request, copied
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (Mapping, list, tuple)):
-        for one in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(one)
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item)
 
 
-_FORETOLD = 1024  # samples, at least
+_MIN_HINT_SAMPLES = 1024  # samples, at least
 
 
-def foretold(
-    wanted: Iterable[Wanted[T]], tell: Callable[[Ids], None], samples: int = _FORETOLD
-) -> Iterator[Wanted[T]]:
-    """The same orders; ``tell`` hears of ids when at least so many samples come before them."""
-    orders = iter(wanted)
+def with_prefetch_hints(
+    requests: Iterable[BatchRequest[T]],
+    hint: Callable[[Ids], None],
+    min_samples: int = _MIN_HINT_SAMPLES,
+) -> Iterator[BatchRequest[T]]:
+    """Yields the same requests; ``hint`` gets ids at least ``min_samples`` ahead."""
+    iterator = iter(requests)
 
-    def more() -> list[Wanted[T]]:
-        found: list[Wanted[T]] = []
-        while sum(len(one.ids) for one in found) < samples:
-            if (one := next(orders, None)) is None:
+    def next_group() -> list[BatchRequest[T]]:
+        group: list[BatchRequest[T]] = []
+        while sum(len(member.ids) for member in group) < min_samples:
+            if (request := next(iterator, None)) is None:
                 break
-            found.append(one)
-        if found:
-            tell(np.concatenate([one.ids for one in found]))
-        return found
+            group.append(request)
+        if group:
+            hint(np.concatenate([member.ids for member in group]))
+        return group
 
-    now, then = more(), more()
-    while now:
-        yield from now
-        now, then = then, more()
+    current, following = next_group(), next_group()
+    while current:
+        yield from current
+        current, following = following, next_group()
 
 
-def ahead(items: Iterator[T]) -> Generator[T, None, None]:
-    """The same items, made in a thread up to two in advance."""
+def prefetch(items: Iterator[T]) -> Generator[T, None, None]:
+    """Yields the same items, made in a thread up to two in advance."""
     ready: queue.Queue[tuple[str, Any]] = queue.Queue(2)
-    unwanted = threading.Event()
+    cancelled = threading.Event()
 
-    def work() -> None:
+    def produce() -> None:
         try:
             for item in items:
-                if not _put(ready, ("item", item), unwanted):
+                if not _put_item(ready, ("item", item), cancelled):
                     return
-            _put(ready, ("end", None), unwanted)
+            _put_item(ready, ("end", None), cancelled)
         except BaseException as error:  # raised again where the item is wanted
-            _put(ready, ("error", error), unwanted)
+            _put_item(ready, ("error", error), cancelled)
 
-    thread = threading.Thread(target=work, name="paceline-fetch", daemon=True)
+    thread = threading.Thread(target=produce, name="paceline-fetch", daemon=True)
     thread.start()
     try:
         while (message := ready.get())[0] == "item":
@@ -354,12 +366,12 @@ def ahead(items: Iterator[T]) -> Generator[T, None, None]:
         if message[0] == "error":
             raise message[1]
     finally:
-        unwanted.set()
+        cancelled.set()
         thread.join()
 
 
-def _put(ready: queue.Queue[T], item: T, unwanted: threading.Event) -> bool:
-    while not unwanted.is_set():
+def _put_item(ready: queue.Queue[T], item: T, cancelled: threading.Event) -> bool:
+    while not cancelled.is_set():
         try:
             ready.put(item, timeout=0.1)
         except queue.Full:
@@ -368,7 +380,7 @@ def _put(ready: queue.Queue[T], item: T, unwanted: threading.Event) -> bool:
     return False
 
 
-def _check(data: Data, collate: Collate | None) -> None:
+def _check_data(data: Data, collate: Collate | None) -> None:
     if isinstance(data, (DataLoader, IterableDataset)) or not hasattr(data, "__len__"):
         raise SettingError(
             "the data must be a data set with a length and numbered samples",
@@ -386,28 +398,28 @@ def _check(data: Data, collate: Collate | None) -> None:
 Make = Callable[[Ids, Draws | None], tuple[Any, ...]]
 
 
-def _maker(data: Data, collate: _Collated) -> Make:
+def _batch_maker(data: Data, collate: _TupleCollate) -> Make:
     if isinstance(data, Batched):
         return data.batch
     if isinstance(data, TensorDataset) and collate.is_default:
         tensors = data.tensors
-        return lambda ids, _: tuple(one[torch.from_numpy(ids)] for one in tensors)
-    return _OneByOne(data, collate)
+        return lambda ids, _: tuple(tensor[torch.from_numpy(ids)] for tensor in tensors)
+    return _SampleMaker(data, collate)
 
 
 @dataclass(frozen=True)
-class _OneByOne:
-    """Makes a batch sample by sample; each has randomness of its own place in the order."""
+class _SampleMaker:
+    """Makes a batch sample by sample, each with the randomness of its position."""
 
     data: Mapped | Stored
-    collate: _Collated
+    collate: _TupleCollate
 
     def __call__(self, ids: Ids, draws: Draws | None) -> tuple[Any, ...]:
         samples = self.data.raw(ids) if isinstance(self.data, Stored) else None
-        return self.decoded(ids, draws, samples)
+        return self.decode(ids, draws, samples)
 
-    def decoded(self, ids: Ids, draws: Draws | None, samples: list[Any] | None) -> tuple[Any, ...]:
-        """Afterwards this process's generators are as if nothing had been drawn.
+    def decode(self, ids: Ids, draws: Draws | None, samples: list[Any] | None) -> tuple[Any, ...]:
+        """Makes a batch and restores this process's generators afterwards.
 
         Args:
             ids: Sample ids.
@@ -416,29 +428,31 @@ class _OneByOne:
         """
         numbers = ids.tolist()
         if draws is None:
-            return self.collate([self._one(n, place, samples) for place, n in enumerate(numbers)])
-        before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+            return self.collate(
+                [self._decode_sample(n, place, samples) for place, n in enumerate(numbers)]
+            )
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
         try:
-            made = []
+            decoded = []
             for place, (number, seed) in enumerate(zip(numbers, draws.seeds(), strict=True)):
                 random.seed(seed)
                 np.random.seed(seed)
                 torch.default_generator.manual_seed(seed)
-                made.append(self._one(number, place, samples))
-            return self.collate(made)
+                decoded.append(self._decode_sample(number, place, samples))
+            return self.collate(decoded)
         finally:
-            random.setstate(before[0])
-            np.random.set_state(before[1])
-            torch.set_rng_state(before[2])
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.set_rng_state(states[2])
 
-    def _one(self, number: int, place: int, samples: list[Any] | None) -> Any:
+    def _decode_sample(self, number: int, place: int, samples: list[Any] | None) -> Any:
         if samples is not None and isinstance(self.data, Stored):
             return self.data.made(number, samples[place])
         return self.data[number]  # type: ignore[index]
 
 
-class _Work(Dataset[Any]):
-    """What a worker process does: an order in, a batch out."""
+class _WorkerDataset(Dataset[Any]):
+    """Runs in a worker process: turns a request into a batch."""
 
     def __init__(self, make: Make) -> None:
         self._make = make
@@ -447,39 +461,39 @@ class _Work(Dataset[Any]):
         try:
             return self._make(*order)
         except PacelineError as error:  # torch would wrap it into its own traceback's text
-            return _Failed(error)
+            return _FailedBatch(error)
 
 
-class _Failed:
+class _FailedBatch:
     """A batch that could not be made."""
 
     def __init__(self, error: PacelineError) -> None:
         self._errors = [error]
 
-    def take(self) -> PacelineError:
-        """The error, which then holds what holds this, and would keep the workers for long."""
+    def pop_error(self) -> PacelineError:
+        """Returns the error and forgets it, as it refers to this object."""
         return self._errors.pop()
 
 
-def _as_made(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
-class _Orders:
-    """The orders as torch's sampler; they are kept for the batches to come."""
+class _RequestSampler:
+    """Gives requests to torch as a sampler and keeps them for the batches to come."""
 
     def __init__(self) -> None:
-        self.wanted: Iterable[Wanted[Any]] = ()
-        self.given: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.requests: Iterable[BatchRequest[Any]] = ()
+        self.pending: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def __iter__(self) -> Iterator[tuple[Ids, Draws | None]]:
-        for one in self.wanted:
-            self.given.put(one)
-            yield one.ids, one.draws
+        for request in self.requests:
+            self.pending.put(request)
+            yield request.ids, request.draws
 
 
-class _Collated:
-    """A batch as a tuple, whatever the data set's samples are."""
+class _TupleCollate:
+    """Collates samples and returns a batch as a tuple."""
 
     def __init__(self, collate: Collate) -> None:
         self._collate = collate
@@ -489,32 +503,32 @@ class _Collated:
         return self._collate is default_collate
 
     def __call__(self, samples: list[Any]) -> tuple[Any, ...]:
-        made = self._collate(samples)
-        return tuple(made) if isinstance(made, (list, tuple)) else (made,)
+        batch = self._collate(samples)
+        return tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
 
 
-def _moved(value: Any, device: torch.device, pins: bool) -> Any:
-    """The value with all its tensors on the device.
+def _to_device(value: Any, device: torch.device, pin: bool) -> Any:
+    """Returns the value with all its tensors on the device.
 
     Args:
         value: Tensors, and lists and dictionaries of them.
         device: An accelerator.
-        pins: Copies by way of pinned memory, and then without waiting for the copy.
+        pin: Copies by way of pinned memory, and then without waiting for the copy.
     """
     if isinstance(value, Mapping):
-        return {name: _moved(one, device, pins) for name, one in value.items()}
+        return {name: _to_device(item, device, pin) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_moved(one, device, pins) for one in value]
+        return [_to_device(item, device, pin) for item in value]
     if not isinstance(value, Tensor) or value.device == device:
         return value
-    if value.device.type == "cpu" and pins:
+    if value.device.type == "cpu" and pin:
         value = value if value.is_pinned() else value.pin_memory()
         return value.to(device, non_blocking=True)
     return value.to(device)
 
 
-def allowed() -> int:
-    """CPUs by affinity and by the container's quota, at least 1."""
+def usable_cpus() -> int:
+    """Returns the number of CPUs by affinity and container quota, at least 1."""
     try:
         count = len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS
@@ -526,10 +540,10 @@ def allowed() -> int:
 
 
 def loader_workers(cpus: int, local_ranks: int) -> int:
-    """Loader processes for each rank: what the ranks of the node leave free.
+    """Returns loader processes for each rank: CPUs that the node's ranks leave free.
 
     Args:
         cpus: CPUs that this process may use. Where launchers bind ranks these are its own.
         local_ranks: Ranks that share them.
     """
-    return max(0, min(MOST_WORKERS, cpus // local_ranks - 1))
+    return max(0, min(MAX_WORKERS, cpus // local_ranks - 1))

@@ -15,10 +15,10 @@ import numpy as np
 from torch import Tensor
 
 from paceline.spec.errors import DataError, SettingError
-from paceline.train.data.balance import Shares, bounds, gathered
-from paceline.train.data.fetch import Draws, Fetch, Wanted
-from paceline.train.data.order import Ids, Order, part
-from paceline.train.measure.pace import counted
+from paceline.train.data.balance import Shares, consolidate, share_bounds
+from paceline.train.data.fetch import BatchRequest, Draws, Fetch
+from paceline.train.data.order import Ids, Order, rank_range
+from paceline.train.measure.pace import format_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,54 +65,59 @@ class Batch:
         return items
 
     def counted(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The tensors without stand-ins: for metrics that take whole batches."""
+        """Returns the tensors without stand-ins, for metrics that take whole batches."""
         return tuple(tensor[: self.count] for tensor in tensors)
 
 
-def shares(
+def rank_pieces(
     start: int,
     stop: int,
     rank: int,
     size: int,
     limit: int = 0,
-    by: Shares | None = None,
+    weights: Shares | None = None,
     *,
-    alike: bool = True,
-    least: int = 1,
+    equal_pieces: bool = True,
+    min_samples: int = 1,
 ) -> Sequence[tuple[int, int]]:
-    """The positions that one rank computes of the global batch ``[start, stop)``, in pieces.
+    """Returns the positions that one rank computes of a global batch, in pieces.
 
     Args:
         start, stop: The global batch.
         rank, size: This rank, and how many there are.
         limit: Most samples of a piece; 0: no limit.
-        by: Shares of the ranks in a whole global batch; ``None``: all alike.
-        alike: Every rank gets the same number of pieces.
-        least: Samples that a rank needs, if it has any.
+        weights: Shares of the ranks in a whole global batch; ``None``: all alike.
+        equal_pieces: Every rank gets the same number of pieces.
+        min_samples: Samples that a rank needs, if it has any.
     """
     total = stop - start
-    if least > 1:
-        by = gathered(total, size, by, least)
-    if by is None:
-        first, end = part(start, stop, rank, size)
+    if min_samples > 1:
+        weights = consolidate(total, size, weights, min_samples)
+    if weights is None:
+        first, end = rank_range(start, stop, rank, size)
         largest = -(-total // size)
     else:
-        first, end = (start + cut for cut in bounds(total, by, rank))
+        first, end = (start + bound for bound in share_bounds(total, weights, rank))
         largest = end - first
-        if alike and limit:
-            whole = sum(by)
-            ends = [total * so_far // whole for so_far in itertools.accumulate(by, initial=0)]
-            largest = max(end - begin for begin, end in itertools.pairwise(ends))
+        if equal_pieces and limit:
+            total_weight = sum(weights)
+            boundaries = [
+                total * cumulative // total_weight
+                for cumulative in itertools.accumulate(weights, initial=0)
+            ]
+            largest = max(
+                end - start_of_share for start_of_share, end in itertools.pairwise(boundaries)
+            )
     pieces = max(1, -(-largest // limit)) if limit else 1
-    return [part(first, end, piece, pieces) for piece in range(pieces)]
+    return [rank_range(first, end, piece, pieces) for piece in range(pieces)]
 
 
-def check_batch(global_batch: int, samples: int, ranks: int) -> None:
+def check_batch_size(global_batch: int, samples: int, ranks: int) -> None:
     """Refuses a batch or a data set that cannot be shared among the ranks."""
     if samples < ranks:
         raise DataError(
             "there are more ranks than training samples",
-            found=f"{counted(samples, 'sample')}, {ranks} ranks",
+            found=f"{format_count(samples, 'sample')}, {ranks} ranks",
             remedy=f"use at most {samples} process{'es' * (samples != 1)}, or more data",
         )
     if global_batch < 1:
@@ -121,7 +126,7 @@ def check_batch(global_batch: int, samples: int, ranks: int) -> None:
 
 @dataclass
 class Progress:
-    """How far the training is: the whole position in the data.
+    """Position of the training in the data.
 
     Attributes:
         step: Global steps done.
@@ -149,14 +154,14 @@ class Progress:
 
 
 def check_limit(limit: object) -> None:
-    """Refuses what is no number of samples, nor such numbers by host.
+    """Refuses a limit that is neither a number of samples nor such numbers by host.
 
     Raises:
         SettingError: It is neither.
     """
-    every = [*limit.values()] if isinstance(limit, Mapping) else [limit]
+    limits = [*limit.values()] if isinstance(limit, Mapping) else [limit]
     negative = isinstance(limit, Integral) and limit < 0
-    if negative or not all(isinstance(one, Integral) for one in every):
+    if negative or not all(isinstance(value, Integral) for value in limits):
         raise SettingError(
             f"limit={limit!r} cannot be understood",
             remedy='give samples that a rank computes at once, or 0, or some by host: {"n2": 8}',
@@ -164,7 +169,7 @@ def check_limit(limit: object) -> None:
 
 
 class Loader:
-    """The rest of the running epoch as this rank's parts of its global batches.
+    """Iterates over this rank's parts of the global batches of the running epoch.
 
     Made by ``session.loader``. Every batch must be given to ``session.step``, which asks for it
     here (:meth:`take`).
@@ -181,26 +186,26 @@ class Loader:
 
     Attributes:
         limit: As above; may be another on each rank.
-        same_limit: It is the same on every rank.
-        fits: Host and limit of each rank, where they were found by trying.
-        every: Global steps after which an iteration pauses, for an evaluation (0: at the end of
-            the epoch only).
-        waited: Seconds in which the script waited for data.
+        has_common_limit: It is the same on every rank.
+        memory_fits: Host and limit of each rank, where they were found by trying.
+        pause_interval: Global steps between two pauses for an evaluation (0: only at the end of an
+            epoch).
+        waited_s: Seconds in which the script waited for data.
         balance, drop_slow: As the training asked for them; see ``session.loader``.
         shares: Gives the shares of a global batch. Others from one step to the next are heeded at
             once, and what has been fetched under the former ones is dropped.
-        alike: Says whether each rank must have as many pieces of a batch as the others.
-        least: Samples that the model needs at once, 1 or 2: batch normalisation can compute
+        equal_pieces: Says whether each rank must have as many pieces of a batch as the others.
+        min_samples: Samples that the model needs at once, 1 or 2: batch normalisation can compute
             nothing of one.
-        room: Gives how many times the most samples so far fit into this rank's memory at once: a
-            share that has grown beyond comes in pieces.
-        idle: Does this rank's part of a step in which it has nothing to compute; without it such
-            a rank computes a stand-in.
-        arrived: Called when a batch of the training is there, before the script gets it.
+        headroom: Returns how many times the largest batch so far fits into this rank's memory; a
+            larger share is computed in pieces.
+        compute_idle: Called for a step in which this rank has no samples; if ``None``, such a rank
+            computes a stand-in.
+        on_arrival: Called when a batch of the training is there, before the script gets it.
         generation: Number of the group of ranks among which batches are divided.
-        boundary: Called before each global batch: between two steps other ranks may join.
-        begun: Called with this loader when the script begins to iterate over it.
-        begins: Called when a global batch is given to the script, newly or again.
+        on_boundary: Called before each global batch: between two steps other ranks may join.
+        on_iteration: Called with this loader when the script begins to iterate over it.
+        on_global_batch: Called when a global batch is given to the script, newly or again.
     """
 
     def __init__(
@@ -213,29 +218,29 @@ class Loader:
         progress: Progress,
         unsynced: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        check_batch(global_batch, order.size, place()[1])
-        self._fetch, self.order, self._place = fetch, order, place
-        self.global_batch, self.limit, self.same_limit = global_batch, limit, True
-        self.fits: Sequence[tuple[str, int]] = ()
+        check_batch_size(global_batch, order.size, place()[1])
+        self._fetch, self.order, self._rank_and_size = fetch, order, place
+        self.global_batch, self.limit, self.has_common_limit = global_batch, limit, True
+        self.memory_fits: Sequence[tuple[str, int]] = ()
         self._progress, self._unsynced = progress, unsynced
-        self._given: Batch | None = None
+        self._current: Batch | None = None
         self.balance: Any = "even"
         self.drop_slow = False
         self.shares: Callable[[], Shares | None] = lambda: None
-        self.alike: Callable[[], bool] = lambda: True
-        self.idle: Callable[[Batch], None] | None = None
-        self.room: Callable[[], float] = lambda: math.inf
-        self.least = 1
-        self._most = 0  # samples that were computed at once
-        self.every, self.waited = 0, 0.0
-        self.arrived: Callable[[], object] = lambda: None
+        self.equal_pieces: Callable[[], bool] = lambda: True
+        self.compute_idle: Callable[[Batch], None] | None = None
+        self.headroom: Callable[[], float] = lambda: math.inf
+        self.min_samples = 1
+        self._max_computed = 0  # samples that were computed at once
+        self.pause_interval, self.waited_s = 0, 0.0
+        self.on_arrival: Callable[[], object] = lambda: None
         self.generation: Callable[[], int] = lambda: 0
-        self.boundary: Callable[[], object] = lambda: None
-        self.begun: Callable[[Loader], object] = lambda loader: None
-        self.begins: Callable[[], object] = lambda: None
+        self.on_boundary: Callable[[], object] = lambda: None
+        self.on_iteration: Callable[[Loader], object] = lambda loader: None
+        self.on_global_batch: Callable[[], object] = lambda: None
         self._void = False
         # generation in which the batch that the script has was divided, and this rank's place
-        self._divided: tuple[int, tuple[int, int]] = 0, (0, 0)
+        self._division: tuple[int, tuple[int, int]] = 0, (0, 0)
 
     def __len__(self) -> int:
         """Global steps of a whole epoch."""
@@ -247,155 +252,183 @@ class Loader:
         return self._fetch.kind
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches from where the epoch stands to its end, the training's, or a pause."""
+        """Yields batches from the current position to the end of epoch or training, or a pause."""
         progress, step = self._progress, self._progress.step
         # A checkpoint may be of a pause's beginning: what the script does in it comes first then.
-        pause = step > progress.evaluated and self.pauses()
+        pause = step > progress.evaluated and self.pauses_now()
         if not progress.steps:
             raise RuntimeError(
                 "the training loader is to be used within: for epoch in session.epochs(loader, N)"
             )
-        self.begun(self)
+        self.on_iteration(self)
 
-        def goes_on() -> bool:
+        def has_more() -> bool:
             return progress.offset < self.order.size and not progress.finished and not pause
 
-        def divided_so() -> bool:
-            self.boundary()
-            return self.shares() is by and not self.outdated
+        def is_current() -> bool:
+            self.on_boundary()
+            return self.shares() is by and not self.is_outdated
 
         try:
-            while goes_on():
-                self.boundary()
+            while has_more():
+                self.on_boundary()
                 by, self._void = self.shares(), False
-                self._divided = self.generation(), self._place()
-                if self.idle is not None and by is not None and not by[self._place()[0]]:
-                    while goes_on() and divided_so():
-                        self.begins()
-                        self.idle(self._nothing())
-                        step, pause = progress.step, progress.step > step and self.pauses()
+                self._division = self.generation(), self._rank_and_size()
+                if (
+                    self.compute_idle is not None
+                    and by is not None
+                    and not by[self._rank_and_size()[0]]
+                ):
+                    while has_more() and is_current():
+                        self.on_global_batch()
+                        self.compute_idle(self._empty_batch())
+                        step, pause = progress.step, progress.step > step and self.pauses_now()
                     continue
-                wanted = self._wanted(progress.epoch, progress.offset, by)
-                with closing(self._fetch(wanted)) as batches:
-                    while goes_on() and divided_so():
+                requests = self._requests(progress.epoch, progress.offset, by)
+                with closing(self._fetch(requests)) as batches:
+                    while has_more() and is_current():
                         yield from self._step(batches)
-                        step, pause = progress.step, progress.step > step and self.pauses()
+                        step, pause = progress.step, progress.step > step and self.pauses_now()
         finally:
-            self._given, progress.stand_in = None, False
+            self._current, progress.stand_in = None, False
             if progress.finished:
                 self._fetch.close()
 
     def _step(self, batches: Iterator[tuple[Batch, tuple[Any, ...]]]) -> Iterator[Batch]:
-        """All pieces of one global batch, as long as the ranks among which it is divided."""
-        start, last = self._progress.offset, False
-        self.begins()
-        while not last:
-            before = time.perf_counter()
-            empty, data = next(batches)
-            self.waited += time.perf_counter() - before
-            self.arrived()
-            batch, last = replace(empty, data=data), empty.last
-            self._given, self._progress.stand_in = batch, not batch.count
-            self._most = max(self._most, batch.count)
-            with nullcontext() if last else self._unsynced():
+        """Yields all pieces of one global batch while its division is current."""
+        start, is_last = self._progress.offset, False
+        self.on_global_batch()
+        while not is_last:
+            wait_start = time.perf_counter()
+            template, data = next(batches)
+            self.waited_s += time.perf_counter() - wait_start
+            self.on_arrival()
+            batch, is_last = replace(template, data=data), template.last
+            self._current, self._progress.stand_in = batch, not batch.count
+            self._max_computed = max(self._max_computed, batch.count)
+            with nullcontext() if is_last else self._unsynced():
                 yield batch
-            if self.outdated:
+            if self.is_outdated:
                 return
         if self._progress.offset == start:
             raise RuntimeError("a batch was not given to session.step")
 
     @property
-    def outdated(self) -> bool:
-        """The batch that the script has was divided among other ranks than there are now.
+    def is_outdated(self) -> bool:
+        """Whether the current batch was divided among other ranks than there are now.
 
         Unless it counts all the same, it is given again, newly divided.
         """
-        return self._void or (self.generation(), self._place()) != self._divided
+        return self._void or (self.generation(), self._rank_and_size()) != self._division
 
     def void(self) -> None:
-        """The global batch that the script has does not count: it is given again."""
+        """Discards the current global batch: it is given again."""
         self._void = self._progress.stand_in = True
 
     @property
     def progress(self) -> Progress:
-        """The position in the data; that of the session, but in a rehearsal."""
+        """Position in the data: the session's, or a rehearsal's own."""
         return self._progress
 
     def rehearsal(self, steps: int, *, order: Order | None = None, global_batch: int = 0) -> Loader:
-        """The same data for so many steps with a position of its own.
+        """Returns a loader of the same data for so many steps, with its own position.
 
         Args:
             steps: Global steps.
             order: Of the samples, instead of the training's.
             global_batch: Instead of the training's, and not in pieces.
         """
-        made = Loader(
+        loader = Loader(
             self._fetch,
             order or self.order,
-            self._place,
+            self._rank_and_size,
             global_batch or self.global_batch,
             0 if global_batch else self.limit,
             Progress(steps=steps),
             self._unsynced,
         )
-        made.least = self.least
-        return made
+        loader.min_samples = self.min_samples
+        return loader
 
-    def given(self) -> Batch:
-        """The batch that the script has now."""
-        if self._given is None:
+    def current(self) -> Batch:
+        """Returns the batch that the script has now."""
+        if self._current is None:
             raise RuntimeError("session.step was called without a new batch from the loader")
-        return self._given
+        return self._current
 
     def take(self) -> Batch:
-        """The batch that the script has now, for the step; each of them once."""
-        batch = self.given()
-        self._given = None
+        """Returns the batch that the script has now, once, for the step."""
+        batch = self.current()
+        self._current = None
         return batch
 
-    def pauses(self) -> bool:
-        """True when the script has control after this step, for an evaluation."""
-        return self.every > 0 and self._progress.step % self.every == 0
+    def pauses_now(self) -> bool:
+        """Whether the script gets control after this step, for an evaluation."""
+        return self.pause_interval > 0 and self._progress.step % self.pause_interval == 0
 
-    def _spans(self, offset: int) -> Iterator[tuple[int, int]]:
-        """The global batches of the rest of an epoch, by their positions."""
+    def _global_batches(self, offset: int) -> Iterator[tuple[int, int]]:
+        """Yields start and end of the remaining global batches of an epoch."""
         for start in range(offset, self.order.size, self.global_batch):
             yield start, min(start + self.global_batch, self.order.size)
 
-    def _nothing(self) -> Batch:
-        """This rank's part of the next global batch, in which it has no share."""
-        start, stop = next(self._spans(self._progress.offset))
+    def _empty_batch(self) -> Batch:
+        """Returns this rank's part of the next global batch if it has no share."""
+        start, stop = next(self._global_batches(self._progress.offset))
         return Batch((), 0, stop - start, np.zeros(0, dtype=np.int64), stop)
 
-    def _wanted(self, epoch: int, offset: int, by: Shares | None) -> Iterator[Wanted[Batch]]:
-        alike, limit = self.alike(), self.limit
-        rank, ranks = self._place()
-        if by is not None and not alike and self._most < by[rank]:
+    def _requests(
+        self, epoch: int, offset: int, weights: Shares | None
+    ) -> Iterator[BatchRequest[Batch]]:
+        equal_pieces, limit = self.equal_pieces(), self.limit
+        rank, ranks = self._rank_and_size()
+        if weights is not None and not equal_pieces and self._max_computed < weights[rank]:
             # Before a first batch nothing is known of what one takes: an even share was asked for.
-            room = self.room()
-            known = self._most > 0 or math.isinf(room)
-            fits = max(1, self._most) * max(1.0, room) if known else -(-self.global_batch // ranks)
-            fits = int(min(by[rank], fits))
-            limit = min(limit or fits, fits)
-        for start, stop in self._spans(offset):
-            small = stop - start < self.global_batch  # who asks for single samples gets them
-            single = self.same_limit and self.limit == 1  # a batch is cut alike on every rank
-            cut = self.least if small and not single else 1
-            pieces = shares(start, stop, rank, ranks, limit, by, alike=alike, least=cut)
-            least = self.least if limit != 1 and (small or len(pieces) > 1) else 1
-            for number, (first, end) in enumerate(pieces, 1):
+            headroom = self.headroom()
+            is_known = self._max_computed > 0 or math.isinf(headroom)
+            max_samples = (
+                max(1, self._max_computed) * max(1.0, headroom)
+                if is_known
+                else -(-self.global_batch // ranks)
+            )
+            max_samples = int(min(weights[rank], max_samples))
+            limit = min(limit or max_samples, max_samples)
+        for start, stop in self._global_batches(offset):
+            is_small = stop - start < self.global_batch  # who asks for single samples gets them
+            is_single = (
+                self.has_common_limit and self.limit == 1
+            )  # a batch is cut alike on every rank
+            min_per_rank = self.min_samples if is_small and not is_single else 1
+            pieces = rank_pieces(
+                start,
+                stop,
+                rank,
+                ranks,
+                limit,
+                weights,
+                equal_pieces=equal_pieces,
+                min_samples=min_per_rank,
+            )
+            min_samples = self.min_samples if limit != 1 and (is_small or len(pieces) > 1) else 1
+            for piece_number, (first, end) in enumerate(pieces, 1):
                 # An empty share computes the batch's first samples with weight zero.
-                positions = np.arange(first, end) if end > first else np.arange(start, stop)[:least]
-                if len(positions) < least:  # the sample twice: the mean loss is that of the one
-                    positions = np.repeat(positions, least)
+                positions = (
+                    np.arange(first, end) if end > first else np.arange(start, stop)[:min_samples]
+                )
+                if (
+                    len(positions) < min_samples
+                ):  # the sample twice: the mean loss is that of the one
+                    positions = np.repeat(positions, min_samples)
                 ids = self.order.at(epoch, positions)
-                draws, last = Draws(self.order.seed, epoch, positions), number == len(pieces)
-                tag = Batch((), end - first, stop - start, ids, stop, last, draws)
-                yield Wanted(ids, draws, tag)
+                draws, is_last = (
+                    Draws(self.order.seed, epoch, positions),
+                    piece_number == len(pieces),
+                )
+                tag = Batch((), end - first, stop - start, ids, stop, is_last, draws)
+                yield BatchRequest(ids, draws, tag)
 
 
 class Shard:
-    """This rank's share of all samples in their stored order, for evaluation.
+    """Iterates over this rank's share of all samples in stored order, for evaluation.
 
     Made by ``session.shard``; may be iterated over as often as is liked, from its beginning every
     time. It gives batches without augmentation, the same number on every rank (so that the model
@@ -409,11 +442,11 @@ class Shard:
         place: Gives this rank and the number of ranks.
         size: Most samples in a batch.
         progress: Shared with the session.
-        look_up: Called before each batch is given out.
-        by: Gives the shares of the training, by which these are divided, too.
+        on_batch: Called before each batch is given out.
+        shares: Gives the shares of the training, by which these are divided, too.
         slot: Number of this rank that never changes; the rank where there is none.
-        meet: Gives the slots of all ranks that are there, in rank order: a collective. ``None``
-            where ranks cannot be lost.
+        list_slots: Returns the slots of all ranks that are present, in rank order: a collective.
+            ``None`` if ranks cannot be lost.
     """
 
     def __init__(
@@ -423,75 +456,83 @@ class Shard:
         place: Callable[[], tuple[int, int]],
         size: int,
         progress: Progress,
-        look_up: Callable[[], None],
-        by: Callable[[], Shares | None] = lambda: None,
+        on_batch: Callable[[], None],
+        shares: Callable[[], Shares | None] = lambda: None,
         *,
         slot: int | None = None,
-        meet: Callable[[], Sequence[int]] | None = None,
+        list_slots: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         self._fetch, self._samples = fetch, samples
-        self._progress, self._look_up = progress, look_up
-        self._place, self._size, self._by = place, size, by
-        self._slot, self._meet = slot, meet
+        self._progress, self._on_batch = progress, on_batch
+        self._place, self._size, self._shares = place, size, shares
+        self._slot, self._list_slots = slot, list_slots
 
     def __len__(self) -> int:
         """Batches of an iteration, the same on every rank (where none is lost)."""
         return self._samples and len(
-            shares(0, self._samples, *self._place(), self._size, self._by())
+            rank_pieces(0, self._samples, *self._place(), self._size, self._shares())
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        before = self._progress.stand_in  # of the training, inside whose loop this may be
-        there, by = self._there(), self._by()
-        left: Spans = [(0, self._samples)] if self._samples else []
-        held: dict[int, Spans] = {}  # what each rank has seen or is to see
+        was_stand_in = self._progress.stand_in  # of the training, inside whose loop this may be
+        slots, weights = self._present_slots(), self._shares()
+        remaining: Spans = [(0, self._samples)] if self._samples else []
+        spans_by_slot: dict[int, Spans] = {}  # what each rank has seen or is to see
         try:
-            while left:
-                by = by if by is not None and len(by) == len(there) else None
-                whole = sum(end - start for start, end in left)
-                for number, slot in enumerate(there):
-                    (one,) = shares(0, whole, number, len(there), 0, by)
-                    held[slot] = [*held.get(slot, ()), *_cut(left, *one)]
-                yield from self._given(left, whole, there, by)
-                there, by = self._there(), None
-                left = [one for slot in [*held] if slot not in there for one in held.pop(slot)]
+            while remaining:
+                weights = weights if weights is not None and len(weights) == len(slots) else None
+                total = sum(end - start for start, end in remaining)
+                for index, slot in enumerate(slots):
+                    (bounds,) = rank_pieces(0, total, index, len(slots), 0, weights)
+                    spans_by_slot[slot] = [
+                        *spans_by_slot.get(slot, ()),
+                        *_slice_spans(remaining, *bounds),
+                    ]
+                yield from self._batches(remaining, total, slots, weights)
+                slots, weights = self._present_slots(), None
+                remaining = [
+                    span
+                    for slot in [*spans_by_slot]
+                    if slot not in slots
+                    for span in spans_by_slot.pop(slot)
+                ]
         finally:
-            self._progress.stand_in = before
+            self._progress.stand_in = was_stand_in
 
-    def _there(self) -> Sequence[int]:
-        return range(self._place()[1]) if self._meet is None else self._meet()
+    def _present_slots(self) -> Sequence[int]:
+        return range(self._place()[1]) if self._list_slots is None else self._list_slots()
 
-    def _given(
-        self, left: Spans, whole: int, there: Sequence[int], by: Shares | None
+    def _batches(
+        self, remaining: Spans, total: int, slots: Sequence[int], weights: Shares | None
     ) -> Iterator[Batch]:
-        with closing(self._fetch(self._wanted(left, whole, there, by))) as made:
-            for empty, data in made:
-                self._progress.stand_in = not empty.count
-                self._look_up()
-                yield replace(empty, data=data)
+        with closing(self._fetch(self._requests(remaining, total, slots, weights))) as batches:
+            for template, data in batches:
+                self._progress.stand_in = not template.count
+                self._on_batch()
+                yield replace(template, data=data)
 
-    def _wanted(
-        self, left: Spans, whole: int, there: Sequence[int], by: Shares | None
-    ) -> Iterator[Wanted[Batch]]:
-        """This rank's batches; of nothing where it is not there yet."""
-        slot = self._place()[0] if self._slot is None or self._meet is None else self._slot
-        number = there.index(slot) if slot in there else None
-        for first, end in shares(0, whole, number or 0, len(there), self._size, by):
-            mine = [] if number is None else _cut(left, first, end)
-            ids = np.concatenate([np.arange(*one) for one in mine or [(0, 1)]])
-            count = sum(stop - start for start, stop in mine)
-            yield Wanted(ids, None, Batch((), count, self._samples, ids, end))
+    def _requests(
+        self, remaining: Spans, total: int, slots: Sequence[int], weights: Shares | None
+    ) -> Iterator[BatchRequest[Batch]]:
+        """Yields this rank's requests; of an empty batch before it has joined."""
+        slot = self._place()[0] if self._slot is None or self._list_slots is None else self._slot
+        index = slots.index(slot) if slot in slots else None
+        for first, end in rank_pieces(0, total, index or 0, len(slots), self._size, weights):
+            local_spans = [] if index is None else _slice_spans(remaining, first, end)
+            ids = np.concatenate([np.arange(*span) for span in local_spans or [(0, 1)]])
+            count = sum(stop - start for start, stop in local_spans)
+            yield BatchRequest(ids, None, Batch((), count, self._samples, ids, end))
 
 
 Spans = list[tuple[int, int]]
 
 
-def _cut(spans: Spans, first: int, end: int) -> Spans:
-    """The part from ``first`` to ``end`` of spans that are put one after the other."""
-    found, at = [], 0
+def _slice_spans(spans: Spans, first: int, end: int) -> Spans:
+    """Returns positions ``first`` to ``end`` of concatenated spans, as spans."""
+    pieces, offset = [], 0
     for start, stop in spans:
-        low, high = max(first, at), min(end, at + stop - start)
+        low, high = max(first, offset), min(end, offset + stop - start)
         if low < high:
-            found.append((start + low - at, start + high - at))
-        at += stop - start
-    return found
+            pieces.append((start + low - offset, start + high - offset))
+        offset += stop - start
+    return pieces

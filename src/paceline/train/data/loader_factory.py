@@ -9,10 +9,10 @@ from paceline.spec.errors import SettingError
 from paceline.spec.training.balance import validate_limits
 from paceline.train import device as devices
 from paceline.train import parallel
-from paceline.train.data.division import Division, needs_two, wished
-from paceline.train.data.fetch import Collate, Data, Fetch, allowed, loader_workers, order_of
+from paceline.train.data.division import BatchDivision, has_batch_norm, parse_balance
+from paceline.train.data.fetch import Collate, Data, Fetch, loader_workers, order_of, usable_cpus
 from paceline.train.data.loader import Loader, Shard, check_limit
-from paceline.train.data.order import Stated, by_length, stated
+from paceline.train.data.order import EpochOrder, group_by_length, with_script_order
 from paceline.train.data.shards import ShardedDataset
 from paceline.train.elastic.membership import Membership
 from paceline.train.measure.probe import Probe
@@ -28,7 +28,7 @@ class LoaderFactory:
         member: Member,
         models: Models,
         seed: int,
-        division: Division,
+        division: BatchDivision,
         membership: Membership,
         probe: Probe | None,
     ) -> None:
@@ -40,7 +40,7 @@ class LoaderFactory:
         data: Data,
         global_batch: int,
         shuffle: bool,
-        order: Stated | None,
+        order: EpochOrder | None,
         lengths: Sequence[int] | None,
         limit: int | Mapping[str, int],
         workers: int | None,
@@ -51,20 +51,20 @@ class LoaderFactory:
         """See :meth:`Session.loader`."""
         member = self._member
         if workers is None:
-            workers = loader_workers(allowed(), member.world.local_size)
+            workers = loader_workers(usable_cpus(), member.world.local_size)
         if isinstance(data, ShardedDataset):
             member.agree("the data set", data.fingerprint)
         sample_order = order_of(data, self._seed, shuffle)
         if order is not None:
-            sample_order = stated(sample_order, order)
+            sample_order = with_script_order(sample_order, order)
             ids = member.together(lambda: sample_order.epoch(0))
             member.agree("the order of the samples", hashlib.sha256(ids.tobytes()).hexdigest())
         elif lengths is not None:
-            sample_order = by_length(sample_order, lengths, global_batch)
+            sample_order = group_by_length(sample_order, lengths, global_batch)
         check_limit(limit)
-        shares = wished(balance)
+        shares = parse_balance(balance)
         if self._probe is not None:  # hosts are tried alone, too
-            shares, drop_slow = self._probe.shared_by(shares), False
+            shares, drop_slow = self._probe.replace_balance(shares), False
         self._division.check(shares, drop_slow, global_batch)
         loader = (self._probe.loader if self._probe else Loader)(
             Fetch(data, member.device, workers, collate),
@@ -75,7 +75,7 @@ class LoaderFactory:
             member.progress,
             self._models.unsynced,
         )
-        loader.same_limit = isinstance(limit, int)
+        loader.has_common_limit = isinstance(limit, int)
         loader.balance, loader.drop_slow = shares, drop_slow
         return loader
 
@@ -103,27 +103,27 @@ class LoaderFactory:
             on_batch,
             lambda: self._division.shares,
             slot=None if recovery is None else recovery.slot,
-            meet=membership.slots if has_slots else None,
+            list_slots=membership.slots if has_slots else None,
         )
 
     def divide(self, loader: Loader) -> None:
         """Has a training loader's batches shared as it was asked to; a collective."""
         division, models = self._division, self._models
-        division.begin(loader.balance, loader.drop_slow, loader.global_batch, models)
+        division.start(loader.balance, loader.drop_slow, loader.global_batch, models)
         if not self._member.comms.joining:  # who joins goes by what fits there
-            limits = division.fitted(loader.fits)
+            limits = division.resolve_limits(loader.memory_fits)
             loader.limit = limits[self._member.world.rank] if limits else loader.limit
         loader.shares = lambda: division.shares
         is_sharded = parallel.is_sharded(models.module)
-        if is_sharded and not loader.same_limit:
+        if is_sharded and not loader.has_common_limit:
             raise SettingError(
                 "a limit for each host does not go with a sharded model",
                 found="its ranks meet in every layer, so all have as many passes as the others",
                 remedy="--micro-batch N, the same on all hosts, or leave --shard out",
             )
-        is_even = is_sharded or (loader.balance == "even" and loader.same_limit)
-        loader.alike = lambda: is_even
+        is_even = is_sharded or (loader.balance == "even" and loader.has_common_limit)
+        loader.equal_pieces = lambda: is_even
         if isinstance(model := models.first.model, parallel.Replica):
-            model.some_idle = lambda: division.some_idle
-        loader.room = lambda: devices.room(self._member.device)
-        loader.least = 2 if needs_two(models.module) else 1
+            model.has_idle_rank = lambda: division.has_idle_rank
+        loader.headroom = lambda: devices.batch_headroom(self._member.device)
+        loader.min_samples = 2 if has_batch_norm(models.module) else 1

@@ -22,7 +22,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 POOL = 50
 """Batches whose samples are sorted by length together."""
 
-Stated = Callable[[int], Sequence[int] | Ids]
+EpochOrder = Callable[[int], Sequence[int] | Ids]
 """From an epoch's number to its sample ids, in the order in which they are visited."""
 
 
@@ -85,10 +85,10 @@ class LengthGrouped(Order):
         step = self.batch * POOL
         pools = [ids[start : start + step] for start in range(0, len(ids), step)]
         ordered = np.concatenate([p[np.argsort(self.lengths[p], kind="stable")] for p in pools])
-        whole = len(ids) // self.batch * self.batch  # a smaller last batch stays the last
-        batches = ordered[:whole].reshape(-1, self.batch)
+        num_full = len(ids) // self.batch * self.batch  # a smaller last batch stays the last
+        batches = ordered[:num_full].reshape(-1, self.batch)
         shuffled = batches[permutation(self.seed + 1, epoch, len(batches))]
-        return np.concatenate([shuffled.ravel(), ordered[whole:]])
+        return np.concatenate([shuffled.ravel(), ordered[num_full:]])
 
 
 @dataclass
@@ -100,13 +100,13 @@ class ShardOrder(Order):
     read in order. Only the shards that are visited now are in memory.
 
     Attributes:
-        counts: Samples of each shard, shape ``[shards]``; a shard's ids follow each other.
-        together: Shards that are visited at a time.
+        shard_sizes: Samples of each shard, shape ``[shards]``; a shard's ids follow each other.
+        num_concurrent: Shards that are visited at a time.
         window: Samples that are shuffled together.
     """
 
-    counts: Ids = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    together: int = 1
+    shard_sizes: Ids = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    num_concurrent: int = 1
     window: int = 1
     _groups: dict[tuple[int, int], Ids] = field(default_factory=dict, init=False, repr=False)
 
@@ -114,31 +114,31 @@ class ShardOrder(Order):
         if not self.shuffle:
             return positions
         groups, starts = self._grouped(epoch)
-        where = np.searchsorted(starts, positions, side="right") - 1
+        group_of = np.searchsorted(starts, positions, side="right") - 1
         ids = np.empty(len(positions), dtype=np.int64)
-        for number in np.unique(where).tolist():
-            here = where == number
+        for number in np.unique(group_of).tolist():
+            in_group = group_of == number
             stream = self._stream(epoch, number, groups[number], int(starts[number]))
-            ids[here] = stream[positions[here] - starts[number]]
+            ids[in_group] = stream[positions[in_group] - starts[number]]
         return ids
 
     def _make(self, epoch: int) -> Ids:
         return self.at(epoch, np.arange(self.size, dtype=np.int64))
 
     def _grouped(self, epoch: int) -> tuple[list[Ids], Ids]:
-        """The shards that are visited together, and the position at which each group begins."""
-        shards = np.flatnonzero(self.counts)
+        """Returns the groups of shards, and the position at which each group begins."""
+        shards = np.flatnonzero(self.shard_sizes)
         shards = shards[permutation(self.seed + 1, epoch, len(shards))]
-        groups = np.array_split(shards, max(1, -(-len(shards) // self.together)))
-        sizes = [int(self.counts[group].sum()) for group in groups]
+        groups = np.array_split(shards, max(1, -(-len(shards) // self.num_concurrent)))
+        sizes = [int(self.shard_sizes[group].sum()) for group in groups]
         return groups, np.cumsum([0, *sizes[:-1]])
 
     def _stream(self, epoch: int, number: int, group: Ids, start: int) -> Ids:
-        """The ids of a group of shards in their order; the last two groups are kept."""
+        """Returns the ids of a group of shards in their order; keeps the last two groups."""
         if (epoch, number) not in self._groups:
-            first = np.cumsum(self.counts) - self.counts
-            ids = np.concatenate([first[s] + np.arange(self.counts[s]) for s in group])
-            part = np.concatenate([(np.arange(n) + 0.5) / n for n in self.counts[group]])
+            first = np.cumsum(self.shard_sizes) - self.shard_sizes
+            ids = np.concatenate([first[s] + np.arange(self.shard_sizes[s]) for s in group])
+            part = np.concatenate([(np.arange(n) + 0.5) / n for n in self.shard_sizes[group]])
             ids = ids[np.argsort(part, kind="stable")]
             places = np.arange(len(ids))
             drawn = uniforms(self.seed + 1, epoch, start + places, 1)[:, 0]
@@ -148,8 +148,8 @@ class ShardOrder(Order):
         return self._groups[epoch, number]
 
 
-def by_length(order: Order, lengths: Sequence[int], batch: int) -> Order:
-    """The same samples in batches of similar length.
+def group_by_length(order: Order, lengths: Sequence[int], batch: int) -> Order:
+    """Returns an order of the same samples in batches of similar length.
 
     Raises:
         SettingError: There are more or fewer lengths than samples.
@@ -164,17 +164,17 @@ def by_length(order: Order, lengths: Sequence[int], batch: int) -> Order:
 
 
 @dataclass
-class StatedOrder(Order):
-    """An order that the script states.
+class ScriptOrder(Order):
+    """An order that the script gives.
 
     Attributes:
-        state: Gives as many ids as there are samples; samples may be left out and repeated.
+        ids_of_epoch: Gives as many ids as there are samples; samples may be left out and repeated.
     """
 
-    state: Stated = range
+    ids_of_epoch: EpochOrder = range
 
     def _make(self, epoch: int) -> Ids:
-        ids = np.asarray(self.state(epoch), dtype=np.int64)
+        ids = np.asarray(self.ids_of_epoch(epoch), dtype=np.int64)
         if ids.shape != (self.size,) or ids.min() < 0 or ids.max() >= self.size:
             raise SettingError(
                 f"the order of epoch {epoch} must be {self.size} numbers from 0 to {self.size - 1}",
@@ -184,13 +184,13 @@ class StatedOrder(Order):
         return ids
 
 
-def stated(order: Order, state: Stated) -> Order:
-    """The order that ``state`` gives instead."""
-    return StatedOrder(order.size, order.seed, order.shuffle, state=state)
+def with_script_order(order: Order, ids_of_epoch: EpochOrder) -> Order:
+    """Returns an order that ``ids_of_epoch`` gives."""
+    return ScriptOrder(order.size, order.seed, order.shuffle, ids_of_epoch=ids_of_epoch)
 
 
-def part(start: int, stop: int, rank: int, size: int) -> tuple[int, int]:
-    """The contiguous share of positions ``[start, stop)`` that belongs to ``rank``.
+def rank_range(start: int, stop: int, rank: int, size: int) -> tuple[int, int]:
+    """Returns the contiguous part of positions ``[start, stop)`` that belongs to ``rank``.
 
     Shares are disjoint, cover everything and differ by at most one position; a share is empty
     when there are fewer positions than ranks.

@@ -11,15 +11,15 @@ import numpy as np
 from paceline.spec.errors import DataError, SettingError
 from paceline.train.data.order import Ids
 
-MOST_BYTES = 256 << 20
+CACHE_BYTES = 256 << 20
 """Of the groups of rows that a process keeps beyond those that it needs at a time."""
-MOST_ROWS = 1000
+MAX_ROWS_PER_BYTE = 1000
 """For each byte of a file: a small one may announce any number."""
-MOST_OF_GROUP = 1 << 30
+MAX_GROUP_BYTES = 1 << 30
 """Bytes of a group of rows in memory, or as many times the size of its file as ``MOST_TIMES``: in
 a dictionary a long text counts for little, however many rows have it."""
-MOST_TIMES = 50
-_PARTS = 32  # of a group, that are unpacked one after the other
+MAX_GROUP_EXPANSION = 50
+_GROUP_PARTS = 32  # of a group, that are unpacked one after the other
 
 
 def scan(path: Path) -> Ids:
@@ -32,8 +32,10 @@ def scan(path: Path) -> Ids:
     library = _library()
     try:
         with library.ParquetFile(path) as file:
-            about = file.metadata
-            sizes = [about.row_group(number).num_rows for number in range(about.num_row_groups)]
+            metadata = file.metadata
+            sizes = [
+                metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)
+            ]
     except Exception as error:  # whatever pyarrow raises
         raise DataError(
             f"the shard {path} cannot be used",
@@ -41,7 +43,7 @@ def scan(path: Path) -> Ids:
             remedy="copy it again; what it was made from is whole",
         ) from None
     size = path.stat().st_size
-    if sum(sizes) > MOST_ROWS * size:
+    if sum(sizes) > MAX_ROWS_PER_BYTE * size:
         raise DataError(
             f"the shard {path} cannot be used",
             found=f"it announces {sum(sizes):,} rows in {size:,} bytes",
@@ -53,49 +55,49 @@ def scan(path: Path) -> Ids:
     return rows
 
 
-class Groups:
-    """The groups of rows that were read last, as a table each.
+class GroupCache:
+    """Caches the row groups that were read last, as tables.
 
     Args:
-        least: As many are kept in any case: those of shards that are visited together.
+        min_groups: As many are kept in any case: those of shards that are visited together.
     """
 
-    def __init__(self, least: int) -> None:
-        self._least = least
-        self._kept: OrderedDict[tuple[Path, int], Any] = OrderedDict()
+    def __init__(self, min_groups: int) -> None:
+        self._min_groups = min_groups
+        self._tables: OrderedDict[tuple[Path, int], Any] = OrderedDict()
         self._bytes = 0
 
     def rows(self, path: Path, group: int, places: list[int]) -> list[dict[str, Any]]:
-        """Rows of a group, as dictionaries of Python values."""
-        found: list[dict[str, Any]] = self._group(path, group).take(places).to_pylist()
-        return found
+        """Returns rows of a group as dictionaries of Python values."""
+        rows: list[dict[str, Any]] = self._group(path, group).take(places).to_pylist()
+        return rows
 
     def _group(self, path: Path, group: int) -> Any:
-        if (path, group) in self._kept:
-            self._kept.move_to_end((path, group))
+        if (path, group) in self._tables:
+            self._tables.move_to_end((path, group))
         else:
             table = _read(path, group)
-            self._kept[path, group] = table
+            self._tables[path, group] = table
             self._bytes += table.nbytes
-        while self._bytes > MOST_BYTES and len(self._kept) > self._least:
-            self._bytes -= self._kept.popitem(last=False)[1].nbytes
-        return self._kept[path, group]
+        while self._bytes > CACHE_BYTES and len(self._tables) > self._min_groups:
+            self._bytes -= self._tables.popitem(last=False)[1].nbytes
+        return self._tables[path, group]
 
 
 def _read(path: Path, group: int) -> Any:
     import pyarrow
 
-    most = max(MOST_OF_GROUP, MOST_TIMES * path.stat().st_size)
+    max_bytes = max(MAX_GROUP_BYTES, MAX_GROUP_EXPANSION * path.stat().st_size)
     parts, size = [], 0
     with _library().ParquetFile(path) as file:
-        count = max(1, file.metadata.row_group(group).num_rows // _PARTS)
+        count = max(1, file.metadata.row_group(group).num_rows // _GROUP_PARTS)
         for part in file.iter_batches(batch_size=count, row_groups=[group]):
             parts.append(part)
             size += part.nbytes
-            if size > most:
+            if size > max_bytes:
                 raise DataError(
                     f"rows of the shard {path} need more memory than they may",
-                    found=f"group {group} stands for more than {most >> 20} MiB",
+                    found=f"group {group} stands for more than {max_bytes >> 20} MiB",
                     remedy="write it again with fewer rows in a group (row_group_size)",
                 )
         return pyarrow.Table.from_batches(parts, file.schema_arrow)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from paceline.spec.errors import DataError, PacelineError, SettingError
 from paceline.train.data import parquet, tars
-from paceline.train.data.disk_lock import one_at_a_time
+from paceline.train.data.disk_lock import exclusive_lock
 from paceline.train.data.order import Ids, Order, ShardOrder
 from paceline.train.files import write_bytes
 
@@ -37,8 +37,8 @@ Decode = Callable[[Sample], Any]
 
 _FORMATS = {".tar": tars.scan, ".parquet": parquet.scan}
 _INDEX = ".paceline-index"
-_ELSEWHERE = "~/.cache/paceline/shards"
-_SCANNED_AT_ONCE = 16
+_CACHE_FOLDER = "~/.cache/paceline/shards"
+_SCAN_THREADS = 16
 
 
 class ShardedDataset:
@@ -77,13 +77,15 @@ class ShardedDataset:
     ) -> None:
         if window < 1 or together < 1:
             raise SettingError(f"window {window} and together {together} must be at least 1")
-        self._files = _listed(Path(folder).expanduser(), pattern)
-        self._index = _indexed(self._files)
+        self._files = _list_shards(Path(folder).expanduser(), pattern)
+        self._index = _index_of(self._files)
         self._decode, self._window, self._together = decode or decoded, window, together
-        self._starts = np.cumsum(self._index.counts) - self._index.counts
+        self._starts = np.cumsum(self._index.shard_sizes) - self._index.shard_sizes
         self._reader = _Reader(self._index, self._together)
-        about = [(one.path.name, one.size) for one in self._files], [window, together]
-        digest = hashlib.sha256(json.dumps(about).encode() + self._index.counts.tobytes())
+        description = [(file.path.name, file.size) for file in self._files], [window, together]
+        digest = hashlib.sha256(
+            json.dumps(description).encode() + self._index.shard_sizes.tobytes()
+        )
         digest.update(np.ascontiguousarray(self._index.spans).data)
         self.fingerprint = digest.hexdigest()[:16]
 
@@ -96,7 +98,7 @@ class ShardedDataset:
     @property
     def counts(self) -> Ids:
         """Samples of each shard, shape ``[shards]``."""
-        return self._index.counts
+        return self._index.shard_sizes
 
     @property
     def numbers(self) -> Ids:
@@ -111,11 +113,11 @@ class ShardedDataset:
             shuffle: False keeps the order of the shards.
             ids: Some samples only, ascending; the order then counts in them, from 0.
         """
-        counts = self.counts
+        sizes = self.counts
         if ids is not None:
-            counts = np.bincount(self._shards(ids), minlength=len(counts)).astype(np.int64)
-        more = {"together": self._together, "window": self._window}
-        return ShardOrder(int(counts.sum()), seed, shuffle, counts=counts, **more)
+            sizes = np.bincount(self._shards(ids), minlength=len(sizes)).astype(np.int64)
+        options = {"num_concurrent": self._together, "window": self._window}
+        return ShardOrder(int(sizes.sum()), seed, shuffle, shard_sizes=sizes, **options)
 
     def raw(self, ids: Ids) -> list[Sample]:
         """These samples as they are stored, read in the order of the shards.
@@ -125,8 +127,8 @@ class ShardedDataset:
         """
         if self._reader.process != os.getpid():  # a fork must not share locks
             self._reader = _Reader(self._index, self._together)
-        found = self._reader.read(np.unique(ids), self._shards(np.unique(ids)))
-        return [found[number] for number in ids.tolist()]
+        samples = self._reader.read(np.unique(ids), self._shards(np.unique(ids)))
+        return [samples[number] for number in ids.tolist()]
 
     def made(self, number: int, sample: Sample) -> Any:
         """What ``decode`` makes of a sample.
@@ -159,8 +161,8 @@ class ShardedDataset:
         self._reader.advise(ids, self._shards(ids))
 
     def _shards(self, ids: Ids) -> Ids:
-        ends = self._starts + self._index.counts
-        return np.searchsorted(ends, ids, side="right")
+        shard_ends = self._starts + self._index.shard_sizes
+        return np.searchsorted(shard_ends, ids, side="right")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reader": None}
@@ -171,11 +173,11 @@ class ShardedDataset:
 
 
 def decoded(sample: Sample) -> Sample:
-    """A sample whose usual parts are decoded: ``cls``, ``txt``, ``json``, ``npy``."""
-    return {name: _DECODERS.get(name, _as_it_is)(part) for name, part in sample.items()}
+    """Decodes the usual parts of a sample: ``cls``, ``txt``, ``json``, ``npy``."""
+    return {name: _DECODERS.get(name, _identity)(part) for name, part in sample.items()}
 
 
-def _as_it_is(part: Any) -> Any:
+def _identity(part: Any) -> Any:
     return part
 
 
@@ -225,14 +227,14 @@ def write_shards(
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.glob("*.tar")):
         raise SettingError(f"{folder} holds shards already", remedy="name another folder")
-    made: list[Path] = []
-    for content in tars.packed(_encoded(samples), size):
-        path = folder / f"{len(made):05}.tar"
+    paths: list[Path] = []
+    for content in tars.pack(_encoded(samples), size):
+        path = folder / f"{len(paths):05}.tar"
         write_bytes(path, content)
-        made.append(path)
-    if not made:
+        paths.append(path)
+    if not paths:
         raise DataError(f"no samples to write to {folder}")
-    return made
+    return paths
 
 
 def _encoded(samples: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, bytes]]]:
@@ -259,7 +261,7 @@ def _bytes(part: Any) -> bytes:
 
 @dataclass(frozen=True)
 class _File:
-    """A shard as it was found.
+    """A shard file.
 
     Attributes:
         path: Where it is.
@@ -282,19 +284,19 @@ class _Index:
 
     Attributes:
         files: The shards.
-        counts: Samples of each, shape ``[shards]``.
+        shard_sizes: Samples of each, shape ``[shards]``.
         spans: Of each sample, shape ``[samples, 3]``: see ``scan`` of the format.
     """
 
     files: tuple[_File, ...]
-    counts: Ids
+    shard_sizes: Ids
     spans: Ids
 
     @classmethod
     def of(cls, files: Sequence[_File], by_mark: Mapping[tuple[str, int, int], Ids]) -> _Index:
         parts = [by_mark[file.mark] for file in files]
-        counts = np.array([len(part) for part in parts], dtype=np.int64)
-        return cls(tuple(files), counts, np.concatenate(parts))
+        sizes = np.array([len(part) for part in parts], dtype=np.int64)
+        return cls(tuple(files), sizes, np.concatenate(parts))
 
     def part(self, files: Sequence[_File]) -> _Index:
         """The index of these files; where they follow each other without a copy."""
@@ -302,19 +304,21 @@ class _Index:
         numbers = [place[file.mark] for file in files]
         if numbers != [*range(numbers[0], numbers[0] + len(numbers))]:
             return _Index.of(files, self.by_mark())
-        counts = self.counts[numbers]
-        start = int(self.counts[: numbers[0]].sum())
-        return _Index(tuple(files), counts, self.spans[start : start + int(counts.sum())])
+        sizes = self.shard_sizes[numbers]
+        start = int(self.shard_sizes[: numbers[0]].sum())
+        return _Index(tuple(files), sizes, self.spans[start : start + int(sizes.sum())])
 
     def by_mark(self) -> dict[tuple[str, int, int], Ids]:
-        ends = np.cumsum(self.counts).tolist()
+        span_ends = np.cumsum(self.shard_sizes).tolist()
         return {
             file.mark: self.spans[end - count : end]
-            for file, count, end in zip(self.files, self.counts.tolist(), ends, strict=True)
+            for file, count, end in zip(
+                self.files, self.shard_sizes.tolist(), span_ends, strict=True
+            )
         }
 
 
-def _listed(folder: Path, pattern: str) -> tuple[_File, ...]:
+def _list_shards(folder: Path, pattern: str) -> tuple[_File, ...]:
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder", remedy="a folder of *.tar or *.parquet shards")
     paths = sorted(
@@ -329,144 +333,147 @@ def _listed(folder: Path, pattern: str) -> tuple[_File, ...]:
             found=", ".join(names[:5]) + (", …" if len(names) > 5 else "") or "nothing",
             remedy="a folder of uncompressed *.tar files, or of *.parquet files; pattern= chooses",
         )
-    found = ((path, path.stat()) for path in paths)
-    return tuple(_File(path, about.st_size, about.st_mtime_ns) for path, about in found)
+    stats = ((path, path.stat()) for path in paths)
+    return tuple(_File(path, info.st_size, info.st_mtime_ns) for path, info in stats)
 
 
-def _indexed(files: tuple[_File, ...]) -> _Index:
-    """The index of these shards: the one that lies there, or a new one, made by one process."""
-    for place in _places(files[0].path.parent):
+def _index_of(files: tuple[_File, ...]) -> _Index:
+    """Returns the index of these shards: a stored one, or a new one made by one process."""
+    for place in _index_folders(files[0].path.parent):
         try:
             place.mkdir(parents=True, exist_ok=True)
-            with one_at_a_time(place / "lock"):
-                return _kept(place, files)
+            with exclusive_lock(place / "lock"):
+                return _load_or_extend(place, files)
         except OSError:  # read-only, forbidden or full
             continue
-    return _scanned(files)
+    return _scan_shards(files)
 
 
-def _places(folder: Path) -> Iterator[Path]:
+def _index_folders(folder: Path) -> Iterator[Path]:
     yield folder / _INDEX
     with contextlib.suppress(RuntimeError):  # nobody's home
         name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
-        yield Path(_ELSEWHERE).expanduser() / name
+        yield Path(_CACHE_FOLDER).expanduser() / name
 
 
-def _kept(place: Path, files: tuple[_File, ...]) -> _Index:
-    """The index that lies there, with what is missing added and what has gone left out."""
-    index = _read(place)
-    known = index.by_mark()
-    missing = [file for file in files if file.mark not in known]
+def _load_or_extend(place: Path, files: tuple[_File, ...]) -> _Index:
+    """Returns the stored index, extended by missing shards and without removed ones."""
+    index = _read_index(place)
+    spans = index.by_mark()
+    missing = [file for file in files if file.mark not in spans]
     if missing:
         folder = files[0].path.parent
-        there = [file for file in index.files if _is_there(folder, file)]
-        made = _scanned(missing)
-        known = {**{file.mark: known[file.mark] for file in there}, **made.by_mark()}
-        every = sorted([*there, *missing], key=lambda file: file.path.name)
-        made = _Index.of(every, known)
-        _write(place, made)
-        index = _read(place)  # from the disk, where all ranks of a node have one copy of it
-        index = index if len(index.files) == len(every) else made
+        unchanged = [file for file in index.files if _is_unchanged(folder, file)]
+        new_index = _scan_shards(missing)
+        spans = {**{file.mark: spans[file.mark] for file in unchanged}, **new_index.by_mark()}
+        all_files = sorted([*unchanged, *missing], key=lambda file: file.path.name)
+        new_index = _Index.of(all_files, spans)
+        _write_index(place, new_index)
+        index = _read_index(place)  # from the disk, where all ranks of a node have one copy of it
+        index = index if len(index.files) == len(all_files) else new_index
     return index.part(files)
 
 
-def _is_there(folder: Path, file: _File) -> bool:
+def _is_unchanged(folder: Path, file: _File) -> bool:
     try:
-        about = (folder / file.path.name).stat()
+        info = (folder / file.path.name).stat()
     except OSError:
         return False
-    return (about.st_size, about.st_mtime_ns) == (file.size, file.changed)
+    return (info.st_size, info.st_mtime_ns) == (file.size, file.changed)
 
 
-def _scanned(files: Sequence[_File]) -> _Index:
-    """A new index; on a network disk it is waiting that takes the time, so several at once."""
-    with ThreadPoolExecutor(min(_SCANNED_AT_ONCE, len(files))) as pool:
-        spans = pool.map(lambda file: _FORMATS[file.path.suffix.lower()](file.path), files)
-        return _Index.of(files, {file.mark: one for file, one in zip(files, spans, strict=True)})
+def _scan_shards(files: Sequence[_File]) -> _Index:
+    """Scans shards in threads, as a network disk mostly waits."""
+    with ThreadPoolExecutor(min(_SCAN_THREADS, len(files))) as pool:
+        all_spans = pool.map(lambda file: _FORMATS[file.path.suffix.lower()](file.path), files)
+        return _Index.of(
+            files,
+            {file.mark: file_spans for file, file_spans in zip(files, all_spans, strict=True)},
+        )
 
 
-def _read(place: Path) -> _Index:
-    """What lies there; nothing where it is missing or damaged."""
+def _read_index(place: Path) -> _Index:
+    """Returns the stored index; an empty one if it is missing or damaged."""
     try:
-        about = json.loads((place / "index.json").read_text())
-        files = tuple(_File(Path(name), size, changed) for name, size, changed in about["files"])
-        counts = np.array(about["counts"], dtype=np.int64)
-        spans = np.load(place / about["spans"], mmap_mode="r", allow_pickle=False)
-        if spans.shape == (counts.sum(), 3) and len(files) == len(counts):
-            return _Index(files, counts, spans)
+        content = json.loads((place / "index.json").read_text())
+        files = tuple(_File(Path(name), size, changed) for name, size, changed in content["files"])
+        sizes = np.array(content["counts"], dtype=np.int64)
+        spans = np.load(place / content["spans"], mmap_mode="r", allow_pickle=False)
+        if spans.shape == (sizes.sum(), 3) and len(files) == len(sizes):
+            return _Index(files, sizes, spans)
     except (OSError, ValueError, TypeError, KeyError):
         pass
     return _Index((), np.zeros(0, dtype=np.int64), np.zeros((0, 3), dtype=np.int64))
 
 
-def _write(place: Path, index: _Index) -> None:
+def _write_index(place: Path, index: _Index) -> None:
     name = f"spans-{secrets.token_hex(4)}.npy"
     content = io.BytesIO()
     np.save(content, index.spans)
     write_bytes(place / name, content.getvalue())
-    about = {
+    description = {
         "files": [file.mark for file in index.files],
-        "counts": index.counts.tolist(),
+        "counts": index.shard_sizes.tolist(),
         "spans": name,
     }
-    write_bytes(place / "index.json", json.dumps(about).encode())
-    for older in place.glob("spans-*.npy"):
-        if older.name != name:
-            older.unlink(missing_ok=True)
+    write_bytes(place / "index.json", json.dumps(description).encode())
+    for previous in place.glob("spans-*.npy"):
+        if previous.name != name:
+            previous.unlink(missing_ok=True)
 
 
 # -- reading ---------------------------------------------------------------------------------
 
 
 class _Reader:
-    """Reads shards; what is kept between two calls is of one process."""
+    """Reads shards. Caches belong to one process."""
 
     def __init__(self, index: _Index, together: int) -> None:
         self.process = os.getpid()
         # A window reaches from one group of rows into the next.
-        self._index, self._groups = index, parquet.Groups(2 * together)
+        self._index, self._groups = index, parquet.GroupCache(2 * together)
         self._lock = threading.Lock()  # a thread may read ahead while another evaluates
 
     def read(self, ids: Ids, shards: Ids) -> dict[int, Sample]:
-        """Samples by number; ids ascend, as they lie on the disk."""
-        found: dict[int, Sample] = {}
+        """Returns samples by number; ids ascend, as they lie on the disk."""
+        samples: dict[int, Sample] = {}
         for shard in np.unique(shards).tolist():
-            mine = ids[shards == shard]
+            shard_ids = ids[shards == shard]
             path = self._index.files[shard].path
             unpacked = self._members if path.suffix.lower() == ".tar" else self._rows
             try:
                 with self._opened(shard) as file, self._lock:
-                    samples = unpacked(path, file, self._index.spans[mine])
+                    decoded = unpacked(path, file, self._index.spans[shard_ids])
             except (OSError, ValueError, tarfile.TarError) as error:
                 raise DataError(
-                    f"the shard {path} cannot be read at samples {mine[0]} to {mine[-1]}",
+                    f"the shard {path} cannot be read at samples {shard_ids[0]} to {shard_ids[-1]}",
                     found=str(error),
                     remedy="look at its disk; if the shard was changed, start again",
                 ) from None
-            found |= dict(zip(mine.tolist(), samples, strict=True))
-        return found
+            samples |= dict(zip(shard_ids.tolist(), decoded, strict=True))
+        return samples
 
     def _members(self, _: Path, file: int, spans: Ids) -> list[Sample]:
-        found = []
+        samples = []
         for start, stop in spans[:, :2].tolist():
             block = os.pread(file, stop - start, start)
             if len(block) < stop - start:
                 raise ValueError(f"it ends within the sample at byte {start:,}")
             try:
-                found.append(tars.unpacked(block))
+                samples.append(tars.unpack(block))
             except (ValueError, tarfile.TarError) as error:
                 raise ValueError(f"the sample at byte {start:,} is damaged: {error}") from None
-        return found
+        return samples
 
     def _rows(self, path: Path, _: int, spans: Ids) -> list[Sample]:
-        found: list[Sample] = []
+        rows: list[Sample] = []
         for group in np.unique(spans[:, 0]).tolist():
             places = spans[spans[:, 0] == group, 1].tolist()
-            found += self._groups.rows(path, group, places)
-        return found
+            rows += self._groups.rows(path, group, places)
+        return rows
 
     def advise(self, ids: Ids, shards: Ids) -> None:
-        """Asks the system to read these samples, neighbours with one request."""
+        """Asks the system to read these samples ahead, neighbours with one request."""
         if not hasattr(os, "posix_fadvise"):  # macOS
             return
         for shard in np.unique(shards).tolist():
@@ -482,12 +489,12 @@ class _Reader:
 
     @contextlib.contextmanager
     def _opened(self, shard: int) -> Iterator[int]:
-        """The shard, which must be the one that was indexed."""
-        known = self._index.files[shard]
-        file = os.open(known.path, os.O_RDONLY | os.O_CLOEXEC)
+        """Opens the shard and checks that it is unchanged since it was indexed."""
+        shard_file = self._index.files[shard]
+        file = os.open(shard_file.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            about = os.fstat(file)
-            if (about.st_size, about.st_mtime_ns) != (known.size, known.changed):
+            info = os.fstat(file)
+            if (info.st_size, info.st_mtime_ns) != (shard_file.size, shard_file.changed):
                 raise ValueError("it was changed after it had been indexed")
             yield file
         finally:

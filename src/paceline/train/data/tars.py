@@ -22,8 +22,8 @@ KEY = "__key__"
 _NAME = re.compile(r"(?:\./)?((?:.*/)?[^/.]+)\.([^/]+)")
 _BLOCK = tarfile.BLOCKSIZE
 _END = bytes(_BLOCK)
-_MOST_DIGITS = 20
-_PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)
+_MAX_DIGITS = 20
+_REGULAR_TYPES = (tarfile.REGTYPE, tarfile.AREGTYPE)
 _DAMAGED = "copy the shard again; what it was made from is whole"
 
 
@@ -39,7 +39,7 @@ def scan(path: Path) -> Ids:
         DataError: The file is damaged, cut off, compressed, or its samples do not lie together.
     """
     rows: list[list[int]] = []
-    last, key, seen, parts = "", "", set[str](), set[str]()
+    member_name, key, seen, parts = "", "", set[str](), set[str]()
     size = path.stat().st_size
     try:
         with tarfile.open(path, "r:") as tar:
@@ -47,18 +47,21 @@ def scan(path: Path) -> Ids:
                 tar.members.clear()  # type: ignore[attr-defined]  # it would keep them all
                 if member.size < 0 or member.issparse():  # which may stand for any size
                     raise ValueError(f"{member.name} is a sparse file, or of no size")
-                last, end = member.name, -(-(member.offset_data + member.size) // _BLOCK) * _BLOCK
-                named = _NAME.fullmatch(member.name)
-                if member.isdir() or named is None:
+                member_name, end = (
+                    member.name,
+                    -(-(member.offset_data + member.size) // _BLOCK) * _BLOCK,
+                )
+                match = _NAME.fullmatch(member.name)
+                if member.isdir() or match is None:
                     continue
                 if not member.isreg():
-                    raise ValueError(f"{last} is a link or no plain file")
-                if named[1] != key:
-                    key, parts = named[1], set()
-                    _check_new(key, seen)
+                    raise ValueError(f"{member_name} is a link or no plain file")
+                if match[1] != key:
+                    key, parts = match[1], set()
+                    _check_key(key, seen)
                     rows.append([member.offset, end, -1])
-                if (part := named[2].lower()) in parts:
-                    raise ValueError(f"{last} is there twice")
+                if (part := match[2].lower()) in parts:
+                    raise ValueError(f"{member_name} is there twice")
                 parts.add(part)
                 rows[-1][1] = end
                 if part == "cls":
@@ -72,7 +75,7 @@ def scan(path: Path) -> Ids:
                     )
     except (OSError, ValueError, MemoryError, RecursionError, tarfile.TarError) as error:
         raise DataError(
-            f"the shard {path} cannot be used" + (f": member {last}" if last else ""),
+            f"the shard {path} cannot be used" + (f": member {member_name}" if member_name else ""),
             found=f"{error or type(error).__name__} ({size:,} bytes)",
             remedy="unpack it (gunzip): samples are read at their places"
             if _is_compressed(path)
@@ -81,7 +84,7 @@ def scan(path: Path) -> Ids:
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
 
-def _check_new(key: str, seen: set[str]) -> None:
+def _check_key(key: str, seen: set[str]) -> None:
     if key in seen:
         raise ValueError(
             f"the files of sample {key} do not lie together: pack them sorted (tar --sort=name)"
@@ -91,7 +94,7 @@ def _check_new(key: str, seen: set[str]) -> None:
 
 def _number(tar: tarfile.TarFile, member: tarfile.TarInfo) -> int:
     file = tar.extractfile(member)
-    text = file.read(_MOST_DIGITS).strip() if file else b""
+    text = file.read(_MAX_DIGITS).strip() if file else b""
     if not text.isdigit():
         raise ValueError(f"{member.name} holds {text!r}, no number of a class")
     return int(text)
@@ -102,7 +105,7 @@ def _is_compressed(path: Path) -> bool:
         return file.read(4).startswith((b"\x1f\x8b", b"BZh", b"\xfd7zX", b"\x28\xb5\x2f\xfd"))
 
 
-def unpacked(block: bytes) -> dict[str, Any]:
+def unpack(block: bytes) -> dict[str, Any]:
     """The parts of a sample by ending, and its key.
 
     Args:
@@ -113,9 +116,9 @@ def unpacked(block: bytes) -> dict[str, Any]:
     """
     sample: dict[str, Any] = {}
     for name, content in _members(block):
-        if named := _NAME.fullmatch(name):
-            sample[KEY] = named[1]
-            sample[named[2].lower()] = content
+        if match := _NAME.fullmatch(name):
+            sample[KEY] = match[1]
+            sample[match[2].lower()] = content
     if not sample:
         raise ValueError("no member lies here")
     return sample
@@ -127,7 +130,7 @@ def _members(block: bytes) -> Iterator[tuple[str, bytes]]:
         header = tarfile.TarInfo.frombuf(
             block[place : place + _BLOCK], tarfile.ENCODING, "surrogateescape"
         )
-        if header.type not in _PLAIN:  # a long name, or another header before this one
+        if header.type not in _REGULAR_TYPES:  # a long name, or another header before this one
             yield from _extended(block)
             return
         start = place + _BLOCK
@@ -146,7 +149,7 @@ def _extended(block: bytes) -> Iterator[tuple[str, bytes]]:
                 yield member.name, file.read()
 
 
-def packed(samples: Iterable[tuple[str, Mapping[str, bytes]]], size: int) -> Iterator[bytes]:
+def pack(samples: Iterable[tuple[str, Mapping[str, bytes]]], size: int) -> Iterator[bytes]:
     """Shards of these samples, each full after ``size`` bytes.
 
     Args:
@@ -160,8 +163,8 @@ def packed(samples: Iterable[tuple[str, Mapping[str, bytes]]], size: int) -> Ite
     for key, parts in samples:
         for ending, part in sorted(parts.items()):
             name = f"{key}.{ending}"
-            named = _NAME.fullmatch(name)
-            if named is None or named.groups() != (key, ending):
+            match = _NAME.fullmatch(name)
+            if match is None or match.groups() != (key, ending):
                 raise SettingError(
                     f"a sample cannot have the key {key!r} and the part {ending!r}",
                     remedy="a key without a dot in its last part, an ending without a slash",

@@ -34,17 +34,17 @@ def protect_data_workers() -> None:
     def start_protected(loader: DataLoader[Any]) -> Any:
         if loader.num_workers == 0:
             return start_iterator(loader)
-        own_init = loader.worker_init_fn
+        user_init = loader.worker_init_fn
         context: Any = loader.multiprocessing_context or multiprocessing
         if context.get_start_method() != "fork":
             resource_tracker.ensure_running()  # or it would be now, and unblock signals
         # Inherited by fork and by exec: so nothing ends a worker before its handlers are set.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        loader.worker_init_fn = _WorkerInit(own_init, mask)
+        loader.worker_init_fn = _WorkerInit(user_init, mask)
         try:
             iterator: Any = start_iterator(loader)
         finally:
-            loader.worker_init_fn = own_init
+            loader.worker_init_fn = user_init
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         _end_by_kill(iterator._workers, id(iterator))
         return iterator
@@ -58,19 +58,19 @@ def protect_data_workers() -> None:
 class _WorkerInit:
     """Runs in a new worker: sets its signal handlers, then calls the script's own function."""
 
-    own_init: Callable[[int], None] | None
+    user_init: Callable[[int], None] | None
     mask: Iterable[int]
 
     def __call__(self, worker: int) -> None:
         for number in _SIGNALS:
-            signal.signal(number, _leave_to_parent)
+            signal.signal(number, _ignore_signal)
             signal.siginterrupt(number, False)
         signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
-        if self.own_init is not None:
-            self.own_init(worker)
+        if self.user_init is not None:
+            self.user_init(worker)
 
 
-def _leave_to_parent(number: int, frame: FrameType | None) -> None:
+def _ignore_signal(number: int, frame: FrameType | None) -> None:
     """Does nothing. Programs that a worker starts have no handler, unlike with SIG_IGN."""
 
 

@@ -69,7 +69,11 @@ class Membership:
         self.sources = sources()
         self.recovery, self.start = recovery, start
         comms = self._member.comms
-        comms.slot, comms.mender, comms.joining = recovery.slot, start, isinstance(start, Replay)
+        comms.slot, comms.fault_handler, comms.joining = (
+            recovery.slot,
+            start,
+            isinstance(start, Replay),
+        )
 
     @property
     def data_place(self) -> tuple[int, int]:
@@ -81,7 +85,7 @@ class Membership:
     def can_lose_ranks(self) -> bool:
         """Whether there are other ranks, and this one goes on when they are lost."""
         recovery = self.recovery
-        return recovery is not None and recovery.able and not self._member.comms.alone
+        return recovery is not None and recovery.able and not self._member.comms.is_alone
 
     def slots(self) -> Sequence[int]:
         """The slots of all ranks that are there, in rank order; a collective."""
@@ -93,10 +97,10 @@ class Membership:
         """Proves that parameters and buffers are bit-identical on all ranks; see Session.verify."""
         if self._member.comms.joining:
             return
-        self._training.models.together()
-        if self._training.proof is not None:
+        self._training.models.synchronize()
+        if self._training.checksum is not None:
             with self.without_newcomers():
-                self._training.proof.verify()
+                self._training.checksum.verify()
 
     # -- the start of the script -----------------------------------------------------------
 
@@ -118,7 +122,7 @@ class Membership:
         """The script has called ``session.epochs`` with this loader."""
         self._trainings += 1
         self._script_line = line_of_script()
-        self._training.within = {
+        self._training.context = {
             "calls of session.epochs": str(self._trainings),
             "training samples": f"{loader.order.size:,} of {loader.kind}",
             "global batch": f"{loader.global_batch:,}",
@@ -140,7 +144,7 @@ class Membership:
         recovery, start, comms = self.recovery, self.start, self._member.comms
         assert recovery is not None
         assert start is not None
-        comms.mender, comms.joining = recovery, False
+        comms.fault_handler, comms.joining = recovery, False
         if start.obstacle and recovery.able:
             self._close_door(start.obstacle)
         if recovery.able and not recovery.door_closed and comms.world.rank == 0:
@@ -149,7 +153,7 @@ class Membership:
     @property
     def is_starting(self) -> bool:
         """Whether operations still belong to the start."""
-        return self.start is not None and self._member.comms.mender is self.start
+        return self.start is not None and self._member.comms.fault_handler is self.start
 
     def _close_door(self, reason: str) -> None:
         """Lets no process join from here on: newcomers join in the script's first epochs."""
@@ -197,7 +201,7 @@ class Membership:
         recovery, comms = self.recovery, self._member.comms
         assert recovery is not None
         self._check_training()
-        comms.mender = recovery
+        comms.fault_handler = recovery
         self._member.event("newcomer ready")
         recovery.join()
         self._comparison_end = self._member.progress.step + CHECKED_STEPS
@@ -209,7 +213,9 @@ class Membership:
         does that once more (:meth:`restore_received`).
         """
         self._received = _ReceivedState(self._training, self.script_extras)
-        self._member.comms.mender = self.start  # until its first batch the script is at its start
+        self._member.comms.fault_handler = (
+            self.start
+        )  # until its first batch the script is at its start
 
     def restore_received(self) -> None:
         """The first batch begins: a newcomer gets back what it was given."""
@@ -235,8 +241,8 @@ class Membership:
         comms, step = self._member.comms, self._member.progress.step
         if step > max(self._newcomers.values(), default=-1):
             return
-        slot, proof = comms.slot, self._training.proof
-        if slot is None or proof is None or comms.mixed or self._training.models.parted:
+        slot, proof = comms.slot, self._training.checksum
+        if slot is None or proof is None or comms.mixed or self._training.models.is_diverged:
             return
         if wrong := proof.diverged_parameter(slot, self._newcomers):
             raise JobError(
@@ -286,7 +292,7 @@ class Membership:
             "model": digest,
             "session.epochs called in": self._script_line,
             SOURCES: json.dumps({**sources(), **self.sources}),  # as each was at first
-            **training.within,
+            **training.context,
             **training.identity,
         }
 

@@ -36,7 +36,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from paceline.spec import jobenv
 from paceline.spec.errors import JobError
 from paceline.spec.failure import NEWCOMER_MISMATCH
-from paceline.train.comms import Mender
+from paceline.train.comms import FaultHandler
 from paceline.train.world import World, read
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class Recording:
         obstacle: Why no process can join; empty as long as one can.
     """
 
-    def __init__(self, inner: Mender, info: dict[str, Any]) -> None:
+    def __init__(self, inner: FaultHandler, info: dict[str, Any]) -> None:
         self._inner, self._info = inner, info
         self._lines: list[str] = []
         self._size, self._pauses = 0, 0

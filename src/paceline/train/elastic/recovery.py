@@ -52,7 +52,7 @@ from torch import Tensor
 from paceline.spec.errors import JobError
 from paceline.spec.failure import SECONDARY_ERROR, unreachable_peer
 from paceline.spec.schema import integer, list_of, optional, regex, tuple_of
-from paceline.train.comms import TENSOR_TYPE, Comms, checked
+from paceline.train.comms import TENSOR_TYPE, Comms, parse_texts
 from paceline.train.elastic import waits
 from paceline.train.elastic.control import Control, RegroupMessage
 from paceline.train.elastic.job_group import JobGroup, Superseded
@@ -488,7 +488,7 @@ class Recovery:
     def _settle(self, activity: Activity) -> Settlement:
         """What becomes of the event that this rank was in; a collective of the new group."""
         with self.span:
-            comms = replace(self._comms, mender=None)
+            comms = replace(self._comms, fault_handler=None)
             positions = self._positions(comms, activity)
             return self._settle_events(comms, positions, activity)
 
@@ -568,9 +568,9 @@ def _broadcast_result(comms: Comms, source: int, result: Any) -> Any:
         shape, dtype = list(result.shape), str(result.dtype).removeprefix("torch.")
     value = None if isinstance(result, Tensor) else result
     texts = comms.texts(json.dumps([shape, dtype, value]) if is_source else "")
-    shape, dtype, value = checked(texts, optional(_RESULT))[source] or (None, "", None)
+    shape, dtype, value = parse_texts(texts, optional(_RESULT))[source] or (None, "", None)
     if shape is None:
         return value
     tensor = result if is_source else torch.empty(shape, dtype=getattr(torch, dtype))
-    comms.spread([tensor], source)
+    comms.broadcast([tensor], source)
     return tensor

@@ -59,7 +59,7 @@ class ReplicaChecksum:
         if self._comms.mixed:
             self._verify_mixed()
             return
-        parallel.put_back(self._module)
+        parallel.reshard(self._module)
         parameters = [*self._module.named_parameters()]
         buffers = checksums(self._module.buffers())
         changed = (buffers != self._buffers).long()
@@ -101,12 +101,12 @@ class ReplicaChecksum:
         names = [name for name, _ in self._module.named_parameters()]
         parameters = [parameter.detach() for parameter in self._module.parameters()]
         former = [parameter.clone() for parameter in parameters]
-        self._comms.spread(parameters)
+        self._comms.broadcast(parameters)
         deviations = [_deviation(*pair) for pair in zip(parameters, former, strict=True)]
         rows = self._comms.rows(torch.stack(deviations))
         self.deviation = float(rows.max())
         if not self.deviation <= _MAX_DEVIATION:
-            ranks = self._comms.texts(self._comms.called)
+            ranks = self._comms.texts(self._comms.rank_name)
             rank, tensor = divmod(int(rows.argmax()), len(names))
             raise JobError(
                 "the ranks no longer train the same model",
@@ -119,11 +119,11 @@ class ReplicaChecksum:
 
     def _compare(self, names: Sequence[str], by_rank: Tensor) -> None:
         if not bool((by_rank == by_rank[0]).all()):
-            compare(names, by_rank, self._comms.texts(self._comms.called))
+            compare(names, by_rank, self._comms.texts(self._comms.rank_name))
 
     def align(self) -> None:
         """Gives every rank the buffers of rank 0."""
-        self._comms.spread([*self._module.buffers()])
+        self._comms.broadcast([*self._module.buffers()])
         self._buffers, self._has_stepped = checksums(self._module.buffers()), False
 
 
@@ -144,7 +144,7 @@ def checksums(tensors: Iterable[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def _checksum(tensor: Tensor) -> Tensor:
-    flat = parallel.whole_tensor(tensor.detach()).contiguous().flatten()
+    flat = parallel.full_tensor(tensor.detach()).contiguous().flatten()
     words = flat.view(_WORDS.get(flat.element_size(), torch.int64))
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for start in range(0, words.numel(), _CHUNK):

@@ -7,11 +7,11 @@ from typing import Any, NoReturn
 
 from paceline.train.checkpoints.capture import Training
 from paceline.train.checkpoints.controller import CheckpointController
-from paceline.train.checkpoints.handover import give, give_models
+from paceline.train.checkpoints.handover import send_models, send_training
 from paceline.train.comms import Comms
 from paceline.train.elastic.membership import Membership
 from paceline.train.loop import TrainingLoop
-from paceline.train.measure.pace import counted
+from paceline.train.measure.pace import format_count
 from paceline.train.member import Member
 
 
@@ -37,10 +37,12 @@ class SessionState:
         self._member.event(name, **details)
 
     def send_models(self, comms: Comms, source: int, receivers: Sequence[int]) -> None:
-        give_models(self._training.models, comms, source, receivers)
+        send_models(self._training.models, comms, source, receivers)
 
     def send_training(self, comms: Comms, source: int, receivers: Sequence[int]) -> None:
-        give(self._training, comms, source, receivers, afresh=comms.world.rank in receivers)
+        send_training(
+            self._training, comms, source, receivers, is_new=comms.world.rank in receivers
+        )
 
     def renew(self) -> None:
         recovery, models = self._membership.recovery, self._training.models
@@ -50,14 +52,14 @@ class SessionState:
         models.renew()
         self._membership.meet_newcomers()
         self._loop.renew()
-        if self._training.proof is not None:
-            self._training.proof.align()
+        if self._training.checksum is not None:
+            self._training.checksum.align()
         self._checkpoints.renew(recovery)
         self._member.follow()
         if lost_steps:
             self._member.say(
                 "communication: what a lost rank had learnt since all last met is lost with it,"
-                f" {counted(lost_steps, 'step')} at most"
+                f" {format_count(lost_steps, 'step')} at most"
             )
 
     def save_and_exit(self) -> NoReturn:

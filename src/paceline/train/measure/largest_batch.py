@@ -24,29 +24,34 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.spec.errors import SettingError
 from paceline.spec.schema import integer, text, tuple_of
 from paceline.train import files, parallel
-from paceline.train.comms import checked
-from paceline.train.data.balance import by_host
+from paceline.train.comms import parse_texts
+from paceline.train.data.balance import shares_by_host
 from paceline.train.data.loader import Loader
-from paceline.train.data.order import stated
+from paceline.train.data.order import with_script_order
 from paceline.train.measure.lr_range import Compute
-from paceline.train.measure.trial import steps_of, untouched
-from paceline.train.update import Updater, each_loss, loss_of
+from paceline.train.measure.trial import restored_afterwards, trial_batches
+from paceline.train.update import Updater, loss_of, per_sample_losses
 
 if TYPE_CHECKING:
     from paceline.train.session import Session
 
 TABLE = "batch-trials.csv"
-_PART = 0.8  # of the free memory
-_NEAR = 16  # parts of the largest batch that may be missing
-_FITS = tuple_of(
+_MEMORY_PART = 0.8  # of the free memory
+_PRECISION_PARTS = 16  # parts of the largest batch that may be missing
+_FIT_SCHEMA = tuple_of(
     text(), integer(), integer(), text()
 )  # host, samples that fit, of how many, in what
-_FULL = ("out of memory", "alloc", "could not create a memory", "could not create a primitive")
+_OUT_OF_MEMORY_TEXTS = (
+    "out of memory",
+    "alloc",
+    "could not create a memory",
+    "could not create a primitive",
+)
 
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """What the trials have found.
+    """Result of the trials.
 
     Attributes:
         fits: Most samples that were computed at once; 0: not even one could be.
@@ -93,30 +98,33 @@ def find_batch(
     Raises:
         SettingError: The model is sharded over several ranks.
     """
-    if parallel.is_sharded(session.models.module) and not session.comms.alone:
+    if parallel.is_sharded(session.models.module) and not session.comms.is_alone:
         raise SettingError(
             "the largest batch of a sharded model cannot be tried",
             found="a rank whose memory is full would leave the others waiting",
             remedy="try it without --shard, or with one process",
         )
     seconds: dict[int, float] = {}
-    with untouched(session.models, session.device, session.precision) as updater:
-        trials = _Trials(session, updater, loader, compute, _longest(lengths))
+    with restored_afterwards(session.models, session.device, session.precision) as updater:
+        trials = _Trials(session, updater, loader, compute, _longest_first(lengths))
 
         def fits(size: int) -> bool:
-            took = session.comms.most(torch.tensor([trials.run(size)], dtype=torch.float64))[0]
-            if took < float("inf"):
-                seconds[size] = took
-            return took < float("inf")
+            duration_s = session.comms.max(torch.tensor([trials.run(size)], dtype=torch.float64))[0]
+            if duration_s < float("inf"):
+                seconds[size] = duration_s
+            return duration_s < float("inf")
 
-        with _limited(session) as limit, _silent(updater.model):
-            best, failed = search(fits, loader.order.size // session.world.size)
-    found = LargestBatch(best, failed, limit, dict(sorted(seconds.items())))
+        with _memory_limit(session) as limit, _without_buffer_sync(updater.model):
+            largest, failing = search(fits, loader.order.size // session.world.size)
+    result = LargestBatch(largest, failing, limit, dict(sorted(seconds.items())))
     if session.world.rank == 0:
-        rows = [f"{size},{took:.4f},{size / took:.1f}" for size, took in found.seconds.items()]
+        rows = [
+            f"{size},{duration_s:.4f},{size / duration_s:.1f}"
+            for size, duration_s in result.seconds.items()
+        ]
         lines = ["samples_of_a_process,seconds,samples_per_s", *rows]
         files.write_bytes(session.folder / TABLE, ("\n".join(lines) + "\n").encode())
-    return found
+    return result
 
 
 def fit_batch(
@@ -141,80 +149,83 @@ def fit_batch(
         SettingError: The model is sharded over several ranks; on some rank not even one sample
             fits.
     """
-    if parallel.is_sharded(session.models.module) and not session.comms.alone:
+    if parallel.is_sharded(session.models.module) and not session.comms.is_alone:
         raise SettingError(
             "what fits on each rank cannot be tried with a sharded model",
             found="a rank whose memory is full would leave the others waiting",
             remedy="--micro-batch N, or leave --shard out",
         )
-    share = _first_share(session, loader)
-    most = min(loader.limit or share, share)
-    with untouched(session.models, session.device, session.precision) as updater:
-        trials = _Trials(session, updater, loader, compute, _longest(lengths))
+    share = _initial_share(session, loader)
+    upper_bound = min(loader.limit or share, share)
+    with restored_afterwards(session.models, session.device, session.precision) as updater:
+        trials = _Trials(session, updater, loader, compute, _longest_first(lengths))
 
         def fits(size: int) -> bool:
             return trials.run(size) < float("inf")
 
-        with _limited(session) as memory, _silent(updater.model):
-            found = most if fits(most) else search(fits, most - 1)[0]
-    if found < share:
-        loader.limit = found
-    loader.same_limit = session.comms.alone
+        with _memory_limit(session) as memory, _without_buffer_sync(updater.model):
+            largest = upper_bound if fits(upper_bound) else search(fits, upper_bound - 1)[0]
+    if largest < share:
+        loader.limit = largest
+    loader.has_common_limit = session.comms.is_alone
     world = session.world
-    said = session.comms.texts(json.dumps([world.host, found, share, memory]))
-    ranks = [(number, *one) for number, one in enumerate(checked(said, _FITS))]
-    if none := next((one for one in ranks if not one[2]), None):
+    reports = session.comms.texts(json.dumps([world.host, largest, share, memory]))
+    ranks = [(number, *report) for number, report in enumerate(parse_texts(reports, _FIT_SCHEMA))]
+    if failed_rank := next((rank for rank in ranks if not rank[2]), None):
         raise SettingError(
-            f"not even one sample can be computed by rank {none[0]} on {none[1]}",
-            found=none[4],
+            f"not even one sample can be computed by rank {failed_rank[0]} on {failed_rank[1]}",
+            found=failed_rank[4],
             remedy="a smaller model or shorter samples, or leave this host out of the job",
         )
-    loader.fits = [(host, fit if fit < wanted else 0) for _, host, fit, wanted, _ in ranks]
+    loader.memory_fits = [
+        (host, num_fitting if num_fitting < share_size else 0)
+        for _, host, num_fitting, share_size, _ in ranks
+    ]
     hosts: dict[str, list[str]] = {}
-    for _, host, fit, wanted, _ in ranks:
-        part = f"{fit} of {wanted}" if fit < wanted else f"all {wanted}"
+    for _, host, num_fitting, share_size, _ in ranks:
+        part = f"{num_fitting} of {share_size}" if num_fitting < share_size else f"all {share_size}"
         hosts.setdefault(host, []).append(part)
-    some = [f"{host} {', '.join(dict.fromkeys(parts))}" for host, parts in hosts.items()]
-    more = f" and {len(some) - 12} more hosts" if len(some) > 12 else ""
-    return f"samples of a share that fit at once: {'; '.join(some[:12])}{more}"
+    host_texts = [f"{host} {', '.join(dict.fromkeys(parts))}" for host, parts in hosts.items()]
+    omitted = f" and {len(host_texts) - 12} more hosts" if len(host_texts) > 12 else ""
+    return f"samples of a share that fit at once: {'; '.join(host_texts[:12])}{omitted}"
 
 
-def _first_share(session: Session, loader: Loader) -> int:
-    """Samples of a step that this rank begins with; a collective for weights of hosts."""
+def _initial_share(session: Session, loader: Loader) -> int:
+    """Returns this rank's first share of a step; a collective for weights of hosts."""
     world = session.world
     if isinstance(loader.balance, str):
         return -(-loader.global_batch // world.size)
     hosts = session.comms.texts(world.host)
-    return by_host(loader.balance, hosts, loader.global_batch)[world.rank]
+    return shares_by_host(loader.balance, hosts, loader.global_batch)[world.rank]
 
 
-def search(fits: Callable[[int], bool], most: int) -> tuple[int, int]:
-    """The largest size that fits, nearly, by doubling and halving.
+def search(is_fitting: Callable[[int], bool], upper_bound: int) -> tuple[int, int]:
+    """Returns the largest size that fits, nearly, by doubling and halving.
 
     Args:
-        fits: Tries a size.
-        most: No size above is tried.
+        is_fitting: Tries a size.
+        upper_bound: No size above is tried.
 
     Returns:
         What fits (0: nothing does), and the smallest size that was tried and does not (0: none).
     """
-    good, bad, size = 0, 0, 2  # batch norm has nothing to compute of one
-    while not bad and good < most:
-        size = min(size, most)
-        if fits(size):
-            good, size = size, 2 * size
+    largest_fitting, smallest_failing, size = 0, 0, 2  # batch norm has nothing to compute of one
+    while not smallest_failing and largest_fitting < upper_bound:
+        size = min(size, upper_bound)
+        if is_fitting(size):
+            largest_fitting, size = size, 2 * size
         else:
-            bad = size
-    while bad - good > 1 + good // _NEAR:
-        size = (good + bad) // 2
-        if fits(size):
-            good = size
+            smallest_failing = size
+    while smallest_failing - largest_fitting > 1 + largest_fitting // _PRECISION_PARTS:
+        size = (largest_fitting + smallest_failing) // 2
+        if is_fitting(size):
+            largest_fitting = size
         else:
-            bad = size
-    return good, bad
+            smallest_failing = size
+    return largest_fitting, smallest_failing
 
 
-def _longest(lengths: Sequence[int] | None) -> np.typing.NDArray[np.int64] | None:
+def _longest_first(lengths: Sequence[int] | None) -> np.typing.NDArray[np.int64] | None:
     """The samples, the longest first; ``None`` where they are all alike."""
     return None if lengths is None else np.argsort(-np.asarray(lengths), kind="stable")
 
@@ -228,17 +239,17 @@ class _Trials:
         updater: Updater,
         loader: Loader,
         compute: Compute,
-        longest: np.typing.NDArray[np.int64] | None,
+        sample_order: np.typing.NDArray[np.int64] | None,
     ) -> None:
         self._session, self._updater, self._compute = session, updater, compute
-        self._loader, self._longest = loader, longest
+        self._loader, self._sample_order = loader, sample_order
 
     def run(self, size: int) -> float:
-        """Seconds of a step; infinity where the memory is full."""
+        """Returns the seconds of a step; infinity if memory is full."""
         try:
             return self._steps(size)
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-            if not is_full(error):
+            if not is_out_of_memory(error):
                 raise
             return float("inf")
         finally:
@@ -248,49 +259,49 @@ class _Trials:
                 torch.get_device_module(self._session.device).empty_cache()
 
     def _steps(self, size: int) -> float:
-        session, took = self._session, 0.0
+        session, duration_s = self._session, 0.0
         order = self._loader.order
-        if self._longest is not None:
-            ids = self._longest
-            order = stated(order, lambda epoch: ids)
-        own = self._loader.rehearsal(1, order=order, global_batch=size * session.world.size)
+        if self._sample_order is not None:
+            ids = self._sample_order
+            order = with_script_order(order, lambda epoch: ids)
+        loader = self._loader.rehearsal(1, order=order, global_batch=size * session.world.size)
         for _ in range(2):  # the first makes the optimizer's moments
             session.phase("find the largest batch")
-            began = time.perf_counter()
-            with contextlib.closing(steps_of(own, 1)) as batches, session.models.unsynced():
+            start_s = time.perf_counter()
+            with contextlib.closing(trial_batches(loader, 1)) as batches, session.models.unsynced():
                 for batch in batches:
-                    each = each_loss(self._compute(batch), len(batch.ids))
-                    self._updater.backward(loss_of(each, batch, session.world.size))
+                    losses = per_sample_losses(self._compute(batch), len(batch.ids))
+                    self._updater.backward(loss_of(losses, batch, session.world.size))
                     self._updater.update()
             if session.device.type != "cpu":
                 torch.get_device_module(session.device).synchronize()
-            took = time.perf_counter() - began
-        return took
+            duration_s = time.perf_counter() - start_s
+        return duration_s
 
 
-def is_full(error: BaseException) -> bool:
-    """Whether an error says that memory could not be had."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory is exhausted."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return any(sign in str(error).lower() for sign in _FULL)
+    return any(sign in str(error).lower() for sign in _OUT_OF_MEMORY_TEXTS)
 
 
 @contextmanager
-def _silent(model: torch.nn.Module) -> Iterator[None]:
-    """DDP sends buffers before a forward pass; a rank whose memory is full would not come."""
+def _without_buffer_sync(model: torch.nn.Module) -> Iterator[None]:
+    """Context in which DDP sends no buffers: a rank without memory would not take part."""
     if not isinstance(model, DistributedDataParallel):
         yield
         return
-    before, model.broadcast_buffers = model.broadcast_buffers, False
+    former, model.broadcast_buffers = model.broadcast_buffers, False
     try:
         yield
     finally:
-        model.broadcast_buffers = before
+        model.broadcast_buffers = former
 
 
 @contextmanager
-def _limited(session: Session) -> Iterator[str]:
-    """Gives a process on a CPU a limit within its host's free memory; says what the limit is."""
+def _memory_limit(session: Session) -> Iterator[str]:
+    """Limits a CPU process to part of the free memory; yields a description of the limit."""
     if session.device.type != "cpu":
         yield f"the memory of {torch.get_device_module(session.device).get_device_name()}"
         return
@@ -298,30 +309,31 @@ def _limited(session: Session) -> Iterator[str]:
 
     kind = resource.RLIMIT_DATA
     gc.collect()  # what goes while batches are tried would make room above the limit
-    used, share = _data_bytes(), _free_bytes() * _PART / session.world.local_size
+    used, share_bytes = _data_bytes(), _free_bytes() * _MEMORY_PART / session.world.local_size
     former = resource.getrlimit(kind)
-    top = used + int(share)
-    hard = former[1] if former[1] != resource.RLIM_INFINITY else top
-    resource.setrlimit(kind, (min(top, hard), former[1]))
+    limit = used + int(share_bytes)
+    hard = former[1] if former[1] != resource.RLIM_INFINITY else limit
+    resource.setrlimit(kind, (min(limit, hard), former[1]))
     try:
-        yield f"{share / 2**30:.1f} GiB: {_PART:.0%} of what is free here, for each process"
+        size = f"{share_bytes / 2**30:.1f} GiB"
+        yield f"{size}: {_MEMORY_PART:.0%} of what is free here, for each process"
     finally:
         resource.setrlimit(kind, former)
 
 
 def _free_bytes() -> float:
-    """Of this host, and of the control group if that has less."""
-    free = [float(psutil.virtual_memory().available)]
-    mine = psutil.Process().memory_info().rss
-    for folder in _groups():
+    """Returns free memory of this host, or of the control group if that has less."""
+    candidates = [float(psutil.virtual_memory().available)]
+    local_bytes = psutil.Process().memory_info().rss
+    for folder in _control_groups():
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-            top = int((folder / "memory.max").read_text(encoding="utf-8"))
-            free.append(max(0.0, top - mine))
-    return min(free)
+            limit = int((folder / "memory.max").read_text(encoding="utf-8"))
+            candidates.append(max(0.0, limit - local_bytes))
+    return min(candidates)
 
 
-def _groups() -> Iterator[Path]:
-    """This process's control group (version 2) and those above it."""
+def _control_groups() -> Iterator[Path]:
+    """Yields folders of this process's control group (version 2) and those above it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             if line.startswith("0::"):
@@ -330,7 +342,7 @@ def _groups() -> Iterator[Path]:
 
 
 def _data_bytes() -> int:
-    """What counts for the limit already."""
+    """Returns memory that already counts for the limit."""
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024

@@ -21,8 +21,8 @@ from torch import Tensor
 from paceline.spec.errors import SettingError
 from paceline.train import files
 from paceline.train.data.loader import Batch, Loader
-from paceline.train.measure.trial import steps_of, untouched
-from paceline.train.update import each_loss, loss_of
+from paceline.train.measure.trial import restored_afterwards, trial_batches
+from paceline.train.update import loss_of, per_sample_losses
 
 if TYPE_CHECKING:
     from paceline.train.session import Session
@@ -60,8 +60,8 @@ class LrRange:
     def smoothed(self) -> list[float]:
         """Each loss averaged with its neighbours; those that have exploded count as twice the
         first ones."""
-        clipped, reach = self._clipped, self._reach
-        parts = (clipped[max(0, at - reach) : at + reach + 1] for at in range(len(clipped)))
+        clipped, radius = self._clipped, self._radius
+        parts = (clipped[max(0, at - radius) : at + radius + 1] for at in range(len(clipped)))
         return [float(part.mean()) for part in parts]
 
     @property
@@ -69,7 +69,7 @@ class LrRange:
         return np.minimum(self.losses, 2 * abs(self.first))
 
     @property
-    def _reach(self) -> int:
+    def _radius(self) -> int:
         """Neighbours on each side."""
         return max(1, len(self.losses) // 20)
 
@@ -84,11 +84,11 @@ class LrRange:
         (a slope would follow the noise); ``None`` where it does not fall."""
         smoothed = np.array(self.smoothed)
         end = int(smoothed.argmin())
-        noise = float(np.std((self._clipped - smoothed)[: end + 1])) / math.sqrt(2 * self._reach)
+        noise = float(np.std((self._clipped - smoothed)[: end + 1])) / math.sqrt(2 * self._radius)
         if not self.first - smoothed[end] > max(_NOISE * noise, _SMALL * abs(self.first)):
             return None
-        above = np.flatnonzero(smoothed[: end + 1] > (self.first + smoothed[end]) / 2)
-        return self.rates[min(int(above.max(initial=-1)) + 1, end)]
+        above_half = np.flatnonzero(smoothed[: end + 1] > (self.first + smoothed[end]) / 2)
+        return self.rates[min(int(above_half.max(initial=-1)) + 1, end)]
 
     def __str__(self) -> str:
         if self.suggestion is None:
@@ -136,17 +136,17 @@ def find_lr(
     rates: list[float] = []
     losses: list[float] = []
     with (
-        untouched(session.models, session.device, session.precision) as updater,
-        closing(steps_of(loader, steps)) as batches,
+        restored_afterwards(session.models, session.device, session.precision) as updater,
+        closing(trial_batches(loader, steps)) as batches,
     ):
         groups = updater.optimizer.param_groups
         bases = [group.get("initial_lr", group["lr"]) for group in groups]
         total = torch.zeros((), dtype=torch.float64, device=session.device)
         for batch in batches:
             session.phase("find the learning rate")
-            each = each_loss(compute(batch), len(batch.ids))
-            total += each.detach()[: batch.count].double().sum()
-            updater.backward(loss_of(each, batch, session.world.size))
+            sample_losses = per_sample_losses(compute(batch), len(batch.ids))
+            total += sample_losses.detach()[: batch.count].double().sum()
+            updater.backward(loss_of(sample_losses, batch, session.world.size))
             if not batch.last:
                 continue
             rates.append(planned[len(rates)])
@@ -158,10 +158,10 @@ def find_lr(
                 group["lr"] = rates[-1] * base / bases[0]  # groups keep their relation
             updater.update()
     end = len(losses) - (not math.isfinite(losses[-1]))
-    found = LrRange(rates[:end], losses[:end])
+    result = LrRange(rates[:end], losses[:end])
     if session.world.rank == 0:
-        write(session.folder, found)
-    return found
+        write(session.folder, result)
+    return result
 
 
 def _hopeless(losses: Sequence[float]) -> bool:
@@ -172,47 +172,52 @@ def _hopeless(losses: Sequence[float]) -> bool:
     return len(losses) > 3 and min(losses[-3:]) > first + _HOPELESS * abs(first)
 
 
-def write(folder: Path, found: LrRange) -> None:
+def write(folder: Path, result: LrRange) -> None:
     """The table and the picture."""
-    rows = zip(found.rates, found.losses, found.smoothed, strict=True)
-    lines = ["lr,loss,smoothed", *(f"{r:.6g},{loss:.6g},{mean:.6g}" for r, loss, mean in rows)]
+    rows = zip(result.rates, result.losses, result.smoothed, strict=True)
+    lines = [
+        "lr,loss,smoothed",
+        *(f"{r:.6g},{loss:.6g},{smoothed:.6g}" for r, loss, smoothed in rows),
+    ]
     files.write_bytes(folder / TABLE, ("\n".join(lines) + "\n").encode())
-    files.write_bytes(folder / PICTURE, picture(found).encode())
+    files.write_bytes(folder / PICTURE, picture(result).encode())
 
 
-def picture(found: LrRange, width: int = 640, height: int = 360) -> str:
+def picture(result: LrRange, width: int = 640, height: int = 360) -> str:
     """The losses over the rates, as SVG."""
-    left, bottom = 60, 40
-    decades = np.log10(np.array(found.rates))
-    first, last = float(decades[0]), float(decades[-1])
-    low, high = min(found.losses), max(found.smoothed)
+    margin, bottom = 60, 40
+    decades = np.log10(np.array(result.rates))
+    lowest, highest = float(decades[0]), float(decades[-1])
+    low, high = min(result.losses), max(result.smoothed)
 
     def place(rate: float, loss: float) -> str:
-        x = left + (width - left - 20) * (math.log10(rate) - first) / max(last - first, 1e-9)
+        x = margin + (width - margin - 20) * (math.log10(rate) - lowest) / max(
+            highest - lowest, 1e-9
+        )
         y = 30 + (height - bottom - 30) * (high - min(loss, high)) / max(high - low, 1e-9)
         return f"{x:.1f},{y:.1f}"
 
     def line(losses: Sequence[float], colour: str) -> str:
-        points = " ".join(place(*pair) for pair in zip(found.rates, losses, strict=True))
+        points = " ".join(place(*pair) for pair in zip(result.rates, losses, strict=True))
         return f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{points}"/>'
 
     marks = []
-    for decade in range(math.ceil(first), math.floor(last) + 1):
+    for decade in range(math.ceil(lowest), math.floor(highest) + 1):
         x = place(10.0**decade, low).split(",")[0]
         marks.append(f'<text x="{x}" y="{height - 15}" text-anchor="middle">1e{decade}</text>')
-    if found.suggestion is not None:
-        x = place(found.suggestion, low).split(",")[0]
+    if result.suggestion is not None:
+        x = place(result.suggestion, low).split(",")[0]
         marks.append(f'<line x1="{x}" x2="{x}" y1="30" y2="{height - bottom}" stroke="green"/>')
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
             ' font-family="sans-serif" font-size="12">',
             '<rect width="100%" height="100%" fill="white"/>',
-            f'<text x="{left}" y="18">loss over the learning rate ({found})</text>',
+            f'<text x="{margin}" y="18">loss over the learning rate ({result})</text>',
             f'<text x="8" y="36">{high:.3g}</text>',
             f'<text x="8" y="{height - bottom}">{low:.3g}</text>',
-            line(found.losses, "#ccc"),
-            line(found.smoothed, "#06c"),
+            line(result.losses, "#ccc"),
+            line(result.smoothed, "#06c"),
             *marks,
             "</svg>",
             "",

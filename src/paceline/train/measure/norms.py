@@ -13,7 +13,7 @@ from paceline.train import parallel
 
 
 class Norms:
-    """Measured around one step of an optimizer; made right before it, with unscaled gradients.
+    """Norms around one optimizer step; made right before it, with unscaled gradients.
 
     A collective where parameters are sharded.
 
@@ -23,28 +23,30 @@ class Norms:
 
     def __init__(self, optimizer: Optimizer) -> None:
         groups = [[*group["params"]] for group in optimizer.param_groups]
-        every = [one for group in groups for one in group]
-        self._groups = {"": every}
+        parameters = [parameter for group in groups for parameter in group]
+        self._groups = {"": parameters}
         if len(groups) > 1:
             self._groups |= {f"_group{number}": group for number, group in enumerate(groups)}
         self._gradients = {
-            name: _norm(one.grad for one in group if one.grad is not None)
+            name: _norm(parameter.grad for parameter in group if parameter.grad is not None)
             for name, group in self._groups.items()
         }
-        self._before = {one: one.detach().clone() for one in every}
+        self._former_weights = {parameter: parameter.detach().clone() for parameter in parameters}
 
     def figures(self) -> dict[str, float]:
         """Norm of the gradient before clipping and of the weights before the step, and how much
         of the latter the step has changed; called right after the step."""
-        found: dict[str, float] = {}
+        figures: dict[str, float] = {}
         for name, group in self._groups.items():
-            weights = _norm(self._before[one] for one in group)
-            changes = _norm(one.detach() - self._before[one] for one in group)
-            found[f"grad_norm{name}"] = self._gradients[name]
-            found[f"weight_norm{name}"] = weights
-            found[f"update_ratio{name}"] = changes / max(weights, torch.finfo(torch.float32).tiny)
-        return found
+            weights = _norm(self._former_weights[parameter] for parameter in group)
+            changes = _norm(
+                parameter.detach() - self._former_weights[parameter] for parameter in group
+            )
+            figures[f"grad_norm{name}"] = self._gradients[name]
+            figures[f"weight_norm{name}"] = weights
+            figures[f"update_ratio{name}"] = changes / max(weights, torch.finfo(torch.float32).tiny)
+        return figures
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:
-    return float(parallel.whole_tensor(get_total_norm(tensors)))
+    return float(parallel.full_tensor(get_total_norm(tensors)))

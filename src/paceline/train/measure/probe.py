@@ -24,46 +24,50 @@ from paceline.spec import jobenv, rundir
 from paceline.spec.errors import SettingError
 from paceline.spec.training import communication
 from paceline.train import files, parallel
-from paceline.train.data.division import Wish
+from paceline.train.data.division import BalanceMode
 from paceline.train.data.loader import Loader
 from paceline.train.member import Member
 from paceline.train.models import Models
 from paceline.train.reduce.exchange import GradientExchange
 from paceline.train.reduce.registry import REDUCERS
-from paceline.train.stop import Quietly
+from paceline.train.stop import QuietExit
 
-WARM = 4  # steps before anything counts
-SETTLING = 24  # the same where ways to communicate are tried, or begin with exact steps
-COUNTED = 3  # steps of a batch in a round, after one that does not count: buffers are made anew
-ROUNDS = 8
-_CALLS = 12  # all-reduces of a single number
-_FEW = 1 << 20  # bytes of the first larger one
-_WANTED_S = 1.0  # of one of the largest
-_REPEATS = 3
+WARMUP_STEPS = 4  # steps before anything counts
+TUNED_WARMUP_STEPS = 24  # the same where ways to communicate are tried, or begin with exact steps
+COUNTED_STEPS = (
+    3  # steps of a batch in a round, after one that does not count: buffers are made anew
+)
+NUM_ROUNDS = 8
+_NUM_SMALL_REDUCES = 12  # all-reduces of a single number
+_SMALL_REDUCE_BYTES = 1 << 20  # bytes of the first larger one
+_LARGE_REDUCE_S = 1.0  # of one of the largest
+_NUM_LARGE_REDUCES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What the environment asks for.
+class ProbeRequest:
+    """Measurements that the environment asks for.
 
     Attributes:
         batches: Global batches to be tried.
-        parts: The same as parts of the training's own.
+        fractions: The same as parts of the training's own.
         seconds: After so long no further round begins.
     """
 
     batches: tuple[int, ...]
-    parts: tuple[float, ...]
+    fractions: tuple[float, ...]
     seconds: float
 
-    def of(self, own: int, most: int, ranks: int) -> tuple[int, ...]:
-        """The batches for a training with this batch, so many samples and ranks; each once."""
-        every = [*self.batches, *(round(part * own) for part in self.parts)] or [own]
-        return tuple(dict.fromkeys(min(max(one, ranks, 1), most) for one in every))
+    def global_batches(self, global_batch: int, num_samples: int, ranks: int) -> tuple[int, ...]:
+        """Returns the batches to try for a training of this batch size, each once."""
+        sizes = [*self.batches, *(round(part * global_batch) for part in self.fractions)] or [
+            global_batch
+        ]
+        return tuple(dict.fromkeys(min(max(size, ranks, 1), num_samples) for size in sizes))
 
 
-def asked(environ: Mapping[str, str]) -> Asked | None:
-    """``None`` where the training is to be a training.
+def probe_request(environ: Mapping[str, str]) -> ProbeRequest | None:
+    """Reads the request from the environment; ``None`` for a normal training.
 
     Raises:
         SettingError: The variable says nothing that can be done.
@@ -72,9 +76,9 @@ def asked(environ: Mapping[str, str]) -> Asked | None:
     if not text:
         return None
     try:
-        said = json.loads(text)
-        batches, parts = tuple(map(int, said["batches"])), tuple(map(float, said["parts"]))
-        return Asked(batches, parts, float(said["seconds"]))
+        request = json.loads(text)
+        batches, parts = tuple(map(int, request["batches"])), tuple(map(float, request["parts"]))
+        return ProbeRequest(batches, parts, float(request["seconds"]))
     except (ValueError, TypeError, KeyError, AttributeError):
         raise SettingError(
             f"{jobenv.PROBE} cannot be understood",
@@ -83,22 +87,22 @@ def asked(environ: Mapping[str, str]) -> Asked | None:
         ) from None
 
 
-class Tried(Loader):
-    """The training's loader, with another global batch now and then.
+class ProbeLoader(Loader):
+    """The training's loader with changing global batch sizes.
 
     Attributes:
         sizes: The batches; each rank has the same.
-        warm: Steps of the first of them, before any round.
+        warmup_steps: Steps of the first of them, before any round.
     """
 
     sizes: tuple[int, ...] = ()
-    warm = WARM
+    warmup_steps = WARMUP_STEPS
 
     def size_of(self, step: int) -> int:
-        """The global batch of a step, by its number from 0."""
-        return self.sizes[max(step - self.warm, 0) // (1 + COUNTED) % len(self.sizes)]
+        """Returns the global batch of a step, by its number from 0."""
+        return self.sizes[max(step - self.warmup_steps, 0) // (1 + COUNTED_STEPS) % len(self.sizes)]
 
-    def _spans(self, offset: int) -> Iterator[tuple[int, int]]:
+    def _global_batches(self, offset: int) -> Iterator[tuple[int, int]]:
         step = self._progress.step
         while offset < self.order.size:
             stop = min(offset + self.size_of(step), self.order.size)
@@ -107,68 +111,75 @@ class Tried(Loader):
 
 
 class Probe:
-    """One rank's. Every rank has one and calls it in the same order.
+    """Measures steps on one rank. Every rank has one and calls it in the same order.
 
     Args:
-        wanted: From the environment.
+        request: From the environment.
         member: This rank.
         models: What it trains; there are none yet.
     """
 
-    def __init__(self, wanted: Asked, member: Member, models: Models) -> None:
-        self._wanted, self._member, self._models = wanted, member, models
-        self._about: dict[str, Any] = {}
+    def __init__(self, request: ProbeRequest, member: Member, models: Models) -> None:
+        self._request, self._member, self._models = request, member, models
+        self._description: dict[str, Any] = {}
         self._sizes: tuple[int, ...] = ()
-        self._balance: Wish = "even"
+        self._balance: BalanceMode = "even"
         self._notes: list[tuple[float, float, float, float, float]] = []
-        self._began = self._since = time.perf_counter()
-        self._waited, self._last, self._round, self._warm = 0.0, 0, 1, WARM
+        self._started_at = self._step_start = time.perf_counter()
+        self._data_s, self._last_samples, self._steps_per_round, self._warmup_steps = (
+            0.0,
+            0,
+            1,
+            WARMUP_STEPS,
+        )
 
-    def loader(self, *args: Any) -> Tried:
-        """Of the same arguments as a :class:`Loader`."""
-        loader = Tried(*args)
+    def loader(self, *args: Any) -> ProbeLoader:
+        """Makes a loader; arguments as of :class:`Loader`."""
+        loader = ProbeLoader(*args)
         ranks = self._member.world.size
-        loader.sizes = self._wanted.of(loader.global_batch, loader.order.size, ranks)
+        loader.sizes = self._request.global_batches(loader.global_batch, loader.order.size, ranks)
         return loader
 
-    def shared_by(self, wish: Wish) -> Wish:
-        """How batches are shared here, where the training would share them so: evenly.
+    def replace_balance(self, balance: BalanceMode) -> BalanceMode:
+        """Records the training's balance and returns an even one, which is measured instead.
 
         Hosts are tried alone and in pairs; what other shares make of it is computed.
         """
-        self._balance = wish if isinstance(wish, str) else dict(wish)
+        self._balance = balance if isinstance(balance, str) else dict(balance)
         return "even"
 
-    def begin(self, loader: Loader, epochs: int, steps: int) -> int:
-        """Takes what was asked for of the training; the steps that there may be instead."""
-        assert isinstance(loader, Tried)
-        own, self._sizes = loader.global_batch, loader.sizes
-        self._about = {
+    def start(self, loader: Loader, epochs: int, steps: int) -> int:
+        """Records the training's settings; returns the number of steps to measure instead."""
+        assert isinstance(loader, ProbeLoader)
+        global_batch, self._sizes = loader.global_batch, loader.sizes
+        self._description = {
             "samples": loader.order.size,
-            "global_batch": own,
+            "global_batch": global_batch,
             "steps": steps or epochs * len(loader),
             "balance": self._balance,
         }
-        only = self._models.first.communication
-        if only:
-            communication.validate_forecast(only.requested.name)
-            self._about["communication"] = only.requested.name
-        self._warm = loader.warm = SETTLING if only and only.requested.name != "exact" else WARM
-        self._round = len(loader.sizes) * (1 + COUNTED)
-        self._began = time.perf_counter()
-        return self._warm + self._round * ROUNDS
+        method = self._models.first.communication
+        if method:
+            communication.validate_forecast(method.requested.name)
+            self._description["communication"] = method.requested.name
+        self._warmup_steps = loader.warmup_steps = (
+            TUNED_WARMUP_STEPS if method and method.requested.name != "exact" else WARMUP_STEPS
+        )
+        self._steps_per_round = len(loader.sizes) * (1 + COUNTED_STEPS)
+        self._started_at = time.perf_counter()
+        return self._warmup_steps + self._steps_per_round * NUM_ROUNDS
 
-    def restart(self, waited: float) -> None:
-        """Leaves out what was no training; the next step is not settled."""
-        self._since, self._waited, self._last = time.perf_counter(), waited, 0
+    def restart(self, data_s: float) -> None:
+        """Leaves out time that is no training; the next step is not settled."""
+        self._step_start, self._data_s, self._last_samples = time.perf_counter(), data_s, 0
 
-    def stepped(self, samples: int, waited: float, computed: float) -> None:
-        """After each global step.
+    def stepped(self, samples: int, data_s: float, computing_s: float) -> None:
+        """Records a global step.
 
         Args:
             samples: Of it, over all ranks.
-            waited: Seconds in which this rank waited for its data, from its beginning.
-            computed: Seconds for which this rank computed in it; 0 where it is not known.
+            data_s: Seconds in which this rank waited for its data, from its beginning.
+            computing_s: Seconds for which this rank computed in it; 0 where it is not known.
 
         Raises:
             Quietly: All is known.
@@ -176,73 +187,79 @@ class Probe:
         device = self._member.device
         if device.type != "cpu":
             torch.get_device_module(device).synchronize()
-        now, step = time.perf_counter(), self._member.progress.step
-        settled = step > self._warm and self._last == samples
-        since = now - self._since, waited - self._waited
-        self._notes.append((samples, *since, settled, computed))
-        self._since, self._waited, self._last = now, waited, samples
-        if step <= self._warm or (step - self._warm) % self._round:
+        time_s, step = time.perf_counter(), self._member.progress.step
+        is_settled = step > self._warmup_steps and self._last_samples == samples
+        deltas = time_s - self._step_start, data_s - self._data_s
+        self._notes.append((samples, *deltas, is_settled, computing_s))
+        self._step_start, self._data_s, self._last_samples = time_s, data_s, samples
+        if step <= self._warmup_steps or (step - self._warmup_steps) % self._steps_per_round:
             return
-        late = now - self._began > self._wanted.seconds
+        is_overdue = time_s - self._started_at > self._request.seconds
         if (
             self._member.progress.finished
-            or self._member.comms.most(torch.tensor([float(late)]))[0]
+            or self._member.comms.max(torch.tensor([float(is_overdue)]))[0]
         ):
             self._end()
-        self._since = time.perf_counter()
+        self._step_start = time.perf_counter()
 
     def _end(self) -> None:
-        """Puts all ranks' notes together, and leaves them."""
+        """Gathers all ranks' measurements, writes them and ends the script."""
         member, module = self._member, self._models.module
         rows = member.comms.rows(torch.tensor(self._notes, dtype=torch.float64))
         trained = [p for p in module.parameters() if p.requires_grad]
-        said = {
-            **self._about,
+        report = {
+            **self._description,
             "world": member.world.size,
             "hosts": member.comms.texts(member.world.host),
             "device": str(member.device.type),
             "sharded": parallel.is_sharded(module),
             "bytes": sum(p.numel() * p.element_size() for p in trained),
-            "buckets": _buckets(self._models.first.model),
-            "sent": _sent(self._models.first.exchange),
-            "steps_done": steps_of(rows, self._sizes),
+            "buckets": _num_buckets(self._models.first.model),
+            "sent": _sent_parts(self._models.first.exchange),
+            "steps_done": counted_steps(rows, self._sizes),
             "exchange": self._exchange(trained),
         }
         if member.world.rank == 0:
-            files.write_json(member.folder / rundir.MEASURED, said)
+            files.write_json(member.folder / rundir.MEASURED, report)
         member.progress.steps = member.progress.step
-        raise Quietly
+        raise QuietExit
 
     def _exchange(self, trained: list[nn.Parameter]) -> dict[str, Any] | None:
-        """Seconds of an all-reduce of one number and of the gradients' bytes, or a part of them."""
-        if self._member.comms.alone:
+        """Times all-reduces of one number and of the gradients' bytes, or a part of them."""
+        if self._member.comms.is_alone:
             return None
         width = trained[0].element_size()
-        every = sum(p.numel() for p in trained)
-        one = torch.zeros(1, dtype=trained[0].dtype, device=self._member.device)
-        delay = statistics.median([self._reduced(one) for _ in range(_CALLS)][2:])
-        some = torch.zeros(min(every, _FEW // width), dtype=one.dtype, device=one.device)
-        self._reduced(some)
-        pace = max(self._reduced(some) - delay, 1e-6) / len(some)
-        size = int(max(len(some), min(every, _WANTED_S / pace)))
-        whole = torch.zeros(size, dtype=one.dtype, device=one.device)
-        self._reduced(whole)
-        seconds = statistics.median(self._reduced(whole) for _ in range(_REPEATS))
+        num_elements = sum(p.numel() for p in trained)
+        scalar = torch.zeros(1, dtype=trained[0].dtype, device=self._member.device)
+        delay = statistics.median(
+            [self._timed_reduce(scalar) for _ in range(_NUM_SMALL_REDUCES)][2:]
+        )
+        small = torch.zeros(
+            min(num_elements, _SMALL_REDUCE_BYTES // width),
+            dtype=scalar.dtype,
+            device=scalar.device,
+        )
+        self._timed_reduce(small)
+        seconds_per_element = max(self._timed_reduce(small) - delay, 1e-6) / len(small)
+        size = int(max(len(small), min(num_elements, _LARGE_REDUCE_S / seconds_per_element)))
+        large = torch.zeros(size, dtype=scalar.dtype, device=scalar.device)
+        self._timed_reduce(large)
+        seconds = statistics.median(self._timed_reduce(large) for _ in range(_NUM_LARGE_REDUCES))
         return {"bytes": size * width, "seconds": seconds, "delay": delay}
 
-    def _reduced(self, tensor: Tensor) -> float:
-        """Seconds of an all-reduce that all ranks begin together; those of the slowest rank."""
+    def _timed_reduce(self, tensor: Tensor) -> float:
+        """Returns seconds of an all-reduce of the slowest rank; all start together."""
         comms = self._member.comms
         comms.barrier()
-        began = time.perf_counter()
+        start = time.perf_counter()
         dist.all_reduce(tensor, group=comms.group)
         if tensor.device.type != "cpu":
             torch.get_device_module(tensor.device).synchronize()
-        return comms.most(torch.tensor([time.perf_counter() - began], dtype=torch.float64))[0]
+        return comms.max(torch.tensor([time.perf_counter() - start], dtype=torch.float64))[0]
 
 
-def steps_of(rows: Tensor, batches: Sequence[int]) -> list[dict[str, Any]]:
-    """The steps that count, in the order in which they were done.
+def counted_steps(rows: Tensor, batches: Sequence[int]) -> list[dict[str, Any]]:
+    """Returns the steps that count, in order.
 
     Args:
         rows: Of all ranks: samples, seconds, seconds of waiting for data, whether it counts, and
@@ -251,31 +268,31 @@ def steps_of(rows: Tensor, batches: Sequence[int]) -> list[dict[str, Any]]:
         batches: That were to be tried.
     """
     notes = rows[0].tolist()
-    settled = {int(note[0]) for note in notes if note[3]}
+    settled_batches = {int(note[0]) for note in notes if note[3]}
     return [
-        {"batch": int(note[0]), "seconds": rows[:, at, 1].tolist(),
-         "data": rows[:, at, 2].tolist(), "computing": rows[:, at, 4].tolist()}
-        for at, note in enumerate(notes)
-        if int(note[0]) in batches and (note[3] or int(note[0]) not in settled)
+        {"batch": int(note[0]), "seconds": rows[:, index, 1].tolist(),
+         "data": rows[:, index, 2].tolist(), "computing": rows[:, index, 4].tolist()}
+        for index, note in enumerate(notes)
+        if int(note[0]) in batches and (note[3] or int(note[0]) not in settled_batches)
     ]  # fmt: skip
 
 
-def _sent(exchange: GradientExchange | None) -> list[float]:
-    """Bytes that a rank sends, as a part of those of exact averages: between two ranks, of more."""
+def _sent_parts(exchange: GradientExchange | None) -> list[float]:
+    """Returns bytes sent as a part of those of exact averages: for two ranks, and for more."""
     if exchange is None or exchange.reducer is None:
         return [1.0, 1.0]
     reducer, count = exchange.reducer, exchange.elements
     exact = REDUCERS["exact"](exchange.context())
     return [
-        reducer.bytes_sent(count, ranks) / max(exact.bytes_sent(count, ranks), 1)
-        for ranks in (2, 4)
+        reducer.bytes_sent(count, num_ranks) / max(exact.bytes_sent(count, num_ranks), 1)
+        for num_ranks in (2, 4)
     ]
 
 
-def _buckets(model: nn.Module) -> int:
-    """Pieces in which gradients are exchanged."""
+def _num_buckets(model: nn.Module) -> int:
+    """Returns the number of gradient buckets."""
     if not isinstance(model, DistributedDataParallel):
         return 1
-    said: dict[str, Any] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    sizes = str(said.get("rebuilt_bucket_sizes") or said.get("bucket_sizes") or "")
-    return max(1, len([one for one in sizes.split(",") if one.strip()]))
+    logging_data: dict[str, Any] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    sizes = str(logging_data.get("rebuilt_bucket_sizes") or logging_data.get("bucket_sizes") or "")
+    return max(1, len([size for size in sizes.split(",") if size.strip()]))

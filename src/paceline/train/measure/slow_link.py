@@ -14,37 +14,51 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.train.measure.pace import PARTS, Look, at_work, steps_of
+from paceline.train.measure.pace import PARTS, StepTimings, active_ranks, num_steps
 from paceline.train.measure.vitals import VITALS
 
-SEVERAL = 3  # looks that have to agree: one is a moment of its link like no other
-LASTING = 0.75  # seconds for which: what comes from outside may hold a link up for a third of one
-SLOW, STILL = 0.6, 0.75  # of the best way's rate: one below this is slow; it was before
-ALIKE = 1.4  # times the slowest way's rate: below this a way belongs to the same trouble
-LONGER = 0.4  # of what is worth a name: by that it takes longer in each look
-SLOW_WAY = 0.85  # of the rate of the way back, between two hosts
-STILL_SLOW = 0.90  # of it, without the look in which it was slowest
-CLEARLY = 0.006  # seconds of a step: more than what comes of a kernel that counts in ticks of 4 ms
-STEADY, SLOW_STEADILY = (
+MIN_AGREEING = 3  # looks that have to agree: one is a moment of its link like no other
+MIN_DURATION_S = (
+    0.75  # seconds for which: what comes from outside may hold a link up for a third of one
+)
+MAX_SLOW_RATE, MAX_REPORTED_RATE = (
+    0.6,
+    0.75,
+)  # of the best way's rate: one below this is slow; it was before
+SAME_CAUSE_RATE = 1.4  # times the slowest way's rate: below this a way belongs to the same trouble
+MIN_COST_PART = 0.4  # of what is worth a name: by that it takes longer in each look
+MAX_DIRECTION_RATE = 0.85  # of the rate of the way back, between two hosts
+MAX_DIRECTION_RATE_TRIMMED = 0.90  # of it, without the look in which it was slowest
+MIN_DIFFERENCE_S = (
+    0.006  # seconds of a step: more than what comes of a kernel that counts in ticks of 4 ms
+)
+STEADY_COUNT, MAX_STEADY_RATE = (
     9,
     0.83,
 )  # looks, after which less is enough: below this in all of them together
-SLOW_AGAIN = 0.92  # of it: a way that was named before keeps its name
-HELD_UP, AS_HELD_UP = 1.25, 0.1  # times the usual step; part of a look that says nothing then
-MOSTLY = 2 / 3  # of the steps are slow on a slow link, whose bytes may be hidden behind computing
-TELLING = 10_000  # bytes of a step that say something of a link
-AS_LOST = 0.005  # of bytes were sent again: it may be this, and not the rate, that is slow
-LOSSY = 0.01  # of a connection's bytes were sent again: something on its way loses them
-AS_LOSSY = 0.25  # of the worst: a connection that loses so much belongs to the same trouble
-SURELY = 5_000  # bytes sent again, below which it may be chance
-ACQUITS = 200_000  # bytes that came through without such losses: both ends are sound
+MAX_REPORTED_DIRECTION_RATE = 0.92  # of it: a way that was named before keeps its name
+MIN_STALL_RATIO, MAX_STALLED_PART = (
+    1.25,
+    0.1,
+)  # times the usual step; part of a look that says nothing then
+MIN_SLOW_STEPS_PART = (
+    2 / 3
+)  # of the steps are slow on a slow link, whose bytes may be hidden behind computing
+MIN_BYTES_PER_STEP = 10_000  # bytes of a step that say something of a link
+MIN_RESENT_PART = 0.005  # of bytes were sent again: it may be this, and not the rate, that is slow
+MIN_LOSS_PART = 0.01  # of a connection's bytes were sent again: something on its way loses them
+MIN_PART_OF_WORST_LOSS = (
+    0.25  # of the worst: a connection that loses so much belongs to the same trouble
+)
+MIN_RESENT_BYTES = 5_000  # bytes sent again, below which it may be chance
+MIN_CLEAN_BYTES = 200_000  # bytes that came through without such losses: both ends are sound
 _WAITING, _MOVING = PARTS.index("waiting"), PARTS.index("moving")
-_Way = tuple[float, float]  # the addresses of sender and receiver
-_Ways = dict[_Way, tuple[float, float, float]]
+_Link = tuple[float, float]  # the addresses of sender and receiver
+_LossByLink = dict[_Link, tuple[float, float, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class SlowLink:
+class LinkFinding:
     """A rank whose link holds the others up.
 
     Attributes:
@@ -58,222 +72,277 @@ class SlowLink:
     detail: str
 
 
-class _Sent(NamedTuple):
+class _Traffic(NamedTuple):
     """What a rank sent on its busiest connection, altogether."""
 
     rank: int
-    way: _Way
+    link: _Link
     bytes: float
     seconds: float  # in which these were on their way
-    again: float  # bytes that were sent again
+    resent: float  # bytes that were sent again
 
 
-def _sent_in(look: Look) -> list[_Sent]:
-    """By rank."""
-    assert look.facts is not None
+def _traffic(timings: StepTimings) -> list[_Traffic]:
+    """Returns the traffic of each rank's busiest connection, by rank."""
+    assert timings.vitals is not None
     names = ("here", "there", "sent", "sending", "resent")
-    rows = look.facts[:, [VITALS.index(name) for name in names]].tolist()
-    return [_Sent(rank, (here, there), *rest) for rank, (here, there, *rest) in enumerate(rows)]
+    rows = timings.vitals[:, [VITALS.index(name) for name in names]].tolist()
+    return [
+        _Traffic(rank, (sender, receiver), *counters)
+        for rank, (sender, receiver, *counters) in enumerate(rows)
+    ]
 
 
-def _far(look: Look, working: Collection[int]) -> list[_Sent]:
-    """What went to other hosts, and is enough to say something of a link.
+def _remote_traffic(timings: StepTimings, active: Collection[int]) -> list[_Traffic]:
+    """Returns traffic between hosts that is large enough to judge a link by.
 
     A host's own ranks are near; and who has no share sends its zeros while the others, which are
     to take them, compute.
     """
-    least = TELLING * steps_of([look])
-    sent = _sent_in(look)
-    return [one for one in sent
-            if one.rank in working and one.way[0] != one.way[1] and one.bytes > least]  # fmt: skip
+    min_bytes = MIN_BYTES_PER_STEP * num_steps([timings])
+    sent = _traffic(timings)
+    return [
+        traffic
+        for traffic in sent
+        if traffic.rank in active
+        and traffic.link[0] != traffic.link[1]
+        and traffic.bytes > min_bytes
+    ]
 
 
-def slow_link(looks: Sequence[Look], least: float, named: int | None) -> SlowLink | None:
-    """The rank whose bytes are on their way for much longer than others', if there is one.
+def find_slow_link(
+    history: Sequence[StepTimings], min_cost_s: float, reported_rank: int | None
+) -> LinkFinding | None:
+    """Finds the rank whose bytes are in flight for much longer than those of others.
 
     Args:
-        looks: One after the other, the latest last.
-        least: Seconds of a step below which it costs nothing worth a name.
-        named: The rank whose link was the slow one before: it is not taken back for a little.
+        history: One after the other, the latest last.
+        min_cost_s: Seconds of a step below which it costs nothing worth a name.
+        reported_rank: The rank whose link was slow before; half the cost keeps it reported.
     """
-    least = least if named is None else least / 2
-    if not (latest := recent(looks)):
+    min_cost_s = min_cost_s if reported_rank is None else min_cost_s / 2
+    if not (latest := recent_timings(history)):
         return None
-    found = _slow_in(latest, least, named, looks[: -len(latest)])
-    if found is None and len(looks) >= STEADY:
-        found = _slow_in(looks, least, named, steadily=True)
-    return found
+    finding = _find_in(latest, min_cost_s, reported_rank, history[: -len(latest)])
+    if finding is None and len(history) >= STEADY_COUNT:
+        finding = _find_in(history, min_cost_s, reported_rank, steadily=True)
+    return finding
 
 
-def recent(looks: Sequence[Look]) -> Sequence[Look]:
-    """The latest looks that have to agree: several, and of short steps so many that they last.
+def recent_timings(history: Sequence[StepTimings]) -> Sequence[StepTimings]:
+    """Returns the latest timings that must agree: several, covering a minimum duration.
 
     None where they do not last yet.
     """
     seconds = 0.0
-    for number, look in enumerate(reversed(looks), 1):
-        seconds += float(look.seconds.sum(dim=2).mean()) * steps_of([look])
-        if number >= SEVERAL and seconds >= LASTING:
-            return looks[-number:]
+    for number, timings in enumerate(reversed(history), 1):
+        seconds += float(timings.seconds.sum(dim=2).mean()) * num_steps([timings])
+        if number >= MIN_AGREEING and seconds >= MIN_DURATION_S:
+            return history[-number:]
     return ()
 
 
-def _slow_in(
-    looks: Sequence[Look],
-    least: float,
-    named: int | None,
-    former: Sequence[Look] = (),
+def _find_in(
+    history: Sequence[StepTimings],
+    min_cost_s: float,
+    reported_rank: int | None,
+    earlier: Sequence[StepTimings] = (),
     *,
     steadily: bool = False,
-) -> SlowLink | None:
-    """The same in all of these looks.
+) -> LinkFinding | None:
+    """Finds a link that is slow in all of these timings.
 
     Args:
-        looks, least, named: As above.
-        former: Looks before them: what ways manage that are not seen in these.
+        history, min_cost_s, reported_rank: As above.
+        earlier: Looks before them: what ways manage that are not seen in these.
         steadily: Between two hosts a little is enough.
     """
-    moves = torch.cat([look.seconds[0, :, _MOVING] for look in looks])  # the same of all
+    moves = torch.cat([timings.seconds[0, :, _MOVING] for timings in history])  # the same of all
     moving = float(moves.mean())
-    if moving < least / 2:  # what nearly always is the case ends here
+    if moving < min_cost_s / 2:  # what nearly always is the case ends here
         return None
-    known, working = [look for look in looks if look.facts is not None], at_work(looks)
-    far = [_far(look, working) for look in known]
-    hosts = {end for ways in far for one in ways for end in one.way}
+    measured, active = (
+        [timings for timings in history if timings.vitals is not None],
+        active_ranks(history),
+    )
+    remote = [_remote_traffic(timings, active) for timings in measured]
+    hosts = {end for entries in remote for traffic in entries for end in traffic.link}
     if len(hosts) == 2:
-        found = _slower_than_back(known, far, moving, least, named, steadily=steadily)
+        finding = _find_between_two(
+            measured, remote, moving, min_cost_s, reported_rank, steadily=steadily
+        )
     elif len(hosts) > 2 and not steadily:
-        earlier = [_far(look, working) for look in former if look.facts is not None]
-        found = _slower_than_others(known, far, earlier, moving, least, named)
+        earlier_remote = [
+            _remote_traffic(timings, active) for timings in earlier if timings.vitals is not None
+        ]
+        finding = _find_among_many(
+            measured, remote, earlier_remote, moving, min_cost_s, reported_rank
+        )
     else:
         return None
-    if found is None:
+    if finding is None:
         return None
-    own = [one for ways in far for one in ways if one.rank == found.rank]
-    lost = sum(one.again for one in own) / max(1.0, sum(one.bytes for one in own))
-    losses = _losses(known)
-    if max([lost, *(part for _, part, _ in losses.values())]) >= AS_LOST:
-        return _lossy(far, losses, found.seconds, named)
+    rank_traffic = [
+        traffic for entries in remote for traffic in entries if traffic.rank == finding.rank
+    ]
+    lost = sum(traffic.resent for traffic in rank_traffic) / max(
+        1.0, sum(traffic.bytes for traffic in rank_traffic)
+    )
+    losses = _loss_by_link(measured)
+    if max([lost, *(part for _, part, _ in losses.values())]) >= MIN_RESENT_PART:
+        return _find_lossy(remote, losses, finding.seconds, reported_rank)
     # A rate is the same in every step; what is lost is sent again in some.
-    if float((moves >= found.seconds / 2).double().mean()) < MOSTLY:
+    if float((moves >= finding.seconds / 2).double().mean()) < MIN_SLOW_STEPS_PART:
         return None
     losing = f", {lost:.1%} sent again" if lost > 0.001 else ""
-    return replace(found, detail=found.detail + losing)
+    return replace(finding, detail=finding.detail + losing)
 
 
-def _told(slow: float, best: float) -> str:
-    """Bytes a second that were seen, for people."""
-    return f"{slow / 1e6:.1f} MB/s, others {best / 1e6:.1f}"
+def _format_rates(slow_rate: float, fast_rate: float) -> str:
+    """Formats two rates in bytes a second for users."""
+    return f"{slow_rate / 1e6:.1f} MB/s, others {fast_rate / 1e6:.1f}"
 
 
-def _rank_at(host: float, far: Sequence[Sequence[_Sent]], named: int | None) -> int | None:
-    """The rank of a host that is to be named: one that sends to others, and the same for long."""
-    ranks = {one.rank for ways in far for one in ways if one.way[0] == host}
-    return named if named in ranks else min(ranks, default=None)
+def _rank_at(
+    host: float, remote: Sequence[Sequence[_Traffic]], reported_rank: int | None
+) -> int | None:
+    """Returns the rank of a host to report: one that sends to other hosts, stable over time."""
+    ranks = {traffic.rank for entries in remote for traffic in entries if traffic.link[0] == host}
+    return reported_rank if reported_rank in ranks else min(ranks, default=None)
 
 
-def _lossy(
-    far: Sequence[Sequence[_Sent]], losses: _Ways, seconds: float, named: int | None
-) -> SlowLink | None:
-    """Bytes are lost: both ends of a way see that, so only several ways say which end it is."""
-    host = _common_end(losses)
-    rank = None if host is None else _rank_at(host, far, named)
+def _find_lossy(
+    remote: Sequence[Sequence[_Traffic]],
+    losses: _LossByLink,
+    seconds: float,
+    reported_rank: int | None,
+) -> LinkFinding | None:
+    """Finds the host that loses bytes. Both ends of a link see a loss, so several links are
+    needed.
+    """
+    host = _lossy_host(losses)
+    rank = None if host is None else _rank_at(host, remote, reported_rank)
     if host is None or rank is None:
         return None
-    worst = max(part for way, (_, part, _) in losses.items() if host in way)
-    return SlowLink(rank, seconds, f"{worst:.1%} of the bytes on it are sent again")
+    max_loss = max(part for link, (_, part, _) in losses.items() if host in link)
+    return LinkFinding(rank, seconds, f"{max_loss:.1%} of the bytes on it are sent again")
 
 
-def _slower_than_others(
-    looks: Sequence[Look],
-    far: Sequence[Sequence[_Sent]],
-    former: Sequence[Sequence[_Sent]],
+def _find_among_many(
+    history: Sequence[StepTimings],
+    remote: Sequence[Sequence[_Traffic]],
+    earlier: Sequence[Sequence[_Traffic]],
     moving: float,
-    least: float,
-    named: int | None,
-) -> SlowLink | None:
-    """The end that the slow ones of several ways have in common, and what that costs.
+    min_cost_s: float,
+    reported_rank: int | None,
+) -> LinkFinding | None:
+    """Finds the host that the slow links of three or more hosts have in common, and its cost.
 
     A rank's busiest connection may be another one in each look, so all that were seen count.
     """
-    rates = _rates(former) | _rates(far)
-    slowest, best = min(rates.values()), max(rates.values())
-    if slowest > (SLOW if named is None else STILL) * best:
+    rates = _rates(earlier) | _rates(remote)
+    slowest, fastest = min(rates.values()), max(rates.values())
+    if slowest > (MAX_SLOW_RATE if reported_rank is None else MAX_REPORTED_RATE) * fastest:
         return None
-    bad = [way for way, rate in rates.items() if rate <= ALIKE * slowest]
+    slow_links = [link for link, rate in rates.items() if rate <= SAME_CAUSE_RATE * slowest]
     # What lies between says nothing of its ends: it may be slow for the same reason, or not.
-    good = [way for way, rate in rates.items() if way not in bad and rate > SLOW * best]
-    host = _slow_end(bad, good)
-    rank = None if host is None else _rank_at(host, far, named)
+    fast_links = [
+        link
+        for link, rate in rates.items()
+        if link not in slow_links and rate > MAX_SLOW_RATE * fastest
+    ]
+    host = _common_host(slow_links, fast_links)
+    rank = None if host is None else _rank_at(host, remote, reported_rank)
     if rank is None:
         return None
-    costs = [_most(look, ways, bad, best, moving) for look, ways in zip(looks, far, strict=True)]
-    known = [cost for cost in costs if cost is not None]
-    if len(known) < max(1, len(looks) - 1) or (named != rank and min(known) < LONGER * least):
+    costs = [
+        _max_cost(timings, entries, slow_links, fastest, moving)
+        for timings, entries in zip(history, remote, strict=True)
+    ]
+    measured = [cost for cost in costs if cost is not None]
+    if len(measured) < max(1, len(history) - 1) or (
+        reported_rank != rank and min(measured) < MIN_COST_PART * min_cost_s
+    ):
         return None
-    seconds = sum(known) / len(known)
-    return SlowLink(rank, seconds, _told(slowest, best)) if seconds >= least else None
+    seconds = sum(measured) / len(measured)
+    return (
+        LinkFinding(rank, seconds, _format_rates(slowest, fastest))
+        if seconds >= min_cost_s
+        else None
+    )
 
 
-def _rates(far: Sequence[Sequence[_Sent]]) -> dict[_Way, float]:
-    """Bytes a second of each way between two hosts."""
-    sums: dict[_Way, list[float]] = {}
-    for ways in far:
-        for sent in ways:
-            one = sums.setdefault(sent.way, [0.0, 0.0])
-            one[0], one[1] = one[0] + sent.bytes, one[1] + sent.seconds
-    return {way: sent / max(seconds, 1e-6) for way, (sent, seconds) in sums.items()}
+def _rates(remote: Sequence[Sequence[_Traffic]]) -> dict[_Link, float]:
+    """Returns bytes a second of each link between two hosts."""
+    sums: dict[_Link, list[float]] = {}
+    for entries in remote:
+        for sent in entries:
+            totals = sums.setdefault(sent.link, [0.0, 0.0])
+            totals[0], totals[1] = totals[0] + sent.bytes, totals[1] + sent.seconds
+    return {link: sent / max(seconds, 1e-6) for link, (sent, seconds) in sums.items()}
 
 
-def _most(
-    look: Look, ways: Sequence[_Sent], bad: Sequence[_Way], best: float, moving: float
+def _max_cost(
+    timings: StepTimings,
+    entries: Sequence[_Traffic],
+    slow_links: Sequence[_Link],
+    fastest: float,
+    moving: float,
 ) -> float | None:
-    """Seconds of a step that its slowest way costs beside the best; ``None``: none was seen.
+    """Returns the seconds of a step that the slowest link costs; ``None`` if none was seen.
 
     Args:
-        look: Of some steps.
-        ways: That were seen in it.
-        bad: The slow ones.
-        best: Bytes a second of the best one.
+        timings: Of some steps.
+        entries: That were seen in it.
+        slow_links: The slow ones.
+        fastest: Bytes a second of the best one.
         moving: Seconds of a step in which bytes move and nothing else happens.
     """
-    steps = steps_of([look])
+    steps = num_steps([timings])
     return max(
         (
-            min(moving, one.seconds / steps) - one.bytes / steps / best
-            for one in ways
-            if one.way in bad
+            min(moving, traffic.seconds / steps) - traffic.bytes / steps / fastest
+            for traffic in entries
+            if traffic.link in slow_links
         ),
         default=None,
     )
 
 
-def _slow_end(bad: Sequence[_Way], good: Sequence[_Way]) -> float | None:
-    """The host that all slow ways have in common; ``None`` where several may be meant.
+def _common_host(slow_links: Sequence[_Link], fast_links: Sequence[_Link]) -> float | None:
+    """Returns the host that all slow links have in common; ``None`` if it is ambiguous.
 
     One that no quick way touches is slow both ways. Otherwise it is slow in what it sends, or in
     what it receives.
     """
-    sound = {end for way in good for end in way}
-    both = {end for way in bad for end in way if all(end in one for one in bad)} - sound
-    if len(both) == 1:
-        return both.pop()
-    senders, receivers = {here for here, _ in bad}, {there for _, there in bad}
+    healthy = {end for link in fast_links for end in link}
+    candidates = {
+        host
+        for link in slow_links
+        for host in link
+        if all(host in other_link for other_link in slow_links)
+    } - healthy
+    if len(candidates) == 1:
+        return candidates.pop()
+    senders, receivers = (
+        {sender for sender, _ in slow_links},
+        {receiver for _, receiver in slow_links},
+    )
     if len(senders) == 1:
         return senders.pop()
     return receivers.pop() if len(receivers) == 1 else None
 
 
-def _slower_than_back(
-    looks: Sequence[Look],
-    far: Sequence[Sequence[_Sent]],
+def _find_between_two(
+    history: Sequence[StepTimings],
+    remote: Sequence[Sequence[_Traffic]],
     moving: float,
-    least: float,
-    named: int | None,
+    min_cost_s: float,
+    reported_rank: int | None,
     *,
     steadily: bool,
-) -> SlowLink | None:
-    """The slower way between two hosts, and what that costs.
+) -> LinkFinding | None:
+    """Finds the slower direction between two hosts, and its cost.
 
     Each of the two waits for the other's bytes and for its answers, so the way back is slower,
     too, and a healthy network of two has one that is a little slower at any time. So it must be
@@ -283,92 +352,119 @@ def _slower_than_back(
     taken to be half of the time, or what the way back, which waits for this one, needs less, where
     that is more.
     """
-    known = [number for number, ways in enumerate(far) if _there_and_back(ways)]
-    enough = max(SEVERAL - 1, MOSTLY * len(looks))
-    if len(known) < enough:
+    pair_indexes = [number for number, entries in enumerate(remote) if _is_pair(entries)]
+    min_count = max(MIN_AGREEING - 1, MIN_SLOW_STEPS_PART * len(history))
+    if len(pair_indexes) < min_count:
         return None
-    seen = [far[number] for number in known]
-    rates = _rates(seen)
-    way, back = sorted(rates, key=lambda one: rates[one])
-    again = named in {one.rank for ways in seen for one in ways if one.way == way}
-    pairs = {number: _of_pair(far[number], way) for number in known}
-    steps = steps_of([looks[number] for number in known])
-    sent, slow = (torch.stack([*pairs.values()]).sum(dim=0)[:, 0] / steps).tolist()
-    seconds = max(min(moving, slow) - moving / 2, min(moving, slow - sent / rates[back]))
-    counted = [one for one in known if steadily or again or _held_up(looks[one]) <= AS_HELD_UP]
-    if seconds < least or len(counted) < enough:
+    pair_entries = [remote[number] for number in pair_indexes]
+    rates = _rates(pair_entries)
+    slow_link, fast_link = sorted(rates, key=lambda link: rates[link])
+    was_reported = reported_rank in {
+        traffic.rank for entries in pair_entries for traffic in entries if traffic.link == slow_link
+    }
+    pairs = {number: _pair_totals(remote[number], slow_link) for number in pair_indexes}
+    steps = num_steps([history[number] for number in pair_indexes])
+    sent_bytes, slow_s = (torch.stack([*pairs.values()]).sum(dim=0)[:, 0] / steps).tolist()
+    seconds = max(
+        min(moving, slow_s) - moving / 2, min(moving, slow_s - sent_bytes / rates[fast_link])
+    )
+    counted_indexes = [
+        index
+        for index in pair_indexes
+        if steadily or was_reported or _stalled_part(history[index]) <= MAX_STALLED_PART
+    ]
+    if seconds < min_cost_s or len(counted_indexes) < min_count:
         return None
-    rank = _rank_at(way[0], seen, named)
-    found = None if rank is None else SlowLink(rank, seconds, _told(rates[way], rates[back]))
-    each = torch.stack([pairs[number] for number in counted])
-    every = each.sum(dim=0)
-    if again:
-        return found if _beside(every) <= SLOW_AGAIN else None
-    slowest = min(range(len(each)), key=lambda one: _beside(each[one]))
-    if _beside(every - each[slowest]) > STILL_SLOW:
+    rank = _rank_at(slow_link[0], pair_entries, reported_rank)
+    finding = (
+        None
+        if rank is None
+        else LinkFinding(rank, seconds, _format_rates(rates[slow_link], rates[fast_link]))
+    )
+    each_pair = torch.stack([pairs[number] for number in counted_indexes])
+    total = each_pair.sum(dim=0)
+    if was_reported:
+        return finding if _rate_ratio(total) <= MAX_REPORTED_DIRECTION_RATE else None
+    slowest = min(range(len(each_pair)), key=lambda index: _rate_ratio(each_pair[index]))
+    if _rate_ratio(total - each_pair[slowest]) > MAX_DIRECTION_RATE_TRIMMED:
         return None
-    more = float(every[1, 0] - every[1, 1]) / steps_of([looks[number] for number in counted])
-    clearly = _beside(every) <= SLOW_WAY and more >= CLEARLY
-    return found if clearly or (steadily and _beside(every) <= SLOW_STEADILY) else None
+    difference_s = float(total[1, 0] - total[1, 1]) / num_steps(
+        [history[number] for number in counted_indexes]
+    )
+    is_clear = _rate_ratio(total) <= MAX_DIRECTION_RATE and difference_s >= MIN_DIFFERENCE_S
+    return finding if is_clear or (steadily and _rate_ratio(total) <= MAX_STEADY_RATE) else None
 
 
-def _there_and_back(ways: Sequence[_Sent]) -> bool:
+def _is_pair(entries: Sequence[_Traffic]) -> bool:
     """Whether these are one connection in each direction between two hosts."""
-    return len(ways) == 2 and ways[0].way == ways[1].way[::-1]
+    return len(entries) == 2 and entries[0].link == entries[1].link[::-1]
 
 
-def _held_up(look: Look) -> float:
-    """By how much single steps of a look stood still for longer than the others: a part of it.
+def _stalled_part(timings: StepTimings) -> float:
+    """Returns the part of the waiting time that exceptionally long steps account for.
 
     A slow link is slow in every step. What comes now and then is something else, and lengthens the
     time in which bytes were on their way as well.
     """
-    still = look.seconds[:, :, [_WAITING, _MOVING]].sum(dim=2).amax(dim=0)
-    usual = still.median()
-    return float((still - usual)[still > HELD_UP * usual].sum() / still.sum().clamp(min=1e-9))
+    stall_s = timings.seconds[:, :, [_WAITING, _MOVING]].sum(dim=2).amax(dim=0)
+    median_s = stall_s.median()
+    return float(
+        (stall_s - median_s)[stall_s > MIN_STALL_RATIO * median_s].sum()
+        / stall_s.sum().clamp(min=1e-9)
+    )
 
 
-def _of_pair(ways: Sequence[_Sent], way: _Way) -> Tensor:
-    """Bytes there and back, and seconds in which they were on their way: ``[2, 2]``."""
-    there, back = sorted(ways, key=lambda one: one.way != way)
-    both = [[there.bytes, back.bytes], [there.seconds, back.seconds]]
+def _pair_totals(entries: Sequence[_Traffic], link: _Link) -> Tensor:
+    """Returns bytes and seconds in flight, forward and backward, shape ``[2, 2]``."""
+    forward, backward = sorted(entries, key=lambda traffic: traffic.link != link)
+    both = [[forward.bytes, backward.bytes], [forward.seconds, backward.seconds]]
     return torch.tensor(both, dtype=torch.float64).clamp(min=1e-6)
 
 
-def _beside(pair: Tensor) -> float:
-    """The first one's rate as a part of the other's, of bytes and seconds ``[2, the two]``."""
+def _rate_ratio(pair: Tensor) -> float:
+    """Returns the forward rate as a part of the backward rate, from :func:`_pair_totals`."""
     return float(pair[0, 0] / pair[1, 0] * pair[1, 1] / pair[0, 1])
 
 
-def _losses(looks: Sequence[Look]) -> _Ways:
-    """Of each way between two hosts, in one direction: bytes, and how many of them again.
+def _loss_by_link(history: Sequence[StepTimings]) -> _LossByLink:
+    """Returns, for each directed link between two hosts, bytes sent and bytes sent again.
 
     A rank's busiest connection may be another one in each look, so they are taken one by one.
 
     Returns:
         By addresses of sender and receiver: bytes sent, part of them and bytes sent again.
     """
-    sums: dict[_Way, list[float]] = {}
-    for look in looks:
-        for _, way, sent, _, again in _sent_in(look):
-            if way[0] != way[1] and sent > 0 and again >= 0:  # all of them are known
-                one = sums.setdefault(way, [0.0, 0.0])
-                one[0], one[1] = one[0] + sent, one[1] + again
-    return {way: (sent, again / sent, again) for way, (sent, again) in sums.items()}
+    sums: dict[_Link, list[float]] = {}
+    for timings in history:
+        for _, link, sent, _, resent in _traffic(timings):
+            if link[0] != link[1] and sent > 0 and resent >= 0:  # all of them are known
+                totals = sums.setdefault(link, [0.0, 0.0])
+                totals[0], totals[1] = totals[0] + sent, totals[1] + resent
+    return {link: (sent, resent / sent, resent) for link, (sent, resent) in sums.items()}
 
 
-def _common_end(losses: _Ways) -> float | None:
-    """The one host that all ways with losses have in common, where all others are sound.
+def _lossy_host(losses: _LossByLink) -> float | None:
+    """Returns the one host that all lossy links have in common, if all other hosts are clean.
 
     ``None`` where it is not certain: between two hosts only, when a single way loses bytes, and
     when several hosts may.
     """
-    worst = max((part for _, part, _ in losses.values()), default=0.0)
-    least = max(LOSSY, AS_LOSSY * worst)
-    bad = [way for way, (_, part, resent) in losses.items() if part >= least and resent >= SURELY]
-    good = [way for way, (sent, part, _) in losses.items() if part < least and sent >= ACQUITS]
-    suspects = {end for way in bad for end in way} - {end for way in good for end in way}
-    if len(bad) < 2 or len(suspects) != 1:
+    max_loss = max((loss for _, loss, _ in losses.values()), default=0.0)
+    min_loss = max(MIN_LOSS_PART, MIN_PART_OF_WORST_LOSS * max_loss)
+    lossy_links = [
+        link
+        for link, (_, loss, resent) in losses.items()
+        if loss >= min_loss and resent >= MIN_RESENT_BYTES
+    ]
+    clean_links = [
+        link
+        for link, (sent, loss, _) in losses.items()
+        if loss < min_loss and sent >= MIN_CLEAN_BYTES
+    ]
+    suspects = {end for link in lossy_links for end in link} - {
+        end for link in clean_links for end in link
+    }
+    if len(lossy_links) < 2 or len(suspects) != 1:
         return None
     (host,) = suspects
-    return host if all(host in way for way in bad) else None
+    return host if all(host in link for link in lossy_links) else None

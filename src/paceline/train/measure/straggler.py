@@ -16,20 +16,22 @@ import torch
 from torch import Tensor
 
 from paceline.spec.formatting import format_duration
-from paceline.train.measure.pace import PARTS, Look, at_work, facts_of, steps_of
-from paceline.train.measure.slow_link import STEADY, recent, slow_link
+from paceline.train.measure.pace import PARTS, StepTimings, active_ranks, combined_vitals, num_steps
+from paceline.train.measure.slow_link import STEADY_COUNT, find_slow_link, recent_timings
 from paceline.train.measure.vitals import VITALS
 
-GROUP, GROUPS = 5, 3  # steps, and how many groups of them have to agree
-WORTH = 0.25  # part of a step that is worth a name
-LEAST = 0.002  # seconds of a step below which nothing is
-LITTLE = 0.4  # of both: a step in which a rank is that much slower counts against it
-MOSTLY = 0.8  # of the steps have to
-OVER = 0.5  # of both, below which a rank that was named keeps up again
-EVIDENT = 0.3  # of the time that a rank needs more: what explains so much of it is the cause
-BURST = 10  # usual steps: a step that takes longer counts as one of so many
-MENTIONED = 0.005  # of all steps, at the end of a training
-FIRST = 2  # steps of the process that say nothing
+GROUP_STEPS, NUM_GROUPS = 5, 3  # steps, and how many groups of them have to agree
+MIN_EXCESS_PART = 0.25  # part of a step that is worth a name
+MIN_EXCESS_S = 0.002  # seconds of a step below which nothing is
+MIN_STEP_EXCESS_PART = 0.4  # of both: a step in which a rank is that much slower counts against it
+MIN_SLOW_STEPS_PART = 0.8  # of the steps have to
+RECOVERED_PART = 0.5  # of both, below which a rank that was named keeps up again
+MIN_EXPLAINED_PART = (
+    0.3  # of the time that a rank needs more: what explains so much of it is the cause
+)
+MAX_STEP_RATIO = 10  # usual steps: a step that takes longer counts as one of so many
+MIN_SUMMARY_PART = 0.005  # of all steps, at the end of a training
+SKIPPED_STEPS = 2  # steps of the process that say nothing
 _AT = {name: number for number, name in enumerate(PARTS)}
 
 CAUSES = {
@@ -45,7 +47,7 @@ CAUSES = {
     "computing": "it computes more slowly",
 }
 """Why a rank may be slow, by name; ``computing`` where nothing else is seen."""
-IN_BURSTS = ("quota", "swap", "data")
+BURSTY_CAUSES = ("quota", "swap", "data")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,249 +68,267 @@ class Straggler:
     part: float
     detail: str = ""
 
-    def said(self, who: str) -> str:
-        """For people, who know it by this name."""
-        why = CAUSES[self.cause] + (f" ({self.detail})" if self.detail else "")
+    def describe(self, rank_name: str) -> str:
+        """Describes the straggler to users, who know it by this name."""
+        cause = CAUSES[self.cause] + (f" ({self.detail})" if self.detail else "")
         return (
-            f"{who} slows the others down by {format_duration(self.seconds)} a step"
-            f" ({self.part:.0%}): {why}"
+            f"{rank_name} slows the others down by {format_duration(self.seconds)} a step"
+            f" ({self.part:.0%}): {cause}"
         )
 
-    def summed(self, who: str) -> str:
-        """For people, at the end of a training."""
+    def summarize(self, rank_name: str) -> str:
+        """Describes the straggler at the end of a training."""
         return (
-            f"{who}, for which the others waited {format_duration(self.seconds)} a step"
+            f"{rank_name}, for which the others waited {format_duration(self.seconds)} a step"
             f" ({self.part:.0%} of it): {CAUSES[self.cause]}"
         )
 
 
-class Judge:
-    """Takes looks and says who is slow.
+class StragglerDetector:
+    """Reads step timings and decides which rank is slow.
 
     Attributes:
-        named: The straggler at present; ``None`` when all keep up.
+        current: The straggler at present; ``None`` when all keep up.
     """
 
     def __init__(self) -> None:
-        self._looks: list[Look] = []
-        self._first = True
+        self._history: list[StepTimings] = []
+        self._is_first = True
         self._cost: dict[tuple[int, str], list[float]] = {}
-        self.named: Straggler | None = None
+        self.current: Straggler | None = None
 
-    def take(self, look: Look) -> bool:
-        """True when something has changed that is worth telling."""
-        if self._first:
-            self._first, look = False, without(look, FIRST)
-        if len(look.seconds) < 2 or not look.samples.shape[1]:
+    def update(self, timings: StepTimings) -> bool:
+        """Adds timings; returns whether the straggler or its cause changed."""
+        if self._is_first:
+            self._is_first, timings = False, skip_steps(timings, SKIPPED_STEPS)
+        if len(timings.seconds) < 2 or not timings.samples.shape[1]:
             return False
-        self._looks.append(look)
-        of_links = len(recent(self._looks)) or len(self._looks)
-        del self._looks[: -max(STEADY, len(_latest(self._looks)), of_links)]
-        before = self.named
-        if _steps(self._looks) < GROUP * GROUPS - FIRST:
+        self._history.append(timings)
+        link_window = len(recent_timings(self._history)) or len(self._history)
+        del self._history[: -max(STEADY_COUNT, len(_latest_timings(self._history)), link_window)]
+        former = self.current
+        if _num_noted_steps(self._history) < GROUP_STEPS * NUM_GROUPS - SKIPPED_STEPS:
             return False
-        found = judged(self._looks, before)
-        if found is not None:
-            cost = self._cost.setdefault((found.rank, found.cause), [0.0, 0.0])
-            since = recent if found.cause == "link" else _latest
-            steps = _steps(since(self._looks)) if before is None else look.samples.shape[1]
-            cost[0], cost[1] = cost[0] + found.seconds * steps, cost[1] + found.part * steps
-        self.named = found
-        if found is None or before is None:
-            gone = before is not None and before.rank not in at_work(self._looks)
-            return found is not before and not gone  # who was dropped does not keep up again
-        return (found.rank, found.cause) != (before.rank, before.cause)
+        straggler = find_straggler(self._history, former)
+        if straggler is not None:
+            cost = self._cost.setdefault((straggler.rank, straggler.cause), [0.0, 0.0])
+            select = recent_timings if straggler.cause == "link" else _latest_timings
+            steps = (
+                _num_noted_steps(select(self._history))
+                if former is None
+                else timings.samples.shape[1]
+            )
+            cost[0], cost[1] = cost[0] + straggler.seconds * steps, cost[1] + straggler.part * steps
+        self.current = straggler
+        if straggler is None or former is None:
+            is_gone = former is not None and former.rank not in active_ranks(self._history)
+            return straggler is not former and not is_gone  # who was dropped does not keep up again
+        return (straggler.rank, straggler.cause) != (former.rank, former.cause)
 
-    def worst(self, steps: int) -> Straggler | None:
-        """The one that has cost most, over so many steps of the whole training.
+    def costliest(self, steps: int) -> Straggler | None:
+        """Returns the straggler that cost most over these steps of the training.
 
         ``None`` where that is less than half a percent of them: it would be named for nothing.
         """
         if not self._cost:
             return None
-        (rank, cause), (seconds, part) = max(self._cost.items(), key=lambda one: one[1][0])
-        found = Straggler(rank, cause, seconds / max(steps, 1), part / max(steps, 1))
-        return found if found.part >= MENTIONED else None
+        (rank, cause), (seconds, part) = max(self._cost.items(), key=lambda entry: entry[1][0])
+        straggler = Straggler(rank, cause, seconds / max(steps, 1), part / max(steps, 1))
+        return straggler if straggler.part >= MIN_SUMMARY_PART else None
 
 
-def _steps(looks: Sequence[Look]) -> int:
-    return sum(one.samples.shape[1] for one in looks)
+def _num_noted_steps(history: Sequence[StepTimings]) -> int:
+    return sum(timings.samples.shape[1] for timings in history)
 
 
-def _latest(looks: Sequence[Look]) -> Sequence[Look]:
-    """Those of the last steps: as many as have to agree."""
-    first = len(looks) - 1
-    while first > 0 and _steps(looks[first:]) < GROUP * GROUPS:
+def _latest_timings(history: Sequence[StepTimings]) -> Sequence[StepTimings]:
+    """Returns the timings of the last steps that must agree."""
+    first = len(history) - 1
+    while first > 0 and _num_noted_steps(history[first:]) < GROUP_STEPS * NUM_GROUPS:
         first -= 1
-    return looks[first:]
+    return history[first:]
 
 
-def without(look: Look, steps: int) -> Look:
-    """A look without its first steps."""
+def skip_steps(timings: StepTimings, steps: int) -> StepTimings:
+    """Returns timings without their first steps."""
     return replace(
-        look,
-        first_step=look.first_step + steps,
-        seconds=look.seconds[:, steps:],
-        samples=look.samples[:, steps:],
-        elements=None if look.elements is None else look.elements[:, steps:],
+        timings,
+        first_step=timings.first_step + steps,
+        seconds=timings.seconds[:, steps:],
+        samples=timings.samples[:, steps:],
+        elements=None if timings.elements is None else timings.elements[:, steps:],
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Slow:
+class _SlowRank:
     """A rank that needs more time for its own part than others do.
 
     Attributes:
         rank: Which.
-        excess: Seconds of a step.
-        data: Seconds of these in which it waits for its data.
-        steady: It does in most of the steps.
-        lasting: It does in every group of them.
+        excess_s: Seconds of a step.
+        data_s: Seconds of these in which it waits for its data.
+        is_steady: It does in most of the steps.
+        is_lasting: It does in every group of them.
     """
 
     rank: int
-    excess: float
-    data: float
-    steady: bool
-    lasting: bool
+    excess_s: float
+    data_s: float
+    is_steady: bool
+    is_lasting: bool
 
 
-def judged(looks: Sequence[Look], before: Straggler | None = None) -> Straggler | None:
-    """Who holds the others up in these looks, one after the other.
+def find_straggler(
+    history: Sequence[StepTimings], former: Straggler | None = None
+) -> Straggler | None:
+    """Finds the rank that holds the others up in consecutive timings.
 
     Args:
-        looks: At least as many steps as are needed, the latest last.
-        before: Who did so before: it is not taken back for a little.
+        history: At least as many steps as are needed, the latest last.
+        former: Who did so before: it is not taken back for a little.
     """
-    latest = _latest(looks)
-    seconds = torch.cat([look.seconds for look in latest], dim=1)
-    a_step = float(seconds.sum(dim=2).mean(dim=0).median())
-    whole = max(a_step, float(seconds.sum(dim=2).mean()), 1e-9)  # with what comes in bursts
-    least = max(WORTH * whole, LEAST)
-    working = at_work(looks)
-    slow = _slow_rank(seconds[working], a_step, least, _among(before, working))
-    if slow is None:
-        named = before.rank if before is not None and before.cause == "link" else None
-        link = slow_link(looks, least, named)
-        if link is None:
+    latest = _latest_timings(history)
+    seconds = torch.cat([timings.seconds for timings in latest], dim=1)
+    step_s = float(seconds.sum(dim=2).mean(dim=0).median())
+    mean_step_s = max(step_s, float(seconds.sum(dim=2).mean()), 1e-9)  # with what comes in bursts
+    min_excess_s = max(MIN_EXCESS_PART * mean_step_s, MIN_EXCESS_S)
+    active = active_ranks(history)
+    slow_rank = _find_slow_rank(seconds[active], step_s, min_excess_s, _reindex(former, active))
+    if slow_rank is None:
+        reported_rank = former.rank if former is not None and former.cause == "link" else None
+        finding = find_slow_link(history, min_excess_s, reported_rank)
+        if finding is None:
             return None
-        return Straggler(link.rank, "link", link.seconds, link.seconds / whole, link.detail)
-    rank, facts = working[slow.rank], facts_of(latest)
-    theirs = None if facts is None else facts[working]
-    steps = steps_of(latest)
-    cause, detail = _cause(slow, [_of(look, working) for look in latest], theirs, steps)
+        return Straggler(
+            finding.rank, "link", finding.seconds, finding.seconds / mean_step_s, finding.detail
+        )
+    rank, vitals = active[slow_rank.rank], combined_vitals(latest)
+    active_vitals = None if vitals is None else vitals[active]
+    steps = num_steps(latest)
+    cause, detail = _find_cause(
+        slow_rank, [_select_ranks(timings, active) for timings in latest], active_vitals, steps
+    )
     # What stops a process stops it for many steps at once, and data come so, too. Without such
     # a cause a rank is only slow when it is so nearly always.
-    if not (slow.lasting if cause in IN_BURSTS else slow.steady):
+    if not (slow_rank.is_lasting if cause in BURSTY_CAUSES else slow_rank.is_steady):
         return None
-    return Straggler(rank, cause, slow.excess, slow.excess / whole, detail)
+    return Straggler(rank, cause, slow_rank.excess_s, slow_rank.excess_s / mean_step_s, detail)
 
 
-def _among(before: Straggler | None, ranks: Sequence[int]) -> Straggler | None:
-    """Who held the others up, as one of these ranks."""
-    if before is None or before.rank not in ranks:
+def _reindex(former: Straggler | None, ranks: Sequence[int]) -> Straggler | None:
+    """Returns the straggler with its index among these ranks."""
+    if former is None or former.rank not in ranks:
         return None
-    return replace(before, rank=ranks.index(before.rank))
+    return replace(former, rank=ranks.index(former.rank))
 
 
-def _of(look: Look, ranks: list[int]) -> Look:
-    """What a look says of these ranks."""
+def _select_ranks(timings: StepTimings, ranks: list[int]) -> StepTimings:
+    """Returns the timings of these ranks only."""
     return replace(
-        look,
-        seconds=look.seconds[ranks],
-        samples=look.samples[ranks],
-        elements=None if look.elements is None else look.elements[ranks],
+        timings,
+        seconds=timings.seconds[ranks],
+        samples=timings.samples[ranks],
+        elements=None if timings.elements is None else timings.elements[ranks],
     )
 
 
-def _base(values: Tensor) -> Tensor:
-    """Of ``[ranks, …]`` what the better half of ranks manages."""
+def _reference(values: Tensor) -> Tensor:
+    """Returns what the faster half of ranks manages; ``values`` has shape ``[ranks, …]``."""
     return values.median(dim=0).values  # the lower of two
 
 
-def _slow_rank(
-    seconds: Tensor, a_step: float, least: float, before: Straggler | None
-) -> _Slow | None:
-    """The rank that needs more time for its own part."""
+def _find_slow_rank(
+    seconds: Tensor, step_s: float, min_excess_s: float, former: Straggler | None
+) -> _SlowRank | None:
+    """Finds the rank that needs more time for its own part."""
     if len(seconds) < 2:
         return None
     # Data and quotas come in bursts: means, but no single step outweighs all others.
-    own = seconds[:, :, : _AT["computing"] + 1].clamp(max=BURST * a_step)
-    mean = own.mean(dim=1)
-    more = mean - _base(mean)
-    every = more.sum(dim=1).tolist()
-    excess = max(every)
-    rank = every.index(excess)
-    again = before is not None and before.rank == rank and before.cause != "link"
-    if excess < least * (OVER if again else 1):
+    own_s = seconds[:, :, : _AT["computing"] + 1].clamp(max=MAX_STEP_RATIO * step_s)
+    mean_s = own_s.mean(dim=1)
+    extra_s = mean_s - _reference(mean_s)
+    extra_by_rank = extra_s.sum(dim=1).tolist()
+    excess = max(extra_by_rank)
+    rank = extra_by_rank.index(excess)
+    was_reported = former is not None and former.rank == rank and former.cause != "link"
+    if excess < min_excess_s * (RECOVERED_PART if was_reported else 1):
         return None
     # The others wait for it, or its slowness costs nothing.
     if float(seconds[:, :, _AT["waiting"]].mean(dim=1).max()) < 0.3 * excess:
         return None
-    data = float(more[rank, 0])
-    what = own[:, :, 0] if data >= excess / 2 else own.sum(dim=2)
-    each = (what - _base(what))[rank]
-    little, size = LITTLE * least, -(-len(each) // GROUPS)
-    often = float((each >= little).double().mean()) >= MOSTLY
-    usual = float(each.sort().values[(len(each) - 1) // 2])
-    return _Slow(
+    data = float(extra_s[rank, 0])
+    compared_s = own_s[:, :, 0] if data >= excess / 2 else own_s.sum(dim=2)
+    step_extra_s = (compared_s - _reference(compared_s))[rank]
+    min_step_extra_s, size = (
+        MIN_STEP_EXCESS_PART * min_excess_s,
+        -(-len(step_extra_s) // NUM_GROUPS),
+    )
+    is_frequent = float((step_extra_s >= min_step_extra_s).double().mean()) >= MIN_SLOW_STEPS_PART
+    median_extra_s = float(step_extra_s.sort().values[(len(step_extra_s) - 1) // 2])
+    return _SlowRank(
         rank,
         excess,
         data,
-        steady=again or (often and usual >= least),
-        lasting=again or all(float(one.mean()) >= little for one in torch.split(each, size)),
+        is_steady=was_reported or (is_frequent and median_extra_s >= min_excess_s),
+        is_lasting=was_reported
+        or all(
+            float(group.mean()) >= min_step_extra_s for group in torch.split(step_extra_s, size)
+        ),
     )
 
 
-def _cause(slow: _Slow, looks: Sequence[Look], facts: Tensor | None, steps: int) -> tuple[str, str]:
-    """What explains that a rank needs so many seconds more in each step."""
-    rank, excess = slow.rank, slow.excess
+def _find_cause(
+    slow_rank: _SlowRank, history: Sequence[StepTimings], vitals: Tensor | None, steps: int
+) -> tuple[str, str]:
+    """Returns the cause and a detail that explain why a rank is slower."""
+    rank, excess = slow_rank.rank, slow_rank.excess_s
 
-    def more(name: str) -> float:
-        """Of a fact for each step, beyond what others have."""
-        if facts is None:
+    def excess_of(name: str) -> float:
+        """Returns a counter for each step, beyond the median of other ranks."""
+        if vitals is None:
             return 0.0
-        column = facts[:, VITALS.index(name)] / steps
-        known = column[~column.isnan()]
-        if math.isnan(float(column[rank])) or len(known) < 1:
+        column = vitals[:, VITALS.index(name)] / steps
+        measured = column[~column.isnan()]
+        if math.isnan(float(column[rank])) or len(measured) < 1:
             return 0.0
-        others = torch.cat([column[:rank], column[rank + 1 :]])
-        others = others[~others.isnan()]
-        return float(column[rank]) - (float(others.median()) if len(others) else 0.0)
+        other_ranks = torch.cat([column[:rank], column[rank + 1 :]])
+        other_ranks = other_ranks[~other_ranks.isnan()]
+        return float(column[rank]) - (float(other_ranks.median()) if len(other_ranks) else 0.0)
 
-    need = EVIDENT * excess
-    if (off := more("throttled")) >= need:
-        return "quota", f"{1e3 * off:.0f} ms a step"
-    if (queued := more("queued")) >= need:
-        unseen = facts is not None and facts[rank, VITALS.index("throttled")].isnan()
+    min_explained_s = MIN_EXPLAINED_PART * excess
+    if (throttled_s := excess_of("throttled")) >= min_explained_s:
+        return "quota", f"{1e3 * throttled_s:.0f} ms a step"
+    if (queued_s := excess_of("queued")) >= min_explained_s:
+        unseen = vitals is not None and vitals[rank, VITALS.index("throttled")].isnan()
         or_so = "; a CPU quota could do the same, and cannot be seen there" if unseen else ""
-        return "cpu", f"it waits {1e3 * queued:.0f} ms a step for a free one{or_so}"
-    if (stolen := more("stolen")) >= need:
-        return "stolen", f"{1e3 * stolen:.0f} ms a step"
-    if more("faults") >= 1 and more("swapped") > 0:
-        return "swap", f"{more('faults'):.0f} pages a step"
-    if more("hot") >= need:
+        return "cpu", f"it waits {1e3 * queued_s:.0f} ms a step for a free one{or_so}"
+    if (stolen_s := excess_of("stolen")) >= min_explained_s:
+        return "stolen", f"{1e3 * stolen_s:.0f} ms a step"
+    if excess_of("faults") >= 1 and excess_of("swapped") > 0:
+        return "swap", f"{excess_of('faults'):.0f} pages a step"
+    if excess_of("hot") >= min_explained_s:
         return "hot", ""
-    if slow.data >= 0.5 * excess:
-        return "data", "its disk is slow" if more("disk") >= need else ""
-    computing = torch.cat([look.seconds[:, :, _AT["computing"]] for look in looks], dim=1)
-    took = computing.mean(dim=1)
-    ratio = float(took[rank]) / max(float(_base(took)), 1e-9)
-    samples = torch.cat([look.samples for look in looks], dim=1).mean(dim=1)
-    numbers = torch.cat([_numbers(look) for look in looks], dim=1).mean(dim=1)
-    larger = _beside_others(numbers, rank)
-    if larger >= 1.05 and larger - 1 >= 0.5 * (ratio - 1):
-        if (share := _beside_others(samples, rank)) >= larger**0.5:  # most of it
-            return "share", f"{share:.1f} times those of others"
-        return "batch", f"{larger:.1f} times those of others"
-    return "computing", f"{ratio:.1f} times the others' time"
+    if slow_rank.data_s >= 0.5 * excess:
+        return "data", "its disk is slow" if excess_of("disk") >= min_explained_s else ""
+    computing = torch.cat([timings.seconds[:, :, _AT["computing"]] for timings in history], dim=1)
+    computing_s = computing.mean(dim=1)
+    time_ratio = float(computing_s[rank]) / max(float(_reference(computing_s)), 1e-9)
+    samples = torch.cat([timings.samples for timings in history], dim=1).mean(dim=1)
+    numbers = torch.cat([_elements(timings) for timings in history], dim=1).mean(dim=1)
+    element_ratio = _relative_work(numbers, rank)
+    if element_ratio >= 1.05 and element_ratio - 1 >= 0.5 * (time_ratio - 1):
+        if (sample_ratio := _relative_work(samples, rank)) >= element_ratio**0.5:  # most of it
+            return "share", f"{sample_ratio:.1f} times those of others"
+        return "batch", f"{element_ratio:.1f} times those of others"
+    return "computing", f"{time_ratio:.1f} times the others' time"
 
 
-def _numbers(look: Look) -> Tensor:
-    return look.samples if look.elements is None else look.elements
+def _elements(timings: StepTimings) -> Tensor:
+    return timings.samples if timings.elements is None else timings.elements
 
 
-def _beside_others(work: Tensor, rank: int) -> float:
-    """How much of it this rank has, as a multiple of what is usual; 0 where that is nothing."""
-    usual = float(_base(work))
-    return float(work[rank]) / usual if usual > 0 else 0.0
+def _relative_work(work: Tensor, rank: int) -> float:
+    """Returns this rank's work as a multiple of the usual; 0 if that is nothing."""
+    reference = float(_reference(work))
+    return float(work[rank]) / reference if reference > 0 else 0.0

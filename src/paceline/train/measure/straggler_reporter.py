@@ -6,75 +6,84 @@ from typing import Any
 
 import torch
 
-from paceline.train.measure.pace import Look, Pace, summary
-from paceline.train.measure.straggler import Judge
+from paceline.train.measure.pace import StepTimer, StepTimings, summary
+from paceline.train.measure.straggler import StragglerDetector
 from paceline.train.member import Member
 
 
-class Lookout:
-    """Tells what looks show, once for the job. Every rank has one and calls it alike.
+class StragglerMonitor:
+    """Reports stragglers once for the job. Every rank has one and calls it alike.
 
     Args:
         member: Says and records it.
     """
 
     def __init__(self, member: Member) -> None:
-        self._member, self.judge = member, Judge()
+        self._member, self.detector = member, StragglerDetector()
 
-    def renew(self) -> None:
-        """Begins anew: ranks have other numbers."""
-        self.judge = Judge()
+    def regroup(self) -> None:
+        """Starts again when ranks have new numbers."""
+        self.detector = StragglerDetector()
 
-    def take(self, look: Look) -> None:
-        """Says who holds the others up, when that has changed; a collective only then."""
-        before = self.judge.named
-        if not self.judge.take(look):
+    def update(self, timings: StepTimings) -> None:
+        """Reports a change of the straggler; a collective only then."""
+        former = self.detector.current
+        if not self.detector.update(timings):
             return
-        ranks, now = self._member.comms.texts(self._member.comms.called), self.judge.named
-        slow = now or before
-        assert slow is not None
-        who = ranks[slow.rank]
-        about = _place(who)
-        if now is None:
-            text = f"{who} keeps up again"
-            self._tell("straggler over", **about, text=text)
+        ranks, current = (
+            self._member.comms.texts(self._member.comms.rank_name),
+            self.detector.current,
+        )
+        straggler = current or former
+        assert straggler is not None
+        rank_name = ranks[straggler.rank]
+        details = _rank_and_host(rank_name)
+        if current is None:
+            text = f"{rank_name} keeps up again"
+            self._record("straggler over", **details, text=text)
         else:
-            text, about["cause"] = now.said(who), now.cause
-            seconds, part = round(now.seconds, 6), round(now.part, 4)
-            self._tell("straggler", **about, seconds=seconds, part=part, text=text)
+            text, details["cause"] = current.describe(rank_name), current.cause
+            seconds, part = round(current.seconds, 6), round(current.part, 4)
+            self._record("straggler", **details, seconds=seconds, part=part, text=text)
         self._member.say(text)
 
-    def sum_up(self, pace: Pace, steps: int, waited: float) -> None:
-        """What became of so many steps, in words and in the record; a collective.
+    def summarize(self, timer: StepTimer, steps: int, data_s: float) -> None:
+        """Reports the whole training to user and record; a collective.
 
         Args:
-            pace: Of the training.
+            timer: Of the training.
             steps: Done by this process; who joined later has done fewer than others.
-            waited: Seconds in which this rank waited for its data.
+            data_s: Seconds in which this rank waited for its data.
         """
-        steps = int(self._member.comms.most(torch.tensor([float(steps)], dtype=torch.float64))[0])
+        steps = int(self._member.comms.max(torch.tensor([float(steps)], dtype=torch.float64))[0])
         if not steps:
             return
-        for look in pace.finish():
-            self.take(look)
-        alone, slowest, slow = self._member.comms.alone, "", dict[str, Any]()
-        if worst := self.judge.worst(steps):
-            who = self._member.comms.texts(self._member.comms.called)[worst.rank]
-            slowest = f"slowest: {worst.summed(who)}"
-            slow = {**_place(who), "cause": worst.cause}
-        shares, rate = pace.shares(), pace.rate
-        said = None if alone else shares  # alone nobody waits for anybody
-        self._member.say(summary(steps, rate.samples, rate.seconds, waited, said, slowest))
+        for timings in timer.finish():
+            self.update(timings)
+        is_alone, slowest_text, straggler_details = (
+            self._member.comms.is_alone,
+            "",
+            dict[str, Any](),
+        )
+        if costliest := self.detector.costliest(steps):
+            rank_name = self._member.comms.texts(self._member.comms.rank_name)[costliest.rank]
+            slowest_text = f"slowest: {costliest.summarize(rank_name)}"
+            straggler_details = {**_rank_and_host(rank_name), "cause": costliest.cause}
+        shares, rate = timer.time_shares(), timer.rate
+        shown_shares = None if is_alone else shares  # alone nobody waits for anybody
+        self._member.say(
+            summary(steps, rate.samples, rate.seconds, data_s, shown_shares, slowest_text)
+        )
         parts = {name: round(part, 4) for name, part in (shares or {}).items()}
-        some = {"samples": rate.samples, "seconds": round(rate.seconds, 4), "parts": parts}
-        self._tell("trained", steps=steps, **some, **slow)
+        totals = {"samples": rate.samples, "seconds": round(rate.seconds, 4), "parts": parts}
+        self._record("trained", steps=steps, **totals, **straggler_details)
 
-    def _tell(self, name: str, **details: Any) -> None:
+    def _record(self, name: str, **details: Any) -> None:
         if self._member.world.rank == 0:
             self._member.event(name, **details)
 
 
-def _place(who: str) -> dict[str, Any]:
-    """Number and host of a rank, from what it is called."""
-    number, _, host = who.removeprefix("rank ").partition(" on ")
+def _rank_and_host(rank_name: str) -> dict[str, Any]:
+    """Returns number and host of a rank, from its name."""
+    number, _, host = rank_name.removeprefix("rank ").partition(" on ")
     return {"straggler": int(number), "its_host": host}

@@ -9,16 +9,18 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from paceline.train import parallel
-from paceline.train.checkpoints.capture import generators, set_generators
+from paceline.train.checkpoints.capture import generator_state, set_generator_state
 from paceline.train.data.loader import Batch, Loader
 from paceline.train.device import Precision
-from paceline.train.models import ALONE, Models
+from paceline.train.models import UNNAMED, Models
 from paceline.train.update import Updater
 
 
 @contextmanager
-def untouched(models: Models, device: torch.device, precision: Precision) -> Iterator[Updater]:
-    """Within it the session's model may be updated; afterwards it is the former one.
+def restored_afterwards(
+    models: Models, device: torch.device, precision: Precision
+) -> Iterator[Updater]:
+    """Context in which the session's model may be updated and is restored afterwards.
 
     Weights, buffers, optimizer and generators come back, also after an error, and what codes have
     left to say; neither schedule nor average is touched. Needs memory for another copy of the
@@ -27,23 +29,25 @@ def untouched(models: Models, device: torch.device, precision: Precision) -> Ite
     Raises:
         ValueError: There are several models.
     """
-    real = models[ALONE]
-    with ExitStack() as within:
+    real = models[UNNAMED]
+    with ExitStack() as stack:
         if real.communication is not None:
-            within.enter_context(real.communication.temporary_reducer())
-        yield from _untouched(real, device, precision)
+            stack.enter_context(real.communication.temporary_reducer())
+        yield from _restored_updater(real, device, precision)
 
 
-def _untouched(real: Updater, device: torch.device, precision: Precision) -> Generator[Updater]:
-    parallel.put_back(real.module)
-    live = [*real.module.parameters(), *real.module.buffers()]
-    kept = [parallel.own_part(one.detach()).clone() for one in live]
-    optimizer = real.optimizer
+def _restored_updater(
+    updater: Updater, device: torch.device, precision: Precision
+) -> Generator[Updater]:
+    parallel.reshard(updater.module)
+    live = [*updater.module.parameters(), *updater.module.buffers()]
+    saved = [parallel.local_tensor(tensor.detach()).clone() for tensor in live]
+    optimizer = updater.optimizer
     state = copy.deepcopy(optimizer.state_dict()) if optimizer.state else None
-    groups = [{k: v for k, v in one.items() if k != "params"} for one in optimizer.param_groups]
-    drawn = generators(device)
-    trial = Updater(real.module, optimizer, None, precision.scaler(device), real.clip_norm)
-    trial.model = real.model
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    drawn = generator_state(device)
+    trial = Updater(updater.module, optimizer, None, precision.scaler(device), updater.clip_norm)
+    trial.model = updater.model
     try:
         yield trial
     finally:
@@ -54,26 +58,26 @@ def _untouched(real: Updater, device: torch.device, precision: Precision) -> Gen
             optimizer.load_state_dict(state)
         for group, former in zip(optimizer.param_groups, groups, strict=True):
             group.update(former)
-        parallel.put_back(real.module)
+        parallel.reshard(updater.module)
         with torch.no_grad():
-            for one, former_values in zip(live, kept, strict=True):
-                parallel.own_part(one.detach()).copy_(former_values)
-        set_generators(drawn, device)
+            for tensor, former_values in zip(live, saved, strict=True):
+                parallel.local_tensor(tensor.detach()).copy_(former_values)
+        set_generator_state(drawn, device)
 
 
-def steps_of(loader: Loader, steps: int) -> Generator[Batch]:
-    """The batches of so many global steps from the beginning of the data, over several epochs.
+def trial_batches(loader: Loader, steps: int) -> Generator[Batch]:
+    """Yields the batches of so many global steps from the start of the data.
 
     Args:
         loader: Of the training; its position does not change.
         steps: Global steps; closing the iterator ends it earlier.
     """
-    own = loader.rehearsal(steps)
-    done = own.progress
-    while not done.finished:
-        for batch in own:
+    trial_loader = loader.rehearsal(steps)
+    progress = trial_loader.progress
+    while not progress.finished:
+        for batch in trial_loader:
             yield batch
             if batch.last:
-                done.step, done.offset = done.step + 1, batch.stop
-        if done.offset >= own.order.size:
-            done.epoch, done.offset = done.epoch + 1, 0
+                progress.step, progress.offset = progress.step + 1, batch.stop
+        if progress.offset >= trial_loader.order.size:
+            progress.epoch, progress.offset = progress.epoch + 1, 0

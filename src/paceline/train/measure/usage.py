@@ -15,7 +15,7 @@ _GIB = float(1 << 30)
 
 
 class Usage:
-    """Looks at this rank's process, host and device; :meth:`figures` puts all ranks together.
+    """Measures load of this rank's process, host and device; :meth:`figures` gathers all ranks.
 
     An accelerator's load is known where NVML is (the package ``nvidia-ml-py``); what torch itself
     knows, its memory, is there without.
@@ -35,43 +35,46 @@ class Usage:
         ``gpu_…`` its accelerator's; ``gpu_memory_gib`` is the most that tensors have taken. A
         collective.
         """
-        mine = self._look()
-        rows = self._comms.rows(torch.tensor(list(mine.values()), dtype=torch.float64))
-        found: dict[str, float] = {}
-        for name, column in zip(mine, rows.T.tolist(), strict=True):
-            known = [one for one in column if not math.isnan(one)]
-            if not known:
+        own = self._read()
+        rows = self._comms.rows(torch.tensor(list(own.values()), dtype=torch.float64))
+        figures: dict[str, float] = {}
+        for name, column in zip(own, rows.T.tolist(), strict=True):
+            values = [value for value in column if not math.isnan(value)]
+            if not values:
                 continue
-            found[name] = round(sum(known) / len(known), 3)
-            if not self._comms.alone:
-                found |= {f"{name}_min": round(min(known), 3), f"{name}_max": round(max(known), 3)}
-        return found
+            figures[name] = round(sum(values) / len(values), 3)
+            if not self._comms.is_alone:
+                figures |= {
+                    f"{name}_min": round(min(values), 3),
+                    f"{name}_max": round(max(values), 3),
+                }
+        return figures
 
-    def _look(self) -> dict[str, float]:
-        """The same names on every rank; what is not known is NaN."""
+    def _read(self) -> dict[str, float]:
+        """Returns the same names on every rank; unknown values are NaN."""
         device = self._comms.device
-        found = {
+        usage = {
             "cpu_percent": self._process.cpu_percent(),
             "memory_gib": self._process.memory_info().rss / _GIB,
             "host_cpu_percent": psutil.cpu_percent(),
             "host_memory_percent": psutil.virtual_memory().percent,
         }
         if device.type == "cpu":
-            return found
+            return usage
         library = torch.get_device_module(device)
-        return found | {
-            "gpu_percent": _known(lambda: library.utilization(device)),
-            "gpu_memory_gib": _known(lambda: library.max_memory_allocated(device) / _GIB),
-            "gpu_memory_percent": _known(lambda: _taken(*library.mem_get_info(device))),
+        return usage | {
+            "gpu_percent": _or_nan(lambda: library.utilization(device)),
+            "gpu_memory_gib": _or_nan(lambda: library.max_memory_allocated(device) / _GIB),
+            "gpu_memory_percent": _or_nan(lambda: _used_percent(*library.mem_get_info(device))),
         }
 
 
-def _taken(free: int, total: int) -> float:
+def _used_percent(free: int, total: int) -> float:
     return 100 * (1 - free / total)
 
 
-def _known(look: Callable[[], float]) -> float:
-    """NaN where this torch, driver or machine does not tell."""
+def _or_nan(read: Callable[[], float]) -> float:
+    """Returns NaN if this torch, driver or machine does not tell."""
     with contextlib.suppress(Exception):
-        return float(look())
+        return float(read())
     return math.nan

@@ -47,16 +47,18 @@ its busiest connection; ``sending``: these bytes were on their way; ``resent``: 
 were sent again; ``here`` and ``there``: numbers that stand for the addresses of its two ends.
 """
 
-_REFRESH = 20  # readings after which threads and connections are looked for again
-_OFTEN = 2  # first readings after each of which they are: the first bytes go other ways
-_BUSIEST = 8  # connections that are read: those on which most was sent since the last such time
-_DEAR = 6e-4  # seconds: a file that takes longer to read is left alone
+_REFRESH_INTERVAL = 20  # readings after which threads and connections are looked for again
+_INITIAL_REFRESHES = 2  # first readings after each of which they are: the first bytes go other ways
+_MAX_CONNECTIONS = (
+    8  # connections that are read: those on which most was sent since the last such time
+)
+_MAX_READ_S = 6e-4  # seconds: a file that takes longer to read is left alone
 _TCP_INFO, _TCP_INFO_BYTES = 11, 232
 _BYTES_ACKED, _BUSY, _WINDOW, _RESENT = 120, 168, 176, 208  # places in the kernel's tcp_info
 
 
 class Vitals:
-    """Of this process.
+    """Reads counters of this process and host.
 
     Args:
         root: Of the file system; another one for tests.
@@ -72,8 +74,8 @@ class Vitals:
         self._heat = [self._file(heat.format(cpu)) for cpu in cpus[:2]]
         self._tasks: list[_File] = []
         self._sockets: list[int] = []
-        self._looks = 0
-        self._before: dict[str, float] = {}
+        self._num_reads = 0
+        self._former_counters: dict[str, float] = {}
         self._links: dict[int, tuple[float, ...]] = {}
         self._sent: dict[int, float] = {}  # by connection, when they were last looked for
         self.read()
@@ -84,30 +86,33 @@ class Vitals:
         return self._files[path]
 
     def read(self) -> list[float]:
-        """One number for each of :data:`VITALS`, since the last call."""
-        if self._looks % _REFRESH == 0 or self._looks <= _OFTEN:
+        """Returns one number for each of :data:`VITALS`, since the last call."""
+        if self._num_reads % _REFRESH_INTERVAL == 0 or self._num_reads <= _INITIAL_REFRESHES:
             self._refresh()
-        self._looks += 1
-        now = {
+        self._num_reads += 1
+        counters = {
             "passed": time.perf_counter(),
-            "throttled": _most(_throttled(file.text()) for file in self._quota),
+            "throttled": _max_or_nan(_throttled(file.text()) for file in self._quota),
             "stolen": _stolen(self._file("proc/stat").text()),
             "faults": float(resource.getrusage(resource.RUSAGE_SELF).ru_majflt),
-            "read": _named(self._file("proc/self/io").text(), "read_bytes:"),
+            "read": _value_of(self._file("proc/self/io").text(), "read_bytes:"),
             "disk": _pressure(self._file("proc/pressure/io").text()),
-            "hot": _most(_number(file.text()) / 1e3 for file in self._heat),
+            "hot": _max_or_nan(_number(file.text()) / 1e3 for file in self._heat),
         }
-        found = {name: one - self._before.get(name, math.nan) for name, one in now.items()}
-        self._before = now
-        found["queued"] = self._queued()
-        found["swapped"] = 0.0
-        if found["faults"] > 0:  # otherwise it does not matter
-            found["swapped"] = 1024 * _named(self._file("proc/self/status").text(), "VmSwap:")
-        found |= self._link()
-        return [found.get(name, math.nan) for name in VITALS]
+        vitals = {
+            name: value - self._former_counters.get(name, math.nan)
+            for name, value in counters.items()
+        }
+        self._former_counters = counters
+        vitals["queued"] = self._queued()
+        vitals["swapped"] = 0.0
+        if vitals["faults"] > 0:  # otherwise it does not matter
+            vitals["swapped"] = 1024 * _value_of(self._file("proc/self/status").text(), "VmSwap:")
+        vitals |= self._link()
+        return [vitals.get(name, math.nan) for name in VITALS]
 
     def _refresh(self) -> None:
-        """The threads that have computed most, and the connections."""
+        """Selects the busiest threads and connections."""
         path = "proc/self/schedstat"
         self._tasks = [self._file(path)]
         if self._threads > 1:
@@ -116,59 +121,72 @@ class Vitals:
                 files = [_File(task / "schedstat") for task in tasks]
                 files.sort(key=lambda file: -_number(file.text()))
                 self._tasks += files[: self._threads]
-        sent = _connections()
-        busiest = sorted(sent, key=lambda one: -_more(sent[one], self._sent.get(one, 0.0)))
-        if 0 < self._looks <= _OFTEN:  # all that a new one has sent was sent since the last reading
-            new = sent.keys() - self._sent.keys()
-            self._links |= dict.fromkeys(new, (0.0, 0.0, 0.0))
-        self._sockets, self._sent = busiest[:_BUSIEST], sent
+        sent_bytes = _connections()
+        busiest = sorted(
+            sent_bytes,
+            key=lambda descriptor: (
+                -_increase(sent_bytes[descriptor], self._sent.get(descriptor, 0.0))
+            ),
+        )
+        if (
+            0 < self._num_reads <= _INITIAL_REFRESHES
+        ):  # all that a new one has sent was sent since the last reading
+            new_connections = sent_bytes.keys() - self._sent.keys()
+            self._links |= dict.fromkeys(new_connections, (0.0, 0.0, 0.0))
+        self._sockets, self._sent = busiest[:_MAX_CONNECTIONS], sent_bytes
 
     def _queued(self) -> float:
-        """The most of its computing threads."""
-        found = []
+        """Returns the largest queueing time of its computing threads."""
+        queued_s = []
         for file in self._tasks:
-            words = file.text().split()
-            since = float(words[1]) / 1e9 if len(words) > 1 else math.nan
-            found.append(since - file.before)
-            file.before = since
-        return _most(found)
+            fields = file.text().split()
+            total_s = float(fields[1]) / 1e9 if len(fields) > 1 else math.nan
+            queued_s.append(total_s - file.former)
+            file.former = total_s
+        return _max_or_nan(queued_s)
 
     def _link(self) -> dict[str, float]:
-        """Of the connection on which most was sent."""
-        best, name = (0.0, math.nan, math.nan), -1
+        """Returns counters of the connection on which most was sent."""
+        largest, busiest = (0.0, math.nan, math.nan), -1
         for descriptor in self._sockets:
-            now = _tcp(descriptor)
-            if now is None:
+            counters = _tcp(descriptor)
+            if counters is None:
                 continue
-            before, self._links[descriptor] = self._links.get(descriptor), now
-            if before is None or now[0] < before[0]:
+            former, self._links[descriptor] = self._links.get(descriptor), counters
+            if former is None or counters[0] < former[0]:
                 continue
-            since = tuple(a - b for a, b in zip(now, before, strict=True))
-            if since[0] > best[0]:
-                best, name = (since[0], since[1], since[2]), descriptor
-        if name < 0:
+            increases = tuple(a - b for a, b in zip(counters, former, strict=True))
+            if increases[0] > largest[0]:
+                largest, busiest = (increases[0], increases[1], increases[2]), descriptor
+        if busiest < 0:
             return {}
-        here, there = _ends(name)
-        sent, sending, resent = best
-        return {"sent": sent, "sending": sending, "resent": resent, "here": here, "there": there}
+        sender, receiver = _address_numbers(busiest)
+        sent, sending, resent = largest
+        return {
+            "sent": sent,
+            "sending": sending,
+            "resent": resent,
+            "here": sender,
+            "there": receiver,
+        }
 
 
 class _File:
-    """A file of the kernel, kept open: read again from its beginning, it is new."""
+    """A kernel file kept open; each read from its beginning is fresh."""
 
     def __init__(self, path: Path) -> None:
-        self.before = math.nan
+        self.former = math.nan
         self._descriptor = -1
         with contextlib.suppress(OSError):
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             weakref.finalize(self, os.close, self._descriptor)
-            begun = time.perf_counter()
+            start = time.perf_counter()
             self.text(), self.text()
-            if time.perf_counter() - begun > 2 * _DEAR:
+            if time.perf_counter() - start > 2 * _MAX_READ_S:
                 self._descriptor = -1
 
     def text(self) -> str:
-        """Its beginning; nothing when there is no such file."""
+        """Returns the beginning of the file; empty if it does not exist."""
         if self._descriptor < 0:
             return ""
         try:
@@ -179,7 +197,7 @@ class _File:
 
 def _quota_files(root: Path) -> list[str]:
     """``cpu.stat`` of this process's control group and of all around it, of either version."""
-    found = []
+    paths = []
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -189,74 +207,74 @@ def _quota_files(root: Path) -> list[str]:
             for top in tops:
                 parts = [part for part in path.split("/") if part not in ("", "..")]
                 for depth in range(len(parts), -1, -1):
-                    where = "/".join(["sys/fs/cgroup", *([top] if top else []), *parts[:depth]])
-                    name = f"{where}/cpu.stat"
-                    if name not in found and (root / name).is_file():
-                        found.append(name)
-    return found[:8]
+                    folder = "/".join(["sys/fs/cgroup", *([top] if top else []), *parts[:depth]])
+                    name = f"{folder}/cpu.stat"
+                    if name not in paths and (root / name).is_file():
+                        paths.append(name)
+    return paths[:8]
 
 
 def _throttled(text: str) -> float:
-    """Seconds; version 2 has microseconds, version 1 nanoseconds."""
-    micro = _named(text, "throttled_usec") / 1e6
-    return _named(text, "throttled_time") / 1e9 if math.isnan(micro) else micro
+    """Returns throttled seconds; version 2 has microseconds, version 1 nanoseconds."""
+    micro = _value_of(text, "throttled_usec") / 1e6
+    return _value_of(text, "throttled_time") / 1e9 if math.isnan(micro) else micro
 
 
 def _stolen(text: str) -> float:
-    words = text.split("\n", 1)[0].split()
-    return float(words[8]) / os.sysconf("SC_CLK_TCK") if len(words) > 8 else math.nan
+    fields = text.split("\n", 1)[0].split()
+    return float(fields[8]) / os.sysconf("SC_CLK_TCK") if len(fields) > 8 else math.nan
 
 
 def _pressure(text: str) -> float:
-    """Seconds in which some task waited."""
+    """Returns seconds in which some task waited."""
     first = text.split("\n", 1)[0]
     return _number(first.rpartition("total=")[2]) / 1e6 if first.startswith("some") else math.nan
 
 
-def _named(text: str, name: str) -> float:
-    """The number behind a name."""
+def _value_of(text: str, name: str) -> float:
+    """Returns the number behind a name."""
     start = text.find(name)
     return math.nan if start < 0 else _number(text[start + len(name) : start + len(name) + 40])
 
 
 def _number(text: str) -> float:
-    word = text.split(None, 1)[:1]
-    return float(word[0]) if word and word[0].isdecimal() else math.nan
+    field = text.split(None, 1)[:1]
+    return float(field[0]) if field and field[0].isdecimal() else math.nan
 
 
-def _most(numbers: Iterable[float]) -> float:
-    known = [one for one in numbers if not math.isnan(one)]
-    return max(known, default=math.nan)
+def _max_or_nan(numbers: Iterable[float]) -> float:
+    values = [value for value in numbers if not math.isnan(value)]
+    return max(values, default=math.nan)
 
 
 # -- connections ---------------------------------------------------------------------------
 
 
 def _connections() -> dict[int, float]:
-    """Bytes that have arrived on each TCP connection of this process, by descriptor."""
-    found = {}
+    """Returns bytes acknowledged on each TCP connection of this process, by descriptor."""
+    sent_bytes = {}
     with contextlib.suppress(OSError):
         for path in sorted(Path("/proc/self/fd").iterdir())[:1024]:
             descriptor = int(path.name)
             with contextlib.suppress(OSError):
-                if stat.S_ISSOCK(os.fstat(descriptor).st_mode) and (one := _tcp(descriptor)):
-                    found[descriptor] = one[0]
-    return found
+                if stat.S_ISSOCK(os.fstat(descriptor).st_mode) and (counters := _tcp(descriptor)):
+                    sent_bytes[descriptor] = counters[0]
+    return sent_bytes
 
 
-def _more(now: float, before: float) -> float:
-    """Than before; all of it, where this descriptor was another connection's."""
-    return now - before if now >= before else now
+def _increase(current: float, former: float) -> float:
+    """Returns the increase; all of it if the descriptor was another connection's."""
+    return current - former if current >= former else current
 
 
 def _tcp(descriptor: int) -> tuple[float, float, float] | None:
-    """Of a connection: bytes that have arrived, seconds with bytes on their way, bytes sent again.
+    """Returns bytes acknowledged, seconds in flight and bytes sent again of a connection.
 
     What the receiver had no room for was not on its way.
     """
     content, length = ctypes.create_string_buffer(_TCP_INFO_BYTES), ctypes.c_uint(_TCP_INFO_BYTES)
-    asked = _getsockopt(descriptor, socket.IPPROTO_TCP, _TCP_INFO, content, ctypes.byref(length))
-    if asked != 0 or length.value < _RESENT + 8 or content.raw[0] != 1:  # established
+    status = _getsockopt(descriptor, socket.IPPROTO_TCP, _TCP_INFO, content, ctypes.byref(length))
+    if status != 0 or length.value < _RESENT + 8 or content.raw[0] != 1:  # established
         return None
 
     def at(place: int) -> int:
@@ -275,12 +293,12 @@ def _library() -> Callable[..., int]:
 _getsockopt = _library()
 
 
-def _ends(descriptor: int) -> tuple[float, float]:
-    """Numbers for the addresses of both ends."""
+def _address_numbers(descriptor: int) -> tuple[float, float]:
+    """Returns numbers that stand for the addresses of both ends."""
     try:
-        with socket.socket(fileno=os.dup(descriptor)) as one:
-            ends = one.getsockname()[0], one.getpeername()[0]
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            addresses = connection.getsockname()[0], connection.getpeername()[0]
     except OSError:
         return math.nan, math.nan
-    here, there = (float(zlib.crc32(end.encode())) for end in ends)
-    return here, there
+    sender, receiver = (float(zlib.crc32(end.encode())) for end in addresses)
+    return sender, receiver

@@ -8,32 +8,32 @@ from paceline.train.measure.usage import Usage
 
 
 class Watch:
-    """Off until it is told otherwise, and then at no cost.
+    """Records norms and load, if it is switched on.
 
     Args:
         record: Called with a split and its figures.
 
     Attributes:
-        every: Steps between two looks at norms; 0: none.
+        norm_interval: Steps between two looks at norms; 0: none.
         usage: Of devices; ``None``: none.
     """
 
     def __init__(self, record: Callable[[str, Mapping[str, float]], None]) -> None:
         self._record = record
         self._norms: dict[str, float] = {}
-        self.every = 0
+        self.norm_interval = 0
         self.usage: Usage | None = None
 
-    def due(self, step: int) -> bool:
-        """Whether the norms of this step are wanted."""
-        return self.every > 0 and step % self.every == 0
+    def is_due(self, step: int) -> bool:
+        """Whether the norms of this step are recorded."""
+        return self.norm_interval > 0 and step % self.norm_interval == 0
 
-    def take(self, model: str, norms: Mapping[str, float]) -> None:
-        """The norms of one of several models' update; of the only one without a name."""
-        self._norms |= {f"{model}_{key}" if model else key: one for key, one in norms.items()}
+    def add(self, model: str, norms: Mapping[str, float]) -> None:
+        """Adds the norms of one model's update; the only model has no name."""
+        self._norms |= {f"{model}_{key}" if model else key: value for key, value in norms.items()}
 
     def stepped(self) -> None:
-        """Records the norms of the step, where there are any."""
+        """Records the norms of the step, if there are any."""
         if self._norms:
             self._record("norms", self._norms)
             self._norms = {}

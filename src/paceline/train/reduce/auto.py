@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from paceline.train.comms import Comms
-from paceline.train.data.fetch import allowed
-from paceline.train.measure.pace import PARTS, Look
+from paceline.train.data.fetch import usable_cpus
+from paceline.train.measure.pace import PARTS, StepTimings
 from paceline.train.reduce.codecs import BLOCK
 from paceline.train.reduce.coded_reducer import CodedReducer
 from paceline.train.reduce.collectives import Collectives
@@ -84,7 +84,7 @@ class AutoMethod:
         """After each of the first few steps: chooses by how long this rank computed in it."""
         if self.is_final or len(self._early) >= _EARLY_STEPS:
             return
-        slowest = self._comms.most(torch.tensor([computing()], dtype=torch.float64))[0]
+        slowest = self._comms.max(torch.tensor([computing()], dtype=torch.float64))[0]
         self._early.append(slowest)
         if slowest > 0:
             shortest = min(seconds for seconds in self._early if seconds > 0)
@@ -98,13 +98,13 @@ class AutoMethod:
         """The name of the method in use."""
         return "exact" if self.choice is None else self.choice.method
 
-    def consider(self, timings: Look) -> str:
+    def consider(self, timings: StepTimings) -> str:
         """Takes where the time of the last steps went, between two steps.
 
         Returns:
             What has been decided, and why; empty when nothing changes.
         """
-        numbers = torch.arange(timings.seconds.shape[1]) * timings.every + timings.first_step
+        numbers = torch.arange(timings.seconds.shape[1]) * timings.stride + timings.first_step
         if not self.is_final and self._first_step is None:
             self._first_step = int(numbers[0])  # steps are counted from there
             self._change_step += self._first_step
@@ -209,7 +209,7 @@ class AutoMethod:
         latency_s, bytes_per_s, handling_s = self._probe()
         coding_s = [self._measure_coding(method) for method in CANDIDATES]
         timings = [latency_s, 1 / bytes_per_s, *coding_s, handling_s, time.perf_counter() - start]
-        slowest = self._comms.most(torch.tensor(timings, dtype=torch.float64))
+        slowest = self._comms.max(torch.tensor(timings, dtype=torch.float64))
         self._measuring_s = slowest.pop()  # what it costs to measure again
         handling_s = slowest.pop()
         elements, ranks = self._exchange.elements, context.world_size
@@ -257,7 +257,7 @@ class AutoMethod:
         while True:
             self._all_reduce_s(256)  # all begin together
             seconds = self._all_reduce_s(size // 4)
-            slowest_s = self._comms.most(torch.tensor([seconds], dtype=torch.float64))[0]
+            slowest_s = self._comms.max(torch.tensor([seconds], dtype=torch.float64))[0]
             if slowest_s >= _PROBE_S or size >= _MAX_PROBE_BYTES:
                 sent = 2 * (ranks - 1) / ranks * size
                 handling_s = 0.0 if self._has_spare_processor else self._cpu_s / sent
@@ -270,7 +270,7 @@ class AutoMethod:
         if self._comms.device.type != "cpu":
             return True
         computing = torch.get_num_threads() * self._comms.world.local_size
-        return allowed() > computing
+        return usable_cpus() > computing
 
     def _all_reduce_s(self, elements: int) -> float:
         tensor = torch.zeros(elements, device=self._comms.device)
@@ -278,7 +278,7 @@ class AutoMethod:
 
         def act() -> None:
             if self._comms.stale:
-                self._comms.come()
+                self._comms.wait_for_all()
             else:
                 self._collectives.ring_all_reduce(tensor)
 

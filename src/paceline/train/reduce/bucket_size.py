@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from paceline.train.comms import Comms
-from paceline.train.measure.pace import PARTS, Look
+from paceline.train.measure.pace import PARTS, StepTimings
 from paceline.train.reduce.exchange import GradientExchange
 
 _BUCKET_COUNTS = (8, 16, 32)
@@ -65,7 +65,7 @@ class BucketTrial:
         When they are coded, how they are divided belongs to the method.
         """
         comms, self._was_exact = self._comms, self._is_exact
-        can_try = not (comms.alone or comms.mixed) and comms.device.type == "cpu"
+        can_try = not (comms.is_alone or comms.mixed) and comms.device.type == "cpu"
         self.is_finished = not (self._is_exact and can_try)
         self.sizes, self.seconds = BucketSizes(), {}
         self._untried = candidates(self._exchange.nbytes, comms.world.size)
@@ -75,7 +75,7 @@ class BucketTrial:
     def _is_exact(self) -> bool:
         return self._exchange.reducer is None
 
-    def consider(self, timings: Look, step: int, skipped: int = 0) -> bool:
+    def consider(self, timings: StepTimings, step: int, skipped: int = 0) -> bool:
         """Takes a look at the last steps, after ``step`` steps of this process.
 
         Args:
@@ -88,7 +88,7 @@ class BucketTrial:
         """
         if self.is_finished:
             return False
-        numbers = torch.arange(timings.seconds.shape[1]) * timings.every + timings.first_step
+        numbers = torch.arange(timings.seconds.shape[1]) * timings.stride + timings.first_step
         counted = timings.seconds[:, numbers >= max(self._change_step, skipped) + _SKIPPED_STEPS]
         if counted.shape[1] < 2:
             return False

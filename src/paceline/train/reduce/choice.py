@@ -15,7 +15,7 @@ from paceline.spec.formatting import format_duration
 from paceline.spec.training import communication
 from paceline.spec.training.step_time import BYTES_SENT
 from paceline.train.comms import Comms
-from paceline.train.measure.pace import PARTS, Look
+from paceline.train.measure.pace import PARTS, StepTimings
 from paceline.train.reduce.auto import AutoMethod
 from paceline.train.reduce.coded_reducer import MIN_BUCKET
 from paceline.train.reduce.exact import Exact
@@ -107,7 +107,7 @@ class Communication:
         former = self._exchange.former_reducer
         if self._auto is None:
             self._use_requested()
-        elif not self._comms.alone:
+        elif not self._comms.is_alone:
             state = self._auto.state() if self._adopted is None else self._adopted
             self._auto = self._make_auto()
             self._auto.load_state(state)
@@ -196,10 +196,10 @@ class Communication:
         if local is None:
             return
         start = self._exchange.moment()
-        with self._comms.told_elsewhere():
+        with self._comms.excluded_from_waited():
             if local.begins_local:
                 # A rank in the last exchange takes its model from one that is not local yet.
-                self._comms.meet(lambda: None)
+                self._comms.collective(lambda: None)
             if local.is_due:
                 self.synchronise()
         self._exchange.record_stall(start, self._exchange.moment())
@@ -213,7 +213,7 @@ class Communication:
         local = self._local
         if local is None:
             return
-        local.synchronise(self._exchange.moving_buffers())
+        local.synchronise(self._exchange.trained_buffers())
         if moments and self._optimizer is not None:
             local.average_moments(self._optimizer)
 
@@ -231,12 +231,12 @@ class Communication:
 
     def computed(self, seconds: Callable[[], float]) -> None:
         """Takes how long this rank computed in the last step, if that matters; 0: not known."""
-        if self._auto is not None and not self._comms.alone:
+        if self._auto is not None and not self._comms.is_alone:
             self._auto.stepped(seconds)
 
-    def consider(self, timings: Look) -> str:
+    def consider(self, timings: StepTimings) -> str:
         """Takes where the time of the last steps went; returns what is to be told, once."""
-        if self._comms.alone:  # the others were lost
+        if self._comms.is_alone:  # the others were lost
             return ""
         if self._auto is not None:
             text = self._auto.consider(timings)
@@ -288,7 +288,7 @@ class Communication:
                 is_stale = self._comms.stale
                 residuals.update(reducer.replicated_state() if is_stale else reducer.state())
 
-            self._comms.meet(collect)
+            self._comms.collective(collect)
             state = {"method": reducer.name, "rests": residuals}
         return state if self._auto is None else {**state, "auto": self._auto.state()}
 

@@ -29,7 +29,7 @@ from torch.futures import Future
 from paceline.spec import jobenv
 from paceline.train.comms import Comms
 from paceline.train.elastic import waits
-from paceline.train.parallel import Replica, bucket_megabytes, moving_buffers, settle_buckets
+from paceline.train.parallel import Replica, bucket_megabytes, build_buckets, trained_buffers
 from paceline.train.reduce import direct, small_messages
 from paceline.train.reduce.exact import Exact
 from paceline.train.reduce.reducer import Bucket, GradientReducer, ReduceContext
@@ -69,9 +69,9 @@ class GradientExchange:
         """Whether rank 0 sends its buffers to all before each forward pass, as DDP does."""
         self._model.broadcast_buffers = is_on
 
-    def moving_buffers(self) -> list[Tensor]:
+    def trained_buffers(self) -> list[Tensor]:
         """The model's buffers that training changes."""
-        return moving_buffers(self._model.module)
+        return trained_buffers(self._model.module)
 
     def context(self) -> ReduceContext:
         """What a reducer of this exchange is made for; a collective when called first."""
@@ -132,7 +132,7 @@ class GradientExchange:
         order shares are added, so the last bits: a trial may not change them.
         """
         self._hooked = None
-        self._comms.meet(self._reset)
+        self._comms.collective(self._reset)
         self._reducer = None
 
     def _reset(self) -> None:
@@ -144,18 +144,18 @@ class GradientExchange:
         """Begins anew in the job's present group of ranks; a collective, between two steps."""
         self._group = self._hooked = None
         self._model.process_group = _get_default_group()
-        self._model.aligned()
+        self._model.mark_synchronized()
         self._retire_reducer()
         lay_out(self._model, *self._sizes, as_initial=True, on_built=self._hook)
 
     @property
     def has_thawed(self) -> bool:
         """Whether parameters are trained by now whose gradients are not averaged."""
-        return self._model.thawed
+        return self._model.has_new_parameters
 
     def widen(self) -> None:
         """Averages those, too, from now on; between two steps. Nothing is sent."""
-        self._model.widen()
+        self._model.include_trained()
         self._retire_reducer()
         self.set_bucket_sizes(*self._sizes)
 
@@ -194,11 +194,11 @@ class GradientExchange:
 
     def record_stall(self, start: Any, end: Any) -> None:
         """The computing thread stood still for other ranks between these moments."""
-        self._model.stood.append((start, end))
+        self._model.stalls.append((start, end))
 
     def moment(self) -> Any:
         """This moment, on the clock of :meth:`record_stall`."""
-        return self._model.mark()
+        return self._model.timestamp()
 
     def _hook(self) -> None:
         reducer = self._reducer or self._direct
@@ -334,7 +334,7 @@ def lay_out(
             for that gradients of zero are exchanged, as they are then.
         on_built: Called when the new reducer is made, before it is used.
     """
-    with model.as_made():
+    with model.original_parameters():
         parameters, sparse = model._build_params_for_reducer()  # type: ignore[no-untyped-call]
         names = model._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
         for parameter in parameters:
@@ -369,7 +369,7 @@ def lay_out(
         model._has_rebuilt_buckets = False
         on_built()
         if as_initial:
-            settle_buckets(model)
+            build_buckets(model)
 
 
 def default_bucket_sizes(parameters: Iterable[Tensor], *, uses_gloo: bool) -> tuple[int, int]:

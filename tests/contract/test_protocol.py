@@ -621,9 +621,9 @@ def test_hostile_events(tmp_path: Path) -> None:
         )
         event = Event.from_message("n2", message, blob)
         if kind in ("imported", "import failed", "fork server died"):
-            node.take_fork_server(event)
+            node.on_fork_server_event(event)
         attempt.on_event(node, event)
-        recorder.take(event)
+        recorder.record(event)
         if event.recorded_fields is not None:
             assert recorder.events[-1].kind == event.kind
         return 0

@@ -192,7 +192,7 @@ def test_a_way_counts_as_slow_only_when_it_stays_slow(second: float, slow: int) 
             return {("n1", "n2"): 0.3e9, ("n2", "n1"): 1e9}
         return {("n1", "n2"): second, ("n2", "n1"): 0.1e9}
 
-    rates = measure_rates(measure, 2)
+    rates = measure_rates(measure)
     assert rates["n2", "n1"] == 1e9
     assert asked[:2] == [None, [("n1", "n2")]]
     assert len(verdict(LinkRates((), rates))) == slow

@@ -116,7 +116,7 @@ def test_a_connection_that_breaks_is_an_error_in_words(
         with pytest.raises(ConnectError, match="the connection to n2 is lost"):
             asyncio.run(ends(does, *answers, **how))
     with pytest.raises(ConnectError, match="the connection to n2 is lost"):
-        asyncio.run(ends("stop", RUNNING, NodeError("no answer"), broken, now=False))
+        asyncio.run(ends("stop", RUNNING, NodeError("no answer"), broken, immediately=False))
 
 
 def test_a_run_that_somebody_else_has_brought_home_is_over(way: Any) -> None:

@@ -74,7 +74,7 @@ def test_a_checkpoint_is_asked_for_once_and_told_when_it_is_whole() -> None:
         asked.on_event(said("keeps checkpoints"))
         saving = asyncio.ensure_future(asked.save())
         await turns()
-        assert ranks.told == [{"control": "save", "number": 1}]
+        assert ranks.lines == [{"control": "save", "number": 1}]
         asked.on_event(said("checkpoint", step=30))  # an earlier one
         asked.on_event(said("saving", step=40))
         await turns()
@@ -145,7 +145,7 @@ def test_a_stop_is_a_signal_and_a_stop_at_once_two() -> None:
     with pytest.raises(NodeError):
         asked.stop()
     taken: list[int] = []
-    asked.interrupts = SimpleNamespace(take=taken.append, received=taken)
+    asked.interrupts = SimpleNamespace(receive=taken.append, received=taken)
     asked.stop()
     assert taken == [signal.SIGTERM]
     assert asked.state()["state"] == "stopping"
@@ -189,12 +189,12 @@ def test_a_rank_understands_the_wish_for_a_checkpoint() -> None:
 
 def test_a_wish_is_answered_once_however_late_others_hear_of_it() -> None:
     poll = Poll(Comms(World(), torch.device("cpu")))
-    first = poll.exchange(asked=2, answered=0)
-    assert (first.save, first.fresh, first.asked) == (True, True, 2)
-    again = poll.exchange(asked=2, answered=first.asked)
-    assert (again.save, again.fresh, again.asked) == (False, False, 2)
-    late = poll.exchange(asked=1, answered=2)
-    assert (late.save, late.asked) == (False, 2)
+    first = poll.exchange(save_number=2, answered_number=0)
+    assert (first.save, first.is_new_request, first.save_number) == (True, True, 2)
+    again = poll.exchange(save_number=2, answered_number=first.save_number)
+    assert (again.save, again.is_new_request, again.save_number) == (False, False, 2)
+    late = poll.exchange(save_number=1, answered_number=2)
+    assert (late.save, late.save_number) == (False, 2)
 
 
 def test_a_rank_understands_who_trains_on() -> None:

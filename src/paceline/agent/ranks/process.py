@@ -148,7 +148,7 @@ def run_entry(entry: Message, workdir: str, events: int) -> int:
     except BaseException as error:
         _disarm_sigchld()
         if call is not None:
-            call.keep(error)
+            call.save_exception(error)
         _report_exception(error, events)
         if isinstance(error, RuntimeError):  # as a collective's is
             flight_recorder.write_final(events)

@@ -270,20 +270,20 @@ def the_cache_of_an_agent() -> Any:
     root = str(snapshot.job_folder("run1") / "code")
     damaged = snapshot.build_tree(root, [["a/b.py", digest, 0o644, len(body)]])
     copies, key = data.DataCopies("ab" * 16), "0123456789abcdef01234567"
-    folder = copies.begin(key, "photos")
+    folder = copies.open_copy(key, "photos")
     mtime = 1_700_000_000_123_456
-    copies.put_many(key, "photos", [["cats/1", 3, mtime]], b"one")
-    copies.have(key, "photos", "big")
-    copies.put(key, "photos", "big", {"offset": 0, "last": False}, body)
-    copies.drop()  # cut off
+    copies.write_many(key, "photos", [["cats/1", 3, mtime]], b"one")
+    copies.resume(key, "photos", "big")
+    copies.write_block(key, "photos", "big", {"offset": 0, "last": False}, body)
+    copies.close()  # cut off
     again = data.DataCopies("cd" * 16)
-    had = again.have(key, "photos", "big")[0]
+    had = again.resume(key, "photos", "big")[0]
     last = {"offset": had, "last": True, "sha256": hashlib.sha256(body * 2).hexdigest()}
-    again.put(key, "photos", "big", {**last, "mtime": mtime}, body)
-    again.settle(key, "photos", [], [["cats/1", 3, mtime + 1]])
-    items, _ = again.page(str(folder), True)
+    again.write_block(key, "photos", "big", {**last, "mtime": mtime}, body)
+    again.update(key, "photos", [], [["cats/1", 3, mtime + 1]])
+    items, _ = again.next_page(str(folder), True)
     snapshot.remove_folder(Path(root))
-    again.drop()
+    again.close()
     return [damaged, had, items, Path(root).exists()]
 
 

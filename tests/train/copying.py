@@ -143,7 +143,7 @@ def moved() -> dict[str, Any]:
         training(folder, every="3", at_step=act)
 
     job = launching.Job(body, 3, made("moved"), again=0).run()
-    written = {one["step"] for _, _, one in job.describe if one["event"] == "checkpoint"}
+    written = {one["step"] for _, _, one in job.said if one["event"] == "checkpoint"}
     return {
         "statuses": [job.statuses[slot] for slot in range(3)],
         "written": sorted(written),

@@ -173,7 +173,7 @@ def left_alone(_: Models) -> None:
 def flipped(session: train.Session) -> None:
     """One bit of one piece is wrong on its way to rank 2."""
     handover.PIECE_BYTES = 512
-    spread, count = type(session.comms).spread, 0
+    spread, count = type(session.comms).broadcast, 0
 
     def harmed(comms: Any, tensors: Any, source: int = 0) -> None:
         nonlocal count
@@ -183,7 +183,7 @@ def flipped(session: train.Session) -> None:
             tensors[0][7] ^= 1
             count = -1000
 
-    type(session.comms).spread = harmed
+    type(session.comms).broadcast = harmed
 
 
 def small(session: train.Session) -> None:

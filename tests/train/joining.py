@@ -266,9 +266,9 @@ def main(folder: Path, *only: str) -> None:
             return
         there = folder / name
         job = Job(lambda: body(there, **how), size, there, late or {}, again, whole=whole)
-        job.observe = saw or job.observe
+        job.saw = saw or job.saw
         done = job.run(60)
-        about = {"statuses": done.statuses, "said": done.describe, "lost": done.lost}
+        about = {"statuses": done.statuses, "said": done.said, "lost": done.lost}
         (there / "job.json").write_text(json.dumps(about))
 
     run("plain", 2)

@@ -198,9 +198,9 @@ class Job:
             if message["resumed"]:
                 self._metrics.skip_recorded()
             else:
-                self._metrics.set_aside()
+                self._metrics.back_up()
         elif kind == "event":
-            self.describe.append((time.monotonic(), one.slot, message))
+            self.said.append((time.monotonic(), one.slot, message))
             if message["event"] == "newcomer ready":
                 one.ready = True
             elif message["event"] == "regrouped" and message["generation"] == self._generation:
@@ -211,7 +211,7 @@ class Job:
             elif message["event"] == "door closed" and not self._closed:
                 self._close(one)
             self._take_in()
-        self.observe(self, one.slot, {"kind": kind, **message})
+        self.saw(self, one.slot, {"kind": kind, **message})
 
     def _close(self, teller: Process) -> None:
         """Nobody can join any more: newcomers end, and the group that they were to be in."""
@@ -256,7 +256,7 @@ class Job:
 
     def events(self, name: str) -> list[tuple[float, int, Message]]:
         """All events of this name: when, by which slot, what."""
-        return [one for one in self.describe if one[2]["event"] == name]
+        return [one for one in self.said if one[2]["event"] == name]
 
     def metrics(self) -> list[Message]:
         """What was recorded."""

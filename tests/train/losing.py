@@ -315,7 +315,7 @@ def trial(
         if (folder / f"{slot}.json").exists()
     }
     ends = [end for one in found.values() for end in one["ends"] if end > launcher.last_loss]
-    said = [one for some in launcher.ranks for one in some.describe if one["kind"] == "event"]
+    said = [one for some in launcher.ranks for one in some.said if one["kind"] == "event"]
     return {
         "statuses": statuses,
         "found": found,
@@ -345,7 +345,7 @@ def at_random(seed: int, way: str, size: int, folder: Path) -> dict[str, Any]:
     def act(launcher: Launcher) -> None:
         nonlocal begun
         trains = [one for one in launcher.ranks if any(
-            said.get("event") == "recoverable" for said in one.describe)]  # fmt: skip
+            said.get("event") == "recoverable" for said in one.said)]  # fmt: skip
         if not begun and len(trains) == size:
             begun = time.monotonic()
         while begun and moments and time.monotonic() - begun > moments[0][0]:
@@ -361,7 +361,7 @@ def frozen(way: str, size: int, folder: Path, slot: int, after: float) -> dict[s
 
     def act(launcher: Launcher) -> None:
         nonlocal begun
-        said = [one for some in launcher.ranks for one in some.describe]
+        said = [one for some in launcher.ranks for one in some.said]
         if not begun and any(one["kind"] == "progress" and one["step"] > 1 for one in said):
             begun = time.monotonic()
         if begun and time.monotonic() - begun > after and not launcher.ranks[slot].frozen:

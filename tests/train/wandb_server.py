@@ -57,7 +57,7 @@ class WandbServer:
             def do_POST(self) -> None:
                 body = read(self)
                 server.wait()
-                answer = server.accept(self.path, body)
+                answer = server.answered(self.path, body)
                 data = json.dumps(answer).encode()
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(data)))

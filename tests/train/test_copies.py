@@ -298,7 +298,7 @@ def rounds(told: list[CopyResult], count: int) -> list[CopyResult]:
 def test_the_newest_and_the_best_on_so_many_hosts(tmp_path: Path, writer: Store) -> None:
     takers = [Receiver(tmp_path / host, KEY, "127.0.0.1") for host in "bcd"]
     takers[0].close()  # its host is gone
-    peers = [_Peer(host, one.place) for host, one in zip("bcd", takers, strict=True)]
+    peers = [_Peer(host, one.address) for host, one in zip("bcd", takers, strict=True)]
     told: list[CopyResult] = []
     sender = _Sender(writer, 3, KEY, peers, 1, told.append)
     make(writer, 10, best=True)

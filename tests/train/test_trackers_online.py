@@ -24,13 +24,13 @@ pytestmark = pytest.mark.skipif(
 SCRIPT = """
 import dataclasses, os, sys, time
 from pathlib import Path
-from paceline.train.trackers import TRACKERS, About, Guard, Record
+from paceline.train.trackers import TRACKERS, Record, RunInfo, TrackerThread
 folder, first, last, patience = Path(sys.argv[1]), *map(int, sys.argv[2:])
 folder.mkdir(exist_ok=True)
-about = About(folder, "project", "run", config={"lr": 0.1})
+about = RunInfo(folder, "project", "run", config={"lr": 0.1})
 def opened(run_id):
     return TRACKERS["wandb"](dataclasses.replace(about, run_id=run_id))
-guard = Guard("wandb", opened, folder / "notes.json", print, resumed=first > 1)
+guard = TrackerThread("wandb", opened, folder / "notes.json", print, resumed=first > 1)
 began = time.monotonic()
 for step in range(first, last + 1):
     guard.submit(Record("train", step, {"loss": 1 / step}))

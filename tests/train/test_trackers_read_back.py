@@ -22,17 +22,17 @@ import ranks
 
 SCRIPT = """
 import sys
-from paceline.train.trackers import TRACKERS, About, Guard, Record
+from paceline.train.trackers import TRACKERS, Record, RunInfo, TrackerThread
 from pathlib import Path
 name, folder, first, last = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 folder.mkdir(exist_ok=True)
-about = About(folder, "project", "run", config={"lr": 0.1})
+about = RunInfo(folder, "project", "run", config={"lr": 0.1})
 def opened(run_id):
     import dataclasses
     return TRACKERS[name](dataclasses.replace(about, run_id=run_id))
 def warn(text):
     sys.exit(text) if text else None
-guard = Guard(name, opened, folder / "notes.json", print, resumed=first > 1)
+guard = TrackerThread(name, opened, folder / "notes.json", print, resumed=first > 1)
 for step in range(first, last + 1):
     guard.submit(Record("train", step, {"loss": 1 / step}))
 guard.close(60)

@@ -42,7 +42,11 @@ async def survey_hosts(hosts: Sequence[Host], ssh: SshOptions, requirements: Req
     outcomes = await try_connect_hosts(hosts, pythons, ssh)
     channels = {o.host.name: o for o in outcomes if isinstance(o, Channel)}
     refusals = {
-        o.host.name: {key: getattr(o.refusal, key) for key in ("cause", "found", "remedy")}
+        o.host.name: {
+            "cause": o.refusal.cause,
+            "found": o.refusal.details,
+            "remedy": o.refusal.remedy,
+        }
         for o in outcomes
         if not isinstance(o, Channel)
     }

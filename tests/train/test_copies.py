@@ -17,8 +17,9 @@ from typing import Any, cast
 import pytest
 import ranks
 
+from paceline.spec.checkpoint_manifest import FileEntry, Manifest
 from paceline.spec.errors import SettingError
-from paceline.spec.rundir import frozen_file
+from paceline.spec.rundir import MANIFEST, frozen_file
 from paceline.train.checkpoints import copies, receiver
 from paceline.train.checkpoints.copies import (
     LINE_SHARE,
@@ -29,7 +30,7 @@ from paceline.train.checkpoints.copies import (
     receiving_ranks,
     rest_seconds,
 )
-from paceline.train.checkpoints.format import MANIFEST, FileEntry, Manifest, write_chunks
+from paceline.train.checkpoints.format import write_chunks
 from paceline.train.checkpoints.receiver import CopyChannel, CopyRefused, Receiver, send_checkpoint
 from paceline.train.checkpoints.store import Store
 from paceline.train.files import sha256

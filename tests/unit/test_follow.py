@@ -18,6 +18,7 @@ from agents import Served, agent_in_thread
 from paceline.agent.supervision import processes
 from paceline.remote.channel import AgentRefusal
 from paceline.rundir.ownership import detached_of
+from paceline.spec.checkpoint_manifest import FileEntry, Manifest
 from paceline.spec.detached import DETACHED, SupervisorLocation
 from paceline.spec.errors import NodeError
 from paceline.transfer import follow
@@ -151,12 +152,12 @@ def test_several_followers_of_one_folder_do_no_harm(cache: Path, tmp_path: Path)
 
 def test_everything_is_here_after_the_end_and_can_go_there(cache: Path, tmp_path: Path) -> None:
     remote, path = there(cache, pid=1 << 22, ended=9.0, exit_code=0), home(tmp_path)
-    weights = {"sha256": hashlib.sha256(b"c" * 300).hexdigest(), "bytes": 300}
-    manifest = json.dumps({"step": 10, "files": {"weights": weights}})
+    weights = FileEntry(hashlib.sha256(b"c" * 300).hexdigest(), 300)
+    manifest = Manifest(10, {"weights": weights}, {}).encode().decode()
     fill(remote, {"result.json": '{"exit_code": 0}', "model/config.json": "{}", "big": "b" * 5000,
           "model/model.safetensors": "w" * 5000, "files/n1/out.txt": "o",
           "checkpoints/10/weights": "c" * 300, "checkpoints/10/manifest.json": manifest,
-          "checkpoints/latest.json": "{}", "checkpoints/writer.json": "{}"})  # fmt: skip
+          "checkpoints/latest.json": '{"step": 10}', "checkpoints/writer.json": "{}"})  # fmt: skip
 
     async def work(follower: Follower, _: Served) -> None:
         standing = await follower.refresh()

@@ -19,23 +19,14 @@ import torch
 import torch._dynamo  # as the first optimizer does; it leaves a variable behind
 from safetensors.torch import save_file
 
+from paceline.spec.checkpoint_manifest import DamagedCheckpoint, FileEntry, Manifest
 from paceline.spec.errors import PacelineError
-from paceline.spec.rundir import BEST, WRITER, read_pointer
+from paceline.spec.rundir import BEST, MANIFEST, WRITER, read_pointer
 from paceline.spec.training.metrics import MAX_LINE_BYTES as MOST_LINE
 from paceline.spec.training.metrics import recorded_steps
 from paceline.train import files
 from paceline.train.checkpoints.capture import Copier, Training, capture
-from paceline.train.checkpoints.format import (
-    MANIFEST,
-    OPTIMIZER,
-    RANDOM,
-    STATE,
-    WEIGHTS,
-    DamagedCheckpoint,
-    FileEntry,
-    Manifest,
-    read_manifest,
-)
+from paceline.train.checkpoints.format import OPTIMIZER, RANDOM, STATE, WEIGHTS, read_manifest
 from paceline.train.checkpoints.resume import check_identity, load, restore
 from paceline.train.checkpoints.store import Store, WriterLock
 from paceline.train.checkpoints.writer import Writer

@@ -24,9 +24,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from paceline import train
+from paceline.spec.checkpoint_manifest import DamagedCheckpoint
 from paceline.spec.errors import DataError, SettingError
 from paceline.spec.events import read_events
-from paceline.spec.rundir import BEST, CHECKPOINTS, LATEST, expired, read_pointer
+from paceline.spec.rundir import BEST, CHECKPOINTS, LATEST, MANIFEST, expired, read_pointer
 from paceline.spec.training.metrics import recorded_steps
 from paceline.train import files
 from paceline.train.checkpoints.capture import (
@@ -38,15 +39,7 @@ from paceline.train.checkpoints.capture import (
     generator_state,
     set_generator_state,
 )
-from paceline.train.checkpoints.format import (
-    MANIFEST,
-    STATE,
-    DamagedCheckpoint,
-    pack,
-    read_manifest,
-    unpack,
-    write_tensors,
-)
+from paceline.train.checkpoints.format import STATE, pack, read_manifest, unpack, write_tensors
 from paceline.train.checkpoints.keeper import SavePolicy, parse_policy
 from paceline.train.checkpoints.resume import LoadedCheckpoint, load, restore
 from paceline.train.checkpoints.store import STALE_AFTER_S, Store, WriterLock

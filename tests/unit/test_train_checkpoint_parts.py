@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.spec.checkpoint_manifest import FileEntry
 from paceline.train import parallel
 from paceline.train.checkpoints import writer as parts
 from paceline.train.checkpoints.capture import Snapshot
-from paceline.train.checkpoints.format import STATE, WEIGHT_SHARDS, FileEntry, shard_file
+from paceline.train.checkpoints.format import STATE, WEIGHT_SHARDS, shard_file
 from paceline.train.checkpoints.store import Store
 from paceline.train.checkpoints.writer import PartialWrite, Writer, collect_parts, write_part
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.spec.checkpoint_manifest import FileEntry, Manifest
 from paceline.spec.errors import SettingError
 from paceline.spec.rundir import (
     BEST,
@@ -28,7 +29,7 @@ from paceline.spec.rundir import (
     usable_checkpoint,
 )
 from paceline.train import files
-from paceline.train.checkpoints.format import FileEntry, Manifest, write_chunks
+from paceline.train.checkpoints.format import write_chunks
 from paceline.train.checkpoints.store import Fenced, Store
 
 KEEP = 2

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from paceline.agent.lease import Lease
-from paceline.train.checkpoints.format import FileEntry, Manifest, write_chunks
+from paceline.spec.checkpoint_manifest import FileEntry, Manifest
+from paceline.train.checkpoints.format import write_chunks
 from paceline.train.checkpoints.store import Fenced, Store
 
 LEASE_S, TICK_S, SECONDS = 10.0, 1.0, 24

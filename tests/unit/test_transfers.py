@@ -26,11 +26,13 @@ from paceline.launch.results.collector import ResultCollector
 from paceline.remote.channel import AgentRefusal
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.directory import RunDirectory
+from paceline.spec.checkpoint_manifest import FileEntry, Manifest
 from paceline.spec.errors import NodeError, PacelineError
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure
 from paceline.spec.hosts import Host
 from paceline.spec.plan import Copy
+from paceline.spec.rundir import parse_version
 from paceline.transfer import checkpoints, files
 from paceline.transfer.checkpoints import CheckpointFetcher, send_checkpoints
 from paceline.transfer.results import Fetcher
@@ -80,11 +82,24 @@ def steps(*names: int) -> dict[str, bytes]:
     for step in names:
         files = {file: content(f"{step}{file}", size)
                  for file, size in (("weights", 3 * BLOCK), ("state", 40))}  # fmt: skip
-        listed = {file: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
-                  for file, data in files.items()}  # fmt: skip
-        files["manifest.json"] = json.dumps({"step": step, "files": listed}).encode()
+        files["manifest.json"] = manifest_of(step, files)
         found |= {f"{step}/{file}": data for file, data in files.items()}
     return found
+
+
+def manifest_of(step: int, files: dict[str, bytes]) -> bytes:
+    entries = {file: FileEntry(hashlib.sha256(data).hexdigest(), len(data))
+               for file, data in files.items()}  # fmt: skip
+    return Manifest(step, entries, {}).encode()
+
+
+def renamed(files: dict[str, bytes], name: str) -> dict[str, bytes]:
+    """The checkpoint of another name."""
+    return {f"{name}/{path.partition('/')[2]}": data for path, data in files.items()}
+
+
+def pointer(name: str) -> bytes:
+    return json.dumps({"checkpoint": name}).encode()
 
 
 # --- whole transfers
@@ -374,20 +389,20 @@ def checkpoints_of(served: Served, home: RunDirectory, there: Path) -> Checkpoin
 def test_checkpoints_come_as_they_are_made(tmp_path: Path) -> None:
     home, there = RunDirectory(tmp_path / "run"), tmp_path / "node"
     made, ours = there / "checkpoints", home.path / "checkpoints"
-    fill(made, {**steps(10, 20), "latest.json": b"{20}", "writer.json": b"me",
+    fill(made, {**steps(10, 20), "latest.json": pointer("20"), "writer.json": b"me",
                  ".30.77.tmp/weights": b"unfinished"})  # fmt: skip
 
     async def work(served: Served) -> None:
         follow = checkpoints_of(served, home, there)
         await follow.sync()
-        assert below(ours) == {**steps(10, 20), "latest.json": b"{20}"}
-        fill(made, {**steps(30), "latest.json": b"{30}"})
+        assert below(ours) == {**steps(10, 20), "latest.json": pointer("20")}
+        fill(made, {**steps(30), "latest.json": pointer("30")})
         for file in (made / "10").iterdir():
             file.unlink()
         follow.schedule()
         follow.schedule()
         await follow.finish()
-        assert below(ours) == {**steps(20, 30), "latest.json": b"{30}"}
+        assert below(ours) == {**steps(20, 30), "latest.json": pointer("30")}
 
     run(work)
     home.close()
@@ -414,23 +429,42 @@ def test_frozen_weights_come_once(tmp_path: Path) -> None:
     home.close()
 
 
-def test_what_the_next_first_node_never_had_stays_here(tmp_path: Path) -> None:
-    """The best, say, which was copied to another node than the one that has rank 0 now."""
+def test_without_a_limit_only_checkpoints_of_this_run_are_removed_here(tmp_path: Path) -> None:
+    """Others stay: the best, say, which was copied to another node than rank 0's."""
     home, there = RunDirectory(tmp_path / "run"), tmp_path / "node"
     made, ours = there / "checkpoints", home.path / "checkpoints"
     fill(ours, steps(10, 20))
-    fill(made, steps(20, 30))
+    fill(made, steps(20, 30, 40))
 
     async def work(served: Served) -> None:
-        channel = served.node.channel
-        fetcher = Fetcher(home.path)
-        follow = CheckpointFetcher(channel, str(there), home.path, fetcher, followed=True)
+        follow = checkpoints_of(served, home, there)
         await follow.sync()
-        assert below(ours) == steps(10, 20, 30)
-        for file in (made / "20").iterdir():
-            file.unlink()
+        assert below(ours) == steps(10, 20, 30, 40)
+        for step in ("20", "30"):
+            for file in (made / step).iterdir():
+                file.unlink()
         await follow.sync()
-        assert below(ours) == steps(10, 30)
+        assert below(ours) == steps(10, 20, 40)
+
+    run(work)
+    home.close()
+
+
+def test_resumed_runs_keep_as_many_checkpoints_and_one_of_before(tmp_path: Path) -> None:
+    home, there = RunDirectory(tmp_path / "run"), tmp_path / "node"
+    made, ours = there / "checkpoints", home.path / "checkpoints"
+
+    async def work(served: Served) -> None:
+        for start in range(3):
+            follow = CheckpointFetcher(served.node.channel, str(there), home.path,
+                                       Fetcher(home.path), keep=3)  # fmt: skip
+            for step in range(10 * start, 10 * start + 6):
+                fill(made, steps(step))
+                for file in made.glob(f"{step - 3}/*" if step % 10 > 2 else f"{step - 7}/*"):
+                    file.unlink()
+                await follow.sync()
+            before = steps(10 * start - 5) if start else {}
+            assert below(ours) == {**before, **steps(*range(10 * start + 3, 10 * start + 6))}
 
     run(work)
     home.close()
@@ -445,7 +479,7 @@ def test_of_all_the_first_nodes_had_no_more_stay_here_than_the_script_keeps(tmp_
 
     async def work(served: Served) -> None:
         channel, fetcher = served.node.channel, Fetcher(home.path)
-        follow = CheckpointFetcher(channel, str(there), home.path, fetcher, followed=True, keep=3)
+        follow = CheckpointFetcher(channel, str(there), home.path, fetcher, keep=3)
         await follow.sync()
         assert below(ours) == {**steps(10, 30, 40, 50), "best.json": b'{"step": 10}'}
 
@@ -498,7 +532,19 @@ PLANTED = {
     "a name that no run writes": {"9999999999999999999.999999999/manifest.json": b"{}"},
     "no manifest": {"900.7/manifest.json": b"{}"},
     "a manifest of another": {"900.7/manifest.json": steps(10)["10/manifest.json"]},
-    "a manifest of nothing": {"900.7/manifest.json": b'{"step": 900, "files": {}}'},
+    "a manifest of nothing": {"900.7/manifest.json": manifest_of(900, {})},
+    "a manifest without its hash": {"900.7/manifest.json": json.dumps({"step": 900, "files": {
+        "x": {"sha256": hashlib.sha256(b"{}").hexdigest(), "bytes": 2}}}).encode(),
+        "900.7/x": b"{}"},
+    "a manifest with another size": {"900.7/manifest.json": Manifest(
+        900, {"x": FileEntry(hashlib.sha256(b"{}").hexdigest(), 3)}, {}).encode(),
+        "900.7/x": b"{}"},
+    "the token of a writer far ahead": renamed(steps(900), "900.999999"),
+    "the last step and token of all": renamed(steps(999999999999999), "999999999999999.999998"),
+    "a step far ahead": steps(999999999999999),
+    "an intact one of a local name": renamed(steps(900), "30"),
+    "pointers to a writer far ahead": {"latest.json": pointer("9.999999"),
+                                       "best.json": pointer("9.999999")},
     "other content": {"900.7/manifest.json": steps(900)["900/manifest.json"],
                       "900.7/weights": b"x", "900.7/state": b"x"},
 }  # fmt: skip
@@ -511,7 +557,7 @@ def test_what_is_no_checkpoint_takes_the_place_of_none(
 ) -> None:
     home, there = RunDirectory(tmp_path / "run"), tmp_path / "node"
     fill(home.path / "checkpoints", steps(10, 20, 30))
-    fill(there / "checkpoints", {**PLANTED[planted], "30/weights": b"other", ".git/config": b"x"})
+    fill(there / "checkpoints", {"30/weights": b"other", ".git/config": b"x", **PLANTED[planted]})
     noted: list[str] = []
 
     async def work(served: Served) -> None:
@@ -522,7 +568,53 @@ def test_what_is_no_checkpoint_takes_the_place_of_none(
     run(work)
     assert below(home.path / "checkpoints") == steps(10, 20, 30)
     assert not [*(home.path / "checkpoints").glob(".*.tmp")]
-    assert any("checkpoint 30 of" in note for note in noted)
+    host = "of n1 was left there"  # said by each of the two
+    assert any(f"checkpoint 30 {host}" in note for note in noted)
+    if name := next((path.split("/")[0] for path in PLANTED[planted] if path[0] == "9"), ""):
+        is_checkpoint = parse_version(name) is not None
+        assert sum(f"checkpoint {name} {host}" in note for note in noted) == 2 * is_checkpoint
+    home.close()
+
+
+@pytest.mark.parametrize("keep", [0, 1, 2])
+def test_intact_fakes_leave_the_newest_and_the_best_here(tmp_path: Path, keep: int) -> None:
+    home, there = RunDirectory(tmp_path / "run"), tmp_path / "node"
+    ours, made = home.path / "checkpoints", there / "checkpoints"
+    fill(ours, {**steps(10, 20, 30), "40/weights": b"half", "best.json": pointer("10")})
+    fakes = {f"90{n}.{n}": renamed(steps(900 + n), f"90{n}.{n}") for n in range(2, 6)}
+
+    async def work(served: Served) -> None:
+        follow = CheckpointFetcher(served.node.channel, str(there), home.path, Fetcher(home.path),
+                                   keep=keep)  # fmt: skip
+        fill(made, steps(10, 20, 30))
+        await follow.sync()
+        for step in (10, 20, 30):
+            for file in (made / str(step)).iterdir():
+                file.unlink()
+        for name, fake in fakes.items():
+            fill(made, {**fake, "best.json": pointer(name), "latest.json": pointer(name)})
+            await follow.sync()
+
+    run(work)
+    present = below(ours)
+    assert {**steps(10, 30), "best.json": pointer("905.5")}.items() <= present.items()
+    assert (keep == 0) == ("20/weights" in present)
+    assert fakes["905.5"].items() <= present.items()
+    home.close()
+
+
+def test_a_few_new_writers_are_plausible(tmp_path: Path) -> None:
+    home, there = RunDirectory(tmp_path / "run"), tmp_path / "node"
+    fill(home.path / "checkpoints", renamed(steps(10), "10.5"))
+    new, most = renamed(steps(900), "900.6"), 5 + checkpoints.MAX_NEW_WRITERS
+    last, beyond = (renamed(steps(7), f"7.{token}") for token in (most, most + 1))
+    fill(there / "checkpoints", {**new, **last, **beyond})
+
+    async def work(served: Served) -> None:
+        await checkpoints_of(served, home, there).sync()
+
+    run(work)
+    assert below(home.path / "checkpoints") == {**renamed(steps(10), "10.5"), **new, **last}
     home.close()
 
 

@@ -18,17 +18,16 @@ from safetensors.torch import load, load_file, save
 from torch import Tensor
 
 from paceline.spec import rundir
+from paceline.spec.checkpoint_manifest import DamagedCheckpoint
 from paceline.spec.errors import DataError, NodeError
-from paceline.spec.rundir import is_frozen_file
+from paceline.spec.rundir import MANIFEST, is_frozen_file
 from paceline.train import files
 from paceline.train.checkpoints.format import (
-    MANIFEST,
     OPTIMIZER,
     OPTIMIZER_SHARDS,
     STATE,
     WEIGHT_SHARDS,
     WEIGHTS,
-    DamagedCheckpoint,
     all_weights,
     read_manifest,
 )

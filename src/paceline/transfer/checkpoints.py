@@ -17,6 +17,7 @@ from paceline.agent.files.snapshot import hash_file
 from paceline.remote.channel import AgentRefusal, Channel
 from paceline.rundir import records
 from paceline.rundir.directory import RunDirectory
+from paceline.spec.checkpoint_manifest import DamagedCheckpoint, Manifest, parse_manifest
 from paceline.spec.errors import PacelineError
 from paceline.spec.rundir import (
     BEST,
@@ -33,6 +34,8 @@ from paceline.transfer.files import send_blocks
 from paceline.transfer.results import Fetcher
 
 Sizes = dict[str, int]  # by path relative to the folder of checkpoints
+MAX_NEW_WRITERS = 1000  # each start and each change of rank 0 adds one writer token
+MAX_NEW_STEPS = 10**10  # more than a year at 300 steps a second
 
 
 async def send_checkpoints(channel: Channel, folder: str, directory: RunDirectory) -> None:
@@ -127,14 +130,39 @@ def find_damage(folder: Path, name: str, hashes: Mapping[str, str]) -> str:
         name: Its name.
         hashes: SHA-256 of the fetched files.
     """
-    manifest = records.read_object(folder / MANIFEST) or {}
-    files = manifest.get("files")
-    if not isinstance(files, dict) or not files or manifest.get("step") != _version(name)[1]:
-        return "it has no manifest that fits its name"
+    try:
+        files = _read_manifest(folder, name).files
+    except DamagedCheckpoint as damage:
+        return str(damage)
     for file, entry in files.items():
-        if not isinstance(entry, dict) or hashes.get(file, "") != entry.get("sha256"):
+        is_same = hashes.get(file) == entry.sha256
+        if not is_same or (folder / file).lstat().st_size != entry.bytes:
             return f"{file:.100} is not the file that its manifest describes"
     return ""
+
+
+def _read_manifest(folder: Path, name: str) -> Manifest:
+    """The manifest of a checkpoint, by the rules of the training side.
+
+    Raises:
+        DamagedCheckpoint: The training side would not accept it, or it is of another step.
+    """
+    try:
+        with records.open_regular(folder / MANIFEST) as stream:
+            manifest = parse_manifest(stream.read(records.MAX_OBJECT_BYTES))
+    except OSError as error:
+        raise DamagedCheckpoint(f"no {MANIFEST} ({error.strerror})") from None
+    if manifest.step != _version(name)[1] or not manifest.files:
+        raise DamagedCheckpoint("it has no manifest that fits its name")
+    return manifest
+
+
+def _is_complete(folder: Path, name: str, sizes: Sizes) -> bool:
+    """Whether a local checkpoint has a readable manifest and all files with their sizes."""
+    with contextlib.suppress(DamagedCheckpoint):
+        files = _read_manifest(folder, name).files
+        return all(sizes.get(file) == entry.bytes for file, entry in files.items())
+    return False
 
 
 async def _catch_refusal(work: Awaitable[object]) -> AgentRefusal | None:
@@ -153,13 +181,12 @@ class CheckpointFetcher:
         folder: The run's folder there.
         run: The run directory.
         fetcher: Fetches the files.
-        followed: Another node had rank 0 before: its checkpoints are kept, too.
         keep: Number of checkpoints to keep besides the best; 0: unknown, or all.
         note: Shows a message to the user.
     """
 
     def __init__(self, channel: Channel, folder: str, run: Path, fetcher: Fetcher, *,
-                 followed: bool = False, keep: int = 0,
+                 keep: int = 0,
                  note: Callable[[str], None] = lambda text: None) -> None:  # fmt: skip
         self.keep = keep
         self._note, self._noted = note, set[str]()
@@ -168,7 +195,9 @@ class CheckpointFetcher:
         self._run = str(run)
         self._target = run / CHECKPOINTS
         self._fetcher = fetcher
-        self._followed, self._listed = followed, set[str]()  # names that the node had at any time
+        self._initial: dict[str, Version] | None = None  # complete local ones at the first sync
+        self._max_version: Version = _NO_VERSION  # largest token and step that are accepted
+        self._retained: set[Version | None] = set()  # the node cannot have these removed
         self._task: asyncio.Task[None] | None = None
         self._needs_rerun = False
 
@@ -196,32 +225,74 @@ class CheckpointFetcher:
     async def sync(self) -> None:
         """Fetches new checkpoints and removes those that the node has removed.
 
+        A node can be hostile. It cannot replace complete checkpoints that were here at the first
+        call, nor have the newest and the best of them removed. If ``keep`` is 0, only checkpoints
+        that were fetched by this object are removed.
+
         A checkpoint gets its name once it is complete. Raises AgentRefusal at the end if a file
         changed while it was read.
         """
         files = await _remote_sizes(self._channel, self._folder)
         local = by_name(await asyncio.to_thread(local_sizes, self._target))
+        if self._initial is None:
+            self._initial = await asyncio.to_thread(self._record_initial, local)
         remote = by_name(files)
         changed = [(name, sizes) for name, sizes in remote.items() if local.get(name) != sizes]
         pointers = {name: size for name, size in files.items() if "/" not in name}
         refusals = [
             *[await _catch_refusal(self._fetch_checkpoint(*entry)) for entry in changed],
-            await _catch_refusal(self._fetch(pointers, self._target)),
+            await _catch_refusal(self._fetch_pointers(pointers)),
         ]
         removed = outdated(local, remote, self._verified)
         if self.keep:
             present = by_name(await asyncio.to_thread(local_sizes, self._target))
             best = parse_version(read_pointer(self._target / BEST))
-            excess = expired([*filter(None, map(parse_version, present))], self.keep, {best})
+            versions = [*filter(None, map(parse_version, present))]
+            excess = expired(versions, self.keep, {best, *self._retained})
             removed = [name for name in removed if parse_version(name) in excess]
-        elif self._followed:
-            removed = [name for name in removed if name in self._listed]
-        self._listed |= remote.keys()
+        else:
+            removed = [name for name in removed if name in self._verified]
         await asyncio.to_thread(self._remove, removed)
         for refusal in filter(None, refusals):
             raise refusal
 
+    def _record_initial(self, local: Mapping[str, Sizes]) -> dict[str, Version]:
+        """Returns the complete local checkpoints; sets what is retained and accepted."""
+        initial = {name: _version(name) for name, sizes in local.items()
+                   if _is_complete(self._target / name, name, sizes)}  # fmt: skip
+        best = initial.get(read_pointer(self._target / BEST))
+        self._retained = {best, max(initial.values(), default=None)}
+        tokens, steps = zip((1, 0), *map(_version, local), strict=True)
+        self._max_version = max(tokens) + MAX_NEW_WRITERS, max(steps) + MAX_NEW_STEPS
+        return initial
+
+    def _refusal_reason(self, name: str) -> str:
+        """Why a checkpoint of the node is not fetched; empty if it is."""
+        (token, step), (max_token, max_step) = _version(name), self._max_version
+        if token > max_token or step > max_step:
+            return "its number is far above those here"
+        if name in (self._initial or ()):
+            return "it differs from the checkpoint of that name here"
+        return ""
+
+    def _refuse(self, name: str, reason: str) -> None:
+        host = self._channel.host.name
+        self._fetcher.incomplete_hosts.add(host)
+        if name not in self._noted:
+            self._noted.add(name)
+            self._note(f"paceline: checkpoint {name} of {host} was left there: {reason}")
+
+    async def _fetch_pointers(self, pointers: Sizes) -> None:
+        """Fetches the pointers, except those to checkpoints that are not here."""
+        arriving = self._target / ".pointers.arriving.tmp"
+        await asyncio.to_thread(shutil.rmtree, arriving, ignore_errors=True)
+        await self._fetch(pointers, arriving)
+        await asyncio.to_thread(self._place_pointers, arriving, list(pointers))
+
     async def _fetch_checkpoint(self, name: str, files: Sizes) -> None:
+        if reason := self._refusal_reason(name):
+            self._refuse(name, reason)
+            return
         arriving = self._target / f".{name}.arriving.tmp"
         await asyncio.to_thread(shutil.rmtree, arriving, ignore_errors=True)
         hashes = await asyncio.to_thread(self._link_shared, files, arriving / name)
@@ -230,11 +301,7 @@ class CheckpointFetcher:
         hashes |= {path.partition("/")[2]: sha256 for path, sha256 in fetched.items()}
         if problem := await asyncio.to_thread(find_damage, arriving / name, name, hashes):
             await asyncio.to_thread(shutil.rmtree, arriving, ignore_errors=True)
-            self._fetcher.incomplete_hosts.add(self._channel.host.name)
-            if name not in self._noted:
-                self._noted.add(name)
-                self._note(f"paceline: checkpoint {name} of {self._channel.host.name} is damaged"
-                           f" and was left there: {problem}")  # fmt: skip
+            self._refuse(name, f"it is damaged: {problem}")
             return
         await asyncio.to_thread(self._place, arriving.name, name)
         self._verified.add(name)
@@ -261,6 +328,15 @@ class CheckpointFetcher:
             safe_paths.remove(self._run, f"{CHECKPOINTS}/{name}")
         safe_paths.rename(self._run, f"{CHECKPOINTS}/{arriving}/{name}", f"{CHECKPOINTS}/{name}")
         safe_paths.remove(self._run, f"{CHECKPOINTS}/{arriving}")
+
+    def _place_pointers(self, arriving: Path, pointers: Iterable[str]) -> None:
+        for name in pointers:
+            checkpoint = read_pointer(arriving / name)
+            if parse_version(checkpoint) and (self._target / checkpoint).is_dir():
+                safe_paths.rename(
+                    self._run, f"{CHECKPOINTS}/{arriving.name}/{name}", f"{CHECKPOINTS}/{name}"
+                )
+        shutil.rmtree(arriving, ignore_errors=True)
 
     def _remove(self, checkpoints: Iterable[str]) -> None:
         for name in checkpoints:

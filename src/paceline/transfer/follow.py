@@ -28,6 +28,7 @@ from paceline.rundir.ownership import FETCHED_AT, LAST_STATUS
 from paceline.spec import rundir as names
 from paceline.spec.detached import DETACHED, SCREEN, DetachedRecord, SupervisorLocation
 from paceline.spec.errors import ConnectError, NodeError
+from paceline.spec.events import read_events
 from paceline.spec.formatting import shell_text
 from paceline.transfer.checkpoints import CheckpointFetcher
 from paceline.transfer.results import Fetcher
@@ -248,7 +249,11 @@ class Follower:
         self._afresh = True
         await self.refresh()
         fetcher = Fetcher(self._path, note)
-        await CheckpointFetcher(self.channel, self._root, self._path, fetcher, note=note).sync()
+        events = read_events(records.read_records(self._path / names.EVENTS))
+        keep = [event["keep"] or 0 for event in events if event.kind == "keeps checkpoints"]
+        await CheckpointFetcher(
+            self.channel, self._root, self._path, fetcher, keep=keep[-1] if keep else 0, note=note
+        ).sync()
         await fetcher.fetch(
             self.channel, self._root, None, self._path, skip=self._is_skipped,
             rejection_reason=lambda path: "" if is_remote(path) else names.reserved_reason(path),

@@ -52,10 +52,10 @@ class ResultCollector:
         """Sets the node that saves checkpoints; it may share the run directory."""
         if first is self.first:
             return
-        followed, self.first = self.first is not None, first
+        self.first = first
         self._checkpoints = None if first.shared_run_dir else CheckpointFetcher(
             first.channel, first.run_folder, self._directory.path, self._fetcher,
-            followed=followed, keep=self._max_checkpoints, note=self._note,
+            keep=self._max_checkpoints, note=self._note,
         )  # fmt: skip
 
     def on_event(self, node: Node, event: Event) -> None:

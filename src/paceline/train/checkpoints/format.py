@@ -10,20 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
-import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.spec.rundir import is_frozen_file
+from paceline.spec.checkpoint_manifest import DamagedCheckpoint, Manifest, parse_manifest
+from paceline.spec.rundir import MANIFEST, is_frozen_file
 from paceline.train import files
 
-MANIFEST = "manifest.json"
 STATE = "state.json"
 WEIGHTS = "weights.safetensors"
 FROZEN = "frozen.safetensors"  # while it is made; then it has a name by its content
@@ -35,9 +32,6 @@ WEIGHT_SHARDS, OPTIMIZER_SHARDS = "weights", "optimizer"
 Files = dict[str, dict[str, Tensor]]
 """Tensors by file name and by their name in the file."""
 
-_MANIFEST_FORMAT = 1
-# no HEAD: git takes a folder with one for a repository
-_FILE = re.compile(r"(\w[\w.-]{0,99}/){0,3}(?!(?i:head)\Z)\w[\w.-]{0,99}", re.ASCII)
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -62,120 +56,17 @@ def shard_file(folder: str, rank: int) -> str:
 # -- the manifest ----------------------------------------------------------------------
 
 
-class DamagedCheckpoint(Exception):
-    """A checkpoint is not what was written; the text says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileEntry:
-    """One file of a checkpoint."""
-
-    sha256: str
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """A complete checkpoint.
-
-    Attributes:
-        step: Global steps done.
-        files: Name of each file, and what it must be.
-        info: When and by how many ranks it was made; for people.
-    """
-
-    step: int
-    files: Mapping[str, FileEntry]
-    info: Mapping[str, Any]
-
-    def encode(self) -> bytes:
-        """Returns the canonical bytes, which end with a hash over themselves."""
-        content = {
-            "format": _MANIFEST_FORMAT,
-            "step": self.step,
-            "files": {name: asdict(entry) for name, entry in sorted(self.files.items())},
-            "about": dict(self.info),
-        }
-        digest = hashlib.sha256(_text(content)).hexdigest()
-        return _text({**content, "sha256": digest}) + b"\n"
-
-    def verify(self, folder: Path, part: tuple[int, int] = (0, 1)) -> None:
-        """Compares every file with its entry.
-
-        Args:
-            folder: Of the checkpoint.
-            part: Where several look together: which of them this is, and how many they are.
-
-        Raises:
-            Damaged: Names the first file that differs.
-        """
-        for name, entry in sorted(self.files.items())[slice(part[0], None, part[1])]:
-            try:
-                stats = (folder / name).stat()
-                if not stat.S_ISREG(stats.st_mode):  # a pipe would keep us waiting
-                    raise DamagedCheckpoint(f"{name} is no plain file")
-                if stats.st_size != entry.bytes:
-                    raise DamagedCheckpoint(
-                        f"{name} has {stats.st_size} bytes instead of {entry.bytes}"
-                    )
-                if files.sha256(folder / name) != entry.sha256:
-                    raise DamagedCheckpoint(
-                        f"{name} is not the file that was written (its hash differs)"
-                    )
-            except (OSError, ValueError) as error:
-                reason = getattr(error, "strerror", None) or error
-                raise DamagedCheckpoint(f"{name} cannot be read: {reason}") from None
-
-
-def _text(content: Mapping[str, Any]) -> bytes:
-    return json.dumps(content, indent=1, sort_keys=True).encode()
-
-
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint folder.
 
     Raises:
-        Damaged: There is none, or :func:`parse_manifest` cannot trust it.
+        DamagedCheckpoint: There is none, or :func:`parse_manifest` cannot trust it.
     """
     try:
         raw = files.read_bytes_limited(folder / MANIFEST)
     except OSError as error:
         raise DamagedCheckpoint(f"no {MANIFEST} ({error.strerror})") from None
     return parse_manifest(raw)
-
-
-def parse_manifest(raw: bytes) -> Manifest:
-    """Parses and checks the content of a manifest.
-
-    Raises:
-        Damaged: Not a single bit of it may be trusted.
-    """
-    try:
-        content = json.loads(raw)
-        entries = {name: FileEntry(**entry) for name, entry in content["files"].items()}
-        manifest = Manifest(content["step"], entries, content["about"])
-        intact = manifest.encode() == raw
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{MANIFEST} is damaged: {type(error).__name__}") from None
-    if not intact:
-        raise DamagedCheckpoint(f"{MANIFEST} is damaged: its hash differs")
-    if problem := _invalid_field(manifest):
-        raise DamagedCheckpoint(f"{MANIFEST} is damaged: {problem}")
-    return manifest
-
-
-def _invalid_field(manifest: Manifest) -> str:
-    """Describes what is invalid in a manifest whose hash is right; empty for nothing."""
-    if type(manifest.step) is not int or not 0 <= manifest.step < 1 << 63:
-        return "its step is no number of a step"
-    if not isinstance(manifest.info, dict):
-        return "it says nothing about the run"
-    for name, entry in manifest.files.items():
-        if not _FILE.fullmatch(name):
-            return f"{name!r:.100} is no file of a checkpoint"
-        if type(entry.bytes) is not int or entry.bytes < 0 or not isinstance(entry.sha256, str):
-            return f"{name!r:.100} has no size and hash"
-    return ""
 
 
 # -- tensors ---------------------------------------------------------------------------

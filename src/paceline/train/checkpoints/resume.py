@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from paceline.spec.checkpoint_manifest import DamagedCheckpoint
 from paceline.spec.errors import DataError, JobError, PacelineError, SettingError
 from paceline.spec.schema import (
     MAX_LONG_TEXT,
@@ -34,7 +35,6 @@ from paceline.train.checkpoints.format import (
     STATE,
     WEIGHT_SHARDS,
     WEIGHTS,
-    DamagedCheckpoint,
     Files,
     all_weights,
     pack,

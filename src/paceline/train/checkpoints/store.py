@@ -25,11 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.spec import jobenv
+from paceline.spec.checkpoint_manifest import DamagedCheckpoint, FileEntry, Manifest
 from paceline.spec.errors import JobError, SettingError
 from paceline.spec.rundir import (
     BEST,
     CHECKPOINTS,
     LATEST,
+    MANIFEST,
     MAX_TOKEN,
     WRITER,
     Version,
@@ -40,13 +42,7 @@ from paceline.spec.rundir import (
     resembles_checkpoint,
 )
 from paceline.train import files
-from paceline.train.checkpoints.format import (
-    MANIFEST,
-    DamagedCheckpoint,
-    FileEntry,
-    Manifest,
-    read_manifest,
-)
+from paceline.train.checkpoints.format import read_manifest
 
 SELECTORS = ("auto", "never", "latest", "best")
 """What may be asked for besides a step and a folder."""

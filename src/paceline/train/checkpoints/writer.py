@@ -17,15 +17,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from paceline.spec.checkpoint_manifest import FileEntry, Manifest
 from paceline.spec.rundir import frozen_file
 from paceline.train import files
 from paceline.train.checkpoints.capture import Copier, Snapshot
 from paceline.train.checkpoints.format import (
     FROZEN,
     STATE,
-    FileEntry,
     Files,
-    Manifest,
     hash_and_size,
     tensor_bytes,
     write_chunks,

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,17 @@ def device_entry(device: torch.device) -> dict[str, Any]:
             "name": device_name(device)[:80]}  # fmt: skip
 
 
+def write_result(run: Path, result: Mapping[str, Any]) -> None:
+    """Writes the result atomically, in place of whatever file, link or pipe has its name."""
+    temporary = run / f".{RESULT}.{secrets.token_hex(8)}.tmp"
+    try:
+        with temporary.open("x", encoding="utf-8") as file:
+            file.write(json.dumps(result, indent=1) + "\n")
+        temporary.replace(run / RESULT)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def main(argv: list[str]) -> int:
     """Measures and writes the result."""
     options = json.loads(argv[0])
@@ -295,8 +307,7 @@ def main(argv: list[str]) -> int:
                 "ways": links,
                 "rows": [row.to_json() for row in rows],
             }
-            target = Path(os.environ[jobenv.RUN_DIR]) / RESULT
-            target.write_text(json.dumps(result, indent=1) + "\n")
+            write_result(Path(os.environ[jobenv.RUN_DIR]), result)
         dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.agent.files import safe_paths
 from paceline.checks import runner
 from paceline.checks.check import Requirements, Survey
 from paceline.checks.link import bits_per_s
@@ -94,6 +95,6 @@ def raise_failures(findings: Sequence[Finding]) -> None:
 def _write(run_dir: Path, findings: Sequence[Finding], links: Sequence[Mapping[str, Any]]) -> None:
     measured = {"links": links} if links else {}
     document = {"findings": [finding.to_json() for finding in findings], **measured}
-    text = json.dumps(document, indent=2)
+    text = json.dumps(document, indent=2) + "\n"
     with contextlib.suppress(OSError):  # a full disk is told where the run itself meets it
-        (run_dir / names.FINDINGS).write_text(text + "\n", encoding="utf-8")
+        safe_paths.write_file(str(run_dir), names.FINDINGS, text.encode())

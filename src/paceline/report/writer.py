@@ -23,7 +23,17 @@ def read_run(path: Path) -> Run:
 
 
 def write(page: Page, out: Path) -> None:
-    """Writes the page atomically, in place of whatever has that name.
+    """Writes the page as :func:`write_text` does."""
+    write_text(html(page), out, f"cannot write the report {out}", "--out FILE")
+
+
+def write_text(text: str, out: Path, message: str, remedy: str) -> None:
+    """Writes a file atomically, in place of whatever file, link or pipe has that name.
+
+    Args:
+        text: The content.
+        out: The file.
+        message, remedy: Of the error if it cannot be written there.
 
     Raises:
         SettingError: It cannot be written there.
@@ -32,13 +42,13 @@ def write(page: Page, out: Path) -> None:
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         with os.fdopen(fd, "w", encoding="utf-8") as file:
-            file.write(html(page))
+            file.write(text)
         temporary.replace(out)
     except OSError as error:
         raise SettingError(
-            f"cannot write the report {out}",
+            message,
             found=error.strerror or f"{type(error).__name__}: {error}",
-            remedy="--out FILE",
+            remedy=remedy,
         ) from None
     finally:
         with contextlib.suppress(OSError):

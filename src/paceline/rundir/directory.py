@@ -239,6 +239,22 @@ class RunDirectory:
                 (self.path / name).unlink()
 
 
+def write_text(folder: Path, name: str, text: str) -> None:
+    """Writes a file into a run directory that this process need not own, as UTF-8.
+
+    The file is written atomically and replaces a link, a pipe or a file of that name. No link is
+    followed. Not for use while a launcher writes into the folder: see :class:`RunDirectory`.
+
+    Raises:
+        OSError: It cannot be written, for example because a folder has the name.
+    """
+    try:
+        safe_paths.write_file(str(folder), name, text.encode())
+    finally:
+        with contextlib.suppress(OSError):  # another process is receiving files
+            (folder / safe_paths.INCOMING).rmdir()
+
+
 def fresh_path(parent: Path, name: str) -> Path:
     """``NAME-DATE-TIME`` below ``parent``, numbered when several start in the same second."""
     base = f"{names.safe_name(name)}-{time.strftime('%Y%m%d-%H%M%S')}"

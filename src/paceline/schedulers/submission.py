@@ -8,13 +8,14 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from paceline.rundir import detached_file, records
 from paceline.rundir.arrivals import Arrivals
+from paceline.rundir.directory import write_text
 from paceline.schedulers import SCHEDULERS, load
 from paceline.schedulers.scheduler import JobState, Scheduler
 from paceline.spec.errors import ConnectError, SettingError
@@ -65,19 +66,33 @@ def submit_job(scheduler: Scheduler, text: str, directory: Path, array: bool = F
         typed: The command that submits it, without secrets.
 
     Raises:
-        SettingError: The scheduler refuses it.
+        SettingError: The scheduler refuses it, or the directory cannot be written.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    Arrivals(directory)  # before anything else lies there: see its _is_own
-    script = directory / scheduler.script
-    script.write_text(text, encoding="utf-8")
-    job = scheduler.submit(script)
+    with _explained(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        Arrivals(directory)  # before anything else lies there: see its _is_own
+        write_text(directory, scheduler.script, text)
+    job = scheduler.submit(directory / scheduler.script)
     output = scheduler.output.replace("{job}", job)
     record = {"scheduler": scheduler.name, "job": job, "output": output, "typed": typed}
     with contextlib.suppress(SettingError):  # without a seal the job is there all the same
         record[detached_file.SEAL] = detached_file.make_seal(record, directory)
-    (directory / BATCH_FILE).write_text(json.dumps(record) + "\n", encoding="utf-8")
+    with _explained(directory, f"{scheduler.title} job {job} is submitted"):
+        write_text(directory, BATCH_FILE, json.dumps(record) + "\n")
     return SubmittedJob(scheduler, job, () if array else (directory / output,))
+
+
+@contextlib.contextmanager
+def _explained(directory: Path, note: str = "") -> Iterator[None]:
+    """Raises an OSError as SettingError; ``note`` tells what has been done by then."""
+    try:
+        yield
+    except OSError as error:
+        raise SettingError(
+            f"cannot write to the run directory {directory}" + (f"; {note}" if note else ""),
+            found=f"{error.strerror} ({error.filename or directory})",
+            remedy="Give a --run-dir that you may write to",
+        ) from None
 
 
 def submitting_arguments(directory: Path, environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline.recipes import RECIPES
 from paceline.recipes.argv import parse, to_argv
+from paceline.rundir.directory import write_text
 from paceline.rundir.records import as_float, as_int, as_text, is_regular, read_object, read_records
 from paceline.spec import rundir
 from paceline.spec.errors import PacelineError, SettingError
@@ -224,7 +225,7 @@ def compare_at_end(run: Path) -> str:
 def save_comparison(run: Path) -> dict[str, Any]:
     """What was forecast and what came, written beside the run; raises as :func:`comparison`."""
     result = comparison(run)
-    (run / rundir.FORECAST).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_text(run, rundir.FORECAST, json.dumps(result, indent=2) + "\n")
     return result
 
 

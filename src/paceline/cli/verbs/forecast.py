@@ -113,7 +113,7 @@ def command(ctx: click.Context, /, what: str | None, args: tuple[str, ...], modu
             remedy=f"paceline {'train' if what in RECIPES else 'run'} --plan",
         )
     from paceline.launch.planning.planner import choose_hosts
-    from paceline.rundir.directory import fresh_path
+    from paceline.rundir.directory import fresh_path, write_text
 
     folder = out or fresh_path(Path(rundir.DEFAULT_PARENT), FOLDER_PREFIX.rstrip("-"))
     with forecast_job(ctx, what, args, module, cluster, dispatch) as (job, package):
@@ -138,10 +138,8 @@ def command(ctx: click.Context, /, what: str | None, args: tuple[str, ...], modu
                 say(forecasting.render_table(forecasts, measured))
             with writing_results(folder):
                 text = json.dumps(record, indent=2) + "\n"
-                (folder / rundir.FORECAST).write_text(text, encoding="utf-8")
-                (folder / "forecast.svg").write_text(
-                    forecasting.render_svg(forecasts), encoding="utf-8"
-                )
+                write_text(folder, rundir.FORECAST, text)
+                write_text(folder, "forecast.svg", forecasting.render_svg(forecasts))
     if not ctx.params["as_json"]:
         say(f"\nnumbers {folder / rundir.FORECAST}\npicture {folder / 'forecast.svg'}")
 

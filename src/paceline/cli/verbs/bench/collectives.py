@@ -277,7 +277,9 @@ def run_collectives(ctx: click.Context, cluster: Cluster, dispatch: Dispatch,
             found=report_failure(outcome),
             exit_code=outcome.result.exit_code,
         )
-    result = json.loads((outcome.path / RESULT).read_text(encoding="utf-8"))
+    result = read_object(outcome.path / RESULT)
+    if result is None:
+        raise JobError("the collectives left no result", found=f"no file {outcome.path / RESULT}")
     rows = tuple(Row.from_json(row) for row in result.pop("rows"))
     plan, facts = (read_object(outcome.path / name) or {} for name in (names.PLAN, names.HOSTS))
     return rows, result, link_rates.nominal_rates(plan, facts) if plan else {}
@@ -403,11 +405,13 @@ def limits(measurements: Measurements) -> list[str]:
 def draw(path: Path, measurements: Measurements) -> None:
     """Writes the heat map."""
     from paceline.report.heatmap import svg
+    from paceline.report.writer import write_text
     from paceline.spec.formatting import format_bit_rate
 
     names = hosts_of(measurements)
     labels = {pair: format_bit_rate(bits) for pair, bits in measurements.links.items()}
-    path.write_text(svg(names, measurements.links, labels, "TCP between hosts"), encoding="utf-8")
+    picture = svg(names, measurements.links, labels, "TCP between hosts")
+    write_text(picture, path, f"cannot write the picture {path}", "--picture FILE.svg")
 
 
 def to_json(measurements: Measurements, problems: Sequence[str]) -> dict[str, Any]:

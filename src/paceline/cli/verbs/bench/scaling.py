@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from paceline.cli.recipe_job import parse_recipe_options, prepared_job
 from paceline.cli.verb import Verb, say
 from paceline.launch.planning.entry import entry_of, opens_store
 from paceline.recipes import RECIPES
+from paceline.rundir.directory import write_text
 from paceline.schedulers.scheduler import Scheduler
 from paceline.schedulers.script import SUBMITTED_VARIABLE
 from paceline.schedulers.submission import SubmittedJob
@@ -82,8 +84,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
         rows = scaling.make_rows(
             run_ladder(ctx, job, cluster, folder, repeat, package=recipe), weak=weak
         )
-    (folder / "scaling.json").write_text(json.dumps(scaling.to_json(rows), indent=2) + "\n")
-    (folder / "scaling.svg").write_text(scaling.draw(rows), encoding="utf-8")
+    write_results(folder, rows)
     if ctx.params["as_json"]:
         click.echo(json.dumps(scaling.to_json(rows), indent=2))
         return
@@ -93,6 +94,17 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
     if text := queue_time(dispatch.scheduler):
         say(f"\n{wrap(text, 80)}")
     say(f"\nnumbers {folder / 'scaling.json'}\npicture {folder / 'scaling.svg'}")
+
+
+def write_results(folder: Path, rows: Sequence[scaling.Row]) -> None:
+    """Writes the numbers and the picture. SettingError if they cannot be written."""
+    try:
+        write_text(folder, "scaling.json", json.dumps(scaling.to_json(rows), indent=2) + "\n")
+        write_text(folder, "scaling.svg", scaling.draw(rows))
+    except OSError as error:
+        raise SettingError(
+            f"{folder} cannot hold the measurement", found=str(error), remedy="--out FOLDER"
+        ) from None
 
 
 def queue_time(scheduler: Scheduler) -> str:

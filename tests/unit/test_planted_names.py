@@ -1,0 +1,132 @@
+"""A link or a pipe in a run directory under the name of a record: it is replaced, never used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.agent.files import safe_paths
+from paceline.bench.link_rates import LinkRates
+from paceline.checks import preflight
+from paceline.cli.measure import forecasts
+from paceline.cli.verbs.bench import collectives, scaling
+from paceline.rundir import directory
+from paceline.schedulers import load, submission
+from paceline.spec import rundir as names
+from paceline.spec.errors import SettingError
+
+pytestmark = pytest.mark.timeout(30)  # a pipe without a reader would keep a writer waiting
+
+
+def write_findings(run: Path) -> None:
+    preflight._write(run, [], [])
+
+
+def write_submission(run: Path) -> None:
+    submission.submit_job(load("slurm"), "the script", run)
+
+
+def write_comparison(run: Path) -> None:
+    forecasts.save_comparison(run)
+
+
+def write_scaling(run: Path) -> None:
+    scaling.write_results(run, [])
+
+
+def write_collectives(run: Path) -> None:
+    from paceline.bench.collectives_job import write_result
+
+    write_result(run, {"rows": []})
+
+
+def draw_links(run: Path) -> None:
+    links = {("n1", "n2"): 1e9, ("n2", "n1"): 1e9}
+    measurements = collectives.Measurements((), {}, links, (), None, LinkRates(), {})
+    collectives.draw(run / "links.svg", measurements)
+
+
+def write_record(run: Path) -> None:
+    directory.write_text(run, "forecast.svg", "a picture")
+
+
+WRITERS: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
+    (write_findings, (names.FINDINGS,)),
+    (write_submission, ("job.sbatch", names.BATCH)),
+    (write_comparison, (names.FORECAST,)),
+    (write_scaling, ("scaling.json", "scaling.svg")),
+    (write_collectives, (names.COLLECTIVES,)),
+    (draw_links, ("links.svg",)),
+    (write_record, ("forecast.svg",)),
+]
+IDS = [write.__name__ for write, _ in WRITERS]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(type(load("slurm")), "submit", lambda self, script: "12")
+    monkeypatch.setattr(forecasts, "comparison", lambda run: {"hosts": 1})
+    monkeypatch.setattr(scaling.scaling, "draw", lambda rows: "a picture")
+    path = tmp_path / "run"
+    path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize(("write", "written"), WRITERS, ids=IDS)
+def test_no_record_is_written_through_a_link(
+    write: Callable[[Path], None], written: tuple[str, ...], run: Path
+) -> None:
+    victims = [run.parent / f"victim-{name}" for name in written]
+    for name, victim in zip(written, victims, strict=True):
+        victim.write_text("mine")
+        (run / name).symlink_to(f"../{victim.name}")
+    write(run)
+    for name, victim in zip(written, victims, strict=True):
+        assert victim.read_text() == "mine"
+        assert not (run / name).is_symlink()
+        assert (run / name).read_text()
+
+
+@pytest.mark.parametrize(("write", "written"), WRITERS, ids=IDS)
+def test_no_record_waits_for_the_reader_of_a_pipe(
+    write: Callable[[Path], None], written: tuple[str, ...], run: Path
+) -> None:
+    for name in written:
+        os.mkfifo(run / name)
+    write(run)
+    for name in written:
+        assert (run / name).is_file()
+
+
+@pytest.mark.parametrize(("write", "written"), WRITERS, ids=IDS)
+def test_nothing_else_is_left(
+    write: Callable[[Path], None], written: tuple[str, ...], run: Path
+) -> None:
+    write(run)
+    left = {path.name for path in run.iterdir()} - {names.FETCHED_LIST}
+    is_run_open = write is write_findings  # its launcher clears the folder when it ends
+    assert left == {*written} | ({safe_paths.INCOMING} if is_run_open else set())
+
+
+@pytest.mark.parametrize("name", ["job.sbatch", names.BATCH, names.FETCHED_LIST])
+def test_a_folder_in_the_way_of_a_submission_is_explained(name: str, run: Path) -> None:
+    (run / name / "full").mkdir(parents=True)
+    with pytest.raises(SettingError, match="cannot write to the run directory") as caught:
+        write_submission(run)
+    assert ("job 12 is submitted" in caught.value.message) == (name == names.BATCH)
+
+
+def test_a_folder_in_the_way_of_measurements_is_explained(run: Path) -> None:
+    for name in ("scaling.json", "links.svg"):
+        (run / name / "full").mkdir(parents=True)
+    for write in (write_scaling, draw_links):
+        with pytest.raises(SettingError, match="cannot"):
+            write(run)
+
+
+def test_findings_are_no_reason_to_fail(run: Path) -> None:
+    (run / names.FINDINGS / "full").mkdir(parents=True)
+    write_findings(run)

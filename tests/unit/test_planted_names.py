@@ -17,6 +17,7 @@ from paceline.rundir import directory
 from paceline.schedulers import load, submission
 from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
+from paceline.train.files import RecordFile
 
 pytestmark = pytest.mark.timeout(30)  # a pipe without a reader would keep a writer waiting
 
@@ -130,3 +131,18 @@ def test_a_folder_in_the_way_of_measurements_is_explained(run: Path) -> None:
 def test_findings_are_no_reason_to_fail(run: Path) -> None:
     (run / names.FINDINGS / "full").mkdir(parents=True)
     write_findings(run)
+
+
+def test_records_of_a_training_wait_for_no_reader(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the training goes on without them."""
+    os.mkfifo(run / names.METRICS)
+    records = RecordFile(run / names.METRICS)
+    reader = os.open(run / names.METRICS, os.O_RDONLY | os.O_NONBLOCK)
+    for step in (1, 2):
+        records.append({"split": "train", "step": step})
+        assert not os.read(reader, 100)
+    os.close(reader)
+    records.append({"split": "train", "step": 3})
+    assert "not a plain file" in capsys.readouterr().err

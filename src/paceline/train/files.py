@@ -26,11 +26,15 @@ _MAX_DESCRIPTION_BYTES = 64 << 20  # of a description; states and manifests are 
 
 
 def open_regular(path: Path, flags: int) -> IO[bytes]:
-    """Opens a file for writing. OSError if it is a link.
+    """Opens a regular file for writing. OSError if it is a link, a pipe or a device.
 
-    A run directory may come from a stranger: what it links to is not ours to change.
+    A run directory may come from a stranger: what it links to is not ours to change, and a pipe
+    would keep us waiting for its reader.
     """
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o664)
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o664)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a plain file", str(path))
     return os.fdopen(descriptor, "ab" if flags & os.O_APPEND else "rb+")
 
 
@@ -85,7 +89,7 @@ def _write_and_replace(temporary: Path, path: Path, content: bytes, *, durable: 
 
 def remove_stale(path: Path) -> None:
     """Removes a temporary file whose process was killed."""
-    with contextlib.suppress(OSError), open_regular(path, os.O_RDWR | os.O_NONBLOCK) as file:
+    with contextlib.suppress(OSError), open_regular(path, os.O_RDWR) as file:
         free = lock(file.fileno())
         is_old = time.time() - os.fstat(file.fileno()).st_mtime > _STALE_FILE_S
         if free or (free is None and is_old):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from paceline.spec import rundir as names
 from paceline.spec.errors import SettingError
 from paceline.train.files import RecordFile
 
-pytestmark = pytest.mark.timeout(30)  # a pipe without a reader would keep a writer waiting
+pytestmark = pytest.mark.timeout(120)  # a pipe without a reader would keep a writer waiting
 
 
 def write_findings(run: Path) -> None:
@@ -146,3 +148,26 @@ def test_records_of_a_training_wait_for_no_reader(
     os.close(reader)
     records.append({"split": "train", "step": 3})
     assert "not a plain file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_events_that_cannot_be_recorded_end_a_run_in_order(kind: str, run: Path) -> None:
+    """The connections are closed before the event loop is."""
+    events = run / names.EVENTS
+    if kind == "link":
+        events.symlink_to("../victim")
+    elif kind == "pipe":
+        os.mkfifo(events)
+    else:
+        events.mkdir()
+    (run.parent / "job.py").write_text("")
+    options = ["--no-torch", "-H", "localhost", "--run-dir", str(run)]
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "run", *options, "job.py"],
+        cwd=run.parent, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert f"cannot write to the run directory {run}" in done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (run.parent / "victim").exists()

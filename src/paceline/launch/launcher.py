@@ -103,8 +103,9 @@ class Launcher:
             if interrupts.received:  # while the fleet was closed
                 raise asyncio.CancelledError
             self._is_closing, number = False, number + 1
-            fleet = await self._connect(lost)
+            fleet, missing = await self._connect(lost)
             try:
+                self._record_connected(fleet, missing)
                 reading = reading or self._read_supplies()
                 with survey.naming_lost_nodes(fleet):
                     try:
@@ -160,8 +161,12 @@ class Launcher:
 
     # --- connect and plan --------------------------------------------------------------------
 
-    async def _connect(self, lost: NodeError | None) -> Fleet:
-        """Connects the hosts; raises ``lost`` if this is a reconnection that fails."""
+    async def _connect(self, lost: NodeError | None) -> tuple[Fleet, dict[str, str]]:
+        """Connects the hosts; raises ``lost`` if this is a reconnection that fails.
+
+        Returns:
+            The connected nodes, and the errors of missing hosts by name.
+        """
         request, driver, note = self._request, self.driver, self._screen.note
         count = len(request.hosts)
         self._screen.starting("connecting", 0, count)
@@ -178,16 +183,22 @@ class Launcher:
             raise lost from None
         finally:
             self.recorder.set_waiting(None)
-        driver.fleet, driver.missing, num_connected = fleet, missing, len(fleet.everyone)
+        driver.fleet, driver.missing = fleet, missing
+        return fleet, missing
+
+    def _record_connected(self, fleet: Fleet, missing: Mapping[str, str]) -> None:
+        """Records and shows which hosts are connected. NodeError if it cannot be recorded."""
+        count, num_connected = len(self._request.hosts), len(fleet.everyone)
         self._screen.starting("connecting", num_connected, num_connected)
         for node in fleet.everyone:
             if node.channel.fingerprint:
-                note(f"paceline: pinned {node.name}: {node.channel.fingerprint}")
+                self._screen.note(f"paceline: pinned {node.name}: {node.channel.fingerprint}")
         self.recorder.event("connected", hosts=[node.name for node in fleet.everyone])
         if missing:
             hosts = ", ".join(f"{host} ({why or 'no answer'})" for host, why in missing.items())
-            note(f"paceline: beginning with {num_connected} of {count} hosts, without {hosts}")
-        return fleet
+            self._screen.note(
+                f"paceline: beginning with {num_connected} of {count} hosts, without {hosts}"
+            )
 
     def _read_supplies(self, delay_s: float = 0.0) -> asyncio.Future[Supplies]:
         """Reads the files that the nodes may need, in a thread."""

@@ -31,11 +31,24 @@ def fold_name(name: str) -> str:
     return "".join(character for character in normalized if unicodedata.category(character) != "Cf")
 
 
-def refusal_reason(path: str) -> str:
+PART_OF_REPOSITORY = "part of a git repository"
+
+
+def is_head(path: str) -> bool:
+    """Whether a file may be the HEAD of a git repository, by its name."""
+    return fold_name(path.rpartition("/")[2]) == "head"
+
+
+def refusal_reason(path: str, *, allow_head: bool = False) -> str:
     """Why a file that another machine or a rank names is not made here; empty if it may be.
 
     Git runs programs that a repository's configuration names. Every repository has a file HEAD,
     also one without ``.git`` (a bare one).
+
+    Args:
+        path: Relative.
+        allow_head: Whether a file HEAD may be made. Then the caller has a ``RepositoryGuard`` look
+            at what is beside it.
     """
     try:
         parts = split_path(path)
@@ -50,11 +63,9 @@ def refusal_reason(path: str) -> str:
         return "a name that no file can have"
     if any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in path):
         return "a control character in its name"
-    if (
-        any(fold_name(part).rstrip(". ") == ".git" for part in parts)
-        or fold_name(parts[-1]) == "head"
-    ):
-        return "part of a git repository"
+    has_git_folder = any(fold_name(part).rstrip(". ") == ".git" for part in parts)
+    if has_git_folder or (is_head(path) and not allow_head):
+        return PART_OF_REPOSITORY
     return ""
 
 

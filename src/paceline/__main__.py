@@ -1,6 +1,36 @@
-"""``python -m paceline`` is the same program as ``paceline``."""
+"""The entry point of ``paceline`` and ``python -m paceline``."""
 
-from paceline.cli import main
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+from typing import NoReturn
+
+
+def main() -> None:
+    """Runs the program. Ctrl-C ends it quietly with the status of a shell, 128 + SIGINT.
+
+    While the program is imported, there is nothing to clean up: it ends at once.
+    """
+    is_handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_handled:  # not ignored, as in a background job of a script
+        signal.signal(signal.SIGINT, _exit)
+    from paceline.cli import main as run_program
+
+    try:
+        if is_handled:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        run_program()
+    except KeyboardInterrupt:  # before or after a verb
+        sys.exit(128 + signal.SIGINT)
+
+
+def _exit(signum: int, _: FrameType | None) -> NoReturn:
+    """Ends the process without a traceback; an exception could get lost in a callback."""
+    os._exit(128 + signum)
+
 
 if __name__ == "__main__":
     main()

@@ -9,7 +9,9 @@ import struct
 import tarfile
 import zipfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -172,6 +174,99 @@ def test_a_dictionary_takes_no_more_memory_than_rows_may(
         parquet.GroupCache(1).rows(path, 0, [0])
     library.write_table(pa.table({"a": list(range(1000)), "b": ["x"] * 1000}), path)
     assert parquet.GroupCache(1).rows(path, 0, [5]) == [{"a": 5, "b": "x"}]
+
+
+def zeros(path: Path, columns: int) -> None:
+    """Writes one row, whose columns of 2 MiB of zeros take little on the disk."""
+    pa, library = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pa.table({f"c{number}": [bytes(2 << 20)] for number in range(columns)})
+    library.write_table(table, path, compression="zstd", use_dictionary=False)
+    assert path.stat().st_size < 1000 * columns
+
+
+def varint(number: int) -> bytes:
+    """Returns a number of four bytes in the format of Parquet's metadata."""
+    return bytes([*(number >> shift & 0x7F | 0x80 for shift in (0, 7, 14)), number >> 21])
+
+
+@pytest.fixture
+def columns_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of columns of which a batch was read."""
+    library = pytest.importorskip("pyarrow.parquet")
+    names: list[str] = []
+    iter_batches = library.ParquetFile.iter_batches
+
+    def recorded(*arguments: Any, columns: list[str]) -> Iterator[Any]:
+        for batch in iter_batches(*arguments, columns=columns):
+            names.extend(columns)
+            yield batch
+
+    monkeypatch.setattr(library.ParquetFile, "iter_batches", recorded)
+    return names
+
+
+def test_a_group_that_announces_too_much_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns_read: list[str]
+) -> None:
+    path = tmp_path / "a.parquet"
+    zeros(path, 6)
+    monkeypatch.setattr(parquet, "MAX_GROUP_BYTES", 11 << 20)
+    with pytest.raises(DataError, match=r"a.parquet need more memory"):
+        parquet.GroupCache(1).rows(path, 0, [0])
+    assert columns_read == []
+    monkeypatch.setattr(parquet, "MAX_GROUP_BYTES", 13 << 20)
+    (row,) = parquet.GroupCache(1).rows(path, 0, [0])
+    assert row == {f"c{number}": bytes(2 << 20) for number in range(6)}
+
+
+def test_a_group_with_wrong_metadata_costs_one_column(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns_read: list[str]
+) -> None:
+    path = tmp_path / "a.parquet"
+    zeros(path, 6)
+    library = pytest.importorskip("pyarrow.parquet")
+    metadata = library.read_metadata(path)
+    size = metadata.row_group(0).column(0).total_uncompressed_size
+    content = path.read_bytes()
+    assert content.count(varint(2 * size)) == 6
+    last_bits_only = bytes([varint(2 * size)[0], 0x80, 0x80, 0])
+    path.write_bytes(content.replace(varint(2 * size), last_bits_only))
+    sizes = library.read_metadata(path).row_group(0)
+    assert all(sizes.column(number).total_uncompressed_size < 1000 for number in range(6))
+    monkeypatch.setattr(parquet, "MAX_GROUP_BYTES", 3 << 20)
+    with pytest.raises(DataError, match=r"a.parquet need more memory"):
+        parquet.GroupCache(1).rows(path, 0, [0])
+    assert columns_read == ["c0", "c1"]
+
+
+def test_a_list_that_repeats_a_value_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns_read: list[str]
+) -> None:
+    pa = pytest.importorskip("pyarrow")
+    library = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    library.write_table(pa.table({"a": [[0] * 200_000]}), path)
+    assert path.stat().st_size < 2000
+    monkeypatch.setattr(parquet, "MAX_GROUP_BYTES", 1 << 20)
+    with pytest.raises(DataError, match=r"a.parquet need more memory"):
+        parquet.GroupCache(1).rows(path, 0, [0])
+    assert columns_read == []
+
+
+@pytest.mark.parametrize("rows", [0, 1, 100])
+def test_groups_of_any_columns_are_read(tmp_path: Path, rows: int) -> None:
+    pa = pytest.importorskip("pyarrow")
+    library = pytest.importorskip("pyarrow.parquet")
+    columns = {
+        "a": pa.array(range(rows), pa.int8()),
+        "a.b": pa.array([str(number) for number in range(rows)]),
+        "c": pa.array([{"d": number, "e": [number] * 3} for number in range(rows)]),
+        "c.d": pa.array([None] * rows, pa.float32()),
+        "": pa.array([f"{number % 2}" for number in range(rows)]).dictionary_encode(),
+    }
+    table = pa.table(columns)
+    library.write_table(table, tmp_path / "a.parquet")
+    assert parquet._read(tmp_path / "a.parquet", 0).to_pylist() == table.to_pylist()
 
 
 def test_rows_are_announced_by_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

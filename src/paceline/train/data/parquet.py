@@ -19,6 +19,8 @@ MAX_GROUP_BYTES = 1 << 30
 """Bytes of a group of rows in memory, or as many times the size of its file as ``MOST_TIMES``: in
 a dictionary a long text counts for little, however many rows have it."""
 MAX_GROUP_EXPANSION = 50
+_VALUE_BYTES = {"INT32": 1, "FLOAT": 4, "INT64": 8, "DOUBLE": 8}
+"""Least memory of a value by physical type; a file may repeat one value in a few bytes."""
 _GROUP_PARTS = 32  # of a group, that are unpacked one after the other
 
 
@@ -85,22 +87,46 @@ class GroupCache:
 
 
 def _read(path: Path, group: int) -> Any:
+    """Reads a row group as a table, one column after another.
+
+    Raises:
+        DataError: The group takes more memory than it may, by its metadata or once it is read.
+    """
     import pyarrow
 
     max_bytes = max(MAX_GROUP_BYTES, MAX_GROUP_EXPANSION * path.stat().st_size)
-    parts, size = [], 0
     with _library().ParquetFile(path) as file:
-        count = max(1, file.metadata.row_group(group).num_rows // _GROUP_PARTS)
-        for part in file.iter_batches(batch_size=count, row_groups=[group]):
-            parts.append(part)
-            size += part.nbytes
-            if size > max_bytes:
-                raise DataError(
-                    f"rows of the shard {path} need more memory than they may",
-                    found=f"group {group} stands for more than {max_bytes >> 20} MiB",
-                    remedy="write it again with fewer rows in a group (row_group_size)",
-                )
-        return pyarrow.Table.from_batches(parts, file.schema_arrow)
+        metadata = file.metadata.row_group(group)
+        chunks = [metadata.column(number) for number in range(metadata.num_columns)]
+        if sum(_announced_bytes(chunk) for chunk in chunks) > max_bytes:
+            raise _too_large(path, group, max_bytes)
+        # The metadata may be wrong, and tells no length of texts that a dictionary holds once.
+        batch_rows = max(1, metadata.num_rows // _GROUP_PARTS)
+        columns, size = {}, 0
+        for field in file.schema_arrow:
+            parts = []
+            for batch in file.iter_batches(batch_rows, [group], columns=[field.name]):
+                # More columns come if names have dots, or if two columns have the same name.
+                parts.append(batch.column(batch.schema.get_all_field_indices(field.name)[-1]))
+                size += parts[-1].nbytes
+                if size > max_bytes:
+                    raise _too_large(path, group, max_bytes)
+            columns[field.name] = pyarrow.chunked_array(parts, None if parts else field.type)
+        return pyarrow.table(columns)
+
+
+def _announced_bytes(chunk: Any) -> int:
+    """Returns the least memory that a column of a group takes, by its metadata; never negative."""
+    values_bytes = chunk.num_values * _VALUE_BYTES.get(chunk.physical_type, 0)
+    return max(0, int(chunk.total_uncompressed_size), int(values_bytes))
+
+
+def _too_large(path: Path, group: int, max_bytes: int) -> DataError:
+    return DataError(
+        f"rows of the shard {path} need more memory than they may",
+        found=f"group {group} stands for more than {max_bytes >> 20} MiB",
+        remedy="write it again with fewer rows in a group (row_group_size)",
+    )
 
 
 def _library() -> Any:

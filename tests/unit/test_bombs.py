@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.recipes.data import cifar, idx, pairs, texts
+from paceline.recipes.data import cifar, idx, pairs, pickle_limits, texts
 from paceline.recipes.minimal import image as minimal
 from paceline.recipes.pretrained import read_weights
 from paceline.spec.errors import DataError
@@ -47,13 +47,16 @@ ENCODE = pickle.GLOBAL + b"_codecs\nencode\n"
 TEXT = pickle.BINUNICODE + struct.pack("<I", 1 << 20) + b"x" * (1 << 20)
 LATIN = pickle.BINUNICODE + struct.pack("<I", 6) + b"latin1"
 PICKLES = {
-    "bytes that are not there": (pickle.BYTEARRAY8 + struct.pack("<Q", 1 << 40), "no image batch"),
-    "a key": (pickle.EMPTY_DICT + doubled(60) + pickle.NONE + pickle.SETITEM, "keys are no texts"),
+    "bytes that are not there": (pickle.BYTEARRAY8 + struct.pack("<Q", 1 << 40), "ends too early"),
+    "a key": (pickle.EMPTY_DICT + doubled(60) + pickle.NONE + pickle.SETITEM,
+              "share too many parts"),
     "keys": (pickle.EMPTY_DICT + pickle.MARK + doubled(60) + pickle.NONE + pickle.SETITEMS,
-             "keys are no texts"),
-    "a dictionary": (pickle.MARK + doubled(60) + pickle.NONE + pickle.DICT, "keys are no texts"),
-    "a set": (pickle.EMPTY_SET + pickle.MARK + doubled(60) + pickle.ADDITEMS, "no image batch"),
-    "a frozen set": (pickle.MARK + doubled(60) + pickle.FROZENSET, "no image batch"),
+             "share too many parts"),
+    "a dictionary": (pickle.MARK + doubled(60) + pickle.NONE + pickle.DICT, "share too many parts"),
+    "a set": (pickle.EMPTY_SET + pickle.MARK + doubled(60) + pickle.ADDITEMS,
+              "share too many parts"),
+    "a frozen set": (pickle.MARK + doubled(60) + pickle.FROZENSET,
+                     "share too many parts"),
     "one text many times": (
         ENCODE + memo(0) + TEXT + LATIN + pickle.TUPLE2 + memo(1)
         + (recall(0) + recall(1) + pickle.REDUCE) * 300, "no bytes of an image batch"),
@@ -312,6 +315,88 @@ def test_weights_are_not_packed(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"b.pt") as refused:
         read_weights(str(tmp_path / "b.pt"))
     assert "announces more than it holds" in refused.value.found
+
+
+def doubled_lists(depth: int) -> bytes:
+    """A list of lists, the outermost first; its text has 2**depth parts. It lies on the stack."""
+    made = b"".join(pickle.EMPTY_LIST + memo(level) for level in range(depth + 1))
+    for level in range(depth):
+        made += recall(level) + pickle.MARK + recall(level + 1) * 2 + pickle.APPENDS
+    return made + recall(0)
+
+
+SHARED = {
+    "a key": pickle.EMPTY_DICT + doubled(60) + pickle.NONE + pickle.SETITEM,
+    "a deep key": pickle.EMPTY_DICT + pickle.NONE + pickle.TUPLE1 * 100_000 + pickle.NONE
+    + pickle.SETITEM,
+    "pairs": pickle.GLOBAL + b"collections\nOrderedDict\n" + pickle.EMPTY_LIST
+    + doubled(60) + pickle.NONE + pickle.TUPLE2 + pickle.APPEND + pickle.TUPLE1 + pickle.REDUCE,
+    "a storage": pickle.MARK + b"U\7storage" + pickle.NONE + doubled(60) + pickle.NONE
+    + pickle.NONE + pickle.TUPLE + pickle.BINPERSID,
+    "a function": doubled_lists(60) + pickle.EMPTY_TUPLE + pickle.REDUCE,
+}  # fmt: skip
+
+
+def weights(path: Path, content: bytes, legacy: bool) -> str:
+    """Writes a file of torch with this pickle; returns its path."""
+    if legacy:
+        torch.save({}, path, _use_new_zipfile_serialization=False)
+        stream = io.BytesIO(path.read_bytes())
+        for _ in range(3):  # magic number, version, system
+            pickle.load(stream)
+        path.write_bytes(stream.getvalue()[: stream.tell()] + content)
+    else:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("archive/data.pkl", content)
+            archive.writestr("archive/version", "3\n")
+    return str(path)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("name", SHARED)
+def test_weights_are_hashed_in_little_time(tmp_path: Path, name: str, legacy: bool) -> None:
+    content = pickle.PROTO + b"\2" + SHARED[name] + pickle.STOP
+    path = weights(tmp_path / "a.pt", content, legacy)
+    with pytest.raises(DataError, match=r"a.pt") as refused:
+        read_weights(path)
+    assert "share too many parts" in refused.value.found
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_weights_with_shared_parts_are_read(tmp_path: Path, legacy: bool) -> None:
+    layers = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(300)))
+    state = layers.state_dict()
+    state["tied"] = state["0.weight"]
+    names = [str(number) for number in range(300)]
+    content = {"state_dict": state, (1, (2, 3)): [names, names, {7: names}]}
+    torch.save(content, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
+    assert read_weights(str(tmp_path / "a.pt")).keys() == state.keys()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pickle.EMPTY_LIST + memo(0) + recall(0) + pickle.APPEND,
+        pickle.NONE + pickle.MARK + pickle.TUPLE2,
+        pickle.TUPLE,
+        recall(5),
+        pickle.NONE + pickle.MARK + pickle.PUT + b"0\n",
+        b"\xff",
+    ],
+)
+def test_damaged_pickles_are_refused(content: bytes) -> None:
+    with pytest.raises(ValueError, match=r"holds itself|lacks an operand|no object 5|opcode"):
+        pickle_limits.check_pickle(io.BytesIO(content + pickle.STOP))
+
+
+def test_a_pickle_has_a_bounded_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = pickle.dumps(list(range(100)))
+    pickle_limits.check_pickle(io.BytesIO(content))
+    with pytest.raises(EOFError):
+        pickle_limits.check_pickle(io.BytesIO(content[:-1]))
+    monkeypatch.setattr(pickle_limits, "MAX_OPCODES", 100)
+    with pytest.raises(ValueError, match="more than 100 operations"):
+        pickle_limits.check_pickle(io.BytesIO(content))
 
 
 def test_codes_of_another_rank_fill_their_place_and_no_more() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
+import tarfile
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from paceline import train
 from paceline.program import library
 from paceline.recipes.data import local_path
 from paceline.recipes.data.hub import fetch, prepare_environment
+from paceline.recipes.data.pickle_limits import check_pickle
 from paceline.recipes.heads import backbone_names, reset_head
 from paceline.recipes.optimization import Curve
 from paceline.recipes.pretrained_list import (
@@ -35,6 +38,9 @@ _CLASSES = {
     "text": "AutoModelForSequenceClassification",
     "image": "AutoModelForImageClassification",
 }
+
+_ZIP_MAGIC = b"PK\x03\x04"
+_NUM_LEGACY_PICKLES = 5  # magic number, version, system, content, names of storages
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,10 +354,7 @@ def read_weights(source: str) -> dict[str, Tensor]:
             from safetensors.torch import load_file
 
             return load_file(path)
-        if zipfile.is_zipfile(path):  # torch does not compress
-            with zipfile.ZipFile(path) as archive:
-                if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
-                    raise ValueError("it announces more than it holds")
+        _check_torch_file(path)
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged files raise anything
         raise DataError(
@@ -361,6 +364,24 @@ def read_weights(source: str) -> dict[str, Tensor]:
         ) from None
     state = content.get("state_dict", content) if isinstance(content, dict) else {}
     return {n.removeprefix("module."): t for n, t in state.items() if isinstance(t, Tensor)}
+
+
+def _check_torch_file(path: Path) -> None:
+    """Raises an exception if loading the file would take far more time or memory than its size."""
+    with path.open("rb") as file:
+        if file.read(len(_ZIP_MAGIC)) != _ZIP_MAGIC:  # the test of torch.load
+            if tarfile.is_tarfile(path):
+                raise ValueError("a tar file of torch 0.1")
+            file.seek(0)
+            for _ in range(_NUM_LEGACY_PICKLES):
+                check_pickle(file)
+            return
+    with zipfile.ZipFile(path) as archive:  # torch does not compress
+        if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
+            raise ValueError("it announces more than it holds")
+    # Like torch.load: another reader may find another record of this name.
+    content = torch._C.PyTorchFileReader(str(path)).get_record("data.pkl")
+    check_pickle(io.BytesIO(content))
 
 
 def freeze(modules: Sequence[nn.Module]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.recipes.data.images import ImageData, InMemory, Request, check_labels, in_memory
+from paceline.recipes.data.pickle_limits import check_pickle
 from paceline.spec.errors import DataError
 
 _CLASSES = (
@@ -178,12 +178,6 @@ class _SafeUnpickler(pickle._Unpickler):
             raise ValueError("texts that are no bytes of an image batch")
         return text.encode("latin-1")
 
-    def _set(self, act: Callable[[_SafeUnpickler], None], keys: list[Any]) -> None:
-        # Hashing nested tuples takes exponential time.
-        if not all(type(key) in (bytes, str, int) for key in keys):
-            raise ValueError("a dictionary whose keys are no texts")
-        act(self)
-
     def _build(self) -> None:
         if type(self.stack[-2]) is not _Stub:
             raise ValueError("a state of what has none")
@@ -196,12 +190,10 @@ _OPCODES = (
     " TUPLE2 TUPLE3 NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 STRING BINSTRING"
     " SHORT_BINSTRING BINBYTES SHORT_BINBYTES UNICODE BINUNICODE SHORT_BINUNICODE GLOBAL"
     " STACK_GLOBAL REDUCE PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET EMPTY_DICT"
+    " DICT SETITEM SETITEMS"
 )
 _ALLOWED_DISPATCH: Any = {
     **{code: _DISPATCH[code] for code in (getattr(pickle, name)[0] for name in _OPCODES.split())},
-    pickle.SETITEM[0]: lambda it: it._set(_DISPATCH[pickle.SETITEM[0]], [it.stack[-2]]),
-    pickle.SETITEMS[0]: lambda it: it._set(_DISPATCH[pickle.SETITEMS[0]], it.stack[::2]),
-    pickle.DICT[0]: lambda it: it._set(_DISPATCH[pickle.DICT[0]], it.stack[::2]),
     pickle.BUILD[0]: _SafeUnpickler._build,
 }
 _SafeUnpickler.dispatch = _ALLOWED_DISPATCH
@@ -211,6 +203,7 @@ def _unpickle(content: bytes) -> Any:
     """Unpickles a batch; ValueError for content that no batch has."""
     if len(content) > _MAX_BYTES:
         raise ValueError(f"more than the {_MAX_BYTES >> 20} MiB that a batch may have")
+    check_pickle(io.BytesIO(content))
     try:
         return _SafeUnpickler(io.BytesIO(content)).load()
     except KeyError as unknown:

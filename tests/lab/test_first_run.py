@@ -26,7 +26,7 @@ FAILING = ("will fail:", "paceline: failed first:")  # how the output of a faili
 TIMEOUT_S = 200
 
 
-def test_commands_work_as_typed(tmp_path: Path) -> None:
+def test_as_typed(tmp_path: Path) -> None:
     reason = Lab.available()
     if reason is not None:
         pytest.skip(reason)

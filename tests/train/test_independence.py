@@ -82,7 +82,7 @@ dist.all_reduce(model.weight.grad)
 optimizer.step()
 for _ in range(2100):  # more than torch's recorder keeps
     dist.all_reduce(torch.ones(1))
-watch.tell()
+watch.report()
 os.set_blocking(reading, False)
 try:
     print(os.read(reading, 1000))

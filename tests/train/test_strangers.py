@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from paceline.agent.ranks import gloo_peers, peer_filters
 
-peers._LOOPBACK = ()
+peer_filters._LOOPBACK = ()
 gloo_peers.install(distributed_c10d, lambda address: print(address, flush=True), print)
 place, rank = sys.argv[1], int(sys.argv[2])
 # torch splits "gloo" once for CPUs and once for GPUs, with the same keys in the store, and may hang

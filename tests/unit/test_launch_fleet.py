@@ -458,9 +458,11 @@ class Starting(Launcher):
     def _read_supplies(self, delay_s: float = 0.0) -> Any:
         return asyncio.get_running_loop().create_future()
 
-    async def _connect(self, lost: NodeError | None) -> Fleet:
+    async def _connect(self, lost: NodeError | None) -> tuple[Fleet, dict[str, str]]:
         self.connected.append(lost is not None)
-        return fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)[0]
+        return fleet_of(Agent("n1"), Agent("n2"), lease_s=0.5)[0], {}
+
+    def _record_connected(self, *_: Any) -> None: ...
 
     async def _get_ready(self, fleet: Fleet, reading: Any) -> Any:
         if len(self.connected) <= self.losses:

@@ -12,7 +12,6 @@ from typing import Any
 
 from paceline.recipes import RECIPES
 from paceline.recipes.argv import parse, to_argv
-from paceline.rundir.directory import write_text
 from paceline.rundir.records import as_float, as_int, as_text, is_regular, read_object, read_records
 from paceline.spec import rundir
 from paceline.spec.errors import PacelineError, SettingError
@@ -224,6 +223,8 @@ def compare_at_end(run: Path) -> str:
 
 def save_comparison(run: Path) -> dict[str, Any]:
     """What was forecast and what came, written beside the run; raises as :func:`comparison`."""
+    from paceline.rundir.directory import write_text
+
     result = comparison(run)
     write_text(run, rundir.FORECAST, json.dumps(result, indent=2) + "\n")
     return result

@@ -123,7 +123,7 @@ ACCEPT_NEW_HOST_KEYS = click.option(
 )  # fmt: skip
 NNODES = click.option(
     "--nnodes", type=Nodes(), metavar="N|MIN:MAX", show_default="all",
-    help="Use the first N hosts. MIN:MAX lets the job shrink and grow while nodes are lost and"
+    help="Use the first N hosts. MIN:MAX lets the job shrink and grow as nodes are lost and"
          " come back (MIN: means up to all hosts). Hosts beyond MAX are spares.",
 )  # fmt: skip
 FASTEST = click.option(

@@ -123,7 +123,7 @@ def render_help(kind: type, prog: str, show_all: bool) -> str:
     num_hidden = len([option for option in list_options(kind) if option.flag]) - num_shown
     notes = [f"{num_hidden} more options: {prog} --help-all"] if num_hidden else []
     if prog.startswith("paceline train"):
-        notes.append("Hosts, processes and what else a run takes: paceline train --help")
+        notes.append("Options for hosts, processes and the run: paceline train --help")
     width = shutil.get_terminal_size((WIDTH, 24)).columns
     return render(f"{prog} [OPTIONS]", kind.__doc__ or "", sections, notes, width)
 

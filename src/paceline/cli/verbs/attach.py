@@ -15,11 +15,11 @@ from paceline.cli.verb import Verb
 def command(ctx: click.Context, /, lines: bool, **_: object) -> None:
     """Watch RUN in any terminal, with the live screen and its keys.
 
-    Without RUN: the running one. With -H also one that was started from another machine; it gets a
-    folder below runs/ here.
+    Without RUN, use the run in progress. With -H, also find runs that were started from another
+    machine; such a run gets a folder below runs/ here.
 
     Ctrl-C stops the run and gives it time to save; a second Ctrl-C ends it at once. Ctrl-Z, the key
-    d or a closed terminal leave it running.
+    d or a closed terminal leaves it running.
 
     Exit status: that of the run, or 0 if it was left running.
     """

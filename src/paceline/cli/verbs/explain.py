@@ -50,9 +50,9 @@ def command(ctx: click.Context, /, log: Path | None, as_json: bool,
             bundle: Path | None, **_: object) -> None:  # fmt: skip
     """Explain what went wrong in RUN.
 
-    Without RUN: the running one below runs/, otherwise the newest.
+    Without RUN, use the run in progress below runs/, otherwise the newest.
 
-    With -H also a run that was started from another machine.
+    With -H, also find runs that were started from another machine.
 
     Exit status: 0 if a cause was found or nothing went wrong, 2 if the cause is unknown.
     """

@@ -30,9 +30,9 @@ def command(ctx: click.Context, /, rank: int | None, host: str | None, tail: int
             follow: bool, **_: object) -> None:  # fmt: skip
     """Print the logs of RUN, each line labelled HOST/RANK.
 
-    Without RUN: the running one below runs/, otherwise the newest.
+    Without RUN, use the run in progress below runs/, otherwise the newest.
 
-    With -H also a run that was started from another machine.
+    With -H, also find runs that were started from another machine.
     """
     from paceline.cli.runs.describe import describe_run
     from paceline.cli.runs.run_lookup import resolve_run

@@ -70,7 +70,7 @@ def command(ctx: click.Context, /, runs: tuple[str, ...], goals: tuple[Goal, ...
 
     With several runs: compare them, and draw their curves together.
 
-    Without RUN: the running one below runs/, otherwise the newest.
+    Without RUN, use the run in progress below runs/, otherwise the newest.
 
     The page is one file without secrets and needs no network, so you can pass it on.
     """

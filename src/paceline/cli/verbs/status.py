@@ -22,9 +22,9 @@ from paceline.spec.terminal import format_for
 def command(ctx: click.Context, /, as_json: bool, **_: object) -> None:
     """Show whether RUN is running, and how it ended.
 
-    Without RUN: the running one below runs/, otherwise the newest.
+    Without RUN, use the run in progress below runs/, otherwise the newest.
 
-    With -H also a run that was started from another machine.
+    With -H, also find runs that were started from another machine.
 
     For a batch, the scheduler's message is shown.
     """

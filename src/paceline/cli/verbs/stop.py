@@ -26,9 +26,9 @@ STOP_TIMEOUT_S = 30.0
 def command(ctx: click.Context, /, now: bool, **_: object) -> None:
     """End RUN on all its nodes, and return when it has ended.
 
-    Without RUN: the running one below runs/.
+    Without RUN, use the run in progress below runs/.
 
-    With -H also a run that was started from another machine.
+    With -H, also find runs that were started from another machine.
     """
     from paceline.cli.runs.run_lookup import resolve_run
     from paceline.cli.runs.sync import stop_remote

@@ -60,7 +60,7 @@ class TrainingLoop:
         self._loaders, self._callbacks, self._probe = loaders, callbacks, probe
         self._log_every, self._check_every = log_every, check_every
         self.bucket_trial: BucketTrial | None = None
-        self.lookout = StragglerMonitor(member)
+        self.stragglers = StragglerMonitor(member)
         self.watch = Watch(journal.record)
         self.pace = StepTimer(member.comms, training.models.module, member.device)
         self.steps = StepRunner(member, journal, training.models, membership, self.pace, self.watch)
@@ -73,14 +73,14 @@ class TrainingLoop:
         """
         self.bucket_trial = bucket_trial
         self.pace.follow(self._training.models.first.model)
-        self.lookout.regroup()
+        self.stragglers.regroup()
 
     def renew(self) -> None:
         """Begins anew in a new group of ranks; a collective."""
         if self.bucket_trial is not None:
             self.bucket_trial.restart(self._training.progress.step)
         self.pace.regroup()
-        self.lookout.regroup()
+        self.stragglers.regroup()
         self._division.regroup(self._training.models)
 
     # -- epochs ----------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class TrainingLoop:
                 progress.epoch, progress.offset = progress.epoch + 1, 0
             self._checkpoints.after_evaluation(epoch_ended=epoch_ended)
         self._membership.verify()
-        self.lookout.summarize(self.pace, progress.step - first_step, loader.waited_s)
+        self.stragglers.summarize(self.pace, progress.step - first_step, loader.waited_s)
 
     def _allow_losses(self, loader: Loader) -> None:
         """Has the loader divide batches anew when ranks are lost."""
@@ -207,7 +207,7 @@ class TrainingLoop:
         if (communication := self._training.models.first.communication) is not None:
             communication.computed(self.pace.last_computing_s)
         if timings is not None:
-            self.lookout.update(timings)
+            self.stragglers.update(timings)
             self._journal.report_timings(timings.summary)
             self._try_bucket_sizes(timings)
             self._choose_communication(timings)

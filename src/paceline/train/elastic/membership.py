@@ -129,7 +129,7 @@ class Membership:
         self.mark("epochs")
 
     def start_side_loader(self) -> None:
-        """Records that the script takes batches from a loader that ``session.epochs`` was not given."""
+        """Records that the script takes batches from a second loader while it trains."""
         if self._has_two_loaders or self._member.progress.finished:
             return
         self._has_two_loaders = True

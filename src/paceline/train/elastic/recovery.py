@@ -417,7 +417,7 @@ class Recovery:
             return settlement
 
     def _next_message(self, error: RuntimeError, generation: int) -> RegroupMessage | None:
-        """Waits for the launcher's message after a loss, and reports the loss if there is none yet."""
+        """Waits for the launcher's message after a loss; reports the loss if there is none yet."""
         message = self._control.newer(generation)
         if message is None or message.planned:
             text = str(error).partition("\n")[0][:300]

@@ -128,7 +128,10 @@ class ReplicaChecksum:
 
 
 def _deviation(first: Tensor, second: Tensor) -> Tensor:
-    """Returns the norm of the difference relative to the tensor's; ignores what is not finite."""
+    """Returns the norm of the difference relative to the tensor's.
+
+    Elements that are not finite in both are ignored.
+    """
     not_finite = ~first.isfinite() & ~second.isfinite()
     first, second = first.masked_fill(not_finite, 0), second.masked_fill(not_finite, 0)
     size = torch.linalg.vector_norm(first).clamp(min=1e-30)

@@ -96,7 +96,7 @@ def rank(case: Case, folder: Path, balance: str, steps: int) -> None:
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             if not computes:
                 step = session.progress.step
-                slow = case.deferred if last and steps // 2 <= step < steps * 3 // 4 else 1.0
+                slow = case.later if last and steps // 2 <= step < steps * 3 // 4 else 1.0
                 time.sleep(case.costs[mine] * slow * len(inputs))
                 return self.layers(inputs)
             image = inputs[:, None, None, :].expand(-1, -1, 32, -1)
@@ -242,14 +242,14 @@ def measured(name: str, case: Case, folder: Path) -> list[str]:
     own = alone(name, case, folder)
     both, rows = list(range(case.ranks)), []
     even = run(name, case, folder / "even", "even", both, FEW)
-    steps = STEPS if case.deferred == 1 else 2 * STEPS  # 20 of each part are for finding the shares
+    steps = STEPS if case.later == 1 else 2 * STEPS  # 20 of each part are for finding the shares
     auto = run(name, case, folder / "auto", "auto", both, steps)
     half, late = steps // 2, steps * 3 // 4
-    parts = {"": (0, half if case.deferred != 1 else steps)}
-    if case.deferred != 1:
+    parts = {"": (0, half if case.later != 1 else steps)}
+    if case.later != 1:
         parts |= {", slow": (half, late), ", quick again": (late, steps)}
     for what, (start, stop) in parts.items():
-        rates = [*own[:-1], own[-1] / (case.deferred if what == ", slow" else 1.0)]
+        rates = [*own[:-1], own[-1] / (case.later if what == ", slow" else 1.0)]
         reached = rate(auto[0], case, start + 20, stop) / sum(rates)
         evenly = rate(even[0], case, 3, FEW) / sum(own) if not what else None
         last = [one["shares"][stop - 1] for one in auto]

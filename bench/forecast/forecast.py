@@ -111,7 +111,7 @@ class Emulated(nn.Module):
         self.layers = nn.ParameterList([torch.zeros(one) for one in case.widths])
 
     def forward(self, x: Tensor) -> Tensor:
-        seconds = (self.case.fixed_s + self.case.each * len(x)) / len(self.layers)
+        seconds = (self.case.fixed + self.case.each * len(x)) / len(self.layers)
         for weight in self.layers:
             x = _Sleep.apply(x, weight, seconds)  # type: ignore[no-untyped-call]
         return x.mean(1)

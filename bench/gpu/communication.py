@@ -56,9 +56,9 @@ def check_codes(device: str) -> dict[str, str]:
     values[5], values[1000] = math.inf, math.nan
     there = values.to(device)
     for name, code in CODES.items():
-        message = torch.zeros(code.size(len(values)), dtype=torch.uint8, device=device)
+        message = torch.zeros(code.message_bytes(len(values)), dtype=torch.uint8, device=device)
         rest, out, home = there.clone(), torch.empty_like(there), torch.empty_like(values)
-        code.encode(rest, message, keep=True)
+        code.encode(rest, message, keep_error=True)
         code.decode(message, out)
         code.decode(message.cpu(), home)
         # not a number is not equal to itself
@@ -72,7 +72,7 @@ def check_codes(device: str) -> dict[str, str]:
         seconds = []
         for _ in range(6):
             began = now(device)
-            code.encode(rest.copy_(there), message, keep=True)
+            code.encode(rest.copy_(there), message, keep_error=True)
             middle = now(device)
             code.decode(message, out, add=True)
             seconds.append((middle - began, now(device) - middle))

@@ -103,7 +103,7 @@ def rank(options: argparse.Namespace, folder: Path) -> None:
                     losses.append(float(each.detach().mean()))
                     shares.append(part.count)
                     ends.append(time.perf_counter())
-        apart = 0.0 if session._training.proof is None else session._training.proof.deviation
+        apart = 0.0 if session._training.checksum is None else session._training.checksum.deviation
         half = len(ends) // 2
         rate = batch * (len(ends) - 1 - half) / (ends[-1] - ends[half])
         torch.save([p.detach().double().cpu() for p in network.parameters()], folder / f"{name}.pt")

@@ -357,7 +357,7 @@ def run_all(
                     free.append(one.pair)
                     free.sort(key=lambda pair: pair.number)
                     kind = (one.job.kind, one.job.model, one.job.method, one.job.link)
-                    taken[kind] = time.monotonic() - one.on_iteration
+                    taken[kind] = time.monotonic() - one.begun
                     if not one.failed:
                         finished.append((one.job, taken[kind]))
                     record(one.job, one.folder, one.failed, taken[kind])

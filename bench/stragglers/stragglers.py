@@ -331,7 +331,7 @@ class Ranks:
 
     def __init__(self, world: World, session: Any, rank: int, asked: int, answers: int) -> None:
         self.world, self.session, self.rank = world, session, rank
-        self.save_number, self.answers = asked, answers
+        self.asked, self.answers = asked, answers
         self.told: list[dict[str, Any]] = []
         session.event = self._event
         session.say = session._journal.print = lambda text: None
@@ -378,7 +378,7 @@ class Ranks:
         import torch
 
         if self.rank == 0:
-            os.write(self.save_number, f"{what}:{number} ".encode())
+            os.write(self.asked, f"{what}:{number} ".encode())
             if wait:
                 os.read(self.answers, 1)
         if wait:
@@ -393,13 +393,13 @@ class Ranks:
         self._ask("heal", case.number, wait=True)
         network = _network(1 if case.kind == "short steps" else 4)
         model = session.prepare(network, torch.optim.SGD(network.parameters(), lr=1e-4))
-        take = session._loop.lookout.take
+        update = session._loop.stragglers.update
 
         def watched(look: Any) -> None:
             self.looks.append(look)
-            take(look)
+            update(look)
 
-        session._loop.lookout.take = watched
+        session._loop.stragglers.update = watched
         larger = 1.8 + case.strength if mine and case.kind == "batch" else 1.0
         data = Samples(self, case, larger)
         given = data if case.kind != "data" or case.number % 2 else Whole(data)

@@ -131,16 +131,16 @@ def test_something_that_cannot_be_told_is_said() -> None:
 
 
 class Known:
-    """A door at which a rank may know of somebody."""
+    """A join gate at which a rank may know of a newcomer."""
 
     def __init__(self, number: int) -> None:
         self.number, self.heard = number, (-1, -1)
 
-    def knocked(self) -> int:
+    def pending_generation(self) -> int:
         return self.number
 
-    def agreed(self, least: int, most: int) -> None:
-        self.heard = least, most
+    def agree_to_join(self, lowest: int, highest: int) -> None:
+        self.heard = lowest, highest
 
 
 def test_a_poll_tells_which_groups_ranks_know_of() -> None:

@@ -25,18 +25,19 @@ class Average:
     the same; of a sharded module each averages its own shards. Made by ``session.average``.
 
     Args:
-        module: As it was given to ``session.prepare``.
-        comms: Of all ranks.
+        module: Module that was given to ``session.prepare``.
+        comms: Collectives of all ranks.
         decay: From 0 to below 1; 0.999 remembers about the last thousand updates.
         start: Updates after which averaging begins; until then the average is the weights.
         wait_for_copies: Called before weights are exchanged.
 
     Attributes:
-        module: Whose weights these are.
-        updates: Of the module, seen so far.
+        module: Module whose weights are averaged.
+        updates: Updates of the module so far.
+        exchanges: How often averages and weights were swapped.
 
     Raises:
-        SettingError: A value that cannot be.
+        SettingError: A value is out of range.
     """
 
     def __init__(
@@ -71,18 +72,17 @@ class Average:
         if self.updates <= self._start:
             torch._foreach_copy_(averages, live)
             return
-        for dtype in dict.fromkeys(
-            average.dtype for average in averages
-        ):  # its fast path wants one of them
+        # torch's fast path needs tensors of one dtype
+        for dtype in dict.fromkeys(average.dtype for average in averages):
             indexes = [number for number, average in enumerate(averages) if average.dtype == dtype]
             self._mix([averages[n] for n in indexes], [live[n] for n in indexes], None)
 
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
-        """Within it the module has the averaged weights; every rank must do this together.
+        """Context in which the module has the averaged weights; enter it on every rank.
 
-        Not while an iteration computes: after ``session.step`` of the last batch of an epoch, or
-        where ``session.epochs(every=…)`` gives control.
+        Enter it between iterations only: after ``session.step`` of the last batch of an epoch, or
+        when ``session.epochs(every=…)`` yields.
         """
         self._wait_for_copies()
         self._exchange()
@@ -118,7 +118,7 @@ class Average:
             average.copy_(former)
 
     def state(self, *, assemble: bool = True) -> dict[str, Any]:
-        """What a checkpoint keeps; ``assemble`` puts shards together, a collective."""
+        """Returns the state for a checkpoint; ``assemble`` gathers shards, a collective."""
         tensors = self._averages
         if assemble:
             tensors = {name: parallel.full_tensor(tensor) for name, tensor in tensors.items()}
@@ -137,7 +137,7 @@ class Average:
 
 
 def _averaged(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters, and buffers that a checkpoint holds, by name; numbers that count are left out."""
+    """Returns floating point parameters and persistent buffers, by name."""
     state = parallel.local_state(module)
     tensors = [*module.named_parameters(), *module.named_buffers()]
     return {
@@ -146,5 +146,5 @@ def _averaged(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _local(tensors: dict[str, Tensor]) -> list[Tensor]:
-    """What this rank holds of them."""
+    """Returns this rank's parts of the tensors, without gradients."""
     return [parallel.local_tensor(tensor.detach()) for tensor in tensors.values()]

@@ -1,4 +1,4 @@
-"""What a script has done at certain moments of its training."""
+"""Callbacks of a script: methods that a session calls at certain events of the training."""
 
 from __future__ import annotations
 
@@ -13,39 +13,38 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Its methods are called at their moments; override those that you need.
+    """Base class of callbacks, which are added with ``session.add``; override what you need.
 
     Every rank calls the same methods with the same values in the same order, so that they may
-    communicate (``session.comms``). What one raises ends its rank, and so the job. Given to
-    ``session.add``. A callback with a state that belongs into checkpoints is also one of the
-    ``extras`` of ``session.checkpoints``.
+    communicate (``session.comms``). An exception ends the rank, and so the job. If a callback has
+    state that belongs into checkpoints, pass it to ``session.checkpoints`` in ``extras``, too.
     """
 
     def after_step(self, session: Session, step: int) -> None:
-        """After the optimizers have stepped, before a checkpoint of this step.
+        """Called after the optimizers have stepped, before a checkpoint of this step.
 
-        Parameters may be changed here, in the same way on every rank.
+        It may change parameters, in the same way on every rank.
         """
 
     def epoch_ended(self, session: Session, epoch: int) -> None:
-        """After all of an epoch and what the script does at its end, before its checkpoint.
+        """Called when the script has done an epoch and its evaluation, before its checkpoint.
 
-        Not where ``session.epochs(every=…)`` gives control in mid-epoch.
+        It is not called when ``session.epochs(every=…)`` yields within an epoch.
         """
 
     def evaluated(self, session: Session, split: str, values: Mapping[str, Any]) -> None:
-        """When the script has recorded figures with ``session.log``."""
+        """Called when the script has recorded values with ``session.log``."""
 
     def checkpoint_saved(self, session: Session, step: int) -> None:
-        """When a checkpoint is on the disk, up to a second later; or at the end of the session."""
+        """Called up to a second after a checkpoint is on the disk, or at the session's end."""
 
 
 class Callbacks:
-    """Those of a session, in the order in which they were added.
+    """The callbacks of a session, called in the order in which they were added.
 
     Args:
-        session: Passed on.
-        script_work: Context manager around each call, which counts its time as the script's.
+        session: Session that the callbacks are given.
+        script_work: Returns a context for each call, which counts its time as the script's.
     """
 
     def __init__(
@@ -93,5 +92,5 @@ class Callbacks:
                     f"the callback {type(callback).__name__}.{moment} failed"
                     f" after step {self._session.progress.step}",
                     found=f"{type(error).__name__}: {error}",
-                    remedy="mend it, or leave it out; the newest checkpoint can be resumed",
+                    remedy="fix it, or leave it out; the newest checkpoint can be resumed",
                 ) from error

@@ -1,8 +1,8 @@
-"""What ranks tell each other, apart from gradients. A world of one needs no process group.
+"""Collectives among all ranks for everything but gradients. One rank needs no process group.
 
-Where ranks may be lost while the others train on, each operation is an event that all ranks count
-(``elastic/recovery.py``): one that fails is done again by those that are left, or they take
-what one of them had got of it.
+If ranks may be lost while the others train on, each operation is an event that all ranks count
+(``elastic/recovery.py``). The remaining ranks repeat an operation that fails, or take its result
+from a rank that has finished it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from paceline.train.world import World
 
 T = TypeVar("T")
 
-FIRST_MESSAGE_BYTES = 512  # bytes of the message that says how long a text is, and begins it
-_LENGTH_BYTES = 8  # of them
-_MAX_PIECE_BYTES = 1 << 20  # bytes of a message of a chain, at most
-_MIN_PIECES = 64  # of them: the last rank has all when the first could, and a few pieces later
-_MAX_IN_FLIGHT = 4  # messages
-_MAX_MESSAGE_BYTES = 1 << 28  # bytes of a message that is sent at once
-_MAX_TEXT_BYTES = 1 << 28  # bytes of a text
+FIRST_MESSAGE_BYTES = 512
+"""Size of the first message of a text: its length, and as many of its bytes as fit."""
+_LENGTH_BYTES = 8
+_MAX_PIECE_BYTES = 1 << 20  # of a message in a chain
+_MIN_PIECES = 64  # in a chain: the last rank ends only a few pieces after the first
+_MAX_IN_FLIGHT = 4  # messages of a chain
+_MAX_MESSAGE_BYTES = 1 << 28  # of a broadcast by the backend
+_MAX_TEXT_BYTES = 1 << 28
 TENSOR_TYPE = r"bool|bfloat16|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)"
 
 
@@ -44,18 +45,18 @@ class FaultHandler(Protocol):
     """Recovers when a rank is lost in the middle of an operation of all ranks."""
 
     def event(self, act: Callable[[], T]) -> T:
-        """Returns the result of ``act``, which is repeated in a new group when a rank is lost."""
+        """Returns the result of ``act``; repeats it in a new group when a rank is lost."""
 
     @property
     def stale(self) -> bool:
-        """There is a new group, and not everything has begun anew in it."""
+        """Whether there is a new group in which not everything was renewed yet."""
 
     @property
     def able(self) -> bool:
         """Whether a rank that is lost now can be recovered from."""
 
     def watched(self) -> AbstractContextManager[None]:
-        """Context that makes a group whose collectives end when a rank is lost."""
+        """Context in which to make a group whose collectives end when a rank is lost."""
 
     def patient(self, timeout: timedelta) -> AbstractContextManager[None]:
         """Context in which an operation may wait this long for a late rank."""
@@ -66,16 +67,15 @@ class Comms:
     """Collectives that every rank must call in the same order.
 
     Attributes:
-        world: Place of this process; another one when ranks are lost or join.
+        world: Place of this process; changes when ranks are lost or join.
         device: Device whose tensors the backend moves.
         group: Process group; ``None`` is that of the whole job.
-        mixed: The ranks compute on different kinds of devices; they talk by their CPUs then, and
-            ``device`` is that.
-        fault_handler: ``None`` where a lost rank is the end of the others.
-        joining: This process is not with the others yet: its operations give what theirs gave.
-        slot: The number by which people know this rank; ``None``: its rank. Ranks of a group are
-            counted anew when one is lost, and the numbers in logs and messages stay.
-        waited_s: Seconds for which this rank stood in these operations so far.
+        mixed: The ranks compute on different kinds of devices; ``device`` is the CPU then.
+        fault_handler: Handles lost ranks; ``None``: a lost rank ends the others.
+        joining: This process has not joined the others yet: operations return recorded results.
+        slot: Number of this rank in logs and messages; ``None``: its rank. It stays when ranks are
+            renumbered after a loss.
+        waited_s: Seconds that this rank has spent in these operations so far.
     """
 
     world: World
@@ -104,10 +104,10 @@ class Comms:
         return self.fault_handler is not None and self.fault_handler.stale
 
     def new_group(self, **options: Any) -> dist.ProcessGroup:
-        """Makes a further group of all ranks; arguments as torch's. A collective.
+        """Makes another group of all ranks; arguments as of ``dist.new_group``. A collective.
 
-        Where a rank is lost meanwhile it is the job's new group itself: what the further one is for
-        will be made anew.
+        If a rank is lost meanwhile, it returns the job's new group: everything that uses the other
+        group will be renewed.
         """
         groups: list[dist.ProcessGroup] = []
 
@@ -123,18 +123,18 @@ class Comms:
         )
 
     def event(self, act: Callable[[], T]) -> T:
-        """Runs an operation that gives the same to each rank, or nothing.
+        """Runs an operation that returns the same on each rank, or nothing.
 
         Args:
-            act: Talks to the other ranks, and can be called again. No rank is through with it
-                before every rank has come to it.
+            act: Communicates with the other ranks, and can be repeated. No rank finishes it before
+                every rank has started it.
         """
         with self._count_time():
             return act() if self.fault_handler is None else self.fault_handler.event(act)
 
     @contextmanager
     def _count_time(self) -> Iterator[None]:
-        """Adds the time within it to :attr:`waited_s`, once."""
+        """Context whose time is added to :attr:`waited_s`, once if nested."""
         if self._is_counting:
             yield
             return
@@ -154,13 +154,13 @@ class Comms:
             self.waited_s = waited_s
 
     def collective(self, act: Callable[[], None]) -> None:
-        """Runs an operation that a rank may finish before others have started it."""
+        """Runs a collective ``act`` that a rank may finish before others have started it."""
 
-        def met() -> None:
+        def act_and_wait() -> None:
             act()
             self.wait_for_all()
 
-        self.event(act if self.fault_handler is None else met)
+        self.event(act if self.fault_handler is None else act_and_wait)
 
     def wait_for_all(self) -> None:
         """Within an operation, waits until every rank has reached it.
@@ -245,27 +245,27 @@ class Comms:
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Gives every rank the content of these tensors on one rank, in place.
 
-        Over gloo much goes along a chain, piece by piece: each rank passes on what it has while
-        the next piece comes, so all is there about when it would be on one other rank, and crosses
-        each host's card once where the ranks of a host are neighbours. gloo's own broadcast is a
-        tree: its root sends everything several times.
+        Over gloo, large contents go along a chain in pieces: each rank passes a piece on while it
+        receives the next. So all ranks finish about when one other rank would, and each host's
+        network card carries the content once if the ranks of a host are neighbours. gloo's own
+        broadcast is a tree, whose root sends everything several times.
 
         Args:
-            tensors: Of the same shapes and types on every rank, anywhere.
-            source: The rank whose content it is.
+            tensors: Tensors of the same shapes and types on every rank, on any device.
+            source: Rank whose content all ranks get.
         """
         filled = [tensor.detach() for tensor in tensors if tensor.numel()]
         if self.fault_handler is None or not filled:
             self.event(lambda: self._broadcast_flat(filled, source))
             return
-        has, is_source = 0, int(self.world.rank == source)
+        has_content, is_source = 0, int(self.world.rank == source)
 
         def act() -> None:
             """Sends from a rank that has all, else from the source, else from rank 0."""
-            nonlocal has
-            flags = self._rows(torch.tensor([2 * has + is_source]))[:, 0]
+            nonlocal has_content
+            flags = self._rows(torch.tensor([2 * has_content + is_source]))[:, 0]
             self._broadcast_flat(filled, int(flags.argmax()))
-            has = 1
+            has_content = 1
 
         self.collective(act)
 
@@ -342,9 +342,9 @@ class Comms:
         """Returns one rank's text on every rank.
 
         Args:
-            source: Whose.
-            text: That of this rank; only the source's counts.
-            first_bytes: Bytes up to which it travels at once.
+            source: Rank whose text is returned.
+            text: This rank's text; used on the source only.
+            first_bytes: Size of the first message; a longer text needs another one.
         """
         content = text.encode()
         first = _first_message(content, first_bytes)
@@ -379,9 +379,9 @@ class Comms:
                 )
 
     def together(self, act: Callable[[], T]) -> T:
-        """Calls ``act`` on every rank; a handled error of one is raised on every rank.
+        """Calls ``act`` on every rank; a :class:`PacelineError` of one is raised on every rank.
 
-        So no rank waits for another that has already given up.
+        So no rank waits for another that has already failed.
         """
         result: T | None = None
         problem = ""
@@ -397,11 +397,11 @@ class Comms:
     def by_first(self, act: Callable[[], str]) -> str:
         """Calls ``act`` on rank 0 and returns its result on every rank.
 
-        Where it is lost meanwhile, whoever is rank 0 then acts. A handled error of it is raised on
+        If rank 0 is lost meanwhile, the new rank 0 calls it. A :class:`PacelineError` is raised on
         every rank.
 
         Args:
-            act: Can be begun again by another rank, whatever the lost one has left.
+            act: Can be called by another rank after the lost one has done a part of it.
         """
         while True:
             message = ""
@@ -410,7 +410,7 @@ class Comms:
                     message = f"did\0{act()}"
                 except PacelineError as error:
                     message = f"failed\0{self._encode_error(error)}"
-            # Who has become rank 0 in this operation has not acted, and says nothing: to all alike.
+            # A rank that became rank 0 in this operation has not acted yet, and sent an empty text.
             outcome, _, content = self.texts(message)[0].partition("\0")
             if outcome == "failed":
                 raise _rebuild_error(0, *content.split("\0"))
@@ -445,7 +445,8 @@ def _parse_first_message(message: Tensor) -> tuple[int, bytes]:
 def parse_texts(texts: Sequence[str], shape: Schema) -> list[Any]:
     """Returns the JSON values that ranks have sent, by rank; ``None`` for an empty text.
 
-    JobError names the first rank whose value has not this shape.
+    Raises:
+        JobError: Names the first rank whose value does not have this shape.
     """
     values = []
     for rank, text in enumerate(texts):

@@ -1,4 +1,4 @@
-"""Files that survive being killed: either old or new, never half; or lines, each whole."""
+"""Writes files atomically: a killed process leaves the old or the new content, or whole lines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.spec.rundir import backup_name
 from paceline.spec.training.metrics import StepFilter
 
 _BLOCK_BYTES = 1 << 16
-_MAX_DESCRIPTION_BYTES = 64 << 20  # of a description; states and manifests are kilobytes
+_MAX_DESCRIPTION_BYTES = 64 << 20  # states and manifests have kilobytes
 
 
 def open_regular(path: Path, flags: int) -> IO[bytes]:
@@ -55,12 +55,12 @@ def read_bytes_limited(path: Path) -> bytes:
 
 
 def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """Writes under a temporary name and renames; clears what killed processes left of that.
+    """Writes a file under a temporary name and renames it; removes leftovers of killed processes.
 
     Args:
-        path: The file; its folder is made where it is missing.
-        content: All of it.
-        durable: Waits until it is on the disk, before and after the renaming.
+        path: The file; its folder is made if it is missing.
+        content: The whole content.
+        durable: Waits until the file and its new name are on the disk.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
@@ -79,7 +79,7 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
 def _write_and_replace(temporary: Path, path: Path, content: bytes, *, durable: bool) -> None:
     with open_regular(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as file:
         with contextlib.suppress(OSError):
-            lock(file.fileno())  # says that somebody is at it
+            lock(file.fileno())  # marks the file as being written
         file.write(content)
         file.flush()
         if durable:
@@ -97,10 +97,10 @@ def remove_stale(path: Path) -> None:
 
 
 def replace(source: Path, target: Path) -> None:
-    """Renames ``source`` to ``target``, replacing that.
+    """Renames ``source`` to ``target``, replacing it.
 
-    A share of SMB refuses that while a process of this host has the target open, and may have
-    removed it by then: so it is tried until the reader is done. OSError when that takes long.
+    An SMB share refuses this while a process of this host has the target open, and may have removed
+    the target by then. So it is retried until the reader is done; OSError after five seconds.
     """
     deadline = time.monotonic() + _REPLACE_TIMEOUT_S
     while True:
@@ -115,7 +115,7 @@ def replace(source: Path, target: Path) -> None:
 
 
 _REPLACE_TIMEOUT_S = 5.0
-_STALE_FILE_S = 3600.0  # without a change, on a disk that knows no locks
+_STALE_FILE_S = 3600.0  # without a change, on a file system without locks
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -123,11 +123,11 @@ def lock(descriptor: int, wait: bool = False) -> bool | None:
     """Takes the kernel's lock of a file, against other processes and, on NFS and SMB, other hosts.
 
     Args:
-        descriptor: Of the file, open for writing; the lock ends when it is closed.
-        wait: For as long as another process holds it.
+        descriptor: Descriptor of the file, open for writing; closing it releases the lock.
+        wait: Waits as long as another process holds the lock.
 
     Returns:
-        Whether it is held now; ``None`` on a disk that knows no locks.
+        Whether the lock is held now; ``None`` on a file system without locks.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -155,7 +155,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Hash of a file's content."""
+    """Returns the SHA-256 of a file's content, in hexadecimal."""
     with path.open("rb") as file:
         digest = hashlib.sha256()
         while chunk := file.read(1 << 20):
@@ -173,7 +173,7 @@ def json_line(message: Mapping[str, Any]) -> bytes:
 
 
 class RecordFile:
-    """A file of records, appended to.
+    """A file to which records are appended.
 
     A resumed run repeats the steps after its checkpoint with the same results; records of steps
     that are in the file already are not written again.

@@ -79,11 +79,11 @@ class Journal:
         self._meter.add(count, **values)
 
     def measure_other_samples(self, **values: Tensor) -> None:
-        """Takes values of other samples of that step, as :meth:`Meter.add_others` does."""
+        """Takes values of other samples of that step, as :meth:`Meter.add_other_samples` does."""
         self._meter.add_other_samples(**values)
 
     def mark(self) -> None:
-        """A global batch begins, that may turn out to be void."""
+        """Marks the start of a global batch that may turn out to be void."""
         self._meter.mark()
 
     def roll_back(self) -> None:
@@ -114,12 +114,12 @@ class Journal:
         self._unrecorded += self._meter.result(some_absent=True)
 
     def state_dict(self) -> dict[str, object]:
-        """What is not recorded yet, the same on every rank; a collective."""
+        """Returns what is not recorded yet, the same on every rank; a collective."""
         self._reduce()
         return self.state_of_gathered()
 
     def state_of_gathered(self) -> dict[str, object]:
-        """The same right after :meth:`gather`, of which ranks may have had other parts to do."""
+        """Returns :meth:`state_dict` right after :meth:`gather`; no collective."""
         counts = {"counts": dict(self._unrecorded.counts)} if self._unrecorded.counts else {}
         cutoff = time.time() - _RESEND_WINDOW_S
         recent = [

@@ -1,4 +1,4 @@
-"""The loop of a training: its epochs, and what is due after each global step."""
+"""The training loop: epochs, and the work that is due after each global step."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _RECORD_STEPS = 50
 
 
 class TrainingLoop:
-    """Runs epochs and does what is due after each global step.
+    """Runs epochs and the work that is due after each global step.
 
     Args:
-        probe: Measures a few steps instead of a training; ``None``: does not.
+        probe: Measures a few steps instead of a training; ``None`` for a normal training.
         log_every: Global steps between two records; 0 chooses by the length of an epoch.
         check_every: Global steps between two proofs that ranks hold the same models.
 
     Attributes:
-        pace: Where the time of steps goes.
-        lookout: Reports who holds the others up.
+        pace: Times the parts of each step.
+        stragglers: Reports ranks that hold the others up.
         watch: Records norms and load.
         bucket_trial: Tries sizes of gradient buckets; ``None``: they stay.
     """
@@ -60,33 +60,33 @@ class TrainingLoop:
         self._loaders, self._callbacks, self._probe = loaders, callbacks, probe
         self._log_every, self._check_every = log_every, check_every
         self.bucket_trial: BucketTrial | None = None
-        self.lookout = StragglerMonitor(member)
+        self.stragglers = StragglerMonitor(member)
         self.watch = Watch(journal.record)
         self.pace = StepTimer(member.comms, training.models.module, member.device)
         self.steps = StepRunner(member, journal, training.models, membership, self.pace, self.watch)
 
     def measure(self, bucket_trial: BucketTrial | None) -> None:
-        """Measures the models that there are now, from their first step on.
+        """Starts measuring the models that were prepared so far, from their first step on.
 
         Args:
             bucket_trial: Tries sizes of gradient buckets; ``None``: they stay.
         """
         self.bucket_trial = bucket_trial
         self.pace.follow(self._training.models.first.model)
-        self.lookout.regroup()
+        self.stragglers.regroup()
 
     def renew(self) -> None:
         """Begins anew in a new group of ranks; a collective."""
         if self.bucket_trial is not None:
             self.bucket_trial.restart(self._training.progress.step)
         self.pace.regroup()
-        self.lookout.regroup()
+        self.stragglers.regroup()
         self._division.regroup(self._training.models)
 
     # -- epochs ----------------------------------------------------------------------------
 
     def start_iteration(self, loader: Loader) -> None:
-        """The script begins to take batches from a loader."""
+        """Called when the script begins to take batches from a loader."""
         if loader is not self.steps.loader:
             self._membership.start_side_loader()
             return
@@ -118,7 +118,7 @@ class TrainingLoop:
             membership.keep_received()
 
     def epochs(self, loader: Loader) -> Iterator[int]:
-        """Epoch numbers from where the training stands until its end."""
+        """Yields epoch numbers from where the training stands until its end."""
         progress = self._training.progress
         first_step = progress.step
         if progress.finished:
@@ -143,10 +143,10 @@ class TrainingLoop:
                 progress.epoch, progress.offset = progress.epoch + 1, 0
             self._checkpoints.after_evaluation(epoch_ended=epoch_ended)
         self._membership.verify()
-        self.lookout.summarize(self.pace, progress.step - first_step, loader.waited_s)
+        self.stragglers.summarize(self.pace, progress.step - first_step, loader.waited_s)
 
     def _allow_losses(self, loader: Loader) -> None:
-        """Has the loader divide batches anew when ranks are lost."""
+        """Lets the loader divide batches anew when ranks are lost."""
         recovery = self._membership.recovery
         if recovery is None:
             return
@@ -201,13 +201,13 @@ class TrainingLoop:
             self._checkpoints.settle()
 
     def _measure_pace(self, batch: Batch, loader: Loader) -> None:
-        """Takes how long the step took, and adjusts communication and shares to it."""
+        """Times the step, and adjusts communication and shares to the timings."""
         step = self._training.progress.step
         timings = self.pace.step(batch.total, loader.waited_s, self._checkpoints.blocked_s)
         if (communication := self._training.models.first.communication) is not None:
             communication.computed(self.pace.last_computing_s)
         if timings is not None:
-            self.lookout.update(timings)
+            self.stragglers.update(timings)
             self._journal.report_timings(timings.summary)
             self._try_bucket_sizes(timings)
             self._choose_communication(timings)
@@ -216,7 +216,7 @@ class TrainingLoop:
             self._probe.stepped(batch.total, loader.waited_s, self.pace.last_computing_s())
 
     def _choose_communication(self, timings: StepTimings) -> None:
-        """Has a single model's way of averaging reconsidered."""
+        """Reconsiders how a single model's gradients are averaged."""
         models, bucket_trial = self._training.models, self.bucket_trial
         communication, step = models.first.communication, self._training.progress.step
         if communication is None or len([*models]) > 1:
@@ -231,7 +231,7 @@ class TrainingLoop:
                 self._try_bucket_sizes(timings)
 
     def _try_bucket_sizes(self, timings: StepTimings) -> None:
-        """Has sizes of gradient buckets tried, once the way of averaging is settled."""
+        """Tries sizes of gradient buckets, once the method of averaging is final."""
         communication = self._training.models.first.communication
         step = self._training.progress.step
         if self.bucket_trial is None or (communication is not None and not communication.is_final):
@@ -253,5 +253,5 @@ class TrainingLoop:
 
 
 def _equal_parts(length: int, limit: int) -> int:
-    """The length of equal parts, none longer than ``longest``."""
+    """Returns the length of the fewest equal parts that are not longer than ``limit``."""
     return -(-length // -(-length // limit))

@@ -1,6 +1,6 @@
-"""A member of a job: a process with its device, what it says, and what all members do together.
+"""A member of a job: a process with its device, its output, and operations of all members.
 
-A script that only evaluates or predicts needs no more than this of its session.
+A script that only evaluates or predicts uses no other part of its session.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ T = TypeVar("T")
 
 
 class Member:
-    """A process of a job.
+    """One process of a job.
 
     Attributes:
-        device: Where the model and the batches live.
-        precision: Of parameters and of what is computed.
+        device: Device of the model and the batches.
+        precision: Precision of parameters and computation.
         folder: The run directory; only rank 0 writes to it.
-        progress: How far the training is.
+        progress: Position of the training.
         comms: Collectives for small things.
         leaves_group: The process group was made by :func:`join` and ends with the session.
     """
@@ -59,13 +59,13 @@ class Member:
 
     @property
     def world(self) -> world.World:
-        """Place of this process; another one when ranks are lost or join."""
+        """Place of this process in the job; changes when ranks are lost or join."""
         return self.comms.world
 
-    # -- what it computes with -----------------------------------------------------------
+    # -- device and precision ------------------------------------------------------------
 
     def place(self, module: nn.Module, *, shard: bool = False) -> nn.Module:
-        """The module on this session's device, its parameters in this session's precision.
+        """Moves a module to this session's device, and its parameters to this session's precision.
 
         A tensor of higher precision keeps it: a module in float64 stays in float64.
 
@@ -84,11 +84,11 @@ class Member:
         return parallel.shard(placed) if shard and not self.comms.is_alone else placed
 
     def autocast(self) -> AbstractContextManager[object]:
-        """The context for the forward pass and the loss."""
+        """Returns the context for the forward pass and the loss."""
         return self.precision.autocast(self.device)
 
     def meter(self) -> Meter:
-        """Collects per-sample values and reduces them exactly over all ranks."""
+        """Makes a meter: it collects per-sample values and reduces them exactly over all ranks."""
         return Meter(
             self.comms.sum,
             self.comms.device,
@@ -97,10 +97,10 @@ class Member:
             lambda: self.progress.some_absent,
         )
 
-    # -- what it says --------------------------------------------------------------------
+    # -- output --------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
-        """One line for the user, once."""
+        """Prints one line for the user, once for the job."""
         self._journal.print(text)
 
     def event(self, name: str, **details: Any) -> None:
@@ -108,7 +108,7 @@ class Member:
         self._journal.event(name, **details)
 
     def phase(self, name: str) -> None:
-        """Tells the launcher what this rank is doing now; not before it is with the others."""
+        """Tells the launcher what this rank is doing; does nothing in a process that is joining."""
         if not self.comms.joining:
             self._journal.heartbeat(name)
 
@@ -120,15 +120,15 @@ class Member:
         config: Mapping[str, Any] | None = None,
         each_node: bool = False,
     ) -> None:
-        """Sends every record also to these trackers; to be called after :meth:`checkpoints`.
+        """Sends every record also to these trackers; call it after ``checkpoints``.
 
         A tracker that fails or hangs costs a warning and nothing else.
 
         Args:
-            names: Of ``paceline.train.trackers.TRACKERS``.
+            names: Names in ``paceline.train.trackers.TRACKERS``.
             project: Name under which runs are collected.
-            config: Settings, as the tracker shows them.
-            each_node: One run for each node, in a group, instead of one for all.
+            config: Settings that the tracker shows.
+            each_node: Makes one run for each node, in a group, instead of one for all.
         """
         if not os.environ.get(jobenv.PROBE):
             self._journal.track(names, project, config or {}, each_node)
@@ -139,13 +139,13 @@ class Member:
         self.keep(rundir.CONFIG, lambda folder: files.write_json(folder / rundir.CONFIG, content))
 
     def keep(self, name: str, write: Callable[[Path], None]) -> None:
-        """Has rank 0 write something into the run directory; to be called on every rank.
+        """Lets rank 0 write a file into the run directory; call it on every rank.
 
         A rank that becomes rank 0 writes it again: it may have a disk of its own.
 
         Args:
-            name: What is written takes the place of what was kept under this name.
-            write: Is given the run directory.
+            name: Key of the file; replaces the earlier ``write`` of the same name.
+            write: Called with the run directory.
         """
         self._file_writers[name] = write
         self._take_over_files()
@@ -153,7 +153,7 @@ class Member:
             write(self.folder)
 
     def _take_over_files(self) -> None:
-        """Has the rank that is first now write what a former one may have taken with it."""
+        """Writes the kept files again on a rank that has become rank 0."""
         is_first, was_writer = self.world.rank == 0, self._writes_files
         self._writes_files = is_first
         if not is_first or was_writer:
@@ -166,25 +166,25 @@ class Member:
             self._journal.report("warning", warning=warning)
 
     def follow(self) -> None:
-        """Has the rank that is first now speak for the job and keep its files; no collective."""
+        """Lets a rank that has become rank 0 report for the job and keep its files."""
         self._journal.update_roles()
         self._take_over_files()
 
-    # -- what all members do -------------------------------------------------------------
+    # -- operations of all ranks ---------------------------------------------------------
 
     def agree(self, what: str, value: str) -> None:
-        """Raises on every rank when ``value`` is not the same on all of them."""
+        """Raises :class:`JobError` on every rank when ``value`` is not the same on all of them."""
         self.comms.agree(what, value)
 
     def together(self, act: Callable[[], T]) -> T:
-        """Acts on every rank; what one rank raises, every rank raises."""
+        """Calls ``act`` on every rank; an error of one rank is raised on every rank."""
         return self.comms.together(act)
 
     def once(self, folder: Path, make: Callable[[Path], None]) -> None:
-        """Makes ``folder`` where it is missing: once for each disk, while the others wait.
+        """Makes ``folder`` if it is missing: once for each disk, while the other ranks wait.
 
         Args:
-            folder: What is to exist afterwards, on every rank.
+            folder: Folder that exists afterwards on every rank.
             make: Fills the empty folder that it is given.
         """
         disks.make_once(self.comms, folder, make)

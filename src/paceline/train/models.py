@@ -21,11 +21,11 @@ UNNAMED = ""
 class Models:
     """Updaters by model name, in the order of preparation.
 
-    A loss changes the model that it is given for and no other, whatever else it passes through:
-    neither are the others' gradients computed nor does any rank wait for them.
+    A loss changes only the model that it is given for, whatever other models it passes through:
+    their gradients are not computed, and no rank waits for them.
 
     Attributes:
-        module: The only one, or all of them under their names.
+        module: The only model, or a module of all of them by name.
     """
 
     def __init__(self, updaters: Mapping[str, Updater] | None = None) -> None:
@@ -46,7 +46,7 @@ class Models:
         """Adds a model, or replaces one of that name (after :meth:`close_exchange`).
 
         Raises:
-            ValueError: The name cannot be, or some have names and others have none.
+            ValueError: The name is no identifier, or only some models have names.
         """
         if name and not name.isidentifier():
             raise ValueError(f"session.prepare: the name {name!r} is no identifier")
@@ -83,10 +83,10 @@ class Models:
         return {metric: self._updaters[name].lr for name, metric in self.metric_names("lr").items()}
 
     def check_finite(self, losses: Mapping[str, float], step: int) -> None:
-        """Ends a training that has diverged, on every rank.
+        """Checks that mean losses are finite; called with the same losses on every rank.
 
         Raises:
-            JobError: A mean loss is not finite (fp16 takes such steps back by itself).
+            JobError: One is not; the loss scale of fp16 handles such steps itself.
         """
         wrong = [f"{name} {loss}" for name, loss in losses.items() if not math.isfinite(loss)]
         if wrong and self.first.scaler is None:
@@ -103,17 +103,22 @@ class Models:
         return next(iter(self), None) or self[UNNAMED]
 
     def unsynced(self) -> AbstractContextManager[None]:
-        """Context of passes whose gradients are not exchanged; only for a single model."""
+        """Context of backward passes without gradient exchange; only for a single model."""
         updater = self._updaters.get(UNNAMED)
         return parallel.unsynced(updater.model) if updater else nullcontext()
 
     def start(self, steps: int, step: int) -> list[str]:
-        """Starts a training of so many steps; returns messages for the user."""
+        """Tells the communication how long the training is; returns messages for the user.
+
+        Args:
+            steps: Steps of the whole training.
+            step: Steps done.
+        """
         methods = [updater.communication for updater in self if updater.communication is not None]
         return list(filter(None, [method.begin(steps, step) for method in methods]))
 
     def record_commit(self) -> None:
-        """Records the models of a step that counts, for :meth:`as_committed`."""
+        """Records the models after a step that counts, for :meth:`as_committed`."""
         if self.is_diverged:
             self._committed = None  # nobody takes the model of a rank that steps alone
             return
@@ -128,29 +133,29 @@ class Models:
         )
 
     def start_batch(self) -> None:
-        """A global batch begins that may turn out not to count."""
+        """Records the buffers before a global batch, for :meth:`roll_back`."""
         self._batch_buffers = self._batch_buffers or BufferSnapshot([self.module])
         self._batch_buffers.take()
 
     def roll_back(self) -> None:
-        """The batch does not count: nothing of it is left, in gradients or in buffers."""
+        """Discards gradients and restores buffers of a batch that does not count."""
         self.clear_gradients()
         if self._batch_buffers is not None:
             self._batch_buffers.restore()
 
     def skip_forward(self) -> None:
-        """Undoes the buffers of a forward pass for an update that was done already."""
+        """Restores buffers after a forward pass whose update was done already."""
         if self._committed is not None:
             self._committed.restore_buffers()
 
     def as_committed(self, is_needed: bool = True) -> AbstractContextManager[bool]:
-        """Context in which models are as last committed; ``False`` if that is unknown."""
+        """Context in which models are as last committed; yields ``False`` if that is unknown."""
         if self._committed is None or not is_needed:
             return nullcontext(True)
         return self._committed.restored()
 
     def stepped(self, step: int) -> None:
-        """Ends a global step, given the number of finished steps."""
+        """Ends a global step; ``step`` is the number of finished steps."""
         for updater in self:
             if updater.communication is not None:
                 updater.communication.stepped(step)
@@ -164,8 +169,8 @@ class Models:
         """Clears all gradients.
 
         Args:
-            is_committed: The step counts: the models are as another rank's optimizers have left
-                them. Otherwise what was exchanged is discarded.
+            is_committed: The step counts: the models were adopted from a rank that had stepped.
+                Otherwise the exchanged gradients are discarded.
         """
         for parameter in self.module.parameters():
             parameter.grad = None
@@ -175,7 +180,7 @@ class Models:
         self._start_step()
 
     def renew(self) -> None:
-        """Exchanges gradients in a new group of ranks from now on; a collective."""
+        """Moves gradient exchange to the new group of ranks; a collective."""
         self.clear_gradients()
         for updater in self:
             if updater.exchange is not None:
@@ -186,11 +191,9 @@ class Models:
     def synchronized_parameters(self) -> dict[str, Tensor]:
         """Parameters at the last synchronisation, by name; empty if models never diverge."""
         updater = self._updaters.get(UNNAMED)
-        if (
-            updater is None
-            or updater.communication is None
-            or not (synchronized := updater.communication.synced_parameters())
-        ):
+        if updater is None or updater.communication is None:
+            return {}
+        if not (synchronized := updater.communication.synced_parameters()):
             return {}
         names = {parameter: name for name, parameter in updater.module.named_parameters()}
         parameters = updater.module.named_parameters(remove_duplicate=False)
@@ -202,7 +205,7 @@ class Models:
 
     @property
     def max_unsynced_steps(self) -> int:
-        """Largest number of local steps that lost ranks have taken with them."""
+        """Largest number of local steps that are lost with a rank."""
         steps = [
             updater.communication.max_unsynced_steps
             for updater in self
@@ -212,7 +215,7 @@ class Models:
 
     @property
     def switches(self) -> dict[str, list[str]]:
-        """By name: frozen parameters, exchanged ones, and parts that are in evaluation mode."""
+        """Names of frozen parameters, of exchanged ones, and of modules in evaluation mode."""
         exchanged = {id(parameter) for replica in self._replicas for parameter in replica.exchanged}
         parameters = [*self.module.named_parameters()]
         return {
@@ -223,7 +226,7 @@ class Models:
 
     @switches.setter
     def switches(self, switches: Mapping[str, list[str]]) -> None:
-        """Has it so with these, and with no others; what is exchanged from :meth:`renew` on."""
+        """Sets exactly these; which parameters are exchanged takes effect in :meth:`renew`."""
         frozen, evaluated = {*switches["frozen"]}, {*switches["evaluated"]}
         parameters = dict(self.module.named_parameters())
         for name, parameter in parameters.items():
@@ -232,10 +235,7 @@ class Models:
             part.training = name not in evaluated
         exchanged = {id(parameters[name]) for name in switches["exchanged"]}
         for replica in self._replicas:
-            parameters = replica.module.parameters()
-            replica.exchanged = [
-                parameter for parameter in parameters if id(parameter) in exchanged
-            ]
+            replica.exchanged = [p for p in replica.module.parameters() if id(p) in exchanged]
 
     @property
     def _replicas(self) -> list[parallel.Replica]:
@@ -245,16 +245,14 @@ class Models:
         """Averages gradients of parameters that were frozen before; returns whether there are any.
 
         Raises:
-            SettingError: Ranks step apart, and have met without them.
+            SettingError: Ranks take local steps (``local``) and were never together with them.
         """
         widened = False
         for updater in self:
             if updater.exchange is None or not updater.exchange.has_thawed:
                 continue
-            if (
-                updater.communication is not None
-                and updater.communication.requested.name == "local"
-            ):
+            communication = updater.communication
+            if communication is not None and communication.requested.name == "local":
                 raise SettingError(
                     "--communication local: ranks that step apart have no common beginning for"
                     " parameters that are trained from now on",
@@ -263,19 +261,19 @@ class Models:
                     remedy="--communication exact, or freeze them after session.prepare",
                 )
             updater.exchange.widen()
-            if updater.communication is not None:
-                updater.communication.renew()
+            if communication is not None:
+                communication.renew()
             widened = True
         return widened
 
     def synchronize(self, *, moments: bool = False) -> None:
-        """Gives all ranks the same models, and the same moments on request."""
+        """Gives all ranks the same models, and on request the same optimizer moments."""
         for updater in self:
             if updater.communication is not None:
                 updater.communication.synchronise(moments=moments)
 
     def close(self) -> None:
-        """Ends gradient exchanges; no rank may be in a step."""
+        """Ends the gradient exchanges; no rank may be in a step."""
         for updater in self:
             if updater.exchange is not None:
                 updater.exchange.close()
@@ -291,13 +289,13 @@ class Models:
         """Adds the gradient of a loss to one model.
 
         Args:
-            name: Of the model.
-            loss: A single number.
-            is_last: The gradient is then complete, and averaged over all ranks.
-            retain_graph: Another loss, that may share a part of the way, comes after this one.
+            name: Name of the model.
+            loss: Scalar loss.
+            is_last: Whether the gradient is complete then, and averaged over all ranks.
+            retain_graph: Keeps the graph for another loss that shares a part of it.
 
         Raises:
-            JobError: The loss has left parameters out, and nobody has said that it may.
+            JobError: The loss does not depend on some parameters (see ``unused``).
         """
         updater = self[name]
         if self._committed is not None:
@@ -319,10 +317,10 @@ class Models:
 
     @contextmanager
     def _preserve_gradients(self, chosen: Updater) -> Iterator[None]:
-        """Keeps the other models' gradients as they are.
+        """Context that keeps the gradients of all models except ``chosen``.
 
-        A loss cannot be told to leave sharded parameters alone: in the forward pass they were
-        others, put together for it.
+        A backward pass cannot leave sharded parameters out: the forward pass used other tensors,
+        gathered from the shards.
         """
         parameters = [
             parameter
@@ -341,7 +339,7 @@ class Models:
 
     @contextmanager
     def averaged(self, names: Iterable[str] = ()) -> Iterator[None]:
-        """Context in which these models, or all that have an average, have averaged weights."""
+        """Context in which these models, or all with an average, have averaged weights."""
         averages = [self[name].average for name in names] or [updater.average for updater in self]
         with ExitStack() as stack:
             for average in filter(None, averages):
@@ -350,7 +348,7 @@ class Models:
 
     @contextmanager
     def without_averages(self) -> Iterator[bool]:
-        """Context in which no model has averaged weights; yields whether one had them."""
+        """Context without averaged weights; yields whether any model had them."""
         with ExitStack() as stack:
             averages = [updater.average for updater in self if updater.average is not None]
             was_applied = [stack.enter_context(average.suspended()) for average in averages]

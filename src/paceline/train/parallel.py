@@ -1,4 +1,4 @@
-"""How a model trains on all ranks at once: replicated (DDP) or sharded (FSDP2)."""
+"""Replicates (DDP) or shards (FSDP2) a model over all ranks, and handles its state."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from paceline.train.comms import Comms
 from paceline.train.elastic import waits
 from paceline.train.elastic.recovery import Recovery
 
-_MAX_NAMED_PARAMETERS = 5  # parameters in a message, at most
-_NUM_BUCKETS = 16  # of a large model's gradients: what cannot be hidden is about one of them
+_MAX_NAMED_PARAMETERS = 5  # in a message
+_NUM_BUCKETS = 16  # of a large model: about one bucket cannot be hidden behind the backward pass
 
 
 def shard(module: nn.Module) -> nn.Module:
@@ -47,7 +47,7 @@ def shard(module: nn.Module) -> nn.Module:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """True when parameters are spread over the ranks: all, or those of a part."""
+    """Whether parameters are spread over the ranks, all or those of a submodule."""
     if "torch.distributed.fsdp" not in sys.modules:  # importing it only to say no takes long
         return False
     from torch.distributed.fsdp import FSDPModule
@@ -56,7 +56,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def reshard(module: nn.Module) -> None:
-    """Frees whole parameters that FSDP still holds after an evaluation."""
+    """Frees the gathered parameters that FSDP still holds after an evaluation."""
     if not is_sharded(module):
         return
     from torch.distributed.fsdp import FSDPModule
@@ -67,18 +67,18 @@ def reshard(module: nn.Module) -> None:
 
 
 class Replica(DistributedDataParallel):
-    """DDP that keeps how long it stood still for buffers, and sends none that nobody reads.
+    """DDP that times its waits for buffers, and does not send buffers that nothing reads.
 
     Before each forward pass rank 0 sends its buffers to all, and a rank that is early waits there
-    for a late one, not after its backward pass. Two sorts stay at home: those of frozen parts,
+    for a late one, not after its backward pass. Two kinds are not sent: buffers of frozen parts,
     which are in evaluation mode and have no parameter that is trained; and the running statistics
-    of norms that train, which such a pass only writes. These are sent before a pass that reads
-    them, and whenever ranks are compared (``elastic/replica_check.py``).
+    of norms in training mode, which such a pass only writes. These are sent before a pass that
+    reads them, and whenever ranks are compared (``elastic/replica_check.py``).
 
     Attributes:
-        stalls: Beginnings and ends of these exchanges; whoever reads them clears them.
-        timestamp: Gives a moment: of the CPU, or of an accelerator's stream.
-        recovery: What makes good that a rank is lost; ``None``: nothing does.
+        stalls: Start and end of each wait; the reader clears them.
+        timestamp: Returns a timestamp of the CPU, or of an accelerator's stream.
+        recovery: Replaces lost ranks; ``None``: nothing does.
         exchanged: The parameters whose gradients are averaged: those that were trained when this
             was made or at :meth:`include_trained`, also if a script has frozen them since.
         has_idle_rank: Returns whether some rank has nothing to compute in this step. Buffers are
@@ -108,7 +108,7 @@ class Replica(DistributedDataParallel):
         )
 
     def include_trained(self) -> None:
-        """Includes newly trained parameters; buckets must be built again then."""
+        """Adds newly trained parameters to :attr:`exchanged`; rebuild the buckets afterwards."""
         exchanged_ids = {*map(id, self.exchanged)}
         parameters = self.module.parameters()
         self.exchanged = [
@@ -121,24 +121,22 @@ class Replica(DistributedDataParallel):
     def original_parameters(self) -> Iterator[None]:
         """Context in which exactly the averaged parameters require gradients."""
         parameters = [*self.module.parameters()]
-        flags, exchanged_ids = (
-            [parameter.requires_grad for parameter in parameters],
-            {*map(id, self.exchanged)},
-        )
+        required_grad = [parameter.requires_grad for parameter in parameters]
+        exchanged_ids = {*map(id, self.exchanged)}
         for parameter in parameters:
             parameter.requires_grad_(id(parameter) in exchanged_ids)
         try:
             yield
         finally:
-            for parameter, trained in zip(parameters, flags, strict=True):
-                parameter.requires_grad_(trained)
+            for parameter, requires_grad in zip(parameters, required_grad, strict=True):
+                parameter.requires_grad_(requires_grad)
 
     def mark_synchronized(self) -> None:
-        """Records that all ranks have the same buffers now."""
+        """Records that all ranks now have the same buffers."""
         self._unsent_statistics.clear()
 
     def zero_loss(self) -> Tensor:
-        """Returns a loss with zero gradients, without computing, for an idle rank.
+        """Returns a loss with zero gradients without running the model.
 
         For a rank that has nothing to compute while the others wait for its gradients.
         """
@@ -151,8 +149,8 @@ class Replica(DistributedDataParallel):
     def check_used(self) -> None:
         """Checks, after a backward pass, that every averaged parameter got a gradient.
 
-        DDP goes on without a word on a rank whose pass has left a parameter out, and still waits
-        for it on the others: the next collective would meet that, and end a rank by a signal.
+        On a rank whose pass left a parameter out, DDP goes on silently; on the others it waits for
+        that parameter. The next collective would mismatch and end a rank by a signal.
 
         Raises:
             JobError: Names the parameters.
@@ -189,8 +187,8 @@ class Replica(DistributedDataParallel):
         return super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Sends buffers. Where a rank is lost the pass is one of the module alone: its batch does
-        not count, but a script is not to see an error."""
+        """Sends buffers. If a rank is lost, the pass runs without DDP: its batch does not count,
+        and the script sees no error."""
         if self.recovery is None:
             return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if not self.recovery.stale:
@@ -206,8 +204,8 @@ class Replica(DistributedDataParallel):
             return output
         return super()._post_forward(output)  # type: ignore[no-untyped-call]
 
-    def _moving_and_read(self) -> Iterator[Tensor]:
-        """The buffers that training may have changed and the next forward pass may read."""
+    def _read_buffers(self) -> Iterator[Tensor]:
+        """Yields buffers that training may have changed and the next forward pass may read."""
         for part in self.module.modules():
             if _only_writes_statistics(part):
                 self._unsent_statistics.add(part)
@@ -221,8 +219,8 @@ class Replica(DistributedDataParallel):
         return bool(super().will_sync_module_buffers())  # type: ignore[no-untyped-call]
 
     def start_step(self) -> None:
-        """Starts another step, or the same one again."""
-        if self.has_idle_rank():  # whatever DDP goes by next, it is the same on all ranks
+        """Prepares for another step, or for the same one again."""
+        if self.has_idle_rank():  # the same on all ranks
             self.require_forward_param_sync = True
         self._buffers_sent = False
 
@@ -234,8 +232,8 @@ class Replica(DistributedDataParallel):
     def _distributed_broadcast_coalesced(
         self, tensors: list[Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
-        moving = {id(buffer) for buffer in self._moving_and_read()}
-        selected = [tensor for tensor in tensors if id(tensor) in moving]
+        read_ids = {id(buffer) for buffer in self._read_buffers()}
+        selected = [tensor for tensor in tensors if id(tensor) in read_ids]
         if not selected:
             return
         send = super()._distributed_broadcast_coalesced
@@ -246,7 +244,7 @@ class Replica(DistributedDataParallel):
 
 
 def trained_buffers(module: nn.Module) -> list[Tensor]:
-    """The buffers that training may change: none of frozen parts in evaluation mode."""
+    """Returns buffers that training may change, so none of frozen parts in evaluation mode."""
     return [
         buffer
         for part in module.modules()
@@ -260,7 +258,7 @@ def _is_trained(part: nn.Module) -> bool:
 
 
 def _only_writes_statistics(part: nn.Module) -> bool:
-    """Whether a forward pass uses the batch's own statistics and notes them for evaluations."""
+    """Whether a forward pass only writes the running statistics, for evaluations."""
     return (
         part.training
         and type(part).forward in _STATISTICS_FORWARDS
@@ -277,12 +275,11 @@ _STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
 
 
 class ManualReplica(Replica):
-    """DDP for one of several models: a forward pass promises no backward pass.
+    """DDP for one of several models, which exchanges gradients only after :meth:`expect`.
 
-    A discriminator is called for its own loss and for the generator's. DDP takes each forward pass
-    for the beginning of a backward pass that is to be exchanged, in pieces of a batch, too, and
-    sends buffers before each of them. This one exchanges when it is told (:meth:`expect`), and
-    leaves buffers alone: ``elastic/replica_check.py`` makes them equal.
+    A discriminator is called for its own loss and for the generator's. DDP prepares an exchange in
+    each forward pass and sends buffers before it, also for a part of a batch. This class does
+    neither: :meth:`expect` prepares the exchange, ``elastic/replica_check.py`` aligns buffers.
     """
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -290,7 +287,7 @@ class ManualReplica(Replica):
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def expect(self, loss: Tensor) -> None:
-        """Makes the next backward pass, that of this loss, exchange gradients."""
+        """Prepares the gradient exchange of this loss's backward pass, which comes next."""
         if self.recovery is not None and self.recovery.stale:
             return
         self.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
@@ -308,18 +305,18 @@ def replicate(
     """Wraps the module in DDP, which averages gradients over all ranks.
 
     Args:
-        module: On its device.
-        device: Of this rank.
-        comms: By which all ranks get the first rank's parameters and buffers.
+        module: Module, already on its device.
+        device: Device of this rank.
+        comms: Collectives that broadcast rank 0's parameters and buffers.
         unused: Some steps leave parameters unused; looking for them costs time at every step.
-        manual: It is parameter of several models that are trained together.
-        recovery: What makes good that a rank is lost; ``None``: nothing does.
+        manual: The module is one of several models that are trained together.
+        recovery: Replaces lost ranks; ``None``: nothing does.
     """
     index = None if device.type == "cpu" else [device]
-    uses_gloo = comms.device.type == "cpu"  # alike on every rank
+    uses_gloo = comms.device.type == "cpu"  # the same on every rank
     # A false alarm of DDP for weights with one input channel, whose strides are ambiguous.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
-    # As DDP begins, but not by a tree.
+    # As DDP's constructor does, but without its tree broadcast.
     parameters: list[Tensor] = [
         parameter for parameter in module.parameters() if parameter.requires_grad
     ]
@@ -342,10 +339,10 @@ def replicate(
 
 
 def check_dense(module: nn.Module) -> None:
-    """Refuses models whose gradients have another form than buckets of real numbers.
+    """Refuses models with sparse or complex gradients, which buckets cannot hold.
 
     Raises:
-        SettingError: Names the part.
+        SettingError: There is one; names the module or parameter.
     """
     for name, part in module.named_modules():
         if getattr(part, "sparse", False) and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
@@ -365,10 +362,10 @@ def check_dense(module: nn.Module) -> None:
 
 
 def check_optimizer(module: nn.Module, optimizer: Optimizer) -> None:
-    """Refuses an optimizer of parameters that are not the module's: nobody averages those.
+    """Refuses an optimizer with parameters that the module does not have: they are not averaged.
 
     Raises:
-        SettingError: Says how many.
+        SettingError: There are such parameters.
     """
     module_ids = {id(parameter) for parameter in module.parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -388,11 +385,11 @@ def check_optimizer(module: nn.Module, optimizer: Optimizer) -> None:
 
 
 def bucket_megabytes(parameters: Iterable[Tensor]) -> float | None:
-    """Returns the bucket size over gloo with three or more ranks; ``None``: DDP's own.
+    """Returns the bucket size for gloo in MiB; ``None``: DDP's own size.
 
-    Given by the parameters alone: where a gradient lies decides in which order the ranks' shares
-    are added up, and no result may depend on what was measured. With two ranks it does not matter:
-    ``reduce/bucket_size.py`` tries some; but a probe of two is to tell what more will do.
+    It depends on the parameters alone. The position of a gradient decides in which order the ranks'
+    shares are added, and no result may depend on measured times. With two ranks the order does not
+    matter, and ``reduce/bucket_size.py`` tries some sizes; a probe of two ranks stands for more.
     """
     if dist.get_world_size() < 3 and not os.environ.get(jobenv.PROBE):
         return None
@@ -403,10 +400,9 @@ def bucket_megabytes(parameters: Iterable[Tensor]) -> float | None:
 def build_buckets(model: DistributedDataParallel) -> None:
     """Makes DDP build its final buckets before the first step.
 
-    After the first backward pass it lays them out anew, and where a gradient lies decides in which
-    order the ranks' shares are added up. With more than two ranks a resumed run would
-    otherwise make its first step with another layout, so other last bits, than the
-    uninterrupted run made that step with.
+    After the first backward pass DDP lays its buckets out anew, which changes the order in which
+    the ranks' shares are added. Without this, with more than two ranks, a resumed run would make
+    its first step with another layout than the uninterrupted run, so with other last bits.
     """
     module, parameters = model.module, [p for p in model.parameters() if p.requires_grad]
     buffers, model.broadcast_buffers = model.broadcast_buffers, False  # there are none in it
@@ -423,7 +419,7 @@ def build_buckets(model: DistributedDataParallel) -> None:
 
 
 class _Touch(nn.Module):
-    """Uses every parameter once, so that their gradients (zero) come in reverse order."""
+    """Uses every parameter once, so that zero gradients come in reverse order."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__()
@@ -437,7 +433,7 @@ class _Touch(nn.Module):
 
 
 def unsynced(model: nn.Module) -> AbstractContextManager[None]:
-    """Context of passes that do not exchange gradients.
+    """Returns a context of passes that do not exchange gradients.
 
     DDP has to know before the forward pass, FSDP before the backward pass.
     """
@@ -493,10 +489,10 @@ def load_full_state(module: nn.Module, state: dict[str, Tensor]) -> None:
 def optimizer_state(
     module: nn.Module, optimizer: Optimizer, *, assemble: bool = True
 ) -> dict[str, Any]:
-    """The optimizer's state, with parameters by name instead of by number.
+    """Returns the optimizer's state, with parameters by name instead of by number.
 
-    With shards a collective; ``assemble`` on the CPU of rank 0, otherwise each rank's own shards.
-    The form is the same.
+    With shards it is a collective: with ``assemble`` the whole state is on the CPU of rank 0,
+    otherwise each rank has its own shards, in the same form.
     """
     if not is_sharded(module):
         return rename_parameters(
@@ -512,7 +508,7 @@ def optimizer_state(
 def load_optimizer_state(
     module: nn.Module, optimizer: Optimizer, state: dict[str, Any], *, assemble: bool = True
 ) -> None:
-    """Loads what :func:`optimizer_state` gave; every rank must hold what it asked for there."""
+    """Loads a state of :func:`optimizer_state`; every rank must hold what it returned there."""
     if not is_sharded(module):
         numbers = {name: number for number, name in enumerate(_parameter_names(module, optimizer))}
         optimizer.load_state_dict(rename_parameters(state, numbers))
@@ -526,7 +522,7 @@ def load_optimizer_state(
 
 
 def is_shard(tensor: Tensor) -> bool:
-    """True for a tensor that is spread over the ranks."""
+    """Whether a tensor is spread over the ranks (``DTensor``)."""
     if "torch.distributed.tensor" not in sys.modules:
         return False
     from torch.distributed.tensor import DTensor
@@ -540,12 +536,12 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a tensor; the same memory. Without gradients."""
+    """Returns this rank's part of a tensor, sharing its memory; not differentiable."""
     return cast(Tensor, tensor.to_local()) if is_shard(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def fill_local(target: Tensor, source: Tensor) -> None:
-    """Fills this rank's part from a tensor that is whole or spread as ``target`` is."""
+    """Copies a tensor, whole or sharded like ``target``, into this rank's part of ``target``."""
     if is_shard(target) and not is_shard(source):
         from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -558,7 +554,7 @@ def fill_local(target: Tensor, source: Tensor) -> None:
 def _match_parameter_strides(optimizer: Optimizer) -> None:
     """Gives each moment its parameter's strides, as CUDA's fused kernels require.
 
-    Channels last is what has other strides than a tensor that was read.
+    A parameter in channels-last format has other strides than a moment that was loaded.
     """
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
@@ -575,7 +571,7 @@ def _parameter_names(module: nn.Module, optimizer: Optimizer) -> list[str]:
 
 
 def rename_parameters(state: dict[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
-    """An optimizer's state with every parameter's key replaced."""
+    """Returns an optimizer's state with every parameter's key replaced."""
     groups = [
         {**group, "params": [names[key] for key in group["params"]]}
         for group in state["param_groups"]

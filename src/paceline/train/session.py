@@ -46,10 +46,10 @@ from paceline.train.update import Updater
 
 
 class Session(Member):
-    """A process's part in a training job. Made by :func:`join`.
+    """One process of a training job. Made by :func:`paceline.train.join`.
 
     Attributes:
-        models: What :meth:`prepare` was given.
+        models: Models that :meth:`prepare` was given.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class Session(Member):
         )
 
     def attach_control(self, control: Control) -> None:
-        """Has this session do what the launcher tells its ranks."""
+        """Lets this session obey messages of the launcher."""
         self._membership.control = control
 
     def attach_recovery(self, recovery: Recovery, start: Recording | Replay) -> None:
-        """Has this session go on without ranks that are lost."""
+        """Lets this session go on without ranks that are lost."""
         self._membership.attach(recovery, start)
         recovery.training = SessionState(
             self, self._training, self._membership, self._checkpoints, self._loop
@@ -120,9 +120,9 @@ class Session(Member):
         overlap: str = "auto",
         name: str = "",
     ) -> nn.Module:
-        """Makes the model train as one over all ranks and proves that all start equal.
+        """Prepares a model to train on all ranks, and checks that all ranks start with the same.
 
-        To be called once for each of several models.
+        Call it once for each of several models.
 
         Args:
             module: Already on :attr:`device` (see :meth:`place`), with the optimizer over its
@@ -130,7 +130,7 @@ class Session(Member):
             optimizer: Stepped by :meth:`step`.
             schedule: Advanced once for each global step.
             clip_norm: Largest norm of the whole gradient.
-            compile: Compiles what is returned with ``torch.compile``.
+            compile: Compiles the returned model with ``torch.compile``.
             unused: Some steps leave parameters without gradient (branches, frozen parts that
                 still require one); DDP then looks for them at every step, which costs time.
             communication: How gradients are averaged over the ranks: ``exact``, ``fp16``, ``bf16``,
@@ -139,14 +139,14 @@ class Session(Member):
                 and different ones between.
             overlap: With ``auto`` two ranks on CPUs try some sizes of gradient buckets in their
                 first steps, and keep the quickest. With ``backward`` the sizes stay.
-            name: Of one of several models: in losses, records and checkpoints.
+            name: Name of one of several models, in losses, records and checkpoints.
 
         Returns:
-            What to call in the training loop. Evaluate and save with ``module`` itself.
+            The model to call in the training loop. Evaluate and save with ``module`` itself.
 
         Raises:
-            SettingError: There is no such way to communicate or to overlap, or not for this model;
-                its gradients are sparse or complex.
+            SettingError: ``communication`` or ``overlap`` is unknown or not possible with this
+                model, or its gradients are sparse or complex.
         """
         self.phase("start")
         self._membership.note_change("prepare")
@@ -171,7 +171,7 @@ class Session(Member):
                     self.comms,
                     self.device,
                     unused=unused,
-                    apart=bool(name),
+                    manual=bool(name),
                     recovery=self._membership.recovery,
                 )
             self._training.checksum = ReplicaChecksum(self.comms, self.models.module)
@@ -191,16 +191,16 @@ class Session(Member):
     def average(self, decay: float = 0.999, *, start: int = 0, name: str = "") -> Average:
         """Keeps a moving average (EMA) of a model's weights from now on, as checkpoints do.
 
-        To be called after :meth:`prepare` and before :meth:`checkpoints`. Evaluate with it inside
-        ``with average.applied():``; :meth:`save_model` writes it where it is asked to.
+        Call it after :meth:`prepare` and before :meth:`checkpoints`. Evaluate with it inside
+        ``with average.applied():``; :meth:`save_model` saves it with ``average=True``.
 
         Args:
             decay: From 0 to below 1; 0.999 remembers about the last thousand updates.
             start: Updates of the model after which averaging begins.
-            name: Of one of several models.
+            name: Name of one of several models.
 
         Raises:
-            SettingError: A value that cannot be.
+            SettingError: A value is out of range.
         """
         updater = self.models[name]
         self._membership.note_change("average")
@@ -212,22 +212,22 @@ class Session(Member):
         return updater.average
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Within it every model that has an average has its averaged weights; on every rank."""
+        """Context in which models that have an average use it; enter it on every rank."""
         return self.models.averaged()
 
     def add(self, callback: Callback) -> None:
-        """Has the callback's methods called at their moments; on every rank alike."""
+        """Adds a callback; on every rank, in the same order."""
         self._callbacks.add(callback)
 
     def watch(self, every: int = 0, *, devices: bool = False) -> None:
         """Records more than losses, in ``metrics.jsonl`` and for the trackers.
 
         Args:
-            every: Steps between two looks at the norms of gradients and weights and at the part
+            every: Steps between two records of the norms of gradients and weights, and of the part
                 of the weights that a step changes (split ``norms``); 0: none. Such a step needs
                 memory for another copy of the parameters.
-            devices: With each record of the training the load and memory of processes, hosts and
-                accelerators (split ``usage``).
+            devices: Also records load and memory of processes, hosts and accelerators, with each
+                record of the training (split ``usage``).
         """
         self._loop.watch.norm_interval = every
         self._loop.watch.usage = Usage(self.comms) if devices else None
@@ -246,26 +246,26 @@ class Session(Member):
         balance: str | Mapping[str, float] = "even",
         drop_slow: bool = False,
     ) -> Loader:
-        """Batches for training: each rank's share of every global batch of ``global_batch``.
+        """Makes a loader of training batches: each rank gets its share of every global batch.
 
         Args:
             data: A data set that makes batches, a ``ShardedDataset``, a ``TensorDataset`` or any
                 map-style data set.
             global_batch: Samples of one optimizer step over all ranks.
             shuffle: A new order for each epoch, from the seed.
-            order: Gives the sample ids of an epoch, by its number, instead; the same on every
+            order: Instead returns the sample ids of an epoch, by its number; the same on every
                 rank. As many as there are samples; some may be repeated and others left out.
-            lengths: Of each sample: batches are then made of samples of similar length.
-            limit: Most samples that one rank computes at once, or that by host (ranks of other
-                hosts have no limit); gradients of more are accumulated without communication.
-                :func:`paceline.train.fit_batch` finds for each rank what fits into its memory.
-            workers: Processes that make samples of a map-style data set; found out from the CPUs
-                that are really free for it.
+            lengths: Length of each sample; batches are then made of samples of similar length.
+            limit: Most samples that one rank computes at once, or such limits by host (ranks of
+                other hosts have none). Gradients of larger shares are accumulated without
+                communication. :func:`paceline.train.fit_batch` finds what fits into memory.
+            workers: Processes that make samples of a map-style data set; by default as many as
+                there are free CPUs.
             collate: Makes a batch of a list of samples, as a ``DataLoader``'s ``collate_fn`` does.
             balance: How much of each batch a rank gets: ``"even"``; ``"auto"``, in proportion to
-                what it manages, measured while training; or a weight for each host, which its
-                ranks share, as a mapping or as ``--balance`` has it (``"n1=3,n2=1"``). Whatever it
-                is, the order of samples and the gradient stay.
+                its measured speed; or a weight for each host, which its ranks share, as a mapping
+                or in the form of ``--balance`` (``"n1=3,n2=1"``). The order of samples and the
+                gradient are the same in each case.
             drop_slow: With ``"auto"``, a rank without which steps would be faster gets nothing.
 
         Raises:
@@ -282,12 +282,12 @@ class Session(Member):
         return loader
 
     def shard(self, data: Data, size: int = 512, *, collate: Collate | None = None) -> Shard:
-        """This rank's share of every sample exactly once, for evaluation.
+        """Makes a loader for evaluation: all ranks together get every sample exactly once.
 
-        In their stored order, every time anew: it may be made once and used in every epoch.
+        Samples come in their stored order. Make it once, and iterate over it in every epoch.
 
         Args:
-            data: As for :meth:`loader`.
+            data: Data set as for :meth:`loader`.
             size: Most samples of a batch.
             collate: Makes a batch of a list of samples.
         """
@@ -308,32 +308,32 @@ class Session(Member):
     ) -> bool:
         """Makes checkpoints from now on, and resumes from an earlier one.
 
-        To be called after :meth:`prepare`. From then on SIGTERM and SIGUSR1 save and stop,
+        Call it after :meth:`prepare`. From then on SIGTERM and SIGUSR1 save and stop,
         SIGUSR2 saves and continues.
 
         Args:
             every: ``500`` steps, also as a number, ``10m``, ``epoch``, several with commas, or
                 ``never``.
-            keep: How many of the newest stay; 0 keeps all. The best stays anyway.
+            keep: How many of the newest are kept; 0 keeps all. The best is always kept.
             resume: ``auto`` (the newest, if there is one), ``never``, ``latest``, ``best``, a
                 step, or the folder of a run or a checkpoint.
             best: Updated by the script in each epoch; a checkpoint is made of every best state.
-            extras: Further states to keep, by name.
-            identity: What must be the same for a run to resume, by name.
-            describes: What :meth:`save_model` will be given, as far as it is known: with it a
+            extras: Further objects whose state is saved, by name.
+            identity: Values that must be the same for a run to resume, by name.
+            describes: The ``config`` of :meth:`save_model`, as far as it is known: with it a
                 checkpoint can be used like a finished model.
             stop_when_full: Stops cleanly when a checkpoint cannot be written; otherwise the
                 training continues with a warning.
-            copies: On how many other hosts each checkpoint is to be, besides rank 0's; by default
-                on one where rank 0's folder is not seen by all, else on none. The variable
-                PACELINE_CHECKPOINT_COPIES says it for a script that does not.
+            copies: Number of other hosts to which each checkpoint is copied. By default one if some
+                hosts do not see rank 0's folder, else none; ``PACELINE_CHECKPOINT_COPIES`` sets
+                another default.
 
         Returns:
             True when the training was resumed from a checkpoint.
 
         Raises:
             SettingError: Another job writes to the run directory, or this is another training.
-            DataError: The checkpoint that was asked for is not there or not intact.
+            DataError: The requested checkpoint is missing or damaged.
         """
         if self._probe is not None:
             return False
@@ -347,22 +347,22 @@ class Session(Member):
         return self._checkpoints.open(str(every), keep, resume, best, stop_when_full, copies)
 
     def _session_states(self) -> dict[str, Stateful]:
-        """What a checkpoint holds of the session beside models and progress."""
+        """Returns what a checkpoint holds of the session besides models and progress."""
         trial = self._loop.bucket_trial
         states: dict[str, Stateful] = {"metrics": self._journal, "shares": self._division}
         return states if trial is None else {**states, "overlap": trial}
 
     def once(self, folder: Path, make: Callable[[Path], None]) -> None:
-        """Makes ``folder`` where it is missing: once for each disk, while the others wait.
+        """Makes ``folder`` if it is missing: once for each disk, while the other ranks wait.
 
-        In the training, too: when a rank is lost meanwhile, and it was to make the folder, another
-        one of that disk does.
+        It may be called during training: if the rank that makes the folder is lost, another one
+        with the same disk makes it.
 
         Args:
-            folder: What is to exist afterwards, on every rank.
+            folder: Folder that exists afterwards on every rank.
             make: Fills the empty folder that it is given.
         """
-        with self._membership.without_newcomers():  # who comes to the others makes it by itself
+        with self._membership.without_newcomers():  # a newcomer makes it by itself
             super().once(folder, make)
 
     # -- the training --------------------------------------------------------------------
@@ -370,17 +370,17 @@ class Session(Member):
     def epochs(
         self, loader: Loader, epochs: int = 1, steps: int = 0, *, every: int = 0
     ) -> Iterator[int]:
-        """Epoch numbers from where the training stands until its end.
+        """Yields epoch numbers from where the training stands until its end.
 
         Args:
             loader: The training loader; iterate over it once for each number.
             epochs: Passes over the data.
-            steps: Ends after so many global steps instead, in however many epochs.
-            every: Gives the number of the running epoch again after so many global steps, for
-                an evaluation in between (0: not).
+            steps: Global steps after which the training ends instead.
+            every: Global steps after which the number of the running epoch is yielded again, for
+                an evaluation in between; 0: never.
 
         Raises:
-            SettingError: The first argument is no loader of :meth:`loader`.
+            SettingError: The first argument is not a loader of :meth:`loader`.
         """
         if not isinstance(loader, Loader):
             raise SettingError(
@@ -395,45 +395,47 @@ class Session(Member):
         yield from self._loop.epochs(loader)
 
     def stop(self, why: str) -> None:
-        """Ends the training after this step; every rank must say so in the same step."""
+        """Ends the training after this step; call it on every rank in the same step."""
         self.progress.steps = self.progress.step
         self.say(f"stopped after step {self.progress.step}: {why}")
         self.event("stopped early", step=self.progress.step, why=why)
 
     def step(self, losses: Tensor | Mapping[str, Tensor], **values: Tensor) -> bool:
-        """Backward for the batch that the loader gave last; after its last part, the update.
+        """Runs the backward pass of the last batch, and the update after the batch's last part.
 
         The gradient is that of the mean over the global batch, whatever the sizes of the
         ranks' shares.
 
         Args:
-            losses: One loss for each sample (preferred), or the mean over the batch. Of several
-                models each one's, by its name: all gradients are computed, then all are updated.
-                A model that is left out stays as it is.
-            values: Further per-sample values to be averaged in the log, shape ``[n]``.
+            losses: One loss for each sample (preferred), or the mean over the batch. For several
+                models, their losses by name: all gradients are computed, then all are updated. A
+                model that is left out stays as it is.
+            values: Further per-sample values to average in the log, shape ``[n]``.
 
         Returns:
-            True when the optimizer has stepped. False also for a batch that does not count, as a
-            rank was lost before all had its gradients: the loader gives the same samples again.
+            True when the optimizer has stepped. False for other parts of a batch, and for a batch
+            that does not count because a rank was lost: the loader gives its samples again.
 
         Raises:
-            ValueError: There is neither one loss nor one for each sample; no model has this name.
+            ValueError: The losses are neither a mean nor one for each sample, or no model has this
+                name.
         """
         return self._loop.step(losses, values)
 
     def update(self, name: str, losses: Tensor, **values: Tensor) -> None:
-        """Updates one of several models at once, within a step that :meth:`step` ends.
+        """Updates one of several models immediately, within a step that :meth:`step` ends.
 
-        So the next loss is computed with its new weights: a discriminator's update comes before
-        the generator's loss. May be called several times in a step; the last values are recorded.
+        The next loss is then computed with the new weights, as for a discriminator that is updated
+        before the generator. It may be called several times in a step; the last values are
+        recorded.
 
         Args:
-            name: Of the model.
-            losses: As for :meth:`step`.
-            values: As for :meth:`step`.
+            name: Name of the model.
+            losses: Losses as for :meth:`step`.
+            values: Further values as for :meth:`step`.
 
         Raises:
-            RuntimeError: The batch comes in pieces (``limit``): the other pieces would be computed
+            RuntimeError: The batch comes in parts (``limit``), and the next part would be computed
                 with other weights.
         """
         self._loop.steps.update(name, losses, values)
@@ -441,18 +443,17 @@ class Session(Member):
     # -- records and the trained model ---------------------------------------------------
 
     def log(self, split: str, **values: Any) -> None:
-        """Records values under the present step and shows them, once for the job.
+        """Records values for the present step and prints them, once for the job.
 
-        The first line in each epoch also has the means of the training since its last one.
+        The first line in each epoch also shows the means of the training since the last such line.
         """
         self._journal.log(split, values)
         self._callbacks.evaluated(split, values)
 
     def verify(self) -> None:
-        """Proves that parameters and buffers are bit-identical on all ranks.
+        """Checks that parameters and buffers, also sharded ones, are bit-identical on all ranks.
 
-        Also those of sharded models, as each rank puts them together. Batch statistics, which
-        every rank gathers from its own share, are made those of rank 0.
+        Batch statistics, which every rank collects from its own share, are set to those of rank 0.
 
         Raises:
             JobError: Names rank, host and the first tensor that differs.
@@ -463,10 +464,10 @@ class Session(Member):
         """Saves the trained weights and their description in the run directory, once.
 
         Args:
-            config: What is needed to build the model again and to use it; JSON values.
-            name: Only this one of several models; otherwise all, in one file, each tensor under
-                the name of its model.
-            average: The averaged weights, of models that have an average (:meth:`average`).
+            config: JSON values that are needed to build the model again and to use it.
+            name: Saves only this one of several models; otherwise all in one file, each tensor
+                under the name of its model.
+            average: Saves averaged weights of models that have an average (:meth:`average`).
         """
         self.phase("save the model")
         self.verify()
@@ -495,7 +496,7 @@ class Session(Member):
     # -- the end -------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends the session: writes what is pending and leaves the process group."""
+        """Ends the session: writes what is pending and destroys the process group."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Session:

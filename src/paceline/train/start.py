@@ -1,4 +1,4 @@
-"""The start of a session: the process takes its place in the job."""
+"""Starts a session: :func:`join` forms the process group and connects to the launcher."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from paceline.train.elastic.newcomer import Recording
 from paceline.train.elastic.recovery import Recovery
 from paceline.train.session import Session
 
-_MAX_DESCRIPTORS = 65_536  # at most
-# gloo asks the store for all ranks' addresses at once, in two requests, not in three for each
+_MAX_DESCRIPTORS = 65_536
+# lets gloo read all ranks' addresses in two requests to the store, not in three for each rank
 _BATCHED_STORE = "GLOO_ENABLE_STORE_V2_API", "1"
 
 
@@ -46,30 +46,30 @@ def join(
     deterministic: bool = False,
     quiet: bool = False,
 ) -> Session:
-    """Takes this process's place in the job and waits for the others.
+    """Joins the job as one of its processes, and waits for the others.
 
-    Works under the launcher, torchrun, an MPI or a scheduler, and alone. What another launcher
-    says is written into this process's environment in torchrun's terms. A process group that the
-    script has made is used and left alone.
+    Works under the launcher, torchrun, an MPI or a scheduler, and alone. The variables of another
+    launcher are translated into torchrun's in this process's environment. A process group that the
+    script has made is used, and not destroyed.
 
     Args:
-        name: For the default run directory ``runs/NAME-DATE-TIME``.
-        seed: Of everything random: initial weights, order of the data, augmentation.
+        name: Part of the default run directory ``runs/NAME-DATE-TIME``.
+        seed: Seed of everything random: initial weights, order of the data, augmentation.
         device: ``auto``, ``cpu``, ``cuda`` or ``xpu``.
-        backend: ``auto``, ``gloo``, ``nccl``, ``xccl`` or ``mpi``. Where some ranks have an
-            accelerator and others have none, ``auto`` is ``gloo``.
+        backend: ``auto``, ``gloo``, ``nccl``, ``xccl`` or ``mpi``. If only some ranks have an
+            accelerator, ``auto`` is ``gloo``.
         dtype: ``float32``, ``float64``, ``bf16`` or ``fp16`` (the last two by autocast).
-        run_dir: Where rank 0 leaves files; the launcher's choice wins.
+        run_dir: Folder to which rank 0 writes; the launcher's choice takes precedence.
         log_every: Global steps between two records; 0 chooses by the length of an epoch.
-        check_every: Global steps after which all ranks prove that they hold the same model.
-        timeout: Longest wait in a collective; torch's default without.
-        deterministic: On accelerators, only kernels that give the same bits every time: slower,
-            and an operation that has no such kernel fails. CPUs do so anyway.
-        quiet: Leaves no metrics and events behind; for evaluation and prediction.
+        check_every: Global steps between two checks that all ranks hold the same model.
+        timeout: Longest wait in a collective; ``None`` is torch's default.
+        deterministic: On accelerators, uses only kernels that always give the same bits. That is
+            slower, and an operation without such a kernel fails. CPUs are always deterministic.
+        quiet: Writes no metrics and events; for evaluation and prediction.
 
     Raises:
-        SettingError: A value is unknown or cannot be on this machine.
-        JobError: The world is not the planned one.
+        SettingError: A value is unknown, or this machine does not support it.
+        JobError: The processes that came together are not those that were planned.
     """
     compiler.defer_dynamo()
     os.environ.update(launchers.torchrun_variables(os.environ, os.getppid()))
@@ -88,7 +88,7 @@ def join(
         if newcomer_start is not None:
             store, mixed = {"store": HashStore(), "rank": 0, "world_size": 1}, newcomer_start.mixed
         elif backend in ("auto", "gloo"):
-            # also who waits in the store for one that is lost is to be freed
+            # so that a rank that waits in the store for a lost one can be freed
             with connections.tracked(place.size):
                 store, mixed = _rendezvous(target.type, place.size, timeout)
                 connections.note_store()
@@ -106,7 +106,7 @@ def join(
                 world_size=place.size,
             )
 
-        # of another backend no connection is cut
+        # only gloo's connections are shut down when a rank is lost
         links = connections if backend_name == "gloo" else GlooConnections()
         watched = links.tracked(place.size) if backend_name == "gloo" else nullcontext()
         with watched, newcomer.group_of_one() if newcomer_start else nullcontext():
@@ -148,7 +148,7 @@ def join(
 
 
 def _raise_descriptor_limit() -> None:
-    """As many descriptors as may be had: groups that were left amid a collective keep theirs."""
+    """Raises the limit of open descriptors: groups that were left in a collective keep theirs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < limit:
@@ -157,7 +157,8 @@ def _raise_descriptor_limit() -> None:
 
 
 def _rendezvous(kind: str, size: int, timeout: timedelta | None) -> tuple[dict[str, Any], bool]:
-    """The ranks' store, for the process group, and whether they compute on different devices."""
+    """Connects to the ranks' store; returns options for the process group, and whether the ranks
+    compute on different kinds of devices."""
     wait_limit = timeout or default_pg_timeout
     rendezvous_result = rendezvous("env://", timeout=wait_limit)
     store, rank, ranks = next(iter(rendezvous_result))
@@ -172,7 +173,7 @@ def _rendezvous(kind: str, size: int, timeout: timedelta | None) -> tuple[dict[s
 
 
 def _unwrap_store(store: Any) -> Any:
-    """The store without the prefixes that were put before it."""
+    """Returns the store without its prefixes."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store

@@ -1,4 +1,4 @@
-"""One global step after the other: backward passes and updates, until a step counts."""
+"""Runs global steps: backward passes and updates, until a step counts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StepRunner:
     and the loader gives its samples again.
 
     Attributes:
-        loader: Gives the batches; ``None`` before ``session.epochs``.
+        loader: Loader of the batches; ``None`` before ``session.epochs``.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class StepRunner:
         self._committed: dict[str, Tensor] = {}  # values of those updates that count
 
     def start_batch(self) -> None:
-        """A global batch is given to the script, newly or again."""
+        """Called when the script gets a global batch, for the first time or again."""
         if self._membership.recovery is not None:
             self._membership.recovery.start_batch()
         self._journal.mark()
@@ -83,7 +83,7 @@ class StepRunner:
         return batch
 
     def run_idle(self, batch: Batch) -> bool:
-        """Takes part in a step of which this rank computes nothing: its gradients are zero.
+        """Takes part in a step with zero gradients: this rank computes nothing of it.
 
         Returns:
             Whether the step counts.
@@ -112,8 +112,8 @@ class StepRunner:
         progress = self._member.progress
         names = [self._models.metric_names("loss")[name], *values]
         if self._updates <= progress.updated:  # done when the same samples were given before
-            for each in names:  # a newcomer has measured nothing of it
-                self._committed.setdefault(each, torch.empty(0, device=self._member.device))
+            for value_name in names:  # a newcomer has measured nothing of it
+                self._committed.setdefault(value_name, torch.empty(0, device=self._member.device))
             self._models.skip_forward()
             return
         exchanged = self.backward(batch, {name: losses})
@@ -123,17 +123,17 @@ class StepRunner:
         self._commit(exchanged, [name])
         progress.updated += 1
         samples = 0 if progress.stand_in else batch.count
-        self._committed |= {each: self._measured[each].detach()[:samples] for each in names}
+        self._committed |= {key: self._measured[key].detach()[:samples] for key in names}
 
     def end_step(self) -> None:
-        """The global step is done, and the next one begins."""
+        """Ends the global step."""
         self._member.progress.updated = self._updates = 0
         self._committed = {}
         if self._membership.recovery is not None:
             self._membership.recovery.end_batch()
 
     def backward(self, batch: Batch, losses: Mapping[str, Tensor]) -> ExchangeResult:
-        """Adds each model's gradient, and notes the losses."""
+        """Runs the backward pass of each loss and records the losses."""
         _ = self._models.first  # RuntimeError before there is a model
         names, recovery = self._models.metric_names("loss"), self._membership.recovery
         for number, (name, given) in enumerate(losses.items(), 1):
@@ -145,8 +145,8 @@ class StepRunner:
                 recovery.is_batch_void or (recovery.stale and not is_local)
             ):
                 return ExchangeResult.VOID
-            each = per_sample_losses(given, len(batch.ids))
-            loss = loss_of(each, batch, self._membership.data_place[1])
+            sample_losses = per_sample_losses(given, len(batch.ids))
+            loss = loss_of(sample_losses, batch, self._membership.data_place[1])
             if batch.last:
                 self._pace.start_backward(loss, self._member.progress.step)
             try:
@@ -158,7 +158,7 @@ class StepRunner:
                 if recovery is None:
                     raise
                 if (exchanged := recovery.recover_exchange(error)) is not ExchangeResult.AVERAGED:
-                    self._measured[names[name]] = each
+                    self._measured[names[name]] = sample_losses
                     return exchanged
             else:
                 if batch.last and recovery is not None and not is_local:
@@ -166,11 +166,11 @@ class StepRunner:
             if communication is not None and is_local and batch.last and self._member.comms.stale:
                 communication.step_unreduced()
             self._pace.end_backward()
-            self._measured[names[name]] = each
+            self._measured[names[name]] = sample_losses
         return ExchangeResult.AVERAGED
 
     def _commit(self, exchanged: ExchangeResult, names: Iterable[str]) -> None:
-        """Updates these models, unless they were taken from a rank that has done so."""
+        """Updates the named models, unless they were adopted from a rank that had stepped."""
         if exchanged is ExchangeResult.ADOPTED:
             self._models.clear_gradients(is_committed=True)
         else:
@@ -183,7 +183,7 @@ class StepRunner:
             self._models.record_commit()  # what follows is done by each rank itself
 
     def _discard(self) -> None:
-        """Leaves nothing of a void batch."""
+        """Undoes everything that a void batch changed."""
         assert self.loader is not None
         self._updates = 0
         self._models.roll_back()

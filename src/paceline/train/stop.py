@@ -82,7 +82,7 @@ class Requests:
     """Requests of any rank at a poll.
 
     Attributes:
-        save: For whatever reason.
+        save: A checkpoint is to be made, for whatever reason.
         save_number: Number of the last checkpoint that the launcher asked any rank for.
         is_new_request: No rank has made that checkpoint yet.
     """
@@ -94,7 +94,7 @@ class Requests:
 
 
 class JoinGate(Protocol):
-    """Lets others join, once all ranks know that they are waiting.
+    """Lets newcomers join once all ranks know that they are waiting.
 
     Attributes:
         alone: This rank is the only one as far as it knows, and is to save and end.
@@ -102,14 +102,14 @@ class JoinGate(Protocol):
 
     alone: bool
 
-    def knocked(self) -> int:
-        """Number of the group in which others are to join, as far as this rank knows; 0: none."""
+    def pending_generation(self) -> int:
+        """Returns the generation that newcomers wait for, as far as this rank knows; 0: none."""
 
-    def agreed(self, lowest: int, highest: int) -> None:
-        """Takes the least and the largest number that any rank knows."""
+    def agree_to_join(self, lowest: int, highest: int) -> None:
+        """Opens that generation if ``lowest`` and ``highest`` over all ranks are equal."""
 
-    def parts(self) -> None:
-        """All ranks have agreed to save and end: none of them does so alone any more."""
+    def end_together(self) -> None:
+        """Records that all ranks save and end together: none does so alone any more."""
 
 
 class Poll:
@@ -121,7 +121,7 @@ class Poll:
 
     Args:
         comms: Of all ranks.
-        membership: Is told which group all ranks know of; ``None``: nobody can join.
+        membership: Is told the generation that all ranks know of; ``None``: no process can join.
         seconds: Aimed-at time between two polls.
     """
 
@@ -149,19 +149,19 @@ class Poll:
         """Sends this rank's requests and returns those of all.
 
         Args:
-            stop, save: What it wishes itself.
+            stop, save: Whether this rank asks to stop, or for a checkpoint.
             save_number, answered_number: Numbers of the last checkpoint that the launcher asked
                 this rank for, and of the last that was made for such a request.
         """
         time_s = time.monotonic()
-        a_step = (time_s - self._start) / max(1, self._num_steps)
-        knocked = 0 if self._membership is None else self._membership.knocked()
-        local_values = [float(stop), float(save), a_step, float(knocked), -float(knocked)]
+        step_s = (time_s - self._start) / max(1, self._num_steps)
+        pending = 0 if self._membership is None else self._membership.pending_generation()
+        local_values = [float(stop), float(save), step_s, float(pending), -float(pending)]
         values = self._comms.max(
             torch.tensor([*local_values, float(save_number), float(answered_number)])
         )
         if self._membership is not None:
-            self._membership.agreed(-int(values[4]), int(values[3]))
+            self._membership.agree_to_join(-int(values[4]), int(values[3]))
         self._start, self._num_steps = time_s, 0
         self._remaining = self._interval = next_poll(values[2], self._seconds, self._interval)
         latest, answered = int(values[5]), int(values[6])
@@ -192,7 +192,10 @@ def destroy_process_group() -> None:
 
 
 def wait_for_idle_workers() -> None:
-    """Sleeping gives the lock away, so a worker that still needs it gets it and is seen running."""
+    """Waits until gloo's worker threads are idle, at most two seconds.
+
+    Sleeping releases the interpreter's lock, so a worker that needs it gets it and is seen running.
+    """
     deadline = time.monotonic() + _MAX_WAIT_S
     idle = 0
     while idle < _IDLE_CHECKS and time.monotonic() < deadline:

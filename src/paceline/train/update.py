@@ -1,4 +1,4 @@
-"""From a loss to new parameters of one model: backward pass, clipping, optimizer, schedule."""
+"""Updates one model with a loss: backward pass, clipping, optimizer, schedule."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from paceline.train.reduce.exchange import GradientExchange
 
 
 def per_sample_losses(losses: Tensor, samples: int) -> Tensor:
-    """Returns one loss for each sample; a mean counts for each.
+    """Returns one loss for each sample; a mean is repeated for each.
 
     Raises:
-        ValueError: There is neither.
+        ValueError: The tensor is neither a mean nor one loss for each sample.
     """
     if losses.dim() == 0:
         return losses.expand(samples)
@@ -38,7 +38,7 @@ def per_sample_losses(losses: Tensor, samples: int) -> Tensor:
 
 
 def loss_of(losses: Tensor, batch: Batch, ranks: int) -> Tensor:
-    """Returns this rank's loss, whose gradient averaged over ranks is that of the mean."""
+    """Returns this rank's loss: its gradient averaged over ranks is that of the global mean."""
     if not batch.count:
         return losses.sum() * 0.0
     return losses[: batch.count].sum() * (ranks / batch.total)
@@ -48,17 +48,17 @@ class Updater:
     """Turns a loss into new parameters of one model.
 
     Attributes:
-        model: What the script calls; the module itself, or DDP around it.
+        model: Model that the script calls: the module itself, or DDP around it.
         pre_step: Called right before the optimizer changes parameters.
-        average: Of the weights, brought up to date after each step; ``None`` for none.
-        exchange: Of a replica's gradients; ``None`` where there is no replica.
-        communication: By which that exchange is done; ``None`` likewise.
+        average: Moving average of the weights, updated after each step; ``None`` for none.
+        exchange: Exchange of a replica's gradients; ``None`` without a replica.
+        communication: Chooses the reducer of that exchange; ``None`` without a replica.
 
     Args:
-        module: Its parameters' gradients are clipped.
-        optimizer: Steps.
+        module: Module whose gradients are clipped.
+        optimizer: Optimizer of its parameters.
         schedule: Advanced once for each step.
-        scaler: Loss scale of fp16; ``None`` where none is needed.
+        scaler: Loss scale of fp16; ``None`` if none is needed.
         clip_norm: Largest norm of the whole gradient; ``None`` does not clip.
     """
 
@@ -77,9 +77,7 @@ class Updater:
         self.average: Average | None = None
         self.exchange: GradientExchange | None = None
         self.communication: Communication | None = None
-        self._communication_state: dict[
-            str, Any
-        ] = {}  # by the ranks of a checkpoint, where this one is alone
+        self._communication_state: dict[str, Any] = {}  # of a checkpoint, while this rank is alone
 
     def replicate(
         self,
@@ -88,18 +86,18 @@ class Updater:
         device: torch.device,
         *,
         unused: bool,
-        apart: bool,
+        manual: bool,
         recovery: Recovery | None,
     ) -> None:
-        """Has gradients averaged over all ranks from now on; a collective.
+        """Averages gradients over all ranks from now on; a collective.
 
         Args:
-            method: Of averaging, as ``session.prepare`` takes it.
-            comms: Of all ranks.
-            device: Of this rank.
+            method: Method of averaging, as ``session.prepare`` takes it.
+            comms: Collectives of all ranks.
+            device: Device of this rank.
             unused: Some steps leave parameters without gradient.
-            apart: It is one of several models that are trained together.
-            recovery: What makes good that a rank is lost; ``None``: nothing does.
+            manual: This is one of several models that are trained together.
+            recovery: Replaces lost ranks; ``None``: nothing does.
 
         Raises:
             SettingError: Gradients are sparse or complex, or the optimizer has other parameters.
@@ -107,7 +105,7 @@ class Updater:
         parallel.check_dense(self.module)
         parallel.check_optimizer(self.module, self.optimizer)
         replica = parallel.replicate(
-            self.module, device, comms, unused=unused, manual=apart, recovery=recovery
+            self.module, device, comms, unused=unused, manual=manual, recovery=recovery
         )
         self.model, self.exchange = replica, GradientExchange(replica, comms)
         self.communication = Communication(method, self.exchange, comms, self.optimizer)
@@ -120,21 +118,21 @@ class Updater:
     def backward(
         self, loss: Tensor, inputs: Sequence[Tensor] | None = None, *, retain_graph: bool = False
     ) -> None:
-        """Adds the loss's gradient.
+        """Adds the gradient of a loss.
 
         Args:
-            loss: A single number.
-            inputs: The parameters that get a gradient; ``None``: all that the loss depends on.
-            retain_graph: Another loss that shares a part of the way comes after this one.
+            loss: Scalar loss.
+            inputs: Parameters that get a gradient; ``None``: all that the loss depends on.
+            retain_graph: Keeps the graph for another loss that shares a part of it.
         """
         scaled = self.scaler.scale(loss) if self.scaler else loss
         scaled.backward(inputs=inputs, retain_graph=retain_graph or None)  # type: ignore[no-untyped-call]
 
     def update(self, *, measured: bool = False) -> dict[str, float]:
-        """Steps and clears the gradient.
+        """Clips, steps the optimizer and the schedule, and clears the gradient.
 
         Args:
-            measured: Returns what :class:`Norms` says of the step; otherwise nothing.
+            measured: Returns the figures of :class:`Norms` for the step; otherwise none.
         """
         if self.scaler and (measured or self.clip_norm is not None):
             self.scaler.unscale_(self.optimizer)
@@ -158,13 +156,13 @@ class Updater:
         return norms.figures() if norms else {}
 
     def state(self, *, assemble: bool = True, replicated_only: bool = False) -> dict[str, Any]:
-        """Returns states of optimizer, schedule, scaler and average.
+        """Returns the states of optimizer, schedule, scaler, average and communication.
 
-        A collective where parameters are sharded, and for what ranks have not said yet.
+        A collective if parameters are sharded or ranks have residuals of their own.
 
         Args:
             assemble: Puts shards together.
-            replicated_only: Only what all ranks have alike: no collective.
+            replicated_only: Only the state that is the same on all ranks; no collective.
         """
         optimizer = parallel.optimizer_state(self.module, self.optimizer, assemble=assemble)
         optional = {"average": self.average.state(assemble=assemble)} if self.average else {}
@@ -204,10 +202,9 @@ class Updater:
             self.average.load_state(state.get("average"))
         method_state = state.get("communication", {})
         if self.communication is not None:
-            (
-                self.communication.load_replicated_state
-                if replicated_only
-                else self.communication.load_state
-            )(method_state)
+            if replicated_only:
+                self.communication.load_replicated_state(method_state)
+            else:
+                self.communication.load_state(method_state)
         elif not replicated_only:
             self._communication_state = method_state

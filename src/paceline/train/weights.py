@@ -1,4 +1,4 @@
-"""The result of a training: weights and description, loadable without running code."""
+"""Saves and loads trained weights and their description, without running code of the file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from paceline.train.checkpoints.format import (
 
 _AVERAGES = "training.average.tensors."
 _DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
-_RESERVED_BYTES = 16 << 20  # bytes that are left to others
+_RESERVED_BYTES = 16 << 20  # of a disk, left for other processes
 
 
 def save_model(folder: Path, state: dict[str, Tensor], config: dict[str, Any]) -> Path:
@@ -43,7 +43,7 @@ def save_model(folder: Path, state: dict[str, Tensor], config: dict[str, Any]) -
     Args:
         folder: The run directory.
         state: Tensors by name; any device.
-        config: What is needed to build the model again and to use it; JSON values.
+        config: JSON values that are needed to build the model again and to use it.
 
     Returns:
         ``folder``, or another one of this machine when that disk is full.
@@ -101,7 +101,7 @@ def load_config(folder: Path) -> dict[str, Any]:
     """Returns the description of a saved model, or of a run's best or newest checkpoint.
 
     Raises:
-        DataError: The run directory holds no model, or not one of ours.
+        DataError: The run directory holds no model of Paceline.
     """
     path, checkpoint = folder / rundir.MODEL_CONFIG, rundir.usable_checkpoint(folder)
     if not path.is_file() and checkpoint is not None:
@@ -143,9 +143,9 @@ def load_weights(folder: Path, module: torch.nn.Module) -> None:
     """Loads a run's weights into a module of the same shape and precision.
 
     Args:
-        folder: Of the run, of which the model counts, else the best or newest checkpoint; or of a
-            checkpoint.
-        module: Gets the weights.
+        folder: A run directory, whose model is loaded, or else its best or newest checkpoint; or
+            the folder of a checkpoint.
+        module: Module that gets the weights.
 
     Raises:
         DataError: The file is missing, damaged or does not fit the module.
@@ -179,9 +179,9 @@ def saved_state(folder: Path) -> tuple[Path, dict[str, Tensor]]:
 
 
 def _checkpoint_weights(path: Path) -> dict[str, Tensor]:
-    """The weights of a checkpoint, after its files were compared with its manifest.
+    """Returns the weights of a checkpoint, after checking its files against its manifest.
 
-    Averaged ones where the run has an average, as it evaluates and saves them itself.
+    They are the averaged weights if the run has an average, which it also evaluates and saves.
     """
     try:
         read_manifest(path).verify(path)
@@ -203,7 +203,7 @@ def _checkpoint_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _weights(path: Path) -> dict[str, Tensor]:
-    """The state of a model that is not sharded, with its frozen and tied weights."""
+    """Returns the state of an unsharded model, with its frozen and tied weights."""
     tied = json.loads(files.read_bytes_limited(path / STATE)).get("tied", {})
     names = [WEIGHTS, *(name for name in read_manifest(path).files if is_frozen_file(name))]
     return all_weights({name: load_file(path / name) for name in names}, tied)
@@ -217,7 +217,7 @@ def _averages(path: Path) -> dict[str, Tensor]:
 
 
 def _average_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The averages among a checkpoint's tensors, by the names of the weights."""
+    """Returns the averages among a checkpoint's tensors, by the names of the weights."""
     return {
         name.removeprefix(_AVERAGES): tensor
         for name, tensor in tensors.items()
@@ -230,7 +230,7 @@ def _is_average(name: str) -> bool:
 
 
 def _load_strictly(module: torch.nn.Module, path: Path, state: Mapping[str, Tensor]) -> None:
-    """Loads a state that must match this network."""
+    """Loads a state that must match the module's names and shapes."""
     expected = module.state_dict()
     wrong = [f"{name} is missing" for name in expected if name not in state]
     wrong += [f"{name} is not of this network" for name in state if name not in expected]

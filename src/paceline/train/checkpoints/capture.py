@@ -295,7 +295,7 @@ class Copier:
                 All others are copied before this method returns.
 
         Raises:
-            Torn: By what is returned: one of these changed all the same.
+            TornSnapshot: By the returned function: a deferred tensor changed before it was copied.
         """
         deferrable = frozenset[str]() if self._copies_at_once else deferred
         copied: Files = {file: {} for file in live}

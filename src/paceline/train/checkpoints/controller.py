@@ -1,4 +1,4 @@
-"""The checkpoints of a session, or the moments at which ranks agree when it makes none."""
+"""Connects a session to its checkpoint manager; without one, polls the other ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.train.stop import JoinGate, Poll
 
 
 class CheckpointController:
-    """Passes the moments of a training on to its keeper; without one it polls the other ranks.
+    """Passes events of a training to its checkpoint manager; without one it polls the other ranks.
 
     Attributes:
         keeper: Makes checkpoints; ``None`` until :meth:`open`.
@@ -88,17 +88,17 @@ class CheckpointController:
         """Seconds for which checkpoints have held this rank up."""
         return 0.0 if self.keeper is None else self.keeper.blocked_s
 
-    def poll(self, door: JoinGate) -> None:
-        """Has ranks agree on who may join, in a training that makes no checkpoints."""
+    def poll(self, gate: JoinGate) -> None:
+        """Starts polling for newcomers in a training that makes no checkpoints."""
         if self.keeper is None and self._poll is None:
-            self._poll = Poll(self._member.comms, door)
+            self._poll = Poll(self._member.comms, gate)
 
-    def renew(self, door: JoinGate) -> None:
+    def renew(self, gate: JoinGate) -> None:
         """Begins anew in a new group of ranks; a collective."""
         if self.keeper is not None:
             self.keeper.renew()
         if self._poll is not None:
-            self._poll = Poll(self._member.comms, door)
+            self._poll = Poll(self._member.comms, gate)
 
     def after_step(self, *, before_pause: bool) -> None:
         """Saves, stops, or polls when it is time; called after each global step."""
@@ -108,7 +108,7 @@ class CheckpointController:
             self._poll.exchange()
 
     def after_evaluation(self, *, epoch_ended: bool) -> None:
-        """Saves what is due when the script has evaluated."""
+        """Saves the checkpoints that are due after an evaluation."""
         if self.keeper is None:
             return
         progress = self._training.progress
@@ -119,28 +119,28 @@ class CheckpointController:
         self.keeper.wait_for_copy()
 
     def during_evaluation(self) -> None:
-        """Shows that this rank lives, and saves or stops when it is asked to."""
+        """Reports that this rank is alive, and saves or stops when asked to."""
         self._member.phase("evaluate")
         if self.keeper is not None:
             self.keeper.poll()
 
     def settle(self) -> None:
-        """Returns when no checkpoint reads the weights any more."""
+        """Waits until no checkpoint reads the weights any more."""
         if self.keeper is not None:
             self.keeper.wait_for_copy()
 
     def save_and_exit(self) -> NoReturn:
-        """Saves what this rank has, and ends it: the launcher and other ranks are lost."""
+        """Saves this rank's state and ends it: the launcher and the other ranks are lost."""
         if self.keeper is None:
             raise RuntimeError("the launcher is gone, and other ranks with it")
         self.keeper.save_and_exit_alone()
 
     def joined(self) -> None:
-        """This process has got the training of the ranks that it joins."""
+        """Called when this newcomer has received the training of the other ranks."""
         if self.keeper is not None:
             self.keeper.on_state_received()
 
     def close(self, *, failed: bool) -> None:
-        """Waits for what is being written; after a failure without the other ranks."""
+        """Waits for checkpoints that are being written; after a failure without the other ranks."""
         if self.keeper is not None:
             self.keeper.close(failed=failed)

@@ -291,7 +291,7 @@ class CheckpointManager:
             if self._membership.alone:
                 self.save_and_exit_alone()
             if requests.stop:
-                self._membership.parts()
+                self._membership.end_together()
         if requests.stop:
             self.regrouped()  # rank 0 may have been lost since the last batch
         if requests.save or requests.stop:

@@ -59,7 +59,7 @@ class CopyChannel:
 
     Raises:
         OSError: By all methods: the connection ends, or nothing comes.
-        Refused: By ``receive``: the other side does not know the key.
+        CopyRefused: By ``receive``: the other side does not know the key.
     """
 
     def __init__(
@@ -367,9 +367,9 @@ def send_checkpoint(
         pause: Called with the seconds that each piece took; returns when the next may go.
 
     Raises:
-        Refused: The receiver does not take it.
+        CopyRefused: The receiver does not take it.
         OSError: The connection has ended, or the checkpoint is gone.
-        Damaged: The checkpoint is not whole.
+        DamagedCheckpoint: The checkpoint is not whole.
     """
     folder = store.root / name
     raw = files.read_bytes_limited(folder / MANIFEST)

@@ -16,9 +16,10 @@ CACHE_BYTES = 256 << 20
 MAX_ROWS_PER_BYTE = 1000
 """For each byte of a file: a small one may announce any number."""
 MAX_GROUP_BYTES = 1 << 30
-"""Bytes of a group of rows in memory, or as many times the size of its file as ``MOST_TIMES``: in
-a dictionary a long text counts for little, however many rows have it."""
+"""Bytes of a group of rows in memory, unless its file is large (``MAX_GROUP_EXPANSION``)."""
 MAX_GROUP_EXPANSION = 50
+"""Bytes of a group in memory for each byte of its file, if that allows more: a dictionary stores a
+long text once, however many rows have it."""
 _VALUE_BYTES = {"INT32": 1, "FLOAT": 4, "INT64": 8, "DOUBLE": 8}
 """Least memory of a value by physical type; a file may repeat one value in a few bytes."""
 _GROUP_PARTS = 32  # of a group, that are unpacked one after the other

@@ -1,4 +1,4 @@
-"""Models as they were when a step was last committed, whatever was done to them since.
+"""Snapshots of models at the last committed step, to which they can be restored.
 
 A rank that is one step behind takes the models of one that is ahead. That one may have gone on: a
 callback or the script may have clipped weights after the step, or moved on a schedule of its own.
@@ -31,7 +31,7 @@ Settings = list[dict[str, Any]]
 
 
 class BufferSnapshot:
-    """What the buffers of modules are at a moment, to which they can be restored.
+    """Copy of the buffers of modules at one moment, to which they can be restored.
 
     Only what was written since the last snapshot is copied again. A large buffer that nothing has
     written in the first steps (a table of positions) costs no memory: it stays as it is.
@@ -45,7 +45,7 @@ class BufferSnapshot:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Notes what the buffers are."""
+        """Copies the buffers that were written since the last snapshot."""
         self._num_snapshots += 1
         written: list[Tensor] = []
         copies: list[Tensor] = []
@@ -67,7 +67,7 @@ class BufferSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Makes the buffers what they were in the last snapshot."""
+        """Restores the buffers to the last snapshot."""
         for place, (part, name) in enumerate(self._places):
             buffer, note = part._buffers[name], self._notes.get(place)
             if note is None:
@@ -85,7 +85,7 @@ class BufferSnapshot:
 
 @dataclass(slots=True)
 class _BufferNote:
-    """What a buffer was: the tensor, how often it had been written, and its content."""
+    """One buffer at a snapshot: the tensor, its version counter, and a copy of its content."""
 
     buffer: Tensor
     version: int
@@ -104,9 +104,9 @@ def _has_layout_of(copy: Tensor, buffer: Tensor) -> bool:
 
 
 class CommittedModels:
-    """What some models were after the last step; all methods are called between passes.
+    """State of some models after the last step.
 
-    :meth:`commit` comes first.
+    Call :meth:`commit` first, and every method between passes.
     """
 
     def __init__(self, updaters: Iterable[Updater]) -> None:
@@ -119,7 +119,7 @@ class CommittedModels:
         self._buffers = BufferSnapshot(updater.module for updater in self._updaters)
 
     def commit(self) -> None:
-        """A step has just been committed."""
+        """Takes the models as committed: a step has just been done."""
         self._num_steps += 1
         self._buffers.take()
         self._versions = self._parameter_versions()
@@ -130,7 +130,7 @@ class CommittedModels:
             self._copies = [parameter.detach().clone() for parameter in self._parameters()]
 
     def start_step(self) -> None:
-        """The next step begins: what is changed between two steps has been changed."""
+        """Looks, before the next step, whether anything changed parameters since the last one."""
         if not self._needs_copies:
             self._needs_copies = self._has_changed
             if not self._needs_copies:
@@ -144,7 +144,7 @@ class CommittedModels:
         return self._versions != self._parameter_versions()
 
     def restore(self) -> None:
-        """Undoes for good what was done since the step; right after one of the first steps."""
+        """Restores the committed models for good; only right after one of the first steps."""
         _apply(self._updaters, self._settings)
         self._buffers.restore()
         if self._has_changed:
@@ -152,12 +152,12 @@ class CommittedModels:
             self._copies = []
 
     def restore_buffers(self) -> None:
-        """Undoes what was done to buffers since the step."""
+        """Restores the buffers to the committed step."""
         self._buffers.restore()
 
     @contextmanager
     def restored(self) -> Iterator[bool]:
-        """The context in which all is as committed; False when parameters are not known."""
+        """Context in which the models are as committed; yields False if that is not known."""
         has_changed = self._has_changed
         if has_changed and not self._copies:
             yield False
@@ -192,7 +192,7 @@ class CommittedModels:
             yield from updater.module.parameters()
 
     def _parameter_versions(self) -> list[int]:
-        """How often parameters were written, except for the exchanges with averages of them."""
+        """Returns version counters of parameters, without the writes by exchanges with averages."""
         return [
             parameter._version - (0 if updater.average is None else updater.average.exchanges)
             for updater in self._updaters
@@ -201,7 +201,7 @@ class CommittedModels:
 
 
 def _settings(updater: Updater) -> Settings:
-    """Copies of the settings of each parameter group."""
+    """Returns copies of the settings of each parameter group."""
     return [
         {
             name: value.clone() if isinstance(value, Tensor) else value

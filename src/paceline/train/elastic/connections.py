@@ -16,7 +16,7 @@ from paceline.train.reduce import direct
 
 _UNCONNECTED_STATES = (7, 10)  # of TCP: closed, which a new socket is, too, and listening
 _POLL_INTERVAL_S = 0.02  # between two looks at what the making of a group begins
-_CLOSE_CHECKS, _CLOSE_INTERVAL_S = 10, 0.1  # before a connection that stays open is disarmed
+_CLOSE_CHECKS, _CLOSE_INTERVAL_S = 10, 0.1  # checks before an open connection is disarmed
 
 
 class GlooConnections:
@@ -44,7 +44,7 @@ class GlooConnections:
 
     @contextlib.contextmanager
     def tracked(self, ranks: int) -> Iterator[None]:
-        """The context in which connections of a group of so many ranks are made."""
+        """Context in which a group of ``ranks`` ranks is made; tracks the sockets that appear."""
         with self._lock:
             self._earlier, self._num_ranks = open_sockets(), ranks
         try:
@@ -64,15 +64,17 @@ class GlooConnections:
         return {fd: inode for fd, inode in open_sockets().items() if self._earlier.get(fd) != inode}
 
     def note_store(self) -> None:
-        """What was made so far is the connection to the group's store."""
+        """Records that the sockets opened so far connect to the group's store."""
         with self._lock:
             self._to_stores |= self._newly_opened()
 
     def shut_down(self, *, spare_forming: bool = False) -> None:
-        """Frees a rank that waits in a collective, from another thread; may be called again.
+        """Shuts the connections down, which frees a thread that waits in a collective.
+
+        Call it from another thread; it may be called again.
 
         Args:
-            keep_new: Leaves connections of the group that is being made.
+            spare_forming: Leaves the connections of the group that is being made.
         """
         direct.shut_down_all()  # none is made before a group is whole
         with self._lock:
@@ -88,7 +90,7 @@ class GlooConnections:
                 threading.Thread(target=self._keep_cutting, args=(forming,), daemon=True).start()
 
     def all_closed(self) -> bool:
-        """Whether gloo has closed all that was cut: nothing comes any more, and nothing goes."""
+        """Whether gloo has closed all connections that were shut down."""
         with self._lock:
             sockets = open_sockets().items()
             self._to_stores = dict(self._to_stores.items() & sockets)
@@ -96,10 +98,10 @@ class GlooConnections:
             return self._earlier is None and not self._closing
 
     def _disarm(self, closing: dict[int, str]) -> None:
-        """Lets gloo's thread sleep that is woken for good by one of these.
+        """Disarms those connections that gloo does not close, so that its thread can sleep.
 
-        Looks are counted, not seconds: where the process was stopped, gloo's thread has had its
-        turn between them, too. What it closes gives an error to a rank that waits.
+        It counts checks, not seconds: also in a process that was stopped for a while, gloo's
+        thread runs between them. A connection that gloo closes gives a waiting rank an error.
         """
         for _ in range(_CLOSE_CHECKS):
             time.sleep(_CLOSE_INTERVAL_S)
@@ -113,7 +115,7 @@ class GlooConnections:
                     del self._closing[fd]
 
     def _keep_cutting(self, forming: dict[int, str]) -> None:
-        """Cuts what the making of this group still begins, until it is over."""
+        """Shuts down the connections that this group still opens, until it is made."""
         while True:
             time.sleep(_POLL_INTERVAL_S)
             with self._lock:
@@ -127,7 +129,7 @@ class GlooConnections:
 
 
 def open_sockets() -> dict[int, str]:
-    """Descriptors of this process that are sockets, each with its inode as ``socket:[1234]``."""
+    """Returns this process's sockets: the inode (``socket:[1234]``) by descriptor."""
     sockets = {}
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):

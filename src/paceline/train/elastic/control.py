@@ -1,4 +1,4 @@
-"""What the launcher tells a rank while it trains."""
+"""Messages of the launcher to a rank that trains, and the thread that receives them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.train.world import World
 
 @dataclass(frozen=True, slots=True)
 class RegroupMessage:
-    """The ranks that train on, and where they meet.
+    """The members of a new group, and the store by which they meet.
 
     Attributes:
         generation: Number of the new group.
@@ -24,7 +24,7 @@ class RegroupMessage:
             launcher is gone, and other ranks with it.
         address, port: Of the store by which they meet.
         planned: No rank is lost: others join between two steps.
-        holds: There are too few nodes to train: no batch is begun in this group.
+        is_paused: There are too few nodes to train: no batch is begun in this group.
         addresses: From which the job's hosts connect; empty: not known.
     """
 
@@ -42,7 +42,7 @@ class RegroupMessage:
         return not self.members
 
     def place_of(self, slot: int) -> World | None:
-        """The place of a slot in the new group; ``None`` for one that is no member."""
+        """Returns the place of a slot in the new group; ``None`` if it is no member."""
         for rank, (member, host, local_rank, local_size) in enumerate(self.members):
             if member == slot:
                 return World(rank, len(self.members), local_rank, local_size, host, True)
@@ -51,13 +51,13 @@ class RegroupMessage:
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """The launcher asks for a checkpoint; requests are numbered from 1."""
+    """Request of the launcher for a checkpoint; numbered from 1."""
 
     number: int
 
 
 class Order(Enum):
-    """What the launcher or the agent orders.
+    """Order of the launcher or of the agent.
 
     Attributes:
         END: The job ends: no further group will be formed.
@@ -113,7 +113,7 @@ class Control:
     Attributes:
         save_asked: Number of the last checkpoint that the launcher asked for; 0: none.
         is_ending: All ranks save and end together: none is to do so alone.
-        on_cut: Called with the new generation when connections were cut.
+        on_shutdown: Called with the new generation when connections were shut down.
     """
 
     def __init__(self, descriptor: int, connections: GlooConnections) -> None:
@@ -164,7 +164,7 @@ class Control:
             self._changed.notify_all()
 
     def newer(self, generation: int) -> RegroupMessage | None:
-        """The newest message, if it is of a later generation; connections were cut before."""
+        """Returns the newest message if its generation is later; connections are cut by then."""
         with self._changed:
             latest = self._latest
         return latest if latest is not None and latest.generation > generation else None

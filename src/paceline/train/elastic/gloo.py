@@ -1,8 +1,8 @@
-"""gloo's threads, as the system lists them, and what wakes one of them for good.
+"""gloo's threads, as the system lists them, and the epoll registration that keeps one awake.
 
 When a collective has failed in the middle of a message, gloo leaves the rest in the socket. As long
-as it lies there epoll wakes gloo's thread again and again, which takes a whole CPU. That the
-connection was shut down changes nothing, for gloo does not come as far as reading its end. So epoll
+as it lies there, epoll wakes gloo's thread again and again, which takes a whole CPU. Shutting the
+connection down changes nothing, for gloo never reads its end. So epoll
 is made to report the connection once more and never again (:func:`disarm_epoll`).
 """
 
@@ -35,9 +35,9 @@ class Task:
     """A thread of this process.
 
     Attributes:
-        number: As the system numbers it.
-        name: At most 15 bytes of it.
-        state: As in proc(5): R where it runs, or wants to.
+        number: Thread id of the system.
+        name: Its name, at most 15 bytes.
+        state: As in proc(5): R when it runs, or wants to.
         cpu_s: CPU time that it has used, in seconds.
     """
 
@@ -52,14 +52,14 @@ class Task:
 
 
 def tasks() -> Iterator[Task]:
-    """The threads of this process, without those that are just ending."""
+    """Yields the threads of this process, without those that are just ending."""
     for folder in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError, ValueError):
             text = (folder / "stat").read_text(errors="replace")
-            name, _, rest = text.partition("(")[2].rpartition(")")
-            said = rest.split()
-            cpu_s = (int(said[11]) + int(said[12])) / _TICKS
-            yield Task(int(folder.name), name, said[0], cpu_s)
+            name, _, numbers = text.partition("(")[2].rpartition(")")
+            fields = numbers.split()
+            cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS
+            yield Task(int(folder.name), name, fields[0], cpu_s)
 
 
 class _Event(ctypes.Structure):
@@ -67,12 +67,12 @@ class _Event(ctypes.Structure):
 
     if platform.machine() in ("x86_64", "AMD64"):
         _pack_ = 1
-        _layout_ = "ms"  # which a later Python wants to be told
+        _layout_ = "ms"  # required by later versions of Python
     _fields_ = [("events", ctypes.c_uint32), ("data", ctypes.c_uint64)]
 
 
 def disarm_epoll(fd: int, inode: str) -> bool:
-    """Has epoll speak of a connection that was cut only once more.
+    """Makes epoll report a connection that was cut only once more.
 
     Nothing else changes: gloo keeps the descriptor, and can take it out of its epoll and close it
     as ever. gloo may do so at this moment, and the number may get another meaning. That does no
@@ -103,14 +103,14 @@ def disarm_epoll(fd: int, inode: str) -> bool:
 
 
 def _epolls() -> Iterator[int]:
-    for one in Path("/proc/self/fd").iterdir():
+    for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
-            if str(one.readlink()) == "anon_inode:[eventpoll]":
-                yield int(one.name)
+            if str(entry.readlink()) == "anon_inode:[eventpoll]":
+                yield int(entry.name)
 
 
 def _registered(epoll: int) -> Iterator[tuple[int, int, int, int]]:
-    """Descriptor, wanted events, data and inode of each; nothing where the system tells less."""
+    """Yields descriptor, events, data and inode of each registration, if the kernel shows them."""
     with contextlib.suppress(OSError):
         text = Path(f"/proc/self/fdinfo/{epoll}").read_text()
         for fd, events, data, inode in _REGISTERED.findall(text):
@@ -118,7 +118,7 @@ def _registered(epoll: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _disarm(epoll: int, fd: int, data: int) -> bool:
-    """Asks for nothing but the end of the connection, which is always told, and for that once."""
+    """Registers only for the connection's end, reported once; returns whether that worked."""
     event = _Event(select.EPOLLONESHOT, data)
     changed: int = ctypes.CDLL(None).epoll_ctl(epoll, _MODIFY, fd, ctypes.byref(event))
     return changed == 0

@@ -35,14 +35,14 @@ class Superseded(RuntimeError):
 
 
 class JobGroup:
-    """This rank's part in the job's process groups, one after the other.
+    """Leaves and forms the job's process groups on one rank, one after the other.
 
     Args:
         timeout: Longest wait in a collective.
 
     Attributes:
-        connections: Of the present group.
-        store: By which the present group was made, without a prefix.
+        connections: Connections of the present group.
+        store: Store by which the present group was made, without a prefix.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class JobGroup:
 
     @contextlib.contextmanager
     def patient(self, timeout: timedelta) -> Iterator[None]:
-        """The context in which an operation may wait so long for a rank that comes late."""
+        """Context in which a collective may wait this long for a late rank."""
         self._present_timeout = timeout
         dist.distributed_c10d._set_pg_timeout(timeout)
         try:
@@ -74,7 +74,7 @@ class JobGroup:
         """Leaves the present group and makes the one that the launcher has announced.
 
         Args:
-            on_gathered: Called when all members are there.
+            on_gathered: Called when all members have connected.
 
         Raises:
             Superseded: A newer group was announced meanwhile.
@@ -118,7 +118,9 @@ class JobGroup:
         self._retire_group()
 
     def _connect(self, message: RegroupMessage) -> TCPStore:
-        """The group's store; its own host may be lost with it, which a later message says.
+        """Connects to the group's store.
+
+        The store's host may be lost, too; a later message of the launcher then says so.
 
         Raises:
             RuntimeError: It cannot be reached.
@@ -170,7 +172,7 @@ class JobGroup:
         dist.distributed_c10d._world.group_count = 0
 
     def release_retired(self) -> None:
-        """Lets go of groups that were left long ago, their threads and descriptors."""
+        """Releases groups that were left long ago, with their threads and descriptors."""
         if self._retired:
             current = time.monotonic()
             self._retired = [entry for entry in self._retired if current - entry[0] < _RETENTION_S]

@@ -1,4 +1,4 @@
-"""Which ranks train together: whether they may be lost, and what a process needs to join."""
+"""One rank's membership in the job: whether ranks may be lost, and how newcomers join."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ CHECKED_STEPS = 3
 
 
 class Membership:
-    """What one rank knows about losing other ranks and about those that join.
+    """Decides on one rank whether ranks may be lost, and takes part when newcomers join.
 
     Args:
-        is_forecast: A few steps are measured, and there is no training.
+        is_forecast: A forecast measures a few steps; there is no training.
 
     Attributes:
         recovery: Replaces lost ranks; ``None``: their loss ends this rank.
-        start: Records what operations of the start gave, or replays that to a newcomer.
-        control: What the launcher says; ``None`` without a launcher that says anything.
+        start: Records the results of the start's operations, or replays them to a newcomer.
+        control: Messages of the launcher; ``None`` without one.
         sources: Hashes of the script's files as they were when it began, by module.
     """
 
@@ -69,15 +69,12 @@ class Membership:
         self.sources = sources()
         self.recovery, self.start = recovery, start
         comms = self._member.comms
-        comms.slot, comms.fault_handler, comms.joining = (
-            recovery.slot,
-            start,
-            isinstance(start, Replay),
-        )
+        comms.slot, comms.fault_handler = recovery.slot, start
+        comms.joining = isinstance(start, Replay)
 
     @property
     def data_place(self) -> tuple[int, int]:
-        """Rank and number of the ranks among which data are divided, alike on all of them."""
+        """Rank and number of ranks by which data are divided; all ranks agree on them."""
         place = self._member.world if self.recovery is None else self.recovery.place
         return place.rank, place.size
 
@@ -88,7 +85,7 @@ class Membership:
         return recovery is not None and recovery.able and not self._member.comms.is_alone
 
     def slots(self) -> Sequence[int]:
-        """The slots of all ranks that are there, in rank order; a collective."""
+        """Returns the slots of all present ranks, in rank order; a collective."""
         assert self.recovery is not None
         rows = self._member.comms.rows(torch.tensor([self.recovery.slot]))
         return [int(slot) for slot in rows[:, 0]]
@@ -105,21 +102,21 @@ class Membership:
     # -- the start of the script -----------------------------------------------------------
 
     def mark(self, name: str) -> None:
-        """Names this place of the script's start, to which a newcomer comes, too."""
+        """Records a named point of the script's start, which a newcomer also reaches."""
         if self.start is not None:
             self.start.mark(name)
 
     def without_newcomers(self) -> AbstractContextManager[object]:
-        """The context of what a newcomer does not do when it starts."""
+        """Context of operations that a newcomer skips when it starts."""
         return nullcontext() if self.start is None else self.start.paused()
 
     def note_change(self, method: str) -> None:
-        """The training gets another part: no process can join that starts without it."""
+        """Closes the job to newcomers if the script changes the training after its start."""
         if self._trainings:
-            self._close_door(LATE_CHANGE.format(method))
+            self._close_joins(LATE_CHANGE.format(method))
 
     def start_training(self, loader: Loader) -> None:
-        """The script has called ``session.epochs`` with this loader."""
+        """Records that the script has called ``session.epochs`` with this loader."""
         self._trainings += 1
         self._script_line = line_of_script()
         self._training.context = {
@@ -128,11 +125,11 @@ class Membership:
             "global batch": f"{loader.global_batch:,}",
         }
         if self._trainings > 1:
-            self._close_door(SECOND_TRAINING)
+            self._close_joins(SECOND_TRAINING)
         self.mark("epochs")
 
     def start_side_loader(self) -> None:
-        """The script takes batches from a loader that is not that of ``session.epochs``."""
+        """Records that the script takes batches from a second loader while it trains."""
         if self._has_two_loaders or self._member.progress.finished:
             return
         self._has_two_loaders = True
@@ -140,14 +137,14 @@ class Membership:
             self.report_recoverable(self.recovery)
 
     def publish_start(self) -> None:
-        """The start is over: rank 0 leaves its record in the store, for newcomers."""
+        """Ends the start: rank 0 publishes the recording of it in the store, for newcomers."""
         recovery, start, comms = self.recovery, self.start, self._member.comms
         assert recovery is not None
         assert start is not None
         comms.fault_handler, comms.joining = recovery, False
         if start.obstacle and recovery.able:
-            self._close_door(start.obstacle)
-        if recovery.able and not recovery.door_closed and comms.world.rank == 0:
+            self._close_joins(start.obstacle)
+        if recovery.able and not recovery.joins_closed and comms.world.rank == 0:
             start.publish(recovery.group.store, training=self.description())
 
     @property
@@ -155,11 +152,11 @@ class Membership:
         """Whether operations still belong to the start."""
         return self.start is not None and self._member.comms.fault_handler is self.start
 
-    def _close_door(self, reason: str) -> None:
-        """Lets no process join from here on: newcomers join in the script's first epochs."""
+    def _close_joins(self, reason: str) -> None:
+        """Lets no process join from now on, and reports why."""
         recovery = self.recovery
-        if recovery is not None and not recovery.door_closed:
-            recovery.door_closed = True
+        if recovery is not None and not recovery.joins_closed:
+            recovery.joins_closed = True
             self._member.event("door closed", why=reason)
 
     # -- ranks that are lost ---------------------------------------------------------------
@@ -173,7 +170,7 @@ class Membership:
         recovery.able = not reason
 
     def _unrecoverable_part(self) -> str:
-        """What no other rank has of the training; empty when a lost rank can be replaced."""
+        """Returns why a lost rank cannot be replaced; empty if it can."""
         member, module = self._member, self._training.models.module
         if self._is_forecast:
             return "it is a few measured steps"
@@ -207,33 +204,31 @@ class Membership:
         self._comparison_end = self._member.progress.step + CHECKED_STEPS
 
     def keep_received(self) -> None:
-        """Notes what this newcomer has got, before its script goes on.
+        """Keeps a copy of the state that this newcomer received, before its script goes on.
 
-        The other ranks have done what the script does before an epoch's first batch; the newcomer
-        does that once more (:meth:`restore_received`).
+        The script repeats what the other ranks have done already before an epoch's first batch;
+        :meth:`restore_received` undoes that.
         """
         self._received = _ReceivedState(self._training, self.script_extras)
-        self._member.comms.fault_handler = (
-            self.start
-        )  # until its first batch the script is at its start
+        # until its first batch the script is at its start
+        self._member.comms.fault_handler = self.start
 
     def restore_received(self) -> None:
-        """The first batch begins: a newcomer gets back what it was given."""
+        """Restores the received state of a newcomer when its first batch begins."""
         if self._received is not None:
             received, self._received = self._received, None
             received.restore()
 
     def meet_newcomers(self) -> None:
-        """All ranks of a new group learn which of them are new; a collective."""
+        """Exchanges which ranks of a new group are newcomers; a collective."""
         comms, step = self._member.comms, self._member.progress.step
         rows = comms.rows(torch.tensor([comms.slot, self._comparison_end])).tolist()
         self._newcomers = {slot: end for slot, end in rows if end > step}
 
     def compare_newcomers(self) -> None:
-        """Ends a newcomer that does another thing with its first gradients.
+        """Ends a newcomer whose parameters differ from the others' after one of its first steps.
 
-        The others are as they would be without it: no gradient of what it has made of its own was
-        averaged yet.
+        The other ranks are unharmed: no gradient of its diverged parameters was averaged yet.
 
         Raises:
             JobError: On that newcomer.
@@ -265,9 +260,8 @@ class Membership:
             if actual_hash is not None:
                 key = f"source of {name}"
                 expected[key], actual[key] = expected_hash, actual_hash
-        differing = [
-            name for name in {**expected, **actual} if expected.get(name) != actual.get(name)
-        ]
+        names = {**expected, **actual}
+        differing = [name for name in names if expected.get(name) != actual.get(name)]
         if differing:
             absent = "nothing"
             raise SettingError(
@@ -281,7 +275,7 @@ class Membership:
             )
 
     def description(self) -> dict[str, str]:
-        """What must be the same for a process to join, by name."""
+        """Returns what must be the same for a process to join, by name."""
         training = self._training
         module = training.models.module
         tensors = [*module.named_parameters(), *module.named_buffers()]
@@ -298,7 +292,7 @@ class Membership:
 
 
 class _ReceivedState:
-    """The state that a newcomer was given, of which its script knows nothing yet."""
+    """Copy of the state that a newcomer received."""
 
     def __init__(self, training: Training, extras: Sequence[str]) -> None:
         self._training, self._models = training, CommittedModels(training.models)
@@ -308,7 +302,7 @@ class _ReceivedState:
         self._steps, self._switches = training.progress.steps, training.models.switches
 
     def restore(self) -> None:
-        """Puts it back; called right before the first batch."""
+        """Puts the state back; called right before the first batch."""
         training = self._training
         training.progress.steps, training.models.switches = self._steps, self._switches
         self._models.restore()

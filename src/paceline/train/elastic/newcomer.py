@@ -1,13 +1,13 @@
 """A process that joins ranks that are training: it starts alone, and joins between two steps.
 
-It runs the script from its beginning, as the others did. What they told each other until their
-first step decided how each of them began (settings that were compared, who makes what, lengths of
-messages), so each rank records the results of its start's operations (:class:`Recording`), and rank
+It runs the script from its beginning, as the others did. What the ranks exchanged until their first
+step decided how each of them began (settings that were compared, who makes what, lengths of
+messages). So each rank records the results of its start's operations (:class:`Recording`), and rank
 0 publishes them in the rendezvous store. The newcomer's operations return the same results
 (:class:`Replay`) without waiting, and it comes to the same place, where the others let it in.
 
-Marks divide the start into parts: of a part of which a newcomer needs less than the others did (it
-loads no checkpoint) it leaves results unused.
+Marks divide the start into parts. A newcomer may need fewer results of a part than were recorded,
+as it loads no checkpoint: the rest up to the next mark is skipped.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ SECOND_TRAINING = (
 """Why no process can join. What a script does between the two follows from results that a process
 of its own does not have, and they are not recorded."""
 LATE_CHANGE = "the script has called session.{} after its first session.epochs had begun"
-"""The same: a newcomer starts with what there was before."""
+"""Why no process can join: a newcomer starts without that change."""
 
 SOURCES = "sources"
 """Key of what :func:`sources` returned, in the description of a training."""
 STORE_PREFIX = "paceline/start"
-"""Of the recording's keys in the rendezvous store."""
+"""Prefix of the recording's keys in the rendezvous store."""
 MAX_BYTES = 4 << 20
-"""Of a recording; beyond that no process can join."""
+"""Largest recording; no process can join if it is larger."""
 START_TIMEOUT = timedelta(minutes=30)
 """How long a newcomer waits for the others' first step."""
 _PART_BYTES = 1 << 20  # of one value; a store has a limit
@@ -65,7 +65,7 @@ class Recording:
 
     Args:
         inner: Carries the operations out.
-        info: What a newcomer has to know before its first operation; JSON values.
+        info: What a newcomer must know before its first operation; JSON values.
 
     Attributes:
         obstacle: Why no process can join; empty as long as one can.
@@ -111,13 +111,13 @@ class Recording:
             self._lines.append(line)
 
     def mark(self, name: str) -> None:
-        """The start has come to a place that has this name."""
+        """Records that the start has reached this named point."""
         if not self.obstacle:
             self._add(json.dumps(["mark", name]))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The context of operations that a newcomer does not begin, and are not recorded."""
+        """Context of operations that a newcomer skips; they are not recorded."""
         self._pauses += 1
         try:
             yield
@@ -137,13 +137,13 @@ class Recording:
 
 
 class Replay:
-    """Returns the recorded results to a newcomer's operations.
+    """Returns recorded results for the operations of a newcomer.
 
     Args:
-        recording: What :class:`Recording` has published.
+        recording: Text that :class:`Recording` has published.
 
     Attributes:
-        info: That it was published with.
+        info: Values that were published with it.
     """
 
     stale, able, obstacle = False, False, ""
@@ -175,7 +175,7 @@ class Replay:
         return _decode(content)  # type: ignore[no-any-return]
 
     def mark(self, name: str) -> None:
-        """Goes on with what was recorded after the next mark of this name."""
+        """Skips to what was recorded after the next mark of this name."""
         self._mark = name
         while self._entries:
             if self._entries.popleft() == ["mark", name]:
@@ -183,7 +183,7 @@ class Replay:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """As :meth:`Recording.paused`."""
+        """See :meth:`Recording.paused`."""
         yield
 
     def publish(self, store: Any, **_: Any) -> None:
@@ -200,8 +200,8 @@ class Newcomer:
         place: One in the world that the others were when they began: never the first, which writes,
             nor one beyond that world, which no script is made for.
         mixed: The ranks compute on different kinds of devices.
-        store: Of the job.
-        start: The others'.
+        store: The job's rendezvous store.
+        start: The recorded start of the others.
     """
 
     slot: int
@@ -212,7 +212,7 @@ class Newcomer:
 
 
 def read_newcomer(environ: Mapping[str, str]) -> Newcomer | None:
-    """This process as a newcomer; ``None`` when it begins with all others.
+    """Returns this process as a newcomer; ``None`` if it starts with all others.
 
     Raises:
         JobError: The others have not published how they began.
@@ -233,7 +233,7 @@ def read_newcomer(environ: Mapping[str, str]) -> Newcomer | None:
 
 @contextmanager
 def group_of_one() -> Iterator[None]:
-    """The context in which the environment's planned world is this process alone."""
+    """Context in which the environment describes a world of this process alone."""
     single = {jobenv.RANK: "0", jobenv.WORLD_SIZE: "1", jobenv.PLANNED_WORLD: "1"}
     former = {name: os.environ[name] for name in single if name in os.environ}
     os.environ.update({name: single[name] for name in former})
@@ -244,7 +244,7 @@ def group_of_one() -> Iterator[None]:
 
 
 def line_of_script() -> str:
-    """The function and the line of the script that are executed now; empty without a script."""
+    """Returns function and line of the script that is running; empty without a script."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -255,9 +255,9 @@ def line_of_script() -> str:
 
 
 def sources() -> dict[str, str]:
-    """A hash of the script and of each of its own modules, as they lie on the disk now, by name.
+    """Returns hashes of the script and its own modules, as they are on the disk now, by name.
 
-    Not of what is installed, which is the same for all processes of an environment.
+    Installed packages are left out: they are the same for all processes of an environment.
     """
     roots = (sysconfig.get_path("stdlib"), Path(__file__).parents[1])
     installed = tuple(f"{root}{os.sep}" for root in roots)
@@ -274,7 +274,7 @@ def sources() -> dict[str, str]:
 
 
 def source_of(name: str) -> str | None:
-    """The same hash of a module that need not be imported yet; ``None`` without such a file."""
+    """Returns the hash of one module, imported or not; ``None`` if it has no file."""
     with contextlib.suppress(Exception):  # whatever the packages that it lies in do
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.origin is not None:
@@ -299,7 +299,7 @@ def _publish(recording: str, store: Any) -> None:
 
 
 def wait_for_start(store: Any, timeout: timedelta) -> Replay:
-    """What the others publish in the store as soon as they have trained their first step.
+    """Waits for the recording that the ranks publish after their first step.
 
     Raises:
         JobError: They have published nothing.
@@ -317,7 +317,7 @@ def wait_for_start(store: Any, timeout: timedelta) -> Replay:
 
 
 def _encode(result: Any) -> Any:
-    """A result as JSON. TypeError for what no operation returns."""
+    """Returns a result as JSON values. TypeError for a type that no operation returns."""
     if isinstance(result, Tensor):
         flat = result.detach().cpu().contiguous()
         content = flat.reshape(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b""

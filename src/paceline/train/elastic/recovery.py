@@ -72,7 +72,7 @@ _RESULT = tuple_of(optional(list_of(integer(), 64)), regex(f"({TENSOR_TYPE})?", 
 
 
 class Activity(IntEnum):
-    """What a rank was in when it learned that another is lost."""
+    """What a rank was doing when it learned that another rank was lost."""
 
     OPERATION = 0
     EXCHANGE = 1
@@ -128,12 +128,12 @@ class Recovery:
     """A rank's part in recoveries. Every rank of a job has one.
 
     Args:
-        slot: Number of this process in the plan, which never changes.
+        slot: Number of this process in the plan; it never changes.
 
     Attributes:
-        able: A lost rank is replaced; until then its loss is an error as any other.
-        is_reported: The launcher knows whether.
-        door_closed: No process can join any more; set at the same place of the script on all ranks.
+        able: Whether a lost rank can be replaced; until then its loss is an error like any other.
+        is_reported: Whether the launcher was told :attr:`able`.
+        joins_closed: No process can join any more; set at the same line of the script on all ranks.
         generation: Number of the group, from 0.
         place: This process's place at the last renewal: by it data are divided.
         training: Of this rank; set before the first event.
@@ -148,7 +148,7 @@ class Recovery:
     def __init__(self, slot: int, comms: Comms, control: Control, group: JobGroup) -> None:
         self.slot, self.group = slot, group
         self._comms, self._control = comms, control
-        self.able = self.is_reported = self.door_closed = False
+        self.able = self.is_reported = self.joins_closed = False
         self.generation = self._renewed = 0
         self.place = comms.world
         self._forming = threading.Lock()  # held while a group becomes the present one
@@ -170,7 +170,7 @@ class Recovery:
     # -- events --------------------------------------------------------------------------
 
     def event(self, act: Callable[[], T]) -> T:
-        """See :class:`paceline.train.comms.Mender`."""
+        """See :class:`paceline.train.comms.FaultHandler`."""
         if self._is_renewing:
             with self.span:
                 return act()
@@ -201,19 +201,19 @@ class Recovery:
         self._finished, self._result = self._finished + 1, result
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
-        """See :class:`paceline.train.comms.Mender`."""
+        """See :class:`paceline.train.comms.FaultHandler`."""
         return self.group.connections.tracked(self._comms.world.size)
 
     def patient(self, timeout: timedelta) -> contextlib.AbstractContextManager[None]:
-        """See :class:`paceline.train.comms.Mender`."""
+        """See :class:`paceline.train.comms.FaultHandler`."""
         return self.group.patient(timeout)
 
     def finish_exchange(self) -> None:
-        """An exchange of gradients is over, on this rank."""
+        """Records that this rank has finished an exchange of gradients."""
         self._finish(None)
 
     def recover_exchange(self, error: RuntimeError) -> ExchangeResult:
-        """What becomes of an exchange that ended in this error.
+        """Regroups after an exchange that failed; returns what became of the exchange.
 
         Raises:
             RuntimeError: The error, unless a lost rank is its cause and can be replaced.
@@ -224,7 +224,7 @@ class Recovery:
         return ExchangeResult.ADOPTED
 
     def recover_forward(self, error: RuntimeError) -> None:
-        """A forward pass could not begin; its batch is void.
+        """Regroups after a forward pass that could not begin; its batch is void.
 
         Raises:
             RuntimeError: As :meth:`recover_exchange`.
@@ -234,51 +234,51 @@ class Recovery:
     # -- batches -------------------------------------------------------------------------
 
     def start_batch(self) -> None:
-        """A global batch is given to the script, newly or again."""
+        """Records that the loader gives the script a global batch, for the first time or again."""
         step = self.training.step
         self.group.release_retired()
         self._passes = self._passes + 1 if self._batch == step else 1
         self._batch, self._has_batch, self._has_events = step, True, False
 
     def end_batch(self) -> None:
-        """The batch that the script has is done."""
+        """Records that the script's batch is done."""
         self._has_batch = False
 
     @property
     def is_batch_void(self) -> bool:
-        """The batch that the script has does not count: it was divided for a former group."""
+        """Whether the script's batch does not count: it was divided for a former group."""
         step, passes = self._void
         return self._batch == step and self._passes <= passes
 
     @property
     def stale(self) -> bool:
-        """See :class:`paceline.train.comms.Mender`."""
+        """See :class:`paceline.train.comms.FaultHandler`."""
         return self._renewed != self.generation and not self._is_renewing
 
     # -- others that join ------------------------------------------------------------------
 
-    def knocked(self) -> int:
-        """See :class:`paceline.train.stop.Door`."""
+    def pending_generation(self) -> int:
+        """See :class:`paceline.train.stop.JoinGate`."""
         message = self._control.newer(self.generation)
-        joins = message is not None and message.planned and self.able and not self.door_closed
+        joins = message is not None and message.planned and self.able and not self.joins_closed
         return message.generation if message is not None and joins else 0
 
-    def agreed(self, least: int, most: int) -> None:
-        """See :class:`paceline.train.stop.Door`."""
-        if least == most > self.generation:
-            self._opened = least
+    def agree_to_join(self, lowest: int, highest: int) -> None:
+        """See :class:`paceline.train.stop.JoinGate`."""
+        if lowest == highest > self.generation:
+            self._opened = lowest
 
-    def parts(self) -> None:
-        """See :class:`paceline.train.stop.Door`."""
+    def end_together(self) -> None:
+        """See :class:`paceline.train.stop.JoinGate`."""
         self._control.is_ending = True
 
     @property
-    def _admits(self) -> bool:
-        """Others are to be let in before the next batch."""
-        return self._opened > self.generation and not self.door_closed
+    def _should_admit(self) -> bool:
+        """Whether newcomers are to be let in before the next batch."""
+        return self._opened > self.generation and not self.joins_closed
 
     def join(self) -> None:
-        """Joins the others, of whom one gives this process its training: a newcomer's first event.
+        """Joins the other ranks as a newcomer, and receives the training from one of them.
 
         Raises:
             SystemExit: They have no need of it any more.
@@ -299,7 +299,7 @@ class Recovery:
         raise SystemExit(0)
 
     def _admit(self) -> None:
-        """Lets others in; between two batches."""
+        """Forms the group that newcomers join; called between two batches."""
         message = self._control.newer(self.generation)
         self._opened = 0
         if message is None or not message.planned:
@@ -326,7 +326,7 @@ class Recovery:
     # -- renewal ---------------------------------------------------------------------------
 
     def renew(self) -> None:
-        """Lets others in, and has everything renewed in a new group; between two batches.
+        """Lets newcomers join and renews everything in a new group; called between two batches.
 
         While there are too few nodes to train, this is repeated in one group after the other.
         """
@@ -340,7 +340,7 @@ class Recovery:
             self._renew()
 
     def _wait_for_group(self) -> None:
-        """Waits at this line, as all ranks do, for the next group; it has the state in memory.
+        """Waits for the next group while too few nodes are there; the state stays in memory.
 
         Raises:
             RuntimeError: There will be none.
@@ -354,8 +354,8 @@ class Recovery:
             self.regroup(RuntimeError("more nodes are there, or others"), Activity.RENEWAL)
 
     def _renew(self) -> None:
-        while not self.alone and (self._admits or (self.stale and self._all_come_here)):
-            if self._admits:
+        while not self.alone and (self._should_admit or (self.stale and self._all_come_here)):
+            if self._should_admit:
                 self._admit()
                 continue
             # How often each rank was given the batch that comes differs; from here on it is alike.
@@ -376,7 +376,7 @@ class Recovery:
 
     @property
     def _all_come_here(self) -> bool:
-        """No rank is, or will be when it gets its next batch, further than this one."""
+        """Whether every rank will be as far as this one when it gets its next batch."""
         events, steps = self._renewal_point
         return self._finished >= events and self.training.step >= steps
 
@@ -417,7 +417,7 @@ class Recovery:
             return settlement
 
     def _next_message(self, error: RuntimeError, generation: int) -> RegroupMessage | None:
-        """The launcher's next message after a loss, which it may have to be told of first."""
+        """Waits for the launcher's message after a loss; reports the loss if there is none yet."""
         message = self._control.newer(generation)
         if message is None or message.planned:
             text = str(error).partition("\n")[0][:300]
@@ -427,7 +427,7 @@ class Recovery:
         return message
 
     def _isolate(self, message: RegroupMessage) -> Settlement:
-        """No other rank is there any more, as far as this one knows, and its batch is void."""
+        """Goes on as the only rank, as far as this one knows; its batch is void."""
         former, self.alone = self._comms.world, True
         self._comms.world = World(0, 1, 0, 1, former.host, True, former.hosts)
         with self._forming:
@@ -451,7 +451,7 @@ class Recovery:
         threading.Thread(target=watch, name="paceline-freed", daemon=True).start()
 
     def _is_loss(self, error: RuntimeError) -> bool:
-        """Whether this is what a rank sees of another one's end."""
+        """Whether an error is one that a rank sees when another rank ends."""
         is_group_error = isinstance(error, (dist.DistError, Superseded))
         if is_group_error or SECONDARY_ERROR.search(str(error)):
             return True
@@ -486,14 +486,14 @@ class Recovery:
     # -- who has come how far --------------------------------------------------------------
 
     def _settle(self, activity: Activity) -> Settlement:
-        """What becomes of the event that this rank was in; a collective of the new group."""
+        """Settles the event that this rank was in; a collective of the new group."""
         with self.span:
             comms = replace(self._comms, fault_handler=None)
             positions = self._positions(comms, activity)
             return self._settle_events(comms, positions, activity)
 
     def _positions(self, comms: Comms, activity: Activity) -> list[_Position]:
-        """How far each rank has come."""
+        """Gathers how far each rank has come."""
         position = torch.tensor([
             self._finished, activity, self.updates, self._batch if self._has_batch else -1,
             self._passes, self._has_events and self._has_batch, self.training.step,
@@ -548,7 +548,7 @@ class Recovery:
 def _void_passes(
     positions: Sequence[_Position], receivers: Sequence[int], this_rank: int
 ) -> tuple[int, int]:
-    """Which batch is void, by its step, and up to which pass over it; -1: none."""
+    """Returns the step of the batch that is void (-1: none), and the last void pass over it."""
     newest = max(position.batch for position in positions)
     passes = [
         position.passes
@@ -561,7 +561,7 @@ def _void_passes(
 
 
 def _broadcast_result(comms: Comms, source: int, result: Any) -> Any:
-    """One rank's result of an operation, on all ranks."""
+    """Returns one rank's result of an operation on all ranks; a collective."""
     is_source = comms.world.rank == source
     shape, dtype = None, ""
     if isinstance(result, Tensor):

@@ -47,7 +47,7 @@ class ReplicaChecksum:
         self._buffers, self._has_stepped = checksums(module.buffers()), False
 
     def stepped(self) -> None:
-        """To be called after each optimizer step."""
+        """Records an optimizer step; call it after each one."""
         self._has_stepped = True
 
     def verify(self) -> None:
@@ -79,13 +79,13 @@ class ReplicaChecksum:
         self.align()
 
     def diverged_parameter(self, slot: int, newcomers: Collection[int]) -> str:
-        """A parameter in which this rank, a newcomer, differs from the ranks that it came to.
+        """Returns the first parameter of a newcomer that differs from those of the other ranks.
 
-        Empty on those, and where they differ from each other, which :meth:`verify` tells.
+        Empty on the other ranks, and if they differ from each other, which :meth:`verify` reports.
 
         Args:
-            slot: Of this rank.
-            newcomers: The slots of all that have joined the others lately.
+            slot: Slot of this rank.
+            newcomers: Slots of all ranks that have joined lately.
         """
         names = [name for name, _ in self._module.named_parameters()]
         sums = checksums(self._module.parameters())
@@ -97,7 +97,7 @@ class ReplicaChecksum:
         return names[int(differing[0])] if len(differing) else ""
 
     def _verify_mixed(self) -> None:
-        """Different devices round differently: all ranks take rank 0's values if they are near."""
+        """Gives all ranks rank 0's parameters if they are close: device kinds round differently."""
         names = [name for name, _ in self._module.named_parameters()]
         parameters = [parameter.detach() for parameter in self._module.parameters()]
         former = [parameter.clone() for parameter in parameters]
@@ -128,7 +128,10 @@ class ReplicaChecksum:
 
 
 def _deviation(first: Tensor, second: Tensor) -> Tensor:
-    """Part of its size by which a tensor differs; a training that diverges alike does not."""
+    """Returns the norm of the difference relative to the tensor's.
+
+    Elements that are not finite in both are ignored.
+    """
     not_finite = ~first.isfinite() & ~second.isfinite()
     first, second = first.masked_fill(not_finite, 0), second.masked_fill(not_finite, 0)
     size = torch.linalg.vector_norm(first).clamp(min=1e-30)
@@ -137,7 +140,7 @@ def _deviation(first: Tensor, second: Tensor) -> Tensor:
 
 
 def checksums(tensors: Iterable[Tensor]) -> Tensor:
-    """One int64 for each tensor, on the CPU, shape ``[n]``; a collective for shards."""
+    """Returns one int64 for each tensor, on the CPU, shape ``[n]``; a collective for shards."""
     sums = [_checksum(tensor) for tensor in tensors]
     return torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
 
@@ -180,7 +183,7 @@ def compare(names: Sequence[str], by_rank: Tensor, ranks: Sequence[str]) -> None
 
 
 def _minority(wrong: Tensor, ranks: Sequence[str]) -> str:
-    """The minority; without a majority all ranks are named."""
+    """Names the ranks in the minority; all ranks if there is no majority."""
     minority = [ranks[int(rank)] for rank in wrong.nonzero()]
     if len(minority) * 2 >= len(ranks):
         return f"no majority among {', '.join(ranks)}"

@@ -1,4 +1,4 @@
-"""A session's training as a recovery sees it."""
+"""A session's training behind the interface that a recovery uses."""
 
 from __future__ import annotations
 

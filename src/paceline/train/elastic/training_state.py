@@ -1,4 +1,4 @@
-"""What a recovery sees of the training whose ranks it keeps together."""
+"""The interface through which a recovery uses the training of its rank."""
 
 from __future__ import annotations
 

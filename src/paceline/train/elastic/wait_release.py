@@ -19,7 +19,7 @@ _MAX_WAIT_S = 10.0  # after which no look is needed: a thread of gloo's may neve
 
 
 class CollectiveSpan:
-    """The context of what may wait for other ranks; another thread sees whether it is entered."""
+    """Context of code that may wait for other ranks; another thread sees whether it is entered."""
 
     def __init__(self) -> None:
         self._entries, self._depth = 0, 0
@@ -39,8 +39,8 @@ class CollectiveSpan:
     def is_idle_for(self, seconds: float, is_finished: Callable[[], bool]) -> bool:
         """Whether this process stays in one span and computes nothing for so long.
 
-        Watches until then, or until ``is_over``; for a thread of its own. What gloo's threads use
-        of a CPU is no computing.
+        Watches until then, or until ``is_finished``; call it in a thread of its own. CPU time of
+        gloo's threads does not count as computing.
         """
         number, cpu_s, idle_from = self.number, _computing_s(), time.monotonic()
         while not is_finished():
@@ -55,20 +55,20 @@ class CollectiveSpan:
 
 
 def _computing_s() -> float:
-    """CPU time that this process has used, without what gloo's threads have, in seconds."""
+    """Returns the CPU seconds that this process has used, without those of gloo's threads."""
     return time.process_time() - waits.gloo_cpu_s()
 
 
 def release_waits(
     is_finished: Callable[[], bool], connections: GlooConnections, forming: threading.Lock
 ) -> None:
-    """Gives up waits whenever gloo has closed what was cut and sleeps, until ``is_over``.
+    """Cancels waits whenever gloo has closed the cut connections and sleeps, until finished.
 
     Args:
-        is_over: The next group is there, or is superseded.
-        connections: That were cut.
-        forming: Held while a group becomes the present one: what is waited for in the next group is
-            not to be given up.
+        is_finished: Whether the next group is there, or is superseded.
+        connections: The connections that were cut.
+        forming: Held while a group becomes the present one, so that waits in the next group are not
+            cancelled.
     """
     checks, interval_s = 0, _MIN_INTERVAL_S
     deadline = time.monotonic() + _MAX_WAIT_S

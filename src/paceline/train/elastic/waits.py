@@ -34,11 +34,11 @@ _POLL_S = 0.05  # between two looks whether a wait was cancelled
 
 
 class WaitCancelled(RuntimeError):
-    """This rank waits no longer for an operation whose connections were cut."""
+    """A wait for an operation whose connections were cut was cancelled."""
 
 
 class _State:
-    """What this process waits for; it has one job."""
+    """The pending waits of this process."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -51,7 +51,7 @@ class _State:
 
 
 class _CancellableMean:
-    """A bucket's mean, in time or not at all."""
+    """Future of a bucket's mean that can be cancelled."""
 
     def __init__(self, work: dist.Work, mean: Tensor) -> None:
         self._work, self._mean = work, mean
@@ -91,7 +91,7 @@ _state = _State()
 
 
 def enable() -> None:
-    """From now on waits may be cancelled; until then all of them are torch's own."""
+    """Lets waits be cancelled from now on; until then all of them are torch's own."""
     _state.is_enabled = True
 
 
@@ -101,7 +101,7 @@ def is_enabled() -> bool:
 
 
 def wait(work: dist.Work | None, moved: Tensor) -> None:
-    """Waits until a collective that was begun is over.
+    """Waits until a collective is over.
 
     Args:
         work: The collective; ``None`` on a rank that has no part in it.
@@ -124,7 +124,9 @@ def wait(work: dist.Work | None, moved: Tensor) -> None:
 
 
 def wait_in_thread(act: Callable[[], T]) -> T:
-    """What ``act`` returns, which waits for other ranks where nothing can be polled.
+    """Calls ``act``, which waits for other ranks, in a thread; returns its result.
+
+    For operations that cannot be polled.
 
     Raises:
         WaitCancelled: By another thread.
@@ -157,7 +159,7 @@ def wait_in_thread(act: Callable[[], T]) -> T:
 
 
 def cancellable_future(work: dist.Work | None, mean: Tensor) -> Future[Tensor]:
-    """A future of ``mean`` for DDP, in the place of that of a bucket's collective."""
+    """Returns a future of ``mean`` for DDP, in place of the future of a bucket's collective."""
     assert work is not None  # this rank is in the group
     cancellable = _CancellableMean(work, mean)
     with _state.lock:
@@ -176,14 +178,14 @@ def cancel_all() -> None:
 
 
 def abandon(work: dist.Work) -> None:
-    """Notes a collective that may never end, and for which no thread waits."""
+    """Records a collective that may never end, and for which no thread waits."""
     with _state.lock:
         _state.abandoned = [pending for pending in _state.abandoned if not pending.is_completed()]
         _state.abandoned.append(work)
 
 
 def has_abandoned() -> bool:
-    """Whether something was left in gloo since this was asked last; cancels all waits."""
+    """Cancels all waits; returns whether any was left in gloo since the last call."""
     cancel_all()
     with _state.lock:
         works, has_thread = _state.abandoned, _state.has_abandoned_thread
@@ -192,12 +194,12 @@ def has_abandoned() -> bool:
 
 
 def is_gloo_asleep() -> bool:
-    """Whether gloo's threads, and those that wait in it, do nothing and want nothing."""
+    """Whether gloo's threads, and those that wait in it, all sleep."""
     return all(thread.state not in "RD" for thread in _gloo_threads())
 
 
 def gloo_cpu_s() -> float:
-    """CPU time that gloo's threads, and those that wait in it, have used so far, in seconds."""
+    """Returns CPU seconds that gloo's threads, and those that wait in it, have used so far."""
     return sum(thread.cpu_s for thread in _gloo_threads())
 
 

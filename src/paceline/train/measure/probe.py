@@ -1,9 +1,9 @@
-"""A few measured steps instead of a training: what ``paceline forecast`` asks for.
+"""Measures a few steps instead of a training, for ``paceline forecast``.
 
-The script runs as it always does, up to its first steps. They are done at several global batches
-in turn, so that it is seen what of a step grows with the batch and what does not; then the ranks
-time an all-reduce of as many bytes as the gradients have, rank 0 leaves all of it in the run
-directory, and the script ends there. Nothing is saved, resumed or tracked.
+The script runs as always up to its first steps. These take several global batch sizes in turn,
+which shows how much of a step grows with the batch. Then the ranks time an all-reduce of as many
+bytes as the gradients have, rank 0 writes all of it to the run directory, and the script ends.
+Nothing is saved, resumed or tracked.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from paceline.train.reduce.exchange import GradientExchange
 from paceline.train.reduce.registry import REDUCERS
 from paceline.train.stop import QuietExit
 
-WARMUP_STEPS = 4  # steps before anything counts
-TUNED_WARMUP_STEPS = 24  # the same where ways to communicate are tried, or begin with exact steps
-COUNTED_STEPS = (
-    3  # steps of a batch in a round, after one that does not count: buffers are made anew
-)
+WARMUP_STEPS = 4
+"""Steps before anything counts."""
+TUNED_WARMUP_STEPS = 24
+"""Steps before anything counts if methods of averaging are tried, or begin with exact steps."""
+COUNTED_STEPS = 3
+"""Steps of a batch size in a round, after one that does not count: buffers are made anew."""
 NUM_ROUNDS = 8
 _NUM_SMALL_REDUCES = 12  # all-reduces of a single number
 _SMALL_REDUCE_BYTES = 1 << 20  # bytes of the first larger one
-_LARGE_REDUCE_S = 1.0  # of one of the largest
+_LARGE_REDUCE_S = 1.0  # duration of one of the largest, at most
 _NUM_LARGE_REDUCES = 3
 
 
@@ -49,9 +50,9 @@ class ProbeRequest:
     """Measurements that the environment asks for.
 
     Attributes:
-        batches: Global batches to be tried.
-        fractions: The same as parts of the training's own.
-        seconds: After so long no further round begins.
+        batches: Global batch sizes to try.
+        fractions: Further ones, as fractions of the training's own.
+        seconds: Time after which no further round begins.
     """
 
     batches: tuple[int, ...]
@@ -70,15 +71,16 @@ def probe_request(environ: Mapping[str, str]) -> ProbeRequest | None:
     """Reads the request from the environment; ``None`` for a normal training.
 
     Raises:
-        SettingError: The variable says nothing that can be done.
+        SettingError: The variable holds no request.
     """
     text = environ.get(jobenv.PROBE, "")
     if not text:
         return None
     try:
         request = json.loads(text)
-        batches, parts = tuple(map(int, request["batches"])), tuple(map(float, request["parts"]))
-        return ProbeRequest(batches, parts, float(request["seconds"]))
+        batches = tuple(map(int, request["batches"]))
+        fractions = tuple(map(float, request["parts"]))
+        return ProbeRequest(batches, fractions, float(request["seconds"]))
     except (ValueError, TypeError, KeyError, AttributeError):
         raise SettingError(
             f"{jobenv.PROBE} cannot be understood",
@@ -91,8 +93,8 @@ class ProbeLoader(Loader):
     """The training's loader with changing global batch sizes.
 
     Attributes:
-        sizes: The batches; each rank has the same.
-        warmup_steps: Steps of the first of them, before any round.
+        sizes: Global batch sizes to try; the same on each rank.
+        warmup_steps: Steps with the first of them, before any round.
     """
 
     sizes: tuple[int, ...] = ()
@@ -114,9 +116,9 @@ class Probe:
     """Measures steps on one rank. Every rank has one and calls it in the same order.
 
     Args:
-        request: From the environment.
+        request: What to measure.
         member: This rank.
-        models: What it trains; there are none yet.
+        models: Models that it trains; empty when this is made.
     """
 
     def __init__(self, request: ProbeRequest, member: Member, models: Models) -> None:
@@ -126,12 +128,8 @@ class Probe:
         self._balance: BalanceMode = "even"
         self._notes: list[tuple[float, float, float, float, float]] = []
         self._started_at = self._step_start = time.perf_counter()
-        self._data_s, self._last_samples, self._steps_per_round, self._warmup_steps = (
-            0.0,
-            0,
-            1,
-            WARMUP_STEPS,
-        )
+        self._data_s, self._last_samples = 0.0, 0
+        self._steps_per_round, self._warmup_steps = 1, WARMUP_STEPS
 
     def loader(self, *args: Any) -> ProbeLoader:
         """Makes a loader; arguments as of :class:`Loader`."""
@@ -143,7 +141,7 @@ class Probe:
     def replace_balance(self, balance: BalanceMode) -> BalanceMode:
         """Records the training's balance and returns an even one, which is measured instead.
 
-        Hosts are tried alone and in pairs; what other shares make of it is computed.
+        Hosts are measured alone and in pairs; the effect of other shares is computed from that.
         """
         self._balance = balance if isinstance(balance, str) else dict(balance)
         return "even"
@@ -170,19 +168,19 @@ class Probe:
         return self._warmup_steps + self._steps_per_round * NUM_ROUNDS
 
     def restart(self, data_s: float) -> None:
-        """Leaves out time that is no training; the next step is not settled."""
+        """Leaves out time that was not spent on training; the next step does not count."""
         self._step_start, self._data_s, self._last_samples = time.perf_counter(), data_s, 0
 
     def stepped(self, samples: int, data_s: float, computing_s: float) -> None:
         """Records a global step.
 
         Args:
-            samples: Of it, over all ranks.
-            data_s: Seconds in which this rank waited for its data, from its beginning.
-            computing_s: Seconds for which this rank computed in it; 0 where it is not known.
+            samples: Samples of the step over all ranks.
+            data_s: Seconds that this rank has waited for data since its start.
+            computing_s: Seconds that this rank computed in the step; 0 if unknown.
 
         Raises:
-            Quietly: All is known.
+            QuietExit: All steps are measured.
         """
         device = self._member.device
         if device.type != "cpu":
@@ -262,10 +260,10 @@ def counted_steps(rows: Tensor, batches: Sequence[int]) -> list[dict[str, Any]]:
     """Returns the steps that count, in order.
 
     Args:
-        rows: Of all ranks: samples, seconds, seconds of waiting for data, whether it counts, and
-            seconds of computing; shape ``[ranks, steps, 5]``. An epoch may be as short as a step:
-            then all of a batch count.
-        batches: That were to be tried.
+        rows: For each rank and step: samples, seconds, seconds of waiting for data, whether it
+            counts, seconds of computing; shape ``[ranks, steps, 5]``. If an epoch is as short as a
+            step, no step of a batch size may count: then all of them do.
+        batches: Global batch sizes that were to be tried.
     """
     notes = rows[0].tolist()
     settled_batches = {int(note[0]) for note in notes if note[3]}
@@ -278,7 +276,7 @@ def counted_steps(rows: Tensor, batches: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def _sent_parts(exchange: GradientExchange | None) -> list[float]:
-    """Returns bytes sent as a part of those of exact averages: for two ranks, and for more."""
+    """Returns the bytes sent relative to exact averages: for two ranks, and for four."""
     if exchange is None or exchange.reducer is None:
         return [1.0, 1.0]
     reducer, count = exchange.reducer, exchange.elements

@@ -45,14 +45,16 @@ class AutoMethod:
     """Chooses the method of one model's exchange. Every rank has one and calls it alike.
 
     Args:
-        use: Uses a method by its name, which goes on with the last one's quantisation errors.
-        fine_steps: Gives how many steps of the training send more than later ones by the method in
-            use.
+        exchange: Exchange of the model's gradients.
+        comms: Collectives of all ranks.
+        use: Switches to a method by name, which keeps the last one's quantisation errors.
+        warmup_steps: Returns the number of first steps in which the method in use sends more bytes
+            than later.
 
     Attributes:
-        choice: The last; ``None`` before the first step.
-        settled_since: Number of the first step by the method that was settled.
-        settled: By the time of steps; before that, the choice is preliminary.
+        choice: The last choice; ``None`` before the first step.
+        final_step: Number of the first step with the final method.
+        is_final: Whether the choice was confirmed by the time of steps; before, it is preliminary.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class AutoMethod:
             self._use(Choice(_FALLBACK_METHOD, fallback.best(_FALLBACK_METHOD)[0], {}))
 
     def stepped(self, computing: Callable[[], float]) -> None:
-        """After each of the first few steps: chooses by how long this rank computed in it."""
+        """Chooses by the computing time of a step, after each of the first few steps."""
         if self.is_final or len(self._early) >= _EARLY_STEPS:
             return
         slowest = self._comms.max(torch.tensor([computing()], dtype=torch.float64))[0]
@@ -99,10 +101,10 @@ class AutoMethod:
         return "exact" if self.choice is None else self.choice.method
 
     def consider(self, timings: StepTimings) -> str:
-        """Takes where the time of the last steps went, between two steps.
+        """Reconsiders the choice by the timings of the last steps; called between two steps.
 
         Returns:
-            What has been decided, and why; empty when nothing changes.
+            What was decided, and why; empty when nothing changes.
         """
         numbers = torch.arange(timings.seconds.shape[1]) * timings.stride + timings.first_step
         if not self.is_final and self._first_step is None:
@@ -143,7 +145,7 @@ class AutoMethod:
         return choice.explain(measured)
 
     def _update_network(self, computing_s: float, is_first: bool) -> Measurement:
-        """What is known now, after steps in which the slowest rank computed for so long."""
+        """Returns the measurement after steps in which the slowest rank computed so long."""
         if not (is_first or self._is_unused):
             handling_s = self._network.handling_s  # other threads of a rank may be at work by now
             network = self._measure()
@@ -155,20 +157,20 @@ class AutoMethod:
 
     @property
     def _in_use(self) -> tuple[str, int]:
-        """The method in use, and in how many buckets: 0 when they are DDP's."""
+        """Method in use, and its number of buckets; 0 when the buckets are DDP's."""
         return _trial_of(self.choice) if self.choice else ("exact", 0)
 
     def _evaluate_trial(
         self, measured: Measurement, seconds: float
     ) -> tuple[Measurement, Choice, bool]:
-        """What is to be used, after the method in use took so many seconds a step.
+        """Chooses again after the method in use took ``seconds`` a step.
 
         Nothing that was measured before tells how long codes wait for a processor while ranks
         compute. So the forecast is compared with the steps, and when it is far off, another number
         of buckets or another method is tried; in the end the best of what was tried is taken.
 
         Returns:
-            What is known now, the choice, and whether it is to stay.
+            The corrected measurement, the choice, and whether it is final.
         """
         present = self._in_use
         if present[0] != "exact":
@@ -204,7 +206,7 @@ class AutoMethod:
     # -- measuring -------------------------------------------------------------------------
 
     def _measure(self) -> Measurement:
-        """Network and coding, by the slowest rank; computing is not known here. A collective."""
+        """Measures network and coding by the slowest rank, but not computing; a collective."""
         context, start = self._exchange.context(), time.perf_counter()
         latency_s, bytes_per_s, handling_s = self._probe()
         coding_s = [self._measure_coding(method) for method in CANDIDATES]
@@ -228,7 +230,7 @@ class AutoMethod:
         )
 
     def _measure_coding(self, method: str) -> float:
-        """Seconds for encoding and decoding all messages of a step."""
+        """Measures the seconds for encoding and decoding all messages of a step."""
         reducer = REDUCERS[method]
         if not (isinstance(reducer, type) and issubclass(reducer, CodedReducer)):
             return 0.0
@@ -304,7 +306,7 @@ class AutoMethod:
     # -- in checkpoints ------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What was chosen; nothing before that."""
+        """Returns the final choice; empty before there is one."""
         if self.choice is None or not self.is_final:
             return {}
         ranks = self._collectives.world_size

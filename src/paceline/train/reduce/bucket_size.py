@@ -30,14 +30,14 @@ _STEP = [PARTS.index(part) for part in ("computing", "waiting", "moving")]
 
 @dataclass(frozen=True, slots=True)
 class BucketSizes:
-    """Bytes of a bucket and of the first; 0: DDP's own."""
+    """Bytes of a bucket and of the first one; 0: DDP's own sizes."""
 
     size: int = 0
     first: int = 0
 
 
 def candidates(nbytes: int, ranks: int) -> list[BucketSizes]:
-    """The sizes that are worth a trial for so many bytes of gradients."""
+    """Returns the sizes that are worth a trial for ``nbytes`` of gradients."""
     if ranks != 2:  # the sizes stay: see above
         return []
     sizes = dict.fromkeys(max(_MIN_BYTES, nbytes // count) for count in _BUCKET_COUNTS)
@@ -48,9 +48,9 @@ class BucketTrial:
     """Finds the best sizes of buckets for one model in its first steps. Every rank does the same.
 
     Attributes:
-        seconds: Of a step, by sizes, as far as they have been tried.
-        sizes: In use.
-        done: The trial has ended, or there is nothing to try.
+        seconds: Seconds of a step by sizes, for those that were tried.
+        sizes: Sizes in use.
+        is_finished: The trial has ended, or there is nothing to try.
     """
 
     seconds: dict[BucketSizes, float]
@@ -60,9 +60,9 @@ class BucketTrial:
         self.restart(0)
 
     def restart(self, step: int) -> None:
-        """Begins anew after so many steps: gradients are averaged by another method.
+        """Restarts the trial after ``step`` steps: gradients are averaged by another method.
 
-        When they are coded, how they are divided belongs to the method.
+        Coded gradients are not tried: their method sets the buckets.
         """
         comms, self._was_exact = self._comms, self._is_exact
         can_try = not (comms.is_alone or comms.mixed) and comms.device.type == "cpu"
@@ -76,7 +76,7 @@ class BucketTrial:
         return self._exchange.reducer is None
 
     def consider(self, timings: StepTimings, step: int, skipped: int = 0) -> bool:
-        """Takes a look at the last steps, after ``step`` steps of this process.
+        """Continues the trial with the timings of the last steps, after ``step`` steps.
 
         Args:
             timings: Where the time of the last steps went.
@@ -84,7 +84,7 @@ class BucketTrial:
             skipped: First steps of the training that count for nothing: they may take longer.
 
         Returns:
-            Whether this one has settled it.
+            Whether this call has finished the trial.
         """
         if self.is_finished:
             return False
@@ -118,7 +118,7 @@ class BucketTrial:
         self.sizes = sizes
 
     def summary(self) -> dict[str, Any]:
-        """What was found, for the records."""
+        """Returns the result of the trial, for the records."""
         seconds = self.seconds.get(self.sizes, 0.0)
         return {
             "bucket_bytes": self.sizes.size,
@@ -131,7 +131,7 @@ class BucketTrial:
     # -- in checkpoints ------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What was found; nothing while the trial goes on, and when gradients are coded."""
+        """Returns the result; empty while the trial goes on, and when gradients are coded."""
         if not (self.is_finished and self._is_exact):
             return {}
         ranks = self._comms.world.size

@@ -1,9 +1,8 @@
-"""Encodes gradients in fewer bits: pure arithmetic, the same on every kind of machine.
+"""Codecs: encode gradients in fewer bits, with the same result on every kind of machine.
 
-A decoded number is one multiplication of a code and a scale, exact to the last bit by IEEE 754: so
-hosts with different processors decode the same. Codecs work through chunks of a tensor that fit a
-core's cache, and below the size from which torch would ask other threads for help: they are
-computing the gradients that come next.
+A decoded number is one product of a code and a scale, which IEEE 754 defines to the last bit: hosts
+with different processors decode the same. Codecs process chunks that fit a core's cache and stay
+below the size from which torch uses further threads, which compute the next gradients meanwhile.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from torch import Tensor
 
 BLOCK = 256
 """Numbers that share a scale; messages hold whole blocks."""
-_CHUNK_BLOCKS = 120  # on a CPU: torch divides 32,768 elements among threads
-_ROUNDING = 1.5 * 2**23  # float32 has no fractions there; torch's round() divides 2,048 elements
-_MIN_SCALE = 1e-30  # so that blocks of zeros divide by something
+_CHUNK_BLOCKS = 120  # on a CPU: torch uses several threads from 32,768 elements on
+_ROUNDING = 1.5 * 2**23  # adding it rounds a float32; torch's round() uses threads from 2,048
+_MIN_SCALE = 1e-30  # of blocks of zeros
 
 
 class Codec(Protocol):
-    """How messages hold numbers."""
+    """Encodes numbers into messages and decodes them."""
 
     def message_bytes(self, elements: int) -> int:
-        """Bytes of so many numbers, whole blocks; a multiple of 8."""
+        """Returns the bytes of a message of so many numbers, whole blocks; a multiple of 8."""
 
     def compressible_bytes(self, elements: int) -> int:
-        """Bytes at a message's beginning that an entropy coder makes shorter."""
+        """Returns the number of leading bytes that an entropy coder makes shorter."""
 
     def encode(self, values: Tensor, message: Tensor, *, keep_error: bool) -> None:
         """Writes a message.
@@ -50,7 +49,7 @@ class Codec(Protocol):
 
 
 def chunks(tensor: Tensor) -> Iterator[slice]:
-    """Slices of a flat tensor that are worked on at once."""
+    """Yields slices of a flat tensor, each of which is processed at once."""
     length = _chunk_blocks(tensor) * BLOCK
     return (slice(start, start + length) for start in range(0, len(tensor), length))
 
@@ -63,12 +62,12 @@ def _chunk_blocks(values: Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ScaledCodec:
-    """Each block has a scale, by which its largest number is the largest code.
+    """Scales each block so that its largest number becomes the largest code.
 
     Attributes:
-        dtype: What a code is stored as; two are stored in one int8 when ``is_4bit``.
+        dtype: Type in which a code is stored; with ``is_4bit`` an int8 holds two.
         largest: The largest code.
-        is_4bit: Codes have 4 bits.
+        is_4bit: Whether codes have 4 bits.
     """
 
     dtype: torch.dtype
@@ -85,7 +84,7 @@ class ScaledCodec:
         return elements * self.dtype.itemsize // (2 if self.is_4bit else 1)
 
     def _views(self, message: Tensor, elements: int) -> tuple[Tensor, Tensor]:
-        """Codes and scales, a row for each block."""
+        """Returns views of codes and scales, a row for each block."""
         end = self._code_bytes(elements)
         codes = message[:end].view(self.dtype).view(elements // BLOCK, -1)
         return codes, message[end : end + elements // BLOCK * 4].view(torch.float32)[:, None]
@@ -112,7 +111,7 @@ class ScaledCodec:
             _clear_blocks(blocks, ~torch.isfinite(scales))
 
     def _store(self, coded: Tensor, codes: Tensor) -> None:
-        if self.is_4bit:  # the sign belongs to the second: an arithmetic shift gives it back
+        if self.is_4bit:  # the sign is that of the second code: an arithmetic shift restores it
             half = BLOCK // 2
             codes.copy_(coded[:, half:].mul(16).add_(coded[:, :half]).add_(8))
         else:
@@ -143,8 +142,8 @@ class ScaledCodec:
 
 
 def _clear_blocks(blocks: Tensor, mask: Tensor) -> None:
-    """Keeps no error of blocks that were not finite; all ranks have got them."""
-    if blocks.device.type != "cpu":  # nothing waits for an accelerator to know
+    """Clears the error of blocks that were not finite; all ranks have got them as such."""
+    if blocks.device.type != "cpu":  # without synchronising with the accelerator
         blocks.masked_fill_(mask, 0.0)
     elif bool(mask.any()):
         blocks[mask[:, 0]] = 0.0
@@ -152,10 +151,10 @@ def _clear_blocks(blocks: Tensor, mask: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CastCodec:
-    """Each number as a shorter floating point number, without a scale.
+    """Casts each number to a shorter floating point type, without a scale.
 
     Attributes:
-        dtype: With the range of float32.
+        dtype: A type with the range of float32.
     """
 
     dtype: torch.dtype

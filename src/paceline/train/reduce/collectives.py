@@ -19,18 +19,18 @@ from paceline.train.reduce.direct import mesh_of
 from paceline.train.reduce.reducer import ReduceContext
 
 _COMPRESS_S_PER_BYTE = 2e-7
-"""From which on codes are compressed: that and the reverse take a tenth of it on a processor, and
-save a quarter of the bytes."""
-_MIN_MESSAGE = 1 << 16  # bytes; of shorter ones it cannot be seen how fast the network is
-_RECENT = 16  # messages: the kernel takes some at once, and others then wait for them
+"""Time per byte sent from which on codes are compressed. Compressing and decompressing take a tenth
+of it on a CPU, and save a quarter of the bytes."""
+_MIN_MESSAGE = 1 << 16  # bytes; shorter messages do not show how fast the network is
+_RECENT = 16  # messages that are averaged: the kernel buffers some, and later ones wait
 _HEADER = 8  # bytes before a message: size of its compressed codes, 0 when they are not
 
 
 @dataclass(frozen=True, slots=True)
 class _PairMean:
-    """The mean of two ranks' tensors, made in place of this rank's; divided first, as DDP divides.
+    """Pipeline stage that averages two ranks' tensors into this rank's; divided first, as in DDP.
 
-    Both add in rank order: of two that are not numbers a sum is the first.
+    Both ranks add in rank order: the sum of two NaNs is the first.
     """
 
     local: Tensor
@@ -50,7 +50,7 @@ class _PairMean:
 
 
 class Collectives:
-    """Messages between the ranks of a context; all must call the same in the same order."""
+    """Collectives of the ranks of a context; all ranks must call the same in the same order."""
 
     def __init__(self, context: ReduceContext) -> None:
         self.rank, self.world_size = context.rank, context.world_size
@@ -59,18 +59,18 @@ class Collectives:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """The sum over all ranks, in place; the same bits on every rank."""
+        """Sums over all ranks in place; the same bits on every rank."""
         if small_messages.fits(tensor, self.world_size, self._group):
             small_messages.all_reduce(tensor, self.world_size, self._group)
         else:
             self.ring_all_reduce(tensor)
 
     def ring_all_reduce(self, tensor: Tensor) -> None:
-        """The same by the backend's own all-reduce, however small the tensor is."""
+        """Sums over all ranks in place by the backend's all-reduce, also a small tensor."""
         wait(dist.all_reduce(tensor, group=self._group, async_op=True), tensor)
 
     def average_pair(self, tensor: Tensor) -> None:
-        """The mean of two ranks' tensors on CPUs, in place, sent by this thread if it can be."""
+        """Averages two ranks' tensors on CPUs in place, over direct connections if there are any."""
         mesh = mesh_of(self._group, large=True)
         if mesh is None:
             tensor.mul_(1.0 / self.world_size)
@@ -87,7 +87,7 @@ class Collectives:
 
         Args:
             messages: uint8, shape ``[ranks, n]``.
-            compressible: So many bytes at the beginning of each are compressed on a slow network.
+            compressible: Number of leading bytes of each that are compressed on a slow network.
         """
         received = torch.empty_like(messages)
         if self._uses_gloo(messages):
@@ -99,7 +99,7 @@ class Collectives:
         return received
 
     def all_gather(self, message: Tensor, compressible: int = 0) -> Tensor:
-        """Every rank's message, uint8 of shape ``[n]``, in rank order; see :meth:`all_to_all`."""
+        """Returns every rank's message, uint8 of shape ``[n]``, by rank; see :meth:`all_to_all`."""
         if self.world_size == 1:
             return message.clone()[None]
         received = message.new_empty(self.world_size, len(message))
@@ -112,7 +112,7 @@ class Collectives:
         return received
 
     def gather(self, message: Tensor) -> Tensor | None:
-        """Every rank's message on rank 0, which alone gets them. uint8, shape ``[n]`` each."""
+        """Returns every rank's message on rank 0, ``None`` elsewhere; uint8, shape ``[n]`` each."""
         is_first = self.rank == 0
         received = message.new_empty(self.world_size, len(message)) if is_first else None
         rows = None if received is None else list(received)
@@ -120,7 +120,7 @@ class Collectives:
         return received
 
     def _is_slow(self) -> bool:
-        """Whether recent messages took long for their bytes: by the network, or by a late rank."""
+        """Whether recent messages took long for their size, by the network or by a late rank."""
         seconds = sum(duration for duration, _ in self._recent)
         return seconds > _COMPRESS_S_PER_BYTE * sum(sent for _, sent in self._recent)
 
@@ -150,12 +150,12 @@ class Collectives:
     def _exchange_by_gloo(
         self, peers: Sequence[int], outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
     ) -> None:
-        """Asks all peers for their messages, and then sends them theirs.
+        """Posts all receives, and then sends.
 
-        gloo tells a sender that there is room for a message on the connection on which the room's
-        owner sends. Its all-to-all asks after it has sent: who comes later sends all it has at
-        once, the other hears behind that that it may send, and on a slow network one message waits
-        for the other. A message may be shorter than its room.
+        gloo announces a receive buffer on the connection on which its owner sends. gloo's own
+        all-to-all posts receives after its sends: the later rank sends everything at once, its
+        announcement comes behind that, and on a slow network one message waits for the other. A
+        message may be shorter than its buffer.
         """
         works = [dist.irecv(incoming[peer], group=self._group, group_src=peer) for peer in peers]
         works += [dist.isend(outgoing[peer], group=self._group, group_dst=peer) for peer in peers]
@@ -165,10 +165,10 @@ class Collectives:
 
 
 def pack(message: Tensor, codes: int) -> Tensor:
-    """A message with a header; its first ``codes`` bytes are compressed when that saves bytes."""
+    """Returns a message with a header; the first ``codes`` bytes are compressed if that helps."""
     content, compressed = message.numpy(), b""
     if codes:
-        # How often a byte comes tells something about it, where it is does not.
+        # Huffman coding only: the codes' frequencies are uneven, but repeated sequences are rare.
         coder = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
         compressed = coder.compress(content[:codes].data) + coder.flush()
     if not codes or len(compressed) >= codes:
@@ -182,10 +182,10 @@ def pack(message: Tensor, codes: int) -> Tensor:
 
 
 def unpack(packed: Tensor, codes: int, message: Tensor) -> None:
-    """Reads what :func:`pack` has made of a message of which ``codes`` bytes are compressible.
+    """Unpacks a message of :func:`pack` of which ``codes`` bytes are compressible.
 
     Raises:
-        RuntimeError: It has made no such message.
+        RuntimeError: It is no such message.
     """
     buffer, content = packed.numpy(), message.numpy()
     size = int(buffer[:_HEADER].view(np.int64)[0])
@@ -193,7 +193,7 @@ def unpack(packed: Tensor, codes: int, message: Tensor) -> None:
         content[:] = buffer[_HEADER : _HEADER + len(content)]
         return
     try:
-        # a byte more than belongs there, and no more, however much it stands for
+        # at most one byte more than expected, however much the message would expand to
         coder = zlib.decompressobj(-15)
         plain = coder.decompress(buffer[_HEADER : _HEADER + size].data, codes + 1)
     except zlib.error as error:

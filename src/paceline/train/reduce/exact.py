@@ -1,4 +1,4 @@
-"""The mean of gradients as it is: DDP's own arithmetic, to the bit, except for small models."""
+"""Exact averages of gradients: DDP's own arithmetic, to the bit, except for small models."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from paceline.train.reduce.reducer import Bucket, GradientReducer, ReduceContext
 
 
 class Exact(GradientReducer):
-    """An all-reduce of each bucket, divided first as DDP divides.
+    """All-reduces each bucket, divided by the number of ranks first, as DDP does.
 
     Args:
-        is_small: The whole model's gradients are small (``reduce/small_messages.py``). Not a single
-            bucket's, for the sum must not depend on how gradients are divided.
-        is_pair: Two ranks send each other all they have by connections of their own
-            (``reduce/direct.py``): as many bytes as by gloo, and of two numbers there is one sum.
+        is_small: Uses small messages (``reduce/small_messages.py``). Decided for the whole model, not
+            for a bucket, as the sum must not depend on how gradients are divided.
+        is_pair: Two ranks send each other all gradients over direct connections
+            (``reduce/direct.py``). They send as many bytes as over gloo, and the sum is the same.
     """
 
     name: ClassVar[str] = "exact"

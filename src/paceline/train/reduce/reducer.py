@@ -1,4 +1,4 @@
-"""What every way of averaging gradients is: the protocol between the exchange and its reducers."""
+"""The base class of gradient reducers, and the buckets and context that they work with."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Bucket:
     """Gradients of one backward pass that are averaged together.
 
     Attributes:
-        number: 0, 1, … in the order in which they are sent.
+        number: Number in the order in which buckets are sent, from 0.
         flat: This rank's gradients, one-dimensional; :meth:`GradientReducer.all_reduce` makes it
             the mean over all ranks, in place.
-        parameters: Whose gradients they are.
+        parameters: Parameters of these gradients.
         gradients: Parts of ``flat`` in the same order, with the parameters' shapes.
-        is_last: No other bucket comes after it in this backward pass.
+        is_last: Whether this is the last bucket of the backward pass.
     """
 
     number: int
@@ -35,14 +35,14 @@ class ReduceContext:
     """The ranks and parameters that a reducer is made for.
 
     Attributes:
-        group: Its own: no other collectives come in between. ``None`` is the whole job's.
-        rank: Of this process in the group.
-        world_size: Ranks of the group.
-        names: Name of each parameter, by which a checkpoint holds residuals.
-        can_roll_back: A pass may turn out not to count: ranks may be lost in the middle of it.
-        has_unused: A pass may leave parameters without gradient on every rank; DDP drops their
-            mean.
-        element_bytes: Of the gradients, on average.
+        group: Process group for the reducer alone; ``None`` is the whole job's.
+        rank: Rank of this process in the group.
+        world_size: Number of ranks in the group.
+        names: Name of each parameter, the key of its residual in a checkpoint.
+        can_roll_back: Whether ranks may be lost in a pass, which then does not count.
+        has_unused: Whether a pass may leave parameters without gradient on every rank; DDP drops
+            their mean.
+        element_bytes: Bytes of an element of the gradients, on average.
     """
 
     group: dist.ProcessGroup | None
@@ -57,7 +57,7 @@ class ReduceContext:
 class GradientReducer:
     """Averages gradients over all ranks; made for a :class:`ReduceContext`.
 
-    The methods for state do nothing here, as for a reducer that keeps none.
+    The methods for state do nothing in this class; reducers with state override them.
     """
 
     name: ClassVar[str]
@@ -71,28 +71,28 @@ class GradientReducer:
         raise NotImplementedError
 
     def bytes_sent(self, elements: int, ranks: int) -> int:
-        """Bytes that a rank sends for so many elements of gradients."""
+        """Returns the bytes that a rank sends for so many elements of gradients."""
         raise NotImplementedError
 
     def commit(self) -> None:
-        """The last pass counts: the optimizer has stepped with its means."""
+        """Commits the last pass: the optimizer has stepped with its means."""
 
     def rollback(self) -> None:
-        """The last pass does not count; only when the context says that this may be."""
+        """Undoes the last pass, which does not count; only if the context's ``can_roll_back``."""
 
     def adopt(self, other: GradientReducer) -> None:
-        """Goes on where another reducer stopped, also one of another number of ranks."""
+        """Takes over the state of another reducer, also one of another number of ranks."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has to hold, by parameter name; a collective."""
+        """Returns the state for a checkpoint, by parameter name; a collective."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes a state of :meth:`state`, also one of another world size."""
+        """Loads a state of :meth:`state`, also one of another world size."""
 
     def replicated_state(self) -> dict[str, Any]:
-        """The part of :meth:`state` that is the same on every rank; no collective."""
+        """Returns the part of :meth:`state` that is the same on every rank; no collective."""
         return {}
 
     def load_replicated_state(self, state: dict[str, Any]) -> None:
-        """Takes what :meth:`replicated_state` gave; this rank's residuals stay."""
+        """Loads a state of :meth:`replicated_state`; this rank's residuals stay."""

@@ -1,4 +1,4 @@
-"""The ways of averaging gradients, by the name that a user gives."""
+"""The gradient reducers, by the name that a user gives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.train.reduce.reducer import GradientReducer, ReduceContext
 
 
 class ReducerType(Protocol):
-    """Makes a reducer for a context, with collectives of one's own in tests."""
+    """Makes a reducer for a context; tests pass collectives of their own."""
 
     def __call__(
         self, context: ReduceContext, collectives: Collectives | None = None

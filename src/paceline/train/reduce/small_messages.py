@@ -1,11 +1,10 @@
-"""Small messages among ranks over gloo: every rank sends to all others at once.
+"""Collectives for small messages among ranks over gloo: every rank sends to all others at once.
 
-gloo's all-reduce passes parts around a ring, each in several messages: of 40 kB among four ranks
-every rank sends 72 segments, one after the other, and what counts is how often a thread has to be
-woken. When all ranks send what they have directly, or a part to the rank that adds it up and the
-sum to all, there are one or two such rounds. They go over connections of our own as soon as a group
-has them (``reduce/direct.py``). Sums are made in rank order, so that the place of an element does
-not matter.
+gloo's all-reduce passes parts around a ring, each in several messages. For 40 kB among four ranks
+every rank sends 72 segments one after the other, and waking a thread for each takes most of the
+time. Here each rank sends all it has to all others in one round, or in two rounds a part to the
+rank that sums it and the sum to all. Messages go over direct connections as soon as a group has
+them (``reduce/direct.py``). Sums are made in rank order, whatever the position of an element.
 """
 
 from __future__ import annotations
@@ -18,28 +17,28 @@ from paceline.train.elastic import waits
 from paceline.train.reduce.direct import Mesh, mesh_of
 
 MAX_BYTES = 1 << 18
-"""Of a vector that is better sent so, over all networks."""
-_MAX_GATHERED = 1 << 12  # bytes up to which each rank gets all, and adds up by itself
+"""Size up to which a vector is faster this way, over all networks."""
+_MAX_GATHERED = 1 << 12  # bytes up to which each rank gets all vectors and sums them itself
 
 
 def fits(vector: Tensor, ranks: int, group: dist.ProcessGroup | None) -> bool:
-    """Whether a vector on this many ranks is better sent so."""
+    """Whether these collectives are faster for a vector than the backend's."""
     on_cpus = vector.device.type == "cpu" and "gloo" in dist.get_backend(group)
     return on_cpus and ranks > 1 and 0 < vector.nbytes <= MAX_BYTES
 
 
 def fits_model(size: int, ranks: int, group: dist.ProcessGroup | None) -> bool:
-    """Whether so many bytes of gradients on CPUs are better averaged so than in buckets."""
+    """Whether they are faster than DDP's buckets for ``size`` bytes of gradients on CPUs."""
     return ranks > 2 and 0 < size <= MAX_BYTES and "gloo" in dist.get_backend(group)
 
 
 def all_gather(vector: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Every rank's tensor, of any shape, in rank order: ``[ranks, …]``; a collective."""
+    """Returns every rank's tensor, of any shape, in rank order: ``[ranks, …]``; a collective."""
     return _all_gather(vector, ranks, group, mesh_of(group))
 
 
 def all_reduce(vector: Tensor, ranks: int, group: dist.ProcessGroup | None) -> None:
-    """The sum over all ranks in place, of any shape; the same bits everywhere; a collective."""
+    """Sums a tensor of any shape over all ranks in place; the same bits on every rank."""
     mesh = mesh_of(group)
     if vector.nbytes <= _MAX_GATHERED:
         vector.copy_(_sum(_all_gather(vector, ranks, group, mesh)))
@@ -62,14 +61,14 @@ def _all_gather(
 
 
 def _all_to_all(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sends row r to rank r; returns what came, in rank order."""
+    """Sends row r to rank r; returns the received rows, in rank order."""
     received = torch.empty_like(rows)
     waits.wait(dist.all_to_all_single(received, rows, group=group, async_op=True), received)
     return received
 
 
 def _sum(rows: Tensor) -> Tensor:
-    """Adds row by row: with a reduction of torch's own the order would be up to the processor."""
+    """Sums row by row: the order of torch's own reduction depends on the processor."""
     total = rows[0].clone()
     for row in rows[1:]:
         total += row

@@ -26,13 +26,13 @@ from paceline.launch.results.collector import ResultCollector
 from paceline.remote.channel import AgentRefusal
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.directory import RunDirectory
-from paceline.spec.checkpoint_manifest import FileEntry, Manifest
 from paceline.spec.errors import NodeError, PacelineError
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure
 from paceline.spec.hosts import Host
 from paceline.spec.plan import Copy
 from paceline.spec.rundir import parse_version
+from paceline.spec.training.checkpoint_manifest import FileEntry, Manifest
 from paceline.transfer import checkpoints, files
 from paceline.transfer.checkpoints import CheckpointFetcher, send_checkpoints
 from paceline.transfer.results import Fetcher

@@ -17,7 +17,6 @@ from paceline.agent.files.snapshot import hash_file
 from paceline.remote.channel import AgentRefusal, Channel
 from paceline.rundir import records
 from paceline.rundir.directory import RunDirectory
-from paceline.spec.checkpoint_manifest import DamagedCheckpoint, Manifest, parse_manifest
 from paceline.spec.errors import PacelineError
 from paceline.spec.rundir import (
     BEST,
@@ -30,6 +29,7 @@ from paceline.spec.rundir import (
     parse_version,
     read_pointer,
 )
+from paceline.spec.training.checkpoint_manifest import DamagedCheckpoint, Manifest, parse_manifest
 from paceline.transfer.files import send_blocks
 from paceline.transfer.results import Fetcher
 

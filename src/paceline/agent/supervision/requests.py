@@ -45,7 +45,7 @@ def reserve_port(agent: Agent, request: Message, _: bytes) -> None:
     if agent.reserved is not None:
         agent.reserved.close()
         agent.reserved = None
-    agent.job.end_store()  # an earlier attempt's, which may hold that very port
+    agent.job.store.end()  # an earlier attempt's, which may hold that very port
     address, port = request["address"], request.get("port", 0)
     try:
         if port:
@@ -94,7 +94,7 @@ def open_store(agent: Agent, request: Message, _: bytes) -> None:
 
     ``addresses``: from which the job's hosts connect.
     """
-    agent.job.end_store()
+    agent.job.store.end()
     listener = probe.listen_outside_ephemeral(request["address"], facts.ephemeral_ports())
     with contextlib.closing(listener):  # the fork server has its own copy
         port = listener.getsockname()[1]
@@ -105,7 +105,7 @@ def open_store(agent: Agent, request: Message, _: bytes) -> None:
 
 def admit(agent: Agent, request: Message, _: bytes) -> None:
     """Lets ``addresses`` connect to the store here: a host has joined the job."""
-    agent.job.admit(request["addresses"])
+    agent.job.store.admit(request["addresses"])
     agent.reply(request)
 
 

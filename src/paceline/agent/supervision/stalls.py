@@ -42,7 +42,8 @@ _INTERRUPTIBLE_CALLS = {
     "recvfrom", "recvmsg", "sendto", "sendmsg", "connect", "accept", "sigtimedwait",
 }  # fmt: skip
 MIN_STALL_S = {"stopped": 2.5, "traced": 2.5, "paused": 2.5, "disk": 10.0, "swapped": 10.0}
-MIN_STOPPED_S = 0.4  # "stopped" of a rank that others go on without: its end costs no step
+MIN_STOPPED_S = 0.4  # "stopped" of a rank that the others can continue without
+MAX_STOPPED_S = 1.0  # after which a stopped fork server or store is killed
 _MIN_FAULT_RATE = 20.0  # page faults a second that had to wait for a disk
 _MIN_PRESSURE = 40.0  # percent of the time in which somebody waited for memory
 
@@ -171,6 +172,29 @@ class StallDetector:
     def is_stalled(self, now_s: float) -> bool:
         """Whether it has been blocked for longer than a healthy process ever is."""
         return bool(self.cause) and self.duration_s(now_s) >= self.min_stall_s[self.cause]
+
+
+class StopTimer:
+    """Measures for how long signals have stopped processes that no rank replaces."""
+
+    def __init__(self) -> None:
+        self._stopped_at: Dict[int, float] = {}  # seconds of the monotonic clock, by pid
+
+    def is_stopped(self, pid: int, now_s: float) -> bool:
+        """Samples a process; returns whether it has been stopped for :data:`MAX_STOPPED_S`."""
+        stat = processes.read_stat(pid)
+        if stat is None or stat.state != "T":
+            self._stopped_at.pop(pid, None)
+            return False
+        return now_s - self._stopped_at.setdefault(pid, now_s) >= MAX_STOPPED_S
+
+    def has_started(self, pid: int) -> bool:
+        """Whether the process was stopped when it was last sampled."""
+        return pid in self._stopped_at
+
+    def clear(self) -> None:
+        """Forgets all processes."""
+        self._stopped_at.clear()
 
 
 def memory_pressure() -> float:

@@ -9,24 +9,26 @@ import contextlib
 import ipaddress
 import select
 import time
-from typing import Any, Callable, Dict, Iterable, List
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List
 
 from ..operations import in_thread
 from ..supervision import processes
 from . import probe
 from .checks import parse_address
 
+if TYPE_CHECKING:
+    from ..server import Agent
 Message = Dict[str, Any]
-MAX_CONNECTIONS = 100  # connections that are told
-_ACTIVE_STATES = ("01", "02")  # states of TCP: established, and calling
-_RETRANSMIT_TIMER = "01"  # the timer that runs
+MAX_CONNECTIONS = 100  # connections in a reply
+_ACTIVE_STATES = ("01", "02")  # TCP_ESTABLISHED, TCP_SYN_SENT
+_RETRANSMIT_TIMER = "01"  # kind of a connection's active timer
 
 
 def unacked_connections(sockets: Iterable[List[str]]) -> List[List[Any]]:
-    """Returns [peer address, inode, retransmissions since the last answer] of such connections.
+    """Returns connections that retransmit, as [peer address, inode, retransmissions so far].
 
     Args:
-        sockets: Fields of each, as of :func:`processes.tcp_sockets`.
+        sockets: Fields of each socket, as from :func:`processes.tcp_sockets`.
     """
     connections = []
     for fields in sockets:
@@ -41,8 +43,8 @@ def unacked_connections(sockets: Iterable[List[str]]) -> List[List[Any]]:
 
 
 @in_thread
-def _report_unacked(agent: Any, request: Message, _: bytes) -> None:
-    """Answers those of the job's processes, at most :data:`MAX_CONNECTIONS`."""
+def _report_unacked(agent: Agent, request: Message, _: bytes) -> None:
+    """Answers the job's connections that retransmit, at most :data:`MAX_CONNECTIONS`."""
     connections = unacked_connections(processes.tcp_sockets())
     if connections:
         pids = [process.pid for process in processes.job_processes(agent.job.token, [], [])]
@@ -52,10 +54,10 @@ def _report_unacked(agent: Any, request: Message, _: bytes) -> None:
 
 
 @in_thread
-def _listen_for(agent: Any, request: Message, _: bytes) -> None:
-    """Listens on ``address`` for ``seconds``, and says who we are to who calls; answers the port.
+def _listen_for(agent: Agent, request: Message, _: bytes) -> None:
+    """Listens on ``address`` for ``seconds``, sends callers the agent's identity; answers the port.
 
-    Apart from the agent's listeners, which others ask for and close.
+    The listener is not one of ``agent.listeners``, which other requests open and close.
     """
     with contextlib.closing(probe.listen(request["address"])) as listener:
         agent.reply(request, port=listener.getsockname()[1])
@@ -65,7 +67,7 @@ def _listen_for(agent: Any, request: Message, _: bytes) -> None:
                 probe.answer(listener, agent.identity)
 
 
-OPERATIONS: Dict[str, Callable[[Any, Message, bytes], None]] = {
+OPERATIONS: "Dict[str, Callable[[Agent, Message, bytes], None]]" = {
     "unanswered": _report_unacked,
     "hear": _listen_for,
 }

@@ -1,4 +1,4 @@
-"""One rank as the agent sees it: its process, its pipes, its activity, its end."""
+"""The agent's view of one rank: its process, its pipes, its activity, its end."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Message = Dict[str, Any]
 DRAIN_S = 1.0  # how long after a rank's end its pipes may stay open (grandchildren hold them)
 MAX_LINE_BYTES = 1 << 20
 MIN_CPU_SHARE = 0.02  # of a CPU: a rank that uses less is idle
-MIN_TICKS = 4.0  # the counts of a process and of some of its threads may differ by so much
+MIN_TICKS = 4.0  # largest error when the ticks of some threads are subtracted from a process's
 MAX_INTERVAL_S = 2.0  # over which CPU ticks are counted
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class RankProcess:
-    """One rank: its pipes, its identity, its end."""
+    """Reads from, writes to, samples and signals the process of one rank."""
 
     def __init__(self, rank: int, local_rank: int) -> None:
         self.rank = rank
@@ -43,14 +43,12 @@ class RankProcess:
         self.active_at = time.monotonic()  # when it last used a CPU or sent an event
         self.stall = stalls.StallDetector()
         self.is_replaceable = False  # the others continue if it is lost
-        self._interval_start = (
-            self.active_at
-        )  # start of the interval over which CPU ticks are counted
+        self._interval_start = self.active_at  # of the interval over which CPU ticks are counted
         self._interval_cpu = 0
         self._gloo_loops = gloo_threads.LoopClock()
         self.inspected_gloo_loops = gloo_threads.LoopClock()  # sampled by inspections only
         self._loop_ticks = 0  # of gloo's loops at the interval's start
-        self._diagnostic_ticks = 0.0  # spent on our own requests in the interval
+        self._diagnostic_ticks = 0.0  # spent on the agent's requests in the interval
 
     def sample(self, now_s: float) -> None:
         """Updates whether the process works, waits, or is stalled."""
@@ -64,7 +62,7 @@ class RankProcess:
         loop_ticks = self._gloo_loops.ticks(self.process.pid, now_s)
         loop_delta, elapsed_s = loop_ticks - self._loop_ticks, now_s - self._interval_start
         work_ticks = stat.cpu - self._interval_cpu - self._diagnostic_ticks - loop_delta
-        # One tick says nothing: a process that only waits comes to one every few seconds.
+        # an idle process also uses a tick every few seconds
         min_ticks = MIN_TICKS if loop_delta else 1.0
         has_worked = work_ticks > max(min_ticks, MIN_CPU_SHARE * TICKS_PER_S * elapsed_s)
         if has_worked:
@@ -108,7 +106,7 @@ class RankProcess:
         return events
 
     def note_event(self, event: Message) -> None:
-        """Reads whether the others can continue without it: then a stop is reported sooner."""
+        """Notes whether the job can continue without this rank; then stops are reported sooner."""
         is_recoverable = event.get("event") == "recoverable" and event.get("able") is True
         if is_recoverable or event.get("event") == "newcomer ready":
             self.is_replaceable = True

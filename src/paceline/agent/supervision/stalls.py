@@ -1,6 +1,7 @@
-"""What blocks a process, from the kernel's tables: a signal, a debugger, a disk, a pipe, a lock.
+"""Finds out what blocks a process: a signal, a debugger, a disk, a pipe or a lock.
 
-Neither opens the file that a process waits for nor reads its memory: either could block.
+Uses only the kernel's tables: opening the file that a process waits for, or reading its memory,
+could block.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def find_mount(pid: Union[int, str], path: str) -> Tuple[str, str, str]:
 
 
 def pipe_readers(pipe: str, pids: List[int]) -> List[int]:
-    """Those of the processes that could read from ``pipe:[…]``."""
+    """Returns which of the processes can read from ``pipe:[…]``."""
     return [pid for pid in pids if any(_is_reader(pid, fd) for fd in _descriptors(pid, pipe))]
 
 
@@ -134,12 +135,12 @@ class StallDetector:
         self._sampled_s = 0.0
 
     def sample(self, now_s: float, stat: processes.Stat, has_worked: bool) -> None:
-        """To be called regularly.
+        """Updates the cause; call it regularly.
 
         Args:
             now_s: Seconds of the monotonic clock.
-            stat: The process.
-            has_worked: It has used a CPU since the last sample.
+            stat: State of the process.
+            has_worked: Whether it has used a CPU since the last sample.
         """
         cause, count = self._find_cause(now_s, stat, has_worked), -1
         if cause == "disk":  # a slow one answers now and then
@@ -198,7 +199,7 @@ class StopTimer:
 
 
 def memory_pressure() -> float:
-    """Percent of the last ten seconds in which some process waited for memory; 0 if unknown."""
+    """Returns the percentage of the last ten seconds with a wait for memory; 0 if unknown."""
     for field in read_text("/proc/pressure/memory").split("\n", 1)[0].split():
         if field.startswith("avg10="):
             with contextlib.suppress(ValueError):

@@ -53,24 +53,24 @@ def resolve_names(names: List[str]) -> Dict[str, Optional[List[str]]]:
     return addresses
 
 
-# --- who knocked ------------------------------------------------------------------------------
+# --- connections and routes -------------------------------------------------------------------
 
 
 def half_open_connections() -> List[List[Any]]:
     """Returns [port, peer] of connections of which only the peer's first packet arrived.
 
-    If a peer that cannot connect is not in this list, its packets do not arrive; if it is, ours do
-    not reach it.
+    If a peer that cannot connect is in this list, this node's packets do not reach it; otherwise
+    its packets do not arrive here.
     """
     return [
-        [int(fields[1].rsplit(":", 1)[1], 16), parse_address(fields[2].rsplit(":", 1)[0])]
+        [int(fields[1].rsplit(":", 1)[1], 16), decode_address(fields[2].rsplit(":", 1)[0])]
         for fields in processes.tcp_sockets()
         if fields[3] == SYN_RECV
     ]
 
 
-def parse_address(text: str) -> str:
-    """Parses an address of /proc/net/tcp: hexadecimal words in the machine's byte order."""
+def decode_address(text: str) -> str:
+    """Decodes an address of /proc/net/tcp: hexadecimal words in the machine's byte order."""
     groups = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
     raw = b"".join(struct.pack("=I", group) for group in groups)
     return socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)
@@ -79,7 +79,7 @@ def parse_address(text: str) -> str:
 def reject_routes() -> List[str]:
     """Returns IPv4 destinations that the routing table refuses (``ip route add unreachable …``)."""
     routes = [line.split() for line in processes.read_text("/proc/net/route").splitlines()[1:]]
-    return [parse_address(route[1]) for route in routes if int(route[3], 16) & RTF_REJECT]
+    return [decode_address(route[1]) for route in routes if int(route[3], 16) & RTF_REJECT]
 
 
 # --- bandwidth --------------------------------------------------------------------------------

@@ -6,15 +6,15 @@ A segment that was lost and then arrived leaves no count.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import select
 import time
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List
 
 from ..operations import in_thread
+from ..ranks import peer_filters
 from ..supervision import processes
 from . import probe
-from .checks import parse_address
+from .checks import decode_address
 
 if TYPE_CHECKING:
     from ..server import Agent
@@ -36,8 +36,7 @@ def unacked_connections(sockets: Iterable[List[str]]) -> List[List[Any]]:
             continue
         retransmits = int(fields[6], 16)
         if retransmits and fields[5].split(":")[0] == _RETRANSMIT_TIMER:
-            address = ipaddress.ip_address(parse_address(fields[2].rsplit(":", 1)[0]))
-            peer = getattr(address, "ipv4_mapped", None) or address
+            peer = peer_filters.parse_address(decode_address(fields[2].rsplit(":", 1)[0]))
             connections.append([str(peer), int(fields[9]), retransmits])
     return connections
 

@@ -12,8 +12,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from paceline.spec.checkpoint_manifest import DamagedCheckpoint, FileEntry, Manifest
 from paceline.spec.rundir import BEST, LATEST, parse_version, read_pointer
+from paceline.spec.training.checkpoint_manifest import DamagedCheckpoint, FileEntry, Manifest
 from paceline.train.checkpoints.format import write_chunks
 from paceline.train.checkpoints.store import Fenced, Store
 

@@ -17,9 +17,9 @@ from typing import Any, cast
 import pytest
 import ranks
 
-from paceline.spec.checkpoint_manifest import FileEntry, Manifest
 from paceline.spec.errors import SettingError
 from paceline.spec.rundir import MANIFEST, frozen_file
+from paceline.spec.training.checkpoint_manifest import FileEntry, Manifest
 from paceline.train.checkpoints import copies, receiver
 from paceline.train.checkpoints.copies import (
     LINE_SHARE,

@@ -91,6 +91,13 @@ def test_a_stop_is_told_soon_of_a_rank_that_others_go_on_without(
     assert rank.stall.is_stalled(102.6)
 
 
+def test_events_too_deep_to_parse_are_ignored() -> None:
+    rank = rank_process.RankProcess(0, 0)
+    data = b"[" * 200_000 + b'\n{"event": "heartbeat"}\n{"event": "un'
+    assert rank.parse_events(data) == [{"event": "heartbeat"}]
+    assert rank.parse_events(b'finished"}\n') == [{"event": "unfinished"}]
+
+
 def test_a_stopped_process_is_told_of_after_a_while(child: Any) -> None:
     pid = child("exec sleep 600")
     os.kill(pid, signal.SIGSTOP)

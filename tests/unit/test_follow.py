@@ -18,9 +18,9 @@ from agents import Served, agent_in_thread
 from paceline.agent.supervision import processes
 from paceline.remote.channel import AgentRefusal
 from paceline.rundir.ownership import detached_of
-from paceline.spec.checkpoint_manifest import FileEntry, Manifest
 from paceline.spec.detached import DETACHED, SupervisorLocation
 from paceline.spec.errors import NodeError
+from paceline.spec.training.checkpoint_manifest import FileEntry, Manifest
 from paceline.transfer import follow
 from paceline.transfer.follow import Follower, RunState, is_growing, is_remote
 

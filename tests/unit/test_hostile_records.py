@@ -19,9 +19,9 @@ import torch
 import torch._dynamo  # as the first optimizer does; it leaves a variable behind
 from safetensors.torch import save_file
 
-from paceline.spec.checkpoint_manifest import DamagedCheckpoint, FileEntry, Manifest
 from paceline.spec.errors import PacelineError
 from paceline.spec.rundir import BEST, MANIFEST, WRITER, read_pointer
+from paceline.spec.training.checkpoint_manifest import DamagedCheckpoint, FileEntry, Manifest
 from paceline.spec.training.metrics import MAX_LINE_BYTES as MOST_LINE
 from paceline.spec.training.metrics import recorded_steps
 from paceline.train import files

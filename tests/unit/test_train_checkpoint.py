@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from paceline import train
-from paceline.spec.checkpoint_manifest import DamagedCheckpoint
 from paceline.spec.errors import DataError, SettingError
 from paceline.spec.events import read_events
 from paceline.spec.rundir import BEST, CHECKPOINTS, LATEST, MANIFEST, expired, read_pointer
+from paceline.spec.training.checkpoint_manifest import DamagedCheckpoint
 from paceline.spec.training.metrics import recorded_steps
 from paceline.train import files
 from paceline.train.checkpoints.capture import (

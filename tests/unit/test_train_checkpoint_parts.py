@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.spec.checkpoint_manifest import FileEntry
+from paceline.spec.training.checkpoint_manifest import FileEntry
 from paceline.train import parallel
 from paceline.train.checkpoints import writer as parts
 from paceline.train.checkpoints.capture import Snapshot

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.spec.checkpoint_manifest import FileEntry, Manifest
 from paceline.spec.errors import SettingError
 from paceline.spec.rundir import (
     BEST,
@@ -28,6 +27,7 @@ from paceline.spec.rundir import (
     resembles_checkpoint,
     usable_checkpoint,
 )
+from paceline.spec.training.checkpoint_manifest import FileEntry, Manifest
 from paceline.train import files
 from paceline.train.checkpoints.format import write_chunks
 from paceline.train.checkpoints.store import Fenced, Store

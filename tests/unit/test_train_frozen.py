@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from paceline import train
-from paceline.spec.checkpoint_manifest import Manifest
 from paceline.spec.rundir import is_frozen_file
+from paceline.spec.training.checkpoint_manifest import Manifest
 from paceline.train.checkpoints.format import find_tied_weights, read_manifest
 from paceline.train.checkpoints.store import Store
 from paceline.train.weights import load_weights
@@ -141,7 +141,7 @@ def test_a_checkpoint_with_every_name_in_one_file(tmp_path: Path) -> None:
         del state["tied"]
         (path / "state.json").write_text(json.dumps(state))
         manifest = read_manifest(path)
-        from paceline.spec.checkpoint_manifest import FileEntry
+        from paceline.spec.training.checkpoint_manifest import FileEntry
         from paceline.train import files
 
         entries = {name: FileEntry(files.sha256(path / name), (path / name).stat().st_size)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from paceline.agent.lease import Lease
-from paceline.spec.checkpoint_manifest import FileEntry, Manifest
+from paceline.spec.training.checkpoint_manifest import FileEntry, Manifest
 from paceline.train.checkpoints.format import write_chunks
 from paceline.train.checkpoints.store import Fenced, Store
 

@@ -26,13 +26,13 @@ from paceline.launch.results.collector import ResultCollector
 from paceline.remote.channel import AgentRefusal
 from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.directory import RunDirectory
-from paceline.spec.checkpoint_manifest import FileEntry, Manifest
 from paceline.spec.errors import NodeError, PacelineError
 from paceline.spec.events import Event
 from paceline.spec.failure import Failure
 from paceline.spec.hosts import Host
 from paceline.spec.plan import Copy
-from paceline.spec.rundir import parse_version
+from paceline.spec.rundir import frozen_file, parse_version
+from paceline.spec.training.checkpoint_manifest import FileEntry, Manifest
 from paceline.transfer import checkpoints, files
 from paceline.transfer.checkpoints import CheckpointFetcher, send_checkpoints
 from paceline.transfer.results import Fetcher
@@ -411,7 +411,8 @@ def test_checkpoints_come_as_they_are_made(tmp_path: Path) -> None:
 def test_frozen_weights_come_once(tmp_path: Path) -> None:
     home, there = RunDirectory(tmp_path / "run"), tmp_path / "node"
     made, ours = there / "checkpoints", home.path / "checkpoints"
-    frozen = {"frozen-0123456789abcdef.safetensors": content("frozen", 3 * BLOCK)}
+    weights = content("frozen", 3 * BLOCK)
+    frozen = {frozen_file(hashlib.sha256(weights).hexdigest()): weights}
     fill(made, steps(10))
     fill(made / "10", frozen)
 
@@ -426,6 +427,42 @@ def test_frozen_weights_come_once(tmp_path: Path) -> None:
         assert (ours / "20" / name).samefile(ours / "10" / name)
 
     run(work)
+    home.close()
+
+
+def test_forged_frozen_weights_here_keep_no_checkpoint_away(tmp_path: Path) -> None:
+    home, there = RunDirectory(tmp_path / "run"), tmp_path / "node"
+    weights = content("frozen", 3 * BLOCK)
+    name = frozen_file(hashlib.sha256(weights).hexdigest())
+    honest = {"20/weights": b"w", f"20/{name}": weights}
+    honest["20/manifest.json"] = manifest_of(20, {"weights": b"w", name: weights})
+    fill(home.path / "checkpoints", {**steps(10), f"10/{name}": content("forged", 3 * BLOCK)})
+    fill(there / "checkpoints", honest)
+
+    async def work(served: Served) -> None:
+        await checkpoints_of(served, home, there).sync()
+
+    run(work)
+    assert honest.items() <= below(home.path / "checkpoints").items()
+    home.close()
+
+
+def test_a_checkpoint_that_the_node_is_removing_is_not_called_different(tmp_path: Path) -> None:
+    home, there = RunDirectory(tmp_path / "run"), tmp_path / "node"
+    fill(home.path / "checkpoints", steps(10, 20))
+    fill(there / "checkpoints", steps(10, 20))
+    (there / "checkpoints" / "10" / "manifest.json").unlink()
+    noted: list[str] = []
+
+    async def work(served: Served) -> None:
+        fetcher = Fetcher(home.path)
+        await CheckpointFetcher(served.node.channel, str(there), home.path, fetcher,
+                                note=noted.append).sync()  # fmt: skip
+        assert not fetcher.incomplete_hosts
+
+    run(work)
+    assert not noted
+    assert below(home.path / "checkpoints") == steps(10, 20)
     home.close()
 
 

@@ -1,4 +1,4 @@
-"""The first lines that run on a node: find or receive the agent's code, then become the agent.
+"""Runs first on a node: finds or receives the agent's code, then becomes the agent.
 
 Sent over standard input to ``python -c``; it must parse on any Python 3, to report one that is too
 old. Cached code runs only if nobody else can write to it and it has the hash the launcher names.
@@ -38,7 +38,7 @@ def is_trusted_path(path, sticky=False):
         path, sticky = parent, True
 
 def place(digest):
-    """The folder of that content in the cache; "" where somebody else could change it."""
+    """Returns the folder of that content in the cache; "" if other users could change it."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     parent = os.path.realpath(os.path.join(base, "paceline", "agent"))
     try:
@@ -58,7 +58,7 @@ def place(digest):
         return ""
 
 def content(folder):
-    """What the folder's files hash to, as the launcher hashes them; "" with anything odd in it."""
+    """Hashes the folder's files as the launcher does; "" if it holds anything unexpected."""
     import hashlib, marshal
     contents = {}
     for parent, folders, files in os.walk(folder):
@@ -79,7 +79,7 @@ def content(folder):
     return digest.hexdigest()
 
 def is_own(path, is_kind):
-    """Whether that is this user's, and of that kind itself rather than a link to one."""
+    """Whether the path belongs to this user and is itself of that kind, not a link to it."""
     status = os.lstat(path)
     return status.st_uid == os.getuid() and is_kind(status.st_mode)
 
@@ -88,7 +88,7 @@ def read(path):
         return file.read()
 
 def is_valid(folder, digest):
-    """The content is there, and in a folder that nobody else can look into."""
+    """Whether the folder has the content, and only this user can read it."""
     try:
         closed = is_own(folder, stat.S_ISDIR) and not os.lstat(folder).st_mode & 0o077
         return closed and content(folder) == digest
@@ -96,7 +96,7 @@ def is_valid(folder, digest):
         return False
 
 def unpack(folder, archive, digest):
-    """Puts the content in its place, unless another agent was faster.
+    """Unpacks the content into its folder, unless another agent was faster.
 
     Agents of several hosts may share the disk, with equal process numbers.
     """

@@ -1,8 +1,8 @@
-"""Connects a node's agent to its launcher over TLS, for starters that give no stream to each node.
+"""Connects a node's agent to its launcher over TLS, if the starter provides no stream to the node.
 
-This source travels in the command that a scheduler or a person starts; the key is in the
+This source is part of the command that a scheduler or a person starts; the key is in the
 environment, never in a command. Standard library only. It starts the agent and relays its standard
-streams; from there on everything is as over SSH.
+streams, so that the agent works as over SSH.
 
 The launcher's certificate is made for this run and unverified: both sides prove that they know the
 key *and* that they see the same certificate. The caller proves first. ``mac`` is HMAC-SHA256 under
@@ -36,31 +36,31 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 KEY_VARIABLE = "PACELINE_CALL_KEY"
 MAGIC = "paceline-call"
 WRONG_KEY = "wrong-key"
-AGENT_ENDED = b"paceline-call: the agent has ended"  # said on its standard error
+AGENT_ENDED = b"paceline-call: the agent has ended"  # sent on the stream of standard error
 LINE_LIMIT = 1 << 16
 CONNECT_S = 3.0
-TCP_TIMEOUT_MS = 4000  # after which what was sent and nobody acknowledged has broken the connection
-RETRY_S = 0.2  # between two calls after a break
-ANSWER_S = 5.0  # for the answer to such a call
-MAX_REFUSED_S = 2.0  # nobody listens there any more: the launcher has ended
+TCP_TIMEOUT_MS = 4000  # after which unacknowledged data breaks the connection
+RETRY_S = 0.2  # between two attempts to reconnect
+ANSWER_S = 5.0  # for the launcher's answer to a reconnection
+MAX_REFUSED_S = 2.0  # of refused connections, after which the launcher counts as ended
 EXIT_TIMEOUT_S = 2.0
 PIECE_BYTES = 1 << 16
-MAX_BUFFERED_BYTES = 1 << 20  # bytes under way in one direction, above which no more are read
+MAX_BUFFERED_BYTES = 1 << 20  # per direction, above which no more is read
 RECORD = struct.Struct(">I")
-USER_TIMEOUT = 18  # of Linux' TCP; some Pythons do not name it
+USER_TIMEOUT = 18  # TCP_USER_TIMEOUT, which some Pythons lack
 
 
 class CallRefused(Exception):
-    """The launcher was reached and does not want us."""
+    """The launcher has rejected this node; the text says why."""
 
 
 def mac(key: bytes, *parts: str) -> str:
-    """Proof of the key over some words."""
+    """Returns the proof of the key over some texts."""
     return hmac.new(key, "\0".join(parts).encode(), hashlib.sha256).hexdigest()
 
 
 def index_of(environ: Mapping[str, str], names: List[Any]) -> Optional[int]:
-    """Our place among the nodes, from the first variable that tells it."""
+    """Returns this node's index from the first of these variables that has it."""
     for name in names:
         if environ.get(name, "").isdigit():
             return int(environ[name])
@@ -70,9 +70,11 @@ def index_of(environ: Mapping[str, str], names: List[Any]) -> Optional[int]:
 def dial(
     addresses: List[Any], key: bytes, caller: Dict[str, Any], deadline: float, pause: float = 0.2
 ) -> ssl.SSLSocket:
-    """A connection to the launcher at whichever address it answers.
+    """Connects to the launcher at the first address that answers.
 
-    Refused when it says no; OSError when nobody who knows the key answers in time.
+    Raises:
+        CallRefused: The launcher rejects this node.
+        OSError: No process that knows the key answers in time.
     """
     problem = OSError("no address to call")
     while True:
@@ -89,9 +91,9 @@ def dial(
 def call(
     host: str, port: int, key: bytes, caller: Dict[str, Any], patience: float
 ) -> ssl.SSLSocket:
-    """One call; the connection is ready for the agent's stream when this returns.
+    """Connects to one address and authenticates both sides.
 
-    ``patience``: seconds for the launcher to say how it likes us.
+    ``patience``: seconds for the launcher to accept or reject this node.
     """
     sock = socket.create_connection((host, port), CONNECT_S)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -112,7 +114,7 @@ def call(
 
 
 def unverified() -> ssl.SSLContext:
-    """TLS with whomever: the proofs that follow tell who it is."""
+    """Makes a TLS context that verifies no certificate; :func:`greet` authenticates the peer."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -121,7 +123,7 @@ def unverified() -> ssl.SSLContext:
 
 
 def greet(connection: ssl.SSLSocket, key: bytes, caller: Dict[str, Any], patience: float) -> None:
-    """Proves that we know the key to the owner of the certificate that we see; hears the same."""
+    """Proves the key to the owner of the received certificate, and verifies its proof."""
     certificate = hashlib.sha256(connection.getpeercert(True) or b"").hexdigest()
     nonce = os.urandom(16).hex()
     text = json.dumps(caller)
@@ -141,7 +143,7 @@ def greet(connection: ssl.SSLSocket, key: bytes, caller: Dict[str, Any], patienc
 
 
 def read_line(connection: ssl.SSLSocket) -> str:
-    """Byte by byte: what follows the line belongs to the agent."""
+    """Reads a line byte by byte, because the bytes after it belong to the agent."""
     line = b""
     while not line.endswith(b"\n"):
         byte = connection.recv(1)
@@ -152,10 +154,10 @@ def read_line(connection: ssl.SSLSocket) -> str:
 
 
 class StreamRelay:
-    """Passes an agent's three streams on through TLS, until it has ended or the way has broken.
+    """Relays an agent's three streams through TLS until it ends or a connection breaks.
 
-    One thread, nothing waits on a single stream: a TLS connection must not be read and written by
-    two threads at once.
+    It uses one thread and never blocks on a single stream: two threads must not read and write a
+    TLS connection at once.
     """
 
     def __init__(
@@ -169,11 +171,11 @@ class StreamRelay:
         self._outputs = {agent.stdout.fileno(): frames, agent.stderr.fileno(): errors}
         self._unsent = {frames: bytearray(), errors: bytearray()}
         self._frames: Optional[ssl.SSLSocket] = frames
-        self._errors: Optional[ssl.SSLSocket] = errors  # on which nothing comes but its end
-        self._input_backlog = bytearray()  # what the agent has not taken yet
+        self._errors: Optional[ssl.SSLSocket] = errors  # the launcher sends only its end
+        self._input_backlog = bytearray()  # received bytes that the agent has not read yet
         self._record_bytes_left = 0
         self._header = b""
-        self._is_closed = False  # the launcher has said that nothing more comes
+        self._is_closed = False  # the launcher has ended the input
         self._is_broken = False
         for fd in (self._stdin, *self._outputs):
             os.set_blocking(fd, False)
@@ -181,7 +183,7 @@ class StreamRelay:
         errors.setblocking(False)
 
     def run(self) -> bool:
-        """Returns when all that the agent said has been sent; True when the way has broken."""
+        """Relays until all of the agent's output is sent; returns whether a connection broke."""
         while not self._is_broken and (self._outputs or any(self._unsent.values())):
             readable, writable = self._ready()
             for fd in [fd for fd in self._outputs if fd in readable]:
@@ -258,7 +260,7 @@ class StreamRelay:
         self._hang_up()
 
     def _consume_record(self, data: bytes) -> bytes:
-        """Takes the beginning of what came; returns the rest."""
+        """Consumes the next part of a record from ``data``; returns the remaining bytes."""
         if self._record_bytes_left:
             part = data[: self._record_bytes_left]
             self._input_backlog += part
@@ -273,7 +275,7 @@ class StreamRelay:
         return data[missing:]
 
     def _hang_up(self) -> None:
-        """In order, if it was said before."""
+        """Handles the end of the frames: the connection broke unless the launcher ended it."""
         self._frames, self._is_broken = None, not self._is_closed
 
     def _deliver(self) -> None:
@@ -292,7 +294,7 @@ class StreamRelay:
 
 
 def read_available(fd: int) -> Optional[bytes]:
-    """What a pipe holds: ``None`` for nothing just now, empty at its end."""
+    """Reads a pipe's available bytes; ``None`` if there are none yet, empty at its end."""
     try:
         return os.read(fd, PIECE_BYTES)
     except BlockingIOError:
@@ -302,7 +304,7 @@ def read_available(fd: int) -> Optional[bytes]:
 
 
 def become_agent(config: Dict[str, Any], key: bytes) -> int:
-    """Calls twice, for the frames and for standard error, and serves as the agent's wires.
+    """Connects twice, for frames and standard error, starts the agent and relays its streams.
 
     Returns:
         The agent's exit status.
@@ -349,19 +351,19 @@ def become_agent(config: Dict[str, Any], key: bytes) -> int:
     hang_up(connector, frames, errors)
     connector.wait()
     code = agent.wait()
-    # One that a signal ended is for the launcher to make good: some MPIs would end all the others.
+    # the launcher handles an agent that a signal killed; some MPIs would end all the other nodes
     return code if 0 <= code < 128 else 0
 
 
 def report_ended(errors: ssl.SSLSocket) -> None:
-    """The agent is gone: nobody is to wait until it calls again."""
+    """Reports that the agent has ended, so that the launcher waits for no reconnection."""
     with contextlib.suppress(OSError):
         errors.settimeout(ANSWER_S)
         errors.sendall(b"\n" + AGENT_ENDED + b"\n")
 
 
 def has_ended(agent: "subprocess.Popen[bytes]") -> bool:
-    """Whether it is the agent that has ended, not only what was to meet it on another way."""
+    """Whether the agent itself has ended, not only the process that reattached to it."""
     try:
         agent.wait(RETRY_S)
     except subprocess.TimeoutExpired:
@@ -370,7 +372,7 @@ def has_ended(agent: "subprocess.Popen[bytes]") -> bool:
 
 
 def hang_up(connector: "subprocess.Popen[bytes]", *wires: ssl.SSLSocket) -> None:
-    """Closes what connected a process with the launcher: both its ends have gone."""
+    """Closes the streams and connections between a process and the launcher."""
     for stream in (connector.stdin, connector.stdout, connector.stderr, *wires):
         if stream is not None:
             stream.close()
@@ -379,7 +381,7 @@ def hang_up(connector: "subprocess.Popen[bytes]", *wires: ssl.SSLSocket) -> None
 def reconnect(
     agent: "subprocess.Popen[bytes]", addresses: List[Any], key: bytes, caller: Dict[str, Any]
 ) -> Optional[Tuple[ssl.SSLSocket, ssl.SSLSocket]]:
-    """Calls while the agent lives; ``None`` when it does not, or is to end: nobody is there."""
+    """Reconnects while the agent lives; ``None`` if it ended, or the launcher has gone."""
     refused_since = None
     while agent.poll() is None:
         num_refused = 0
@@ -405,7 +407,7 @@ def reconnect(
 
 
 def dismiss(agent: "subprocess.Popen[bytes]") -> None:
-    """Asks an agent to end that nobody will meet again, unless it does so by itself."""
+    """Terminates an agent without a launcher, unless it ends by itself."""
     try:
         agent.wait(EXIT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -413,7 +415,7 @@ def dismiss(agent: "subprocess.Popen[bytes]") -> None:
 
 
 def main(text: str) -> None:
-    """``text``: JSON of addresses, patience, places, names, strip, agent, pythons."""
+    """Runs the caller. ``text``: a JSON object, made by ``caller_config`` of the launcher."""
     key = bytes.fromhex(os.environ.pop(KEY_VARIABLE, ""))
     try:
         sys.exit(become_agent(json.loads(text), key))

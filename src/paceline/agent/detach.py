@@ -24,7 +24,7 @@ def fail(reason, **details):
     sys.exit(1)
 
 def detach_caller():
-    """Starts a command that has to find its launcher, and ends it unless we are told to leave."""
+    """Starts a caller, and ends it unless this process is told to leave."""
     told = json.loads(read_exactly(int(read_exactly(10))).decode())
     os.environ.update(told["env"])
     child = subprocess.Popen(told["argv"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
@@ -49,8 +49,8 @@ def detach_caller():
             sys.exit(1)
 
 def end(child):
-    """Asks all of it to end. Killed is only the caller: its agent ends without it, and what the
-    job has left with the agent, which it could not if both it and its guard were killed."""
+    """Terminates the process group, then kills only the caller: without it the agent ends and
+    cleans up the job, which it could not do if it and its guard were killed."""
     try:
         os.killpg(child.pid, signal.SIGTERM)
         deadline = time.time() + END_S
@@ -62,7 +62,7 @@ def end(child):
     child.wait()
 
 def find_python():
-    """A Python that paceline runs on: this one, or another of this machine; "" for none."""
+    """Finds a Python for paceline: this one, or another of this machine; "" if there is none."""
     if sys.version_info >= MIN_PYTHON:
         return sys.executable
     look = "import sys; sys.exit(sys.version_info < %r)" % (MIN_PYTHON,)
@@ -72,7 +72,7 @@ def find_python():
     return ""
 
 def folder_of(run_id):
-    """The run's folder here, which nobody else can look into or change; made by this call."""
+    """Makes the run's folder, which only this user can read and write."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     parent = os.path.realpath(os.path.join(base, "paceline", "detached"))
     before = os.umask(0o077)
@@ -91,7 +91,7 @@ def folder_of(run_id):
     return os.path.join(parent, run_id)
 
 def remove_expired(parent):
-    """Removes results that nobody has fetched in time."""
+    """Removes results that were not fetched in time."""
     for name in os.listdir(parent):
         try:
             with open(os.path.join(parent, name, "about.json")) as file:
@@ -102,9 +102,10 @@ def remove_expired(parent):
             pass
 
 def detach_supervisor():
-    """Puts the run's files in their place and starts the supervisor, which has our streams.
+    """Writes the run's files and starts the supervisor, which inherits the standard streams.
 
-    It says on a pipe that it needs them no more; where it ends without that word, nothing stays.
+    The supervisor reports on a pipe when it no longer needs them. If it ends before, the run's
+    folder is removed.
     """
     told = json.loads(read_exactly(int(read_exactly(10))).decode())
     python = told["python"] or find_python()

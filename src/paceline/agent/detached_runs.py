@@ -35,11 +35,11 @@ MAX_RECORD_BYTES = 1 << 16
 MAX_OBJECT_BYTES = 1 << 18
 MAX_TAIL_BYTES = 1 << 16
 _RUN_ID = re.compile("[0-9a-f]{6,64}")
-_FETCHED_AT_END = ("checkpoints", "model", "files")  # come when the run is over: see list_results
+_FETCHED_AT_END = ("checkpoints", "model", "files")  # fetched after the run: see list_results
 
 
 def run_folder(run_id: str) -> Path:
-    """The folder of a run here. ValueError for what is no id of one."""
+    """Returns the folder of a run on this node. ValueError for an invalid run id."""
     if not _RUN_ID.fullmatch(run_id):
         raise ValueError("not the id of a run: %r" % run_id[:100])
     return _runs_folder() / run_id
@@ -51,7 +51,7 @@ def _runs_folder() -> Path:
 
 
 def _read_text(root: Path, path: str, max_bytes: int, tail: bool = False) -> str:
-    """The beginning or the end of a file; empty where there is none."""
+    """Reads the beginning or the end of a file; empty if there is none."""
     try:
         fd = safe_paths.open_file(str(root), path, os.O_RDONLY)
     except (OSError, ValueError):
@@ -72,13 +72,13 @@ def _read_record(folder: Path) -> Tuple[str, Message]:
 
 
 def _run_directory(folder: Path, record: Message) -> Path:
-    """The run directory."""
+    """Returns the run directory, which is elsewhere if the record names one."""
     path = record.get("run")
     return Path(path) if isinstance(path, str) and path.startswith("/") else folder / RUN_FOLDER
 
 
 def supervisor(record: Message) -> Optional[processes.Process]:
-    """The supervisor's process, if it lives."""
+    """Returns the supervisor's process; ``None`` if it has ended."""
     pid, start = record.get("pid"), record.get("pid_start")
     if not isinstance(pid, int) or isinstance(pid, bool) or pid <= 1:
         return None
@@ -87,7 +87,7 @@ def supervisor(record: Message) -> Optional[processes.Process]:
 
 
 def is_alive(record: Message) -> Optional[bool]:
-    """Whether the supervisor lives; ``None`` where it is on another host that shares the folder."""
+    """Whether the supervisor lives; ``None`` if it is on another host that shares the folder."""
     if record.get("supervisor_host") != socket.gethostname():
         return None
     return supervisor(record) is not None
@@ -98,12 +98,12 @@ def is_alive(record: Message) -> Optional[bool]:
 
 @in_thread
 def detached_runs(agent: Agent, request: Message, _: bytes) -> None:
-    """Every run that was left here: what it is, whether it runs, the newest of it."""
+    """Answers the detached runs on this node: description, state and latest metrics of each."""
     agent.reply(request, runs=[_summary(folder) for folder in _folders()[:MAX_RUNS]])
 
 
 def _folders() -> List[Path]:
-    """The newest first."""
+    """Returns the folders of detached runs, newest first."""
     try:
         entries = [
             entry
@@ -204,7 +204,7 @@ def signal_run(agent: Agent, request: Message, _: bytes) -> None:
 def discard_run(agent: Agent, request: Message, _: bytes) -> None:
     """Removes the folder of an ended run once nobody reads it; answers whether it is gone.
 
-    ``fetched``: the results have arrived. Else it stays unless somebody has said so before.
+    ``fetched``: the results were fetched. The folder stays until a request has said so.
     """
     folder = run_folder(request["run_id"])
     lock = agent.run_locks.pop(folder.name, None)

@@ -44,7 +44,7 @@ Message = Dict[str, Any]
 
 
 class FrameError(ValueError):
-    """Too many bytes looked like frames and were none."""
+    """The stream has too many bytes that look like frames but are invalid."""
 
 
 def encode(message: Message, blob: bytes = b"", max_bytes: int = MAX_JSON) -> bytes:
@@ -68,7 +68,7 @@ _JSON = json.JSONDecoder(parse_int=_parse_int)
 
 
 def _parse(body: bytearray) -> Optional[Message]:
-    """The JSON object of a frame; ``None`` when it is none, so that it was no frame."""
+    """Parses the JSON object of a frame; ``None`` if it is invalid."""
     try:
         message = _JSON.decode(body.decode())
     except (ValueError, RecursionError):
@@ -96,12 +96,12 @@ class Decoder:
         self.noise = bytearray()
 
     def allow(self, max_json: int) -> None:
-        """Takes messages up to this length from now on."""
+        """Sets the maximum length of messages."""
         self._max_json = max_json
 
     @property
     def is_mid_frame(self) -> bool:
-        """True while a frame has begun and not ended."""
+        """Whether a frame is incomplete."""
         return self._buffer.startswith(MAGIC)
 
     def feed(self, data: bytes) -> List[Tuple[Message, bytes]]:
@@ -147,7 +147,7 @@ class Decoder:
         del self._buffer[:count]
 
     def add_noise(self, data: bytes) -> None:
-        """Keeps the last of what is no frame."""
+        """Keeps the last bytes outside frames."""
         self.noise += data[-self._max_noise :]
         del self.noise[: -self._max_noise]
 
@@ -165,7 +165,7 @@ class UnackedFrames:
         self._frames: Deque[bytes] = deque()
 
     def add(self, frame: bytes) -> None:
-        """Keeps a frame that was just sent."""
+        """Keeps a frame that was just sent, until it is acknowledged."""
         self._frames.append(frame)
         self.size += len(frame)
 
@@ -184,7 +184,7 @@ class UnackedFrames:
 
     @property
     def num_sent(self) -> int:
-        """How many frames there were in all."""
+        """Total number of frames sent."""
         return self._num_acked + len(self._frames)
 
     def __iter__(self) -> Iterator[bytes]:
@@ -223,7 +223,7 @@ class Outbox:
 
     @property
     def pending(self) -> int:
-        """Bytes that may be written now."""
+        """Bytes that are ready to be written."""
         return self._unsent_bytes - self._offset
 
     @property
@@ -233,14 +233,14 @@ class Outbox:
 
     @property
     def full(self) -> bool:
-        """Whether more output of the ranks would delay what comes after it."""
+        """Whether more output of the ranks would delay later frames."""
         waiting = self._unsent_bytes + self._unacked.size + self._lanes.size(multiplexing.TALK)
         if self.broken:
             return waiting > HIGH_WATER_BYTES
         return waiting > max(MIN_OUTPUT_BYTES, min(HIGH_WATER_BYTES, 4 * self._window.window))
 
     def post(self, message: Message, blob: bytes = b"") -> None:
-        """Queues a frame; from any thread. ValueError when it is longer than a launcher takes."""
+        """Queues a frame; from any thread. ValueError if it is too long for the launcher."""
         frame = encode(dict(message, heard=self.num_received), blob, MAX_ANSWER)
         lane = multiplexing.lane_of(message, len(frame), blob)
         with self._lock:
@@ -256,7 +256,7 @@ class Outbox:
         self._wake()
 
     def start_closing(self) -> None:
-        """Sends all that waits at once, but no files: the end is near."""
+        """Drops queued files and stops limiting the window, because the agent ends soon."""
         with self._lock:
             self._is_closing = True
             self._lanes.clear(multiplexing.FILES)
@@ -274,7 +274,7 @@ class Outbox:
         self._window.sent(len(frame), time.monotonic(), bool(self._lanes))
 
     def flush(self) -> None:
-        """Writes what the descriptor takes now."""
+        """Writes as much as the descriptor takes."""
         with self._lock:
             while self._unsent and not self.broken:
                 written = self._write()

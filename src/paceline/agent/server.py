@@ -1,8 +1,7 @@
-"""The agent's loop: takes the launcher's requests, tells what happens, ends with its launcher.
+"""The agent's loop: answers the launcher's requests, reports events, ends with its launcher.
 
-Requests are ``{"op": NAME, "id": N, ...}``; every one is answered with ``{"re": N, ...}`` or
-``{"re": N, "error": TEXT}``. Events are ``{"event": NAME, ...}``. The names of the requests are
-the keys of ``OPERATIONS``.
+A request is ``{"op": NAME, "id": N, ...}``; the reply is ``{"re": N, ...}`` or ``{"re": N, "error":
+TEXT}``. An event is ``{"event": NAME, ...}``. ``OPERATIONS`` has all names of requests.
 """
 
 from __future__ import annotations
@@ -32,29 +31,27 @@ from .supervision.job import NodeJob
 from .surveys import checks, facts, probe, retransmissions
 
 TICK_S = 0.05
-CLOSING_S = 0.6  # from KILL to the end of the agent itself
-MAX_GRACE_S = 3.0  # at most, between TERM and KILL when the launcher has gone
-JOINT_SAVE_SHARE = 0.5  # of that for ranks to save what they have together; then one does so alone
-CLEANUP_TIMEOUT_S = 3.0  # at most, for the folders of the job: their disk may hang
+CLOSING_S = 0.6  # time from KILL to the end of the agent itself
+MAX_GRACE_S = 3.0  # longest time between TERM and KILL after the launcher has gone
+JOINT_SAVE_SHARE = 0.5  # share of the grace period for a joint save; then one rank saves alone
+CLEANUP_TIMEOUT_S = 3.0  # for removing the job's folders, whose disk may hang
 CHUNK_BYTES = 1 << 16
-TOUCH_INTERVAL_S = (
-    24 * 3600.0
-)  # between two times at which the agent shows that it uses its folders
+TOUCH_INTERVAL_S = 24 * 3600.0  # at which the agent marks its folders as used
 GUARD_KILLED = "its guard (the agent's parent process) was killed"
 Work = Callable[[], None]
 
 
 class Agent:
-    """One conversation with a launcher, and at most one job.
+    """Serves one conversation with a launcher, and runs at most one job.
 
     Args:
-        input_fd, output_fd: The framed stream.
+        input_fd, output_fd: Descriptors of the framed stream.
         package: Folder of this agent's code.
-        resumed: What is left of this process's conversation before.
+        resumed: Resources of this process's previous conversation.
 
     Attributes:
-        warm_wait: Set if another conversation may follow this one.
-        resumable: What that continues with, once this one is over.
+        warm_wait: Set if this process waits for another conversation after this one.
+        resumable: Resources for that conversation, set at the end of this one.
     """
 
     def __init__(self, input_fd: int, output_fd: int, package: str,
@@ -72,26 +69,24 @@ class Agent:
         self._is_first = resumed is None
         self.lease = Lease()
         self.listeners: Dict[str, socket.socket] = {}
-        self.sinks: List[socket.socket] = []  # swallow what a bandwidth test sends
+        self.sinks: List[socket.socket] = []  # discard the data of bandwidth tests
         self.reserved: Optional[socket.socket] = None
-        # made for this job, removed with it
+        # folders of this job, removed at its end
         self.folders: List[Path] = [] if resumed is None else resumed.folders
-        # of runs with a folder here: what has served of it, None for all
+        # run folders here, by key: files that may be removed at the end, None for all
         self.run_keys: Dict[str, Optional[List[str]]] = {}
-        self.private: Optional[Path] = None  # instead of the cache
+        self.private: Optional[Path] = None  # used in place of the cache
         self.chosen_python = sys.executable
         self.uploads = Uploads()
         self.data_copies = data.DataCopies(self.identity.hex())
         self.downloads = Downloads()
-        # files of detached runs that the launcher was told of: run → path → mark, size
+        # files of detached runs that the launcher knows: run id → path → version, size
         self.listed_files: Dict[str, Dict[str, Tuple[str, int]]] = {}
-        self.run_locks: Dict[
-            str, int
-        ] = {}  # folders of detached runs that are to stay: descriptors
+        self.run_locks: Dict[str, int] = {}  # descriptors of locked folders of detached runs
         self._tasks: "queue.SimpleQueue[Work]" = queue.SimpleQueue()
         self._queues: Dict[str, "queue.SimpleQueue[Optional[Work]]"] = {}
         self._wake_write = wake_write
-        self._fork_server_stderr: Optional[int] = None  # of the fork server
+        self._fork_server_stderr: Optional[int] = None  # read end of its pipe
         self._touch_at = 0.0
         self._exit_deadline: Optional[float] = None
         self._single_save_at: Optional[float] = None
@@ -101,7 +96,7 @@ class Agent:
     # --- the loop ----------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Serves until the launcher says bye, goes away, or lets the lease run out."""
+        """Serves until the launcher ends the conversation, is lost, or lets the lease expire."""
         self.in_thread(self._send_hello)
         if self._is_first:
             self.in_thread(self._remove_stale)
@@ -114,7 +109,7 @@ class Agent:
         return 0
 
     def _touch_regularly(self) -> None:
-        """Keeps a long job's folders from looking abandoned to agents of the same disk."""
+        """Marks folders of a long job as used, so that agents on the same disk keep them."""
         if time.monotonic() >= self._touch_at:
             self._touch_at = time.monotonic() + TOUCH_INTERVAL_S
             self.in_thread(self._touch_folders)
@@ -136,7 +131,7 @@ class Agent:
             os.set_blocking(fd, False)
 
     def _forward_stderr(self, fd: int) -> None:
-        with contextlib.suppress(OSError):  # nobody reads them just now
+        with contextlib.suppress(OSError):  # standard error has no reader at the moment
             os.write(2, os.read(fd, CHUNK_BYTES))
 
     def _remove_stale(self) -> None:
@@ -146,7 +141,7 @@ class Agent:
     def _send_hello(self) -> None:
         try:
             self._greet()
-        except Exception as error:  # else the launcher would wait for it in vain
+        except Exception as error:  # the launcher must not wait in vain
             with contextlib.suppress(OSError):
                 sys.stderr.write("paceline agent: it cannot greet: %s\n" % describe_error(error))
             self._exit_deadline = time.monotonic()
@@ -169,7 +164,7 @@ class Agent:
         return (not self.job.running and is_flushed) or is_overdue
 
     def _wait_and_handle(self) -> None:
-        """One round of select; poll() so that many descriptors are no problem."""
+        """Waits for events and handles them; uses poll(), which has no limit of descriptors."""
         selector = selectors.PollSelector()
         stream_fds = self.stream.readers() if self._exit_deadline is None else []
         listeners = {sock.fileno(): sock for sock in self.listeners.values()}
@@ -207,9 +202,7 @@ class Agent:
     def _read_requests(self, fd: int) -> Optional[Requests]:
         previous_frames = self.outbox.num_received
         requests = self.stream.readable(fd)
-        if (
-            self.outbox.num_received > previous_frames
-        ):  # the piece of a large file is a sign of life, too
+        if self.outbox.num_received > previous_frames:  # pieces of files count, too
             self.lease.extend(time.monotonic())
         return requests
 
@@ -220,7 +213,7 @@ class Agent:
             return
         try:
             operation(self, message, blob)
-        except Exception as error:  # the launcher must hear of it, whatever it is
+        except Exception as error:  # every failure must reach the launcher
             self.reply(message, error=describe_error(error))
 
     def _watch_launcher(self) -> None:
@@ -239,11 +232,14 @@ class Agent:
             self._handle_term()
 
     def on_sigterm(self, *_: object) -> None:
-        """Signal handler; the loop does the work."""
+        """Handles SIGTERM: only records it for the loop."""
         self._has_term = True
 
     def _handle_term(self) -> None:
-        """Leaves it to the launcher while ranks run: a scheduler signals all, and ranks save."""
+        """Reports SIGTERM to the launcher while ranks run; otherwise ends the agent.
+
+        A scheduler signals all nodes; the launcher lets the ranks save.
+        """
         self._has_term = False
         if self.job.running and not self.outbox.broken:
             self.outbox.post({"event": "asked to end", "time": time.monotonic()})
@@ -251,37 +247,37 @@ class Agent:
             self.start_exit("term", "asked to end by SIGTERM")
 
     def should_end(self) -> bool:
-        """Whether to end before any launcher comes."""
+        """Whether to stop waiting for another launcher."""
         return self._has_term or os.getppid() != self._parent
 
     def start_exit(self, reason: str, explanation: str) -> None:
-        """Begins the end: TERM for every rank, KILL a little later.
+        """Begins to end: sends TERM to every rank, and KILL after a grace period.
 
-        KILL at once if the guard was killed: only this node ends then, and the others continue.
+        If the guard was killed, ranks get KILL at once: only this node ends, the others continue.
 
         Args:
-            reason: One word for the launcher.
-            explanation: The same for people.
+            reason: A word for the launcher.
+            explanation: A sentence for the user.
         """
-        if os.getppid() != self._parent:  # with it the stream from the launcher may end, too
+        if os.getppid() != self._parent:  # the guard's death may also end the stream
             reason, explanation = "guard", GUARD_KILLED
         event = {"event": "leaving", "reason": reason, "why": explanation, "time": time.monotonic()}
         self.outbox.post(event)
-        with contextlib.suppress(OSError):  # who would have read it may be gone
+        with contextlib.suppress(OSError):  # the reader may be gone
             sys.stderr.write("paceline agent: leaving: %s\n" % explanation)
         grace_s = min(MAX_GRACE_S, max(0.1, self.lease.ending_s - CLOSING_S))
         self._exit_deadline = time.monotonic() + grace_s + CLOSING_S / 2
         self.outbox.start_closing()
         if self.job.running and reason == "guard":
-            # Sessions go on elsewhere, where all ranks would heed that one of them is to stop.
+            # SIGTERM at one rank would stop the training on all nodes
             self.job.stop(signal.SIGKILL, 0.0)
         elif self.job.running:
             self.job.stop(signal.SIGTERM, grace_s)
-            # Who waits for a rank that is gone, or for word of it, would wait until KILL.
+            # ranks that wait for a lost rank could not save together before KILL
             self._single_save_at = time.monotonic() + JOINT_SAVE_SHARE * grace_s
 
     def start_warm_wait(self, place: ReconnectListener, seconds: float) -> None:
-        """Ends the conversation; then the next one is awaited."""
+        """Ends the conversation; then the process waits for the next one."""
         self.warm_wait = warm.WarmWait(place, seconds)
         event = {"event": "leaving", "reason": "rest", "why": "the launcher said so"}
         self.outbox.post(dict(event, time=time.monotonic()))
@@ -295,7 +291,7 @@ class Agent:
         else:
             self.warm_wait = None
             self.job.close()
-        if os.getppid() != self._parent:  # nobody ends after us what a script has left running
+        if os.getppid() != self._parent:  # no guard will kill what a script has left running
             processes.kill_job(self.job.token, [os.getpid()], [])
         if self._fork_server_stderr is not None:
             self._forward_stderr(self._fork_server_stderr)
@@ -307,19 +303,17 @@ class Agent:
             self.reserved.close()
         is_clean = threading.Event()
         self.in_queue(SENDING, self.downloads.drop, {})
-        self.in_queue(RECEIVING, lambda: self._clean_up(is_clean), {})  # after what is in the line
-        for line in self._queues.values():
-            line.put(None)
+        self.in_queue(RECEIVING, lambda: self._clean_up(is_clean), {})  # after queued requests
+        for tasks in self._queues.values():
+            tasks.put(None)
         if (
             is_clean.wait(CLEANUP_TIMEOUT_S)
             and self.warm_wait is not None
             and self._fork_server_stderr is not None
         ):
-            wake, words = (
-                (self._wake_read, self._wake_write),
-                (self._fork_server_stderr, self.job.errors_fd),
-            )
-            self.resumable = warm.Resumable(wake, words, idle_server, self.folders)
+            wake = self._wake_read, self._wake_write
+            stderr_pipe = self._fork_server_stderr, self.job.errors_fd
+            self.resumable = warm.Resumable(wake, stderr_pipe, idle_server, self.folders)
         elif idle_server is not None:
             idle_server.close()
 
@@ -328,7 +322,7 @@ class Agent:
             self.uploads.drop()
             self.data_copies.close()
             detached_runs.release_folders(self.run_locks)
-            for folder in [one for one in self.folders if not self._is_reused(one)]:
+            for folder in [folder for folder in self.folders if not self._is_reused(folder)]:
                 snapshot.discard_job_folder(folder)
                 self.folders.remove(folder)
             for key, names in self.run_keys.items():
@@ -341,11 +335,11 @@ class Agent:
             is_clean.set()
 
     def _is_reused(self, folder: Path) -> bool:
-        """Whether a folder serves the next conversation: a fork server has imports from there."""
+        """Whether the next conversation needs a folder: a fork server has imported from it."""
         return self.warm_wait is not None and folder.name.startswith(warm.FOLDER_PREFIX)
 
     def _wake_guard(self) -> None:
-        """Continues a stopped guard, which could not end after us."""
+        """Continues a stopped guard, so that it can end after the agent."""
         if os.getppid() == self._parent > 1:
             with contextlib.suppress(OSError):
                 os.kill(self._parent, signal.SIGCONT)
@@ -353,22 +347,23 @@ class Agent:
     # --- helpers of the operations -----------------------------------------------------------
 
     def reply(self, request: Message, blob: bytes = b"", **answer: Any) -> None:
+        """Answers a request; from any thread."""
         if "id" in request:
             self.outbox.post(dict(answer, re=request["id"]), blob)
 
     def in_thread(self, work: Work, request: Optional[Message] = None) -> None:
-        """Runs slow work in a thread; a failure becomes the request's answer."""
+        """Runs slow work in a new thread; a failure becomes the request's answer."""
         threading.Thread(target=self._guarded(work, request), daemon=True).start()
 
     def in_queue(self, name: str, work: Work, request: Message) -> None:
-        """As :meth:`in_thread`, one after the other among those of the same name."""
+        """Runs slow work in the thread of the queue ``name``, in the order of the calls."""
         if name not in self._queues:
             self._queues[name] = queue.SimpleQueue()
             threading.Thread(target=_run_queue, args=(self._queues[name],), daemon=True).start()
         self._queues[name].put(self._guarded(work, request))
 
     def on_loop(self, work: Work, request: Message) -> None:
-        """Runs work on the loop; from any thread."""
+        """Runs work in the loop's thread; can be called from any thread."""
         self._tasks.put(self._guarded(work, request))
         with contextlib.suppress(OSError):
             os.write(self._wake_write, b"w")
@@ -389,25 +384,26 @@ def _run_queue(tasks: "queue.SimpleQueue[Optional[Work]]") -> None:
         work()
 
 
-# --- operations: what a launcher can ask --------------------------------------------------------
+# --- operations ---------------------------------------------------------------------------------
 
 
 def renew_lease(agent: Agent, request: Message, _: bytes) -> None:
-    """Renews for ``seconds``; answers this node's clocks and :meth:`NodeJob.idle_report`."""
+    """Renews the lease for ``seconds``; answers the node's clocks and how long ranks are idle."""
     now = time.monotonic()
     agent.lease.renew(request["seconds"], now)
     agent.reply(request, monotonic=now, time=time.time(), **agent.job.idle_report(now))
 
 
 def bye(agent: Agent, request: Message, _: bytes) -> None:
+    """Ends the agent and its job."""
     agent.reply(request)
     agent.start_exit("bye", "the launcher said so")
 
 
 def keep_warm(agent: Agent, request: Message, _: bytes) -> None:
-    """As ``bye``, but another launcher may come within ``seconds``.
+    """Ends the conversation; the agent then waits ``seconds`` for another launcher.
 
-    ``place``: name of the socket; ``key``: hexadecimal, as for ``stay``.
+    ``place`` is the name of the socket, ``key`` is hexadecimal as for ``stay``.
     """
     if agent.job.running or agent.private is not None:
         raise RuntimeError("ranks still run" if agent.job.running else "nothing can be kept here")
@@ -417,7 +413,7 @@ def keep_warm(agent: Agent, request: Message, _: bytes) -> None:
 
 
 def allow_reconnect(agent: Agent, request: Message, _: bytes) -> None:
-    """Makes breaks recoverable with ``key`` (hexadecimal); answers the name of the socket."""
+    """Lets the launcher reconnect with ``key`` (hexadecimal); answers the name of the socket."""
     agent.reply(request, place=agent.stream.allow_reconnect(bytes.fromhex(request["key"])))
 
 
@@ -440,20 +436,20 @@ def main(package: str, chosen_python: str, temporary: bool) -> int:
 
     Args:
         package: Folder of this code.
-        chosen_python: The interpreter as the launcher named it.
-        temporary: The code could not be cached, so everything is removed at the end.
+        chosen_python: The interpreter, as named by the launcher.
+        temporary: Whether the code could not be cached; then everything is removed at the end.
     """
     for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(signum, signal.SIG_IGN)  # batch systems send them to all, meant for ranks
+        signal.signal(signum, signal.SIG_IGN)  # batch systems send them to all processes
     guard_errors = guard.fork_agent(package)  # returns in the agent only
     processes.adopt_orphans()
     input_fd, output_fd = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
-    os.dup2(2, 1)  # a stray print must not break a frame
+    os.dup2(2, 1)  # prints must not break frames
 
     def redirect_errors(fd: int) -> None:
-        for standard_fd in (1, 2):  # a stray print must not break a frame
+        for standard_fd in (1, 2):  # prints must not break frames
             os.dup2(fd, standard_fd)
         guard_errors.redirect(fd)
 
@@ -476,7 +472,7 @@ def main(package: str, chosen_python: str, temporary: bool) -> int:
         agent.stream.release()
         redirect_errors(null)
         guard_errors.notify()
-        os.chdir("/")  # whoever wants to unmount a disk can
+        os.chdir("/")  # the agent must not keep a disk from being unmounted
         visit = agent.warm_wait.wait(resumed, agent.should_end)
         if visit is None:
             resumed.close()

@@ -18,9 +18,9 @@ from safetensors.torch import load, load_file, save
 from torch import Tensor
 
 from paceline.spec import rundir
-from paceline.spec.checkpoint_manifest import DamagedCheckpoint
 from paceline.spec.errors import DataError, NodeError
 from paceline.spec.rundir import MANIFEST, is_frozen_file
+from paceline.spec.training.checkpoint_manifest import DamagedCheckpoint
 from paceline.train import files
 from paceline.train.checkpoints.format import (
     OPTIMIZER,

@@ -17,7 +17,6 @@ from paceline.agent.files.snapshot import hash_file
 from paceline.remote.channel import AgentRefusal, Channel
 from paceline.rundir import records
 from paceline.rundir.directory import RunDirectory
-from paceline.spec.checkpoint_manifest import DamagedCheckpoint, Manifest, parse_manifest
 from paceline.spec.errors import PacelineError
 from paceline.spec.rundir import (
     BEST,
@@ -26,10 +25,12 @@ from paceline.spec.rundir import (
     MANIFEST,
     Version,
     expired,
+    frozen_file,
     is_frozen_file,
     parse_version,
     read_pointer,
 )
+from paceline.spec.training.checkpoint_manifest import DamagedCheckpoint, Manifest, parse_manifest
 from paceline.transfer.files import send_blocks
 from paceline.transfer.results import Fetcher
 
@@ -197,7 +198,7 @@ class CheckpointFetcher:
         self._fetcher = fetcher
         self._initial: dict[str, Version] | None = None  # complete local ones at the first sync
         self._max_version: Version = _NO_VERSION  # largest token and step that are accepted
-        self._retained: set[Version | None] = set()  # the node cannot have these removed
+        self._retained = set[Version]()  # the node cannot have these removed
         self._task: asyncio.Task[None] | None = None
         self._needs_rerun = False
 
@@ -237,7 +238,9 @@ class CheckpointFetcher:
         if self._initial is None:
             self._initial = await asyncio.to_thread(self._record_initial, local)
         remote = by_name(files)
-        changed = [(name, sizes) for name, sizes in remote.items() if local.get(name) != sizes]
+        # a checkpoint that the node is removing may lack files: nothing of it is new
+        changed = [(name, sizes) for name, sizes in remote.items()
+                   if not sizes.items() <= local.get(name, {}).items()]  # fmt: skip
         pointers = {name: size for name, size in files.items() if "/" not in name}
         refusals = [
             *[await _catch_refusal(self._fetch_checkpoint(*entry)) for entry in changed],
@@ -260,10 +263,14 @@ class CheckpointFetcher:
         """Returns the complete local checkpoints; sets what is retained and accepted."""
         initial = {name: _version(name) for name, sizes in local.items()
                    if _is_complete(self._target / name, name, sizes)}  # fmt: skip
-        best = initial.get(read_pointer(self._target / BEST))
-        self._retained = {best, max(initial.values(), default=None)}
-        tokens, steps = zip((1, 0), *map(_version, local), strict=True)
-        self._max_version = max(tokens) + MAX_NEW_WRITERS, max(steps) + MAX_NEW_STEPS
+        best = read_pointer(self._target / BEST)
+        newest = max(initial, key=_version, default="")
+        self._retained = {initial[name] for name in (best, newest) if name in initial}
+        versions = [_NO_VERSION, *map(_version, local)]
+        self._max_version = (
+            max(token for token, _ in versions) + MAX_NEW_WRITERS,
+            max(step for _, step in versions) + MAX_NEW_STEPS,
+        )
         return initial
 
     def _refusal_reason(self, name: str) -> str:
@@ -307,16 +314,23 @@ class CheckpointFetcher:
         self._verified.add(name)
 
     def _link_shared(self, files: Sizes, into: Path) -> dict[str, str]:
-        """Links frozen weights from an earlier local checkpoint; returns their SHA-256."""
+        """Links frozen weights from an earlier local checkpoint; returns their SHA-256.
+
+        A damaged or forged file, whose content does not fit its name, is not linked.
+        """
         linked = {}
         for file in filter(is_frozen_file, files):
             for path in self._target.glob(f"*/{file}"):
-                if parse_version(path.parent.name) and path.lstat().st_size == files[file]:
-                    with contextlib.suppress(OSError):  # a disk without hard links
-                        into.mkdir(parents=True, exist_ok=True)
-                        os.link(path, into / file, follow_symlinks=False)
-                        linked[file] = hash_file(into / file)
+                if not parse_version(path.parent.name) or path.lstat().st_size != files[file]:
+                    continue
+                with contextlib.suppress(OSError):  # a disk without hard links
+                    into.mkdir(parents=True, exist_ok=True)
+                    os.link(path, into / file, follow_symlinks=False)
+                    sha256 = hash_file(into / file)
+                    if frozen_file(sha256) == file:
+                        linked[file] = sha256
                         break
+                    (into / file).unlink()
         return linked
 
     async def _fetch(self, files: Sizes, target: Path) -> dict[str, str]:

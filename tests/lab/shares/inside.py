@@ -185,9 +185,9 @@ def what_arrives_is_whole_on_the_other_host() -> Any:
 @trial
 def checkpoints() -> Any:
     """Published here, found there; a second writer is refused, or takes over, on either host."""
-    from paceline.spec.checkpoint_manifest import Manifest
     from paceline.spec.errors import SettingError
     from paceline.spec.rundir import LATEST, read_pointer
+    from paceline.spec.training.checkpoint_manifest import Manifest
     from paceline.train.checkpoints.store import Fenced, Store, WriterLock
 
     ours, theirs = Store(A / "run/checkpoints"), Store(B / "run/checkpoints")

@@ -1,7 +1,7 @@
-"""Folders of data: their listing, and copies of the launcher's folders in this node's cache.
+"""Lists folders of data, and keeps copies of the launcher's folders in this node's cache.
 
-A copy lies in ``data/KEY/files/NAME`` and outlives the agent, so that only changes are sent. An
-item is ``[path, size, mtime]`` (stored in microseconds); copies have their original's time.
+A copy is in ``data/KEY/files/NAME`` and outlives the agent, so that only changes are sent. An item
+is ``[path, size, mtime]``, the time in microseconds. A file of a copy has its original's time.
 """
 
 from __future__ import annotations
@@ -26,32 +26,35 @@ if TYPE_CHECKING:
 Message = Dict[str, Any]
 _Ancestors = Tuple[Tuple[int, int], ...]
 Item = List[Any]
-ARRIVING = "arriving"  # below a copy's key: what has not come as a whole; a later run goes on
-ABANDONED_AFTER_S = 120.0  # without a change: the agent that wrote it was killed
-USED = "used"  # below it: an agent that uses the copy has it locked
-SIGN_PREFIX = "seen-"  # below it: begins the name of a file that shows who sees this disk
-PAGE_ITEMS = 2000  # items in an answer
-LISTING = "listing"  # a line of work: see Agent.in_line
-MAX_DEPTH = 2 * safe_paths.MAX_DEPTH  # as of the code: see transfer/tree.py
-MAX_LINKS = 1000  # that lead through links to one folder
-MAX_FINGERPRINTS = 1000  # entries of a folder that tell whether it is the same one
+ARRIVING = "arriving"  # folder in a copy's: incomplete files, which a later run continues
+ABANDONED_AFTER_S = 120.0  # without a change, after which a file's writer counts as killed
+USED = "used"  # file in a copy's folder that agents lock while they use the copy
+SIGN_PREFIX = "seen-"  # of a file in a copy's folder by which an agent shows that it sees the disk
+PAGE_ITEMS = 2000  # items in a reply
+LISTING = "listing"  # a queue: see Agent.in_queue
+MAX_DEPTH = 2 * safe_paths.MAX_DEPTH  # as for code: see transfer/tree.py
+MAX_LINKS = 1000  # visits of one folder through links
+MAX_FINGERPRINTS = 1000  # entries of a folder that are part of its fingerprint
 
 
 def copy_folder(key: str) -> Path:
-    """Where the copy ``key`` is kept. ValueError for what is no key."""
+    """Returns the folder of the copy ``key``. ValueError for an invalid key."""
     if not snapshot.is_key(key):
         raise ValueError("not the key of data: %r" % key[:100])
     return snapshot.cache_folder() / "data" / key
 
 
 def inner(name: str, path: str = "") -> str:
-    """A path of a copy below its key."""
+    """Returns the path of a copy's file relative to the copy's folder."""
     (name,) = safe_paths.split_path(name)
     return "files/%s/%s" % (name, path) if path else "files/%s" % name
 
 
 def fingerprints(path: str) -> List[str]:
-    """What two looks at one folder have in common, and no two folders; nothing where none is."""
+    """Returns inode and times of a folder and its entries; equal only for the same folder.
+
+    The list is empty if there is no folder.
+    """
     try:
         names = sorted(os.listdir(path))[:MAX_FINGERPRINTS]
         stats = [os.stat(path)]
@@ -66,9 +69,10 @@ def fingerprints(path: str) -> List[str]:
 
 
 def walk(root: str) -> Iterator[Item]:
-    """Items of all files, through links, in the order of :func:`sort_key`; none without a folder.
+    """Yields the items of all files, links followed, in the order of :func:`sort_key`.
 
-    OSError for folders with links from each to the next, which few bytes make endless.
+    Raises:
+        OSError: The tree is nested too deeply, or too many links lead to one folder.
     """
     waiting = [("", (), False)] if os.path.isdir(root) else []  # type: List[Tuple[str, _Ancestors, bool]]
     num_visits = {}  # type: Dict[Tuple[int, int], int]
@@ -100,13 +104,13 @@ def walk(root: str) -> Iterator[Item]:
 
 
 def sort_key(path: str) -> List[Tuple[int, str]]:
-    """By this the items of a folder are sorted: its files, then what is in its folders."""
+    """Returns a key that sorts a folder's files before the content of its folders."""
     *parents, name = path.split("/")
     return [(1, folder) for folder in parents] + [(0, name)]
 
 
 def hashes(root: str, paths: Sequence[str]) -> List[str]:
-    """SHA-256 of each file; empty for one that cannot be read."""
+    """Returns the SHA-256 of each file; empty for a file that cannot be read."""
     digests = []
     for path in paths:
         safe_paths.split_path(path)
@@ -118,7 +122,7 @@ def hashes(root: str, paths: Sequence[str]) -> List[str]:
 
 
 def remove_old(max_age_s: float = snapshot.MAX_AGE_S) -> None:
-    """Removes copies that nobody has used for a month."""
+    """Removes copies that were not used for ``max_age_s``."""
     for folder in (snapshot.cache_folder() / "data").glob("*"):
         with contextlib.suppress(OSError, ValueError):
             if copy_folder(folder.name).lstat().st_uid != os.getuid() or folder.is_symlink():
@@ -137,10 +141,10 @@ def _is_in_use(folder: Path) -> bool:
 
 
 class DataCopies:
-    """The copies that this agent's job uses, and what is under way to them.
+    """Holds the copies that this agent's job uses, and writes files that arrive for them.
 
     Args:
-        identity: Names this agent.
+        identity: Identifies this agent, in hexadecimal.
     """
 
     def __init__(self, identity: str) -> None:
@@ -150,7 +154,7 @@ class DataCopies:
         self._open: Dict[Tuple[str, str], _PartialFile] = {}
 
     def open_copy(self, key: str, name: str) -> Path:
-        """The copy's folder, made or not; it is kept from now on, as long as this agent lives."""
+        """Returns the copy's folder, which need not exist; protects it while this agent lives."""
         place = copy_folder(key)
         if key not in self._lock_fds:
             place.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -164,12 +168,12 @@ class DataCopies:
         return place / inner(name)
 
     def touch(self) -> None:
-        """Shows that the copies are still used, where locks do not tell."""
+        """Marks the copies as used, for disks without locks."""
         for used in [*self._lock_fds.values()]:
             os.utime(used)
 
     def next_page(self, root: str, first: bool) -> Tuple[List[Item], bool]:
-        """The next items below ``root``, and whether these were the last."""
+        """Returns the next items below ``root``, and whether they are the last."""
         if first or root not in self._listings:
             self._listings[root] = walk(root)
         items = []
@@ -183,7 +187,7 @@ class DataCopies:
     def update(
         self, key: str, name: str, removed: Sequence[str], unchanged: Sequence[Item]
     ) -> None:
-        """Removes ``gone`` from a copy, and gives ``same`` the times of their originals."""
+        """Removes files of a copy, and gives unchanged files the times of their originals."""
         with safe_paths.FolderCache(str(copy_folder(key))) as copy:
             for path in removed:
                 copy.remove(inner(name, path))
@@ -199,7 +203,7 @@ class DataCopies:
                 os.removedirs(os.path.join(root, parent))
 
     def write_many(self, key: str, name: str, items: Sequence[Item], data: bytes) -> None:
-        """Adds small files, one after the other in ``data``."""
+        """Adds small files, whose contents are concatenated in ``data``."""
         at = 0
         with safe_paths.FolderCache(str(copy_folder(key))) as copy:
             for path, size, mtime in items:
@@ -207,7 +211,7 @@ class DataCopies:
                 at += size
 
     def resume(self, key: str, name: str, path: str) -> Tuple[int, str]:
-        """How many bytes of a large file are here from an earlier try, and their SHA-256."""
+        """Returns size and SHA-256 of the part of a large file that arrived earlier."""
         growing = _PartialFile(key, inner(name, path))
         self._open[key, path] = growing
         return growing.size, growing.digest.hexdigest()
@@ -216,12 +220,12 @@ class DataCopies:
         """Appends a block of a large file; renames it after the last one.
 
         Args:
-            key, name, path: Which file.
-            request: ``offset``, ``last``; with the last ``sha256`` and ``mtime``.
+            key, name, path: The file.
+            request: ``offset`` and ``last``; for the last block also ``sha256`` and ``mtime``.
             data: The block.
 
         Raises:
-            ValueError: The file is not what was announced.
+            ValueError: The block is not the next one, or the file's hash differs.
         """
         growing = self._open.pop((key, path), None) or _PartialFile(key, inner(name, path))
         try:
@@ -235,7 +239,7 @@ class DataCopies:
             raise
 
     def close(self) -> None:
-        """Lets go of everything; what has come stays."""
+        """Releases the copies; incomplete files stay for a later agent."""
         for growing in self._open.values():
             growing.close()
         self._open = {}
@@ -247,7 +251,7 @@ class DataCopies:
 
 
 def _add(copy: safe_paths.FolderCache, path: str, data: bytes, mtime: int) -> None:
-    # not flushed: after a power cut the sizes and times are compared, as always
+    # not flushed: sizes and times are compared before each run, also after a power cut
     part = secrets.token_hex(8)
     parent, _, name = path.rpartition("/")
     file = copy.open("%s/%s" % (ARRIVING, part), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -261,10 +265,10 @@ def _add(copy: safe_paths.FolderCache, path: str, data: bytes, mtime: int) -> No
 
 
 class _PartialFile:
-    """A file that comes in blocks, and goes on where an earlier agent was cut off.
+    """A file that arrives in blocks; it continues what an earlier agent has received.
 
-    It grows under a name of this agent's own: others may have the same disk, whose locks may hold
-    for one host only.
+    It has a name of its own until it is complete: agents of other hosts may use the same disk,
+    where locks may be valid for one host only.
     """
 
     def __init__(self, key: str, path: str) -> None:
@@ -281,16 +285,16 @@ class _PartialFile:
             self.size += len(data)
 
     def _adopt_abandoned(self, name: str) -> None:
-        """Goes on with what an earlier agent has left, or was killed over, if it is there."""
+        """Continues an incomplete file that an earlier agent has left, if there is one."""
         assert self._file is not None
         now = os.fstat(self._file).st_mtime  # by the disk's own clock
         for abandoned in sorted(os.listdir(os.path.join(self._root, ARRIVING))):
             path = "%s/%s" % (ARRIVING, abandoned)
             if not abandoned.startswith(name) or path == self._part_path:
                 continue
-            with contextlib.suppress(OSError):  # in use, or another agent was faster
+            with contextlib.suppress(OSError):  # it is in use, or another agent was faster
                 if path == self._abandoned_path or self._is_abandoned(path, now):
-                    # under a new name: SMB replaces no file that somebody has open
+                    # a new name, because SMB does not replace open files
                     adopted = "%s-%s" % (self._abandoned_path, secrets.token_hex(8))
                     safe_paths.rename(self._root, path, adopted, durable=False)
                     os.close(self._file)
@@ -307,7 +311,7 @@ class _PartialFile:
 
     def add(self, offset: int, data: bytes) -> None:
         assert self._file is not None
-        if offset == 0 and self.size:  # what was here is of another file
+        if offset == 0 and self.size:  # the part that was here is of another file
             os.ftruncate(self._file, 0)
             os.lseek(self._file, 0, os.SEEK_SET)
             self.digest, self.size = hashlib.sha256(), 0
@@ -328,7 +332,7 @@ class _PartialFile:
         self.close()
 
     def close(self) -> None:
-        """Lets go of it; what has come is left for a later agent."""
+        """Closes the file; an incomplete one is left for a later agent."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -342,7 +346,7 @@ class _PartialFile:
 
 
 def _open_locked(root: str, path: str, flags: int = os.O_RDWR | os.O_CREAT) -> int:
-    """Opens a file and takes its lock; a disk may have none. OSError where another one holds it."""
+    """Opens and locks a file, if the disk has locks. OSError if another process has the lock."""
     file = safe_paths.open_file(root, path, flags)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -354,12 +358,12 @@ def _open_locked(root: str, path: str, flags: int = os.O_RDWR | os.O_CREAT) -> i
     return file
 
 
-# --- operations: what a launcher can ask about copies of data ------------------------------------
+# --- operations ---------------------------------------------------------------------------------
 
 
 @in_thread
 def data_folder(agent: Agent, request: Message, _: bytes) -> None:
-    """What is at ``path`` here, and where the copy ``key`` of it is: ``name`` is its last part."""
+    """Answers fingerprints of ``path`` here, and the folder ``name`` of the copy ``key``."""
     folder = agent.data_copies.open_copy(request["key"], request["name"])
     place = copy_folder(request["key"])
     agent.reply(
@@ -373,41 +377,41 @@ def data_folder(agent: Agent, request: Message, _: bytes) -> None:
 
 @in_queue(LISTING)
 def list_data(agent: Agent, request: Message, _: bytes) -> None:
-    """The next items below ``root``, from the ``first`` on."""
+    """Answers the next items below ``root``; with ``first``, from the beginning."""
     files, is_complete = agent.data_copies.next_page(request["root"], request["first"])
     agent.reply(request, files=files, last=is_complete)
 
 
+@in_thread
 def hash_data(agent: Agent, request: Message, _: bytes) -> None:
-    agent.in_thread(
-        lambda: agent.reply(request, hashes=hashes(request["root"], request["paths"])), request
-    )
+    """Answers the SHA-256 of ``paths`` below ``root``."""
+    agent.reply(request, hashes=hashes(request["root"], request["paths"]))
 
 
 @in_queue(transfer.RECEIVING)
 def settle_data(agent: Agent, request: Message, _: bytes) -> None:
-    """Removes the files ``gone`` from a copy; those of ``same`` get their originals' times."""
+    """Removes the files ``gone`` of a copy; files in ``same`` get their originals' times."""
     agent.data_copies.update(request["key"], request["name"], request["gone"], request["same"])
     agent.reply(request)
 
 
 @in_queue(transfer.RECEIVING)
 def put_data_files(agent: Agent, request: Message, blob: bytes) -> None:
-    """Small files of a copy: their ``items``, and their contents one after the other."""
+    """Receives small files of a copy: their ``items``, and their contents concatenated."""
     agent.data_copies.write_many(request["key"], request["name"], request["items"], blob)
     agent.reply(request)
 
 
 @in_queue(transfer.RECEIVING)
 def have_data(agent: Agent, request: Message, _: bytes) -> None:
-    """How much of a copy's file ``path`` an earlier try has left."""
+    """Answers how much of a copy's file ``path`` has arrived earlier."""
     size, sha256 = agent.data_copies.resume(request["key"], request["name"], request["path"])
     agent.reply(request, size=size, sha256=sha256)
 
 
 @in_queue(transfer.RECEIVING)
 def put_data(agent: Agent, request: Message, blob: bytes) -> None:
-    """The next block of a copy's file ``path``."""
+    """Receives the next block of a copy's file ``path``."""
     agent.data_copies.write_block(request["key"], request["name"], request["path"], request, blob)
     agent.reply(request)
 

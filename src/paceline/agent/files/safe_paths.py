@@ -1,4 +1,4 @@
-"""File operations below a folder: no path leads out of it, no link inside is followed.
+"""File operations below a folder that follow no links inside it and never leave it.
 
 The folder itself may be reached through links. Used for the cache and the run directory.
 """
@@ -18,20 +18,18 @@ import time
 import unicodedata
 from typing import Dict, Iterator, List, Tuple
 
-INCOMING = ".paceline-incoming"  # below the folder: what has not come as a whole yet
+INCOMING = ".paceline-incoming"  # folder below the root: incomplete files
 MAX_PATH_LENGTH = 4096
 MAX_DEPTH = 64  # names on the path of a file that comes from another machine
-MAX_NAME_BYTES = 255  # of one name: what file systems take
+MAX_NAME_BYTES = 255  # of a name, as on most file systems
 REPLACE_TIMEOUT_S = 2.0
+PART_OF_REPOSITORY = "part of a git repository"
 
 
 def fold_name(name: str) -> str:
-    """A name as a file system may compare it: without case and without invisible characters."""
+    """Normalises a name as file systems may compare it: without case, invisible characters."""
     normalized = unicodedata.normalize("NFKC", name).casefold()
     return "".join(character for character in normalized if unicodedata.category(character) != "Cf")
-
-
-PART_OF_REPOSITORY = "part of a git repository"
 
 
 def is_head(path: str) -> bool:
@@ -40,15 +38,15 @@ def is_head(path: str) -> bool:
 
 
 def refusal_reason(path: str, *, allow_head: bool = False) -> str:
-    """Why a file that another machine or a rank names is not made here; empty if it may be.
+    """Returns why a file from another machine or a rank may not be made; empty if it may.
 
     Git runs programs that a repository's configuration names. Every repository has a file HEAD,
-    also one without ``.git`` (a bare one).
+    even a bare one, which has no ``.git``.
 
     Args:
-        path: Relative.
-        allow_head: Whether a file HEAD may be made. Then the caller has a ``RepositoryGuard`` look
-            at what is beside it.
+        path: Relative path of the file.
+        allow_head: Whether a file HEAD may be made. Then the caller must ask a
+            ``RepositoryGuard`` about the files beside it.
     """
     try:
         parts = split_path(path)
@@ -70,10 +68,10 @@ def refusal_reason(path: str, *, allow_head: bool = False) -> str:
 
 
 def walk(root: str) -> Iterator[Tuple[str, List[str], List[str]]]:
-    """As ``os.walk`` from the top, but with relative folders ("" first) and at any depth.
+    """Walks a tree like ``os.walk``, but yields relative folders ("" first), at any depth.
 
-    No link to a folder is followed; it counts as a folder. What cannot be listed is empty. Folders
-    that are removed from the second list are not entered.
+    A link to a folder counts as a folder but is not followed. An unreadable folder counts as empty.
+    Folders that the caller removes from the second list are not entered.
     """
     waiting = [""]
     while waiting:
@@ -97,7 +95,7 @@ def _is_folder(entry: "os.DirEntry[str]") -> bool:
 
 
 def remove_tree(folder: str) -> None:
-    """Removes a folder with all that is in it, at any depth; what cannot be removed stays."""
+    """Removes a folder and its content at any depth; ignores errors."""
     try:
         shutil.rmtree(folder, ignore_errors=True)
     except RecursionError:
@@ -105,7 +103,7 @@ def remove_tree(folder: str) -> None:
 
 
 def split_path(path: str) -> List[str]:
-    """The names on a relative path; ValueError for one that could lead anywhere else."""
+    """Splits a relative path into names; ValueError if it could lead out of its root."""
     parts = path.split("/")
     if len(path) > MAX_PATH_LENGTH or "\0" in path or not {"", ".", ".."}.isdisjoint(parts):
         raise ValueError("not a path inside a folder: %r" % path[:100])
@@ -113,12 +111,15 @@ def split_path(path: str) -> List[str]:
 
 
 def open_folder(root: str, path: str, make: bool = False) -> int:
-    """A descriptor of the folder ``path`` below ``root``; empty for ``root`` itself.
+    """Opens the folder ``path`` below ``root`` and returns its descriptor.
 
     Args:
-        root: A folder, named as the user likes.
-        path: Relative; where it is a link or anything but a folder, OSError is raised.
-        make: Makes what is missing, for the user alone.
+        root: Path of a folder, which may contain links.
+        path: Relative path; empty for ``root`` itself.
+        make: Whether to make missing folders, which only the user can access.
+
+    Raises:
+        OSError: A part of ``path`` is a link or not a folder, or is missing.
     """
     folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     for name in split_path(path) if path else []:
@@ -145,7 +146,7 @@ def _open_child(folder: int, name: str, make: bool) -> int:
 
 
 def _with_path(problem: OSError, root: str, path: str, folder: int, name: str) -> OSError:
-    """The same problem with the whole path; a link is called by its name."""
+    """Returns the error with the full path, and with a clear text if ``name`` is a link."""
     full_path = os.path.join(root, path)
     with contextlib.suppress(OSError):
         if stat.S_ISLNK(os.lstat(name, dir_fd=folder).st_mode):
@@ -155,20 +156,20 @@ def _with_path(problem: OSError, root: str, path: str, folder: int, name: str) -
 
 
 class FolderCache:
-    """Folders below a root, each opened once, for many files in few folders.
+    """Keeps descriptors of folders below a root, for many files in few folders.
 
     Args:
-        root: A folder, named as the user likes.
+        root: Path of a folder, which may contain links.
     """
 
-    MAX_OPEN = 300  # open at once: 256 of the cache's, and some of a tree
+    MAX_OPEN = 300  # the 256 folders of the cache, and some of a tree
 
     def __init__(self, root: str) -> None:
         self._root = root
         self._open: Dict[str, int] = {}
 
     def descriptor(self, path: str, make: bool = False) -> int:
-        """As :func:`open_folder`; valid until the next call, closed with the others."""
+        """Opens a folder as :func:`open_folder` does; valid until the next call of any method."""
         if path not in self._open:
             if len(self._open) >= self.MAX_OPEN:
                 self.close()
@@ -187,7 +188,7 @@ class FolderCache:
         self.close()
 
     def open(self, path: str, flags: int) -> int:
-        """As :func:`open_file`."""
+        """Opens a file as :func:`open_file` does."""
         parent, _, name = path.rpartition("/")
         split_path(path)
         folder = self.descriptor(parent, make=bool(flags & os.O_CREAT))
@@ -197,17 +198,19 @@ class FolderCache:
             raise _with_path(problem, self._root, path, folder, name) from None
 
     def remove(self, path: str) -> None:
-        """Removes a file, if it can be."""
+        """Removes a file; ignores errors."""
         parent, _, name = path.rpartition("/")
         with contextlib.suppress(OSError):
             os.unlink(name, dir_fd=self.descriptor(parent))
 
 
 def open_file(root: str, path: str, flags: int) -> int:
-    """A descriptor of the plain file ``path`` below ``root``.
+    """Opens the regular file ``path`` below ``root`` and returns its descriptor.
 
-    Folders on the way are made when ``flags`` has ``O_CREAT``. OSError where a link or anything
-    but a plain file has the name.
+    With ``O_CREAT`` in ``flags``, missing parent folders are made.
+
+    Raises:
+        OSError: The file cannot be opened, or is a link or not a regular file.
     """
     *parents, name = split_path(path)
     folder = open_folder(root, "/".join(parents), make=bool(flags & os.O_CREAT))
@@ -220,8 +223,8 @@ def open_file(root: str, path: str, flags: int) -> int:
 
 
 def _open_regular(folder: int, name: str, flags: int) -> int:
-    # O_NONBLOCK: a named pipe must not keep us waiting for its other end
-    # 0o664: with a umask of 000, too, nobody else may write it
+    # O_NONBLOCK: opening a named pipe must not block
+    # 0o664: others may not write it, even with a umask of 000
     fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o664, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -230,9 +233,9 @@ def _open_regular(folder: int, name: str, flags: int) -> int:
 
 
 def private_temp_folder(name: str, fallback: str) -> str:
-    """A folder below /tmp that only this user can write; ``otherwise`` where that name is taken.
+    """Makes a folder below /tmp that only this user can write; ``fallback`` if the name is taken.
 
-    Anybody can make a folder of any name below /tmp, and own what others then put into it.
+    Any user could have made a folder of that name before.
     """
     path = os.path.join(tempfile.gettempdir(), name)
     try:
@@ -252,15 +255,16 @@ def private_temp_folder(name: str, fallback: str) -> str:
 
 
 def write_fully(file: int, data: bytes) -> None:
+    """Writes all data to a descriptor, in several writes if necessary."""
     view = memoryview(data)
     while view:
         view = view[os.write(file, view) :]
 
 
 def rename(root: str, path: str, target: str, durable: bool = True) -> None:
-    """Gives what is at ``path`` the name ``target``; folders on the way are made.
+    """Renames a file or folder, replacing a file; makes missing folders of ``target``.
 
-    With ``durable`` it has that name after a power cut, too.
+    With ``durable`` the new name survives a power cut.
     """
     *parents, name = split_path(path)
     *target_parents, target_name = split_path(target)
@@ -280,7 +284,7 @@ def rename(root: str, path: str, target: str, durable: bool = True) -> None:
 
 
 def _replace(source: int, name: str, folder: int, target: str) -> None:
-    """A share of SMB refuses while a process of this host has the target open: tried again."""
+    """Renames a file; retries on SMB shares, which refuse while the target is open."""
     deadline = time.monotonic() + REPLACE_TIMEOUT_S
     while True:
         try:
@@ -294,7 +298,7 @@ def _replace(source: int, name: str, folder: int, target: str) -> None:
 
 
 def write_file(root: str, path: str, data: bytes, durable: bool = True) -> None:
-    """Writes a whole file atomically; ``durable``: flushes it to disk first."""
+    """Writes a file atomically; with ``durable`` its content is flushed to disk first."""
     file = IncomingFile(root, path, durable)
     try:
         file.add(0, data)
@@ -304,9 +308,12 @@ def write_file(root: str, path: str, data: bytes, durable: bool = True) -> None:
 
 
 def remove(root: str, path: str) -> None:
-    """Removes a file or folder: first moved aside, so that its name never holds half of it.
+    """Removes a file or folder, moved aside first so that its name never has partial content.
 
-    What cannot be removed is left aside; OSError when it cannot even be moved.
+    Content that cannot be removed stays aside.
+
+    Raises:
+        OSError: It cannot be moved.
     """
     os.close(open_folder(root, INCOMING, make=True))
     aside = "%s/%s" % (INCOMING, secrets.token_hex(8))
@@ -319,11 +326,12 @@ def remove(root: str, path: str) -> None:
 
 
 class IncomingFile:
-    """A file received in blocks; it gets its name when it is complete and checked.
+    """A file that is received in blocks; it gets its name once it is complete and checked.
 
     Args:
-        root, path: The folder, and the file's place below it.
-        durable: Flush to disk first.
+        root: The folder.
+        path: Path of the file below it.
+        durable: Whether to flush the file to disk before it gets its name.
 
     Attributes:
         size: Bytes received.
@@ -340,11 +348,11 @@ class IncomingFile:
 
     @property
     def sha256(self) -> str:
-        """Hash of what has come, in hexadecimal."""
+        """SHA-256 of the received bytes, in hexadecimal."""
         return self._digest.hexdigest()
 
     def add(self, offset: int, data: bytes) -> None:
-        """Adds a block. ValueError when it is not the next one."""
+        """Appends a block. ValueError if it is not the next one."""
         if offset != self.size:
             raise ValueError("a block at byte %d came where %d was next" % (offset, self.size))
         write_fully(self._fd, data)
@@ -355,10 +363,10 @@ class IncomingFile:
         """Flushes the file and gives it its name.
 
         Args:
-            size, sha256: Announced values; -1 and empty for none.
+            size, sha256: Expected values; -1 and empty if unknown.
 
         Raises:
-            ValueError: The file is not what was announced, and gets no name.
+            ValueError: The file differs from them, and gets no name.
         """
         if size not in (-1, self.size):
             raise ValueError("%d bytes came instead of %d" % (self.size, size))
@@ -371,7 +379,7 @@ class IncomingFile:
         self.drop()
 
     def drop(self) -> None:
-        """Forgets what has come, unless it is finished."""
+        """Removes the file unless it is finished."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

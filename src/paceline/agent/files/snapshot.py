@@ -1,4 +1,4 @@
-"""Code by content: is the same tree here already, and if not, build it from shipped blobs.
+"""Builds trees of code from a cache of contents, and manages the folders of the cache.
 
 A manifest is a list of ``[path, sha256, mode, size]``; paths are relative, ``/``-separated.
 """
@@ -24,8 +24,8 @@ Entry = List[Any]
 Message = Dict[str, Any]
 BLOCK_BYTES = 1 << 20
 MAX_AGE_S = 30 * 24 * 3600.0
-MARK_FILE = ".paceline-run"  # in a run's folder: we made it, so we may remove it; holds the key
-SIGN_PREFIX = ".paceline-seen-"  # begins the name of a file by which an agent shows that it is here
+MARK_FILE = ".paceline-run"  # in a run's folder: holds its key, and shows that it may be removed
+SIGN_PREFIX = ".paceline-seen-"  # of a file by which an agent shows that it uses a folder
 OWNER_FILE = ".paceline-agent"  # in a job's folder: names the agent that removes it
 OWN_NAMES = (MARK_FILE, safe_paths.INCOMING)
 _KEY = re.compile("[0-9a-f]{24}")
@@ -37,12 +37,12 @@ _cache_override: List[Path] = []
 
 
 def use_cache(place: Path) -> None:
-    """Has everything kept at ``place``: others can write to the usual one, or we cannot."""
+    """Uses ``place`` as the cache, if the usual one is not writable, or others can write to it."""
     _cache_override[:] = [place]
 
 
 def cache_folder() -> Path:
-    """Where the agent keeps what was shipped: ``$XDG_CACHE_HOME/paceline``."""
+    """Returns the folder of the cache: ``$XDG_CACHE_HOME/paceline``, or the one in use instead."""
     if _cache_override:
         return _cache_override[0]
     base = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
@@ -50,9 +50,10 @@ def cache_folder() -> Path:
 
 
 def hash_file(path: "Union[str, Path]") -> str:
-    """SHA-256 of a file's content, in hexadecimal."""
+    """Returns the SHA-256 of a file's content, in hexadecimal."""
     digest = hashlib.sha256()
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # thousands of small ones at every start
+    # faster than open() for the thousands of small files of every start
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         while block := os.read(file, BLOCK_BYTES):
             digest.update(block)
@@ -62,7 +63,7 @@ def hash_file(path: "Union[str, Path]") -> str:
 
 
 def compare(root: str, manifest: List[Entry]) -> Message:
-    """How the tree at ``root`` differs from the manifest: missing and different paths."""
+    """Compares the tree at ``root`` with a manifest; returns missing and different paths."""
     missing, different = [], []
     for path, sha256, _, size in manifest:
         file = os.path.join(root, path)
@@ -77,7 +78,7 @@ def compare(root: str, manifest: List[Entry]) -> Message:
 
 
 def missing_hashes(manifest: List[Entry]) -> List[str]:
-    """Hashes of the manifest whose content is not in the cache, each once."""
+    """Returns the hashes of a manifest whose content is not in the cache, each once."""
     sizes = {entry[1]: entry[3] for entry in manifest}
     return sorted(h for h, size in sizes.items() if not _is_cached(h, size))
 
@@ -89,7 +90,7 @@ def _is_cached(sha256: str, size: int) -> bool:
 
 
 def blob_path(sha256: str) -> str:
-    """Where a content lies below the cache's folder."""
+    """Returns the path of a content in the cache. ValueError for an invalid hash."""
     if not _HASH.fullmatch(sha256):
         raise ValueError("not a SHA-256: %r" % sha256[:100])
     return "blobs/%s/%s" % (sha256[:2], sha256)
@@ -99,14 +100,15 @@ def blob_path(sha256: str) -> str:
 
 
 def is_key(text: str) -> bool:
-    """Whether ``text`` has the one form of a run's key."""
+    """Whether ``text`` has the form of a run's key."""
     return bool(_KEY.fullmatch(text))
 
 
 def run_folder(key: str) -> Path:
-    """This node's own folder for the files of a run directory that it does not see.
+    """Returns this node's own folder for a run whose run directory it does not share.
 
-    ValueError for what is no key.
+    Raises:
+        ValueError: The key is invalid.
     """
     if not is_key(key):
         raise ValueError("not the key of a run: %r" % key[:100])
@@ -117,8 +119,8 @@ def make_run_folder(key: str, user: str = "") -> Path:
     """Returns the folder of the run, created and marked if it is missing.
 
     Args:
-        key: Of the run.
-        user: Name of an agent that uses the folder until it says otherwise.
+        key: Key of the run.
+        user: Name of an agent that uses the folder; empty for none.
     """
     folder = _create_run_folder(key)
     if user:
@@ -126,7 +128,7 @@ def make_run_folder(key: str, user: str = "") -> Path:
             os.close(
                 safe_paths.open_file(str(folder), SIGN_PREFIX + user, os.O_WRONLY | os.O_CREAT)
             )
-        except FileNotFoundError:  # the last other user left at this moment
+        except FileNotFoundError:  # another agent has just removed the folder
             return make_run_folder(key, user)
     return folder
 
@@ -139,7 +141,7 @@ def _create_run_folder(key: str) -> Path:
     unpublished = _private_folder(folder)
     try:
         (unpublished / MARK_FILE).write_text(key)
-        _publish(unpublished, folder)  # with its mark in it from the first moment
+        _publish(unpublished, folder)  # the folder must never exist without its mark
     finally:
         shutil.rmtree(str(unpublished), ignore_errors=True)
     return folder
@@ -175,7 +177,7 @@ def _pid_namespace() -> str:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """What an agent was making, or removing, when it was killed."""
+    """Whether an agent was killed while it made or removed this folder."""
     if re.fullmatch(r"\.gone-[0-9a-f]{16}", path.name):
         return True
     match = re.fullmatch(r"\.new-([0-9a-f]{8})-([0-9]{1,10})-[0-9a-f]{16}", path.name)
@@ -185,12 +187,12 @@ def _is_abandoned(path: Path) -> bool:
 
 
 def discard_run_folder(key: str, only: "Optional[Collection[str]]" = None, user: str = "") -> bool:
-    """Removes the marked folder of a run; whether it did.
+    """Removes the marked folder of a run; returns whether it was removed.
 
     Args:
-        key: Of the run.
-        only: Keep it if it holds anything but these and the mark, or another agent uses it.
-        user: The agent that no longer uses it.
+        key: Key of the run.
+        only: Keep the folder if it holds any other files than these, or another agent uses it.
+        user: Name of the agent that no longer uses the folder.
     """
     folder = run_folder(key)
     if not _is_marked(folder, key):
@@ -214,7 +216,7 @@ def _is_marked(folder: Path, key: str) -> bool:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a folder of ours: moved aside first, so that nobody meets half of it."""
+    """Removes a folder of the cache, moved aside first so that its name never has part of it."""
     aside = folder.with_name(".gone-%s" % secrets.token_hex(8))
     with contextlib.suppress(OSError):
         folder.rename(aside)
@@ -222,19 +224,19 @@ def remove_folder(folder: Path) -> None:
 
 
 def job_folder(name: str) -> Path:
-    """The folder of a job for what one host is sent. ValueError for what is no name of one."""
+    """Returns a host's folder for the files of one job. ValueError for an invalid name."""
     if not _JOB.fullmatch(name):
         raise ValueError("not the name of a job's folder: %r" % name[:100])
     return cache_folder() / "jobs" / name
 
 
-_AGENT_ID = secrets.token_hex(8)  # names this process among all that share the disk
+_AGENT_ID = secrets.token_hex(8)  # identifies this process among all that share the disk
 
 
 def claim_job_folder(folder: Path) -> None:
-    """Makes this agent the one that removes the folder at its end.
+    """Makes this agent the owner of a job's folder, which removes it at its end.
 
-    An earlier agent of the same host may still be ending: it leaves the folder then.
+    An earlier agent of the host that has not ended yet then leaves the folder alone.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     safe_paths.write_file(str(folder), OWNER_FILE, _AGENT_ID.encode(), durable=False)
@@ -248,11 +250,11 @@ def discard_job_folder(folder: Path) -> None:
 
 
 def remove_old(keep: str, max_age_s: float = MAX_AGE_S) -> None:
-    """Removes cache entries not used for ``max_age_s``, and what killed agents left unfinished.
+    """Removes unused cache entries, and incomplete ones of killed agents.
 
     Args:
-        keep: The folder that this agent runs from.
-        max_age_s: Age in seconds.
+        keep: Folder of this agent's own code.
+        max_age_s: Seconds without use after which an entry is removed.
     """
     cutoff = time.time() - max_age_s
     for name, is_ours in _CACHE_FOLDERS.items():
@@ -263,7 +265,7 @@ def remove_old(keep: str, max_age_s: float = MAX_AGE_S) -> None:
             with contextlib.suppress(OSError):
                 if path.is_symlink() or os.path.realpath(str(path)) == os.path.realpath(keep):
                     continue
-                # to look at a mark is to use it, so that comes last
+                # is_ours reads the mark, which counts as use of the folder: so it comes last
                 is_old = (_is_abandoned(path) or _last_used(path) < cutoff) and is_ours(path)
                 if is_old and stat.S_ISDIR(path.lstat().st_mode):
                     remove_folder(path)
@@ -272,7 +274,7 @@ def remove_old(keep: str, max_age_s: float = MAX_AGE_S) -> None:
 
 
 def _has_name(form: str) -> Callable[[Path], bool]:
-    """Folders and files of this user whose name has a form that we give."""
+    """Makes a test for folders and files of this user with a name of this form."""
 
     def is_ours(path: Path) -> bool:
         status = path.lstat()
@@ -287,7 +289,7 @@ def _is_run(path: Path) -> bool:
     return aside or (is_key(path.name) and _is_marked(path, path.name))
 
 
-# by folder of the cache, what in it is ours to remove: anything else was put there by somebody
+# for each folder of the cache, which of its entries may be removed: users may add others
 _CACHE_FOLDERS: Dict[str, Callable[[Path], bool]] = {
     "agent": _has_name(r"[0-9a-f]{8,64}(\.(new|old)[0-9a-f]+)?|\.gone-[0-9a-f]{16}"),
     "blobs": _has_name(r"[0-9a-f]{2}|\.gone-[0-9a-f]{16}"),
@@ -298,7 +300,7 @@ _CACHE_FOLDERS: Dict[str, Callable[[Path], bool]] = {
 
 
 def _last_used(folder: Path) -> float:
-    """When anything in a folder was last changed or used."""
+    """Returns when any file of a folder was last changed or read."""
     times = [folder.lstat().st_mtime]
     for parent, folders, files in safe_paths.walk(str(folder)):
         for name in (*folders, *files):
@@ -309,17 +311,18 @@ def _last_used(folder: Path) -> float:
 
 def build_tree(root: str, manifest: List[Entry], is_first: bool = True,
                 is_last: bool = True) -> List[str]:  # fmt: skip
-    """Builds the tree at ``root`` from the cache; its name appears when it is complete.
+    """Builds the tree at ``root`` from the cache; it gets its name once it is complete.
 
-    Of several processes that build the same tree the last one's stays.
+    If several processes build the same tree, the last one's stays.
 
     Args:
         root: The tree's folder.
-        manifest: Its files, or the next of them.
-        is_first, is_last: Position of this part.
+        manifest: The tree's files, or a part of them.
+        is_first, is_last: Whether this is the first and the last part.
 
     Returns:
-        Hashes of damaged cache entries, now removed; with any, the call has to be repeated.
+        Hashes of damaged cache entries, which were removed. If there are any, the missing contents
+        and then the call must be repeated.
     """
     target = Path(root)
     if is_first:
@@ -354,7 +357,7 @@ _unfinished_trees: Dict[str, Path] = {}  # by their final path, the trees that t
 def _copy(
     cache: safe_paths.FolderCache, sha256: str, tree: safe_paths.FolderCache, path: str, mode: int
 ) -> bool:
-    """Copies a content from the cache to its place; False, and it is forgotten, when damaged."""
+    """Copies a content from the cache into a tree; removes a damaged one and returns False."""
     blob = blob_path(sha256)
     target = tree.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
@@ -371,10 +374,9 @@ def _copy(
 
 
 def _copy_content(cache: safe_paths.FolderCache, blob: str, target: int) -> str:
-    """Copies a content into an open file; its SHA-256, or "" where it is not there any more.
+    """Copies a content into an open file; returns its SHA-256, or "" if it has gone.
 
-    Another host may put the same content in its place meanwhile: a network disk has then lost the
-    file that we read.
+    If another host replaces the content meanwhile, a network disk may lose the file being read.
     """
     try:
         source = cache.open(blob, os.O_RDONLY)
@@ -393,9 +395,10 @@ def _copy_content(cache: safe_paths.FolderCache, blob: str, target: int) -> str:
 
 
 def store(contents: Iterable[Tuple[str, bytes]]) -> None:
-    """Puts whole contents into the cache, each under its SHA-256.
+    """Adds contents to the cache, each under its SHA-256.
 
-    ValueError at the first that is not what its hash says.
+    Raises:
+        ValueError: A content does not have its hash; the earlier ones were added.
     """
     root = cache_folder()
     root.mkdir(parents=True, exist_ok=True, mode=0o700)

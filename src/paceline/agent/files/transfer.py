@@ -1,7 +1,4 @@
-"""Files on their way to and from this node: in blocks, under their names only when they are whole.
-
-What a launcher can ask about files stands at the end, as :data:`OPERATIONS`.
-"""
+"""Receives and sends files in blocks; a received file gets its name once it is complete."""
 
 from __future__ import annotations
 
@@ -18,28 +15,32 @@ if TYPE_CHECKING:
     from ..server import Agent
 
 Message = Dict[str, Any]
-RECEIVING, SENDING = "arriving", "departing"  # lines of work: see Agent.in_line
+RECEIVING, SENDING = "arriving", "departing"  # queues: see Agent.in_queue
 
 
 class Uploads:
-    """Files that the launcher sends, several at a time; used from one thread."""
+    """Receives several files at a time from the launcher; used from one thread."""
 
     def __init__(self) -> None:
         self._open: Dict[Tuple[str, str], safe_paths.IncomingFile] = {}
 
     def receive(self, root: str, path: str, request: Message, data: bytes, durable: bool) -> None:
-        """The next block of ``path`` below ``root``; the file is there after the last one.
+        """Receives the next block of a file, which gets its name after the last one.
 
         Args:
-            root, path: Where the file belongs.
-            request: ``offset``, ``last``; with the last ``sha256`` and perhaps ``size``.
+            root: A folder.
+            path: Path of the file below it.
+            request: ``offset`` and ``last``; for the last block also ``sha256``, perhaps ``size``.
             data: The block.
-            durable: Flush the file before it gets its name.
+            durable: Whether to flush the file before it gets its name.
+
+        Raises:
+            ValueError: The block is not the next one, or the file differs from its hash or size.
         """
         file = self._open.pop((root, path), None)
         if request["offset"] == 0:
             if file is not None:
-                file.drop()  # somebody began and went away
+                file.drop()  # an earlier attempt was not finished
             file = safe_paths.IncomingFile(root, path, durable)
         if file is None:
             raise ValueError("the beginning of %s did not come" % path)
@@ -54,26 +55,26 @@ class Uploads:
             raise
 
     def drop(self) -> None:
-        """Forgets what has not come as a whole."""
+        """Removes all incomplete files."""
         for file in self._open.values():
             file.drop()
         self._open = {}
 
 
 class Downloads:
-    """Files that the launcher fetches, several at a time; used from one thread."""
+    """Reads several files at a time for the launcher; used from one thread."""
 
     def __init__(self) -> None:
         self._open: Dict[Tuple[str, str], Tuple[BinaryIO, "hashlib._Hash"]] = {}
 
     def block(self, request: Message) -> Tuple[Message, bytes]:
-        """The next block of a file, and with the last one the hash of the whole.
+        """Reads the next block of a file; with the last one, returns the file's hash.
 
         Args:
             request: ``root``, ``path`` (below it), ``offset``, ``count`` (bytes) and ``last``.
 
         Raises:
-            ValueError: The file is not as long as the launcher believes.
+            ValueError: The file's size is not the one that the launcher expects.
         """
         key = (request["root"], request["path"])
         file, digest = self._open_at(key, request["offset"])
@@ -99,23 +100,25 @@ class Downloads:
         return known
 
     def drop(self) -> None:
-        """Closes what was not read to its end."""
+        """Closes all files that were not read to their end."""
         for file, _ in self._open.values():
             with contextlib.suppress(OSError):
                 file.close()
         self._open = {}
 
 
-# --- operations: what a launcher can ask about files ---------------------------------------------
+# --- operations ----------------------------------------------------------------------------------
 
 
 @in_thread
 def compare_tree(agent: Agent, request: Message, _: bytes) -> None:
+    """Answers how the tree at ``root`` differs from ``manifest``."""
     agent.reply(request, **snapshot.compare(request["root"], request["manifest"]))
 
 
 @in_thread
 def lacking_blobs(agent: Agent, request: Message, _: bytes) -> None:
+    """Answers which hashes of ``manifest`` have no content in the cache."""
     agent.reply(request, hashes=snapshot.missing_hashes(request["manifest"]))
 
 
@@ -145,10 +148,11 @@ def put_blobs(agent: Agent, request: Message, blob: bytes) -> None:
 def build_tree(agent: Agent, request: Message, _: bytes) -> None:
     """Builds ``manifest`` at ``name`` in the job's ``folder``; answers the tree's folder.
 
-    A large tree comes in several requests, ``first`` to ``last``: it has its name with the last.
-    ``damaged`` are hashes whose content has to be sent again, and with them the same request.
+    A large manifest comes in several requests, from ``first`` to ``last``; the tree gets its name
+    with the last. If the answer has ``damaged`` hashes, their content and then the same request
+    must be sent again.
     """
-    # what it is made of may still be arriving
+    # it is in this queue because contents of the tree may still be arriving
     folder = snapshot.job_folder(request["folder"])
     if folder not in agent.folders:
         snapshot.claim_job_folder(folder)
@@ -176,7 +180,7 @@ def _receive_block(agent: Agent, request: Message, blob: bytes, root: Path, path
 
 @in_queue(RECEIVING)
 def replace_path(agent: Agent, request: Message, _: bytes) -> None:
-    """Gives ``path`` in the run folder under ``key`` the name ``target``, in that one's place."""
+    """Renames ``path`` in the run folder under ``key`` to ``target``, which it replaces."""
     root = str(snapshot.run_folder(request["key"]))
     with contextlib.suppress(FileNotFoundError):
         safe_paths.remove(root, request["target"])
@@ -186,17 +190,17 @@ def replace_path(agent: Agent, request: Message, _: bytes) -> None:
 
 @in_thread
 def run_folder(agent: Agent, request: Message, _: bytes) -> None:
-    """Where the run's files go on this node: the launcher's folder if it is seen here.
+    """Answers the folder of the run's files on this node: the launcher's, if it is shared.
 
-    ``path`` and ``token``: the launcher wrote the token into ``path``/``token_file``; a node that
-    reads the same there sees the same folder, and shows by a file of its own (its identity is in
-    the name) that its writing arrives, too: a container or an overlay may see the folder and keep
-    what it writes. Else, or when ``own`` says so, a folder of the node's own under ``key``: it
-    outlives the agent until the launcher says that it has everything (``discard_run_folder``).
+    The launcher has written ``token`` into ``path``/``token_file``. A node that reads it there sees
+    the same folder. It then writes a file with its identity in the name, because a container or an
+    overlay may show the folder without passing on what is written there. Otherwise, or with
+    ``own``, the node uses a folder of its own under ``key``. That folder outlives the agent until
+    the launcher has fetched everything (``discard_run_folder``).
     """
     if not request.get("own"):
         with contextlib.suppress(OSError):
-            os.listdir(request["path"])  # else a network disk may show new names late
+            os.listdir(request["path"])  # makes a network disk show new names at once
             token = (Path(request["path"]) / request["token_file"]).read_text()
             if token == request["token"]:
                 sign = snapshot.SIGN_PREFIX + agent.identity.hex()
@@ -209,9 +213,9 @@ def run_folder(agent: Agent, request: Message, _: bytes) -> None:
 
 
 def discard_run_folder(agent: Agent, request: Message, _: bytes) -> None:
-    """Removes the run folder under ``key`` at the end: the launcher has all that is in it.
+    """Has the run folder under ``key`` removed at the agent's end: its files were fetched.
 
-    ``only``: it has these, so the folder goes unless there is anything else in it.
+    ``only``: the fetched files; the folder stays if it holds others. Null for all.
     """
     only = request.get("only")
     if not snapshot.is_key(request["key"]) or not isinstance(only, (list, type(None))):
@@ -221,7 +225,7 @@ def discard_run_folder(agent: Agent, request: Message, _: bytes) -> None:
 
 
 def keep_folder(agent: Agent, request: Message, _: bytes) -> None:
-    """Leaves the job's folder that holds ``root`` at the end: some of it was not taken away."""
+    """Keeps the job's folder that holds ``root``, because some of its files were not fetched."""
     root = Path(request["root"])
     agent.folders[:] = [folder for folder in agent.folders if folder not in (root, *root.parents)]
     agent.reply(request)
@@ -236,7 +240,7 @@ def list_results(agent: Agent, request: Message, _: bytes) -> None:
 
 @in_queue(SENDING)
 def read_block(agent: Agent, request: Message, _: bytes) -> None:
-    """The next ``count`` bytes of ``path`` below ``root``; with the ``last`` the file's hash."""
+    """Answers the next ``count`` bytes of ``path`` below ``root``, and at the end its hash."""
     about, data = agent.downloads.block(request)
     agent.reply(request, data, **about)
 

@@ -1,1 +1,1 @@
-"""What a rank's process runs: fork server, user code, exit, filters and diagnostics."""
+"""Code that runs in a rank's process: fork server, user code, exit, filters and diagnostics."""

@@ -1,8 +1,8 @@
-"""Which collectives a rank has begun last, as torch's flight recorder has them; asked from outside.
+"""Reports a rank's latest collectives from torch's flight recorder when the agent asks.
 
-A thread of the rank waits for a signal that no other thread takes, and answers in one line. So it
-answers also while the script hangs in a collective. The recorder is torch's own, and on by default;
-where torch has none nothing is answered.
+A thread of the rank waits for a signal that all other threads block, and answers in one line. So it
+answers even while the script hangs in a collective. The recorder is part of torch, and on by
+default; without it there is no answer.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ from typing import Any, Dict, List
 from ..supervision import processes
 
 DUMP_SIGNAL = signal.SIGRTMAX - 4
-KIND = "collectives"  # of the line that answers
+KIND = "collectives"  # of the line with the answer
 MAX_CALLS = 40
-MAX_LINE_BYTES = 4000  # so much goes into a pipe in one piece
+MAX_LINE_BYTES = 4000  # a pipe takes so much atomically
 _started = False
-_started_ns = 0  # what was begun before belongs to groups that are no more
+_started_ns = 0  # earlier collectives belong to former groups
 
 
 def block_signal() -> None:
-    """Has every thread to come leave the signal to the one that waits for it."""
+    """Blocks the signal in this thread and in all threads that it starts."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {DUMP_SIGNAL})
 
 
 def release_signal() -> None:
-    """A program is to take this process's place, and cannot answer.
+    """Ignores the signal, because this process is about to execute a program.
 
-    It shall not die of a question that is on its way: a shell gives all signals way.
+    The program cannot answer, and a late request must not kill it.
     """
     signal.signal(DUMP_SIGNAL, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {DUMP_SIGNAL})
 
 
 def request(process: processes.Process) -> bool:
-    """Asks a process that holds the signal: another would die of it. Whether it was asked."""
+    """Asks a process if it blocks the signal, which would kill others; returns whether it did."""
     with contextlib.suppress(OSError, IndexError, KeyError, ValueError):
         with open("/proc/%d/status" % process.pid) as file:
             status = dict(line.split(":", 1) for line in file)
-        is_stopped = status["State"].split()[0] == "T"  # it would answer when it goes on
+        is_stopped = status["State"].split()[0] == "T"  # it would answer late
         if not is_stopped and int(status["SigBlk"], 16) >> (DUMP_SIGNAL - 1) & 1:
             return processes.send(process, DUMP_SIGNAL)
     return False
 
 
 def mark_start() -> None:
-    """The rank joins a group, perhaps once more: torch gives its groups the same names again."""
+    """Ignores earlier collectives: the rank joins a new group, maybe with a former one's name."""
     global _started_ns
     _started_ns = time.time_ns()
 
 
 def start_thread(fd: int) -> None:
-    """Starts the thread, once; to be called in a rank that has joined a group."""
+    """Starts the answering thread unless it runs; call it once the rank has joined a group."""
     global _started
     module: Any = sys.modules.get("torch._C._distributed_c10d")
     if _started or not hasattr(module, "_dump_fr_trace_json"):
@@ -70,20 +70,20 @@ def start_thread(fd: int) -> None:
 
 
 def write_final(fd: int) -> None:
-    """Says it once more, of a rank that has failed in a collective and is about to end."""
+    """Reports the collectives of a rank that has failed in one and is about to end."""
     if _started:
         _write(fd, sys.modules["torch._C._distributed_c10d"])
 
 
 def _answer_loop(fd: int, module: Any) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the main thread
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the main thread gets them
     while True:
         signal.sigwait({DUMP_SIGNAL})
         _write(fd, module)
 
 
 def _write(fd: int, module: Any) -> None:
-    with contextlib.suppress(Exception):  # the recorder's form is torch's to change
+    with contextlib.suppress(Exception):  # torch may change the recorder's format
         started_s = time.thread_time()
         entries = json.loads(module._dump_fr_trace_json(True, False))["entries"]
         message: Dict[str, Any] = {"kind": KIND, "calls": format_calls(entries, _started_ns)}
@@ -92,7 +92,7 @@ def _write(fd: int, module: Any) -> None:
 
 
 def format_calls(entries: List[Dict[str, Any]], started_ns: int = 0) -> List[str]:
-    """The last of them, as ``GROUP NUMBER OPERATION of SIZES``, from a moment on."""
+    """Formats the last collectives since a time, each as ``GROUP NUMBER OPERATION of SIZES``."""
     lines = []
     for entry in entries[-MAX_CALLS:]:
         if entry.get("is_p2p") or entry.get("time_created_ns", started_ns) < started_ns:

@@ -58,7 +58,7 @@ def main(fd: int, parent: int, preload: List[str]) -> int:
 
 
 def _preload(modules: List[str]) -> Message:
-    """Imports; says how long it took and which torch it really is."""
+    """Imports the modules; reports how long it took and the version of torch."""
     started_s = time.monotonic()
     try:
         for module in modules:
@@ -75,7 +75,7 @@ def _preload(modules: List[str]) -> Message:
 
 
 def _import(module: str) -> None:
-    """Imports a module; one whose name ends in ``?`` only where it is there."""
+    """Imports a module; if the name ends in ``?``, only if the module exists."""
     try:
         importlib.import_module(module.rstrip("?"))
     except ImportError:
@@ -117,7 +117,7 @@ class ForkServer:
             self.channel.sendall(json.dumps(message).encode() + b"\n")
 
     def serve(self) -> Optional[Callable[[], int]]:
-        """Loops; returns a rank's work in the forked child, ``None`` when the agent has gone."""
+        """Serves orders; returns a rank's work in the forked child, ``None`` at the agent's end."""
         channel_fd = self.channel.fileno()
         while True:
             poll = select.poll()  # select() ends at descriptor 1024
@@ -152,7 +152,7 @@ class ForkServer:
         return json.loads(data), fds
 
     def _execute(self, order: Message, fds: List[int]) -> Optional[Callable[[], int]]:
-        """Does what one order says; returns work in a forked child."""
+        """Executes an order; returns a rank's work in the forked child, else ``None``."""
         if "attempt" in order:
             self.attempt = order["attempt"]
         elif "store" in order:

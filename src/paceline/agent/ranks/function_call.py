@@ -1,4 +1,4 @@
-"""A rank that calls a function: takes it from its file, and leaves what it returns or raises.
+"""Calls a function in a rank: loads it from its file, and stores its result or exception.
 
 The launching machine has put ``call`` into the run's folder: first what the rank has to be like,
 with cloudpickle, which need not be installed here; then the function with its arguments.
@@ -45,11 +45,11 @@ class FunctionCall:
 
     @property
     def source(self) -> bytes:
-        """The function's text, as far as it is known."""
+        """The function's source text; empty if unknown."""
         return str(self._settings["source"]).encode(errors="replace")
 
     def run(self) -> None:
-        """Calls the function; what it returns lies in its file afterwards."""
+        """Calls the function and stores its result in a file."""
         self._adopt_settings()
         self._cloudpickle = _cloudpickle(self._settings["cloudpickle"])
         function, args, kwargs = self._objects.load()
@@ -65,7 +65,7 @@ class FunctionCall:
             raise TypeError(str(error)) from None
 
     def _adopt_settings(self) -> None:
-        """Makes this process what the function was written in: its main module, paths, logging."""
+        """Adopts the launching program's main module, import paths and logging."""
         settings = self._settings
         version = "%d.%d" % sys.version_info[:2]
         if settings["python"] != version:
@@ -87,7 +87,7 @@ class FunctionCall:
                 logging.getLogger(name).setLevel(level)
 
     def save_exception(self, error: BaseException) -> None:
-        """Leaves an exception, to be raised on the launching machine; its text is told anyhow."""
+        """Stores an exception, which the launching machine raises; its text is also reported."""
         if self._cloudpickle is None or not isinstance(error, Exception):
             return
         for parts in (error, (type(error), error.args, vars(error)), (type(error), error.args, {})):
@@ -99,7 +99,7 @@ class FunctionCall:
             return
 
     def _save(self, kind: str, name: str, value: Any) -> None:
-        """Writes the file, then tells of it: it is whole when anybody hears of it."""
+        """Writes the file completely, then reports it."""
         folder = os.path.join(self._folder, RESULTS_FOLDER)
         os.makedirs(folder, mode=0o700, exist_ok=True)
         path = os.path.join(folder, self._rank)
@@ -108,7 +108,7 @@ class FunctionCall:
 
 
 def _cloudpickle(modules: Dict[str, bytes]) -> Any:
-    """The launching machine's cloudpickle, whether this machine has one or not.
+    """Imports the launching machine's cloudpickle, whether this machine has one or not.
 
     Pickles of one version are not always understood by another.
     """
@@ -127,7 +127,7 @@ def _cloudpickle(modules: Dict[str, bytes]) -> Any:
 
 
 def _export_to_main(function: Any) -> None:
-    """Puts what the function brought of its main module into ours, where others look for it.
+    """Copies the function's names of its main module into this process's main module.
 
     A plain pickle, as ``torch.save`` makes one, finds classes there by their names.
     """

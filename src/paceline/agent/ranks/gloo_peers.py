@@ -1,8 +1,8 @@
 """Restricts a rank's gloo connections to the job's hosts.
 
 Anybody may write to the rendezvous store, and gloo's connection numbers can be guessed. So gloo's
-devices listen to the job's hosts only, to nobody once a group is complete, and all far ends are
-compared with the job's addresses before a group is used.
+devices accept only the job's hosts, and nobody once a group is complete. Before a group is used,
+the remote addresses of all its connections are compared with the job's addresses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REGISTERED = re.compile(r"^tfd: +(\d+) .* ino:([0-9a-f]+)", re.MULTILINE)
 
 
 class StrangerError(RuntimeError):
-    """A connection of a group leads to an address that is none of the job's hosts'."""
+    """A group has a connection with an address of no host of the job."""
 
     def __init__(self, address: str) -> None:
         super().__init__(
@@ -41,9 +41,9 @@ class StrangerError(RuntimeError):
 
 @dataclass
 class _Device:
-    """One device of gloo: what it listens on, and what watches all its connections.
+    """A device of gloo: its listening socket, and the epoll that watches its connections.
 
-    ``epoll`` and ``listener`` are gloo's own descriptors, which it closes with its last group.
+    ``epoll`` and ``listener`` are gloo's own descriptors; it closes them with its last group.
     """
 
     epoll: int
@@ -53,15 +53,15 @@ class _Device:
 
     @contextlib.contextmanager
     def dup_listener(self) -> Iterator[Optional[socket.socket]]:
-        """The listening socket under a descriptor of its own; ``None`` when gloo has closed it."""
+        """Duplicates the listening socket; ``None`` if gloo has closed it."""
         duplicate = _dup_socket(self.listener, self.inode)
         with duplicate or contextlib.nullcontext():
             yield duplicate
 
     def connections(self, hosts: peer_filters.HostSet) -> Iterator[Tuple[str, bool]]:
-        """Of each connection the far end's address, and whether that called and said nothing.
+        """Yields each connection's remote address, and whether a stranger there has sent nothing.
 
-        Who is none of the hosts can say nothing from then on.
+        Incoming connections from other addresses than ``hosts`` are shut down.
         """
         with self.dup_listener() as listener:
             port = listener.getsockname()[1] if listener is not None else 0
@@ -80,28 +80,30 @@ class _Device:
 
     @property
     def is_open(self) -> bool:
-        """Whether these descriptors are still gloo's."""
+        """Whether gloo has not closed these descriptors."""
         return any(inode == self.inode for _, inode in _watched_descriptors(self.epoll))
 
     def admit(self, hosts: peer_filters.HostSet) -> None:
+        """Accepts connections of ``hosts`` only."""
         with self.dup_listener() as listener:
             if listener is not None and self.peer_filter is not None:
                 self.peer_filter.admit(listener, hosts)
 
     def block(self) -> None:
+        """Accepts no connections until :meth:`admit`."""
         with self.dup_listener() as listener:
             if listener is not None and self.peer_filter is not None:
                 self.peer_filter.block(listener)
 
 
 def _bytes_received(connection: socket.socket) -> int:
-    """How many bytes have come by a connection, also those that were read; 1 if nobody knows."""
+    """Returns the number of bytes received on a connection, read or not; 1 if unknown."""
     tcp_info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
     return int(_BYTES_RECEIVED.unpack(tcp_info)[0]) if len(tcp_info) == _BYTES_RECEIVED.size else 1
 
 
 def _watched_descriptors(epoll: int) -> List[Tuple[int, int]]:
-    """Descriptors that an epoll watches, with their inodes; none where the kernel tells less."""
+    """Returns the descriptors that an epoll watches, with their inodes; empty if unknown."""
     try:
         with open("/proc/self/fdinfo/%d" % epoll) as file:
             entries = _REGISTERED.findall(file.read())
@@ -111,7 +113,7 @@ def _watched_descriptors(epoll: int) -> List[Tuple[int, int]]:
 
 
 def _dup_socket(fd: int, inode: int) -> Optional[socket.socket]:
-    """The socket that gloo knows by this number, under another; ``None`` when it is no longer."""
+    """Duplicates gloo's socket; ``None`` if the descriptor belongs to another file by now."""
     duplicate = _dup_if_listening(fd)
     if duplicate is not None and os.fstat(duplicate.fileno()).st_ino != inode:
         duplicate.close()
@@ -120,7 +122,7 @@ def _dup_socket(fd: int, inode: int) -> Optional[socket.socket]:
 
 
 def _dup_if_listening(fd: int) -> Optional[socket.socket]:
-    """A socket under another descriptor; ``None`` for what is none."""
+    """Duplicates a descriptor as a socket; ``None`` if it is none."""
     with contextlib.suppress(OSError):
         duplicate = os.dup(fd)
         try:
@@ -131,6 +133,7 @@ def _dup_if_listening(fd: int) -> Optional[socket.socket]:
 
 
 def _epolls() -> List[int]:
+    """Returns this process's epoll descriptors."""
     descriptors = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -140,7 +143,7 @@ def _epolls() -> List[int]:
 
 
 def _find_device(previous_epolls: List[int]) -> Optional[_Device]:
-    """The device that was made just now; ``None`` where it cannot be seen."""
+    """Finds the device of an epoll that is not in ``previous_epolls``; ``None`` if none is."""
     for epoll in set(_epolls()) - set(previous_epolls):
         for fd, inode in _watched_descriptors(epoll):
             duplicate = _dup_socket(fd, inode)
@@ -153,9 +156,9 @@ def _find_device(previous_epolls: List[int]) -> Optional[_Device]:
 
 
 def job_address(interface: str) -> str:
-    """The address to use on ``interface`` in a job that talks IPv6; "" leaves the choice to gloo.
+    """Returns the address to use on ``interface`` in a job over IPv6; "" lets gloo choose.
 
-    gloo would take an IPv4 address, also when other hosts of the job have IPv6 addresses only.
+    gloo would take an IPv4 address even if other hosts of the job have only IPv6 addresses.
     """
     if ":" not in os.environ.get("MASTER_ADDR", ""):
         return ""
@@ -174,8 +177,8 @@ class GlooFilter:
 
     Args:
         gloo: torch's ``ProcessGroupGloo``.
-        on_reject: Told of the address of each stranger that a device has not let in.
-        on_stranger: Told of one that a group is connected with, before that raises.
+        on_reject: Called with each address whose connection a device has rejected.
+        on_stranger: Called with an address that a group is connected with, before the error.
     """
 
     def __init__(
@@ -188,7 +191,7 @@ class GlooFilter:
     def make_options(
         self, timeout: timedelta, hosts: peer_filters.HostSet
     ) -> Tuple[Any, List[_Device]]:
-        """What gloo makes by itself, but that nobody else can connect to its devices."""
+        """Makes gloo's default options, with devices that accept only ``hosts``."""
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
         options, devices = self._gloo._Options(), []
         for interface in interfaces or [""]:
@@ -214,29 +217,29 @@ class GlooFilter:
                 self.rejects.watch(device.peer_filter, device.listener)
 
     def verify(self, devices: List[_Device], hosts: peer_filters.HostSet, ranks: int) -> None:
-        """Looks at the connections of a group of so many ranks; then nobody else can connect.
+        """Checks the connections of a group of ``ranks`` ranks; then blocks its devices.
 
         Raises:
-            StrangerError: One of them is a stranger's.
+            StrangerError: A connection leads to none of ``hosts``.
         """
         for device in devices:
             connections = list(device.connections(hosts))
             strangers = [connection for connection in connections if connection[0] not in hosts]
             num_verified = len(connections) - len(strangers)
             for address, never_spoke in strangers:
-                # Somebody may have called, before the kernel kept strangers away, and said nothing.
-                # Who has said the number of a connection may have been taken for a rank.
+                # A stranger may have connected before the filter was attached. It is harmless
+                # unless it has sent data: a connection's number makes gloo take it for a rank.
                 if not never_spoke:
                     address = str(peer_filters.parse_address(address))
                     self._on_stranger(address)
                     raise StrangerError(address)
-            if num_verified >= ranks - 1:  # else its ranks connect when they first send something
+            if num_verified >= ranks - 1:  # else ranks connect when they first send something
                 device.block()
-        self._devices += [connection for connection in devices if connection not in self._devices]
+        self._devices += [device for device in devices if device not in self._devices]
 
     @contextlib.contextmanager
     def reopened(self, hosts: peer_filters.HostSet) -> Iterator[None]:
-        """Within it groups are made over devices that are there already, as torch splits groups."""
+        """Reopens all devices while groups are made over them, as when torch splits groups."""
         devices = self._devices = [device for device in self._devices if device.is_open]
         for device in devices:
             device.admit(hosts)
@@ -245,7 +248,7 @@ class GlooFilter:
 
 
 def install(c10d: Any, on_reject: peer_filters.Report, on_stranger: peer_filters.Report) -> None:
-    """Has all groups of gloo that this process makes guarded.
+    """Restricts all gloo groups that this process will make.
 
     Args:
         c10d: The module ``torch.distributed.distributed_c10d``.
@@ -261,7 +264,7 @@ def install(c10d: Any, on_reject: peer_filters.Report, on_stranger: peer_filters
         hosts = peer_filters.job_hosts()
         arguments = {"timeout": args[0]} if args else kwargs
         timeout = arguments.get("timeout", arguments.get("options", _TIMEOUT))
-        if hosts is None or not isinstance(timeout, timedelta):  # it brings devices of its own
+        if hosts is None or not isinstance(timeout, timedelta):  # the caller has made devices
             original(self, store, rank, size, *args, **kwargs)
             return
         options, devices = gloo_filter.make_options(timeout, hosts)
@@ -285,7 +288,7 @@ def install(c10d: Any, on_reject: peer_filters.Report, on_stranger: peer_filters
 def _wrap_store(
     create: Callable[..., Any], rejects: peer_filters.RejectWatcher
 ) -> Callable[..., Any]:
-    """Guards a store that rank 0 holds by itself, on all interfaces, as soon as it listens."""
+    """Wraps torch's maker of stores: a store of rank 0, on all interfaces, gets a filter."""
 
     @functools.wraps(create)
     def wrapped(hostname: str, port: int, rank: int, *args: Any, **kwargs: Any) -> Any:
@@ -296,7 +299,7 @@ def _wrap_store(
         watcher = threading.Thread(target=_filter_port, args=(int(port), hosts, rejects, is_done))
         watcher.start()
         try:
-            return create(hostname, port, rank, *args, **kwargs)  # returns when all have come
+            return create(hostname, port, rank, *args, **kwargs)  # returns once all have connected
         finally:
             is_done.set()
             watcher.join()
@@ -305,10 +308,10 @@ def _wrap_store(
 
 
 def _filter_port(port: int, hosts: peer_filters.HostSet, rejects: peer_filters.RejectWatcher,
-                is_over: threading.Event) -> None:  # fmt: skip
-    """Guards this process's listening socket at a port, which is about to be made."""
+                 is_done: threading.Event) -> None:  # fmt: skip
+    """Waits until this process listens on a port, and restricts that socket to ``hosts``."""
     while True:
-        is_final = is_over.is_set()
+        is_final = is_done.is_set()
         for fd in map(int, os.listdir("/proc/self/fd")):
             duplicate = _dup_if_listening(fd)
             if duplicate is None:
@@ -320,10 +323,12 @@ def _filter_port(port: int, hosts: peer_filters.HostSet, rejects: peer_filters.R
                     return
         if is_final:
             return
-        is_over.wait(_POLL_S)
+        is_done.wait(_POLL_S)
 
 
 def _wrap_group_method(method: Callable[..., Any], gloo_filter: GlooFilter) -> Callable[..., Any]:
+    """Wraps a method that makes groups from a group, over the same devices."""
+
     @functools.wraps(method)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         hosts = peer_filters.job_hosts()

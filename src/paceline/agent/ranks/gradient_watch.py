@@ -60,7 +60,7 @@ class GradientWatch:
         self._exchanges = False
 
     def install(self) -> None:
-        """Hooks into the modules concerned, now or when the script imports them."""
+        """Hooks into the watched modules, now or when the script imports them."""
         os.register_at_fork(after_in_child=self._start)
         atexit.register(self.report)  # runs after those that the script registers
         _on_import(
@@ -85,7 +85,7 @@ class GradientWatch:
         module.register_after_fork(self, GradientWatch._report_at_child_exit)
 
     def _watch_spawned(self, module: Any) -> None:
-        """Sends this module's text ahead of the main module, which the child imports next."""
+        """Makes spawned processes run this module's text before they import the main module."""
         original = module.get_preparation_data
         watch = _InSpawned(self._rank_pid, self._events, self._source)
 
@@ -97,12 +97,12 @@ class GradientWatch:
         module.get_preparation_data = get_preparation_data
 
     def _report_at_child_exit(self) -> None:
-        """Such a child ends without what was registered with ``atexit``."""
+        """Reports at the exit of a child of ``multiprocessing``, which does not run ``atexit``."""
         util: Any = sys.modules["multiprocessing.util"]
         util.Finalize(None, self.report, exitpriority=FINALIZER_PRIORITY)
 
     def _on_step(self, optimizer: Any) -> None:
-        """Looks after 1, 2, 4, 8, … steps, until gradients have been exchanged."""
+        """Checks after 1, 2, 4, 8, … steps, until gradients have been exchanged."""
         torch: Any = sys.modules["torch"]
         self._steps += 1
         if self._steps & (self._steps - 1):
@@ -147,7 +147,7 @@ class GradientWatch:
         return self._largest_call >= max(1, min(self._largest_parameter, MIN_GRADIENT_ELEMENTS))
 
     def report(self) -> None:
-        """Tells what this process has done; to be called at its end."""
+        """Reports what this process has exchanged; to be called at its end."""
         self._read_recorder()
         is_rank = os.getpid() == self._rank_pid
         if is_rank and self._exchanges:
@@ -222,14 +222,17 @@ def _on_import(callbacks: Dict[str, Callable[[Any], None]]) -> None:
 
 
 def _recorder_dumps() -> List[Dict[str, Any]]:
-    """What torch's recorders say of groups and of their latest collectives."""
+    """Returns torch's records of groups and of their latest collectives."""
     c10d: Any = sys.modules.get("torch._C._distributed_c10d")
     names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
     return [json.loads(getattr(c10d, name)(True, False)) for name in names if hasattr(c10d, name)]
 
 
 def _elements(entry: Dict[str, Any], large: int) -> int:
-    """Size of the largest tensor in a collective that may hold gradients: any of ``large``."""
+    """Returns the number of elements of the largest tensor in a collective.
+
+    Tensors of fewer than ``large`` elements that may be pickled objects are ignored.
+    """
     sizes = entry["input_sizes"] + entry["output_sizes"]
     dtypes = entry["input_dtypes"] + entry["output_dtypes"]
     tensors = [(math.prod(size), dtype) for size, dtype in zip(sizes, dtypes)]
@@ -237,7 +240,7 @@ def _elements(entry: Dict[str, Any], large: int) -> int:
 
 
 def _is_incomplete(entries: List[Dict[str, Any]], has_groups: bool) -> bool:
-    """Whether a group has done, or may have done, more than was recorded, such as gloo's sends."""
+    """Whether a group may have done more than was recorded, such as gloo's sends."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     world = getattr(c10d, "_world", None)
     if world is None or not world.pg_names:

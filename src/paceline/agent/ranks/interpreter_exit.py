@@ -24,12 +24,12 @@ _FLUSH_FAILED = 120  # Python's own status for output that could not be written
 
 
 def is_safe() -> bool:
-    """False when threads of gloo are there, so that an ordinary end may abort."""
+    """Whether the process has no gloo threads, which can abort an ordinary exit."""
     return not gloo_threads.threads("self", gloo_threads.WORKER_THREADS)
 
 
 def exit_status(exit_request: SystemExit) -> int:
-    """The exit status that Python makes of it; a message is written as Python does."""
+    """Returns Python's exit status for a SystemExit code; writes its message as Python does."""
     code = exit_request.code
     if code is None:
         return 0
@@ -58,7 +58,7 @@ def exit_process(status: int) -> None:
 
 
 def _suppressed(action: Callable[[], Any]) -> None:
-    """What is raised at an interpreter's end has been shown and changes nothing."""
+    """Runs a step of the exit, whose exceptions change nothing."""
     with contextlib.suppress(BaseException):
         action()
 
@@ -73,7 +73,7 @@ def _clear_main() -> None:
 
 
 def _flush_open_files() -> None:
-    """Files that the script left open; text before the buffers below it."""
+    """Flushes files that the script left open; text layers before the buffers below them."""
     files = [file for file in gc.get_objects() if issubclass(type(file), io.IOBase)]
     for kind in (io.TextIOBase, io.BufferedIOBase):
         for file in files:

@@ -33,20 +33,20 @@ Report = Callable[[str], None]
 
 
 def parse_address(text: str) -> Address:
-    """An address without its zone; an IPv4 address that IPv6 carries is itself.
+    """Parses an address without its zone; maps an IPv4-mapped IPv6 address to IPv4.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is no address.
     """
     address = ipaddress.ip_address(text.partition("%")[0])
     return getattr(address, "ipv4_mapped", None) or address
 
 
 class HostSet:
-    """Addresses and networks from which connections are taken.
+    """A set of addresses and networks from which connections are accepted.
 
     Args:
-        networks: Of both families.
+        networks: IPv4 and IPv6 networks.
     """
 
     def __init__(self, networks: Iterable[Network]) -> None:
@@ -66,9 +66,9 @@ class HostSet:
         return address in self._addresses or any(address in network for network in self._networks)
 
     def program(self, member_result: int, other_result: int) -> bytes:
-        """A classic BPF program that returns one of two numbers, by a packet's source address.
+        """Makes a classic BPF program that returns one of two numbers by a packet's source.
 
-        Of too many addresses it knows the networks that they lie in.
+        If there are too many addresses, it matches larger networks that contain them.
         """
         for dropped_bits in range(0, 33, 8):
             code = _program(_widen(self.networks, dropped_bits), member_result, other_result)
@@ -84,9 +84,9 @@ _LOOPBACK = ("127.0.0.0/8", "::1/128")
 
 @functools.lru_cache(maxsize=8)
 def parse_hosts(text: str) -> Optional[HostSet]:
-    """The job's hosts as :data:`VARIABLE` has them, with this one's loopback.
+    """Parses the job's hosts in the form of :data:`VARIABLE`, and adds loopback.
 
-    ``None`` where it is empty: nobody knows from where they connect, and all may.
+    Returns ``None`` if the text is empty: the hosts' addresses are unknown, and all may connect.
     """
     networks = []
     for item in filter(None, (item.strip() for item in text.split(","))):
@@ -96,7 +96,7 @@ def parse_hosts(text: str) -> Optional[HostSet]:
 
 
 def job_hosts() -> Optional[HostSet]:
-    """The job's hosts as this process is told them; ``None`` if connections of all are taken."""
+    """Returns the job's hosts from the environment; ``None`` if all may connect."""
     return parse_hosts(os.environ.get(VARIABLE, ""))
 
 
@@ -110,7 +110,7 @@ _IPV6 = 0x86DD
 
 
 def _widen(networks: List[Network], bits: int) -> List[Network]:
-    """Without the last so many bits of an IPv4 address, and four times as many of an IPv6 one."""
+    """Widens networks by ``bits`` bits of IPv4 addresses, and 4 × ``bits`` of IPv6 addresses."""
     if not bits:
         return networks
     wider = set()

@@ -1,4 +1,4 @@
-"""Objects as files: a function on its way to the ranks, its results or exception on the way back.
+"""Stores objects in files: functions for the ranks, and their results or exceptions.
 
 A file holds the pickle, then the memory of arrays and tensors, then an index of both. Its hash is
 checked before anything is loaded. Used by the launching machine and the ranks.
@@ -30,7 +30,7 @@ class NotPicklableError(Exception):
 
 
 class DamagedError(Exception):
-    """A file is not what its writer wrote."""
+    """A file differs from what was written."""
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def write(path: str, objects: List[Tuple[str, Any]], cloudpickle: Any) -> Writte
 
 
 class _HashingWriter:
-    """Writes all of what it is given, and knows its hash."""
+    """Writes data fully, and hashes it."""
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
@@ -111,7 +111,7 @@ class _HashingWriter:
 
 
 def _pickler(cloudpickle: Any, target: Any, on_buffer: Optional[Callable[[Any], Any]]) -> Any:
-    """A pickler of cloudpickle's that leaves tensors to us where torch is loaded."""
+    """Makes a cloudpickle pickler; if torch is loaded, tensors are stored outside the pickle."""
     torch: Any = sys.modules.get("torch")
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -136,13 +136,13 @@ def _pickler(cloudpickle: Any, target: Any, on_buffer: Optional[Callable[[Any], 
 
 
 def _is_dense(tensor: Any, torch: Any) -> bool:
-    """Whether a tensor is its numbers and nothing else; torch knows how to pickle the others."""
+    """Whether a tensor consists only of its numbers; torch pickles the others."""
     strided = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
     return strided and not tensor.is_meta and not tensor.__dict__
 
 
 def _write_tensor(target: _HashingWriter, tensor: Any) -> int:
-    """The tensor's numbers, in order; returns how many bytes they are."""
+    """Writes a tensor's numbers in order; returns their size in bytes."""
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     size = int(dense.numel() * dense.element_size())
     if size:
@@ -242,7 +242,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _not_picklable(value: Any, name: str, cloudpickle: Any, error: Exception) -> NotPicklableError:
-    """Says which part it is, as a path from the object: ``the value['lock']``."""
+    """Makes the error that names the part as a path from the object: ``the value['lock']``."""
     budget = [MAX_PICKLES]
 
     def pickle_error(part: Any) -> Optional[Exception]:
@@ -277,7 +277,7 @@ def _describe_type(value: Any) -> str:
 
 
 def _parts_of(value: Any, name: str) -> Iterator[Tuple[str, Any]]:
-    """What an object is made of, as far as pickles follow it, with a name for each."""
+    """Yields the parts of an object that a pickle would follow, each with a name."""
     if isinstance(value, dict):
         for key, part in list(value.items()):
             yield "%s[%.60r]" % (name, key), part
@@ -301,7 +301,7 @@ def _parts_of(value: Any, name: str) -> Iterator[Tuple[str, Any]]:
 
 
 def _parts_of_function(function: Any) -> Iterator[Tuple[str, Any]]:
-    """The variables that a function brings along: of its closure and of its module."""
+    """Yields the variables that a pickled function includes: of its closure and its module."""
     function_name = "%s()" % getattr(function, "__qualname__", "function")
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         try:

@@ -1,4 +1,4 @@
-"""A rank: from a fork of the server to the user's script, as ``python script.py`` would run it."""
+"""Turns a fork of the server into a rank that runs the user's script like ``python script.py``."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def prepare(request: Message, rank: Message, out: int, err: int, events: int,
     if rank.get("cpus"):
         with contextlib.suppress(OSError):  # the CPUs may have been taken from us meanwhile
             os.sched_setaffinity(0, rank["cpus"])
-    # the user's code sees an interpreter that never heard of the agent
+    # the user's code must find no trace of the agent in the interpreter
     archive = os.path.dirname(os.path.abspath(_PACKAGE_FOLDER))
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != archive]
     _apply_debug_level()
@@ -83,7 +83,7 @@ def prepare(request: Message, rank: Message, out: int, err: int, events: int,
 
 
 def _apply_debug_level() -> None:
-    """Torch read this variable when the fork server imported it; the ranks' own came later."""
+    """Sets torch's debug level from the rank's environment; the fork server imported it before."""
     distributed: Any = sys.modules.get("torch.distributed")
     if "TORCH_DISTRIBUTED_DEBUG" in os.environ and distributed is not None:
         with contextlib.suppress(AttributeError, RuntimeError):  # built without; a misspelt level
@@ -91,7 +91,7 @@ def _apply_debug_level() -> None:
 
 
 def _name_process(rank: Message, entry: Message) -> None:
-    """What ``top`` calls this process, as far as 15 bytes go, and its command line.
+    """Sets the process's name for ``top``, at most 15 bytes, and its command line.
 
     ``rank3 train.py`` and ``python train.py --lr 0.1 [rank 3 of 4, n2]``.
     """
@@ -125,7 +125,7 @@ def run(entry: Message, workdir: str, events: int) -> int:
 
 
 def run_entry(entry: Message, workdir: str, events: int) -> int:
-    """Runs the script, module, function or program; its exit status, or it does not return."""
+    """Runs the script, module, function or program; returns its exit status, if it returns."""
     call: Any = None
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, forkserver.EXIT_SIGNALS)  # it is a rank now
@@ -164,7 +164,7 @@ def _arguments(entry: Message) -> List[str]:
 
 
 def _execute(argv: List[str]) -> int:
-    """Becomes the program; what it is told in ``os.environ`` goes along."""
+    """Executes the program in place of this process, with ``os.environ``."""
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     flight_recorder.release_signal()
     try:
@@ -196,7 +196,7 @@ def _run_python(entry: Message, call: Any = None) -> None:
 
 
 def _source(entry: Message) -> bytes:
-    """The script's text; empty for modules, folders and archives."""
+    """Returns the script's text; empty for modules, folders and archives."""
     if entry["kind"] == "script" and os.path.isfile(entry["target"]):
         with open(entry["target"], "rb") as file:
             return file.read()
@@ -220,7 +220,7 @@ def _unload_agent() -> None:
 
 
 def _reseed() -> None:
-    """What an interpreter sets up at import must not be the same in every fork."""
+    """Resets state from imports that must differ between forks, such as random generators."""
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()  # Python's own generator reseeds itself after a fork
@@ -293,7 +293,7 @@ def _report_joined(distributed: Any, events: int, any_world: bool) -> None:
 
 
 def _trim_traceback(error: BaseException) -> BaseException:
-    """Takes our own frames, and runpy's, off the top of the traceback."""
+    """Removes the agent's and runpy's frames from the top of a traceback."""
     step = error.__traceback__
     while step is not None and _is_internal(step.tb_frame.f_code.co_filename):
         step = step.tb_next

@@ -1,4 +1,4 @@
-"""What ``ps``, ``htop`` and ``nvidia-smi`` show as a process's command line.
+"""Sets the command line that ``ps``, ``htop`` and ``nvidia-smi`` show for a process.
 
 A fork keeps the command line of the process that it came from. The kernel shows the memory in
 which that line once was given, up to the first NUL when the last byte of it is none: so a process
@@ -35,7 +35,7 @@ def show(text: str, tail: str = "") -> bool:
 
 
 def fit_line(text: bytes, tail: bytes, max_bytes: int) -> bytes:
-    """The line in at most ``room`` bytes, without NUL and line breaks; empty when none fits."""
+    """Shortens the line to at most ``room`` bytes, without NUL and line breaks; may be empty."""
     text = text.translate(bytes.maketrans(b"\0\n\r\t", b"    "))
     if len(text) + len(tail) > max_bytes:
         text = text[: max(0, max_bytes - len(tail) - len(_ELLIPSIS))] + _ELLIPSIS.encode()
@@ -44,7 +44,7 @@ def fit_line(text: bytes, tail: bytes, max_bytes: int) -> bytes:
 
 
 def _argument_memory() -> Tuple[int, int]:
-    """Where this process's arguments lie in its memory: fields 48 and 49 of ``stat``."""
+    """Returns start and end address of this process's arguments: fields 48, 49 of ``stat``."""
     with open("/proc/self/stat", errors="replace") as file:
         fields = file.read().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])
@@ -54,7 +54,7 @@ def _argument_memory() -> Tuple[int, int]:
 
 
 def agent_title(argv: List[str]) -> str:
-    """The line of one of the agent's own processes, without what only made room."""
+    """Returns the command line of one of the agent's own processes, without its padding."""
     return " ".join(argument for argument in argv if argument != PADDING)
 
 

@@ -1,4 +1,4 @@
-"""What a rank is doing: its process's state, and the Python lines that it stands in.
+"""Finds out what a rank is doing: the state of its process and its Python stack.
 
 A rank dumps its stack on :data:`STACK_SIGNAL`, from C and without the interpreter's lock, so also
 while it waits in a library. It is only sent to a process that catches it.
@@ -22,20 +22,20 @@ MAX_LINES = 60
 ANSWER_S = 1.2  # for which an answer may take a process's time
 MAX_ANSWER_S = 5.0  # the same, of one that is late
 DUMP_CPU_S = 0.01  # what a stack may cost a process
-SILENCE_S = 0.8  # in which no more of a stack comes: then that was all
+SILENCE_S = 0.8  # without a line, after which a stack counts as complete
 _FIRST_LINE, _FINAL_LINE = "Stack (most recent call first)", "in _run_module_as_main"
-# that of the shipped archive
+# folder or archive of the agent's code
 CODE_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 
 
 def register(fd: int) -> None:
     """Makes this process write its main thread's stack to ``fd`` when it gets the signal.
 
-    And those of all threads when it crashes.
+    If it crashes, it writes the stacks of all threads.
     """
     with contextlib.suppress(OSError, RuntimeError, ValueError):
         faulthandler.register(STACK_SIGNAL, file=fd, all_threads=False, chain=False)
-        if not faulthandler.is_enabled():  # by the user, who wants to read it
+        if not faulthandler.is_enabled():  # the user may have enabled it for another file
             faulthandler.enable(file=fd, all_threads=True)
 
 
@@ -56,7 +56,7 @@ def request_stack(process: processes.Process) -> Tuple[str, bool]:
 
 
 class StackDump:
-    """What was seen of one rank: its state, its stack, those of its children, its collectives."""
+    """Collects the state, the stacks and the collectives of one rank."""
 
     def __init__(self) -> None:
         self.is_requested = False
@@ -69,13 +69,12 @@ class StackDump:
         self._num_pending_stacks = 0  # stacks that are still to come
         self._num_pending_calls = 0
         self._answers_calls = True  # until it is known better
-        self._has_final_calls = (
-            False  # it has told its calls by itself, as one that has failed does
-        )
-        self._cpu_s = 0.0  # of the process, for our sake
-        self._current = self.stack  # where lines that come now belong
+        self._has_final_calls = False  # a failed rank reports its collectives by itself
+        self._cpu_s = 0.0  # CPU time that requests have cost the process
+        self._current = self.stack  # list for the next lines
 
     def request(self, process: processes.Process, collectives: bool = False) -> None:
+        """Asks the rank for its stack, and also for its collectives if wanted."""
         self.is_requested, self.stack = True, []
         self._current = self.stack
         self._requested_at = time.monotonic()
@@ -85,7 +84,7 @@ class StackDump:
             self.request_collectives(process)
 
     def request_collectives(self, process: processes.Process) -> None:
-        """The rank's collectives, which come a moment later; of one that is stopped none come."""
+        """Asks the rank for its collectives; a stopped rank does not answer."""
         self._requested_at = time.monotonic()
         self._answers_calls = self._answers_calls and not self._num_pending_calls
         if not self._has_final_calls:
@@ -94,14 +93,14 @@ class StackDump:
                 self._num_pending_calls += 1
 
     def request_child(self, process: processes.Process) -> List[str]:
-        """The lines of a child of the rank, which come a moment later through the same pipe."""
+        """Asks a child of the rank for its stack; returns the list that will get its lines."""
         lines: List[str] = []
         self._current = lines
         self._request(process)
         return lines
 
     def _request(self, process: processes.Process) -> str:
-        self._num_pending_stacks += 1  # before it is asked: another thread reads what comes
+        self._num_pending_stacks += 1  # before the request: another thread reads the answer
         self._line_at = time.monotonic()
         state, will_arrive = request_stack(process)
         if not will_arrive:
@@ -109,29 +108,29 @@ class StackDump:
         return state
 
     def has_stacks(self, now_s: float) -> bool:
-        """Whether the stacks that were asked for have come, to their ends."""
+        """Whether all requested stacks have arrived completely."""
         if self._num_pending_stacks and self._current and now_s - self._line_at > SILENCE_S:
             self._num_pending_stacks = 0  # one without the usual end
         return not self._num_pending_stacks
 
     def is_complete(self, now_s: float) -> bool:
-        """Whether all that was asked for has come, of a rank that has ever answered in time."""
+        """Whether all answers have arrived, without collectives of a rank that never sends them."""
         return self.has_stacks(now_s) and not (self._num_pending_calls and self._answers_calls)
 
     def is_perturbed(self, now_s: float) -> bool:
-        """Whether the process may still be at work for our sake."""
+        """Whether the process may still use CPU time for a request."""
         is_overdue = bool(
             self._num_pending_stacks or (self._num_pending_calls and self._answers_calls)
         )
         return now_s < self._requested_at + (MAX_ANSWER_S if is_overdue else ANSWER_S)
 
     def pop_cpu_s(self) -> float:
-        """Seconds of CPU that its answers have cost the process since this was asked last."""
+        """Returns the CPU seconds that requests have cost the process since the last call."""
         cpu_s, self._cpu_s = self._cpu_s, 0.0
         return cpu_s
 
     def add_line(self, line: bytes) -> None:
-        """One line of the dump, unless it is of our own code; others may write there, too."""
+        """Adds a line of the dump; ignores the agent's own code and other text in the pipe."""
         text = line.decode(errors="replace").strip()
         if text.startswith("Fatal Python error"):
             self.is_requested = self._crashed = True
@@ -152,7 +151,7 @@ class StackDump:
             self._num_pending_stacks = max(self._num_pending_stacks - 1, 0)
 
     def set_calls(self, calls: object, cpu_s: object = 0.0) -> None:
-        """What the rank's flight recorder says: lines of text; and what saying it has cost."""
+        """Sets the lines of the rank's flight recorder, and the CPU seconds that they cost."""
         if isinstance(calls, list):
             self.calls = [str(call)[:200] for call in calls[-flight_recorder.MAX_CALLS :]]
             self._has_final_calls = self._has_final_calls or not self._num_pending_calls

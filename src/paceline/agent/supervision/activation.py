@@ -1,4 +1,4 @@
-"""Scripts that make an environment (``setvars.sh``, ``activate``): what they set, for the ranks."""
+"""Sources scripts such as ``setvars.sh`` or ``activate``, and gives ranks their environment."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _SOURCE_SCRIPT = '. "$0" 1>&2 || exit; exec cat /proc/self/environ'
 
 
 class ActivationError(Exception):
-    """A script failed; its last words are the text."""
+    """A script failed; the text has the end of its output."""
 
 
 def activate(scripts: Sequence[str], base: Mapping[str, str]) -> Dict[str, str]:
-    """The environment that ``base`` becomes when a shell has sourced each script.
+    """Sources the scripts in a shell with the environment ``base``; returns the environment.
 
     Raises:
-        ActivationError: A script is not there, fails, or does not come to an end.
+        ActivationError: A script is missing, fails, or does not end in time.
     """
     env = dict(base)
     for script in scripts:
@@ -87,7 +87,7 @@ def _variables(text: bytes, base: Mapping[str, str]) -> Dict[str, str]:
 
 
 def changed_names(base: Mapping[str, str], env: Mapping[str, str]) -> List[str]:
-    """Names of variables that were set anew or differently."""
+    """Returns the names of variables that are new or have another value."""
     return sorted(name for name, value in env.items() if base.get(name) != value)
 
 

@@ -1,4 +1,4 @@
-"""The guard, the agent's parent: nothing of the job outlives the agent.
+"""The guard, the agent's parent: kills what is left of the job when the agent ends.
 
 Orphans go to the nearest ancestor that adopts them: the agent, then the guard. So no process of the
 job escapes both. If the guard itself is killed, the agent notices and ends the job.
@@ -16,33 +16,34 @@ from typing import List
 
 from . import processes
 
-ERRORS_CHANGED = signal.SIGUSR1  # to the guard: its standard error is another
-HANDLED = (ERRORS_CHANGED, signal.SIGTERM)  # wait for the guard while its interpreter starts
-MAX_STOPPED_S = 1.0  # how long the agent may stand still
+ERRORS_CHANGED = signal.SIGUSR1  # tells the guard that a new standard error was sent
+HANDLED = (ERRORS_CHANGED, signal.SIGTERM)  # blocked while the guard's interpreter starts
+MAX_STOPPED_S = 1.0  # after which a stopped agent is continued
 
 
 class GuardErrors:
-    """Passes the guard its current standard error: the first login may have ended."""
+    """Sends the guard a new standard error, because the first login may have ended."""
 
     def __init__(self) -> None:
         self._sender, self.receiver = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         for end in (self._sender, self.receiver):
-            end.setblocking(False)  # the flags of send_fds and recv_fds are not heeded everywhere
+            end.setblocking(False)  # some platforms ignore the flags of send_fds and recv_fds
 
     def redirect(self, fd: int) -> None:
+        """Sends a descriptor; it replaces one that the guard has not taken yet."""
         with contextlib.suppress(OSError):
             for stale in _pending_descriptors(self.receiver):
                 os.close(stale)
             socket.send_fds(self._sender, [b"e"], [fd])
 
     def notify(self) -> None:
-        """Has the guard let go of the former one, whose login cannot end while it is held."""
+        """Makes the guard switch over; the former login cannot end while its stream is open."""
         with contextlib.suppress(OSError):
             os.kill(os.getppid(), ERRORS_CHANGED)
 
 
 def _pending_descriptors(channel: socket.socket) -> List[int]:
-    """Those that wait there."""
+    """Receives all descriptors that have arrived."""
     descriptors: List[int] = []
     with contextlib.suppress(OSError):  # no more
         while fds := socket.recv_fds(channel, 1, 1)[1]:
@@ -51,14 +52,14 @@ def _pending_descriptors(channel: socket.socket) -> List[int]:
 
 
 def fork_agent(package: str) -> GuardErrors:
-    """Forks and returns in the agent; the parent becomes the guard, a fresh interpreter."""
-    processes.adopt_orphans()  # kept over exec, not handed to the child
+    """Forks and returns in the child, the agent; the parent becomes the guard by ``exec``."""
+    processes.adopt_orphans()  # survives exec; the child does not inherit it
     errors = GuardErrors()
-    signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)  # kept over exec, until they are heeded
+    signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)  # survives exec, until the handlers are set
     agent = os.fork()
     if agent:
         errors.receiver.set_inheritable(True)
-        # -B: the agent may be gone, and its folder with it, before this one has read its own code
+        # -B: the agent and its folder may be gone before the guard has read its own code
         argv = [sys.executable, "-I", "-S", "-B", package, "guard", str(agent)]
         os.execv(argv[0], [*argv, str(errors.receiver.fileno())])
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
@@ -66,10 +67,10 @@ def fork_agent(package: str) -> GuardErrors:
 
 
 def main(agent: int, errors: int) -> int:
-    """Waits for the agent's end, kills what it left, and exits as it did.
+    """Waits for the agent's end, kills the processes that it left, and exits with its status.
 
     Args:
-        agent: Its pid.
+        agent: Pid of the agent.
         errors: Descriptor on which the agent passes new standard errors.
     """
     for signum in (signal.SIGINT, signal.SIGHUP):
@@ -88,9 +89,9 @@ def main(agent: int, errors: int) -> int:
     status = _wait_for(agent)
     take_errors()
     processes.kill_job("", roots=[os.getpid()], spared=[])
-    if os.WIFSIGNALED(status):  # it could say nothing itself
+    if os.WIFSIGNALED(status):  # the agent could not report it
         message = "paceline guard: the agent was killed by %s\n" % _signal_name(status)
-        with contextlib.suppress(OSError):  # who would have read it may be gone
+        with contextlib.suppress(OSError):  # the reader may be gone
             os.write(2, message.encode())
     return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
@@ -105,7 +106,7 @@ def _signal_name(status: int) -> str:
 
 
 def _close_streams(fds: List[int]) -> None:
-    """The stream to the launcher is the agent's: it must end when the agent ends."""
+    """Replaces descriptors with /dev/null, so that the stream ends when the agent ends."""
     null = os.open(os.devnull, os.O_RDWR)
     for fd in fds:
         os.dup2(null, fd)
@@ -114,9 +115,9 @@ def _close_streams(fds: List[int]) -> None:
 
 def _wait_for(agent: int) -> int:
     while True:
-        pid, status = os.waitpid(-1, os.WUNTRACED)  # others are orphans that were handed to us
+        pid, status = os.waitpid(-1, os.WUNTRACED)  # other pids are adopted orphans
         if pid == agent and os.WIFSTOPPED(status):
-            # nobody would keep the lease; in a host that is frozen as a whole we do not get here
+            # a stopped agent cannot watch its lease
             time.sleep(MAX_STOPPED_S)
             os.kill(agent, signal.SIGCONT)
         elif pid == agent:

@@ -1,4 +1,4 @@
-"""What the ranks here are doing: their stacks, collectives, system calls and children."""
+"""Reports what the ranks here are doing: stacks, collectives, system calls and children."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The job on this node: fork server, ranks and store; their pipes, orders and exits."""
+"""Runs the job on this node: the fork server, the ranks, and their pipes, orders and exits."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from collections import deque
 from typing import Any, Callable, Deque, Dict, List, Optional, Sequence, Set, Tuple
 
 from .. import warm
-from ..ranks import flight_recorder, forkserver, peer_filters, process_title
+from ..ranks import forkserver, peer_filters, process_title
 from ..surveys import facts
 from . import activation, oom, processes, stalls
-from .rank_process import MAX_LINE_BYTES, RankProcess
+from .rank_process import RankProcess
+from .store import Store
 
 Message = Dict[str, Any]
 Post = Callable[..., None]
 CHUNK_BYTES = 1 << 16
-STORE_TIMEOUT_S = 1.0
-MAX_STARTING = 16  # ranks that were ordered and have not begun
-ORDER_TIMEOUT_S = 2.0  # for an order to go out to the fork server
-SAMPLE_S = 0.5  # between two looks at the processes' states
-SAMPLE_RECOVERABLE_S = 0.25  # the same where others go on without one that is lost
-SAMPLE_STOPPED_S = 0.1  # where a signal has stopped one
-MAX_STOPPED_S = 1.0  # how long a fork server or a store may stand still before it is given up
+MAX_STARTING = 16  # ranks that are ordered but not started yet
+ORDER_TIMEOUT_S = 2.0  # for sending an order to the fork server
+SAMPLE_S = 0.5  # interval at which the states of the processes are sampled
+SAMPLE_RECOVERABLE_S = 0.25  # the same if the job can continue without a lost rank
+SAMPLE_STOPPED_S = 0.1  # the same while a signal has stopped a rank
 
 
 class NodeJob:
-    """What one agent runs for one job: :meth:`prepare`, then :meth:`start` for each attempt.
+    """Runs one job on this node: call :meth:`prepare`, then :meth:`start` for each attempt.
 
     Args:
         post: Sends a message to the launcher.
@@ -45,45 +44,49 @@ class NodeJob:
         self._post = post
         self._package = package
         self._idle_server = idle_server
-        self._server_spec: Optional[warm.ServerSpec] = None  # what the fork server was started with
-        self._imported: Optional[Message] = None  # what it said then
+        self._server_spec: Optional[warm.ServerSpec] = None  # how the fork server was started
+        self._imported: Optional[Message] = None  # its event after the imports
         self._server_sources: List[List[Any]] = []
         self._login_settings: Message = {}
         self.token = ""
-        # A cut-off agent of this job may still end its own beside us: ours are not among them.
+        # an agent of this job that was cut off may still be killing processes with its own token
         self._token_suffix = os.urandom(8).hex()
-        self.errors_fd = 2  # descriptor of the fork server's own words
+        self.errors_fd = 2  # standard error of the fork server
         self.ranks: List[RankProcess] = []
         self.running = False
         self._server: Optional["subprocess.Popen[bytes]"] = None
         self._channel: Optional[socket.socket] = None
         self._channel_buffer = b""
-        self._store: Optional[processes.Process] = None
-        self._runs_program = False  # not Python in the fork server's child
-        self._store_listener: Optional[socket.socket] = None  # the store's, to be kept to hosts
-        self._store_filter: Optional[peer_filters.PeerFilter] = None
+        self.store = Store()
+        self._runs_program = False  # the ranks execute a program, not Python in the fork server
         self._queued_ranks: Deque[Tuple[RankProcess, Message]] = deque()
-        self._stop_signal: Optional[int] = None  # the signal that this attempt's ranks are to get
+        self._stop_signal: Optional[int] = None  # signal that also ends ranks that start late
         self._kill_at: Optional[float] = None
         self._sampled_at = 0.0
-        self._frozen_at: Dict[int, float] = {}  # since when the server and the store stand still
-        self._killed_frozen = False  # it was killed for that
-        self._had_recovery = False  # a rank here has said that its loss is made good
+        self._stop_timer = stalls.StopTimer()  # of the fork server and the store
+        self._killed_frozen = False  # the fork server was killed because it stood still
+        self._had_recovery = False  # the job can continue, or has continued, without a rank here
         self._initial_oom_kills: Optional[int] = None
-        self._activated_env: Optional[Dict[str, str]] = None  # what the job's scripts made of ours
-        self._activated_names: Set[str] = set()  # what they have set
-        self._yielded_names: Set[str] = set()
+        self._activated_env: Optional[Dict[str, str]] = None  # environment after the job's scripts
+        self._activated_names: Set[str] = set()  # variables that the scripts have set
+        self._yielded_names: Set[str] = set()  # of these, variables that Paceline leaves alone
 
-    # --- beginning ---------------------------------------------------------------------------
+    # --- start -------------------------------------------------------------------------------
 
     def activate(self, request: Message) -> None:
-        """Sources the job's scripts, which may take long. ActivationError if one fails."""
+        """Sources the job's activation scripts, which may take long.
+
+        Raises:
+            ActivationError: A script fails.
+        """
         environ = {n: v for n, v in os.environ.items() if n not in request.get("unset", ())}
         self._activated_env = activation.activate(request.get("activate", ()), environ)
         self._activated_names = set(activation.changed_names(environ, self._activated_env))
 
     def prepare(self, request: Message) -> None:
-        """Starts the fork server, or adopts an idle one that equals it; called again if it died.
+        """Starts the fork server, or adopts an idle one that was started the same way.
+
+        It is called again if the fork server died.
 
         Args:
             request: ``python`` (absolute path), ``preload`` (modules), ``env`` (added), ``unset``
@@ -93,15 +96,13 @@ class NodeJob:
         self._yielded_names = self._activated_names.intersection(request.get("defaults", ()))
         request = dict(request, env=self._apply_defaults(request["env"]), token=self.token)
         self._channel_buffer, self._killed_frozen = b"", False
-        self._frozen_at.clear()
+        self._stop_timer.clear()
         env = activation.job_environment(
             dict(os.environ) if self._activated_env is None else self._activated_env, request
         )
         self._login_settings = {"env": warm.login_variables(env), "umask": warm.current_umask()}
-        self._server_spec, self._imported = (
-            warm.make_spec(request, env, facts.library_folders()),
-            None,
-        )
+        self._server_spec = warm.make_spec(request, env, facts.library_folders())
+        self._imported = None
         idle_server, self._idle_server = self._idle_server, None
         if idle_server is not None and idle_server.matches(self._server_spec):
             self._adopt_server(idle_server)
@@ -137,8 +138,9 @@ class NodeJob:
         """Starts the ranks of one attempt.
 
         Args:
-            request: As for :func:`.process.prepare`, and ``ranks``: ``rank``, ``local_rank``,
-                ``env`` and ``cpus`` of each; ``store``: address and port, or null.
+            request: As for ``prepare`` in ``ranks/process.py``; also ``ranks`` (``rank``,
+                ``local_rank``, ``env`` and ``cpus`` of each) and ``store`` (address and port, or
+                null).
             store_listener: Reserved socket of the store if it is on this node.
         """
         if self._channel is None:
@@ -148,14 +150,14 @@ class NodeJob:
         self._queued_ranks.clear()
         self._stop_signal, self._kill_at = None, None
         if store_listener is not None:
-            self.open_store(request["store"], store_listener, _addresses(request["env"]))
+            addresses = request["env"].get(peer_filters.VARIABLE, "")
+            self.open_store(request["store"], store_listener, addresses)
         self._order_ranks(request)
 
     def add(self, request: Message) -> None:
-        """Starts ranks in the running attempt in place of those that have ended.
-
+        """Starts ranks in the running attempt; they replace ranks that have ended.
         Raises:
-            RuntimeError: The fork server is gone, or such a rank still runs.
+            RuntimeError: The fork server is gone, or a rank to be replaced still runs.
         """
         if self._channel is None:
             raise RuntimeError("the fork server is gone")
@@ -164,7 +166,7 @@ class NodeJob:
         if any(rank.status is None for rank in former_ranks):
             raise RuntimeError("such a rank still runs")
         for rank in former_ranks:
-            self._kill_group(rank)
+            rank.kill_group()
             if not rank.is_reported:
                 self._report_exit(rank)
         processes.raise_descriptor_limit(forkserver.PIPES * len(numbers))
@@ -173,7 +175,7 @@ class NodeJob:
         self._order_ranks(request)
 
     def _order_ranks(self, request: Message) -> None:
-        """Orders ranks from the fork server; running ones are not affected."""
+        """Has the fork server start ranks beside the running ones."""
         ranks = [RankProcess(spec["rank"], spec["local_rank"]) for spec in request["ranks"]]
         self.ranks += ranks
         self.running = True
@@ -187,44 +189,27 @@ class NodeJob:
             self._start_next()
 
     def open_store(self, endpoint: Message, listener: socket.socket, addresses: str) -> None:
-        """Starts a rendezvous store; this node's former one has ended already.
+        """Has the fork server start a rendezvous store; this node's former one must have ended.
 
         Args:
-            endpoint: Its address and port.
-            listener: Its socket, which stays the caller's.
-            addresses: Of the job's hosts, as in :data:`peer_filters.VARIABLE`.
+            endpoint: Address and port of the store.
+            listener: The store's listening socket, which the caller closes.
+            addresses: The job's hosts, as in :data:`peer_filters.VARIABLE`.
         """
         if self._channel is None:
             raise RuntimeError("the fork server is gone")
-        self._store_listener = listener.dup()
-        self._store_filter = peer_filters.PeerFilter(
-            listener, peer_filters.parse_hosts(addresses) or peer_filters.ALL_HOSTS
-        )
+        self.store.restrict(listener, addresses)
         self._send_order({"store": endpoint}, [listener.fileno()])
-
-    def admit(self, addresses: str) -> None:
-        """Lets these hosts connect to the store."""
-        if self._store_listener is not None and self._store_filter is not None:
-            hosts = peer_filters.parse_hosts(addresses) or peer_filters.ALL_HOSTS
-            self._store_filter.admit(self._store_listener, hosts)
 
     def _apply_defaults(self, env: Dict[str, str]) -> Dict[str, str]:
         return {name: value for name, value in env.items() if name not in self._yielded_names}
 
     def _start_next(self) -> None:
-        """Orders the next rank; few at once, because the socket holds only so many orders."""
+        """Orders the next rank; only a few at once, because the socket's buffer is limited."""
         if not self._queued_ranks:
             return
         rank, spec = self._queued_ranks.popleft()
-        child_fds = []
-        for name in ("out", "err", "events"):
-            read_end, write_end = os.pipe()
-            os.set_blocking(read_end, False)
-            rank.fds[read_end] = name
-            child_fds.append(write_end)
-        read_end, rank.control_fd = os.pipe()
-        os.set_blocking(rank.control_fd, False)
-        child_fds.append(read_end)
+        child_fds = rank.open_pipes()
         try:
             self._send_order({"rank": spec}, child_fds)
         finally:
@@ -234,32 +219,30 @@ class NodeJob:
     def _send_order(self, order: Message, fds: Sequence[int] = ()) -> None:
         assert self._channel is not None
         data = json.dumps(order).encode()
-        self._channel.settimeout(
-            ORDER_TIMEOUT_S
-        )  # an order larger than the buffer must go out whole
+        # an order may be larger than the socket's buffer
+        self._channel.settimeout(ORDER_TIMEOUT_S)
         try:
             socket.send_fds(self._channel, [forkserver.LENGTH.pack(len(data))], fds)
             self._channel.sendall(data)
         except socket.timeout:
             self._kill_server()
-        except OSError:  # it has just died, which its end of the socket tells
+        except OSError:  # it has just died; the next read notices
             pass
         finally:
             self._channel.setblocking(False)
 
-    # --- what happens ------------------------------------------------------------------------
+    # --- input and output --------------------------------------------------------------------
 
     def readers(self, take_output: bool) -> List[int]:
-        """Returns descriptors to read, without the ranks' output unless it is wanted."""
+        """Returns descriptors to read; those of the ranks' output only if ``take_output``."""
         fds = [] if self._channel is None else [self._channel.fileno()]
-        if self._store_filter is not None and self._store_filter.reject_socket is not None:
-            fds.append(self._store_filter.reject_socket.fileno())
+        fds += self.store.readers()
         for rank in self.ranks:
             fds += [fd for fd, name in rank.fds.items() if take_output or name == "events"]
         return fds
 
     def writers(self) -> List[int]:
-        """Returns control pipes that have not taken all that was sent."""
+        """Returns control pipes with unsent data."""
         return [r.control_fd for r in self.ranks if r.unsent and r.control_fd is not None]
 
     def writable(self, fd: int) -> None:
@@ -275,7 +258,7 @@ class NodeJob:
             rank.send(data)
 
     def send_to_first(self, line: Message) -> None:
-        """Sends a line to the first rank that can continue without others."""
+        """Sends a line to the lowest rank that can continue without others."""
         candidates = [rank for rank in self.running_ranks() if rank.is_replaceable]
         if candidates:
             first = min(candidates, key=lambda rank: rank.rank)
@@ -290,7 +273,7 @@ class NodeJob:
             if fd in rank.fds:
                 self._read_rank(rank, fd)
                 return
-        if self._store_filter is not None and (address := self._store_filter.accept_rejected()):
+        if address := self.store.accept_rejected():
             self._post({"event": "stranger at the store", "address": address})
 
     def _read_server(self) -> None:
@@ -317,29 +300,28 @@ class NodeJob:
         elif "started" in message:
             self._on_started(message)
         elif "exited" in message and message.get("store"):
-            if self._store is not None and self._store.pid == message["exited"]:
-                self._store = None
-                self._close_store_socket()
+            if self.store.process is not None and self.store.process.pid == message["exited"]:
+                self.store.on_exit()
                 self._post({"event": "store ended", "time": message["time"]})
         elif "exited" in message:
             rank = self._by_local_rank(message["local_rank"])
             if rank.process is None or rank.process.pid != message["exited"]:
-                return  # another has its place by now
+                return  # another process has this rank's place by now
             rank.status, rank.ended_at = message["status"], message["time"]
             rank.peak_bytes = message["peak"]
             if os.WIFSIGNALED(rank.status) and self._stop_signal is None:
-                self._kill_group(rank)  # workers that it leaves would hold its pipes open
+                rank.kill_group()  # its workers would hold its pipes open
 
     def _on_started(self, message: Message) -> None:
         process = processes.Process(message["started"], message["start"])
         if message.get("store"):
-            self._store = process
+            self.store.process = process
             return
         rank = self._by_local_rank(message["local_rank"])
         rank.process = process
         self._post({"event": "rank started", "rank": rank.rank, "pid": process.pid})
-        if self._stop_signal is not None:  # it was ordered before the stop, and begins after it
-            self._signal(rank, self._stop_signal)
+        if self._stop_signal is not None:  # it was ordered before the stop and started after it
+            rank.signal(self._stop_signal, self._runs_program)
         with contextlib.suppress(OSError):  # a fork server that died is noticed by itself
             self._start_next()
 
@@ -347,11 +329,11 @@ class NodeJob:
         return next(rank for rank in self.ranks if rank.local_rank == local_rank)
 
     def _on_server_exit(self) -> None:
-        """The fork server died, and its ranks with it."""
+        """Reports that the fork server died; its ranks died with it."""
         assert self._channel is not None
         self._channel.close()
-        self._channel = self._store = None
-        self._close_store_socket()
+        self._channel = None
+        self.store.on_exit()
         status = self._server.wait() if self._server is not None else 0
         event = {"event": "fork server died", "status": status, "time": time.monotonic()}
         if self._killed_frozen:
@@ -376,36 +358,19 @@ class NodeJob:
             del rank.fds[fd]
             os.close(fd)
         elif name == "events":
-            self._read_events(rank, data)
+            for event in rank.parse_events(data):
+                self._post({"event": "said", "rank": rank.rank, "data": event})
         else:
             self._post({"event": "output", "rank": rank.rank, "stream": name}, data)
 
     def _drain_events(self, rank: RankProcess) -> None:
-        """Reads the rank's events first: an exception must be known before its text is printed."""
+        """Reads the rank's events, so that an exception is known before its text is printed."""
         for fd, name in list(rank.fds.items()):
             if name == "events":
                 self._read_rank(rank, fd)
 
-    def _read_events(self, rank: RankProcess, data: bytes) -> None:
-        rank.event_bytes += len(data)
-        *lines, rank.partial = (rank.partial + data).split(b"\n")
-        if len(rank.partial) > MAX_LINE_BYTES:
-            rank.partial = b""
-        for line in lines:
-            try:  # the user's code may write there too
-                event = json.loads(line)
-            except ValueError:
-                rank.dump.add_line(line)
-                continue
-            if isinstance(event, dict) and event.get("kind") == flight_recorder.KIND:
-                rank.dump.set_calls(event.get("calls"), event.get("cpu_s"))
-            elif isinstance(event, dict):
-                rank.active_at = time.monotonic()
-                rank.note_event(event)
-                self._post({"event": "said", "rank": rank.rank, "data": event})
-
     def idle_report(self, now_s: float) -> Message:
-        """Returns ``quiet_s``: how long all ranks here have been idle; null if none runs."""
+        """Returns ``quiet_s``: seconds since a rank here was last active; ``None`` if none runs."""
         return {
             "quiet_s": min((now_s - rank.active_at for rank in self.running_ranks()), default=None)
         }
@@ -413,59 +378,32 @@ class NodeJob:
     def running_ranks(self) -> List[RankProcess]:
         return [rank for rank in self.ranks if rank.status is None]
 
-    # --- ending ------------------------------------------------------------------------------
+    # --- end ---------------------------------------------------------------------------------
 
     def stop(self, signum: int, grace_s: float) -> None:
         """Signals every rank; kills survivors after ``grace_s``."""
         self._stop_signal = signum
         self._drop_queued(signum)
         for rank in self.running_ranks():
-            self._signal(rank, signum)
+            rank.signal(signum, self._runs_program)
         deadline = time.monotonic() + grace_s
         self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
 
     def kill_ranks(self, numbers: Sequence[int]) -> int:
-        """SIGKILLs ranks and their process groups; returns how many there were."""
+        """SIGKILLs ranks and their process groups; returns the number of ranks."""
         targets = [rank for rank in self.running_ranks() if rank.rank in numbers]
         for rank in targets:
-            self._kill_group(rank)
+            rank.kill_group()
         return len(targets)
 
-    def _kill_group(self, rank: RankProcess) -> None:
-        """SIGKILLs a rank's process group, whose leader may have exited."""
-        if rank.process is not None:
-            with contextlib.suppress(OSError):
-                os.killpg(rank.process.pid, signal.SIGKILL)
-
     def _drop_queued(self, signum: int) -> None:
-        """Counts ranks that were not started yet as ended by the signal."""
+        """Marks ranks that are not ordered yet as ended by the signal."""
         for rank, _ in self._queued_ranks:
             rank.status, rank.ended_at = signum, time.monotonic()
         self._queued_ranks.clear()
 
-    def _signal(self, rank: RankProcess, signum: int) -> None:
-        """Signals a rank, and its process group unless the rank handles the signal itself.
-
-        A rank that saves first still needs its data workers. A program may be a shell, whose
-        handler runs only after its child.
-        """
-        process = rank.process
-        if process is None or processes.identify(process.pid) != process:
-            return
-        if not self._runs_program and processes.has_handler(process.pid, signum):
-            processes.send(process, signum)
-            signum = signal.SIGCONT
-        else:
-            rank.is_group_signaled = signum != signal.SIGKILL
-        with contextlib.suppress(OSError):
-            try:
-                os.killpg(process.pid, signum)
-                os.killpg(process.pid, signal.SIGCONT)  # a stopped process takes no signal
-            except ProcessLookupError:  # it does not lead its group yet, so it has none
-                os.kill(process.pid, signum)
-
     def tick(self) -> None:
-        """Does regular work: kills after the grace period, reports exits and stalls."""
+        """Does periodic work: reports exits and stalls, kills ranks after the grace period."""
         now_s = time.monotonic()
         if now_s - self._sampled_at >= self._sample_interval_s:
             self._sampled_at = now_s
@@ -481,7 +419,7 @@ class NodeJob:
 
     @property
     def _sample_interval_s(self) -> float:
-        """Seconds between two looks."""
+        """Interval at which the states of the processes are sampled."""
         if any(rank.stall.cause == "stopped" for rank in self.running_ranks()):
             return SAMPLE_STOPPED_S
         return SAMPLE_RECOVERABLE_S if any(rank.is_replaceable for rank in self.ranks) else SAMPLE_S
@@ -489,43 +427,18 @@ class NodeJob:
     def _sample_all(self, now_s: float) -> None:
         for rank in self.running_ranks():
             rank.sample(now_s)
-            self._report_stall(rank, now_s)
-        if self._server is not None and self._is_stopped(self._server.pid, now_s):
+            if (report := rank.stall_report(now_s)) is not None:
+                self._post(report)
+        if self._server is not None and self._stop_timer.is_stopped(self._server.pid, now_s):
             self._kill_server()
         self._had_recovery = self._had_recovery or any(rank.is_replaceable for rank in self.ranks)
-        # Whoever calls it waits without end; of one that has ended the others make another.
-        if (
-            self._had_recovery
-            and self._store is not None
-            and self._is_stopped(self._store.pid, now_s)
-        ):
-            processes.send(self._store, signal.SIGKILL)
-
-    def _is_stopped(self, pid: int, now_s: float) -> bool:
-        """Whether a signal has stopped this process for too long."""
-        stat = processes.read_stat(pid)
-        if stat is None or stat.state != "T":
-            self._frozen_at.pop(pid, None)
-            return False
-        return now_s - self._frozen_at.setdefault(pid, now_s) >= MAX_STOPPED_S
-
-    def _report_stall(self, rank: RankProcess, now_s: float) -> None:
-        """Reports once that a rank stalls, and once that it continues."""
-        is_frozen = rank.stall.is_stalled(now_s)
-        if rank.process is None or is_frozen == rank.stall.is_reported:
-            return
-        rank.stall.is_reported = is_frozen
-        event = {"event": "rank thawed", "rank": rank.rank}
-        if is_frozen:
-            pid, cause = rank.process.pid, rank.stall.cause
-            event.update(
-                event="rank frozen", how=cause, on=stalls.describe_cause(pid, cause), pid=pid
-            )
-            event["seconds"] = round(rank.stall.duration_s(now_s), 3)
-        self._post(event)
+        # Clients of a stopped store wait without end; if it ends, the ranks open another.
+        store = self.store.process
+        if self._had_recovery and store and self._stop_timer.is_stopped(store.pid, now_s):
+            processes.send(store, signal.SIGKILL)
 
     def _kill_server(self) -> None:
-        """Kills a fork server that hangs; its end is then handled like a death."""
+        """Kills a fork server that hangs; :meth:`_on_server_exit` handles its end."""
         if self._server is not None and self._server.poll() is None:
             self._killed_frozen = True
             self._server.kill()
@@ -539,12 +452,12 @@ class NodeJob:
         rank.close_control()
         rank.is_reported = True
         report = rank.exit_report()
-        if report["signal"] == signal.SIGKILL:  # by us, by somebody, or by the kernel for memory
+        if report["signal"] == signal.SIGKILL:  # the kernel may have killed it for memory
             report["memory"] = oom.evidence(self._initial_oom_kills)
         self._post(report)
 
     def _end_attempt(self) -> None:
-        """Kills what the ended ranks left; the store stays for other nodes' ranks."""
+        """Kills processes that the ended ranks left; the store stays for other nodes' ranks."""
         self.running, self._kill_at = False, None
         num_killed = self.kill()
         if num_killed:
@@ -552,41 +465,29 @@ class NodeJob:
         self._post({"event": "node ended", "time": time.monotonic()})
 
     def kill(self) -> int:
-        """SIGKILLs the job's processes except fork server and store; returns how many."""
+        """SIGKILLs the job's processes except fork server and store; returns their number."""
         for rank in self.ranks:
-            rank.is_group_signaled = False  # nothing is waited for any more
+            rank.is_group_signaled = False  # its processes have no grace period any more
         if self._server is None:
             return 0
         spared = [self._server.pid] if self._channel is not None else []
-        spared += [self._store.pid] if self._store else []
-        # orphans of the job became children of this process
+        spared += [self.store.process.pid] if self.store.process else []
+        # this process has adopted the job's orphans
         return processes.kill_job(self.token, [os.getpid()], spared)
 
-    def end_store(self) -> None:
-        """Ends the attempt's store and waits until its port is free."""
-        self._close_store_socket()
-        if self._store is not None:
-            processes.send(self._store, signal.SIGKILL)
-            processes.wait_for_exit(self._store, STORE_TIMEOUT_S)
-            self._store = None
-
-    def _close_store_socket(self) -> None:
-        if self._store_filter is not None:
-            self._store_filter.close()
-        if self._store_listener is not None:
-            self._store_listener.close()
-        self._store_filter = self._store_listener = None
-
     def keep_server(self) -> Optional[warm.IdleServer]:
-        """Ends everything of the job but the fork server; returns it if it is reusable."""
-        self.end_store()
+        """Ends the job except for its fork server; returns an idle server for the next job.
+
+        If this one cannot be reused, it is ended, and an earlier idle one is returned if there is.
+        """
+        self.store.end()
         self.kill()
         server, channel = self._server, self._channel
         spec, imported = self._server_spec, self._imported
         if (
             (server is None or channel is None or spec is None or imported is None)
             or self._channel_buffer
-            or server.pid in self._frozen_at
+            or self._stop_timer.has_started(server.pid)
         ):
             former, self._idle_server = self._idle_server, None
             self.close()
@@ -595,8 +496,8 @@ class NodeJob:
         return warm.IdleServer(server, channel, self.token, spec, imported, self._server_sources)
 
     def close(self) -> None:
-        """Ends everything of the job on this node, the fork server included."""
-        self._close_store_socket()
+        """Ends all processes of the job on this node, including the fork server."""
+        self.store.close_socket()
         if self._idle_server is not None:
             self._idle_server.close()
             self._idle_server = None
@@ -608,8 +509,3 @@ class NodeJob:
             self._server.wait()
             processes.kill_job(self.token, [os.getpid()], [])
             self._server = None
-
-
-def _addresses(env: Dict[str, str]) -> str:
-    """Of the job's hosts, as its ranks are told them."""
-    return env.get(peer_filters.VARIABLE, "")

@@ -1,4 +1,4 @@
-"""Who killed a rank: the traces that the kernel's memory killer leaves.
+"""Reads the traces of the kernel's memory killer, which show whether it killed a rank.
 
 Limits and counters of this process's control group (version 1 and 2) and of its parents, and the
 kernel log where it may be read. Formats: cgroups(7), kernel's admin-guide/cgroup-v2, printk.
@@ -22,7 +22,7 @@ KILL_RECORD = re.compile(r"Killed process (\d+) \(([^)]*)\)|oom-kill:|oom_reaper
 
 
 def group_folders(text: Optional[str] = None, root: Path = ROOT) -> Iterator[Path]:
-    """The memory group's folder and its parents', nearest first."""
+    """Returns the folders of the memory control group and its parents, nearest first."""
     text = read_text(Path("/proc/self/cgroup")) if text is None else text
     for line in text.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -40,7 +40,7 @@ def group_folders(text: Optional[str] = None, root: Path = ROOT) -> Iterator[Pat
 
 
 def count_kills(root: Path = ROOT) -> Optional[int]:
-    """How many processes of this group (and those above) were killed for memory; None unknown."""
+    """Counts kills for memory in this control group and its parents; ``None`` if unknown."""
     kills = []
     for folder in group_folders(root=root):
         for name in ("memory.events", "memory.oom_control"):
@@ -51,7 +51,7 @@ def count_kills(root: Path = ROOT) -> Optional[int]:
 
 
 def tightest_limit(root: Path = ROOT) -> Optional[Dict[str, Any]]:
-    """The tightest limit that holds here: ``bytes``, ``peak`` (bytes or None), ``group``."""
+    """Returns the smallest memory limit: ``bytes``, ``peak`` (bytes or ``None``), ``group``."""
     limits = []
     for folder in group_folders(root=root):
         max_bytes = _number(folder, "memory.max", "memory.limit_in_bytes")
@@ -70,9 +70,9 @@ def _number(folder: Path, *names: str) -> Optional[int]:
 
 
 def kernel_lines(start_s: float, now: Optional[float] = None) -> List[str]:
-    """Lines of the kernel log about killed processes, later than ``since`` (seconds since boot).
+    """Returns lines of the kernel log about killed processes after ``since`` (seconds since boot).
 
-    Empty where the log may not be read.
+    The list is empty if the log cannot be read.
     """
     lines: List[str] = []
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Processes by identity (pid and start time), because a pid alone may have been reused.
+"""Identifies processes by pid and start time, because a pid alone may have been reused.
 
 A job's processes carry its token in their environment, or descend from one that does.
 """
@@ -57,7 +57,7 @@ def parse_stat(text: str) -> Stat:
 
 
 def read_stat(pid: int, thread: Optional[int] = None) -> Optional[Stat]:
-    """The state of a process, or of one of its threads; ``None`` when there is none."""
+    """Reads the state of a process or of one of its threads; ``None`` if it does not exist."""
     subfolder = "" if thread is None else "/task/%d" % thread
     try:
         return parse_stat(Path("/proc/%d%s/stat" % (pid, subfolder)).read_text(errors="replace"))
@@ -81,17 +81,20 @@ def tcp_sockets(pid: Union[int, str] = "self") -> List[List[str]]:
 
 
 def bytes_moved(pid: int) -> int:
-    """Bytes that a process has read and written, without ``send`` and ``recv``; 0 if unknown."""
+    """Returns the bytes of a process's reads and writes, without ``send`` and ``recv``.
+
+    The result is 0 if unknown.
+    """
     return sum(_io_bytes(pid))
 
 
 def bytes_sent(pid: int) -> int:
-    """Bytes that a process has written, without those that wait in its TCP connections."""
+    """Returns the bytes that a process has written, without those queued in TCP connections."""
     return max(_io_bytes(pid)[1] - _unacked_bytes(pid), 0)
 
 
 def _io_bytes(pid: int) -> Tuple[int, int]:
-    """Bytes read and written."""
+    """Returns the bytes that a process has read and written, as two numbers."""
     fields = dict(line.split(": ") for line in read_text("/proc/%d/io" % pid).splitlines())
     return int(fields.get("rchar", 0)), int(fields.get("wchar", 0))
 
@@ -116,19 +119,19 @@ def sockets_of(pids: Iterable[int]) -> Set[int]:
 
 
 def identify(pid: int) -> Optional[Process]:
-    """The identity of a running process; ``None`` when it is gone or a zombie."""
+    """Returns the identity of a running process; ``None`` if it is gone or a zombie."""
     stat = read_stat(pid)
     return None if stat is None or stat.state in "ZX" else Process(stat.pid, stat.start)
 
 
 def all_stats() -> Dict[int, Stat]:
-    """Every process that this process can see."""
+    """Returns the state of every visible process, by pid."""
     stats = (read_stat(int(name)) for name in os.listdir("/proc") if name.isdigit())
     return {stat.pid: stat for stat in stats if stat is not None}
 
 
 def descendants(roots: Iterable[int], stats: Dict[int, Stat]) -> Set[int]:
-    """The pids below ``roots`` (roots not included)."""
+    """Returns the pids of all descendants of ``roots``."""
     children: Dict[int, List[int]] = {}
     for stat in stats.values():
         children.setdefault(stat.parent, []).append(stat.pid)
@@ -143,7 +146,7 @@ def descendants(roots: Iterable[int], stats: Dict[int, Stat]) -> Set[int]:
 
 
 def with_token(token: str, stats: Dict[int, Stat]) -> Set[int]:
-    """The pids whose environment carries the job's token. Other users' are not readable."""
+    """Returns pids of this user's processes with the job's token in their environment."""
     entry = ("PACELINE_JOB_TOKEN=" + token).encode()
     members = set()
     for pid in stats:
@@ -167,7 +170,7 @@ def job_processes(token: str, roots: Iterable[int], spared: Iterable[int]) -> Li
 
 
 def send(process: Process, signum: int) -> bool:
-    """Signals exactly that process; False when it is gone or its pid belongs to another."""
+    """Signals exactly this process; returns False if it is gone or its pid was reused."""
     if identify(process.pid) != process:
         return False
     try:
@@ -188,7 +191,7 @@ def has_handler(pid: int, signum: int) -> bool:
 
 
 def is_session_alive(session: int) -> bool:
-    """Whether a process of this session runs, be its leader gone or not."""
+    """Whether any process of this session runs, even if its leader has ended."""
     return any(stat.session == session and stat.state not in "ZX" for stat in all_stats().values())
 
 

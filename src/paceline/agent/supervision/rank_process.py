@@ -1,25 +1,28 @@
-"""One rank as the agent sees it: its process, its pipes, its activity, its end."""
+"""The agent's view of one rank: its process, its pipes, its activity, its end."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import signal
 import time
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Optional
 
-from ..ranks import stack_dump
+from ..ranks import flight_recorder, stack_dump
 from . import gloo_threads, processes, stalls
 
 Message = Dict[str, Any]
 DRAIN_S = 1.0  # how long after a rank's end its pipes may stay open (grandchildren hold them)
 MAX_LINE_BYTES = 1 << 20
 MIN_CPU_SHARE = 0.02  # of a CPU: a rank that uses less is idle
-MIN_TICKS = 4.0  # the counts of a process and of some of its threads may differ by so much
+MIN_TICKS = 4.0  # largest error when the ticks of some threads are subtracted from a process's
 MAX_INTERVAL_S = 2.0  # over which CPU ticks are counted
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class RankProcess:
-    """One rank: its pipes, its identity, its end."""
+    """Reads from, writes to, samples and signals the process of one rank."""
 
     def __init__(self, rank: int, local_rank: int) -> None:
         self.rank = rank
@@ -32,7 +35,7 @@ class RankProcess:
         self.fds: Dict[int, str] = {}  # read end -> "out" | "err" | "events"
         self.control_fd: Optional[int] = None  # write end of its control pipe
         self.unsent = bytearray()  # lines that the control pipe has not taken yet
-        self.partial = b""  # an unfinished line of the events pipe
+        self._partial = b""  # an unfinished line of the events pipe
         self.event_bytes = 0  # read from the events pipe so far
         self.child_event_bytes = 0  # of these, written by the rank's children
         self.peak_bytes = 0  # of memory
@@ -40,14 +43,12 @@ class RankProcess:
         self.active_at = time.monotonic()  # when it last used a CPU or sent an event
         self.stall = stalls.StallDetector()
         self.is_replaceable = False  # the others continue if it is lost
-        self._interval_start = (
-            self.active_at
-        )  # start of the interval over which CPU ticks are counted
+        self._interval_start = self.active_at  # of the interval over which CPU ticks are counted
         self._interval_cpu = 0
         self._gloo_loops = gloo_threads.LoopClock()
         self.inspected_gloo_loops = gloo_threads.LoopClock()  # sampled by inspections only
         self._loop_ticks = 0  # of gloo's loops at the interval's start
-        self._diagnostic_ticks = 0.0  # spent on our own requests in the interval
+        self._diagnostic_ticks = 0.0  # spent on the agent's requests in the interval
 
     def sample(self, now_s: float) -> None:
         """Updates whether the process works, waits, or is stalled."""
@@ -61,7 +62,7 @@ class RankProcess:
         loop_ticks = self._gloo_loops.ticks(self.process.pid, now_s)
         loop_delta, elapsed_s = loop_ticks - self._loop_ticks, now_s - self._interval_start
         work_ticks = stat.cpu - self._interval_cpu - self._diagnostic_ticks - loop_delta
-        # One tick says nothing: a process that only waits comes to one every few seconds.
+        # an idle process also uses a tick every few seconds
         min_ticks = MIN_TICKS if loop_delta else 1.0
         has_worked = work_ticks > max(min_ticks, MIN_CPU_SHARE * TICKS_PER_S * elapsed_s)
         if has_worked:
@@ -71,8 +72,41 @@ class RankProcess:
             self._interval_start, self._interval_cpu = now_s, stat.cpu
             self._loop_ticks, self._diagnostic_ticks = loop_ticks, 0.0
 
+    def open_pipes(self) -> List[int]:
+        """Makes the rank's pipes; returns the ends for its process in the fork server's order."""
+        child_fds = []
+        for name in ("out", "err", "events"):
+            read_end, write_end = os.pipe()
+            os.set_blocking(read_end, False)
+            self.fds[read_end] = name
+            child_fds.append(write_end)
+        read_end, self.control_fd = os.pipe()
+        os.set_blocking(self.control_fd, False)
+        return [*child_fds, read_end]
+
+    def parse_events(self, data: bytes) -> List[Message]:
+        """Takes data of the events pipe; returns its complete events for the launcher."""
+        self.event_bytes += len(data)
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        if len(self._partial) > MAX_LINE_BYTES:
+            self._partial = b""
+        events = []
+        for line in lines:
+            try:  # the user's code may write there too
+                event = json.loads(line)
+            except (ValueError, RecursionError):
+                self.dump.add_line(line)
+                continue
+            if isinstance(event, dict) and event.get("kind") == flight_recorder.KIND:
+                self.dump.set_calls(event.get("calls"), event.get("cpu_s"))
+            elif isinstance(event, dict):
+                self.active_at = time.monotonic()
+                self.note_event(event)
+                events.append(event)
+        return events
+
     def note_event(self, event: Message) -> None:
-        """Reads whether the others can continue without it: then a stop is reported sooner."""
+        """Notes whether the job can continue without this rank; then stops are reported sooner."""
         is_recoverable = event.get("event") == "recoverable" and event.get("able") is True
         if is_recoverable or event.get("event") == "newcomer ready":
             self.is_replaceable = True
@@ -115,7 +149,57 @@ class RankProcess:
                 return False
         return not self.fds or time.monotonic() - self.ended_at > DRAIN_S
 
+    def signal(self, signum: int, is_program: bool) -> None:
+        """Signals the rank, and its process group unless the rank handles the signal itself.
+
+        A rank that saves first still needs its data workers. A program may be a shell, whose
+        handler runs only after its child.
+
+        Args:
+            signum: The signal.
+            is_program: Whether the rank executes a program other than Python.
+        """
+        process = self.process
+        if process is None or processes.identify(process.pid) != process:
+            return
+        if not is_program and processes.has_handler(process.pid, signum):
+            processes.send(process, signum)
+            signum = signal.SIGCONT
+        else:
+            self.is_group_signaled = signum != signal.SIGKILL
+        with contextlib.suppress(OSError):
+            try:
+                os.killpg(process.pid, signum)
+                os.killpg(process.pid, signal.SIGCONT)  # a stopped process takes no signal
+            except ProcessLookupError:  # it does not lead its group yet, so it has none
+                os.kill(process.pid, signum)
+
+    def kill_group(self) -> None:
+        """SIGKILLs the rank's process group, whose leader may have exited."""
+        if self.process is not None:
+            with contextlib.suppress(OSError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def stall_report(self, now_s: float) -> Optional[Message]:
+        """Returns an event once the rank stalls, and one once it continues; else ``None``."""
+        is_stalled = self.stall.is_stalled(now_s)
+        if self.process is None or is_stalled == self.stall.is_reported:
+            return None
+        self.stall.is_reported = is_stalled
+        if not is_stalled:
+            return {"event": "rank thawed", "rank": self.rank}
+        pid, cause = self.process.pid, self.stall.cause
+        return {
+            "event": "rank frozen",
+            "rank": self.rank,
+            "how": cause,
+            "on": stalls.describe_cause(pid, cause),
+            "pid": pid,
+            "seconds": round(self.stall.duration_s(now_s), 3),
+        }
+
     def exit_report(self) -> Message:
+        """Returns the event that reports the rank's end."""
         status = self.status or 0
         signaled = os.WIFSIGNALED(status)
         evidence: Message = {"state": self.dump.state, "stack": self.dump.stack}

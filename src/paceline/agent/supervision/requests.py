@@ -18,9 +18,9 @@ Message = Dict[str, Any]
 
 
 def prepare(agent: Agent, request: Message, _: bytes) -> None:
-    """Starts the fork server; its interpreter is looked at first, for its disk may hang.
+    """Sources the scripts ``activate`` with this agent's environment, and starts the fork server.
 
-    ``activate``: scripts that are sourced before, with this agent's environment.
+    A thread first accesses the interpreter, because its disk may hang.
     """
 
     def start_fork_server() -> None:
@@ -45,7 +45,7 @@ def reserve_port(agent: Agent, request: Message, _: bytes) -> None:
     if agent.reserved is not None:
         agent.reserved.close()
         agent.reserved = None
-    agent.job.end_store()  # an earlier attempt's, which may hold that very port
+    agent.job.store.end()  # an earlier attempt's store may hold the port
     address, port = request["address"], request.get("port", 0)
     try:
         if port:
@@ -85,16 +85,16 @@ def tell_ranks(agent: Agent, request: Message, _: bytes) -> None:
 
 
 def kill_ranks(agent: Agent, request: Message, _: bytes) -> None:
-    """SIGKILLs some ``ranks``: frozen ones, or ranks that the others have continued without."""
+    """SIGKILLs ``ranks`` that are frozen, or that the others have continued without."""
     agent.reply(request, killed=agent.job.kill_ranks(request["ranks"]))
 
 
 def open_store(agent: Agent, request: Message, _: bytes) -> None:
-    """Opens a fresh rendezvous store on ``address`` while ranks run; answers its port.
+    """Opens a new rendezvous store on ``address`` while ranks run; answers its port.
 
-    ``addresses``: from which the job's hosts connect.
+    ``addresses``: addresses of the job's hosts.
     """
-    agent.job.end_store()
+    agent.job.store.end()
     listener = probe.listen_outside_ephemeral(request["address"], facts.ephemeral_ports())
     with contextlib.closing(listener):  # the fork server has its own copy
         port = listener.getsockname()[1]
@@ -104,8 +104,8 @@ def open_store(agent: Agent, request: Message, _: bytes) -> None:
 
 
 def admit(agent: Agent, request: Message, _: bytes) -> None:
-    """Lets ``addresses`` connect to the store here: a host has joined the job."""
-    agent.job.admit(request["addresses"])
+    """Lets ``addresses`` connect to the store here, because a host has joined the job."""
+    agent.job.store.admit(request["addresses"])
     agent.reply(request)
 
 
@@ -119,7 +119,7 @@ def dump_stacks(agent: Agent, request: Message, _: bytes) -> None:
 
 @in_thread
 def seen(agent: Agent, request: Message, _: bytes) -> None:
-    """Answers what ``dump_stacks`` has brought; reads every process's state."""
+    """Answers the results of ``dump_stacks``, with the state of every process."""
     ranks, closely = agent.job.running_ranks(), bool(request.get("closely"))
     agent.reply(request, ranks=inspection.inspect(ranks, closely))
 
@@ -131,11 +131,12 @@ def stop(agent: Agent, request: Message, _: bytes) -> None:
 
 
 def kill(agent: Agent, request: Message, _: bytes) -> None:
+    """SIGKILLs all of the job's processes except fork server and store; answers their number."""
     agent.reply(request, killed=agent.job.kill())
 
 
 def job_processes(agent: Agent, request: Message, _: bytes) -> None:
-    """Answers every living process of this job here, for tests and diagnosis."""
+    """Answers the pids of the job's processes on this node, for tests and diagnosis."""
     members = processes.job_processes(agent.job.token, [], [])
     agent.reply(request, pids=[process.pid for process in members])
 

@@ -1,6 +1,7 @@
-"""What blocks a process, from the kernel's tables: a signal, a debugger, a disk, a pipe, a lock.
+"""Finds out what blocks a process: a signal, a debugger, a disk, a pipe or a lock.
 
-Neither opens the file that a process waits for nor reads its memory: either could block.
+Uses only the kernel's tables: opening the file that a process waits for, or reading its memory,
+could block.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ _INTERRUPTIBLE_CALLS = {
     "recvfrom", "recvmsg", "sendto", "sendmsg", "connect", "accept", "sigtimedwait",
 }  # fmt: skip
 MIN_STALL_S = {"stopped": 2.5, "traced": 2.5, "paused": 2.5, "disk": 10.0, "swapped": 10.0}
-MIN_STOPPED_S = 0.4  # "stopped" of a rank that others go on without: its end costs no step
+MIN_STOPPED_S = 0.4  # "stopped" of a rank that the others can continue without
+MAX_STOPPED_S = 1.0  # after which a stopped fork server or store is killed
 _MIN_FAULT_RATE = 20.0  # page faults a second that had to wait for a disk
 _MIN_PRESSURE = 40.0  # percent of the time in which somebody waited for memory
 
@@ -87,7 +89,7 @@ def find_mount(pid: Union[int, str], path: str) -> Tuple[str, str, str]:
 
 
 def pipe_readers(pipe: str, pids: List[int]) -> List[int]:
-    """Those of the processes that could read from ``pipe:[…]``."""
+    """Returns which of the processes can read from ``pipe:[…]``."""
     return [pid for pid in pids if any(_is_reader(pid, fd) for fd in _descriptors(pid, pipe))]
 
 
@@ -133,12 +135,12 @@ class StallDetector:
         self._sampled_s = 0.0
 
     def sample(self, now_s: float, stat: processes.Stat, has_worked: bool) -> None:
-        """To be called regularly.
+        """Updates the cause; call it regularly.
 
         Args:
             now_s: Seconds of the monotonic clock.
-            stat: The process.
-            has_worked: It has used a CPU since the last sample.
+            stat: State of the process.
+            has_worked: Whether it has used a CPU since the last sample.
         """
         cause, count = self._find_cause(now_s, stat, has_worked), -1
         if cause == "disk":  # a slow one answers now and then
@@ -173,8 +175,31 @@ class StallDetector:
         return bool(self.cause) and self.duration_s(now_s) >= self.min_stall_s[self.cause]
 
 
+class StopTimer:
+    """Measures for how long signals have stopped processes that no rank replaces."""
+
+    def __init__(self) -> None:
+        self._stopped_at: Dict[int, float] = {}  # seconds of the monotonic clock, by pid
+
+    def is_stopped(self, pid: int, now_s: float) -> bool:
+        """Samples a process; returns whether it has been stopped for :data:`MAX_STOPPED_S`."""
+        stat = processes.read_stat(pid)
+        if stat is None or stat.state != "T":
+            self._stopped_at.pop(pid, None)
+            return False
+        return now_s - self._stopped_at.setdefault(pid, now_s) >= MAX_STOPPED_S
+
+    def has_started(self, pid: int) -> bool:
+        """Whether the process was stopped when it was last sampled."""
+        return pid in self._stopped_at
+
+    def clear(self) -> None:
+        """Forgets all processes."""
+        self._stopped_at.clear()
+
+
 def memory_pressure() -> float:
-    """Percent of the last ten seconds in which some process waited for memory; 0 if unknown."""
+    """Returns the percentage of the last ten seconds with a wait for memory; 0 if unknown."""
     for field in read_text("/proc/pressure/memory").split("\n", 1)[0].split():
         if field.startswith("avg10="):
             with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""GPUs of three makers from kernel files, without driver libraries, in the order of the PCI bus.
+"""Finds GPUs of three makers in kernel files, without driver libraries, in PCI bus order.
 
 GPUs without a device file (containers) or with shared memory (laptops) are not counted.
 """
@@ -21,12 +21,12 @@ AMD_DEVICE_HEAPS = ("1", "2")  # heap types of KFD: the card's, seen by the proc
 
 
 def find_gpus(root: Path = ROOT) -> List[Gpu]:
-    """Every GPU that counts, makers one after the other."""
+    """Returns all GPUs, grouped by maker."""
     return nvidia(root) + amd(root) + intel(root)
 
 
 def nvidia(root: Path = ROOT) -> List[Gpu]:
-    """By the device files, and their places from the driver where it tells them."""
+    """Finds NVIDIA GPUs by their device files; the driver may report their PCI addresses."""
     places = {}
     for file in root.glob("proc/driver/nvidia/gpus/*/information"):
         match = re.search(r"^Device Minor:\s*(\d+)", read_text(file), re.MULTILINE)
@@ -40,7 +40,7 @@ def nvidia(root: Path = ROOT) -> List[Gpu]:
 
 
 def amd(root: Path = ROOT) -> List[Gpu]:
-    """By the nodes of KFD, through which ROCm sees them."""
+    """Finds AMD GPUs by the nodes of KFD, which ROCm uses."""
     gpus = []
     if (root / "dev/kfd").exists():
         for folder in root.glob("sys/class/kfd/kfd/topology/nodes/*"):
@@ -65,14 +65,14 @@ def _kfd_memory(folder: Path) -> int:
 
 
 def _kfd_place(properties: Dict[str, str]) -> str:
-    """The kernel packs bus, device and function into one number."""
+    """Returns a PCI address from KFD's number, which packs bus, device and function."""
     packed = int(properties.get("location_id", 0))
     parts = (int(properties.get("domain", 0)), packed >> 8 & 0xFF, packed >> 3 & 0x1F, packed & 7)
     return "%04x:%02x:%02x.%x" % parts
 
 
 def intel(root: Path = ROOT) -> List[Gpu]:
-    """Of the drivers i915 and xe; one for each tile, as Level Zero counts them by itself."""
+    """Finds Intel GPUs of the drivers i915 and xe, one per tile as Level Zero counts them."""
     gpus = []
     for folder in root.glob("sys/class/drm/renderD*"):
         device = folder / "device"
@@ -90,7 +90,7 @@ def intel(root: Path = ROOT) -> List[Gpu]:
 
 
 def _tiles(device: Path, driver: str) -> int:
-    """i915 has a "gt" for each tile of a card, xe several within one."""
+    """Counts a card's tiles: i915 has one "gt" per tile, xe several."""
     pattern = "tile[0-9]*" if driver == "xe" else "drm/card*/gt/gt[0-9]*"
     return len(list(device.glob(pattern)))
 
@@ -102,6 +102,6 @@ def _gpu(root: Path, maker: str, device: str, place: str) -> Gpu:
 
 
 def _properties(path: Path) -> Dict[str, str]:
-    """``name value`` a line, as KFD writes it."""
+    """Parses KFD's properties, one ``name value`` per line."""
     pairs = (line.split() for line in read_text(path).splitlines())
     return {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[1].isdigit()}

@@ -1,4 +1,4 @@
-"""What a check asks of a node beyond its facts: names, ports, bandwidth, folders, left-overs."""
+"""Answers a check's requests beyond facts: names, ports, bandwidth, folders, left-overs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import sysconfig
 import threading
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from .. import warm
 from ..files import safe_paths, snapshot
@@ -22,13 +22,15 @@ from ..operations import describe_error
 from ..supervision import processes, stalls
 from . import facts, host_load, probe
 
+if TYPE_CHECKING:
+    from ..server import Agent
 Message = Dict[str, Any]
 BLOCK_BYTES = 1 << 18
 SEND_BUFFER = 1 << 20  # bytes; small, so that what was sent was also received soon after
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 SYN_RECV = "03"  # state in /proc/net/tcp
 RTF_REJECT = 0x200
-MAX_OUTPUT_BYTES = 1 << 16  # bytes of a command's output that are told
+MAX_OUTPUT_BYTES = 1 << 16  # of a command, from its end
 SO_MAX_PACING_RATE = 47
 
 
@@ -36,7 +38,7 @@ SO_MAX_PACING_RATE = 47
 
 
 def resolve_names(names: List[str]) -> Dict[str, Optional[List[str]]]:
-    """Addresses by name, all asked at once; ``None`` for a name server that does not answer."""
+    """Resolves names in parallel; ``None`` for a name if the name server does not answer."""
     addresses: Dict[str, Optional[List[str]]] = {}
     threads = [
         threading.Thread(
@@ -51,24 +53,24 @@ def resolve_names(names: List[str]) -> Dict[str, Optional[List[str]]]:
     return addresses
 
 
-# --- who knocked ------------------------------------------------------------------------------
+# --- connections and routes -------------------------------------------------------------------
 
 
 def half_open_connections() -> List[List[Any]]:
     """Returns [port, peer] of connections of which only the peer's first packet arrived.
 
-    If a peer that cannot connect is not in this list, its packets do not arrive; if it is, ours do
-    not reach it.
+    If a peer that cannot connect is in this list, this node's packets do not reach it; otherwise
+    its packets do not arrive here.
     """
     return [
-        [int(fields[1].rsplit(":", 1)[1], 16), parse_address(fields[2].rsplit(":", 1)[0])]
+        [int(fields[1].rsplit(":", 1)[1], 16), decode_address(fields[2].rsplit(":", 1)[0])]
         for fields in processes.tcp_sockets()
         if fields[3] == SYN_RECV
     ]
 
 
-def parse_address(text: str) -> str:
-    """An address of /proc/net/tcp: words in the machine's byte order, in hexadecimal."""
+def decode_address(text: str) -> str:
+    """Decodes an address of /proc/net/tcp: hexadecimal words in the machine's byte order."""
     groups = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
     raw = b"".join(struct.pack("=I", group) for group in groups)
     return socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)
@@ -77,14 +79,14 @@ def parse_address(text: str) -> str:
 def reject_routes() -> List[str]:
     """Returns IPv4 destinations that the routing table refuses (``ip route add unreachable …``)."""
     routes = [line.split() for line in processes.read_text("/proc/net/route").splitlines()[1:]]
-    return [parse_address(route[1]) for route in routes if int(route[3], 16) & RTF_REJECT]
+    return [decode_address(route[1]) for route in routes if int(route[3], 16) & RTF_REJECT]
 
 
 # --- bandwidth --------------------------------------------------------------------------------
 
 
 def serve_sink(listener: socket.socket) -> None:
-    """Swallows what every connection sends and answers the count (8 bytes), until closed."""
+    """Discards the data of every connection and answers its size (8 bytes), until closed."""
     listener.setblocking(True)
     while True:
         try:
@@ -107,7 +109,7 @@ def _receive_all(connection: socket.socket) -> None:
 
 
 def send_to_sink(request: Message) -> Message:
-    """Sends to a sink for ``seconds`` and says how much arrived in how long.
+    """Sends to a sink for ``seconds``; returns how much arrived, and in what time.
 
     Args:
         request: ``address``, ``port``, ``seconds``, ``timeout_s``, and ``pace`` (bytes a second, 0
@@ -148,7 +150,7 @@ def _receive_exactly(sock: socket.socket, count: int) -> bytes:
 
 
 def tcp_info(sock: socket.socket) -> Message:
-    """Retransmitted and sent segments, path MTU and round trip (seconds), from the kernel."""
+    """Returns retransmitted and sent segments, path MTU and round trip in seconds."""
     try:
         raw = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 160)
     except (AttributeError, OSError):
@@ -186,7 +188,7 @@ def write_token(folder: str, name: str, content: str) -> Message:
 
 
 def read_tokens(folder: str, names: List[str]) -> Message:
-    """Which of the other nodes' files are seen here, and the folder's file system."""
+    """Returns which of the other nodes' files are visible here, and the folder's file system."""
     os.listdir(folder) if os.path.isdir(folder) else []  # network file systems look again
     seen = {}
     for name in names:
@@ -200,7 +202,7 @@ def read_tokens(folder: str, names: List[str]) -> Message:
 
 
 def remove_token(folder: str, name: str) -> Message:
-    """Removes what :func:`write_token` wrote."""
+    """Removes a file of :func:`write_token`."""
     for path in (Path(folder) / name, Path(folder) / (name + ".new")):
         with contextlib.suppress(OSError):
             path.unlink()
@@ -239,10 +241,10 @@ def _entries(root: Path) -> Iterator[Tuple[str, int]]:
 
 
 def token_processes() -> List[Message]:
-    """Processes of any job of ours that this user can see, and whether somebody owns them.
+    """Returns visible processes of any Paceline job, and whether an agent owns them.
 
-    ``owned`` is False for a process none of whose ancestors is an agent: its job's supervisor is
-    gone. ``warm``: that agent has no job, and waits for one. ``age`` is in seconds.
+    ``owned`` is False if no ancestor of the process is an agent: its job's supervisor is gone.
+    ``warm``: that agent has no job, and waits for one. ``age`` is in seconds.
     """
     stats = processes.all_stats()
     uptime = float(open("/proc/uptime").read().split()[0])
@@ -266,7 +268,7 @@ def token_processes() -> List[Message]:
 
 
 def _token_of(pid: int) -> Optional[str]:
-    """The run id in the environment of a process of ours; ``None`` when it is none of ours."""
+    """Returns the run id in a process's environment; ``None`` if it belongs to no job."""
     with contextlib.suppress(OSError):
         variables = Path("/proc/%d/environ" % pid).read_bytes().split(b"\0")
         if any(variable.startswith(b"PACELINE_JOB_TOKEN=") for variable in variables):
@@ -279,7 +281,7 @@ def _token_of(pid: int) -> Optional[str]:
 
 
 def _agent_of(stat: processes.Stat, stats: Dict[int, processes.Stat]) -> Optional[processes.Stat]:
-    """The ancestor that was started by our bootstrap line; ``None`` without one."""
+    """Returns the ancestor that is an agent; ``None`` if there is none."""
     parent = stat.parent
     while parent > 1 and parent in stats:
         line = probe.command_line(parent)
@@ -298,9 +300,9 @@ GPU_FIELDS = (
 
 
 def query_nvidia_smi(timeout_s: float = 10.0) -> Message:
-    """What nvidia-smi says, as text; ``missing`` without such a program, ``broken`` when it fails.
+    """Returns nvidia-smi's output, ``missing`` if there is none, or ``broken`` if it fails.
 
-    An ``error`` in an answer would be the whole request's.
+    A key ``error`` would make the whole request fail.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -320,7 +322,7 @@ def query_nvidia_smi(timeout_s: float = 10.0) -> Message:
 
 
 def list_packages() -> Dict[str, str]:
-    """Installed distributions and versions, read from the folders' names."""
+    """Returns installed distributions and versions, from the names of their folders."""
     versions: Dict[str, str] = {}
     for folder in facts.searched_folders():
         with contextlib.suppress(OSError):
@@ -336,7 +338,7 @@ SETVARS = ("/opt/intel/oneapi/setvars.sh", "~/intel/oneapi/setvars.sh")
 
 
 def find_mpi() -> Message:
-    """Paths of MPI's launcher, oneAPI's script and libfabric, empty for what is not there."""
+    """Returns the paths of MPI's launcher, oneAPI's script and libfabric; empty if missing."""
     multiarch = sysconfig.get_config_var("MULTIARCH") or ""
     folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     folders += ["/usr/lib/%s" % multiarch, "/usr/lib64", "/usr/lib", "/usr/local/lib"]
@@ -360,7 +362,7 @@ def _first_file(paths: List[str]) -> str:
 
 
 def run_command(request: Message) -> Message:
-    """Runs ``argv`` with ``input``; exit status and the last of its output, both streams."""
+    """Runs ``argv`` with ``input``; returns exit status and the end of its merged output."""
     completed = subprocess.run(
         request["argv"],
         input=request.get("input", "").encode(),
@@ -374,19 +376,19 @@ def run_command(request: Message) -> Message:
     }
 
 
-# --- operations: the first argument is the agent ------------------------------------------------
+# --- operations ---------------------------------------------------------------------------------
 
 
-def _in_thread(work: Callable[[Message], Message]) -> Callable[[Any, Message, bytes], None]:
-    """An operation that may take long: done in a thread, answered when done."""
+def _in_thread(work: Callable[[Message], Message]) -> Callable[[Agent, Message, bytes], None]:
+    """Makes an operation that runs slow work in a thread and answers its result."""
 
-    def operation(agent: Any, request: Message, _: bytes) -> None:
+    def operation(agent: Agent, request: Message, _: bytes) -> None:
         agent.in_thread(lambda: agent.reply(request, **work(request)), request)
 
     return operation
 
 
-def listen(agent: Any, request: Message, _: bytes) -> None:
+def listen(agent: Agent, request: Message, _: bytes) -> None:
     """Opens listeners on ``addresses``; answers ports and errors by address."""
     ports, errors = {}, {}
     for address in request["addresses"]:
@@ -398,7 +400,7 @@ def listen(agent: Any, request: Message, _: bytes) -> None:
     agent.reply(request, ports=ports, errors=errors)
 
 
-def stop_listening(agent: Any, request: Message, _: bytes) -> None:
+def stop_listening(agent: Agent, request: Message, _: bytes) -> None:
     for listener in agent.listeners.values():
         listener.close()
     agent.listeners = {}
@@ -433,8 +435,8 @@ def which(request: Message) -> Message:
     return {"path": path if os.access(path, os.X_OK) else None}
 
 
-def open_ports(agent: Any, request: Message, _: bytes) -> None:
-    """Listeners on ``ports`` of ``address``: those that could be had; who holds the others."""
+def open_ports(agent: Agent, request: Message, _: bytes) -> None:
+    """Opens listeners on ``ports`` of ``address``; answers the opened ports and others' holders."""
     address, opened, unavailable = request["address"], [], {}
     for port in request["ports"]:
         try:
@@ -448,15 +450,15 @@ def open_ports(agent: Any, request: Message, _: bytes) -> None:
     agent.reply(request, opened=opened, taken=unavailable)
 
 
-def open_sink(agent: Any, request: Message, _: bytes) -> None:
-    """A sink on ``address``; answers its port. It lives as long as the agent."""
+def open_sink(agent: Agent, request: Message, _: bytes) -> None:
+    """Opens a sink on ``address`` until the agent ends; answers its port."""
     listener = probe.listen(request["address"])
     agent.sinks.append(listener)
     threading.Thread(target=serve_sink, args=(listener,), daemon=True).start()
     agent.reply(request, port=listener.getsockname()[1])
 
 
-OPERATIONS: Dict[str, Callable[[Any, Message, bytes], None]] = {
+OPERATIONS: "Dict[str, Callable[[Agent, Message, bytes], None]]" = {
     "listen": listen,
     "stop_listening": stop_listening,
     "connect": _in_thread(connect),

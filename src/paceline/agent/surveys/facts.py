@@ -1,4 +1,4 @@
-"""Facts about this machine: cheap ones, read from files and the kernel, no program started."""
+"""Gathers facts about this machine from files and the kernel, without starting programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Facts = Dict[str, Any]
 
 
 def python_facts() -> Facts:
-    """The interpreter that runs this, which is the job's unless the hello says otherwise."""
+    """Returns facts of this interpreter, which is the job's unless the hello says otherwise."""
     return {
         "executable": sys.executable,
         "version": platform.python_version(),
@@ -35,7 +35,7 @@ def python_facts() -> Facts:
 
 
 def library_folders() -> List[str]:
-    """Where packages of this interpreter lie, most important first."""
+    """Returns the folders of this interpreter's packages, most important first."""
     folders = [sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]]
     with contextlib.suppress(Exception):
         folders += site.getsitepackages()
@@ -46,7 +46,7 @@ def library_folders() -> List[str]:
 
 
 def searched_folders() -> List[str]:
-    """Where this interpreter finds packages: also where a ``.pth`` file sends it."""
+    """Returns the folders that this interpreter searches, including those of ``.pth`` files."""
     return list(dict.fromkeys([*library_folders(), *filter(os.path.isabs, sys.path)]))
 
 
@@ -60,7 +60,7 @@ def parse_torch_version(text: str) -> Facts:
 
 
 def torch_facts() -> Optional[Facts]:
-    """The torch that ``import torch`` would find, from its files; ``None`` when there is none."""
+    """Returns facts of the torch that would be imported, from its files; ``None`` if missing."""
     for folder in searched_folders():
         path = Path(folder) / "torch" / "version.py"
         with contextlib.suppress(OSError):
@@ -69,7 +69,7 @@ def torch_facts() -> Optional[Facts]:
 
 
 def interface_facts() -> List[Facts]:
-    """Every interface: name, kind, state, MTU, speed in Mbit/s (-1 unknown), addresses."""
+    """Lists interfaces: name, kind, state, MTU, speed in Mbit/s (-1: unknown), addresses."""
     addresses = netlink.addresses()
     return [
         dict(_link(name), addresses=[a for a in addresses if a["interface"] == name])
@@ -103,7 +103,7 @@ def _link_kind(name: str, folder: Path) -> str:
 
 
 def name_facts() -> Facts:
-    """The host name and what it resolves to here, with the line of /etc/hosts that says so."""
+    """Returns the host name and its addresses here, with the lines of /etc/hosts for it."""
     name = socket.gethostname()
     hosts = read_text(Path("/etc/hosts"))
     return {
@@ -114,7 +114,7 @@ def name_facts() -> Facts:
 
 
 def resolve_name(name: str, timeout_s: float = 1.0) -> Optional[List[str]]:
-    """The addresses of a name; ``None`` when resolving takes longer than ``patience_s``."""
+    """Resolves a name to addresses; ``None`` if that takes longer than ``patience_s``."""
     addresses: List[str] = []
 
     def query() -> None:
@@ -129,7 +129,7 @@ def resolve_name(name: str, timeout_s: float = 1.0) -> Optional[List[str]]:
 
 
 def hosts_lines(text: str, name: str) -> List[str]:
-    """The lines of a hosts file that name ``name``, with their numbers: ``"2: 127.0.1.1 n1"``."""
+    """Returns the lines of a hosts file that contain ``name``: ``"2: 127.0.1.1 n1"``."""
     short_name = name.split(".")[0]
     lines = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -159,7 +159,7 @@ def cpu_facts(root: Path = accelerators.ROOT) -> Facts:
 
 
 def cpu_cores(allowed: Set[int], root: Path = accelerators.ROOT) -> List[List[int]]:
-    """The allowed CPUs by core; a CPU whose core is not told is one of its own."""
+    """Groups the allowed CPUs by core; a CPU whose core is unknown gets a group of its own."""
     groups = set()
     for cpu in allowed:
         folder = root / ("sys/devices/system/cpu/cpu%d/topology" % cpu)
@@ -169,7 +169,7 @@ def cpu_cores(allowed: Set[int], root: Path = accelerators.ROOT) -> List[List[in
 
 
 def numa_nodes(allowed: Set[int], root: Path = accelerators.ROOT) -> Dict[str, List[int]]:
-    """The allowed CPUs by NUMA node; empty where the kernel tells of none."""
+    """Groups the allowed CPUs by NUMA node; empty if the kernel reports none."""
     nodes = {}
     for folder in root.glob("sys/devices/system/node/node[0-9]*"):
         cpus = sorted(parse_cpu_list(read_text(folder / "cpulist")) & allowed)
@@ -179,7 +179,7 @@ def numa_nodes(allowed: Set[int], root: Path = accelerators.ROOT) -> Dict[str, L
 
 
 def parse_cpu_list(text: str) -> Set[int]:
-    """A list of the kernel's: ``0-3,8`` is 0, 1, 2, 3 and 8."""
+    """Parses a list in the kernel's format: ``0-3,8`` is 0, 1, 2, 3 and 8."""
     cpus: Set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
@@ -189,7 +189,7 @@ def parse_cpu_list(text: str) -> Set[int]:
 
 
 def cpu_quota(root: Path = accelerators.ROOT) -> Optional[float]:
-    """How many CPUs' worth of time this process's control groups allow; ``None`` for no limit."""
+    """Returns how many CPUs' worth of time the control groups allow; ``None`` for no limit."""
     limits = []
     for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -210,13 +210,13 @@ def cpu_quota(root: Path = accelerators.ROOT) -> Optional[float]:
 
 
 def memory_facts() -> Facts:
-    """Total and available memory in bytes."""
+    """Returns total and available memory in bytes."""
     total, available = host_load.memory_bytes(read_text("/proc/meminfo"))
     return {"total": total, "available": available}
 
 
 def device_facts() -> Facts:
-    """GPUs by the kernel's files (:func:`accelerators.find_gpus`), and NVIDIA's driver."""
+    """Returns GPUs from the kernel's files, and the version of NVIDIA's driver."""
     version = re.search(r"Kernel Module\D*([\d.]+)", read_text(Path("/proc/driver/nvidia/version")))
     return {
         "gpus": accelerators.find_gpus(),
@@ -246,7 +246,7 @@ def rdma_facts(folder: str = "/sys/class/infiniband") -> List[Facts]:
 
 
 def limit_facts() -> Facts:
-    """Limits that jobs meet: open files, locked memory, size of /dev/shm in bytes; -1 for none."""
+    """Returns limits of open files, locked memory and /dev/shm (bytes); -1 for no limit."""
 
     def limit(which: int, hard: bool = False) -> int:
         value = resource.getrlimit(which)[hard]
@@ -261,7 +261,7 @@ def limit_facts() -> Facts:
 
 
 def disk_facts(path: str) -> Facts:
-    """Size and free space in bytes of the file system that holds ``path`` or its parents."""
+    """Returns size and free bytes of the file system that holds ``path`` or a parent of it."""
     folder = Path(path)
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -279,13 +279,13 @@ def disk_facts(path: str) -> Facts:
 
 
 def ephemeral_ports() -> List[int]:
-    """First and last port that the kernel gives out by itself."""
+    """Returns the first and last port of the kernel's ephemeral range."""
     bounds = read_text(Path("/proc/sys/net/ipv4/ip_local_port_range")).split()
     return [int(bound) for bound in bounds] if len(bounds) == 2 else [32768, 60999]
 
 
 def clock_facts() -> Facts:
-    """Wall clock in seconds since 1970, and the monotonic clock."""
+    """Returns the wall clock in seconds since 1970, and the monotonic clock."""
     return {"time": time.time(), "monotonic": time.monotonic()}
 
 
@@ -304,14 +304,14 @@ _REPORTED_VARIABLES = re.compile(
 
 
 def environment_facts() -> Facts:
-    """Variables of the login that change how jobs communicate or what they load; no others."""
+    """Returns the login's variables that change how jobs communicate or what they load."""
     return {
         name: value for name, value in os.environ.items() if _REPORTED_VARIABLES.fullmatch(name)
     }
 
 
 def disks_facts() -> Facts:
-    """Where every job writes: the agent's cache, temporary files, /dev/shm."""
+    """Returns facts of the disks that every job uses: the cache, temporary files, /dev/shm."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     temporary = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108 - its room is the fact
     shm = "/dev/shm"  # noqa: S108
@@ -339,7 +339,7 @@ FACTS: Dict[str, Callable[[], Any]] = {
 
 
 def gather() -> Facts:
-    """All facts; one that cannot be had is ``None`` and its reason stands under ``errors``."""
+    """Gathers all facts; a missing one is ``None``, with the reason under ``errors``."""
     facts: Facts = {"errors": {}}
     for name, read in FACTS.items():
         try:

@@ -1,4 +1,4 @@
-"""How busy this host is: the kernel's counters, and the load of GPUs. Cheap enough to ask often."""
+"""Reads the load of this host from the kernel's counters and the GPUs; cheap enough to repeat."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ _load_readers: Dict[Path, LoadReader] = {}
 
 
 def _gpus(root: Path) -> List[float]:
-    """Those of one maker. How they are asked is found out once."""
+    """Returns the GPUs' load of one maker; how to read it is found out once."""
     if root not in _load_readers:
         _load_readers[root] = _amd(root) or _nvidia(root) or list
     return _load_readers[root]()
 
 
 def _amd(root: Path) -> Optional[LoadReader]:
-    """By a file of the kernel."""
+    """Makes a reader of the AMD GPUs' load; ``None`` if there are none."""
     places = [root / "sys/class/drm" / gpu["device"] for gpu in accelerators.amd(root)]
     files = [place / "device/gpu_busy_percent" for place in places]
 
@@ -85,7 +85,10 @@ def _amd(root: Path) -> Optional[LoadReader]:
 
 
 def _nvidia(root: Path) -> Optional[LoadReader]:
-    """By the driver's library: no file tells it, and starting nvidia-smi is dear."""
+    """Makes a reader of the NVIDIA GPUs' load; ``None`` if there are none, or no library.
+
+    The kernel has no file with the load, and nvidia-smi is slow to start.
+    """
     if not accelerators.nvidia(root):
         return None
     with contextlib.suppress(OSError, AttributeError):
@@ -100,7 +103,7 @@ class _Rates(ctypes.Structure):
 
 
 def nvml(library: Any) -> Optional[LoadReader]:
-    """Asks NVML; ``None`` where it does not come up."""
+    """Makes a reader of NVML; ``None`` if NVML cannot be initialised."""
     count = ctypes.c_uint()
     if library.nvmlInit_v2() or library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
         return None

@@ -28,7 +28,7 @@ Address = Dict[str, Union[str, int, bool]]
 
 
 def read_dump() -> bytes:
-    """The kernel's answer to "all addresses", as it came."""
+    """Returns the kernel's raw answer with all addresses."""
     request = _MESSAGE.pack(_MESSAGE.size + _ADDRESS.size, RTM_GETADDR, NLM_F_REQUEST_DUMP, 1, 0)
     data = b""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as netlink:
@@ -40,7 +40,7 @@ def read_dump() -> bytes:
 
 
 def parse_dump(data: bytes, names: Dict[int, str]) -> List[Address]:
-    """One entry an address: interface, address, prefix, family (4 or 6), scope, usable.
+    """Parses addresses: interface, address, prefix, family (4 or 6), scope, usable.
 
     Args:
         data: What :func:`read_dump` gave.
@@ -93,5 +93,5 @@ def _attributes(data: bytes) -> Iterator[Tuple[int, bytes]]:
 
 
 def addresses() -> List[Address]:
-    """The addresses of every interface of this machine."""
+    """Returns the addresses of all interfaces of this machine."""
     return parse_dump(read_dump(), dict(socket.if_nameindex()))

@@ -28,7 +28,7 @@ def family_of(address: str) -> int:
 
 
 def listen(address: str, port: int = 0, backlog: int = 128) -> socket.socket:
-    """A listening socket on exactly that address. OSError when it cannot be had."""
+    """Opens a listening socket on exactly this address. OSError if that is impossible."""
     listener = socket.socket(family_of(address), socket.SOCK_STREAM)
     try:
         if family_of(address) == socket.AF_INET6:
@@ -46,7 +46,7 @@ def listen(address: str, port: int = 0, backlog: int = 128) -> socket.socket:
 def listen_outside_ephemeral(
     address: str, ephemeral: List[int], max_tries: int = 64
 ) -> socket.socket:
-    """A listener on a free port that the kernel does not give out by itself.
+    """Opens a listener on a free port outside the kernel's ephemeral range.
 
     A port inside the ephemeral range can be taken by any outgoing connection between the moment
     it is chosen and the moment it is used by a restarted job.
@@ -65,7 +65,7 @@ def listen_outside_ephemeral(
 
 
 def answer(listener: socket.socket, identity: bytes) -> None:
-    """Accepts whoever waits at ``listener`` and tells our identity."""
+    """Accepts all waiting connections of a listener and sends them the agent's identity."""
     try:
         connection, _ = listener.accept()
     except OSError:
@@ -88,12 +88,12 @@ class _Attempt:
         self.connected = False
 
     def start(self) -> Optional[Result]:
-        """Starts connecting; a result when that fails at once."""
+        """Starts connecting; returns a result if that fails at once."""
         code = self.socket.connect_ex((self.target["address"], self.target["port"]))
         return None if code in (0, errno.EINPROGRESS) else self.failed(code)
 
     def proceed(self) -> Optional[Result]:
-        """Goes on after the socket became ready; a result when the attempt is over."""
+        """Continues once the socket is ready; returns a result if the attempt has ended."""
         if not self.connected:
             code = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
@@ -117,7 +117,7 @@ class _Attempt:
         return self.spec + timeout_s + (IDENTITY_TIMEOUT_S if self.connected else 0.0)
 
     def timed_out(self) -> Result:
-        """The time is over."""
+        """Returns the result of an attempt that has timed out."""
         return self.failed(errno.EBUSY if self.connected else errno.ETIMEDOUT)
 
     def failed(self, code: int) -> Result:
@@ -130,7 +130,7 @@ class _Attempt:
 
 
 def connect_all(targets: List[Result], timeout_s: float, settle_s: float) -> List[Result]:
-    """Tries every target, many at once; returns one result a target.
+    """Tries to connect to all targets, many at once; returns one result per target.
 
     Args:
         targets: ``{"host", "address", "port", "identity"}`` each.
@@ -162,7 +162,7 @@ def connect_all(targets: List[Result], timeout_s: float, settle_s: float) -> Lis
 
 
 def _start_attempts(selector: selectors.BaseSelector, waiting: Deque[Result]) -> List[Result]:
-    """Begins as many attempts as there may be at once; those that failed with that."""
+    """Starts as many attempts as are allowed at once; returns those that failed immediately."""
     failures = []
     while waiting and len(selector.get_map()) < MAX_ATTEMPTS:
         attempt = _Attempt(waiting.popleft())
@@ -180,7 +180,7 @@ def _next_deadline(selector: selectors.BaseSelector, timeout_s: float) -> float:
 
 
 def _expire(selector: selectors.BaseSelector, timeout_s: float) -> List[Result]:
-    """The attempts whose time is over."""
+    """Removes and returns the attempts that have timed out."""
     now = time.monotonic()
     expired = [key for key in selector.get_map().values() if key.data.deadline(timeout_s) <= now]
     for key in expired:
@@ -189,7 +189,7 @@ def _expire(selector: selectors.BaseSelector, timeout_s: float) -> List[Result]:
 
 
 def _run_round(selector: selectors.BaseSelector, deadline: float) -> List[Result]:
-    """Waits for the next sockets to become ready; the attempts that are over with that."""
+    """Waits for the next ready sockets; returns the attempts that have ended."""
     ready = selector.select(max(0.0, deadline - time.monotonic()))
     ended = [_step(selector, key.data) for key, _ in ready]
     return [result for result in ended if result is not None]

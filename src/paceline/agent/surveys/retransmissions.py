@@ -6,27 +6,29 @@ A segment that was lost and then arrived leaves no count.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import select
 import time
-from typing import Any, Callable, Dict, Iterable, List
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List
 
 from ..operations import in_thread
+from ..ranks import peer_filters
 from ..supervision import processes
 from . import probe
-from .checks import parse_address
+from .checks import decode_address
 
+if TYPE_CHECKING:
+    from ..server import Agent
 Message = Dict[str, Any]
-MAX_CONNECTIONS = 100  # connections that are told
-_ACTIVE_STATES = ("01", "02")  # states of TCP: established, and calling
-_RETRANSMIT_TIMER = "01"  # the timer that runs
+MAX_CONNECTIONS = 100  # connections in a reply
+_ACTIVE_STATES = ("01", "02")  # TCP_ESTABLISHED, TCP_SYN_SENT
+_RETRANSMIT_TIMER = "01"  # kind of a connection's active timer
 
 
 def unacked_connections(sockets: Iterable[List[str]]) -> List[List[Any]]:
-    """Returns [peer address, inode, retransmissions since the last answer] of such connections.
+    """Returns connections that retransmit, as [peer address, inode, retransmissions so far].
 
     Args:
-        sockets: Fields of each, as of :func:`processes.tcp_sockets`.
+        sockets: Fields of each socket, as from :func:`processes.tcp_sockets`.
     """
     connections = []
     for fields in sockets:
@@ -34,15 +36,14 @@ def unacked_connections(sockets: Iterable[List[str]]) -> List[List[Any]]:
             continue
         retransmits = int(fields[6], 16)
         if retransmits and fields[5].split(":")[0] == _RETRANSMIT_TIMER:
-            address = ipaddress.ip_address(parse_address(fields[2].rsplit(":", 1)[0]))
-            peer = getattr(address, "ipv4_mapped", None) or address
+            peer = peer_filters.parse_address(decode_address(fields[2].rsplit(":", 1)[0]))
             connections.append([str(peer), int(fields[9]), retransmits])
     return connections
 
 
 @in_thread
-def _report_unacked(agent: Any, request: Message, _: bytes) -> None:
-    """Answers those of the job's processes, at most :data:`MAX_CONNECTIONS`."""
+def _report_unacked(agent: Agent, request: Message, _: bytes) -> None:
+    """Answers the job's connections that retransmit, at most :data:`MAX_CONNECTIONS`."""
     connections = unacked_connections(processes.tcp_sockets())
     if connections:
         pids = [process.pid for process in processes.job_processes(agent.job.token, [], [])]
@@ -52,10 +53,10 @@ def _report_unacked(agent: Any, request: Message, _: bytes) -> None:
 
 
 @in_thread
-def _listen_for(agent: Any, request: Message, _: bytes) -> None:
-    """Listens on ``address`` for ``seconds``, and says who we are to who calls; answers the port.
+def _listen_for(agent: Agent, request: Message, _: bytes) -> None:
+    """Listens on ``address`` for ``seconds``, sends callers the agent's identity; answers the port.
 
-    Apart from the agent's listeners, which others ask for and close.
+    The listener is not one of ``agent.listeners``, which other requests open and close.
     """
     with contextlib.closing(probe.listen(request["address"])) as listener:
         agent.reply(request, port=listener.getsockname()[1])
@@ -65,7 +66,7 @@ def _listen_for(agent: Any, request: Message, _: bytes) -> None:
                 probe.answer(listener, agent.identity)
 
 
-OPERATIONS: Dict[str, Callable[[Any, Message, bytes], None]] = {
+OPERATIONS: "Dict[str, Callable[[Agent, Message, bytes], None]]" = {
     "unanswered": _report_unacked,
     "hear": _listen_for,
 }

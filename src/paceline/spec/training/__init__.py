@@ -1,1 +1,1 @@
-"""What options and records of trainings mean, for the launcher and for the ranks."""
+"""Options and records of trainings that the launcher and the ranks share."""

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.spec import jobenv
-from paceline.spec.checkpoint_manifest import DamagedCheckpoint
 from paceline.spec.errors import SettingError
 from paceline.spec.schema import integer, optional, record, regex, text, tuple_of
+from paceline.spec.training.checkpoint_manifest import DamagedCheckpoint
 from paceline.train.checkpoints.receiver import CopyChannel, CopyRefused, Receiver, send_checkpoint
 from paceline.train.checkpoints.store import Store
 from paceline.train.comms import Comms, parse_texts

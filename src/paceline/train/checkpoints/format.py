@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.spec.checkpoint_manifest import DamagedCheckpoint, Manifest, parse_manifest
 from paceline.spec.rundir import MANIFEST, is_frozen_file
+from paceline.spec.training.checkpoint_manifest import DamagedCheckpoint, Manifest, parse_manifest
 from paceline.train import files
 
 STATE = "state.json"

@@ -22,8 +22,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.spec.checkpoint_manifest import DamagedCheckpoint, FileEntry, Manifest, parse_manifest
 from paceline.spec.rundir import MANIFEST, is_frozen_file, parse_version
+from paceline.spec.training.checkpoint_manifest import (
+    DamagedCheckpoint,
+    FileEntry,
+    Manifest,
+    parse_manifest,
+)
 from paceline.train import files
 from paceline.train.checkpoints.store import Fenced, Store
 from paceline.train.reduce.handshakes import Caller, greetings, guard, job_hosts, read_exactly

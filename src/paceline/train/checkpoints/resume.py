@@ -13,7 +13,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from paceline.spec.checkpoint_manifest import DamagedCheckpoint
 from paceline.spec.errors import DataError, JobError, PacelineError, SettingError
 from paceline.spec.schema import (
     MAX_LONG_TEXT,
@@ -26,6 +25,7 @@ from paceline.spec.schema import (
     text,
     tuple_of,
 )
+from paceline.spec.training.checkpoint_manifest import DamagedCheckpoint
 from paceline.train import files, parallel
 from paceline.train.checkpoints.capture import Training, set_generator_state, sharded_tensors
 from paceline.train.checkpoints.format import (

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.spec import jobenv
-from paceline.spec.checkpoint_manifest import DamagedCheckpoint, FileEntry, Manifest
 from paceline.spec.errors import JobError, SettingError
 from paceline.spec.rundir import (
     BEST,
@@ -41,6 +40,7 @@ from paceline.spec.rundir import (
     read_pointer,
     resembles_checkpoint,
 )
+from paceline.spec.training.checkpoint_manifest import DamagedCheckpoint, FileEntry, Manifest
 from paceline.train import files
 from paceline.train.checkpoints.format import read_manifest
 

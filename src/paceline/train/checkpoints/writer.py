@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from paceline.spec.checkpoint_manifest import FileEntry, Manifest
 from paceline.spec.rundir import frozen_file
+from paceline.spec.training.checkpoint_manifest import FileEntry, Manifest
 from paceline.train import files
 from paceline.train.checkpoints.capture import Copier, Snapshot
 from paceline.train.checkpoints.format import (

@@ -22,7 +22,7 @@ _FILE = re.compile(r"(\w[\w.-]{0,99}/){0,3}(?!(?i:head)\Z)\w[\w.-]{0,99}", re.AS
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint is not what was written; the text says why."""
+    """A checkpoint differs from what was written; the text says how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A complete checkpoint.
+    """Describes a complete checkpoint.
 
     Attributes:
-        step: Global steps done.
-        files: Name of each file, and what it must be.
-        info: When and by how many ranks it was made; for people.
+        step: Number of global steps done.
+        files: Expected size and hash by file name.
+        info: When and by how many ranks it was written; only for display.
     """
 
     step: int
@@ -62,8 +62,8 @@ class Manifest:
         """Compares every file with its entry.
 
         Args:
-            folder: Of the checkpoint.
-            part: Where several look together: which of them this is, and how many they are.
+            folder: Folder of the checkpoint.
+            part: Index of the caller and number of callers, if several share the files.
 
         Raises:
             DamagedCheckpoint: Names the first file that differs.
@@ -71,7 +71,7 @@ class Manifest:
         for name, entry in sorted(self.files.items())[slice(part[0], None, part[1])]:
             try:
                 stats = (folder / name).stat()
-                if not stat.S_ISREG(stats.st_mode):  # a pipe would keep us waiting
+                if not stat.S_ISREG(stats.st_mode):  # reading a pipe would block
                     raise DamagedCheckpoint(f"{name} is no plain file")
                 if stats.st_size != entry.bytes:
                     raise DamagedCheckpoint(
@@ -94,7 +94,7 @@ def parse_manifest(raw: bytes) -> Manifest:
     """Parses and checks the content of a manifest.
 
     Raises:
-        DamagedCheckpoint: Not a single bit of it may be trusted.
+        DamagedCheckpoint: It is not in canonical form, its hash differs, or a field is invalid.
     """
     try:
         content = json.loads(raw)
@@ -111,11 +111,11 @@ def parse_manifest(raw: bytes) -> Manifest:
 
 
 def _invalid_field(manifest: Manifest) -> str:
-    """Describes what is invalid in a manifest whose hash is right; empty for nothing."""
+    """Describes what is invalid in a manifest whose hash is right; empty if none is."""
     if type(manifest.step) is not int or not 0 <= manifest.step < 1 << 63:
-        return "its step is no number of a step"
+        return "its step is not a valid number"
     if not isinstance(manifest.info, dict):
-        return "it says nothing about the run"
+        return "its field 'about' is not an object"
     for name, entry in manifest.files.items():
         if not _FILE.fullmatch(name):
             return f"{name!r:.100} is no file of a checkpoint"

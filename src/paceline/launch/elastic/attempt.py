@@ -235,11 +235,11 @@ class Attempt:
 
     # --- requests of the user ----------------------------------------------------------------
 
-    async def tell_ranks(self, line: Mapping[str, Any]) -> None:
+    async def broadcast(self, message: Mapping[str, Any]) -> None:
         """Sends a control message to every rank."""
-        await self._fleet.tell("tell_ranks", line=line)
+        await self._fleet.tell("tell_ranks", line=message)
 
-    async def looks(self) -> list[RankSnapshot]:
+    async def snapshots(self) -> list[RankSnapshot]:
         """Takes a snapshot of every rank."""
         return await inspect_ranks(self._fleet)
 

@@ -60,7 +60,7 @@ def faults(results: Results, addresses: Mapping[str, str],
     """Returns the faults behind the results, one for each host and kind, gravest first.
 
     Args:
-        results: Results of ``agent.probe.connect_all``, by connecting host.
+        results: Results of ``agent.surveys.probe.connect_all``, by connecting host.
         addresses: The address that was tried, by host.
         half_open: ``[port, peer address]`` of connections that were not completed, by host.
     """

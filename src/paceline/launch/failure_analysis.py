@@ -109,7 +109,7 @@ def describe_end(code: int | None, signum: int | None,
 
     Args:
         code, signum: Exit status or signal; the other is ``None``.
-        memory: Evidence of the memory killer (see ``agent.memory.evidence``), if known.
+        memory: Evidence of the memory killer (see ``agent.supervision.oom.evidence``), if known.
         peak_bytes: Peak memory of the process; 0 when not known.
     """
     if signum is None:

@@ -194,7 +194,7 @@ def decide(
     Args:
         hosts: In rank order, two or more.
         candidates: Candidates by host.
-        probes: Results of ``agent.probe.connect_all`` by connecting host.
+        probes: Results of ``agent.surveys.probe.connect_all`` by connecting host.
 
     Returns:
         The choice by host, and notes.

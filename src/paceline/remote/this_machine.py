@@ -48,7 +48,7 @@ def local_names() -> set[str]:
 
 
 def addresses() -> list[dict[str, Any]]:
-    """The addresses of all interfaces, as from ``agent.netlink.addresses``."""
+    """The addresses of all interfaces, as from ``agent.surveys.netlink.addresses``."""
     with contextlib.suppress(AttributeError, OSError):  # some containers have no netlink either
         return netlink.addresses()
     import psutil

@@ -69,7 +69,7 @@ class Arrivals:
         """The path below the folder for a file of a host.
 
         Args:
-            path: On the host; allowed by :func:`inside.why_refused`.
+            path: On the host; allowed by :func:`safe_paths.refusal_reason`.
             host: Its name.
         """
         is_free = not self._is_foreign(path)

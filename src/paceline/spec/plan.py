@@ -100,7 +100,7 @@ class Plan:
         environment: The user's variables as recorded (see ``Environment.shown``).
         settings: Every setting that shaped the plan, with its source.
         dialects: Whose names for a rank's place are set beside torchrun's
-            (:func:`paceline.spec.launchers.in_words_of`).
+            (:func:`paceline.spec.launchers.foreign_variables`).
         notes: What the user should know about the choices made.
         spares: Nodes without ranks, for when one is lost.
         typed: ``command`` that started it, ``folder`` in which it was typed, and ``paceline``, its

@@ -56,7 +56,7 @@ class RunState:
         straggler: The rank that holds the others up, one line, while it does.
         ranks: Where each rank is: rank, host, step, phase and seconds of silence.
         hang: Who keeps the others waiting, one line, while it does.
-        hosts: How busy each host is, as far as it is known: see ``launch/run_state.py``.
+        hosts: How busy each host is, as far as it is known: see ``launch/terminal/run_state.py``.
         waiting: Too few nodes are there, and it waits for others.
         lost: Of one that was lost: what is known of its end.
     """
@@ -130,7 +130,7 @@ def read_state(path: Path) -> RunState:
 
 
 def end_state(result: Result, exit_code: int | None) -> str:
-    """How a run ended, in one of :data:`END_WORDS`; ``ended`` if nothing says how."""
+    """How a run ended, in one of :data:`END_STATES`; ``ended`` if nothing says how."""
     if result.interrupted is not None:
         return "stopped"
     if exit_code or result.failure is not None or result.error:

@@ -144,7 +144,7 @@ class RankCommands:
             await asyncio.wait_for(admitting, REPLY_TIMEOUT_S)
 
     def _admitted(self) -> str:
-        """Source addresses of the current hosts of the job."""
+        """Returns the source addresses of the job's current hosts."""
         return self._fleet.addresses(self._job.environment.variables().get(jobenv.ADDRESSES, ""))
 
     # --- ranks that run ----------------------------------------------------------------------

@@ -101,7 +101,7 @@ class Applicability:
 _JOB_VERBS = frozenset(VERBS) - MEASURING  # these end in one run whose start can be planned
 _MULTI_RUN = frozenset({"scaling", "forecast"})  # a ladder is many runs
 _DETACHABLE = frozenset({"run", "train"})  # may go on by themselves
-_HINT_STAYS = "Under MPI and --rdzv this command has to stay; a batch needs nobody to watch it"
+_HINT_STAYS = "Under MPI and --rdzv this command has to keep running; a batch runs without it"
 _SINGLE_RUN = frozenset(VERBS) - _MULTI_RUN
 _HINT_DIRECTIVE = "--sbatch-arg takes any directive of the batch system"
 _EVERYWHERE = Applicability()

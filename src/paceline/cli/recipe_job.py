@@ -187,7 +187,7 @@ def table_to_flags(name: str, table: Mapping[str, Any]) -> list[str]:
                 if isinstance(number, dict):  # TOML takes n1.cluster = 3 for a table n1
                     raise SettingError(
                         f"{context} {key}: {host} has no number",
-                        found="in TOML a name with dots stands in quotes",
+                        found="in TOML, a name with dots needs quotes",
                         remedy=f'"{host}.{next(iter(number), "DOMAIN")}" = 3',
                     )
             value = ",".join(f"{host}={number}" for host, number in value.items())

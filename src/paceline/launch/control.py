@@ -85,7 +85,7 @@ class RunActions:
     def stop(self, *, immediately: bool = False, signum: signal.Signals = signal.SIGTERM) -> str:
         """Stops the run as a signal does: with time to save, or at once."""
         if self.interrupts is None:
-            raise NodeError("the run is not to be stopped at this moment")
+            raise NodeError("the run cannot be stopped at this moment")
         self._recorder.event("asked", do="stop", text="at once" if immediately else "")
         for _ in range(2 if immediately else 1):
             self.interrupts.receive(signum)
@@ -102,8 +102,8 @@ class RunActions:
         if not self._saves_checkpoints:
             raise SettingError(
                 "no checkpoint can be made now",
-                found="the ranks have not said that they make checkpoints: the script has no"
-                " session.checkpoints(…) of paceline.train, or has not come to it yet",
+                found="the ranks have not reported that they save checkpoints: the script does not"
+                " call session.checkpoints(…) of paceline.train, or has not reached it yet",
                 remedy="Use session.checkpoints(…) in the script, or ask again once it trains",
             )
         self._recorder.event("asked", do="save")
@@ -196,7 +196,7 @@ def format_stacks(snapshots: Sequence[RankSnapshot]) -> str:
         lines = [f"{format_location(stack.host, stack.rank)} (process {snapshot.pid}, {state}):"]
         frames = [f'  File "{frame.file}", line {frame.line} in {frame.function}'
                   for frame in reversed(stack.frames)]  # fmt: skip
-        parts.append("\n".join([*lines, *(frames or ["  no Python stack could be had"])]))
+        parts.append("\n".join([*lines, *(frames or ["  no Python stack could be read"])]))
     return "\n\n".join(parts) or "no rank answered"
 
 
@@ -264,8 +264,8 @@ class ControlServer:
                 return {"text": await actions.stacks()}
             if action == "state":
                 return {"state": actions.state()}
-            raise SettingError("a run can be asked to stop, save, stacks, state")
+            raise SettingError("unknown request: a run takes stop, save, stacks and state")
         except PacelineError as error:
             return {"error": error.message, "found": error.found, "remedy": error.remedy}
         except (ValueError, RecursionError):
-            return {"error": "what was asked is no JSON", "found": "", "remedy": ""}
+            return {"error": "the request is not JSON", "found": "", "remedy": ""}

@@ -199,7 +199,7 @@ class RemoteLauncher:
         return ConnectError(
             f"the connection to {self._detached.host} is lost",
             found=str(problem),
-            remedy=f"Type this again: what came is in {shell_text([str(self.path)])}",
+            remedy=f"Run this command again: what was fetched is in {shell_text([str(self.path)])}",
         )
 
     async def close(self) -> None:

@@ -198,7 +198,7 @@ def end_run(state: RunState, immediately: bool) -> None:
         raise NodeError(
             f"process {owner['pid']} is not the launcher of {state.path}: it is left alone",
             found=f"{state.path / names.OWNER} names it; no launcher answers for this folder",
-            remedy=f"If no run goes on there: rm {shlex.quote(str(state.path / names.OWNER))}",
+            remedy=f"If no run is active there: rm {shlex.quote(str(state.path / names.OWNER))}",
         )
     for _ in range(2 if immediately else 1):
         this_machine.signal_process(int(owner["pid"]), owner["start"], signal.SIGTERM)

@@ -109,7 +109,7 @@ class Attempt:
         self._recorder.event("started", attempt=self.plan.attempt, world_size=self.plan.world_size)
         watches = [asyncio.ensure_future(work) for work in (
             self._watch_safely(self._hangs.run, "hangs are not noticed any more"),
-            self._watch_safely(self._links.run, "lines between hosts are not watched"),
+            self._watch_safely(self._links.run, "links between hosts are not watched any more"),
             self._watch_safely(self._newcomers.run, "late newcomers are not noticed any more"),
             self._recover(), self._observer.run(),
         )]  # fmt: skip

@@ -214,7 +214,7 @@ class RetryPolicy:
             if self._num_futile_starts < MAX_STARTS:
                 number = self._num_futile_starts
                 return Verdict(True, "", number, MAX_STARTS - 1, is_start=True)
-            notes = (f"not begun again: {MAX_STARTS} starts in a row came to no step",)
+            notes = (f"not started again: {MAX_STARTS} starts in a row reached no step",)
         output_line = "" if startup is None else startup.output_line
         verdict = self.judge_failure(failure, timestamp, ran_s=ran_s, output_line=output_line)
         if verdict.reason:

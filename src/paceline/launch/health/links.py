@@ -99,7 +99,7 @@ def describe_pairs(lines: Sequence[HostPair]) -> str:
     """Describes blocked links to the user."""
     names = [f"{host} and {peer}" for host, peer in lines[:3]]
     remainder = [f"{len(lines) - 3} more pairs of hosts"] if len(lines) > 3 else []
-    return (f"{', '.join([*names, *remainder])} do not hear each other: what one sends does not"
+    return (f"{', '.join([*names, *remainder])} cannot reach each other: what one sends does not"
             " reach the other (paceline check tries each direction)")  # fmt: skip
 
 

@@ -176,7 +176,7 @@ def _shortage_error(missing: Sequence[HostDialer], num_connected: int, min_hosts
         f"{pluralize(num_connected, 'host')} can be reached, at least {min_hosts} are needed:"
         f" {names} did not answer{duration}",
         found="\n".join(f"{d.host.name}: {d.error or 'no answer'}" for d in missing),
-        remedy=f"See that they are on and let you in (paceline check){advice}",
+        remedy=f"Check that they are on and that you can log in (paceline check){advice}",
     )
 
 

@@ -188,7 +188,7 @@ def startup_loss(fleet: Fleet, node: Node, reason: str) -> NodeError:
     return NodeError(
         f"{name} went away while starting",
         found=reason,
-        remedy=f"See that {name} is on and can be reached (paceline check), and run again",
+        remedy=f"Check that {name} is on and can be reached (paceline check), and run again",
     )
 
 

@@ -388,7 +388,7 @@ def confirmed(planned: Plan, current: Plan) -> Plan:
     if len(planned.nodes) != len(current.nodes):
         changed.insert(0, f"there were {len(planned.nodes)} nodes, there are {len(current.nodes)}")
     raise NodeError(
-        "the plan does not hold any more: the hosts are not as they were when it was made",
+        "the plan is out of date: the hosts have changed since it was made",
         found="\n".join(changed) or "ranks, CPUs or variables differ",
         remedy="Prepare it again",
     )

@@ -254,7 +254,7 @@ class LiveScreen:
             title = f"log of {format_location(rank.host if rank else '', self._selected)}"
             if rank is not None and rank.parts:
                 title += f": {describe_parts(rank.parts)}"
-            log = log or ["(nothing of it has been seen here yet)"]
+            log = log or ["(no output yet)"]
         if self._page:
             title = self._page_title
         notice = self._notice if now < self._notice_expires_at else ""
@@ -362,7 +362,7 @@ class LiveScreen:
             self._notify("the script has not called session.checkpoints: nothing to save")
 
     def _show_stacks(self) -> None:
-        self._request(lambda actions: actions.stacks(), "asked every rank where it stands",
+        self._request(lambda actions: actions.stacks(), "asking every rank for its stack",
                       lambda text: self._open("stacks", text))  # fmt: skip
 
     def _help(self) -> None:

@@ -150,7 +150,7 @@ def deaf(lab: Lab, host: str) -> Callable[[], object]:
 
 
 def cut_off(lab: Lab, host: str) -> Callable[[], object]:
-    """The host and its neighbours do not hear each other; the launcher hears all of them."""
+    """The host and its neighbours cannot reach each other; the launcher hears all of them."""
     peers = [name for name in lab.names if name != host]
     both = [*((host, peer) for peer in peers), *((peer, host) for peer in peers)]
     undos = [fault("deaf", peer)(lab, one) for one, peer in both]

@@ -188,7 +188,7 @@ def test_every_command_that_is_run_elsewhere_is_still_shown() -> None:
 
 
 def test_lab_commands_run(tmp_path: Path) -> None:
-    """On this machine, page by page; the folder of labs is ours, and so is every lab in it."""
+    """On this machine, page by page; the folder of labs is ours, and no lab in it is left up."""
     reason = Lab.available()
     if reason is not None:
         pytest.skip(reason)
@@ -198,22 +198,30 @@ def test_lab_commands_run(tmp_path: Path) -> None:
     programs = Path(sys.executable).parent
     env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(SOURCE),
            "XDG_RUNTIME_DIR": str(tmp_path)}  # fmt: skip
+
+    def run(text: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "-c", text], capture_output=True, text=True, timeout=100, check=False,
+            env=env, cwd=project,
+        )  # fmt: skip
+
     failed = []
-    for page in PAGES:
-        for shown in in_blocks(page):
-            if page.name in PAGES_ELSEWHERE or elsewhere(shown) != "test_lab_commands_run":
-                continue
-            text = shortened(
-                shown.text.replace("/tmp/paceline-lab-1000", str(tmp_path / "paceline-lab"))
-            )
-            if text.startswith("paceline lab shell"):
-                text += " -- hostname"  # nobody types here
-            done = subprocess.run(
-                ["bash", "-c", text], capture_output=True, text=True, timeout=100, check=False,
-                env=env, cwd=project,
-            )  # fmt: skip
-            if done.returncode != wanted(shown):
-                failed.append(f"{shown}\n{done.stdout[-1000:]}{done.stderr[-1000:]}")
+    try:
+        for page in PAGES:
+            for shown in in_blocks(page):
+                if page.name in PAGES_ELSEWHERE or elsewhere(shown) != "test_lab_commands_run":
+                    continue
+                text = shortened(
+                    shown.text.replace("/tmp/paceline-lab-1000", str(tmp_path / "paceline-lab"))
+                )
+                if text.startswith("paceline lab shell"):
+                    text += " -- hostname"  # nobody types here
+                done = run(text)
+                if done.returncode != wanted(shown):
+                    failed.append(f"{shown}\n{done.stdout[-1000:]}{done.stderr[-1000:]}")
+    finally:
+        down = run("paceline lab down --all")
+    assert down.returncode == 0, down.stderr
     assert not failed, "\n\n".join(failed)
 
 

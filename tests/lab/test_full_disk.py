@@ -29,6 +29,6 @@ def test_a_full_disk_costs_checkpoints_but_no_training(site: Site) -> None:
         ended = launch.end(40)
     assert ended.code == 0, ended.err
     assert ended.out.count("the training continues without checkpoints") == 1
-    assert "the model came home from" in ended.err
+    assert "the model was fetched from" in ended.err
     assert (ended.directory / "model" / "model.safetensors").stat().st_size > 30
     on_n1("rm -rf /tmp/paceline-model-*")

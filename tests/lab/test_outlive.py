@@ -141,7 +141,7 @@ def test_a_host_that_is_deaf_to_another_is_left_out(site: Site) -> None:
         assert eventually(lambda: "went on with the other 2 ranks" in launch.err), launch.err
         launch.signal(signal.SIGINT)
         ended = launch.end()
-    assert "n3 and n2 do not hear each other (paceline check tries each direction)" in ended.err
+    assert "n3 and n2 cannot reach each other (paceline check tries each direction)" in ended.err
     assert ended.code == 130
 
 

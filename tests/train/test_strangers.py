@@ -41,7 +41,7 @@ def test_a_stranger_in_the_middle_is_named_before_anything_is_exchanged() -> Non
     assert len(ranks) == 2, done.stderr
     for rank in ranks:
         assert rank["found"] == ["127.0.0.2"]
-        assert "connection with 127.0.0.2, which is none of this job's hosts" in rank["error"]
+        assert "connection with 127.0.0.2, which is not one of this job's hosts" in rank["error"]
         assert "sum" not in rank
 
 
@@ -57,7 +57,7 @@ def results(what: str) -> dict[int, dict[str, Any]]:
 def test_a_stranger_that_called_first_is_taken_for_no_rank() -> None:
     told = results("first")
     assert told[0]["found"] == [STRANGER]
-    assert f"connection with {STRANGER}, which is none of this job's hosts" in told[0]["error"]
+    assert f"connection with {STRANGER}, which is not one of this job's hosts" in told[0]["error"]
     assert not any("sum" in one for one in told.values())
 
 

@@ -230,7 +230,7 @@ def test_a_rank_that_was_lost_for_good_is_not_said_to_have_ended(tmp_path: Path)
              Event("rank ended", "n1", 1, fields={"code": 1, "signal": None})]  # fmt: skip
     with pytest.raises(RankError, match="rank 1 on n1 was lost and had not come back") as raised:
         call.collect_results(outcome(tmp_path, lost, *again, left(tmp_path, 0, "a")))
-    assert "it came again in vain: boom" in str(raised.value)
+    assert "its restart failed: boom" in str(raised.value)
     assert raised.value.returned == {0: "a"}
     assert (raised.value.host, raised.value.rank) == ("n1", 1)
 

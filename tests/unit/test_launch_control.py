@@ -40,16 +40,16 @@ class Recorded:
 class Ranks:
     """An attempt whose ranks are told something."""
 
-    def __init__(self, looks: list[RankSnapshot] | None = None) -> None:
+    def __init__(self, snapshots: list[RankSnapshot] | None = None) -> None:
         self.lines: list[dict[str, Any]] = []
         self.plan = SimpleNamespace(attempt=0)
-        self._looks = looks or []
+        self._snapshots = snapshots or []
 
-    async def tell_ranks(self, line: dict[str, Any]) -> None:
-        self.lines.append(line)
+    async def broadcast(self, message: dict[str, Any]) -> None:
+        self.lines.append(message)
 
-    async def looks(self) -> list[RankSnapshot]:
-        return self._looks
+    async def snapshots(self) -> list[RankSnapshot]:
+        return self._snapshots
 
 
 def actions() -> tuple[Any, Recorded, list[str]]:

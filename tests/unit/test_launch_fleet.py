@@ -441,7 +441,7 @@ def test_losses_before_the_first_step_end_at_some_time() -> None:
 
     found = asyncio.run(asyncio.wait_for(scene(), 20))
     assert found == [False, False, True, True, False]
-    assert notes == ["paceline: not begun again: 3 starts in a row came to no step"]
+    assert notes == ["paceline: not started again: 3 starts in a row reached no step"]
 
 
 class Starting(Launcher):
@@ -499,7 +499,7 @@ def test_a_host_is_lost_before_anything_runs(
     assert launcher.connected == [False, *[True] * (connected - 1)]
     notes = [one.args[0] for one in launcher._screen.note.call_args_list]  # type: ignore[attr-defined]
     assert notes == [
-        "paceline: n2 went away while starting (unplugged); beginning again, before the first step"
+        "paceline: n2 went away while starting (unplugged); starting again, before the first step"
         f" ({number} of 2)" for number in range(1, connected)
     ]  # fmt: skip
 
@@ -1214,7 +1214,7 @@ def test_nothing_starts_again_beside_a_stranger() -> None:
         failure = failure_analysis.failure_of(stranger, 10.0)
         assert failure is not None
         assert failure.status == 1
-        assert "connection with 10.0.0.9, which is none of this job's hosts" in failure.headline
+        assert "connection with 10.0.0.9, which is not one of this job's hosts" in failure.headline
         assert not await driver.may_restart(failure, [], 1.0, StartupTracker(job, 2))
         assert "not started again" in notes[0]
         await fleet.close()

@@ -426,10 +426,10 @@ def test_a_deaf_line_is_told_once_and_is_no_reason_beside_a_frozen_rank() -> Non
             fleet, lambda hang, _: hangs.append(hang), lambda *_: True, lambda *_: None
         )
         for _ in range(2):
-            watch.report_blocked_links("n1 and n2 do not hear each other")
+            watch.report_blocked_links("n1 and n2 cannot reach each other")
         frozen = {"how": "disk", "seconds": 5.0, "on": "/data", "pid": 7}
         watch.on_freeze_event(Event("rank frozen", "n2", 1, fields=frozen))
-        watch.report_blocked_links("n1 and n2 do not hear each other")
+        watch.report_blocked_links("n1 and n2 cannot reach each other")
         await fleet.close()
 
     asyncio.run(scene())

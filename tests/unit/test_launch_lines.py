@@ -100,7 +100,7 @@ def test_a_line_is_deaf_when_neither_of_its_hosts_has_an_answer() -> None:
 
 def test_all_deaf_lines_are_named() -> None:
     assert describe_pairs([("n1", "n2")]).startswith(
-        "n1 and n2 do not hear each other: what one sends"
+        "n1 and n2 cannot reach each other: what one sends"
     )
     many = describe_pairs([("n1", f"n{at}") for at in range(2, 8)])
     assert many.startswith("n1 and n2, n1 and n3, n1 and n4, 3 more pairs of hosts do not hear")

@@ -939,7 +939,7 @@ def test_of_two_hosts_that_do_not_hear_each_other_one_is_left_out() -> None:
     job.members.interrupt_rank(0, generation=0)  # a late word of the former group
     assert job.decide(INTERRUPT_TIMEOUT_S) == []
     apart(job, (1, ""), (2, ""), (0, ""))
-    why = "n3 and n2 do not hear each other"
+    why = "n3 and n2 cannot reach each other"
     assert job.decide(INTERRUPT_TIMEOUT_S) == [
         ExcludeHost("n3", why, EXCLUSION_S), Dial("n3", EXCLUSION_S), Regroup(2, (0, 1), False)
     ]  # fmt: skip
@@ -973,7 +973,7 @@ def test_where_lines_are_known_to_be_deaf_nobody_tries_to_meet_once_more() -> No
     job.members.record_progress(3)
     job.now += 7.0
     assert job.members.separate([("n1", "n2")], job.now - 7.0)
-    why = "n2 and n1 do not hear each other"
+    why = "n2 and n1 cannot reach each other"
     assert job.decide() == [
         ExcludeHost("n2", why, EXCLUSION_S), Dial("n2", EXCLUSION_S), Regroup(1, (0, 2), False)
     ]  # fmt: skip
@@ -1024,7 +1024,7 @@ def test_a_newcomer_that_does_not_meet_all_others_is_left_out_and_no_slow_one() 
     assert job.decide() == [Regroup(3, (0, 1, 2), True)]
     job.members.group_gathered(3)
     job.members.group_connected(0, 3)
-    why = "n3 and n2 do not hear each other"
+    why = "n3 and n2 cannot reach each other"
     assert job.decide(CONNECT_TIMEOUT_S)[0] == ExcludeHost("n3", why, 2 * EXCLUSION_S)
     job.settle()
     job.decide()
@@ -1065,7 +1065,7 @@ def test_while_it_does_not_the_host_is_left_out_again_for_longer() -> None:
     job.members.newcomer_ready(2)
     assert job.decide() == [Regroup(3, (0, 1, 2), True)]
     apart(job, (0, "n3"), (1, ""))
-    why = "n3 and n1 do not hear each other"
+    why = "n3 and n1 cannot reach each other"
     assert job.decide(INTERRUPT_TIMEOUT_S) == [
         ExcludeHost("n3", why, 2 * EXCLUSION_S), Dial("n3", 2 * EXCLUSION_S),
         Regroup(4, (0, 1), False),

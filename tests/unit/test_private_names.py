@@ -56,7 +56,7 @@ def test_asyncio_can_wait_by_pidfd() -> None:
 
 
 def test_click_keeps_options_of_a_function_until_it_is_a_command() -> None:
-    """cli/sources.py gives them variables."""
+    """cli/variables.py gives them variables."""
 
     @click.option("--one")
     def function() -> None: ...

@@ -354,7 +354,7 @@ def test_a_model_whose_host_went_away_is_lacking(tmp_path: Path, seen: bool) -> 
         if seen:
             assert lacking is None
             return
-        where = f"the trained model did not come: it lies in {there}/model"
+        where = f"the trained model was not fetched: it is in {there}/model"
         headline = f"it was silent for 3 s; {where} there"
         assert lacking == Failure("lost", "n1", None, 7.0, headline=headline)
         assert notes == [f"paceline: {where} on n1"]

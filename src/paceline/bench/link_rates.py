@@ -165,7 +165,7 @@ def _slow_links(links: LinkRates, known_slow: Collection[str]) -> list[str]:
 
 
 def format_rate(rate: float) -> str:
-    """``0.0117 GB/s``: bytes per second, in the unit of the table."""
+    """Formats bytes per second in the unit of the table: ``0.0117 GB/s``."""
     return f"{rate / 1e9:.3g} GB/s"
 
 

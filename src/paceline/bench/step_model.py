@@ -448,13 +448,13 @@ def shares_by_speed(timings: Sequence[HostTiming], batch: float) -> list[float]:
 
 def _by_buckets(model: StepModel, share: float, computing: float, exchange: float,
                 hosts: int) -> float:  # fmt: skip
-    """Buckets are sent while the next gradients are computed; the residual is constant."""
+    """Sends buckets while the next gradients are computed; the residual is constant."""
     return model.overlapped_s(computing, exchange) + model.residual_s
 
 
 def _with_fixed_overlap(model: StepModel, share: float, computing: float, exchange: float,
                         hosts: int) -> float:  # fmt: skip
-    """As many seconds of the exchange are hidden as on two hosts."""
+    """Assumes that as many seconds of the exchange are hidden as on two hosts."""
     pair_exchange = model.exchange_s(2)
     single = model.host_timings[model.probed[0]].seconds(share) if model.probed else computing
     hidden = single + pair_exchange - model.overlapped_s(single, pair_exchange)
@@ -463,7 +463,7 @@ def _with_fixed_overlap(model: StepModel, share: float, computing: float, exchan
 
 def _with_growth(model: StepModel, share: float, computing: float, exchange: float,
                  hosts: int) -> float:  # fmt: skip
-    """The residual grows in proportion to the exchange."""
+    """Assumes that the residual grows in proportion to the exchange."""
     growth = model.exchange_s(hosts) / max(model.exchange_s(2), 1e-12) - 1
     expected = _by_buckets(model, share, computing, exchange, hosts)
     return expected + max(model.residual_s, 0.0) * growth
@@ -471,7 +471,7 @@ def _with_growth(model: StepModel, share: float, computing: float, exchange: flo
 
 def _assuming_no_stall(model: StepModel, share: float, computing: float, exchange: float,
                        hosts: int) -> float:  # fmt: skip
-    """Nothing is lost on short messages."""
+    """Assumes that no time is lost on short messages."""
     exchange = max(exchange - model.stall_s(hosts), 0.0)
     return _by_buckets(model, share, computing, exchange, hosts)
 

@@ -1,4 +1,4 @@
-"""What a check is: a probe that queries the nodes, and a pure function from a survey to findings.
+"""The parts of a check: a probe that queries nodes, and a pure function from a survey to findings.
 
 A survey is everything that logins and probes found; it can be written as JSON and read back. Probes
 return JSON and draw no conclusions. Evaluation does no I/O; its findings carry the remedies.

@@ -213,7 +213,7 @@ def _fault_finding(survey: Survey, fault: attribution.Fault) -> Finding:
         remedy = f"Give {fault.host} an address of its own, or name another interface with --iface"
     elif fault.kind == "silent":
         message = (
-            f"{fault.host} and {peers} do not hear each other over TCP ({interface}): "
+            f"{fault.host} and {peers} cannot reach each other over TCP ({interface}): "
             f"packets vanish both ways on {ports}"
         )
     else:

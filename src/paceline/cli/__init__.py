@@ -74,14 +74,14 @@ class Verbs(Registered):
                 for title, group in GROUPS.items()]  # fmt: skip
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
-        """Ctrl-C has the same status before a verb runs, where click would say 1."""
+        """Parses the arguments. Ctrl-C exits with 130, where click would exit with 1."""
         try:
             return super().make_context(*args, **extra)
         except KeyboardInterrupt:
             sys.exit(128 + signal.SIGINT)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Ctrl-C gives the status that a shell knows, 128 + SIGINT."""
+        """Invokes the verb. Ctrl-C exits with the status that shells use, 128 + SIGINT."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -106,7 +106,7 @@ def program() -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The program. Prints handled errors without traceback and exits with their status."""
+    """Runs the program. Prints handled errors without a traceback and exits with their status."""
     os.umask(os.umask(0o077) | 0o002)  # whatever the login's: others write none of our files
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # started with it closed, as by some daemons
@@ -135,7 +135,7 @@ def _exit_with(error: PacelineError) -> NoReturn:
 
 
 def _explain_missing(missing: FileNotFoundError) -> PacelineError | None:
-    """The error if there is no ssh, or if the current folder was removed; else ``None``."""
+    """Returns the error if there is no ssh, or if the current folder was removed; else ``None``."""
     if missing.filename == "ssh":
         return ConnectError(
             "ssh is not installed on this machine",

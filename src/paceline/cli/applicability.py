@@ -46,12 +46,12 @@ class LaunchMode:
     submits: bool
 
     def accepts(self, option: str) -> bool:
-        """Whether an option of which schedulers decide has an effect."""
+        """Returns whether an option that depends on the scheduler has an effect."""
         accepted = self.scheduler.submit_options if self.submits else self.scheduler.start_options
         return option in (accepted or ())
 
     def __str__(self) -> str:
-        """How it is asked for, for people."""
+        """Returns the option that selects the mode, for messages."""
         scheduler = self.scheduler
         if scheduler.start_options is None or scheduler.submit_options is None:
             return scheduler.option
@@ -59,7 +59,7 @@ class LaunchMode:
 
 
 def launch_modes() -> list[LaunchMode]:
-    """All that there are: first those that start nodes now."""
+    """Returns all launch modes, first those that start nodes now."""
     schedulers = [load(name) for name in SCHEDULERS]
     immediate = [
         LaunchMode(scheduler, submits=False)
@@ -94,14 +94,14 @@ class Applicability:
     submission: bool = False
 
     def verbs_in(self, mode: LaunchMode) -> frozenset[str]:
-        """The commands that take it when they are carried out so."""
+        """Returns the commands that take the option in this mode."""
         return self.verbs if mode.submits or self.immediate_verbs is None else self.immediate_verbs
 
 
 _JOB_VERBS = frozenset(VERBS) - MEASURING  # these end in one run whose start can be planned
 _MULTI_RUN = frozenset({"scaling", "forecast"})  # a ladder is many runs
 _DETACHABLE = frozenset({"run", "train"})  # may go on by themselves
-_HINT_STAYS = "Under MPI and --rdzv this command has to stay; a batch needs nobody to watch it"
+_HINT_STAYS = "Under MPI and --rdzv this command has to keep running; a batch runs without it"
 _SINGLE_RUN = frozenset(VERBS) - _MULTI_RUN
 _HINT_DIRECTIVE = "--sbatch-arg takes any directive of the batch system"
 _EVERYWHERE = Applicability()
@@ -190,7 +190,7 @@ def specified_options(ctx: click.Context, names: Iterable[str] = OPTIONS) -> dic
 
 
 def spelling(option: click.Option, value: object) -> str:
-    """The long flag by which a value is typed: ``--no-report`` for what is switched off."""
+    """Returns the long flag for a value: ``--no-report`` for what is switched off."""
     return max((value is False and option.secondary_opts) or option.opts, key=len)
 
 
@@ -199,7 +199,7 @@ def _options(ctx: click.Context) -> list[click.Option]:
 
 
 def check_applicable(ctx: click.Context, mode: LaunchMode, environ: Mapping[str, str]) -> None:
-    """SettingError, exit status 2, for an option that was given and would have no effect."""
+    """Raises SettingError, with exit status 2, for a given option that would have no effect."""
     verb = ctx.command.name or "run"
     for name, spelled in specified_options(ctx).items():
         is_typed = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
@@ -237,7 +237,7 @@ def check_applicable(ctx: click.Context, mode: LaunchMode, environ: Mapping[str,
 
 
 def resolve_detach_or_keep(ctx: click.Context) -> None:
-    """Of --detach and --keep the one that was said more strongly; SettingError for two as strong.
+    """Returns --detach or --keep, whichever has the stronger source; SettingError if equal.
 
     They start a run in the same way; after that one returns, and the other stays.
     """
@@ -254,7 +254,7 @@ def resolve_detach_or_keep(ctx: click.Context) -> None:
 
 
 def resolve_node_range(ctx: click.Context, mode: LaunchMode) -> None:
-    """A range of nodes where their number cannot change: it may leave no choice, else is refused.
+    """Resolves a range of nodes where their number cannot change: only a fixed range is accepted.
 
     SettingError, exit status 2, with the reason.
     """
@@ -279,7 +279,7 @@ def resolve_node_range(ctx: click.Context, mode: LaunchMode) -> None:
 
 
 def reject_combination(ctx: click.Context, other: str, names: Iterable[str]) -> None:
-    """SettingError, exit status 2, for options that were given and that ``what`` makes void."""
+    """Raises SettingError, with exit status 2, for given options that ``what`` makes useless."""
     for spelled in specified_options(ctx, tuple(names)).values():
         raise SettingError(
             f"{spelled} does not go with {other}",

@@ -65,7 +65,7 @@ def submit(ctx: click.Context, job: Job, directory: Path, scheduler: Scheduler,
 def batch_request(
     ctx: click.Context, job: Job, directory: Path, folder_option: str
 ) -> BatchRequest:
-    """The batch that the options describe."""
+    """Returns the batch that the options describe."""
     from paceline.schedulers.script import BatchRequest
 
     params = ctx.params
@@ -101,7 +101,7 @@ def batch_request(
 
 
 def batch_secrets(job: Job) -> dict[str, str]:
-    """What a script has to hold that keeps secrets: a key made up for this run, and values."""
+    """Returns the secrets that a script contains: a key made for this run, and secret values."""
     import secrets
 
     from paceline.rendezvous.endpoint import KEY_VARIABLE, TOKEN_DIGITS
@@ -111,7 +111,7 @@ def batch_secrets(job: Job) -> dict[str, str]:
 
 
 def inner_arguments(ctx: click.Context) -> tuple[str, ...]:
-    """What was given for the job itself, as the command in the batch is told it.
+    """Returns the job's own arguments, as the command inside the batch gets them.
 
     Written from the options' values, not from the words that were typed: a variable or a file of
     the launching machine may not be there when the batch runs.

@@ -16,7 +16,7 @@ from paceline.spec.settings import TOML_NAME, Setting, Source
 
 
 def read_cluster(ctx: click.Context, source: str | None) -> Cluster:
-    """The hosts, with what paceline.toml says of them; this machine is marked.
+    """Reads the hosts and their tables in paceline.toml, and marks this machine.
 
     Args:
         ctx: The verb's context, with its settings.
@@ -35,7 +35,7 @@ def read_cluster(ctx: click.Context, source: str | None) -> Cluster:
 
 
 def read_chosen_cluster(ctx: click.Context) -> Cluster:
-    """The hosts that the settings name, and where they were named, said on standard error."""
+    """Reads the hosts that the settings name; prints on standard error where they were named."""
     cluster = read_cluster(ctx, ctx.params["hosts"])
     print_hosts(ctx, cluster)
     return cluster
@@ -52,7 +52,7 @@ def print_hosts(ctx: click.Context, cluster: Cluster) -> None:
 
 
 def hosts_setting(ctx: click.Context) -> Setting[str | None]:
-    """The setting that names the hosts, in the words of a plan."""
+    """Returns the setting that names the hosts, as a plan shows it."""
     hosts = setting(ctx, "hosts")
     if hosts.value is None:
         origin = "--rdzv" if ctx.params["rdzv"] else ""
@@ -64,7 +64,7 @@ def hosts_setting(ctx: click.Context) -> Setting[str | None]:
 
 
 def abbreviated_names(cluster: Cluster, max_names: int = 6) -> str:
-    """The hosts' names, the middle of a long list left out."""
+    """Returns the hosts' names, with the middle of a long list left out."""
     names = [host.name for host in cluster.hosts]
     if len(names) <= max_names:
         return ", ".join(names)
@@ -72,7 +72,7 @@ def abbreviated_names(cluster: Cluster, max_names: int = 6) -> str:
 
 
 def hosts_origin(ctx: click.Context, cluster: Cluster) -> str:
-    """Where the hosts come from: which setting, and what that names unless it lists them."""
+    """Returns which setting names the hosts, and its value unless that lists them."""
     hosts = setting(ctx, "hosts")
     if hosts.value is None or hosts.source is Source.DEFAULT:
         return cluster.source

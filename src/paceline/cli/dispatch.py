@@ -45,7 +45,7 @@ class Dispatch:
     endpoint: Endpoint | None = None
 
     def agree_on(self, job: Job) -> None:
-        """What the transport must know of the job.
+        """Gives the transport what it must know of the job.
 
         Nodes on which the same command is typed have to mean the same. A scheduler's command
         passes its whole environment on in the clear: forwarded secrets must not be in it, for the
@@ -65,14 +65,14 @@ class Dispatch:
 
 
 def launch_mode(params: Mapping[str, Any], environ: Mapping[str, str]) -> LaunchMode:
-    """How the command is carried out: by which scheduler, now or later."""
+    """Returns how the command is carried out: by which scheduler, now or later."""
     scheduler = choose_scheduler(params, environ)
     outside = scheduler.submit_options is not None and scheduler.allocation(environ) is None
     return LaunchMode(scheduler, submits=scheduler.start_options is None or outside)
 
 
 def choose_scheduler(params: Mapping[str, Any], environ: Mapping[str, str]) -> Scheduler:
-    """The scheduler that the options mean; inside an allocation its own, unless hosts are named."""
+    """Returns the scheduler of the options; in an allocation, its own unless hosts are named."""
     if params["rdzv"]:
         return load(BY_HAND)
     if params["via"]:
@@ -86,7 +86,7 @@ def choose_scheduler(params: Mapping[str, Any], environ: Mapping[str, str]) -> S
 
 
 def hosts_source(params: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
-    """Where the hosts are described: in an allocation, the allocation."""
+    """Returns where the hosts are described: in an allocation, the allocation."""
     source: str | None = params["hosts"]
     scheduler = choose_scheduler(params, environ)
     is_own_allocation = scheduler.allocation(environ) is not None and source in (
@@ -99,7 +99,7 @@ def hosts_source(params: Mapping[str, Any], environ: Mapping[str, str]) -> str |
 def resolve_dispatch(
     params: Mapping[str, Any], environ: Mapping[str, str] | None = None
 ) -> Dispatch:
-    """What is to be done. SettingError where options contradict each other."""
+    """Decides how the command is carried out; SettingError if options contradict each other."""
     environ = os.environ if environ is None else environ
     if params["rdzv"] and (params["hosts"] or not load(params["via"] or DEFAULT).is_direct):
         raise SettingError(
@@ -124,7 +124,7 @@ def resolve_dispatch(
 
 
 def require_transport(params: Mapping[str, Any], command: str) -> Transport:
-    """For one run of a command that does several: none serves a second one.
+    """Returns a transport for one of several runs of a command; each run needs its own.
 
     Args:
         params: Of the command.
@@ -142,12 +142,12 @@ def require_transport(params: Mapping[str, Any], command: str) -> Transport:
 
 
 def ssh_options(params: Mapping[str, Any]) -> SshOptions:
-    """How to log in."""
+    """Returns how to log in."""
     return SshOptions(params["ssh_config"], params["accept_new_host_keys"])
 
 
 def start_options(params: Mapping[str, Any]) -> Options:
-    """The options that schedulers understand when they start nodes."""
+    """Returns the options of schedulers for starting nodes."""
     endpoint: Endpoint | None = None
     if params["rdzv"]:
         from paceline.rendezvous.endpoint import endpoint as meant
@@ -171,7 +171,7 @@ def start_options(params: Mapping[str, Any]) -> Options:
 
 
 def container_folders(params: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a container has to see: the project, the run directory, the folder we are in."""
+    """Returns the folders that a container needs: project, run directory and current folder."""
     from paceline.transfer.tree import folder_root
 
     cwd = Path.cwd()

@@ -41,7 +41,7 @@ MIN_GROUPED = 20  # a verb with fewer options shows all of them at once
 def render_help(
     ctx: click.Context, extra_sections: Sequence[Section] = (), show_all: bool = False
 ) -> str:
-    """The help of the context's verb.
+    """Renders the help of the context's verb.
 
     Args:
         ctx: The verb's context.
@@ -72,7 +72,7 @@ def render_help(
 def applicable_options(
     command: click.Command, params: Sequence[click.Parameter]
 ) -> list[click.Option]:
-    """The options that have an effect with the verb, and are no mere alias."""
+    """Returns the options that have an effect with the verb, without aliases."""
     options = [param for param in params if isinstance(param, click.Option) and not param.hidden]
     if not _GROUPED.intersection(option.name for option in options):
         return options
@@ -85,7 +85,7 @@ def applicable_options(
 
 
 def has_hidden_options(command: click.Command) -> bool:
-    """Whether the help leaves options out at first."""
+    """Returns whether the short help leaves options out."""
     names = [option.name for option in applicable_options(command, command.params)]
     return len(names) >= MIN_GROUPED - 1 and not COMMON.issuperset(_GROUPED.intersection(names))
 
@@ -96,7 +96,7 @@ def _select(options: Sequence[click.Option], names: Sequence[str]) -> list[click
 
 
 def row_of(option: click.Option) -> Row:
-    """One option as a row."""
+    """Returns one option as a row."""
     flags = ", ".join(sorted(option.opts, key=len))
     if option.secondary_opts:
         flags += " / " + ", ".join(option.secondary_opts)

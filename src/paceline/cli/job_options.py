@@ -27,7 +27,7 @@ _SETTINGS = {  # field of the job: option
 
 
 def build_job(ctx: click.Context, entry: Entry, name: str, **fields: Any) -> Job:
-    """The job that the options describe.
+    """Builds the job that the options describe.
 
     Args:
         ctx: The verb's context, with the common options.
@@ -65,14 +65,14 @@ def build_job(ctx: click.Context, entry: Entry, name: str, **fields: Any) -> Job
 
 
 def command_text(environment: Environment) -> str:
-    """The command as it was typed, for who wants to repeat it; without secrets."""
+    """Returns the typed command without secrets, for repeating it."""
     from paceline.rundir.directory import Redactor
 
     return Redactor(environment.secrets()).text(shell_text(["paceline", *sys.argv[1:]]))
 
 
 def activation_scripts(ctx: click.Context) -> Setting[tuple[str, ...]]:
-    """The scripts by paths that mean the same on every host; ``~`` is each host's own."""
+    """Returns the scripts with paths that are valid on every host; ``~`` is each host's own."""
     scripts = setting(ctx, "activate")
     for script in scripts.value:
         if not script or not script.replace("\t", " ").isprintable():
@@ -86,7 +86,7 @@ def activation_scripts(ctx: click.Context) -> Setting[tuple[str, ...]]:
 
 
 def reject_reserved(flag: str, name: str) -> None:
-    """SettingError for a variable that the plan decides: it would be overwritten."""
+    """Raises SettingError for a variable that the plan sets and would overwrite."""
     if jobenv.is_reserved(name):
         raise SettingError(
             f"{flag} {name}: that variable says a rank's place, which paceline decides",
@@ -95,7 +95,7 @@ def reject_reserved(flag: str, name: str) -> None:
 
 
 def parse_env(assignments: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:
-    """``--env``: ``NAME=VALUE`` pairs, and names to be forwarded with their values."""
+    """Parses ``--env``: ``NAME=VALUE`` pairs, and names whose values are forwarded."""
     public: dict[str, str] = {}
     forwarded: dict[str, str] = {}
     for assignment in assignments:

@@ -95,7 +95,7 @@ def launch_job(
 
 def make_inspect(ctx: click.Context, job: Job, cluster: Cluster, dispatch: Dispatch,
                run_dir: Path | None) -> Inspect | None:  # fmt: skip
-    """What --check asks for: everything now, before a run; and a look at the nodes once they came.
+    """Runs the checks of --check that precede a run; returns those for the connected nodes.
 
     Args:
         ctx: The verb's context, with the common options.

@@ -14,7 +14,7 @@ SCRIPTS = "paceline.recipes.use"
 
 
 def model_folder(run: Path) -> Path:
-    """The run directory; SettingError when it holds neither a model nor a checkpoint."""
+    """Returns the run directory; SettingError if it has neither a model nor a checkpoint."""
     folder = run.absolute()
     if (folder / MODEL_CONFIG).is_file():
         return folder

@@ -355,7 +355,7 @@ def run_options(command: F) -> F:
 
 
 def settings_registry() -> dict[str, click.Option]:
-    """Every setting there is, by its key: the options of ``paceline run``."""
+    """Returns all settings by key: the options of ``paceline run``."""
 
     def run() -> None: ...
 

@@ -41,7 +41,7 @@ RECIPE_MODULES = ("torch", "paceline.train")
 
 
 def require_recipe_first(option: str, following: Sequence[str], verb: str) -> None:
-    """SettingError for an option of a recipe that stands before the recipe's name."""
+    """Raises SettingError for an option of a recipe before the recipe's name."""
     if not option.startswith("-"):
         return
     remaining = [option, *following]
@@ -56,7 +56,7 @@ def require_recipe_first(option: str, following: Sequence[str], verb: str) -> No
 
 
 def check_host_names(options: Options, job: Job, cluster: Cluster, dispatch: Dispatch) -> None:
-    """SettingError for what is said of other hosts, before anything starts; the ranks look, too."""
+    """Raises SettingError for options about hosts that the job does not have."""
     weights, limits = parse_weights(options.balance), parse_micro_batch(options.micro_batch)
     names_hosts = isinstance(weights, Mapping) or isinstance(limits, Mapping)
     if not names_hosts or dispatch.kind != "run" or not dispatch.scheduler.accepts_hosts:
@@ -71,7 +71,7 @@ def check_host_names(options: Options, job: Job, cluster: Cluster, dispatch: Dis
 
 
 def parse_recipe_options(ctx: click.Context, name: str, argv: Sequence[str]) -> Options:
-    """A recipe's options from what is typed and from paceline.toml; raises as parse_options.
+    """Parses a recipe's options from arguments and paceline.toml; raises as parse_options.
 
     A batch may run where no such file is, so what counts of it joins the words that are typed.
     """
@@ -88,7 +88,7 @@ def parse_recipe_options(ctx: click.Context, name: str, argv: Sequence[str]) -> 
 
 @contextmanager
 def prepared_job(ctx: click.Context, name: str, options: Options) -> Iterator[Job]:
-    """The job that trains with a recipe, with all that hosts need of this machine for it.
+    """Returns the job that trains with a recipe, with all files of this machine that hosts need.
 
     It can be run as long as the context lasts: files of data lie in a folder that is removed then.
     """
@@ -112,13 +112,13 @@ def prepared_job(ctx: click.Context, name: str, options: Options) -> Iterator[Jo
 
 
 def absolute_file(path: str) -> str:
-    """A file as it is found from any folder; anything else as it is."""
+    """Returns the absolute path of an existing file; anything else unchanged."""
     file = Path(path).expanduser().absolute()
     return str(file) if file.is_file() else path
 
 
 def absolute_folder(path: str) -> str:
-    """A folder that is here by its whole path: a rank has another working folder.
+    """Returns the absolute path of an existing folder: ranks have another working folder.
 
     Names of data sets stay names.
     """
@@ -128,14 +128,14 @@ def absolute_folder(path: str) -> str:
 
 
 def data_folder(data: str) -> Data | None:
-    """The folder that is named as data, which hosts get where they lack it."""
+    """Returns the folder that is named as data; hosts that lack it get a copy."""
     folder = absolute_folder(data) if data else ""
     aliases = () if data == folder else (data,)  # its own path is known to recipes
     return Data(folder, aliases) if folder and Path(folder).is_dir() else None
 
 
 def weights_input(weights: str) -> tuple[str, tuple[Input, ...]]:
-    """A run or a file of weights that is here by its whole path, and what hosts need of it."""
+    """Returns the absolute path of a run or weights file, and the inputs that hosts need for it."""
     path = Path(weights).expanduser().absolute()
     if path.is_file():
         return str(path), (Input(str(path.parent), (path.name,), named=True),)
@@ -146,7 +146,7 @@ def weights_input(weights: str) -> tuple[str, tuple[Input, ...]]:
 
 @contextmanager
 def gather_files(names: Sequence[str]) -> Iterator[str]:
-    """A folder with links to those names that are files here; empty text when none is.
+    """Makes a folder with links to the existing files among these names; empty if there are none.
 
     The folder is an input of the job: it travels to hosts, where the links are files. Recipes look
     there for the file names of their data first.
@@ -164,7 +164,7 @@ def gather_files(names: Sequence[str]) -> Iterator[str]:
 
 
 def add_data_folder(job: Job, folder: str) -> Job:
-    """The job with a folder of data files, to be shipped to hosts that are not this one."""
+    """Returns the job with a folder of data files, which is sent to other hosts."""
     if not folder:
         return job
     entry = dataclasses.replace(job.entry, args=(*job.entry.args, "--data-dir", folder))
@@ -172,7 +172,7 @@ def add_data_folder(job: Job, folder: str) -> Job:
 
 
 def table_to_flags(name: str, table: Mapping[str, Any]) -> list[str]:
-    """The flags that ``[train.NAME]`` of paceline.toml stands for.
+    """Converts ``[train.NAME]`` of paceline.toml into flags.
 
     Raises:
         SettingError: A key is no option of the recipe, or its value none of the option.
@@ -187,7 +187,7 @@ def table_to_flags(name: str, table: Mapping[str, Any]) -> list[str]:
                 if isinstance(number, dict):  # TOML takes n1.cluster = 3 for a table n1
                     raise SettingError(
                         f"{context} {key}: {host} has no number",
-                        found="in TOML a name with dots stands in quotes",
+                        found="in TOML, a name with dots needs quotes",
                         remedy=f'"{host}.{next(iter(number), "DOMAIN")}" = 3',
                     )
             value = ",".join(f"{host}={number}" for host, number in value.items())
@@ -210,7 +210,7 @@ def table_to_flags(name: str, table: Mapping[str, Any]) -> list[str]:
 
 
 def check_values(kind: type[Options], flags: Sequence[str], context: str) -> None:
-    """SettingError for a value that is none of its option."""
+    """Raises SettingError for a value that its option does not accept."""
     parsed = parse_values(kind, flags, context)
     for field, parse in PER_HOST_PARSERS.items():
         if field in parsed:
@@ -218,7 +218,7 @@ def check_values(kind: type[Options], flags: Sequence[str], context: str) -> Non
 
 
 def recipe_job(ctx: click.Context, name: str, options: Options) -> Job:
-    """The job that runs a recipe with these options."""
+    """Returns the job that runs a recipe with these options."""
     portable = dataclasses.replace(options, run_dir="")  # told by the launcher, node by node
     entry = Entry("module", recipe(name).module, tuple(to_argv(portable)))
     compiler = (COMPILER,) if options.compile or options.shard else ()

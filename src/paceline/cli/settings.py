@@ -59,7 +59,7 @@ def add_variable_hint(ctx: click.Context, error: click.BadParameter) -> None:
 
 
 def check_environment() -> None:
-    """SettingError for a ``PACELINE_OPT_…`` variable that names no setting."""
+    """Raises SettingError for a ``PACELINE_OPT_…`` variable that names no setting."""
     variables = [name for name in os.environ if name.startswith(f"{ENV_PREFIX}_")]
     if not variables:
         return
@@ -70,7 +70,7 @@ def check_environment() -> None:
 
 
 def resolve_hosts(ctx: click.Context, from_file: FromFile) -> None:
-    """What stands for hosts that nobody named, and how the lab's are reached.
+    """Resolves hosts that nobody named, and how the lab's are reached.
 
     Without any other word they are those of the allocation that we are in, else of the
     ``[hosts.NAME]`` tables; nodes that meet at ``--rdzv`` need none.
@@ -98,7 +98,7 @@ def resolve_hosts(ctx: click.Context, from_file: FromFile) -> None:
 
 
 def use_local_only(ctx: click.Context) -> None:
-    """torchrun's --standalone is our ``-H local``."""
+    """Treats torchrun's --standalone as ``-H local``."""
     if setting(ctx, "hosts").source is Source.COMMAND_LINE:
         raise SettingError("--standalone means this machine alone", found="-H names hosts, too",
                            remedy="Leave out one of the two")  # fmt: skip
@@ -107,12 +107,12 @@ def use_local_only(ctx: click.Context) -> None:
 
 
 def is_weaker(ctx: click.Context, name: str, compared: str) -> bool:
-    """Whether a setting comes from a weaker place than another."""
+    """Returns whether a setting comes from a weaker source than another."""
     return setting(ctx, name).source < setting(ctx, compared).source
 
 
 def _accepts_hosts(via: str | None) -> bool:
-    """Whether what starts the nodes takes hosts from a description."""
+    """Returns whether the program that starts the nodes takes hosts from a description."""
     if via is None:
         return True
     from paceline.schedulers import load
@@ -121,7 +121,7 @@ def _accepts_hosts(via: str | None) -> bool:
 
 
 def use_lab(ctx: click.Context) -> None:
-    """The lab's hosts are reached by the lab's ssh config, unless one is named as strongly."""
+    """Uses the lab's ssh config for its hosts, unless a stronger source names another."""
     from paceline.hosts.lab import find_lab, lab_name
 
     name = lab_name(ctx.params["hosts"])
@@ -132,7 +132,7 @@ def use_lab(ctx: click.Context) -> None:
 
 
 def setting(ctx: click.Context, name: str) -> Setting[Any]:
-    """The value of an option, with its source."""
+    """Returns the value of an option, with its source."""
     source = ctx.get_parameter_source(name)
     kind = _SOURCES.get(source, Source.DEFAULT) if source is not None else Source.DEFAULT
     option = next(p for p in ctx.command.params if isinstance(p, click.Option) and p.name == name)
@@ -141,13 +141,13 @@ def setting(ctx: click.Context, name: str) -> Setting[Any]:
 
 
 def variable_in_use(option: click.Option) -> str:
-    """The variable that gives the option its value, or would."""
+    """Returns the variable that gives the option its value, or would."""
     names = option.envvar if isinstance(option.envvar, list) else [variable_of(option)]
     return next((name for name in names if os.environ.get(name)), variable_of(option))
 
 
 def toml_of(ctx: click.Context) -> Mapping[str, Any]:
-    """paceline.toml, as the verb's settings were taken from it."""
+    """Returns paceline.toml as the verb's settings were read from it."""
     from_file: object = ctx.default_map
     if isinstance(from_file, FromFile):
         return from_file.toml

@@ -17,7 +17,7 @@ TABLES = ("run", "hosts", "train")
 
 
 def read_settings_file(cwd: Path) -> dict[str, Any]:
-    """paceline.toml of the folder; empty when there is none.
+    """Reads paceline.toml of the folder; empty if there is none.
 
     Raises:
         SettingError: It has an unknown table or an unknown key in ``[run]``.
@@ -43,7 +43,7 @@ def read_settings_file(cwd: Path) -> dict[str, Any]:
 
 
 def _misplaced_name(name: str, content: object) -> SettingError:
-    """Of what stands at the top of the file, and is none of its tables."""
+    """Returns the error for a name at the top of the file that is none of its tables."""
     if isinstance(content, Mapping):
         return unknown_name_error(
             f"{TOML_NAME} has an unknown table [{printable(name)}]", name, TABLES
@@ -80,7 +80,7 @@ def _check_keys(table: Mapping[str, Any]) -> None:
 
 
 def printable(text: str) -> str:
-    """A text of the file or a variable as it may stand in an error: visible, and not too long."""
+    """Returns a text of a file or variable for an error: visible, and not too long."""
     from paceline.hosts import dialect
 
     return dialect.printable(text)
@@ -153,7 +153,7 @@ class FromFile(Mapping[str, Any]):
 
 
 def convert_value(option: click.Option, key: str, value: Any) -> Any:
-    """A value of the file as its option takes it. SettingError when it cannot be used."""
+    """Converts a value of the file for its option; SettingError if that does not accept it."""
     try:
         _check_kind(option, value)
         if option.multiple:

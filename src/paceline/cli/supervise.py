@@ -156,7 +156,7 @@ class TeeStream(io.TextIOBase):
         return len(text)
 
     def write_file(self, lines: str) -> None:
-        """For the file alone. What finds no room on a full disk is missing there."""
+        """Writes to the file only; drops what does not fit on a full disk."""
         with contextlib.suppress(OSError):
             _write(self._fd, lines.encode(errors="replace"))
 
@@ -165,7 +165,7 @@ class TeeStream(io.TextIOBase):
 
 
 class TeeScreen(Screen):
-    """What an attached launcher would show, plainly; of what ranks write, the beginning."""
+    """Writes what an attached launcher would show, but only the beginning of the ranks' output."""
 
     def __init__(self, show: Show, out: TeeStream, err: TeeStream, line: LauncherLink) -> None:
         super().__init__(show, out, err)  # type: ignore[arg-type]
@@ -197,7 +197,7 @@ class StartDetector:
         self._is_over = False
 
     def on_event(self, event: Event) -> None:
-        """What an agent says."""
+        """Handles an agent's event."""
         if self._is_over:
             return
         if event.kind in ("world joined", "begin", "progress", "metrics"):
@@ -220,7 +220,7 @@ class StartDetector:
 
 
 def main() -> int:
-    """The supervisor, from the words that it was started with: FOLDER and a descriptor."""
+    """Runs the supervisor; its arguments are FOLDER and a descriptor."""
     folder, needed = Path(sys.argv[1]), int(sys.argv[2])
     line = LauncherLink(needed, folder / LOG)
     order = line.order
@@ -322,7 +322,7 @@ def _containers(containers: Mapping[str, Any], hosts: Sequence[Host]) -> AgentSt
 
 
 def _supplies(folder: Path, order: Mapping[str, Any]) -> Supplies | None:
-    """What was sent here for the hosts; ``None`` where it lies in its place."""
+    """Returns what was sent here for the hosts; ``None`` if it lies in its place."""
     if order["trees"] is None:
         return None
     trees = {

@@ -21,7 +21,7 @@ UNSUPPORTED = {
     "--master-addr": "Leave it out: the address of the first host is found. Where the same command"
     " is typed on each node: --rdzv HOST:PORT --node-rank K",
     "--rdzv-conf": "--rdzv-timeout SECONDS says how long to wait for the other nodes",
-    "--monitor-interval": "Leave it out: the end of a rank is told at once",
+    "--monitor-interval": "Leave it out: the end of a rank is noticed at once",
     "--start-method": "Leave it out: ranks are forked from a server that has imported torch",
     "--event-log-handler": "Leave it out: the run directory holds events.jsonl",
     "--role": "Leave it out: all ranks have one role",
@@ -40,8 +40,8 @@ UNSUPPORTED = {
 UNSUPPORTED_FLAGS = {
     "--run-path": "Leave it out, and give the path of the script",
     "--virtual-local-rank": "Leave it out: LOCAL_RANK counts the ranks of a node",
-    "--use-env": "Leave it out: LOCAL_RANK stands in the environment",
-    "--use_env": "Leave it out: LOCAL_RANK stands in the environment",
+    "--use-env": "Leave it out: LOCAL_RANK is in the environment",
+    "--use_env": "Leave it out: LOCAL_RANK is in the environment",
 }
 STORES = ("c10d", "static")  # torch's own store: the one that there is
 

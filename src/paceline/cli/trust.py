@@ -46,7 +46,7 @@ HOST_GUARDED = {  # the same for [hosts.NAME]
 
 
 def guarded_settings(toml: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a file that need trust: ``[run] KEY`` or ``[hosts.NAME] KEY`` → value."""
+    """Returns a file's settings that need trust: ``[run] KEY`` or ``[hosts.NAME] KEY`` → value."""
     run = toml.get("run", {})
     keys = {*GUARDED, "hosts"}  # what a description of hosts says may be a program, too
     settings = {f"[run] {key}": v for key, v in run.items() if key.replace("_", "-") in keys}
@@ -56,7 +56,7 @@ def guarded_settings(toml: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_trust(path: Path, toml: Mapping[str, Any], key: str) -> None:
-    """SettingError when a key of ``[run]`` needs trust and the file does not have it.
+    """Raises SettingError if a key of ``[run]`` needs trust and the file does not have it.
 
     Args:
         path: The settings file.
@@ -69,7 +69,7 @@ def require_trust(path: Path, toml: Mapping[str, Any], key: str) -> None:
 
 
 def require_trust_of_hosts(path: Path, toml: Mapping[str, Any], described: bool) -> None:
-    """The same for what the tables of hosts set.
+    """Raises SettingError if a table of a host needs trust and the file does not have it.
 
     Args:
         path, toml: The settings file and its content.
@@ -106,7 +106,7 @@ def _check_trust(path: Path, toml: Mapping[str, Any], needed: Mapping[str, Any],
 
 
 def foreign_reason(path: Path) -> str:
-    """Why a file is not the user's alone, for people; empty when it is."""
+    """Returns why others could change a file; empty if they cannot."""
     for info in (path.lstat(), path.stat()):  # a link can be planted, too
         if info.st_uid not in (os.geteuid(), 0):
             return "belongs to another user"
@@ -130,12 +130,12 @@ def _is_private_group(number: int) -> bool:
 
 
 def trust_file() -> Path:
-    """Where it is written down what the user trusts."""
+    """Returns the file that records what the user trusts."""
     return this_machine.config_folder() / "trusted"
 
 
 def _record(path: Path, toml: Mapping[str, Any]) -> str:
-    """One line: the hash of what needs trust in a file, and its place."""
+    """Returns one record: the hash of what needs trust in a file, and its path."""
     text = json.dumps(guarded_settings(toml), sort_keys=True, default=str)
     return f"{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()} {path.resolve()}"
 

@@ -33,11 +33,11 @@ def is_setting(option: click.Parameter) -> bool:
 
 
 def variable_of(option: click.Option) -> str:
-    """The variable that stands for an option, by its long flag."""
+    """Returns the environment variable of an option, by its long flag."""
     return f"{ENV_PREFIX}_{key_of(option).replace('-', '_').upper()}"
 
 
 def key_of(option: click.Option) -> str:
-    """The key of ``[run]`` that stands for an option: its first long flag."""
+    """Returns the key of an option in ``[run]``: its first long flag."""
     longs = [flag for flag in option.opts if flag.startswith("--")]
     return (longs or option.opts)[0].lstrip("-")

@@ -1,4 +1,4 @@
-"""What every verb is made of: settings, the one form of help, and verbs below verbs."""
+"""The class of all verbs: settings, one form of help, and groups of verbs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Verb(WithSettings):
         super().__init__(*args, **more)
 
     def make_parser(self, ctx: click.Context) -> Any:
-        """click's parser, which refuses a second value where the first one would be missed.
+        """Returns click's parser, changed to refuse repeated options that take one value.
 
         Raises:
             SettingError: By the parser; names the option.
@@ -63,7 +63,7 @@ class Verb(WithSettings):
         return parser
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """The options, and --help-all where the help is short at first."""
+        """Returns the options, with --help-all if the help is short at first."""
         params = super().get_params(ctx)
         if ctx.help_option_names and not any(param.name == HELP_ALL for param in params):
             params.insert(
@@ -73,11 +73,11 @@ class Verb(WithSettings):
         return params
 
     def get_help(self, ctx: click.Context) -> str:
-        """The help as people see it; ``meta`` says whether all of it is wanted."""
+        """Returns the help as users see it; ``meta`` tells whether all of it is wanted."""
         return render_help(ctx, self.sections(ctx), bool(ctx.meta.get(HELP_ALL)))
 
     def sections(self, ctx: click.Context) -> list[Section]:
-        """What stands before the options: those of a recipe or of what it trained."""
+        """Returns what precedes the options: those of a recipe, or of the model that it trained."""
         if self.options_of is None:
             return []
         from paceline.recipes.reference import sections_of
@@ -93,7 +93,7 @@ _SINGLE_VALUED = {  # options that seem to add up, with the way to name several 
 
 
 def _reject_repeated(order: Sequence[click.Parameter]) -> None:
-    """SettingError for one of ``_ADDED_UP`` that was typed several times.
+    """Raises SettingError if an option of ``_ADDED_UP`` was given several times.
 
     Of other options the last value counts, as everywhere: aliases and wrappers rely on it.
     """
@@ -125,7 +125,7 @@ class VerbGroup(Verb, click.Group):
     """A verb that has verbs of its own."""
 
     def sections(self, ctx: click.Context) -> list[Section]:
-        """The verbs, each with its first sentence."""
+        """Returns the verbs, each with its first sentence."""
         rows = []
         for name in self.list_commands(ctx):
             command = self.get_command(ctx, name)
@@ -134,7 +134,7 @@ class VerbGroup(Verb, click.Group):
         return [("Commands", rows)]
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
-        """The verbs at TAB, as in the help; a registry's without importing them."""
+        """Returns the verbs for TAB, as in the help, without importing them."""
         from click.shell_completion import CompletionItem
 
         rows = [row for _, section in self.sections(ctx) for row in section]

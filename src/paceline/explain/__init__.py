@@ -1,1 +1,1 @@
-"""What went wrong, from what a run left behind: evidence, rules, one conclusion."""
+"""Explains what went wrong from the files of a run: evidence, rules, one conclusion."""

@@ -116,7 +116,7 @@ def _is_regroup_frame(frame: Frame) -> bool:
 
 
 def describe_position(stack: RankStack) -> str:
-    """``all_reduce (train.py, line 40, in step)``, or ``at`` the script's line alone."""
+    """Formats a position: ``all_reduce (train.py, line 40, in step)``, or ``at`` a line."""
     position = describe_frame(stack.script_frame)
     if stack.collective:
         return f"{stack.collective}{position and f' ({position})'}"
@@ -126,7 +126,7 @@ def describe_position(stack: RankStack) -> str:
 
 
 def describe_frame(frame: Frame | None) -> str:
-    """``train.py, line 40, in step``."""
+    """Formats a frame: ``train.py, line 40, in step``."""
     if frame is None:
         return ""
     function = "" if frame.function == "<module>" else f", in {frame.function}"

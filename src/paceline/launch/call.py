@@ -337,7 +337,7 @@ def _missing_result(outcome: RunOutcome, rank: int, values: Mapping[int, Any]) -
                          found="the function ended the process: sys.exit() or os._exit()",
                          remedy="Return from the function instead", returned=values)  # fmt: skip
     location = format_location(last_event.host, rank)
-    reasons = [f"it came again in vain: {event['why']}" for event in outcome.events
+    reasons = [f"its restart failed: {event['why']}" for event in outcome.events
             if event.kind == "newcomer lost" and event.rank == rank]  # fmt: skip
     reasons = [
         *(recovery.reason for recovery in outcome.result.recoveries if location in recovery.ranks),

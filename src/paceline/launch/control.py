@@ -48,11 +48,11 @@ class RunningRanks(Protocol):
 
     plan: Plan
 
-    async def tell_ranks(self, line: Mapping[str, Any]) -> None:
-        """Sends a line to every rank."""
+    async def broadcast(self, message: Mapping[str, Any]) -> None:
+        """Sends a control message to every rank."""
 
-    async def looks(self) -> list[RankSnapshot]:
-        """Returns what every rank does at this moment."""
+    async def snapshots(self) -> list[RankSnapshot]:
+        """Takes a snapshot of every rank."""
         ...
 
 
@@ -85,7 +85,7 @@ class RunActions:
     def stop(self, *, immediately: bool = False, signum: signal.Signals = signal.SIGTERM) -> str:
         """Stops the run as a signal does: with time to save, or at once."""
         if self.interrupts is None:
-            raise NodeError("the run is not to be stopped at this moment")
+            raise NodeError("the run cannot be stopped at this moment")
         self._recorder.event("asked", do="stop", text="at once" if immediately else "")
         for _ in range(2 if immediately else 1):
             self.interrupts.receive(signum)
@@ -102,14 +102,14 @@ class RunActions:
         if not self._saves_checkpoints:
             raise SettingError(
                 "no checkpoint can be made now",
-                found="the ranks have not said that they make checkpoints: the script has no"
-                " session.checkpoints(…) of paceline.train, or has not come to it yet",
+                found="the ranks have not reported that they save checkpoints: the script does not"
+                " call session.checkpoints(…) of paceline.train, or has not reached it yet",
                 remedy="Use session.checkpoints(…) in the script, or ask again once it trains",
             )
         self._recorder.event("asked", do="save")
         self._num_requested += 1
         answers = self._num_answered
-        await attempt.tell_ranks({"control": "save", "number": self._num_requested})
+        await attempt.broadcast({"control": "save", "number": self._num_requested})
         step = await self._wait_for(
             lambda: self._pending_step if self._num_answered > answers else None
         )
@@ -127,13 +127,13 @@ class RunActions:
 
         Raises NodeError when no ranks run.
         """
-        samples = await self._running_ranks("to look at").looks()
-        text = format_stacks(samples)
+        snapshots = await self._running_ranks("to look at").snapshots()
+        text = format_stacks(snapshots)
         name = f"{names.STACKS}/{time.strftime('%Y%m%d-%H%M%S')}.txt"
         self._recorder.write(name, text + "\n")
         self._recorder.event("asked", do="stacks", text=name)
         self._note(
-            f"paceline: stacks of {len(samples)} ranks: {self._recorder.display_path}/{name}"
+            f"paceline: stacks of {len(snapshots)} ranks: {self._recorder.display_path}/{name}"
         )
         return text
 
@@ -187,16 +187,16 @@ class RunActions:
         self._changed = asyncio.Event()
 
 
-def format_stacks(samples: Sequence[RankSnapshot]) -> str:
+def format_stacks(snapshots: Sequence[RankSnapshot]) -> str:
     """Formats ranks' stacks, the innermost frame last, as in a traceback."""
     parts = []
-    for sample in sorted(samples, key=lambda sample: sample.stack.rank):
-        stack = sample.stack
+    for snapshot in sorted(snapshots, key=lambda snapshot: snapshot.stack.rank):
+        stack = snapshot.stack
         state = _PROCESS_STATES.get(stack.state, stack.state)
-        lines = [f"{format_location(stack.host, stack.rank)} (process {sample.pid}, {state}):"]
+        lines = [f"{format_location(stack.host, stack.rank)} (process {snapshot.pid}, {state}):"]
         frames = [f'  File "{frame.file}", line {frame.line} in {frame.function}'
                   for frame in reversed(stack.frames)]  # fmt: skip
-        parts.append("\n".join([*lines, *(frames or ["  no Python stack could be had"])]))
+        parts.append("\n".join([*lines, *(frames or ["  no Python stack could be read"])]))
     return "\n\n".join(parts) or "no rank answered"
 
 
@@ -264,8 +264,8 @@ class ControlServer:
                 return {"text": await actions.stacks()}
             if action == "state":
                 return {"state": actions.state()}
-            raise SettingError("a run can be asked to stop, save, stacks, state")
+            raise SettingError("unknown request: a run takes stop, save, stacks and state")
         except PacelineError as error:
             return {"error": error.message, "found": error.found, "remedy": error.remedy}
         except (ValueError, RecursionError):
-            return {"error": "what was asked is no JSON", "found": "", "remedy": ""}
+            return {"error": "the request is not JSON", "found": "", "remedy": ""}

@@ -199,8 +199,8 @@ def attribute_network_loss(
 def describe_network_loss(unreachable_s: float, lease_s: float) -> str:
     """Says that no host was heard for so long that all of them ended their ranks."""
     subject = f"this launcher heard none of its hosts for {unreachable_s:.1f} s"
-    return (f"{subject} (its own line, or all of them at once), and nodes end their ranks before"
-            f" the lease of {lease_s:g} s is over")  # fmt: skip
+    return (f"{subject} (its own link, or those of all hosts at once), and nodes end their ranks"
+            f" before the lease of {lease_s:g} s is over")  # fmt: skip
 
 
 def describe_launcher_pause(pause_s: float, lease_s: float) -> str:

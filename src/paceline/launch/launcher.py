@@ -197,7 +197,7 @@ class Launcher:
         if missing:
             hosts = ", ".join(f"{host} ({why or 'no answer'})" for host, why in missing.items())
             self._screen.note(
-                f"paceline: beginning with {num_connected} of {count} hosts, without {hosts}"
+                f"paceline: starting with {num_connected} of {count} hosts, without {hosts}"
             )
 
     def _read_supplies(self, delay_s: float = 0.0) -> asyncio.Future[Supplies]:

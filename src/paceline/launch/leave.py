@@ -407,7 +407,7 @@ class _DetachedStart:
             f"the supervisor on {self._host.name} ended before the run began",
             found=refusal.details
             if is_known
-            else "\n".join(stderr.splitlines()[-8:]) or "without a word",
+            else "\n".join(stderr.splitlines()[-8:]) or "without a message",
             remedy=refusal.remedy if is_known else "Name another host: --supervisor HOST",
         )
 
@@ -526,7 +526,7 @@ def _task_error(task: asyncio.Task[None]) -> BaseException | None:
 def _caller_message(stderr: str) -> str:
     """Returns the last lines that a caller printed."""
     lines = [line.removeprefix("paceline-call: ") for line in stderr.strip().splitlines()]
-    return "\n".join(lines[-3:]) or "it ended without a word"
+    return "\n".join(lines[-3:]) or "it ended without a message"
 
 
 def installation() -> tuple[Manifest, dict[str, Path]]:

@@ -162,8 +162,8 @@ def check(targets: Sequence[str]) -> None:
             is_valid = False
         if not is_valid:
             raise SettingError(
-                f"--notify {display_target(target)} is no address that JSON can be posted to",
-                found="those begin with http:// or https:// and a host's name",
+                f"--notify {display_target(target)} is not an address that JSON can be posted to",
+                found="an address begins with http:// or https:// and the name of a host",
                 remedy="--notify https://…",
             )
 
@@ -171,7 +171,7 @@ def check(targets: Sequence[str]) -> None:
 def missing_programs(targets: Sequence[str]) -> list[str]:
     """Returns warnings about commands that do not exist at the start."""
     return [
-        f"paceline: warning: --notify: there is no program {program} here by now"
+        f"paceline: warning: --notify: there is no program {program} here"
         for program in map(_program, targets)
         if program and shutil.which(os.path.expanduser(program)) is None  # noqa: PTH111
         and not _is_shell_word(program)

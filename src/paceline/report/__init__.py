@@ -1,1 +1,1 @@
-"""What people look at: tables, matrices, one line of conclusion."""
+"""Reports for people: tables, matrices, one line of conclusion."""

@@ -56,7 +56,7 @@ def directives(request: BatchRequest) -> list[str]:
 
 
 def _hours(time: str) -> str:
-    """LSF counts hours and minutes: ``1:30:00`` is ``1:30``."""
+    """Converts a time to LSF's hours and minutes: ``1:30:00`` is ``1:30``."""
     parts = time.split(":")
     return ":".join(parts[:2]) if len(parts) == 3 else time
 

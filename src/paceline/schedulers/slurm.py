@@ -337,7 +337,7 @@ class SlurmStarter(Starter):
         self._path, self._arguments, self._job = path, arguments, job
 
     async def start(self, hosts: Sequence[Host]) -> Start:
-        """The srun call."""
+        """Returns the srun call."""
         argv = step(self._path, hosts, self._arguments)
         unset: dict[str, str | None] = dict.fromkeys(_UNSET)
         return Start(tuple(argv), unset, RANK_VARIABLES, STRIPPED_VARIABLES, NODE_NAME_VARIABLES)

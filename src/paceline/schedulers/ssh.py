@@ -32,7 +32,7 @@ class SshTransport(Transport):
         return await connect_hosts(hosts, pythons, self._ssh, on_connected=on_connected, reuse=True)
 
     async def close(self, exit_code: int) -> None:
-        """Every channel has ended its own ssh."""
+        """Does nothing: every channel has ended its own ssh."""
 
 
 class Ssh(Scheduler):

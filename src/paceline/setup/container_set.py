@@ -475,7 +475,7 @@ def _key(path: Path, comment: str) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Readable by the owner only where ssh insists on it."""
+    """Writes a file, readable only by the owner if ssh insists on it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     if path.suffix == ".sh":

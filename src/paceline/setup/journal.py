@@ -93,7 +93,7 @@ def _change(data: dict[str, Any]) -> Change:
 
 
 def default_file() -> Path:
-    """``$XDG_STATE_HOME/paceline/setup.json``."""
+    """Returns ``$XDG_STATE_HOME/paceline/setup.json``."""
     base = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
     return Path(base) / "paceline" / "setup.json"
 

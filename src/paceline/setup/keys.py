@@ -106,7 +106,7 @@ def agent_keys() -> list[str]:
 
 
 def fingerprint(public: str) -> str:
-    """``256 SHA256:… comment (ED25519)``."""
+    """Returns the fingerprint as ssh-keygen prints it: ``256 SHA256:… comment (ED25519)``."""
     result = subprocess.run(
         ["ssh-keygen", "-lf", "-"], input=public, capture_output=True, text=True, check=False
     )
@@ -211,7 +211,7 @@ def read_report(output: str) -> InstallReport:
 
 
 def _octal(text: str) -> str:
-    """``drwxr-x---`` → ``750``; ``none`` stays."""
+    """Converts a mode to octal: ``drwxr-x---`` → ``750``; ``none`` is kept."""
     if text == "none":
         return text
     bits = [text[at : at + 3] for at in (1, 4, 7)]

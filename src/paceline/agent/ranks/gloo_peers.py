@@ -33,8 +33,8 @@ class StrangerError(RuntimeError):
 
     def __init__(self, address: str) -> None:
         super().__init__(
-            "gloo has a connection with %s, which is none of this job's hosts: somebody pretends to"
-            " be one of its ranks. Nothing was exchanged with it" % address
+            "gloo has a connection with %s, which is not one of this job's hosts: somebody pretends"
+            " to be one of its ranks. Nothing was exchanged with it" % address
         )
         self.address = address
 

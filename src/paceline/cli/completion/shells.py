@@ -98,10 +98,10 @@ complete -c paceline -f -k -a '(_paceline_completion)'
 
 
 class _Completer(ShellComplete):
-    """What all shells have in common."""
+    """Common parts of all shells."""
 
     def get_completion_args(self) -> tuple[list[str], str]:
-        """The words before the cursor's, and what stands of that one."""
+        """Returns the words before the cursor's word, and the typed part of that word."""
         # a letter more tells a word that has begun from the blank before one
         *arguments, incomplete = split_arg_string(f"{os.environ['COMP_LINE']}x")
         while arguments and re.match(r"\w+=", arguments[0]):  # A=1 paceline …
@@ -125,7 +125,7 @@ class _Completer(ShellComplete):
         return suggestions(self.cli, self.prog_name, args, incomplete)
 
     def answer(self, item: CompletionItem[str], head: str, incomplete: str) -> str:
-        """One line for the shell.
+        """Formats one line for the shell.
 
         Args:
             item: What may stand there.

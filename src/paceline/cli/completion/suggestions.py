@@ -31,7 +31,7 @@ Described = Iterable[tuple[str, str]]  # values, each with what is said beside i
 
 
 def suggestions(program: click.Command, name: str, args: list[str], incomplete: str) -> list[Item]:
-    """What may stand next.
+    """Returns the possible next words.
 
     Args:
         program: The whole command.
@@ -67,7 +67,7 @@ def suggestions(program: click.Command, name: str, args: list[str], incomplete: 
 
 
 def _belongs_to_script(ctx: click.Context) -> bool:
-    """Whether the words are no more ours: they follow a script, or a command."""
+    """Returns whether the words belong to a script or a command, not to Paceline."""
     if ctx.allow_interspersed_args or isinstance(ctx.command, click.Group):
         return False
     arguments = [param for param in ctx.command.params if isinstance(param, click.Argument)]
@@ -77,7 +77,7 @@ def _belongs_to_script(ctx: click.Context) -> bool:
 
 
 def _values(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Item]:
-    """Of an option, or in the place of an argument."""
+    """Returns the possible values of an option or of an argument."""
     verb = ctx.command.name or ""
     provider = VALUES.get(f"{verb} {param.name}") or VALUES.get(param.name or "")
     if provider is None:
@@ -92,7 +92,7 @@ def _values(ctx: click.Context, param: click.Parameter, incomplete: str) -> list
 
 
 def _recipe_of(ctx: click.Context) -> type | None:
-    """The options' class of the recipe, or of what uses its models."""
+    """Returns the options class of the recipe, or of the command that uses its models."""
     if isinstance(ctx.command, Verb) and ctx.command.options_of:
         module, name = ctx.command.options_of.split(":")
         options_class: type = getattr(importlib.import_module(module), name)
@@ -106,7 +106,7 @@ def _recipe_of(ctx: click.Context) -> type | None:
 
 
 def _passed_on(ctx: click.Context) -> list[str]:
-    """The words that are no options of ours."""
+    """Returns the words that are no options of Paceline's."""
     arguments: list[str] = []
     for param in ctx.command.params:
         if isinstance(param, click.Argument):
@@ -166,7 +166,7 @@ def _catalogue(recipe: type, field: str, incomplete: str) -> list[Item]:
 
 
 def _hosts(ctx: click.Context, incomplete: str) -> Iterator[tuple[str, str] | Item]:
-    """Whatever ``-H`` takes; in a list the next one."""
+    """Returns values for ``-H``; within a list, for the next host."""
     prefix, comma, _ = incomplete.rpartition(",")
     listed = prefix.split(",")
     if not comma:
@@ -249,7 +249,7 @@ def _faults(ctx: click.Context, incomplete: str) -> Described:
 
 
 def _runs(parent: str = "") -> list[tuple[str, str]]:
-    """The newest runs below runs/, with how each stands."""
+    """Returns the newest runs below runs/, with their states."""
     from paceline.rundir import records
     from paceline.rundir.ownership import owner_alive, read_owner
     from paceline.spec import rundir
@@ -278,7 +278,7 @@ def _run_folders(ctx: click.Context, incomplete: str) -> Iterator[tuple[str, str
 
 
 def _hosts_of_run(ctx: click.Context, incomplete: str) -> Iterator[tuple[str, str]]:
-    """Those that have logs in the run that is named, or in the newest."""
+    """Returns the hosts that have logs in the named run, or in the newest."""
     from paceline.rundir import records
     from paceline.spec import rundir
 

@@ -58,7 +58,7 @@ class SavedForecast:
 
     @classmethod
     def read(cls, path: Path) -> SavedForecast:
-        """From the file, whatever stands in it. SettingError when that is no forecast."""
+        """Reads a file with any content; SettingError if it is no forecast."""
         content = read_object(path) or {}
         forecasts, model_of, ranks = (
             content.get("forecasts"),
@@ -82,7 +82,7 @@ class SavedForecast:
 
     def of(self, command: Sequence[str],
            nodes: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:  # fmt: skip
-        """The forecast of a command on these nodes of a plan; ``None`` for another command.
+        """Returns the forecast of a command on these nodes of a plan; ``None`` for another command.
 
         SettingError when it was forecast for something else than these nodes.
         """
@@ -109,7 +109,7 @@ class SavedForecast:
 
 
 def _is_forecast(value: object) -> bool:
-    """Whether something is the forecast of a number of hosts, with all that we look at."""
+    """Returns whether an object is the forecast for a number of hosts, with all needed fields."""
     if not isinstance(value, dict) or not as_int(value.get("hosts")):
         return False
     texts = isinstance(value.get("declined"), str) and isinstance(value.get("limit"), str)
@@ -120,7 +120,7 @@ def _is_forecast(value: object) -> bool:
 
 
 def command_key(entry: object) -> list[str]:
-    """A command by which a run is known again; empty when it is none.
+    """Returns a key by which the same command is recognised; empty if it has none.
 
     Of a recipe the options that change a step: ``train`` writes ``--data-dir`` itself, and how
     often something is recorded or kept is no other training.
@@ -150,14 +150,14 @@ def command_key(entry: object) -> list[str]:
 
 
 def _modified_at(path: Path) -> float:
-    """When a file was written; 0 of one that is gone."""
+    """Returns when a file was written; 0 if it is gone."""
     with contextlib.suppress(OSError):
         return path.stat().st_mtime
     return 0.0
 
 
 def choose_fastest(job: Job, cluster: Cluster, run: Path) -> tuple[Cluster, str]:
-    """Those hosts on which the newest forecast of a job's command found the training shortest.
+    """Chooses the hosts with the shortest training in the newest forecast of the job's command.
 
     Args:
         job: What is to run.
@@ -215,14 +215,14 @@ def choose_fastest(job: Job, cluster: Cluster, run: Path) -> tuple[Cluster, str]
 
 
 def compare_at_end(run: Path) -> str:
-    """The same at the end of a run; empty where its command was not forecast."""
+    """Compares a run that has ended with its forecast; empty if there is none."""
     with contextlib.suppress(PacelineError, OSError, ValueError):
         return wrap(f"paceline: {describe_comparison(save_comparison(run))}", 80)
     return ""
 
 
 def save_comparison(run: Path) -> dict[str, Any]:
-    """What was forecast and what came, written beside the run; raises as :func:`comparison`."""
+    """Writes a run's comparison with its forecast beside the run; raises as :func:`comparison`."""
     from paceline.rundir.directory import write_text
 
     result = comparison(run)
@@ -231,7 +231,7 @@ def save_comparison(run: Path) -> dict[str, Any]:
 
 
 def comparison(run: Path) -> dict[str, Any]:
-    """What was forecast for a run's command, hosts and ranks, and what came.
+    """Compares a run with the forecast for its command, hosts and ranks.
 
     Raises:
         SettingError: There is no such forecast, or the run has too few records.
@@ -290,7 +290,7 @@ def seconds_per_step(records: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def describe_comparison(comparison: Mapping[str, Any]) -> str:
-    """One line."""
+    """Formats a comparison as one line."""
     forecast, measured = comparison["forecast"], comparison["came"]["seconds"]
     deviation = measured / forecast["seconds"] - 1
     difference = f"{abs(deviation):.0%} {'longer' if deviation > 0 else 'shorter'}"

@@ -29,7 +29,7 @@ from paceline.spec.training.balance import validate_weights
 
 @dataclass(frozen=True)
 class Prober:
-    """What all tries have in common.
+    """Runs a few steps of a job on some hosts.
 
     Attributes:
         shown_notes: Notes of plans that were shown.
@@ -44,7 +44,7 @@ class Prober:
 
     def on(self, hosts: Sequence[Host], *, batches: Sequence[int] = (),
            parts: Sequence[float] = ()) -> Probe:  # fmt: skip
-        """A few steps there, in a folder that is removed unless they fail.
+        """Runs a few steps on these hosts, in a folder that is removed unless they fail.
 
         Raises:
             JobError: They failed, or the program ended before them.
@@ -87,7 +87,7 @@ class Prober:
 
 
 def read_probe(path: Path) -> Probe:
-    """What a few steps told. JobError where that is incomplete."""
+    """Reads the record of a probe; JobError if it is incomplete."""
     content = read_object(path)
     try:
         if content is not None:
@@ -104,7 +104,7 @@ def read_probe(path: Path) -> Probe:
 
 
 def measure(prober: Prober, max_hosts: int) -> step_model.StepModel:
-    """All that is measured."""
+    """Runs all probes of a forecast."""
     ctx, hosts = prober.ctx, prober.cluster.hosts
     weak = ctx.params["weak"]
     parts = [1.0, 0.5] if weak else [1.0, 0.5, 1 / max_hosts]
@@ -163,7 +163,7 @@ def measure_links(prober: Prober) -> tuple[dict[tuple[str, str], float], dict[st
 
 
 def machine_kind(facts: Mapping[str, Any]) -> str:
-    """What makes a host's speed, as far as its facts tell it."""
+    """Returns what determines a host's speed, as far as its facts show it."""
     cpu, devices = facts.get("cpu") or {}, facts.get("devices") or {}
     cards = [gpu.get("name") or gpu.get("kind") for gpu in devices.get("gpus") or ()]
     cores = len(cpu.get("cores") or ())

@@ -22,7 +22,7 @@ _BY_NAME = re.compile(rb"\bimport_module\b|\b__import__\b|\bexec\(|\brunpy\b|\be
 
 
 def require_training_library(entry: Entry) -> None:
-    """SettingError for a program that cannot be told to end after a few steps."""
+    """Raises SettingError for a program that cannot be told to end after a few steps."""
     num_read = 0
     for path in itertools.islice(code_files(entry), MAX_FILES):
         num_read += 1
@@ -41,7 +41,7 @@ def require_training_library(entry: Entry) -> None:
 
 
 def imported_files(script: Path, root: Path) -> list[Path]:
-    """A script and the files below a folder that it imports, and they; none where it is unread."""
+    """Returns a script and all files below a folder that it imports; none if it cannot be read."""
     reached: dict[Path, None] = {}
     pending = [script]
     while pending and len(reached) < MAX_FILES:
@@ -76,7 +76,7 @@ def imported_names(path: Path) -> list[str] | None:
 
 
 def code_files(entry: Entry) -> Iterator[Path]:
-    """The program, and the Python files that belong to its code as it is sent to hosts."""
+    """Returns the program and the Python files of its code as it is sent to hosts."""
     from paceline.transfer.tree import files_of, folder_root, script_path
 
     cwd = Path.cwd()

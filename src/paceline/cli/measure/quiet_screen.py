@@ -1,4 +1,4 @@
-"""What is shown of the runs of a measurement."""
+"""A screen for the runs of a measurement, which shows only notes of plans."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class PlanNotesScreen(Screen):
         self._printed = printed
 
     def print(self, text: str, rank: int | None = None) -> None:
-        """What the script has to say would only disturb the table."""
+        """Drops the script's lines, which would disturb the table."""
 
     def note(self, text: str) -> None:
-        """The launcher's other lines would only disturb the table."""
+        """Prints notes of plans; drops other lines, which would disturb the table."""
         if ": note: " in text and text not in self._printed:
             self._printed.add(text)
             say(text, err=True)

@@ -32,14 +32,14 @@ class SilentScreen(Screen):
     """Says nothing: the check has its own screen."""
 
     def note(self, text: str) -> None:
-        """The launcher's lines would stand between ours."""
+        """Drops the launcher's notes: they would disturb the check's output."""
 
     def starting(self, part: str, done: int, of: int) -> None:
         """Ours says that collectives are tried."""
 
 
 def run_trial(survey: Survey, job: Job, ssh: SshOptions) -> dict[str, Any]:
-    """Evidence for the check ``trial``: loaded versions by host, rows, or why it failed."""
+    """Returns the evidence for the check ``trial``: loaded versions by host, rows, or an error."""
     with tempfile.TemporaryDirectory(prefix="paceline-trial-") as folder:
         path = Path(folder) / "run"
         try:
@@ -63,7 +63,7 @@ def run_trial(survey: Survey, job: Job, ssh: SshOptions) -> dict[str, Any]:
 
 
 def trial_job(job: Job) -> Job:
-    """One rank a host, every collective, one small and one larger size."""
+    """Returns a job with one rank per host that tries each collective with two sizes."""
     # the call that is checked and the first timed one are warm-up enough
     spec = {"collectives": COLLECTIVES, "sizes": [1024, 1 << 20], "iterations": 2, "warmup": 0}
     return Job(
@@ -92,7 +92,7 @@ def _result(outcome: RunOutcome) -> dict[str, Any]:
 
 
 def _loaded_libraries(events: Sequence[Event]) -> dict[str, Any]:
-    """By host, what the fork server said of the libraries it had loaded."""
+    """Returns the libraries that each host's fork server has loaded, by host."""
     names = ("torch", "cuda", "nccl", "backends")
     return {event.host: {name: event[name] for name in names}
             for event in events if event.kind == "imported"}  # fmt: skip

@@ -60,7 +60,7 @@ def attach_to_run(path: Path, *, lines: bool = False) -> int:
 
 
 class RunControls:
-    """What keys ask for, of a launcher somewhere."""
+    """Forwards the actions of keys to a launcher."""
 
     def __init__(self, client: LauncherClient) -> None:
         self._client = client
@@ -109,7 +109,7 @@ class _AttachedTerminal:
         return print_end(self._path, self._command)
 
     async def _watch(self, keys: Keys) -> bool:
-        """Until it is over, and at home, or left; whether it is over."""
+        """Follows the run to its end, or until the user leaves; returns whether it is over."""
         shown_error, is_first = "", True
         while True:
             status = await self._client.look()
@@ -174,7 +174,7 @@ def _signal_handlers(handlers: Mapping[signal.Signals, Callable[[], object]]) ->
 
 
 class Feed:
-    """What a run's files have that is new, for a screen and its state.
+    """Reads what is new in a run's files, for a screen and its state.
 
     Args:
         path: The run's folder.
@@ -232,7 +232,7 @@ class Feed:
 
 
 def elapsed_s(path: Path) -> float:
-    """For how long a run has been under way."""
+    """Returns for how long a run has been running."""
     first = next(iter(records.read_records(path / names.EVENTS, 1 << 12)), {})
     start = records.as_float(first.get("time"))
     return max(0.0, time.time() - start) if start else 0.0
@@ -252,7 +252,7 @@ class _GrowingFile:
         self._partial = b""
 
     def read(self) -> bytes:
-        """What has come, at most so much at once."""
+        """Reads what is new, up to a limit."""
         try:
             if self._file is not None and self._path.lstat().st_ino != os.fstat(
                 self._file.fileno()
@@ -276,7 +276,7 @@ class _GrowingFile:
             self._file.seek(0)
 
     def lines(self) -> list[bytes]:
-        """Whole lines that have come."""
+        """Returns new complete lines."""
         lines: list[bytes] = []
         while data := self.read():
             *complete, self._partial = (self._partial + data).split(b"\n")

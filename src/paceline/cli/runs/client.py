@@ -43,23 +43,23 @@ class LauncherClient(Protocol):
     last_error: str
 
     async def look(self) -> RunState:
-        """How the run stands now; its files here are as new as that."""
+        """Returns the run's status and updates its files here."""
 
     async def request(self, message: dict[str, Any]) -> dict[str, Any]:
-        """What the launcher answers. PacelineError where it refuses, or cannot be asked."""
+        """Returns the launcher's answer; PacelineError if it refuses or cannot be reached."""
 
     async def fetch_results(self) -> None:
-        """After the end: everything is here."""
+        """Fetches the remaining results after the end."""
 
     async def stop(self, *, immediately: bool) -> None:
         """Ends the run, with time to save or at once."""
 
     async def close(self) -> None:
-        """The end of looking."""
+        """Closes the connection."""
 
 
 class LocalLauncher:
-    """To a launcher on this machine."""
+    """A client of a launcher on this machine."""
 
     last_error = ""
 
@@ -93,14 +93,14 @@ class LocalLauncher:
             end_run(read_state(self.path), immediately)
 
     async def fetch_results(self) -> None:
-        """All of it is here already."""
+        """Does nothing: all results are here."""
 
     async def close(self) -> None:
-        """Nothing was opened."""
+        """Does nothing: there is no connection."""
 
 
 class RemoteLauncher:
-    """To a supervisor on another host, over SSH; the connection is made again when it breaks."""
+    """A client of a supervisor on another host, over SSH; reconnects when the connection breaks."""
 
     def __init__(self, path: Path, detached: SupervisorLocation) -> None:
         self.path, self.last_error = path, ""
@@ -110,9 +110,11 @@ class RemoteLauncher:
         self._reconnect_at = 0.0
 
     async def look(self) -> RunState:
-        """ConnectError where the host could never be asked; later the last known, and last_error.
+        """Returns the status; after a broken connection the last known one, with ``last_error``.
 
-        NodeError where it knows nothing of the run, or what it sends cannot be written here.
+        Raises:
+            ConnectError: The host was never reached.
+            NodeError: It knows nothing of the run, or what it sends cannot be written here.
         """
         status, clock = self._status, time.monotonic()
         if status is not None and self._follower is None and clock < self._reconnect_at:
@@ -166,7 +168,7 @@ class RemoteLauncher:
                 raise self._connection_lost(problem) from None
 
     async def fetch_results(self) -> None:
-        """Everything comes; with its last follower the run's folder on the other host goes."""
+        """Fetches all results; after the last follower, the host removes the run's folder."""
         if self._follower is None or self._status is None:
             raise ConnectError(f"{self._detached.host} cannot be asked now", found=self.last_error)
         is_whole = True
@@ -184,7 +186,7 @@ class RemoteLauncher:
             )
 
     async def _wait_for_ranks(self) -> None:
-        """What ranks save until the lease is over lies in the folder that is about to go there."""
+        """Waits until the ranks can save no more: the folder on their host will be removed."""
         wait_s = remaining_lease_s(self.path, time.time())
         if wait_s > 0:
             say(f"paceline: the run's supervisor is lost: its ranks have {wait_s:.0f} s to save"
@@ -197,7 +199,7 @@ class RemoteLauncher:
         return ConnectError(
             f"the connection to {self._detached.host} is lost",
             found=str(problem),
-            remedy=f"Type this again: what came is in {shell_text([str(self.path)])}",
+            remedy=f"Run this command again: what was fetched is in {shell_text([str(self.path)])}",
         )
 
     async def close(self) -> None:
@@ -211,7 +213,7 @@ def _note(text: str) -> None:
 
 
 def parse_reply(reply: dict[str, Any] | None) -> dict[str, Any]:
-    """A launcher's answer. PacelineError for a refusal, and where nobody listens."""
+    """Parses a launcher's answer; PacelineError if it refuses, or if there is no launcher."""
     if reply is None:
         raise NodeError(
             "the run's launcher accepts no requests: it is ending, or has not started yet"
@@ -223,13 +225,13 @@ def parse_reply(reply: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def was_started_here(run: DetachedRecord, path: Path) -> bool:
-    """Whether the run was started on this machine, with that folder."""
+    """Returns whether the run was started on this machine, with that folder."""
     me = f"{getpass.getuser()}@{socket.gethostname()}"
     return run.launched_by == me and run.launched_in == str(path.absolute())
 
 
 def client_for(path: Path) -> LauncherClient | None:
-    """The way to a run's launcher; ``None`` where the run is over and all of it is here."""
+    """Returns a client of a run's launcher; ``None`` if the run is over and all of it is here."""
     owner = read_owner(path)
     if owner is not None and owner_alive(owner):
         return LocalLauncher(path)

@@ -17,7 +17,7 @@ _MAX_LISTED = 4  # ranks in a line
 
 
 def describe_run(state: RunState) -> str:
-    """A few lines for people."""
+    """Describes a run in a few lines."""
     ended = f", exit status {state.exit_code}" if state.exit_code is not None else ""
     suffix = ", waits for nodes" if state.waiting else ""
     lines = [f"{state.path}: {state.word}{ended}{suffix}"]
@@ -52,7 +52,7 @@ def describe_run(state: RunState) -> str:
 
 
 def _record_time(record: Mapping[str, Any]) -> str:
-    """`` (12:03:44)``: when a record was written, by this machine's clock."""
+    """Formats when a record was written, by this machine's clock: `` (12:03:44)``."""
     at = records.as_float(record.get("time"))
     return f" ({time.strftime('%H:%M:%S', time.localtime(at))})" if 0 < at < 1e11 else ""
 
@@ -63,7 +63,7 @@ def _figures(record: Mapping[str, Any]) -> str:
 
 
 def _figure(name: str, value: Any) -> str:
-    """One of a record's, for people."""
+    """Formats one figure of a record."""
     if name == "epoch" and (epoch := records.as_int(value)) is not None:
         return format_epoch(epoch)
     return f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
@@ -95,7 +95,7 @@ def silence_s(rank: Mapping[str, Any]) -> float:
 
 
 def describe_loads(hosts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each of some hosts that says how busy it is."""
+    """Describes how busy hosts are, in one line each."""
     lines = []
     for host in hosts[:_MAX_LISTED]:
         used = [("CPU", host.get("cpu")), ("memory", host.get("memory"))]

@@ -59,7 +59,7 @@ class DetachedRun:
 
 @dataclass(frozen=True, slots=True)
 class DetachedRuns:
-    """What some hosts tell of the runs that were left there.
+    """Detached runs that hosts report.
 
     Attributes:
         runs: By host, the newest first.
@@ -119,7 +119,7 @@ async def find_detached(
 def choose_run(
     detached_runs: DetachedRuns, name: str | None, *, ended: bool = False
 ) -> DetachedRun:
-    """The run that is meant of those that were left on hosts; ``ended``: if none runs, the newest.
+    """Chooses the run that is meant among detached ones; ``ended``: the newest if none runs.
 
     SettingError where none is, or several could be.
     """
@@ -149,7 +149,7 @@ def choose_run(
 
 
 def detached_record(run: DetachedRun, ssh: SshOptions) -> SupervisorLocation:
-    """What leads to a run from a machine that did not start it."""
+    """Returns the record that leads to a run from a machine that did not start it."""
     host, config = run.host, str(ssh.config.absolute()) if ssh.config else None
     return SupervisorLocation(
         run.info.run_id, host.name, host.address, str(Path(run.info.run).parent),
@@ -159,7 +159,7 @@ def detached_record(run: DetachedRun, ssh: SshOptions) -> SupervisorLocation:
 
 
 def local_folder(run: DetachedRecord, detached: SupervisorLocation, parent: Path) -> Path:
-    """The folder of a run below ``parent``, made where it is not there.
+    """Returns the folder of a run below ``parent``; makes it if necessary.
 
     NodeError where it cannot be made.
     """
@@ -172,7 +172,7 @@ def local_folder(run: DetachedRecord, detached: SupervisorLocation, parent: Path
 
 @contextlib.contextmanager
 def _lock_folder(parent: Path) -> Iterator[None]:
-    """Of several commands that find no folder of a run at once, one makes it."""
+    """Lets only one of several commands make a folder for the same run."""
     parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -21,7 +21,7 @@ SHOWN_IN_LOG_TAIL = ("exception", "said-why")  # their words stand in the last l
 
 
 def succeeded(evidence: Evidence) -> bool:
-    """True when nothing went wrong."""
+    """Returns whether nothing went wrong."""
     return evidence.result.exit_code == 0
 
 
@@ -47,7 +47,7 @@ def save_findings(run: Path, conclusion: Conclusion) -> None:
 
 
 def explain_failure(run: Path, result: Result, events: tuple[Event, ...]) -> str:
-    """For the end of a failed run: the conclusion, written down there and as text to show.
+    """Explains a failed run: writes the conclusion beside it and returns it as text.
 
     The text is empty where it would only repeat the traceback that is shown anyway.
 

@@ -61,7 +61,7 @@ def start_detached(ctx: click.Context, job: Job, cluster: Cluster, transport: Tr
 
 
 def with_lasting_inputs(job: Job, run_dir: Path) -> Job:
-    """The job with folders of links to files in its run directory, where they outlive us."""
+    """Returns the job with folders of links moved to the run directory, where they outlive us."""
     from paceline.cli.recipe_job import GATHERED_PREFIX
 
     for number, item in enumerate(job.inputs):
@@ -85,7 +85,7 @@ def with_lasting_inputs(job: Job, run_dir: Path) -> Job:
 
 
 def describe_commands(outcome: DetachOutcome, run_dir: Path) -> str:
-    """Where the run goes on, and what is typed to come back to it."""
+    """Describes where the run goes on, and which commands follow it."""
     run = shell_text([short_name(run_dir)])
     supervisor = "this machine" if outcome.is_local else outcome.host.name
     return "\n".join([

@@ -1,4 +1,4 @@
-"""What is known of a run whose launcher died, and how to resume it."""
+"""Runs whose launcher died: what is known of them, and how to resume them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class LostRun:
 
 
 def read_lost_run(path: Path) -> LostRun:
-    """What the folder of a lost run tells of its end."""
+    """Reads what the folder of a lost run shows of its end."""
     plan = records.read_object(path / names.PLAN) or {}
     supervisor, owner = lost(path), read_owner(path) or {}
     role, host = (
@@ -77,7 +77,7 @@ def read_lost_run(path: Path) -> LostRun:
 
 
 def remaining_lease_s(path: Path, clock: float) -> float:
-    """For how long the ranks of a run that has just been lost may still save something, in seconds.
+    """Returns for how many seconds the ranks of a lost run may still save.
 
     Args:
         path: Its folder here.
@@ -89,21 +89,21 @@ def remaining_lease_s(path: Path, clock: float) -> float:
 
 
 def _last_sign_of_life(path: Path, events: list[dict[str, Any]]) -> float:
-    """When it wrote something last: where everybody is, it has written once a second."""
+    """Returns when the launcher last wrote a file; it writes the state once a second."""
     ranks = records.read_object(path / names.RANKS) or {}
     times = (records.as_float(record.get("time")) for record in (ranks, *events[-1:]))
     return max((time for time in times if time), default=0.0)
 
 
 def lease_s(plan: Mapping[str, Any]) -> float:
-    """Of a run, in seconds, by its plan."""
+    """Returns the lease in a run's plan, in seconds."""
     settings = plan.get("settings")
     lease = settings.get("lease_s") if isinstance(settings, dict) else None
     return (records.as_float(lease.get("value")) if isinstance(lease, dict) else None) or LEASE_S
 
 
 def _resume_command(path: Path, plan: Mapping[str, Any]) -> tuple[str, str]:
-    """The command that was typed as it goes on in the same folder, and where it was typed."""
+    """Returns the command that resumes the run in its folder, and where it was typed."""
     from paceline.launch.results.summary import resume_command
 
     command = plan.get("typed")
@@ -121,7 +121,7 @@ def _resume_command(path: Path, plan: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def describe_lost(run: LostRun, clock: float) -> list[str]:
-    """The same for people.
+    """Describes a lost run.
 
     Args:
         run: Which.

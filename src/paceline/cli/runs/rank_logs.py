@@ -20,7 +20,7 @@ READ_BYTES = 1 << 20  # bytes read at once
 
 
 def rank_logs(path: Path, rank: int | None = None, host: str | None = None) -> list[Path]:
-    """Log files of ranks, in the order of the ranks."""
+    """Returns the log files of ranks, in rank order."""
     files = [(number, file) for file in log_files(path / names.LOGS)
              if (number := names.rank_of_log(file)) is not None]  # fmt: skip
     return [

@@ -1,4 +1,4 @@
-"""What is shown and written when a run has ended: result, explanation, page, forecast."""
+"""Shows and writes the end of a run: result, explanation, page, comparison with the forecast."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def report_end(job: Job, outcome: RunOutcome, on_success: Callable[[Path], None]
 
 def explain_run(run_dir: Path, result: Result, events: tuple[Event, ...],
                 is_shown: bool) -> None:  # fmt: skip
-    """The conclusion after a failed run: into findings.json, and shown.
+    """Explains a failed run: writes findings.json and shows the conclusion.
 
     A problem in here must not hide how the run ended, nor keep the user waiting for it.
     """
@@ -111,7 +111,7 @@ class Interrupted(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """TimeoutError in what takes longer, Interrupted at Ctrl-C.
+    """Raises TimeoutError in what takes longer, and Interrupted at Ctrl-C.
 
     By a signal, which reaches into regular expressions, too: a thread would go on beside us and,
     inside such an expression, keep the interpreter to itself.

@@ -1,4 +1,4 @@
-"""Which run a verb is about: as named, the one that is running, or the newest."""
+"""Finds the run that a verb is about: the named one, the running one, or the newest."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def newest_runs(parent: Path, count: int = 5) -> list[str]:
 
 
 def find_run_folder(name: str | None) -> Path:
-    """The run directory that is meant: as named, below runs/, or the newest there."""
+    """Returns the run directory: as named, below runs/, or the newest there."""
     parent = Path(names.DEFAULT_PARENT)
     if name is not None:
         for path in (Path(name), parent / name):
@@ -59,20 +59,20 @@ def find_run_folder(name: str | None) -> Path:
 
 
 def short_name(path: Path) -> str:
-    """A run as people name it to our verbs here: its name below runs/, else its path."""
+    """Returns the name by which users refer to a run: its name below runs/, else its path."""
     relative = Path(short(path.absolute()))
     return relative.name if relative.parent == Path(names.DEFAULT_PARENT) else str(relative)
 
 
 def ambiguous_run(running: Sequence[Path]) -> SettingError:
-    """The error where the user has to choose."""
+    """Returns the error for several possible runs."""
     listed = "\n".join(str(path) for path in running)
     return SettingError(f"{len(running)} runs are running", found=listed,
                         remedy=f"Name one of them: {running[0]}")  # fmt: skip
 
 
 def running_runs() -> list[Path]:
-    """The runs below runs/ that have not ended, the newest first; those of a measurement, too."""
+    """Returns the unfinished runs below runs/, newest first, including those of measurements."""
     top = [*records.folders_in(Path(names.DEFAULT_PARENT))]
     inner = [path for folder in top if not is_run(folder) for path in records.folders_in(folder)]
     running = [path for path in (*top, *inner) if is_run(path) and _is_running(path)]
@@ -92,7 +92,7 @@ def _is_running(path: Path) -> bool:
 
 
 def specified_run(ctx: click.Context) -> str | None:
-    """The run that is named as RUN, or by the setting ``run-dir``."""
+    """Returns the run that is named as RUN or by the setting ``run-dir``."""
     run, run_dir = ctx.params["run"], ctx.params["run_dir"]
     if run is not None and setting(ctx, "run_dir").source is Source.COMMAND_LINE:
         raise SettingError("RUN and --run-dir exclude each other")
@@ -100,7 +100,7 @@ def specified_run(ctx: click.Context) -> str | None:
 
 
 def current_run(ctx: click.Context) -> Path:
-    """The run that a verb is about: as named, else the one that is running, else the newest.
+    """Returns the run that a verb is about: the named one, else the running one, else the newest.
 
     SettingError where several are running: which one is meant is for the user to say.
     """
@@ -118,7 +118,7 @@ def current_run(ctx: click.Context) -> Path:
 
 
 def _is_running_remotely(path: Path) -> bool:
-    """Whether a run goes on on another host, which is asked; one that cannot be asked may."""
+    """Returns whether a run may still be going on on another host; asks that host if possible."""
     from paceline.cli.runs.sync import sync_run
 
     with contextlib.suppress(PacelineError, ConnectionError):
@@ -127,7 +127,7 @@ def _is_running_remotely(path: Path) -> bool:
 
 
 def resolve_run(ctx: click.Context, *, allow_ended: bool = False) -> Path:
-    """The folder here of the run that a verb is about, which may lie on a host that -H names.
+    """Returns the local folder of the run that a verb is about, also of a run on hosts of -H.
 
     A run that has no folder here gets one.
 

@@ -56,7 +56,7 @@ class RunState:
         straggler: The rank that holds the others up, one line, while it does.
         ranks: Where each rank is: rank, host, step, phase and seconds of silence.
         hang: Who keeps the others waiting, one line, while it does.
-        hosts: How busy each host is, as far as it is known: see ``launch/run_state.py``.
+        hosts: How busy each host is, as far as it is known: see ``launch/terminal/run_state.py``.
         waiting: Too few nodes are there, and it waits for others.
         lost: Of one that was lost: what is known of its end.
     """
@@ -102,7 +102,7 @@ class RunState:
 
 
 def read_state(path: Path) -> RunState:
-    """The present state of a run."""
+    """Reads the present state of a run."""
     owner = read_owner(path)
     record = records.read_object(path / names.RESULT)
     result = Result.from_json(record or {})
@@ -130,7 +130,7 @@ def read_state(path: Path) -> RunState:
 
 
 def end_state(result: Result, exit_code: int | None) -> str:
-    """How a run ended, in one of :data:`END_WORDS`; ``ended`` if nothing says how."""
+    """Returns how a run ended, one of :data:`END_STATES`; ``ended`` if that is unknown."""
     if result.interrupted is not None:
         return "stopped"
     if exit_code or result.failure is not None or result.error:
@@ -139,7 +139,7 @@ def end_state(result: Result, exit_code: int | None) -> str:
 
 
 def _with_ranks(state: RunState, max_age_s: float = math.inf) -> RunState:
-    """The same with where everybody is, if that was written within so many seconds."""
+    """Adds the ranks' positions if they were written within so many seconds."""
     ranks = _read_ranks(state.path, max_age_s)
     if not ranks and max_age_s < math.inf:
         return state
@@ -149,7 +149,7 @@ def _with_ranks(state: RunState, max_age_s: float = math.inf) -> RunState:
 
 
 def _read_ranks(path: Path, max_age_s: float = math.inf) -> dict[str, Any]:
-    """Where everybody is, as the launcher has written it last; empty where that is not known."""
+    """Reads the ranks' positions that the launcher has written last; empty if unknown."""
     record = records.read_object(path / names.RANKS)
     if record is None or not matches(run_state.RANKS_SCHEMA, record):
         return {}
@@ -167,7 +167,7 @@ def _add_silence(rank: dict[str, Any], ago: float) -> dict[str, Any]:
 
 
 def _straggler(path: Path) -> str:
-    """What was said last of a rank that holds the others up; nothing when it keeps up again."""
+    """Returns the last report of a rank that slows the others down; empty if it keeps up again."""
     events = read_events(records.read_records(path / names.EVENTS, TAIL_BYTES))
     relevant = [
         event for event in events if event.kind in ("straggler", "straggler over", "started")
@@ -198,7 +198,7 @@ def end_run(state: RunState, immediately: bool) -> None:
         raise NodeError(
             f"process {owner['pid']} is not the launcher of {state.path}: it is left alone",
             found=f"{state.path / names.OWNER} names it; no launcher answers for this folder",
-            remedy=f"If no run goes on there: rm {shlex.quote(str(state.path / names.OWNER))}",
+            remedy=f"If no run is active there: rm {shlex.quote(str(state.path / names.OWNER))}",
         )
     for _ in range(2 if immediately else 1):
         this_machine.signal_process(int(owner["pid"]), owner["start"], signal.SIGTERM)
@@ -207,7 +207,7 @@ def end_run(state: RunState, immediately: bool) -> None:
 def request_launcher(
     path: Path, owner: Mapping[str, Any], message: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """What the launcher of this very folder answers; ``None``: none listens.
+    """Returns the answer of this folder's launcher; ``None`` if none listens.
 
     Its socket is found by the run's id, and a folder may hold the id of another run.
 

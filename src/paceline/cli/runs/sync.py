@@ -95,7 +95,7 @@ class _SyncThread:
             raise self._problem
 
     def has_ended(self) -> bool:
-        """Whether the run is over, and all of it is here."""
+        """Returns whether the run is over and all of it is here."""
         if self._problem is not None:
             raise self._problem
         return self._has_ended

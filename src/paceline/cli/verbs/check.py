@@ -108,7 +108,7 @@ def command(ctx: click.Context, /, as_json: bool, plain: bool, bundle: Path | No
 
 
 def needs_trial(survey: Survey, findings: Sequence[Finding], level: Level) -> bool:
-    """Whether a job could run at all: where something fails already, it would only fail too."""
+    """Returns whether a job could run at all; otherwise a trial would only fail, too."""
     has_no_failure = all(finding.outcome != "fail" for finding in findings)
     return (
         level == "full"
@@ -119,7 +119,7 @@ def needs_trial(survey: Survey, findings: Sequence[Finding], level: Level) -> bo
 
 
 def check_subject(ctx: click.Context) -> tuple[tuple[Host, ...], Job, SshOptions]:
-    """The hosts, a job that stands for those to come, and how to log in."""
+    """Returns the hosts, a job that stands for those to come, and how to log in."""
     from paceline.launch.planning.planner import choose_hosts
 
     params, cluster = ctx.params, read_chosen_cluster(ctx)
@@ -139,7 +139,7 @@ def check_subject(ctx: click.Context) -> tuple[tuple[Host, ...], Job, SshOptions
 
 
 def environment_of(job: Job, survey: Survey) -> dict[str, dict[str, str]]:
-    """By host, what ``run`` sets there: the same function makes the plan."""
+    """Returns the variables that ``run`` sets on each host, by the function that makes the plan."""
     from paceline.launch.planning import planner
 
     if not survey.networks or survey.refusals:  # a run would have other nodes
@@ -161,13 +161,13 @@ def environment_of(job: Job, survey: Survey) -> dict[str, dict[str, str]]:
 
 def to_json(findings: Sequence[Finding],
             environment: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:  # fmt: skip
-    """The object of ``--json``."""
+    """Returns the object of ``--json``."""
     return {"findings": [finding.to_json() for finding in findings], "environment": environment}
 
 
 def show(survey: Survey, findings: Sequence[Finding], environment: Mapping[str, Mapping[str, str]],
          is_plain: bool) -> None:  # fmt: skip
-    """Conclusion, what to do, hosts × checks, the matrix of pairs, the environment."""
+    """Shows conclusion, remedies, hosts × checks, the matrix of pairs and the environment."""
     from paceline.checks.runner import conclusion
 
     text = report.lines(conclusion(findings), findings, include_passed=is_plain)
@@ -196,7 +196,7 @@ def _rates(survey: Survey) -> list[tuple[list[str], list[list[str]]]]:
 
 def write_bundle(path: Path, survey: Survey, findings: Sequence[Finding],
                  environment: Mapping[str, Mapping[str, str]]) -> None:  # fmt: skip
-    """Everything that support needs, as JSON files in one archive. Facts hold no secrets."""
+    """Writes an archive for support, with JSON files. Facts hold no secrets."""
     from paceline.report.bundle import write
 
     contents = {

@@ -58,7 +58,7 @@ def command(as_json: bool, master_addr: str | None, master_port: int | None,
 
 
 def read_place(environ: dict[str, str], parent: int) -> dict[str, str]:
-    """The variables. SettingError when nobody launched this process as one of several."""
+    """Returns the variables; SettingError if this process was not launched as one of several."""
     variables = torchrun_variables(environ, parent)
     if not variables:
         raise SettingError(

@@ -57,7 +57,7 @@ def command(ctx: click.Context, /, run: Path, options: tuple[str, ...], **_: obj
 
 
 def needs_no_launcher(ctx: click.Context, dispatch: Dispatch) -> bool:
-    """Nothing was asked for that needs a launcher: one process on this machine will do."""
+    """Returns whether one process on this machine suffices for these options."""
     is_single_process = ctx.params["nproc_per_node"] in (None, 1)
     return (
         is_single_process
@@ -76,7 +76,7 @@ def data_files(folder: Path, options: EvaluateOptions) -> list[str]:
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """What the run says of its model; empty where that cannot be read, which a rank will tell."""
+    """Reads the run's description of its model; empty if it is unreadable, which a rank reports."""
     checkpoint = usable_checkpoint(folder)
     if (folder / MODEL_CONFIG).is_file() or checkpoint is None:
         config = read_object(folder / MODEL_CONFIG)

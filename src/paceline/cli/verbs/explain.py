@@ -77,7 +77,7 @@ def command(ctx: click.Context, /, log: Path | None, as_json: bool,
 
 
 def _resolve_run(ctx: click.Context) -> Path:
-    """The run's folder; any folder that is named as one."""
+    """Returns the run's folder; accepts any existing folder."""
     name, is_remote = specified_run(ctx), setting(ctx, "hosts").source is Source.COMMAND_LINE
     if name is not None and not is_remote and Path(name).is_dir():
         return Path(name)
@@ -101,7 +101,7 @@ def show(conclusion: Conclusion, evidence: Evidence, as_json: bool) -> None:
 
 
 def to_json(conclusion: Conclusion) -> dict[str, Any]:
-    """The object of ``--json``."""
+    """Returns the object of ``--json``."""
     causes = [
         {
             "rule": rule.code,

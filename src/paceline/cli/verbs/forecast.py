@@ -146,7 +146,7 @@ def command(ctx: click.Context, /, what: str | None, args: tuple[str, ...], modu
 
 @contextlib.contextmanager
 def results_folder(folder: Path) -> Iterator[None]:
-    """A folder that is there before anything is measured, and goes again if nothing came.
+    """Makes a folder before anything is measured, and removes it if it stays empty.
 
     SettingError when it cannot be made.
     """
@@ -163,7 +163,7 @@ def results_folder(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing_results(folder: Path) -> Iterator[None]:
-    """An OSError in here as SettingError."""
+    """Turns an OSError into a SettingError."""
     try:
         yield
     except OSError as error:
@@ -175,7 +175,7 @@ def writing_results(folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def forecast_job(ctx: click.Context, what: str, args: tuple[str, ...], module: bool,
             cluster: Cluster, dispatch: Dispatch) -> Iterator[tuple[Job, bool]]:  # fmt: skip
-    """The job that is tried, and whether our own package goes with it.
+    """Returns the job to measure, and whether this package is sent with it.
 
     Raises:
         SettingError: It does not train with paceline.train, or not on these hosts.
@@ -210,7 +210,7 @@ def forecast_job(ctx: click.Context, what: str, args: tuple[str, ...], module: b
 
 
 def show_comparison(ctx: click.Context, run: Path) -> None:
-    """A run beside its forecast: said, and kept in the run directory."""
+    """Shows the comparison of a run with its forecast, and writes it into the run directory."""
     try:
         comparison = save_comparison(run)
     except OSError as error:

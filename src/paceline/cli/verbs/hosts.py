@@ -85,7 +85,7 @@ def command(
 
 
 def apply_source(ctx: click.Context, source: str) -> None:
-    """SOURCE is the same as ``-H SOURCE``."""
+    """Treats SOURCE as ``-H SOURCE``."""
     if setting(ctx, "hosts").source is Source.COMMAND_LINE:
         raise SettingError("SOURCE and -H exclude each other", remedy=f"paceline hosts {source}")
     ctx.params["hosts"] = source
@@ -94,7 +94,7 @@ def apply_source(ctx: click.Context, source: str) -> None:
 
 
 def to_json(cluster: Cluster) -> dict[str, Any]:
-    """The object of ``--json``: every field of every host, ``null`` where nothing is said."""
+    """Returns the object of ``--json``: every field of every host, ``null`` if unknown."""
     return {
         "source": cluster.source,
         "hosts": [asdict(host) for host in cluster.hosts],
@@ -103,7 +103,7 @@ def to_json(cluster: Cluster) -> dict[str, Any]:
 
 
 def columns(cluster: Cluster) -> list[str]:
-    """The fields worth a column: name and slots, and those in which some host says something."""
+    """Returns the fields to show: name and slots, and all that some host has."""
     names = [field.name for field in fields(Host) if field.name != "slots_yield"]
     return [n for n in names if n in _MANDATORY or any(_cell(host, n) for host in cluster.hosts)]
 

@@ -120,7 +120,7 @@ def _introduce(lab: Lab, seconds: float) -> None:
 
 
 def _run_foreground(lab: Lab) -> None:
-    """Up until Ctrl-C, SIGTERM, a closed terminal or the end of the lab itself."""
+    """Keeps the lab up until Ctrl-C, SIGTERM, a closed terminal or its own end."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

@@ -66,6 +66,6 @@ def _section(heading: str, entries: list[Entry], width: int) -> None:
 
 
 def _line(prefix: str, text: str, width: int) -> None:
-    """Two columns; the right one is broken between words."""
+    """Formats two columns; the right one is wrapped."""
     say(textwrap.fill(text, width, initial_indent=prefix, subsequent_indent=" " * len(prefix),
                       break_long_words=False, break_on_hyphens=False))  # fmt: skip

@@ -64,7 +64,7 @@ def options(name: str) -> None:
 
 
 def script(name: str, full: bool = False) -> str:
-    """The source of the recipe, or of its minimal form; neither is imported.
+    """Returns the source of a recipe or of its minimal form, without importing it.
 
     Raises:
         SettingError: Unknown recipe; the nearest one is suggested.

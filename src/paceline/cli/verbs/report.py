@@ -44,7 +44,7 @@ class GoalType(click.ParamType):  # type: ignore[type-arg]
             number = math.nan
         if not equals or not metric or (dot and not split) or not math.isfinite(number):
             self.fail(
-                f"{value!r} is no figure: type accuracy=0.9, or test.accuracy=0.9", param, ctx
+                f"{value!r} is not a figure: type accuracy=0.9, or test.accuracy=0.9", param, ctx
             )
         return Goal(metric, number, split)
 

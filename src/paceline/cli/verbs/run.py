@@ -57,7 +57,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], module: b
 
 
 def data_of(folder: Path, args: Sequence[str], is_local: bool) -> Data:
-    """The folder, and the arguments that mean it or what it holds: paths, but no single word.
+    """Returns the data folder, and the arguments that are paths of it or in it.
 
     Args:
         folder: As typed.
@@ -81,6 +81,6 @@ def data_of(folder: Path, args: Sequence[str], is_local: bool) -> Data:
 
 
 def _is_in_folder(value: str, roots: Set[str]) -> bool:
-    """Whether this is a path of something that the folder holds: of a result to be, it is not."""
+    """Returns whether this is a path in the folder; False for a result that does not exist yet."""
     starts = tuple(f"{root.rstrip('/')}/" for root in roots)
     return value.startswith(starts) and ".." not in Path(value).parts and Path(value).exists()

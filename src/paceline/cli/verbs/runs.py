@@ -122,7 +122,7 @@ def command(ctx: click.Context, /, as_json: bool, prune: bool, **_: object) -> N
 async def _query_hosts(
     hosts: Sequence[Host], ssh: SshOptions, folders: Iterable[Path]
 ) -> DetachedRuns:
-    """What hosts tell: those that are named, and those that supervise runs of this folder."""
+    """Asks the named hosts, and those that supervise runs of this folder, for their runs."""
     import asyncio
 
     from paceline.cli.runs.detached import DetachedRuns, find_detached
@@ -184,7 +184,7 @@ def _prune(
 
 
 def _row_of_folder(path: Path, detached_runs: Mapping[str, DetachedRun]) -> Row:
-    """A run with a folder here; where it is on a host, as that tells."""
+    """Returns the row of a run with a folder here; asks its host if it runs there."""
     state = read_state(path)
     supervisor, plan = state.supervisor, records.read_object(path / names.PLAN) or {}
     if supervisor is not None and supervisor.run_id in detached_runs:
@@ -204,13 +204,13 @@ def _row_of_folder(path: Path, detached_runs: Mapping[str, DetachedRun]) -> Row:
 
 
 def _recorded(path: Path) -> list[dict[str, Any]]:
-    """All records of evaluations, and the last of all: there may be many runs with long records."""
+    """Reads all records of evaluations and the last record: there may be many long files."""
     evaluations = records.read_records(path, but=TRAINING)
     return evaluations + records.read_records(path, TAIL_BYTES)
 
 
 def row_of_detached(run: DetachedRun) -> Row:
-    """A run that was left on a host."""
+    """Returns the row of a detached run."""
     info, state = run.info, run.state
     code = info.exit_code if info.ended is not None else None
     lines = (records.parse_json(line) for line in run.metrics.splitlines())
@@ -225,13 +225,13 @@ def row_of_detached(run: DetachedRun) -> Row:
 
 
 def _started(path: Path) -> float:
-    """When a run began: by its first event, else by its folder."""
+    """Returns when a run began: by its first event, else by its folder."""
     first = next(iter(records.read_records(path / names.EVENTS, 1 << 12)), {})
     return records.as_float(first.get("time")) or path.lstat().st_mtime
 
 
 def _command(plan: Mapping[str, Any]) -> str:
-    """The command of a run, as its plan has it; else what its ranks run."""
+    """Returns the command of a run as in its plan; else what its ranks run."""
     typed, entry = plan.get("typed"), plan.get("entry")
     if isinstance(typed, dict) and isinstance(typed.get("command"), str):
         return str(typed["command"])
@@ -251,7 +251,7 @@ def _command(plan: Mapping[str, Any]) -> str:
 
 def _steps(ranks: Mapping[str, Any],
            recorded: Sequence[Mapping[str, Any]]) -> tuple[int | None, int | None]:  # fmt: skip
-    """The last step, and how many there are to be."""
+    """Returns the last step and the number of planned steps."""
     progress = ranks.get("progress")
     progress = progress if isinstance(progress, dict) else {}
     recorded_steps = [records.as_int(record.get("step")) for record in recorded[-20:]]
@@ -267,7 +267,7 @@ def _steps(ranks: Mapping[str, Any],
 
 
 def best_metric(recorded: Iterable[Mapping[str, Any]]) -> str:
-    """The best figure among records: of an evaluation, else the least loss of the training."""
+    """Returns the best figure of evaluations, else the lowest loss of the training."""
     values: dict[tuple[str, str], list[float]] = {}
     for record in recorded:
         split = record.get("split")

@@ -14,7 +14,7 @@ from paceline.cli.verb import Verb
 
 
 def _verb(name: str, options: str, words: str, text: str) -> Verb:
-    """A verb that is a script of the same name.
+    """Makes a verb that runs the script of the same name.
 
     Args:
         name: Of both.

@@ -1,1 +1,1 @@
-"""Which hosts and ranks take part in a job, and what follows when some are lost or come back."""
+"""Decides which hosts and ranks take part in a job, and what follows when some are lost."""

@@ -109,7 +109,7 @@ class Attempt:
         self._recorder.event("started", attempt=self.plan.attempt, world_size=self.plan.world_size)
         watches = [asyncio.ensure_future(work) for work in (
             self._watch_safely(self._hangs.run, "hangs are not noticed any more"),
-            self._watch_safely(self._links.run, "lines between hosts are not watched"),
+            self._watch_safely(self._links.run, "links between hosts are not watched any more"),
             self._watch_safely(self._newcomers.run, "late newcomers are not noticed any more"),
             self._recover(), self._observer.run(),
         )]  # fmt: skip
@@ -235,18 +235,18 @@ class Attempt:
 
     # --- requests of the user ----------------------------------------------------------------
 
-    async def tell_ranks(self, line: Mapping[str, Any]) -> None:
+    async def broadcast(self, message: Mapping[str, Any]) -> None:
         """Sends a control message to every rank."""
-        await self._fleet.tell("tell_ranks", line=line)
+        await self._fleet.tell("tell_ranks", line=message)
 
-    async def looks(self) -> list[RankSnapshot]:
+    async def snapshots(self) -> list[RankSnapshot]:
         """Takes a snapshot of every rank."""
         return await inspect_ranks(self._fleet)
 
     # --- what happens ------------------------------------------------------------------------
 
     def on_event(self, node: Node, event: Event) -> None:
-        """Handles an event of an agent as far as it concerns the end of the attempt."""
+        """Handles an event of an agent."""
         if not self._fleet.has(node):
             return  # another node has taken its place
         rank = -1 if event.rank is None else event.rank
@@ -269,8 +269,11 @@ class Attempt:
             self._check_ended()
         self.recovery.on_event(event)
         failure = failure_analysis.failure_of(event, self._fleet.lease_s)
-        if failure is None:
-            return
+        if failure is not None:
+            self._on_failure(node, event, failure)
+
+    def _on_failure(self, node: Node, event: Event, failure: Failure) -> None:
+        """Recovers from a failure if possible; otherwise it ends the attempt."""
         if failure.kind == "stranger":  # no recovery with a stranger among the ranks
             self.fail(failure)
             return
@@ -287,12 +290,12 @@ class Attempt:
             return
         if failure.kind == "early":
             self._early.append(failure)
-            self._hangs.rank_ended(node.name, rank)
+            self._hangs.rank_ended(node.name, -1 if event.rank is None else event.rank)
         else:
             self.fail(failure)
 
     def describe_independence(self) -> str:
-        """One sentence if the ranks did not work together, else empty."""
+        """Returns a sentence if the ranks did not work together; else empty."""
         return independence.describe_independence(self.plan.world_size, self._reports)
 
     @property

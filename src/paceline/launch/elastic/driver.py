@@ -242,7 +242,7 @@ class ElasticDriver:
         updated = survey.plan_of(request, fleet, self._provisioner.supplies, port, ())
         plan = self.set_plan(replace(updated, notes=plan.notes))
         names = ", ".join(node.name for node in added)
-        self._screen.note(f"paceline: {names} came in time: beginning with {len(fleet.nodes)}"
+        self._screen.note(f"paceline: {names} connected in time: starting with {len(fleet.nodes)}"
                           " hosts")  # fmt: skip
         return plan
 
@@ -463,7 +463,7 @@ class ElasticDriver:
             node.on_fork_server_event(event)
             self.show_imports()
             if event.kind == "import failed" and self._is_spare(node):
-                self._screen.note(f"paceline: {node.name} is no spare: its imports failed")
+                self._screen.note(f"paceline: {node.name} cannot be a spare: its imports failed")
         elif event.kind == "connection restored":
             text = f"the connection to {node.name} was lost"
             self._screen.note(f"paceline: {text}; dialled again after {event['seconds']:.1f} s")

@@ -637,9 +637,9 @@ class Members(RankEvents):
     def _exclude_host(self, host: str, peers: Sequence[str]) -> None:
         """Counts a host as lost; it is dialled again after some time."""
         if len(peers) == 1:
-            headline = f"{host} and {peers[0]} do not hear each other"
+            headline = f"{host} and {peers[0]} cannot reach each other"
         else:
-            headline = f"{host} and others ({', '.join(peers)}) do not hear each other"
+            headline = f"{host} and others ({', '.join(peers)}) cannot reach each other"
         lost_at = self._now if self._blocked_at is None else self._blocked_at
         pause_s = min(MAX_EXCLUSION_S, EXCLUSION_S * 2 ** self._exclusions[host])
         self._exclusions[host] += 1

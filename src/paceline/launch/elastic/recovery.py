@@ -47,7 +47,7 @@ TICK_S = 0.1
 MAX_PAUSE_S = 30.0  # between two starts of a fork server
 PAUSE_S = 0.5  # after a failed action, before the next decision
 SCHEDULER_SPREAD_S = 0.7  # in which a scheduler that ends a job notifies all its nodes
-STUCK = "did not come out of a collective with a rank that is gone: it was ended"
+STUCK = "hung in a collective with a lost rank: it was ended"
 
 
 class RankCommands:
@@ -144,7 +144,7 @@ class RankCommands:
             await asyncio.wait_for(admitting, REPLY_TIMEOUT_S)
 
     def _admitted(self) -> str:
-        """Source addresses of the current hosts of the job."""
+        """Returns the source addresses of the job's current hosts."""
         return self._fleet.addresses(self._job.environment.variables().get(jobenv.ADDRESSES, ""))
 
     # --- ranks that run ----------------------------------------------------------------------

@@ -69,7 +69,7 @@ class RecoveryReport:
         count = news.num_survivors
         survivors = "the other rank" if count == 1 else f"the other {count} ranks"
         if not count:  # all were replaced, one after the other
-            survivors = "those that came for them"
+            survivors = "their replacements"
         if news.is_final:
             verb = "saves and stops" if count == 1 else "save and stop"
             self.announce(f"{reason}. After {news.seconds:.1f} s {survivors} {verb}", news.seconds)

@@ -146,6 +146,17 @@ class Diagnosis:
     by_chance: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Occurrence:
+    """A failure that was judged: see :meth:`RetryPolicy.judge_failure` and :func:`signature`."""
+
+    signature: tuple[str, ...]
+    step: int | None
+    timestamp: float
+    ran_s: float
+    output_line: str
+
+
 class RetryPolicy:
     """Decides what is tried again and counts the retries that were used.
 
@@ -166,8 +177,7 @@ class RetryPolicy:
         self._failed_at: deque[float] = deque()
         self._losses: dict[str, deque[float]] = {}
         self._num_futile_starts = 0
-        self._previous: tuple[tuple[str, ...], int | None, float, str] | None = None
-        self._failure_time = 0.0
+        self._previous: _Occurrence | None = None
         self._crash: tuple[Failure, int, int] | None = None  # the last, its step and generation
 
     # --- the whole job -----------------------------------------------------------------------
@@ -204,7 +214,7 @@ class RetryPolicy:
             if self._num_futile_starts < MAX_STARTS:
                 number = self._num_futile_starts
                 return Verdict(True, "", number, MAX_STARTS - 1, is_start=True)
-            notes = (f"not begun again: {MAX_STARTS} starts in a row came to no step",)
+            notes = (f"not started again: {MAX_STARTS} starts in a row reached no step",)
         output_line = "" if startup is None else startup.output_line
         verdict = self.judge_failure(failure, timestamp, ran_s=ran_s, output_line=output_line)
         if verdict.reason:
@@ -223,41 +233,35 @@ class RetryPolicy:
             output_line: The last line that a rank wrote. Different numbers in it, such as a step's,
                 show that a script came to another place.
         """
-        failure_signature = signature(failure)
-        previous, self._previous = self._previous, (failure_signature, step, ran_s, output_line)
-        interval_s, self._failure_time = timestamp - self._failure_time, timestamp
+        current = _Occurrence(signature(failure), step, timestamp, ran_s, output_line)
+        previous, self._previous = self._previous, current
         _forget(self._failed_at, timestamp, self._window_s)
         if not self._max_restarts:
             return Verdict(False)
-        if failure_signature and previous is not None and previous[0] == failure_signature:
-            if step is not None and step == previous[1]:
-                return Verdict(
-                    False,
-                    f"the same failure as before, at the same step ({step}), on the same data:"
-                    " it is the program's own",
-                    len(self._failed_at),
-                )
-            # A rare failure may follow the clock: a login that expires, a job of the system's.
-            is_recent = not self._window_s or interval_s <= self._window_s
-            moved = _integers_differ(output_line, previous[3])
-            if (
-                step is None
-                and is_recent
-                and _is_similar_duration(ran_s, previous[2])
-                and not moved
-            ):
-                place = f" at {failure_signature[-1]}" if failure_signature[-1] else ""
-                return Verdict(
-                    False,
-                    f"the same failure as before{place}, and after as long a time:"
-                    " it is the program's own",
-                    len(self._failed_at),
-                )
+        if previous is not None and (repetition := self._repetition(previous, current)):
+            reason = f"the same failure as before{repetition}: it is the program's own"
+            return Verdict(False, reason, len(self._failed_at))
         if len(self._failed_at) >= self._max_restarts:
             return Verdict(False, self._used_up(), len(self._failed_at))
         self._failed_at.append(timestamp)
         self.num_restarts += 1
         return Verdict(True, number=len(self._failed_at))
+
+    def _repetition(self, previous: _Occurrence, current: _Occurrence) -> str:
+        """Describes how a failure repeats the previous one; empty if it does not."""
+        if not current.signature or current.signature != previous.signature:
+            return ""
+        if current.step is not None:
+            is_same_step = current.step == previous.step
+            return f", at the same step ({current.step}), on the same data" if is_same_step else ""
+        # A rare failure may follow the clock: a login that expires, a job of the system's.
+        interval_s = current.timestamp - previous.timestamp
+        is_recent = not self._window_s or interval_s <= self._window_s
+        has_moved = _integers_differ(current.output_line, previous.output_line)
+        if has_moved or not is_recent or not _is_similar_duration(current.ran_s, previous.ran_s):
+            return ""
+        place = f" at {current.signature[-1]}" if current.signature[-1] else ""
+        return f"{place}, and after as long a time"
 
     def _used_up(self) -> str:
         times = pluralize(self._max_restarts, "restart")

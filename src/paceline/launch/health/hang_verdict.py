@@ -455,7 +455,7 @@ def describe_frozen(host: str, rank: int, state: str, seconds: float, on: str, p
 
     Args:
         host, rank, pid: The rank and its process.
-        state: See ``agent.supervision.stalls.StallDetector``.
+        state: See ``agent.supervision.stalls.StallDetector.cause``.
         seconds: For how long.
         on: What holds it up, if known.
     """

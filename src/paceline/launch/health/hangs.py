@@ -119,7 +119,7 @@ class HangWatch:
             self._report(Hang("", None, text, "deaf"), self.idle_s())
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Runs until it is cancelled."""
         while True:
             await asyncio.sleep(POLL_S)
             hang = next((self._frozen_hang(*frozen) for frozen in self._frozen.values()), None)

@@ -1,4 +1,4 @@
-"""Says that the ranks of an attempt did not work together, from what they told at its end."""
+"""Detects that the ranks of an attempt did not work together, from their reports at its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DDP_ADVICE = (
 
 
 def describe_independence(world_size: int, reports: Sequence[Event]) -> str:
-    """One sentence if the ranks trained separate models or exchanged nothing, else empty.
+    """Returns a sentence if the ranks trained separate models or exchanged nothing; else empty.
 
     It is empty, too, if one rank did not report: it exchanged gradients, runs a program that is not
     Python, or left without Python's end.

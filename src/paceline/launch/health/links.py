@@ -99,7 +99,7 @@ def describe_pairs(lines: Sequence[HostPair]) -> str:
     """Describes blocked links to the user."""
     names = [f"{host} and {peer}" for host, peer in lines[:3]]
     remainder = [f"{len(lines) - 3} more pairs of hosts"] if len(lines) > 3 else []
-    return (f"{', '.join([*names, *remainder])} do not hear each other: what one sends does not"
+    return (f"{', '.join([*names, *remainder])} cannot reach each other: what one sends does not"
             " reach the other (paceline check tries each direction)")  # fmt: skip
 
 
@@ -122,7 +122,7 @@ class LinkWatch:
         self._unanswered = UnansweredLinks()
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Runs until it is cancelled."""
         pause_s = POLL_S
         while True:
             await asyncio.sleep(pause_s)
@@ -150,7 +150,7 @@ class LinkWatch:
         return [node for node in self._fleet.nodes if node.running and not node.lost]
 
     async def _poll(self) -> list[HostPair]:
-        """Asks all hosts; the lines that are to be tried."""
+        """Queries all hosts; returns pairs with a connection that is unanswered for too long."""
         nodes = self._nodes
         answers = await asyncio.gather(*(_request(node, "unanswered") for node in nodes))
         connections = [
@@ -164,7 +164,7 @@ class LinkWatch:
         return self._unanswered.overdue(timestamp)
 
     async def _probe(self, lines: Sequence[HostPair]) -> ProbeResults:
-        """Has the two hosts of each line call each other."""
+        """Lets the two hosts of each pair connect to each other."""
         addresses, nodes = self._addresses(), {node.name: node for node in self._nodes}
         pairs = [pair for pair in lines if {*pair} <= {*addresses} & {*nodes}]
         ears = sorted({host for pair in pairs for host in pair})
@@ -194,7 +194,7 @@ class LinkWatch:
 
 
 async def _request(node: Node, op: str, patience_s: float = PATIENCE_S, **fields: Any) -> Any:
-    """What an agent answers; nothing where it does not."""
+    """Returns an agent's answer; empty if there is none."""
     try:
         return await asyncio.wait_for(node.channel.request(op, **fields), patience_s)
     except (PacelineError, ConnectionError, asyncio.TimeoutError):

@@ -94,7 +94,7 @@ class NewcomerWatch:
         self._pending: dict[int, _PendingStart] = {}
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Runs until it is cancelled."""
         while True:
             await asyncio.sleep(POLL_S)
             for newcomer in self._overdue():

@@ -99,34 +99,20 @@ async def connect_enough(transport: Transport, hosts: Sequence[Host], pythons: S
     Raises:
         ConnectError: Too few hosts answered; names the missing ones.
     """
-    loop, gate = asyncio.get_running_loop(), asyncio.Semaphore(MAX_PARALLEL_LOGINS)
-    changed, started_at, enough_at, announced = asyncio.Event(), loop.time(), None, False
+    gate, changed = asyncio.Semaphore(MAX_PARALLEL_LOGINS), asyncio.Event()
     dialers = [HostDialer(transport, host, python, gate, changed)
                for host, python in zip(hosts, pythons, strict=True)]  # fmt: skip
-    try:
-        while True:
-            changed.clear()
-            missing = [dialer for dialer in dialers if dialer.channel is None]
-            num_connected, waited_s = len(dialers) - len(missing), loop.time() - started_at
-            on_connected(num_connected)
-            undecided = [dialer for dialer in missing if not dialer.error]
-            if num_connected >= min_hosts and enough_at is None:
-                enough_at = waited_s
-            if not missing or (enough_at is not None and (
-                    not undecided or waited_s - enough_at >= STRAGGLER_WAIT_S)):  # fmt: skip
-                break
 
-            is_hopeless = waited_s >= patience_s or all(d.is_unreachable for d in missing)
-            if num_connected < min_hosts and not undecided and is_hopeless:
-                raise _shortage_error(missing, num_connected, min_hosts, waited_s)
-            if not announced and not undecided and enough_at is None:
-                announced = True
-                text = f"{pluralize(num_connected, 'host')} of at least {min_hosts}: waiting up to"
-                text += f" {span(patience_s)} for {_describe_dialers(missing)}"
-                note(f"paceline: {text}")
-                on_wait(NodeWait.start(text, patience_s, waited_s))
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(changed.wait(), 0.2)
+    def announce(missing: Sequence[HostDialer], waited_s: float) -> None:
+        connected = pluralize(len(dialers) - len(missing), "host")
+        text = f"{connected} of at least {min_hosts}: waiting up to {span(patience_s)} for"
+        text += f" {_describe_dialers(missing)}"
+        note(f"paceline: {text}")
+        on_wait(NodeWait.start(text, patience_s, waited_s))
+
+    try:
+        missing = await _wait_for_enough(dialers, min_hosts, patience_s, changed, on_connected,
+                                         announce)  # fmt: skip
     except BaseException:
         for channel in await asyncio.gather(*(dialer.stop() for dialer in dialers)):
             if channel is not None:
@@ -138,6 +124,42 @@ async def connect_enough(transport: Transport, hosts: Sequence[Host], pythons: S
         background += missing
     channels = [dialer.channel for dialer in dialers if dialer.channel is not None]
     return channels, {d.host.name: d.error for d in dialers if d.channel is None}
+
+
+async def _wait_for_enough(dialers: Sequence[HostDialer], min_hosts: int, patience_s: float,
+                           changed: asyncio.Event, on_connected: ConnectedCallback,
+                           announce: Callable[[Sequence[HostDialer], float], None],
+                           ) -> list[HostDialer]:  # fmt: skip
+    """Waits until enough hosts are connected; returns the dialers of the missing ones.
+
+    Args:
+        dialers, min_hosts, patience_s, on_connected: See :func:`connect_enough`.
+        changed: Set by a dialer that has an answer.
+        announce: Called once if more hosts must answer, with the missing ones and the seconds since
+            the start.
+    """
+    loop = asyncio.get_running_loop()
+    started_at, enough_at, is_announced = loop.time(), None, False
+    while True:
+        changed.clear()
+        missing = [dialer for dialer in dialers if dialer.channel is None]
+        num_connected, waited_s = len(dialers) - len(missing), loop.time() - started_at
+        on_connected(num_connected)
+        undecided = [dialer for dialer in missing if not dialer.error]
+        if num_connected >= min_hosts and enough_at is None:
+            enough_at = waited_s
+        if not missing:
+            return missing
+        if enough_at is not None and (not undecided or waited_s - enough_at >= STRAGGLER_WAIT_S):
+            return missing
+        is_hopeless = waited_s >= patience_s or all(d.is_unreachable for d in missing)
+        if num_connected < min_hosts and not undecided and is_hopeless:
+            raise _shortage_error(missing, num_connected, min_hosts, waited_s)
+        if enough_at is None and not undecided and not is_announced:
+            is_announced = True
+            announce(missing, waited_s)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(changed.wait(), 0.2)
 
 
 def _describe_dialers(missing: Sequence[HostDialer], limit: int = 6) -> str:
@@ -154,7 +176,7 @@ def _shortage_error(missing: Sequence[HostDialer], num_connected: int, min_hosts
         f"{pluralize(num_connected, 'host')} can be reached, at least {min_hosts} are needed:"
         f" {names} did not answer{duration}",
         found="\n".join(f"{d.host.name}: {d.error or 'no answer'}" for d in missing),
-        remedy=f"See that they are on and let you in (paceline check){advice}",
+        remedy=f"Check that they are on and that you can log in (paceline check){advice}",
     )
 
 

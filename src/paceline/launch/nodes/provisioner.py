@@ -167,7 +167,7 @@ def _not_activated(node: Node, refusal: AgentRefusal, job: Job) -> NodeError:
     return NodeError(
         f"{node.name}: --activate failed ({job.activate.source.label})",
         found=refusal.found,
-        remedy=f"The file is meant on every host, in a container that one's own. Look there: bash"
+        remedy="The file must exist on every host, or in its container. Look there: bash"
         f" -c '. {first} && env'",
     )
 
@@ -195,7 +195,7 @@ async def send_copies(wanted: Sequence[tuple[Node, Sequence[Copy]]], supplies: S
         assert tree is not None
         root = await send_folder(node, tree, copy.name, job_folder(run_id, node.name))
         if root != copy.target:
-            raise NodeError(f"{node.name} built {copy.source} in another place than it told",
+            raise NodeError(f"{node.name} built {copy.source} in another folder than announced",
                             found=f"{root} instead of {copy.target}")  # fmt: skip
 
     copies = [(node, copy) for node, parts in wanted for copy in parts]
@@ -298,7 +298,7 @@ async def send_folder(node: Node, tree: Tree, name: str, folder: str) -> str:
         if changed := await asyncio.to_thread(tree.changed):
             raise NodeError(
                 f"the code in {tree.root} has changed since it was read for this run, and"
-                f" {node.name} does not have it as it was",
+                f" {node.name} has no copy of the earlier version",
                 found=", ".join(changed[:5]) + (" …" if len(changed) > 5 else ""),
                 remedy="Run again; keep what other programs write out of the code's folder, or "
                 "out of git's sight by .gitignore",

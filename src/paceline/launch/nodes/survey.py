@@ -188,7 +188,7 @@ def startup_loss(fleet: Fleet, node: Node, reason: str) -> NodeError:
     return NodeError(
         f"{name} went away while starting",
         found=reason,
-        remedy=f"See that {name} is on and can be reached (paceline check), and run again",
+        remedy=f"Check that {name} is on and can be reached (paceline check), and run again",
     )
 
 
@@ -270,7 +270,7 @@ async def _compare(node: Node, job: Job, tree: Tree | None) -> Mapping[str, Any]
 async def _changed_equally(
     node: Node, tree: Tree, root: str, difference: Mapping[str, Any]
 ) -> bool:
-    """Whether files that differ there have changed here in the same way since they were read.
+    """Returns whether files that differ there have changed equally here since they were read.
 
     So it is in a shared folder in which a program writes its log. A file that changes during the
     comparison does not count.

@@ -1,1 +1,1 @@
-"""From a job and facts about hosts to a plan. Pure."""
+"""Plans from a job and facts about hosts. Pure."""

@@ -1,4 +1,4 @@
-"""Which CPUs each rank of a node is bound to, and which GPUs it sees. Pure.
+"""Chooses the CPUs that each rank is bound to, and the GPUs that it sees. Pure.
 
 A rank gets whole cores, all of their threads, as near as can be to its GPU, and only what the
 node's agent may use itself: a cpuset, a container or a scheduler may have left it a part.

@@ -1,4 +1,4 @@
-"""Job + what was found out about the hosts → plan. Pure: the same input gives the same plan."""
+"""Makes a plan from a job and a survey of its hosts. Pure: equal inputs give equal plans."""
 
 from __future__ import annotations
 
@@ -388,7 +388,7 @@ def confirmed(planned: Plan, current: Plan) -> Plan:
     if len(planned.nodes) != len(current.nodes):
         changed.insert(0, f"there were {len(planned.nodes)} nodes, there are {len(current.nodes)}")
     raise NodeError(
-        "the plan does not hold any more: the hosts are not as they were when it was made",
+        "the plan is out of date: the hosts have changed since it was made",
         found="\n".join(changed) or "ranks, CPUs or variables differ",
         remedy="Prepare it again",
     )
@@ -406,7 +406,7 @@ def next_attempt(plan: Plan, attempt: int, master_port: Setting[int], restarts: 
 
 
 def uses_agent_store(job: Job, facts: Facts) -> bool:
-    """The store needs torch on the first node; without it rank 0 is left to hold its own.
+    """Returns whether an agent holds the store: it needs torch on the first node, else rank 0 does.
 
     A script that is given an address (``tcp://HOST:PORT``) opens the store itself. Told that
     somebody else holds it, it would wait for ever: torch looks at that variable for every address.

@@ -1,4 +1,4 @@
-"""What is to run, and where, as a command asked for it. Pure."""
+"""A request: what to run, where, and how a command asked for it. Pure."""
 
 from __future__ import annotations
 

@@ -82,8 +82,8 @@ class ResultCollector:
         if len(interrupts.received) < 2:  # a later signal cancels this as well
             await bringing
         elif not await finishes_in(bringing, HURRY_S):
-            self._note("paceline: not all results came: the next start in this run directory"
-                       " finds what lies on the hosts")  # fmt: skip
+            self._note("paceline: not all results were fetched: the next start in this run"
+                       " directory finds the others on the hosts")  # fmt: skip
 
     async def fetch(self, fleet: Fleet) -> None:
         """Fetches rank 0's run files, and new files in the nodes' copies of the code."""
@@ -93,7 +93,7 @@ class ResultCollector:
             try:
                 await self._fetch_from(node, rank_zero=node is self.first)
             except (PacelineError, ConnectionError, OSError) as error:
-                self._note(f"paceline: the results of {node.name} did not come: {error}")
+                self._note(f"paceline: could not fetch the results of {node.name}: {error}")
         await self._fetch_model(fleet)
 
     async def _fetch_model(self, fleet: Fleet) -> None:
@@ -108,7 +108,7 @@ class ResultCollector:
             try:
                 await self._fetcher.fetch(node.channel, saved.folder, None, target)
             except (PacelineError, ConnectionError, OSError) as error:
-                self._note(f"paceline: the model did not come from {node.name}: {error}")
+                self._note(f"paceline: could not fetch the model from {node.name}: {error}")
 
     @property
     def _has_model(self) -> bool:
@@ -128,7 +128,7 @@ class ResultCollector:
         """
         lost_nodes = [node for node in fleet.nodes if node.lost and not node.shared_run_dir]
         for node in lost_nodes:
-            self._note(f"paceline: the results of {node.name} did not come: {node.loss_reason}")
+            self._note(f"paceline: could not fetch the results of {node.name}: {node.loss_reason}")
         first = self.first
         if self._unfetched_model is not None and not self._has_model:
             return self._missing_model(self._unfetched_model)
@@ -138,7 +138,7 @@ class ResultCollector:
 
     def _missing_model(self, saved: _Model) -> Failure:
         """Returns the failure of a run whose model could not be fetched."""
-        node, problem = saved.node, f"the trained model did not come: it lies in {saved.folder}"
+        node, problem = saved.node, f"the trained model was not fetched: it is in {saved.folder}"
         self._note(f"paceline: {problem} on {node.name}")
         if node.lost:
             headline = f"{node.loss_reason}; {problem} there"
@@ -182,7 +182,7 @@ class ResultCollector:
         for source in [path for owner, path in self._overflow_models if owner is node]:
             await self._fetch_run_files(node, source)
             self._note(
-                f"paceline: the model came home from {source} on {node.name}; remove it there"
+                f"paceline: the model was fetched from {source} on {node.name}; remove it there"
             )
         if rank_zero and self._unfetched_model is not None and self._unfetched_model.node is node:
             self._unfetched_model = None  # a file that the script removed is not missing

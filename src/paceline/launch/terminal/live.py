@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import os
 import signal
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol, TextIO, cast
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
 
 from paceline.launch.terminal.keys import Keys, in_foreground
 from paceline.launch.terminal.run_state import RunState
@@ -22,6 +21,9 @@ from paceline.launch.terminal.writer import BackgroundWriter
 from paceline.spec.errors import PacelineError
 from paceline.spec.failure import format_location
 from paceline.spec.terminal import clean
+
+if TYPE_CHECKING:
+    from paceline.launch.terminal.render import View
 
 REDRAW_S = 1.0  # without keys
 APPEAR_DELAY_S = 1.5  # a shorter run has no live screen
@@ -240,7 +242,7 @@ class LiveScreen:
         lines = frame(self._state, self._view(), console.width, console.height, symbols)
         self._rich_live.update(Group(*lines), refresh=True)
 
-    def _view(self) -> Any:
+    def _view(self) -> View:
         from paceline.launch.terminal.render import View, describe_parts
 
         now = time.monotonic()
@@ -252,7 +254,7 @@ class LiveScreen:
             title = f"log of {format_location(rank.host if rank else '', self._selected)}"
             if rank is not None and rank.parts:
                 title += f": {describe_parts(rank.parts)}"
-            log = log or ["(nothing of it has been seen here yet)"]
+            log = log or ["(no output yet)"]
         if self._page:
             title = self._page_title
         notice = self._notice if now < self._notice_expires_at else ""
@@ -314,7 +316,7 @@ class LiveScreen:
             "a": self._select_all,
             "escape": self._select_all,
             "s": self._save,
-            "t": lambda: self._request("stacks", "asked every rank where it stands"),
+            "t": self._show_stacks,
             "x": self._confirm_stop,
             "d": self._detach,
             "q": self._show_lines,
@@ -355,9 +357,13 @@ class LiveScreen:
 
     def _save(self) -> None:
         if self._state.saves_checkpoints:
-            self._request("save", "asked for a checkpoint")
+            self._request(lambda actions: actions.save(), "asked for a checkpoint")
         else:
             self._notify("the script has not called session.checkpoints: nothing to save")
+
+    def _show_stacks(self) -> None:
+        self._request(lambda actions: actions.stacks(), "asking every rank for its stack",
+                      lambda text: self._open("stacks", text))  # fmt: skip
 
     def _help(self) -> None:
         saves = self._state.saves_checkpoints
@@ -381,28 +387,31 @@ class LiveScreen:
 
     def _confirm_stop(self) -> None:
         self._choices = {
-            "y": lambda: self._request("stop", "stopping"),
-            "k": lambda: self._request("stop", "stopping at once", immediately=True),
+            "y": lambda: self._request(lambda actions: actions.stop(), "stopping"),
+            "k": lambda: self._request(
+                lambda actions: actions.stop(immediately=True), "stopping at once"
+            ),
         }
         self._notify("stop the run?  y: with time to save   k: at once   any other key: no", 60.0)
 
-    def _request(self, action: str, question: str, **arguments: Any) -> None:
+    def _request(self, act: Callable[[RunActions], str | Awaitable[str]], notice: str,
+                 show: Callable[[str], None] | None = None) -> None:  # fmt: skip
+        """Carries out an action, and shows its answer as a notice or with ``show``."""
         if self._actions is None:
             self._notify("nothing can be asked of this run from here")
             return
-        self._notify(question, 60.0)
-        task = asyncio.ensure_future(self._perform(action, **arguments))
+        self._notify(notice, 60.0)
+        task = asyncio.ensure_future(self._perform(self._actions, act, show or self._notify))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _perform(self, action: str, **arguments: Any) -> None:
+    async def _perform(self, actions: RunActions,
+                       act: Callable[[RunActions], str | Awaitable[str]],
+                       show: Callable[[str], None]) -> None:  # fmt: skip
         try:
-            answer = getattr(self._actions, action)(**arguments)
-            text = str(await answer if inspect.isawaitable(answer) else answer)
+            answer = act(actions)
+            text = answer if isinstance(answer, str) else await answer
         except (PacelineError, ConnectionError) as error:
             self._notify(f"{error}".split("\n", 1)[0])
             return
-        if action == "stacks":
-            self._open("stacks", text)
-        else:
-            self._notify(text)
+        show(text)

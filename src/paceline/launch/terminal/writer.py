@@ -96,8 +96,8 @@ class BackgroundWriter:
     def _report_dropped(self) -> None:
         if self._num_dropped:
             self._queue(
-                f"paceline: {pluralize(self._num_dropped, 'line')} left out here, for nobody read"
-                " them; the logs are complete\n"
+                f"paceline: {pluralize(self._num_dropped, 'line')} left out here because nobody"
+                " read them; the logs are complete\n"
             )
             self._num_dropped = 0
 

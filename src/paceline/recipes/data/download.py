@@ -287,7 +287,7 @@ def _receive(
 ) -> None:
     start = offset if response.status == 206 else 0
     if start and not response.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
-        raise _SourceError("another part came than was asked for")
+        raise _SourceError("the server sent another part than requested")
     length = response.headers.get("Content-Length", "")
     total = start + int(length) if length.isdecimal() else remote.size
     _check_free_space(part, total - start)

@@ -267,7 +267,7 @@ Pairs = list[tuple[str, str]]
 
 
 def spell_number(number: int) -> str:
-    """``in_words(342) == "three hundred forty-two"``; up to 999,999."""
+    """Spells a number up to 999,999: ``three hundred forty-two``."""
     if number < 20:
         return _SMALL_NUMBERS[number]
     if number < 100:

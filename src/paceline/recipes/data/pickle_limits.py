@@ -8,85 +8,76 @@ from typing import Any, BinaryIO
 
 MAX_OPCODES = 4 << 20
 """Bounds the time and memory of a check; weights of large models have 100,000."""
-MIN_WORK, WORK_PER_OBJECT = 1_000_000, 100
+MIN_VISITS, VISITS_PER_OBJECT = 1_000_000, 100
 """Visits of objects that are always allowed, and additional ones for each object."""
 
-_PUTS, _GETS = {"PUT", "BINPUT", "LONG_BINPUT"}, {"GET", "BINGET", "LONG_BINGET"}
+_PUTS, _GETS = {"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"}, {"GET", "BINGET", "LONG_BINGET"}
 _UPDATES = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}
+_TOO_COMPLEX = "its objects share too many parts, are nested too deeply, or one holds itself"
 
 
 def check_pickle(file: BinaryIO) -> None:
     """Refuses a pickle whose objects cannot be hashed or printed in reasonable time.
 
     If each of nested tuples holds the next one twice, the time to hash the outermost doubles with
-    each level. Hashing very deep ones overflows the stack. Reads the file to the end of the pickle,
-    and calls nothing that it names.
+    each level. Hashing very deep ones overflows the stack. So this counts the visits of a walk
+    through each object and all its parts. Reads the file to the end of the pickle, and calls
+    nothing that it names.
 
     Raises:
         EOFError: The file ends within the pickle.
         ValueError: The pickle is damaged or too long, or its objects are as described.
     """
-    parts = _parts(file)
-    budget = MIN_WORK + WORK_PER_OBJECT * len(parts)
-    # Ways to reach an object from any other: as many visits as visiting each with all its parts.
-    ways = [1] * len(parts)
-    num_holders = [0] * len(parts)
-    for part in (part for held in parts for part in held):
-        num_holders[part] += 1
-    ready = [number for number, count in enumerate(num_holders) if not count]
-    num_done = 0
-    while ready:
-        number = ready.pop()
-        num_done += 1
-        budget -= ways[number]
-        if budget < 0:
-            raise ValueError("its objects are nested too deeply or share too many parts")
-        for part in parts[number]:
-            ways[part] += ways[number]
-            num_holders[part] -= 1
-            if not num_holders[part]:
-                ready.append(part)
-    if num_done < len(parts):
-        raise ValueError("an object of it holds itself")
-
-
-def _parts(file: BinaryIO) -> list[list[int]]:
-    """Returns the numbers of the objects that each object of a pickle holds or is made from."""
-    parts: list[list[int]] = []
+    visits: list[int] = []  # of a walk through each object, by its number
+    total = 0
+    held: set[int] = set()  # parts of other objects: a pickler has completed them before
     stack: list[int] = []
     marks: list[int] = []  # heights of the stack
     memo: dict[int, int] = {}
     for opcode, argument in _opcodes(file):
-        if opcode.name in _PUTS or opcode.name == "MEMOIZE":
+        if opcode.name == "MARK":
+            marks.append(len(stack))
+        elif opcode.name in _PUTS:
             _require(stack, marks, 1)
             memo[len(memo) if argument is None else argument] = stack[-1]
-            continue
-        if opcode.name in _GETS:
+        elif opcode.name in _GETS:
             if argument not in memo:
                 raise ValueError(f"it has no object {argument}")
             stack.append(memo[argument])
-            continue
-        if opcode.name == "MARK":
-            marks.append(len(stack))
-            continue
-        operands: list[int] = []
-        count = len(opcode.stack_before)
-        if pickletools.markobject in opcode.stack_before:
-            count = opcode.stack_before.index(pickletools.markobject)
-            height = marks.pop() if marks else len(stack) + 1
-            _require(stack, [height], 0)
-            operands = stack[height:]
-            del stack[height:]
-        _require(stack, marks, count)
-        operands = stack[len(stack) - count :] + operands
-        del stack[len(stack) - count :]
-        if opcode.name in _UPDATES:
-            parts[operands[0]] += operands[1:]
-            stack.append(operands[0])
-        elif opcode.stack_after:
-            stack += [len(parts)] * len(opcode.stack_after)
-            parts.append(operands)
-    return parts
+        else:
+            operands = _pop_operands(opcode, stack, marks)
+            if opcode.name in _UPDATES:
+                target, *parts = operands
+            else:
+                target, parts = len(visits), operands
+                visits.append(1)
+                total += 1
+            held.update(parts)
+            added = sum(visits[part] for part in parts)
+            visits[target] += added
+            total += added
+            is_too_complex = total > MIN_VISITS + VISITS_PER_OBJECT * len(visits)
+            if is_too_complex or (parts and target in held):
+                raise ValueError(_TOO_COMPLEX)
+            outputs = 1 if opcode.name in _UPDATES else len(opcode.stack_after)
+            stack += [target] * outputs
+
+
+def _pop_operands(opcode: pickletools.OpcodeInfo, stack: list[int], marks: list[int]) -> list[int]:
+    """Removes the operands of an operation from the stack, and its mark; returns them."""
+    before = opcode.stack_before
+    operands: list[int] = []
+    count = len(before)
+    if pickletools.markobject in before:
+        count = before.index(pickletools.markobject)
+        height = marks.pop() if marks else len(stack) + 1
+        _require(stack, [height], 0)
+        operands = stack[height:]
+        del stack[height:]
+    _require(stack, marks, count)
+    operands = stack[len(stack) - count :] + operands
+    del stack[len(stack) - count :]
+    return operands
 
 
 def _require(stack: list[int], marks: list[int], count: int) -> None:

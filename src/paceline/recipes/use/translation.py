@@ -87,7 +87,7 @@ def load_trained(run: str) -> TrainedTranslator:
 
 
 def evaluate_run(options: EvaluateOptions) -> None:
-    """One evaluation, on every rank; every sentence is translated."""
+    """Evaluates once, on every rank; translates every sentence."""
     model = load_trained(options.run)
     request = model.request(options.data, options.target)
     data = load_pairs(replace(request, data_dir=options.data_dir))

@@ -12,21 +12,23 @@ from paceline.spec.errors import DataError, SettingError
 from paceline.train.data.order import Ids
 
 CACHE_BYTES = 256 << 20
-"""Of the groups of rows that a process keeps beyond those that it needs at a time."""
+"""Limit of the row groups that a process keeps beyond those it needs at a time."""
 MAX_ROWS_PER_BYTE = 1000
-"""For each byte of a file: a small one may announce any number."""
+"""Rows for each byte of a file: a small one could announce any number."""
 MAX_GROUP_BYTES = 1 << 30
-"""Bytes of a group of rows in memory, unless its file is large (``MAX_GROUP_EXPANSION``)."""
+"""Bytes of a row group in memory, unless its file is large (``MAX_GROUP_EXPANSION``)."""
 MAX_GROUP_EXPANSION = 50
-"""Bytes of a group in memory for each byte of its file, if that allows more: a dictionary stores a
-long text once, however many rows have it."""
+"""Bytes of a row group in memory for each byte of its file, if that allows more: a dictionary
+stores a long text once, however many rows have it."""
 _VALUE_BYTES = {"INT32": 1, "FLOAT": 4, "INT64": 8, "DOUBLE": 8}
 """Least memory of a value by physical type; a file may repeat one value in a few bytes."""
 _GROUP_PARTS = 32  # of a group, that are unpacked one after the other
 
 
 def scan(path: Path) -> Ids:
-    """Group and place in the group of each row; the third column is -1. Only the end is read.
+    """Returns group and place in the group of each row; the third column is -1.
+
+    Reads only the end of the file.
 
     Raises:
         DataError: The file is damaged or cut off.

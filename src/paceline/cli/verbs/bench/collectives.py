@@ -63,7 +63,7 @@ class Measurements:
 
 
 def count_option(*flags: str, minimum: int, default: int, help: str) -> Callable[[F], F]:
-    """An option that is a whole number, with its default in the help."""
+    """Makes an option with a whole number, with its default in the help."""
     return click.option(
         *flags, type=click.IntRange(minimum), default=default, show_default=True, help=help
     )
@@ -165,7 +165,7 @@ def command(ctx: click.Context, /, **params: Any) -> None:
 
 
 def job_spec(params: Mapping[str, Any], backend: str | None) -> dict[str, Any]:
-    """The job's one argument."""
+    """Returns the job's only argument."""
     names = ["alltoall" if name == "all_to_all" else name for name in params["chosen"]]
     collectives = [name for name in names if name != "all"] or list(bandwidth.COLLECTIVES)
     sizes = bandwidth.sizes(
@@ -191,7 +191,7 @@ def job_spec(params: Mapping[str, Any], backend: str | None) -> dict[str, Any]:
 
 
 def measure_links(ctx: click.Context, cluster: Cluster, dispatch: Dispatch) -> LinkResult:
-    """The TCP rate of every pair, what is slow, and iperf3's word on the slowest way.
+    """Measures the TCP rate of every pair, finds slow ones, and measures the slowest with iperf3.
 
     Nothing for other ways than ssh.
     """
@@ -223,7 +223,7 @@ def measure_links(ctx: click.Context, cluster: Cluster, dispatch: Dispatch) -> L
 
 async def _second_opinion(survey: Survey, ssh: Any,
                           rates: Mapping[tuple[str, str], float]) -> Any:  # fmt: skip
-    """What iperf3 says of the slowest way; ``None`` where a host lacks it or it fails."""
+    """Measures the slowest link with iperf3; ``None`` if a host lacks it or it fails."""
     import asyncio
 
     from paceline.bench import iperf3
@@ -286,7 +286,7 @@ def run_collectives(ctx: click.Context, cluster: Cluster, dispatch: Dispatch,
 
 
 def hosts_of(measurements: Measurements) -> list[str]:
-    """The hosts of the links, in the order in which people count: n2 before n10."""
+    """Returns the hosts of the links in natural order: n2 before n10."""
     names = {name for pair in (*measurements.links, *measurements.ways.rates) for name in pair}
     return sorted(names, key=lambda name: [(len(w), w) for w in re.findall(r"\d+|\D+", name)])
 
@@ -299,7 +299,7 @@ def slowest(measurements: Measurements) -> float:
 def find_problems(
     measurements: Measurements, min_busbw: float | None, min_share: float | None
 ) -> list[str]:
-    """What is wrong or too slow, in words. Pure."""
+    """Describes what is wrong or too slow. Pure."""
     problems = [
         f"{row.collective} of {row.size} bytes: {row.wrong_values} wrong values"
         for row in measurements.rows
@@ -325,7 +325,7 @@ _FASTER_THAN_TCP = (
 
 
 def conclusion(measurements: Measurements, problems: Sequence[str]) -> str:
-    """The first line."""
+    """Returns the first line of the report."""
     if problems:
         return f"failed: {problems[0]}"
     bus_bandwidth = bandwidth.peak_bandwidth(measurements.rows, "all_reduce")
@@ -345,7 +345,7 @@ def conclusion(measurements: Measurements, problems: Sequence[str]) -> str:
 
 
 def show(measurements: Measurements, problems: Sequence[str]) -> None:
-    """Conclusion, table, matrix of links."""
+    """Shows conclusion, table and matrix of links."""
     from paceline.report import findings as report
     from paceline.spec.formatting import format_bit_rate
 
@@ -372,7 +372,7 @@ def show(measurements: Measurements, problems: Sequence[str]) -> None:
 
 
 def devices(measurements: Measurements) -> list[str]:
-    """Who computes on what, as nccl-tests begins."""
+    """Lists the device of each rank, as nccl-tests does."""
     ranks = measurements.info.get("devices") or ()
     return ["# Using devices", *(
         f"#  Rank {index:>2} Group  0 Pid {rank['pid']:>6} on {rank['host']} "
@@ -381,7 +381,7 @@ def devices(measurements: Measurements) -> list[str]:
 
 
 def limits(measurements: Measurements) -> list[str]:
-    """What wire and card of each host are good for, beside what was reached."""
+    """Compares the rates with the limits of each host's link and card."""
     lines = []
     for place in measurements.ways.hosts:
         parts = [f"copies {link_rates.format_rate(place.copy)} in memory"]
@@ -415,7 +415,7 @@ def draw(path: Path, measurements: Measurements) -> None:
 
 
 def to_json(measurements: Measurements, problems: Sequence[str]) -> dict[str, Any]:
-    """The object of ``--json``."""
+    """Returns the object of ``--json``."""
     return {
         "conclusion": conclusion(measurements, problems),
         "problems": list(problems),

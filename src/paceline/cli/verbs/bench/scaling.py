@@ -108,7 +108,7 @@ def write_results(folder: Path, rows: Sequence[scaling.Row]) -> None:
 
 
 def queue_time(scheduler: Scheduler) -> str:
-    """How long the batch that we are waited before it began, where its scheduler tells."""
+    """Returns how long this batch waited before it began, if its scheduler tells that."""
     number = scheduler.allocation(os.environ)
     if number is None or not scheduler.can_follow() or not os.environ.get(SUBMITTED_VARIABLE):
         return ""
@@ -121,7 +121,7 @@ def queue_time(scheduler: Scheduler) -> str:
 
 def run_ladder(ctx: click.Context, job: Job, cluster: Cluster, folder: Path, repeat: int,
           package: bool) -> list[tuple[scaling.Layout, list[scaling.Measurement]]]:  # fmt: skip
-    """All layouts, one after the other; says where it is."""
+    """Runs all layouts in turn and shows the progress."""
     _, nodes = bounds(job.nnodes.value, len(cluster.hosts))
     first = cluster.hosts[0]
     processes = job.nproc_per_node.value or first.slots or first.gpus or 1
@@ -147,7 +147,7 @@ def run_layout(
     package: bool,
     shown_notes: set[str],
 ) -> scaling.Measurement:
-    """One run of one layout. JobError when it fails: a ladder with a broken step says nothing."""
+    """Runs one layout once; JobError if it fails: the ladder needs all of them."""
     layout_job = replace(
         job,
         nnodes=Setting(layout.nodes, Source.COMMAND_LINE),

@@ -75,7 +75,7 @@ def command(ctx: click.Context, /, key: Path | None, key_type: str, password_std
 
 
 def choose_identity(key: Path | None, hosts: Sequence[Host], ssh: SshOptions) -> Identity:
-    """The identity that ssh would offer the hosts, or the one to be made."""
+    """Returns the identity that ssh would offer the hosts, or the one to make."""
     import asyncio
 
     from paceline.setup.login import effective_config
@@ -91,7 +91,7 @@ def choose_identity(key: Path | None, hosts: Sequence[Host], ssh: SshOptions) ->
 
 
 def alias_text(hosts: Sequence[Host], identity: Identity, key: Path | None) -> str:
-    """Our part of the ssh config; empty when ssh needs none."""
+    """Returns our part of the ssh config; empty if ssh needs none."""
     key_file = identity.private if key is not None else None
     remote_hosts = [host for host in hosts if not host.local]
     if not any(lines.needs_alias(host, key_file) for host in remote_hosts):
@@ -100,7 +100,7 @@ def alias_text(hosts: Sequence[Host], identity: Identity, key: Path | None) -> s
 
 
 def plan(states: Sequence[AccessStatus], identity: Identity, kind: str, alias: str) -> list[str]:
-    """What is to be done, one line a step. Pure but for the ssh config that is there."""
+    """Lists the steps to do, one per line. Pure except for reading the ssh config."""
     todo = []
     unknown = [state for state in states if state.state == "unpinned"]
     lacking = [state for state in states if state.state in ("no key", "unpinned")]
@@ -119,7 +119,7 @@ def plan(states: Sequence[AccessStatus], identity: Identity, kind: str, alias: s
 
 
 def show_plan(states: Sequence[AccessStatus], todo: Sequence[str]) -> None:
-    """Each host's state, then the access."""
+    """Shows each host's state, then the access."""
     for state in states:
         if state.state == "works":
             location = "this machine" if state.host.local else "SSH login already works"
@@ -138,7 +138,7 @@ def show_plan(states: Sequence[AccessStatus], todo: Sequence[str]) -> None:
 
 
 def confirm(states: Sequence[AccessStatus], yes: bool) -> None:
-    """Asks. SettingError when there is nobody to ask."""
+    """Asks the user; SettingError without a terminal."""
     if yes:
         return
     if not sys.stdin.isatty():
@@ -228,7 +228,7 @@ def _read(path: Path) -> str | None:
 
 
 def read_password(ctx: click.Context, states: Sequence[AccessStatus]) -> str:
-    """The password for these hosts, asked for once."""
+    """Asks once for the password of these hosts."""
     if ctx.params["password_stdin"]:
         return sys.stdin.readline().rstrip("\n")
     names = ", ".join(state.host.name for state in states)

@@ -103,7 +103,7 @@ def _placed(machines: Sequence[Machine], texts: Mapping[str, str], ssh: SshOptio
 
 async def _install(machines: Sequence[Machine], texts: Mapping[str, str],
                    ssh: SshOptions) -> dict[str, str]:  # fmt: skip
-    """By host, where its file lies now. ConnectError where one could not be written."""
+    """Writes the file on the hosts and returns its path by host; ConnectError if one fails."""
     import asyncio
 
     from paceline.setup.login import run_on_host

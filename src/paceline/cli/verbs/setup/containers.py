@@ -95,7 +95,7 @@ def parse_workers(workers: tuple[str, ...]) -> dict[str, str]:
 
 
 def parse_scripts(scripts: tuple[str, ...]) -> tuple[str, ...]:
-    """Absolute paths: the image has folders of its own. SettingError for another."""
+    """Parses absolute paths in the image; SettingError for others."""
     for script in scripts:
         if not script.startswith("/"):
             raise SettingError(f"--activate {script} must be a path in the image, from / on")
@@ -103,7 +103,7 @@ def parse_scripts(scripts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def parse_mounts(mounts: tuple[str, ...]) -> tuple[str, ...]:
-    """``SOURCE:TARGET[:ro]`` with absolute paths, for each machine has them. SettingError else."""
+    """Parses ``SOURCE:TARGET[:ro]`` with absolute paths; SettingError for others."""
     for mount in mounts:
         source, _, target_and_mode = mount.partition(":")
         target, _, mode = target_and_mode.partition(":")

@@ -19,7 +19,7 @@ def host_options(command: F) -> F:
 
 
 def cluster_hosts(ctx: click.Context) -> tuple[tuple[Host, ...], SshOptions]:
-    """The hosts and how to reach them. SettingError when none but this machine is meant."""
+    """Returns the hosts and how to reach them; SettingError if only this machine is named."""
     inherit_options(ctx)
     cluster = read_chosen_cluster(ctx)
     if all(host.local for host in cluster.hosts):

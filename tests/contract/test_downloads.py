@@ -42,6 +42,8 @@ class Server(ThreadingHTTPServer):
         self.files: dict[str, bytes] = {}
         self.faults: list[str] = []
         self.asked: list[tuple[str, str]] = []
+        self.is_open = threading.Event()  # requests wait for it
+        self.is_open.set()
 
     @property
     def address(self) -> str:
@@ -55,6 +57,7 @@ class Handler(BaseHTTPRequestHandler):
         asked = self.headers.get("Range", "")
         self.server.asked.append((self.path, asked))
         fault = self.server.faults.pop(0) if self.server.faults else ""
+        assert self.server.is_open.wait(20)
         content = self.server.files.get(self.path)
         if fault.isdecimal() or content is None:
             self.send_error(int(fault or 404))
@@ -261,10 +264,19 @@ def together(work: Callable[[], Any], count: int = 4) -> list[Any]:
 def test_processes_of_a_disk_wait_for_the_first(server: Server) -> None:
     server.files["/x.bin"] = CONTENT
     server.faults = ["cut"]
-    log = Log()
+    server.is_open.clear()
+    log, waiting = Log(), []
+
+    def note(line: str) -> None:
+        if line.startswith("waiting for"):
+            waiting.append(line)
+        if len(waiting) == 3:
+            server.is_open.set()
+
+    log.ways = replace(log.ways, log=note)
     assert together(lambda: get(named(server.address), log)) == [CONTENT] * 4
     assert len(server.asked) == 2
-    assert len([line for line in log.said if line.startswith("waiting for")]) == 3
+    assert len(waiting) == 3
 
 
 def test_a_disk_without_locks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

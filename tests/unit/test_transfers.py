@@ -854,3 +854,23 @@ def test_hosts_of_one_disk_get_a_large_input_once(monkeypatch: pytest.MonkeyPatc
     first, later = asyncio.run(provisioner._split_by_disk(copies, "run"))
     assert [node.channel.identity for node, _ in first] == ["1", "2"]
     assert [node.channel.identity for node, _ in later] == ["3"]
+
+
+def test_a_file_is_received_while_another_receiver_removes_the_empty_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_folder, removals = safe_paths.open_folder, []
+
+    def open_and_lose(root: str, path: str, **more: Any) -> int:
+        fd = open_folder(root, path, **more)
+        if path == safe_paths.INCOMING and len(removals) < 2:
+            (tmp_path / path).rmdir()
+            removals.append(path)
+        return fd
+
+    monkeypatch.setattr(safe_paths, "open_folder", open_and_lose)
+    file = safe_paths.IncomingFile(str(tmp_path), "small", durable=False)
+    file.add(0, b"content")
+    file.finish()
+    assert (tmp_path / "small").read_bytes() == b"content"
+    assert len(removals) == 2

@@ -343,8 +343,18 @@ class IncomingFile:
         self._durable = durable
         self._root, self._path = root, path
         self._part = "%s/%s" % (INCOMING, secrets.token_hex(8))
-        self._fd = open_file(root, self._part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        self._fd = self._create()
         self._digest = hashlib.sha256()
+
+    def _create(self) -> int:
+        flags, num_retries = os.O_WRONLY | os.O_CREAT | os.O_EXCL, 5
+        while True:
+            try:
+                return open_file(self._root, self._part, flags)
+            except FileNotFoundError:  # another receiver has just removed the empty folder
+                num_retries -= 1
+                if num_retries < 0:
+                    raise
 
     @property
     def sha256(self) -> str:

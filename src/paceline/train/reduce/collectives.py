@@ -70,7 +70,7 @@ class Collectives:
         wait(dist.all_reduce(tensor, group=self._group, async_op=True), tensor)
 
     def average_pair(self, tensor: Tensor) -> None:
-        """Averages two ranks' tensors on CPUs in place, over direct connections if there are any."""
+        """Averages two ranks' tensors on CPUs in place, over direct connections if it has some."""
         mesh = mesh_of(self._group, large=True)
         if mesh is None:
             tensor.mul_(1.0 / self.world_size)

@@ -12,8 +12,8 @@ class Exact(GradientReducer):
     """All-reduces each bucket, divided by the number of ranks first, as DDP does.
 
     Args:
-        is_small: Uses small messages (``reduce/small_messages.py``). Decided for the whole model, not
-            for a bucket, as the sum must not depend on how gradients are divided.
+        is_small: Uses small messages (``reduce/small_messages.py``). Decided for the whole model,
+            not for a bucket, as the sum must not depend on how gradients are divided.
         is_pair: Two ranks send each other all gradients over direct connections
             (``reduce/direct.py``). They send as many bytes as over gloo, and the sum is the same.
     """

@@ -478,4 +478,4 @@ def test_who_cannot_be_left_is_told_why(via: str, flag: str) -> None:
     refused = CliRunner().invoke(program, ["run", "--via", via, flag, "job.py"])
     assert isinstance(refused.exception, SettingError)
     assert refused.exception.exit_code == 2
-    assert "this command has to stay; a batch needs nobody" in refused.exception.remedy
+    assert "this command has to keep running; a batch runs without" in refused.exception.remedy

@@ -142,7 +142,7 @@ def test_a_plan_is_executed_as_it_was_made(tmp_path: Path) -> None:
 def test_a_plan_that_does_not_hold_any_more_is_not_executed(tmp_path: Path) -> None:
     the_job = job(tmp_path)
     planned = plan_job(the_job, CLUSTER, Differing(), inspect=inspect)
-    with pytest.raises(NodeError, match="does not hold any more") as caught:
+    with pytest.raises(NodeError, match="the plan is out of date") as caught:
         run(the_job, SimulatedTransport(0, 1), tmp_path, planned)
     assert "n3: code was shipped, is verified equal" in caught.value.found
 
@@ -155,7 +155,7 @@ def test_a_node_that_builds_elsewhere_than_it_told_is_refused(
         return {"root": root, "damaged": []}
 
     monkeypatch.setitem(simulated.ANSWERS, "build_tree", elsewhere)
-    with pytest.raises(NodeError, match="in another place than it told"):
+    with pytest.raises(NodeError, match="in another folder than announced"):
         run(job(tmp_path), Differing(), tmp_path)
 
 

@@ -103,7 +103,7 @@ def test_begins_with_the_least_and_takes_in_who_is_late(site: Site) -> None:
     site.lab.fault("power-off", "n2")
     with launch(site, "n1,n2", "--nnodes", "1:2", *script(site)) as job:
         job.wait_for("rank 0 of 1")
-        assert "beginning with 1 of 2 hosts, without n2 (" in job.err
+        assert "starting with 1 of 2 hosts, without n2 (" in job.err
         site.lab.undo("power-off", "n2")
         job.wait_for("rank 1 of 2")
         ended = interrupted(job)
@@ -130,7 +130,7 @@ def test_stated_weights_while_a_host_is_away(site: Site) -> None:
         site.lab.undo("power-off", "n3")
         job.wait_for("shares of the global batch: n1 48, n2 16, n3 16")
         ended = interrupted(job)
-    assert "beginning with 2 of 3 hosts, without n3 (" in ended.err
+    assert "starting with 2 of 3 hosts, without n3 (" in ended.err
     site.lab.fault("power-off", "n2")
     with Launch(site, argv, directory) as job:
         job.wait_for("shares of the global batch: n1 60, n3 20")

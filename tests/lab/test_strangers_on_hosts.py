@@ -62,5 +62,5 @@ def test_a_stranger_gets_in_nowhere_is_named_and_delays_nobody(site: Site) -> No
     warned = [line for line in ended.err.splitlines() if address in line]
     assert len(warned) == 1, ended.err
     assert "refused a connection" in warned[0]
-    assert "is none of this job's hosts" in warned[0]
+    assert "is not one of this job's hosts" in warned[0]
     assert not ended.events("checkpoint copy failed")

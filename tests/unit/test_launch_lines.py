@@ -103,7 +103,7 @@ def test_all_deaf_lines_are_named() -> None:
         "n1 and n2 cannot reach each other: what one sends"
     )
     many = describe_pairs([("n1", f"n{at}") for at in range(2, 8)])
-    assert many.startswith("n1 and n2, n1 and n3, n1 and n4, 3 more pairs of hosts do not hear")
+    assert many.startswith("n1 and n2, n1 and n3, n1 and n4, 3 more pairs of hosts cannot reach")
 
 
 class Host:

@@ -136,7 +136,7 @@ class Launcher:
         if node is None:
             return None
         lost = survey.startup_loss(fleet, node, node.loss_reason or str(error))
-        self._screen.note(f"paceline: {lost.message} ({lost.brief}); beginning again, before the"
+        self._screen.note(f"paceline: {lost.message} ({lost.brief}); starting again, before the"
                           f" first step ({number} of {MAX_STARTS - 1})")  # fmt: skip
         return lost
 

@@ -43,8 +43,8 @@ def failure_of(event: Event, lease_s: float) -> Failure | None:
         headline = describe_end(code, signum, event["memory"], event["peak_bytes"])
         return failed("exit" if signum is None else "signal", headline, code=code, signal=signum)
     if event.kind == "stranger":
-        return failed("stranger", f"connection with {event['address']}, which is not one of this job's"
-                                  " hosts: somebody pretends to be one of its ranks")  # fmt: skip
+        headline = f"connection with {event['address']}, which is not one of this job's hosts"
+        return failed("stranger", f"{headline}: somebody pretends to be one of its ranks")
     if event.kind == "fork server died":
         return failed("forkserver", describe_fork_server_end(event))
     if event.kind == "asked to end":

@@ -160,6 +160,14 @@ def test_utf16_from_a_windows_editor(tmp_path: Path) -> None:
     assert slots(read("hosts", tmp_path)) == {"n1": None, "n2": None}
 
 
+def test_named_pipes_are_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(HostsError, match="is a named pipe"):
+        read("./pipe", tmp_path)
+    (tmp_path / "config").write_text(f"Include {tmp_path}/pipe\nHost n1\n")
+    assert read("ssh-config:config", tmp_path).hosts[0].name == "n1"
+
+
 def test_a_huge_file(tmp_path: Path) -> None:
     with (tmp_path / "hosts").open("wb") as file:
         file.truncate(1 << 30)

@@ -19,6 +19,11 @@ _MAX_FILES = 256
 def read_text(path: Path, label: str) -> str:
     """Reads a file in UTF-8, or UTF-16 with a byte order mark. Raises HostsError."""
     try:
+        if path.is_fifo() and not path.is_relative_to("/dev"):  # a shell's <(…) is in /dev/fd
+            raise HostsError(
+                f"{label} is a named pipe, and nobody may be writing to it",
+                remedy="name a file, or pass a command's output: -H <(COMMAND)",
+            )
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as problem:
@@ -75,6 +80,8 @@ def with_includes(text: str, folder: Path) -> str:
                 remedy="look for files that include each other",
             )  # fmt: skip
         try:
+            if path.is_fifo():
+                return ""
             with path.open("rb") as file:
                 return file.read(MAX_BYTES).decode("utf-8", "replace")
         except OSError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -111,6 +112,18 @@ class Site:
         """By host, the command lines of all that runs there (hosts that are off: nothing)."""
         up = [host["name"] for host in self.lab.status()["hosts"] if host["up"]]
         return {name: [line for _, line in self.lab.processes(name)] for name in up}
+
+    def pid(self, host: str, pattern: str) -> int:
+        """The one process of a host whose command line matches, once there is one."""
+        found: list[int] = []
+
+        def is_there() -> bool:
+            lines = self.lab.processes(host)
+            found[:] = [pid for pid, line in lines if re.search(pattern, line)]
+            return len(found) == 1
+
+        assert eventually(is_there), (pattern, found)
+        return found[0]
 
     def clean(self, but: Sequence[str] = ()) -> bool:
         """Nothing runs and nothing listens on any host that is up."""

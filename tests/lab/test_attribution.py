@@ -60,12 +60,6 @@ def training(site: Site, *words: str, **how: Any) -> Launch:
     return launch
 
 
-def process(site: Site, host: str, pattern: str) -> int:
-    """The one process of a host whose command line matches."""
-    (pid,) = (pid for pid, line in site.lab.processes(host) if re.search(pattern, line))
-    return pid
-
-
 def first(ended: Ended) -> Any:
     return ended.json("result.json")["first_failure"]
 
@@ -110,7 +104,7 @@ def test_a_launcher_that_was_stopped_while_nodes_start_blames_nobody(site: Site)
 
 def test_a_killed_agent(site: Site) -> None:
     with running(site, "end.py", "echo") as launch:
-        os.kill(process(site, "n2", "import select,sys;"), signal.SIGKILL)
+        os.kill(site.pid("n2", "import select,sys;"), signal.SIGKILL)
         ended = launch.end()
     assert "failed first: n2: the connection to n2 ended: the agent was killed by SIGKILL" in (
         ended.err
@@ -119,7 +113,7 @@ def test_a_killed_agent(site: Site) -> None:
 
 def test_a_killed_guard(site: Site) -> None:
     with running(site, "end.py", "save") as launch:
-        os.kill(process(site, "n2", " guard "), signal.SIGKILL)
+        os.kill(site.pid("n2", " guard "), signal.SIGKILL)
         ended = launch.end()
     assert re.search(r"failed first: n2: its guard .* was killed; the agent ended", ended.err)
 
@@ -151,7 +145,7 @@ def test_a_host_goes_away_while_starting(site: Site) -> None:
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_fork_server_is_replaced(site: Site, signum: int) -> None:
     with running(site, "--max-restarts", "1", "end.py", "echo") as launch:
-        os.kill(process(site, "n2", "forkserver"), signum)
+        os.kill(site.pid("n2", "forkserver"), signum)
         launch.wait_for("waiting", times=4)
         launch.signal(signal.SIGINT)
         ended = launch.end()
@@ -178,7 +172,7 @@ def test_ranks_can_be_told_apart(site: Site) -> None:
 
 def test_the_rank_that_was_told_to_stop(site: Site) -> None:
     with training(site, "steps.py") as launch:
-        os.kill(process(site, "n2", r"rank 1 of 2"), signal.SIGTERM)
+        os.kill(site.pid("n2", r"rank 1 of 2"), signal.SIGTERM)
         ended = launch.end()
     assert re.search(r"failed first: rank 1 on n2: Stopped: stopped on SIGTERM", ended.err)
     assert re.search(r"\nto resume: paceline run .*--run-dir \S+ .*steps\.py\n", ended.err)
@@ -214,7 +208,7 @@ def test_interrupted_while_restarting(site: Site) -> None:
     """Once, at any moment between the failure and the next start."""
     for delay in (0.1, 0.9, 1.6):
         with running(site, "--max-restarts", "3", *LONG_GRACE, "end.py", "ignore") as launch:
-            os.kill(process(site, "n2", r"rank 1 of 2"), signal.SIGKILL)
+            os.kill(site.pid("n2", r"rank 1 of 2"), signal.SIGKILL)
             time.sleep(delay)
             launch.signal(signal.SIGINT)
             over = lambda: launch.process.poll() is not None  # noqa: E731
@@ -278,7 +272,7 @@ def told(launch: Launch, text: str) -> None:
 
 def test_a_stopped_rank_is_told_of(site: Site) -> None:
     with running(site, "end.py", "echo") as launch:
-        rank = process(site, "n2", "rank 1 of 2")
+        rank = site.pid("n2", "rank 1 of 2")
         os.kill(rank, signal.SIGSTOP)
         told(launch, "rank 1 on n2 is frozen: stopped by a signal")
         os.kill(rank, signal.SIGCONT)
@@ -288,7 +282,7 @@ def test_a_stopped_rank_is_told_of(site: Site) -> None:
 
 def test_a_stopped_rank_of_a_session_is_replaced(site: Site) -> None:
     with training(site, "steps.py") as launch:
-        os.kill(process(site, "n2", "rank 1 of 2"), signal.SIGSTOP)
+        os.kill(site.pid("n2", "rank 1 of 2"), signal.SIGSTOP)
         told(launch, "rank 1 on n2 stood still, stopped by a signal (SIGSTOP): it was ended")
         told(launch, "rank 1 on n2 is back after")
         launch.signal(signal.SIGINT)

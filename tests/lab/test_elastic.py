@@ -152,18 +152,12 @@ def test_a_node_that_is_asked_to_end_is_let_go(site: Site) -> None:
     """As a machine that is about to be taken away: the script has time to save, and goes on."""
     with launch(site, "n1,n2", "--nnodes", "1:2", *script(site)) as job:
         job.wait_for("from step 0", times=2)
-        os.kill(process(site, "n2", "import select,sys;"), signal.SIGTERM)
+        os.kill(site.pid("n2", "import select,sys;"), signal.SIGTERM)
         job.wait_for("rank 0 of 1")
         ended = over(site, job)
     assert ended.code == 0, ended.err
     assert "n2: asked to end by SIGTERM" in ended.err
     assert "; going on with n1; starting all nodes again\n" in ended.err
-
-
-def process(site: Site, host: str, text: str) -> int:
-    """The one process of a host with that in its command line."""
-    (pid,) = (pid for pid, line in site.lab.processes(host) if text in line)
-    return pid
 
 
 def test_the_programs_own_error_ends_the_job(site: Site) -> None:
@@ -185,7 +179,7 @@ def test_a_killed_rank_starts_again_without_another_import(site: Site, capsys: A
                 break
             time.sleep(0.3)
             killed = time.time()
-            os.kill(process(site, "n2", "[rank 1 of 2"), signal.SIGKILL)
+            os.kill(site.pid("n2", r"\[rank 1 of 2"), signal.SIGKILL)
             job.wait_for("began", times=2 * (number + 2))
             gaps.append(max(map(float, re.findall(r"began (\S+)", job.out)[-2:])) - killed)
         job.signal(signal.SIGINT)
@@ -212,7 +206,7 @@ def test_a_framework_with_checkpoints_of_its_own(site: Site, name: str) -> None:
         job.wait_for("from step 0", times=2)
         kept = site.project / name
         assert eventually(lambda: any(kept.glob("*"))), job.err
-        os.kill(process(site, "n2", "[rank 1 of 2"), signal.SIGKILL)
+        os.kill(site.pid("n2", r"\[rank 1 of 2"), signal.SIGKILL)
         job.wait_for("from step", times=4)
         site.lab.fault("power-off", "n2")
         ended = job.end(TEST_LIMIT_S)

@@ -59,12 +59,6 @@ def over(site: Site, launch: Launch) -> Ended:
     return launch.end()
 
 
-def process(site: Site, host: str, pattern: str) -> int:
-    """The one process of a host whose command line matches."""
-    (pid,) = (pid for pid, line in site.lab.processes(host) if re.search(pattern, line))
-    return pid
-
-
 def recovered(ended: Ended, count: int = 1) -> Any:
     """What the result says of the recoveries."""
     assert ended.code == 0, ended.err
@@ -83,7 +77,7 @@ def back(launch: Launch, times: int = 1) -> None:
 
 def test_a_killed_rank(site: Site) -> None:
     with running(site, LONG) as launch:
-        os.kill(process(site, "n2", r"rank 1 of 3"), signal.SIGKILL)
+        os.kill(site.pid("n2", r"rank 1 of 3"), signal.SIGKILL)
         back(launch)
         ended = over(site, launch)
     (one,) = recovered(ended)
@@ -104,7 +98,7 @@ def test_a_killed_rank(site: Site) -> None:
 def test_rank_zero_and_another_at_once(site: Site) -> None:
     with running(site, LONG, "late", "2") as launch:
         for host, rank in (("n1", 0), ("n3", 2)):
-            os.kill(process(site, host, rf"rank {rank} of 3"), signal.SIGKILL)
+            os.kill(site.pid(host, rf"rank {rank} of 3"), signal.SIGKILL)
         launch.wait_for("joined", times=2)
         ended = over(site, launch)
     assert sum(len(one["who"]) for one in ended.json("result.json")["recoveries"]["of"]) == 2
@@ -115,7 +109,7 @@ def test_rank_zero_and_another_at_once(site: Site) -> None:
 def test_a_fork_server(site: Site, signum: int) -> None:
     """Of the first node: the store dies with it, and is opened elsewhere."""
     with running(site, LONG) as launch:
-        os.kill(process(site, "n1", "forkserver"), signum)
+        os.kill(site.pid("n1", "forkserver"), signum)
         back(launch)
         ended = over(site, launch)
     (one,) = recovered(ended)
@@ -129,7 +123,7 @@ def test_a_fork_server(site: Site, signum: int) -> None:
 def test_an_agent_or_its_guard(site: Site, host: str, what: str) -> None:
     pattern = "import select,sys;" if what == "agent" else " guard "
     with running(site, LONG) as launch:
-        os.kill(process(site, host, pattern), signal.SIGKILL)
+        os.kill(site.pid(host, pattern), signal.SIGKILL)
         back(launch)
         ended = over(site, launch)
     (one,) = recovered(ended)
@@ -171,7 +165,7 @@ def test_a_pulled_cable(site: Site) -> None:
 
 def test_a_frozen_rank(site: Site) -> None:
     with running(site, LONG) as launch:
-        os.kill(process(site, "n2", r"rank 1 of 3"), signal.SIGSTOP)
+        os.kill(site.pid("n2", r"rank 1 of 3"), signal.SIGSTOP)
         back(launch)
         ended = over(site, launch)
     (one,) = recovered(ended)
@@ -239,7 +233,7 @@ def test_all_ranks_at_once(site: Site) -> None:
     """Newcomers that were ordered between the first end and the last trouble no further start."""
     words = ("--nnodes", "1", "-p", "3", "--max-restarts", "1", "member.py", "3")
     with running(site, *words) as launch:
-        for pid in [process(site, "n1", rf"rank {rank} of 3") for rank in range(3)]:
+        for pid in [site.pid("n1", rf"rank {rank} of 3") for rank in range(3)]:
             os.kill(pid, signal.SIGKILL)
         ended = launch.end()
     assert ended.code == 0, ended.err
@@ -251,7 +245,7 @@ def test_all_ranks_at_once(site: Site) -> None:
 
 def test_who_cannot_recover_ends_as_ever(site: Site) -> None:
     with running(site, LONG, "unable", "0") as launch:
-        os.kill(process(site, "n2", r"rank 1 of 3"), signal.SIGKILL)
+        os.kill(site.pid("n2", r"rank 1 of 3"), signal.SIGKILL)
         ended = launch.end()
     assert ended.code == 137
     assert "failed first: rank 1 on n2: killed by SIGKILL" in ended.err
@@ -259,7 +253,7 @@ def test_who_cannot_recover_ends_as_ever(site: Site) -> None:
 
 def test_a_newcomer_that_fails_is_left_out(site: Site) -> None:
     with running(site, LONG, "short", "1") as launch:
-        os.kill(process(site, "n2", r"rank 1 of 3"), signal.SIGKILL)
+        os.kill(site.pid("n2", r"rank 1 of 3"), signal.SIGKILL)
         assert eventually(lambda: "could not join again" in launch.err), launch.err
         ended = over(site, launch)
     recovered(ended)
@@ -272,7 +266,7 @@ def test_a_newcomer_that_fails_is_left_out(site: Site) -> None:
 def test_losses_again_and_again(site: Site) -> None:
     with running(site, LONG) as launch:
         for number, (host, rank) in enumerate((("n2", 1), ("n1", 0), ("n3", 2), ("n2", 1))):
-            os.kill(process(site, host, rf"rank {rank} of 3"), signal.SIGKILL)
+            os.kill(site.pid(host, rf"rank {rank} of 3"), signal.SIGKILL)
             back(launch, number + 1)
         ended = over(site, launch)
     recovered(ended, 4)

@@ -56,8 +56,7 @@ def training(site: Site) -> Launch:
 
 
 def send(site: Site, host: str, pattern: str, signum: int = signal.SIGKILL) -> None:
-    (pid,) = (pid for pid, line in site.lab.processes(host) if re.search(pattern, line))
-    os.kill(pid, signum)
+    os.kill(site.pid(host, pattern), signum)
 
 
 def strike(site: Site, launch: Launch, who: str, how: Callable[[], object]) -> None:

@@ -385,7 +385,7 @@ def test_weights_with_shared_parts_are_read(tmp_path: Path, legacy: bool) -> Non
     ],
 )
 def test_damaged_pickles_are_refused(content: bytes) -> None:
-    with pytest.raises(ValueError, match=r"holds itself|lacks an operand|no object 5|opcode"):
+    with pytest.raises(ValueError, match=r"holds itself|lacks an operand|opcode"):
         pickle_limits.check_pickle(io.BytesIO(content + pickle.STOP))
 
 

@@ -28,28 +28,37 @@ def check_pickle(file: BinaryIO) -> None:
         EOFError: The file ends within the pickle.
         ValueError: The pickle is damaged or too long, or its objects are as described.
     """
+    try:
+        _count_visits(file)
+    except LookupError:
+        raise ValueError("an operation lacks an operand") from None
+
+
+def _count_visits(file: BinaryIO) -> None:
     visits: list[int] = []  # of a walk through each object, by its number
     total = 0
     held: set[int] = set()  # parts of other objects: a pickler has completed them before
     stack: list[int] = []
-    marks: list[int] = []  # heights of the stack
+    outer: list[list[int]] = []  # the stacks below each mark
     memo: dict[int, int] = {}
     for opcode, argument in _opcodes(file):
         if opcode.name == "MARK":
-            marks.append(len(stack))
+            outer.append(stack)
+            stack = []
         elif opcode.name in _PUTS:
-            _require(stack, marks, 1)
             memo[len(memo) if argument is None else argument] = stack[-1]
         elif opcode.name in _GETS:
-            if argument not in memo:
-                raise ValueError(f"it has no object {argument}")
             stack.append(memo[argument])
         else:
-            operands = _pop_operands(opcode, stack, marks)
+            before, parts = opcode.stack_before, list[int]()
+            if pickletools.markobject in before:
+                before = before[: before.index(pickletools.markobject)]
+                parts, stack = stack, outer.pop()
+            parts += [stack.pop() for _ in before]
             if opcode.name in _UPDATES:
-                target, *parts = operands
+                target, num_outputs = parts.pop(), 1
             else:
-                target, parts = len(visits), operands
+                target, num_outputs = len(visits), len(opcode.stack_after)
                 visits.append(1)
                 total += 1
             held.update(parts)
@@ -59,30 +68,7 @@ def check_pickle(file: BinaryIO) -> None:
             is_too_complex = total > MIN_VISITS + VISITS_PER_OBJECT * len(visits)
             if is_too_complex or (parts and target in held):
                 raise ValueError(_TOO_COMPLEX)
-            outputs = 1 if opcode.name in _UPDATES else len(opcode.stack_after)
-            stack += [target] * outputs
-
-
-def _pop_operands(opcode: pickletools.OpcodeInfo, stack: list[int], marks: list[int]) -> list[int]:
-    """Removes the operands of an operation from the stack, and its mark; returns them."""
-    before = opcode.stack_before
-    operands: list[int] = []
-    count = len(before)
-    if pickletools.markobject in before:
-        count = before.index(pickletools.markobject)
-        height = marks.pop() if marks else len(stack) + 1
-        _require(stack, [height], 0)
-        operands = stack[height:]
-        del stack[height:]
-    _require(stack, marks, count)
-    operands = stack[len(stack) - count :] + operands
-    del stack[len(stack) - count :]
-    return operands
-
-
-def _require(stack: list[int], marks: list[int], count: int) -> None:
-    if len(stack) - count < (marks[-1] if marks else 0):
-        raise ValueError("an operation lacks an operand")
+            stack += [target] * num_outputs
 
 
 def _opcodes(file: BinaryIO) -> Iterator[tuple[pickletools.OpcodeInfo, Any]]:

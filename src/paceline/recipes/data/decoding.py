@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,9 @@ from torch.utils.data import get_worker_info
 from paceline.recipes.data.images import Labels, Pixels, Randoms
 from paceline.spec.errors import DataError
 from paceline.train.data.fetch import usable_cpus
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T")
 File = Path | IO[bytes]
@@ -31,6 +34,7 @@ _REDUCING_GAP = 2.0
 """JPEGs are decoded at a reduced size that is at least this factor larger than the result. The
 difference is invisible, and a photo of twelve megapixels takes half the time."""
 _MIN_PARALLEL = 8
+_CHUNK = 512  # samples that are read at once to check them
 
 CROP_AREA = (0.08, 1.0)  # fraction of the image that a random crop takes
 CROP_ASPECT = (3 / 4, 4 / 3)  # width over height of a random crop
@@ -218,9 +222,26 @@ class FileSplit:
     def __init__(self, labels: Labels, size: int, crop: bool) -> None:
         self.labels, self.size, self._crop = labels, size, crop
 
-    def part(self, ids: NDArray[np.int64]) -> FileSplit:
+    def part(self, ids: NDArray[np.int64]) -> Self:
         """Returns some of the images, in this order."""
         raise NotImplementedError
+
+    def readable(self) -> Self:
+        """Returns the images that can be decoded completely; DataError if there are none."""
+        chunks = np.array_split(np.arange(len(self.labels)), -(-len(self.labels) // _CHUNK) or 1)
+        with ThreadPoolExecutor(usable_cpus()) as pool:
+            mask = [ok for ids in chunks for ok in pool.map(self._is_readable, self._read(ids))]
+        if not any(mask):
+            raise DataError(f"none of the {len(mask)} images can be read")
+        return self.part(np.flatnonzero(mask))
+
+    def _is_readable(self, sample: Any) -> bool:
+        try:
+            with open_image(self._open(sample)) as image:
+                image.load()
+        except Exception:  # a damaged image may raise anything
+            return False
+        return True
 
     def pixels(self, ids: NDArray[np.int64]) -> Pixels:
         """Decodes images to shape ``[len(ids), 3, size, size]``; DataError if one is damaged."""

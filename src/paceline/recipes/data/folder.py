@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,13 +22,11 @@ from paceline.recipes.data.images import (
     Labels,
     Pixels,
     Request,
-    Split,
     SplitInfo,
     fingerprint,
     split_seeded,
 )
 from paceline.spec.errors import DataError
-from paceline.train.data.fetch import usable_cpus
 
 _SPLITS = {
     "train": ("train", "training"),
@@ -94,34 +91,28 @@ def read(folder: Path, request: Request) -> ImageData:
     size = request.image_size or DEFAULT_SIZE
     folders = {name: path for name in _SPLITS if (path := _split_folder(folder, name))}
     classes = _class_folders(folders.get("train", folder))
-    if "train" in folders:
-        listed = {name: _list_class_folders(path, classes) for name, path in folders.items()}
-        split_info: SplitInfo = {"method": "folders"}
-    else:
-        paths, labels = _list_class_folders(folder, classes)
-        mask, split_info = split_seeded(labels, request)
-        listed = {"train": _select(paths, labels, ~mask), "test": _select(paths, labels, mask)}
-    if len(listed) < 2:
+    splits = {
+        name: FolderSplit(*_list_class_folders(path, classes), size, request.crop)
+        for name, path in (folders if "train" in folders else {"train": folder}).items()
+    }
+    split_info: SplitInfo = {"method": "folders"}
+    if "train" not in folders:
+        ids, split_info = split_seeded(splits["train"].labels, request)
+        splits = {name: splits["train"].part(part) for name, part in ids.items()}
+    if len(splits) < 2:
         raise DataError(
             f"{folder} has a train folder but nothing held out",
             remedy="add a folder test or val with the same classes",
         )
     if request.skip_damaged:
-        listed = {name: _drop_damaged(*files) for name, files in listed.items()}
+        splits = {name: split.readable() for name, split in splits.items()}
     else:
-        _check_headers([path for paths, _ in listed.values() for path in paths])
-    splits: dict[str, Split] = {
-        name: FolderSplit(paths, labels, size, request.crop)
-        for name, (paths, labels) in listed.items()
-    }
-    digest = _fingerprint(folder, listed)
+        _check_headers([path for split in splits.values() for path in split.paths])
+    digest = _fingerprint(folder, splits)
     ignored = sum(
         is_system_file(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()
     )
     return ImageData(request.source, classes, (3, size, size), splits, digest, split_info, ignored)
-
-
-LabelledPaths = tuple[list[Path], Labels]
 
 
 def _split_folder(folder: Path, split: str) -> Path | None:
@@ -146,7 +137,7 @@ def _class_folders(folder: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _list_class_folders(folder: Path, classes: tuple[str, ...]) -> LabelledPaths:
+def _list_class_folders(folder: Path, classes: tuple[str, ...]) -> tuple[list[Path], Labels]:
     paths: list[Path] = []
     labels: list[int] = []
     for name in _class_folders(folder):
@@ -169,28 +160,6 @@ def _images(folder: Path) -> list[Path]:
     return images
 
 
-def _select(paths: list[Path], labels: Labels, mask: NDArray[np.bool_]) -> LabelledPaths:
-    return [paths[number] for number in np.flatnonzero(mask)], labels[mask]
-
-
-def _drop_damaged(paths: Sequence[Path], labels: Labels) -> LabelledPaths:
-    """Keeps the files that can be decoded completely."""
-    with ThreadPoolExecutor(usable_cpus()) as pool:
-        mask = np.array(list(pool.map(_is_readable, paths)), dtype=bool)
-    if not mask.any():
-        raise DataError(f"none of the {len(paths)} images can be read", found=str(paths[0]))
-    return _select(list(paths), labels, mask)
-
-
-def _is_readable(path: Path) -> bool:
-    try:
-        with open_image(path) as image:
-            image.load()
-    except Exception:  # a damaged image may raise anything
-        return False
-    return True
-
-
 def _check_headers(paths: Sequence[Path]) -> None:
     if len(paths) > _MAX_CHECKED_FILES:
         return
@@ -202,11 +171,11 @@ def _check_headers(paths: Sequence[Path]) -> None:
             raise unreadable_error(path, error) from None
 
 
-def _fingerprint(folder: Path, listed: dict[str, LabelledPaths]) -> str:
+def _fingerprint(folder: Path, splits: Mapping[str, FolderSplit]) -> str:
     """Hashes names, sizes and parts; reading all pixels would take too long."""
     lines = [
-        f"{split} {path.relative_to(folder)} {path.stat().st_size}"
-        for split, (paths, _) in sorted(listed.items())
-        for path in paths
+        f"{name} {path.relative_to(folder)} {path.stat().st_size}"
+        for name, split in sorted(splits.items())
+        for path in split.paths
     ]
     return fingerprint(["\n".join(lines).encode(errors="surrogateescape")])

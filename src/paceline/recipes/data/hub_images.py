@@ -19,11 +19,9 @@ from paceline.recipes.data.images import (
     ImageData,
     Labels,
     Request,
-    Split,
     SplitInfo,
     fingerprint,
     split_seeded,
-    subset,
 )
 from paceline.recipes.data.tars import class_names
 from paceline.spec.errors import DataError, SettingError
@@ -104,29 +102,20 @@ def read(folder: Path | str, request: Request) -> ImageData:
     # Public benchmarks hide the labels of their test part as -1.
     usable = [name for name in parts if labels[name].min(initial=0) >= 0]
     size = request.image_size or DEFAULT_SIZE
-    splits: dict[str, Split] = {
+    as_file = library("datasets", "images are read").Image(decode=False)  # with a limit on its size
+    splits = {
         name: HubSplit(
-            _files(parts[name], image), image, labels[name], size,
+            parts[name].cast_column(image, as_file), image, labels[name], size,
             np.arange(len(labels[name])), request.crop,
         )
         for name in usable
     }  # fmt: skip
     split_info: SplitInfo = {"method": "as in the files"}
     if usable == ["train"]:
-        mask, split_info = split_seeded(labels["train"], request)
-        training = splits["train"]
-        splits = {
-            "train": subset(training, np.flatnonzero(~mask)),
-            "test": subset(training, np.flatnonzero(mask)),
-        }
+        ids, split_info = split_seeded(labels["train"], request)
+        splits = {name: splits["train"].part(part) for name, part in ids.items()}
     digest = fingerprint([str(folder).encode(), *(labels[name] for name in sorted(usable))])
     return ImageData(request.source, classes, (3, size, size), splits, digest, split_info)
-
-
-def _files(rows: Any, column: str) -> Any:
-    """Returns the rows with images as files, which are decoded here with a limit on their size."""
-    datasets = library("datasets", "images are read")
-    return rows.cast_column(column, datasets.Image(decode=False))
 
 
 def _columns(name: str, features: Mapping[str, Any]) -> tuple[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -99,7 +99,7 @@ class ImageData:
     source: str
     classes: tuple[str, ...]
     shape: tuple[int, int, int]
-    splits: dict[str, Split]
+    splits: Mapping[str, Split]
     fingerprint: str
     split: SplitInfo
     ignored: int = 0
@@ -156,8 +156,8 @@ def held_out_mask(labels: Labels, fraction: float, seed: int) -> NDArray[np.bool
     return out
 
 
-def split_seeded(labels: Labels, request: Request) -> tuple[NDArray[np.bool_], SplitInfo]:
-    """Draws the test part of a data set that has none: a mask and its record.
+def split_seeded(labels: Labels, request: Request) -> tuple[dict[str, Labels], SplitInfo]:
+    """Draws the test part of a data set that has none: sample ids by part, and their record.
 
     Raises:
         DataError: There are too few images.
@@ -170,7 +170,8 @@ def split_seeded(labels: Labels, request: Request) -> tuple[NDArray[np.bool_], S
             remedy="add images, or raise --test-fraction",
         )
     fraction = request.test_fraction
-    return mask, {"method": "seeded", "seed": request.seed, "test_fraction": fraction}
+    split_info: SplitInfo = {"method": "seeded", "seed": request.seed, "test_fraction": fraction}
+    return {"train": np.flatnonzero(~mask), "test": np.flatnonzero(mask)}, split_info
 
 
 def with_validation(data: ImageData, request: Request) -> ImageData:
@@ -185,13 +186,10 @@ def with_validation(data: ImageData, request: Request) -> ImageData:
             f"{data.source} has too few training images to take some out for validation",
             remedy="raise --val-fraction, or leave it out",
         )
-    parts: dict[str, Split] = {
-        "train": subset(training, np.flatnonzero(~mask)),
-        "val": subset(training, np.flatnonzero(mask)),
-    }
+    remaining, validation = (subset(training, np.flatnonzero(part)) for part in (~mask, mask))
     return replace(
         data,
-        splits={**data.splits, **parts},
+        splits={**data.splits, "train": remaining, "val": validation},
         fingerprint=fingerprint([data.fingerprint.encode(), np.flatnonzero(mask)]),
         split={**data.split, "val_fraction": request.val_fraction, "seed": request.seed},
     )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 
@@ -11,19 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.recipes.data import SPLIT_NAMES
-from paceline.recipes.data.decoding import SUFFIXES, FileSplit, open_image
+from paceline.recipes.data.decoding import SUFFIXES, FileSplit
 from paceline.recipes.data.images import (
     DEFAULT_SIZE,
     ImageData,
     Request,
-    Split,
     SplitInfo,
     fingerprint,
     split_seeded,
 )
 from paceline.spec.errors import DataError
 from paceline.train import Ids, ShardedDataset
-from paceline.train.data.fetch import usable_cpus
 from paceline.train.data.order import Order
 from paceline.train.data.shards import Sample
 
@@ -111,19 +108,16 @@ def read(folder: Path, request: Request) -> ImageData:
     size = request.image_size or DEFAULT_SIZE
     parts = _parts(folder)
     classes = class_names(folder, max(int(part.numbers.max(initial=-1)) for part in parts.values()))
-    photos = {
-        name: ShardedImages(part, _usable(part, request.skip_damaged), size, request.crop)
+    splits = {
+        name: ShardedImages(_check_classes(part), np.arange(len(part)), size, request.crop)
         for name, part in parts.items()
     }
-    splits: dict[str, Split] = dict(photos)
+    if request.skip_damaged:
+        splits = {name: split.readable() for name, split in splits.items()}
     split_info: SplitInfo = {"method": "as in the files"}
-    if set(photos) == {"train"}:
-        training = photos["train"]
-        mask, split_info = split_seeded(training.labels, request)
-        splits = {
-            "train": training.part(np.flatnonzero(~mask)),
-            "test": training.part(np.flatnonzero(mask)),
-        }
+    if set(splits) == {"train"}:
+        ids, split_info = split_seeded(splits["train"].labels, request)
+        splits = {name: splits["train"].part(part) for name, part in ids.items()}
     digests = [parts[name].fingerprint.encode() for name in sorted(parts)]
     labels = [splits[name].labels for name in sorted(splits)]
     return ImageData(
@@ -150,8 +144,8 @@ def class_names(folder: Path, largest: int) -> tuple[str, ...]:
     return names
 
 
-def _usable(data: ShardedDataset, skip_damaged: bool) -> Ids:
-    """Returns the samples, which must have a class, without damaged ones if ``skip_damaged``."""
+def _check_classes(data: ShardedDataset) -> ShardedDataset:
+    """Returns the data; DataError if a sample has no class."""
     missing = np.flatnonzero(data.numbers < 0)
     if len(missing):
         first = int(missing[0])
@@ -160,31 +154,7 @@ def _usable(data: ShardedDataset, skip_damaged: bool) -> Ids:
             found=f"no number in a part .cls ({len(missing)} of {len(data)} samples)",
             remedy="pack a file KEY.cls with the number of the class beside each image",
         )
-    ids = np.arange(len(data))
-    if not skip_damaged:
-        return ids
-    with ThreadPoolExecutor(usable_cpus()) as pool:
-        readable = [
-            is_readable
-            for _, samples in _chunks(data)
-            for is_readable in pool.map(_is_readable, samples)
-        ]
-    return np.flatnonzero(np.array(readable, dtype=bool))
-
-
-def _chunks(data: ShardedDataset) -> Iterator[tuple[Ids, list[Sample]]]:
-    for start in range(0, len(data), _CHUNK):
-        ids = np.arange(start, min(start + _CHUNK, len(data)))
-        yield ids, data.raw(ids)
-
-
-def _is_readable(sample: Sample) -> bool:
-    try:
-        with open_image(BytesIO(_image(sample))) as image:
-            image.load()
-    except Exception:  # a damaged image may raise anything
-        return False
-    return True
+    return data
 
 
 def texts(folder: Path) -> dict[str, list[tuple[str, str]]]:
@@ -194,8 +164,9 @@ def texts(folder: Path) -> dict[str, list[tuple[str, str]]]:
 
 def _rows(data: ShardedDataset) -> list[tuple[str, str]]:
     rows = []
-    for ids, samples in _chunks(data):
-        for number, sample in zip(ids.tolist(), samples, strict=True):
+    for start in range(0, len(data), _CHUNK):
+        ids = np.arange(start, min(start + _CHUNK, len(data)))
+        for number, sample in zip(ids.tolist(), data.raw(ids), strict=True):
             try:
                 rows.append((sample["cls"].decode().strip(), sample["txt"].decode()))
             except (KeyError, UnicodeDecodeError) as error:

@@ -69,10 +69,7 @@ class Row:
     """One row of the table; its fields are those of the JSON result.
 
     Attributes:
-        collective: Its name.
         size: In bytes, see above.
-        count: Number of elements.
-        type: Of an element.
         redop: Reduction, or ``none``.
         root: Rank of the root, -1 without one.
         time_us: Time of one out-of-place call.

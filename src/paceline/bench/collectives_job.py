@@ -50,7 +50,6 @@ class Spec:
         collectives, sizes: In order; sizes in bytes.
         type, redop, root: As in nccl-tests.
         iterations, warmup: Number of timed calls, and of calls before them.
-        check: Whether to check results.
         average: Which time counts: rank 0's (0), the mean (1), the minimum (2) or maximum (3).
         blocking: Whether to wait for each call before the next.
         ways: Whether to measure the hosts and the links between them, too.
@@ -91,12 +90,7 @@ def choose_backend(name: str) -> tuple[str, torch.device]:
 
 
 class Bench:
-    """The benchmark on one rank.
-
-    Args:
-        spec: What to measure.
-        device: Of the buffers.
-    """
+    """The benchmark on one rank."""
 
     def __init__(self, spec: Spec, device: torch.device) -> None:
         self._spec = spec

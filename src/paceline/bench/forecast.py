@@ -27,10 +27,6 @@ class Forecast:
     """The forecast for a number of hosts. Times in seconds.
 
     Attributes:
-        hosts: Number of hosts.
-        names: Their names.
-        batch: Global batch.
-        step: The estimated step.
         speedup, efficiency: Relative to the fastest host alone.
         by_speed: Time of a step with shares by speed; ``None`` if it is hardly shorter.
         communication: The most exact method of sending less that removes the limit, else the

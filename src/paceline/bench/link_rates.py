@@ -25,8 +25,6 @@ class HostRates:
     """What one host measures by itself.
 
     Attributes:
-        host: Its name.
-        device: Name of the device of its ranks.
         copy: Bytes per second of copies in the device's memory, of the slowest rank.
         bus: The same from the host's memory to the device; 0 without a device.
         slot: The device's PCIe link as the kernel reports it: "16.0 GT/s PCIe x16"; may be empty.
@@ -170,11 +168,7 @@ def format_rate(rate: float) -> str:
 
 
 def slot_rate(slot: str) -> float:
-    """Bytes per second of a PCIe link; 0 when not known.
-
-    Args:
-        slot: As the kernel reports it: rate of a lane, and ``xN`` lanes.
-    """
+    """Bytes per second of a PCIe link as the kernel reports it; 0 when not known."""
     match = re.match(r"([\d.]+) GT/s.*?x(\d+)$", slot)
     if not match:
         return 0.0

@@ -115,8 +115,6 @@ def _measure_pairs(
     """Bytes per second from node to node. A collective call: every rank gets the result.
 
     Args:
-        nodes: Ranks of each node.
-        device: Of the buffers.
         pairs: Links to measure, in both directions; ``None`` for all, including those between the
             first two ranks of each node.
     """

@@ -104,8 +104,6 @@ class Row:
     """One layout over its repetitions.
 
     Attributes:
-        layout: Nodes and processes.
-        runs: Its repetitions.
         speed, spread: Mean speed and its standard deviation (0 for one run).
         speedup, efficiency: Relative to the first layout.
     """
@@ -132,7 +130,6 @@ def make_rows(measurements: Sequence[tuple[Layout, Sequence[Measurement]]], *,
     """Computes speed-up and efficiency relative to the first layout.
 
     Args:
-        measurements: Layouts with their runs.
         weak: The batch of each process is fixed, so a run that does not report its samples is
             taken to have done work in proportion to its processes.
     """

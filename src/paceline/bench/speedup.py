@@ -16,7 +16,6 @@ class Point:
     Attributes:
         at: Number of hosts or processes.
         speedup: Relative to the first point.
-        label: Text beside it.
         low, high: Ends of its error bar, if they differ.
     """
 
@@ -31,10 +30,8 @@ def speedups(points: Sequence[Point], max_at: int, unit: str, title: str) -> str
     """Draws speed-ups over hosts or processes.
 
     Args:
-        points: To draw.
         max_at: The end of the horizontal axis.
         unit: What that axis counts.
-        title: The heading.
     """
     highest = max([float(max_at), *(point.speedup for point in points)])
 

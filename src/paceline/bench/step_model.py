@@ -71,17 +71,13 @@ class Probe:
     Attributes:
         hosts: The host of each rank.
         samples: Samples of an epoch.
-        global_batch: The training's global batch.
         steps: Steps of the whole training with that batch.
         bytes: Size of the gradients.
-        buckets: Number of gradient buckets.
         timings: A timing for each tested batch.
         link: The all-reduce; ``None`` for a single rank.
         sharded: Parameters are sharded over the ranks.
-        device: ``cpu``, ``cuda``, …
         sent: Bytes sent as a fraction of the gradients', with two ranks and with more.
         balance: The training's shares. The probe's own are even.
-        communication: The training's method of averaging gradients.
         computing: Computing time of a step of the largest batch by host, in seconds; empty if
             unknown.
     """
@@ -231,21 +227,15 @@ class StepModel:
 
     Attributes:
         host_timings: The timing of each host, alone.
-        ranks: Number of ranks on each host.
         batch, steps, samples: Global batch, steps of the training, samples of an epoch.
         moving: Seconds of an all-reduce of the gradients between two hosts, without latency.
         delay: Seconds of an all-reduce of one number between two hosts.
         bytes: Size of the gradients.
-        buckets: Number of gradient buckets.
         residual_s: Seconds of a step on two hosts besides the model's; may be negative.
         rates: Bits a second between hosts, if known.
         probed: The two probed hosts; empty if only one was.
         sent: Bytes sent as a fraction of the gradients', with two ranks and with more.
         spread: Relative error of the steps on two hosts.
-        device: ``cpu``, ``cuda``, …
-        balance: The training's shares of a batch.
-        communication: The training's method of averaging gradients.
-        sharded: Parameters are sharded over the ranks.
     """
 
     host_timings: Mapping[str, HostTiming]
@@ -392,8 +382,6 @@ def estimate_step(model: StepModel, hosts: Sequence[str], batch: float, *, by_sp
     """Estimates a step on these hosts.
 
     Args:
-        model: The fitted model.
-        hosts: The hosts that take part.
         batch: Samples of the step, over all hosts.
         by_speed: Shares follow the hosts' speed instead of the training's setting.
         bytes_fraction: Bytes sent, as a fraction of those in the probe.

@@ -18,7 +18,6 @@ class Conclusion:
 
     Attributes:
         matches: Rules that match, with their results, the likeliest first.
-        text: The conclusion in one line.
     """
 
     matches: tuple[tuple[Rule, Match], ...]

@@ -103,7 +103,6 @@ class Evidence:
     Attributes:
         logs: The first failing rank's first, then the others in rank order.
         result: How the job ended. A log alone tells the first failure at most.
-        events: The run's events.
         launcher: Who owns the run; ``None`` after a normal end.
         checkpoint_step: Step of the newest checkpoint; ``None`` when there is none.
         debug: Debug output of the ranks' libraries, if it was requested.

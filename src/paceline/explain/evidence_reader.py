@@ -72,7 +72,6 @@ def from_run(path: Path, *, confirmed: bool = True) -> Evidence:
     """Reads the evidence in a run directory.
 
     Args:
-        path: The run directory.
         confirmed: Whether the host of a run that continues elsewhere has just confirmed that.
 
     Raises:
@@ -96,9 +95,7 @@ def from_result(path: Path, result: Result, events: tuple[Event, ...],
     """Adds the logs and the newest checkpoint of a run directory to a known result.
 
     Args:
-        path: The run directory.
         result, events: From the launcher's memory if the run has just ended, else from files.
-        launcher: Who owns the run.
     """
     copies = shipped_copies(events)
     logs = [

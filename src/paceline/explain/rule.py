@@ -22,7 +22,6 @@ class Match:
         hosts: The hosts that it names; empty when not known.
         rank: The rank; ``None`` when the cause concerns a host or the job.
         confidence: From 0 to 1.
-        lines: The lines that matched.
         remedy, confirm: More exact texts that replace the rule's own.
     """
 
@@ -98,7 +97,6 @@ def parse_page(code: str, page: str, load_matcher: Callable[[], Matcher]) -> Rul
     """Parses the page of a rule.
 
     Args:
-        code: The page's name.
         page: YAML between two lines of dashes, then Markdown.
         load_matcher: Imports ``match`` of the rule's module; called if the page is ``computed``.
 

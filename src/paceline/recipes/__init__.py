@@ -22,11 +22,8 @@ class Recipe:
     """A built-in recipe.
 
     Attributes:
-        name: Name in ``paceline train NAME``.
         module: Every rank runs ``python -m MODULE FLAGS…``.
-        options: Dataclass of its settings.
         use: Module with ``evaluate_run`` and ``predictions`` for trained models; needs torch.
-        summary: One-line description.
     """
 
     name: str
@@ -92,8 +89,6 @@ def parse_options(name: str, argv: Sequence[str], from_file: Sequence[str] = ())
     """Parses and validates a recipe's options, as far as possible without torch.
 
     Args:
-        name: Name of the recipe.
-        argv: Flags from the command line.
         from_file: Flags from paceline.toml. The command line overrides them; those without effect
             beside it are dropped.
 

@@ -55,9 +55,7 @@ def parse(kind: type[O], argv: Sequence[str], prog: str) -> O:
     """Parses flags into an instance of ``kind``.
 
     Args:
-        kind: Class of options.
         argv: Flags; ``--like RUN`` takes its defaults from an earlier run.
-        prog: Name of the command, for the help.
 
     Raises:
         SettingError: An unknown flag (with the nearest one) or a value of the wrong kind.
@@ -75,14 +73,7 @@ def parse(kind: type[O], argv: Sequence[str], prog: str) -> O:
 def run_command(
     function: Callable[[O], int | None], kind: type[O], prog: str, argv: Sequence[str] | None = None
 ) -> int:
-    """Runs a command in this process; returns its exit status.
-
-    Args:
-        function: Function of the options.
-        kind: Class of the options.
-        prog: Name of the command, for the help.
-        argv: Flags; ``None`` for those of this process.
-    """
+    """Runs a command in this process, by default with its flags; returns the exit status."""
     flags = sys.argv[1:] if argv is None else argv
     return guarded(lambda: function(parse(kind, flags, prog)))
 

@@ -15,9 +15,6 @@ class Entry:
 
     Attributes:
         kind: ``recipes``, ``models``, ``data``, ``augmentations`` or ``presets``.
-        name: As typed on the command line.
-        recipe: Recipe that accepts it.
-        summary: One-line description.
     """
 
     kind: str

@@ -40,13 +40,7 @@ def with_fast_dtype(options: R, large: bool) -> R:
 
 
 def run(recipe: str, training: Callable[[Any], None], argv: Sequence[str] | None = None) -> int:
-    """Runs a recipe in this process; returns the exit status.
-
-    Args:
-        recipe: Name of the recipe.
-        training: Function of the recipe's options.
-        argv: Flags; ``None`` for those of this process.
-    """
+    """Runs a recipe in this process, by default with its flags; returns the exit status."""
     flags = sys.argv[1:] if argv is None else argv
     return guarded(lambda: training(parse_options(recipe, flags)))
 
@@ -240,10 +234,7 @@ def configure_checkpoints(
 
     Args:
         session: Session after :func:`prepare`.
-        options: Options of the recipe.
-        best: Best value so far, updated by the training loop.
         data: Fingerprint of the data.
-        metadata: Description of the model, saved with each checkpoint.
         identity: Further values that must be equal to resume a run.
     """
     dtype = session.comms.texts(options.dtype)[0]  # ranks on different devices may differ

@@ -34,7 +34,6 @@ class Rule:
     Attributes:
         option: Field of the option.
         decided_by: Field that decides.
-        applies: Tells whether the option has an effect.
         reason: Why it has none, otherwise.
         remedy: What gives it one.
     """
@@ -127,7 +126,6 @@ def drop_ineffective(
     """Resets options without effect to their defaults.
 
     Args:
-        options: Valid options.
         explicit: Fields set on the command line.
         from_file: Fields set in paceline.toml, and not on the command line.
         decided: Fields that the command line, a preset or an earlier run decide. Options of the

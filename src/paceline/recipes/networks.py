@@ -26,7 +26,6 @@ def cnn(shape: Shape, classes: int) -> nn.Module:
 
     Args:
         shape: (channels, height, width) of an image.
-        classes: Number of outputs.
     """
     channels, height, width = shape
     layers: list[nn.Module] = []
@@ -92,11 +91,9 @@ class ResNet(nn.Module):
     """A residual network.
 
     Args:
-        block: Class of the blocks.
         depths: Blocks of each of the four stages.
         shape: (channels, height, width) of an image. Small images are not made smaller by the
             first convolution (3×3 instead of 7×7).
-        classes: Number of outputs.
     """
 
     def __init__(
@@ -162,7 +159,6 @@ class HubImageClassifier(nn.Module):
     """An image classifier of Hugging Face, for images of any size and of one or three channels.
 
     Args:
-        model: The library's model.
         size: Height and width of its input; ``None`` for any.
     """
 

@@ -25,9 +25,7 @@ class Batching:
 
     Attributes:
         global_batch: Samples of one optimizer step over all ranks.
-        ranks: Number of processes.
         limit: Maximum samples that one rank computes at once; 0 means its whole share.
-        lr: Peak learning rate.
         factor: Scale that ``lr`` includes.
     """
 
@@ -71,7 +69,6 @@ def compute_batching(
     """Computes the batch and the learning rate for a number of ranks.
 
     Args:
-        ranks: Number of processes.
         global_batch: Samples of one step; with ``per_rank`` only the reference for ``lr``.
         lr: Learning rate for ``global_batch``.
         per_rank: Samples of each rank in one step; 0 divides the global batch.
@@ -98,7 +95,6 @@ def make_optimizer(
     Args:
         name: ``adamw``, ``adam`` or ``sgd``.
         module: Network, already on its device.
-        lr: Learning rate.
         momentum: Momentum of sgd; decay of the first moment of the others.
         nesterov: Use Nesterov momentum in sgd, if ``momentum`` is not 0.
         weight_decay: Decoupled in adamw, otherwise added to the gradient.

@@ -178,9 +178,6 @@ class ImageTensors:
     """A part of an image data set as tensors.
 
     Args:
-        split: Images and labels.
-        normalise: Normalisation of pixels.
-        dtype: Type of the resulting images.
         augment: Names of augmentations, for training batches only.
         size: Height and width of the result: cropped from the centre of larger images if nothing is
             augmented, enlarged from smaller ones (0: unchanged).

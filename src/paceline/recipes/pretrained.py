@@ -91,10 +91,7 @@ class HubModel:
     """A classifier of Hugging Face.
 
     Attributes:
-        kind: Kind of its inputs.
         name: Id (``user/name``) or folder.
-        offline: Do not use the network.
-        from_scratch: Use random weights.
     """
 
     kind: Kind
@@ -274,7 +271,6 @@ def load_backbone(
         network: Network, changed in place.
         backbone: Its modules without the head.
         source: Run directory, or ``.safetensors``, ``.pth`` or ``.pt`` file.
-        classes: Names of the network's classes.
 
     Raises:
         DataError: The source is unreadable, or no tensor matches.
@@ -428,7 +424,6 @@ def gradual_unfreezing(
 
     Args:
         optimizer: Optimizer with one group; gets one for each stage.
-        curve: Factor of the learning rate.
         stages: From input to output.
         interval: Global steps between two stages.
     """
@@ -455,7 +450,6 @@ class Freezing:
 
     Args:
         backbone: Modules of the network without its head.
-        frozen: Whether to freeze at all.
         interval: Epochs after which one more stage trains; 0 for never.
 
     Raises:

@@ -43,8 +43,6 @@ class Pretrained:
 
     Attributes:
         name: Id on the hub, or name of a built-in network.
-        recipe: Recipe that fine-tunes it.
-        flags: Flags that select it.
         source: ``torchvision``, ``timm``, ``hub`` or ``run``.
         parameters: Parameters in millions, with head; 0 if unknown.
         megabytes: Size of the download, about 4 bytes a parameter; 0 for none.

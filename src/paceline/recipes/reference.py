@@ -24,9 +24,6 @@ class Option:
         flag: As typed, such as ``--lr``.
         kind: Kind of the value; empty for a switch.
         default: Default value as typed; empty for none.
-        text: Description.
-        name: Name of the field.
-        choices: Allowed values, for a choice.
     """
 
     flag: str
@@ -99,12 +96,7 @@ def sections_of(target: str) -> list[Section]:
 
 
 def option_sections(kind: type, show_all: bool) -> list[Section]:
-    """Returns the help sections of a class; one section when it has few grouped options.
-
-    Args:
-        kind: Class of options.
-        show_all: Include rarely needed options.
-    """
+    """Returns the help sections of a class; one section when it has few grouped options."""
     rows = {
         option.name: option.row()
         for option in list_options(kind)

@@ -102,9 +102,6 @@ class TextTensors:
     """A part of a data set as tensors, padded to the longest text of each batch.
 
     Args:
-        texts: Texts.
-        labels: Class number of each.
-        encoding: Tokenizer.
         limit: Maximum tokens of a text.
     """
 

@@ -77,7 +77,6 @@ def train_tokenizer(
     """Trains a tokenizer; equal texts give an equal one.
 
     Args:
-        kind: Kind of tokens.
         texts: Training texts of one language.
         size: Maximum size of the vocabulary (0: default of the kind).
         min_frequency: Minimum occurrences of a word or piece that gets a token.
@@ -196,8 +195,6 @@ def sentences(
     """Tokenizes pairs.
 
     Args:
-        pairs: Source and target texts.
-        tokenizers: Tokenizers of source and target.
         limit: Maximum tokens of a sentence.
         too_long: Treatment of pairs with a longer side: ``drop``, ``cut`` or ``refuse``.
 

@@ -22,9 +22,7 @@ class TorchvisionImages(nn.Module):
     """A model of torchvision with a new head, for images of any size and one or three channels.
 
     Args:
-        name: The library's name of the model.
         model: Model, whose last layer is removed.
-        classes: Number of outputs of the head.
     """
 
     def __init__(self, name: str, model: nn.Module, classes: int) -> None:

@@ -25,10 +25,8 @@ class Shape:
         target: Tokens of the target vocabulary.
         width: Features of each token (d_model).
         layers: Layers of the encoder, and of the decoder.
-        heads: Attention heads.
         ff: Width of the feed-forward layers.
         pre_norm: Layer normalisation before each part instead of after it.
-        dropout: Dropout in training.
     """
 
     source: int
@@ -46,7 +44,6 @@ class Cache:
     """Keys and values of decoded tokens, for each layer of the decoder.
 
     Attributes:
-        length: Number of decoded tokens.
         decoded: Keys and values of the decoded tokens, by layer.
         cross: Keys and values of the source, by layer.
     """
@@ -285,7 +282,6 @@ def decode(model: nn.Module, source: Tensor, search: Search) -> list[list[int]]:
         model: A :class:`Transformer`, or a network with its inputs and outputs, which decodes
             greedily and computes the whole sentence for each token.
         source: Token ids, shape ``[n, s]``.
-        search: Settings of the search.
     """
     if not isinstance(model, Transformer):
         rows = greedy_uncached(model, source, search)

@@ -26,7 +26,6 @@ class Remote:
     """A file that can be downloaded.
 
     Attributes:
-        name: Name of the file at its sources.
         digest: Published ``sha256:HEX`` or ``md5:HEX``.
         sources: URLs of folders that hold it, in order of preference.
         size: Size in bytes; 0 if unknown.
@@ -48,11 +47,9 @@ class NamedDataset:
     """A data set with a name.
 
     Attributes:
-        name: Name in ``--data NAME``.
         reader: Module under ``paceline.recipes.data`` that reads its files.
         folders: Names of its folder under each search folder; none for a generated set. Downloaded
             files go to the first.
-        summary: One-line description.
         get: How to get the files by hand.
         classes: Class names, if the files do not hold them.
         remote: Files to download; archives (``.tar.gz``) are unpacked without their folders.
@@ -171,7 +168,6 @@ class HubSource:
     Attributes:
         name: Id (``user/name``), folder or name.
         config: Configuration; empty for the only one.
-        offline: Do not use the network.
         mirror: URL that is tried first for files of named data sets; may be empty.
     """
 

@@ -83,7 +83,6 @@ def decode_resized(file: File, channels: int, size: tuple[int, int], crop: bool)
     """Decodes the whole image to an array of shape ``[channels, height, width]``.
 
     Args:
-        file: File or its content.
         channels: 1 or 3.
         size: Width and height.
         crop: Crop the centre of images with another aspect ratio instead of squeezing them.

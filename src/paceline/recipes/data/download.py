@@ -39,10 +39,7 @@ class DownloadOptions:
     """Settings of downloads.
 
     Attributes:
-        offline: Do not use the network.
         mirror: URL that is tried first: ``MIRROR/NAME/FILE``; may be empty.
-        log: Prints progress.
-        sleep: Waits some seconds.
     """
 
     offline: bool = False
@@ -66,10 +63,7 @@ def find_or_download(
     """Returns the folder of a named data set, after downloading it if necessary.
 
     Args:
-        dataset: The data set.
         data_dir: Folder to search and download to, instead of the usual ones; may be empty.
-        is_complete: Tells whether a folder holds the data set.
-        options: Settings of the download.
 
     Raises:
         DataError: The data set is not found and cannot be downloaded.
@@ -249,11 +243,7 @@ def _has_digest(part: Path, remote: Remote) -> bool:
 
 
 def _request(url: str, remote: Remote, part: Path, options: DownloadOptions) -> None:
-    """Asks for what is missing of the file, and adds it.
-
-    Raises:
-        _Cut, _Refused: It did not come as a whole.
-    """
+    """Requests what is missing of the file, and adds it."""
     offset = _size(part)
     if remote.size and offset >= remote.size:
         return

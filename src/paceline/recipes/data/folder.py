@@ -38,14 +38,7 @@ _MAX_CHECKED_FILES = 20_000  # with more files, headers are checked only when de
 
 
 class FolderSplit(FileSplit):
-    """Images in files, cached once decoded if all fit into memory.
-
-    Args:
-        paths: Image files.
-        labels: Class number of each.
-        size: Height and width to which images are resized.
-        crop: Crop the centre of images with another aspect ratio instead of squeezing them.
-    """
+    """Images in files, cached once decoded if all fit into memory."""
 
     def __init__(
         self, paths: Sequence[Path], labels: Labels, size: int, crop: bool = False

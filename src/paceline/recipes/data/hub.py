@@ -74,7 +74,6 @@ def prepare_environment(offline: bool, local: bool = False) -> None:
     Uses only the cache if the hub cannot be reached, as the libraries would retry for a minute.
 
     Args:
-        offline: Do not use the network.
         local: A folder is to be read, which needs no connection.
     """
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

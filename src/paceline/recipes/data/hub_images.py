@@ -31,12 +31,8 @@ class HubSplit(FileSplit):
     """Images in a column of a data set.
 
     Args:
-        rows: Data set.
         column: Name of the column with images.
-        labels: Class number of each image.
-        size: Height and width to which images are resized.
         ids: Number of the row of each image.
-        crop: Crop the centre of images with another aspect ratio instead of squeezing them.
     """
 
     def __init__(

@@ -88,7 +88,6 @@ class ImageData:
 
     Attributes:
         source: Name or path as given.
-        classes: Name of each class.
         shape: (channels, height, width).
         splits: Always ``train``; the held-out parts are ``val`` and ``test``, at least one.
         fingerprint: Hash over content and split; equal exactly when both are.
@@ -125,11 +124,9 @@ class Request:
         image_size: Height and width to which files are resized; 0 for the default.
         test_fraction: Held-out fraction of data without a split.
         val_fraction: Fraction of the training images for validation, in data without it.
-        seed: Seed of these splits.
         crop: Crop the centre of files of another aspect ratio instead of squeezing them.
         skip_damaged: Leave out unreadable files instead of refusing them.
         config: Configuration of a Hugging Face data set.
-        offline: Do not use the network.
         mirror: URL that is tried first for files of named data sets; may be empty.
     """
 
@@ -245,7 +242,6 @@ def load(data_dir: str, request: Request) -> ImageData:
 
     Args:
         data_dir: Folder of named data sets, also for downloads; may be empty.
-        request: Name or path of the data set, and settings of the reader.
 
     Raises:
         DataError: The data set is not found, unreadable or unsuitable.

@@ -58,7 +58,6 @@ class PairRequest:
         target: File with the translations, for a corpus of two files.
         languages: Names of (source, target) in data with named languages; may be empty.
         val_fraction: Held-out fraction of data without a split.
-        seed: Seed of that split.
         data_dir: Folder that is searched first for the files; may be empty.
     """
 

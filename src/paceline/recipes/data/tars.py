@@ -57,10 +57,7 @@ class ShardedImages(FileSplit):
     """Images in tar shards.
 
     Args:
-        data: The shards.
         ids: Number of each image's sample, ascending.
-        size: Height and width to which images are resized.
-        crop: Crop the centre of images with another aspect ratio instead of squeezing them.
     """
 
     def __init__(self, data: ShardedDataset, ids: Ids, size: int, crop: bool) -> None:

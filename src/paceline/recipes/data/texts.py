@@ -71,7 +71,6 @@ class TextRequest:
         class_names: Names for numbered classes.
         labels: Required labels, in this order; empty takes those of the files.
         fraction: Held-out fraction of data without a split.
-        seed: Seed of that split.
         data_dir: Folder that is searched first for the files; may be empty.
     """
 

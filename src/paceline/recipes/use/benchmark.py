@@ -26,14 +26,7 @@ from paceline.train.device import available_devices, choose_device, precision
 
 @dataclass(frozen=True, slots=True)
 class BatchTiming:
-    """Timing of one batch size.
-
-    Attributes:
-        batch: Samples of a call.
-        median_ms: Median time of a call.
-        p90_ms: 90th percentile.
-        samples_per_s: Throughput at the median.
-    """
+    """Timing of one batch size."""
 
     batch: int
     median_ms: float

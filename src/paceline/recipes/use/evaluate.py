@@ -43,7 +43,6 @@ class TrainedModel:
 
     Attributes:
         folder: Run directory.
-        config: Whole description.
     """
 
     folder: Path

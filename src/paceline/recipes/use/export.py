@@ -160,9 +160,6 @@ class PortableModel:
     """A network on the CPU, in float32 and in evaluation mode.
 
     Attributes:
-        folder: Run directory.
-        config: Description of the model.
-        network: The network.
         names: Names of its inputs.
         examples: Two samples of each input; the first dimension is the sample.
         lengths: Further dimensions of each input that may differ, by number.

@@ -47,8 +47,6 @@ class TrainedImageModel(TrainedModel):
 
     Attributes:
         shape: (channels, height, width) of an image.
-        classes: Name of each class.
-        normalise: Normalisation of pixels.
     """
 
     shape: tuple[int, int, int]

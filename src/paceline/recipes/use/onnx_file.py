@@ -18,7 +18,6 @@ class OnnxNetwork(nn.Module):
     """An ONNX file as a network, which computes on the CPU.
 
     Args:
-        path: The file.
         names: Names of its inputs, in order.
 
     Raises:

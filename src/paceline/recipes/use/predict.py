@@ -23,8 +23,6 @@ class Prediction:
     Attributes:
         name: File or text.
         probabilities: Of each class, float32, shape ``[classes]``; ``None`` after an error.
-        classes: Name of each class.
-        error: Error, if the input could not be read.
     """
 
     name: str

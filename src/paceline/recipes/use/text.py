@@ -45,12 +45,7 @@ BATCH = 64
 
 @dataclass(frozen=True)
 class TrainedTextModel(TrainedModel):
-    """A trained text model.
-
-    Attributes:
-        classes: Name of each class.
-        encoding: Tokenizer.
-    """
+    """A trained text model."""
 
     classes: tuple[str, ...]
     encoding: Encoding

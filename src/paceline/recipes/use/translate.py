@@ -139,12 +139,9 @@ def attention_maps(
     """Returns the last layer's attention to the source, shape ``[heads, t, s]``.
 
     Args:
-        network: Network in evaluation mode.
         source: Token ids, with end.
         target: Token ids without start and end; row ``i`` belongs to the choice of token ``i``,
             the last row to that of the end.
-        search: Settings of the search.
-        device: Device of the network.
     """
     layer = network.decoder[-1]
     assert isinstance(layer, DecoderLayer)

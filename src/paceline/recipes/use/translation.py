@@ -43,12 +43,7 @@ NAMES = ("source", "target")
 
 @dataclass(frozen=True)
 class TrainedTranslator(TrainedModel):
-    """A trained translation model.
-
-    Attributes:
-        shape: Shape of the network.
-        source, target: Tokenizers.
-    """
+    """A trained translation model."""
 
     shape: Shape
     source: Tokenizer

@@ -58,6 +58,19 @@ def test_every_form_is_the_same_data(tmp_path: Path) -> None:
     }
 
 
+def test_only_line_feeds_end_a_row(tmp_path: Path) -> None:
+    rows = [(label, f"a\u2028b\x85c\x0b {n}") for n in range(20) for label in ("no", "yes")]
+    (tmp_path / "a.csv").write_text("".join(f"{label},{text}\n" for label, text in rows))
+    objects = [{"label": label, "text": text} for label, text in rows]
+    lines = (json.dumps(one, ensure_ascii=False) + "\n" for one in objects)
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    for name in ("a.csv", "a.jsonl"):
+        splits = read(tmp_path / name).splits
+        assert sorted(t for texts, _ in splits.values() for t in texts) == sorted(
+            t for _, t in rows
+        )
+
+
 def test_two_dashes_make_no_number(tmp_path: Path) -> None:
     rows = [(label, f"text {n}") for n in range(20) for label in ("--5", "3")]
     assert read(write_csv(tmp_path / "a.csv", rows)).classes == ("--5", "3")

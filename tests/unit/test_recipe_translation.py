@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -55,6 +56,14 @@ def test_tsv_jsonl_and_two_files_are_the_same_corpus(tmp_path: Path) -> None:
     assert len({one.fingerprint for one in found}) == 1
     assert sorted(found[0].splits["train"] + found[0].splits["val"]) == sorted(pairs)
     assert len(found[0].splits["val"]) == 2
+
+
+def test_rows_without_a_side_are_left_out(tmp_path: Path) -> None:
+    rows = [{"de": f"eins {n}", "en": f"one {n}"} for n in range(4)]
+    rows += [{"de": "zwei"}, {"translation": "three", "de": "drei", "en": "three"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = read(tmp_path / "a.jsonl", languages=("de", "en"))
+    assert (sum(map(len, data.splits.values())), data.skipped) == (5, 1)
 
 
 def test_folder_with_parts(tmp_path: Path) -> None:

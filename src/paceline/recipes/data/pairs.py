@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from paceline.recipes.data import (
 )
 from paceline.recipes.data.download import DownloadOptions, find_or_download
 from paceline.recipes.data.hub import is_saved, load_rows
-from paceline.recipes.data.texts import fingerprint, split_seeded
+from paceline.recipes.data.texts import fingerprint, read_jsonl, read_lines, split_seeded
 from paceline.spec.errors import DataError
 
 Pair = tuple[str, str]
@@ -175,13 +174,7 @@ def _read_tsv(path: Path, request: PairRequest) -> list[Pair]:
 
 
 def _read_jsonl(path: Path, request: PairRequest) -> list[Pair]:
-    rows = []
-    for number, line in enumerate(_read_lines(path), 1):
-        try:
-            rows.append(json.loads(line))
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path} line {number} is no JSON", found=str(error)) from None
-    return _from_rows(_require_items(path, rows), request)
+    return _from_rows(_require_items(path, read_jsonl(path)), request)
 
 
 _READERS: dict[str, Callable[[Path, PairRequest], list[Pair]]] = {
@@ -203,13 +196,7 @@ def _read_two_files(source: Path, target: Path) -> list[Pair]:
 
 
 def _read_lines(path: Path) -> list[str]:
-    """Splits at line feeds only: text may contain other characters that end lines."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read", found=str(error)) from None
-    lines = [line.rstrip("\r") for line in text.split("\n")]
-    return _require_items(path, lines[:-1] if lines[-1] == "" else lines)
+    return _require_items(path, read_lines(path))
 
 
 def _require_items(path: Path, items: list[Any]) -> list[Any]:
@@ -223,9 +210,10 @@ def _from_rows(rows: Iterable[Mapping[str, Any]], request: PairRequest) -> list[
     names: Pair | None = None
     pairs = []
     for row in rows:
-        columns = row.get("translation", row) if isinstance(row, Mapping) else {}
+        translation = row.get("translation")
+        columns = translation if isinstance(translation, Mapping) else row
         names = names or _language_columns(columns, request.languages)
-        pairs.append((str(columns[names[0]] or ""), str(columns[names[1]] or "")))
+        pairs.append((str(columns.get(names[0]) or ""), str(columns.get(names[1]) or "")))
     return pairs
 
 

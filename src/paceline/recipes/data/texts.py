@@ -155,14 +155,18 @@ def _find_files(folder: Path) -> dict[str, Path]:
     return {split: path for split, path in existing.items() if path is not None}
 
 
-def _read_file(path: Path, request: TextRequest) -> list[Row]:
+def read_lines(path: Path) -> list[str]:
+    """Reads lines that end with line feeds: texts may hold other characters that end lines."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read", found=str(error)) from None
-    rows = (
-        _parse_jsonl(path, text) if path.suffix == ".jsonl" else _parse_table(path, text, request)
-    )
+    lines = text.split("\n")
+    return lines[:-1] if lines[-1] == "" else lines
+
+
+def _read_file(path: Path, request: TextRequest) -> list[Row]:
+    rows = read_jsonl(path) if path.suffix == ".jsonl" else _read_table(path, request)
     if not rows:
         raise DataError(f"{path} is empty", remedy="each row: label, text")
     if isinstance(rows[0], dict):
@@ -177,9 +181,10 @@ def _read_file(path: Path, request: TextRequest) -> list[Row]:
     return [(row[0].strip(), " ".join(row[1:])) for row in rows]
 
 
-def _parse_jsonl(path: Path, text: str) -> list[Any]:
+def read_jsonl(path: Path) -> list[Any]:
+    """Reads one JSON object a line; DataError names the line that is none."""
     rows = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(read_lines(path), 1):
         try:
             row = json.loads(line)
             if "\\ud" in line.lower():  # reject half of a surrogate pair
@@ -192,11 +197,11 @@ def _parse_jsonl(path: Path, text: str) -> list[Any]:
     return rows
 
 
-def _parse_table(path: Path, text: str, request: TextRequest) -> list[Any]:
-    """Parses a table to lists of cells, or to dictionaries if it has a usable header."""
+def _read_table(path: Path, request: TextRequest) -> list[Any]:
+    """Reads a table as lists of cells, or as dictionaries if it has a usable header."""
     default = "\t" if path.suffix == ".tsv" else ","
     delimiter = {"": default, "\\t": "\t"}.get(request.delimiter, request.delimiter)
-    rows = parse_rows(path, text.splitlines(True), delimiter)
+    rows = parse_rows(path, [f"{line}\n" for line in read_lines(path)], delimiter)
     if not rows:
         return []
     header = [cell.strip() for cell in rows[0]]

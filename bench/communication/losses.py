@@ -21,10 +21,11 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 from paceline import train
-from paceline.recipes.optimization import Curve, make_schedule
+from paceline.recipes.optimization import Curve
 
 ROOT = Path(__file__).parents[2]
 WAYS = ("exact", "fp16", "bf16", "int8", "int4", "local:10")
@@ -71,7 +72,7 @@ def trained(folder: Path, way: str, rate: float, seed: int, steps: int, text: An
     with train.join(run_dir=folder / "run", seed=seed, quiet=True, check_every=steps) as session:
         network = session.place(Model())
         optimizer = torch.optim.AdamW(network.parameters(), rate, weight_decay=0.01)
-        schedule = make_schedule(optimizer, Curve("cosine", steps, 0.1))
+        schedule = LambdaLR(optimizer, Curve("cosine", steps, 0.1))
         model = session.prepare(network, optimizer, schedule, clip_norm=1.0, communication=way)
         loader = session.loader(TensorDataset(pieces), 16)
         for _ in session.epochs(loader, steps=steps):

@@ -18,10 +18,11 @@ import torch._dynamo
 from launching import Job
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.optim.lr_scheduler import LambdaLR
 
 from paceline import train
 from paceline.recipes import image
-from paceline.recipes.optimization import Curve, make_optimizer, make_schedule
+from paceline.recipes.optimization import Curve, make_optimizer
 from paceline.spec.errors import JobError
 from paceline.train import Best
 
@@ -96,7 +97,7 @@ def training(folder: Path, *, at: At = nowhere, rich: bool = False, checkpoint: 
         session.agree("the data", str(len(data)))
         network = session.place(Net() if communication == "exact" else Net(1024))
         made = make_optimizer("adamw", network, 0.01)
-        curve = make_schedule(made, Curve("cosine", STEPS, 0.1))
+        curve = LambdaLR(made, Curve("cosine", STEPS, 0.1))
         plain = not rich and communication == "exact"
         network.one.requires_grad_(not plain)
         model = session.prepare(network, made, curve, communication=communication)

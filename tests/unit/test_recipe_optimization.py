@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
-import torch._dynamo  # sets an environment variable when it is first imported
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from paceline.recipes import parse_options
 from paceline.recipes.common import unused_flags
@@ -17,7 +16,6 @@ from paceline.recipes.optimization import (
     Curve,
     compute_batching,
     make_optimizer,
-    make_schedule,
 )
 
 
@@ -66,10 +64,10 @@ def test_plateau_divides_when_nothing_gets_better() -> None:
 
 
 def test_a_schedule_goes_on_from_its_state() -> None:
-    def made() -> tuple[Curve, torch.optim.lr_scheduler.LambdaLR]:
+    def made() -> tuple[Curve, LambdaLR]:
         module = nn.Linear(1, 1)
         curve = Curve("plateau", 100, 0.1)
-        return curve, make_schedule(make_optimizer("sgd", module, 0.1), curve)
+        return curve, LambdaLR(make_optimizer("sgd", module, 0.1), curve)
 
     curve, schedule = made()
     curve.scale, curve.best = 0.01, 0.3

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 _FUSED_DEVICES = ("cpu", "cuda", "xpu")
 """Devices with fused kernels of all three optimizers."""
@@ -152,9 +151,6 @@ class Curve:
         if self.name == "inverse-sqrt":
             return math.sqrt(max(self.warm_up_steps, 1) / (step + 1))
         progress = min(1.0, (step - self.warm_up_steps) / max(1, self.steps - self.warm_up_steps))
-        return self._decay(progress)
-
-    def _decay(self, progress: float) -> float:
         if self.name == "cosine":
             return 0.5 * (1 + math.cos(math.pi * progress))
         if self.name == "linear":
@@ -172,8 +168,3 @@ class Curve:
         self.best, self.stale = (loss, 0) if loss < self.best else (self.best, self.stale + 1)
         if self.stale >= self.patience:
             self.scale, self.stale = self.scale * _STEP_FACTOR, 0
-
-
-def make_schedule(optimizer: Optimizer, curve: Curve) -> LambdaLR:
-    """Creates the schedule of a curve, to be advanced once for each global step."""
-    return LambdaLR(optimizer, curve)

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR
 
 from paceline import train
 from paceline.recipes import common
 from paceline.recipes.data.pairs import Pair, PairData, PairRequest, load_pairs
-from paceline.recipes.optimization import make_schedule
 from paceline.recipes.options import TranslationOptions
 from paceline.recipes.scores import translation_scores
 from paceline.recipes.tokens import (
@@ -68,13 +68,13 @@ def train_translation(options: TranslationOptions) -> None:
         batching, lengths = common.make_batching(session, options), training.lengths()
         loader = common.make_loader(session, options, training, batching, lengths)
 
-        shape = network_shape(options, tokenizers)
+        sizes = len(tokenizers[0]), len(tokenizers[1])
+        pre_norm = options.norm == "pre"
+        shape = Shape(*sizes, *options.dimensions(), pre_norm, options.dropout)
         network = session.place(Transformer(shape), shard=options.shard)
         optimizer = common.optimizer_from_options(options, network, batching.lr)
         curve = common.make_curve(options, loader)
-        model = common.prepare(
-            session, options, network, optimizer, make_schedule(optimizer, curve)
-        )
+        model = common.prepare(session, options, network, optimizer, LambdaLR(optimizer, curve))
 
         # Dividing by the mean length of the data set gives every token the same weight, without
         # ranks exchanging how many tokens they have.
@@ -259,14 +259,6 @@ def make_tokenizers(
     tokenizers = source, target = json.loads(session.comms.by_first(make))
     session.keep(rundir.MODEL, write)
     return from_json(source), from_json(target)
-
-
-def network_shape(options: TranslationOptions, tokenizers: tuple[Tokenizer, Tokenizer]) -> Shape:
-    """Returns the shape of the network that the options describe."""
-    width, layers, heads, ff = options.dimensions()
-    pre_norm = options.norm == "pre"
-    sizes = len(tokenizers[0]), len(tokenizers[1])
-    return Shape(*sizes, width, layers, heads, ff, pre_norm, options.dropout)
 
 
 def describe_data(

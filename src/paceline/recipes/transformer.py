@@ -6,7 +6,9 @@ Shapes: ``n`` sentences, ``s`` source and ``t`` target tokens, ``d`` the model's
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -283,37 +285,24 @@ def decode(model: nn.Module, source: Tensor, search: Search) -> list[list[int]]:
             greedily and computes the whole sentence for each token.
         source: Token ids, shape ``[n, s]``.
     """
-    if not isinstance(model, Transformer):
-        rows = greedy_uncached(model, source, search)
+    if isinstance(model, Transformer) and search.beam > 1:
+        rows = beam_search(model, source, search)
     else:
-        rows = (
-            greedy(model, source, search)
-            if search.beam == 1
-            else beam_search(model, source, search)
-        )
+        rows = greedy(model, source, search)
     return [_strip(row, search.end) for row in rows.tolist()]
 
 
-def greedy(model: Transformer, source: Tensor, search: Search) -> Tensor:
-    """Decodes greedily, to shape ``[n, steps]``."""
-    memory, mask = model.encode(source)
-    token = torch.full((len(source),), search.start, device=source.device)
-    cache, ended, tokens = Cache(), torch.zeros_like(token, dtype=torch.bool), []
-    for _ in range(search.max_steps(source)):
-        token = model.step(token, memory, mask, cache).argmax(1).masked_fill(ended, PAD)
-        tokens.append(token)
-        ended |= token == search.end
-        if bool(ended.all()):
-            break
-    return torch.stack(tokens, 1)
-
-
-def greedy_uncached(model: nn.Module, source: Tensor, search: Search) -> Tensor:
-    """Decodes greedily with a network that has no cache."""
+def greedy(model: nn.Module, source: Tensor, search: Search) -> Tensor:
+    """Decodes greedily, to shape ``[n, steps]``; only a :class:`Transformer` has a cache."""
+    cached_step: Callable[[Tensor], Tensor] | None = None
+    if isinstance(model, Transformer):
+        memory, mask = model.encode(source)
+        cached_step = partial(model.step, memory=memory, mask=mask, cache=Cache())
     tokens = torch.full((len(source), 1), search.start, device=source.device)
     ended = torch.zeros(len(source), dtype=torch.bool, device=source.device)
     for _ in range(search.max_steps(source)):
-        token = model(source, tokens)[:, -1].argmax(1).masked_fill(ended, PAD)
+        scores = cached_step(tokens[:, -1]) if cached_step else model(source, tokens)[:, -1]
+        token = scores.argmax(1).masked_fill(ended, PAD)
         tokens = torch.cat((tokens, token[:, None]), 1)
         ended |= token == search.end
         if bool(ended.all()):

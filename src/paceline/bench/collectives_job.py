@@ -12,7 +12,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,7 @@ class Bench:
 
     def _call(
         self, collective: str, count: int, in_place: bool
-    ) -> tuple[Callable[[], None], torch.Tensor]:
+    ) -> tuple[Callable[[], object], torch.Tensor]:
         """The call, and the buffer of its result.
 
         torch reduces and broadcasts in place only, so an out-of-place call includes a copy.
@@ -165,18 +165,18 @@ class Bench:
         if collective == "all_gather":
             shard = result[rank_slice] if in_place else self._values(self.rank, part)
             shard.copy_(self._values(self.rank, part))
-            return lambda: _discard(dist.all_gather_into_tensor(result, shard)), result
+            return lambda: dist.all_gather_into_tensor(result, shard), result
         if collective == "reduce_scatter":
             shard = inputs[rank_slice] if in_place else result[:part]
-            return lambda: _discard(dist.reduce_scatter_tensor(shard, inputs, op)), shard
-        return lambda: _discard(dist.all_to_all_single(result, inputs)), result
+            return lambda: dist.reduce_scatter_tensor(shard, inputs, op), shard
+        return lambda: dist.all_to_all_single(result, inputs), result
 
-    def _ring(self, sent: torch.Tensor) -> tuple[Callable[[], None], torch.Tensor]:
+    def _ring(self, sent: torch.Tensor) -> tuple[Callable[[], object], torch.Tensor]:
         """Each rank sends to the next and receives from the previous one."""
         received = torch.empty_like(sent)
         target, source = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
         if self.ranks == 1 and self._device.type == "cpu":  # gloo cannot send to the same rank
-            return lambda: _discard(received.copy_(sent)), received
+            return lambda: received.copy_(sent), received
 
         def call() -> None:
             # a batch, because NCCL would block in the first of two separate calls
@@ -231,7 +231,7 @@ class Bench:
             self._time_calls(call, warmup)
         return self._time_calls(call, min(self._spec.iterations, max_calls))
 
-    def _time_calls(self, call: Callable[[], None], count: int) -> float:
+    def _time_calls(self, call: Callable[[], object], count: int) -> float:
         self._total(0.0, dist.ReduceOp.SUM)  # a barrier
         start = time.perf_counter()
         for _ in range(count):
@@ -254,10 +254,6 @@ class Bench:
         tensor = torch.tensor([value], dtype=torch.float64, device=self._device)
         dist.all_reduce(tensor, op)
         return float(tensor.item())
-
-
-def _discard(_result: Any) -> None:
-    """Makes a call with a result usable as one without."""
 
 
 def device_entry(device: torch.device) -> dict[str, Any]:
@@ -299,7 +295,7 @@ def main(argv: list[str]) -> int:
                 "torch": str(torch.__version__),
                 "devices": devices,
                 "ways": links,
-                "rows": [row.to_json() for row in rows],
+                "rows": [asdict(row) for row in rows],
             }
             write_result(Path(os.environ[jobenv.RUN_DIR]), result)
         dist.barrier()

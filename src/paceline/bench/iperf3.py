@@ -40,15 +40,10 @@ async def _send(source: Channel, path: str | None, address: str, port: str) -> f
     for _ in range(MAX_TRIES):
         result = await _execute(source, path, *arguments)
         if result["code"] == 0:
-            return received_rate(str(result["output"]))
+            match = _RECEIVED.search(str(result["output"]))
+            return float(match[1]) * 1e3 if match else None
         await asyncio.sleep(0.1)
     return None
-
-
-def received_rate(text: str) -> float | None:
-    """Parses the receiver's rate, in bits per second, from the output of ``iperf3 -f k``."""
-    match = _RECEIVED.search(text)
-    return float(match[1]) * 1e3 if match else None
 
 
 async def _path(channel: Channel) -> str | None:

@@ -16,22 +16,12 @@ def match(evidence: Evidence) -> Match | None:
     if not evidence.result.interrupted:
         return None
     name = signal_name(evidence.result.interrupted)
-    hang = ongoing_hang(evidence)
-    if hang is not None:
-        text, host, rank = hang
-        cause = f"the job hung: {text}; it was then stopped by {name}"
-        remedy = _REMEDY if rank is not None else _NETWORK
-        hosts = (host,) if host else ()
-        return Match(cause, hosts, rank, 0.99, remedy=remedy, confirm=_CONFIRM)
+    last = next((event for event in reversed(evidence.events) if event.kind in _HANG_KINDS), None)
+    if last is not None and last.kind == "hang":  # the job did not continue after it
+        cause = f"the job hung: {last['text'] or ''}; it was then stopped by {name}"
+        remedy = _REMEDY if last.rank is not None else _NETWORK
+        hosts = (last.host,) if last.host else ()
+        return Match(cause, hosts, last.rank, 0.99, remedy=remedy, confirm=_CONFIRM)
     remedy = f"Run again with the same --run-dir: {evidence.rerun_effect}."
     cause = f"nothing failed: the job was stopped by {name} at the launcher"
     return Match(cause, (), None, 0.99, remedy=remedy)
-
-
-def ongoing_hang(evidence: Evidence) -> tuple[str, str, int | None] | None:
-    """Text, host and rank of the last hang, unless the job continued after it."""
-    events = [event for event in evidence.events if event.kind in _HANG_KINDS]
-    if not events or events[-1].kind != "hang":
-        return None
-    last_event = events[-1]
-    return str(last_event["text"] or ""), last_event.host, last_event.rank

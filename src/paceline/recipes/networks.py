@@ -179,12 +179,11 @@ class HubImageClassifier(nn.Module):
 def wrap_hub_model(model: Any) -> HubImageClassifier:
     """Wraps a model of Hugging Face, with the input size from its configuration."""
     size = getattr(model.config, "image_size", None)
-    image_size = (size, size) if isinstance(size, int) else tuple(size) if size else None
     # Convolutional networks name a size but accept any.
-    fixed = image_size is not None and bool(getattr(model.config, "patch_size", None))
-    return HubImageClassifier(
-        model, (image_size[0], image_size[1]) if fixed and image_size else None
-    )
+    if not size or not getattr(model.config, "patch_size", None):
+        return HubImageClassifier(model, None)
+    height, width = (size, size) if isinstance(size, int) else size[:2]
+    return HubImageClassifier(model, (height, width))
 
 
 def backbone(network: nn.Module) -> Sequence[nn.Module]:

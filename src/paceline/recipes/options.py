@@ -394,9 +394,6 @@ class ImageOptions(Options):
         check_fraction("--label-smoothing", self.label_smoothing)
         check_fraction("--val-fraction", self.val_fraction)
         check_at_least("--workers", self.workers, -1)
-        self._validate_images()
-
-    def _validate_images(self) -> None:
         check_part("--test-fraction", self.test_fraction)
         if self.image_size:
             check_at_least("--image-size", self.image_size, 8)

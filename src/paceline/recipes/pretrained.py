@@ -381,20 +381,18 @@ def _check_torch_file(path: Path) -> None:
 
 
 def freeze(modules: Sequence[nn.Module]) -> None:
-    """Freezes modules: no gradients, and no updates of running statistics."""
+    """Freezes modules: no gradients, and no updates of running statistics.
+
+    They stay in evaluation mode, even when the network is set to training mode.
+    """
     for module in modules:
         module.requires_grad_(False)
-        lock_eval(module)
-
-
-def lock_eval(module: nn.Module) -> None:
-    """Keeps a module in evaluation mode, even when the network is set to training mode."""
-    module.eval()
-    object.__setattr__(module, "train", lambda mode=True: module)
+        module.eval()
+        object.__setattr__(module, "train", lambda mode=True, frozen=module: frozen)
 
 
 def release(module: nn.Module) -> None:
-    """Ends :func:`lock_eval`."""
+    """Ends the evaluation mode of :func:`freeze`."""
     vars(module).pop("train", None)
 
 
@@ -462,10 +460,9 @@ class Freezing:
         if self._interval and not self._stages:
             raise SettingError(f"--unfreeze-every {interval}: this model has no stages to unfreeze")
         if frozen:
-            freeze(backbone)
-        for stage in self._stages:
+            freeze([*backbone, *self._stages])
+        for stage in self._stages:  # its learning rate is 0 as yet
             stage.requires_grad_(True)
-            lock_eval(stage)
 
     def schedule(self, optimizer: Optimizer, curve: Curve, epoch_steps: int) -> LambdaLR:
         """Creates the schedule of the learning rates; an epoch has ``epoch_steps`` global steps."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from numpy.typing import NDArray
@@ -225,22 +225,8 @@ def sentences(
 TOKENIZER = "tokenizer.json"
 
 
-class Encoding(Protocol):
-    """A tokenizer for classification."""
-
-    @property
-    def pad(self) -> int:
-        """Id of padding."""
-
-    def rows(self, texts: Sequence[str], limit: int) -> list[list[int]]:
-        """Returns the ids of each text, at least one and at most ``limit``."""
-
-    def save(self, folder: Path) -> None:
-        """Saves the tokenizer in the folder of the model."""
-
-
 class TrainedEncoding:
-    """A tokenizer trained on the data."""
+    """A tokenizer trained on the data; ``pad`` is the id of padding."""
 
     pad = PAD_ID
 
@@ -248,9 +234,11 @@ class TrainedEncoding:
         self.tokenizer = tokenizer
 
     def rows(self, texts: Sequence[str], limit: int) -> list[list[int]]:
+        """Returns the ids of each text, at least one and at most ``limit``."""
         return [row[:limit] or [1] for row in self.tokenizer.encode(texts)]
 
     def save(self, folder: Path) -> None:
+        """Saves the tokenizer in the folder of the model."""
         files.write_bytes(folder / TOKENIZER, self.tokenizer.to_json().encode())
 
 
@@ -268,6 +256,9 @@ class HubEncoding:
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._tokenizer.save_pretrained(str(folder))
+
+
+Encoding = TrainedEncoding | HubEncoding
 
 
 def saved_encoding(run: Path, hub: bool) -> Encoding:

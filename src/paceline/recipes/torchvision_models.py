@@ -107,10 +107,9 @@ def build_from_description(description: dict[str, Any], classes: int) -> nn.Modu
 
 def _make_model(name: str, **arguments: Any) -> nn.Module:
     if name in _EXTRA_HEADS:
-        arguments |= {
-            "aux_logits": False,
-            **({} if "weights" in arguments else {"init_weights": True}),
-        }
+        arguments["aux_logits"] = False
+        if "weights" not in arguments:
+            arguments["init_weights"] = True
     model: nn.Module = _models().get_model(name, **arguments)
     return model
 

@@ -168,25 +168,9 @@ def image_files(folder: Path) -> list[Path]:
         raise DataError(f"{folder} holds folders that are nested too deep") from None
 
 
-DAMAGED_REMEDY = "replace or remove the file, or --skip-damaged"
-
-
-def decode(
-    path: Path,
-    channels: int,
-    height: int,
-    width: int,
-    crop: bool = False,
-    remedy: str = DAMAGED_REMEDY,
-) -> Pixels:
-    """Decodes a file like :func:`decode_resized`; DataError if that fails."""
-    try:
-        return decode_resized(path, channels, (width, height), crop)
-    except Exception as error:  # a damaged image may raise anything
-        raise unreadable_error(path, error, remedy) from None
-
-
-def unreadable_error(path: Path, error: Exception, remedy: str = DAMAGED_REMEDY) -> DataError:
+def unreadable_error(
+    path: Path, error: Exception, remedy: str = "replace or remove the file, or --skip-damaged"
+) -> DataError:
     """Returns the error of a file that could not be decoded."""
     if isinstance(error, FileNotFoundError):
         return DataError(f"{path}: no such file", found=f"looked in {path.absolute().parent}",

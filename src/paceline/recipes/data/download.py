@@ -58,7 +58,7 @@ def find_or_download(
     dataset: NamedDataset,
     data_dir: str,
     is_complete: Callable[[Path], bool],
-    options: DownloadOptions | None = None,
+    options: DownloadOptions,
 ) -> Path:
     """Returns the folder of a named data set, after downloading it if necessary.
 
@@ -68,7 +68,6 @@ def find_or_download(
     Raises:
         DataError: The data set is not found and cannot be downloaded.
     """
-    options = options or DownloadOptions()
     for folder in _candidates(dataset, data_dir):
         if is_complete(folder):
             return folder

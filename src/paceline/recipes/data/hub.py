@@ -51,10 +51,6 @@ def load_rows(source: HubSource) -> dict[str, Any]:
             lambda: datasets.load_dataset(source_name, source.config or None),
         )
     parts = dict(loaded) if isinstance(loaded, Mapping) else {"train": loaded}
-    return _standard_splits(source.name, parts)
-
-
-def _standard_splits(name: str, parts: Mapping[str, Any]) -> dict[str, Any]:
     splits = {
         split: parts[spelling]
         for split, spellings in SPLIT_NAMES.items()
@@ -63,7 +59,8 @@ def _standard_splits(name: str, parts: Mapping[str, Any]) -> dict[str, Any]:
     }
     if "train" not in splits:
         raise DataError(
-            f"--data {name} has no part to train on", found=f"it has {', '.join(parts) or 'none'}"
+            f"--data {source.name} has no part to train on",
+            found=f"it has {', '.join(parts) or 'none'}",
         )
     return splits
 

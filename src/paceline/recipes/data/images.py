@@ -261,27 +261,18 @@ def _from_path(path: Path, request: Request) -> ImageData:
         data: ImageData = _module("hub_images").read(request.source, request)
         return with_validation(data, request)
     if not path.is_dir():
+        host = os.environ.get(jobenv.HOST)  # set by a launcher: data may exist on other hosts only
+        missing = f"no {path.absolute()} on {host}" if host else f"no {path.absolute()}"
         raise DataError(
             f"--data {request.source}: no such folder",
-            found=f"{path.absolute()} is a file" if path.exists() else describe_missing(path),
+            found=f"{path.absolute()} is a file" if path.exists() else missing,
             remedy=f"a folder of images, or one of {', '.join(IMAGE_SETS)}"
-            if not is_launched()
+            if not host
             else f"a folder of the launching machine is sent; others must be on every host at the"
             f" same path: copy it there (rsync -a {path}/ HOST:{path}/)",
         )
     readers = (name for name in READERS if _module(name).matches(path))
     return _read(next(readers), path, request)
-
-
-def is_launched() -> bool:
-    """Tells whether a launcher started this process: data may exist on other hosts only."""
-    return bool(os.environ.get(jobenv.HOST))
-
-
-def describe_missing(path: Path) -> str:
-    """Tells that a path is missing, and on which host."""
-    host = os.environ.get(jobenv.HOST)
-    return f"no {path.absolute()}" + (f" on {host}" if host else "")
 
 
 def _read(reader: str, folder: Path, request: Request) -> ImageData:

@@ -12,7 +12,6 @@ from pathlib import Path
 from statistics import median, quantiles
 
 import torch
-from torch import Tensor
 
 from paceline.recipes import load_use_module
 from paceline.recipes.argv import check_at_least, run_command
@@ -80,7 +79,8 @@ def measure_batch(
     """Times calls with ``size`` samples."""
     numbers = precision(dtype)
     model.network.to(device=device, dtype=numbers.parameters)
-    inputs = tuple(_repeated(example, size).to(device) for example in model.examples)
+    rows = [torch.arange(size) % len(example) for example in model.examples]
+    inputs = tuple(e[row].to(device) for e, row in zip(model.examples, rows, strict=True))
     inputs = tuple(
         example.to(numbers.parameters) if example.is_floating_point() else example
         for example in inputs
@@ -94,10 +94,6 @@ def measure_batch(
     middle = median(times)
     p90 = quantiles(times, n=10)[-1] if len(times) > 1 else times[0]
     return BatchTiming(size, middle * 1e3, p90 * 1e3, size / middle)
-
-
-def _repeated(example: Tensor, size: int) -> Tensor:
-    return example[torch.arange(size) % len(example)]
 
 
 def time_calls(

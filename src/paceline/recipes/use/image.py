@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline import train
-from paceline.recipes.data.decoding import SUFFIXES, decode, image_files
+from paceline.recipes.data.decoding import SUFFIXES, decode_resized, image_files, unreadable_error
 from paceline.recipes.data.images import Request, Subset, load
 from paceline.recipes.image import evaluate
 from paceline.recipes.networks import build_image_network
@@ -195,9 +195,12 @@ def probabilities(
 ) -> Tensor:
     """Returns the probability of each class, float32, shape ``[classes]``."""
     channels, height, width = model.config["decoded"]
-    remedy = "name image files, or folders of images"
-    pixels = decode(image, channels, height, width, model.config["crop"], remedy)[None]
-    inputs = model.normalise(pixels, session.precision.parameters, session.device)
+    try:
+        pixels = decode_resized(image, channels, (width, height), model.config["crop"])
+    except Exception as error:  # a damaged image may raise anything
+        remedy = "name image files, or folders of images"
+        raise unreadable_error(image, error, remedy) from None
+    inputs = model.normalise(pixels[None], session.precision.parameters, session.device)
     with session.autocast():
         outputs: Tensor = network(fitted(inputs, model.size))
     return outputs[0].float().softmax(0).cpu()

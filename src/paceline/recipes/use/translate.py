@@ -34,7 +34,7 @@ def translate(options: TranslateOptions) -> None:
     """Prints the translations."""
     check_at_least("--beam", options.beam, 0)
     model = load_trained(options.run)
-    given = options.sentences or _lines()
+    given = options.sentences or (line.rstrip("\n") for line in sys.stdin)
     if options.attention and not options.sentences:
         raise SettingError(
             "--attention draws sentences that are typed",
@@ -55,11 +55,8 @@ def network_of(
     """Returns the trained network, or that of an ONNX file, and the settings of the search."""
     if not options.onnx:
         return model.load(session).eval(), model.search(options.beam)
-    unsupported = {
-        f"--beam {options.beam}": options.beam > 1,
-        "--attention": bool(options.attention),
-    }
-    if flag := next((flag for flag, is_set in unsupported.items() if is_set), ""):
+    if options.beam > 1 or options.attention:
+        flag = f"--beam {options.beam}" if options.beam > 1 else "--attention"
         raise SettingError(
             f"{flag} does not go with --onnx",
             found="with a file, the likeliest token is taken every time",
@@ -92,11 +89,6 @@ def _warn_truncated(rows: Iterable[Sequence[int]], limit: int) -> None:
         if len(row) > limit:
             text = f"a sentence of {len(row)} tokens was cut to the model's limit of {limit}"
             print(f"paceline: {text}", file=sys.stderr)
-
-
-def _lines() -> Iterator[str]:
-    for line in sys.stdin:
-        yield line.rstrip("\n")
 
 
 def _chunks(items: Iterable[str], size: int) -> Iterator[list[str]]:

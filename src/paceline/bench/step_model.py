@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -402,8 +402,9 @@ def estimate_step(model: StepModel, hosts: Sequence[str], batch: float, *, by_sp
         return StepEstimate(seconds, seconds - error, seconds + error, data, computing - fixed,
                             fixed, 0.0)  # fmt: skip
     exchange = model.exchange_s(num_hosts, bytes_fraction, model.link_slowdown(hosts))
-    estimates = [max(computing, law(model, batch / num_hosts, computing, exchange, num_hosts))
-                 + data for law in OVERLAP_LAWS]  # fmt: skip
+    share = batch / num_hosts
+    estimates = [max(computing, seconds) + data for seconds in
+                 _overlapped_times(model, share, computing, exchange, num_hosts)]  # fmt: skip
     seconds = estimates[0]
     error = max(seconds * model.spread, error)
     if num_hosts > len(model.probed):
@@ -431,43 +432,23 @@ def shares_by_speed(timings: Sequence[HostTiming], batch: float) -> list[float]:
     return [share * batch / max(sum(shares), 1e-12) for share in shares]
 
 
-# -- laws that fit the steps on two hosts: seconds of a step on more, without waiting for data
+def _overlapped_times(model: StepModel, share: float, computing: float, exchange: float,
+                      hosts: int) -> tuple[float, ...]:  # fmt: skip
+    """Seconds of a step, without waiting for data, by laws that all fit the steps on two hosts.
 
-
-def _by_buckets(model: StepModel, share: float, computing: float, exchange: float,
-                hosts: int) -> float:  # fmt: skip
-    """Sends buckets while the next gradients are computed; the residual is constant."""
-    return model.overlapped_s(computing, exchange) + model.residual_s
-
-
-def _with_fixed_overlap(model: StepModel, share: float, computing: float, exchange: float,
-                        hosts: int) -> float:  # fmt: skip
-    """Assumes that as many seconds of the exchange are hidden as on two hosts."""
+    The first gives the estimate, the others the error bar.
+    """
     pair_exchange = model.exchange_s(2)
+    # Buckets are sent while the next gradients are computed; the residual is constant.
+    by_buckets = model.overlapped_s(computing, exchange) + model.residual_s
+    # As many seconds of the exchange are hidden as on two hosts.
     single = model.host_timings[model.probed[0]].seconds(share) if model.probed else computing
     hidden = single + pair_exchange - model.overlapped_s(single, pair_exchange)
-    return computing + exchange - hidden + model.residual_s
-
-
-def _with_growth(model: StepModel, share: float, computing: float, exchange: float,
-                 hosts: int) -> float:  # fmt: skip
-    """Assumes that the residual grows in proportion to the exchange."""
-    growth = model.exchange_s(hosts) / max(model.exchange_s(2), 1e-12) - 1
-    expected = _by_buckets(model, share, computing, exchange, hosts)
-    return expected + max(model.residual_s, 0.0) * growth
-
-
-def _assuming_no_stall(model: StepModel, share: float, computing: float, exchange: float,
-                       hosts: int) -> float:  # fmt: skip
-    """Assumes that no time is lost on short messages."""
-    exchange = max(exchange - model.stall_s(hosts), 0.0)
-    return _by_buckets(model, share, computing, exchange, hosts)
-
-
-OVERLAP_LAWS: tuple[Callable[[StepModel, float, float, float, int], float], ...] = (
-    _by_buckets,
-    _with_fixed_overlap,
-    _with_growth,
-    _assuming_no_stall,
-)
-"""The first gives the estimate, the others the error bar."""
+    fixed_overlap = computing + exchange - hidden + model.residual_s
+    # The residual grows in proportion to the exchange.
+    growth = model.exchange_s(hosts) / max(pair_exchange, 1e-12) - 1
+    growing = by_buckets + max(model.residual_s, 0.0) * growth
+    # No time is lost on short messages.
+    unstalled = max(exchange - model.stall_s(hosts), 0.0)
+    without_stall = model.overlapped_s(computing, unstalled) + model.residual_s
+    return by_buckets, fixed_overlap, growing, without_stall

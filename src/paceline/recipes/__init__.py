@@ -19,46 +19,29 @@ from paceline.spec.errors import DataError, SettingError
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A built-in recipe.
-
-    Attributes:
-        module: Every rank runs ``python -m MODULE FLAGS…``.
-        use: Module with ``evaluate_run`` and ``predictions`` for trained models; needs torch.
-    """
+    """A built-in recipe: the module of its name here, and in ``use`` for its trained models."""
 
     name: str
-    module: str
     options: type[Options]
-    use: str
     summary: str
+
+    @property
+    def module(self) -> str:
+        """Module that every rank runs, ``python -m MODULE FLAGS…``."""
+        return f"{__name__}.{self.name}"
 
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
-        Recipe(
-            "image",
-            "paceline.recipes.image",
-            ImageOptions,
-            "paceline.recipes.use.image",
-            "classify images: bundled digits, MNIST-like, CIFAR-10, or a folder for each class",
-        ),
-        Recipe(
-            "text",
-            "paceline.recipes.text",
-            TextOptions,
-            "paceline.recipes.use.text",
-            "classify texts: csv, jsonl or Hugging Face data; small models or pretrained ones",
-        ),
-        Recipe(
-            "translation",
-            "paceline.recipes.translation",
-            TranslationOptions,
-            "paceline.recipes.use.translation",
-            "translate: an encoder-decoder transformer from scratch on a parallel corpus",
-        ),
+        Recipe("image", ImageOptions,
+               "classify images: bundled digits, MNIST-like, CIFAR-10, or a folder for each class"),
+        Recipe("text", TextOptions,
+               "classify texts: csv, jsonl or Hugging Face data; small models or pretrained ones"),
+        Recipe("translation", TranslationOptions,
+               "translate: an encoder-decoder transformer from scratch on a parallel corpus"),
     )
-}
+}  # fmt: skip
 
 
 def recipe(name: str) -> Recipe:
@@ -75,14 +58,18 @@ def recipe(name: str) -> Recipe:
 
 
 def load_use_module(task: str) -> Any:
-    """Imports the module that uses trained models of a recipe; DataError if it is unknown."""
+    """Imports the module with ``evaluate_run``, ``portable`` and ``predictions`` of a recipe.
+
+    Raises:
+        DataError: The recipe is unknown.
+    """
     if task not in RECIPES:
         raise DataError(
             f"the model's recipe {task!r} is not known" if task else "the model names no recipe",
             found=f"known recipes: {', '.join(RECIPES)}",
             remedy="paceline.train.load_weights fills your own network with its weights",
         )
-    return importlib.import_module(RECIPES[task].use)
+    return importlib.import_module(f"{__name__}.use.{task}")
 
 
 def parse_options(name: str, argv: Sequence[str], from_file: Sequence[str] = ()) -> Options:

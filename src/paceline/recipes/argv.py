@@ -85,20 +85,17 @@ def explicit_fields(kind: type, argv: Sequence[str], prog: str) -> frozenset[str
         SettingError: --data is given twice.
     """
     _, flags = split_option("--like", argv)
-    return frozenset(parse_values(kind, flags, prog, refuse_repeats=True))
+    if sum(flag.partition("=")[0] == "--data" for flag in flags) > 1:
+        raise SettingError("--data is given more than once", remedy="keep one of them")
+    return frozenset(parse_values(kind, flags, prog))
 
 
-def parse_values(
-    kind: type, argv: Sequence[str], prog: str, *, refuse_repeats: bool = False
-) -> dict[str, Any]:
-    """Parses flags into values by field; the last of several counts.
-
-    ``refuse_repeats`` raises SettingError when --data is given twice.
-    """
+def parse_values(kind: type, argv: Sequence[str], prog: str) -> dict[str, Any]:
+    """Parses flags into values by field; the last of several counts."""
     parser = _Parser(prog, option_names(kind))
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
-        parser.add_field(field, hints[field.name], refuse_repeats)
+        parser.add_field(field, hints[field.name])
     namespace, unknown = parser.parse_known_intermixed_args([_dashed(flag) for flag in argv])
     if unknown:
         parser.reject(unknown[0])
@@ -112,7 +109,7 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(prog, add_help=False, allow_abbrev=False)
         self._names = names
 
-    def add_field(self, field: dataclasses.Field[Any], hint: Any, refuse_repeats: bool) -> None:
+    def add_field(self, field: dataclasses.Field[Any], hint: Any) -> None:
         """Adds the option, or the positional argument, of a field."""
         flag = "--" + field.name.replace("_", "-")
         is_tuple, is_choice = typing.get_origin(hint) is tuple, typing.get_origin(hint) is Literal
@@ -120,8 +117,6 @@ class _Parser(argparse.ArgumentParser):
         if hint in (bool, bool | None):
             self.add_argument(flag, action=argparse.BooleanOptionalAction, **arguments)
             return
-        if refuse_repeats and field.name == "data":
-            arguments["action"] = _StoreUnique
         if is_choice:
             arguments["choices"] = typing.get_args(hint)
         elif is_tuple:
@@ -145,15 +140,6 @@ class _Parser(argparse.ArgumentParser):
             f"did you mean --{matches[0]}?" if matches else f"{self.prog} --help lists all options"
         )
         raise SettingError(f"{flag}: no such option", remedy=remedy)
-
-
-class _StoreUnique(argparse.Action):
-    """Stores an option's value and refuses a second one."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, flag: str | None = None) -> None:
-        if flag and hasattr(namespace, self.dest):
-            raise SettingError(f"{flag} is given more than once", remedy="keep one of them")
-        setattr(namespace, self.dest, values)
 
 
 def _number(kind: type[O], description: str) -> Callable[[str], O]:

@@ -199,12 +199,11 @@ def load_tokenizer(hub_model: HubModel) -> Any:
     hub_model.check()
     transformers = _import_transformers(hub_model.kind, hub_model.offline, hub_model.folder)
 
-    def get() -> Any:
-        return transformers.AutoTokenizer.from_pretrained(
-            hub_model.source, local_files_only=hub_model.local
-        )
-
-    return fetch(f"the tokenizer of --model {hub_model.name}", get)
+    load = transformers.AutoTokenizer.from_pretrained
+    return fetch(
+        f"the tokenizer of --model {hub_model.name}",
+        lambda: load(hub_model.source, local_files_only=hub_model.local),
+    )
 
 
 def load_preprocessing(hub_model: HubModel) -> dict[str, Any]:
@@ -220,13 +219,11 @@ def load_preprocessing(hub_model: HubModel) -> dict[str, Any]:
 def timm_preprocessing(description: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the preprocessing in the ``config.json`` of a timm model."""
     timm_config = description.get("pretrained_cfg") or {}
-    names = {"image_mean": "mean", "image_std": "std"}
-    settings = {
-        key: timm_config[timm_key] for key, timm_key in names.items() if timm_key in timm_config
-    }
-    return settings | (
-        {"size": timm_config["input_size"][-1]} if "input_size" in timm_config else {}
-    )
+    names = {"mean": "image_mean", "std": "image_std"}
+    settings = {name: timm_config[key] for key, name in names.items() if key in timm_config}
+    if "input_size" in timm_config:
+        settings["size"] = timm_config["input_size"][-1]
+    return settings
 
 
 def _load_json(hub_model: HubModel, name: str) -> dict[str, Any]:

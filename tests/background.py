@@ -42,11 +42,20 @@ class BackgroundCommand:
     def err(self) -> str:
         return self._err.read_text(errors="replace")
 
-    def wait_for(self, text: str, times: int = 1, patience: float = PATIENCE_S) -> None:
+    def wait_for(self: C, text: str, times: int = 1, patience: float = PATIENCE_S) -> C:
         """Waits until ``text`` was written so many times on standard output."""
-        ready = lambda: self.out.count(text) >= times or self.process.poll() is not None  # noqa: E731
-        assert eventually(ready, patience), f"no {text!r} in\n{self.out}\n{self.err}"
-        assert self.out.count(text) >= times, f"ended without {text!r}:\n{self.out}\n{self.err}"
+        return self.until(lambda: self.out.count(text) >= times, repr(text), patience)
+
+    def until(self: C, true: Callable[[], bool], what: str = "", patience: float = PATIENCE_S) -> C:
+        """Waits until it comes true; ends the command if it does not in time, or before its end."""
+        try:
+            ready = eventually(lambda: true() or self.process.poll() is not None, patience)
+            assert ready, f"waited in vain: {what}\n{self.out}\n{self.err}"
+            assert true(), f"ended without {what}:\n{self.out}\n{self.err}"
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
 
     def signal(self, signum: int) -> None:
         self.process.send_signal(signum)

@@ -49,11 +49,23 @@ class Ended:
         return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
+def paceline(*words: str, cwd: Path | None = None, timeout: float = 200.0,
+             text: str | None = None, **env: str) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    """``paceline WORDS``, typed on this machine and run to its end; ``text`` is what it reads."""
+    argv = [sys.executable, "-m", "paceline", *words]
+    env = {**os.environ, "PYTHONPATH": str(SOURCE), **env}
+    return subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, input=text,
+                          timeout=timeout, check=False)  # fmt: skip
+
+
+def on(lab: Lab) -> tuple[str, ...]:
+    """The options that name a lab's hosts."""
+    return ("-H", str(lab.hostfile), "--ssh-config", str(lab.ssh_config))
+
+
 def trust_settings(folder: Path) -> None:
     """Types ``paceline trust`` there."""
-    argv = [sys.executable, "-m", "paceline", "trust"]
-    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    subprocess.run(argv, cwd=folder, env=env, check=True, capture_output=True)
+    paceline("trust", cwd=folder).check_returncode()
 
 
 @dataclass
@@ -162,3 +174,9 @@ class Launch(BackgroundCommand):
 def project_at(folder: Path) -> Path:
     """A project folder of its own with the jobs in it."""
     return Path(shutil.copytree(JOBS, folder, ignore=shutil.ignore_patterns("__pycache__")))
+
+
+def shared_site(new_lab: Any, folder: Path, *more: Path, **options: Any) -> Site:
+    """A lab whose hosts all see the project, in ``folder``, and more folders."""
+    project = project_at(folder / "project")
+    return Site(new_lab(share=(str(project), *map(str, more)), **options), project)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from launches import PATIENCE_S, Ended, Launch, Site, eventually, project_at
+from launches import PATIENCE_S, Ended, Launch, Site, eventually, shared_site
 
 pytestmark = pytest.mark.lab
 
@@ -23,9 +23,7 @@ LONG_GRACE = ("--grace", str(2 * PATIENCE_S))  # nobody here waits to its end
 
 @pytest.fixture(scope="module")
 def shared(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
-    folder = tmp_path_factory.mktemp("attribution")
-    project = project_at(folder / "project")
-    return Site(new_lab(hosts=3, share=(str(project),)), project)
+    return shared_site(new_lab, tmp_path_factory.mktemp("attribution"), hosts=3)
 
 
 @pytest.fixture
@@ -37,27 +35,13 @@ def site(shared: Site) -> Iterator[Site]:
 
 
 def running(site: Site, *words: str, attempt: str = "waiting") -> Launch:
-    launch = site.start(*OPTIONS, *words)
-    try:
-        launch.wait_for(attempt, times=2)
-    except BaseException:
-        launch.__exit__()
-        raise
-    return launch
+    return site.start(*OPTIONS, *words).wait_for(attempt, times=2)
 
 
 def training(site: Site, *words: str, **how: Any) -> Launch:
     """A launch whose first checkpoints were made."""
     launch = site.start(*TRAIN, *words, **how)
-    try:
-        pointer = launch.directory / "checkpoints" / "latest.json"
-        ready = lambda: pointer.exists() or launch.process.poll() is not None  # noqa: E731
-        assert eventually(ready), launch.err
-        assert pointer.exists(), launch.err
-    except BaseException:
-        launch.__exit__()
-        raise
-    return launch
+    return launch.until((launch.directory / "checkpoints" / "latest.json").exists)
 
 
 def first(ended: Ended) -> Any:

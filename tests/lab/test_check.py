@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,21 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import trust_settings
+from launches import on, paceline, trust_settings
 
 from paceline.lab import Lab, LabOptions
 
 pytestmark = pytest.mark.lab
 
-SOURCE = Path(__file__).resolve().parents[2] / "src"
-
 
 def check(lab: Lab, *words: str, cwd: Path | None = None) -> tuple[int, dict[str, Any]]:
     """Exit status and the object of ``paceline check --json``."""
-    argv = [sys.executable, "-m", "paceline", "check", "-H", str(lab.hostfile)]
-    argv += ["--ssh-config", str(lab.ssh_config), "--json", *words]
-    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=200, cwd=cwd)
+    done = paceline("check", *on(lab), "--json", *words, cwd=cwd)
     assert done.stdout.startswith("{"), done.stderr
     assert not done.stderr, done.stderr
     return done.returncode, json.loads(done.stdout)
@@ -242,10 +236,8 @@ def test_a_taken_port_is_named_with_its_holder(three: Lab) -> None:
 
 def test_a_bundle_holds_the_scene_and_no_secret(three: Lab, tmp_path: Path) -> None:
     target = tmp_path / "b.tar.gz"
-    argv = [sys.executable, "-m", "paceline", "check", "-H", str(three.hostfile), "--ssh-config"]
-    argv += [str(three.ssh_config), "--quick", "--plain", "--bundle", str(target)]
-    env = {**os.environ, "PYTHONPATH": str(SOURCE), "MY_TOKEN": "s3cr3t-value"}
-    done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=200)
+    options = ("--quick", "--plain", "--bundle", str(target))
+    done = paceline("check", *on(three), *options, MY_TOKEN="s3cr3t-value")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("all is well")
     listed = subprocess.run(["tar", "xzOf", target], capture_output=True, text=True).stdout

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import Launch, Site, eventually, project_at
+from launches import Launch, Site, eventually, shared_site
 
 from paceline.spec.rundir import parse_version
 
@@ -23,10 +23,9 @@ TRAIN = ("--nnodes", "2", "--lease", str(LEASE_S), "--check", "none")
 @pytest.fixture(scope="module")
 def shared(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
     folder = tmp_path_factory.mktemp("copies")
-    project = project_at(folder / "project")
     disk = folder / "disk"  # of all hosts, and not over the network: a host that is cut off has it
     disk.mkdir()
-    return Site(new_lab(hosts=3, share=(str(project), str(disk))), project)
+    return shared_site(new_lab, folder, disk, hosts=3)
 
 
 @pytest.fixture
@@ -43,11 +42,6 @@ def events(directory: Path, kind: str) -> list[Any]:
     return [one for one in map(json.loads, lines) if one["event"] == kind]
 
 
-def until(launch: Launch, there: Callable[[], bool]) -> None:
-    assert eventually(lambda: there() or launch.process.poll() is not None), launch.err
-    assert there(), launch.err
-
-
 def again(site: Site, directory: Path, *words: str) -> Launch:
     """The same job on the two hosts that are left."""
     typed = ["--run-dir", str(directory), *TRAIN, *words]
@@ -57,7 +51,7 @@ def again(site: Site, directory: Path, *words: str) -> Launch:
 def test_the_copy_is_there_when_nothing_else_is(site: Site) -> None:
     """Rank 0's host, the launcher and what it had brought home are gone."""
     with site.start(*TRAIN, "steps.py") as launch:
-        until(launch, lambda: bool(events(launch.directory, "checkpoint copied")))
+        launch.until(lambda: bool(events(launch.directory, "checkpoint copied")))
         copied = events(launch.directory, "checkpoint copied")[0]
         assert copied["hosts"] == ["n2"]
         launch.kill()
@@ -83,15 +77,15 @@ def test_who_is_cut_off_writes_nothing_beside_the_others(site: Site, cut: str) -
     directory = site.project.parent / "disk" / cut.split()[-1]
     root, typed = directory / "checkpoints", ("--run-dir", str(directory), *TRAIN, "steps.py")
     with Launch(site, site.argv(*typed, hosts="n1,n2"), directory) as launch:
-        until(launch, lambda: (root / "latest.json").exists())
+        launch.until(lambda: (root / "latest.json").exists())
         site.lab.fault(*CUTS[cut])
         launch.kill()
     with again(site, directory, "steps.py") as second:
-        until(second, lambda: tokens(root) >= {2})
+        second.until(lambda: tokens(root) >= {2})
         former = [one for one in names(root) if token(one) == 1]
         assert eventually(lambda: not ours(site)), ours(site)
         newest = max(names(root), key=parse_version)
-        until(second, lambda: max(names(root), key=parse_version) > newest)
+        second.until(lambda: max(names(root), key=parse_version) > newest)
         second.signal(signal.SIGINT)
         second.end()
     left = [one for one in names(root) if token(one) == 1]

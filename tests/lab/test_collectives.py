@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launches import on, paceline
 
 from paceline.lab import Lab
 
 pytestmark = pytest.mark.lab
-
-SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 
 @pytest.fixture(scope="module")
@@ -26,19 +22,8 @@ def two(new_lab: Any) -> Lab:
 
 
 def bench(lab: Lab, folder: Path, *words: str, **env: str) -> tuple[int, dict[str, Any]]:
-    argv = [sys.executable, "-m", "paceline", "bench", "collectives", "-H", str(lab.hostfile)]
-    argv += [
-        "--ssh-config",
-        str(lab.ssh_config),
-        "--json",
-        "--run-dir",
-        str(folder / "run"),
-        *words,
-    ]
-    done = subprocess.run(
-        argv, capture_output=True, text=True, timeout=200, cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(SOURCE), **env},
-    )  # fmt: skip
+    options = (*on(lab), "--json", "--run-dir", str(folder / "run"))
+    done = paceline("bench", "collectives", *options, *words, cwd=folder, **env)
     assert done.stdout.startswith("{"), done.stderr
     return done.returncode, json.loads(done.stdout)
 
@@ -88,11 +73,8 @@ def test_a_missed_threshold_is_an_exit_status(two: Lab, tmp_path: Path) -> None:
 def test_ddp_runs_while_the_libraries_tell(tmp_path: Path) -> None:
     """Asked for more detail than this, torch 2.13 crashes as it builds a DDP."""
     script = Path(__file__).with_name("coming") / "train.py"
-    argv = [sys.executable, "-m", "paceline", "run", "--debug", "-p", "2", "--run-dir", "run"]
-    done = subprocess.run(
-        [*argv, str(script)], capture_output=True, text=True, timeout=200, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
-    )  # fmt: skip
+    options = ("--debug", "-p", "2", "--run-dir", "run")
+    done = paceline("run", *options, str(script), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("trained as") == 2
     assert "world_size" not in done.stdout + done.stderr

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import PATIENCE_S, SOURCE, Site, eventually, project_at
+from launches import PATIENCE_S, SOURCE, Site, eventually, paceline, project_at
 from transports import largest_difference
 
 pytestmark = pytest.mark.lab
@@ -324,10 +324,7 @@ def test_a_supervisor_whose_disk_is_full_ends_the_run_and_says_so(site: Site) ->
     try:
         left = site.run("--detach", "--no-torch", "fills.py")
         assert left.code == 0, left.err
-        env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-        argv = [sys.executable, "-m", "paceline", "attach", "--lines", str(left.directory)]
-        watched = subprocess.run(argv, env=env, cwd=site.project, capture_output=True, text=True,
-                                 timeout=PATIENCE_S, check=False)  # fmt: skip
+        watched = paceline("attach", "--lines", str(left.directory), cwd=site.project)
         assert watched.returncode == 1
         assert f"{there}/" in watched.stderr
         assert "No space left on device" in watched.stderr

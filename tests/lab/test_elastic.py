@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from launches import TEST_LIMIT_S, Ended, Launch, Site, eventually, project_at
+from launches import TEST_LIMIT_S, Ended, Launch, Site, eventually, shared_site
 from transports import PARTS, missing
 
 pytestmark = pytest.mark.lab
@@ -20,9 +20,7 @@ FRAMEWORKS = PARTS / "frameworks"
 
 @pytest.fixture(scope="module")
 def shared(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
-    folder = tmp_path_factory.mktemp("elastic")
-    project = project_at(folder / "project")
-    return Site(new_lab(hosts=3, share=(str(project),)), project)
+    return shared_site(new_lab, tmp_path_factory.mktemp("elastic"), hosts=3)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import SOURCE, TEST_LIMIT_S
+from launches import SOURCE, TEST_LIMIT_S, paceline
 
 from paceline.lab import Lab
 
@@ -78,13 +78,6 @@ class Site:
                         cwd=self.folder)  # fmt: skip
         assert done.returncode != 0
         return directory, done.stderr
-
-
-def paceline(*words: str, cwd: Path, text: str | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "paceline", *words], capture_output=True, text=True, cwd=cwd,
-        timeout=TEST_LIMIT_S, env={**os.environ, "PYTHONPATH": str(SOURCE)}, input=text,
-    )  # fmt: skip
 
 
 def explain(directory: Path) -> tuple[int, dict[str, Any]]:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launches import on, paceline
 
 from paceline.lab import Lab
 
 pytestmark = pytest.mark.lab
-
-SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 
 @pytest.fixture(scope="module")
@@ -26,18 +22,14 @@ def lab(new_lab: Any) -> Lab:
 
 def test_a_script_over_slow_links_beside_the_run_that_follows(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
-    where = ("-H", str(lab.hostfile), "--ssh-config", str(lab.ssh_config))
+    where = on(lab)
 
-    def paceline(*words: str) -> tuple[str, str]:
-        argv = [sys.executable, "-m", "paceline", *words]
-        env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-        done = subprocess.run(
-            argv, capture_output=True, text=True, timeout=200, cwd=tmp_path, env=env
-        )
+    def typed(*words: str) -> tuple[str, str]:
+        done = paceline(*words, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         return done.stdout, done.stderr
 
-    said, _ = paceline(
+    said, _ = typed(
         *("forecast", *where, "--up-to", "4", "--seconds", "0", "--price", "2", "--json"),
         "job.py",
     )
@@ -52,9 +44,9 @@ def test_a_script_over_slow_links_beside_the_run_that_follows(lab: Lab, tmp_path
     (folder,) = tmp_path.glob("runs/*")  # what was tried is gone
     assert folder.name.startswith("forecast-")
     assert (folder / "forecast.svg").read_text().startswith("<svg")
-    _, ended = paceline("run", *where, "--run-dir", "runs/real", "job.py")
+    _, ended = typed("run", *where, "--run-dir", "runs/real", "job.py")
     assert "a step was forecast to take" in ended
-    again, _ = paceline("forecast", "--compare", "runs/real")
+    again, _ = typed("forecast", "--compare", "runs/real")
     assert again.split() == ended[ended.index("a step was forecast") :].split()
     kept = json.loads((tmp_path / "runs/real/forecast.json").read_text())
     assert 0.18 < kept["came"]["seconds"] < 2.0

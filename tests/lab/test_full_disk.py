@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from launches import Site, project_at
+from launches import Site, shared_site
 
 pytestmark = pytest.mark.lab
 
 
 @pytest.fixture(scope="module")
 def site(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
-    project = project_at(tmp_path_factory.mktemp("full") / "project")
-    return Site(new_lab(hosts=2, share=(str(project),)), project)
+    return shared_site(new_lab, tmp_path_factory.mktemp("full"), hosts=2)
 
 
 def test_a_full_disk_costs_checkpoints_but_no_training(site: Site) -> None:

@@ -10,18 +10,16 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import PATIENCE_S, SOURCE, Launch, Site, eventually, project_at
+from launches import PATIENCE_S, Launch, Site, eventually, paceline, project_at
 
 pytestmark = pytest.mark.lab
 
-ENV = {**os.environ, "PYTHONPATH": str(SOURCE)}
 KINDS = ("plain", "session")
 WAITS = r" while rank 0 on n1, rank 2 on n3 wait for it in the backward pass \(hang\.py, line \d+"
 LINE = r"hang\.py, line \d+"
@@ -74,8 +72,7 @@ def site(shared: Site) -> Iterator[Site]:
 
 def typed(verb: str, launch: Launch) -> str:
     """What a verb prints of a run."""
-    words = [sys.executable, "-m", "paceline", *verb.split(), str(launch.directory)]
-    return subprocess.run(words, capture_output=True, text=True, env=ENV, timeout=PATIENCE_S).stdout
+    return paceline(*verb.split(), str(launch.directory)).stdout
 
 
 def saw(launch: Launch, said: str, times: int = 1) -> bool:

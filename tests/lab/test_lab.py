@@ -747,25 +747,17 @@ def test_foreground_ends_with_sigterm() -> None:
 
 def test_the_lab_stands_for_its_hosts(tmp_path: Path) -> None:
     """``-H lab`` is its host file and its ssh config, typed and in the settings."""
-    source = str(Path(__file__).resolve().parents[2] / "src")
     (tmp_path / "paceline.toml").write_text('[run]\nhosts = "lab:settings"\n')
     with Lab(LabOptions(hosts=2, name="settings")) as lab:
-
-        def paceline(*words: str) -> subprocess.CompletedProcess[str]:
-            return subprocess.run(
-                [sys.executable, "-m", "paceline", *words], cwd=tmp_path, capture_output=True,
-                text=True, env={**os.environ, "PYTHONPATH": source}, timeout=2 * PATIENCE_S,
-            )  # fmt: skip
-
-        shown = paceline("hosts", "--json", "-H", "lab:settings")
+        shown = paceline("hosts", "--json", "-H", "lab:settings", cwd=tmp_path)
         assert [host["name"] for host in json.loads(shown.stdout)["hosts"]] == ["n1", "n2"]
-        checked = paceline("check", "--quick")
+        checked = paceline("check", "--quick", cwd=tmp_path)
         assert checked.returncode == 0, checked.stdout + checked.stderr
         assert "hosts: n1, n2 (paceline.toml: lab:settings)" in checked.stderr
-        ran = paceline("run", "--no-python", "hostname")
+        ran = paceline("run", "--no-python", "hostname", cwd=tmp_path)
         assert ran.returncode == 0, ran.stderr
         assert {"[n1/0] n1", "[n2/1] n2"} == set(ran.stdout.splitlines())
         assert lab.name == "settings"
-    gone = paceline("hosts")
+    gone = paceline("hosts", cwd=tmp_path)
     assert gone.returncode == 2
     assert "no lab called 'settings' is up" in gone.stderr

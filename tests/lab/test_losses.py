@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from launches import Ended, Launch, Site, eventually, project_at
+from launches import Ended, Launch, Site, eventually, shared_site
 
 pytestmark = pytest.mark.lab
 
@@ -26,9 +26,7 @@ OPTIONS = ("--no-torch", "--lease", str(LEASE_S), "member.py")
 
 @pytest.fixture(scope="module")
 def shared(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
-    folder = tmp_path_factory.mktemp("recovery")
-    project = project_at(folder / "project")
-    return Site(new_lab(hosts=3, share=(str(project),)), project)
+    return shared_site(new_lab, tmp_path_factory.mktemp("recovery"), hosts=3)
 
 
 @pytest.fixture
@@ -43,13 +41,8 @@ def running(site: Site, *words: str, ranks: int = 3) -> Launch:
     """A launch whose ranks train."""
     at = words.index("member.py") if "member.py" in words else 0
     options = [*words[:at], *OPTIONS, *words[at + bool(at) :]]
-    launch = site.start(*options)
-    try:
-        launch.wait_for("began", times=ranks)
-        time.sleep(0.5)
-    except BaseException:
-        launch.__exit__()
-        raise
+    launch = site.start(*options).wait_for("began", times=ranks)
+    time.sleep(0.5)
     return launch
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import Ended, Launch, Site, eventually, project_at
+from launches import Ended, Launch, Site, eventually, shared_site
 from transports import largest_difference
 
 pytestmark = pytest.mark.lab
@@ -23,9 +23,7 @@ LOADING = "loading"  # the file that keeps ranks from their first step
 
 @pytest.fixture(scope="module")
 def shared(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
-    folder = tmp_path_factory.mktemp("outlive")
-    project = project_at(folder / "project")
-    return Site(new_lab(hosts=3, share=(str(project),)), project)
+    return shared_site(new_lab, tmp_path_factory.mktemp("outlive"), hosts=3)
 
 
 @pytest.fixture
@@ -46,13 +44,7 @@ def undisturbed(shared: Site) -> Path:
 
 
 def training(site: Site) -> Launch:
-    launch = site.start("outlive.py", STEPS)
-    try:
-        launch.wait_for("] step 10\n", times=3)
-    except BaseException:
-        launch.__exit__()
-        raise
-    return launch
+    return site.start("outlive.py", STEPS).wait_for("] step 10\n", times=3)
 
 
 def send(site: Site, host: str, pattern: str, signum: int = signal.SIGKILL) -> None:

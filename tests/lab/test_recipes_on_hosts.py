@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from launches import on, paceline
 
-from paceline.lab import Lab, LabOptions
+from paceline.lab import Lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
@@ -30,23 +29,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two_hosts() -> Iterator[Lab]:
-    reason = Lab.available()
-    if reason is not None:
-        pytest.skip(reason)
-    with Lab(LabOptions(hosts=2)) as lab:
-        yield lab
-
-
-def paceline(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "paceline", *words],
-        cwd=cwd, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-
-
-def on(lab: Lab) -> list[str]:
-    return ["--hosts", str(lab.hostfile), "--ssh-config", str(lab.ssh_config)]
+def two_hosts(new_lab: Any) -> Lab:
+    lab: Lab = new_lab(hosts=2)
+    return lab
 
 
 def test_translation(two_hosts: Lab, project: Path) -> None:

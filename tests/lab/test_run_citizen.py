@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import SOURCE, TEST_LIMIT_S, project_at
+from launches import paceline, project_at
 
 SCRIPTS = {
     "message": ("import sys; sys.exit('a message')", 1, "a message"),
@@ -30,13 +29,9 @@ SCRIPTS = {
 }  # fmt: skip
 
 
-def paceline(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "paceline", "run", "--run-dir", str(folder.parent / "run"),
-            "--no-torch", *words]  # fmt: skip
-    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    return subprocess.run(
-        argv, cwd=folder, env=env, capture_output=True, text=True, timeout=TEST_LIMIT_S
-    )
+def run_in(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    directory = str(folder.parent / "run")
+    return paceline("run", "--run-dir", directory, "--no-torch", *words, cwd=folder)
 
 
 def said(text: str) -> dict[str, Any]:
@@ -56,7 +51,7 @@ def test_a_script_finds_what_it_would_find_without_us(tmp_path: Path) -> None:
     plain = subprocess.run([sys.executable, "citizen.py", "a b"], cwd=project, text=True,
                            capture_output=True, stdin=subprocess.DEVNULL,
                            preexec_fn=heeding_signals)  # fmt: skip
-    rank = paceline(project, "citizen.py", "a b")
+    rank = run_in(project, "citizen.py", "a b")
     assert plain.returncode == rank.returncode == 3, rank.stderr
     theirs, ours = said(plain.stdout), said(rank.stdout)
     more = 2  # ours: for events, and for the launcher's word
@@ -76,7 +71,7 @@ def test_ways_to_leave(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "job.py").write_text(text)
-    done = paceline(folder, "job.py")
+    done = run_in(folder, "job.py")
     assert done.returncode == code, done.stderr
     assert words in done.stderr
     assert "paceline_agent" not in done.stdout + done.stderr
@@ -87,7 +82,7 @@ def test_ranks_do_not_share_their_randomness(tmp_path: Path) -> None:
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "job.py").write_text("import random, uuid; print(random.random(), uuid.uuid4())")
-    done = paceline(folder, "-p", "3", "job.py")
+    done = run_in(folder, "-p", "3", "job.py")
     assert len({line.split("] ")[1] for line in done.stdout.splitlines()}) == 3
 
 
@@ -95,5 +90,5 @@ def test_folders_and_archives_run_too(tmp_path: Path) -> None:
     folder = tmp_path / "project"
     (folder / "app").mkdir(parents=True)
     (folder / "app" / "__main__.py").write_text("import sys; print('app', sys.argv[1:])")
-    done = paceline(folder, "app", "x")
+    done = run_in(folder, "app", "x")
     assert "app ['x']" in done.stdout, done.stderr

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from launches import PATIENCE_S, SOURCE, TEST_LIMIT_S, Launch, Site, eventually, project_at
+from launches import PATIENCE_S, SOURCE, TEST_LIMIT_S, Launch, Site, eventually, shared_site
 
 from paceline.launch.interrupts import ECHO_S
 
@@ -29,9 +29,7 @@ LONG_GRACE = ("--grace", str(2 * PATIENCE_S))
 
 @pytest.fixture(scope="module")
 def shared(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
-    folder = tmp_path_factory.mktemp("endings")
-    project = project_at(folder / "project")
-    return Site(new_lab(hosts=2, share=(str(project),)), project)
+    return shared_site(new_lab, tmp_path_factory.mktemp("endings"), hosts=2)
 
 
 @pytest.fixture
@@ -48,13 +46,7 @@ def site(shared: Site) -> Iterator[Site]:
 
 def waiting(site: Site, *words: str, options: tuple[str, ...] = OPTIONS) -> Launch:
     """A launch whose ranks have all begun to wait."""
-    launch = site.start(*options, "end.py", *words)
-    try:
-        launch.wait_for("waiting", times=2)
-    except BaseException:
-        launch.__exit__()
-        raise
-    return launch
+    return site.start(*options, "end.py", *words).wait_for("waiting", times=2)
 
 
 # --- the job's own end

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launches import paceline
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
@@ -66,9 +65,6 @@ def test_ranks_meet_where_the_script_says(tmp_path: Path) -> None:
 
 def run(folder: Path, *options: str) -> int:
     """How many processes saw a world of two."""
-    command = [sys.executable, "-m", "paceline", "run", *options, "script.py"]
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=200, check=False
-    )
+    done = paceline("run", *options, "script.py", cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout.count("of 2")

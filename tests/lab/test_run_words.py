@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import PATIENCE_S, SOURCE, Site, eventually, project_at
+from launches import PATIENCE_S, SOURCE, Site, eventually, paceline, shared_site
 
 pytestmark = pytest.mark.lab
 
@@ -24,9 +24,7 @@ HOSTILE: list[str | bytes] = [
 
 @pytest.fixture(scope="module")
 def site(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    folder = tmp_path_factory.mktemp("words")
-    project = project_at(folder / "project")
-    site = Site(new_lab(hosts=2, share=(str(project),)), project)
+    site = shared_site(new_lab, tmp_path_factory.mktemp("words"), hosts=2)
     yield site
     assert site.leftovers() == ""
 
@@ -118,8 +116,7 @@ def test_a_secret_is_nowhere_even_if_the_job_prints_it(site: Site, tmp_path: Pat
     assert "the token is [secret]" in json.loads((ended.directory / "result.json").read_text())[
         "first_failure"]["traceback"]  # fmt: skip
     bundle = tmp_path / "bundle.tar.gz"
-    argv = [sys.executable, "-m", "paceline", "explain", str(ended.directory), "--bundle", bundle]
-    subprocess.run(argv, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": SOURCE})
+    paceline("explain", str(ended.directory), "--bundle", str(bundle)).check_returncode()
     packed = subprocess.run(["tar", "xzOf", bundle], capture_output=True, check=True).stdout
     files = [path.read_bytes() for path in ended.directory.rglob("*") if path.is_file()]
     for secret in env.values():
@@ -132,12 +129,9 @@ def test_ranks_are_placed_as_torchrun_places_them(site: Site) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
                 "--master-port=29871", "tell.py"]  # fmt: skip
     theirs = subprocess.run(torchrun, cwd=site.project, capture_output=True, text=True, check=True)
-    ours = subprocess.run(
-        [sys.executable, "-m", "paceline", "run", "--run-dir", str(site.fresh()), "-p", "2",
-         "--no-torch", "--master-port=29871", "tell.py"],
-        cwd=site.project, capture_output=True, text=True, check=True,
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
-    )  # fmt: skip
+    options = ["--run-dir", str(site.fresh()), "-p", "2", "--no-torch", "--master-port=29871"]
+    ours = paceline("run", *options, "tell.py", cwd=site.project)
+    ours.check_returncode()
     places = [_places(done.stdout) for done in (theirs, ours)]
     for name in [*names, "MASTER_ADDR", "MASTER_PORT"]:
         # torchrun names its own machine when it is alone; any name of loopback is the same

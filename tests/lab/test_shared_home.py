@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import SOURCE, TEST_LIMIT_S, Site, eventually, project_at
+from launches import Site, eventually, paceline, project_at
 
 pytestmark = pytest.mark.lab
 
@@ -35,10 +33,7 @@ def kept(site: Site) -> list[str]:
 
 
 def typed(site: Site, *words: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "paceline", *words, "--ssh-config", str(site.lab.ssh_config)]
-    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    return subprocess.run(argv, cwd=site.project, env=env, capture_output=True, text=True,
-                          timeout=TEST_LIMIT_S, check=False)  # fmt: skip
+    return paceline(*words, "--ssh-config", str(site.lab.ssh_config), cwd=site.project)
 
 
 def test_shipped_code_runs_start_after_start(site: Site) -> None:

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import pytest
-from launches import Launch, Site, eventually, project_at
+from launches import Launch, Site, shared_site
 
 pytestmark = pytest.mark.lab
 
@@ -17,8 +17,7 @@ STRANGER = "n3"
 
 @pytest.fixture(scope="module")
 def site(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
-    project = project_at(tmp_path_factory.mktemp("strangers") / "project")
-    return Site(new_lab(hosts=3, share=(str(project),)), project)
+    return shared_site(new_lab, tmp_path_factory.mktemp("strangers"), hosts=3)
 
 
 def events(launch: Launch, kind: str) -> list[Any]:
@@ -29,9 +28,7 @@ def events(launch: Launch, kind: str) -> list[Any]:
 
 def until(launch: Launch, kind: str, more_than: int = 0) -> int:
     """Waits for more events of a kind; how many there are."""
-    there = lambda: len(events(launch, kind)) > more_than  # noqa: E731
-    assert eventually(lambda: there() or launch.process.poll() is not None), launch.err
-    assert there(), launch.err
+    launch.until(lambda: len(events(launch, kind)) > more_than, kind)
     return len(events(launch, kind))
 
 

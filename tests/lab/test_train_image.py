@@ -8,34 +8,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from launches import on, paceline
 
-from paceline.lab import Lab, LabOptions
+from paceline.lab import Lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    reason = Lab.available()
-    if reason is not None:
-        pytest.skip(reason)
-    with Lab(LabOptions(hosts=2)) as lab:
-        yield lab
-
-
-def paceline(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "paceline", *args]
-    return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=200, check=False
-    )
-
-
-def on(lab: Lab) -> list[str]:
-    return ["--hosts", str(lab.hostfile), "--ssh-config", str(lab.ssh_config)]
+def two_hosts(new_lab: Any) -> Lab:
+    lab: Lab = new_lab(hosts=2)
+    return lab
 
 
 def test_trains_evaluates_and_predicts(two_hosts: Lab, tmp_path: Path) -> None:

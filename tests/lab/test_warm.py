@@ -6,13 +6,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import PATIENCE_S, SOURCE, Ended, Site, project_at
+from launches import SOURCE, Ended, Site, paceline, project_at
 
 pytestmark = pytest.mark.lab
 
@@ -57,10 +56,7 @@ def site(lab_site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def warm(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "paceline", "warm", *words], capture_output=True, text=True,
-        timeout=PATIENCE_S, check=False, env={**os.environ, "PYTHONPATH": str(SOURCE)},
-    )  # fmt: skip
+    return paceline("warm", *words)
 
 
 def records() -> list[Path]:

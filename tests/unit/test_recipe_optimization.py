@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
+import torch._dynamo  # sets an environment variable when it is first imported
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -74,6 +76,16 @@ def test_a_schedule_goes_on_from_its_state() -> None:
     other, again = made()
     again.load_state_dict(schedule.state_dict())
     assert (other.scale, other.best) == (0.01, 0.3)
+
+
+def test_a_longer_training_has_a_longer_warm_up() -> None:
+    """Only what the losses have decided is resumed, not the settings."""
+    first, longer = (
+        LambdaLR(torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1), Curve("cosine", steps, 0.1))
+        for steps in (100, 200)
+    )
+    longer.load_state_dict(first.state_dict())
+    assert longer.lr_lambdas[0].warm_up_steps == 20
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])

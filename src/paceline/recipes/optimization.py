@@ -129,7 +129,7 @@ class Curve:
         milestones: Fractions of the training after which ``step`` divides by ten.
     """
 
-    __slots__ = ("__dict__", "milestones", "name", "patience", "steps", "warm")
+    __slots__ = ("__dict__", "milestones", "name", "patience", "steps", "warm_up_steps")
 
     def __init__(
         self,

@@ -28,6 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.recipes.networks import MODELS
 from paceline.recipes.optimization import make_optimizer
+from paceline.recipes.options import Options
 from paceline.recipes.transformer import Shape, Transformer
 
 VOCABULARY, TOKENS, CLASSES = 32_000, 64, 1000
@@ -86,7 +87,7 @@ def step_of(work: Work, device: torch.device, ours: bool, compiled: bool) -> Cal
     if ours:
         network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         inputs = tuple(one.contiguous(memory_format=layout(one)) for one in inputs)
-        steps = make_optimizer(name, network, rate)
+        steps = make_optimizer(Options(optimizer=name, weight_decay=0.0), network, rate)
     elif name == "sgd":
         steps = torch.optim.SGD(network.parameters(), rate, momentum=0.9)
     else:

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from paceline import train
 from paceline.recipes import image
 from paceline.recipes.optimization import Curve, make_optimizer
+from paceline.recipes.options import Options
 from paceline.spec.errors import JobError
 from paceline.train import Best
 
@@ -96,7 +97,7 @@ def training(folder: Path, *, at: At = nowhere, rich: bool = False, checkpoint: 
         data = Shaken()
         session.agree("the data", str(len(data)))
         network = session.place(Net() if communication == "exact" else Net(1024))
-        made = make_optimizer("adamw", network, 0.01)
+        made = make_optimizer(Options(weight_decay=0.0), network, 0.01)
         curve = LambdaLR(made, Curve("cosine", STEPS, 0.1))
         plain = not rich and communication == "exact"
         network.one.requires_grad_(not plain)

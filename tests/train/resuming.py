@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from paceline import train
 from paceline.recipes.optimization import Curve, make_optimizer
+from paceline.recipes.options import Options
 from paceline.train import Best, parallel
 from paceline.train.checkpoints.capture import Snapshot
 from paceline.train.checkpoints.resume import load
@@ -83,7 +84,7 @@ def training(
     torch.set_num_threads(1)
     with train.join(run_dir=folder, dtype="float64", seed=4, log_every=4, check_every=4) as session:
         network = session.place(Net(dropout), shard=shard)
-        made = make_optimizer("adamw", network, 0.01)
+        made = make_optimizer(Options(weight_decay=0.0), network, 0.01)
         model = session.prepare(network, made, LambdaLR(made, Curve("cosine", STEPS, 0.1)))
         data = streamed() if stream else Shaken()
         loader = session.loader(data, BATCH)

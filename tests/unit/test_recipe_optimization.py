@@ -14,31 +14,29 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from paceline.recipes import parse_options
 from paceline.recipes.common import unused_flags
-from paceline.recipes.optimization import (
-    Curve,
-    compute_batching,
-    make_optimizer,
-)
+from paceline.recipes.optimization import Curve, compute_batching, make_optimizer
+from paceline.recipes.options import Options
 
 
 def test_the_global_batch_stays() -> None:
     for ranks in (1, 2, 3, 16):
-        chosen = compute_batching(ranks, global_batch=64, lr=0.1)
+        chosen = compute_batching(ranks, Options(global_batch=64, lr=0.1))
         assert (chosen.global_batch, chosen.lr) == (64, 0.1)
-    assert compute_batching(3, global_batch=64, lr=0.1).describe() == (
+    assert compute_batching(3, Options(global_batch=64, lr=0.1)).describe() == (
         "batch 64 = 3 processes × at most 22, learning rate 0.1"
     )
 
 
 def test_memory_asks_for_pieces() -> None:
-    chosen = compute_batching(2, global_batch=64, lr=0.1, limit=10)
+    chosen = compute_batching(2, Options(global_batch=64, lr=0.1, micro_batch="10"))
     assert (chosen.share, chosen.pieces) == (32, 4)
     assert "2 processes × 32 in 4 pieces" in chosen.describe()
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1), ("linear", 2), ("sqrt", math.sqrt(2))])
 def test_the_learning_rate_may_follow(rule: str, factor: float) -> None:
-    chosen = compute_batching(4, global_batch=64, lr=0.1, per_rank=32, rule=rule)
+    options = Options(global_batch=64, lr=0.1, batch_per_process=32, scale_lr=rule)
+    chosen = compute_batching(4, options)
     assert chosen.global_batch == 128
     assert chosen.lr == pytest.approx(0.1 * factor)
     assert ("scaled" in chosen.describe()) == (rule != "none")
@@ -69,7 +67,7 @@ def test_a_schedule_goes_on_from_its_state() -> None:
     def made() -> tuple[Curve, LambdaLR]:
         module = nn.Linear(1, 1)
         curve = Curve("plateau", 100, 0.1)
-        return curve, LambdaLR(make_optimizer("sgd", module, 0.1), curve)
+        return curve, LambdaLR(make_optimizer(Options(optimizer="sgd"), module, 0.1), curve)
 
     curve, schedule = made()
     curve.scale, curve.best = 0.01, 0.3
@@ -92,7 +90,7 @@ def test_a_longer_training_has_a_longer_warm_up() -> None:
 def test_frozen_parameters_stay_out(name: str) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     module[0].requires_grad_(False)
-    made = make_optimizer(name, module, 0.1, weight_decay=0.1)
+    made = make_optimizer(Options(optimizer=name, weight_decay=0.1), module, 0.1)
     assert sum(len(group["params"]) for group in made.param_groups) == 2
 
 

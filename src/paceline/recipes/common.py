@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline import train
 from paceline.program import guarded
 from paceline.recipes import parse_options
-from paceline.recipes.optimization import Batching, Curve, compute_batching, make_optimizer
+from paceline.recipes.optimization import Batching, Curve, compute_batching
 from paceline.recipes.options import Options, parse_copies, parse_micro_batch
 from paceline.spec.training.balance import parse_weights
 from paceline.train import Best
@@ -80,15 +80,7 @@ def agree_on_precision(
 
 def make_batching(session: train.Session, options: Options) -> Batching:
     """Computes and reports batch and learning rate at this world size."""
-    limit = parse_micro_batch(options.micro_batch)
-    batch = compute_batching(
-        session.world.size,
-        global_batch=options.global_batch,
-        lr=options.lr,
-        per_rank=options.batch_per_process,
-        limit=limit if isinstance(limit, int) else 0,
-        rule=options.scale_lr,
-    )
+    batch = compute_batching(session.world.size, options)
     session.say(batch.describe())
     return batch
 
@@ -118,18 +110,6 @@ def make_curve(options: Options, loader: train.Loader) -> Curve:
     """Creates the learning-rate curve of the whole training."""
     steps = options.steps or options.epochs * len(loader)
     return Curve(options.schedule, steps, options.warm_up, milestones=options.milestones)
-
-
-def optimizer_from_options(options: Options, network: nn.Module, lr: float) -> Optimizer:
-    """Creates the optimizer over the trainable parameters."""
-    return make_optimizer(
-        options.optimizer,
-        network,
-        lr,
-        momentum=options.momentum,
-        nesterov=options.nesterov,
-        weight_decay=options.weight_decay,
-    )
 
 
 def prepare(

@@ -21,6 +21,7 @@ from paceline.recipes import common, pretrained, torchvision_models
 from paceline.recipes.data.images import ImageData, Request, load
 from paceline.recipes.heads import add_layers
 from paceline.recipes.networks import MODELS, backbone, describe_network, wrap_hub_model
+from paceline.recipes.optimization import make_optimizer
 from paceline.recipes.options import ImageOptions
 from paceline.recipes.preprocessing import (
     ImageTensors,
@@ -72,7 +73,7 @@ def train_image(options: ImageOptions) -> None:
         if fast:
             network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         network = session.place(network, shard=options.shard)
-        optimizer = common.optimizer_from_options(options, network, batching.lr)
+        optimizer = make_optimizer(options, network, batching.lr)
         curve = common.make_curve(options, loader)
         schedule = freezing.schedule(optimizer, curve, len(loader))
         model = common.prepare(session, options, network, optimizer, schedule)

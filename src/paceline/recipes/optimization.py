@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from paceline.recipes.options import Options, parse_micro_batch
+
 _FUSED_DEVICES = ("cpu", "cuda", "xpu")
 """Devices with fused kernels of all three optimizers."""
 _STEP_FACTOR = 0.1
@@ -56,63 +58,27 @@ class Batching:
         )
 
 
-def compute_batching(
-    ranks: int,
-    *,
-    global_batch: int,
-    lr: float,
-    per_rank: int = 0,
-    limit: int = 0,
-    rule: str = "none",
-) -> Batching:
-    """Computes the batch and the learning rate for a number of ranks.
-
-    Args:
-        global_batch: Samples of one step; with ``per_rank`` only the reference for ``lr``.
-        lr: Learning rate for ``global_batch``.
-        per_rank: Samples of each rank in one step; 0 divides the global batch.
-        limit: Maximum samples that one rank computes at once; 0 means no limit.
-        rule: Scaling of the learning rate with the batch: ``none``, ``linear`` or ``sqrt``.
-    """
-    actual = per_rank * ranks or global_batch
-    ratio = actual / global_batch
-    factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
-    return Batching(actual, ranks, limit, lr * factor, factor)
+def compute_batching(ranks: int, options: Options) -> Batching:
+    """Computes the batch and the learning rate for a number of ranks."""
+    batch = options.batch_per_process * ranks or options.global_batch
+    ratio = batch / options.global_batch
+    factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[options.scale_lr]
+    limit = parse_micro_batch(options.micro_batch)
+    limit = limit if isinstance(limit, int) else 0
+    return Batching(batch, ranks, limit, options.lr * factor, factor)
 
 
-def make_optimizer(
-    name: str,
-    module: nn.Module,
-    lr: float,
-    *,
-    momentum: float = 0.9,
-    nesterov: bool = True,
-    weight_decay: float = 0.0,
-) -> Optimizer:
-    """Creates an optimizer over the module's trainable parameters.
-
-    Args:
-        name: ``adamw``, ``adam`` or ``sgd``.
-        module: Network, already on its device.
-        momentum: Momentum of sgd; decay of the first moment of the others.
-        nesterov: Use Nesterov momentum in sgd, if ``momentum`` is not 0.
-        weight_decay: Decoupled in adamw, otherwise added to the gradient.
-    """
+def make_optimizer(options: Options, module: nn.Module, lr: float) -> Optimizer:
+    """Creates the optimizer over the trainable parameters of a network, already on its device."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     # Six times faster on a CPU than torch's default loop.
     fused = all(parameter.device.type in _FUSED_DEVICES for parameter in parameters)
-    if name == "sgd":
-        return SGD(
-            parameters,
-            lr,
-            momentum=momentum,
-            nesterov=nesterov and momentum > 0,
-            weight_decay=weight_decay,
-            fused=fused,
-        )
-    kinds: dict[str, type[Adam]] = {"adam": Adam, "adamw": AdamW}
-    betas = (momentum, 0.999)
-    return kinds[name](parameters, lr, betas=betas, weight_decay=weight_decay, fused=fused)
+    momentum, decay = options.momentum, options.weight_decay
+    if options.optimizer == "sgd":
+        nesterov = options.nesterov and momentum > 0
+        return SGD(parameters, lr, momentum, weight_decay=decay, nesterov=nesterov, fused=fused)
+    kind: type[Adam] = {"adam": Adam, "adamw": AdamW}[options.optimizer]
+    return kind(parameters, lr, betas=(momentum, 0.999), weight_decay=decay, fused=fused)
 
 
 class Curve:

@@ -23,6 +23,7 @@ from paceline.recipes.data import local_path
 from paceline.recipes.data.texts import TextData, TextRequest, load_texts
 from paceline.recipes.heads import add_layers
 from paceline.recipes.networks import HubClassifier, TextClassifier
+from paceline.recipes.optimization import make_optimizer
 from paceline.recipes.options import TEXT_MODELS, TextOptions
 from paceline.recipes.pretrained import Origin, load_backbone
 from paceline.recipes.tokens import (
@@ -54,7 +55,7 @@ def train_text(options: TextOptions) -> None:
         network, origin = make_network(session, data, options, encoding)
         freezing = pretrained.make_freezing(session, options, origin, [network.backbone])
         placed = session.place(network, shard=options.shard)
-        optimizer = common.optimizer_from_options(options, placed, batching.lr)
+        optimizer = make_optimizer(options, placed, batching.lr)
         curve = common.make_curve(options, loader)
         schedule = freezing.schedule(optimizer, curve, len(loader))
         model = common.prepare(session, options, placed, optimizer, schedule)

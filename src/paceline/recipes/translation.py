@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from paceline import train
 from paceline.recipes import common
 from paceline.recipes.data.pairs import Pair, PairData, PairRequest, load_pairs
+from paceline.recipes.optimization import make_optimizer
 from paceline.recipes.options import TranslationOptions
 from paceline.recipes.scores import translation_scores
 from paceline.recipes.tokens import (
@@ -72,7 +73,7 @@ def train_translation(options: TranslationOptions) -> None:
         pre_norm = options.norm == "pre"
         shape = Shape(*sizes, *options.dimensions(), pre_norm, options.dropout)
         network = session.place(Transformer(shape), shard=options.shard)
-        optimizer = common.optimizer_from_options(options, network, batching.lr)
+        optimizer = make_optimizer(options, network, batching.lr)
         curve = common.make_curve(options, loader)
         model = common.prepare(session, options, network, optimizer, LambdaLR(optimizer, curve))
 

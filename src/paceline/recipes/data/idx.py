@@ -68,7 +68,12 @@ def _find_file(folder: Path, part: str, kind: str) -> Path | None:
 
 
 def _array(path: Path, dimensions: int) -> NDArray[np.uint8]:
-    content = _content(path)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read", found=str(error)) from None
+    if path.suffix == ".gz":
+        content = _decompress(path, content)
     header = 4 + 4 * dimensions
     if len(content) < header or content[:4] != bytes((0, 0, 8, dimensions)):
         raise DataError(
@@ -86,14 +91,6 @@ def _array(path: Path, dimensions: int) -> NDArray[np.uint8]:
             remedy="get the file again",
         )
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
-
-
-def _content(path: Path) -> bytes:
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read", found=str(error)) from None
-    return _decompress(path, raw) if path.suffix == ".gz" else raw
 
 
 def _decompress(path: Path, raw: bytes) -> bytes:

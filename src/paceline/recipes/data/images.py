@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -247,20 +247,19 @@ def load(data_dir: str, request: Request) -> ImageData:
         DataError: The data set is not found, unreadable or unsuitable.
     """
     dataset = IMAGE_SETS.get(request.source)
-    if dataset is not None and not dataset.folders:
-        return with_validation(dummy(request), request)
     if dataset is None:
-        return _from_path(local_path(Path(request.source).expanduser()), request)
-    download = DownloadOptions(request.offline, request.mirror)
-    folder = find_or_download(dataset, data_dir, _module(dataset.reader).matches, download)
-    return _read(dataset.reader, folder, replace(request, classes=dataset.classes))
+        data = _from_path(local_path(Path(request.source).expanduser()), request)
+    elif not dataset.folders:
+        data = dummy(request)
+    else:
+        reader, download = _reader(dataset.reader), DownloadOptions(request.offline, request.mirror)
+        folder = find_or_download(dataset, data_dir, reader.matches, download)
+        data = reader.read(folder, replace(request, classes=dataset.classes))
+    return with_validation(data, request)
 
 
 def _from_path(path: Path, request: Request) -> ImageData:
-    if is_hub_id(request.source):
-        data: ImageData = _module("hub_images").read(request.source, request)
-        return with_validation(data, request)
-    if not path.is_dir():
+    if not is_hub_id(request.source) and not path.is_dir():
         host = os.environ.get(jobenv.HOST)  # set by a launcher: data may exist on other hosts only
         missing = f"no {path.absolute()} on {host}" if host else f"no {path.absolute()}"
         raise DataError(
@@ -271,17 +270,16 @@ def _from_path(path: Path, request: Request) -> ImageData:
             else f"a folder of the launching machine is sent; others must be on every host at the"
             f" same path: copy it there (rsync -a {path}/ HOST:{path}/)",
         )
-    readers = (name for name in READERS if _module(name).matches(path))
-    return _read(next(readers), path, request)
+    if is_hub_id(request.source):
+        data: ImageData = _reader("hub_images").read(request.source, request)
+    else:
+        reader = next(reader for reader in map(_reader, READERS) if reader.matches(path))
+        data = reader.read(path, request)
+    return data
 
 
-def _read(reader: str, folder: Path, request: Request) -> ImageData:
-    data: ImageData = _module(reader).read(folder, request)
-    return with_validation(data, request)
-
-
-def _module(reader: str):  # type: ignore[no-untyped-def]
-    return importlib.import_module(f"paceline.recipes.data.{reader}")
+def _reader(name: str) -> Any:
+    return importlib.import_module(f"paceline.recipes.data.{name}")
 
 
 DUMMY_CLASSES, DUMMY_SIZE, DUMMY_TRAIN, DUMMY_TEST = 1000, 224, 12_800, 1_280

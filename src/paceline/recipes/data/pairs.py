@@ -250,8 +250,6 @@ _SMALL_NUMBERS = [
 ]
 _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 
-Pairs = list[tuple[str, str]]
-
 
 def spell_number(number: int) -> str:
     """Spells a number up to 999,999: ``three hundred forty-two``."""
@@ -265,7 +263,7 @@ def spell_number(number: int) -> str:
     return f"{spell_number(quotient)} {name}" + (f" {spell_number(remainder)}" if remainder else "")
 
 
-def numbers(seed: int, count: int = 8000) -> Pairs:
+def numbers(seed: int, count: int = 8000) -> list[Pair]:
     """Generates different numbers below a million, of all lengths, and their words."""
     generator = random.Random(seed)  # noqa: S311
     values: set[int] = set()
@@ -274,7 +272,7 @@ def numbers(seed: int, count: int = 8000) -> Pairs:
     return [(str(number), spell_number(number)) for number in sorted(values)]
 
 
-def reverse(seed: int, count: int = 8000) -> Pairs:
+def reverse(seed: int, count: int = 8000) -> list[Pair]:
     """Generates different sequences of 2 to 10 letters, and their reverse."""
     generator = random.Random(seed)  # noqa: S311
     sequences: set[tuple[str, ...]] = set()
@@ -283,7 +281,7 @@ def reverse(seed: int, count: int = 8000) -> Pairs:
     return [(" ".join(letters), " ".join(reversed(letters))) for letters in sorted(sequences)]
 
 
-def dummy(seed: int, count: int = 2000, length: int = 24) -> Pairs:
+def dummy(seed: int, count: int = 2000, length: int = 24) -> list[Pair]:
     """Generates random words in sentences of equal length, for measuring speed."""
     generator = random.Random(seed)  # noqa: S311
     vocabulary = [f"w{number:x}".translate(_LETTERS) for number in range(4000)]
@@ -294,7 +292,7 @@ def dummy(seed: int, count: int = 2000, length: int = 24) -> Pairs:
 
 
 _LETTERS = str.maketrans("0123456789", "ghijklmnop")  # digits would become tokens of their own
-GENERATORS: dict[str, Callable[[int], Pairs]] = {
+GENERATORS: dict[str, Callable[[int], list[Pair]]] = {
     "numbers": numbers,
     "reverse": reverse,
     "dummy": dummy,

@@ -57,12 +57,11 @@ def write_transformers(model: PortableModel, folder: Path) -> None:
 
 def write_torch(model: PortableModel, folder: Path) -> None:
     """Writes a program of ``torch.export``."""
-    with silence_exporters():
-        program = _exported(
-            lambda: torch.export.export(
-                model.network, model.examples, dynamic_shapes=_dynamic_shapes(model), strict=False
-            )
+    with _exporting():
+        program = torch.export.export(
+            model.network, model.examples, dynamic_shapes=_dynamic_shapes(model), strict=False
         )
+    with silence_exporters():
         torch.export.save(program, str(folder / "model.pt2"))
 
 
@@ -74,8 +73,7 @@ def to_onnx(model: PortableModel, path: Path) -> None:
         DataError: The network cannot be exported.
     """
     library("onnxscript", "ONNX files are written")
-
-    def write() -> None:
+    with _exporting():
         torch.onnx.export(
             model.network,
             model.examples,
@@ -87,9 +85,6 @@ def to_onnx(model: PortableModel, path: Path) -> None:
             external_data=False,
             verbose=False,
         )
-
-    with silence_exporters():
-        _exported(write)
 
 
 @contextlib.contextmanager
@@ -105,9 +100,11 @@ def silence_exporters() -> Iterator[None]:
         logging.disable(level)
 
 
-def _exported(act: Callable[[], Any]) -> Any:
+@contextlib.contextmanager
+def _exporting() -> Iterator[None]:
     try:
-        return act()
+        with silence_exporters():
+            yield
     except Exception as error:  # torch's exporters raise many kinds
         raise DataError(
             "the network cannot be exported", found=f"{type(error).__name__}: {str(error)[:300]}"

@@ -6,15 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from background import PATIENCE_S, eventually
 from paceline.agent.supervision import processes
 from paceline.remote.agent_code import agent_code
 
-PATIENCE_S = 30.0
 # Its agent has a child of another session, and ends by itself when its parent is another
 AGENT = """
 import os, subprocess, sys, time
@@ -40,12 +39,7 @@ def package(tmp_path: Path) -> str:
 
 
 def gone(pid: int) -> bool:
-    deadline = time.monotonic() + PATIENCE_S
-    while processes.identify(pid) is not None:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
+    return eventually(lambda: processes.identify(pid) is None)
 
 
 @pytest.mark.parametrize("errors", ["read", "closed"])

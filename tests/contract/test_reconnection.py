@@ -20,6 +20,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from agents import ENDLESS, CutLine
 from paceline.agent import reconnection as agents_half
 from paceline.agent.frames import HIGH_WATER_BYTES, Decoder, Outbox, UnackedFrames
 from paceline.agent.multiplexing import TALK
@@ -36,7 +37,6 @@ from paceline.spec.hosts import Host
 from paceline.spec.schema import InvalidValue
 
 KEY = b"k" * 32
-ENDLESS = 1 << 60
 
 # --- what is kept until it was heard
 
@@ -136,27 +136,21 @@ def test_what_is_not_heard_stops_the_reading_of_output() -> None:
 # --- links that are cut
 
 
-class Line:
+class Line(CutLine):
     """A link that ends after so many bytes both ways; what is written first says whom to meet."""
 
     def __init__(self, left: int, meets: Callable[[str, socket.socket], None] | None) -> None:
-        ours, self._theirs = socket.socketpair()
-        self._ours = ours
-        self.left = left
-        self._meets = meets
-        self.errors = asyncio.StreamReader()
-        self.errors.feed_eof()
-        self.status = None
-        self.reader = self.writer = self
+        self._ours, self._theirs = socket.socketpair()
+        self.left, self._meets = left, meets
 
     async def opened(self) -> Line:
         try:
-            self._reader, self._writer = await asyncio.open_connection(sock=self._ours)
+            streams = await asyncio.open_connection(sock=self._ours)
         except BaseException:  # whoever dialled does not want it any more
             self._ours.close()
             self._theirs.close()
             raise
-        self.transport = self._writer.transport
+        super().__init__(*streams, self.left)
         return self
 
     def handed_over(self) -> int:
@@ -164,17 +158,6 @@ class Line:
         fd = os.dup(self._theirs.fileno())
         self._theirs.close()
         return fd
-
-    def _pass(self, data: bytes) -> bytes:
-        data = data[: self.left]
-        self.left -= len(data)
-        return data
-
-    async def read(self, count: int) -> bytes:
-        data = self._pass(await self._reader.read(count)) if self.left else b""
-        if not self.left:
-            self.transport.abort()
-        return data
 
     def write(self, data: bytes) -> None:
         if self._meets is not None:
@@ -186,13 +169,6 @@ class Line:
         elif self.left:
             self._writer.write(self._pass(data))
 
-    async def drain(self) -> None:
-        with contextlib.suppress(ConnectionError):
-            await self._writer.drain()
-
-    def close(self) -> None:
-        self._writer.close()
-
     async def has_exited(self) -> bool:
         return False
 
@@ -200,13 +176,19 @@ class Line:
         self.transport.abort()
         self._theirs.close()
 
-    async def end(self, patience_s: float) -> None:
-        self._writer.close()
-        with contextlib.suppress(ConnectionError):
-            await self._writer.wait_closed()
-
 
 HOLDERS: list[socket.socket] = []
+
+
+async def end(agent: Agent, serving: threading.Thread) -> None:
+    """Ends an agent whose channel is closed, and what hands connections over."""
+    agent.on_sigterm()
+    await asyncio.to_thread(serving.join)
+    agent.stream._release_streams()
+    for fd in (agent._wake_read, agent._wake_write):
+        os.close(fd)
+    while HOLDERS:
+        HOLDERS.pop().close()
 
 
 def hands_over(name: str, theirs: socket.socket) -> None:
@@ -264,12 +246,7 @@ async def talk(*lefts: int) -> AsyncIterator[Talk]:
                 await asyncio.wait_for(channel.request("bye"), 5)  # as the launcher does
         agent.on_sigterm()
         await channel.close()
-        await asyncio.to_thread(serving.join)
-        agent.stream._release_streams()
-        for fd in (agent._wake_read, agent._wake_write):
-            os.close(fd)
-        while HOLDERS:
-            HOLDERS.pop().close()
+        await end(agent, serving)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -445,13 +422,7 @@ def test_a_connection_that_was_opened_is_never_too_young_to_break() -> None:
             return True
         finally:
             await channel.close(1.0)
-            agent.on_sigterm()
-            await asyncio.to_thread(serving.join)
-            agent.stream._release_streams()
-            for fd in (agent._wake_read, agent._wake_write):
-                os.close(fd)
-            while HOLDERS:
-                HOLDERS.pop().close()
+            await end(agent, serving)
 
     async def go() -> None:
         assert not await opened(0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import os
 import random
 import socket
 import threading
@@ -19,13 +18,13 @@ from typing import Any
 
 import pytest
 
+from agents import agent_in_thread
 from paceline.agent.files.safe_paths import IncomingFile
 from paceline.agent.files.snapshot import BLOCK_BYTES, blob_path
 from paceline.agent.multiplexing import FILES
 from paceline.agent.server import Agent
 from paceline.remote.channel import Channel
 from paceline.spec.events import Event
-from paceline.spec.hosts import Host
 from paceline.transfer.files import fetch_file, send_blocks
 
 RATE = 500_000  # bytes a second: 4 Mbit/s
@@ -127,28 +126,17 @@ class Slow:
 @contextlib.asynccontextmanager
 async def slow() -> AsyncIterator[Slow]:
     """An agent in a thread, at the other end of a slow line."""
-    ours, theirs = socket.socketpair()
-    agent = Agent(os.dup(theirs.fileno()), os.dup(theirs.fileno()), "/nowhere/agent/package")
-    theirs.close()
-    agent._send_hello = lambda: None  # type: ignore[method-assign]
-    serving = threading.Thread(target=agent.run)
-    serving.start()
-    line = SlowLine(ours)
-    channel = Channel(Host("n1"), line)  # type: ignore[arg-type]
-    channel._conversation._greeted = True
-    channel._hello.set_result(None)
-    told: list[Event] = []
-    channel.on_event = told.append
-    channel._tasks.append(asyncio.create_task(channel._read_stderr()))
-    channel.listen()
-    try:
-        yield Slow(channel, agent, line, told)
-    finally:
-        await channel.close()
-        agent.on_sigterm()
-        await asyncio.to_thread(serving.join)
-        for fd in (agent.stream._input, agent.outbox.fd, agent._wake_read, agent._wake_write):
-            os.close(fd)  # type: ignore[arg-type]
+    async with agent_in_thread(line=SlowLine) as served:
+        channel = served.node.channel
+        channel._conversation._greeted = True
+        channel._hello.set_result(None)
+        told: list[Event] = []
+        channel.on_event = told.append
+        try:
+            yield Slow(channel, served.agent, served.line, told)
+        finally:
+            await channel.close()
+            served.agent.on_sigterm()
 
 
 @pytest.fixture

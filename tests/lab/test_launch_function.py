@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from launches import Site, project_at
+from launches import Site, eventually, project_at
 
 import paceline
 from paceline import RankError
@@ -166,9 +166,7 @@ def test_ctrl_c_beside_a_running_loop_ends_all_ranks(there: dict[str, Any], apar
             paceline.launch(time.sleep, (60,), torch=False, **there)
 
     def interrupt() -> None:
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline and not _started(apart.project):
-            time.sleep(0.1)
+        eventually(lambda: bool(_started(apart.project)))
         os.kill(os.getpid(), signal.SIGINT)
 
     helper = threading.Thread(target=interrupt)

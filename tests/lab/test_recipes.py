@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,8 @@ import ranks
 from recipe_tools import hub_variables, one_thread, parameters, records  # noqa: F401 - fixtures
 from test_recipe_golden import FLAGS, GOLDEN, run
 
+from background import eventually
+
 
 @pytest.mark.parametrize("recipe", ["text", "translation"])
 def test_killed_on_two_ranks_and_gone_on_with_one(recipe: str, tmp_path: Path) -> None:
@@ -24,9 +25,7 @@ def test_killed_on_two_ranks_and_gone_on_with_one(recipe: str, tmp_path: Path) -
     flags = [*FLAGS[recipe], f"--run-dir={folder}", "--checkpoint-every=4"]
     words = ["-m", f"paceline.recipes.{recipe}", *flags]
     started = ranks.start(2, words, tmp_path / "logs")
-    deadline = time.monotonic() + 60
-    while not list(folder.glob("checkpoints/*/manifest.json")) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    eventually(lambda: bool(list(folder.glob("checkpoints/*/manifest.json"))))
     for process in started:
         os.kill(process.pid, signal.SIGKILL)
     ranks.finish(started, tmp_path / "logs", 10)

@@ -17,6 +17,7 @@ from typing import Any, cast
 import pytest
 import ranks
 
+from background import eventually
 from paceline.spec.errors import SettingError
 from paceline.spec.rundir import MANIFEST, frozen_file
 from paceline.spec.training.checkpoint_manifest import FileEntry, Manifest
@@ -290,9 +291,7 @@ def test_a_full_disk_is_said(
 
 
 def rounds(told: list[CopyResult], count: int) -> list[CopyResult]:
-    deadline = time.monotonic() + 60
-    while len(told) < count and time.monotonic() < deadline:
-        time.sleep(0.01)
+    eventually(lambda: len(told) >= count)
     return told
 
 
@@ -355,9 +354,7 @@ def test_copying_rests_and_hurries(
     sender = _Sender(writer, 2, KEY, [_Peer("b", taker.address)], 1, told.append)
     make(writer, 10)
     sender.wake()
-    deadline = time.monotonic() + 60
-    while not rested and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert eventually(lambda: bool(rested))
     time.sleep(0.05)
     assert len(rested) == 1  # it waits for half a minute before the second piece
     begun = time.monotonic()
@@ -366,9 +363,7 @@ def test_copying_rests_and_hurries(
     assert [one.hosts for one in told] == [("b",)]
     make(writer, 20)
     sender.wake()
-    deadline = time.monotonic() + 60
-    while len(rested) < 5 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert eventually(lambda: len(rested) >= 5)
     sender.close()  # in the middle of a rest
     sender._thread.join(25)
     assert not sender._thread.is_alive()

@@ -69,22 +69,29 @@ class Served:
 
     node: Node
     agent: Agent
-    line: CutLine
+    line: Any
 
     def ask(self, op: str, **fields: Any) -> Any:
         return self.node.channel.request(op, **fields)
 
 
 @contextlib.asynccontextmanager
-async def agent_in_thread(left: int = ENDLESS, name: str = "n1") -> AsyncIterator[Served]:
-    """An agent that serves from a thread of this process, for as long as the line holds."""
+async def agent_in_thread(left: int = ENDLESS, name: str = "n1",
+                          line: Any = None) -> AsyncIterator[Served]:  # fmt: skip
+    """An agent that serves from a thread of this process, for as long as the line holds.
+
+    Args:
+        left: Bytes after which the line is cut.
+        name: Of the host.
+        line: Makes another line of our end of a pair of sockets.
+    """
     ours, theirs = socket.socketpair()
     agent = Agent(os.dup(theirs.fileno()), os.dup(theirs.fileno()), "/nowhere/agent/package")
     theirs.close()
     agent._send_hello = lambda: None  # type: ignore[method-assign]
     serving = threading.Thread(target=agent.run)
     serving.start()
-    line = CutLine(*await asyncio.open_connection(sock=ours), left)
+    line = line(ours) if line else CutLine(*await asyncio.open_connection(sock=ours), left)
     channel = Channel(Host(name), line)  # type: ignore[arg-type]
     channel._tasks.append(asyncio.create_task(channel._read_stderr()))
     channel.listen()

@@ -109,11 +109,12 @@ def baseline(data: str, folder: str) -> str:
     """A linear classifier on standardised pixels, of the same splits, after five epochs."""
     import torch
 
-    from paceline.recipes.data.images import Request, load
+    from paceline.recipes.data.images import load
+    from paceline.recipes.options import ImageOptions
 
     begun = time.monotonic()
     torch.manual_seed(0)
-    splits = load(folder, Request(data)).splits
+    splits = load(ImageOptions(data=data, data_dir=folder)).splits
     train, test = (flat(splits[name]) for name in ("train", "test"))
     mean, deviation = train.mean(0), train.std(0) + 1e-3
     pixels, held_out = (torch.from_numpy((part - mean) / deviation) for part in (train, test))

@@ -37,8 +37,9 @@ from torch.nn.functional import cross_entropy
 from paceline import train
 from paceline.recipes.common import fast_dtype
 from paceline.recipes.data import decoding
-from paceline.recipes.data.images import Request, load
+from paceline.recipes.data.images import load
 from paceline.recipes.networks import MODELS
+from paceline.recipes.options import ImageOptions
 from paceline.recipes.preprocessing import ImageTensors, Normalisation
 from paceline.train.data.fetch import BatchRequest, Draws, Fetch, usable_cpus
 
@@ -113,7 +114,7 @@ def of_one_core(make: Callable[[int], object], count: int) -> float:
 
 
 def pictures(folder: Path) -> ImageTensors:
-    data = load("", Request(str(folder), image_size=256, crop=True))
+    data = load(ImageOptions(data=str(folder), image_size=256, augment=("resized-crop",)))
     return ImageTensors(
         data.splits["train"], NORMALISE, torch.float32, ("resized-crop", "flip"), SIZE
     )

@@ -74,10 +74,11 @@ def main() -> None:
 
 def prepare(cifar: Path, folder: Path) -> None:
     """Three sets of pictures, each a folder with ``train`` and ``test``, and classes in them."""
-    from paceline.recipes.data.images import Request, load
+    from paceline.recipes.data.images import load
+    from paceline.recipes.options import ImageOptions
 
-    photos = load(str(cifar), Request("cifar10"))
-    clothes = load("", Request("fashion-mnist"))
+    photos = load(ImageOptions(data="cifar10", data_dir=str(cifar)))
+    clothes = load(ImageOptions(data="fashion-mnist"))
     vehicles = tuple(name for name in photos.classes if name not in ANIMALS)
     for name, data, classes, most in (
         ("animals", photos, ANIMALS, 10**9),

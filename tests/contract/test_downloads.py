@@ -18,14 +18,14 @@ from paceline.recipes.data import (
     IMAGE_SETS,
     PAIR_SETS,
     TEXT_SETS,
-    HubSource,
     NamedDataset,
     Remote,
     download,
 )
 from paceline.recipes.data.download import DownloadOptions, find_or_download
-from paceline.recipes.data.pairs import PairRequest, load_pairs
-from paceline.recipes.data.texts import TextRequest, load_texts
+from paceline.recipes.data.pairs import load_pairs
+from paceline.recipes.data.texts import load_texts
+from paceline.recipes.options import TextOptions, TranslationOptions
 from paceline.spec.errors import DataError
 from paceline.train.data import disk_lock
 
@@ -325,7 +325,7 @@ def test_texts_of_a_name(server: Server, monkeypatch: pytest.MonkeyPatch) -> Non
     rows = b'"3","Wall St.","Bears"\n"1","War","Peace"\n"2","Game","Set"\n"4","Moon","Rocket"\n'
     news = served(server, TEXT_SETS["ag-news"], {"train.csv": rows, "test.csv": rows})
     monkeypatch.setitem(TEXT_SETS, "ag-news", news)
-    data = load_texts(TextRequest(HubSource("ag-news")))
+    data = load_texts(TextOptions(data="ag-news"))
     assert data.classes == ("World", "Sports", "Business", "Sci/Tech")
     assert data.splits["test"] == (["Wall St. Bears", "War Peace", "Game Set", "Moon Rocket"],
                                    [2, 0, 1, 3])  # fmt: skip
@@ -340,6 +340,8 @@ def test_pairs_of_a_name(
         for part in ("train", "val", "test")
     }
     monkeypatch.setitem(PAIR_SETS, "multi30k", served(server, PAIR_SETS["multi30k"], files))
-    data = load_pairs(PairRequest(HubSource("multi30k"), languages=languages))
+    source, target = languages
+    options = TranslationOptions(data="multi30k", source_lang=source, target_lang=target)
+    data = load_pairs(options)
     assert data.splits["val"][0][0] == first
     assert set(data.splits) == {"train", "val", "test"}

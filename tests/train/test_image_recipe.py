@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from paceline.cli import model_scripts
 from paceline.cli.verbs.evaluate import read_model_config
 from paceline.recipes import image
-from paceline.recipes.data.images import Request, load
+from paceline.recipes.data.images import load
+from paceline.recipes.options import ImageOptions
 from paceline.recipes.use import evaluate, predict
 from paceline.train import weights
 
@@ -90,7 +91,7 @@ def test_evaluation_gives_the_reported_figure(
 
 
 def test_prediction(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    test = load("", Request("digits")).splits["test"]
+    test = load(ImageOptions()).splits["test"]
     files = []
     for number in range(0, 450, 45):
         path = tmp_path / f"{number}.png"

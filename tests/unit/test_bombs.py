@@ -19,6 +19,7 @@ import torch
 
 from paceline.recipes.data import cifar, idx, pairs, pickle_limits, texts
 from paceline.recipes.minimal import image as minimal
+from paceline.recipes.options import TextOptions
 from paceline.recipes.pretrained import read_weights
 from paceline.spec.errors import DataError
 from paceline.train.data import parquet, shards, tars
@@ -425,12 +426,12 @@ def test_codes_of_another_rank_fill_their_place_and_no_more() -> None:
 def test_texts_that_cannot_be_read_are_named(tmp_path: Path, name: str, content: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=r"a\.(jsonl|csv) line"):
-        texts.load_texts(texts.TextRequest(texts.HubSource(str(tmp_path / name))))
+        texts.load_texts(TextOptions(data=str(tmp_path / name)))
 
 
 def test_a_label_of_very_many_digits_is_a_word(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(f"{'9' * 5000},a\n1,b\n" * 20)
-    found = texts.load_texts(texts.TextRequest(texts.HubSource(str(tmp_path / "a.csv"))))
+    found = texts.load_texts(TextOptions(data=str(tmp_path / "a.csv")))
     assert found.classes == ("1", "9" * 5000)
 
 

@@ -16,7 +16,8 @@ from PIL import Image
 
 from paceline.cli.recipe_job import absolute_folder
 from paceline.recipes.data import decoding, find_data
-from paceline.recipes.data.images import ImageData, Request, load
+from paceline.recipes.data.images import ImageData, load
+from paceline.recipes.options import ImageOptions
 from paceline.recipes.preprocessing import normalisation
 from paceline.spec.errors import DataError
 
@@ -67,7 +68,7 @@ def write_folder(folder: Path, classes: dict[str, int], size: int = 10) -> None:
 
 
 def read(source: Path | str, data_dir: Path | str = "", **wanted: Any) -> ImageData:
-    return load(str(data_dir), Request(str(source), **wanted))
+    return load(ImageOptions(data=str(source), data_dir=str(data_dir), **wanted))
 
 
 def test_bundled_digits() -> None:

@@ -18,9 +18,10 @@ import torch
 from PIL import Image
 
 from paceline.recipes import image
-from paceline.recipes.data import HubSource, decoding, folder, tars
-from paceline.recipes.data.images import Request, load
-from paceline.recipes.data.texts import TextRequest, load_texts
+from paceline.recipes.data import decoding, folder, tars
+from paceline.recipes.data.images import load
+from paceline.recipes.data.texts import load_texts
+from paceline.recipes.options import ImageOptions, TextOptions
 from paceline.recipes.preprocessing import ImageTensors, Normalisation
 from paceline.spec.errors import DataError
 from paceline.train import Draws, write_shards
@@ -97,7 +98,7 @@ def test_workers_make_the_batches_of_photos(tmp_path: Path, workers: int) -> Non
         for number in range(12):
             pixels = draw.integers(0, 256, (40, 60, 3)).astype(np.uint8)
             Image.fromarray(pixels).save(tmp_path / name / f"{number}.png")
-    data = folder.read(tmp_path, Request(str(tmp_path), image_size=32, crop=True))
+    data = folder.read(tmp_path, ImageOptions(image_size=32, augment=("resized-crop",)))
     normalise = Normalisation((0.5,) * 3, (0.25,) * 3)
     pictures = ImageTensors(
         data.splits["train"], normalise, torch.float32, ("resized-crop", "flip")
@@ -132,7 +133,7 @@ def samples(count: int) -> Iterator[dict[str, Any]]:
 
 
 def read(folder: Path, **more: Any) -> Any:
-    return load("", Request(str(folder), image_size=16, crop=True, **more))
+    return load(ImageOptions(data=str(folder), image_size=16, augment=("resized-crop",), **more))
 
 
 def test_photos_in_shards(tmp_path: Path) -> None:
@@ -146,9 +147,8 @@ def test_photos_in_shards(tmp_path: Path) -> None:
     }
     train = data.splits["train"]
     (tmp_path / "one.png").write_bytes(png(int(train._ids[5])))
-    assert np.array_equal(
-        train.pixels(np.array([5]))[0], decoding.decode(tmp_path / "one.png", 3, 16, 16, crop=True)
-    )
+    alone = decoding.decode_resized(tmp_path / "one.png", 3, (16, 16), crop=True)
+    assert np.array_equal(train.pixels(np.array([5]))[0], alone)
     assert data.fingerprint == read(tmp_path).fingerprint != read(tmp_path, seed=1).fingerprint
     part = read(tmp_path, val_fraction=0.25).splits["train"]
     order = ImageTensors(part, Normalisation((0.5,) * 3, (0.2,) * 3), torch.float32).visiting_order(
@@ -200,36 +200,36 @@ def test_the_recipe_trains_on_shards(tmp_path: Path) -> None:
 def test_texts_in_shards(tmp_path: Path) -> None:
     texts = ({"txt": f"text {number}", "cls": number % 3} for number in range(30))
     write_shards(tmp_path, texts, size=10_000)
-    data = load_texts(TextRequest(HubSource(str(tmp_path))))
+    data = load_texts(TextOptions(data=str(tmp_path)))
     assert data.labels == ("0", "1", "2")
     assert sorted(sum((texts for texts, _ in data.splits.values()), [])) == sorted(  # noqa: RUF017
         f"text {number}" for number in range(30)
     )
     write_shards(tmp_path / "bad", [{"json": {}, "cls": 1}])
     with pytest.raises(DataError, match=r"bad/00000\.tar: 000000000 is no text with a class"):
-        load_texts(TextRequest(HubSource(str(tmp_path / "bad"))))
+        load_texts(TextOptions(data=str(tmp_path / "bad")))
 
 
 READ = """
 import json, sys
 import numpy
-from paceline.recipes.data import HubSource
-from paceline.recipes.data.images import Request, load
-from paceline.recipes.data.texts import TextRequest, load_texts
+from paceline.recipes.data.images import load
+from paceline.recipes.data.texts import load_texts
+from paceline.recipes.options import ImageOptions, TextOptions
 from paceline.spec.errors import PacelineError
 
 photos, texts = sys.argv[1:]
 def refusal(folder, **more):
     try:
-        load("", Request(folder, **more))
+        load(ImageOptions(data=folder, **more))
     except PacelineError as error:
         return error.render()
-data = load("", Request(photos, image_size=16, crop=True))
+data = load(ImageOptions(data=photos, image_size=16, augment=("resized-crop",)))
 train = data.splits["train"]
 print(json.dumps({
     "classes": data.classes, "id": int(train._ids[3]), "label": int(train.labels[3]),
     "pixels": train.pixels(numpy.array([3])).tolist(),
-    "labels": load_texts(TextRequest(HubSource(texts))).labels,
+    "labels": load_texts(TextOptions(data=texts)).labels,
     "skipped": refusal(photos, skip_damaged=True), "unfit": refusal(texts),
 }))
 """
@@ -255,7 +255,7 @@ def test_parquet_whose_columns_are_named_as_in_tars(tmp_path: Path) -> None:
     assert (said["classes"], said["labels"]) == (["0", "1"], ["0", "1", "2"])
     one = packed[said["id"]]
     (tmp_path / "one.png").write_bytes(one["png"])
-    wanted = decoding.decode(tmp_path / "one.png", 3, 16, 16, crop=True)
+    wanted = decoding.decode_resized(tmp_path / "one.png", 3, (16, 16), crop=True)
     assert np.array_equal(np.array(said["pixels"])[0], wanted)
     assert said["label"] == one["cls"]
     assert "--skip-damaged has no effect" in said["skipped"]

@@ -15,8 +15,8 @@ from recipe_tools import config, hub_variables, one_thread, records  # noqa: F40
 from safetensors.torch import load_file, save_file
 
 from paceline.recipes import parse_options, pretrained, text
-from paceline.recipes.data import HubSource
-from paceline.recipes.data.texts import TextData, TextRequest, load_texts
+from paceline.recipes.data.texts import TextData, load_texts
+from paceline.recipes.options import TextOptions
 from paceline.recipes.pretrained import stages_of
 from paceline.recipes.text import macro_f1
 from paceline.recipes.use import evaluate, predict
@@ -26,7 +26,7 @@ ROWS = [(label, f"text {n}, of {label}") for n in range(20) for label in ("no", 
 
 
 def read(name: Path | str, **wanted: Any) -> TextData:
-    return load_texts(TextRequest(HubSource(str(name)), **wanted))
+    return load_texts(TextOptions(data=str(name), **wanted))
 
 
 def write_csv(path: Path, rows: Sequence[Sequence[object]], delimiter: str = ",") -> Path:
@@ -41,12 +41,13 @@ def write_csv(path: Path, rows: Sequence[Sequence[object]], delimiter: str = ","
 def test_every_form_is_the_same_data(tmp_path: Path) -> None:
     named = [("id", "sentence", "label"), *((n, t, c) for n, (c, t) in enumerate(ROWS))]
     odd = [("topic id", "body"), *ROWS]
+    named_columns = {"label_column": "topic id", "text_column": "body"}
     lines = (json.dumps({"text": t, "label": c}) for c, t in ROWS)
     (tmp_path / "d.jsonl").write_text("\n".join(lines))
     found = [
         read(write_csv(tmp_path / "a.csv", ROWS)),
         read(write_csv(tmp_path / "b.csv", named)),
-        read(write_csv(tmp_path / "c.csv", odd, ";"), delimiter=";", columns=("topic id", "body")),
+        read(write_csv(tmp_path / "c.csv", odd, ";"), delimiter=";", **named_columns),
         read(tmp_path / "d.jsonl"),
         read(write_csv(tmp_path / "e.tsv", ROWS, "\t")),
     ]
@@ -90,7 +91,7 @@ def test_numbered_labels_from_one_with_names_and_test_file(tmp_path: Path) -> No
     data = read(tmp_path, class_names=("world", "sport", "business"))
     assert data.classes == ("world", "sport", "business")
     assert data.splits["test"] == ([text for _, text in rows[:3]], [0, 1, 2])
-    by_file = read(tmp_path / "train.csv", test=str(tmp_path / "test.csv"))
+    by_file = read(tmp_path / "train.csv", test_data=str(tmp_path / "test.csv"))
     assert by_file.classes == ("1", "2", "3")
 
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.recipes import parse_options, tokens
-from paceline.recipes.data import HubSource
-from paceline.recipes.data.pairs import GENERATORS, PairData, PairRequest, load_pairs, spell_number
+from paceline.recipes.data.pairs import GENERATORS, PairData, load_pairs, spell_number
+from paceline.recipes.options import TranslationOptions
 from paceline.recipes.scores import edit_distance, error_rate, translation_scores
 from paceline.recipes.tokens import padded, sentences
 from paceline.recipes.transformer import (
@@ -34,8 +34,10 @@ from paceline.train.data.order import Order, group_by_length
 WORDS = ["the", "quick", "brown", "fox,", "it's", "42", "(forty-two)", "dogs"]
 
 
-def read(name: Path | str, **wanted: object) -> PairData:
-    return load_pairs(PairRequest(HubSource(str(name)), **wanted))  # type: ignore[arg-type]
+def read(name: Path | str, languages: tuple[str, str] = ("", ""), target: str = "") -> PairData:
+    source_lang, target_lang = languages
+    return load_pairs(TranslationOptions(data=str(name), target=target, source_lang=source_lang,
+                                         target_lang=target_lang))  # fmt: skip
 
 
 # -- data ----------------------------------------------------------------------------------

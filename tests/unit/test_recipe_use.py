@@ -16,7 +16,8 @@ from PIL import Image
 from recipe_tools import hub_variables, one_thread  # noqa: F401 - fixtures
 
 from paceline.recipes import image, load_use_module, text, translation
-from paceline.recipes.data.images import Request, load
+from paceline.recipes.data.images import load
+from paceline.recipes.options import ImageOptions
 from paceline.recipes.use import benchmark, evaluate, export, predict, quantize, translate
 from paceline.recipes.use.export import spread_ids
 from paceline.recipes.use.onnx_file import OnnxNetwork
@@ -212,7 +213,7 @@ def test_a_quantized_image_model_has_measured_ranges(
     assert quantize.main([f"--run={digits}", f"--to={path}", "--calibration=64"]) == 0
     assert b"QuantizeLinear" in path.read_bytes()
     assert path.stat().st_size < 0.5 * (digits / "model/model.safetensors").stat().st_size
-    picture = load("", Request("digits")).splits["test"].pixels(np.arange(1))[0, 0]
+    picture = load(ImageOptions()).splits["test"].pixels(np.arange(1))[0, 0]
     Image.fromarray(picture).save(digit)
     capsys.readouterr()
     said = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,13 @@ from torch.nn.functional import cross_entropy
 
 from paceline import train
 from paceline.recipes import common, pretrained, torchvision_models
-from paceline.recipes.data.images import ImageData, Request, load
+from paceline.recipes.data.images import ImageData, load
 from paceline.recipes.heads import add_layers
 from paceline.recipes.networks import MODELS, backbone, describe_network, wrap_hub_model
 from paceline.recipes.optimization import make_optimizer
 from paceline.recipes.options import ImageOptions
 from paceline.recipes.preprocessing import (
     ImageTensors,
-    InputFormat,
     Normalisation,
     input_format,
     normalisation,
@@ -39,7 +39,7 @@ from paceline.train import Best
 def train_image(options: ImageOptions) -> None:
     """Runs one training; called on every rank."""
     model_input = input_format(options)
-    data = load_data(options, model_input)
+    data = load(replace(options, image_size=model_input.decode_size))
     # The small network on tiny images gains nothing from bf16.
     large = options.model != "cnn" or max(*data.shape, model_input.size) >= 16
     options = common.with_fast_dtype(options, large)
@@ -90,7 +90,7 @@ def train_image(options: ImageOptions) -> None:
         if common.run_trials(session, options, loader, compute):
             return
         best = Best(patience=options.patience)
-        metadata = describe(options, data, model_input, shape, normalise) | {
+        metadata = describe(options, data, shape, normalise) | {
             "network": description, "number_format": options.dtype, "channels_last": fast,
         }  # fmt: skip
         common.configure_checkpoints(session, options, best, data.fingerprint, metadata)
@@ -134,23 +134,6 @@ def evaluate(session: train.Session, network: nn.Module, pictures: ImageTensors)
         meter.add(batch.count, loss=losses, accuracy=outputs.argmax(1) == labels, top5=top5)
     network.train()
     return meter.result()
-
-
-def load_data(options: ImageOptions, model_input: InputFormat) -> ImageData:
-    """Loads the data set that the options name."""
-    request = Request(
-        options.data,
-        image_size=model_input.decode_size,
-        test_fraction=options.test_fraction,
-        val_fraction=options.val_fraction,
-        seed=options.seed,
-        crop=model_input.crop,
-        skip_damaged=options.skip_damaged,
-        config=options.data_config,
-        offline=options.offline,
-        mirror=options.mirror,
-    )
-    return load(options.data_dir, request)
 
 
 def count_workers(options: ImageOptions, training: ImageTensors) -> int | None:
@@ -197,7 +180,6 @@ def make_network(
 def describe(
     options: ImageOptions,
     data: ImageData,
-    model_input: InputFormat,
     shape: tuple[int, int, int],
     normalise: Normalisation,
 ) -> dict[str, Any]:
@@ -208,7 +190,7 @@ def describe(
         "model": options.model,
         "shape": list(shape),
         "decoded": list(data.shape),
-        "crop": model_input.crop,
+        "crop": options.crop,
         "classes": list(data.classes),
         "normalisation": normalise.to_json(),
         "data": {

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from paceline.recipes.argv import check_at_least, check_fraction, check_known, check_part
-from paceline.recipes.data import IMAGE_SETS, PAIR_SETS, TEXT_SETS, HubSource, is_path
+from paceline.recipes.data import IMAGE_SETS, PAIR_SETS, TEXT_SETS, is_path
 from paceline.recipes.pretrained_list import IMAGENET, RESNET_FILES
 from paceline.spec.errors import SettingError
 from paceline.spec.training import balance, communication
@@ -379,6 +379,11 @@ class ImageOptions(Options):
     val_fraction: float = 0.0
     """Part of the training images to use for validation, if the data set has no such part."""
 
+    @property
+    def crop(self) -> bool:
+        """Whether files of another aspect ratio are cropped instead of squeezed."""
+        return "resized-crop" in self.augment
+
     def validate(self) -> None:
         super().validate()
         check_accuracy(self.stop_at)
@@ -478,10 +483,6 @@ class TextOptions(Options):
         check_fraction("--label-smoothing", self.label_smoothing)
         self._validate_data()
         check_fine_tuning(self.model in TEXT_MODELS, self)
-
-    def hub(self) -> HubSource:
-        """Returns the source of the data set."""
-        return HubSource(self.data, self.data_config, self.offline, self.mirror)
 
     def _validate_data(self) -> None:
         check_part("--test-fraction", self.test_fraction)
@@ -589,9 +590,10 @@ class TranslationOptions(Options):
         width, layers = self.d_model or defaults[0], self.layers or defaults[1]
         return width, layers, self.heads or defaults[2], self.ff or defaults[3]
 
-    def hub(self) -> HubSource:
-        """Returns the source of the data set."""
-        return HubSource(self.data, self.data_config, self.offline, self.mirror)
+    @property
+    def languages(self) -> tuple[str, str]:
+        """Names of source and target in data with named languages; may be empty."""
+        return self.source_lang, self.target_lang
 
     def _validate_sizes(self) -> None:
         for flag in ("d_model", "layers", "heads", "ff", "vocab_size"):

@@ -32,14 +32,12 @@ class InputFormat:
     Attributes:
         size: Height and width of the model's input (0: as in the data).
         decode_size: Height and width of decoded files (0: default of the reader).
-        crop: Crop files of another aspect ratio instead of squeezing them.
         mean, deviation: Normalisation of each colour for a pretrained model; empty measures it.
         channels: Channels of the model's input (0: as in the data).
     """
 
     size: int = 0
     decode_size: int = 0
-    crop: bool = False
     mean: tuple[float, ...] = ()
     deviation: tuple[float, ...] = ()
     channels: int = 0
@@ -69,10 +67,9 @@ def input_format(options: ImageOptions) -> InputFormat:
     elif options.weights:
         settings = pretrained.saved_preprocessing(options.weights)
     size = options.image_size or _size(settings.get("size"))
-    crop = "resized-crop" in options.augment
     mean, deviation = (tuple(settings.get(name) or ()) for name in ("image_mean", "image_std"))
-    decode_size = round(size * DECODE_MARGIN) if crop else size
-    return InputFormat(size, decode_size, crop, mean, deviation, settings.get("channels", 0))
+    decode_size = round(size * DECODE_MARGIN) if options.crop else size
+    return InputFormat(size, decode_size, mean, deviation, settings.get("channels", 0))
 
 
 def _size(value: Any) -> int:

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy, one_hot
 from paceline import train
 from paceline.recipes import common, pretrained
 from paceline.recipes.data import local_path
-from paceline.recipes.data.texts import TextData, TextRequest, load_texts
+from paceline.recipes.data.texts import TextData, load_texts
 from paceline.recipes.heads import add_layers
 from paceline.recipes.networks import HubClassifier, TextClassifier
 from paceline.recipes.optimization import make_optimizer
@@ -41,7 +41,7 @@ from paceline.train import Best, Draws
 
 def train_text(options: TextOptions) -> None:
     """Runs one training; called on every rank."""
-    data = load_data(options)
+    data = load_texts(options)
     options = common.with_fast_dtype(options, options.model not in TEXT_MODELS)
     with common.join("text", options) as session:
         session.agree("the data set", data.fingerprint)
@@ -153,22 +153,6 @@ def macro_f1(confusion: Tensor) -> float:
     hits, both = confusion.diag(), confusion.sum(0) + confusion.sum(1)
     occurs = both > 0
     return float((2 * hits[occurs] / both[occurs]).mean())
-
-
-def load_data(options: TextOptions) -> TextData:
-    """Loads the data set that the options name."""
-    return load_texts(
-        TextRequest(
-            options.hub(),
-            options.test_data,
-            (options.label_column, options.text_column),
-            options.delimiter,
-            options.class_names,
-            fraction=options.test_fraction,
-            seed=options.seed,
-            data_dir=options.data_dir,
-        )
-    )
 
 
 def make_encoding(session: train.Session, data: TextData, options: TextOptions) -> Encoding:

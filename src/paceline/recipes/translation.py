@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from paceline import train
 from paceline.recipes import common
-from paceline.recipes.data.pairs import Pair, PairData, PairRequest, load_pairs
+from paceline.recipes.data.pairs import Pair, PairData, load_pairs
 from paceline.recipes.optimization import make_optimizer
 from paceline.recipes.options import TranslationOptions
 from paceline.recipes.scores import translation_scores
@@ -54,7 +54,7 @@ LARGE = 256
 
 def train_translation(options: TranslationOptions) -> None:
     """Runs one training; called on every rank."""
-    data = load_data(options)
+    data = load_pairs(options)
     options = common.with_fast_dtype(options, options.dimensions()[0] >= LARGE)
     with common.join("translation", options) as session:
         session.agree("the corpus", data.fingerprint)
@@ -222,21 +222,6 @@ def show(
     session.keep(OUTPUTS, write)
     for source, target, output in rows[:samples]:
         session.say(f"  source     {source}\n  expected   {target}\n  translated {output}")
-
-
-def load_data(options: TranslationOptions) -> PairData:
-    """Loads the corpus that the options name."""
-    languages = (options.source_lang, options.target_lang)
-    return load_pairs(
-        PairRequest(
-            options.hub(),
-            options.target,
-            languages,
-            options.val_fraction,
-            options.seed,
-            options.data_dir,
-        )
-    )
 
 
 def make_tokenizers(

@@ -161,22 +161,6 @@ SEARCH_FOLDERS = ("/usr/share/datasets", "/usr/local/share/datasets", "data")
 """Folders in which named data sets are looked for, after the cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class HubSource:
-    """A Hugging Face data set, or a named one.
-
-    Attributes:
-        name: Id (``user/name``), folder or name.
-        config: Configuration; empty for the only one.
-        mirror: URL that is tried first for files of named data sets; may be empty.
-    """
-
-    name: str
-    config: str = ""
-    offline: bool = False
-    mirror: str = ""
-
-
 TABLE_SUFFIXES = (".csv", ".tsv", ".txt", ".jsonl")
 """Suffixes of data files."""
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.recipes.data.images import ImageData, InMemory, Request, check_labels, in_memory
+from paceline.recipes.data.images import ImageData, InMemory, check_labels, in_memory
 from paceline.recipes.data.pickle_limits import check_pickle
+from paceline.recipes.options import ImageOptions
 from paceline.spec.errors import DataError
 
 _CLASSES = (
@@ -35,7 +36,7 @@ def _is_cifar100(folder: Path) -> bool:
     return (folder / "meta").is_file() and (folder / "train").is_file()
 
 
-def read(folder: Path, request: Request) -> ImageData:
+def read(folder: Path, options: ImageOptions) -> ImageData:
     """Reads the training batches and the test batch.
 
     Raises:
@@ -44,13 +45,13 @@ def read(folder: Path, request: Request) -> ImageData:
     if _is_cifar100(folder):
         classes = _names(folder / "meta")
         train, test = (_batch(folder / name, classes) for name in ("train", "test"))
-        return in_memory(request, classes, train, test)
+        return in_memory(options, classes, train, test)
     suffix = ".bin" if (folder / f"{_BATCHES[0]}.bin").is_file() else ""
     parts = [_batch(folder / f"{name}{suffix}", _CLASSES) for name in _BATCHES]
     images = np.concatenate([part.images for part in parts])
     labels = np.concatenate([part.labels for part in parts])
     test = _batch(folder / f"test_batch{suffix}", _CLASSES)
-    return in_memory(request, _CLASSES, InMemory(images, labels), test)
+    return in_memory(options, _CLASSES, InMemory(images, labels), test)
 
 
 def _names(meta: Path) -> tuple[str, ...]:

@@ -21,11 +21,11 @@ from paceline.recipes.data.images import (
     ImageData,
     Labels,
     Pixels,
-    Request,
     SplitInfo,
     fingerprint,
     split_seeded,
 )
+from paceline.recipes.options import ImageOptions
 from paceline.spec.errors import DataError
 
 _SPLITS = {
@@ -75,29 +75,29 @@ def matches(folder: Path) -> bool:
     return folder.is_dir()
 
 
-def read(folder: Path, request: Request) -> ImageData:
+def read(folder: Path, options: ImageOptions) -> ImageData:
     """Lists the files, checks their headers, and splits them if they are not split.
 
     Raises:
         DataError: No class folders, a class without images, or an unreadable image.
     """
-    size = request.image_size or DEFAULT_SIZE
+    size = options.image_size or DEFAULT_SIZE
     folders = {name: path for name in _SPLITS if (path := _split_folder(folder, name))}
     classes = _class_folders(folders.get("train", folder))
     splits = {
-        name: FolderSplit(*_list_class_folders(path, classes), size, request.crop)
+        name: FolderSplit(*_list_class_folders(path, classes), size, options.crop)
         for name, path in (folders if "train" in folders else {"train": folder}).items()
     }
     split_info: SplitInfo = {"method": "folders"}
     if "train" not in folders:
-        ids, split_info = split_seeded(splits["train"].labels, request)
+        ids, split_info = split_seeded(splits["train"].labels, options)
         splits = {name: splits["train"].part(part) for name, part in ids.items()}
     if len(splits) < 2:
         raise DataError(
             f"{folder} has a train folder but nothing held out",
             remedy="add a folder test or val with the same classes",
         )
-    if request.skip_damaged:
+    if options.skip_damaged:
         splits = {name: split.readable() for name, split in splits.items()}
     else:
         _check_headers([path for split in splits.values() for path in split.paths])
@@ -105,7 +105,7 @@ def read(folder: Path, request: Request) -> ImageData:
     ignored = sum(
         is_system_file(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()
     )
-    return ImageData(request.source, classes, (3, size, size), splits, digest, split_info, ignored)
+    return ImageData(options.data, classes, (3, size, size), splits, digest, split_info, ignored)
 
 
 def _split_folder(folder: Path, split: str) -> Path | None:

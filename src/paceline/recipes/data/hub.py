@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from paceline.program import library
-from paceline.recipes.data import SPLIT_NAMES, HubSource, local_path
+from paceline.recipes.data import SPLIT_NAMES, local_path
 from paceline.spec.errors import DataError
 from paceline.train.data.disk_lock import exclusive_lock
 
@@ -33,22 +33,24 @@ def is_saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("dataset_dict.json", "dataset_info.json"))
 
 
-def load_rows(source: HubSource) -> dict[str, Any]:
-    """Loads the rows of each part: ``train``, and ``val`` and ``test`` if they exist.
+def load_rows(name: str, config: str = "", offline: bool = False) -> dict[str, Any]:
+    """Loads the rows of each part of a data set, given by id or folder.
+
+    The parts are ``train``, and ``val`` and ``test`` if they exist.
 
     Raises:
         DataError: The data set is not found, refused, or has no train part.
     """
-    path = local_path(Path(source.name).expanduser())
-    prepare_environment(source.offline, path.is_dir())
-    datasets = library("datasets", f"--data {source.name} is read")
+    path = local_path(Path(name).expanduser())
+    prepare_environment(offline, path.is_dir())
+    datasets = library("datasets", f"--data {name} is read")
     if is_saved(path):
         loaded = datasets.load_from_disk(str(path))
     else:
-        source_name = str(path) if path.is_dir() else source.name
+        location = str(path) if path.is_dir() else name
         loaded = fetch(
-            f"--data {source.name}",
-            lambda: datasets.load_dataset(source_name, source.config or None),
+            f"--data {name}",
+            lambda: datasets.load_dataset(location, config or None),
         )
     parts = dict(loaded) if isinstance(loaded, Mapping) else {"train": loaded}
     splits = {
@@ -59,7 +61,7 @@ def load_rows(source: HubSource) -> dict[str, Any]:
     }
     if "train" not in splits:
         raise DataError(
-            f"--data {source.name} has no part to train on",
+            f"--data {name} has no part to train on",
             found=f"it has {', '.join(parts) or 'none'}",
         )
     return splits

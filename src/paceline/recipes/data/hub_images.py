@@ -11,19 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.program import library
-from paceline.recipes.data import HubSource
 from paceline.recipes.data.decoding import SUFFIXES, File, FileSplit
 from paceline.recipes.data.hub import is_saved, load_rows
 from paceline.recipes.data.images import (
     DEFAULT_SIZE,
     ImageData,
     Labels,
-    Request,
     SplitInfo,
     fingerprint,
     split_seeded,
 )
 from paceline.recipes.data.tars import class_names
+from paceline.recipes.options import ImageOptions
 from paceline.spec.errors import DataError, SettingError
 
 
@@ -74,20 +73,20 @@ def matches(folder: Path) -> bool:
     )
 
 
-def read(folder: Path | str, request: Request) -> ImageData:
+def read(folder: Path | str, options: ImageOptions) -> ImageData:
     """Finds the columns, and splits the training part if there is no other.
 
     Raises:
         DataError: The data set is not found or has no images and class labels.
         SettingError: --skip-damaged, which needs files.
     """
-    if request.skip_damaged:
+    if options.skip_damaged:
         raise SettingError(
-            f"--skip-damaged has no effect with --data {request.source}",
+            f"--skip-damaged has no effect with --data {options.data}",
             found="the rows of a Hugging Face data set are not checked at the start",
             remedy="a folder of image files or tar shards, or leave --skip-damaged out",
         )
-    parts = load_rows(HubSource(str(folder), request.config, request.offline))
+    parts = load_rows(str(folder), options.data_config, options.offline)
     image, label = _columns(str(folder), parts["train"].features)
     labels = {name: np.array(rows[label], dtype=np.int64) for name, rows in parts.items()}
     if (names := getattr(parts["train"].features[label], "names", None)) is None:
@@ -97,21 +96,21 @@ def read(folder: Path | str, request: Request) -> ImageData:
     classes = tuple(str(values) for values in names)
     # Public benchmarks hide the labels of their test part as -1.
     usable = [name for name in parts if labels[name].min(initial=0) >= 0]
-    size = request.image_size or DEFAULT_SIZE
+    size = options.image_size or DEFAULT_SIZE
     as_file = library("datasets", "images are read").Image(decode=False)  # with a limit on its size
     splits = {
         name: HubSplit(
             parts[name].cast_column(image, as_file), image, labels[name], size,
-            np.arange(len(labels[name])), request.crop,
+            np.arange(len(labels[name])), options.crop,
         )
         for name in usable
     }  # fmt: skip
     split_info: SplitInfo = {"method": "as in the files"}
     if usable == ["train"]:
-        ids, split_info = split_seeded(labels["train"], request)
+        ids, split_info = split_seeded(labels["train"], options)
         splits = {name: splits["train"].part(part) for name, part in ids.items()}
     digest = fingerprint([str(folder).encode(), *(labels[name] for name in sorted(usable))])
-    return ImageData(request.source, classes, (3, size, size), splits, digest, split_info)
+    return ImageData(options.data, classes, (3, size, size), splits, digest, split_info)
 
 
 def _columns(name: str, features: Mapping[str, Any]) -> tuple[str, str]:

@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.recipes.data.images import ImageData, InMemory, Request, check_labels, in_memory
+from paceline.recipes.data import IMAGE_SETS
+from paceline.recipes.data.images import ImageData, InMemory, check_labels, in_memory
+from paceline.recipes.options import ImageOptions
 from paceline.spec.errors import DataError
 
 _TRAIN, _TEST = "train", "t10k"
@@ -25,15 +27,16 @@ def matches(folder: Path) -> bool:
     return _find_file(folder, _TRAIN, _IMAGES) is not None
 
 
-def read(folder: Path, request: Request) -> ImageData:
+def read(folder: Path, options: ImageOptions) -> ImageData:
     """Reads the four files.
 
     Raises:
         DataError: A file is missing, truncated or of another format, or a label out of range.
     """
-    classes = request.classes or _class_names(folder)
+    dataset = IMAGE_SETS.get(options.data)
+    classes = dataset.classes if dataset else _class_names(folder)
     train = _part(folder, _TRAIN, len(classes))
-    return in_memory(request, classes, train, _part(folder, _TEST, len(classes)))
+    return in_memory(options, classes, train, _part(folder, _TEST, len(classes)))
 
 
 def _class_names(folder: Path) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from paceline.recipes.data import IMAGE_SETS, READERS, is_hub_id, local_path
 from paceline.recipes.data.download import DownloadOptions, find_or_download
+from paceline.recipes.options import ImageOptions
 from paceline.spec import jobenv
 from paceline.spec.errors import DataError
 from paceline.train.data.order import permutation
@@ -114,35 +115,6 @@ class ImageData:
         return "val" if "val" in self.splits else "test"
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Settings of a reader.
-
-    Attributes:
-        source: Name or path as given.
-        classes: Names of the classes, if the files hold none.
-        image_size: Height and width to which files are resized; 0 for the default.
-        test_fraction: Held-out fraction of data without a split.
-        val_fraction: Fraction of the training images for validation, in data without it.
-        crop: Crop the centre of files of another aspect ratio instead of squeezing them.
-        skip_damaged: Leave out unreadable files instead of refusing them.
-        config: Configuration of a Hugging Face data set.
-        mirror: URL that is tried first for files of named data sets; may be empty.
-    """
-
-    source: str
-    classes: tuple[str, ...] = ()
-    image_size: int = 0
-    test_fraction: float = 0.2
-    val_fraction: float = 0.0
-    seed: int = 0
-    crop: bool = False
-    skip_damaged: bool = False
-    config: str = ""
-    offline: bool = False
-    mirror: str = ""
-
-
 def held_out_mask(labels: Labels, fraction: float, seed: int) -> NDArray[np.bool_]:
     """Draws the held-out samples by the seed: the same fraction of each class, but not all."""
     out = np.zeros(len(labels), dtype=bool)
@@ -153,31 +125,31 @@ def held_out_mask(labels: Labels, fraction: float, seed: int) -> NDArray[np.bool
     return out
 
 
-def split_seeded(labels: Labels, request: Request) -> tuple[dict[str, Labels], SplitInfo]:
+def split_seeded(labels: Labels, options: ImageOptions) -> tuple[dict[str, Labels], SplitInfo]:
     """Draws the test part of a data set that has none: sample ids by part, and their record.
 
     Raises:
         DataError: There are too few images.
     """
-    mask = held_out_mask(labels, request.test_fraction, request.seed)
+    mask = held_out_mask(labels, options.test_fraction, options.seed)
     if not mask.any():
         raise DataError(
-            f"{request.source} has too few images to hold some out",
+            f"{options.data} has too few images to hold some out",
             found=f"{len(labels)} images in {len(np.unique(labels))} classes",
             remedy="add images, or raise --test-fraction",
         )
-    fraction = request.test_fraction
-    split_info: SplitInfo = {"method": "seeded", "seed": request.seed, "test_fraction": fraction}
+    fraction = options.test_fraction
+    split_info: SplitInfo = {"method": "seeded", "seed": options.seed, "test_fraction": fraction}
     return {"train": np.flatnonzero(~mask), "test": np.flatnonzero(mask)}, split_info
 
 
-def with_validation(data: ImageData, request: Request) -> ImageData:
+def with_validation(data: ImageData, options: ImageOptions) -> ImageData:
     """Returns the data with a validation part, taken from the training part if necessary."""
-    if not request.val_fraction or "val" in data.splits:
+    if not options.val_fraction or "val" in data.splits:
         return data
     training = data.splits["train"]
     # With the seed of the test part, the same places in each class would be drawn.
-    mask = held_out_mask(training.labels, request.val_fraction, request.seed + 1_000_003)
+    mask = held_out_mask(training.labels, options.val_fraction, options.seed + 1_000_003)
     if not mask.any():
         raise DataError(
             f"{data.source} has too few training images to take some out for validation",
@@ -188,7 +160,7 @@ def with_validation(data: ImageData, request: Request) -> ImageData:
         data,
         splits={**data.splits, "train": remaining, "val": validation},
         fingerprint=fingerprint([data.fingerprint.encode(), np.flatnonzero(mask)]),
-        split={**data.split, "val_fraction": request.val_fraction, "seed": request.seed},
+        split={**data.split, "val_fraction": options.val_fraction, "seed": options.seed},
     )
 
 
@@ -217,18 +189,18 @@ def fingerprint(parts: Sequence[bytes | Pixels | Labels]) -> str:
 
 
 def in_memory(
-    request: Request, classes: tuple[str, ...], train: InMemory, test: InMemory
+    options: ImageOptions, classes: tuple[str, ...], train: InMemory, test: InMemory
 ) -> ImageData:
     """Creates a data set with a train and a test part in memory."""
     _, channels, height, width = train.images.shape
     if train.images.shape[1:] != test.images.shape[1:]:
         raise DataError(
-            f"{request.source}: images of the two parts differ in size",
+            f"{options.data}: images of the two parts differ in size",
             found=f"train {train.images.shape[1:]}, test {test.images.shape[1:]}",
         )
     digest = fingerprint([train.images, train.labels, test.images, test.labels])
     return ImageData(
-        request.source,
+        options.data,
         classes,
         (channels, height, width),
         {"train": train, "test": test},
@@ -237,44 +209,37 @@ def in_memory(
     )
 
 
-def load(data_dir: str, request: Request) -> ImageData:
-    """Reads the data set that ``request.source`` names.
-
-    Args:
-        data_dir: Folder of named data sets, also for downloads; may be empty.
-
-    Raises:
-        DataError: The data set is not found, unreadable or unsuitable.
-    """
-    dataset = IMAGE_SETS.get(request.source)
+def load(options: ImageOptions) -> ImageData:
+    """Reads the data set; DataError if it is not found, unreadable or unsuitable."""
+    dataset = IMAGE_SETS.get(options.data)
     if dataset is None:
-        data = _from_path(local_path(Path(request.source).expanduser()), request)
+        data = _from_path(local_path(Path(options.data).expanduser()), options)
     elif not dataset.folders:
-        data = dummy(request)
+        data = dummy(options)
     else:
-        reader, download = _reader(dataset.reader), DownloadOptions(request.offline, request.mirror)
-        folder = find_or_download(dataset, data_dir, reader.matches, download)
-        data = reader.read(folder, replace(request, classes=dataset.classes))
-    return with_validation(data, request)
+        reader, download = _reader(dataset.reader), DownloadOptions(options.offline, options.mirror)
+        folder = find_or_download(dataset, options.data_dir, reader.matches, download)
+        data = reader.read(folder, options)
+    return with_validation(data, options)
 
 
-def _from_path(path: Path, request: Request) -> ImageData:
-    if not is_hub_id(request.source) and not path.is_dir():
+def _from_path(path: Path, options: ImageOptions) -> ImageData:
+    if not is_hub_id(options.data) and not path.is_dir():
         host = os.environ.get(jobenv.HOST)  # set by a launcher: data may exist on other hosts only
         missing = f"no {path.absolute()} on {host}" if host else f"no {path.absolute()}"
         raise DataError(
-            f"--data {request.source}: no such folder",
+            f"--data {options.data}: no such folder",
             found=f"{path.absolute()} is a file" if path.exists() else missing,
             remedy=f"a folder of images, or one of {', '.join(IMAGE_SETS)}"
             if not host
             else f"a folder of the launching machine is sent; others must be on every host at the"
             f" same path: copy it there (rsync -a {path}/ HOST:{path}/)",
         )
-    if is_hub_id(request.source):
-        data: ImageData = _reader("hub_images").read(request.source, request)
+    if is_hub_id(options.data):
+        data: ImageData = _reader("hub_images").read(options.data, options)
     else:
         reader = next(reader for reader in map(_reader, READERS) if reader.matches(path))
-        data = reader.read(path, request)
+        data = reader.read(path, options)
     return data
 
 
@@ -297,10 +262,10 @@ class Noise:
         return self.images[ids % len(self.images)]
 
 
-def dummy(request: Request) -> ImageData:
-    """Generates colour images of ``request.image_size`` (default 224) in 1000 classes."""
-    size = request.image_size or DUMMY_SIZE
-    generator = np.random.default_rng(request.seed)
+def dummy(options: ImageOptions) -> ImageData:
+    """Generates colour images of ``options.image_size`` (default 224) in 1000 classes."""
+    size = options.image_size or DUMMY_SIZE
+    generator = np.random.default_rng(options.seed)
     images = generator.integers(0, 256, (_DUMMY_IMAGES, 3, size, size), dtype=np.uint8)
     labels = {
         "train": np.arange(DUMMY_TRAIN) % DUMMY_CLASSES,
@@ -312,5 +277,5 @@ def dummy(request: Request) -> ImageData:
         (3, size, size),
         {name: Noise(images, part) for name, part in labels.items()},
         fingerprint([images]),
-        {"method": "generated", "seed": request.seed},
+        {"method": "generated", "seed": options.seed},
     )

@@ -8,17 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.recipes.data import (
-    PAIR_SETS,
-    SPLIT_NAMES,
-    HubSource,
-    NamedDataset,
-    find_data,
-    is_hub_id,
-)
+from paceline.recipes.data import PAIR_SETS, SPLIT_NAMES, NamedDataset, find_data, is_hub_id
 from paceline.recipes.data.download import DownloadOptions, find_or_download
 from paceline.recipes.data.hub import is_saved, load_rows
 from paceline.recipes.data.texts import fingerprint, read_jsonl, read_lines, split_seeded
+from paceline.recipes.options import TranslationOptions
 from paceline.spec.errors import DataError
 
 Pair = tuple[str, str]
@@ -48,63 +42,43 @@ class PairData:
         return "val" if "val" in self.splits else "test"
 
 
-@dataclass(frozen=True, slots=True)
-class PairRequest:
-    """Settings of the reader.
-
-    Attributes:
-        hub: Name, file or folder as given.
-        target: File with the translations, for a corpus of two files.
-        languages: Names of (source, target) in data with named languages; may be empty.
-        val_fraction: Held-out fraction of data without a split.
-        data_dir: Folder that is searched first for the files; may be empty.
-    """
-
-    hub: HubSource
-    target: str = ""
-    languages: Pair = ("", "")
-    val_fraction: float = 0.1
-    seed: int = 0
-    data_dir: str = ""
-
-
-def load_pairs(request: PairRequest) -> PairData:
+def load_pairs(options: TranslationOptions) -> PairData:
     """Reads the corpus; DataError names files and lines."""
-    splits, skipped = _drop_empty(_read_splits(request))
+    splits, skipped = _drop_empty(_read_splits(options))
     split_info: dict[str, str | int | float] = {"method": "as in the files"}
     if set(splits) == {"train"}:
-        splits = dict(split_seeded(splits["train"], request.val_fraction, request.seed))
-        fraction = request.val_fraction
-        split_info = {"method": "seeded", "seed": request.seed, "val_fraction": fraction}
+        splits = dict(split_seeded(splits["train"], options.val_fraction, options.seed))
+        fraction = options.val_fraction
+        split_info = {"method": "seeded", "seed": options.seed, "val_fraction": fraction}
     for name, pairs in splits.items():
         if not pairs:
             raise DataError(
-                f"{request.hub.name} has no pairs for {name}",
+                f"{options.data} has no pairs for {name}",
                 found=f"{sum(map(len, splits.values()))} pairs in all",
                 remedy="add pairs, or raise --val-fraction",
             )
     digest = fingerprint(splits)
-    return PairData(request.hub.name, splits, digest, split_info, skipped)
+    return PairData(options.data, splits, digest, split_info, skipped)
 
 
-def _read_splits(request: PairRequest) -> dict[str, list[Pair]]:
-    name = request.hub.name
-    path = find_data(name, request.data_dir)
+def _read_splits(options: TranslationOptions) -> dict[str, list[Pair]]:
+    name = options.data
+    path = find_data(name, options.data_dir)
     if name in GENERATORS:
         return {"train": GENERATORS[name](0)}
     if name in PAIR_SETS:
-        return _named_corpus(PAIR_SETS[name], request)
-    if request.target:
-        return {"train": _read_two_files(path, find_data(request.target, request.data_dir))}
+        return _named_corpus(PAIR_SETS[name], options)
+    if options.target:
+        return {"train": _read_two_files(path, find_data(options.target, options.data_dir))}
     if path.is_file():
-        return {"train": _read_file(path, request)}
+        return {"train": _read_file(path, options)}
     if path.is_dir() and not is_saved(path):
-        splits = _read_folder(path, request)
+        splits = _read_folder(path, options)
         if splits:
             return splits
     if path.is_dir() or (is_hub_id(name)):
-        rows = load_rows(request.hub)
-        return {split: _from_rows(part, request) for split, part in rows.items()}
+        rows = load_rows(name, options.data_config, options.offline)
+        return {split: _from_rows(part, options) for split, part in rows.items()}
     raise DataError(
         f"--data {name}: no such file or folder",
         found=f"no {path.absolute()}",
@@ -112,19 +86,19 @@ def _read_splits(request: PairRequest) -> dict[str, list[Pair]]:
     )
 
 
-def _named_corpus(dataset: NamedDataset, request: PairRequest) -> dict[str, list[Pair]]:
-    """Reads a named corpus, in its usual direction unless the request names languages."""
-    languages = request.languages if all(request.languages) else _LANGUAGES[dataset.name]
-    with_languages = replace(request, languages=languages)
+def _named_corpus(dataset: NamedDataset, options: TranslationOptions) -> dict[str, list[Pair]]:
+    """Reads a named corpus, in its usual direction unless the options name languages."""
+    languages = options.languages if all(options.languages) else _LANGUAGES[dataset.name]
+    with_languages = replace(options, source_lang=languages[0], target_lang=languages[1])
 
     def is_complete(folder: Path) -> bool:
         return all(
             (folder / f"{part}.{language}").is_file() for part in _PARTS for language in languages
         )
 
-    download = DownloadOptions(request.hub.offline, request.hub.mirror)
+    download = DownloadOptions(options.offline, options.mirror)
     return _read_folder(
-        find_or_download(dataset, request.data_dir, is_complete, download), with_languages
+        find_or_download(dataset, options.data_dir, is_complete, download), with_languages
     )
 
 
@@ -132,22 +106,22 @@ _PARTS = ("train", "val", "test")
 _LANGUAGES = {"multi30k": ("de", "en")}
 
 
-def _read_folder(folder: Path, request: PairRequest) -> dict[str, list[Pair]]:
+def _read_folder(folder: Path, options: TranslationOptions) -> dict[str, list[Pair]]:
     """Reads ``train.tsv``, or ``train.en`` and ``train.it``; the same for val and test."""
     splits = {}
     for split, names in SPLIT_NAMES.items():
         for name in names:
             file = next((p for s in _READERS if (p := folder / f"{name}{s}").is_file()), None)
             if file is not None:
-                splits[split] = _read_file(file, request)
-            elif all(request.languages):
-                sides = [folder / f"{name}.{language}" for language in request.languages]
+                splits[split] = _read_file(file, options)
+            elif all(options.languages):
+                sides = [folder / f"{name}.{language}" for language in options.languages]
                 if sides[0].is_file():
                     splits[split] = _read_two_files(*sides)
     return splits
 
 
-def _read_file(path: Path, request: PairRequest) -> list[Pair]:
+def _read_file(path: Path, options: TranslationOptions) -> list[Pair]:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         raise DataError(
@@ -155,10 +129,10 @@ def _read_file(path: Path, request: PairRequest) -> list[Pair]:
             found=f"a {path.suffix or 'nameless'} file; known are {', '.join(_READERS)}",
             remedy=f"--data {path} --target FILE, when that holds the translations line by line",
         )
-    return reader(path, request)
+    return reader(path, options)
 
 
-def _read_tsv(path: Path, request: PairRequest) -> list[Pair]:
+def _read_tsv(path: Path, options: TranslationOptions) -> list[Pair]:
     """Reads source, tab, target; ignores further columns."""
     pairs = []
     for number, line in enumerate(_read_lines(path), 1):
@@ -173,11 +147,11 @@ def _read_tsv(path: Path, request: PairRequest) -> list[Pair]:
     return _require_items(path, pairs)
 
 
-def _read_jsonl(path: Path, request: PairRequest) -> list[Pair]:
-    return _from_rows(_require_items(path, read_jsonl(path)), request)
+def _read_jsonl(path: Path, options: TranslationOptions) -> list[Pair]:
+    return _from_rows(_require_items(path, read_jsonl(path)), options)
 
 
-_READERS: dict[str, Callable[[Path, PairRequest], list[Pair]]] = {
+_READERS: dict[str, Callable[[Path, TranslationOptions], list[Pair]]] = {
     ".tsv": _read_tsv,
     ".txt": _read_tsv,
     ".jsonl": _read_jsonl,
@@ -205,14 +179,14 @@ def _require_items(path: Path, items: list[Any]) -> list[Any]:
     return items
 
 
-def _from_rows(rows: Iterable[Mapping[str, Any]], request: PairRequest) -> list[Pair]:
+def _from_rows(rows: Iterable[Mapping[str, Any]], options: TranslationOptions) -> list[Pair]:
     """Parses rows like ``{"translation": {"en": …, "it": …}}``, or with both as columns."""
     names: Pair | None = None
     pairs = []
     for row in rows:
         translation = row.get("translation")
         columns = translation if isinstance(translation, Mapping) else row
-        names = names or _language_columns(columns, request.languages)
+        names = names or _language_columns(columns, options.languages)
         pairs.append((str(columns.get(names[0]) or ""), str(columns.get(names[1]) or "")))
     return pairs
 

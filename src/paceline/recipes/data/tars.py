@@ -14,11 +14,11 @@ from paceline.recipes.data.decoding import SUFFIXES, FileSplit
 from paceline.recipes.data.images import (
     DEFAULT_SIZE,
     ImageData,
-    Request,
     SplitInfo,
     fingerprint,
     split_seeded,
 )
+from paceline.recipes.options import ImageOptions
 from paceline.spec.errors import DataError
 from paceline.train import Ids, ShardedDataset
 from paceline.train.data.order import Order
@@ -96,29 +96,29 @@ def _image(sample: Sample) -> bytes:
     raise ValueError(f"parts: {', '.join(name for name in sample if name != '__key__') or 'none'}")
 
 
-def read(folder: Path, request: Request) -> ImageData:
+def read(folder: Path, options: ImageOptions) -> ImageData:
     """Indexes the shards, and splits the training part if there is no other.
 
     Raises:
         DataError: A shard is damaged, samples have no class, or there are too few.
     """
-    size = request.image_size or DEFAULT_SIZE
+    size = options.image_size or DEFAULT_SIZE
     parts = _parts(folder)
     classes = class_names(folder, max(int(part.numbers.max(initial=-1)) for part in parts.values()))
     splits = {
-        name: ShardedImages(_check_classes(part), np.arange(len(part)), size, request.crop)
+        name: ShardedImages(_check_classes(part), np.arange(len(part)), size, options.crop)
         for name, part in parts.items()
     }
-    if request.skip_damaged:
+    if options.skip_damaged:
         splits = {name: split.readable() for name, split in splits.items()}
     split_info: SplitInfo = {"method": "as in the files"}
     if set(splits) == {"train"}:
-        ids, split_info = split_seeded(splits["train"].labels, request)
+        ids, split_info = split_seeded(splits["train"].labels, options)
         splits = {name: splits["train"].part(part) for name, part in ids.items()}
     digests = [parts[name].fingerprint.encode() for name in sorted(parts)]
     labels = [splits[name].labels for name in sorted(splits)]
     return ImageData(
-        request.source,
+        options.data,
         classes,
         (3, size, size),
         splits,

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.recipes.data import SPLIT_NAMES, TEXT_SETS, HubSource, find_data, is_hub_id, tars
+from paceline.recipes.data import SPLIT_NAMES, TEXT_SETS, find_data, is_hub_id, tars
 from paceline.recipes.data.download import DownloadOptions, find_or_download
 from paceline.recipes.data.hub import is_saved, load_rows
+from paceline.recipes.options import TextOptions
 from paceline.spec.errors import DataError
 from paceline.train.data.order import permutation
 
@@ -59,73 +60,48 @@ class TextData:
         return "test" if "test" in self.splits else "val"
 
 
-@dataclass(frozen=True, slots=True)
-class TextRequest:
-    """Settings of the reader.
+def load_texts(options: TextOptions, labels: tuple[str, ...] = ()) -> TextData:
+    """Reads the data set; DataError names files and rows.
 
-    Attributes:
-        hub: Name, file or folder as given.
-        test: File with the held-out part; may be empty.
-        columns: Names of the columns with labels and texts; may be empty.
-        delimiter: Delimiter of a csv file; empty for the default.
-        class_names: Names for numbered classes.
-        labels: Required labels, in this order; empty takes those of the files.
-        fraction: Held-out fraction of data without a split.
-        data_dir: Folder that is searched first for the files; may be empty.
+    ``labels`` are required ones, in this order; by default those of the files.
     """
-
-    hub: HubSource
-    test: str = ""
-    columns: tuple[str, str] = ("", "")
-    delimiter: str = ""
-    class_names: tuple[str, ...] = ()
-    labels: tuple[str, ...] = ()
-    fraction: float = 0.1
-    seed: int = 0
-    data_dir: str = ""
-
-
-def load_texts(request: TextRequest) -> TextData:
-    """Reads the data set; DataError names files and rows."""
-    name = request.hub.name
-    parts, names = _read_splits(request)
-    if request.test:
-        parts["test"] = _read_file(find_data(request.test, request.data_dir), request)
+    name = options.data
+    parts, names = _read_splits(options)
+    if options.test_data:
+        parts["test"] = _read_file(find_data(options.test_data, options.data_dir), options)
     split_info: dict[str, str | int | float] = {"method": "as in the files"}
     if set(parts) == {"train"}:
-        divided = split_seeded(parts["train"], request.fraction, request.seed)
+        fraction = options.test_fraction
+        divided = split_seeded(parts["train"], fraction, options.seed)
         parts = {"train": divided["train"], "test": divided["val"]}
-        fraction = request.fraction
-        split_info = {"method": "seeded", "seed": request.seed, "test_fraction": fraction}
-    labels = request.labels or _find_labels(name, parts["train"])
-    classes = _class_names(name, labels, request.class_names or names)
+        split_info = {"method": "seeded", "seed": options.seed, "test_fraction": fraction}
+    labels = labels or _find_labels(name, parts["train"])
+    classes = _class_names(name, labels, options.class_names or names)
     number = {label: place for place, label in enumerate(labels)}
     splits = {split: _encode_labels(name, split, rows, number) for split, rows in parts.items()}
     return TextData(name, classes, labels, splits, fingerprint(parts), split_info)
 
 
-def _read_splits(request: TextRequest) -> tuple[dict[str, list[Row]], tuple[str, ...]]:
+def _read_splits(options: TextOptions) -> tuple[dict[str, list[Row]], tuple[str, ...]]:
     """Reads the rows of each part, and the names of the classes if the data set has them."""
-    name = request.hub.name
-    path = find_data(name, request.data_dir)
+    name = options.data
+    path = find_data(name, options.data_dir)
     if name in GENERATORS:
         return {"train": GENERATORS[name](0)}, ()
     if name in TEXT_SETS:
-        dataset, hub = TEXT_SETS[name], request.hub
-        path = find_or_download(
-            dataset, request.data_dir, _is_complete, DownloadOptions(hub.offline, hub.mirror)
-        )
+        dataset, download = TEXT_SETS[name], DownloadOptions(options.offline, options.mirror)
+        path = find_or_download(dataset, options.data_dir, _is_complete, download)
         return {
-            split: _read_file(file, request) for split, file in _find_files(path).items()
+            split: _read_file(file, options) for split, file in _find_files(path).items()
         }, dataset.classes
     if path.is_file():
-        return {"train": _read_file(path, request)}, ()
+        return {"train": _read_file(path, options)}, ()
     if path.is_dir() and not is_saved(path) and (files := _find_files(path)):
-        return {split: _read_file(file, request) for split, file in files.items()}, ()
+        return {split: _read_file(file, options) for split, file in files.items()}, ()
     if tars.matches(path):
         return {split: [*rows] for split, rows in tars.texts(path).items()}, ()
     if path.is_dir() or (is_hub_id(name)):
-        return _from_hub(request)
+        return _from_hub(options)
     raise DataError(
         f"--data {name}: no such file or folder",
         found=f"no {path.absolute()}",
@@ -165,12 +141,12 @@ def read_lines(path: Path) -> list[str]:
     return lines[:-1] if lines[-1] == "" else lines
 
 
-def _read_file(path: Path, request: TextRequest) -> list[Row]:
-    rows = read_jsonl(path) if path.suffix == ".jsonl" else _read_table(path, request)
+def _read_file(path: Path, options: TextOptions) -> list[Row]:
+    rows = read_jsonl(path) if path.suffix == ".jsonl" else _read_table(path, options)
     if not rows:
         raise DataError(f"{path} is empty", remedy="each row: label, text")
     if isinstance(rows[0], dict):
-        return _select_columns(str(path), rows, request.columns)
+        return _select_columns(str(path), rows, options)
     first = next((i for i, row in enumerate(rows) if len(row) < 2), None)
     if first is not None:
         raise DataError(
@@ -197,16 +173,17 @@ def read_jsonl(path: Path) -> list[Any]:
     return rows
 
 
-def _read_table(path: Path, request: TextRequest) -> list[Any]:
+def _read_table(path: Path, options: TextOptions) -> list[Any]:
     """Reads a table as lists of cells, or as dictionaries if it has a usable header."""
     default = "\t" if path.suffix == ".tsv" else ","
-    delimiter = {"": default, "\\t": "\t"}.get(request.delimiter, request.delimiter)
+    delimiter = {"": default, "\\t": "\t"}.get(options.delimiter, options.delimiter)
     rows = parse_rows(path, [f"{line}\n" for line in read_lines(path)], delimiter)
     if not rows:
         return []
     header = [cell.strip() for cell in rows[0]]
     lower = {cell.lower() for cell in header}
-    if any(request.columns) or (lower & {*_LABEL_COLUMNS} and lower & {*_TEXT_COLUMNS}):
+    are_named = options.label_column or options.text_column
+    if are_named or (lower & {*_LABEL_COLUMNS} and lower & {*_TEXT_COLUMNS}):
         return [dict(zip(header, row, strict=False)) for row in rows[1:]]
     return rows
 
@@ -225,13 +202,13 @@ def parse_rows(path: Path, lines: Iterable[str], delimiter: str) -> list[list[st
 
 
 def _select_columns(
-    name: str, rows: Iterable[Mapping[str, Any]], requested: tuple[str, str]
+    name: str, rows: Iterable[Mapping[str, Any]], options: TextOptions
 ) -> list[Row]:
     """Selects label and text from rows with named columns."""
     columns: tuple[str, str] | None = None
     selected = []
     for number, row in enumerate(rows, 1):
-        columns = columns or _find_columns(name, row, requested)
+        columns = columns or _find_columns(name, row, options)
         label, text = (row.get(column) for column in columns)
         if label is None or text is None:
             raise DataError(f"{name} row {number} lacks {' or '.join(columns)}")
@@ -239,10 +216,11 @@ def _select_columns(
     return selected
 
 
-def _find_columns(name: str, row: Mapping[str, Any], requested: tuple[str, str]) -> tuple[str, str]:
+def _find_columns(name: str, row: Mapping[str, Any], options: TextOptions) -> tuple[str, str]:
     columns: list[str] = []
-    for given, candidates, flag in zip(
-        requested, (_LABEL_COLUMNS, _TEXT_COLUMNS), ("label", "text"), strict=True
+    for given, candidates, flag in (
+        (options.label_column, _LABEL_COLUMNS, "label"),
+        (options.text_column, _TEXT_COLUMNS, "text"),
     ):
         column = given or next((c for c in row if c and c.lower() in candidates), "")
         if column not in row:
@@ -255,12 +233,9 @@ def _find_columns(name: str, row: Mapping[str, Any], requested: tuple[str, str])
     return columns[0], columns[1]
 
 
-def _from_hub(request: TextRequest) -> tuple[dict[str, list[Row]], tuple[str, ...]]:
-    parts = load_rows(request.hub)
-    rows = {
-        split: _select_columns(request.hub.name, part, request.columns)
-        for split, part in parts.items()
-    }
+def _from_hub(options: TextOptions) -> tuple[dict[str, list[Row]], tuple[str, ...]]:
+    parts = load_rows(options.data, options.data_config, options.offline)
+    rows = {split: _select_columns(options.data, part, options) for split, part in parts.items()}
     # Public benchmarks hide the labels of their test part as -1.
     labelled = {
         split: part for split, part in rows.items() if any(label != "-1" for label, _ in part)

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from paceline import train
 from paceline.recipes.data.decoding import SUFFIXES, decode_resized, image_files, unreadable_error
-from paceline.recipes.data.images import Request, Subset, load
+from paceline.recipes.data.images import Subset, load
 from paceline.recipes.image import evaluate
 from paceline.recipes.networks import build_image_network
+from paceline.recipes.options import ImageOptions
 from paceline.recipes.preprocessing import ImageTensors, Normalisation, fitted
 from paceline.recipes.use import EvaluateOptions, PredictOptions
 from paceline.recipes.use.evaluate import (
@@ -70,19 +71,20 @@ class TrainedImageModel(TrainedModel):
         trained_folder = recorded if not options.data and Path(recorded).is_dir() else ""
         return options.data_dir or trained_folder
 
-    def request(self, data: str = "") -> Request:
-        """Returns the request for the training's data, or for others read in the same way."""
+    def data_options(self, options: EvaluateOptions) -> ImageOptions:
+        """Returns the options that read the training's data, or others in the same way."""
         recorded = self.config["data"]
         split = recorded["split"]
-        return Request(
-            data or recorded["source"],
+        return ImageOptions(
+            data=options.data or recorded["source"],
+            data_dir=self.folder_of(options),
             image_size=self.config["decoded"][1],
             test_fraction=split.get("test_fraction", 0.2),
             val_fraction=split.get("val_fraction", 0.0),
             seed=split.get("seed", 0),
-            crop=self.config["crop"],
+            augment=("resized-crop",) if self.config["crop"] else (),
             skip_damaged=recorded["skip_damaged"],
-            config="" if data else recorded["config"],
+            data_config="" if options.data else recorded["config"],
         )
 
 
@@ -99,7 +101,7 @@ def load_trained(run: str) -> TrainedImageModel:
 def evaluate_run(options: EvaluateOptions) -> None:
     """Runs one evaluation; called on every rank."""
     model = load_trained(options.run)
-    data = load(model.folder_of(options), model.request(options.data))
+    data = load(model.data_options(options))
     check_compatible(model, data.source, data.shape, data.classes)
     check_unchanged(data.source, data.fingerprint, model.config, options)
     split = choose_split(data.splits, options.split, data.held_out)
@@ -121,7 +123,7 @@ def portable(run: str) -> PortableModel:
     channels, height, width = model.shape
     examples = (torch.rand(2, channels, height, width),)
 
-    data = functools.cache(lambda: load(model.folder_of(EvaluateOptions()), model.request()))
+    data = functools.cache(lambda: load(model.data_options(EvaluateOptions())))
 
     def pictures(part: str, limit: int = 0) -> ImageTensors:
         split = data().splits[part]

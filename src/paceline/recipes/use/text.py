@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from paceline import train
-from paceline.recipes.data import HubSource
-from paceline.recipes.data.texts import TextRequest, load_texts, parse_rows
+from paceline.recipes.data.texts import TextData, load_texts, parse_rows
 from paceline.recipes.networks import build_text_network
+from paceline.recipes.options import TextOptions
 from paceline.recipes.text import TextTensors, evaluate
 from paceline.recipes.tokens import Encoding, padded_ids, saved_encoding
 from paceline.recipes.use import EvaluateOptions, PredictOptions
@@ -53,21 +53,24 @@ class TrainedTextModel(TrainedModel):
     def network(self) -> nn.Module:
         return build_text_network(self.config["network"], len(self.classes))
 
-    def request(self, data: str = "") -> TextRequest:
-        """Returns the request for the training's data, or for others read in the same way."""
+    def load_data(self, options: EvaluateOptions) -> TextData:
+        """Loads the training's data, or others in the same way."""
         recorded = self.config["data"]
         split, columns = recorded["split"], recorded["columns"]
         labels = tuple(self.config["labels"])
-        return TextRequest(
-            HubSource(data or recorded["source"], "" if data else recorded["config"]),
-            "" if data else recorded["test"],
-            (columns[0], columns[1]),
-            recorded["delimiter"],
-            self.classes if self.classes != labels else (),
-            labels,
-            split.get("test_fraction", 0.1),
-            split.get("seed", 0),
+        text_options = TextOptions(
+            data=options.data or recorded["source"],
+            data_config="" if options.data else recorded["config"],
+            data_dir=options.data_dir,
+            test_data="" if options.data else recorded["test"],
+            label_column=columns[0],
+            text_column=columns[1],
+            delimiter=recorded["delimiter"],
+            class_names=self.classes if self.classes != labels else (),
+            test_fraction=split.get("test_fraction", 0.1),
+            seed=split.get("seed", 0),
         )
+        return load_texts(text_options, labels)
 
 
 def load_trained(run: str) -> TrainedTextModel:
@@ -80,7 +83,7 @@ def load_trained(run: str) -> TrainedTextModel:
 def evaluate_run(options: EvaluateOptions) -> None:
     """Runs one evaluation; called on every rank."""
     model = load_trained(options.run)
-    data = load_texts(replace(model.request(options.data), data_dir=options.data_dir))
+    data = model.load_data(options)
     check_unchanged(data.source, data.fingerprint, model.config, options)
     split = choose_split(data.splits, options.split, data.held_out)
     with distributed_session(options, model.config) as session:
@@ -101,7 +104,7 @@ def portable(run: str) -> PortableModel:
     mask = torch.ones(2, length, dtype=torch.bool)
     mask[1, length // 2 :] = False
 
-    data = functools.cache(lambda: load_texts(model.request()))
+    data = functools.cache(lambda: model.load_data(EvaluateOptions()))
 
     def texts(part: str, limit: int) -> TextTensors:
         texts_, labels = data().splits[part]

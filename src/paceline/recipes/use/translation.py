@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from paceline import train
-from paceline.recipes.data import HubSource
-from paceline.recipes.data.pairs import Pair, PairRequest, load_pairs
+from paceline.recipes.data.pairs import Pair, PairData, load_pairs
+from paceline.recipes.options import TranslationOptions
 from paceline.recipes.scores import translation_scores
 from paceline.recipes.tokens import END_ID, START_ID, Tokenizer, from_json, sentences, source_rows
 from paceline.recipes.transformer import Search, Shape, Transformer, decode
@@ -56,17 +56,21 @@ class TrainedTranslator(TrainedModel):
         """Returns the settings of the search; ``beam`` 0 takes that of the training."""
         return Search(START_ID, END_ID, self.config["seq_len"], beam or self.config["beam"])
 
-    def request(self, data: str = "", target: str = "") -> PairRequest:
-        """Returns the request for the training's corpus, or for another one."""
+    def load_data(self, options: EvaluateOptions) -> PairData:
+        """Loads the training's corpus, or another one in the same way."""
         recorded = self.config["data"]
         split, languages = recorded["split"], self.config["languages"]
-        config = "" if data else recorded["config"]
-        return PairRequest(
-            HubSource(data or recorded["source"], config),
-            target if data else recorded["target"],
-            (languages[0], languages[1]),
-            split.get("val_fraction", 0.1),
-            split.get("seed", 0),
+        return load_pairs(
+            TranslationOptions(
+                data=options.data or recorded["source"],
+                data_config="" if options.data else recorded["config"],
+                data_dir=options.data_dir,
+                target=options.target if options.data else recorded["target"],
+                source_lang=languages[0],
+                target_lang=languages[1],
+                val_fraction=split.get("val_fraction", 0.1),
+                seed=split.get("seed", 0),
+            )
         )
 
 
@@ -84,8 +88,7 @@ def load_trained(run: str) -> TrainedTranslator:
 def evaluate_run(options: EvaluateOptions) -> None:
     """Evaluates once, on every rank; translates every sentence."""
     model = load_trained(options.run)
-    request = model.request(options.data, options.target)
-    data = load_pairs(replace(request, data_dir=options.data_dir))
+    data = model.load_data(options)
     check_unchanged(data.source, data.fingerprint, model.config, options)
     split = choose_split(data.splits, options.split, data.held_out)
     pairs = data.splits[split]
@@ -110,7 +113,7 @@ def portable(run: str) -> PortableModel:
     target = torch.full((2, length // 2), START_ID)
     # Networks in ONNX files decode greedily, so that the comparison must, too.
     search = model.search(beam=1)
-    data = functools.cache(lambda: load_pairs(model.request()))
+    data = functools.cache(lambda: model.load_data(EvaluateOptions()))
     limit, tokenizers = model.config["seq_len"], (model.source, model.target)
 
     def select(part: str, limit: int) -> list[Pair]:

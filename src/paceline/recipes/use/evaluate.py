@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -23,6 +23,11 @@ from paceline.recipes.argv import run_command
 from paceline.recipes.use import EvaluateOptions
 from paceline.recipes.use.onnx_file import OnnxNetwork
 from paceline.spec.errors import DataError, SettingError
+
+if TYPE_CHECKING:
+    from paceline.recipes.data.images import ImageData
+    from paceline.recipes.data.pairs import PairData
+    from paceline.recipes.data.texts import TextData
 
 
 def evaluate_run(options: EvaluateOptions) -> None:
@@ -96,52 +101,49 @@ def local_session(device: str, config: Mapping[str, Any]) -> train.Session:
     return train.join(device=device, dtype=config["number_format"], quiet=True)
 
 
-def distributed_session(options: EvaluateOptions, config: Mapping[str, Any]) -> train.Session:
-    """Starts a session in the precision of the training that records nothing."""
-    return train.join(
+Measured = tuple[int, dict[str, float], str]
+"""Number of samples, metrics over them, and a line about them."""
+
+
+def run_evaluation(
+    options: EvaluateOptions,
+    model: TrainedModel,
+    data: ImageData | TextData | PairData,
+    measure: Callable[[train.Session, nn.Module, str], Measured],
+) -> None:
+    """Evaluates on a part of the data, in the precision of the training, and reports.
+
+    Raises:
+        DataError: The training's data have changed, and --data does not name others.
+        SettingError: The data set has no part of this name.
+    """
+    recorded = model.config["data"]["fingerprint"]
+    if not options.data and data.fingerprint != recorded:
+        raise DataError(
+            f"{data.source} has changed since the training",
+            found=f"fingerprint {data.fingerprint}, trained on {recorded}",
+            remedy=f"--data {data.source} evaluates on the data as they are now",
+        )
+    split = options.split or data.held_out
+    if split not in data.splits:
+        raise SettingError(
+            f"--split {split}: the data set has no such part",
+            found=f"it has {', '.join(data.splits)}",
+            remedy=f"--split {data.held_out}",
+        )
+    with train.join(
         device=options.device,
         backend=options.backend,
-        dtype=config["number_format"],
+        dtype=model.config["number_format"],
         run_dir=options.run,
         quiet=True,
-    )
-
-
-def choose_split(splits: Collection[str], requested: str, default: str) -> str:
-    """Returns the part of the data to evaluate on."""
-    if requested and requested not in splits:
-        raise SettingError(
-            f"--split {requested}: the data set has no such part",
-            found=f"it has {', '.join(splits)}",
-            remedy=f"--split {default}",
-        )
-    return requested or default
-
-
-def check_unchanged(
-    source: str, fingerprint: str, config: Mapping[str, Any], options: EvaluateOptions
-) -> None:
-    """Raises DataError if the training's data have changed, unless --data names others."""
-    recorded = config["data"]["fingerprint"]
-    if not options.data and fingerprint != recorded:
-        raise DataError(
-            f"{source} has changed since the training",
-            found=f"fingerprint {fingerprint}, trained on {recorded}",
-            remedy=f"--data {source} evaluates on the data as they are now",
-        )
-
-
-def report(
-    session: train.Session,
-    options: EvaluateOptions,
-    split: str,
-    samples: int,
-    figures: Mapping[str, float],
-) -> None:
-    """Writes the result to the file of ``--json``, on rank 0."""
-    if options.json and session.world.rank == 0:
-        content = {"split": split, "samples": samples, **figures}
-        Path(options.json).write_text(json.dumps(content) + "\n", encoding="utf-8")
+    ) as session:
+        session.agree("the data set", data.fingerprint)
+        samples, figures, summary = measure(session, model.load(session), split)
+        if options.json and session.world.rank == 0:
+            content = {"split": split, "samples": samples, **figures}
+            Path(options.json).write_text(json.dumps(content) + "\n", encoding="utf-8")
+        session.say(summary)
 
 
 main = partial(run_command, evaluate_run, EvaluateOptions, "paceline evaluate")

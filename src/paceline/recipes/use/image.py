@@ -19,13 +19,11 @@ from paceline.recipes.options import ImageOptions
 from paceline.recipes.preprocessing import ImageTensors, Normalisation, fitted
 from paceline.recipes.use import EvaluateOptions, PredictOptions
 from paceline.recipes.use.evaluate import (
+    Measured,
     TrainedModel,
-    check_unchanged,
-    choose_split,
-    distributed_session,
     local_session,
     model_config,
-    report,
+    run_evaluation,
 )
 from paceline.recipes.use.export import (
     Figures,
@@ -103,17 +101,16 @@ def evaluate_run(options: EvaluateOptions) -> None:
     model = load_trained(options.run)
     data = load(model.data_options(options))
     check_compatible(model, data.source, data.shape, data.classes)
-    check_unchanged(data.source, data.fingerprint, model.config, options)
-    split = choose_split(data.splits, options.split, data.held_out)
-    with distributed_session(options, model.config) as session:
-        session.agree("the data set", data.fingerprint)
-        network = model.load(session)
+
+    def measure(session: train.Session, network: nn.Module, split: str) -> Measured:
         numbers = session.precision.parameters
         images = ImageTensors(data.splits[split], model.normalise, numbers, (), model.size)
         result = evaluate(session, network, images)
-        report(session, options, split, result.count, result.values())
         hits = round(result.sums["accuracy"])
-        session.say(f"accuracy {result['accuracy']:.4f} ({hits} of {result.count} {split} images)")
+        summary = f"accuracy {result['accuracy']:.4f} ({hits} of {result.count} {split} images)"
+        return result.count, result.values(), summary
+
+    run_evaluation(options, model, data, measure)
 
 
 def portable(run: str) -> PortableModel:

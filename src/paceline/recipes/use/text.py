@@ -18,13 +18,11 @@ from paceline.recipes.text import TextTensors, evaluate
 from paceline.recipes.tokens import Encoding, padded_ids, saved_encoding
 from paceline.recipes.use import EvaluateOptions, PredictOptions
 from paceline.recipes.use.evaluate import (
+    Measured,
     TrainedModel,
-    check_unchanged,
-    choose_split,
-    distributed_session,
     local_session,
     model_config,
-    report,
+    run_evaluation,
 )
 from paceline.recipes.use.export import (
     Figures,
@@ -84,16 +82,14 @@ def evaluate_run(options: EvaluateOptions) -> None:
     """Runs one evaluation; called on every rank."""
     model = load_trained(options.run)
     data = model.load_data(options)
-    check_unchanged(data.source, data.fingerprint, model.config, options)
-    split = choose_split(data.splits, options.split, data.held_out)
-    with distributed_session(options, model.config) as session:
-        session.agree("the data set", data.fingerprint)
-        network = model.load(session)
+
+    def measure(session: train.Session, network: nn.Module, split: str) -> Measured:
         texts = TextTensors(*data.splits[split], model.encoding, model.config["max_length"])
         figures = evaluate(session, network, texts, len(model.classes))
-        report(session, options, split, len(texts), figures)
         summary = f"accuracy {figures['accuracy']:.4f}  f1 {figures['f1']:.4f}"
-        session.say(f"{summary}  ({len(texts)} {split} texts)")
+        return len(texts), figures, f"{summary}  ({len(texts)} {split} texts)"
+
+    run_evaluation(options, model, data, measure)
 
 
 def portable(run: str) -> PortableModel:

@@ -24,14 +24,7 @@ from paceline.recipes.translation import (
     translate,
 )
 from paceline.recipes.use import EvaluateOptions, PredictOptions
-from paceline.recipes.use.evaluate import (
-    TrainedModel,
-    check_unchanged,
-    choose_split,
-    distributed_session,
-    model_config,
-    report,
-)
+from paceline.recipes.use.evaluate import Measured, TrainedModel, model_config, run_evaluation
 from paceline.recipes.use.export import Figures, PortableModel, batches, spread_ids
 from paceline.recipes.use.predict import Prediction
 from paceline.spec import rundir
@@ -89,19 +82,17 @@ def evaluate_run(options: EvaluateOptions) -> None:
     """Evaluates once, on every rank; translates every sentence."""
     model = load_trained(options.run)
     data = model.load_data(options)
-    check_unchanged(data.source, data.fingerprint, model.config, options)
-    split = choose_split(data.splits, options.split, data.held_out)
-    pairs = data.splits[split]
     limit, tokenizers = model.config["seq_len"], (model.source, model.target)
-    with distributed_session(options, model.config) as session:
-        session.agree("the corpus", data.fingerprint)
-        network = model.load(session)
+
+    def measure(session: train.Session, network: nn.Module, split: str) -> Measured:
+        pairs = data.splits[split]
         figures = evaluate(session, network, sentences(pairs, tokenizers, limit, "cut"))
         rows = source_rows(model.source, [source for source, _ in pairs], limit)
         outputs = translate(session, network, rows, model.target, model.search())
         figures |= translation_scores(outputs, [target for _, target in pairs])
-        report(session, options, split, len(pairs), figures)
-        session.say(f"{summary(figures)}  ({len(pairs)} {split} sentences)")
+        return len(pairs), figures, f"{summary(figures)}  ({len(pairs)} {split} sentences)"
+
+    run_evaluation(options, model, data, measure)
 
 
 def portable(run: str) -> PortableModel:

@@ -189,15 +189,14 @@ def make_network(
         )
         model, origin = session.together(lambda: pretrained.load_model(hub_model, data.classes))
         network = HubClassifier(model)
-        add_layers(network, [network.backbone], options.add_layers)
-        return network, origin
-    assert isinstance(encoding, TrainedEncoding)
-    tokens, classes = len(encoding.tokenizer), len(data.classes)
-    network, origin = TextClassifier(options.model, tokens, classes, options.dropout), Origin()
-    add_layers(network, [network.backbone], options.add_layers)
+    else:
+        assert isinstance(encoding, TrainedEncoding)
+        tokens, classes = len(encoding.tokenizer), len(data.classes)
+        network, origin = TextClassifier(options.model, tokens, classes, options.dropout), Origin()
+    backbone = [network.backbone]
+    add_layers(network, backbone, options.add_layers)
     if source := options.weights:
-        parts = [network.backbone]
-        origin = session.together(lambda: load_backbone(network, parts, source, data.classes))
+        origin = session.together(lambda: load_backbone(network, backbone, source, data.classes))
     return network, origin
 
 

@@ -210,18 +210,14 @@ def show(
     session: train.Session, pairs: Sequence[Pair], outputs: Sequence[str], samples: int
 ) -> None:
     """Saves all translations with the run, and shows some."""
-    rows = [(*pair, output) for pair, output in zip(pairs, outputs, strict=True)]
-
-    def write(folder: Path) -> None:
-        records = (
-            dict(zip(("source", "expected", "translated"), row, strict=True)) for row in rows
-        )
-        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
-        files.write_bytes(folder / OUTPUTS, "".join(lines).encode())
-
-    session.keep(OUTPUTS, write)
-    for source, target, output in rows[:samples]:
-        session.say(f"  source     {source}\n  expected   {target}\n  translated {output}")
+    records = [
+        {"source": source, "expected": target, "translated": output}
+        for (source, target), output in zip(pairs, outputs, strict=True)
+    ]
+    content = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    session.keep(OUTPUTS, lambda folder: files.write_bytes(folder / OUTPUTS, content.encode()))
+    for record in records[:samples]:
+        session.say("\n".join(f"  {name:<10} {value}" for name, value in record.items()))
 
 
 def make_tokenizers(

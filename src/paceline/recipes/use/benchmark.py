@@ -13,10 +13,9 @@ from statistics import median, quantiles
 
 import torch
 
-from paceline.recipes import load_use_module
 from paceline.recipes.argv import check_at_least, run_command
 from paceline.recipes.use import BenchmarkOptions
-from paceline.recipes.use.evaluate import task_of
+from paceline.recipes.use.evaluate import module_of
 from paceline.recipes.use.export import PortableModel
 from paceline.recipes.use.onnx_file import OnnxNetwork
 from paceline.spec.errors import SettingError
@@ -42,7 +41,7 @@ def benchmark(options: BenchmarkOptions) -> None:
     check_at_least("--warm-up", options.warm_up, 0)
     if options.threads:
         torch.set_num_threads(options.threads)
-    model: PortableModel = load_use_module(task_of(options.run)).portable(options.run)
+    model: PortableModel = module_of(options.run).portable(options.run)
     if options.onnx:
         model = with_onnx_file(model, options)
     device = choose_device("cpu" if options.onnx else options.device, available_devices(), 0)

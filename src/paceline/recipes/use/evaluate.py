@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 def evaluate_run(options: EvaluateOptions) -> None:
     """Runs one evaluation; called on every rank."""
-    load_use_module(task_of(options.run)).evaluate_run(options)
+    module_of(options.run).evaluate_run(options)
 
 
-def task_of(run: str) -> str:
-    """Returns the recipe that trained a run's model."""
+def module_of(run: str) -> Any:
+    """Imports the module that uses the model of a run; see :func:`load_use_module`."""
     if not run:
         raise SettingError("--run is missing", remedy="--run runs/image-…")
-    return str(train.load_config(Path(run)).get("task", ""))
+    return load_use_module(str(train.load_config(Path(run)).get("task", "")))
 
 
 @dataclass(frozen=True)

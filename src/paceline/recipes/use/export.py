@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from paceline.program import library
-from paceline.recipes import load_use_module
 from paceline.recipes.argv import run_command
 from paceline.recipes.use import ExportOptions, Format
-from paceline.recipes.use.evaluate import task_of
+from paceline.recipes.use.evaluate import module_of
 from paceline.spec import rundir
 from paceline.spec.errors import DataError, SettingError
 from paceline.train import Batched, files
@@ -31,7 +30,7 @@ from paceline.train import Batched, files
 
 def export(options: ExportOptions) -> None:
     """Writes the model to a folder and prints its files."""
-    model: PortableModel = load_use_module(task_of(options.run)).portable(options.run)
+    model: PortableModel = module_of(options.run).portable(options.run)
     folder = Path(options.to or model.folder / "export" / options.format).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -63,19 +63,14 @@ class TrainedImageModel(TrainedModel):
         """Size to which decoded images are cropped or enlarged (0: unchanged)."""
         return self.shape[1] if list(self.shape) != self.config["decoded"] else 0
 
-    def folder_of(self, options: EvaluateOptions) -> str:
-        """Returns the folder for the files of a named data set: that of the training by default."""
-        recorded = self.config["data"].get("folder", "")
-        trained_folder = recorded if not options.data and Path(recorded).is_dir() else ""
-        return options.data_dir or trained_folder
-
     def data_options(self, options: EvaluateOptions) -> ImageOptions:
         """Returns the options that read the training's data, or others in the same way."""
         recorded = self.config["data"]
-        split = recorded["split"]
+        split, folder = recorded["split"], recorded.get("folder", "")
+        trained_folder = folder if not options.data and Path(folder).is_dir() else ""
         return ImageOptions(
             data=options.data or recorded["source"],
-            data_dir=self.folder_of(options),
+            data_dir=options.data_dir or trained_folder,
             image_size=self.config["decoded"][1],
             test_fraction=split.get("test_fraction", 0.2),
             val_fraction=split.get("val_fraction", 0.0),

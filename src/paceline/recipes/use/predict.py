@@ -9,10 +9,9 @@ from functools import partial
 
 from torch import Tensor
 
-from paceline.recipes import load_use_module
 from paceline.recipes.argv import check_at_least, run_command
 from paceline.recipes.use import PredictOptions
-from paceline.recipes.use.evaluate import task_of
+from paceline.recipes.use.evaluate import module_of
 from paceline.spec.errors import PacelineError, SettingError
 
 
@@ -54,7 +53,7 @@ def predict(options: PredictOptions) -> int:
     if not options.inputs:
         raise SettingError("nothing was named to predict", remedy="paceline predict RUN FILE…")
     failed = 0
-    for prediction in load_use_module(task_of(options.run)).predictions(options):
+    for prediction in module_of(options.run).predictions(options):
         if prediction.error is not None:
             print(prediction.error.render(), file=sys.stderr, flush=True)
             failed = 1

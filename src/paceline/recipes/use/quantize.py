@@ -12,10 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.recipes import load_use_module
 from paceline.recipes.argv import check_at_least, check_fraction, run_command
 from paceline.recipes.use import QuantizeOptions
-from paceline.recipes.use.evaluate import task_of
+from paceline.recipes.use.evaluate import module_of
 from paceline.recipes.use.export import PortableModel, silence_exporters, to_onnx
 from paceline.recipes.use.onnx_file import OnnxNetwork, runtime
 from paceline.spec.errors import DataError
@@ -27,7 +26,7 @@ def quantize(options: QuantizeOptions) -> None:
     check_fraction("--max-drop", options.max_drop)
     check_at_least("--calibration", options.calibration, 1)
     check_at_least("--samples", options.samples, 0)
-    model: PortableModel = load_use_module(task_of(options.run)).portable(options.run)
+    model: PortableModel = module_of(options.run).portable(options.run)
     static = model.static if options.approach == "auto" else options.approach == "static"
     target = Path(options.to or model.folder / "quantized/model.onnx").expanduser()
     with tempfile.TemporaryDirectory() as temporary:

@@ -86,8 +86,8 @@ def test_large_jpegs_are_decoded_at_a_part_of_their_size(
         assert np.abs(whole.astype(int) - exact).mean() < 2
         assert np.abs(cut.astype(int) - part).mean() < 2
     assert loaded == [(250, 200), (250, 200), (1000, 800), (1000, 800), (250, 200), (250, 200)]
-    with pytest.raises(DataError, match="1000 × 800 pixels, more than"):
-        decoding.decode(tmp_path / "a.png", 3, 64, 64)
+    with pytest.raises(ValueError, match="1000 × 800 pixels, more than"):
+        decoding.decode_resized(tmp_path / "a.png", 3, (64, 64), crop=False)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

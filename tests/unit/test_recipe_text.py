@@ -25,8 +25,8 @@ from paceline.spec.errors import DataError, SettingError
 ROWS = [(label, f"text {n}, of {label}") for n in range(20) for label in ("no", "yes")]
 
 
-def read(name: Path | str, **wanted: Any) -> TextData:
-    return load_texts(TextOptions(data=str(name), **wanted))
+def read(name: Path | str, labels: tuple[str, ...] = (), **wanted: Any) -> TextData:
+    return load_texts(TextOptions(data=str(name), **wanted), labels)
 
 
 def write_csv(path: Path, rows: Sequence[Sequence[object]], delimiter: str = ",") -> Path:
@@ -101,7 +101,7 @@ def test_numbered_labels_from_one_with_names_and_test_file(tmp_path: Path) -> No
         ([], {}, "is empty"),
         ([("one column",)], {}, "row 1 has one column only"),
         ([("a", "x"), ("a", "y")], {}, "has 1 classes"),
-        (ROWS, {"columns": ("label", "")}, "no column label"),
+        (ROWS, {"label_column": "label"}, "no column label"),
         ([(0, "x"), (5, "y")] * 4, {"class_names": ("a", "b")}, "label 5, outside the range"),
         (ROWS, {"class_names": ("a", "b")}, "do not fit"),
         (ROWS, {"labels": ("no", "perhaps")}, "label 'yes' of t"),

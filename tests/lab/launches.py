@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -174,6 +174,13 @@ class Launch(BackgroundCommand):
 def project_at(folder: Path) -> Path:
     """A project folder of its own with the jobs in it."""
     return Path(shutil.copytree(JOBS, folder, ignore=shutil.ignore_patterns("__pycache__")))
+
+
+def healed(site: Site) -> Iterator[Site]:
+    """For a fixture: heals the lab after a test, which must leave nothing running."""
+    yield site
+    site.lab.heal()
+    assert site.leftovers() == ""
 
 
 def shared_site(new_lab: Any, folder: Path, *more: Path, **options: Any) -> Site:

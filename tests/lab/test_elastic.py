@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from launches import TEST_LIMIT_S, Ended, Launch, Site, eventually, shared_site
+from launches import TEST_LIMIT_S, Ended, Launch, Site, eventually, healed, shared_site
 from transports import PARTS, missing
 
 pytestmark = pytest.mark.lab
@@ -28,9 +28,7 @@ def site(shared: Site) -> Iterator[Site]:
     """Faults are healed; nothing may run or listen after a test."""
     for name in ("own.pt", "over"):
         (shared.project / name).unlink(missing_ok=True)
-    yield shared
-    shared.lab.heal()
-    assert shared.leftovers() == ""
+    yield from healed(shared)
 
 
 def launch(site: Site, hosts: str, *words: str) -> Launch:

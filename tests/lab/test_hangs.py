@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import PATIENCE_S, Launch, Site, eventually, paceline, project_at
+from launches import PATIENCE_S, Launch, Site, eventually, healed, paceline, project_at
 
 pytestmark = pytest.mark.lab
 
@@ -65,9 +65,7 @@ def shared(new_lab: Any, folder: Path, disk: Path) -> Site:
 
 @pytest.fixture
 def site(shared: Site) -> Iterator[Site]:
-    yield shared
-    shared.lab.heal()
-    assert shared.leftovers() == ""
+    yield from healed(shared)
 
 
 def typed(verb: str, launch: Launch) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from launches import Ended, Launch, Site, eventually, shared_site
+from launches import Ended, Launch, Site, eventually, healed, shared_site
 
 pytestmark = pytest.mark.lab
 
@@ -32,9 +32,7 @@ def shared(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
 @pytest.fixture
 def site(shared: Site) -> Iterator[Site]:
     (shared.project / OVER).unlink(missing_ok=True)
-    yield shared
-    shared.lab.heal()
-    assert shared.leftovers() == ""
+    yield from healed(shared)
 
 
 def running(site: Site, *words: str, ranks: int = 3) -> Launch:

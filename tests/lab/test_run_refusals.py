@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import PATIENCE_S, SOURCE, Ended, Site, project_at, trust_settings
+from launches import PATIENCE_S, SOURCE, Ended, Site, healed, project_at, trust_settings
 
 pytestmark = pytest.mark.lab
 
@@ -30,9 +30,7 @@ def shared(new_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
 @pytest.fixture
 def site(shared: Site) -> Iterator[Site]:
     """Nothing may be left running, whatever was refused."""
-    yield shared
-    shared.lab.heal()
-    assert shared.leftovers() == ""
+    yield from healed(shared)
 
 
 def refused(ended: Ended, *words: str, code: int = 1) -> None:

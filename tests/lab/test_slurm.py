@@ -9,7 +9,6 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,11 @@ from slurmlab import Slurm, slurm_on
 from transports import (
     IMAGE_RECIPE,
     Transport,
+    check_secret_is_unseen,
     largest_difference,
     reference,
     said_in_logs,
     site_in,
-    sniffed,
 )
 
 from terminals import on_terminal
@@ -105,13 +104,7 @@ def test_a_killed_agent_comes_back_into_the_training(inside: Transport) -> None:
 
 def test_a_forwarded_secret_cannot_be_read_off_the_wire(inside: Transport) -> None:
     """srun passes the environment on in the clear: it must not have it."""
-    secret = "T0p-secret-0123456789-of-mine"
-    transport = replace(inside, env={**(inside.env or {}), "T_SECRET": secret})
-    with sniffed(transport.site) as seen:
-        done = transport.run("--env", "T_SECRET", "--no-torch", "-p", "1", "tell.py")
-    assert done.code == 0, done.err
-    assert len(seen) > 10_000
-    assert secret.encode() not in seen
+    check_secret_is_unseen(inside)
 
 
 def test_salloc_around_the_command(site: Site, slurm: Slurm) -> None:

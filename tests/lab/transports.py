@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +211,17 @@ def site_in(new_lab: Any, folder: Path, **options: Any) -> Site:
     project = project_at(folder / "project")
     share = (str(folder), str(PARTS)) if PARTS.is_dir() else (str(folder),)
     return Site(new_lab(**{"hosts": 2, "share": share, **options}), project)
+
+
+def check_secret_is_unseen(transport: Transport) -> None:
+    """A forwarded secret cannot be read off the wire."""
+    secret = "T0p-secret-0123456789-of-mine"
+    transport = replace(transport, env={**(transport.env or {}), "T_SECRET": secret})
+    with sniffed(transport.site) as seen:
+        done = transport.run("--env", "T_SECRET", "--no-torch", "-p", "1", "tell.py")
+    assert done.code == 0, done.err
+    assert len(seen) > 10_000
+    assert secret.encode() not in seen
 
 
 @contextlib.contextmanager

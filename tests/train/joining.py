@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch._dynamo
 from launching import Job
+from shaken import Shaken
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
@@ -30,24 +31,6 @@ from paceline.train import Best
 SAMPLES, BATCH, EPOCHS = 64, 8, 5
 STEPS = EPOCHS * SAMPLES // BATCH
 SLOW = 0.03  # seconds of a step, so that somebody may come meanwhile
-
-
-class Shaken:
-    """Samples with noise that must depend on the sample's place in the order only."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(2)
-        self.inputs = torch.randn(SAMPLES, 6, dtype=torch.float64, generator=generator)
-        self.lengths = (1 + torch.arange(SAMPLES) % 7).tolist()
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def batch(self, ids: Any, draws: train.Draws | None) -> tuple[torch.Tensor, ...]:
-        inputs = self.inputs[torch.from_numpy(ids)]
-        targets = (inputs[:, 0] > inputs[:, 1]).long()
-        noise = torch.from_numpy(draws.uniform(6)) if draws is not None else 0
-        return inputs + 0.1 * noise, targets
 
 
 class Net(nn.Module):
@@ -94,7 +77,7 @@ def training(folder: Path, *, at: At = nowhere, rich: bool = False, checkpoint: 
     torch.set_num_threads(1)
     with train.join(run_dir=folder, dtype="float64", seed=4, log_every=4, check_every=4,
                     device="cpu" if SLOT else device) as session:  # fmt: skip
-        data = Shaken()
+        data = Shaken(SAMPLES)
         session.agree("the data", str(len(data)))
         network = session.place(Net() if communication == "exact" else Net(1024))
         made = make_optimizer(Options(weight_decay=0.0), network, 0.01)
@@ -159,7 +142,7 @@ def phases(folder: Path, *, at: At = nowhere, wait: bool = False) -> None:
     with train.join(run_dir=folder, dtype="float64", seed=6, log_every=4, check_every=4) as session:
         network = session.place(Net())
         adam = torch.optim.Adam(network.parameters(), 0.01)
-        model, data = session.prepare(network, adam), Shaken()
+        model, data = session.prepare(network, adam), Shaken(SAMPLES)
         for phase in (1, 2):
             loader = session.loader(data, BATCH)
             for _ in session.epochs(loader, 2 * phase):
@@ -229,7 +212,7 @@ def duel(folder: Path, *, at: At = nowhere) -> None:
         draw, judge = (
             session.prepare(one, adams[name], name=name) for name, one in modules.items()
         )
-        loader = session.loader(Shaken(), BATCH)
+        loader = session.loader(Shaken(SAMPLES), BATCH)
         session.checkpoints(every="epoch")
         for _ in session.epochs(loader, EPOCHS):
             for batch in loader:

@@ -20,6 +20,7 @@ import forking
 import torch
 import torch._dynamo
 import torch.distributed.checkpoint as dcp
+from shaken import Shaken
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
@@ -38,23 +39,6 @@ from paceline.train.world import World
 ALONE = Comms(World(), torch.device("cpu"))
 SAMPLES, BATCH, EPOCHS = 37, 8, 3
 STEPS = EPOCHS * -(-SAMPLES // BATCH)
-
-
-class Shaken:
-    """Samples with noise that must depend on the sample's place in the order only."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(2)
-        self.inputs = torch.randn(SAMPLES, 6, dtype=torch.float64, generator=generator)
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def batch(self, ids: Any, draws: train.Draws | None) -> tuple[torch.Tensor, ...]:
-        inputs = self.inputs[torch.from_numpy(ids)]
-        targets = (inputs[:, 0] > inputs[:, 1]).long()
-        noise = torch.from_numpy(draws.uniform(6)) if draws is not None else 0
-        return inputs + 0.1 * noise, targets
 
 
 class Net(nn.Module):
@@ -86,7 +70,7 @@ def training(
         network = session.place(Net(dropout), shard=shard)
         made = make_optimizer(Options(weight_decay=0.0), network, 0.01)
         model = session.prepare(network, made, LambdaLR(made, Curve("cosine", STEPS, 0.1)))
-        data = streamed() if stream else Shaken()
+        data = streamed() if stream else Shaken(SAMPLES)
         loader = session.loader(data, BATCH)
         best = Best()
         session.checkpoints(
@@ -243,7 +227,7 @@ def through_worlds() -> dict[str, Any]:
 
 def streams() -> dict[str, Any]:
     """A folder of shards: at 1, 2 and 4 ranks, killed and resumed at the same and another size."""
-    data = Shaken()
+    data = Shaken(SAMPLES)
     labels = (data.inputs[:, 0] > data.inputs[:, 1]).tolist()
     samples = ({"npy": one, "cls": int(label)} for one, label in zip(data.inputs, labels))  # noqa: B905
     packed = train.write_shards(made("shards of tar"), samples, size=14_000)

@@ -19,13 +19,12 @@ from torch import nn
 
 from paceline import train
 from paceline.spec.errors import PacelineError
-from paceline.train.average import Average
 from paceline.train.checkpoints import handover
 from paceline.train.checkpoints.capture import Training
 from paceline.train.checkpoints.handover import send_models, send_training
 from paceline.train.data.loader import Progress
 from paceline.train.models import Models
-from paceline.train.update import Updater
+from paceline.train.update import Average, Updater
 
 STEPS, KIND = 4, torch.float64
 

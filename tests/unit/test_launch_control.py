@@ -18,7 +18,7 @@ from paceline.spec.errors import NodeError, SettingError
 from paceline.spec.events import Event
 from paceline.train.comms import Comms
 from paceline.train.elastic.control import Order, RegroupMessage, SaveRequest, parse_control
-from paceline.train.stop import Poll
+from paceline.train.elastic.stop import Poll
 from paceline.train.world import World
 
 

@@ -46,9 +46,9 @@ from paceline.train.checkpoints.store import STALE_AFTER_S, Store, WriterLock
 from paceline.train.checkpoints.writer import Writer
 from paceline.train.comms import Comms
 from paceline.train.data.loader import Progress
+from paceline.train.elastic.stop import SignalNotice, next_poll
 from paceline.train.files import RecordFile
 from paceline.train.models import Models
-from paceline.train.stop import SignalNotice, next_poll
 from paceline.train.update import Updater
 from paceline.train.world import World
 

@@ -18,8 +18,8 @@ from paceline.spec.errors import JobError
 from paceline.train.comms import Comms
 from paceline.train.elastic import newcomer
 from paceline.train.elastic.newcomer import Recording, Replay, wait_for_start
+from paceline.train.elastic.stop import Poll
 from paceline.train.metrics import Meter
-from paceline.train.stop import Poll
 from paceline.train.world import World
 
 T = TypeVar("T")

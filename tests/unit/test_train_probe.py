@@ -17,8 +17,8 @@ from paceline.bench.step_model import Probe
 from paceline.spec import jobenv
 from paceline.spec.errors import SettingError
 from paceline.train import parallel
+from paceline.train.elastic.stop import QuietExit
 from paceline.train.measure import probe
-from paceline.train.stop import QuietExit
 
 
 def training(folder: Path, samples: int = 400, **options: Any) -> None:

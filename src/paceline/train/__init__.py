@@ -17,7 +17,6 @@
 
 from __future__ import annotations
 
-from paceline.train.average import Average
 from paceline.train.callbacks import Callback
 from paceline.train.data.fetch import Batched, Draws
 from paceline.train.data.loader import Batch, Loader
@@ -28,6 +27,7 @@ from paceline.train.measure.lr_range import LrRange, find_lr
 from paceline.train.metrics import Best, Means, Meter
 from paceline.train.session import Session
 from paceline.train.start import join
+from paceline.train.update import Average
 from paceline.train.weights import load_config, load_weights
 from paceline.train.world import World
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from paceline.spec.errors import JobError, PacelineError
@@ -48,48 +48,37 @@ class Callbacks:
     """
 
     def __init__(
-        self,
-        session: Session,
-        script_work: Callable[[], AbstractContextManager[None]] = nullcontext,
+        self, session: Session, script_work: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self._session, self._script_work = session, script_work
         self._callbacks: list[Callback] = []
 
     def add(self, callback: Callback) -> None:
-        """Adds a callback."""
         self._callbacks.append(callback)
 
     def __bool__(self) -> bool:
         return bool(self._callbacks)
 
-    def after_step(self, step: int) -> None:
-        """See :class:`Callback`."""
-        self._call("after_step", lambda callback: callback.after_step(self._session, step))
+    def call(self, moment: Callable[..., None], *values: Any) -> None:
+        """Calls this method of :class:`Callback` of each callback.
 
-    def epoch_ended(self, epoch: int) -> None:
-        """See :class:`Callback`."""
-        self._call("epoch_ended", lambda callback: callback.epoch_ended(self._session, epoch))
+        Args:
+            moment: The base class's method, such as ``Callback.after_step``.
+            values: Its arguments after the session.
 
-    def evaluated(self, split: str, values: Mapping[str, Any]) -> None:
-        """See :class:`Callback`."""
-        self._call("evaluated", lambda callback: callback.evaluated(self._session, split, values))
-
-    def checkpoint_saved(self, step: int) -> None:
-        """See :class:`Callback`."""
-        self._call(
-            "checkpoint_saved", lambda callback: callback.checkpoint_saved(self._session, step)
-        )
-
-    def _call(self, moment: str, act: Callable[[Callback], None]) -> None:
+        Raises:
+            JobError: A callback failed.
+        """
+        name = moment.__name__
         for callback in self._callbacks:
             try:
                 with self._script_work():
-                    act(callback)
+                    getattr(callback, name)(self._session, *values)
             except PacelineError:
                 raise
             except Exception as error:
                 raise JobError(
-                    f"the callback {type(callback).__name__}.{moment} failed"
+                    f"the callback {type(callback).__name__}.{name} failed"
                     f" after step {self._session.progress.step}",
                     found=f"{type(error).__name__}: {error}",
                     remedy="fix it, or leave it out; the newest checkpoint can be resumed",

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from paceline.train.callbacks import Callbacks
+from paceline.train.callbacks import Callback, Callbacks
 from paceline.train.checkpoints.capture import Training
 from paceline.train.checkpoints.controller import CheckpointController
 from paceline.train.data.division import MAX_TIMING_STEPS, BatchDivision
@@ -139,7 +139,7 @@ class TrainingLoop:
             self._journal.end_epoch()
             epoch_ended = progress.offset >= loader.order.size
             if epoch_ended:
-                self._callbacks.epoch_ended(progress.epoch)
+                self._callbacks.call(Callback.epoch_ended, progress.epoch)
                 progress.epoch, progress.offset = progress.epoch + 1, 0
             self._checkpoints.after_evaluation(epoch_ended=epoch_ended)
         self._membership.verify()
@@ -181,7 +181,7 @@ class TrainingLoop:
             self._training.checksum.stepped()
         self._membership.compare_newcomers()
         self.watch.stepped()
-        self._callbacks.after_step(progress.step)
+        self._callbacks.call(Callback.after_step, progress.step)
         ended = progress.finished or progress.offset == loader.order.size
         if ended or progress.step % self._log_every == 0:
             self._record()

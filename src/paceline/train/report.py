@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.progress import Bar
 from paceline.spec import jobenv, rundir
@@ -25,8 +25,8 @@ PROGRESS_INTERVAL_S = 0.2
 LINE_INTERVAL_S = 5.0
 
 
-class Reporter(Protocol):
-    """Where a rank's messages go."""
+class Reporter:
+    """Where a rank's messages go; this base class discards them."""
 
     def progress(self, **details: Any) -> None: ...
     def metrics(self, **details: Any) -> None: ...
@@ -39,45 +39,14 @@ class Reporter(Protocol):
     def close(self) -> None: ...
 
 
-class NullReporter:
-    """Discards everything: for ranks other than 0 without a launcher."""
-
-    def progress(self, **details: Any) -> None:
-        pass
-
-    def metrics(self, **details: Any) -> None:
-        pass
-
-    def event(self, event: str, **details: Any) -> None:
-        pass
-
-    def message(self, text: str) -> None:
-        pass
-
-    def heartbeat(self, step: int, phase: str) -> None:
-        pass
-
-    def timings(self, step: int, read: Callable[[], Mapping[str, Any]]) -> None:
-        pass
-
-    def start(self, resumed: bool) -> None:
-        pass
-
-    def set_speaker(self, speaks: bool) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class ScreenReporter(NullReporter):
+class ScreenReporter(Reporter):
     """Prints messages only: for rank 0 of a session without a run directory."""
 
     def message(self, text: str) -> None:
         print(text, flush=True)
 
 
-class LauncherReporter:
+class LauncherReporter(Reporter):
     """Writes JSON lines to the launcher's descriptor; only rank 0 reports for the whole job.
 
     Args:
@@ -123,7 +92,6 @@ class LauncherReporter:
             self._send(kind="begin", resumed=resumed)
 
     def set_speaker(self, speaks: bool) -> None:
-        """Sets whether this rank reports for the whole job."""
         self._is_speaker = speaks
 
     def close(self) -> None:
@@ -140,7 +108,7 @@ class LauncherReporter:
             self._descriptor = None
 
 
-class FolderReporter(NullReporter):
+class FolderReporter(Reporter):
     """Rank 0 without a launcher: files in the run directory, progress on the terminal.
 
     Args:
@@ -151,7 +119,7 @@ class FolderReporter(NullReporter):
         folder.mkdir(parents=True, exist_ok=True)
         self._metrics = files.RecordFile(folder / rundir.METRICS)
         self._events = files.RecordFile(folder / rundir.EVENTS)
-        self._screen = _screen()
+        self._screen: Screen = BarScreen() if sys.stdout.isatty() else LineScreen()
 
     def start(self, resumed: bool) -> None:
         if not resumed:
@@ -184,7 +152,7 @@ def reporter(
     if descriptor.isdecimal():
         return LauncherReporter(int(descriptor), speaks=rank == 0)
     if rank:
-        return NullReporter()
+        return Reporter()
     return ScreenReporter() if quiet else FolderReporter(folder)
 
 
@@ -203,7 +171,7 @@ class _RateLimit:
         return True
 
 
-class Screen(Protocol):
+class Screen:
     """Terminal output of rank 0 without a launcher."""
 
     def progress(self, **details: Any) -> None: ...
@@ -212,7 +180,7 @@ class Screen(Protocol):
     def close(self) -> None: ...
 
 
-class LineScreen:
+class LineScreen(Screen):
     """Lines: for pipes, files and batch systems. Training records are thinned out by time."""
 
     def __init__(self) -> None:
@@ -230,9 +198,6 @@ class LineScreen:
     def message(self, text: str) -> None:
         print(text, flush=True)
 
-    def close(self) -> None:
-        pass
-
 
 class Eta:
     """Time until the end, from the steps since the first that was seen."""
@@ -246,7 +211,6 @@ class Eta:
         return self._step > self._first
 
     def update(self, step: int, steps: int) -> None:
-        """Records how many of the steps are done."""
         if not self._start:
             self._first, self._start = step, time.monotonic()
         self._step, self._steps = step, steps
@@ -258,7 +222,7 @@ class Eta:
         return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
 
-class BarScreen:
+class BarScreen(Screen):
     """A live progress bar on a terminal."""
 
     def __init__(self) -> None:
@@ -269,9 +233,6 @@ class BarScreen:
         if self._gate.is_open(force=details["step"] == details["steps"]):
             self._bar.update(details)
 
-    def metrics(self, **details: Any) -> None:
-        pass
-
     def message(self, text: str) -> None:
         self._bar.print(text)
 
@@ -281,8 +242,7 @@ class BarScreen:
 
 def format_record(details: Mapping[str, Any]) -> str:
     """A metrics record as one readable line."""
-    position_fields = {"epoch", "step", "split"}
-    values = {name: value for name, value in details.items() if name not in position_fields}
+    values = {key: details[key] for key in details if key not in ("epoch", "step", "split")}
     return format_values(details["epoch"], details["step"], 0, [(details["split"], values)])
 
 
@@ -310,7 +270,3 @@ def _format_value(value: Any) -> str:
     if not isinstance(value, float):
         return str(value)
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
-
-
-def _screen() -> Screen:
-    return BarScreen() if sys.stdout.isatty() else LineScreen()

@@ -18,7 +18,6 @@ from paceline.spec.errors import SettingError
 from paceline.spec.training.communication import validate, validate_overlap
 from paceline.train import device as devices
 from paceline.train import parallel, report, weights, world
-from paceline.train.average import Average
 from paceline.train.callbacks import Callback, Callbacks
 from paceline.train.checkpoints.capture import Stateful, Training
 from paceline.train.checkpoints.controller import CheckpointController
@@ -34,6 +33,7 @@ from paceline.train.elastic.newcomer import Recording, Replay
 from paceline.train.elastic.recovery import Recovery
 from paceline.train.elastic.replica_check import ReplicaChecksum
 from paceline.train.elastic.session_state import SessionState
+from paceline.train.elastic.stop import QuietExit, Stopped, destroy_process_group
 from paceline.train.loop import TrainingLoop
 from paceline.train.measure.probe import Probe, probe_request
 from paceline.train.measure.usage import Usage
@@ -41,8 +41,7 @@ from paceline.train.member import Member
 from paceline.train.metrics import Best
 from paceline.train.models import Models
 from paceline.train.reduce.bucket_size import BucketTrial
-from paceline.train.stop import QuietExit, Stopped, destroy_process_group
-from paceline.train.update import Updater
+from paceline.train.update import Average, Updater
 
 
 class Session(Member):
@@ -448,7 +447,7 @@ class Session(Member):
         The first line in each epoch also shows the means of the training since the last such line.
         """
         self._journal.log(split, values)
-        self._callbacks.evaluated(split, values)
+        self._callbacks.call(Callback.evaluated, split, values)
 
     def verify(self) -> None:
         """Checks that parameters and buffers, also sharded ones, are bit-identical on all ranks.

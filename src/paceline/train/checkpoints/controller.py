@@ -10,10 +10,11 @@ from paceline.train.checkpoints.capture import Training
 from paceline.train.checkpoints.keeper import CheckpointManager, parse_policy
 from paceline.train.checkpoints.store import Store
 from paceline.train.elastic.membership import Membership
+from paceline.train.elastic.recovery import Recovery
+from paceline.train.elastic.stop import Poll
 from paceline.train.journal import Journal
 from paceline.train.member import Member
 from paceline.train.metrics import Best
-from paceline.train.stop import JoinGate, Poll
 
 
 class CheckpointController:
@@ -88,12 +89,12 @@ class CheckpointController:
         """Seconds for which checkpoints have held this rank up."""
         return 0.0 if self.keeper is None else self.keeper.blocked_s
 
-    def poll(self, gate: JoinGate) -> None:
+    def poll(self, gate: Recovery) -> None:
         """Starts polling for newcomers in a training that makes no checkpoints."""
         if self.keeper is None and self._poll is None:
             self._poll = Poll(self._member.comms, gate)
 
-    def renew(self, gate: JoinGate) -> None:
+    def renew(self, gate: Recovery) -> None:
         """Begins anew in a new group of ranks; a collective."""
         if self.keeper is not None:
             self.keeper.renew()

@@ -20,7 +20,7 @@ from paceline.spec import jobenv, rundir
 from paceline.spec.errors import SettingError
 from paceline.spec.schema import MAX_LONG_TEXT, integer, optional, text, tuple_of
 from paceline.train import parallel
-from paceline.train.callbacks import Callbacks
+from paceline.train.callbacks import Callback, Callbacks
 from paceline.train.checkpoints.capture import Snapshot, Training, capture
 from paceline.train.checkpoints.copies import CopyCoordinator, CopyResult, event_fields, num_copies
 from paceline.train.checkpoints.resume import LoadedCheckpoint, check_identity, load, restore
@@ -28,7 +28,8 @@ from paceline.train.checkpoints.store import Fenced, Store, WriterLock
 from paceline.train.checkpoints.writer import PartialWrite, SaveOutcome, Writer
 from paceline.train.comms import Comms, parse_texts
 from paceline.train.data.disks import is_shared_by_all, visible_ranks
-from paceline.train.stop import JoinGate, Poll, QuietExit, SignalNotice, Stopped
+from paceline.train.elastic.recovery import Recovery
+from paceline.train.elastic.stop import Poll, QuietExit, SignalNotice, Stopped
 
 _SAVED_SCHEMA = tuple_of(
     optional(integer()), text(MAX_LONG_TEXT)
@@ -94,7 +95,7 @@ class CheckpointManager:
         callbacks: Told on every rank of each checkpoint that is complete.
         copies: On how many other hosts each checkpoint is to be; ``None``: on one where they have
             disks of their own.
-        membership: See :class:`paceline.train.stop.Poll`.
+        membership: See :class:`paceline.train.elastic.stop.Poll`.
         save_request: Gives the number of the last checkpoint that the launcher asked this rank for.
 
     Attributes:
@@ -113,7 +114,7 @@ class CheckpointManager:
         stop_when_full: bool = False,
         callbacks: Callbacks | None = None,
         copies: int | None = None,
-        membership: JoinGate | None = None,
+        membership: Recovery | None = None,
         save_request: Callable[[], int] = lambda: 0,
     ) -> None:
         self._training, self._comms, self._store = training, comms, store
@@ -315,7 +316,7 @@ class CheckpointManager:
         step = int(self._comms.max(torch.tensor([known_step], dtype=torch.float64))[0])
         if step > self._reported_step:
             self._reported_step = step
-            self._callbacks.checkpoint_saved(step)
+            self._callbacks.call(Callback.checkpoint_saved, step)
 
     def on_evaluation_end(self, is_best: bool, epoch_ended: bool) -> None:
         """Saves after an evaluation or epoch if the policy says so."""

@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import select
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from pathlib import Path
 LOOPS = "gloo_tcp_loop"  # move what goes over connections
 WORKERS = "pt_gloo_runloop"  # run collectives
 
+_IDLE_CHECKS = 3
+_MAX_WAIT_S = 2.0
 _TICKS = os.sysconf("SC_CLK_TCK")
 _MODIFY = 3  # EPOLL_CTL_MOD
 _IO_EVENTS = select.EPOLLIN | select.EPOLLOUT
@@ -60,6 +63,19 @@ def tasks() -> Iterator[Task]:
             fields = numbers.split()
             cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS
             yield Task(int(folder.name), name, fields[0], cpu_s)
+
+
+def wait_for_idle_workers() -> None:
+    """Waits until gloo's worker threads are idle, at most two seconds.
+
+    Sleeping releases the interpreter's lock, so a worker that needs it gets it and is seen running.
+    """
+    deadline = time.monotonic() + _MAX_WAIT_S
+    idle = 0
+    while idle < _IDLE_CHECKS and time.monotonic() < deadline:
+        time.sleep(0.002)
+        busy = any(task.name == WORKERS and task.state == "R" for task in tasks())
+        idle = 0 if busy else idle + 1
 
 
 class _Event(ctypes.Structure):

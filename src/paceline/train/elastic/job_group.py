@@ -18,7 +18,7 @@ from paceline.spec import jobenv
 from paceline.train.elastic import waits
 from paceline.train.elastic.connections import GlooConnections
 from paceline.train.elastic.control import Control, RegroupMessage
-from paceline.train.stop import wait_for_idle_workers
+from paceline.train.elastic.gloo import wait_for_idle_workers
 from paceline.train.world import World
 
 _FORMING = timedelta(seconds=20)  # for connections of a new group among ranks that are all there

@@ -43,7 +43,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -56,9 +56,11 @@ from paceline.train.comms import TENSOR_TYPE, Comms, parse_texts
 from paceline.train.elastic import waits
 from paceline.train.elastic.control import Control, RegroupMessage
 from paceline.train.elastic.job_group import JobGroup, Superseded
-from paceline.train.elastic.training_state import TrainingState
 from paceline.train.elastic.wait_release import STUCK_S, CollectiveSpan, release_waits
 from paceline.train.world import World
+
+if TYPE_CHECKING:
+    from paceline.train.elastic.session_state import SessionState
 
 T = TypeVar("T")
 
@@ -143,7 +145,7 @@ class Recovery:
         span: Entered around what may talk to the other ranks, apart from events.
     """
 
-    training: TrainingState
+    training: SessionState
 
     def __init__(self, slot: int, comms: Comms, control: Control, group: JobGroup) -> None:
         self.slot, self.group = slot, group
@@ -258,18 +260,18 @@ class Recovery:
     # -- others that join ------------------------------------------------------------------
 
     def pending_generation(self) -> int:
-        """See :class:`paceline.train.stop.JoinGate`."""
+        """Returns the generation that newcomers wait for, as far as this rank knows; 0: none."""
         message = self._control.newer(self.generation)
         joins = message is not None and message.planned and self.able and not self.joins_closed
         return message.generation if message is not None and joins else 0
 
     def agree_to_join(self, lowest: int, highest: int) -> None:
-        """See :class:`paceline.train.stop.JoinGate`."""
+        """Lets newcomers join if ``lowest`` and ``highest`` generation of all ranks are equal."""
         if lowest == highest > self.generation:
             self._opened = lowest
 
     def end_together(self) -> None:
-        """See :class:`paceline.train.stop.JoinGate`."""
+        """Records that all ranks save and end together: none does so alone any more."""
         self._control.is_ending = True
 
     @property

@@ -1,4 +1,4 @@
-"""A session's training behind the interface that a recovery uses."""
+"""A session's training, as a recovery uses it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.train.member import Member
 
 
 class SessionState:
-    """Implements :class:`paceline.train.elastic.training_state.TrainingState`."""
+    """This rank's training, as :class:`paceline.train.elastic.recovery.Recovery` uses it."""
 
     def __init__(
         self,
@@ -37,14 +37,17 @@ class SessionState:
         self._member.event(name, **details)
 
     def send_models(self, comms: Comms, source: int, receivers: Sequence[int]) -> None:
+        """Gives the models of one rank to others; a collective of all ranks."""
         send_models(self._training.models, comms, source, receivers)
 
     def send_training(self, comms: Comms, source: int, receivers: Sequence[int]) -> None:
+        """Gives the whole training of one rank to newcomers; a collective of all ranks."""
         send_training(
             self._training, comms, source, receivers, is_new=comms.world.rank in receivers
         )
 
     def renew(self) -> None:
+        """Rebuilds what depends on the number of ranks; a collective that may be repeated."""
         recovery, models = self._membership.recovery, self._training.models
         assert recovery is not None
         self._membership.publish_start()
@@ -63,4 +66,5 @@ class SessionState:
             )
 
     def save_and_exit(self) -> NoReturn:
+        """Saves this rank's state and ends it: the other ranks and the launcher are gone."""
         self._checkpoints.save_and_exit()

@@ -26,11 +26,11 @@ from paceline.spec.training import communication
 from paceline.train import files, parallel
 from paceline.train.data.division import BalanceMode
 from paceline.train.data.loader import Loader
+from paceline.train.elastic.stop import QuietExit
 from paceline.train.member import Member
 from paceline.train.models import Models
 from paceline.train.reduce.exchange import GradientExchange
 from paceline.train.reduce.registry import REDUCERS
-from paceline.train.stop import QuietExit
 
 WARMUP_STEPS = 4
 """Steps before anything counts."""

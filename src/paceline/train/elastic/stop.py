@@ -8,7 +8,6 @@ import threading
 import time
 from dataclasses import dataclass
 from types import FrameType
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,15 +15,14 @@ import torch.distributed as dist
 from paceline.spec import jobenv
 from paceline.spec.errors import JobError
 from paceline.train.comms import Comms
-from paceline.train.elastic import gloo
+from paceline.train.elastic.gloo import wait_for_idle_workers
+from paceline.train.elastic.recovery import Recovery
 
 _STOP = (signal.SIGTERM, signal.SIGUSR1)  # SIGUSR1: what batch systems are asked to send early
 _SAVE = (signal.SIGUSR2,)
 POLL_INTERVAL_S = 0.5
 MIN_REPEAT_S = 2.0  # a scheduler and the launcher may both pass on one and the same request
 _MAX_STEPS = 64  # steps may become slower at any time: evaluation, a busy disk
-_IDLE_CHECKS = 3
-_MAX_WAIT_S = 2.0
 
 
 class Stopped(JobError):
@@ -93,25 +91,6 @@ class Requests:
     is_new_request: bool = False
 
 
-class JoinGate(Protocol):
-    """Lets newcomers join once all ranks know that they are waiting.
-
-    Attributes:
-        alone: This rank is the only one as far as it knows, and is to save and end.
-    """
-
-    alone: bool
-
-    def pending_generation(self) -> int:
-        """Returns the generation that newcomers wait for, as far as this rank knows; 0: none."""
-
-    def agree_to_join(self, lowest: int, highest: int) -> None:
-        """Opens that generation if ``lowest`` and ``highest`` over all ranks are equal."""
-
-    def end_together(self) -> None:
-        """Records that all ranks save and end together: none does so alone any more."""
-
-
 class Poll:
     """A moment, about twice a second, at which all ranks look up from their work together.
 
@@ -121,14 +100,11 @@ class Poll:
 
     Args:
         comms: Of all ranks.
-        membership: Is told the generation that all ranks know of; ``None``: no process can join.
-        seconds: Aimed-at time between two polls.
+        recovery: Is told the generation that all ranks know of; ``None``: no process can join.
     """
 
-    def __init__(
-        self, comms: Comms, membership: JoinGate | None = None, seconds: float = POLL_INTERVAL_S
-    ) -> None:
-        self._comms, self._membership, self._seconds = comms, membership, seconds
+    def __init__(self, comms: Comms, recovery: Recovery | None = None) -> None:
+        self._comms, self._recovery = comms, recovery
         self._remaining, self._interval, self._num_steps = 1, 1, 0
         self._start = time.monotonic()
 
@@ -155,15 +131,15 @@ class Poll:
         """
         time_s = time.monotonic()
         step_s = (time_s - self._start) / max(1, self._num_steps)
-        pending = 0 if self._membership is None else self._membership.pending_generation()
+        pending = 0 if self._recovery is None else self._recovery.pending_generation()
         local_values = [float(stop), float(save), step_s, float(pending), -float(pending)]
         values = self._comms.max(
             torch.tensor([*local_values, float(save_number), float(answered_number)])
         )
-        if self._membership is not None:
-            self._membership.agree_to_join(-int(values[4]), int(values[3]))
+        if self._recovery is not None:
+            self._recovery.agree_to_join(-int(values[4]), int(values[3]))
         self._start, self._num_steps = time_s, 0
-        self._remaining = self._interval = next_poll(values[2], self._seconds, self._interval)
+        self._remaining = self._interval = next_poll(values[2], POLL_INTERVAL_S, self._interval)
         latest, answered = int(values[5]), int(values[6])
         is_new_request = latest > answered  # one that hears of it later finds it answered
         return Requests(
@@ -189,16 +165,3 @@ def destroy_process_group() -> None:
         return
     wait_for_idle_workers()
     dist.destroy_process_group()
-
-
-def wait_for_idle_workers() -> None:
-    """Waits until gloo's worker threads are idle, at most two seconds.
-
-    Sleeping releases the interpreter's lock, so a worker that needs it gets it and is seen running.
-    """
-    deadline = time.monotonic() + _MAX_WAIT_S
-    idle = 0
-    while idle < _IDLE_CHECKS and time.monotonic() < deadline:
-        time.sleep(0.002)
-        busy = any(task.name == gloo.WORKERS and task.state == "R" for task in gloo.tasks())
-        idle = 0 if busy else idle + 1

@@ -118,9 +118,9 @@ class Comms:
                     groups.append(dist.new_group(**options))
 
         self.collective(make)
-        return (
-            groups[0] if groups and not self.stale else dist.distributed_c10d._get_default_group()
-        )
+        if not groups or self.stale:
+            return dist.distributed_c10d._get_default_group()
+        return groups[0]
 
     def event(self, act: Callable[[], T]) -> T:
         """Runs an operation that returns the same on each rank, or nothing.
@@ -134,7 +134,6 @@ class Comms:
 
     @contextmanager
     def _count_time(self) -> Iterator[None]:
-        """Context whose time is added to :attr:`waited_s`, once if nested."""
         if self._is_counting:
             yield
             return
@@ -182,8 +181,8 @@ class Comms:
         summed = vector.to(self.device) if self.mixed else vector
         if small_messages.fits(summed, self.world.size, self.group):
             small_messages.all_reduce(summed, self.world.size, self.group)
-            return vector if summed is vector else vector.copy_(summed)
-        waits.wait(dist.all_reduce(summed, group=self.group, async_op=True), summed)
+        else:
+            waits.wait(dist.all_reduce(summed, group=self.group, async_op=True), summed)
         return vector if summed is vector else vector.copy_(summed)
 
     def max(self, vector: Tensor) -> list[float]:
@@ -192,20 +191,15 @@ class Comms:
 
     def _max(self, vector: Tensor) -> list[float]:
         if self.is_alone:
-            return [float(value) for value in vector]
-        local_vector = vector.to(self.device, copy=True)
-        if small_messages.fits(local_vector, self.world.size, self.group):
-            return [
-                float(value)
-                for value in small_messages.all_gather(
-                    local_vector, self.world.size, self.group
-                ).amax(0)
-            ]
-        operation = dist.ReduceOp.MAX
-        waits.wait(
-            dist.all_reduce(local_vector, operation, group=self.group, async_op=True), local_vector
-        )
-        return [float(value) for value in local_vector.cpu()]
+            return vector.cpu().double().tolist()
+        largest = vector.to(self.device, copy=True)
+        if small_messages.fits(largest, self.world.size, self.group):
+            largest = small_messages.all_gather(largest, self.world.size, self.group).amax(0)
+        else:
+            operation = dist.ReduceOp.MAX
+            work = dist.all_reduce(largest, operation, group=self.group, async_op=True)
+            waits.wait(work, largest)
+        return largest.cpu().double().tolist()
 
     def rows(self, vector: Tensor) -> Tensor:
         """Returns every rank's vector, on the CPU, shape ``[ranks, n]``."""
@@ -214,13 +208,11 @@ class Comms:
     def _rows(self, vector: Tensor) -> Tensor:
         if self.is_alone:
             return vector.cpu()[None]
-        local_vector = vector.to(self.device)
-        if small_messages.fits(local_vector, self.world.size, self.group):
-            return small_messages.all_gather(local_vector, self.world.size, self.group)
-        gathered = [torch.empty_like(local_vector) for _ in range(self.world.size)]
-        waits.wait(
-            dist.all_gather(gathered, local_vector, group=self.group, async_op=True), local_vector
-        )
+        local = vector.to(self.device)
+        if small_messages.fits(local, self.world.size, self.group):
+            return small_messages.all_gather(local, self.world.size, self.group)
+        gathered = [torch.empty_like(local) for _ in range(self.world.size)]
+        waits.wait(dist.all_gather(gathered, local, group=self.group, async_op=True), local)
         return torch.stack(gathered).cpu()
 
     def texts(self, text: str) -> list[str]:
@@ -278,9 +270,8 @@ class Comms:
             flat = [tensor.to(self.device) for tensor in flat]
         size = sum(map(len, flat))
         if size > _MAX_PIECE_BYTES and _uses_gloo(self):
-            pieces = _pieces(
-                flat, max(_MAX_PIECE_BYTES // 8, min(_MAX_PIECE_BYTES, size // _MIN_PIECES))
-            )
+            piece_bytes = max(_MAX_PIECE_BYTES // 8, min(_MAX_PIECE_BYTES, size // _MIN_PIECES))
+            pieces = _pieces(flat, piece_bytes)
             waits.wait_in_thread(lambda: self._send_along_chain(pieces, source))
         else:
             self._broadcast(_pieces(flat, _MAX_MESSAGE_BYTES), source)
@@ -314,13 +305,15 @@ class Comms:
                 message = torch.empty(length, dtype=torch.uint8, device=self.device)
                 tag = next(tags)
                 work = dist.irecv(message, (rank - 1) % size, group=self.group, tag=tag)
-                receiving.append((message, parts, _started(work), tag))
+                assert work is not None  # this rank is in the group
+                receiving.append((message, parts, work, tag))
 
         def pass_on(message: Tensor, tag: int) -> None:
             if place == size - 1:
                 return
             work = dist.isend(message, (rank + 1) % size, group=self.group, tag=tag)
-            sending.append((message, _started(work)))
+            assert work is not None
+            sending.append((message, work))
             if len(sending) > _MAX_IN_FLIGHT:
                 sending.popleft()[1].wait()
 
@@ -467,11 +460,6 @@ def _uses_gloo(comms: Comms) -> bool:
     return comms.device.type == "cpu" and "gloo" in dist.get_backend(comms.group)
 
 
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # this rank is in the group
-    return work
-
-
 def _pieces(flat: Sequence[Tensor], size: int) -> list[list[Tensor]]:
     """Splits tensors into messages of about the same size."""
     pieces: list[list[Tensor]] = []
@@ -489,9 +477,8 @@ def _pieces(flat: Sequence[Tensor], size: int) -> list[list[Tensor]]:
 
 
 def _unpack(message: Tensor, parts: list[Tensor]) -> None:
-    for part, content in zip(
-        parts, torch.split(message, [len(part) for part in parts]), strict=True
-    ):
+    contents = torch.split(message, [len(part) for part in parts])
+    for part, content in zip(parts, contents, strict=True):
         part.copy_(content)
 
 

@@ -29,7 +29,6 @@ _DEVICES_OF = {
     "ccl": ("cpu", "xpu"),
     "mpi": ("cpu",),
 }
-PRECISIONS = ("float32", "float64", "bf16", "fp16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +67,22 @@ def choose_device(requested: str, available: AvailableDevices, local_rank: int) 
     """
     if requested not in KINDS:
         raise SettingError(f"--device {requested}: unknown", remedy=f"one of {', '.join(KINDS)}")
-    kind = _default_kind(available) if requested == "auto" else requested
+    kind = requested
+    if requested == "auto":
+        kind = next((name for name in ("cuda", "xpu") if available.devices[name]), "cpu")
     if kind == "cpu":
         return torch.device("cpu")
     count = available.devices[kind]
     if count == 0:
-        raise _no_device(kind)
+        built = torch.version.cuda if kind == "cuda" else getattr(torch.version, "xpu", None)
+        reason = (
+            "torch sees no device (driver?)" if built else f"this torch is built without {kind}"
+        )
+        raise SettingError(
+            f"--device {kind}: no such device on this machine",
+            found=f"torch {torch.__version__}: {reason}",
+            remedy="--device cpu, or install a driver and a torch build that match the device",
+        )
     if local_rank >= count:
         raise SettingError(
             f"--device {kind}: local rank {local_rank} needs a device of its own",
@@ -136,20 +145,6 @@ def batch_headroom(device: torch.device) -> float:
     return float(_USABLE_MEMORY_PART * (free + reserved) / max(used, 1))
 
 
-def _default_kind(available: AvailableDevices) -> str:
-    return next((kind for kind in ("cuda", "xpu") if available.devices[kind]), "cpu")
-
-
-def _no_device(kind: str) -> SettingError:
-    built = torch.version.cuda if kind == "cuda" else getattr(torch.version, "xpu", None)
-    reason = "torch sees no device (driver?)" if built else f"this torch is built without {kind}"
-    return SettingError(
-        f"--device {kind}: no such device on this machine",
-        found=f"torch {torch.__version__}: {reason}",
-        remedy="--device cpu, or install a driver and a torch build that match the device",
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Precision:
     """In which precision numbers are stored and computed.
@@ -200,7 +195,7 @@ def precision(name: str) -> Precision:
         SettingError: Unknown name.
     """
     if name not in _PRECISIONS:
-        raise SettingError(f"--dtype {name}: unknown", remedy=f"one of {', '.join(PRECISIONS)}")
+        raise SettingError(f"--dtype {name}: unknown", remedy=f"one of {', '.join(_PRECISIONS)}")
     return _PRECISIONS[name]
 
 

@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from paceline.train.comms import Comms
 from paceline.train.data.loader import Progress
 from paceline.train.files import json_line
@@ -35,12 +33,10 @@ class Journal:
 
     Args:
         reporter: Where this rank's messages go.
-        meter: Collects what is measured in training.
         progress: Shared with the session.
-        comms: Of all ranks.
-        folder: The run directory.
 
     Attributes:
+        meter: Collects what is measured in training.
         loss: Mean training loss of the last record; of several models that of the first.
         epochs: Of the whole training.
     """
@@ -48,7 +44,7 @@ class Journal:
     def __init__(
         self, reporter: Reporter, meter: Meter, progress: Progress, comms: Comms, folder: Path
     ) -> None:
-        self._reporter, self._meter, self._progress = reporter, meter, progress
+        self._reporter, self.meter, self._progress = reporter, meter, progress
         self._comms, self._folder = comms, folder
         self._tracker_options: tuple[Sequence[str], str, Mapping[str, Any], bool] | None = None
         self._trackers: list[TrackerThread] = []
@@ -74,22 +70,6 @@ class Journal:
         if not self._has_shown:
             self._show("", {})
 
-    def measure(self, count: int, **values: Tensor) -> None:
-        """Adds values of a training step, as :meth:`Meter.add`."""
-        self._meter.add(count, **values)
-
-    def measure_other_samples(self, **values: Tensor) -> None:
-        """Takes values of other samples of that step, as :meth:`Meter.add_other_samples` does."""
-        self._meter.add_other_samples(**values)
-
-    def mark(self) -> None:
-        """Marks the start of a global batch that may turn out to be void."""
-        self._meter.mark()
-
-    def roll_back(self) -> None:
-        """Discards what was measured since :meth:`mark`: the batch does not count."""
-        self._meter.roll_back()
-
     def record_training(self, losses: Sequence[str], **details: float) -> dict[str, float]:
         """Records what was measured since the last record, with further values; a collective.
 
@@ -106,12 +86,12 @@ class Journal:
         return means_of_losses
 
     def _reduce(self) -> None:
-        if not self._meter.empty:
-            self._unrecorded += self._meter.result()
+        if not self.meter.empty:
+            self._unrecorded += self.meter.result()
 
     def gather(self) -> None:
         """Adds up what ranks have measured, of which some may be new; a collective."""
-        self._unrecorded += self._meter.result(some_absent=True)
+        self._unrecorded += self.meter.result(some_absent=True)
 
     def state_dict(self) -> dict[str, object]:
         """Returns what is not recorded yet, the same on every rank; a collective."""
@@ -123,9 +103,7 @@ class Journal:
         counts = {"counts": dict(self._unrecorded.counts)} if self._unrecorded.counts else {}
         cutoff = time.time() - _RESEND_WINDOW_S
         recent = [
-            [time_s, json_line(record).decode()]
-            for time_s, record in self._recent
-            if time_s >= cutoff
+            [when, json_line(record).decode()] for when, record in self._recent if when >= cutoff
         ]
         state = {"count": self._unrecorded.count, "sums": dict(self._unrecorded.sums), **counts}
         return {**state, "recent": recent}
@@ -184,14 +162,11 @@ class Journal:
     def _epoch(self) -> int:
         """The number that the loop over epochs has, also right after its end."""
         progress = self._progress
-        return (
-            progress.epoch - 1
-            if progress.finished and progress.epoch and not progress.offset
-            else progress.epoch
-        )
+        is_after_end = progress.finished and progress.epoch > 0 and not progress.offset
+        return progress.epoch - is_after_end
 
     def print(self, text: str) -> None:
-        """Prints one line for the user, once for the job."""
+        """Prints text for the user, once for the job."""
         self._reporter.message(text)
 
     def event(self, name: str, **details: Any) -> None:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from paceline.spec.errors import JobError, SettingError
 from paceline.train import parallel
 from paceline.train.elastic.committed import BufferSnapshot, CommittedModels
+from paceline.train.reduce.choice import Communication
+from paceline.train.reduce.exchange import GradientExchange
 from paceline.train.update import Updater
 
 UNNAMED = ""
@@ -38,9 +40,10 @@ class Models:
 
     def close_exchange(self, name: str) -> None:
         """Ends the gradient exchange of a model that is to be replaced."""
-        if name in self._updaters and (exchange := self._updaters[name].exchange) is not None:
-            exchange.close()
-            exchange.leave_group()
+        former = self._updaters.get(name)
+        if former is not None and former.exchange is not None:
+            former.exchange.close()
+            former.exchange.leave_group()
 
     def add(self, name: str, updater: Updater) -> None:
         """Adds a model, or replaces one of that name (after :meth:`close_exchange`).
@@ -66,6 +69,18 @@ class Models:
         names = ", ".join(map(repr, self._updaters))
         given = f"{name!r}" if name else "none: each loss belongs to a model, session.step({...})"
         raise ValueError(f"models were prepared under the names {names}, but given was {given}")
+
+    @property
+    def _communications(self) -> list[Communication]:
+        return [updater.communication for updater in self if updater.communication is not None]
+
+    @property
+    def _exchanges(self) -> list[GradientExchange]:
+        return [updater.exchange for updater in self if updater.exchange is not None]
+
+    @property
+    def _replicas(self) -> list[parallel.Replica]:
+        return [updater.model for updater in self if isinstance(updater.model, parallel.Replica)]
 
     def __iter__(self) -> Iterator[Updater]:
         return iter(self._updaters.values())
@@ -114,8 +129,8 @@ class Models:
             steps: Steps of the whole training.
             step: Steps done.
         """
-        methods = [updater.communication for updater in self if updater.communication is not None]
-        return list(filter(None, [method.begin(steps, step) for method in methods]))
+        messages = [method.begin(steps, step) for method in self._communications]
+        return [message for message in messages if message]
 
     def record_commit(self) -> None:
         """Records the models after a step that counts, for :meth:`as_committed`."""
@@ -128,9 +143,7 @@ class Models:
     @property
     def is_diverged(self) -> bool:
         """Whether ranks have different models for some steps."""
-        return any(
-            updater.communication is not None and updater.communication.is_local for updater in self
-        )
+        return any(method.is_local for method in self._communications)
 
     def start_batch(self) -> None:
         """Records the buffers before a global batch, for :meth:`roll_back`."""
@@ -156,9 +169,8 @@ class Models:
 
     def stepped(self, step: int) -> None:
         """Ends a global step; ``step`` is the number of finished steps."""
-        for updater in self:
-            if updater.communication is not None:
-                updater.communication.stepped(step)
+        for method in self._communications:
+            method.stepped(step)
         self._start_step()
 
     def _start_step(self) -> None:
@@ -174,18 +186,16 @@ class Models:
         """
         for parameter in self.module.parameters():
             parameter.grad = None
-        for updater in self:
-            if (exchange := updater.exchange) is not None:
-                exchange.commit() if is_committed else exchange.rollback()
+        for exchange in self._exchanges:
+            exchange.commit() if is_committed else exchange.rollback()
         self._start_step()
 
     def renew(self) -> None:
         """Moves gradient exchange to the new group of ranks; a collective."""
         self.clear_gradients()
         for updater in self:
-            if updater.exchange is not None:
+            if updater.exchange is not None and updater.communication is not None:
                 updater.exchange.renew()
-            if updater.communication is not None:
                 updater.communication.renew()
 
     def synchronized_parameters(self) -> dict[str, Tensor]:
@@ -206,21 +216,16 @@ class Models:
     @property
     def max_unsynced_steps(self) -> int:
         """Largest number of local steps that are lost with a rank."""
-        steps = [
-            updater.communication.max_unsynced_steps
-            for updater in self
-            if updater.communication is not None
-        ]
-        return max(steps, default=0)
+        return max((method.max_unsynced_steps for method in self._communications), default=0)
 
     @property
     def switches(self) -> dict[str, list[str]]:
         """Names of frozen parameters, of exchanged ones, and of modules in evaluation mode."""
-        exchanged = {id(parameter) for replica in self._replicas for parameter in replica.exchanged}
+        exchanged = {parameter for replica in self._replicas for parameter in replica.exchanged}
         parameters = [*self.module.named_parameters()]
         return {
             "frozen": [name for name, parameter in parameters if not parameter.requires_grad],
-            "exchanged": [name for name, parameter in parameters if id(parameter) in exchanged],
+            "exchanged": [name for name, parameter in parameters if parameter in exchanged],
             "evaluated": [name for name, part in self.module.named_modules() if not part.training],
         }
 
@@ -233,13 +238,9 @@ class Models:
             parameter.requires_grad_(name not in frozen)
         for name, part in self.module.named_modules():
             part.training = name not in evaluated
-        exchanged = {id(parameters[name]) for name in switches["exchanged"]}
+        exchanged = {parameters[name] for name in switches["exchanged"]}
         for replica in self._replicas:
-            replica.exchanged = [p for p in replica.module.parameters() if id(p) in exchanged]
-
-    @property
-    def _replicas(self) -> list[parallel.Replica]:
-        return [updater.model for updater in self if isinstance(updater.model, parallel.Replica)]
+            replica.exchanged = exchanged.intersection(replica.module.parameters())
 
     def include_thawed(self) -> bool:
         """Averages gradients of parameters that were frozen before; returns whether there are any.
@@ -249,10 +250,10 @@ class Models:
         """
         widened = False
         for updater in self:
-            if updater.exchange is None or not updater.exchange.has_thawed:
+            exchange, communication = updater.exchange, updater.communication
+            if exchange is None or communication is None or not exchange.model.has_new_parameters:
                 continue
-            communication = updater.communication
-            if communication is not None and communication.requested.name == "local":
+            if communication.requested.name == "local":
                 raise SettingError(
                     "--communication local: ranks that step apart have no common beginning for"
                     " parameters that are trained from now on",
@@ -260,23 +261,20 @@ class Models:
                     " session.prepare was called",
                     remedy="--communication exact, or freeze them after session.prepare",
                 )
-            updater.exchange.widen()
-            if communication is not None:
-                communication.renew()
+            exchange.include_trained()
+            communication.renew()
             widened = True
         return widened
 
     def synchronize(self, *, moments: bool = False) -> None:
         """Gives all ranks the same models, and on request the same optimizer moments."""
-        for updater in self:
-            if updater.communication is not None:
-                updater.communication.synchronise(moments=moments)
+        for method in self._communications:
+            method.synchronise(moments=moments)
 
     def close(self) -> None:
         """Ends the gradient exchanges; no rank may be in a step."""
-        for updater in self:
-            if updater.exchange is not None:
-                updater.exchange.close()
+        for exchange in self._exchanges:
+            exchange.close()
 
     def set_pre_step(self, pre_step: Callable[[], None]) -> None:
         """Sets a function to call before any optimizer changes parameters."""
@@ -308,9 +306,7 @@ class Models:
         else:
             if is_last and isinstance(updater.model, parallel.ManualReplica):
                 updater.model.expect(loss)
-            parameters = [
-                parameter for parameter in updater.module.parameters() if parameter.requires_grad
-            ]
+            parameters = [p for p in updater.module.parameters() if p.requires_grad]
             updater.backward(loss, parameters, retain_graph=retain_graph)
         if is_last and isinstance(updater.model, parallel.Replica):
             updater.model.check_used()
@@ -322,12 +318,8 @@ class Models:
         A backward pass cannot leave sharded parameters out: the forward pass used other tensors,
         gathered from the shards.
         """
-        parameters = [
-            parameter
-            for updater in self
-            if updater is not chosen
-            for parameter in updater.module.parameters()
-        ]
+        others = [updater.module for updater in self if updater is not chosen]
+        parameters = [parameter for module in others for parameter in module.parameters()]
         gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None

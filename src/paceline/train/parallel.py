@@ -8,7 +8,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -93,38 +93,26 @@ class Replica(DistributedDataParallel):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self.stalls: deque[tuple[Any, Any]] = deque(maxlen=1000)
-        self.exchanged = [
-            parameter for parameter in self.module.parameters() if parameter.requires_grad
-        ]
+        self.exchanged = {p for p in self.module.parameters() if p.requires_grad}
         self._unsent_statistics: set[nn.Module] = set()  # whose statistics differ between ranks
 
     @property
     def has_new_parameters(self) -> bool:
         """Whether parameters are trained by now whose gradients are not averaged."""
-        exchanged_ids = {*map(id, self.exchanged)}
-        return any(
-            parameter.requires_grad and id(parameter) not in exchanged_ids
-            for parameter in self.module.parameters()
-        )
+        parameters = self.module.parameters()
+        return any(p.requires_grad and p not in self.exchanged for p in parameters)
 
     def include_trained(self) -> None:
         """Adds newly trained parameters to :attr:`exchanged`; rebuild the buckets afterwards."""
-        exchanged_ids = {*map(id, self.exchanged)}
-        parameters = self.module.parameters()
-        self.exchanged = [
-            parameter
-            for parameter in parameters
-            if parameter.requires_grad or id(parameter) in exchanged_ids
-        ]
+        self.exchanged |= {p for p in self.module.parameters() if p.requires_grad}
 
     @contextmanager
     def original_parameters(self) -> Iterator[None]:
         """Context in which exactly the averaged parameters require gradients."""
         parameters = [*self.module.parameters()]
         required_grad = [parameter.requires_grad for parameter in parameters]
-        exchanged_ids = {*map(id, self.exchanged)}
         for parameter in parameters:
-            parameter.requires_grad_(id(parameter) in exchanged_ids)
+            parameter.requires_grad_(parameter in self.exchanged)
         try:
             yield
         finally:
@@ -155,22 +143,12 @@ class Replica(DistributedDataParallel):
         Raises:
             JobError: Names the parameters.
         """
-        if self.find_unused_parameters or all(
-            parameter.grad is not None for parameter in self.exchanged
-        ):
+        if self.find_unused_parameters or all(p.grad is not None for p in self.exchanged):
             return
-        exchanged = {*map(id, self.exchanged)}
         parameters = self.module.named_parameters()
-        unused = [
-            name
-            for name, parameter in parameters
-            if parameter.grad is None and id(parameter) in exchanged
-        ]
-        omitted = (
-            f" and {len(unused) - _MAX_NAMED_PARAMETERS} more"
-            if len(unused) > _MAX_NAMED_PARAMETERS
-            else ""
-        )
+        unused = [name for name, p in parameters if p.grad is None and p in self.exchanged]
+        num_omitted = len(unused) - _MAX_NAMED_PARAMETERS
+        omitted = f" and {num_omitted} more" if num_omitted > 0 else ""
         raise JobError(
             "some parameters got no gradient in a step, and the ranks wait for all of them",
             found="the loss does not depend on"
@@ -181,9 +159,7 @@ class Replica(DistributedDataParallel):
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._is_touching:
-            return _Touch(
-                [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-            )()
+            return _Touch([p for p in self.module.parameters() if p.requires_grad])()
         return super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -317,9 +293,7 @@ def replicate(
     # A false alarm of DDP for weights with one input channel, whose strides are ambiguous.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
     # As DDP's constructor does, but without its tree broadcast.
-    parameters: list[Tensor] = [
-        parameter for parameter in module.parameters() if parameter.requires_grad
-    ]
+    parameters: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
     _verify_param_shape_across_processes(_get_default_group(), parameters)
     megabytes = bucket_megabytes(parameters) if uses_gloo else None
     comms.broadcast([*module.parameters(), *module.buffers()])
@@ -369,11 +343,7 @@ def check_optimizer(module: nn.Module, optimizer: Optimizer) -> None:
     """
     module_ids = {id(parameter) for parameter in module.parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    unknown = [
-        parameter
-        for parameter in parameters
-        if parameter.requires_grad and id(parameter) not in module_ids
-    ]
+    unknown = [p for p in parameters if p.requires_grad and id(p) not in module_ids]
     if unknown:
         raise SettingError(
             "session.prepare: the optimizer changes parameters that the model does not have:"
@@ -432,27 +402,23 @@ class _Touch(nn.Module):
         return total
 
 
-def unsynced(model: nn.Module) -> AbstractContextManager[None]:
-    """Returns a context of passes that do not exchange gradients.
+@contextmanager
+def unsynced(model: nn.Module) -> Iterator[None]:
+    """Context of passes that do not exchange gradients.
 
     DDP has to know before the forward pass, FSDP before the backward pass.
     """
     if isinstance(model, DistributedDataParallel):
-        return model.no_sync()
-    if is_sharded(model):
-        return _FsdpNoSync(model)
-    return nullcontext()
-
-
-class _FsdpNoSync(AbstractContextManager[None]):
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def __enter__(self) -> None:
-        self._model.set_requires_gradient_sync(False)  # type: ignore[operator]
-
-    def __exit__(self, *error: object) -> None:
-        self._model.set_requires_gradient_sync(True)  # type: ignore[operator]
+        with model.no_sync():
+            yield
+    elif is_sharded(model):
+        model.set_requires_gradient_sync(False)  # type: ignore[operator]
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)  # type: ignore[operator]
+    else:
+        yield
 
 
 def full_state(module: nn.Module) -> dict[str, Tensor]:

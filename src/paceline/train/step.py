@@ -52,7 +52,7 @@ class StepRunner:
         """Called when the script gets a global batch, for the first time or again."""
         if self._membership.recovery is not None:
             self._membership.recovery.start_batch()
-        self._journal.mark()
+        self._journal.meter.mark()
         if self._membership.can_lose_ranks:
             self._models.start_batch()
 
@@ -74,9 +74,10 @@ class StepRunner:
             self._discard()
             return None
         self._pace.add_batch(batch.count, batch.data)
-        self._journal.measure(batch.count, **{**measured, **values})
+        self._journal.meter.add(batch.count, **{**measured, **values})
         if missing := self._committed.keys() - measured.keys():
-            self._journal.measure_other_samples(**{name: self._committed[name] for name in missing})
+            others = {name: self._committed[name] for name in missing}
+            self._journal.meter.add_other_samples(**others)
         if not batch.last:
             return None
         self._commit(exchanged, losses_by_name)
@@ -187,5 +188,5 @@ class StepRunner:
         assert self.loader is not None
         self._updates = 0
         self._models.roll_back()
-        self._journal.roll_back()
+        self._journal.meter.roll_back()
         self.loader.void()

@@ -16,6 +16,7 @@ from paceline.spec.training import communication
 from paceline.spec.training.step_time import BYTES_SENT
 from paceline.train.comms import Comms
 from paceline.train.measure.pace import PARTS, StepTimings
+from paceline.train.parallel import trained_buffers
 from paceline.train.reduce.auto import AutoMethod
 from paceline.train.reduce.coded_reducer import MIN_BUCKET
 from paceline.train.reduce.exact import Exact
@@ -64,7 +65,7 @@ class Communication:
         else:
             self._use_requested()
         if self.requested.name == "local":
-            exchange.broadcast_buffers(False)
+            exchange.model.broadcast_buffers = False
 
     def _make_auto(self) -> AutoMethod:
         return AutoMethod(self._exchange, self._comms, self._use, lambda: self.warmup_steps)
@@ -195,14 +196,15 @@ class Communication:
         local = self._local
         if local is None:
             return
-        start = self._exchange.moment()
+        model = self._exchange.model
+        start = model.timestamp()
         with self._comms.excluded_from_waited():
             if local.begins_local:
                 # A rank in the last exchange takes its model from one that is not local yet.
                 self._comms.collective(lambda: None)
             if local.is_due:
                 self.synchronise()
-        self._exchange.record_stall(start, self._exchange.moment())
+        model.stalls.append((start, model.timestamp()))
 
     def synchronise(self, *, moments: bool = False) -> None:
         """Gives all ranks the same model; a collective if they differ.
@@ -213,7 +215,7 @@ class Communication:
         local = self._local
         if local is None:
             return
-        local.synchronise(self._exchange.trained_buffers())
+        local.synchronise(trained_buffers(self._exchange.model.module))
         if moments and self._optimizer is not None:
             local.average_moments(self._optimizer)
 

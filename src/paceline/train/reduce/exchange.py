@@ -29,7 +29,7 @@ from torch.futures import Future
 from paceline.spec import jobenv
 from paceline.train.comms import Comms
 from paceline.train.elastic import waits
-from paceline.train.parallel import Replica, bucket_megabytes, build_buckets, trained_buffers
+from paceline.train.parallel import Replica, bucket_megabytes, build_buckets
 from paceline.train.reduce import direct, small_messages
 from paceline.train.reduce.exact import Exact
 from paceline.train.reduce.reducer import Bucket, GradientReducer, ReduceContext
@@ -41,11 +41,12 @@ class GradientExchange:
     """Averages one replica's gradients. Every rank has one and changes it alike.
 
     Attributes:
+        model: Replica whose gradients are averaged.
         former_reducer: That of a former group of ranks, until another one has adopted its state.
     """
 
     def __init__(self, model: Replica, comms: Comms) -> None:
-        self._model, self._comms = model, comms
+        self.model, self._comms = model, comms
         self._reducer: GradientReducer | None = None
         self._thread: _ReduceThread | None = None
         self._stream = torch.Stream(comms.device) if comms.device.type != "cpu" else None
@@ -58,36 +59,26 @@ class GradientExchange:
     @property
     def elements(self) -> int:
         """Gradients that are averaged in a step."""
-        return sum(parameter.numel() for parameter in self._model.exchanged)
+        return sum(parameter.numel() for parameter in self.model.exchanged)
 
     @property
     def nbytes(self) -> int:
         """Bytes of these gradients, uncoded."""
-        return sum(parameter.nbytes for parameter in self._model.exchanged)
-
-    def broadcast_buffers(self, is_on: bool) -> None:
-        """Whether rank 0 sends its buffers to all before each forward pass, as DDP does."""
-        self._model.broadcast_buffers = is_on
-
-    def trained_buffers(self) -> list[Tensor]:
-        """The model's buffers that training changes."""
-        return trained_buffers(self._model.module)
+        return sum(parameter.nbytes for parameter in self.model.exchanged)
 
     def context(self) -> ReduceContext:
         """What a reducer of this exchange is made for; a collective when called first."""
         if self._group is None and self._stream is None:
-            self._group = self._comms.new_group(
-                timeout=direct.timeout_of(self._model.process_group)
-            )
-        exchanged = {*self._model.exchanged}
-        parameters = self._model.module.named_parameters()
+            self._group = self._comms.new_group(timeout=direct.timeout_of(self.model.process_group))
+        exchanged = {*self.model.exchanged}
+        parameters = self.model.module.named_parameters()
         return ReduceContext(
             self._group,
             self._comms.world.rank,
             self._comms.world.size,
             {parameter: name for name, parameter in parameters if parameter in exchanged},
-            can_roll_back=self._model.recovery is not None,
-            has_unused=self._model.find_unused_parameters,
+            can_roll_back=self.model.recovery is not None,
+            has_unused=self.model.find_unused_parameters,
             element_bytes=self.nbytes / self.elements,
         )
 
@@ -122,7 +113,7 @@ class GradientExchange:
             first: Bytes of the bucket that is full first.
         """
         self._hooked = None  # DDP's old reducer takes its hooks away when it is deleted
-        lay_out(self._model, size, first)
+        lay_out(self.model, size, first)
         self._hook()
 
     def reset(self) -> None:
@@ -138,24 +129,19 @@ class GradientExchange:
     def _reset(self) -> None:
         if not self._comms.stale:  # else all will be made anew
             self._reducer = None
-            lay_out(self._model, *self._sizes, as_initial=True, on_built=self._hook)
+            lay_out(self.model, *self._sizes, as_initial=True, on_built=self._hook)
 
     def renew(self) -> None:
         """Begins anew in the job's present group of ranks; a collective, between two steps."""
         self._group = self._hooked = None
-        self._model.process_group = _get_default_group()
-        self._model.mark_synchronized()
+        self.model.process_group = _get_default_group()
+        self.model.mark_synchronized()
         self._retire_reducer()
-        lay_out(self._model, *self._sizes, as_initial=True, on_built=self._hook)
+        lay_out(self.model, *self._sizes, as_initial=True, on_built=self._hook)
 
-    @property
-    def has_thawed(self) -> bool:
-        """Whether parameters are trained by now whose gradients are not averaged."""
-        return self._model.has_new_parameters
-
-    def widen(self) -> None:
-        """Averages those, too, from now on; between two steps. Nothing is sent."""
-        self._model.include_trained()
+    def include_trained(self) -> None:
+        """Averages newly trained parameters, too; between two steps. Nothing is sent."""
+        self.model.include_trained()
         self._retire_reducer()
         self.set_bucket_sizes(*self._sizes)
 
@@ -167,7 +153,7 @@ class GradientExchange:
     def _choose_defaults(self) -> None:
         """Chooses sizes of buckets, and whether this process sends exact gradients by itself."""
         uses_gloo = self._comms.device.type == "cpu"
-        self._sizes = default_bucket_sizes(self._model.exchanged, uses_gloo=uses_gloo)
+        self._sizes = default_bucket_sizes(self.model.exchanged, uses_gloo=uses_gloo)
         sends_itself = self._is_small or self._is_pair
         self._direct = self._make_exact() if sends_itself else None
 
@@ -177,13 +163,13 @@ class GradientExchange:
     @property
     def _is_small(self) -> bool:
         """Whether ranks average this model's gradients directly, whatever their buckets."""
-        group, ranks = self._model.process_group, self._comms.world.size
+        group, ranks = self.model.process_group, self._comms.world.size
         return self._on_cpus and small_messages.fits_model(self.nbytes, ranks, group)
 
     @property
     def _is_pair(self) -> bool:
         """Whether two ranks send each other all they have; in a probe they do as more would."""
-        uses_gloo = self._on_cpus and "gloo" in dist.get_backend(self._model.process_group)
+        uses_gloo = self._on_cpus and "gloo" in dist.get_backend(self.model.process_group)
         return uses_gloo and self._comms.world.size == 2 and not os.environ.get(jobenv.PROBE)
 
     @property
@@ -192,24 +178,16 @@ class GradientExchange:
 
     # -- in a backward pass ----------------------------------------------------------------
 
-    def record_stall(self, start: Any, end: Any) -> None:
-        """The computing thread stood still for other ranks between these moments."""
-        self._model.stalls.append((start, end))
-
-    def moment(self) -> Any:
-        """This moment, on the clock of :meth:`record_stall`."""
-        return self._model.timestamp()
-
     def _hook(self) -> None:
         reducer = self._reducer or self._direct
         if reducer is not None and self._stream is None and self._thread is None:
             self._thread = _ReduceThread()
         # When ranks may be lost while DDP waits, it waits for what can be given up.
-        may_give_up = self._model.recovery is not None and self._stream is None
-        if self._hooked is self._model.reducer or not (reducer or may_give_up):
+        may_give_up = self.model.recovery is not None and self._stream is None
+        if self._hooked is self.model.reducer or not (reducer or may_give_up):
             return
-        self._model.register_comm_hook(self, _on_bucket)
-        self._hooked = self._model.reducer
+        self.model.register_comm_hook(self, _on_bucket)
+        self._hooked = self.model.reducer
 
     def reduce_bucket(self, ddp_bucket: GradBucket) -> Future[Tensor]:
         """Begins to average a bucket of DDP's; the future holds the mean."""
@@ -229,7 +207,7 @@ class GradientExchange:
 
     def _reduce_as_ddp(self, flat: Tensor) -> Future[Tensor]:
         """By DDP's own exact way, to the bit."""
-        group = self._model.process_group
+        group = self.model.process_group
         flat.mul_(1.0 / dist.get_world_size(group))
         return waits.cancellable_future(dist.all_reduce(flat, group=group, async_op=True), flat)
 

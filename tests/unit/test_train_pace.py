@@ -324,7 +324,7 @@ def test_ranks_that_have_done_fewer_steps_sum_up_alike() -> None:
         max=lambda _: [40_000.0], texts=asked.append, is_alone=False, rank_name=""
     )
     rate = SimpleNamespace(samples=1, seconds=1.0)
-    pace = SimpleNamespace(finish=list, time_shares=lambda: None, rate=rate)
+    pace = SimpleNamespace(finish=list, totals=None, rate=rate)
     member = SimpleNamespace(comms=comms, world=World(1, 2), say=lambda text: None)
     for steps in (40_000, 80):
         lookout = StragglerMonitor(cast(Any, member))

@@ -201,10 +201,9 @@ class Models:
     def synchronized_parameters(self) -> dict[str, Tensor]:
         """Parameters at the last synchronisation, by name; empty if models never diverge."""
         updater = self._updaters.get(UNNAMED)
-        if updater is None or updater.communication is None:
+        if updater is None or updater.communication is None or updater.communication.local is None:
             return {}
-        if not (synchronized := updater.communication.synced_parameters()):
-            return {}
+        synchronized = updater.communication.local.synced_parameters()
         names = {parameter: name for name, parameter in updater.module.named_parameters()}
         parameters = updater.module.named_parameters(remove_duplicate=False)
         return {

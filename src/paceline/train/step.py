@@ -164,8 +164,9 @@ class StepRunner:
             else:
                 if batch.last and recovery is not None and not is_local:
                     recovery.finish_exchange()
-            if communication is not None and is_local and batch.last and self._member.comms.stale:
-                communication.step_unreduced()
+            local = None if communication is None else communication.local
+            if local is not None and is_local and batch.last and self._member.comms.stale:
+                local.step_unreduced()
             self._pace.end_backward()
             self._measured[names[name]] = sample_losses
         return ExchangeResult.AVERAGED

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,15 +39,9 @@ if TYPE_CHECKING:
 TABLE = "batch-trials.csv"
 _MEMORY_PART = 0.8  # of the free memory
 _PRECISION_PARTS = 16  # parts of the largest batch that may be missing
-_FIT_SCHEMA = tuple_of(
-    text(), integer(), integer(), text()
-)  # host, samples that fit, of how many, in what
-_OUT_OF_MEMORY_TEXTS = (
-    "out of memory",
-    "alloc",
-    "could not create a memory",
-    "could not create a primitive",
-)
+# host, samples that fit, of how many, in what
+_FIT_SCHEMA = tuple_of(text(), integer(), integer(), text())
+_OUT_OF_MEMORY = re.compile("out of memory|alloc|could not create a (memory|primitive)", re.I)
 
 
 @dataclass(frozen=True)
@@ -98,15 +93,9 @@ def find_batch(
     Raises:
         SettingError: The model is sharded over several ranks.
     """
-    if parallel.is_sharded(session.models.module) and not session.comms.is_alone:
-        raise SettingError(
-            "the largest batch of a sharded model cannot be tried",
-            found="a rank whose memory is full would leave the others waiting",
-            remedy="try it without --shard, or with one process",
-        )
+    _check_unsharded(session, "try it without --shard, or with one process")
     seconds: dict[int, float] = {}
-    with restored_afterwards(session.models, session.device, session.precision) as updater:
-        trials = _Trials(session, updater, loader, compute, _longest_first(lengths))
+    with _trials(session, loader, compute, lengths) as (trials, limit):
 
         def fits(size: int) -> bool:
             duration_s = session.comms.max(torch.tensor([trials.run(size)], dtype=torch.float64))[0]
@@ -114,14 +103,10 @@ def find_batch(
                 seconds[size] = duration_s
             return duration_s < float("inf")
 
-        with _memory_limit(session) as limit, _without_buffer_sync(updater.model):
-            largest, failing = search(fits, loader.order.size // session.world.size)
+        largest, failing = search(fits, loader.order.size // session.world.size)
     result = LargestBatch(largest, failing, limit, dict(sorted(seconds.items())))
     if session.world.rank == 0:
-        rows = [
-            f"{size},{duration_s:.4f},{size / duration_s:.1f}"
-            for size, duration_s in result.seconds.items()
-        ]
+        rows = [f"{size},{s:.4f},{size / s:.1f}" for size, s in result.seconds.items()]
         lines = ["samples_of_a_process,seconds,samples_per_s", *rows]
         files.write_bytes(session.folder / TABLE, ("\n".join(lines) + "\n").encode())
     return result
@@ -149,22 +134,15 @@ def fit_batch(
         SettingError: The model is sharded over several ranks; on some rank not even one sample
             fits.
     """
-    if parallel.is_sharded(session.models.module) and not session.comms.is_alone:
-        raise SettingError(
-            "what fits on each rank cannot be tried with a sharded model",
-            found="a rank whose memory is full would leave the others waiting",
-            remedy="--micro-batch N, or leave --shard out",
-        )
+    _check_unsharded(session, "--micro-batch N, or leave --shard out")
     share = _initial_share(session, loader)
     upper_bound = min(loader.limit or share, share)
-    with restored_afterwards(session.models, session.device, session.precision) as updater:
-        trials = _Trials(session, updater, loader, compute, _longest_first(lengths))
+    with _trials(session, loader, compute, lengths) as (trials, memory):
 
         def fits(size: int) -> bool:
             return trials.run(size) < float("inf")
 
-        with _memory_limit(session) as memory, _without_buffer_sync(updater.model):
-            largest = upper_bound if fits(upper_bound) else search(fits, upper_bound - 1)[0]
+        largest = upper_bound if fits(upper_bound) else search(fits, upper_bound - 1)[0]
     if largest < share:
         loader.limit = largest
     loader.has_common_limit = session.comms.is_alone
@@ -177,14 +155,12 @@ def fit_batch(
             found=failed_rank[4],
             remedy="a smaller model or shorter samples, or leave this host out of the job",
         )
-    loader.memory_fits = [
-        (host, num_fitting if num_fitting < share_size else 0)
-        for _, host, num_fitting, share_size, _ in ranks
-    ]
-    hosts: dict[str, list[str]] = {}
+    memory_fits, hosts = list[tuple[str, int]](), dict[str, list[str]]()
     for _, host, num_fitting, share_size, _ in ranks:
+        memory_fits.append((host, num_fitting if num_fitting < share_size else 0))
         part = f"{num_fitting} of {share_size}" if num_fitting < share_size else f"all {share_size}"
         hosts.setdefault(host, []).append(part)
+    loader.memory_fits = memory_fits
     host_texts = [f"{host} {', '.join(dict.fromkeys(parts))}" for host, parts in hosts.items()]
     omitted = f" and {len(host_texts) - 12} more hosts" if len(host_texts) > 12 else ""
     return f"samples of a share that fit at once: {'; '.join(host_texts[:12])}{omitted}"
@@ -225,24 +201,36 @@ def search(is_fitting: Callable[[int], bool], upper_bound: int) -> tuple[int, in
     return largest_fitting, smallest_failing
 
 
-def _longest_first(lengths: Sequence[int] | None) -> np.typing.NDArray[np.int64] | None:
-    """The samples, the longest first; ``None`` where they are all alike."""
-    return None if lengths is None else np.argsort(-np.asarray(lengths), kind="stable")
+def _check_unsharded(session: Session, remedy: str) -> None:
+    if parallel.is_sharded(session.models.module) and not session.comms.is_alone:
+        raise SettingError(
+            "the largest batch of a sharded model cannot be tried",
+            found="a rank whose memory is full would leave the others waiting",
+            remedy=remedy,
+        )
 
 
+@contextmanager
+def _trials(
+    session: Session, loader: Loader, compute: Compute, lengths: Sequence[int] | None
+) -> Iterator[tuple[_Trials, str]]:
+    """Context of trials, the longest samples first; also yields a description of the limit."""
+    longest = None if lengths is None else np.argsort(-np.asarray(lengths), kind="stable")
+    with restored_afterwards(session.models, session.device, session.precision) as updater:
+        trials = _Trials(session, updater, loader, compute, longest)
+        with _memory_limit(session) as limit, _without_buffer_sync(updater.model):
+            yield trials, limit
+
+
+@dataclass(frozen=True)
 class _Trials:
     """Tries a number of samples on this rank."""
 
-    def __init__(
-        self,
-        session: Session,
-        updater: Updater,
-        loader: Loader,
-        compute: Compute,
-        sample_order: np.typing.NDArray[np.int64] | None,
-    ) -> None:
-        self._session, self._updater, self._compute = session, updater, compute
-        self._loader, self._sample_order = loader, sample_order
+    session: Session
+    updater: Updater
+    loader: Loader
+    compute: Compute
+    sample_order: np.typing.NDArray[np.int64] | None
 
     def run(self, size: int) -> float:
         """Returns the seconds of a step; infinity if memory is full."""
@@ -253,26 +241,25 @@ class _Trials:
                 raise
             return float("inf")
         finally:
-            self._updater.optimizer.zero_grad()
+            self.updater.optimizer.zero_grad()
             gc.collect()
-            if self._session.device.type != "cpu":
-                torch.get_device_module(self._session.device).empty_cache()
+            if self.session.device.type != "cpu":
+                torch.get_device_module(self.session.device).empty_cache()
 
     def _steps(self, size: int) -> float:
-        session, duration_s = self._session, 0.0
-        order = self._loader.order
-        if self._sample_order is not None:
-            ids = self._sample_order
+        session, duration_s = self.session, 0.0
+        order, ids = self.loader.order, self.sample_order
+        if ids is not None:
             order = with_script_order(order, lambda epoch: ids)
-        loader = self._loader.rehearsal(1, order=order, global_batch=size * session.world.size)
+        loader = self.loader.rehearsal(1, order=order, global_batch=size * session.world.size)
         for _ in range(2):  # the first makes the optimizer's moments
             session.phase("find the largest batch")
             start_s = time.perf_counter()
             with contextlib.closing(trial_batches(loader, 1)) as batches, session.models.unsynced():
                 for batch in batches:
-                    losses = per_sample_losses(self._compute(batch), len(batch.ids))
-                    self._updater.backward(loss_of(losses, batch, session.world.size))
-                    self._updater.update()
+                    losses = per_sample_losses(self.compute(batch), len(batch.ids))
+                    self.updater.backward(loss_of(losses, batch, session.world.size))
+                    self.updater.update()
             if session.device.type != "cpu":
                 torch.get_device_module(session.device).synchronize()
             duration_s = time.perf_counter() - start_s
@@ -281,9 +268,8 @@ class _Trials:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory is exhausted."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return any(sign in str(error).lower() for sign in _OUT_OF_MEMORY_TEXTS)
+    is_memory_error = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return is_memory_error or _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 @contextmanager

@@ -167,6 +167,7 @@ class StepTimer:
     Attributes:
         rate: Global samples a second.
         max_interval: Steps between two looks, at most.
+        totals: Of all steps so far; ``None``: not known.
     """
 
     def __init__(self, comms: Comms, model: nn.Module, device: torch.device | None = None) -> None:
@@ -187,22 +188,15 @@ class StepTimer:
             self._clock = None
         if isinstance(model, Replica) and self._clock is not None:
             model.timestamp = self._clock.mark
-        self._interval, self._stride = (
-            _INITIAL_INTERVAL,
-            1,
-        )  # steps between two looks; each so-manieth is noted
+        self._interval, self._stride = _INITIAL_INTERVAL, 1  # steps between two looks, two notes
         self._stalls: list[tuple[Any, Any]] = []
         self._stall_start: Any = None
         self._data_s, self._saving_s, self._session_work_start = 0.0, 0.0, 0.0
         self._communication_s = self._communication_start = comms.waited_s
-        self._script_communication_s = 0.0  # in callbacks
         self._note = self._new_note(0)
         self._finished_notes: list[tuple[_Note, list[tuple[Any, Any]]]] = []
         self._pending_gather: _PendingGather | None = None
-        self._overhead_s, self._gather_cost_s = (
-            0.0,
-            math.inf,
-        )  # seconds of notes: since a look, usually
+        self._overhead_s, self._gather_cost_s = 0.0, math.inf  # of notes: since a look, usually
         self._vitals = Vitals(threads=torch.get_num_threads()) if self._ddp else None
         self.totals: Totals | None = None
         self._unrecorded_totals: Totals | None = None  # of them not recorded yet
@@ -222,11 +216,8 @@ class StepTimer:
 
     def _start_session_work(self) -> None:
         """Marks the start of the session's own work, up to :meth:`end_session_work`."""
-        self._session_work_start, self._communication_start, self._script_communication_s = (
-            time.perf_counter(),
-            self._comms.waited_s,
-            0.0,
-        )
+        self._session_work_start = time.perf_counter()
+        self._communication_start = self._comms.waited_s
 
     # -- in a step -----------------------------------------------------------------------
 
@@ -236,7 +227,6 @@ class StepTimer:
             self._note.first_batch = self._clock.mark()
 
     def add_batch(self, count: int, data: Any) -> None:
-        """Counts a batch that the script has used."""
         self._note.samples += count
         self._note.elements += count_elements(data)
 
@@ -256,7 +246,6 @@ class StepTimer:
         self._stall_start = self._clock.mark()
 
     def end_backward(self) -> None:
-        """Ends timing of that backward pass."""
         if self._stall_start is not None and self._clock is not None:
             self._stalls.append((self._stall_start, self._clock.mark()))
             self._stall_start = None  # the pieces of the next batch have a backward pass, too
@@ -278,10 +267,8 @@ class StepTimer:
         note, overhead_start, timings = self._note, time.perf_counter(), None
         note.end, note.data = self._clock.mark(), data_s - self._data_s
         note.saving, self._data_s, self._saving_s = saving_s - self._saving_s, data_s, saving_s
-        note.communication, self._communication_s = (
-            self._comms.waited_s - self._communication_s,
-            self._comms.waited_s,
-        )
+        waited_s = self._comms.waited_s
+        note.communication, self._communication_s = waited_s - self._communication_s, waited_s
         self._note = _Note(note.step + 1, note.end)
         if note.step % self._stride == 0:
             buffer_stalls = self._model.stalls if isinstance(self._model, Replica) else ()
@@ -305,7 +292,6 @@ class StepTimer:
             yield
         finally:
             communication_s = self._comms.waited_s - communication_start
-            self._script_communication_s += communication_s
             self._note.script_work += time.perf_counter() - start - communication_s
 
     def last_computing_s(self) -> float:
@@ -318,17 +304,9 @@ class StepTimer:
     def end_session_work(self, saving_s: float = 0.0) -> None:
         """Ends the session's own work after a step."""
         note, elapsed_s = self._note, time.perf_counter() - self._session_work_start
-        communication_s = (
-            self._comms.waited_s - self._communication_start - self._script_communication_s
-        )
-        note.session_work = max(
-            0.0,
-            elapsed_s
-            - (saving_s - self._saving_s)
-            - note.script_work
-            - self._script_communication_s
-            - communication_s,
-        )
+        communication_s = self._comms.waited_s - self._communication_start  # also the script's
+        other_s = saving_s - self._saving_s + note.script_work + communication_s
+        note.session_work = max(0.0, elapsed_s - other_s)
 
     # -- between ranks -------------------------------------------------------------------
 
@@ -348,34 +326,17 @@ class StepTimer:
     def _row(self, note: _Note, stalls: list[tuple[Any, Any]]) -> tuple[float, ...]:
         assert self._clock is not None
         between = self._clock.between
-        data_s, saving_s, session_work, communication = (
-            note.data,
-            note.saving,
-            note.session_work,
-            note.communication,
-        )
+        data_s, saving_s, communication_s = note.data, note.saving, note.communication
+        session_s = note.session_work
         if isinstance(self._clock, _DeviceClock):  # only while it had nothing to do
-            initial_idle_s = (
-                between(note.start, note.first_batch) if note.first_batch is not None else 0.0
-            )
-            data_s = min(data_s, initial_idle_s)
-            saving_s = min(saving_s, initial_idle_s - data_s)
-            communication = min(communication, initial_idle_s - data_s - saving_s)
-            session_work = max(
-                0.0, initial_idle_s - data_s - saving_s - communication - note.script_work
-            )
+            idle_s = 0.0 if note.first_batch is None else between(note.start, note.first_batch)
+            data_s = min(data_s, idle_s)
+            saving_s = min(saving_s, idle_s - data_s)
+            communication_s = min(communication_s, idle_s - data_s - saving_s)
+            session_s = max(0.0, idle_s - data_s - saving_s - communication_s - note.script_work)
         stall_s = sum(between(*stall) for stall in stalls)
-        total_s = between(note.start, note.end)
-        return (
-            total_s,
-            data_s,
-            stall_s,
-            saving_s,
-            session_work,
-            communication,
-            note.samples,
-            note.elements,
-        )
+        seconds = between(note.start, note.end), data_s, stall_s, saving_s, session_s
+        return *seconds, communication_s, note.samples, note.elements
 
     def _collect(self) -> StepTimings | None:
         """Returns the notes of all ranks as timings; ``None`` if a rank was lost meanwhile."""
@@ -394,21 +355,15 @@ class StepTimer:
         timings = StepTimings(pending.first, seconds, samples, numbers, vitals, self._stride)
         totals = Totals(seconds.sum(dim=1), count, samples.sum(dim=1))
         self.totals = totals if self.totals is None else self.totals + totals
-        self._unrecorded_totals = (
-            totals if self._unrecorded_totals is None else self._unrecorded_totals + totals
-        )
+        unrecorded = self._unrecorded_totals
+        self._unrecorded_totals = totals if unrecorded is None else unrecorded + totals
         step_s = max(float(notes[:, :, 0].mean()), 1e-9)
         stride = max(1, int(_NOTE_SECONDS * _NOTE_OVERHEAD / step_s))
         if stride != self._stride:
             self._stride = stride
             self._finished_notes.clear()  # the steps of a look are equally far apart
-        self._interval = min(
-            self.max_interval,
-            max(
-                _INITIAL_INTERVAL,
-                int(self._gather_cost_s / (_MAX_OVERHEAD * step_s * self._stride)),
-            ),
-        )
+        interval = int(self._gather_cost_s / (_MAX_OVERHEAD * step_s * self._stride))
+        self._interval = min(self.max_interval, max(_INITIAL_INTERVAL, interval))
         self._overhead_s += time.perf_counter() - start
         return timings
 
@@ -419,13 +374,6 @@ class StepTimer:
             self._send(include_last=True)
             collected.append(self._collect())
         return [timings for timings in collected if timings is not None]
-
-    def time_shares(self) -> Mapping[str, float] | None:
-        """Returns parts of the time so far, of the rank that waited most for others.
-
-        ``None`` where they are not known.
-        """
-        return None if self.totals is None else self.totals.shares()
 
     def figures(self) -> dict[str, Any]:
         """Returns metrics since the last call; empty if there are no new timings.
@@ -444,14 +392,7 @@ class StepTimer:
 
 
 class _PendingGather:
-    """Notes of this rank on their way to all others.
-
-    Args:
-        comms: Of all ranks.
-        vector: As long on every rank.
-        first: Number of their first step.
-        count: How many steps.
-    """
+    """Notes of ``count`` steps of this rank on their way to all others."""
 
     def __init__(self, comms: Comms, vector: Tensor, first: int, count: int) -> None:
         self.first, self.count, self._comms = first, count, comms
@@ -544,20 +485,13 @@ def split_parts(notes: Tensor) -> Tensor:
     min_communication = communication.min(dim=0, keepdim=True).values.expand_as(communication)
     computing = (total - data - stall - saving - session_work - communication).clamp(min=0)
     waiting = stall - moving + communication - min_communication
-    return torch.stack(
-        [data, computing, waiting, moving, saving, session_work + min_communication], dim=2
-    )
+    other = session_work + min_communication
+    return torch.stack([data, computing, waiting, moving, saving, other], dim=2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Totals:
-    """The sum of several timings.
-
-    Attributes:
-        seconds: Of each rank and part.
-        steps: How many.
-        samples: Of each rank.
-    """
+    """The sum of several timings: seconds by rank and part, number of steps, samples by rank."""
 
     seconds: Tensor
     steps: int
@@ -588,13 +522,9 @@ class Rate:
     def __init__(self) -> None:
         self.value, self.seconds, self.samples = 0.0, 0.0, 0
         self._start: float | None = time.perf_counter()
-        self._unmeasured_samples, self._elapsed_s = (
-            0,
-            0.0,
-        )  # since the last measurement; seconds before a pause
+        self._unmeasured_samples, self._elapsed_s = 0, 0.0  # since then; seconds before a pause
 
     def add(self, samples: int) -> None:
-        """Counts the samples of a global step."""
         self._unmeasured_samples += samples
 
     def measure(self) -> float:
@@ -605,10 +535,8 @@ class Rate:
             self.restart()
         elapsed_s = max(self._elapsed_s, 1e-9)
         self.value = self._unmeasured_samples / elapsed_s
-        self.seconds, self.samples = (
-            self.seconds + elapsed_s,
-            self.samples + self._unmeasured_samples,
-        )
+        self.seconds += elapsed_s
+        self.samples += self._unmeasured_samples
         self._unmeasured_samples, self._elapsed_s = 0, 0.0
         return self.value
 

@@ -18,38 +18,23 @@ from paceline.train.measure.pace import PARTS, StepTimings, active_ranks, num_st
 from paceline.train.measure.vitals import VITALS
 
 MIN_AGREEING = 3  # looks that have to agree: one is a moment of its link like no other
-MIN_DURATION_S = (
-    0.75  # seconds for which: what comes from outside may hold a link up for a third of one
-)
-MAX_SLOW_RATE, MAX_REPORTED_RATE = (
-    0.6,
-    0.75,
-)  # of the best way's rate: one below this is slow; it was before
+MIN_DURATION_S = 0.75  # of these looks: something from outside may hold a link up for a third of it
+MAX_SLOW_RATE = 0.6  # of the best way's rate: a way below this is slow
+MAX_REPORTED_RATE = 0.75  # of it: a way below this that was slow before still is
 SAME_CAUSE_RATE = 1.4  # times the slowest way's rate: below this a way belongs to the same trouble
 MIN_COST_PART = 0.4  # of what is worth a name: by that it takes longer in each look
 MAX_DIRECTION_RATE = 0.85  # of the rate of the way back, between two hosts
 MAX_DIRECTION_RATE_TRIMMED = 0.90  # of it, without the look in which it was slowest
-MIN_DIFFERENCE_S = (
-    0.006  # seconds of a step: more than what comes of a kernel that counts in ticks of 4 ms
-)
-STEADY_COUNT, MAX_STEADY_RATE = (
-    9,
-    0.83,
-)  # looks, after which less is enough: below this in all of them together
+MIN_DIFFERENCE_S = 0.006  # of a step: kernels that count in ticks of 4 ms make smaller ones
+STEADY_COUNT, MAX_STEADY_RATE = 9, 0.83  # after so many looks, a rate below this in all together
 MAX_REPORTED_DIRECTION_RATE = 0.92  # of it: a way that was named before keeps its name
-MIN_STALL_RATIO, MAX_STALLED_PART = (
-    1.25,
-    0.1,
-)  # times the usual step; part of a look that says nothing then
-MIN_SLOW_STEPS_PART = (
-    2 / 3
-)  # of the steps are slow on a slow link, whose bytes may be hidden behind computing
+MIN_STALL_RATIO = 1.25  # times the usual step: what takes longer is no matter of a link
+MAX_STALLED_PART = 0.1  # of a look in such steps: with more it says nothing
+MIN_SLOW_STEPS_PART = 2 / 3  # of the steps on a slow link, whose bytes computing may hide
 MIN_BYTES_PER_STEP = 10_000  # bytes of a step that say something of a link
 MIN_RESENT_PART = 0.005  # of bytes were sent again: it may be this, and not the rate, that is slow
 MIN_LOSS_PART = 0.01  # of a connection's bytes were sent again: something on its way loses them
-MIN_PART_OF_WORST_LOSS = (
-    0.25  # of the worst: a connection that loses so much belongs to the same trouble
-)
+MIN_PART_OF_WORST_LOSS = 0.25  # a connection that loses so much belongs to the same trouble
 MIN_RESENT_BYTES = 5_000  # bytes sent again, below which it may be chance
 MIN_CLEAN_BYTES = 200_000  # bytes that came through without such losses: both ends are sound
 _WAITING, _MOVING = PARTS.index("waiting"), PARTS.index("moving")
@@ -100,14 +85,8 @@ def _remote_traffic(timings: StepTimings, active: Collection[int]) -> list[_Traf
     to take them, compute.
     """
     min_bytes = MIN_BYTES_PER_STEP * num_steps([timings])
-    sent = _traffic(timings)
-    return [
-        traffic
-        for traffic in sent
-        if traffic.rank in active
-        and traffic.link[0] != traffic.link[1]
-        and traffic.bytes > min_bytes
-    ]
+    remote = [traffic for traffic in _traffic(timings) if traffic.link[0] != traffic.link[1]]
+    return [entry for entry in remote if entry.rank in active and entry.bytes > min_bytes]
 
 
 def find_slow_link(
@@ -130,10 +109,7 @@ def find_slow_link(
 
 
 def recent_timings(history: Sequence[StepTimings]) -> Sequence[StepTimings]:
-    """Returns the latest timings that must agree: several, covering a minimum duration.
-
-    None where they do not last yet.
-    """
+    """Returns the latest timings that must agree; none if they do not last long enough yet."""
     seconds = 0.0
     for number, timings in enumerate(reversed(history), 1):
         seconds += float(timings.seconds.sum(dim=2).mean()) * num_steps([timings])
@@ -150,44 +126,27 @@ def _find_in(
     *,
     steadily: bool = False,
 ) -> LinkFinding | None:
-    """Finds a link that is slow in all of these timings.
-
-    Args:
-        history, min_cost_s, reported_rank: As above.
-        earlier: Looks before them: what ways manage that are not seen in these.
-        steadily: Between two hosts a little is enough.
-    """
+    """Finds a link that is slow in all of these timings; ``steadily``: a little is enough."""
     moves = torch.cat([timings.seconds[0, :, _MOVING] for timings in history])  # the same of all
     moving = float(moves.mean())
     if moving < min_cost_s / 2:  # what nearly always is the case ends here
         return None
-    measured, active = (
-        [timings for timings in history if timings.vitals is not None],
-        active_ranks(history),
-    )
+    active = active_ranks(history)
+    measured = [timings for timings in history if timings.vitals is not None]
     remote = [_remote_traffic(timings, active) for timings in measured]
     hosts = {end for entries in remote for traffic in entries for end in traffic.link}
+    finding: LinkFinding | None = None
+    options = moving, min_cost_s, reported_rank
     if len(hosts) == 2:
-        finding = _find_between_two(
-            measured, remote, moving, min_cost_s, reported_rank, steadily=steadily
-        )
+        finding = _find_between_two(measured, remote, *options, steadily=steadily)
     elif len(hosts) > 2 and not steadily:
-        earlier_remote = [
-            _remote_traffic(timings, active) for timings in earlier if timings.vitals is not None
-        ]
-        finding = _find_among_many(
-            measured, remote, earlier_remote, moving, min_cost_s, reported_rank
-        )
-    else:
-        return None
+        measured_earlier = [timings for timings in earlier if timings.vitals is not None]
+        earlier_remote = [_remote_traffic(timings, active) for timings in measured_earlier]
+        finding = _find_among_many(measured, remote, earlier_remote, *options)
     if finding is None:
         return None
-    rank_traffic = [
-        traffic for entries in remote for traffic in entries if traffic.rank == finding.rank
-    ]
-    lost = sum(traffic.resent for traffic in rank_traffic) / max(
-        1.0, sum(traffic.bytes for traffic in rank_traffic)
-    )
+    own = [traffic for entries in remote for traffic in entries if traffic.rank == finding.rank]
+    lost = sum(entry.resent for entry in own) / max(1.0, sum(entry.bytes for entry in own))
     losses = _loss_by_link(measured)
     if max([lost, *(part for _, part, _ in losses.values())]) >= MIN_RESENT_PART:
         return _find_lossy(remote, losses, finding.seconds, reported_rank)
@@ -199,7 +158,6 @@ def _find_in(
 
 
 def _format_rates(slow_rate: float, fast_rate: float) -> str:
-    """Formats two rates in bytes a second for users."""
     return f"{slow_rate / 1e6:.1f} MB/s, others {fast_rate / 1e6:.1f}"
 
 
@@ -217,9 +175,7 @@ def _find_lossy(
     seconds: float,
     reported_rank: int | None,
 ) -> LinkFinding | None:
-    """Finds the host that loses bytes. Both ends of a link see a loss, so several links are
-    needed.
-    """
+    """Finds the host that loses bytes; both ends of a link see a loss, so several are needed."""
     host = _lossy_host(losses)
     rank = None if host is None else _rank_at(host, remote, reported_rank)
     if host is None or rank is None:
@@ -246,11 +202,8 @@ def _find_among_many(
         return None
     slow_links = [link for link, rate in rates.items() if rate <= SAME_CAUSE_RATE * slowest]
     # What lies between says nothing of its ends: it may be slow for the same reason, or not.
-    fast_links = [
-        link
-        for link, rate in rates.items()
-        if link not in slow_links and rate > MAX_SLOW_RATE * fastest
-    ]
+    min_fast_rate = max(MAX_SLOW_RATE * fastest, SAME_CAUSE_RATE * slowest)
+    fast_links = [link for link, rate in rates.items() if rate > min_fast_rate]
     host = _common_host(slow_links, fast_links)
     rank = None if host is None else _rank_at(host, remote, reported_rank)
     if rank is None:
@@ -260,16 +213,14 @@ def _find_among_many(
         for timings, entries in zip(history, remote, strict=True)
     ]
     measured = [cost for cost in costs if cost is not None]
-    if len(measured) < max(1, len(history) - 1) or (
-        reported_rank != rank and min(measured) < MIN_COST_PART * min_cost_s
-    ):
+    if len(measured) < max(1, len(history) - 1):
+        return None
+    if reported_rank != rank and min(measured) < MIN_COST_PART * min_cost_s:
         return None
     seconds = sum(measured) / len(measured)
-    return (
-        LinkFinding(rank, seconds, _format_rates(slowest, fastest))
-        if seconds >= min_cost_s
-        else None
-    )
+    if seconds < min_cost_s:
+        return None
+    return LinkFinding(rank, seconds, _format_rates(slowest, fastest))
 
 
 def _rates(remote: Sequence[Sequence[_Traffic]]) -> dict[_Link, float]:
@@ -289,22 +240,11 @@ def _max_cost(
     fastest: float,
     moving: float,
 ) -> float | None:
-    """Returns the seconds of a step that the slowest link costs; ``None`` if none was seen.
-
-    Args:
-        timings: Of some steps.
-        entries: That were seen in it.
-        slow_links: The slow ones.
-        fastest: Bytes a second of the best one.
-        moving: Seconds of a step in which bytes move and nothing else happens.
-    """
+    """Returns the seconds of a step that the slowest link costs; ``None`` if none was seen."""
     steps = num_steps([timings])
+    slow = [traffic for traffic in entries if traffic.link in slow_links]
     return max(
-        (
-            min(moving, traffic.seconds / steps) - traffic.bytes / steps / fastest
-            for traffic in entries
-            if traffic.link in slow_links
-        ),
+        (min(moving, entry.seconds / steps) - entry.bytes / steps / fastest for entry in slow),
         default=None,
     )
 
@@ -316,21 +256,12 @@ def _common_host(slow_links: Sequence[_Link], fast_links: Sequence[_Link]) -> fl
     what it receives.
     """
     healthy = {end for link in fast_links for end in link}
-    candidates = {
-        host
-        for link in slow_links
-        for host in link
-        if all(host in other_link for other_link in slow_links)
-    } - healthy
-    if len(candidates) == 1:
-        return candidates.pop()
-    senders, receivers = (
-        {sender for sender, _ in slow_links},
-        {receiver for _, receiver in slow_links},
-    )
-    if len(senders) == 1:
-        return senders.pop()
-    return receivers.pop() if len(receivers) == 1 else None
+    candidates = set.intersection(*map(set, slow_links)) - healthy
+    senders, receivers = ({*ends} for ends in zip(*slow_links, strict=True))
+    for hosts in (candidates, senders, receivers):
+        if len(hosts) == 1:
+            return hosts.pop()
+    return None
 
 
 def _find_between_two(
@@ -368,19 +299,17 @@ def _find_between_two(
     seconds = max(
         min(moving, slow_s) - moving / 2, min(moving, slow_s - sent_bytes / rates[fast_link])
     )
-    counted_indexes = [
-        index
-        for index in pair_indexes
-        if steadily or was_reported or _stalled_part(history[index]) <= MAX_STALLED_PART
-    ]
+    counted_indexes = pair_indexes
+    if not (steadily or was_reported):
+        counted_indexes = [
+            index for index in pair_indexes if _stalled_part(history[index]) <= MAX_STALLED_PART
+        ]
     if seconds < min_cost_s or len(counted_indexes) < min_count:
         return None
     rank = _rank_at(slow_link[0], pair_entries, reported_rank)
-    finding = (
-        None
-        if rank is None
-        else LinkFinding(rank, seconds, _format_rates(rates[slow_link], rates[fast_link]))
-    )
+    if rank is None:
+        return None
+    finding = LinkFinding(rank, seconds, _format_rates(rates[slow_link], rates[fast_link]))
     each_pair = torch.stack([pairs[number] for number in counted_indexes])
     total = each_pair.sum(dim=0)
     if was_reported:
@@ -388,9 +317,8 @@ def _find_between_two(
     slowest = min(range(len(each_pair)), key=lambda index: _rate_ratio(each_pair[index]))
     if _rate_ratio(total - each_pair[slowest]) > MAX_DIRECTION_RATE_TRIMMED:
         return None
-    difference_s = float(total[1, 0] - total[1, 1]) / num_steps(
-        [history[number] for number in counted_indexes]
-    )
+    num_counted = num_steps([history[number] for number in counted_indexes])
+    difference_s = float(total[1, 0] - total[1, 1]) / num_counted
     is_clear = _rate_ratio(total) <= MAX_DIRECTION_RATE and difference_s >= MIN_DIFFERENCE_S
     return finding if is_clear or (steadily and _rate_ratio(total) <= MAX_STEADY_RATE) else None
 
@@ -408,10 +336,8 @@ def _stalled_part(timings: StepTimings) -> float:
     """
     stall_s = timings.seconds[:, :, [_WAITING, _MOVING]].sum(dim=2).amax(dim=0)
     median_s = stall_s.median()
-    return float(
-        (stall_s - median_s)[stall_s > MIN_STALL_RATIO * median_s].sum()
-        / stall_s.sum().clamp(min=1e-9)
-    )
+    excess_s = (stall_s - median_s)[stall_s > MIN_STALL_RATIO * median_s].sum()
+    return float(excess_s / stall_s.sum().clamp(min=1e-9))
 
 
 def _pair_totals(entries: Sequence[_Traffic], link: _Link) -> Tensor:
@@ -427,12 +353,9 @@ def _rate_ratio(pair: Tensor) -> float:
 
 
 def _loss_by_link(history: Sequence[StepTimings]) -> _LossByLink:
-    """Returns, for each directed link between two hosts, bytes sent and bytes sent again.
+    """Returns bytes sent, part of them and bytes sent again of each link between two hosts.
 
     A rank's busiest connection may be another one in each look, so they are taken one by one.
-
-    Returns:
-        By addresses of sender and receiver: bytes sent, part of them and bytes sent again.
     """
     sums: dict[_Link, list[float]] = {}
     for timings in history:
@@ -451,19 +374,13 @@ def _lossy_host(losses: _LossByLink) -> float | None:
     """
     max_loss = max((loss for _, loss, _ in losses.values()), default=0.0)
     min_loss = max(MIN_LOSS_PART, MIN_PART_OF_WORST_LOSS * max_loss)
-    lossy_links = [
-        link
-        for link, (_, loss, resent) in losses.items()
-        if loss >= min_loss and resent >= MIN_RESENT_BYTES
-    ]
-    clean_links = [
-        link
-        for link, (sent, loss, _) in losses.items()
-        if loss < min_loss and sent >= MIN_CLEAN_BYTES
-    ]
-    suspects = {end for link in lossy_links for end in link} - {
-        end for link in clean_links for end in link
-    }
+    lossy_links, clean_ends = [], set[float]()
+    for link, (sent, loss, resent) in losses.items():
+        if loss >= min_loss and resent >= MIN_RESENT_BYTES:
+            lossy_links.append(link)
+        elif loss < min_loss and sent >= MIN_CLEAN_BYTES:
+            clean_ends.update(link)
+    suspects = {end for link in lossy_links for end in link} - clean_ends
     if len(lossy_links) < 2 or len(suspects) != 1:
         return None
     (host,) = suspects

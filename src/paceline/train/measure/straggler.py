@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +27,7 @@ MIN_EXCESS_S = 0.002  # seconds of a step below which nothing is
 MIN_STEP_EXCESS_PART = 0.4  # of both: a step in which a rank is that much slower counts against it
 MIN_SLOW_STEPS_PART = 0.8  # of the steps have to
 RECOVERED_PART = 0.5  # of both, below which a rank that was named keeps up again
-MIN_EXPLAINED_PART = (
-    0.3  # of the time that a rank needs more: what explains so much of it is the cause
-)
+MIN_EXPLAINED_PART = 0.3  # of the time that a rank needs more: what explains that is the cause
 MAX_STEP_RATIO = 10  # usual steps: a step that takes longer counts as one of so many
 MIN_SUMMARY_PART = 0.005  # of all steps, at the end of a training
 SKIPPED_STEPS = 2  # steps of the process that say nothing
@@ -112,12 +111,10 @@ class StragglerDetector:
         straggler = find_straggler(self._history, former)
         if straggler is not None:
             cost = self._cost.setdefault((straggler.rank, straggler.cause), [0.0, 0.0])
-            select = recent_timings if straggler.cause == "link" else _latest_timings
-            steps = (
-                _num_noted_steps(select(self._history))
-                if former is None
-                else timings.samples.shape[1]
-            )
+            steps = timings.samples.shape[1]
+            if former is None:
+                select = recent_timings if straggler.cause == "link" else _latest_timings
+                steps = _num_noted_steps(select(self._history))
             cost[0], cost[1] = cost[0] + straggler.seconds * steps, cost[1] + straggler.part * steps
         self.current = straggler
         if straggler is None or former is None:
@@ -151,13 +148,15 @@ def _latest_timings(history: Sequence[StepTimings]) -> Sequence[StepTimings]:
 
 def skip_steps(timings: StepTimings, steps: int) -> StepTimings:
     """Returns timings without their first steps."""
-    return replace(
-        timings,
-        first_step=timings.first_step + steps,
-        seconds=timings.seconds[:, steps:],
-        samples=timings.samples[:, steps:],
-        elements=None if timings.elements is None else timings.elements[:, steps:],
-    )
+    kept = _select(timings, (slice(None), slice(steps, None)))
+    return replace(kept, first_step=timings.first_step + steps)
+
+
+def _select(timings: StepTimings, index: Any) -> StepTimings:
+    """Returns the timings of some ranks and steps, by an index of ``[ranks, steps]``."""
+    elements = None if timings.elements is None else timings.elements[index]
+    seconds, samples = timings.seconds[index], timings.samples[index]
+    return replace(timings, seconds=seconds, samples=samples, elements=elements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,15 +199,12 @@ def find_straggler(
         finding = find_slow_link(history, min_excess_s, reported_rank)
         if finding is None:
             return None
-        return Straggler(
-            finding.rank, "link", finding.seconds, finding.seconds / mean_step_s, finding.detail
-        )
+        part = finding.seconds / mean_step_s
+        return Straggler(finding.rank, "link", finding.seconds, part, finding.detail)
     rank, vitals = active[slow_rank.rank], combined_vitals(latest)
     active_vitals = None if vitals is None else vitals[active]
-    steps = num_steps(latest)
-    cause, detail = _find_cause(
-        slow_rank, [_select_ranks(timings, active) for timings in latest], active_vitals, steps
-    )
+    selected = [_select(timings, active) for timings in latest]
+    cause, detail = _find_cause(slow_rank, selected, active_vitals, num_steps(latest))
     # What stops a process stops it for many steps at once, and data come so, too. Without such
     # a cause a rank is only slow when it is so nearly always.
     if not (slow_rank.is_lasting if cause in BURSTY_CAUSES else slow_rank.is_steady):
@@ -217,20 +213,9 @@ def find_straggler(
 
 
 def _reindex(former: Straggler | None, ranks: Sequence[int]) -> Straggler | None:
-    """Returns the straggler with its index among these ranks."""
     if former is None or former.rank not in ranks:
         return None
     return replace(former, rank=ranks.index(former.rank))
-
-
-def _select_ranks(timings: StepTimings, ranks: list[int]) -> StepTimings:
-    """Returns the timings of these ranks only."""
-    return replace(
-        timings,
-        seconds=timings.seconds[ranks],
-        samples=timings.samples[ranks],
-        elements=None if timings.elements is None else timings.elements[ranks],
-    )
 
 
 def _reference(values: Tensor) -> Tensor:
@@ -260,22 +245,12 @@ def _find_slow_rank(
     data = float(extra_s[rank, 0])
     compared_s = own_s[:, :, 0] if data >= excess / 2 else own_s.sum(dim=2)
     step_extra_s = (compared_s - _reference(compared_s))[rank]
-    min_step_extra_s, size = (
-        MIN_STEP_EXCESS_PART * min_excess_s,
-        -(-len(step_extra_s) // NUM_GROUPS),
-    )
+    min_step_extra_s = MIN_STEP_EXCESS_PART * min_excess_s
     is_frequent = float((step_extra_s >= min_step_extra_s).double().mean()) >= MIN_SLOW_STEPS_PART
-    median_extra_s = float(step_extra_s.sort().values[(len(step_extra_s) - 1) // 2])
-    return _SlowRank(
-        rank,
-        excess,
-        data,
-        is_steady=was_reported or (is_frequent and median_extra_s >= min_excess_s),
-        is_lasting=was_reported
-        or all(
-            float(group.mean()) >= min_step_extra_s for group in torch.split(step_extra_s, size)
-        ),
-    )
+    is_steady = is_frequent and float(step_extra_s.median()) >= min_excess_s
+    groups = torch.split(step_extra_s, -(-len(step_extra_s) // NUM_GROUPS))
+    is_lasting = all(float(group.mean()) >= min_step_extra_s for group in groups)
+    return _SlowRank(rank, excess, data, was_reported or is_steady, was_reported or is_lasting)
 
 
 def _find_cause(
@@ -289,8 +264,7 @@ def _find_cause(
         if vitals is None:
             return 0.0
         column = vitals[:, VITALS.index(name)] / steps
-        measured = column[~column.isnan()]
-        if math.isnan(float(column[rank])) or len(measured) < 1:
+        if math.isnan(float(column[rank])):
             return 0.0
         other_ranks = torch.cat([column[:rank], column[rank + 1 :]])
         other_ranks = other_ranks[~other_ranks.isnan()]
@@ -315,17 +289,14 @@ def _find_cause(
     computing_s = computing.mean(dim=1)
     time_ratio = float(computing_s[rank]) / max(float(_reference(computing_s)), 1e-9)
     samples = torch.cat([timings.samples for timings in history], dim=1).mean(dim=1)
-    numbers = torch.cat([_elements(timings) for timings in history], dim=1).mean(dim=1)
+    elements = [t.samples if t.elements is None else t.elements for t in history]
+    numbers = torch.cat(elements, dim=1).mean(dim=1)
     element_ratio = _relative_work(numbers, rank)
     if element_ratio >= 1.05 and element_ratio - 1 >= 0.5 * (time_ratio - 1):
         if (sample_ratio := _relative_work(samples, rank)) >= element_ratio**0.5:  # most of it
             return "share", f"{sample_ratio:.1f} times those of others"
         return "batch", f"{element_ratio:.1f} times those of others"
     return "computing", f"{time_ratio:.1f} times the others' time"
-
-
-def _elements(timings: StepTimings) -> Tensor:
-    return timings.samples if timings.elements is None else timings.elements
 
 
 def _relative_work(work: Tensor, rank: int) -> float:

@@ -30,13 +30,10 @@ class StragglerMonitor:
         former = self.detector.current
         if not self.detector.update(timings):
             return
-        ranks, current = (
-            self._member.comms.texts(self._member.comms.rank_name),
-            self.detector.current,
-        )
+        current = self.detector.current
         straggler = current or former
         assert straggler is not None
-        rank_name = ranks[straggler.rank]
+        rank_name = self._name_of(straggler.rank)
         details = _rank_and_host(rank_name)
         if current is None:
             text = f"{rank_name} keeps up again"
@@ -60,23 +57,22 @@ class StragglerMonitor:
             return
         for timings in timer.finish():
             self.update(timings)
-        is_alone, slowest_text, straggler_details = (
-            self._member.comms.is_alone,
-            "",
-            dict[str, Any](),
-        )
+        slowest_text, straggler_details = "", dict[str, Any]()
         if costliest := self.detector.costliest(steps):
-            rank_name = self._member.comms.texts(self._member.comms.rank_name)[costliest.rank]
+            rank_name = self._name_of(costliest.rank)
             slowest_text = f"slowest: {costliest.summarize(rank_name)}"
             straggler_details = {**_rank_and_host(rank_name), "cause": costliest.cause}
-        shares, rate = timer.time_shares(), timer.rate
-        shown_shares = None if is_alone else shares  # alone nobody waits for anybody
-        self._member.say(
-            summary(steps, rate.samples, rate.seconds, data_s, shown_shares, slowest_text)
-        )
+        shares, rate = timer.totals and timer.totals.shares(), timer.rate
+        shown_shares = None if self._member.comms.is_alone else shares
+        text = summary(steps, rate.samples, rate.seconds, data_s, shown_shares, slowest_text)
+        self._member.say(text)
         parts = {name: round(part, 4) for name, part in (shares or {}).items()}
         totals = {"samples": rate.samples, "seconds": round(rate.seconds, 4), "parts": parts}
         self._record("trained", steps=steps, **totals, **straggler_details)
+
+    def _name_of(self, rank: int) -> str:
+        """Returns the name of a rank for users; a collective."""
+        return self._member.comms.texts(self._member.comms.rank_name)[rank]
 
     def _record(self, name: str, **details: Any) -> None:
         if self._member.world.rank == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -29,16 +29,7 @@ def restored_afterwards(
     Raises:
         ValueError: There are several models.
     """
-    real = models[UNNAMED]
-    with ExitStack() as stack:
-        if real.communication is not None:
-            stack.enter_context(real.communication.temporary_reducer())
-        yield from _restored_updater(real, device, precision)
-
-
-def _restored_updater(
-    updater: Updater, device: torch.device, precision: Precision
-) -> Generator[Updater]:
+    updater = models[UNNAMED]
     parallel.reshard(updater.module)
     live = [*updater.module.parameters(), *updater.module.buffers()]
     saved = [parallel.local_tensor(tensor.detach()).clone() for tensor in live]
@@ -48,8 +39,10 @@ def _restored_updater(
     drawn = generator_state(device)
     trial = Updater(updater.module, optimizer, None, precision.scaler(device), updater.clip_norm)
     trial.model = updater.model
+    communication = updater.communication
     try:
-        yield trial
+        with nullcontext() if communication is None else communication.temporary_reducer():
+            yield trial
     finally:
         optimizer.zero_grad()
         if state is None:

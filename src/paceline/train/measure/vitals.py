@@ -21,21 +21,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 VITALS = (
-    "passed",
-    "queued",
-    "throttled",
-    "stolen",
-    "faults",
-    "swapped",
-    "read",
-    "disk",
-    "hot",
-    "sent",
-    "sending",
-    "resent",
-    "here",
-    "there",
-)
+    "passed", "queued", "throttled", "stolen", "faults", "swapped", "read", "disk", "hot",
+    "sent", "sending", "resent", "here", "there",
+)  # fmt: skip
 """Since the last time, in seconds where nothing else is said.
 
 ``passed``: by the clock; ``queued``: its busiest thread could have run, but other threads had the
@@ -49,9 +37,7 @@ were sent again; ``here`` and ``there``: numbers that stand for the addresses of
 
 _REFRESH_INTERVAL = 20  # readings after which threads and connections are looked for again
 _INITIAL_REFRESHES = 2  # first readings after each of which they are: the first bytes go other ways
-_MAX_CONNECTIONS = (
-    8  # connections that are read: those on which most was sent since the last such time
-)
+_MAX_CONNECTIONS = 8  # that are read: those on which most was sent since the last such time
 _MAX_READ_S = 6e-4  # seconds: a file that takes longer to read is left alone
 _TCP_INFO, _TCP_INFO_BYTES = 11, 232
 _BYTES_ACKED, _BUSY, _WINDOW, _RESENT = 120, 168, 176, 208  # places in the kernel's tcp_info
@@ -122,21 +108,15 @@ class Vitals:
                 files.sort(key=lambda file: -_number(file.text()))
                 self._tasks += files[: self._threads]
         sent_bytes = _connections()
-        busiest = sorted(
-            sent_bytes,
-            key=lambda descriptor: (
-                -_increase(sent_bytes[descriptor], self._sent.get(descriptor, 0.0))
-            ),
-        )
-        if (
-            0 < self._num_reads <= _INITIAL_REFRESHES
-        ):  # all that a new one has sent was sent since the last reading
+        increases = {fd: _increase(n, self._sent.get(fd, 0.0)) for fd, n in sent_bytes.items()}
+        busiest = sorted(increases, key=lambda descriptor: -increases[descriptor])
+        # All that a new connection has sent was sent since the last reading.
+        if 0 < self._num_reads <= _INITIAL_REFRESHES:
             new_connections = sent_bytes.keys() - self._sent.keys()
             self._links |= dict.fromkeys(new_connections, (0.0, 0.0, 0.0))
         self._sockets, self._sent = busiest[:_MAX_CONNECTIONS], sent_bytes
 
     def _queued(self) -> float:
-        """Returns the largest queueing time of its computing threads."""
         queued_s = []
         for file in self._tasks:
             fields = file.text().split()
@@ -161,14 +141,8 @@ class Vitals:
         if busiest < 0:
             return {}
         sender, receiver = _address_numbers(busiest)
-        sent, sending, resent = largest
-        return {
-            "sent": sent,
-            "sending": sending,
-            "resent": resent,
-            "here": sender,
-            "there": receiver,
-        }
+        names = ("sent", "sending", "resent", "here", "there")
+        return dict(zip(names, (*largest, sender, receiver), strict=True))
 
 
 class _File:
@@ -186,7 +160,6 @@ class _File:
                 self._descriptor = -1
 
     def text(self) -> str:
-        """Returns the beginning of the file; empty if it does not exist."""
         if self._descriptor < 0:
             return ""
         try:
@@ -204,8 +177,8 @@ def _quota_files(root: Path) -> list[str]:
             if controllers and "cpu" not in controllers.split(","):
                 continue
             tops = [controllers, "cpu", "cpu,cpuacct"] if controllers else ["", "unified"]
+            parts = [part for part in path.split("/") if part not in ("", "..")]
             for top in tops:
-                parts = [part for part in path.split("/") if part not in ("", "..")]
                 for depth in range(len(parts), -1, -1):
                     folder = "/".join(["sys/fs/cgroup", *([top] if top else []), *parts[:depth]])
                     name = f"{folder}/cpu.stat"
@@ -232,7 +205,6 @@ def _pressure(text: str) -> float:
 
 
 def _value_of(text: str, name: str) -> float:
-    """Returns the number behind a name."""
     start = text.find(name)
     return math.nan if start < 0 else _number(text[start + len(name) : start + len(name) + 40])
 

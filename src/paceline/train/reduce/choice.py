@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.spec import jobenv
@@ -79,9 +78,8 @@ class Communication:
 
     def _use(self, name: str) -> None:
         """Uses a reducer from now on, which goes on where the last one stopped."""
-        reducer = self._make_reducer(
-            _WARMUP_METHOD if name == _COARSE and self._is_warmup else name
-        )
+        is_too_coarse = name == _COARSE and self._is_warmup
+        reducer = self._make_reducer(_WARMUP_METHOD if is_too_coarse else name)
         if (former := self._exchange.former_reducer or self._exchange.reducer) is not None:
             reducer.adopt(former)
         self._exchange.reducer = reducer
@@ -94,7 +92,7 @@ class Communication:
         return reducer
 
     @property
-    def _local(self) -> Local | None:
+    def local(self) -> Local | None:
         """The reducer, if it makes local steps."""
         reducer = self._exchange.reducer
         return reducer if isinstance(reducer, Local) else None
@@ -164,20 +162,14 @@ class Communication:
     def begin(self, steps: int, step: int) -> str:
         """Takes how many steps the training has, and are done; returns what is to be told."""
         self._advance(steps, step)
-        local = self._local
-        text = "" if local is None else local.set_length(steps)
-        return f"communication: {Local.name}: {text}" if text else ""
+        local = self.local
+        return f"communication: {Local.name}: {local.set_length(steps)}" if local else ""
 
     @property
     def is_local(self) -> bool:
         """The next step is each rank's own: nothing is exchanged in it."""
-        local = self._local
+        local = self.local
         return local is not None and local.is_local
-
-    def step_unreduced(self) -> None:
-        """A local step was computed beside the exchange, whose group has lost ranks."""
-        if (local := self._local) is not None:
-            local.step_unreduced()
 
     @property
     def max_unsynced_steps(self) -> int:
@@ -185,15 +177,10 @@ class Communication:
         reducer = self._exchange.former_reducer or self._exchange.reducer
         return reducer.max_unsynced_steps if isinstance(reducer, Local) else 0
 
-    def synced_parameters(self) -> Mapping[str, Tensor]:
-        """Parameters where all ranks were last together, by name; empty while they are."""
-        local = self._local
-        return {} if local is None else local.synced_parameters()
-
     def stepped(self, step: int) -> None:
         """To be called after each step of the optimizer, with the number of those that are done."""
         self._advance(self._steps, step)
-        local = self._local
+        local = self.local
         if local is None:
             return
         model = self._exchange.model
@@ -212,7 +199,7 @@ class Communication:
         Args:
             moments: And the same state of the optimizer.
         """
-        local = self._local
+        local = self.local
         if local is None:
             return
         local.synchronise(trained_buffers(self._exchange.model.module))
@@ -324,8 +311,6 @@ class Communication:
         reducer = self._exchange.reducer
         if reducer is not None:
             methods = {state.get("method"), reducer.name}
-            is_compatible = len(methods) == 1 or methods == {
-                _COARSE,
-                _WARMUP_METHOD,
-            }  # which keep the same
+            # these two have the same residuals
+            is_compatible = len(methods) == 1 or methods == {_COARSE, _WARMUP_METHOD}
             reducer.load_state(state["rests"] if is_compatible else {})

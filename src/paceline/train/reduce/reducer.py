@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from paceline.train.reduce.collectives import Collectives
 
 
 @dataclass(slots=True)
@@ -61,6 +64,9 @@ class GradientReducer:
     """
 
     name: ClassVar[str]
+
+    def __init__(self, context: ReduceContext, collectives: Collectives | None = None) -> None:
+        raise NotImplementedError
 
     def all_reduce(self, bucket: Bucket) -> None:
         """Makes ``bucket.flat`` the mean over all ranks: the same bits on every rank.

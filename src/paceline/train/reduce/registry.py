@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from paceline.train.reduce.coded_reducer import Bf16, Fp16, Int4, Int8
-from paceline.train.reduce.collectives import Collectives
 from paceline.train.reduce.exact import Exact
 from paceline.train.reduce.local import Local
-from paceline.train.reduce.reducer import GradientReducer, ReduceContext
+from paceline.train.reduce.reducer import GradientReducer
 
-
-class ReducerType(Protocol):
-    """Makes a reducer for a context; tests pass collectives of their own."""
-
-    def __call__(
-        self, context: ReduceContext, collectives: Collectives | None = None
-    ) -> GradientReducer: ...
-
-
-REDUCERS: dict[str, ReducerType] = {
+REDUCERS: dict[str, type[GradientReducer]] = {
     reducer.name: reducer for reducer in (Exact, Fp16, Bf16, Int8, Int4, Local)
 }

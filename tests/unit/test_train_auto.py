@@ -380,9 +380,9 @@ def test_a_processor_that_moves_bytes_does_not_compute_meanwhile() -> None:
 def test_what_a_bucket_takes_is_found_from_a_step() -> None:
     one = measured(200)
     for each, buckets in ((0.01, 8), (0.03, 2)):
-        seconds = replace(one, bucket_s=each).seconds("int8", buckets)
+        seconds = replace(one, bucket_s=each).step("int8", buckets).seconds
         assert one.corrected("int8", buckets, seconds).bucket_s == pytest.approx(each)
-    assert one.corrected("int8", 8, one.seconds("int8", 8) - 0.01).bucket_s == 0
+    assert one.corrected("int8", 8, one.step("int8", 8).seconds - 0.01).bucket_s == 0
 
 
 def test_the_first_steps_are_not_exact_where_that_is_dear(network: dict[str, float]) -> None:

@@ -186,7 +186,6 @@ class Comms:
         return vector if summed is vector else vector.copy_(summed)
 
     def max(self, vector: Tensor) -> list[float]:
-        """Returns the element-wise maximum over all ranks."""
         return self.event(lambda: self._max(vector))
 
     def _max(self, vector: Tensor) -> list[float]:
@@ -282,7 +281,6 @@ class Comms:
                 tensor.copy_(raw.view(tensor.dtype).reshape(tensor.shape))
 
     def _broadcast(self, pieces: Sequence[list[Tensor]], source: int) -> None:
-        """Sends each piece with the backend's own broadcast."""
         for parts in pieces:
             message = torch.cat(parts).to(self.device)
             work = dist.broadcast(message, source, group=self.group, async_op=True)
@@ -352,7 +350,6 @@ class Comms:
         return (start + bytes(tail.tolist())).decode()
 
     def barrier(self) -> None:
-        """Waits until every rank calls this."""
         self.rows(torch.zeros(1))
 
     def agree(self, subject: str, value: str) -> None:
@@ -461,7 +458,6 @@ def _uses_gloo(comms: Comms) -> bool:
 
 
 def _pieces(flat: Sequence[Tensor], size: int) -> list[list[Tensor]]:
-    """Splits tensors into messages of about the same size."""
     pieces: list[list[Tensor]] = []
     free_bytes = 0
     for tensor in flat:

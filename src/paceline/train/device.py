@@ -45,7 +45,6 @@ class AvailableDevices:
 
 
 def available_devices() -> AvailableDevices:
-    """Returns the devices and backends of the running torch."""
     available = {
         "gloo": dist.is_gloo_available(),
         "nccl": dist.is_nccl_available(),
@@ -122,7 +121,6 @@ def choose_backend(requested: str, device: torch.device, available: AvailableDev
 
 
 def configure_device(device: torch.device, deterministic: bool) -> None:
-    """Selects the accelerator and, on request, deterministic kernels."""
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
     if deterministic:
@@ -200,7 +198,6 @@ def precision(name: str) -> Precision:
 
 
 def seed_all(seed: int) -> None:
-    """Seeds Python, numpy's legacy generator and torch on every device."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed % 2**64)

@@ -141,7 +141,6 @@ def lock(descriptor: int, wait: bool = False) -> bool | None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes a rename in ``folder`` durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -150,12 +149,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes ``value`` as indented UTF-8 JSON."""
     write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
 
 def sha256(path: Path) -> str:
-    """Returns the SHA-256 of a file's content, in hexadecimal."""
     with path.open("rb") as file:
         digest = hashlib.sha256()
         while chunk := file.read(1 << 20):
@@ -205,7 +202,6 @@ class RecordFile:
             self._failed = True
 
     def skip_recorded(self) -> None:
-        """Skips records of steps of the same split that are already in the file."""
         self._steps.resume(self.path)
 
     def back_up(self) -> None:

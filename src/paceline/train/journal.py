@@ -62,7 +62,6 @@ class Journal:
         self._reporter.start(resumed=resumed_at >= 0)
 
     def start_epoch(self) -> None:
-        """Called before each iteration over the training data."""
         self._unshown_means, self._has_shown = Means(0, {}), False
 
     def end_epoch(self) -> None:
@@ -119,7 +118,6 @@ class Journal:
             self._reporter.metrics(**{"time": when, **record})
 
     def stepped(self, samples_per_s: float) -> None:
-        """Reports progress; called after each global step."""
         progress = self._progress
         self.heartbeat("train")
         self._reporter.progress(
@@ -132,7 +130,6 @@ class Journal:
         )
 
     def report_timings(self, timings: Callable[[], Mapping[str, Any]]) -> None:
-        """Reports step timings to the launcher at intervals."""
         self._reporter.timings(self._progress.step, timings)
 
     # -- what the script and the session have to say ---------------------------------------
@@ -166,11 +163,9 @@ class Journal:
         return progress.epoch - is_after_end
 
     def print(self, text: str) -> None:
-        """Prints text for the user, once for the job."""
         self._reporter.message(text)
 
     def event(self, name: str, **details: Any) -> None:
-        """Records an event of this rank."""
         self._reporter.event(name, **details)
 
     def report(self, name: str, **details: Any) -> None:
@@ -181,7 +176,6 @@ class Journal:
             self.print(f"warning: {prefix}{details['warning']}")
 
     def heartbeat(self, phase: str) -> None:
-        """Sends a heartbeat with this rank's phase to the launcher."""
         self._reporter.heartbeat(self._progress.step, phase)
 
     # -- trackers and the end ------------------------------------------------------------

@@ -118,7 +118,6 @@ class TrainingLoop:
             membership.keep_received()
 
     def epochs(self, loader: Loader) -> Iterator[int]:
-        """Yields epoch numbers from where the training stands until its end."""
         progress = self._training.progress
         first_step = progress.step
         if progress.finished:
@@ -159,7 +158,6 @@ class TrainingLoop:
     # -- steps -----------------------------------------------------------------------------
 
     def step(self, losses: Tensor | Mapping[str, Tensor], values: Mapping[str, Tensor]) -> bool:
-        """See :meth:`Session.step`."""
         batch = self.steps.run(losses, values)
         if batch is not None:
             self._end_step(batch)
@@ -201,7 +199,6 @@ class TrainingLoop:
             self._checkpoints.settle()
 
     def _measure_pace(self, batch: Batch, loader: Loader) -> None:
-        """Times the step, and adjusts communication and shares to the timings."""
         step = self._training.progress.step
         timings = self.pace.step(batch.total, loader.waited_s, self._checkpoints.blocked_s)
         if (communication := self._training.models.first.communication) is not None:

@@ -13,9 +13,8 @@ from torch import Tensor
 from paceline.spec.schema import list_of, text, tuple_of
 from paceline.train.comms import parse_texts
 
-_NAMES = tuple_of(
-    list_of(text()), list_of(text())
-)  # all of a rank's, and those not given for all samples
+# all names of a rank, and those not given for all samples
+_NAMES = tuple_of(list_of(text()), list_of(text()))
 
 Reduce = Callable[[Tensor], Tensor]
 """Sums a float64 vector over all ranks."""
@@ -55,16 +54,8 @@ class Means:
         names = sorted(self.sums.keys() | other.sums.keys())
         count = self.count + other.count
         sums = {name: self.sums.get(name, 0.0) + other.sums.get(name, 0.0) for name in names}
-        value_counts = {name: self._samples(name) + other._samples(name) for name in names}
-        return Means(
-            count,
-            sums,
-            {
-                name: value_count
-                for name, value_count in value_counts.items()
-                if value_count != count
-            },
-        )
+        counts = {name: self._samples(name) + other._samples(name) for name in names}
+        return Means(count, sums, {name: n for name, n in counts.items() if n != count})
 
     def values(self) -> dict[str, float]:
         """The mean of every value; empty when no sample was seen."""
@@ -156,37 +147,27 @@ class Meter:
             some_absent: There are ranks that have added nothing; the same on every rank.
         """
         order = sorted(self._values)
-        partial = [
-            name
-            for name in order
-            if len(self._values[name]) < self._added or name in self._other_samples
-        ]
+        num_added = {name: len(values) for name, values in self._values.items()}
+        partial = [n for n in order if num_added[n] < self._added or n in self._other_samples]
         if some_absent or self._has_absent_ranks():
             replies = parse_texts(self._texts(json.dumps([order, partial])), _NAMES)
-            order, partial = (
-                sorted({name for reply in replies for name in reply[n]}) for n in (0, 1)
-            )
-        sums = [self._sum(name) for name in order]
-        partial_counts = [
-            self._number(sum(map(len, self._values.get(name, ())))) for name in partial
-        ]
-        total = self._reduce(
-            torch.stack([self._number(self._count), *sums, *partial_counts])
-        ).tolist()
+            order, partial = (sorted({name for r in replies for name in r[n]}) for n in (0, 1))
+        numbers = [self._count, *map(self._sum, order), *map(self._num_samples, partial)]
+        totals = [torch.as_tensor(n, dtype=torch.float64, device=self._device) for n in numbers]
+        count, *others = self._reduce(torch.stack(totals)).tolist()
         self._values, self._count, self._added = {}, 0, 0
-        self._other_samples = set()
-        self._marked = 0, 0, {}
-        sums_by_name, sample_counts = total[1 : 1 + len(order)], map(round, total[1 + len(order) :])
-        means = dict(zip(order, sums_by_name, strict=True))
-        return Means(round(total[0]), means, dict(zip(partial, sample_counts, strict=True)))
+        self._other_samples, self._marked = set(), (0, 0, {})
+        sums = dict(zip(order, others[: len(order)], strict=True))
+        counts = map(round, others[len(order) :])
+        return Means(round(count), sums, dict(zip(partial, counts, strict=True)))
 
-    def _number(self, value: float) -> Tensor:
-        return torch.tensor(float(value), dtype=torch.float64, device=self._device)
-
-    def _sum(self, name: str) -> Tensor:
+    def _sum(self, name: str) -> Tensor | float:
         if name not in self._values:
-            return self._number(0.0)
+            return 0.0
         return torch.cat(self._values[name]).to(self._device, torch.float64).sum()
+
+    def _num_samples(self, name: str) -> int:
+        return sum(map(len, self._values.get(name, ())))
 
 
 @dataclass

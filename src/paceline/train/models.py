@@ -94,7 +94,6 @@ class Models:
 
     @property
     def learning_rates(self) -> dict[str, float]:
-        """Learning rates by the name in records."""
         return {metric: self._updaters[name].lr for name, metric in self.metric_names("lr").items()}
 
     def check_finite(self, losses: Mapping[str, float], step: int) -> None:
@@ -114,7 +113,6 @@ class Models:
 
     @property
     def first(self) -> Updater:
-        """Updater of the model that was prepared first."""
         return next(iter(self), None) or self[UNNAMED]
 
     def unsynced(self) -> AbstractContextManager[None]:
@@ -159,7 +157,7 @@ class Models:
     def skip_forward(self) -> None:
         """Restores buffers after a forward pass whose update was done already."""
         if self._committed is not None:
-            self._committed.restore_buffers()
+            self._committed.buffers.restore()
 
     def as_committed(self, is_needed: bool = True) -> AbstractContextManager[bool]:
         """Context in which models are as last committed; yields ``False`` if that is unknown."""
@@ -168,7 +166,6 @@ class Models:
         return self._committed.restored()
 
     def stepped(self, step: int) -> None:
-        """Ends a global step; ``step`` is the number of finished steps."""
         for method in self._communications:
             method.stepped(step)
         self._start_step()
@@ -346,7 +343,6 @@ class Models:
             yield any(was_applied)
 
     def state(self, *, assemble: bool = True, replicated_only: bool = False) -> dict[str, Any]:
-        """Returns the state of the only updater (:meth:`Updater.state`), or of all by name."""
         options = {"assemble": assemble, "replicated_only": replicated_only}
         if UNNAMED in self._updaters:
             return self._updaters[UNNAMED].state(**options)
@@ -368,7 +364,6 @@ class Models:
     def load_state(
         self, state: dict[str, Any], *, assemble: bool = True, replicated_only: bool = False
     ) -> None:
-        """Loads a state of :meth:`state`."""
         options = {"assemble": assemble, "replicated_only": replicated_only}
         if UNNAMED in self._updaters:
             self._updaters[UNNAMED].load_state(state, **options)

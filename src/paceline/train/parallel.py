@@ -120,7 +120,6 @@ class Replica(DistributedDataParallel):
                 parameter.requires_grad_(requires_grad)
 
     def mark_synchronized(self) -> None:
-        """Records that all ranks now have the same buffers."""
         self._unsent_statistics.clear()
 
     def zero_loss(self) -> Tensor:
@@ -488,7 +487,6 @@ def load_optimizer_state(
 
 
 def is_shard(tensor: Tensor) -> bool:
-    """Whether a tensor is spread over the ranks (``DTensor``)."""
     if "torch.distributed.tensor" not in sys.modules:
         return False
     from torch.distributed.tensor import DTensor
@@ -497,7 +495,6 @@ def is_shard(tensor: Tensor) -> bool:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Returns the whole tensor: a collective for a shard."""
     return cast(Tensor, tensor.full_tensor()) if is_shard(tensor) else tensor  # type: ignore[attr-defined]
 
 
@@ -530,7 +527,6 @@ def _match_parameter_strides(optimizer: Optimizer) -> None:
 
 
 def _parameter_names(module: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Returns names of the optimizer's parameters, in its order."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [names.get(id(parameter), f"#{number}") for number, parameter in enumerate(parameters)]

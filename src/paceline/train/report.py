@@ -216,7 +216,6 @@ class Eta:
         self._step, self._steps = step, steps
 
     def remaining(self) -> str:
-        """Returns the remaining time as ``h:mm:ss``."""
         a_step = (time.monotonic() - self._start) / max(1, self._step - self._first)
         minutes, seconds = divmod(round(a_step * (self._steps - self._step)), 60)
         return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"

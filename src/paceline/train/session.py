@@ -346,7 +346,6 @@ class Session(Member):
         return self._checkpoints.open(str(every), keep, resume, best, stop_when_full, copies)
 
     def _session_states(self) -> dict[str, Stateful]:
-        """Returns what a checkpoint holds of the session besides models and progress."""
         trial = self._loop.bucket_trial
         states: dict[str, Stateful] = {"metrics": self._journal, "shares": self._division}
         return states if trial is None else {**states, "overlap": trial}

@@ -83,14 +83,15 @@ def join(
     owns_group, mixed = place.joined and not dist.is_initialized(), False
     if owns_group:
         os.environ.setdefault(*_BATCHED_STORE)
-        store: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         connections = GlooConnections()
         if newcomer_start is not None:
-            store, mixed = {"store": HashStore(), "rank": 0, "world_size": 1}, newcomer_start.mixed
+            options = {"store": HashStore(), "rank": 0, "world_size": 1}
+            mixed = newcomer_start.mixed
         elif backend in ("auto", "gloo"):
             # so that a rank that waits in the store for a lost one can be freed
             with connections.tracked(place.size):
-                store, mixed = _rendezvous(target.type, place.size, timeout)
+                options, mixed = _rendezvous(target.type, place.size, timeout)
                 connections.note_store()
         if mixed:
             backend_name = devices.choose_backend("gloo", target, available)
@@ -110,7 +111,7 @@ def join(
         links = connections if backend_name == "gloo" else GlooConnections()
         watched = links.tracked(place.size) if backend_name == "gloo" else nullcontext()
         with watched, newcomer.group_of_one() if newcomer_start else nullcontext():
-            dist.init_process_group(backend_name, timeout=timeout, device_id=bound, **store)
+            dist.init_process_group(backend_name, timeout=timeout, device_id=bound, **options)
     if newcomer_start is None:
         world.check_planned(place, os.environ)
     devices.seed_all(seed)
@@ -120,29 +121,20 @@ def join(
     intervals = log_every, check_every
     session = Session(place, target, precision, folder, seed, *intervals, reporter, mixed=mixed)
     session.leaves_group = owns_group
-    control_descriptor = os.environ.get(jobenv.CONTROL_FD, "")
-    control = (
-        Control(int(control_descriptor), links if owns_group else GlooConnections())
-        if control_descriptor.isdecimal()
-        else None
-    )
-    if control is not None:
+    descriptor = os.environ.get(jobenv.CONTROL_FD, "")
+    if descriptor.isdecimal():
+        control = Control(int(descriptor), links if owns_group else GlooConnections())
         session.attach_control(control)
-    if owns_group and control is not None:
-        rendezvous_result = (
-            _unwrap_store(dist.distributed_c10d._get_default_store())
-            if newcomer_start is None
-            else newcomer_start.store
-        )
-        slot = place.rank if newcomer_start is None else newcomer_start.slot
-        _raise_descriptor_limit()
-        group = JobGroup(control, links, make, rendezvous_result, timeout)
-        recovery = Recovery(slot, session.comms, control, group)
-        group_info = {"ranks": place.size, "mixed": mixed}
-        session.attach_recovery(
-            recovery,
-            Recording(recovery, group_info) if newcomer_start is None else newcomer_start.start,
-        )
+        if owns_group:
+            slot, store = place.rank, _job_store()
+            if newcomer_start is not None:
+                slot, store = newcomer_start.slot, newcomer_start.store
+            _raise_descriptor_limit()
+            group = JobGroup(control, links, make, store, timeout)
+            recovery = Recovery(slot, session.comms, control, group)
+            recording = Recording(recovery, {"ranks": place.size, "mixed": mixed})
+            start = recording if newcomer_start is None else newcomer_start.start
+            session.attach_recovery(recovery, start)
     session.event("joined", world=place.size, device=str(target), backend=backend_name)
     return session
 
@@ -160,20 +152,21 @@ def _rendezvous(kind: str, size: int, timeout: timedelta | None) -> tuple[dict[s
     """Connects to the ranks' store; returns options for the process group, and whether the ranks
     compute on different kinds of devices."""
     wait_limit = timeout or default_pg_timeout
-    rendezvous_result = rendezvous("env://", timeout=wait_limit)
-    store, rank, ranks = next(iter(rendezvous_result))
+    store, rank, ranks = next(iter(rendezvous("env://", timeout=wait_limit)))
     store.set_timeout(wait_limit)
-    store_options: dict[str, Any] = {"store": PrefixStore("default_pg", store), "rank": rank}
+    group_store = PrefixStore("default_pg", store)
     notes = PrefixStore("paceline/devices", store)
     notes.add(kind, 1)
     if notes.add("all", 1) == size:
         notes.set("met", "1")
     notes.wait(["met"], wait_limit)
-    return {**store_options, "world_size": ranks}, notes.add(kind, 0) < size
+    options = {"store": group_store, "rank": rank, "world_size": ranks}
+    return options, notes.add(kind, 0) < size
 
 
-def _unwrap_store(store: Any) -> Any:
-    """Returns the store without its prefixes."""
+def _job_store() -> Any:
+    """Returns the store of the default group without its prefixes."""
+    store: Any = dist.distributed_c10d._get_default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store

@@ -127,14 +127,12 @@ class StepRunner:
         self._committed |= {key: self._measured[key].detach()[:samples] for key in names}
 
     def end_step(self) -> None:
-        """Ends the global step."""
         self._member.progress.updated = self._updates = 0
         self._committed = {}
         if self._membership.recovery is not None:
             self._membership.recovery.end_batch()
 
     def backward(self, batch: Batch, losses: Mapping[str, Tensor]) -> ExchangeResult:
-        """Runs the backward pass of each loss and records the losses."""
         _ = self._models.first  # RuntimeError before there is a model
         names, recovery = self._models.metric_names("loss"), self._membership.recovery
         for number, (name, given) in enumerate(losses.items(), 1):
@@ -185,7 +183,6 @@ class StepRunner:
             self._models.record_commit()  # what follows is done by each rank itself
 
     def _discard(self) -> None:
-        """Undoes everything that a void batch changed."""
         assert self.loader is not None
         self._updates = 0
         self._models.roll_back()

@@ -299,7 +299,6 @@ class TrackerThread:
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the finite numbers among some values: what every tracker takes."""
     return {
         name: float(value)
         for name, value in values.items()

@@ -114,7 +114,6 @@ class Updater:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the first parameter group."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def backward(
@@ -168,14 +167,13 @@ class Updater:
         """
         optimizer = parallel.optimizer_state(self.module, self.optimizer, assemble=assemble)
         optional = {"average": self.average.state(assemble=assemble)} if self.average else {}
-        if self.communication is not None:
-            method_state = (
-                self.communication.replicated_state()
-                if replicated_only
-                else self.communication.state()
-            )
-        else:
+        communication = self.communication
+        if communication is None:
             method_state = {} if replicated_only else self._communication_state
+        elif replicated_only:
+            method_state = communication.replicated_state()
+        else:
+            method_state = communication.state()
         optional |= {"communication": method_state} if method_state else {}
         return {
             "optimizer": optimizer,
@@ -331,14 +329,10 @@ class Average:
 
 
 def _averaged(module: nn.Module) -> dict[str, Tensor]:
-    """Returns floating point parameters and persistent buffers, by name."""
     state = parallel.local_state(module)
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    return {
-        name: tensor for name, tensor in tensors if name in state and tensor.is_floating_point()
-    }
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: t for name, t in tensors.items() if name in state and t.is_floating_point()}
 
 
 def _local(tensors: dict[str, Tensor]) -> list[Tensor]:
-    """Returns this rank's parts of the tensors, without gradients."""
     return [parallel.local_tensor(tensor.detach()) for tensor in tensors.values()]

@@ -34,6 +34,9 @@ from paceline.train.checkpoints.format import (
 
 _AVERAGES = "training.average.tensors."
 _DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+_READ_ERRORS = (
+    DamagedCheckpoint, OSError, ValueError, LookupError, RuntimeError, SafetensorError,
+)  # fmt: skip
 _RESERVED_BYTES = 16 << 20  # of a disk, left for other processes
 
 
@@ -58,10 +61,8 @@ def save_model(folder: Path, state: dict[str, Tensor], config: dict[str, Any]) -
     try:
         _write_model(folder, content, config)
     except OSError as error:
-        fallback = (
-            _fallback_folder(folder, len(content)) if error.errno in _DISK_FULL_ERRORS else None
-        )
-        if fallback is not None:
+        is_full = error.errno in _DISK_FULL_ERRORS
+        if is_full and (fallback := _fallback_folder(folder, len(content))) is not None:
             _write_model(fallback, content, config)
             return fallback
         raise NodeError(
@@ -191,19 +192,11 @@ def _checkpoint_weights(path: Path) -> dict[str, Tensor]:
 
         averages = _average_tensors(shards.read_all(path / OPTIMIZER_SHARDS))
         return shards.read_all(path / WEIGHT_SHARDS) | _averages(path) | averages
-    except (
-        DamagedCheckpoint,
-        OSError,
-        ValueError,
-        LookupError,
-        RuntimeError,
-        SafetensorError,
-    ) as error:
+    except _READ_ERRORS as error:
         raise DataError(f"{path} cannot be loaded", found=str(error)) from None
 
 
 def _weights(path: Path) -> dict[str, Tensor]:
-    """Returns the state of an unsharded model, with its frozen and tied weights."""
     tied = json.loads(files.read_bytes_limited(path / STATE)).get("tied", {})
     names = [WEIGHTS, *(name for name in read_manifest(path).files if is_frozen_file(name))]
     return all_weights({name: load_file(path / name) for name in names}, tied)
@@ -217,7 +210,6 @@ def _averages(path: Path) -> dict[str, Tensor]:
 
 
 def _average_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the averages among a checkpoint's tensors, by the names of the weights."""
     return {
         name.removeprefix(_AVERAGES): tensor
         for name, tensor in tensors.items()
@@ -230,7 +222,6 @@ def _is_average(name: str) -> bool:
 
 
 def _load_strictly(module: torch.nn.Module, path: Path, state: Mapping[str, Tensor]) -> None:
-    """Loads a state that must match the module's names and shapes."""
     expected = module.state_dict()
     wrong = [f"{name} is missing" for name in expected if name not in state]
     wrong += [f"{name} is not of this network" for name in state if name not in expected]

@@ -62,7 +62,6 @@ def read(environ: Mapping[str, str]) -> World:
 
 
 def check_planned(world: World, environ: Mapping[str, str]) -> None:
-    """Asserts that the world that came together is the one that was planned."""
     planned = environ.get(jobenv.PLANNED_WORLD)
     if planned and int(planned) != world.size:
         raise JobError(

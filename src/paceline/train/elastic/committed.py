@@ -67,7 +67,6 @@ class BufferSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restores the buffers to the last snapshot."""
         for place, (part, name) in enumerate(self._places):
             buffer, note = part._buffers[name], self._notes.get(place)
             if note is None:
@@ -107,6 +106,9 @@ class CommittedModels:
     """State of some models after the last step.
 
     Call :meth:`commit` first, and every method between passes.
+
+    Attributes:
+        buffers: Snapshot of their buffers.
     """
 
     def __init__(self, updaters: Iterable[Updater]) -> None:
@@ -116,12 +118,12 @@ class CommittedModels:
         self._versions: list[int] = []
         self._settings: list[Settings] = []
         self._copies: list[Tensor] = []
-        self._buffers = BufferSnapshot(updater.module for updater in self._updaters)
+        self.buffers = BufferSnapshot(updater.module for updater in self._updaters)
 
     def commit(self) -> None:
         """Takes the models as committed: a step has just been done."""
         self._num_steps += 1
-        self._buffers.take()
+        self.buffers.take()
         self._versions = self._parameter_versions()
         self._settings = [_settings(updater) for updater in self._updaters]
         is_compared = self._num_steps <= _FIRST_STEPS or self._num_steps % _INTERVAL == 0
@@ -146,14 +148,10 @@ class CommittedModels:
     def restore(self) -> None:
         """Restores the committed models for good; only right after one of the first steps."""
         _apply(self._updaters, self._settings)
-        self._buffers.restore()
+        self.buffers.restore()
         if self._has_changed:
             self._swap()
             self._copies = []
-
-    def restore_buffers(self) -> None:
-        """Restores the buffers to the committed step."""
-        self._buffers.restore()
 
     @contextmanager
     def restored(self) -> Iterator[bool]:
@@ -162,13 +160,11 @@ class CommittedModels:
         if has_changed and not self._copies:
             yield False
             return
-        present = [
-            [{**group} for group in updater.optimizer.param_groups] for updater in self._updaters
-        ]
+        present = [[{**g} for g in u.optimizer.param_groups] for u in self._updaters]
         buffers = BufferSnapshot(updater.module for updater in self._updaters)
         buffers.take()
         _apply(self._updaters, self._settings)
-        self._buffers.restore()
+        self.buffers.restore()
         if has_changed:
             self._swap()
         try:
@@ -181,7 +177,6 @@ class CommittedModels:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Exchanges parameters with their copies."""
         for parameter, copy in zip(self._parameters(), self._copies, strict=True):
             present = parameter.detach().clone()
             parameter.copy_(copy)
@@ -201,7 +196,6 @@ class CommittedModels:
 
 
 def _settings(updater: Updater) -> Settings:
-    """Returns copies of the settings of each parameter group."""
     return [
         {
             name: value.clone() if isinstance(value, Tensor) else value

@@ -90,7 +90,6 @@ class GlooConnections:
                 threading.Thread(target=self._keep_cutting, args=(forming,), daemon=True).start()
 
     def all_closed(self) -> bool:
-        """Whether gloo has closed all connections that were shut down."""
         with self._lock:
             sockets = open_sockets().items()
             self._to_stores = dict(self._to_stores.items() & sockets)

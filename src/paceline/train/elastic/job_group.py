@@ -141,7 +141,6 @@ class JobGroup:
                 return store
 
     def _wait_for_members(self, notes: Any, message: RegroupMessage) -> None:
-        """Waits until every member has come, or a newer group is announced."""
         interval_s = _MIN_POLL_S
         arrived = notes.add("here", 1)
         while arrived < len(message.members):

@@ -153,7 +153,6 @@ class Membership:
         return self.start is not None and self._member.comms.fault_handler is self.start
 
     def _close_joins(self, reason: str) -> None:
-        """Lets no process join from now on, and reports why."""
         recovery = self.recovery
         if recovery is not None and not recovery.joins_closed:
             recovery.joins_closed = True
@@ -248,7 +247,6 @@ class Membership:
             )
 
     def _check_training(self) -> None:
-        """Ends a newcomer that runs another training than the ranks it joins."""
         assert isinstance(self.start, Replay)
         expected, actual = {**self.start.info.get("training", {})}, self.description()
         expected_files, actual_files = (

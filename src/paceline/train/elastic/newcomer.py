@@ -111,7 +111,6 @@ class Recording:
             self._lines.append(line)
 
     def mark(self, name: str) -> None:
-        """Records that the start has reached this named point."""
         if not self.obstacle:
             self._add(json.dumps(["mark", name]))
 
@@ -183,11 +182,9 @@ class Replay:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """See :meth:`Recording.paused`."""
         yield
 
     def publish(self, store: Any, **_: Any) -> None:
-        """Writes the recording into another store."""
         _publish(self._recording, store)
 
 

@@ -172,7 +172,6 @@ class Recovery:
     # -- events --------------------------------------------------------------------------
 
     def event(self, act: Callable[[], T]) -> T:
-        """See :class:`paceline.train.comms.FaultHandler`."""
         if self._is_renewing:
             with self.span:
                 return act()
@@ -203,15 +202,12 @@ class Recovery:
         self._finished, self._result = self._finished + 1, result
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
-        """See :class:`paceline.train.comms.FaultHandler`."""
         return self.group.connections.tracked(self._comms.world.size)
 
     def patient(self, timeout: timedelta) -> contextlib.AbstractContextManager[None]:
-        """See :class:`paceline.train.comms.FaultHandler`."""
         return self.group.patient(timeout)
 
     def finish_exchange(self) -> None:
-        """Records that this rank has finished an exchange of gradients."""
         self._finish(None)
 
     def recover_exchange(self, error: RuntimeError) -> ExchangeResult:
@@ -243,7 +239,6 @@ class Recovery:
         self._batch, self._has_batch, self._has_events = step, True, False
 
     def end_batch(self) -> None:
-        """Records that the script's batch is done."""
         self._has_batch = False
 
     @property
@@ -254,7 +249,6 @@ class Recovery:
 
     @property
     def stale(self) -> bool:
-        """See :class:`paceline.train.comms.FaultHandler`."""
         return self._renewed != self.generation and not self._is_renewing
 
     # -- others that join ------------------------------------------------------------------
@@ -276,7 +270,6 @@ class Recovery:
 
     @property
     def _should_admit(self) -> bool:
-        """Whether newcomers are to be let in before the next batch."""
         return self._opened > self.generation and not self.joins_closed
 
     def join(self) -> None:
@@ -495,7 +488,6 @@ class Recovery:
             return self._settle_events(comms, positions, activity)
 
     def _positions(self, comms: Comms, activity: Activity) -> list[_Position]:
-        """Gathers how far each rank has come."""
         position = torch.tensor([
             self._finished, activity, self.updates, self._batch if self._has_batch else -1,
             self._passes, self._has_events and self._has_batch, self.training.step,
@@ -563,7 +555,6 @@ def _void_passes(
 
 
 def _broadcast_result(comms: Comms, source: int, result: Any) -> Any:
-    """Returns one rank's result of an operation on all ranks; a collective."""
     is_source = comms.world.rank == source
     shape, dtype = None, ""
     if isinstance(result, Tensor):

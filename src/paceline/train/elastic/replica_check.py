@@ -47,7 +47,6 @@ class ReplicaChecksum:
         self._buffers, self._has_stepped = checksums(module.buffers()), False
 
     def stepped(self) -> None:
-        """Records an optimizer step; call it after each one."""
         self._has_stepped = True
 
     def verify(self) -> None:

@@ -51,7 +51,6 @@ class SignalNotice:
         self._stop_at = 0.0
 
     def open(self) -> None:
-        """Installs handlers if this is the main thread."""
         if threading.current_thread() is threading.main_thread():
             for number in (*_STOP, *_SAVE):
                 self._former_handlers[number] = signal.signal(number, self._on_signal)

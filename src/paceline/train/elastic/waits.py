@@ -169,7 +169,6 @@ def cancellable_future(work: dist.Work | None, mean: Tensor) -> Future[Tensor]:
 
 
 def cancel_all() -> None:
-    """Ends all waits that are under way."""
     with _state.lock:
         _state.cancellations += 1
         means = [*_state.means]
@@ -194,7 +193,6 @@ def has_abandoned() -> bool:
 
 
 def is_gloo_asleep() -> bool:
-    """Whether gloo's threads, and those that wait in it, all sleep."""
     return all(thread.state not in "RD" for thread in _gloo_threads())
 
 

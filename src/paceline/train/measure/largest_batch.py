@@ -267,7 +267,6 @@ class _Trials:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory is exhausted."""
     is_memory_error = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     return is_memory_error or _OUT_OF_MEMORY.search(str(error)) is not None
 

@@ -70,7 +70,6 @@ class LrRange:
 
     @property
     def _radius(self) -> int:
-        """Neighbours on each side."""
         return max(1, len(self.losses) // 20)
 
     @property
@@ -173,7 +172,6 @@ def _hopeless(losses: Sequence[float]) -> bool:
 
 
 def write(folder: Path, result: LrRange) -> None:
-    """The table and the picture."""
     rows = zip(result.rates, result.losses, result.smoothed, strict=True)
     lines = [
         "lr,loss,smoothed",
@@ -184,7 +182,6 @@ def write(folder: Path, result: LrRange) -> None:
 
 
 def picture(result: LrRange, width: int = 640, height: int = 360) -> str:
-    """The losses over the rates, as SVG."""
     margin, bottom = 60, 40
     decades = np.log10(np.array(result.rates))
     lowest, highest = float(decades[0]), float(decades[-1])

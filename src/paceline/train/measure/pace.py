@@ -175,7 +175,6 @@ class StepTimer:
         self.follow(model)
 
     def follow(self, model: nn.Module) -> None:
-        """Begins anew with another model."""
         self._model, self.rate, self.max_interval = model, Rate(), _MAX_INTERVAL
         self.regroup()
 
@@ -311,7 +310,6 @@ class StepTimer:
     # -- between ranks -------------------------------------------------------------------
 
     def _send(self, *, include_last: bool = False) -> None:
-        """Sends the notes of finished steps."""
         # What an accelerator does of the last step is not over yet.
         is_delayed = isinstance(self._clock, _DeviceClock) or self._comms.mixed
         count = len(self._finished_notes) - (is_delayed and not include_last)
@@ -368,7 +366,6 @@ class StepTimer:
         return timings
 
     def finish(self) -> list[StepTimings]:
-        """Returns the timings of all remaining steps; a collective."""
         collected = [] if self._pending_gather is None else [self._collect()]
         if self._finished_notes:
             self._send(include_last=True)
@@ -459,7 +456,6 @@ def _clock(device: torch.device) -> _CpuClock | _DeviceClock | None:
 
 
 def count_elements(data: Any) -> int:
-    """Returns the number of elements in the tensors of a batch."""
     if isinstance(data, Tensor):
         return data.numel()
     if isinstance(data, Mapping):
@@ -528,7 +524,6 @@ class Rate:
         self._unmeasured_samples += samples
 
     def measure(self) -> float:
-        """Returns samples a second since the last measurement or restart."""
         was_running = self._start is not None
         self.pause()
         if was_running:
@@ -547,7 +542,6 @@ class Rate:
             self._start = None
 
     def restart(self) -> None:
-        """Starts the clock again."""
         self._start = time.perf_counter()
 
 

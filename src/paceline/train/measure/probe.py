@@ -101,7 +101,6 @@ class ProbeLoader(Loader):
     warmup_steps = WARMUP_STEPS
 
     def size_of(self, step: int) -> int:
-        """Returns the global batch of a step, by its number from 0."""
         return self.sizes[max(step - self.warmup_steps, 0) // (1 + COUNTED_STEPS) % len(self.sizes)]
 
     def _global_batches(self, offset: int) -> Iterator[tuple[int, int]]:
@@ -201,7 +200,6 @@ class Probe:
         self._step_start = time.perf_counter()
 
     def _end(self) -> None:
-        """Gathers all ranks' measurements, writes them and ends the script."""
         member, module = self._member, self._models.module
         rows = member.comms.rows(torch.tensor(self._notes, dtype=torch.float64))
         trained = [p for p in module.parameters() if p.requires_grad]
@@ -288,7 +286,6 @@ def _sent_parts(exchange: GradientExchange | None) -> list[float]:
 
 
 def _num_buckets(model: nn.Module) -> int:
-    """Returns the number of gradient buckets."""
     if not isinstance(model, DistributedDataParallel):
         return 1
     logging_data: dict[str, Any] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]

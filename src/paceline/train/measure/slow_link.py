@@ -224,7 +224,6 @@ def _find_among_many(
 
 
 def _rates(remote: Sequence[Sequence[_Traffic]]) -> dict[_Link, float]:
-    """Returns bytes a second of each link between two hosts."""
     sums: dict[_Link, list[float]] = {}
     for entries in remote:
         for sent in entries:
@@ -324,7 +323,6 @@ def _find_between_two(
 
 
 def _is_pair(entries: Sequence[_Traffic]) -> bool:
-    """Whether these are one connection in each direction between two hosts."""
     return len(entries) == 2 and entries[0].link == entries[1].link[::-1]
 
 

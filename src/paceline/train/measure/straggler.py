@@ -76,7 +76,6 @@ class Straggler:
         )
 
     def summarize(self, rank_name: str) -> str:
-        """Describes the straggler at the end of a training."""
         return (
             f"{rank_name}, for which the others waited {format_duration(self.seconds)} a step"
             f" ({self.part:.0%} of it): {CAUSES[self.cause]}"
@@ -147,7 +146,6 @@ def _latest_timings(history: Sequence[StepTimings]) -> Sequence[StepTimings]:
 
 
 def skip_steps(timings: StepTimings, steps: int) -> StepTimings:
-    """Returns timings without their first steps."""
     kept = _select(timings, (slice(None), slice(steps, None)))
     return replace(kept, first_step=timings.first_step + steps)
 
@@ -226,7 +224,6 @@ def _reference(values: Tensor) -> Tensor:
 def _find_slow_rank(
     seconds: Tensor, step_s: float, min_excess_s: float, former: Straggler | None
 ) -> _SlowRank | None:
-    """Finds the rank that needs more time for its own part."""
     if len(seconds) < 2:
         return None
     # Data and quotas come in bursts: means, but no single step outweighs all others.

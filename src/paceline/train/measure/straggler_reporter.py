@@ -22,7 +22,6 @@ class StragglerMonitor:
         self._member, self.detector = member, StragglerDetector()
 
     def regroup(self) -> None:
-        """Starts again when ranks have new numbers."""
         self.detector = StragglerDetector()
 
     def update(self, timings: StepTimings) -> None:
@@ -80,6 +79,5 @@ class StragglerMonitor:
 
 
 def _rank_and_host(rank_name: str) -> dict[str, Any]:
-    """Returns number and host of a rank, from its name."""
     number, _, host = rank_name.removeprefix("rank ").partition(" on ")
     return {"straggler": int(number), "its_host": host}

@@ -98,7 +98,6 @@ class Vitals:
         return [vitals.get(name, math.nan) for name in VITALS]
 
     def _refresh(self) -> None:
-        """Selects the busiest threads and connections."""
         path = "proc/self/schedstat"
         self._tasks = [self._file(path)]
         if self._threads > 1:
@@ -126,7 +125,6 @@ class Vitals:
         return _max_or_nan(queued_s)
 
     def _link(self) -> dict[str, float]:
-        """Returns counters of the connection on which most was sent."""
         largest, busiest = (0.0, math.nan, math.nan), -1
         for descriptor in self._sockets:
             counters = _tcp(descriptor)
@@ -199,7 +197,6 @@ def _stolen(text: str) -> float:
 
 
 def _pressure(text: str) -> float:
-    """Returns seconds in which some task waited."""
     first = text.split("\n", 1)[0]
     return _number(first.rpartition("total=")[2]) / 1e6 if first.startswith("some") else math.nan
 
@@ -266,7 +263,6 @@ _getsockopt = _library()
 
 
 def _address_numbers(descriptor: int) -> tuple[float, float]:
-    """Returns numbers that stand for the addresses of both ends."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             addresses = connection.getsockname()[0], connection.getpeername()[0]

@@ -25,7 +25,6 @@ class Watch:
         self.usage: Usage | None = None
 
     def is_due(self, step: int) -> bool:
-        """Whether the norms of this step are recorded."""
         return self.norm_interval > 0 and step % self.norm_interval == 0
 
     def add(self, model: str, norms: Mapping[str, float]) -> None:
@@ -33,7 +32,6 @@ class Watch:
         self._norms |= {f"{model}_{key}" if model else key: value for key, value in norms.items()}
 
     def stepped(self) -> None:
-        """Records the norms of the step, if there are any."""
         if self._norms:
             self._record("norms", self._norms)
             self._norms = {}

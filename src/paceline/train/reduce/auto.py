@@ -97,7 +97,6 @@ class AutoMethod:
 
     @property
     def method(self) -> str:
-        """The name of the method in use."""
         return "exact" if self.choice is None else self.choice.method
 
     def consider(self, timings: StepTimings) -> str:
@@ -195,7 +194,6 @@ class AutoMethod:
         return measured, Choice(method, buckets, {**choice.seconds, **durations}), True
 
     def _is_check_due(self, steps: Tensor, end: int) -> bool:
-        """Whether the network is to be measured again."""
         share = float(steps[:, :, _MOVING].mean() / steps.sum(2).mean().clamp(min=1e-9))
         if self._reference_share is None:
             self._reference_share = share
@@ -230,7 +228,6 @@ class AutoMethod:
         )
 
     def _measure_coding(self, method: str) -> float:
-        """Measures the seconds for encoding and decoding all messages of a step."""
         reducer = REDUCERS[method]
         if not issubclass(reducer, CodedReducer):
             return 0.0

@@ -118,7 +118,6 @@ class BucketTrial:
         self.sizes = sizes
 
     def summary(self) -> dict[str, Any]:
-        """Returns the result of the trial, for the records."""
         seconds = self.seconds.get(self.sizes, 0.0)
         return {
             "bucket_bytes": self.sizes.size,

@@ -167,7 +167,6 @@ class Communication:
 
     @property
     def is_local(self) -> bool:
-        """The next step is each rank's own: nothing is exchanged in it."""
         local = self.local
         return local is not None and local.is_local
 

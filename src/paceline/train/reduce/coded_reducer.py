@@ -190,13 +190,11 @@ class CodedReducer(GradientReducer):
     def _message(
         self, use: str, size: int, small: Tensor, layout: _Layout, rows: int = 0
     ) -> Tensor:
-        """Memory for codes and the elements of small parameters behind them."""
         length = size + layout.tail * small.element_size()
         buffer = self._buffer(use, max(rows, 1) * length, torch.uint8, small.device)
         return buffer.view(rows, length) if rows else buffer
 
     def _buffer(self, use: str, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for all buckets, one after the other."""
         buffer = self._buffers.get(use)
         if buffer is None or len(buffer) < length:
             buffer = self._buffers[use] = torch.zeros(length, dtype=dtype, device=device)
@@ -276,9 +274,8 @@ def _small_positions(bucket: Bucket) -> Tensor:
 
 
 def _large_spans(bucket: Bucket) -> list[slice]:
-    """Spans of the parameters that are coded."""
     start = int(bucket.flat.storage_offset())
-    places = [(int(one.storage_offset()) - start, one.numel()) for one in bucket.gradients]
+    places = [(int(g.storage_offset()) - start, g.numel()) for g in bucket.gradients]
     return [slice(at, at + size) for at, size in places if size >= SMALL_PARAMETER]
 
 

@@ -128,7 +128,6 @@ class Collectives:
         return tensor.device.type == "cpu" and "gloo" in dist.get_backend(self._group)
 
     def _exchange(self, messages: Sequence[Tensor], received: Tensor, compressible: int) -> None:
-        """Sends message r to rank r, and fills the rows of the others."""
         peers = [(self.rank + offset) % self.world_size for offset in range(1, self.world_size)]
         outgoing, incoming = list(messages), list(received)
         if compressible:

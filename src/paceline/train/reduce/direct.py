@@ -177,7 +177,6 @@ class Mesh:
         return received
 
     def all_to_all(self, rows: Tensor) -> Tensor:
-        """Sends row r to rank r; returns what came, in rank order."""
         received = torch.empty_like(rows)
         received[self._rank] = rows[self._rank]
         self.exchange(rows, received)
@@ -290,7 +289,6 @@ class _Transfer:
 
     @property
     def poll_events(self) -> int:
-        """What to wait for, as ``poll`` names it."""
         return (select.POLLOUT if self._to_send else 0) | (select.POLLIN if self._to_receive else 0)
 
     def set_wake_threshold(self) -> None:
@@ -379,7 +377,6 @@ def _peer_name(connection: socket.socket, rank: int) -> str:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, which it goes on to own."""
     flat = tensor.detach().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if len(flat) else memoryview(b"")
 
@@ -418,7 +415,6 @@ def mesh_of(group: dist.ProcessGroup | None, *, large: bool = False) -> Mesh | N
 
 
 def leave(group: dist.ProcessGroup | None) -> None:
-    """Ends the connections of a group that is over."""
     state = None if group is None else _groups.pop(group, None)
     if state is not None and state.mesh is not None:
         state.mesh.close()
@@ -430,7 +426,10 @@ def _make_mesh(group: dist.ProcessGroup, *, large: bool) -> Mesh | None:
     key = secrets.token_bytes(_KEY_BYTES)
     listener = _listen(shutdowns, ranks)
     with listener or contextlib.nullcontext():
-        endpoints = [_unpack_endpoint(row) for row in _all_gather(_endpoint(listener, key), group)]
+        rows = map(_ENDPOINT.unpack, _all_gather(_endpoint(listener, key), group))
+        endpoints = [
+            (address.rstrip(b"\0").decode(), port, peer_key) for port, peer_key, address in rows
+        ]
         if listener is None or not all(port for _, port, _ in endpoints):
             return None
         sockets: dict[int, socket.socket] = {}
@@ -465,11 +464,6 @@ def _endpoint(listener: socket.socket | None, key: bytes) -> bytes:
     return _ENDPOINT.pack(port, key, address.encode())
 
 
-def _unpack_endpoint(row: bytes) -> tuple[str, int, bytes]:
-    port, key, address = _ENDPOINT.unpack(row)
-    return address.rstrip(b"\0").decode(), port, key
-
-
 def _connect_all(
     listener: socket.socket, endpoints: Sequence[tuple[str, int, bytes]], rank: int, shutdowns: int
 ) -> dict[int, socket.socket]:
@@ -498,9 +492,8 @@ def _connect_all(
                 peer = int.from_bytes(greeting[_KEY_BYTES:], "big")
                 has_key = secrets.compare_digest(greeting[:_KEY_BYTES], local_key)
                 if has_key and rank < peer < len(endpoints):
-                    connections[peer] = _open_sockets.add(
-                        _configured(accepted, deadline), shutdowns
-                    )
+                    configured = _configured(accepted, deadline)
+                    connections[peer] = _open_sockets.add(configured, shutdowns)
                     accepted.sendall(endpoints[peer][2])
                 else:
                     accepted.close()
@@ -538,7 +531,6 @@ def _enlarge_buffers(sockets: Mapping[int, socket.socket]) -> None:
 
 
 def _all_gather(content: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    """Every rank's bytes, by gloo."""
     local = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     rows = [torch.empty_like(local) for _ in range(group.size())]
     waits.wait(dist.all_gather(rows, local, group=group, async_op=True), local)

@@ -128,7 +128,6 @@ class ErrorFeedback:
         }
 
     def _error_of(self, name: str, shape: torch.Size) -> Tensor:
-        """This rank's error of a parameter, one-dimensional."""
         if name not in self._views:
             return torch.zeros(shape.numel(), dtype=_DTYPE, device=self._device)
         # what a checkpoint had and no bucket has had since is still where it was read
@@ -184,5 +183,4 @@ def keep_unused(errors: Tensor, residual: Residual, spans: Sequence[slice], used
 
 
 def are_identical(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
-    """Whether these are the same parameters, in the same order."""
     return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -58,12 +58,10 @@ class GradientExchange:
 
     @property
     def elements(self) -> int:
-        """Gradients that are averaged in a step."""
         return sum(parameter.numel() for parameter in self.model.exchanged)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of these gradients, uncoded."""
         return sum(parameter.nbytes for parameter in self.model.exchanged)
 
     def context(self) -> ReduceContext:
@@ -96,12 +94,10 @@ class GradientExchange:
         self._hook()
 
     def commit(self) -> None:
-        """The last pass counts: the optimizer has stepped with its means."""
         if self._reducer is not None:
             self._reducer.commit()
 
     def rollback(self) -> None:
-        """The last pass does not count: a rank was lost meanwhile."""
         if self._reducer is not None:
             self._reducer.rollback()
 
@@ -151,11 +147,12 @@ class GradientExchange:
         self._choose_defaults()
 
     def _choose_defaults(self) -> None:
-        """Chooses sizes of buckets, and whether this process sends exact gradients by itself."""
         uses_gloo = self._comms.device.type == "cpu"
-        self._sizes = default_bucket_sizes(self.model.exchanged, uses_gloo=uses_gloo)
-        sends_itself = self._is_small or self._is_pair
-        self._direct = self._make_exact() if sends_itself else None
+        megabytes = bucket_megabytes(self.model.exchanged) if uses_gloo else None
+        self._sizes = _DDP_BUCKET_BYTES, _default_first_bytes()
+        if megabytes is not None:
+            self._sizes = int(megabytes * (1 << 20)), int(megabytes * (1 << 20))
+        self._direct = self._make_exact() if self._is_small or self._is_pair else None
 
     def _make_exact(self) -> GradientReducer:
         return Exact(self.context(), is_small=self._is_small, is_pair=self._is_pair)
@@ -348,14 +345,6 @@ def lay_out(
         on_built()
         if as_initial:
             build_buckets(model)
-
-
-def default_bucket_sizes(parameters: Iterable[Tensor], *, uses_gloo: bool) -> tuple[int, int]:
-    """Bytes of a bucket and of the first, as a replica is made with in the present world."""
-    megabytes = bucket_megabytes(parameters) if uses_gloo else None
-    if megabytes is None:
-        return _DDP_BUCKET_BYTES, _default_first_bytes()
-    return int(megabytes * (1 << 20)), int(megabytes * (1 << 20))
 
 
 def _default_first_bytes() -> int:

@@ -84,7 +84,6 @@ class Local(GradientReducer):
 
     @property
     def is_local(self) -> bool:
-        """The next step is each rank's own: nothing is exchanged in it."""
         return self._steps >= self.first_local
 
     @property
@@ -132,7 +131,6 @@ class Local(GradientReducer):
 
     @property
     def is_due(self) -> bool:
-        """Whether the ranks have made enough local steps."""
         return self.unsynced_steps >= self.local_steps
 
     @torch.no_grad()
@@ -172,7 +170,6 @@ class Local(GradientReducer):
         self._adopt_residuals(*former)
 
     def _groups(self) -> Iterator[ParameterList]:
-        """Parameters that are sent together."""
         group: ParameterList = []
         elements = 0
         for name, parameter in self._parameters:
@@ -212,7 +209,6 @@ class Local(GradientReducer):
         tensor.copy_(flat.view(tensor.shape))
 
     def _mean(self, tensor: Tensor) -> Tensor:
-        """The mean, one-dimensional; of whole numbers rank 0's bytes."""
         if tensor.is_floating_point():
             wide = tensor if tensor.dtype == torch.float64 else tensor.float()
             flat = wide.reshape(-1) / self._collectives.world_size
@@ -292,6 +288,5 @@ class Local(GradientReducer):
 
 
 def _split(flat: Tensor, group: ParameterList) -> list[Tensor]:
-    """The parts of a flat tensor that belong to these parameters, in their shapes."""
     parts = torch.split(flat, [parameter.numel() for _, parameter in group])
     return [part.view(p.shape) for part, (_, p) in zip(parts, group, strict=True)]

@@ -44,15 +44,10 @@ class Measurement:
     handling_s: float = 0.0
 
     def step(self, method: str, buckets: int) -> StepTime:
-        """A step in so many buckets."""
         latency_s = self.latency_s if method == "exact" else self.latency_s + self.bucket_s
         moving_s = self.sent[method] / self.bytes_per_s
         processor_s = self.processor_s(method)
         return StepTime(self.computing_s, moving_s, buckets, latency_s, processor_s)
-
-    def seconds(self, method: str, buckets: int) -> float:
-        """Seconds of such a step."""
-        return self.step(method, buckets).seconds
 
     def processor_s(self, method: str) -> float:
         """Seconds for which a processor has to do with messages, and does not compute."""
@@ -66,7 +61,7 @@ class Measurement:
     def best(self, method: str) -> tuple[int, float]:
         """Into how many buckets gradients are best divided, and the seconds of a step then."""
         max_count = max(1, self.gradient_bytes // _MIN_BUCKET_BYTES)
-        by_count = {n: self.seconds(method, n) for n in _BUCKET_COUNTS if n <= max_count}
+        by_count = {n: self.step(method, n).seconds for n in _BUCKET_COUNTS if n <= max_count}
         limit = _BUCKET_TOLERANCE * min(by_count.values())
         count = min(n for n, seconds in by_count.items() if seconds <= limit)
         return count, by_count[count]
@@ -87,17 +82,13 @@ class Choice:
     seconds: Mapping[str, float]
 
     def explain(self, measured: Measurement) -> str:
-        """Why the method was chosen, in one line."""
-        others = ", ".join(
-            f"{name} {format_duration(seconds)}"
-            for name, seconds in self.seconds.items()
-            if name != self.method
-        )
+        times = {name: format_duration(seconds) for name, seconds in self.seconds.items()}
+        others = ", ".join(f"{name} {times[name]}" for name in times if name != self.method)
         size = measured.sent["exact"]
         moving = format_duration(size / measured.bytes_per_s)
         return (
             f"{self.method}, by which a step takes about"
-            f" {format_duration(self.seconds[self.method])} ({others}): computing takes"
+            f" {times[self.method]} ({others}): computing takes"
             f" {format_duration(measured.computing_s)}, and {size / 1e6:.1f} MB of gradients"
             f" {moving} at {measured.bytes_per_s * 8e-6:,.0f} Mbit/s"
         )
@@ -117,9 +108,7 @@ def choose(
     factors = slowdown or {}
     seconds = {method: best[method][1] * factors.get(method, 1.0) for method in CANDIDATES}
     fastest = min(seconds.values())
-    method = next(
-        candidate for candidate in CANDIDATES if seconds[candidate] <= TOLERANCE * fastest
-    )
+    method = next(name for name in CANDIDATES if seconds[name] <= TOLERANCE * fastest)
     is_finer = present in seconds and CANDIDATES.index(present) < CANDIDATES.index(method)
     if is_finer and seconds[present] <= TOLERANCE**2 * fastest:
         method = present

@@ -61,7 +61,6 @@ def _all_gather(
 
 
 def _all_to_all(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sends row r to rank r; returns the received rows, in rank order."""
     received = torch.empty_like(rows)
     waits.wait(dist.all_to_all_single(received, rows, group=group, async_op=True), received)
     return received

@@ -90,7 +90,7 @@ def test_nothing_is_exchanged_in_a_group_in_which_not_all_have_begun_anew(
             session._membership.recovery = Mock(is_batch_void=False, stale=True)
             losses = {UNNAMED: torch.ones(len(batch.ids), requires_grad=True)}
             assert session._loop.steps.backward(batch, losses) is ExchangeResult.VOID
-            session._membership.recovery.finish_exchange.assert_not_called()
+            session._membership.recovery.finish.assert_not_called()
             session._membership.recovery = None
             break
         break

@@ -43,7 +43,6 @@ class Callbacks:
     """The callbacks of a session, called in the order in which they were added.
 
     Args:
-        session: Session that the callbacks are given.
         script_work: Returns a context for each call, which counts its time as the script's.
     """
 

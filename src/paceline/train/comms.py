@@ -69,7 +69,6 @@ class Comms:
     Attributes:
         world: Place of this process; changes when ranks are lost or join.
         device: Device whose tensors the backend moves.
-        group: Process group; ``None`` is that of the whole job.
         mixed: The ranks compute on different kinds of devices; ``device`` is the CPU then.
         fault_handler: Handles lost ranks; ``None``: a lost rank ends the others.
         joining: This process has not joined the others yet: operations return recorded results.
@@ -243,7 +242,6 @@ class Comms:
 
         Args:
             tensors: Tensors of the same shapes and types on every rank, on any device.
-            source: Rank whose content all ranks get.
         """
         filled = [tensor.detach() for tensor in tensors if tensor.numel()]
         if self.fault_handler is None or not filled:
@@ -333,7 +331,6 @@ class Comms:
         """Returns one rank's text on every rank.
 
         Args:
-            source: Rank whose text is returned.
             text: This rank's text; used on the source only.
             first_bytes: Size of the first message; a longer text needs another one.
         """

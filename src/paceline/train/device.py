@@ -33,12 +33,7 @@ _DEVICES_OF = {
 
 @dataclass(frozen=True, slots=True)
 class AvailableDevices:
-    """Devices and backends of this machine's torch.
-
-    Attributes:
-        devices: Number of devices of each accelerator kind.
-        backends: The communication backends built into this torch.
-    """
+    """Devices and backends of this machine's torch."""
 
     devices: dict[str, int]
     backends: frozenset[str]
@@ -148,7 +143,6 @@ class Precision:
     """In which precision numbers are stored and computed.
 
     Attributes:
-        name: As the user writes it.
         parameters: Type of parameters and inputs.
         compute: Type of autocast regions; ``None`` computes in the parameters' type.
     """

@@ -58,8 +58,6 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
     """Writes a file under a temporary name and renames it; removes leftovers of killed processes.
 
     Args:
-        path: The file; its folder is made if it is missing.
-        content: The whole content.
         durable: Waits until the file and its new name are on the disk.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -174,9 +172,6 @@ class RecordFile:
 
     A resumed run repeats the steps after its checkpoint with the same results; records of steps
     that are in the file already are not written again.
-
-    Args:
-        path: The file; need not exist.
     """
 
     def __init__(self, path: Path) -> None:

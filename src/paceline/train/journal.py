@@ -31,14 +31,9 @@ class Journal:
     What was measured but is not recorded yet is part of a checkpoint, so that a record covers the
     same samples whether or not the run was interrupted before it.
 
-    Args:
-        reporter: Where this rank's messages go.
-        progress: Shared with the session.
-
     Attributes:
         meter: Collects what is measured in training.
         loss: Mean training loss of the last record; of several models that of the first.
-        epochs: Of the whole training.
     """
 
     def __init__(

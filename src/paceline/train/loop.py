@@ -35,9 +35,6 @@ class TrainingLoop:
         check_every: Global steps between two proofs that ranks hold the same models.
 
     Attributes:
-        pace: Times the parts of each step.
-        stragglers: Reports ranks that hold the others up.
-        watch: Records norms and load.
         bucket_trial: Tries sizes of gradient buckets; ``None``: they stay.
     """
 
@@ -66,11 +63,7 @@ class TrainingLoop:
         self.steps = StepRunner(member, journal, training.models, membership, self.pace, self.watch)
 
     def measure(self, bucket_trial: BucketTrial | None) -> None:
-        """Starts measuring the models that were prepared so far, from their first step on.
-
-        Args:
-            bucket_trial: Tries sizes of gradient buckets; ``None``: they stay.
-        """
+        """Starts measuring the models that were prepared so far, from their first step on."""
         self.bucket_trial = bucket_trial
         self.pace.follow(self._training.models.first.model)
         self.stragglers.regroup()

@@ -121,12 +121,7 @@ class Models:
         return parallel.unsynced(updater.model) if updater else nullcontext()
 
     def start(self, steps: int, step: int) -> list[str]:
-        """Tells the communication how long the training is; returns messages for the user.
-
-        Args:
-            steps: Steps of the whole training.
-            step: Steps done.
-        """
+        """Tells the communication how long the training is; returns messages for the user."""
         messages = [method.begin(steps, step) for method in self._communications]
         return [message for message in messages if message]
 
@@ -283,8 +278,6 @@ class Models:
         """Adds the gradient of a loss to one model.
 
         Args:
-            name: Name of the model.
-            loss: Scalar loss.
             is_last: Whether the gradient is complete then, and averaged over all ranks.
             retain_graph: Keeps the graph for another loss that shares a part of it.
 

@@ -24,7 +24,7 @@ from paceline.spec.errors import JobError, SettingError
 from paceline.train import compiler
 from paceline.train.comms import Comms
 from paceline.train.elastic import waits
-from paceline.train.elastic.recovery import Recovery
+from paceline.train.elastic.recovery import Activity, Recovery
 
 _MAX_NAMED_PARAMETERS = 5  # in a message
 _NUM_BUCKETS = 16  # of a large model: about one bucket cannot be hidden behind the backward pass
@@ -171,7 +171,7 @@ class Replica(DistributedDataParallel):
                 with self.recovery.span:
                     return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
             except RuntimeError as error:
-                self.recovery.recover_forward(error)
+                self.recovery.regroup(error, Activity.FORWARD)  # its batch is void
         return inputs, kwargs
 
     def _post_forward(self, output: Any) -> Any:
@@ -280,8 +280,6 @@ def replicate(
     """Wraps the module in DDP, which averages gradients over all ranks.
 
     Args:
-        module: Module, already on its device.
-        device: Device of this rank.
         comms: Collectives that broadcast rank 0's parameters and buffers.
         unused: Some steps leave parameters unused; looking for them costs time at every step.
         manual: The module is one of several models that are trained together.

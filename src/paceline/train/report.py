@@ -50,7 +50,6 @@ class LauncherReporter(Reporter):
     """Writes JSON lines to the launcher's descriptor; only rank 0 reports for the whole job.
 
     Args:
-        descriptor: An open file descriptor.
         speaks: True on the rank that reports progress, metrics and text (rank 0).
     """
 
@@ -109,11 +108,7 @@ class LauncherReporter(Reporter):
 
 
 class FolderReporter(Reporter):
-    """Rank 0 without a launcher: files in the run directory, progress on the terminal.
-
-    Args:
-        folder: The run directory; made when it does not exist.
-    """
+    """Rank 0 without a launcher: files in the run directory, progress on the terminal."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -252,9 +247,7 @@ def format_values(
 
     Args:
         epoch: As the loop over epochs counts them, from 0; people are told it from 1.
-        step: Global steps done.
         steps: Of the whole training; 0 leaves them out.
-        parts: Values by the name of their split.
     """
     columns = [format_epoch(epoch), f"step {step}/{steps}" if steps else f"step {step}"]
     for split, values in parts:

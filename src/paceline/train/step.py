@@ -27,9 +27,6 @@ class StepRunner:
 
     A step is void when a rank is lost before all ranks have its gradients: nothing of it is left,
     and the loader gives its samples again.
-
-    Attributes:
-        loader: Loader of the batches; ``None`` before ``session.epochs``.
     """
 
     def __init__(
@@ -161,7 +158,7 @@ class StepRunner:
                     return exchanged
             else:
                 if batch.last and recovery is not None and not is_local:
-                    recovery.finish_exchange()
+                    recovery.finish()
             local = None if communication is None else communication.local
             if local is not None and is_local and batch.last and self._member.comms.stale:
                 local.step_unreduced()

@@ -31,13 +31,10 @@ class RunInfo:
     """Description of the run for trackers.
 
     Attributes:
-        folder: The run directory.
         project: Name under which runs are collected.
-        name: Name of this run.
         run_id: Identity in the tracker; given again when the run is resumed. Empty
             when the tracker is to choose.
         group: Common name of the runs of all nodes; empty where one run stands for all.
-        config: Settings of the run.
         resumed_at: Step after which records that an earlier process may have sent are void; -1
             when every earlier record stands.
     """
@@ -213,7 +210,6 @@ class TrackerThread:
     was sent before an interruption is not sent again.
 
     Args:
-        name: Of the tracker.
         open_it: Makes the tracker, given the id of its run (empty at first); may fail or block.
         notes: File that remembers the run's id and what was sent.
         warn: Told what went wrong; called from the thread.

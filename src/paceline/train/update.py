@@ -57,9 +57,6 @@ class Updater:
         communication: Chooses the reducer of that exchange; ``None`` without a replica.
 
     Args:
-        module: Module whose gradients are clipped.
-        optimizer: Optimizer of its parameters.
-        schedule: Advanced once for each step.
         scaler: Loss scale of fp16; ``None`` if none is needed.
         clip_norm: Largest norm of the whole gradient; ``None`` does not clip.
     """
@@ -95,11 +92,7 @@ class Updater:
 
         Args:
             method: Method of averaging, as ``session.prepare`` takes it.
-            comms: Collectives of all ranks.
-            device: Device of this rank.
-            unused: Some steps leave parameters without gradient.
             manual: This is one of several models that are trained together.
-            recovery: Replaces lost ranks; ``None``: nothing does.
 
         Raises:
             SettingError: Gradients are sparse or complex, or the optimizer has other parameters.
@@ -122,7 +115,6 @@ class Updater:
         """Adds the gradient of a loss.
 
         Args:
-            loss: Scalar loss.
             inputs: Parameters that get a gradient; ``None``: all that the loss depends on.
             retain_graph: Keeps the graph for another loss that shares a part of it.
         """
@@ -217,14 +209,11 @@ class Average:
     the same; of a sharded module each averages its own shards. Made by ``session.average``.
 
     Args:
-        module: Module that was given to ``session.prepare``.
-        comms: Collectives of all ranks.
         decay: From 0 to below 1; 0.999 remembers about the last thousand updates.
         start: Updates after which averaging begins; until then the average is the weights.
         wait_for_copies: Called before weights are exchanged.
 
     Attributes:
-        module: Module whose weights are averaged.
         updates: Updates of the module so far.
         exchanges: How often averages and weights were swapped.
 

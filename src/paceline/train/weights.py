@@ -44,7 +44,6 @@ def save_model(folder: Path, state: dict[str, Tensor], config: dict[str, Any]) -
     """Writes ``model.safetensors`` and then ``config.json``, each atomically.
 
     Args:
-        folder: The run directory.
         state: Tensors by name; any device.
         config: JSON values that are needed to build the model again and to use it.
 
@@ -146,7 +145,6 @@ def load_weights(folder: Path, module: torch.nn.Module) -> None:
     Args:
         folder: A run directory, whose model is loaded, or else its best or newest checkpoint; or
             the folder of a checkpoint.
-        module: Module that gets the weights.
 
     Raises:
         DataError: The file is missing, damaged or does not fit the module.

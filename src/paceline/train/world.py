@@ -15,8 +15,6 @@ class World:
     """The place of this process in its job.
 
     Attributes:
-        rank: Number of this process, from 0.
-        size: Number of processes.
         local_rank: Number of this process on its node.
         local_size: Number of processes on this node.
         host: The node's name, for people.

@@ -72,9 +72,6 @@ class GlooConnections:
         """Shuts the connections down, which frees a thread that waits in a collective.
 
         Call it from another thread; it may be called again.
-
-        Args:
-            spare_forming: Leaves the connections of the group that is being made.
         """
         direct.shut_down_all()  # none is made before a group is whole
         with self._lock:

@@ -19,7 +19,6 @@ class RegroupMessage:
     """The members of a new group, and the store by which they meet.
 
     Attributes:
-        generation: Number of the new group.
         members: Slot, host, local rank and local size of each rank, in rank order; empty: the
             launcher is gone, and other ranks with it.
         address, port: Of the store by which they meet.
@@ -57,15 +56,10 @@ class SaveRequest:
 
 
 class Order(Enum):
-    """Order of the launcher or of the agent.
+    """Order of the launcher or of the agent."""
 
-    Attributes:
-        END: The job ends: no further group will be formed.
-        SAVE_AND_EXIT: The agent is about to end this rank, and the launcher says nothing any more.
-    """
-
-    END = "end"
-    SAVE_AND_EXIT = "alone"
+    END = "end"  # no further group will be formed
+    SAVE_AND_EXIT = "alone"  # the agent is about to end this rank, and the launcher is silent
 
 
 Message = RegroupMessage | SaveRequest | Order
@@ -173,7 +167,6 @@ class Control:
         """Waits for a message of a later generation; ``None``: there will be none.
 
         Args:
-            generation: Later than this.
             planned: Whether ranks are to join, rather than lost; ``None``: either.
         """
 

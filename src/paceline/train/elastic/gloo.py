@@ -38,8 +38,6 @@ class Task:
     """A thread of this process.
 
     Attributes:
-        number: Thread id of the system.
-        name: Its name, at most 15 bytes.
         state: As in proc(5): R when it runs, or wants to.
         cpu_s: CPU time that it has used, in seconds.
     """
@@ -95,10 +93,6 @@ def disarm_epoll(fd: int, inode: str) -> bool:
     harm. What is changed is a registration, which belongs to one number, one connection and one
     epoll, and ends with any of them. Each group has an epoll of its own, and no connection comes to
     it once the group is made: so there is this registration, or none.
-
-    Args:
-        fd: Its descriptor.
-        inode: What that is, as ``/proc/self/fd`` has it: ``socket:[1234]``.
 
     Returns:
         Whether an epoll knew it.

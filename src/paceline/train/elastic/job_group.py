@@ -37,9 +37,6 @@ class Superseded(RuntimeError):
 class JobGroup:
     """Leaves and forms the job's process groups on one rank, one after the other.
 
-    Args:
-        timeout: Longest wait in a collective.
-
     Attributes:
         connections: Connections of the present group.
         store: Store by which the present group was made, without a prefix.
@@ -72,9 +69,6 @@ class JobGroup:
 
     def form(self, message: RegroupMessage, place: World, on_gathered: Callable[[], None]) -> None:
         """Leaves the present group and makes the one that the launcher has announced.
-
-        Args:
-            on_gathered: Called when all members have connected.
 
         Raises:
             Superseded: A newer group was announced meanwhile.
@@ -121,9 +115,6 @@ class JobGroup:
         """Connects to the group's store.
 
         The store's host may be lost, too; a later message of the launcher then says so.
-
-        Raises:
-            RuntimeError: It cannot be reached.
         """
         deadline = time.monotonic() + _FORMING.total_seconds()
         while True:

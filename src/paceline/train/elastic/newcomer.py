@@ -64,7 +64,6 @@ class Recording:
     """Records the results of the start's operations, on a rank that was there from the beginning.
 
     Args:
-        inner: Carries the operations out.
         info: What a newcomer must know before its first operation; JSON values.
 
     Attributes:
@@ -124,26 +123,14 @@ class Recording:
             self._pauses -= 1
 
     def publish(self, store: Any, **info: Any) -> None:
-        """Writes the recording into a store that has none yet; by one rank.
-
-        Args:
-            store: Of the job, without a prefix.
-            info: More that a newcomer has to know, as JSON values.
-        """
+        """Writes the recording into a store that has none yet; by one rank."""
         if not self.obstacle:
             first = json.dumps(["about", {**self._info, **info}])
             _publish("\n".join([first, *self._lines]), store)
 
 
 class Replay:
-    """Returns recorded results for the operations of a newcomer.
-
-    Args:
-        recording: Text that :class:`Recording` has published.
-
-    Attributes:
-        info: Values that were published with it.
-    """
+    """Returns recorded results for the operations of a newcomer."""
 
     stale, able, obstacle = False, False, ""
 
@@ -193,12 +180,8 @@ class Newcomer:
     """A process that joins others.
 
     Attributes:
-        slot: Number of this process in the plan.
         place: One in the world that the others were when they began: never the first, which writes,
             nor one beyond that world, which no script is made for.
-        mixed: The ranks compute on different kinds of devices.
-        store: The job's rendezvous store.
-        start: The recorded start of the others.
     """
 
     slot: int

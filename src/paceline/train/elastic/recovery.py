@@ -43,6 +43,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import IntEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -97,7 +98,6 @@ class Settlement:
 
     Attributes:
         is_finished: Another rank had finished the event that this one was in.
-        result: Of that event.
     """
 
     is_finished: bool
@@ -129,9 +129,6 @@ class _Position(NamedTuple):
 class Recovery:
     """A rank's part in recoveries. Every rank of a job has one.
 
-    Args:
-        slot: Number of this process in the plan; it never changes.
-
     Attributes:
         able: Whether a lost rank can be replaced; until then its loss is an error like any other.
         is_reported: Whether the launcher was told :attr:`able`.
@@ -140,8 +137,6 @@ class Recovery:
         place: This process's place at the last renewal: by it data are divided.
         training: Of this rank; set before the first event.
         alone: This rank is to save its training and end before its next batch.
-        updates: Steps of optimizers done.
-        has_lost_ranks: Ranks were lost since the last renewal.
         span: Entered around what may talk to the other ranks, apart from events.
     """
 
@@ -182,7 +177,7 @@ class Recovery:
                 result = act()
         except RuntimeError as error:
             result = self._retry(act, error)
-        self._finish(result)
+        self.finish(result)
         return result
 
     def _retry(self, act: Callable[[], T], error: RuntimeError) -> T:
@@ -198,7 +193,8 @@ class Recovery:
             except RuntimeError as next_error:
                 error = next_error
 
-    def _finish(self, result: Any) -> None:
+    def finish(self, result: Any = None) -> None:
+        """Counts an event, or a whole exchange of gradients, as finished."""
         self._finished, self._result = self._finished + 1, result
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
@@ -206,9 +202,6 @@ class Recovery:
 
     def patient(self, timeout: timedelta) -> contextlib.AbstractContextManager[None]:
         return self.group.patient(timeout)
-
-    def finish_exchange(self) -> None:
-        self._finish(None)
 
     def recover_exchange(self, error: RuntimeError) -> ExchangeResult:
         """Regroups after an exchange that failed; returns what became of the exchange.
@@ -218,16 +211,8 @@ class Recovery:
         """
         if not self.regroup(error, Activity.EXCHANGE).is_finished:
             return ExchangeResult.VOID
-        self.finish_exchange()
+        self.finish()
         return ExchangeResult.ADOPTED
-
-    def recover_forward(self, error: RuntimeError) -> None:
-        """Regroups after a forward pass that could not begin; its batch is void.
-
-        Raises:
-            RuntimeError: As :meth:`recover_exchange`.
-        """
-        self.regroup(error, Activity.FORWARD)
 
     # -- batches -------------------------------------------------------------------------
 
@@ -335,11 +320,7 @@ class Recovery:
             self._renew()
 
     def _wait_for_group(self) -> None:
-        """Waits for the next group while too few nodes are there; the state stays in memory.
-
-        Raises:
-            RuntimeError: There will be none.
-        """
+        """Waits for the next group while too few nodes are there; the state stays in memory."""
         message = self._control.wait(self.generation, planned=None)
         if message is None:
             raise RuntimeError("the job ends, for too few nodes are there to train")
@@ -365,7 +346,7 @@ class Recovery:
                     continue
             finally:
                 self._is_renewing = False
-            self._finish(None)
+            self.finish()
             self._renewed, self.place = generation, place
             self.has_lost_ranks = self.stale and self.has_lost_ranks
 
@@ -381,7 +362,6 @@ class Recovery:
         """Forms a new group and settles with its members who has come how far.
 
         Args:
-            error: Out of which this rank has come.
             activity: What it was in.
             generation: The newest group that did not come about.
 
@@ -454,11 +434,7 @@ class Recovery:
         return message is not None and not message.planned  # whatever torch says of cut connections
 
     def _form(self, message: RegroupMessage) -> None:
-        """Leaves the old group and forms the one that was announced.
-
-        Raises:
-            RuntimeError: It does not come about.
-        """
+        """Leaves the old group and forms the one that was announced, or raises RuntimeError."""
         place = message.place_of(self.slot)
         if place is None:
             raise JobError(
@@ -466,11 +442,8 @@ class Recovery:
                 found=f"it is not in generation {message.generation} of the job",
                 remedy="look at the launcher's output for why it was taken for lost",
             )
-        self.group.form(
-            message,
-            place,
-            lambda: self.training.event("gathered", generation=message.generation),
-        )
+        gathered = partial(self.training.event, "gathered", generation=message.generation)
+        self.group.form(message, place, gathered)
         former = self._comms.world
         self.has_lost_ranks = self.has_lost_ranks or place.size < former.size
         self._comms.world = replace(place, hosts=former.hosts)
@@ -515,12 +488,8 @@ class Recovery:
                 "a process that comes for a lost one has nobody to join",
                 found="none of this group's ranks has the training's state",
             )
-        receivers = [
-            rank
-            for rank in behind
-            if positions[rank].activity == Activity.EXCHANGE
-            and positions[rank].updates < positions[source].updates
-        ]
+        late = [rank for rank in behind if positions[rank].updates < positions[source].updates]
+        receivers = [rank for rank in late if positions[rank].activity == Activity.EXCHANGE]
         result: Any = None
         if newcomers:
             self.training.send_training(comms, source, newcomers)

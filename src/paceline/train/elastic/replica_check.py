@@ -31,10 +31,6 @@ _MAX_DEVIATION = 1e-3  # as a part of a tensor's size, between kinds of devices
 class ReplicaChecksum:
     """Compares a module over all ranks, and remembers what its buffers were.
 
-    Args:
-        comms: Of all ranks, which must call every method.
-        module: As it was given to ``session.prepare``.
-
     Attributes:
         deviation: Between kinds of devices: how far a parameter was from rank 0's at the last
             check, as a part of its size.
@@ -81,10 +77,6 @@ class ReplicaChecksum:
         """Returns the first parameter of a newcomer that differs from those of the other ranks.
 
         Empty on the other ranks, and if they differ from each other, which :meth:`verify` reports.
-
-        Args:
-            slot: Slot of this rank.
-            newcomers: Slots of all ranks that have joined lately.
         """
         names = [name for name, _ in self._module.named_parameters()]
         sums = checksums(self._module.parameters())
@@ -160,9 +152,7 @@ def compare(names: Sequence[str], by_rank: Tensor, ranks: Sequence[str]) -> None
     """Raises when a rank differs from the majority.
 
     Args:
-        names: Name of each tensor.
         by_rank: Checksums, shape ``[ranks, tensors]``.
-        ranks: Each rank, as people know it.
 
     Raises:
         JobError: Names the first differing tensor and every rank that holds another value.

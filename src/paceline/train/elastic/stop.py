@@ -98,7 +98,6 @@ class Poll:
     are to be until the next. Every rank must count the same steps.
 
     Args:
-        comms: Of all ranks.
         recovery: Is told the generation that all ranks know of; ``None``: no process can join.
     """
 

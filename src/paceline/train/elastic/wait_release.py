@@ -66,7 +66,6 @@ def release_waits(
 
     Args:
         is_finished: Whether the next group is there, or is superseded.
-        connections: The connections that were cut.
         forming: Held while a group becomes the present one, so that waits in the next group are not
             cancelled.
     """

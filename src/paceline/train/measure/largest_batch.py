@@ -86,8 +86,6 @@ def find_batch(
 
     Args:
         session: With a single model.
-        loader: Of the training.
-        compute: The forward pass.
         lengths: Of each sample: the longest are tried.
 
     Raises:
@@ -177,10 +175,6 @@ def _initial_share(session: Session, loader: Loader) -> int:
 
 def search(is_fitting: Callable[[int], bool], upper_bound: int) -> tuple[int, int]:
     """Returns the largest size that fits, nearly, by doubling and halving.
-
-    Args:
-        is_fitting: Tries a size.
-        upper_bound: No size above is tried.
 
     Returns:
         What fits (0: nothing does), and the smallest size that was tried and does not (0: none).

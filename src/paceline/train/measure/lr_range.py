@@ -117,11 +117,8 @@ def find_lr(
 
     Args:
         session: With a single model.
-        loader: Of the training.
-        compute: The forward pass.
         lowest, highest: Rates of the first and the last step; it ends earlier when the loss is
             hopeless.
-        steps: How many.
 
     Raises:
         SettingError: Rates or steps that cannot be.

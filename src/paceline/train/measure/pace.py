@@ -159,13 +159,10 @@ class StepTimer:
     """Times the steps of one rank. Every rank has one and calls it in the same order.
 
     Args:
-        comms: Of all ranks.
         model: What is trained. Of sharded models it is not known what part of a pass was waiting:
             they give no looks.
-        device: Where it is trained.
 
     Attributes:
-        rate: Global samples a second.
         max_interval: Steps between two looks, at most.
         totals: Of all steps so far; ``None``: not known.
     """
@@ -253,7 +250,6 @@ class StepTimer:
         """Ends a global step.
 
         Args:
-            samples: Of the step, over all ranks.
             data_s: Seconds in which this rank waited for its data, from its beginning.
             saving_s: Seconds in which checkpoints held it up, from its beginning.
 
@@ -507,13 +503,7 @@ class Totals:
 
 
 class Rate:
-    """Global samples a second of training time.
-
-    Attributes:
-        value: Samples a second at the last measurement.
-        seconds: Time spent on training, without evaluations.
-        samples: Global samples in that time.
-    """
+    """Global samples a second of training time."""
 
     def __init__(self) -> None:
         self.value, self.seconds, self.samples = 0.0, 0.0, 0
@@ -557,10 +547,8 @@ def summary(
 
     Args:
         steps, samples: Done in this process's life, over all ranks.
-        seconds: Spent on training.
         data_s: Seconds of these in which rank 0 waited for data.
         shares: Parts of the time; ``None`` where they are not known.
-        slowest: The second line.
     """
     seconds = max(seconds, 1e-9)
     if shares is None:

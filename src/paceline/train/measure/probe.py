@@ -112,13 +112,7 @@ class ProbeLoader(Loader):
 
 
 class Probe:
-    """Measures steps on one rank. Every rank has one and calls it in the same order.
-
-    Args:
-        request: What to measure.
-        member: This rank.
-        models: Models that it trains; empty when this is made.
-    """
+    """Measures steps on one rank. Every rank has one and calls it in the same order."""
 
     def __init__(self, request: ProbeRequest, member: Member, models: Models) -> None:
         self._request, self._member, self._models = request, member, models
@@ -174,7 +168,6 @@ class Probe:
         """Records a global step.
 
         Args:
-            samples: Samples of the step over all ranks.
             data_s: Seconds that this rank has waited for data since its start.
             computing_s: Seconds that this rank computed in the step; 0 if unknown.
 

@@ -47,7 +47,6 @@ class LinkFinding:
     """A rank whose link holds the others up.
 
     Attributes:
-        rank: Which.
         seconds: Of a step that it costs.
         detail: What was seen, for people.
     """
@@ -95,7 +94,6 @@ def find_slow_link(
     """Finds the rank whose bytes are in flight for much longer than those of others.
 
     Args:
-        history: One after the other, the latest last.
         min_cost_s: Seconds of a step below which it costs nothing worth a name.
         reported_rank: The rank whose link was slow before; half the cost keeps it reported.
     """

@@ -54,7 +54,6 @@ class Straggler:
     """A rank that holds the others up.
 
     Attributes:
-        rank: Which.
         cause: One of :data:`CAUSES`.
         seconds: By which every step is longer because of it.
         part: Of the time of a step.
@@ -162,7 +161,6 @@ class _SlowRank:
     """A rank that needs more time for its own part than others do.
 
     Attributes:
-        rank: Which.
         excess_s: Seconds of a step.
         data_s: Seconds of these in which it waits for its data.
         is_steady: It does in most of the steps.
@@ -183,7 +181,6 @@ def find_straggler(
 
     Args:
         history: At least as many steps as are needed, the latest last.
-        former: Who did so before: it is not taken back for a little.
     """
     latest = _latest_timings(history)
     seconds = torch.cat([timings.seconds for timings in latest], dim=1)

@@ -12,11 +12,7 @@ from paceline.train.member import Member
 
 
 class StragglerMonitor:
-    """Reports stragglers once for the job. Every rank has one and calls it alike.
-
-    Args:
-        member: Says and records it.
-    """
+    """Reports stragglers once for the job. Every rank has one and calls it alike."""
 
     def __init__(self, member: Member) -> None:
         self._member, self.detector = member, StragglerDetector()
@@ -47,7 +43,6 @@ class StragglerMonitor:
         """Reports the whole training to user and record; a collective.
 
         Args:
-            timer: Of the training.
             steps: Done by this process; who joined later has done fewer than others.
             data_s: Seconds in which this rank waited for its data.
         """

@@ -62,7 +62,6 @@ def trial_batches(loader: Loader, steps: int) -> Generator[Batch]:
     """Yields the batches of so many global steps from the start of the data.
 
     Args:
-        loader: Of the training; its position does not change.
         steps: Global steps; closing the iterator ends it earlier.
     """
     trial_loader = loader.rehearsal(steps)

@@ -19,9 +19,6 @@ class Usage:
 
     An accelerator's load is known where NVML is (the package ``nvidia-ml-py``); what torch itself
     knows, its memory, is there without.
-
-    Args:
-        comms: Of all ranks.
     """
 
     def __init__(self, comms: Comms) -> None:

@@ -44,12 +44,7 @@ _BYTES_ACKED, _BUSY, _WINDOW, _RESENT = 120, 168, 176, 208  # places in the kern
 
 
 class Vitals:
-    """Reads counters of this process and host.
-
-    Args:
-        root: Of the file system; another one for tests.
-        threads: How many threads compute.
-    """
+    """Reads counters of this process and host."""
 
     def __init__(self, root: Path = Path("/"), threads: int = 1) -> None:
         self._root, self._threads = root, max(1, threads)

@@ -10,12 +10,8 @@ from paceline.train.measure.usage import Usage
 class Watch:
     """Records norms and load, if it is switched on.
 
-    Args:
-        record: Called with a split and its figures.
-
     Attributes:
         norm_interval: Steps between two looks at norms; 0: none.
-        usage: Of devices; ``None``: none.
     """
 
     def __init__(self, record: Callable[[str, Mapping[str, float]], None]) -> None:

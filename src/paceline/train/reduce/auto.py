@@ -45,8 +45,6 @@ class AutoMethod:
     """Chooses the method of one model's exchange. Every rank has one and calls it alike.
 
     Args:
-        exchange: Exchange of the model's gradients.
-        comms: Collectives of all ranks.
         use: Switches to a method by name, which keeps the last one's quantisation errors.
         warmup_steps: Returns the number of first steps in which the method in use sends more bytes
             than later.

@@ -49,7 +49,6 @@ class BucketTrial:
 
     Attributes:
         seconds: Seconds of a step by sizes, for those that were tried.
-        sizes: Sizes in use.
         is_finished: The trial has ended, or there is nothing to try.
     """
 
@@ -79,8 +78,6 @@ class BucketTrial:
         """Continues the trial with the timings of the last steps, after ``step`` steps.
 
         Args:
-            timings: Where the time of the last steps went.
-            step: Number of steps done.
             skipped: First steps of the training that count for nothing: they may take longer.
 
         Returns:

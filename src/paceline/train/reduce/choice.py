@@ -193,11 +193,7 @@ class Communication:
         model.stalls.append((start, model.timestamp()))
 
     def synchronise(self, *, moments: bool = False) -> None:
-        """Gives all ranks the same model; a collective if they differ.
-
-        Args:
-            moments: And the same state of the optimizer.
-        """
+        """Gives all ranks the same model; a collective if they differ."""
         local = self.local
         if local is None:
             return

@@ -66,8 +66,6 @@ class ScaledCodec:
 
     Attributes:
         dtype: Type in which a code is stored; with ``is_4bit`` an int8 holds two.
-        largest: The largest code.
-        is_4bit: Whether codes have 4 bits.
     """
 
     dtype: torch.dtype

@@ -36,7 +36,6 @@ class _Layout:
     """How one bucket is divided into messages.
 
     Attributes:
-        parameters: In the bucket.
         length: Elements of a piece, whole blocks.
         small: Positions of the elements of small parameters.
         optional: Spans of the others, when a step may leave some unused on every rank.

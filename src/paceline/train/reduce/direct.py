@@ -145,8 +145,6 @@ class Mesh:
     """This rank's connections to all others of a group; one thread at a time uses them.
 
     Args:
-        group: Whose rank this is, and whose timeout holds.
-        sockets: Of each other rank.
         shutdowns: Calls of :func:`shut_down_all` before they were made.
         large: Messages are not small: a thread that waits for them sleeps at once.
     """
@@ -193,7 +191,6 @@ class Mesh:
         """Sends message r to rank r, and fills the other ranks' rows; this rank's stays.
 
         Args:
-            messages: By rank.
             received: Likewise, contiguous.
             is_variable: Messages may be shorter than their room.
             pipeline: Works on those of two ranks meanwhile, which are as long as each other.
@@ -400,7 +397,6 @@ def mesh_of(group: dist.ProcessGroup | None, *, large: bool = False) -> Mesh | N
     To be called by all its ranks alike, once for each operation.
 
     Args:
-        group: ``None`` is the whole job's.
         large: The messages of this operation are not small.
 
     Raises:

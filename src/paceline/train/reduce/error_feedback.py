@@ -172,8 +172,6 @@ def keep_unused(errors: Tensor, residual: Residual, spans: Sequence[slice], used
     """Keeps the committed error of parameters that no rank has used: DDP drops their mean.
 
     Args:
-        errors: Of the whole bucket, in place.
-        residual: Of the bucket, before this pass.
         spans: Of parameters that a step may leave unused.
         used: More than 0 for each that some rank has used.
     """

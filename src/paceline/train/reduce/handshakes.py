@@ -81,8 +81,6 @@ def greetings(
     """Each caller that sends its whole greeting in time; all others are closed.
 
     Args:
-        listener: Which becomes non-blocking.
-        size: Bytes of a greeting.
         limit_s: For one, from the call on.
         until: When all of them have to have come, on the monotonic clock.
         hello: What a caller is sent first: a few bytes.

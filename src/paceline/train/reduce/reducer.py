@@ -39,8 +39,6 @@ class ReduceContext:
 
     Attributes:
         group: Process group for the reducer alone; ``None`` is the whole job's.
-        rank: Rank of this process in the group.
-        world_size: Number of ranks in the group.
         names: Name of each parameter, the key of its residual in a checkpoint.
         can_roll_back: Whether ranks may be lost in a pass, which then does not count.
         has_unused: Whether a pass may leave parameters without gradient on every rank; DDP drops

@@ -72,7 +72,6 @@ class Choice:
     """A method, and why it was chosen.
 
     Attributes:
-        method: Its name.
         buckets: Into how many gradients are divided.
         seconds: Of a step, by method.
     """
@@ -100,7 +99,6 @@ def choose(
     """The method with the smallest error among those that are nearly as fast as the fastest.
 
     Args:
-        measured: By all ranks.
         present: The method in use: it stays unless another is clearly faster.
         slowdown: How many times as long as forecast steps took, by method, as far as seen.
     """

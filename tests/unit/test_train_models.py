@@ -19,8 +19,7 @@ from torch.utils.data import TensorDataset
 from paceline import train
 from paceline.spec.errors import JobError, SettingError
 from paceline.train.comms import Comms
-from paceline.train.measure.norms import Norms
-from paceline.train.measure.usage import Usage
+from paceline.train.measure.watch import Norms, Usage
 from paceline.train.metrics import Means, Meter
 from paceline.train.models import Models
 from paceline.train.parallel import Replica

@@ -36,7 +36,7 @@ from paceline.train.elastic.session_state import SessionState
 from paceline.train.elastic.stop import QuietExit, Stopped, destroy_process_group
 from paceline.train.loop import TrainingLoop
 from paceline.train.measure.probe import Probe, probe_request
-from paceline.train.measure.usage import Usage
+from paceline.train.measure.watch import Usage
 from paceline.train.member import Member
 from paceline.train.metrics import Best
 from paceline.train.models import Models

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from paceline.train.models import UNNAMED, Models
 from paceline.train.update import loss_of, per_sample_losses
 
 
+@dataclass
 class StepRunner:
     """Computes the gradients of batches and updates the models with them.
 
@@ -29,21 +30,16 @@ class StepRunner:
     and the loader gives its samples again.
     """
 
-    def __init__(
-        self,
-        member: Member,
-        journal: Journal,
-        models: Models,
-        membership: Membership,
-        pace: StepTimer,
-        watch: Watch,
-    ) -> None:
-        self._member, self._journal, self._models = member, journal, models
-        self._membership, self._pace, self._watch = membership, pace, watch
-        self.loader: Loader | None = None
-        self._measured: dict[str, Tensor] = {}  # values of the running step, by name
-        self._updates = 0  # within the step, on this pass over its batch
-        self._committed: dict[str, Tensor] = {}  # values of those updates that count
+    _member: Member
+    _journal: Journal
+    _models: Models
+    _membership: Membership
+    _pace: StepTimer
+    _watch: Watch
+    loader: Loader | None = None
+    _measured: dict[str, Tensor] = field(default_factory=dict)  # values of the running step
+    _updates: int = 0  # within the step, on this pass over its batch
+    _committed: dict[str, Tensor] = field(default_factory=dict)  # values of updates that count
 
     def start_batch(self) -> None:
         """Called when the script gets a global batch, for the first time or again."""
@@ -137,9 +133,8 @@ class StepRunner:
             is_local = communication is not None and communication.is_local
             # In a new group nothing is exchanged before all have begun anew in it. A rank that took
             # the models of another after the first of several updates has its batch still.
-            if recovery is not None and (
-                recovery.is_batch_void or (recovery.stale and not is_local)
-            ):
+            is_outdated = recovery is not None and recovery.stale and not is_local
+            if is_outdated or (recovery is not None and recovery.is_batch_void):
                 return ExchangeResult.VOID
             sample_losses = per_sample_losses(given, len(batch.ids))
             loss = loss_of(sample_losses, batch, self._membership.data_place[1])

@@ -17,7 +17,7 @@ from paceline.train import parallel
 from paceline.train.comms import Comms
 from paceline.train.data.loader import Batch
 from paceline.train.elastic.recovery import Recovery
-from paceline.train.measure.norms import Norms
+from paceline.train.measure.watch import Norms
 from paceline.train.reduce.choice import Communication
 from paceline.train.reduce.exchange import GradientExchange
 

@@ -1,15 +1,10 @@
 """Snapshots of models at the last committed step, to which they can be restored.
 
-A rank that is one step behind takes the models of one that is ahead. That one may have gone on: a
-callback or the script may have clipped weights after the step, or moved on a schedule of its own.
-The rank that takes the models does the same afterwards, so it has to get them without that.
-
-Settings of optimizers are noted after each step, and buffers. Copies of parameters cost memory and
-time: they are made from when a change was first seen between two steps, and now and then to see
-one.
-
-A void batch may have changed buffers in its forward pass already: running means, the vectors of a
-spectral norm, a codebook. They are restored to what they were when it began.
+A rank that is one step behind takes the models of one that is ahead, without what a callback or the
+script has changed there since: it does the same afterwards. Settings of optimizers and buffers are
+noted after each step. Copies of parameters cost memory and time: they are made from when a change
+was first seen between two steps, and now and then to see one. A void batch may have changed buffers
+in its forward pass: they are restored to what they were when it began.
 """
 
 from __future__ import annotations

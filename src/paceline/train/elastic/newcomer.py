@@ -1,13 +1,9 @@
 """A process that joins ranks that are training: it starts alone, and joins between two steps.
 
-It runs the script from its beginning, as the others did. What the ranks exchanged until their first
-step decided how each of them began (settings that were compared, who makes what, lengths of
-messages). So each rank records the results of its start's operations (:class:`Recording`), and rank
-0 publishes them in the rendezvous store. The newcomer's operations return the same results
-(:class:`Replay`) without waiting, and it comes to the same place, where the others let it in.
-
-Marks divide the start into parts. A newcomer may need fewer results of a part than were recorded,
-as it loads no checkpoint: the rest up to the next mark is skipped.
+Each rank records the results of its start's operations (:class:`Recording`), and rank 0 publishes
+them. The newcomer runs the script from its beginning with the same results (:class:`Replay`)
+(``docs/explanation/decisions/0020-new-ranks-replay-the-start.md``). Marks divide the start into
+parts: results of a part that a newcomer does not need, as it loads no checkpoint, are skipped.
 """
 
 from __future__ import annotations

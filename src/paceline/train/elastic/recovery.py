@@ -1,36 +1,19 @@
 """Recovery in place: what a rank does when another one is lost.
 
-The ranks that are left keep their processes and all that is in their memory. They leave the old
-process group, form a new one without the lost rank, settle who has come how far, and train on with
-the same global batch, newly divided. Nothing is read from a disk.
+The ranks that are left form a new group, settle how far each has come, and train on with the same
+global batch (``docs/explanation/decisions/0011-recovery-by-membership-rounds.md``).
 
-**Events.** All that ranks do together is a sequence of events, the same on all of them: each
-operation of :class:`paceline.train.comms.Comms`, and each whole exchange of gradients. No rank is
-through with one before all ranks have come to it, so two ranks are never more than one event apart.
-Each rank counts those that it has finished and keeps the result of the last. When they meet in a
-new group, that number settles everything:
+An event is an operation of :class:`paceline.train.comms.Comms`, or a whole exchange of gradients.
+No rank finishes one before all ranks have come to it, so two ranks are at most one event apart, and
+the number of events that each has finished settles everything:
 
 * An operation that some rank has finished: the others take its result. Otherwise it is done again.
-* An exchange that some rank has finished, so that its optimizer has stepped: the others take the
-  models' state from there. Otherwise the batch is void: its gradients are dropped, and the loader
-  gives the same samples again, divided among those who are there.
+* An exchange that some rank has finished, so that its optimizer has stepped: the others take its
+  models. Otherwise the batch is void, and the loader gives its samples again.
 * A step that exchanges nothing (``local``) is no event: each rank has taken it, or takes it yet.
 
-No vote before each optimizer step is needed for that: it would cost every step a round trip, and
-settles no more than the number does.
-
-**Renewal.** Ranks may be at different lines of the program when they meet, one event apart. So what
-must change alike on all (shares, buckets, looks at the pace) changes where all of them pass with
-the same events and steps behind them: before the loader gives a batch (:meth:`Recovery.renew`), the
-first at which all come to where the one that is furthest will be. Until then the group is new and
-everything else is as it was.
-
-**Release.** A rank that waits for a dead one has an error as soon as the kernel resets its
-connections; one that waits for a rank that waits, or is frozen, has none before the collective's
-timeout, and gloo's own ``abort`` does nothing. So the launcher tells all of them, and a thread that
-is always there shuts gloo's connections down (``elastic/connections.py``), which frees the
-computing thread in some milliseconds. gloo forgets what waits for the rest of a message, though;
-those waits are given up (``elastic/wait_release.py``).
+What must change alike on all ranks (shares, buckets, timings) changes where all have the same
+events and steps behind them: before the loader gives a batch (:meth:`Recovery.renew`).
 """
 
 from __future__ import annotations

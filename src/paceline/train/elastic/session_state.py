@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from paceline.train.checkpoints.capture import Training
@@ -15,19 +16,15 @@ from paceline.train.measure.pace import format_count
 from paceline.train.member import Member
 
 
+@dataclass
 class SessionState:
     """This rank's training, as :class:`paceline.train.elastic.recovery.Recovery` uses it."""
 
-    def __init__(
-        self,
-        member: Member,
-        training: Training,
-        membership: Membership,
-        checkpoints: CheckpointController,
-        loop: TrainingLoop,
-    ) -> None:
-        self._member, self._training, self._membership = member, training, membership
-        self._checkpoints, self._loop = checkpoints, loop
+    _member: Member
+    _training: Training
+    _membership: Membership
+    _checkpoints: CheckpointController
+    _loop: TrainingLoop
 
     @property
     def step(self) -> int:
@@ -42,9 +39,8 @@ class SessionState:
 
     def send_training(self, comms: Comms, source: int, receivers: Sequence[int]) -> None:
         """Gives the whole training of one rank to newcomers; a collective of all ranks."""
-        send_training(
-            self._training, comms, source, receivers, is_new=comms.world.rank in receivers
-        )
+        is_new = comms.world.rank in receivers
+        send_training(self._training, comms, source, receivers, is_new=is_new)
 
     def renew(self) -> None:
         """Rebuilds what depends on the number of ranks; a collective that may be repeated."""

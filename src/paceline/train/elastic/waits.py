@@ -1,16 +1,11 @@
 """Waiting for other ranks in a way that can be cancelled.
 
-When a connection ends, gloo tells the operations that it has not begun. A message of which a part
-is sent, or a part has come, is forgotten: a thread that waits for it is not woken before the
-timeout of half an hour. Of gradients of some megabytes one is nearly always under way. So when a
-lost rank can be replaced no thread waits in gloo itself: gloo is polled (:func:`wait`), or a
-further thread waits there (:func:`wait_in_thread`), or DDP waits for a future that can be cancelled
-(:func:`cancellable_future`). :func:`cancel_all` ends all of them with an error, as a connection's
-end should.
-
-What is cancelled stays where it is, with a thread of gloo's that sleeps. Its group must outlive it
-(:func:`has_abandoned`), for the destructor would wait for that thread. When a collective has failed
-in the middle of a message that thread does not sleep before it is made to (``elastic/gloo.py``).
+gloo does not wake a thread that waits for the rest of a message when a connection ends. So when a
+lost rank can be replaced no thread waits in gloo itself: it polls (:func:`wait`), another thread
+waits there (:func:`wait_in_thread`), or DDP waits for a future (:func:`cancellable_future`).
+:func:`cancel_all` ends all of them with an error. What is cancelled stays with a sleeping thread of
+gloo's, so its group must outlive it (:func:`has_abandoned`). See
+``docs/explanation/decisions/0012-gloo-is-freed-by-closing-its-sockets.md``.
 """
 
 from __future__ import annotations

@@ -288,7 +288,10 @@ def _memory_limit(session: Session) -> Iterator[str]:
 
     kind = resource.RLIMIT_DATA
     gc.collect()  # what goes while batches are tried would make room above the limit
-    used, share_bytes = _data_bytes(), _free_bytes() * _MEMORY_PART / session.world.local_size
+    used, share_bytes = (
+        psutil.Process().memory_info().data,
+        _free_bytes() * _MEMORY_PART / session.world.local_size,
+    )
     former = resource.getrlimit(kind)
     limit = used + int(share_bytes)
     hard = former[1] if former[1] != resource.RLIM_INFINITY else limit
@@ -318,11 +321,3 @@ def _control_groups() -> Iterator[Path]:
             if line.startswith("0::"):
                 folder = Path("/sys/fs/cgroup") / line[3:].lstrip("/")
                 yield from (folder, *folder.parents)
-
-
-def _data_bytes() -> int:
-    """Returns memory that already counts for the limit."""
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith("VmData:"):
-            return int(line.split()[1]) * 1024
-    return int(psutil.Process().memory_info().rss)

@@ -1,13 +1,10 @@
 """Where the time of each step goes, on every rank, and how fast the training is.
 
-After its own backward pass a rank stands still until the gradients of all ranks are there, and
-before a forward pass with buffers until rank 0's are. The last to arrive sees the moving of bytes
-alone; whatever the others stand still for longer, they waited for it. No clock has to be compared:
-how much later one rank came than another is how much less it stood still.
-
-So every rank notes for each step how long it stood still, and now and then all put their notes
-together. That costs no round trip: they are sent at the end of one step and read at the end of the
-next, when they have long arrived.
+After its backward pass a rank stands still until the gradients of all ranks are there, and before a
+forward pass with buffers until rank 0's are. The last to arrive sees the moving of bytes alone;
+what the others stand still longer, they waited for it. So no clocks are compared: every rank notes
+how long it stood still, and the notes are gathered at the end of one step and read at the end of
+the next, when they have long arrived.
 """
 
 from __future__ import annotations

@@ -1,16 +1,9 @@
 """Connections of our own among the ranks of a group, for messages that are small or coded.
 
-gloo hands each message to a thread of its own. When ranks compute on all CPUs of a host that thread
-waits for one, and so does the thread that it wakes afterwards: an all-reduce of 40 kB among four
-ranks on two CPUs took 5 ms. Here the thread that has a message sends and receives by itself, spins
-for a moment, and sleeps in the kernel until the answers are there: 0.2 to 0.4 ms for the same
-(``bench/broadcast/small.py``). And gloo's thread asks for a connection's lock again and again while
-another one that sends on it has to wait for a CPU: in a step of 60 ms of two ranks with one CPU
-each, whose gradients go in codes, it wasted 7 ms.
-
-The connections of a group are made in one of its first operations (:func:`mesh_of`), over addresses
-and keys that gloo carries, and end like gloo's: with the process, or by :func:`shut_down_all`. When
-they cannot be made, gloo carries all.
+The thread that has a message sends and receives by itself, so it does not compete with gloo's
+threads for a CPU (``docs/explanation/decisions/0014-own-sockets-beside-gloo.md``). The connections
+are made in one of a group's first operations (:func:`mesh_of`), over addresses and keys that gloo
+carries, and end with the process or by :func:`shut_down_all`. Without them gloo carries all.
 """
 
 from __future__ import annotations

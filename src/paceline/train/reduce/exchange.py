@@ -1,12 +1,8 @@
 """How the gradients of a replica are averaged: by DDP itself, or by a reducer of ours.
 
-DDP's own reducer stays: it puts gradients into buckets, in the order in which they come, and calls
-a hook with each bucket that is full. The hook passes it on to one thread, which averages one bucket
-after the other, in the same order on every rank, while the backward pass goes on. On an accelerator
-no thread is needed: there a stream of its own does the work.
-
-Exact averages need no hook when DDP's own path does as well, so by default three and more ranks
-have none. When a lost rank can be replaced there is one all the same: what DDP waits for can then
+DDP's reducer collects gradients in buckets. A hook passes each full bucket to one thread, which
+averages them in the same order on every rank; on an accelerator a stream does the work. By default
+three and more ranks have no hook, unless a lost rank can be replaced: what DDP waits for can then
 be given up (``elastic/waits.py``). Ranks average a small model's gradients directly
 (``reduce/small_messages.py``), and two ranks all of theirs (``reduce/direct.py``).
 """

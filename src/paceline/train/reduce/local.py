@@ -2,14 +2,9 @@
 
 Each rank steps with its own gradients. After some steps the ranks average how far their parameters
 have moved, in 8 bits, and an outer optimizer with Nesterov's momentum takes the mean for a
-gradient. What that costs in loss is told when the training begins: it is never taken without being
-asked for.
-
-When a lost rank can be replaced, no local step is void: it was its rank's own, and the ranks that
-are left synchronise when all would have. What a synchronisation sends goes in operations of
-:class:`paceline.train.comms.Comms`, a group of parameters in each. One in which a rank is lost is
-done again without it, and nothing but its result is written into the model: so all ranks get the
-same, also one that has it from another.
+gradient. No local step is void when a rank is lost
+(``docs/explanation/decisions/0023-local-steps-are-outside-the-operation-count.md``): a
+synchronisation writes nothing but the results of whole operations into the model.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from paceline.spec.errors import JobError, PacelineError
@@ -39,18 +40,13 @@ class Callback:
         """Called up to a second after a checkpoint is on the disk, or at the session's end."""
 
 
+@dataclass(eq=False)
 class Callbacks:
-    """The callbacks of a session, called in the order in which they were added.
+    """The callbacks of a session, called in the order in which they were added."""
 
-    Args:
-        script_work: Returns a context for each call, which counts its time as the script's.
-    """
-
-    def __init__(
-        self, session: Session, script_work: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        self._session, self._script_work = session, script_work
-        self._callbacks: list[Callback] = []
+    _session: Session
+    _script_work: Callable[[], AbstractContextManager[None]]  # counts its time as the script's
+    _callbacks: list[Callback] = field(default_factory=list)
 
     def add(self, callback: Callback) -> None:
         self._callbacks.append(callback)

@@ -12,10 +12,9 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,10 @@ from paceline.spec.schema import InvalidValue, Schema
 from paceline.train.elastic import waits
 from paceline.train.reduce import small_messages
 from paceline.train.world import World
+
+if TYPE_CHECKING:
+    from paceline.train.elastic.newcomer import Recording, Replay
+    from paceline.train.elastic.recovery import Recovery
 
 T = TypeVar("T")
 
@@ -41,27 +44,6 @@ _MAX_TEXT_BYTES = 1 << 28
 TENSOR_TYPE = r"bool|bfloat16|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)"
 
 
-class FaultHandler(Protocol):
-    """Recovers when a rank is lost in the middle of an operation of all ranks."""
-
-    def event(self, act: Callable[[], T]) -> T:
-        """Returns the result of ``act``; repeats it in a new group when a rank is lost."""
-
-    @property
-    def stale(self) -> bool:
-        """Whether there is a new group in which not everything was renewed yet."""
-
-    @property
-    def able(self) -> bool:
-        """Whether a rank that is lost now can be recovered from."""
-
-    def watched(self) -> AbstractContextManager[None]:
-        """Context in which to make a group whose collectives end when a rank is lost."""
-
-    def patient(self, timeout: timedelta) -> AbstractContextManager[None]:
-        """Context in which an operation may wait this long for a late rank."""
-
-
 @dataclass(slots=True)
 class Comms:
     """Collectives that every rank must call in the same order.
@@ -71,6 +53,7 @@ class Comms:
         device: Device whose tensors the backend moves.
         mixed: The ranks compute on different kinds of devices; ``device`` is the CPU then.
         fault_handler: Handles lost ranks; ``None``: a lost rank ends the others.
+        start: Records the results of operations until the first step, or replays recorded ones.
         joining: This process has not joined the others yet: operations return recorded results.
         slot: Number of this rank in logs and messages; ``None``: its rank. It stays when ranks are
             renumbered after a loss.
@@ -81,7 +64,8 @@ class Comms:
     device: torch.device
     group: dist.ProcessGroup | None = None
     mixed: bool = False
-    fault_handler: FaultHandler | None = None
+    fault_handler: Recovery | None = None
+    start: Recording | Replay | None = None
     joining: bool = False
     slot: int | None = None
     waited_s: float = 0.0
@@ -100,7 +84,18 @@ class Comms:
     @property
     def stale(self) -> bool:
         """Whether groups and buckets must still be made again in a new group."""
-        return self.fault_handler is not None and self.fault_handler.stale
+        return self._active_handler is not None and self._active_handler.stale
+
+    @property
+    def is_recoverable(self) -> bool:
+        """Whether a rank that is lost now can be replaced."""
+        return self._active_handler is not None and self._active_handler.able
+
+    @property
+    def _active_handler(self) -> Recovery | None:
+        """The fault handler, unless this process replays how the others started."""
+        is_replaying = self.start is not None and self.start.is_replay
+        return None if is_replaying else self.fault_handler
 
     def new_group(self, **options: Any) -> dist.ProcessGroup:
         """Makes another group of all ranks; arguments as of ``dist.new_group``. A collective.
@@ -129,7 +124,9 @@ class Comms:
                 every rank has started it.
         """
         with self._count_time():
-            return act() if self.fault_handler is None else self.fault_handler.event(act)
+            if self.fault_handler is None:
+                return act()
+            return (self.start or self.fault_handler).event(act)
 
     @contextmanager
     def _count_time(self) -> Iterator[None]:

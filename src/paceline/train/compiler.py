@@ -48,9 +48,8 @@ def defer_dynamo() -> None:
 @contextmanager
 def placeholder_dynamo() -> Iterator[None]:
     """Context in which DDP is made, with a placeholder for the compiler's settings."""
-    if not any(isinstance(finder, _Restorer) for finder in sys.meta_path) or ATTRIBUTE in vars(
-        torch
-    ):
+    is_deferred = any(isinstance(finder, _Restorer) for finder in sys.meta_path)
+    if not is_deferred or ATTRIBUTE in vars(torch):
         yield
         return
     placeholder = _DynamoPlaceholder()

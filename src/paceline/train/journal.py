@@ -49,8 +49,6 @@ class Journal:
         self._unshown_means, self._has_shown = Means(0, {}), False
         self.loss, self.epochs = float("nan"), 0
 
-    # -- the training --------------------------------------------------------------------
-
     def start(self, resumed_at: int = -1) -> None:
         """Starts the records, continued from a step of an earlier process if there is one."""
         self._resumed_at = resumed_at
@@ -127,8 +125,6 @@ class Journal:
     def report_timings(self, timings: Callable[[], Mapping[str, Any]]) -> None:
         self._reporter.timings(self._progress.step, timings)
 
-    # -- what the script and the session have to say ---------------------------------------
-
     def log(self, split: str, values: Mapping[str, Any]) -> None:
         """Records values and shows them, with the means of the training since the last line."""
         self.record(split, values)
@@ -172,8 +168,6 @@ class Journal:
 
     def heartbeat(self, phase: str) -> None:
         self._reporter.heartbeat(self._progress.step, phase)
-
-    # -- trackers and the end ------------------------------------------------------------
 
     def track(
         self, names: Sequence[str], project: str, config: Mapping[str, Any], each_node: bool

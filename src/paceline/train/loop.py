@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -26,6 +27,7 @@ _RECORD_STEPS = 50
 """Steps between two records at most, when the script names no number."""
 
 
+@dataclass(eq=False)
 class TrainingLoop:
     """Runs epochs and the work that is due after each global step.
 
@@ -38,29 +40,25 @@ class TrainingLoop:
         bucket_trial: Tries sizes of gradient buckets; ``None``: they stay.
     """
 
-    def __init__(
-        self,
-        member: Member,
-        journal: Journal,
-        training: Training,
-        membership: Membership,
-        checkpoints: CheckpointController,
-        division: BatchDivision,
-        loaders: LoaderFactory,
-        callbacks: Callbacks,
-        probe: Probe | None,
-        log_every: int,
-        check_every: int,
-    ) -> None:
-        self._member, self._journal, self._training = member, journal, training
-        self._membership, self._checkpoints, self._division = membership, checkpoints, division
-        self._loaders, self._callbacks, self._probe = loaders, callbacks, probe
-        self._log_every, self._check_every = log_every, check_every
-        self.bucket_trial: BucketTrial | None = None
+    _member: Member
+    _journal: Journal
+    _training: Training
+    _membership: Membership
+    _checkpoints: CheckpointController
+    _division: BatchDivision
+    _loaders: LoaderFactory
+    _callbacks: Callbacks
+    _probe: Probe | None
+    _log_every: int
+    _check_every: int
+    bucket_trial: BucketTrial | None = None
+
+    def __post_init__(self) -> None:
+        member, journal, models = self._member, self._journal, self._training.models
         self.stragglers = StragglerMonitor(member)
         self.watch = Watch(journal.record)
-        self.pace = StepTimer(member.comms, training.models.module, member.device)
-        self.steps = StepRunner(member, journal, training.models, membership, self.pace, self.watch)
+        self.pace = StepTimer(member.comms, models.module, member.device)
+        self.steps = StepRunner(member, journal, models, self._membership, self.pace, self.watch)
 
     def measure(self, bucket_trial: BucketTrial | None) -> None:
         """Starts measuring the models that were prepared so far, from their first step on."""
@@ -75,8 +73,6 @@ class TrainingLoop:
         self.pace.regroup()
         self.stragglers.regroup()
         self._division.regroup(self._training.models)
-
-    # -- epochs ----------------------------------------------------------------------------
 
     def start_iteration(self, loader: Loader) -> None:
         """Called when the script begins to take batches from a loader."""
@@ -148,8 +144,6 @@ class TrainingLoop:
         if not self._member.comms.joining:  # what the others have said holds for a newcomer, too
             self._membership.report_recoverable(recovery)
 
-    # -- steps -----------------------------------------------------------------------------
-
     def step(self, losses: Tensor | Mapping[str, Tensor], values: Mapping[str, Tensor]) -> bool:
         batch = self.steps.run(losses, values)
         if batch is not None:
@@ -179,7 +173,7 @@ class TrainingLoop:
         if progress.step % self._check_every == 0:
             self._membership.verify()
         self._journal.stepped(self.pace.rate.value)
-        if self._membership.is_starting:
+        if self._member.comms.start is not None:  # the first step ends the start
             self._membership.publish_start()
         pauses = loader.pauses_now()
         self._checkpoints.after_step(before_pause=not progress.finished and (ended or pauses))

@@ -194,9 +194,8 @@ class Best:
         """Adds the value of an evaluation; returns whether it is the best so far."""
         if step == self.step and self.value is not None:  # evaluated again after a resume
             return value == self.value
-        is_improved = self.value is None or (
-            value > self.value if self.higher else value < self.value
-        )
+        sign = 1 if self.higher else -1
+        is_improved = self.value is None or sign * value > sign * self.value
         if is_improved:
             self.value, self.step, self.stale = value, step, 0
         else:

@@ -339,20 +339,16 @@ class Models:
         options = {"assemble": assemble, "replicated_only": replicated_only}
         if UNNAMED in self._updaters:
             return self._updaters[UNNAMED].state(**options)
-        return {
-            "models": {name: updater.state(**options) for name, updater in self._updaters.items()}
-        }
+        states = {name: updater.state(**options) for name, updater in self._updaters.items()}
+        return {"models": states}
 
     def select_known(self, saved_state: dict[str, Any]) -> dict[str, Any]:
         """Returns a state of :meth:`state` without averages that are not kept now."""
         if UNNAMED in self._updaters:
             return self._updaters[UNNAMED].select_known(saved_state)
         saved = saved_state["models"]
-        return {
-            "models": {
-                name: updater.select_known(saved[name]) for name, updater in self._updaters.items()
-            }
-        }
+        states = {name: self._updaters[name].select_known(saved[name]) for name in self._updaters}
+        return {"models": states}
 
     def load_state(
         self, state: dict[str, Any], *, assemble: bool = True, replicated_only: bool = False

@@ -513,10 +513,7 @@ def fill_local(target: Tensor, source: Tensor) -> None:
 
 
 def _match_parameter_strides(optimizer: Optimizer) -> None:
-    """Gives each moment its parameter's strides, as CUDA's fused kernels require.
-
-    A parameter in channels-last format has other strides than a moment that was loaded.
-    """
+    """Gives moments their parameters' strides (channels last), as CUDA's fused kernels require."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             is_moment = isinstance(value, Tensor) and value.shape == parameter.shape

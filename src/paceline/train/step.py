@@ -22,7 +22,7 @@ from paceline.train.models import UNNAMED, Models
 from paceline.train.update import loss_of, per_sample_losses
 
 
-@dataclass
+@dataclass(eq=False)
 class StepRunner:
     """Computes the gradients of batches and updates the models with them.
 

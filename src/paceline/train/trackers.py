@@ -295,11 +295,8 @@ class TrackerThread:
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    return {
-        name: float(value)
-        for name, value in values.items()
-        if isinstance(value, (int, float)) and math.isfinite(value)
-    }
+    floats = {name: float(v) for name, v in values.items() if isinstance(v, (int, float))}
+    return {name: value for name, value in floats.items() if math.isfinite(value)}
 
 
 def _read_notes(path: Path) -> dict[str, Any]:

@@ -53,10 +53,8 @@ def save_model(folder: Path, state: dict[str, Tensor], config: dict[str, Any]) -
     Raises:
         NodeError: The files cannot be written.
     """
-    tensors = _copy_shared(
-        {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    )
-    content = save(tensors)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    content = save(_copy_shared(tensors))
     try:
         _write_model(folder, content, config)
     except OSError as error:
@@ -178,17 +176,16 @@ def saved_state(folder: Path) -> tuple[Path, dict[str, Tensor]]:
 
 
 def _checkpoint_weights(path: Path) -> dict[str, Tensor]:
-    """Returns the weights of a checkpoint, after checking its files against its manifest.
-
-    They are the averaged weights if the run has an average, which it also evaluates and saves.
-    """
+    """Returns the verified weights of a checkpoint: the averaged ones if the run has an average."""
     try:
         read_manifest(path).verify(path)
         if (path / WEIGHTS).is_file():
             return _weights(path) | _averages(path)
         from paceline.train.checkpoints import shards
 
-        averages = _average_tensors(shards.read_all(path / OPTIMIZER_SHARDS))
+        optimizer = shards.read_all(path / OPTIMIZER_SHARDS)
+        names = [name for name in optimizer if name.startswith(_AVERAGES)]
+        averages = {name.removeprefix(_AVERAGES): optimizer[name] for name in names}
         return shards.read_all(path / WEIGHT_SHARDS) | _averages(path) | averages
     except _READ_ERRORS as error:
         raise DataError(f"{path} cannot be loaded", found=str(error)) from None
@@ -202,21 +199,8 @@ def _weights(path: Path) -> dict[str, Tensor]:
 
 def _averages(path: Path) -> dict[str, Tensor]:
     with safe_open(path / OPTIMIZER, framework="pt") as content:  # its moments are not needed
-        return _average_tensors(
-            {name: content.get_tensor(name) for name in filter(_is_average, content.keys())}
-        )
-
-
-def _average_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name.removeprefix(_AVERAGES): tensor
-        for name, tensor in tensors.items()
-        if _is_average(name)
-    }
-
-
-def _is_average(name: str) -> bool:
-    return name.startswith(_AVERAGES)
+        names = [name for name in content.keys() if name.startswith(_AVERAGES)]  # noqa: SIM118
+        return {name.removeprefix(_AVERAGES): content.get_tensor(name) for name in names}
 
 
 def _load_strictly(module: torch.nn.Module, path: Path, state: Mapping[str, Tensor]) -> None:

@@ -57,7 +57,7 @@ def _long_timeout(comms: Comms) -> Iterator[Comms]:
 
     Where it is made good, in the group that they have.
     """
-    if comms.fault_handler is not None and comms.fault_handler.able:
+    if comms.fault_handler is not None and comms.is_recoverable:
         with comms.fault_handler.patient(MAKE_TIMEOUT):
             yield comms
         return

@@ -136,10 +136,7 @@ def open_sockets() -> dict[int, str]:
 
 
 def _unblock_accept(fd: int, ranks: int) -> None:
-    """Gives gloo's listening socket each connection that it waits for, and ends it.
-
-    A rank says at first by a number which connection it is.
-    """
+    """Gives gloo's listening socket each connection, by number, that it waits for, and ends it."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as listener:
         if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             return
@@ -151,10 +148,7 @@ def _unblock_accept(fd: int, ranks: int) -> None:
 
 
 def _shut_down(fd: int, inode: str) -> bool:
-    """Ends this connection, and returns whether there was one.
-
-    gloo closes what has ended, so the descriptor's number may be another socket's by now.
-    """
+    """Ends this connection, unless its number is another one's by now; returns whether it did."""
     with contextlib.suppress(OSError):
         copy = os.dup(fd)  # from here on it stays what it is
         if f"socket:[{os.fstat(copy).st_ino}]" != inode:

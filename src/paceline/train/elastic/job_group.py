@@ -144,9 +144,8 @@ class JobGroup:
         """Leaves the present group, and keeps what it is made of for a while.
 
         Its destructor joins gloo's threads and holds the interpreter's lock meanwhile, for which a
-        thread waits that lets go of a tensor. Connections are cut, but on a busy host a thread may
-        learn of that later; the last reference may also be a replica's, dropped at any time. Where
-        something was given up, it never learns of it, and the group stays.
+        thread may wait that lets go of a tensor. If a wait was given up, its thread never ends, and
+        the group stays.
         """
         self.release_retired()
         if dist.is_initialized():

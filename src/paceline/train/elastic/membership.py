@@ -18,18 +18,10 @@ from paceline.spec.failure import NEWCOMER_DIVERGED
 from paceline.train import parallel
 from paceline.train.checkpoints.capture import Training
 from paceline.train.data.loader import Loader
+from paceline.train.elastic import newcomer
 from paceline.train.elastic.committed import CommittedModels
 from paceline.train.elastic.control import Control
-from paceline.train.elastic.newcomer import (
-    LATE_CHANGE,
-    SECOND_TRAINING,
-    SOURCES,
-    Recording,
-    Replay,
-    line_of_script,
-    source_of,
-    sources,
-)
+from paceline.train.elastic.newcomer import SOURCES, Recording, Replay
 from paceline.train.elastic.recovery import Recovery
 from paceline.train.member import Member
 
@@ -66,10 +58,10 @@ class Membership:
 
     def attach(self, recovery: Recovery, start: Recording | Replay) -> None:
         """Has lost ranks replaced from now on."""
-        self.sources = sources()
+        self.sources = newcomer.sources()
         self.recovery, self.start = recovery, start
         comms = self._member.comms
-        comms.slot, comms.fault_handler = recovery.slot, start
+        comms.slot, comms.fault_handler, comms.start = recovery.slot, recovery, start
         comms.joining = isinstance(start, Replay)
 
     @property
@@ -113,19 +105,19 @@ class Membership:
     def note_change(self, method: str) -> None:
         """Closes the job to newcomers if the script changes the training after its start."""
         if self._trainings:
-            self._close_joins(LATE_CHANGE.format(method))
+            self._close_joins(newcomer.LATE_CHANGE.format(method))
 
     def start_training(self, loader: Loader) -> None:
         """Records that the script has called ``session.epochs`` with this loader."""
         self._trainings += 1
-        self._script_line = line_of_script()
+        self._script_line = newcomer.line_of_script()
         self._training.context = {
             "calls of session.epochs": str(self._trainings),
             "training samples": f"{loader.order.size:,} of {loader.kind}",
             "global batch": f"{loader.global_batch:,}",
         }
         if self._trainings > 1:
-            self._close_joins(SECOND_TRAINING)
+            self._close_joins(newcomer.SECOND_TRAINING)
         self.mark("epochs")
 
     def start_side_loader(self) -> None:
@@ -141,16 +133,11 @@ class Membership:
         recovery, start, comms = self.recovery, self.start, self._member.comms
         assert recovery is not None
         assert start is not None
-        comms.fault_handler, comms.joining = recovery, False
+        comms.start, comms.joining = None, False
         if start.obstacle and recovery.able:
             self._close_joins(start.obstacle)
         if recovery.able and not recovery.joins_closed and comms.world.rank == 0:
             start.publish(recovery.group.store, training=self.description())
-
-    @property
-    def is_starting(self) -> bool:
-        """Whether operations still belong to the start."""
-        return self.start is not None and self._member.comms.fault_handler is self.start
 
     def _close_joins(self, reason: str) -> None:
         recovery = self.recovery
@@ -197,7 +184,7 @@ class Membership:
         recovery, comms = self.recovery, self._member.comms
         assert recovery is not None
         self._check_training()
-        comms.fault_handler = recovery
+        comms.start = None
         self._member.event("newcomer ready")
         recovery.join()
         self._comparison_end = self._member.progress.step + CHECKED_STEPS
@@ -210,7 +197,7 @@ class Membership:
         """
         self._received = _ReceivedState(self._training, self.script_extras)
         # until its first batch the script is at its start
-        self._member.comms.fault_handler = self.start
+        self._member.comms.start = self.start
 
     def restore_received(self) -> None:
         """Restores the received state of a newcomer when its first batch begins."""
@@ -254,7 +241,7 @@ class Membership:
         )
         for name, expected_hash in expected_files.items():
             # It may import it later; and each rank may have modules that others have not.
-            actual_hash = actual_files.get(name) or source_of(name)
+            actual_hash = actual_files.get(name) or newcomer.source_of(name)
             if actual_hash is not None:
                 key = f"source of {name}"
                 expected[key], actual[key] = expected_hash, actual_hash
@@ -283,7 +270,7 @@ class Membership:
             "seed": str(training.seed),
             "model": digest,
             "session.epochs called in": self._script_line,
-            SOURCES: json.dumps({**sources(), **self.sources}),  # as each was at first
+            SOURCES: json.dumps({**newcomer.sources(), **self.sources}),  # as each was at first
             **training.context,
             **training.identity,
         }

@@ -18,12 +18,12 @@ import sys
 import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,8 +32,10 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from paceline.spec import jobenv
 from paceline.spec.errors import JobError
 from paceline.spec.failure import NEWCOMER_MISMATCH
-from paceline.train.comms import FaultHandler
 from paceline.train.world import World, read
+
+if TYPE_CHECKING:
+    from paceline.train.elastic.recovery import Recovery
 
 T = TypeVar("T")
 
@@ -66,26 +68,14 @@ class Recording:
         obstacle: Why no process can join; empty as long as one can.
     """
 
-    def __init__(self, inner: FaultHandler, info: dict[str, Any]) -> None:
+    is_replay = False
+
+    def __init__(self, inner: Recovery, info: dict[str, Any]) -> None:
         self._inner, self._info = inner, info
         self._lines: list[str] = []
         self._size, self._pauses = 0, 0
         single = "it began on one rank, which exchanges nothing that another could join"
         self.obstacle = single if info["ranks"] == 1 else ""
-
-    @property
-    def stale(self) -> bool:
-        return self._inner.stale
-
-    @property
-    def able(self) -> bool:
-        return self._inner.able
-
-    def watched(self) -> AbstractContextManager[None]:
-        return self._inner.watched()
-
-    def patient(self, timeout: timedelta) -> AbstractContextManager[None]:
-        return self._inner.patient(timeout)
 
     def event(self, act: Callable[[], T]) -> T:
         result = self._inner.event(act)
@@ -128,7 +118,7 @@ class Recording:
 class Replay:
     """Returns recorded results for the operations of a newcomer."""
 
-    stale, able, obstacle = False, False, ""
+    is_replay, obstacle = True, ""
 
     def __init__(self, recording: str) -> None:
         self._recording = recording
@@ -136,12 +126,6 @@ class Replay:
         self.info: dict[str, Any] = entries[0][1]
         self._entries = deque(entries[1:])
         self._mark = "join"
-
-    def watched(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def patient(self, timeout: timedelta) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def event(self, act: Callable[[], T]) -> T:
         kind, content = self._entries[0] if self._entries else ("", None)

@@ -150,6 +150,7 @@ class Recovery:
     # -- events --------------------------------------------------------------------------
 
     def event(self, act: Callable[[], T]) -> T:
+        """Returns the result of ``act``; repeats it in a new group when a rank is lost."""
         if self._is_renewing:
             with self.span:
                 return act()
@@ -181,9 +182,11 @@ class Recovery:
         self._finished, self._result = self._finished + 1, result
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which to make a group whose collectives end when a rank is lost."""
         return self.group.connections.tracked(self._comms.world.size)
 
     def patient(self, timeout: timedelta) -> contextlib.AbstractContextManager[None]:
+        """Context in which an operation may wait this long for a late rank."""
         return self.group.patient(timeout)
 
     def recover_exchange(self, error: RuntimeError) -> ExchangeResult:
@@ -217,6 +220,7 @@ class Recovery:
 
     @property
     def stale(self) -> bool:
+        """Whether there is a new group in which not everything was renewed yet."""
         return self._renewed != self.generation and not self._is_renewing
 
     # -- others that join ------------------------------------------------------------------

@@ -119,10 +119,7 @@ class ReplicaChecksum:
 
 
 def _deviation(first: Tensor, second: Tensor) -> Tensor:
-    """Returns the norm of the difference relative to the tensor's.
-
-    Elements that are not finite in both are ignored.
-    """
+    """Returns the relative norm of the difference, without elements that are finite in neither."""
     not_finite = ~first.isfinite() & ~second.isfinite()
     first, second = first.masked_fill(not_finite, 0), second.masked_fill(not_finite, 0)
     size = torch.linalg.vector_norm(first).clamp(min=1e-30)

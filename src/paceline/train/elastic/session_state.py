@@ -16,7 +16,7 @@ from paceline.train.measure.pace import format_count
 from paceline.train.member import Member
 
 
-@dataclass
+@dataclass(eq=False)
 class SessionState:
     """This rank's training, as :class:`paceline.train.elastic.recovery.Recovery` uses it."""
 

@@ -130,10 +130,8 @@ class Poll:
         time_s = time.monotonic()
         step_s = (time_s - self._start) / max(1, self._num_steps)
         pending = 0 if self._recovery is None else self._recovery.pending_generation()
-        local_values = [float(stop), float(save), step_s, float(pending), -float(pending)]
-        values = self._comms.max(
-            torch.tensor([*local_values, float(save_number), float(answered_number)])
-        )
+        local_values = [stop, save, step_s, pending, -pending, save_number, answered_number]
+        values = self._comms.max(torch.tensor(local_values, dtype=torch.float32))
         if self._recovery is not None:
             self._recovery.agree_to_join(-int(values[4]), int(values[3]))
         self._start, self._num_steps = time_s, 0

@@ -288,10 +288,8 @@ def _memory_limit(session: Session) -> Iterator[str]:
 
     kind = resource.RLIMIT_DATA
     gc.collect()  # what goes while batches are tried would make room above the limit
-    used, share_bytes = (
-        psutil.Process().memory_info().data,
-        _free_bytes() * _MEMORY_PART / session.world.local_size,
-    )
+    used = psutil.Process().memory_info().data
+    share_bytes = _free_bytes() * _MEMORY_PART / session.world.local_size
     former = resource.getrlimit(kind)
     limit = used + int(share_bytes)
     hard = former[1] if former[1] != resource.RLIM_INFINITY else limit

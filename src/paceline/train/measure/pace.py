@@ -13,7 +13,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -65,8 +65,8 @@ class StepTimings:
     first_step: int
     seconds: Tensor
     samples: Tensor
-    elements: Tensor | None = None
-    vitals: Tensor | None = None
+    elements: Tensor = field(default_factory=lambda: torch.empty(0))
+    vitals: Tensor = field(default_factory=lambda: torch.empty(0))
     stride: int = 1
 
     def summary(self) -> dict[str, list[Any]]:
@@ -84,12 +84,9 @@ def active_ranks(timings: Sequence[StepTimings]) -> list[int]:
     return [rank for rank, samples in enumerate(timings[-1].samples.sum(dim=1).tolist()) if samples]
 
 
-def combined_vitals(timings: Sequence[StepTimings]) -> Tensor | None:
+def combined_vitals(timings: Sequence[StepTimings]) -> Tensor:
     """Adds up the vitals of several timings, shape ``[ranks, vitals]``."""
-    vitals = [part.vitals for part in timings if part.vitals is not None]
-    if not vitals:
-        return None
-    stacked = torch.stack(vitals)
+    stacked = torch.stack([part.vitals for part in timings])
     total = stacked.nansum(dim=0).where(~stacked.isnan().all(dim=0), math.nan)
     for name in ("here", "there", "swapped"):  # no differences
         total[:, VITALS.index(name)] = stacked[-1, :, VITALS.index(name)]
@@ -212,8 +209,6 @@ class StepTimer:
         self._session_work_start = time.perf_counter()
         self._communication_start = self._comms.waited_s
 
-    # -- in a step -----------------------------------------------------------------------
-
     def mark_batch(self) -> None:
         """Marks the moment at which the script gets a batch."""
         if self._note.first_batch is None and isinstance(self._clock, _DeviceClock):
@@ -299,8 +294,6 @@ class StepTimer:
         communication_s = self._comms.waited_s - self._communication_start  # also the script's
         other_s = saving_s - self._saving_s + note.script_work + communication_s
         note.session_work = max(0.0, elapsed_s - other_s)
-
-    # -- between ranks -------------------------------------------------------------------
 
     def _send(self, *, include_last: bool = False) -> None:
         # What an accelerator does of the last step is not over yet.

@@ -61,9 +61,8 @@ class ProbeRequest:
 
     def global_batches(self, global_batch: int, num_samples: int, ranks: int) -> tuple[int, ...]:
         """Returns the batches to try for a training of this batch size, each once."""
-        sizes = [*self.batches, *(round(part * global_batch) for part in self.fractions)] or [
-            global_batch
-        ]
+        sizes = [*self.batches, *(round(part * global_batch) for part in self.fractions)]
+        sizes = sizes or [global_batch]
         return tuple(dict.fromkeys(min(max(size, ranks, 1), num_samples) for size in sizes))
 
 
@@ -153,9 +152,8 @@ class Probe:
         if method:
             communication.validate_forecast(method.requested.name)
             self._description["communication"] = method.requested.name
-        self._warmup_steps = loader.warmup_steps = (
-            TUNED_WARMUP_STEPS if method and method.requested.name != "exact" else WARMUP_STEPS
-        )
+        is_tuned = method is not None and method.requested.name != "exact"
+        self._warmup_steps = loader.warmup_steps = TUNED_WARMUP_STEPS if is_tuned else WARMUP_STEPS
         self._steps_per_round = len(loader.sizes) * (1 + COUNTED_STEPS)
         self._started_at = time.perf_counter()
         return self._warmup_steps + self._steps_per_round * NUM_ROUNDS
@@ -174,10 +172,10 @@ class Probe:
         Raises:
             QuietExit: All steps are measured.
         """
-        device = self._member.device
-        if device.type != "cpu":
-            torch.get_device_module(device).synchronize()
-        time_s, step = time.perf_counter(), self._member.progress.step
+        member = self._member
+        if member.device.type != "cpu":
+            torch.get_device_module(member.device).synchronize()
+        time_s, step = time.perf_counter(), member.progress.step
         is_settled = step > self._warmup_steps and self._last_samples == samples
         deltas = time_s - self._step_start, data_s - self._data_s
         self._notes.append((samples, *deltas, is_settled, computing_s))
@@ -185,10 +183,7 @@ class Probe:
         if step <= self._warmup_steps or (step - self._warmup_steps) % self._steps_per_round:
             return
         is_overdue = time_s - self._started_at > self._request.seconds
-        if (
-            self._member.progress.finished
-            or self._member.comms.max(torch.tensor([float(is_overdue)]))[0]
-        ):
+        if member.progress.finished or member.comms.max(torch.tensor([float(is_overdue)]))[0]:
             self._end()
         self._step_start = time.perf_counter()
 
@@ -220,18 +215,13 @@ class Probe:
         width = trained[0].element_size()
         num_elements = sum(p.numel() for p in trained)
         scalar = torch.zeros(1, dtype=trained[0].dtype, device=self._member.device)
-        delay = statistics.median(
-            [self._timed_reduce(scalar) for _ in range(_NUM_SMALL_REDUCES)][2:]
-        )
-        small = torch.zeros(
-            min(num_elements, _SMALL_REDUCE_BYTES // width),
-            dtype=scalar.dtype,
-            device=scalar.device,
-        )
+        delays = [self._timed_reduce(scalar) for _ in range(_NUM_SMALL_REDUCES)]
+        delay = statistics.median(delays[2:])
+        small = scalar.new_zeros(min(num_elements, _SMALL_REDUCE_BYTES // width))
         self._timed_reduce(small)
         seconds_per_element = max(self._timed_reduce(small) - delay, 1e-6) / len(small)
         size = int(max(len(small), min(num_elements, _LARGE_REDUCE_S / seconds_per_element)))
-        large = torch.zeros(size, dtype=scalar.dtype, device=scalar.device)
+        large = scalar.new_zeros(size)
         self._timed_reduce(large)
         seconds = statistics.median(self._timed_reduce(large) for _ in range(_NUM_LARGE_REDUCES))
         return {"bytes": size * width, "seconds": seconds, "delay": delay}

@@ -68,7 +68,6 @@ class _Traffic(NamedTuple):
 
 def _traffic(timings: StepTimings) -> list[_Traffic]:
     """Returns the traffic of each rank's busiest connection, by rank."""
-    assert timings.vitals is not None
     names = ("here", "there", "sent", "sending", "resent")
     rows = timings.vitals[:, [VITALS.index(name) for name in names]].tolist()
     return [
@@ -78,11 +77,7 @@ def _traffic(timings: StepTimings) -> list[_Traffic]:
 
 
 def _remote_traffic(timings: StepTimings, active: Collection[int]) -> list[_Traffic]:
-    """Returns traffic between hosts that is large enough to judge a link by.
-
-    A host's own ranks are near; and who has no share sends its zeros while the others, which are
-    to take them, compute.
-    """
+    """Returns traffic of active ranks to other hosts, if it is enough to judge a link by."""
     min_bytes = MIN_BYTES_PER_STEP * num_steps([timings])
     remote = [traffic for traffic in _traffic(timings) if traffic.link[0] != traffic.link[1]]
     return [entry for entry in remote if entry.rank in active and entry.bytes > min_bytes]
@@ -130,22 +125,20 @@ def _find_in(
     if moving < min_cost_s / 2:  # what nearly always is the case ends here
         return None
     active = active_ranks(history)
-    measured = [timings for timings in history if timings.vitals is not None]
-    remote = [_remote_traffic(timings, active) for timings in measured]
+    remote = [_remote_traffic(timings, active) for timings in history]
     hosts = {end for entries in remote for traffic in entries for end in traffic.link}
     finding: LinkFinding | None = None
     options = moving, min_cost_s, reported_rank
     if len(hosts) == 2:
-        finding = _find_between_two(measured, remote, *options, steadily=steadily)
+        finding = _find_between_two(history, remote, *options, steadily=steadily)
     elif len(hosts) > 2 and not steadily:
-        measured_earlier = [timings for timings in earlier if timings.vitals is not None]
-        earlier_remote = [_remote_traffic(timings, active) for timings in measured_earlier]
-        finding = _find_among_many(measured, remote, earlier_remote, *options)
+        earlier_remote = [_remote_traffic(timings, active) for timings in earlier]
+        finding = _find_among_many(history, remote, earlier_remote, *options)
     if finding is None:
         return None
     own = [traffic for entries in remote for traffic in entries if traffic.rank == finding.rank]
     lost = sum(entry.resent for entry in own) / max(1.0, sum(entry.bytes for entry in own))
-    losses = _loss_by_link(measured)
+    losses = _loss_by_link(history)
     if max([lost, *(part for _, part, _ in losses.values())]) >= MIN_RESENT_PART:
         return _find_lossy(remote, losses, finding.seconds, reported_rank)
     # A rate is the same in every step; what is lost is sent again in some.
@@ -249,8 +242,7 @@ def _max_cost(
 def _common_host(slow_links: Sequence[_Link], fast_links: Sequence[_Link]) -> float | None:
     """Returns the host that all slow links have in common; ``None`` if it is ambiguous.
 
-    One that no quick way touches is slow both ways. Otherwise it is slow in what it sends, or in
-    what it receives.
+    One that no fast link touches is slow both ways, another one in what it sends or receives.
     """
     healthy = {end for link in fast_links for end in link}
     candidates = set.intersection(*map(set, slow_links)) - healthy
@@ -272,13 +264,11 @@ def _find_between_two(
 ) -> LinkFinding | None:
     """Finds the slower direction between two hosts, and its cost.
 
-    Each of the two waits for the other's bytes and for its answers, so the way back is slower,
-    too, and a healthy network of two has one that is a little slower at any time. So it must be
-    slower without the look in which it was slowest, too, and clearly so or for long; of a few looks
-    those with steps that something has held up do not count, nor those that do not know one
-    connection in each direction. What a link like any other would spare is not seen of two: it is
-    taken to be half of the time, or what the way back, which waits for this one, needs less, where
-    that is more.
+    A healthy network of two also has one direction that is a little slower at any time. So it must
+    be slower without the look in which it was slowest, too, and clearly so or for long. Looks with
+    steps that something has held up do not count, nor those without one connection in each
+    direction. What a healthy link would spare is taken to be half of the time, or what the way back
+    needs less, where that is more.
     """
     pair_indexes = [number for number, entries in enumerate(remote) if _is_pair(entries)]
     min_count = max(MIN_AGREEING - 1, MIN_SLOW_STEPS_PART * len(history))
@@ -327,8 +317,7 @@ def _is_pair(entries: Sequence[_Traffic]) -> bool:
 def _stalled_part(timings: StepTimings) -> float:
     """Returns the part of the waiting time that exceptionally long steps account for.
 
-    A slow link is slow in every step. What comes now and then is something else, and lengthens the
-    time in which bytes were on their way as well.
+    A slow link is slow in every step; what comes now and then is something else.
     """
     stall_s = timings.seconds[:, :, [_WAITING, _MOVING]].sum(dim=2).amax(dim=0)
     median_s = stall_s.median()

@@ -151,9 +151,8 @@ def skip_steps(timings: StepTimings, steps: int) -> StepTimings:
 
 def _select(timings: StepTimings, index: Any) -> StepTimings:
     """Returns the timings of some ranks and steps, by an index of ``[ranks, steps]``."""
-    elements = None if timings.elements is None else timings.elements[index]
     seconds, samples = timings.seconds[index], timings.samples[index]
-    return replace(timings, seconds=seconds, samples=samples, elements=elements)
+    return replace(timings, seconds=seconds, samples=samples, elements=timings.elements[index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +195,9 @@ def find_straggler(
             return None
         part = finding.seconds / mean_step_s
         return Straggler(finding.rank, "link", finding.seconds, part, finding.detail)
-    rank, vitals = active[slow_rank.rank], combined_vitals(latest)
-    active_vitals = None if vitals is None else vitals[active]
+    rank, vitals = active[slow_rank.rank], combined_vitals(latest)[active]
     selected = [_select(timings, active) for timings in latest]
-    cause, detail = _find_cause(slow_rank, selected, active_vitals, num_steps(latest))
+    cause, detail = _find_cause(slow_rank, selected, vitals, num_steps(latest))
     # What stops a process stops it for many steps at once, and data come so, too. Without such
     # a cause a rank is only slow when it is so nearly always.
     if not (slow_rank.is_lasting if cause in BURSTY_CAUSES else slow_rank.is_steady):
@@ -248,15 +246,13 @@ def _find_slow_rank(
 
 
 def _find_cause(
-    slow_rank: _SlowRank, history: Sequence[StepTimings], vitals: Tensor | None, steps: int
+    slow_rank: _SlowRank, history: Sequence[StepTimings], vitals: Tensor, steps: int
 ) -> tuple[str, str]:
     """Returns the cause and a detail that explain why a rank is slower."""
     rank, excess = slow_rank.rank, slow_rank.excess_s
 
     def excess_of(name: str) -> float:
         """Returns a counter for each step, beyond the median of other ranks."""
-        if vitals is None:
-            return 0.0
         column = vitals[:, VITALS.index(name)] / steps
         if math.isnan(float(column[rank])):
             return 0.0
@@ -268,7 +264,7 @@ def _find_cause(
     if (throttled_s := excess_of("throttled")) >= min_explained_s:
         return "quota", f"{1e3 * throttled_s:.0f} ms a step"
     if (queued_s := excess_of("queued")) >= min_explained_s:
-        unseen = vitals is not None and vitals[rank, VITALS.index("throttled")].isnan()
+        unseen = vitals[rank, VITALS.index("throttled")].isnan()
         or_so = "; a CPU quota could do the same, and cannot be seen there" if unseen else ""
         return "cpu", f"it waits {1e3 * queued_s:.0f} ms a step for a free one{or_so}"
     if (stolen_s := excess_of("stolen")) >= min_explained_s:
@@ -283,8 +279,7 @@ def _find_cause(
     computing_s = computing.mean(dim=1)
     time_ratio = float(computing_s[rank]) / max(float(_reference(computing_s)), 1e-9)
     samples = torch.cat([timings.samples for timings in history], dim=1).mean(dim=1)
-    elements = [t.samples if t.elements is None else t.elements for t in history]
-    numbers = torch.cat(elements, dim=1).mean(dim=1)
+    numbers = torch.cat([timings.elements for timings in history], dim=1).mean(dim=1)
     element_ratio = _relative_work(numbers, rank)
     if element_ratio >= 1.05 and element_ratio - 1 >= 0.5 * (time_ratio - 1):
         if (sample_ratio := _relative_work(samples, rank)) >= element_ratio**0.5:  # most of it

@@ -56,7 +56,7 @@ class StragglerMonitor:
             rank_name = self._name_of(costliest.rank)
             slowest_text = f"slowest: {costliest.summarize(rank_name)}"
             straggler_details = {**_rank_and_host(rank_name), "cause": costliest.cause}
-        shares, rate = timer.totals and timer.totals.shares(), timer.rate
+        shares, rate = timer.totals.shares() if timer.totals is not None else None, timer.rate
         shown_shares = None if self._member.comms.is_alone else shares
         text = summary(steps, rate.samples, rate.seconds, data_s, shown_shares, slowest_text)
         self._member.say(text)

@@ -211,9 +211,6 @@ def _max_or_nan(numbers: Iterable[float]) -> float:
     return max(values, default=math.nan)
 
 
-# -- connections ---------------------------------------------------------------------------
-
-
 def _connections() -> dict[int, float]:
     """Returns bytes acknowledged on each TCP connection of this process, by descriptor."""
     sent_bytes = {}
@@ -232,10 +229,7 @@ def _increase(current: float, former: float) -> float:
 
 
 def _tcp(descriptor: int) -> tuple[float, float, float] | None:
-    """Returns bytes acknowledged, seconds in flight and bytes sent again of a connection.
-
-    What the receiver had no room for was not on its way.
-    """
+    """Returns bytes acknowledged, seconds in flight and bytes sent again of a connection."""
     content, length = ctypes.create_string_buffer(_TCP_INFO_BYTES), ctypes.c_uint(_TCP_INFO_BYTES)
     status = _getsockopt(descriptor, socket.IPPROTO_TCP, _TCP_INFO, content, ctypes.byref(length))
     if status != 0 or length.value < _RESENT + 8 or content.raw[0] != 1:  # established
@@ -244,7 +238,8 @@ def _tcp(descriptor: int) -> tuple[float, float, float] | None:
     def at(place: int) -> int:
         return int(struct.unpack_from("=Q", content.raw, place)[0])
 
-    return float(at(_BYTES_ACKED)), (at(_BUSY) - at(_WINDOW)) / 1e6, float(at(_RESENT))
+    seconds = (at(_BUSY) - at(_WINDOW)) / 1e6  # without those in which the receiver had no room
+    return float(at(_BYTES_ACKED)), seconds, float(at(_RESENT))
 
 
 def _library() -> Callable[..., int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import psutil
 import torch
@@ -18,6 +19,7 @@ from paceline.train.comms import Comms
 _GIB = float(1 << 30)
 
 
+@dataclass(eq=False)
 class Watch:
     """Records norms and load, if it is switched on.
 
@@ -25,11 +27,10 @@ class Watch:
         norm_interval: Steps between two looks at norms; 0: none.
     """
 
-    def __init__(self, record: Callable[[str, Mapping[str, float]], None]) -> None:
-        self._record = record
-        self._norms: dict[str, float] = {}
-        self.norm_interval = 0
-        self.usage: Usage | None = None
+    _record: Callable[[str, Mapping[str, float]], None]
+    norm_interval: int = 0
+    usage: Usage | None = None
+    _norms: dict[str, float] = field(default_factory=dict)
 
     def is_due(self, step: int) -> bool:
         return self.norm_interval > 0 and step % self.norm_interval == 0
@@ -132,7 +133,7 @@ class Usage:
 
         def used_percent() -> float:
             free, total = library.mem_get_info(device)
-            return 100.0 * (1 - free / total)
+            return 100 * (1 - float(free) / float(total))
 
         return usage | {
             "gpu_percent": _or_nan(lambda: library.utilization(device)),

@@ -162,9 +162,8 @@ class AutoMethod:
     ) -> tuple[Measurement, Choice, bool]:
         """Chooses again after the method in use took ``seconds`` a step.
 
-        Nothing that was measured before tells how long codes wait for a processor while ranks
-        compute. So the forecast is compared with the steps, and when it is far off, another number
-        of buckets or another method is tried; in the end the best of what was tried is taken.
+        No measurement tells how long codes wait for a processor while ranks compute. So if steps
+        differ from the forecast another method or number of buckets is tried, and the best stays.
 
         Returns:
             The corrected measurement, the choice, and whether it is final.
@@ -198,8 +197,6 @@ class AutoMethod:
         is_changed = abs(share - self._reference_share) > _CHANGED_SHARE
         self._changes = self._changes + 1 if is_changed else 0
         return self._changes >= 2 or end >= self._next_check
-
-    # -- measuring -------------------------------------------------------------------------
 
     def _measure(self) -> Measurement:
         """Measures network and coding by the slowest rank, but not computing; a collective."""
@@ -297,8 +294,6 @@ class AutoMethod:
         first = max(1, size // 2) if choice.buckets > 1 else size
         self._exchange.set_bucket_sizes(size, first)
         self._use_method(choice.method)
-
-    # -- in checkpoints ------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Returns the final choice; empty before there is one."""

@@ -124,8 +124,6 @@ class BucketTrial:
             "tried": len(self.seconds),
         }
 
-    # -- in checkpoints ------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """Returns the result; empty while the trial goes on, and when gradients are coded."""
         if not (self.is_finished and self._is_exact):

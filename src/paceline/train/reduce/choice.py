@@ -130,8 +130,6 @@ class Communication:
             if former is not None:
                 self._exchange.reducer = former
 
-    # -- steps -----------------------------------------------------------------------------
-
     @property
     def _is_warmup(self) -> bool:
         """Whether the next step is one of the first, which 4 bits are too coarse for."""
@@ -201,8 +199,6 @@ class Communication:
         if moments and self._optimizer is not None:
             local.average_moments(self._optimizer)
 
-    # -- what was measured -----------------------------------------------------------------
-
     @property
     def final_step(self) -> int | None:
         """Number of the first step by a measured method; ``None``: it was asked for."""
@@ -255,8 +251,6 @@ class Communication:
             f'{finding}. session.prepare(…, communication="int8") would make a step about {shorter}'
             ' at best, "auto" measures and chooses (--communication auto of a recipe)'
         )
-
-    # -- in checkpoints --------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps; a collective. Nothing when averages are exact."""

@@ -7,6 +7,7 @@ bucket as an all-reduce does, and adds in one order: all ranks decode the same, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,13 +17,7 @@ from torch import Tensor, nn
 from paceline.train.reduce import codecs
 from paceline.train.reduce.codecs import BLOCK, Codec, chunks
 from paceline.train.reduce.collectives import Collectives
-from paceline.train.reduce.error_feedback import (
-    ErrorFeedback,
-    Residual,
-    are_identical,
-    keep_unused,
-    used_parameters,
-)
+from paceline.train.reduce.error_feedback import ErrorFeedback, Residual
 from paceline.train.reduce.reducer import Bucket, GradientReducer, ReduceContext
 
 SMALL_PARAMETER = 1024
@@ -83,7 +78,7 @@ class CodedReducer(GradientReducer):
         if world_size == 1:  # the ranks were lost to which codes would be sent
             self._apply_residual(flat, layout)
             return
-        small = torch.cat([flat[layout.small], used_parameters(flat, layout.optional)])
+        small = torch.cat([flat[layout.small], _used_parameters(flat, layout.optional)])
         values = self._coded_values(flat, layout)
         exchange = self._exchange_all if world_size == 2 else self._exchange_pieces
         small = exchange(values, small, layout)
@@ -94,8 +89,8 @@ class CodedReducer(GradientReducer):
         flat[layout.small] = small[: len(layout.small)]
 
     def _layout(self, bucket: Bucket) -> _Layout:
-        existing = self._layouts.get(bucket.number)
-        if existing is not None and are_identical(existing.parameters, bucket.parameters):
+        existing, ids = self._layouts.get(bucket.number), [*map(id, bucket.parameters)]
+        if existing is not None and [*map(id, existing.parameters)] == ids:
             return existing
         length = -(-bucket.flat.numel() // (self._pieces * BLOCK)) * BLOCK
         small, residual = _small_positions(bucket), None
@@ -125,7 +120,8 @@ class CodedReducer(GradientReducer):
         """Adds the residual uncoded: this rank is the only one."""
         if (residual := layout.residual) is not None:
             errors = torch.zeros_like(residual.committed)
-            keep_unused(errors, residual, layout.optional, used_parameters(flat, layout.optional))
+            used = _used_parameters(flat, layout.optional)
+            residual.keep_unused(errors, layout.optional, used)
             flat += (residual.committed - errors)[: flat.numel()]
             residual.pending.copy_(errors)
             self._feedback.mark_written(residual)
@@ -156,9 +152,8 @@ class CodedReducer(GradientReducer):
             if rank != this_rank:
                 self.up.encode(piece, messages[rank, :size], keep_error=self.has_feedback)
         messages[:, size:].view(small.dtype).copy_(tails)
-        rows = collectives.all_to_all(
-            messages.view(world_size, -1), self.up.compressible_bytes(layout.length)
-        )
+        compressible = self.up.compressible_bytes(layout.length)
+        rows = collectives.all_to_all(messages.view(world_size, -1), compressible)
         owned = pieces[this_rank]
         for rank, row in enumerate(rows):
             if rank != this_rank:
@@ -181,7 +176,7 @@ class CodedReducer(GradientReducer):
     def _keep_errors(self, errors: Tensor, small: Tensor, layout: _Layout) -> None:
         """Keeps quantisation errors; the mean of ``small`` tells which parameters were used."""
         if layout.residual is not None:
-            keep_unused(errors, layout.residual, layout.optional, small[len(layout.small) :])
+            layout.residual.keep_unused(errors, layout.optional, small[len(layout.small) :])
             for chunk in chunks(errors):
                 layout.residual.pending[chunk].copy_(errors[chunk])
             self._feedback.mark_written(layout.residual)
@@ -276,6 +271,13 @@ def _large_spans(bucket: Bucket) -> list[slice]:
     start = int(bucket.flat.storage_offset())
     places = [(int(g.storage_offset()) - start, g.numel()) for g in bucket.gradients]
     return [slice(at, at + size) for at, size in places if size >= SMALL_PARAMETER]
+
+
+def _used_parameters(flat: Tensor, spans: Sequence[slice]) -> Tensor:
+    """Whether this rank has a gradient of each of these parameters: 1, or 0; shape ``[n]``."""
+    if not spans:
+        return flat[:0]
+    return torch.stack([flat[span].any() for span in spans]).to(flat.dtype)
 
 
 def _mean(rows: Tensor, like: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from paceline.train.elastic.waits import wait, wait_in_thread
 from paceline.train.reduce import small_messages
-from paceline.train.reduce.direct import mesh_of
+from paceline.train.reduce.direct import PairMean, mesh_of
 from paceline.train.reduce.reducer import ReduceContext
 
 _COMPRESS_S_PER_BYTE = 2e-7
@@ -24,29 +23,6 @@ of it on a CPU, and save a quarter of the bytes."""
 _MIN_MESSAGE = 1 << 16  # bytes; shorter messages do not show how fast the network is
 _RECENT = 16  # messages that are averaged: the kernel buffers some, and later ones wait
 _HEADER = 8  # bytes before a message: size of its compressed codes, 0 when they are not
-
-
-@dataclass(frozen=True, slots=True)
-class _PairMean:
-    """Pipeline stage that averages two ranks' tensors into this rank's; divided first, as in DDP.
-
-    Both ranks add in rank order: the sum of two NaNs is the first.
-    """
-
-    local: Tensor
-    remote: Tensor
-    rank: int
-
-    def before_send(self, piece: slice) -> None:
-        self.local[self._elements(piece)] *= 0.5
-
-    def after_receive(self, piece: slice) -> None:
-        local, remote = (tensor[self._elements(piece)] for tensor in (self.local, self.remote))
-        torch.add(*((remote, local) if self.rank else (local, remote)), out=local)
-
-    def _elements(self, piece: slice) -> slice:
-        size = self.local.element_size()
-        return slice(piece.start // size, piece.stop // size)
 
 
 class Collectives:
@@ -79,7 +55,7 @@ class Collectives:
         if len(self._buffer) < tensor.nbytes:
             self._buffer = torch.empty(tensor.nbytes, dtype=torch.uint8)
         remote = self._buffer[: tensor.nbytes].view(tensor.dtype)
-        mean = _PairMean(tensor, remote, self.rank)
+        mean = PairMean(tensor, remote, self.rank)
         mesh.exchange([tensor] * 2, [remote] * 2, pipeline=mean)
 
     def all_to_all(self, messages: Tensor, compressible: int = 0) -> Tensor:

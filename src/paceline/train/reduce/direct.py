@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol
 
 import psutil
 import torch
@@ -124,14 +123,27 @@ def _shut_down(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-class PipelineStage(Protocol):
-    """Works on a message piece by piece, while others of its pieces are on their way."""
+@dataclass(frozen=True, slots=True)
+class PairMean:
+    """Averages two ranks' tensors into this rank's, piece by piece, while others are on their way.
+
+    Divided first, as in DDP. Both ranks add in rank order: the sum of two NaNs is the first.
+    """
+
+    local: Tensor
+    remote: Tensor
+    rank: int
 
     def before_send(self, piece: slice) -> None:
-        """These bytes are about to be sent."""
+        self.local[self._elements(piece)] *= 0.5
 
     def after_receive(self, piece: slice) -> None:
-        """They were sent, and those that the other rank has in their place have come."""
+        local, remote = (tensor[self._elements(piece)] for tensor in (self.local, self.remote))
+        torch.add(*((remote, local) if self.rank else (local, remote)), out=local)
+
+    def _elements(self, piece: slice) -> slice:
+        size = self.local.element_size()
+        return slice(piece.start // size, piece.stop // size)
 
 
 class Mesh:
@@ -179,7 +191,7 @@ class Mesh:
         received: Sequence[Tensor] | Tensor,
         *,
         is_variable: bool = False,
-        pipeline: PipelineStage | None = None,
+        pipeline: PairMean | None = None,
     ) -> None:
         """Sends message r to rank r, and fills the other ranks' rows; this rank's stays.
 
@@ -262,7 +274,7 @@ class _Transfer:
         target: memoryview,
         *,
         is_variable: bool = False,
-        pipeline: PipelineStage | None = None,
+        pipeline: PairMean | None = None,
     ) -> None:
         self.socket, self._rank, self._peer, self._operation = connection, rank, peer, operation
         self._out_header = memoryview(_HEADER.pack(operation, len(message)))
@@ -315,7 +327,7 @@ class _Transfer:
             return False
         return True
 
-    def _finish_pieces(self, pipeline: PipelineStage) -> None:
+    def _finish_pieces(self, pipeline: PairMean) -> None:
         """Has the pipeline work on the pieces that were both sent and received."""
         length = len(self._message)
         stop = min(max(0, length - remaining) for remaining in (self._to_send, self._to_receive))
@@ -416,9 +428,7 @@ def _make_mesh(group: dist.ProcessGroup, *, large: bool) -> Mesh | None:
     listener = _listen(shutdowns, ranks)
     with listener or contextlib.nullcontext():
         rows = map(_ENDPOINT.unpack, _all_gather(_endpoint(listener, key), group))
-        endpoints = [
-            (address.rstrip(b"\0").decode(), port, peer_key) for port, peer_key, address in rows
-        ]
+        endpoints = [(host.rstrip(b"\0").decode(), port, code) for port, code, host in rows]
         if listener is None or not all(port for _, port, _ in endpoints):
             return None
         sockets: dict[int, socket.socket] = {}

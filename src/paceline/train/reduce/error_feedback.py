@@ -31,6 +31,20 @@ class Residual:
     pending: Tensor
     is_written: bool = False
 
+    def keep_unused(self, errors: Tensor, spans: Sequence[slice], used: Tensor) -> None:
+        """Puts the committed error of parameters that no rank has used into ``errors``.
+
+        DDP drops their mean.
+
+        Args:
+            errors: Of the whole bucket, after this pass.
+            spans: Of parameters that a step may leave unused.
+            used: More than 0 for each that some rank has used.
+        """
+        for span, count in zip(spans, used, strict=True):
+            former = self.committed[span].to(errors.dtype)
+            errors[span] = torch.where(count > 0, errors[span], former)
+
 
 @dataclass(frozen=True, slots=True)
 class _ParameterView:
@@ -159,26 +173,3 @@ def inherit_residual(rows: Tensor, former: int, ranks: int, *, heirs: int = 1) -
         return rows[0].clone()
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
     return (rows.to(dtype).sum(0) * (ranks / (former * heirs))).to(rows.dtype)
-
-
-def used_parameters(flat: Tensor, spans: Sequence[slice]) -> Tensor:
-    """Whether this rank has a gradient of each of these parameters: 1, or 0; shape ``[n]``."""
-    if not spans:
-        return flat[:0]
-    return torch.stack([flat[span].any() for span in spans]).to(flat.dtype)
-
-
-def keep_unused(errors: Tensor, residual: Residual, spans: Sequence[slice], used: Tensor) -> None:
-    """Keeps the committed error of parameters that no rank has used: DDP drops their mean.
-
-    Args:
-        spans: Of parameters that a step may leave unused.
-        used: More than 0 for each that some rank has used.
-    """
-    for span, count in zip(spans, used, strict=True):
-        former = residual.committed[span].to(errors.dtype)
-        errors[span] = torch.where(count > 0, errors[span], former)
-
-
-def are_identical(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
-    return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -64,8 +63,7 @@ class GradientExchange:
         """What a reducer of this exchange is made for; a collective when called first."""
         if self._group is None and self._stream is None:
             self._group = self._comms.new_group(timeout=direct.timeout_of(self.model.process_group))
-        exchanged = {*self.model.exchanged}
-        parameters = self.model.module.named_parameters()
+        exchanged, parameters = self.model.exchanged, self.model.module.named_parameters()
         return ReduceContext(
             self._group,
             self._comms.world.rank,
@@ -75,8 +73,6 @@ class GradientExchange:
             has_unused=self.model.find_unused_parameters,
             element_bytes=self.nbytes / self.elements,
         )
-
-    # -- reducers and buckets --------------------------------------------------------------
 
     @property
     def reducer(self) -> GradientReducer | None:
@@ -105,8 +101,7 @@ class GradientExchange:
             first: Bytes of the bucket that is full first.
         """
         self._hooked = None  # DDP's old reducer takes its hooks away when it is deleted
-        lay_out(self.model, size, first)
-        self._hook()
+        self._lay_out(size, first)
 
     def reset(self) -> None:
         """Goes back to DDP's own exact way and first buckets; a collective, between two steps.
@@ -121,7 +116,7 @@ class GradientExchange:
     def _reset(self) -> None:
         if not self._comms.stale:  # else all will be made anew
             self._reducer = None
-            lay_out(self.model, *self._sizes, as_initial=True, on_built=self._hook)
+            self._lay_out(*self._sizes, as_initial=True)
 
     def renew(self) -> None:
         """Begins anew in the job's present group of ranks; a collective, between two steps."""
@@ -129,7 +124,7 @@ class GradientExchange:
         self.model.process_group = _get_default_group()
         self.model.mark_synchronized()
         self._retire_reducer()
-        lay_out(self.model, *self._sizes, as_initial=True, on_built=self._hook)
+        self._lay_out(*self._sizes, as_initial=True)
 
     def include_trained(self) -> None:
         """Averages newly trained parameters, too; between two steps. Nothing is sent."""
@@ -169,7 +164,58 @@ class GradientExchange:
     def _on_cpus(self) -> bool:
         return self._stream is None and not self._comms.mixed
 
-    # -- in a backward pass ----------------------------------------------------------------
+    def _lay_out(self, size: int, first: int, *, as_initial: bool = False) -> None:
+        """Gives the replica new buckets, without communication unless ``as_initial``.
+
+        DDP makes its buckets when it is made, all in one, and again after the first backward pass;
+        it has no way to make them later. But its own helper makes a new reducer, as it does for a
+        model that was unpickled.
+
+        Args:
+            size: Bytes of a bucket, at least.
+            first: Bytes of the bucket that is full first.
+            as_initial: Each gradient is to lie where it does when a replica is made with these
+                sizes; for that gradients of zero are exchanged, as they are then.
+        """
+        model = self.model
+        with model.original_parameters():
+            parameters, sparse = model._build_params_for_reducer()  # type: ignore[no-untyped-call]
+            names = model._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
+            for parameter in parameters:
+                parameter.grad = None
+            model.bucket_bytes_cap, model.bucket_bytes_cap_default = size, True
+            torch_dist: Any = dist  # what is replaced here for a moment is not public
+            assign, default = torch_dist._compute_bucket_assignment_by_size, _default_first_bytes()
+
+            def assign_reversed(
+                tensors: list[Tensor], limits: list[int], *lists: Any
+            ) -> tuple[list[list[int]], list[int]]:
+                # Gradients come in reverse order, and the first bucket is counted from there.
+                order = range(len(tensors) - 1, -1, -1)
+                buckets, sizes = assign(
+                    tensors[::-1], [first, size], *[each[::-1] for each in lists]
+                )
+                return [[order[i] for i in bucket] for bucket in reversed(buckets)], sizes[::-1]
+
+            model.reducer = model.logger = None  # type: ignore[assignment]  # takes its own hooks away
+            if not as_initial:
+                torch_dist._compute_bucket_assignment_by_size = assign_reversed
+            torch_dist._DEFAULT_FIRST_BUCKET_BYTES = first
+            config = getattr(model, "_bucket_config", None)  # from torch 2.13 on
+            if config is not None:
+                model._bucket_config = type(config)(size, (), first)
+            try:
+                model._ddp_init_helper(parameters, sparse, names, model.static_graph)  # type: ignore[no-untyped-call]
+            finally:
+                torch_dist._compute_bucket_assignment_by_size = assign
+                torch_dist._DEFAULT_FIRST_BUCKET_BYTES = default
+            # The reducer has its sizes. torch's compiler reads this one, to divide its graphs, and
+            # has none below the usual first bucket's.
+            model.bucket_bytes_cap = max(size, default)
+            model._has_rebuilt_buckets = False
+            self._hook()
+            if as_initial:
+                build_buckets(model)
 
     def _hook(self) -> None:
         reducer = self._reducer or self._direct
@@ -281,66 +327,6 @@ class _ReduceThread:
     def close(self) -> None:
         self._queue.put(None)
         self._thread.join()
-
-
-def lay_out(
-    model: Replica,
-    size: int,
-    first: int,
-    *,
-    as_initial: bool = False,
-    on_built: Callable[[], None] = lambda: None,
-) -> None:
-    """Gives a replica new buckets, without communication unless ``as_initial``.
-
-    DDP makes its buckets when it is made, all in one, and again after the first backward pass; it
-    has no way to make them later. But its own helper makes a new reducer, as it does for a model
-    that was unpickled.
-
-    Args:
-        model: Between two steps; it has no gradients.
-        size: Bytes of a bucket, at least.
-        first: Bytes of the bucket that is full first.
-        as_initial: Each gradient is to lie where it does when a replica is made with these sizes;
-            for that gradients of zero are exchanged, as they are then.
-        on_built: Called when the new reducer is made, before it is used.
-    """
-    with model.original_parameters():
-        parameters, sparse = model._build_params_for_reducer()  # type: ignore[no-untyped-call]
-        names = model._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
-        for parameter in parameters:
-            parameter.grad = None
-        model.bucket_bytes_cap, model.bucket_bytes_cap_default = size, True
-        torch_dist: Any = dist  # what is replaced here for a moment is not public
-        assign, default = torch_dist._compute_bucket_assignment_by_size, _default_first_bytes()
-
-        def assign_reversed(
-            tensors: list[Tensor], limits: list[int], *lists: Any
-        ) -> tuple[list[list[int]], list[int]]:
-            # Gradients come in reverse order, and the first bucket is counted from there.
-            order = range(len(tensors) - 1, -1, -1)
-            buckets, sizes = assign(tensors[::-1], [first, size], *[each[::-1] for each in lists])
-            return [[order[i] for i in bucket] for bucket in reversed(buckets)], sizes[::-1]
-
-        model.reducer = model.logger = None  # type: ignore[assignment]  # takes its own hooks away
-        if not as_initial:
-            torch_dist._compute_bucket_assignment_by_size = assign_reversed
-        torch_dist._DEFAULT_FIRST_BUCKET_BYTES = first
-        config = getattr(model, "_bucket_config", None)  # from torch 2.13 on
-        if config is not None:
-            model._bucket_config = type(config)(size, (), first)
-        try:
-            model._ddp_init_helper(parameters, sparse, names, model.static_graph)  # type: ignore[no-untyped-call]
-        finally:
-            torch_dist._compute_bucket_assignment_by_size = assign
-            torch_dist._DEFAULT_FIRST_BUCKET_BYTES = default
-        # The reducer has its sizes. torch's compiler reads this one, to divide its graphs, and has
-        # none below the usual first bucket's.
-        model.bucket_bytes_cap = max(size, default)
-        model._has_rebuilt_buckets = False
-        on_built()
-        if as_initial:
-            build_buckets(model)
 
 
 def _default_first_bytes() -> int:

@@ -258,8 +258,8 @@ class Local(GradientReducer):
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        keys = [key for key in ("steps", "momentum") if key in state]
-        self.load_replicated_state({key: state[key] for key in keys})
+        replicated = {key: state[key] for key in {"steps", "momentum"} & state.keys()}
+        self.load_replicated_state(replicated)
         self._gradients.load_state(state.get("gradients", {}))
         self._changes.load_state(state.get("ways", {}))
 

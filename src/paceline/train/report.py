@@ -171,8 +171,10 @@ class Screen:
 
     def progress(self, **details: Any) -> None: ...
     def metrics(self, **details: Any) -> None: ...
-    def message(self, text: str) -> None: ...
     def close(self) -> None: ...
+
+    def message(self, text: str) -> None:
+        print(text, flush=True)
 
 
 class LineScreen(Screen):
@@ -188,10 +190,7 @@ class LineScreen(Screen):
     def metrics(self, **details: Any) -> None:
         if details.get("split") == "train" and self._gate.is_open():
             eta = f", {self._eta.remaining()} left" if self._eta.is_known else ""
-            print(format_record(details) + eta, flush=True)
-
-    def message(self, text: str) -> None:
-        print(text, flush=True)
+            self.message(format_record(details) + eta)
 
 
 class Eta:

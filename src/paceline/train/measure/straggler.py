@@ -187,7 +187,10 @@ def find_straggler(
     mean_step_s = max(step_s, float(seconds.sum(dim=2).mean()), 1e-9)  # with what comes in bursts
     min_excess_s = max(MIN_EXCESS_PART * mean_step_s, MIN_EXCESS_S)
     active = active_ranks(history)
-    slow_rank = _find_slow_rank(seconds[active], step_s, min_excess_s, _reindex(former, active))
+    known_rank = None
+    if former is not None and former.cause != "link" and former.rank in active:
+        known_rank = active.index(former.rank)
+    slow_rank = _find_slow_rank(seconds[active], step_s, min_excess_s, known_rank)
     if slow_rank is None:
         reported_rank = former.rank if former is not None and former.cause == "link" else None
         finding = find_slow_link(history, min_excess_s, reported_rank)
@@ -205,19 +208,13 @@ def find_straggler(
     return Straggler(rank, cause, slow_rank.excess_s, slow_rank.excess_s / mean_step_s, detail)
 
 
-def _reindex(former: Straggler | None, ranks: Sequence[int]) -> Straggler | None:
-    if former is None or former.rank not in ranks:
-        return None
-    return replace(former, rank=ranks.index(former.rank))
-
-
 def _reference(values: Tensor) -> Tensor:
     """Returns what the faster half of ranks manages; ``values`` has shape ``[ranks, …]``."""
     return values.median(dim=0).values  # the lower of two
 
 
 def _find_slow_rank(
-    seconds: Tensor, step_s: float, min_excess_s: float, former: Straggler | None
+    seconds: Tensor, step_s: float, min_excess_s: float, known_rank: int | None
 ) -> _SlowRank | None:
     if len(seconds) < 2:
         return None
@@ -228,7 +225,7 @@ def _find_slow_rank(
     extra_by_rank = extra_s.sum(dim=1).tolist()
     excess = max(extra_by_rank)
     rank = extra_by_rank.index(excess)
-    was_reported = former is not None and former.rank == rank and former.cause != "link"
+    was_reported = rank == known_rank
     if excess < min_excess_s * (RECOVERED_PART if was_reported else 1):
         return None
     # The others wait for it, or its slowness costs nothing.
@@ -278,17 +275,17 @@ def _find_cause(
     computing = torch.cat([timings.seconds[:, :, _AT["computing"]] for timings in history], dim=1)
     computing_s = computing.mean(dim=1)
     time_ratio = float(computing_s[rank]) / max(float(_reference(computing_s)), 1e-9)
-    samples = torch.cat([timings.samples for timings in history], dim=1).mean(dim=1)
-    numbers = torch.cat([timings.elements for timings in history], dim=1).mean(dim=1)
-    element_ratio = _relative_work(numbers, rank)
+    element_ratio = _relative_work([timings.elements for timings in history], rank)
     if element_ratio >= 1.05 and element_ratio - 1 >= 0.5 * (time_ratio - 1):
-        if (sample_ratio := _relative_work(samples, rank)) >= element_ratio**0.5:  # most of it
+        sample_ratio = _relative_work([timings.samples for timings in history], rank)
+        if sample_ratio >= element_ratio**0.5:  # most of it
             return "share", f"{sample_ratio:.1f} times those of others"
         return "batch", f"{element_ratio:.1f} times those of others"
     return "computing", f"{time_ratio:.1f} times the others' time"
 
 
-def _relative_work(work: Tensor, rank: int) -> float:
-    """Returns this rank's work as a multiple of the usual; 0 if that is nothing."""
+def _relative_work(parts: Sequence[Tensor], rank: int) -> float:
+    """Returns this rank's mean work as a multiple of the usual; 0 if that is nothing."""
+    work = torch.cat([*parts], dim=1).mean(dim=1)
     reference = float(_reference(work))
     return float(work[rank]) / reference if reference > 0 else 0.0

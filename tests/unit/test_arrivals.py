@@ -18,7 +18,6 @@ from paceline.rundir.arrivals import Arrivals
 from paceline.rundir.directory import RunDirectory
 from paceline.spec import rundir as names
 from paceline.transfer.follow import is_remote
-from paceline.transfer.repositories import RepositoryGuard
 from paceline.transfer.results import Fetcher
 
 __all__ = ["cache"]  # for all tests here
@@ -126,50 +125,13 @@ def test_a_name_that_is_not_refused_stays_below_its_folder(name: str) -> None:
         assert "\0" not in path
 
 
-@each_case("name", REPOSITORIES)
-def test_a_name_of_head_alone_may_be_allowed(name: str) -> None:
-    is_allowed = not safe_paths.refusal_reason(name, allow_head=True)
-    assert is_allowed == safe_paths.is_head(name)
-
-
-def test_a_plain_result_named_head_comes_home(tmp_path: Path) -> None:
+def test_a_result_named_head_stays_on_its_node(tmp_path: Path) -> None:
     home, there = tmp_path / "run", tmp_path / "node"
     RunDirectory(home).close()
-    results = {"out/head": b"1", "HEAD": b"2", "out/head.txt": b"3", "a/head/refs/x": b"4",
-               "b/objects/HEAD": b"5"}  # fmt: skip
-    assert bring(home, results, there) == []
-    assert content(home) == results
-    bring(home, {"out/head": b"6"}, there)
-    assert content(home)["out/head"] == b"6"
-
-
-@pytest.mark.parametrize(
-    "part", ["objects/x", "refs/heads/x", "commondir", "Refs/x", "re\u200cfs/x"]
-)
-def test_a_head_stays_where_it_makes_a_repository(part: str, tmp_path: Path) -> None:
-    home, there = tmp_path / "run", tmp_path / "node"
-    RunDirectory(home).close()
-    (note,) = bring(home, {"a/HEAD": b"x", f"a/{part}": b"y", "a/z": b"z"}, there)
+    (note,) = bring(home, {"a/HEAD": b"x", "a/refs/x": b"y", "head.txt": b"z"}, there)
     assert "1 file stayed on n1" in note
-    assert "a/HEAD (part of a git repository)" in note
-    assert content(home) == {f"a/{part}": b"y", "a/z": b"z"}
-
-
-@pytest.mark.parametrize("first", ["a/HEAD", "a/refs/x"])
-def test_a_repository_does_not_come_in_two_parts(first: str, tmp_path: Path) -> None:
-    """Neither by two listings nor by two nodes at the same time, before either file is here."""
-    home, there = tmp_path / "run", tmp_path / "node"
-    RunDirectory(home).close()
-    second = "a/refs/x" if first == "a/HEAD" else "a/HEAD"
-    assert bring(home, {first: b"x"}, there) == []
-    (there / first).unlink()
-    (note,) = bring(home, {second: b"y"}, there)
-    assert f"{second} (part of a git repository)" in note
-    assert content(home) == {first: b"x"}
-    guard = RepositoryGuard(tmp_path / "another")
-    assert guard.accept(first)
-    assert not guard.accept(second)
-    assert guard.accept(first)
+    assert "a/HEAD (named HEAD, as in a git repository)" in note
+    assert content(home) == {"a/refs/x": b"y", "head.txt": b"z"}
 
 
 def test_a_planted_repository_runs_nothing(tmp_path: Path) -> None:

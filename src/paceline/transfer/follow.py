@@ -31,7 +31,6 @@ from paceline.spec.errors import ConnectError, NodeError
 from paceline.spec.events import read_events
 from paceline.spec.formatting import shell_text
 from paceline.transfer.checkpoints import CheckpointFetcher
-from paceline.transfer.repositories import RepositoryGuard
 from paceline.transfer.results import Fetcher
 
 MAX_SMALL_BYTES = 1 << 20  # larger files that do not grow are fetched at the end
@@ -89,7 +88,6 @@ class Follower:
         self.channel, self.run_id, self._path = channel, run_id, path
         self._afresh = True
         self._arrivals = Arrivals(path)
-        self._guard = RepositoryGuard(path)
         self._root = ""
         self._missing: dict[str, tuple[str, int]] = {}  # files to retry: path → mark, size
         self._inodes: dict[str, str] = {}  # remote inodes of verified growing files
@@ -181,14 +179,9 @@ class Follower:
         return data
 
     def _write_file(self, path: str, data: bytes) -> None:
-        """Writes a complete file, without a sync: it can be fetched again.
-
-        A file that would complete a git repository is left to :meth:`finish`, which refuses it.
-        """
+        """Writes a complete file, without a sync: it can be fetched again."""
         direct = names.is_launcher_file(path) and not path.startswith(f"{names.FETCHED}/")
         place = path if direct else self._arrivals.place(path, self.channel.host.name)
-        if not self._guard.accept(place):
-            return
         file = safe_paths.IncomingFile(str(self._path), place, durable=False)
         try:
             file.add(0, data)

@@ -6,19 +6,13 @@ import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from paceline.agent.files.safe_paths import (
-    PART_OF_REPOSITORY,
-    IncomingFile,
-    is_head,
-    refusal_reason,
-)
+from paceline.agent.files.safe_paths import IncomingFile, refusal_reason
 from paceline.remote.channel import Channel
 from paceline.rundir.arrivals import Arrivals
 from paceline.spec.errors import NodeError
 from paceline.spec.formatting import pluralize
 from paceline.spec.rundir import FETCHED, is_launcher_file
 from paceline.transfer.files import fetch_file
-from paceline.transfer.repositories import RepositoryGuard
 from paceline.transfer.tree import Manifest
 
 RESULT_LIMIT = 8 << 30  # bytes brought back from one node
@@ -38,7 +32,6 @@ class Fetcher:
     def __init__(self, directory: Path, note: Callable[[str], None] = lambda text: None) -> None:
         self._directory, self._note = directory, note
         self.incomplete_hosts: set[str] = set()
-        self._guard = RepositoryGuard(directory)
 
     async def fetch(self, channel: Channel, root: str, manifest: Manifest | None, target: Path,
                     skip: Callable[[str], bool] = lambda path: False,
@@ -61,7 +54,7 @@ class Fetcher:
         answer = await channel.request("list_results", root=root, manifest=manifest)
         listed = {str(f["path"]): int(f["size"]) for f in answer["files"] if not skip(f["path"])}
         rejected = {path: reason for path in listed
-                    if (reason := refusal_reason(self._in_run(target, path), allow_head=True)
+                    if (reason := refusal_reason(self._in_run(target, path))
                         or rejection_reason(path))}  # fmt: skip
         files = {path: size for path, size in listed.items() if path not in rejected}
         total = sum(files.values())
@@ -72,33 +65,28 @@ class Fetcher:
                 remedy=f"Copy them by hand: scp -r {channel.host.address}:{root} .",
             )
         host = channel.host.name
-        await self._leave(channel, root, rejected)
-        arrivals, moved, withheld = Arrivals(self._directory), list[str](), dict[str, str]()
-        for path in sorted(files, key=is_head):  # what makes a HEAD harmful comes before it
-            size, name = files[path], self._in_run(target, path)
+        if rejected:
+            await self._leave(channel, root, rejected)
+        arrivals, moved = Arrivals(self._directory), list[str]()
+        for path, size in files.items():
+            name = self._in_run(target, path)
             direct = supervisor and is_launcher_file(name) and not name.startswith(f"{FETCHED}/")
             place = name if direct else arrivals.place(name, host)
-            if not self._guard.accept(place):
-                withheld[path] = PART_OF_REPOSITORY
-                continue
             await self._fetch_to(channel, root, path, size, place)
             if not direct:
                 arrivals.record(place)
             if place != name:
                 moved.append(f"{name} as {place}")
-        await self._leave(channel, root, withheld)
         if moved:
             examples = ", ".join(moved[:3]) + (" …" if len(moved) > 3 else "")
             self._note(
                 f"paceline: {pluralize(len(moved), 'file')} of {host} came to another place, for"
                 f" the folder holds more than runs: {examples}"
             )
-        return [path for path in files if path not in withheld]
+        return list(files)
 
     async def _leave(self, channel: Channel, root: str, rejected: Mapping[str, str]) -> None:
         """Has a node keep the folder of files that are not fetched, and notes them with reasons."""
-        if not rejected:
-            return
         host = channel.host.name
         self.incomplete_hosts.add(host)
         await channel.request("keep_folder", root=root)

@@ -23,7 +23,6 @@ MAX_PATH_LENGTH = 4096
 MAX_DEPTH = 64  # names on the path of a file that comes from another machine
 MAX_NAME_BYTES = 255  # of a name, as on most file systems
 REPLACE_TIMEOUT_S = 2.0
-PART_OF_REPOSITORY = "part of a git repository"
 
 
 def fold_name(name: str) -> str:
@@ -32,21 +31,11 @@ def fold_name(name: str) -> str:
     return "".join(character for character in normalized if unicodedata.category(character) != "Cf")
 
 
-def is_head(path: str) -> bool:
-    """Whether a file may be the HEAD of a git repository, by its name."""
-    return fold_name(path.rpartition("/")[2]) == "head"
-
-
-def refusal_reason(path: str, *, allow_head: bool = False) -> str:
+def refusal_reason(path: str) -> str:
     """Returns why a file from another machine or a rank may not be made; empty if it may.
 
     Git runs programs that a repository's configuration names. Every repository has a file HEAD,
     even a bare one, which has no ``.git``.
-
-    Args:
-        path: Relative path of the file.
-        allow_head: Whether a file HEAD may be made. Then the caller must ask a
-            ``RepositoryGuard`` about the files beside it.
     """
     try:
         parts = split_path(path)
@@ -61,10 +50,9 @@ def refusal_reason(path: str, *, allow_head: bool = False) -> str:
         return "a name that no file can have"
     if any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in path):
         return "a control character in its name"
-    has_git_folder = any(fold_name(part).rstrip(". ") == ".git" for part in parts)
-    if has_git_folder or (is_head(path) and not allow_head):
-        return PART_OF_REPOSITORY
-    return ""
+    if any(fold_name(part).rstrip(". ") == ".git" for part in parts):
+        return "part of a git repository"
+    return "named HEAD, as in a git repository" if fold_name(parts[-1]) == "head" else ""
 
 
 def walk(root: str) -> Iterator[Tuple[str, List[str], List[str]]]:

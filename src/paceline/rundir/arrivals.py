@@ -37,7 +37,6 @@ class Arrivals:
                 lines = file.read(_MAX_RECORD_BYTES).split(b"\n")
         except FileNotFoundError:
             self._write({"own": self._is_exclusive})
-            self._adopt_model()
             return
         for line in lines:
             entry = records.parse_json(line.decode("utf-8", "replace"))
@@ -55,27 +54,15 @@ class Arrivals:
             for path in self._folder.iterdir()
         )
 
-    def _adopt_model(self) -> None:
-        """Counts the model of a run by an earlier version, which has no record, as arrived."""
-        described = records.read_object(self._folder / names.MODEL_CONFIG) or {}
-        if (self._folder / names.EVENTS).exists() and "sha256" in described:
-            for file in (self._folder / names.MODEL).iterdir():
-                path = f"{names.MODEL}/{file.name}"
-                if names.is_product(path):
-                    self._arrived.add(path)
-                    self._write(path)
-
     def place(self, path: str, host: str) -> str:
         """The path below the folder for a file of a host.
 
-        Args:
-            path: Path on the host; allowed by :func:`safe_paths.refusal_reason`.
-            host: Its name.
+        ``path`` on the host is allowed by :func:`safe_paths.refusal_reason`.
         """
         is_free = not self._is_foreign(path)
         if names.is_product(path) and (self._is_exclusive or is_free):
             return path
-        if (self._is_exclusive or path.startswith(f"{names.FETCHED}/")) and is_free:
+        if is_free and (self._is_exclusive or path.startswith(f"{names.FETCHED}/")):
             return path
         relative = path.removeprefix(f"{names.FETCHED}/")
         folders = (names.safe_name(host) + (f"-{n}" if n > 1 else "") for n in itertools.count(1))

@@ -29,12 +29,7 @@ _KEY_BYTES = 32
 
 
 def write(path: Path, detached: SupervisorLocation) -> None:
-    """Writes the file into a run's folder.
-
-    Raises:
-        NodeError: It cannot be written.
-        SettingError: There is no key and none can be made.
-    """
+    """Writes the file into a run's folder. Raises NodeError, or SettingError without a key."""
     record = {**detached.to_json(), SEAL: _seal(detached.to_json(), ensure_key())}
     try:
         safe_paths.write_file(str(path), DETACHED, json.dumps(record, indent=2).encode() + b"\n")
@@ -61,11 +56,7 @@ def is_authentic(path: Path) -> bool:
 
 
 def make_seal(record: Mapping[str, Any], path: Path) -> str:
-    """Makes the seal of a record in a run's folder, which is valid in that folder only.
-
-    Raises:
-        SettingError: There is no key and none can be made.
-    """
+    """The seal of a record, valid in that run's folder only. SettingError without a key."""
     return _seal({**record, "folder": str(path.resolve())}, ensure_key())
 
 
@@ -106,8 +97,7 @@ def _read_key() -> bytes | None:
 def ensure_key() -> bytes:
     """The key, which is made if there is none; processes that do so at once get the same.
 
-    Raises:
-        SettingError: It cannot be written, or other users could read it.
+    Raises SettingError if it cannot be written, or if other users could read it.
     """
     if (key := _read_key()) is not None:
         return key

@@ -359,9 +359,9 @@ class Redactor:
         return b"".join(self._pending.pop(key) for key in keys)
 
     @property
-    def pending_files(self) -> list[str]:
+    def pending_files(self) -> set[str]:
         """Files of which data is held back."""
-        return list(dict.fromkeys(name for name, _ in self._pending))
+        return {name for name, _ in self._pending}
 
 
 def _overlap(data: bytes, secret: bytes) -> int:

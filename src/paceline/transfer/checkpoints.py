@@ -52,20 +52,13 @@ async def send_checkpoints(channel: Channel, folder: str, directory: RunDirector
     for name in sorted((n for n in local if local[n] != remote.get(n)), key=_version):
         if name in remote and not remote[name].items() <= local[name].items():
             continue  # another checkpoint of that name, which is newer
-        await _send_checkpoint(channel, directory, name, list(local[name]))
+        part = f"{CHECKPOINTS}/.{name}.arriving.tmp"  # until it is complete
+        for file in local[name]:
+            await _send(channel, directory, f"{name}/{file}", f"{part}/{file}")
+        await channel.request("place", key=directory.key, path=part, target=f"{CHECKPOINTS}/{name}")
     for pointer in local_files:
         if "/" not in pointer and pointer not in remote_files:
             await _send(channel, directory, pointer, f"{CHECKPOINTS}/{pointer}")
-
-
-async def _send_checkpoint(
-    channel: Channel, directory: RunDirectory, name: str, files: list[str]
-) -> None:
-    """Sends a checkpoint; its folder has a temporary name until it is complete."""
-    part = f"{CHECKPOINTS}/.{name}.arriving.tmp"
-    for file in files:
-        await _send(channel, directory, f"{name}/{file}", f"{part}/{file}")
-    await channel.request("place", key=directory.key, path=part, target=f"{CHECKPOINTS}/{name}")
 
 
 async def _send(channel: Channel, directory: RunDirectory, name: str, target: str) -> None:
@@ -95,9 +88,7 @@ def local_sizes(folder: Path) -> Sizes:
 def _is_published(path: str) -> bool:
     """Whether a path belongs to a finished checkpoint or is a pointer."""
     first, inner, _ = path.partition("/")
-    if not inner:
-        return first in (LATEST, BEST)
-    return parse_version(first) is not None
+    return parse_version(first) is not None if inner else first in (LATEST, BEST)
 
 
 def _version(name: str) -> Version:
@@ -124,30 +115,19 @@ def outdated(local: Iterable[str], remote: Collection[str], verified: Collection
 
 
 def find_damage(folder: Path, name: str, hashes: Mapping[str, str]) -> str:
-    """The defect of a fetched checkpoint; empty if there is none.
-
-    Args:
-        folder: Its folder.
-        name: Its name.
-        hashes: SHA-256 of the fetched files.
-    """
+    """The defect of a fetched checkpoint, given the SHA-256 of its files; empty if none."""
     try:
         files = _read_manifest(folder, name).files
     except DamagedCheckpoint as damage:
         return str(damage)
     for file, entry in files.items():
-        is_same = hashes.get(file) == entry.sha256
-        if not is_same or (folder / file).lstat().st_size != entry.bytes:
+        if hashes.get(file) != entry.sha256 or (folder / file).lstat().st_size != entry.bytes:
             return f"{file:.100} is not the file that its manifest describes"
     return ""
 
 
 def _read_manifest(folder: Path, name: str) -> Manifest:
-    """The manifest of a checkpoint, by the rules of the training side.
-
-    Raises:
-        DamagedCheckpoint: The training side would not accept it, or it is of another step.
-    """
+    """The manifest; DamagedCheckpoint if the training side would refuse it or its step differs."""
     try:
         with records.open_regular(folder / MANIFEST) as stream:
             manifest = parse_manifest(stream.read(records.MAX_OBJECT_BYTES))
@@ -178,8 +158,7 @@ class CheckpointFetcher:
     """Synchronises the run directory's checkpoints with those of rank 0's node.
 
     Args:
-        channel: Channel of the node with rank 0.
-        folder: The run's folder there.
+        channel, folder: The channel of rank 0's node, and the run's folder there.
         run: The run directory.
         fetcher: Fetches the files.
         keep: Number of checkpoints to keep besides the best; 0: unknown, or all.
@@ -294,7 +273,13 @@ class CheckpointFetcher:
         arriving = self._target / ".pointers.arriving.tmp"
         await asyncio.to_thread(shutil.rmtree, arriving, ignore_errors=True)
         await self._fetch(pointers, arriving)
-        await asyncio.to_thread(self._place_pointers, arriving, list(pointers))
+        for name in pointers:
+            checkpoint = read_pointer(arriving / name)
+            if parse_version(checkpoint) and (self._target / checkpoint).is_dir():
+                path = f"{CHECKPOINTS}/{name}"
+                source = f"{CHECKPOINTS}/{arriving.name}/{name}"
+                await asyncio.to_thread(safe_paths.rename, self._run, source, path)
+        await asyncio.to_thread(shutil.rmtree, arriving, ignore_errors=True)
 
     async def _fetch_checkpoint(self, name: str, files: Sizes) -> None:
         if reason := self._refusal_reason(name):
@@ -342,15 +327,6 @@ class CheckpointFetcher:
             safe_paths.remove(self._run, f"{CHECKPOINTS}/{name}")
         safe_paths.rename(self._run, f"{CHECKPOINTS}/{arriving}/{name}", f"{CHECKPOINTS}/{name}")
         safe_paths.remove(self._run, f"{CHECKPOINTS}/{arriving}")
-
-    def _place_pointers(self, arriving: Path, pointers: Iterable[str]) -> None:
-        for name in pointers:
-            checkpoint = read_pointer(arriving / name)
-            if parse_version(checkpoint) and (self._target / checkpoint).is_dir():
-                safe_paths.rename(
-                    self._run, f"{CHECKPOINTS}/{arriving.name}/{name}", f"{CHECKPOINTS}/{name}"
-                )
-        shutil.rmtree(arriving, ignore_errors=True)
 
     def _remove(self, checkpoints: Iterable[str]) -> None:
         for name in checkpoints:

@@ -30,16 +30,14 @@ RESERVED_BYTES = 64 << 20  # kept free on a node's disk
 class DataFolder:
     """A data folder of the launching machine, read once when needed.
 
-    Attributes:
-        root: Its absolute path.
-        place: Where its files are: the same path, or a copy on a supervisor's host.
-        key: Id of its copies.
-        name: Name of its copies.
-
     Args:
         root: Its absolute path.
         machine: Name of the launching machine.
         copy: Key and path of a copy, on another machine.
+
+    Attributes:
+        place: Where its files are: ``root``, or a copy on a supervisor's host.
+        key, name: Of its copies.
     """
 
     def __init__(self, root: Path, machine: str, copy: tuple[str, Path] | None = None) -> None:
@@ -166,8 +164,7 @@ async def locate(channel: Channel, folder: DataFolder, needs_copy: bool = False)
     """Finds out where a node has the data, without sending any.
 
     Args:
-        channel: The node's channel.
-        folder: The local data.
+        channel, folder: The node's channel, and the local data.
         needs_copy: Ignore data that are in place.
 
     Raises:
@@ -234,8 +231,7 @@ async def send(
     """Makes a node's copy equal to the local folder.
 
     Args:
-        channel: The node's channel.
-        folder: The local data.
+        channel, folder: The node's channel, and the local data.
         place: The result of :func:`locate`.
         sent: Called with the number of additional bytes on the node.
 
@@ -291,21 +287,13 @@ def _gib(count: int) -> str:
     return f"{count / 2**30:.1f}"
 
 
-async def _send_small(
-    channel: Channel,
-    folder: DataFolder,
-    items: Sequence[Item],
-    fields: dict[str, Any],
-    sent: Callable[[int], None],
-) -> None:
-    async with Window() as window:
+async def _send_small(channel: Channel, folder: DataFolder, items: Sequence[Item],
+                      fields: dict[str, Any], sent: Callable[[int], None]) -> None:  # fmt: skip
+    async with Window(channel) as window:
         for batch in grouped(items, lambda item: int(item[1])):
             content = await asyncio.to_thread(_read, folder.place, batch)
-            if window.full:
-                await window.next()
-            window.add(channel.request("put_data_files", items=batch, blob=content, **fields))
+            await window.request("put_data_files", items=batch, blob=content, **fields)
             sent(len(content))
-        await window.drain()
 
 
 def _read(root: Path, items: Sequence[Item]) -> bytes:
@@ -338,7 +326,7 @@ async def _send_large(channel: Channel, folder: DataFolder, item: Item, fields: 
                     digest, offset = prefix, had["size"]
                     sent(offset)
             file.seek(offset)
-        async with Window() as window:
+        async with Window(channel) as window:
             is_final = False
             while not is_final:
                 data = await asyncio.to_thread(file.read, min(BLOCK_BYTES, size - offset))
@@ -347,14 +335,10 @@ async def _send_large(channel: Channel, folder: DataFolder, item: Item, fields: 
                 if not is_final and not data:
                     raise _changed(folder.place, path)
                 end = {"sha256": digest.hexdigest(), "mtime": mtime} if is_final else {}
-                if window.full:
-                    await window.next()
-                window.add(channel.request(
-                    "put_data", path=path, offset=offset, last=is_final, blob=data, **end, **fields
-                ))  # fmt: skip
+                await window.request("put_data", path=path, offset=offset, last=is_final,
+                                     blob=data, **end, **fields)  # fmt: skip
                 offset += len(data)
                 sent(len(data))
-            await window.drain()
 
 
 def _hash_of(file: Any, size: int) -> hashlib._Hash:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from paceline.agent.files.safe_paths import IncomingFile
 from paceline.agent.files.snapshot import BLOCK_BYTES
@@ -19,45 +19,46 @@ T = TypeVar("T")
 Entry = Sequence[object]
 ENTRY_BATCH = 2000  # entries of a manifest in a message
 MAX_SMALL_BYTES = 1 << 16  # files up to this size share messages
-FILE_OVERHEAD_BYTES = (
-    1 << 10
-)  # bytes that a file counts at least, so that a message holds at most 1024
+FILE_OVERHEAD_BYTES = 1 << 10  # that a file counts at least: a message holds at most 1024 files
 WINDOW_SIZE = 4  # blocks: enough for a far node, few enough for the agent's memory
 
 
 class Window:
-    """A few concurrent requests, whose answers are awaited in order."""
+    """Sends a few requests of one node at once, and awaits their answers in order.
 
-    def __init__(self) -> None:
+    Args:
+        channel: The node's channel.
+        on_answer: Handles each answer and the bytes that came with it.
+    """
+
+    def __init__(self, channel: Channel,
+                 on_answer: Callable[[Any, bytes], Awaitable[None]] | None = None,
+                 ) -> None:  # fmt: skip
+        self._channel, self._on_answer = channel, on_answer
         self._tasks: deque[asyncio.Task[Any]] = deque()
 
-    @property
-    def empty(self) -> bool:
-        return not self._tasks
+    async def request(self, op: str, **fields: Any) -> None:
+        """Sends a request; waits for the oldest answer first if ``WINDOW_SIZE`` are missing."""
+        if len(self._tasks) >= WINDOW_SIZE:
+            await self._receive()
+        self._tasks.append(asyncio.ensure_future(self._channel.request_with_blob(op, **fields)))
 
-    @property
-    def full(self) -> bool:
-        return len(self._tasks) >= WINDOW_SIZE
-
-    def add(self, request: Coroutine[Any, Any, Any]) -> None:
-        self._tasks.append(asyncio.ensure_future(request))
-
-    async def next(self) -> Any:
-        """The oldest request's answer, or its error."""
-        return await self._tasks.popleft()
-
-    async def drain(self) -> None:
-        """Waits for all remaining requests."""
-        while not self.empty:
-            await self.next()
+    async def _receive(self) -> None:
+        answer, data = await self._tasks.popleft()
+        if self._on_answer is not None:
+            await self._on_answer(answer, data)
 
     async def __aenter__(self) -> Window:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            while self._tasks and kind is None:
+                await self._receive()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 def job_folder(run_id: str, host: str) -> str:
@@ -75,7 +76,7 @@ async def send_tree(channel: Channel, manifest: Sequence[Entry], locate: Callabl
     """Lets a node build a tree from its cache and from sent files; returns the tree's folder.
 
     Args:
-        channel: The node's channel.
+        channel: Of the node.
         manifest: Path, SHA-256, mode and size of every file.
         locate: Returns the local file of a path.
         folder, name: The job's folder on the node, and the tree's name in it; both are removed with
@@ -117,14 +118,11 @@ async def _send_contents(channel: Channel, entries: Sequence[Entry],
     paths = {str(entry[1]): locate(str(entry[0])) for entry in entries}
     sizes = {str(entry[1]): int(str(entry[3])) for entry in entries}
     small = [digest for digest in paths if sizes[digest] <= MAX_SMALL_BYTES]
-    async with Window() as window:
+    async with Window(channel) as window:
         for digests in grouped(small, lambda digest: sizes[digest]):
             contents = await asyncio.to_thread(_read, [paths[digest] for digest in digests])
-            if window.full:
-                await window.next()
             listed = [[d, len(c)] for d, c in zip(digests, contents, strict=True)]
-            window.add(channel.request("put_blobs", contents=listed, blob=b"".join(contents)))
-        await window.drain()
+            await window.request("put_blobs", contents=listed, blob=b"".join(contents))
     for digest in (digest for digest in paths if sizes[digest] > MAX_SMALL_BYTES):
         await send_blocks(channel, paths[digest], "put_blob", sha256=digest)
 
@@ -154,29 +152,20 @@ async def send_blocks(channel: Channel, path: Path, op: str, /, **fields: Any) -
         AgentRefusal: The node cannot take it.
         OSError: It cannot be read.
     """
+    digest, offset, is_final = hashlib.sha256(), 0, False
     with await asyncio.to_thread(path.open, "rb") as file:
-        async with Window() as window:
-            await _send_blocks(channel, file, op, fields, window)
-            await window.drain()
-
-
-async def _send_blocks(channel: Channel, file: BinaryIO, op: str, fields: dict[str, Any],
-                       window: Window) -> None:  # fmt: skip
-    digest = hashlib.sha256()
-    offset, is_final = 0, False
-    data = await asyncio.to_thread(file.read, BLOCK_BYTES)
-    while not is_final:
-        next_data = await asyncio.to_thread(file.read, BLOCK_BYTES)
-        if "sha256" not in fields:
-            await asyncio.to_thread(digest.update, data)
-        is_final = not next_data
-        end = {"sha256": digest.hexdigest(), "size": offset + len(data)} if is_final else {}
-        if window.full:
-            await window.next()
-        window.add(
-            channel.request(op, **{**end, **fields}, offset=offset, last=is_final, blob=data)
-        )
-        offset, data = offset + len(data), next_data
+        async with Window(channel) as window:
+            data = await asyncio.to_thread(file.read, BLOCK_BYTES)
+            while not is_final:
+                next_data = await asyncio.to_thread(file.read, BLOCK_BYTES)
+                if "sha256" not in fields:
+                    await asyncio.to_thread(digest.update, data)
+                is_final = not next_data
+                end = {"sha256": digest.hexdigest(), "size": offset + len(data)} if is_final else {}
+                await window.request(
+                    op, **{**end, **fields}, offset=offset, last=is_final, blob=data
+                )
+                offset, data = offset + len(data), next_data
 
 
 async def fetch_file(
@@ -184,47 +173,29 @@ async def fetch_file(
 ) -> None:
     """Fetches a file from a node; it gets its name only when it is complete.
 
-    Args:
-        channel: The node's channel.
-        root, path: The file on the node.
-        size: Its size in bytes.
-        target: The local file.
-
     Raises:
         AgentRefusal: The node cannot read it, or it has changed.
         NodeError: The received content differs.
         OSError: It cannot be written.
     """
+    sha256 = ""
+
+    async def receive(answer: Any, data: bytes) -> None:
+        nonlocal sha256
+        sha256 = str(answer.get("sha256", ""))
+        await asyncio.to_thread(target.add, target.size, data)
+
     try:
-        async with Window() as window:
+        async with Window(channel, receive) as window:
             for offset in range(0, max(size, 1), BLOCK_BYTES):
                 count = min(BLOCK_BYTES, size - offset)
-                is_final = offset + count == size
-                if window.full:
-                    await _receive(window, target)
-                window.add(channel.request_with_blob(
-                    "read_block", root=root, path=path, offset=offset, count=count, last=is_final
-                ))  # fmt: skip
-            sha256 = ""
-            while not window.empty:
-                sha256 = await _receive(window, target)
-        await _finish(channel, path, target, size, sha256)
+                await window.request("read_block", root=root, path=path, offset=offset,
+                                     count=count, last=offset + count == size)  # fmt: skip
+        try:
+            await asyncio.to_thread(target.finish, size, sha256)
+        except ValueError as problem:
+            raise NodeError(
+                f"{path} of {channel.host.name} did not arrive as it is there", found=str(problem)
+            ) from None
     finally:
         await asyncio.to_thread(target.drop)
-
-
-async def _receive(window: Window, target: IncomingFile) -> str:
-    answer, data = await window.next()
-    await asyncio.to_thread(target.add, target.size, data)
-    return str(answer.get("sha256", ""))
-
-
-async def _finish(
-    channel: Channel, path: str, target: IncomingFile, size: int, sha256: str
-) -> None:
-    try:
-        await asyncio.to_thread(target.finish, size, sha256)
-    except ValueError as problem:
-        raise NodeError(
-            f"{path} of {channel.host.name} did not arrive as it is there", found=str(problem)
-        ) from None

@@ -8,7 +8,6 @@ the folder and follow no link, and files that only the launching machine writes 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import time
@@ -24,6 +23,7 @@ from paceline.remote.fanout import connect_hosts
 from paceline.remote.openssh import SshOptions
 from paceline.rundir import detached_file, records
 from paceline.rundir.arrivals import Arrivals
+from paceline.rundir.directory import write_text
 from paceline.rundir.ownership import FETCHED_AT, LAST_STATUS
 from paceline.spec import rundir as names
 from paceline.spec.detached import DETACHED, SCREEN, DetachedRecord, SupervisorLocation
@@ -31,7 +31,7 @@ from paceline.spec.errors import ConnectError, NodeError
 from paceline.spec.events import read_events
 from paceline.spec.formatting import shell_text
 from paceline.transfer.checkpoints import CheckpointFetcher
-from paceline.transfer.results import Fetcher
+from paceline.transfer.results import Fetcher, write_error
 
 MAX_SMALL_BYTES = 1 << 20  # larger files that do not grow are fetched at the end
 MAX_PARALLEL = 8
@@ -120,7 +120,9 @@ class Follower:
         changed = {**self._missing, **files}
         for path in answer["gone"]:
             changed.pop(path, None)
-        self._remove_outcome({*answer["gone"]}, {*files} if afresh else None)
+        for name in (names.RESULT, names.RANKS):  # the outcome of an earlier start
+            if name in answer["gone"] or (afresh and name not in files):
+                (self._path / name).unlink(missing_ok=True)
         self._missing = {}
         fetches = [
             self._fetch(path, mark, size)
@@ -136,12 +138,6 @@ class Follower:
             state = "ended" if records.is_regular(self._path / names.RESULT) else "lost"
         return RunState(state, detached, bool(fetches))
 
-    def _remove_outcome(self, removed: set[str], remote: set[str] | None) -> None:
-        """Removes the outcome of an earlier start of the run once the host has removed it."""
-        for name in (names.RESULT, names.RANKS):
-            if name in removed or (remote is not None and name not in remote):
-                (self._path / name).unlink(missing_ok=True)
-
     async def _run_limited(self, coroutines: list[Coroutine[Any, Any, None]]) -> None:
         async def limited(coroutine: Coroutine[Any, Any, None]) -> None:
             async with self._gate:
@@ -150,11 +146,7 @@ class Follower:
         outcomes = await asyncio.gather(*map(limited, coroutines), return_exceptions=True)
         for problem in filter(None, outcomes):
             if isinstance(problem, OSError) and not isinstance(problem, ConnectionError):
-                raise NodeError(
-                    f"cannot write what {self.channel.host.name} sends",
-                    found=f"{problem.strerror} ({problem.filename or self._path})",
-                    remedy="Make room there, or look at what is in the way",
-                )
+                raise write_error(self.channel, self._root, self._path, problem)
             raise problem
 
     async def _fetch(self, path: str, mark: str, size: int) -> None:
@@ -169,13 +161,9 @@ class Follower:
 
     async def _read(self, path: str, offset: int, count: int, is_complete: bool = False) -> bytes:
         _, data = await self.channel.request_with_blob(
-            "read_part",
-            run_id=self.run_id,
-            path=path,
-            offset=offset,
-            count=count,
+            "read_part", run_id=self.run_id, path=path, offset=offset, count=count,
             whole=is_complete,
-        )
+        )  # fmt: skip
         return data
 
     def _write_file(self, path: str, data: bytes) -> None:
@@ -260,18 +248,12 @@ class Follower:
             supervisor=True,
         )  # fmt: skip
         if self._missing:
-            raise NodeError(
-                f"{', '.join(sorted(self._missing)[:5])} did not come as they are there"
-            )
+            files = ", ".join(sorted(self._missing)[:5])
+            raise NodeError(f"{files} did not come as they are there")
         record = records.read_object(self._path / DETACHED) or {}
-        text = json.dumps(
-            {**record, FETCHED_AT: round(time.time(), 3), LAST_STATUS: state}, indent=2
-        )
-        await asyncio.to_thread(
-            safe_paths.write_file, str(self._path), DETACHED, text.encode() + b"\n"
-        )
-        with contextlib.suppress(OSError):  # another follower is still receiving
-            (self._path / safe_paths.INCOMING).rmdir()
+        record |= {FETCHED_AT: round(time.time(), 3), LAST_STATUS: state}
+        text = json.dumps(record, indent=2) + "\n"
+        await asyncio.to_thread(write_text, self._path, DETACHED, text)
         return not fetcher.incomplete_hosts
 
     def _is_skipped(self, path: str) -> bool:

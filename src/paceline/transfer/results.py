@@ -115,12 +115,15 @@ class Fetcher:
         except OSError as problem:
             if isinstance(problem, ConnectionError):
                 raise
-            raise self._cannot_write(channel, root, problem) from None
+            raise write_error(channel, root, self._directory, problem) from None
         return arriving.sha256
 
-    def _cannot_write(self, channel: Channel, root: str, problem: OSError) -> NodeError:
-        return NodeError(
-            f"cannot write what {channel.host.name} sends",
-            found=f"{problem.strerror} ({problem.filename or self._directory})",
-            remedy=f"Make room there, or copy by hand: scp -r {channel.host.address}:{root} .",
-        )
+
+def write_error(channel: Channel, root: str, folder: Path, problem: OSError) -> NodeError:
+    """The error for files below ``root`` of a node that cannot be written below ``folder``."""
+    return NodeError(
+        f"cannot write what {channel.host.name} sends",
+        found=f"{problem.strerror} ({problem.filename or folder})",
+        remedy="Make room there, or look at what is in the way, or copy by hand:"
+        f" scp -r {channel.host.address}:{root} .",
+    )

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -133,7 +133,6 @@ def read_tree(root: Path, parts: Sequence[str] = ()) -> Tree:
         SettingError: The code is too large to be shipped at every start.
     """
     files = sorted(path for path in files_of(root) if _is_within(path, parts))
-    _check_depth(root, files)
     sizes = {path: _stat(f"{root}/{path}").st_size for path in files}
     if len(files) > MAX_FILES or sum(sizes.values()) > MAX_BYTES:
         raise _too_large(root, sizes)
@@ -142,9 +141,9 @@ def read_tree(root: Path, parts: Sequence[str] = ()) -> Tree:
 
 def read_parts(root: Path, parts: Sequence[str]) -> Tree:
     """Hashes these files and folders below ``root``, by default all."""
-    files = {path for part in parts or (".",) for path in _walk_part(root, part)}
-    _check_depth(root, files)
-    return _hashed(root, sorted(files))
+    return _hashed(
+        root, sorted({path for part in parts or (".",) for path in _walk_part(root, part)})
+    )
 
 
 def _walk_part(root: Path, part: str) -> Iterator[str]:
@@ -158,8 +157,12 @@ def _walk_part(root: Path, part: str) -> Iterator[str]:
                 yield path
 
 
-def _check_depth(root: Path, files: Iterable[str]) -> None:
-    """Raises SettingError for a file that is nested too deeply."""
+def _is_within(path: str, parts: Sequence[str]) -> bool:
+    return not parts or path in parts or path.split("/")[0] in parts
+
+
+def _hashed(root: Path, files: Sequence[str]) -> Tree:
+    """Hashes the files; raises SettingError for one that is nested too deeply."""
     for path in files:
         if path.count("/") >= MAX_DEPTH:
             raise SettingError(
@@ -167,13 +170,6 @@ def _check_depth(root: Path, files: Iterable[str]) -> None:
                 found=f"{path[:100]}…, {path.count('/')} folders deep",
                 remedy="Remove them, or keep them out by .gitignore",
             )
-
-
-def _is_within(path: str, parts: Sequence[str]) -> bool:
-    return not parts or path in parts or path.split("/")[0] in parts
-
-
-def _hashed(root: Path, files: Sequence[str]) -> Tree:
     links = OutwardLinks(root)
     outward = {path: target for path in files if (target := links.target(path))}
     return Tree(root, [_entry(root, path) for path in files], outward=outward)
@@ -255,8 +251,7 @@ def relocate(path: str, root: Path, target: str) -> str:
 def entry_at(entry: Entry, workdir: str, root: Path, target: str) -> Entry:
     """The entry for a node on which ``root`` is at ``target``.
 
-    A script relative to a work folder inside ``root`` is unchanged. Of a function's import folders,
-    only those inside ``root`` are kept.
+    Of a function's import folders, only those inside ``root`` are kept.
     """
     if entry.kind == "function":
         folders = [path for path in entry.args if Path(path).is_relative_to(root)]

@@ -886,7 +886,7 @@ def test_who_ended_its_ranks_while_we_were_stopped_is_not_to_blame() -> None:
 
     async def scene() -> list[Failure]:
         fleet, _, _ = fleet_of(Agent("n1"), Agent("n2"), lease_s=5.0)
-        fleet._on_lost = lambda node, why: attempt.node_lost(node, why)
+        fleet.on_lost = lambda node, why: attempt.node_lost(node, why)
         job = Job("a", ENTRY, "/", "python3")
         attempt = Attempt(plan, job, fleet, Mock(), Mock(), Mock(), RetryPolicy(),
                           Mock(redials=False))  # fmt: skip

@@ -72,7 +72,7 @@ def plan_job(job: Job, cluster: Cluster, transport: Transport, package: Package 
 
 async def _make_plan(request: Request) -> Plan:
     """Connects the hosts, makes the plan that a run would execute, and lets the hosts go."""
-    fleet, missing = await connect(request, lambda node, event: None, lambda node, why: None)
+    fleet, missing = await connect(request)
     try:
         with survey.naming_lost_nodes(fleet):
             notes = survey.approve(request, fleet, request.inspect)
@@ -91,10 +91,7 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
     """Runs a job to its end.
 
     Args:
-        job: What to run.
-        cluster: The hosts to choose from.
-        transport: Starts the agents and connects to them.
-        screen: Shows the output.
+        job, cluster, transport, screen: What to run, on which hosts, started and shown how.
         run_dir: The run directory; ``None`` makes a fresh one below ``parent``.
         parent: Folder of run directories.
         package: Whether to ship this installation's ``paceline``, or parts of it, to the nodes.

@@ -37,13 +37,7 @@ ATTEMPT_MODULE = "paceline.launch.elastic.attempt"  # imported while hosts conne
 
 
 class Launcher:
-    """One run.
-
-    Args:
-        request: The job and its hosts.
-        screen: Shows the output.
-        directory: The run directory.
-        on_event: Called with every event of an agent.
+    """One run. Calls ``on_event`` with every event of an agent.
 
     Attributes:
         driver: Runs the attempts; has the plan.
@@ -162,19 +156,14 @@ class Launcher:
     # --- connect and plan --------------------------------------------------------------------
 
     async def _connect(self, lost: NodeError | None) -> tuple[Fleet, dict[str, str]]:
-        """Connects the hosts; raises ``lost`` if this is a reconnection that fails.
-
-        Returns:
-            The connected nodes, and the errors of missing hosts by name.
-        """
+        """Connects the hosts, as :func:`connect`; raises ``lost`` if a reconnection fails."""
         request, driver, note = self._request, self.driver, self._screen.note
         count = len(request.hosts)
         self._screen.starting("connecting", 0, count)
         try:
             fleet, missing = await connect(
-                request, driver.on_event, driver.on_lost,
-                lambda num_reached: self._screen.starting("connecting", num_reached, count),
-                note, lost is not None,
+                request, lambda reached: self._screen.starting("connecting", reached, count), note,
+                lost is not None,
                 driver.dialling if request.transport.redials else None, self.recorder.set_waiting,
             )  # fmt: skip
         except PacelineError:
@@ -183,7 +172,7 @@ class Launcher:
             raise lost from None
         finally:
             self.recorder.set_waiting(None)
-        driver.fleet, driver.missing = fleet, missing
+        driver.take_over(fleet, missing)
         return fleet, missing
 
     def _record_connected(self, fleet: Fleet, missing: Mapping[str, str]) -> None:
@@ -241,13 +230,7 @@ class Launcher:
     # --- execute -----------------------------------------------------------------------------
 
     async def execute(self, plan: Plan, fleet: Fleet, interrupts: Interrupts) -> Result:
-        """Has the driver run the plan, and fetches the results.
-
-        Args:
-            plan: What runs where.
-            fleet: The provisioned nodes, in the plan's order.
-            interrupts: The user's signals.
-        """
+        """Has the driver run the plan on the provisioned nodes, and fetches the results."""
         ending = await self.driver.run(plan, interrupts)
         if not ending.is_collected:
             await self._results.fetch_unless_hurried(fleet, interrupts)

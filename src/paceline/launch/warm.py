@@ -23,21 +23,16 @@ from paceline.spec.events import Event
 async def make_ready(request: Request) -> list[str]:
     """Leaves a warm agent on every host, with a fork server that has imported the job's modules.
 
-    Args:
-        request: The job (only its imports matter), its hosts, and how long the agents stay.
-
-    Returns:
-        Hosts on which no agent could be left.
-
-    Raises:
-        PacelineError: The hosts cannot be reached, or cannot train together.
+    Returns the hosts on which no agent could be left. Raises PacelineError if hosts cannot be
+    reached, or cannot train together.
     """
 
     def on_event(node: Node, event: Event) -> None:
         if event.kind in ("imported", "import failed", "fork server died"):
             node.on_fork_server_event(event)
 
-    fleet, _ = await connect(request, on_event, lambda node, why: None)
+    fleet, _ = await connect(request)
+    fleet.on_event = on_event
     nodes = fleet.everyone
     try:
         with survey.naming_lost_nodes(fleet):
@@ -69,13 +64,8 @@ class AgentStatus:
         return max(0.0, self.record.until - time.time())
 
 
-async def inspect_agents(names: frozenset[str], end: bool = False) -> list[AgentStatus]:
-    """Returns the state of this user's warm agents.
-
-    Args:
-        names: Hosts; empty for all.
-        end: Whether to end the agents.
-    """
+async def inspect_agents(names: frozenset[str], end: bool) -> list[AgentStatus]:
+    """Returns the state of this user's warm agents on hosts (empty: all); may end them."""
     use_pidfd_watcher()
     slots = [slot for slot in warm.warm_slots() if not names or slot[1].host in names]
     statuses = await asyncio.gather(*(_inspect_agent(*slot, end) for slot in slots))

@@ -41,14 +41,7 @@ HURRIED_PATIENCE_S = 0.8  # the same when the user has asked twice
 class Attempt:
     """Starts the ranks of a plan and watches them until the last has ended.
 
-    Args:
-        plan: What runs where.
-        job: For the values that the plan does not record.
-        fleet: The nodes, in the plan's order.
-        interrupts: The user's signals.
-        screen, recorder: Show and record what happens.
-        policy: Decides what is tried again.
-        reconnector: Brings lost hosts back.
+    The nodes of the fleet are in the plan's order.
 
     Attributes:
         is_watching: Whether the ranks run, and signals are passed to them.
@@ -61,11 +54,8 @@ class Attempt:
                  reconnector: Reconnector) -> None:  # fmt: skip
         self.plan = plan
         self.is_watching = False
-        self._job = job
-        self._fleet = fleet
-        self._interrupts = interrupts
-        self._screen = screen
-        self._recorder = recorder
+        self._job, self._fleet, self._interrupts = job, fleet, interrupts
+        self._screen, self._recorder = screen, recorder
         self._reports: list[Event] = []
         self._failures: list[Failure] = []
         self._early: list[Failure] = []  # not failures unless others still needed them
@@ -247,7 +237,7 @@ class Attempt:
 
     def on_event(self, node: Node, event: Event) -> None:
         """Handles an event of an agent."""
-        if not self._fleet.has(node):
+        if node not in self._fleet.nodes:
             return  # another node has taken its place
         rank = -1 if event.rank is None else event.rank
         self.startup.on_event(event)
@@ -324,7 +314,7 @@ class Attempt:
 
     def node_lost(self, node: Node, reason: str) -> None:
         """Handles the loss of a node while its ranks were running."""
-        if not self._fleet.has(node):
+        if node not in self._fleet.nodes:
             return
         received_at = node.channel.received_at or time.monotonic()
         running, node.running = node.running, False

@@ -19,7 +19,6 @@ from paceline.launch.elastic.retry_policy import (
     Diagnosis,
     RetryPolicy,
     StartupTracker,
-    Verdict,
     is_by_chance,
 )
 from paceline.launch.failure_analysis import is_full_disk
@@ -83,16 +82,12 @@ class ElasticDriver:
     """Runs the attempts of a job on the hosts that are available.
 
     Args:
-        request: What to run, and where.
-        provisioner: Gives hosts what ranks need.
-        results: Collects the results.
-        actions: What the user can ask of running ranks.
-        screen, recorder: Show and record what happens.
+        request, provisioner, results, actions, screen, recorder: Of the run.
         listener: Called with each event of an agent.
         announce: Shows the plan to the user, once, before its ranks start.
 
     Attributes:
-        fleet: The nodes; set before :meth:`run`.
+        fleet: The nodes, from :meth:`take_over` on.
         missing: Hosts that were missing at the start, with their errors.
         dialling: Their dialers, until the reconnector follows them.
         policy: Decides what is tried again.
@@ -126,15 +121,15 @@ class ElasticDriver:
         self._tasks: set[asyncio.Task[None]] = set()  # questions to schedulers about lost nodes
         recorder.get_wait = lambda: None if self.attempt is None else self.attempt.recovery.waiting
 
+    def take_over(self, fleet: Fleet, missing: dict[str, str]) -> None:
+        """Sets the nodes, and follows their events and losses."""
+        self.fleet, self.missing = fleet, missing
+        fleet.on_event, fleet.on_lost = self.on_event, self.on_lost
+
     # --- attempts ----------------------------------------------------------------------------
 
     async def run(self, plan: Plan, interrupts: Interrupts) -> Ending:
-        """Runs the plan; after a failure starts all ranks again as often as the policy allows.
-
-        Args:
-            plan: What runs where, in the order of the fleet.
-            interrupts: The user's signals.
-        """
+        """Runs the plan; after a failure starts all ranks again as often as the policy allows."""
         fleet = self._nodes
         hosts = Reconnector(self._request, fleet, self._provisioner, self.on_node_ready,
                             self._screen.note)  # fmt: skip
@@ -301,26 +296,21 @@ class ElasticDriver:
             startup: What they did before their first step; ``None`` if they have recovered before.
         """
         request = self._request
-        self._next = _NextStart(failure.describe(), "", request.min_hosts,
-                                request.job.wait_for_nodes_s.value)  # fmt: skip
+        start = self._next = _NextStart(failure.describe(), "", request.min_hosts,
+                                        request.job.wait_for_nodes_s.value)  # fmt: skip
         diagnosis = await self._diagnose(failure, departing, startup)
         verdict = self.policy.judge_attempt(failure, diagnosis, startup, time.monotonic(), ran_s)
         for note in verdict.notes:
             self._screen.note(f"paceline: {note}")
-        self._plan_start(verdict, diagnosis, startup)
-        return verdict.retries
-
-    def _plan_start(self, verdict: Verdict, diagnosis: Diagnosis,
-                    startup: StartupTracker | None) -> None:  # fmt: skip
-        """Records the reason, number and minimum size of the next start."""
         number = f"{verdict.number} of {verdict.limit}"
         if startup is not None and verdict.is_start:
-            self._next.count = f", before the first step ({number})"
-            self._next.min_hosts = self._request.min_restart_hosts(startup.is_session)
+            start.count = f", before the first step ({number})"
+            start.min_hosts = request.min_restart_hosts(startup.is_session)
             if not startup.is_session:
-                self._next.patience_s = self._request.patience_s
+                start.patience_s = request.patience_s
         elif not diagnosis.lost_hosts:
-            self._next.count = f", {number}"
+            start.count = f", {number}"
+        return verdict.retries
 
     async def _diagnose(self, failure: Failure, departing: Sequence[Node],
                         startup: StartupTracker | None) -> Diagnosis:  # fmt: skip
@@ -332,7 +322,12 @@ class ElasticDriver:
         if reason := await full_disk(self._nodes, failure):
             return Diagnosis(full_disk=reason)
         at_start = startup is not None and not startup.has_work_to_lose
-        return Diagnosis(by_chance=at_start and await self._by_chance(failure))
+        if not (at_start and self.policy.retries_start):
+            return Diagnosis()
+        if not failure.is_secondary:
+            return Diagnosis(by_chance=is_by_chance(failure))
+        await self._nodes.silences_resolved()
+        return Diagnosis(by_chance=not self._nodes.is_complete)
 
     async def _lost_hosts(self, failure: Failure, departing: Sequence[Node]) -> bool:
         """Whether the attempt failed because nodes were lost or asked to leave."""
@@ -346,15 +341,6 @@ class ElasticDriver:
             while fleet.is_complete and time.monotonic() < deadline:
                 await asyncio.sleep(0.05)
         return not fleet.is_complete and not self._is_program_failure(failure)
-
-    async def _by_chance(self, failure: Failure) -> bool:
-        """Whether a failure counts as chance; never if restarts are not allowed."""
-        if not self.policy.retries_start:
-            return False
-        if failure.is_secondary:
-            await self._nodes.silences_resolved()
-            return not self._nodes.is_complete
-        return is_by_chance(failure)
 
     def _is_program_failure(self, failure: Failure) -> bool:
         """Whether a rank failed by itself: no host was lost at about the same time.
@@ -375,11 +361,7 @@ class ElasticDriver:
         return [*(node for node in fleet.nodes if not node.lost), *ready]
 
     async def select_nodes(self) -> bool:
-        """Selects the nodes of the next start; reconnects lost ones and waits for them if needed.
-
-        Returns:
-            Whether there are enough.
-        """
+        """Selects the nodes of the next start, once there are enough; returns whether there are."""
         fleet, hosts, start = self._nodes, self._reconnector, self._next
         assert hosts is not None
         self._had_ranks.update(node.name for node in fleet.nodes)
@@ -507,7 +489,7 @@ class ElasticDriver:
             self._screen.starting(f"importing {module}", num_imported, len(self.fleet.nodes))
 
     def _is_spare(self, node: Node) -> bool:
-        return self.fleet is not None and any(node is spare for spare in self.fleet.spares)
+        return self.fleet is not None and node in self.fleet.spares
 
 
 def lost_between(fleet: Fleet) -> Failure | None:

@@ -53,11 +53,7 @@ STUCK = "hung in a collective with a lost rank: it was ended"
 class RankCommands:
     """Sends commands to the hosts of one attempt and records which host has which ranks.
 
-    Args:
-        plan: What runs where; its ranks are the slots.
-        job: The job, for values that the plan does not record.
-        fleet: The nodes.
-        run_dir: The run directory as the user names it.
+    The plan's ranks are the slots. ``run_dir`` is the run directory as the user names it.
 
     Attributes:
         parts: The plan of each host.
@@ -82,8 +78,9 @@ class RankCommands:
 
     def host_at(self, address: str) -> str:
         """Returns the host with this address, or an empty string."""
+        normalized = _normalize_ip(address)
         return next((host for host, part in self.parts.items()
-                     if address and _is_same_ip(part.address, address)), "")  # fmt: skip
+                     if address and _normalize_ip(part.address) == normalized), "")  # fmt: skip
 
     def node(self, host: str) -> Node | None:
         """Returns the node of a host; ``None`` if another host has taken its place."""
@@ -156,11 +153,7 @@ class RankCommands:
             await asyncio.wait_for(channel.request(op, **fields), REPLY_TIMEOUT_S)
 
     async def open_store(self, host: str) -> None:
-        """Opens a fresh rendezvous store on a host.
-
-        Raises:
-            PacelineError, ConnectionError, asyncio.TimeoutError: It could not be opened.
-        """
+        """Opens a fresh rendezvous store on a host; raises what :meth:`Channel.request` does."""
         node, address = self._fleet.get(host), self.parts[host].address
         opening = node.channel.request("open_store", address=address, addresses=self._admitted())
         answer = await asyncio.wait_for(opening, REPLY_TIMEOUT_S)
@@ -184,29 +177,19 @@ class RankCommands:
                 "addresses": self._admitted()}  # fmt: skip
 
 
-def _is_same_ip(first: str, second: str) -> bool:
-    """Returns whether two spellings mean the same IP address."""
-    try:
-        return _normalize_ip(first) == _normalize_ip(second)
-    except ValueError:
-        return first == second
-
-
 def _normalize_ip(text: str) -> str:
-    address = ipaddress.ip_address(text.partition("%")[0])
+    """Returns one spelling of an IP address; any other text as it is."""
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return text
     return str(getattr(address, "ipv4_mapped", None) or address)
 
 
 class RecoveryController:
-    """Keeps the ranks of one attempt together.
+    """Keeps the ranks of one attempt together: carries out what ``members`` decides.
 
-    Args:
-        commands: Sends commands to the agents and ranks.
-        members: Decides what is done.
-        fleet: The nodes.
-        reconnector: Reconnects lost hosts and gives their ranks to spares.
-        fail: Called with each failure that ends the attempt.
-        screen, recorder: Show and record what happens.
+    Calls ``fail`` with each failure that ends the attempt.
 
     Attributes:
         report: Reports to the user and counts the recoveries.
@@ -258,7 +241,7 @@ class RecoveryController:
     @property
     def departing_nodes(self) -> list[Node]:
         """Nodes that were asked to leave and have not been replaced."""
-        return [node for node in self._departing if self._fleet.has(node)]
+        return [node for node in self._departing if node in self._fleet.nodes]
 
     @property
     def waiting(self) -> NodeWait | None:
@@ -359,7 +342,7 @@ class RecoveryController:
 
     def end_hung_rank(self, rank: int, headline: str) -> bool:
         """Kills a rank that the others wait for if it can be replaced; returns whether it can."""
-        if not self.can_recover or self._members.is_finished:
+        if not self._recovers:
             return False
         self._members.set_hung(rank, headline)
         self.act()
@@ -374,41 +357,25 @@ class RecoveryController:
         self.act()
 
     def end_strays(self, sides: Sequence[Sequence[int]], headline: str) -> bool:
-        """Drops newer ranks that wait in another collective than the rest; returns whether it did.
-
-        Args:
-            sides: The ranks that wait in the same one.
-            headline: Why the later ones are ended.
-        """
-        if not self.can_recover or self._members.is_finished:
-            return False
-        if not self._members.end_strays(sides, headline):
-            return False
-        self.act()
-        return True
+        """Drops newer ranks that wait in another collective; returns whether it did."""
+        return self._act_if(self._recovers and self._members.end_strays(sides, headline))
 
     def retry_group(self) -> bool:
         """Lets ranks that all wait for each other retry in a new group; returns whether it does."""
-        retries = self._recovers and self._members.retry_group()
-        if retries:
-            self.act()
-        return retries
+        return self._act_if(self._recovers and self._members.retry_group())
 
     def separate(self, pairs: Sequence[tuple[str, str]], progress_at: float) -> bool:
-        """Drops one host of each pair that cannot reach each other; returns whether it did.
+        """Drops one host of each pair that cannot reach each other; returns whether it did."""
+        return self._act_if(self._recovers and self._members.separate(pairs, progress_at))
 
-        Args:
-            pairs: Two hosts each.
-            progress_at: When the job gave its last sign.
-        """
-        excludes = self._recovers and self._members.separate(pairs, progress_at)
-        if excludes:
+    def _act_if(self, has_changed: bool) -> bool:
+        if has_changed:
             self.act()
-        return excludes
+        return has_changed
 
     def release(self, node: Node, notice: Failure) -> bool:
         """Continues without a node that was asked to leave if possible; returns whether it does."""
-        if any(node is departing for departing in self._departing):
+        if node in self._departing:
             return True
         self._departing.append(node)
         releases = self.can_recover and not self._members.is_stopping
@@ -443,10 +410,9 @@ class RecoveryController:
                     raise self._error
         finally:
             self._fleet.watchful = self._fleet.awaits_loss = False
-            tasks = [*self._tasks]
-            for task in tasks:
+            for task in self._tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def stop(self) -> None:
         """Notes that the ranks save and stop: no rank joins, and the current group is kept."""
@@ -511,9 +477,8 @@ class RecoveryController:
         while True:
             action = await self._orders.get()
             if isinstance(action, Regroup):
-                if action.store_host and not await self._open_store(action.store_host):
-                    continue
-                self._broadcast(commands.regroup_message(action))
+                if not action.store_host or await self._open_store(action.store_host):
+                    self._broadcast(commands.regroup_message(action))
             elif isinstance(action, End):
                 self._broadcast({"control": "end", "why": action.reason})
             elif isinstance(action, Kill):

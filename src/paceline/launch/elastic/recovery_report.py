@@ -21,11 +21,6 @@ from paceline.spec.failure import Failure, Recovery, format_location
 class RecoveryReport:
     """Reports losses and new ranks to the user and counts the recoveries of one attempt.
 
-    Args:
-        hosts_of: The current host of each slot.
-        fleet: The nodes.
-        screen, recorder: Show and record what happens.
-
     Attributes:
         completed: The recoveries so far.
         untrained: Additional ranks that have not trained yet.

@@ -58,10 +58,6 @@ def is_by_chance(failure: Failure) -> bool:
 class StartupTracker:
     """Follows the events of one attempt until its first step.
 
-    Args:
-        job: The job.
-        world_size: How many ranks there are.
-
     Attributes:
         is_session: Whether the ranks are a session of ``paceline.train``.
     """

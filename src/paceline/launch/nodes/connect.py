@@ -16,7 +16,6 @@ from paceline.remote.channel import Channel
 from paceline.remote.login import MAX_PARALLEL_LOGINS
 from paceline.remote.transport import ConnectedCallback, Transport, ignore_count
 from paceline.spec.errors import ConnectError, PacelineError, PermanentConnectError
-from paceline.spec.events import Event
 from paceline.spec.formatting import pluralize, span
 from paceline.spec.hosts import Host
 from paceline.spec.plan import NodePlan
@@ -79,25 +78,15 @@ async def connect_enough(transport: Transport, hosts: Sequence[Host], pythons: S
                          background: list[HostDialer] | None = None,
                          on_wait: WaitCallback = lambda waiting: None,
                          ) -> tuple[list[Channel], dict[str, str]]:  # fmt: skip
-    """Connects as many hosts as answer.
+    """Connects as many hosts as answer; see :func:`connect` for most arguments.
 
     Once there are enough, hosts that have neither answered nor refused get a few more seconds.
-
-    Args:
-        transport: Starts agents, one by one.
-        hosts, pythons: The hosts, and the interpreter of each.
-        min_hosts: How many are needed.
-        patience_s: Seconds to wait for those.
-        note: Tells the user.
-        on_connected: Called with the number of connected hosts.
-        background: Receives the dialers of missing hosts, which continue; ``None`` stops them.
-        on_wait: Called once if too few hosts are connected, with what is waited for.
 
     Returns:
         The connections in the order of the hosts, and the errors of missing hosts by name.
 
     Raises:
-        ConnectError: Too few hosts answered; names the missing ones.
+        ConnectError: Fewer than ``min_hosts`` answered in ``patience_s``; names the missing ones.
     """
     gate, changed = asyncio.Semaphore(MAX_PARALLEL_LOGINS), asyncio.Event()
     dialers = [HostDialer(transport, host, python, gate, changed)
@@ -106,7 +95,8 @@ async def connect_enough(transport: Transport, hosts: Sequence[Host], pythons: S
     def announce(missing: Sequence[HostDialer], waited_s: float) -> None:
         connected = pluralize(len(dialers) - len(missing), "host")
         text = f"{connected} of at least {min_hosts}: waiting up to {span(patience_s)} for"
-        text += f" {_describe_dialers(missing)}"
+        text += f" {', '.join(dialer.describe() for dialer in missing[:6])}"
+        text += f" and {len(missing) - 6} more" if len(missing) > 6 else ""
         note(f"paceline: {text}")
         on_wait(NodeWait.start(text, patience_s, waited_s))
 
@@ -132,11 +122,7 @@ async def _wait_for_enough(dialers: Sequence[HostDialer], min_hosts: int, patien
                            ) -> list[HostDialer]:  # fmt: skip
     """Waits until enough hosts are connected; returns the dialers of the missing ones.
 
-    Args:
-        dialers, min_hosts, patience_s, on_connected: See :func:`connect_enough`.
-        changed: Set by a dialer that has an answer.
-        announce: Called once if more hosts must answer, with the missing ones and the seconds since
-            the start.
+    ``announce`` is called once if more hosts must answer, with those and the seconds waited.
     """
     loop = asyncio.get_running_loop()
     started_at, enough_at, is_announced = loop.time(), None, False
@@ -162,11 +148,6 @@ async def _wait_for_enough(dialers: Sequence[HostDialer], min_hosts: int, patien
             await asyncio.wait_for(changed.wait(), 0.2)
 
 
-def _describe_dialers(missing: Sequence[HostDialer], limit: int = 6) -> str:
-    text = ", ".join(dialer.describe() for dialer in missing[:limit])
-    return text if len(missing) <= limit else f"{text} and {len(missing) - limit} more"
-
-
 def _shortage_error(missing: Sequence[HostDialer], num_connected: int, min_hosts: int,
                     seconds: float) -> ConnectError:  # fmt: skip
     names = ", ".join(dialer.host.name for dialer in missing)
@@ -180,9 +161,7 @@ def _shortage_error(missing: Sequence[HostDialer], num_connected: int, min_hosts
     )
 
 
-async def connect(request: Request, on_event: Callable[[Node, Event], None],
-                  on_lost: Callable[[Node, str], None],
-                  on_connected: ConnectedCallback = ignore_count,
+async def connect(request: Request, on_connected: ConnectedCallback = ignore_count,
                   note: Callable[[str], None] | None = None, is_retry: bool = False,
                   background: list[HostDialer] | None = None,
                   on_wait: WaitCallback = lambda waiting: None,
@@ -191,7 +170,6 @@ async def connect(request: Request, on_event: Callable[[Node, Event], None],
 
     Args:
         request: What to run, and where.
-        on_event, on_lost: Callbacks of the fleet.
         on_connected: Called with the number of connected hosts.
         note: Tells the user that hosts are waited for; ``None`` waits for none.
         is_retry: Whether a host was lost since the first time: then a session may shrink, too.
@@ -212,7 +190,7 @@ async def connect(request: Request, on_event: Callable[[Node, Event], None],
         )  # fmt: skip
     else:
         channels = await request.transport.open(hosts, pythons, on_connected)
-    fleet = Fleet(channels, job.lease_s.value, on_event, on_lost)
+    fleet = Fleet(channels, job.lease_s.value)
     fleet.seat(fleet.nodes[: request.max_hosts])
     return fleet, missing
 
@@ -321,11 +299,7 @@ class Reconnector:
         self._changed.set()
 
     async def reconnect(self, host: str) -> None:
-        """Retries connecting a lost host until it is back in the fleet, without a limit.
-
-        Raises:
-            PermanentConnectError: It never comes back.
-        """
+        """Retries connecting a lost host until it is back; PermanentConnectError if it never is."""
         lost = self._fleet.get(host)
         awaited = self._awaited.get(host)
         if awaited is None or awaited.done():  # an earlier wait may have been cancelled
@@ -334,11 +308,7 @@ class Reconnector:
         self._fleet.replace_node(await awaited, host)
 
     def replace(self, lost: NodePlan) -> NodePlan | None:
-        """Gives the ranks of a lost host to a spare and keeps reconnecting that host.
-
-        Returns:
-            The spare's part of the plan; ``None`` without a spare.
-        """
+        """Gives a lost host's ranks to a spare, if any; returns its plan. Redials the host."""
         ready = (node for node in self._fleet.spares if node.could_start and node.survey)
         spare = next(ready, None)
         if spare is None or not self._request.elastic:

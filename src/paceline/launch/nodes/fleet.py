@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import re
 import time
@@ -57,7 +58,7 @@ class ForkServerError:
     text: str
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Node:
     """A connected host and its state.
 
@@ -231,23 +232,24 @@ class Silence:
 class Fleet:
     """All nodes of one run.
 
-    Attributes:
-        nodes: Those with ranks, in rank order.
-        spares: Those without: beyond the maximum, or connected while ranks run.
-        former: Those that were lost before the last start.
-
     Args:
         channels: One per host, in rank order.
         lease_s: Seconds for which a node runs on without hearing of the launcher. A node that is
             silent for most of that time counts as lost.
+
+    Attributes:
+        nodes: Those with ranks, in rank order.
+        spares: Those without: beyond the maximum, or connected while ranks run.
+        former: Those that were lost before the last start.
         on_event: Called with every event of an agent.
         on_lost: Called once when a node is lost, with the reason.
     """
 
     def __init__(self, channels: Sequence[Channel], lease_s: float,
-                 on_event: Callable[[Node, Event], None],
-                 on_lost: Callable[[Node, str], None]) -> None:  # fmt: skip
-        self.nodes = [Node(channel.host, channel) for channel in channels]
+                 on_event: Callable[[Node, Event], None] = lambda node, event: None,
+                 on_lost: Callable[[Node, str], None] = lambda node, why: None,
+                 ) -> None:  # fmt: skip
+        self.on_event, self.on_lost = on_event, on_lost
         self.spares: list[Node] = []
         self.former: list[Node] = []
         self.lease_s = lease_s
@@ -256,12 +258,8 @@ class Fleet:
         self.awaits_loss = False  # whether ranks wait to hear which node is lost
         self._absence: Absence | None = None  # the longest of this process
         self._ticked = (time.monotonic(), _awake_or_not())
-        self._on_event, self._on_lost = on_event, on_lost
-        for node in self.nodes:
-            node.channel.stop_watching()
-            node.channel.on_event = self._router(node, on_event)
-        self._beats = [asyncio.create_task(self._beat(node)) for node in self.nodes]
-        self._beats.append(asyncio.create_task(self._watch_ourselves()))
+        self._beats = [asyncio.create_task(self._watch_ourselves())]
+        self.nodes = [self._watch(channel) for channel in channels]
 
     def get(self, name: str) -> Node:
         """Returns the current node of a host; ConnectionError if it has no ranks."""
@@ -269,10 +267,6 @@ class Fleet:
             if node.name == name:
                 return node
         raise ConnectionError(f"{name} has no part in the job any more")
-
-    def has(self, node: Node) -> bool:
-        """Returns whether this is a current node, not one that was replaced."""
-        return any(member is node for member in self.nodes)
 
     @property
     def everyone(self) -> list[Node]:
@@ -311,7 +305,7 @@ class Fleet:
         return self._absence
 
     def facts(self) -> dict[str, Any]:
-        """Returns the facts that agents reported of their machines, by host."""
+        """Returns the facts that agents reported, by host."""
         return {node.name: node.facts for node in self.everyone}
 
     def addresses(self, extra: str = "") -> str:
@@ -323,23 +317,25 @@ class Fleet:
             extra: The user's addresses, which come first.
         """
         sources = [network.sources(facts) for facts in self.facts().values()]
-        addresses = dict.fromkeys(
-            address for host_sources in sources for address in host_sources or ()
-        )
+        addresses = dict.fromkeys(itertools.chain.from_iterable(filter(None, sources)))
         return ",".join([*filter(None, [extra]), *addresses]) if all(sources) else ""
 
-    def _router(
-        self, node: Node, on_event: Callable[[Node, Event], None]
-    ) -> Callable[[Event], None]:
+    def _watch(self, channel: Channel) -> Node:
+        """Returns the node of a channel, and follows its events and silence from now on."""
+        node = Node(channel.host, channel)
+
         def route(event: Event) -> None:
             if event.kind != "connection ended":
-                on_event(node, replace(event, time=node.to_launcher_time(event.time)))
+                self.on_event(node, replace(event, time=node.to_launcher_time(event.time)))
             elif violation := event["trouble"]:
                 self.lose(node, f"{node.name} sent what no agent sends: {violation}")
             else:
                 self.lose(node, describe_end(node.name, event["stderr"]))
 
-        return route
+        channel.stop_watching()
+        channel.on_event = route
+        self._beats.append(asyncio.create_task(self._beat(node)))
+        return node
 
     async def _beat(self, node: Node) -> None:
         """Renews the node's lease at least ten times as often as needed; detects its silence."""
@@ -386,11 +382,9 @@ class Fleet:
         absence = self.absence
         if absence is not None and absence.seconds > self.lease_s / 2:
             return failure_analysis.describe_launcher_pause(absence.seconds, self.lease_s)
-        return (
-            failure_analysis.describe_network_loss(node.common_silence_s, self.lease_s)
-            if node.common_silence_s
-            else ""
-        )
+        if not node.common_silence_s:
+            return ""
+        return failure_analysis.describe_network_loss(node.common_silence_s, self.lease_s)
 
     @property
     def common_silences(self) -> dict[str, float]:
@@ -425,13 +419,13 @@ class Fleet:
         if not node.lost:
             node.lost, node.loss_reason, node.lost_at = True, reason, time.monotonic()
             node.resolve_ready(ForkServerError("lost", reason))
-            self._on_lost(node, reason)
+            self.on_lost(node, reason)
             node.running = False
             node.channel.abandon()
 
     def seat(self, nodes: Sequence[Node]) -> None:
         """Gives the ranks to these nodes, in this order; other live nodes become spares."""
-        remaining = [node for node in self.everyone if not any(node is seated for seated in nodes)]
+        remaining = [node for node in self.everyone if node not in nodes]
         self.former += [node for node in remaining if node.lost]
         self.nodes, self.spares = list(nodes), [node for node in remaining if not node.lost]
 
@@ -439,11 +433,8 @@ class Fleet:
         """Adds a node as a spare."""
         self.former += [spare for spare in self.spares if spare.lost]
         self.spares = [spare for spare in self.spares if not spare.lost]
-        node = Node(channel.host, channel)
-        channel.stop_watching()
-        channel.on_event = self._router(node, self._on_event)
+        node = self._watch(channel)
         self.spares.append(node)
-        self._beats.append(asyncio.create_task(self._beat(node)))
         return node
 
     def replace_node(self, node: Node, name: str) -> None:
@@ -456,7 +447,7 @@ class Fleet:
     async def dismiss(self, node: Node) -> None:
         """Dismisses a node; it counts as lost, without a report."""
         self.spares = [spare for spare in self.spares if spare is not node]
-        node.channel.on_event = _ignore
+        node.channel.on_event = lambda event: None
         if not node.lost:
             node.lost = True
             with contextlib.suppress(PacelineError, ConnectionError, asyncio.TimeoutError):
@@ -484,23 +475,17 @@ class Fleet:
             beat.cancel()
         await asyncio.gather(*self._beats, return_exceptions=True)
         for node in self.everyone:
-            node.channel.on_event = _ignore
+            node.channel.on_event = lambda event: None
         if keep_warm_s is not None:
-            reusable = [
-                node
-                for node in self.everyone
-                if node.channel.warm_slot is not None and not node.lost and not node.running
-            ]
+            reusable = [node for node in self.everyone if node.channel.warm_slot is not None
+                        and not node.lost and not node.running]  # fmt: skip
             await asyncio.gather(*(node.channel.park(keep_warm_s, _imported(node))
                                    for node in reusable))  # fmt: skip
         goodbye_s = HURRY_S if hurry else GOODBYE_S
         await self.tell("bye", patience_s=HURRY_S if hurry else REQUEST_PATIENCE_S)
-        await asyncio.gather(
-            *(
-                node.channel.close(0.0 if node.lost else goodbye_s)
-                for node in [*self.everyone, *self.former]
-            )
-        )
+        nodes = [*self.everyone, *self.former]
+        await asyncio.gather(*(node.channel.close(0.0 if node.lost else goodbye_s)
+                               for node in nodes))  # fmt: skip
 
 
 def _imported(node: Node) -> str:
@@ -512,10 +497,7 @@ def _imported(node: Node) -> str:
 def describe_silence(name: str, seconds: float, *, broken: bool) -> str:
     """Describes why a silent node counts as lost.
 
-    Args:
-        name: The node.
-        seconds: Since it was last heard.
-        broken: Whether its connection has ended and no other could be opened.
+    ``broken``: its connection has ended and no other could be opened.
     """
     if broken:
         return (f"the connection to {name} ended, and no other could be made for {seconds:.1f} s "
@@ -544,10 +526,6 @@ def _awake_or_not() -> float:
     """Returns the seconds of a clock that runs on while the machine sleeps."""
     clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
     return time.clock_gettime(clock)
-
-
-def _ignore(event: Event) -> None:
-    """Ignores events of agents that are leaving."""
 
 
 async def together(work: Sequence[Awaitable[Any]]) -> list[Any]:

@@ -17,10 +17,7 @@ VITALS_PERIOD_S = 2.0  # between two requests to a host
 class Observer:
     """Keeps the run's state and ``ranks.json`` up to date while ranks run.
 
-    Args:
-        fleet: The nodes.
-        recorder: Has the state, and writes the file.
-        interface: Returns the interface that carries a host's job traffic.
+    ``interface`` returns the interface that carries a host's job traffic.
     """
 
     def __init__(self, fleet: Fleet, recorder: Recorder, interface: Callable[[str], str]) -> None:
@@ -54,5 +51,5 @@ class Observer:
         with contextlib.suppress(PacelineError, ConnectionError):
             interfaces = [interface] if interface else []
             vitals = await node.channel.request("vitals", interfaces=interfaces)
-            if self._fleet.has(node):
+            if node in self._fleet.nodes:
                 self._recorder.run_state.add_vitals(node.name, vitals, interface)

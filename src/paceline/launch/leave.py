@@ -68,6 +68,7 @@ from paceline.transfer.results import Fetcher
 from paceline.transfer.tree import Manifest, Tree, read_parts
 
 MARK = b"\xf5PLleave "
+MAX_MESSAGE_BYTES = 64 << 20
 SUPERVISOR_LIBRARIES = ("click",)  # pure Python
 CALLER_TIMEOUT_S = 15.0  # for a caller to connect to its supervisor
 FIRST_REPLY_S = 30.0  # for a login's first message
@@ -162,7 +163,7 @@ class _DetachedStart:
         with Interrupts(lambda: self._interrupted(task)) as self._interrupts:
             try:
                 use_pidfd_watcher()
-                code = await (self._start_local() if self._host.local else self._start_remote())
+                code = await self._start()
             except asyncio.CancelledError:
                 if not self._interrupts.received:
                     raise
@@ -175,13 +176,11 @@ class _DetachedStart:
 
     # --- the supervisor's host ------------------------------------------------------------------
 
-    async def _start_local(self) -> int | None:
-        """Starts the supervisor on this machine, in the run directory itself."""
-        await self._check_containers()
-        return await self._supervise(None, None, {})
-
-    async def _start_remote(self) -> int | None:
-        """Sends another host all that the supervisor needs, and starts it there."""
+    async def _start(self) -> int | None:
+        """Starts the supervisor: here in the run directory, or on a host that gets all it needs."""
+        if self._host.local:
+            await self._check_containers()
+            return await self._supervise(None, None, {})
         run, host, started_at = self._detached, self._host, time.monotonic()
         detached_file.ensure_key()
         secret, run_id = secrets_of(run.job, run.cluster), self._request.run_id
@@ -281,20 +280,9 @@ class _DetachedStart:
             location = await data.locate(channel, folder, needs_copy=ship == "always")
         except OSError as error:
             raise data.unreadable(folder, error) from None
-        if ship == "never" and (location.missing or location.extra):
-            raise planner.data_mismatch(str(folder.root), self._host, location)
         if not location.in_place:
-            if not self._detached.job.follow_links:
-                reject_outward(folder.root, location.outward)
-            sent_bytes = 0
-
-            def sent(num_bytes: int) -> None:
-                nonlocal sent_bytes
-                sent_bytes += num_bytes
-                self._screen.sending(sent_bytes, location.size)
-
-            if location.size:
-                self._screen.sending(0, location.size)
+            planner.check_data(self._detached.job, self._host, location)
+            sent = data.count_sent(self._screen.sending, location.size)
             await data.send(channel, folder, location, sent)
         return {"key": folder.key, "place": location.folder}
 
@@ -378,7 +366,10 @@ class _DetachedStart:
                 return None, folder
             elif "over" in report:
                 if channel is not None and directory is not None:
-                    await self._fetch_results(channel, directory, folder)
+                    await Fetcher(directory.path, self._screen.note).fetch(
+                        channel, f"{folder}/{RUN_FOLDER}", self._sent_manifest, directory.path,
+                        skip=lambda path: not is_remote(path), supervisor=True,
+                    )  # fmt: skip
                 login.send({"do": "done"})
                 if error := report.get("error"):
                     raise PacelineError(
@@ -402,21 +393,12 @@ class _DetachedStart:
     def _supervisor_error(self, login: Login) -> PacelineError:
         stderr = login.stderr.strip()
         refusal = classify(stderr, login.status, self._host)
-        is_known = refusal.cause not in (NO_ANSWER, UNEXPECTED_COMMAND)
-        return NodeError(
-            f"the supervisor on {self._host.name} ended before the run began",
-            found=refusal.details
-            if is_known
-            else "\n".join(stderr.splitlines()[-8:]) or "without a message",
-            remedy=refusal.remedy if is_known else "Name another host: --supervisor HOST",
-        )
-
-    async def _fetch_results(self, channel: Channel, directory: RunDirectory, folder: str) -> None:
-        """Fetches the results of a run that ended at once."""
-        await Fetcher(directory.path, self._screen.note).fetch(
-            channel, f"{folder}/{RUN_FOLDER}", self._sent_manifest, directory.path,
-            skip=lambda path: not is_remote(path), supervisor=True,
-        )  # fmt: skip
+        details, remedy = refusal.details, refusal.remedy
+        if refusal.cause in (NO_ANSWER, UNEXPECTED_COMMAND):
+            details = "\n".join(stderr.splitlines()[-8:]) or "without a message"
+            remedy = "Name another host: --supervisor HOST"
+        text = f"the supervisor on {self._host.name} ended before the run began"
+        return NodeError(text, found=details, remedy=remedy)
 
     def _write_location(self, directory: RunDirectory, folder: str) -> None:
         host, ssh = self._host, self._detached.ssh
@@ -461,7 +443,7 @@ class _DetachedStart:
             return
         if not self._tolerates_missing:  # more refusals may follow: one error for all
             await asyncio.wait(self._caller_tasks, timeout=REFUSALS_S)
-        problems = [error for error in map(_task_error, self._caller_tasks) if error is not None]
+        problems = [*filter(None, map(_task_error, self._caller_tasks))]
         refusals = [error for error in problems if isinstance(error, LoginError)]
         failures = [error for error in problems if isinstance(error, _CallerFailed)]
         for error in problems:
@@ -532,9 +514,8 @@ def _caller_message(stderr: str) -> str:
 def installation() -> tuple[Manifest, dict[str, Path]]:
     """Returns manifest and files of this installation and of the libraries a supervisor needs."""
     tree = package_tree(True)
-    manifest, files = list(tree.manifest), {}
-    for entry in manifest:
-        files[str(entry[0])] = tree.file(str(entry[0]))
+    manifest = list(tree.manifest)
+    files = {str(entry[0]): tree.file(str(entry[0])) for entry in manifest}
     for name in SUPERVISOR_LIBRARIES:
         spec = importlib.util.find_spec(name)
         assert spec is not None
@@ -584,19 +565,15 @@ class Login:
     host: Host
     _link: ProcessLink
     is_detached: bool = False
-    _stdout: bytearray = field(default_factory=bytearray)
     _stderr: bytearray = field(default_factory=bytearray)
     _stderr_task: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(cls, host: Host, python: str, ssh: SshOptions, program: str,
                  start: Mapping[str, Any]) -> Login:  # fmt: skip
-        """Starts a program on a host, without ssh on this machine; does not wait for its reply.
+        """Starts ``caller`` or ``supervisor`` on a host, and sends the message ``start``.
 
-        Args:
-            host, python, ssh: The host, its interpreter, and how to log in.
-            program: ``caller`` or ``supervisor``.
-            start: Its first message.
+        Uses no ssh on this machine. Does not wait for a reply.
         """
         remote = agent_command(python)
         process = await asyncio.create_subprocess_exec(
@@ -605,6 +582,7 @@ class Login:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C goes to the launcher only
+            limit=MAX_MESSAGE_BYTES,
         )
         login = cls(host, ProcessLink(process))
         login._stderr_task = asyncio.create_task(login._read_stderr())
@@ -639,26 +617,17 @@ class Login:
 
     async def receive(self) -> dict[str, Any] | None:
         """Returns the next message; ``None`` at the end. Ignores what start-up files print."""
-        while True:
-            while (end := self._stdout.find(b"\n")) < 0:
-                with contextlib.suppress(OSError):
-                    if data := await self._link.reader.read(1 << 18):
-                        self._stdout += data
-                        continue
-                await self._drain_stderr()
-                return None
-            line = bytes(self._stdout[:end])
-            del self._stdout[: end + 1]
-            _, mark, payload = line.partition(MARK)
-            if mark:
-                message: dict[str, Any] = json.loads(payload)
-                self.is_detached = self.is_detached or "left" in message
-                return message
-
-    async def _drain_stderr(self) -> None:
+        with contextlib.suppress(OSError):
+            while (line := await self._link.reader.readline()).endswith(b"\n"):
+                _, mark, payload = line.partition(MARK)
+                if mark:
+                    message: dict[str, Any] = json.loads(payload)
+                    self.is_detached = self.is_detached or "left" in message
+                    return message
         if self._stderr_task is not None:
             await asyncio.wait([self._stderr_task], timeout=0.5)
         await self._link.has_exited()
+        return None
 
     async def end(self, grace_s: float) -> None:
         """Ends the login; a program that is not detached gets ``grace_s`` to end in order."""

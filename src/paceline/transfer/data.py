@@ -21,6 +21,7 @@ from paceline.transfer.files import MAX_SMALL_BYTES, Window, grouped, is_out_of_
 from paceline.transfer.links import OutwardLinks
 
 Item = Sequence[Any]  # path, size, mtime in microseconds
+Progress = Callable[[int, int], None]  # bytes that are there, of how many
 ITEM_BATCH = 2000  # items in a message
 HASH_BATCH = 200  # files in a request for hashes
 MIN_RESUMED_BYTES = 16 << 20  # smaller files are not resumed
@@ -261,6 +262,20 @@ async def send(
         ) from None
     except OSError as error:
         raise unreadable(folder, error) from None
+
+
+def count_sent(progress: Progress, total: int) -> Callable[[int], None]:
+    """Returns a function for :func:`send` that reports all bytes sent so far, of ``total``."""
+    sent_bytes = 0
+
+    def count(num_bytes: int) -> None:
+        nonlocal sent_bytes
+        sent_bytes += num_bytes
+        progress(sent_bytes, total)
+
+    if total:
+        progress(0, total)
+    return count
 
 
 def unreadable(folder: DataFolder, error: OSError) -> NodeError:

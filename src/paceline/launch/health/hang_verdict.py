@@ -224,12 +224,7 @@ def _classify(first: RankSnapshot, second: RankSnapshot, between_s: float) -> st
 
 
 def describe_stall(first: RankSnapshot, second: RankSnapshot, between_s: float) -> str:
-    """Describes how a rank stands still for which nobody waits; empty if it works or has moved.
-
-    Args:
-        first, second: The rank at two moments.
-        between_s: Seconds between the two.
-    """
+    """Describes how a rank stands still between two snapshots; empty if it works or has moved."""
     is_moved = first.stack.script_frame != second.stack.script_frame
     if is_moved or first.is_stopped != second.is_stopped or _is_working(first, second, between_s):
         return ""

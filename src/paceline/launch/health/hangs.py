@@ -45,7 +45,6 @@ class HangWatch:
     """Checks every second whether the job goes on, and reports what holds it up.
 
     Args:
-        fleet: The nodes.
         on_hang: Called with each hang and the seconds since its start, and with ``None`` when the
             job goes on.
         end_hang: Called with a hang that lasts longer than the limit, and that limit. Returns
@@ -163,8 +162,7 @@ class HangWatch:
     async def _has_resumed(self, hang: Hang, *, must_inspect: bool = False) -> bool:
         """Returns whether the job goes on again, even if another hang has begun since.
 
-        Args:
-            must_inspect: Inspect the ranks even if none has used a CPU.
+        ``must_inspect``: inspect the ranks even if none has used a CPU.
         """
         active = self._was_active(self._ignored_until_s)
         if self.heartbeats.is_calibrated or not hang.calls or not (active or must_inspect):

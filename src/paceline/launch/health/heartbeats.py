@@ -48,12 +48,7 @@ class HeartbeatStats:
     def take(
         self, rank: int, step: int, phase: str, timestamp: float, *, hung: bool = False
     ) -> None:
-        """Adds a heartbeat.
-
-        Args:
-            rank, step, phase, timestamp: Of the heartbeat.
-            hung: Whether the job hung since the previous one: that gap is not typical.
-        """
+        """Adds a heartbeat. If the job hung since the previous one, that gap is not typical."""
         if self._latest is not None and not hung:
             gap, previous = timestamp - self._latest[0], self._latest[1]
             if phase == TRAINING:

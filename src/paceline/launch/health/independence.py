@@ -17,10 +17,6 @@ def describe_independence(world_size: int, reports: Sequence[Event]) -> str:
 
     It is empty, too, if one rank did not report: it exchanged gradients, runs a program that is not
     Python, or left without Python's end.
-
-    Args:
-        world_size: Ranks of the attempt.
-        reports: What its ranks, and processes that they started, told at their end.
     """
     if world_size < 2 or len({event.rank for event in reports}) < world_size:
         return ""

@@ -107,7 +107,6 @@ class LinkWatch:
     """Watches the links between hosts while the job is silent.
 
     Args:
-        fleet: The nodes.
         addresses: Returns the hosts' current addresses for the job's traffic.
         host_at: Returns the host that has an address; empty if none has.
         idle_s: Returns for how many seconds the job has given no sign.

@@ -46,8 +46,7 @@ class StartDurations:
     def patience_s(self, limit_s: float | None) -> float:
         """Returns the seconds before a newcomer is inspected; infinite if no start was measured.
 
-        Args:
-            limit_s: The value of ``--hang-timeout``; ``None`` if measured, 0 for no limit.
+        ``limit_s`` is that of :class:`NewcomerWatch`.
         """
         if self.slowest_s is None:
             return math.inf
@@ -76,7 +75,6 @@ class NewcomerWatch:
     """Checks every second for newcomers that are late, and reports where they stand.
 
     Args:
-        fleet: The nodes.
         starting: The newcomers that cannot join yet.
         on_stall: Called with a newcomer that stands still: slot, host, seconds since its start,
             and its position.

@@ -6,9 +6,9 @@ import asyncio
 import os
 import shlex
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.agent.warm import FOLDER_PREFIX
 from paceline.launch.nodes import survey
@@ -28,19 +28,15 @@ from paceline.spec.job import Job
 from paceline.spec.plan import Copy, Plan
 from paceline.transfer import data
 from paceline.transfer.checkpoints import send_checkpoints
-from paceline.transfer.data import DataFolder
+from paceline.transfer.data import DataFolder, Progress
 from paceline.transfer.files import is_out_of_space, job_folder, send_blocks, send_tree
 from paceline.transfer.tree import Tree
+
+T = TypeVar("T")
 
 
 class Provisioner:
     """Gives nodes what the ranks of a job need: a run folder, a fork server, code, inputs and data.
-
-    Args:
-        request: What to run, and where.
-        directory: The run directory.
-        screen: Shows the progress of transfers.
-        recorder: Records where copies are.
 
     Attributes:
         supplies: What may have to be sent to nodes; empty until it has been read.
@@ -73,11 +69,7 @@ class Provisioner:
         await self._send([(node, copies[node.name]) for node in fleet.everyone])
 
     async def provision(self, node: Node, fleet: Fleet) -> None:
-        """Surveys a late node and gives it all that the others have.
-
-        Raises:
-            PacelineError: It cannot take part.
-        """
+        """Surveys a late node and gives it all that the others have. PacelineError if it cannot."""
         request = self._request
         self._recorder.event("connected", hosts=[node.name])
         await together([
@@ -120,8 +112,7 @@ async def start_fork_server(node: Node, job: Job, token: str, package: str = "")
     """Starts a fork server that imports what the job's ranks need.
 
     Args:
-        node: The node.
-        job: The job.
+        node, job: The node and the job.
         token: Identifies processes of the job.
         package: Folder of this installation's ``paceline`` there, if it was sent.
     """
@@ -222,29 +213,18 @@ async def _split_by_disk(
                   f"seen-{node.channel.identity}")
         for node in nodes
     ))  # fmt: skip
-    duplicates = await _on_earlier_disk(nodes, signs)
-    pairs = [*zip(copies, duplicates, strict=True)]
-    return [copy for copy, dup in pairs if not dup], [copy for copy, dup in pairs if dup]
+    return _split(copies, await _on_earlier_disk(nodes, signs))
 
 
-Progress = Callable[[int, int], None]  # bytes that are there, of how many
 _APPEARS_S = 2.0
 _MAX_APPEAR_POLLS = 30  # a network disk may show a new name late
 
 
 async def send_data(nodes: Sequence[Node], folder: DataFolder, progress: Progress) -> None:
     """Completes the nodes' copies of the data, once for each disk."""
-    firsts, followers = await _by_disk(nodes)
-    total = sum(node.data.size for node in firsts if node.data)
-    sent_bytes = 0
-
-    def sent(count: int) -> None:
-        nonlocal sent_bytes
-        sent_bytes += count
-        progress(sent_bytes, total)
-
-    if total:
-        progress(0, total)
+    signs = [node.data.sign for node in nodes if node.data]
+    firsts, followers = _split(nodes, await _on_earlier_disk(nodes, signs))
+    sent = data.count_sent(progress, sum(node.data.size for node in firsts if node.data))
     await together([
         data.send(node.channel, folder, node.data, sent) for node in firsts if node.data
     ])  # fmt: skip
@@ -253,11 +233,10 @@ async def send_data(nodes: Sequence[Node], folder: DataFolder, progress: Progres
         node.data = None
 
 
-async def _by_disk(nodes: Sequence[Node]) -> tuple[list[Node], list[Node]]:
-    """Returns the first node of each disk, and the others."""
-    duplicates = await _on_earlier_disk(nodes, [node.data.sign for node in nodes if node.data])
-    pairs = [*zip(nodes, duplicates, strict=True)]
-    return [node for node, dup in pairs if not dup], [node for node, dup in pairs if dup]
+def _split(items: Sequence[T], duplicates: Sequence[bool]) -> tuple[list[T], list[T]]:
+    """Returns the items that are no duplicates, and those that are."""
+    pairs = [*zip(items, duplicates, strict=True)]
+    return [item for item, dup in pairs if not dup], [item for item, dup in pairs if dup]
 
 
 async def _on_earlier_disk(nodes: Sequence[Node], signs: Sequence[str]) -> list[bool]:
@@ -287,11 +266,7 @@ async def _appears(node: Node, folder: DataFolder) -> None:
 
 
 async def send_folder(node: Node, tree: Tree, name: str, folder: str) -> str:
-    """Builds a tree on a node from its cache and what is sent; returns its folder.
-
-    Raises:
-        NodeError: The node cannot take it.
-    """
+    """Builds a tree on a node from its cache and what is sent; returns its folder."""
     try:
         root = await send_tree(node.channel, tree.manifest, tree.file, folder, name)
     except (AgentRefusal, FileNotFoundError) as refusal:

@@ -58,16 +58,9 @@ def check_nodes(fleet: Fleet, job: Job) -> list[str]:
 
 async def prepare(request: Request, fleet: Fleet, supplies: Awaitable[Supplies],
                   notes: Sequence[str]) -> Plan:  # fmt: skip
-    """Surveys the nodes and makes the plan.
+    """Surveys the nodes and makes the plan, with further notes.
 
-    Args:
-        request: What to run.
-        fleet: The connected nodes.
-        supplies: What may have to be sent to them, which takes time to read.
-        notes: Notes so far.
-
-    Raises:
-        PacelineError: The job cannot run there, or not as it was planned.
+    Raises PacelineError if the job cannot run there, or not as it was planned.
     """
     job, planned = request.job, request.planned
     (networks, network_notes), read = await together(
@@ -83,24 +76,17 @@ async def prepare(request: Request, fleet: Fleet, supplies: Awaitable[Supplies],
 
 
 def plan_of(request: Request, fleet: Fleet, supplies: Supplies, port: Setting[int],
-            notes: Sequence[str], attempt: int = 0) -> Plan:  # fmt: skip
+            notes: Sequence[str]) -> Plan:  # fmt: skip
     """Returns the plan for the surveyed nodes of the fleet."""
     surveyed, spares = ([node.survey for node in nodes if node.survey is not None]
                      for nodes in (fleet.nodes, fleet.spares))  # fmt: skip
-    plan = planner.make_plan(
-        request.job, request.run_id, surveyed, supplies, port, notes, attempt, spares
-    )
+    plan = planner.make_plan(request.job, request.run_id, surveyed, supplies, port, notes, spares)
     dialects = (*request.transport.dialects, *plan.dialects)
     return replace(plan, dialects=dialects, hosts=host_names(request, fleet.hosts))
 
 
 def host_names(request: Request, connected: Sequence[Host]) -> tuple[str, ...]:
-    """Returns the names of all hosts on which the job may run; empty if unknown.
-
-    Args:
-        request: What is to run, and where.
-        connected: Hosts that are connected.
-    """
+    """Returns the names of all hosts on which the job may run; empty if unknown."""
     if request.among:
         return request.among
     names, requested = tuple(h.name for h in connected), tuple(h.name for h in request.hosts)
@@ -111,12 +97,9 @@ def host_names(request: Request, connected: Sequence[Host]) -> tuple[str, ...]:
 
 
 async def survey_newcomer(node: Node, fleet: Fleet, request: Request, supplies: Supplies) -> None:
-    """Surveys a node that connected late.
+    """Surveys a node that connected late; PacelineError if it cannot train with the others.
 
     Its addresses are probed from and to all other nodes, which keep theirs if possible.
-
-    Raises:
-        PacelineError: It cannot train together with them.
     """
     async with fleet.probe_lock:  # probes share listeners
         while True:
@@ -305,10 +288,7 @@ async def _has_workdir(node: Node, job: Job, tree: Tree | None) -> bool:
 async def choose_networks(fleet: Fleet, job: Job, max_hosts: int) -> tuple[Networks, list[str]]:
     """Chooses address and interface of every node; returns them with notes on the choice.
 
-    Args:
-        fleet: The connected nodes.
-        job: The job.
-        max_hosts: How many there may be at any time.
+    ``max_hosts`` is how many nodes there may be at any time.
     """
     uniform = [host for host in fleet.hosts if not host.env]
     for hosts in (uniform, *([host] for host in fleet.hosts if host.env)):
@@ -334,9 +314,8 @@ async def hold_port(first: Node, address: str, setting: Setting[int]) -> Setting
     started_at = time.monotonic()
     while True:
         try:
-            answer = await first.channel.request(
-                "reserve_port", address=address, port=setting.value
-            )
+            answer = await first.channel.request("reserve_port", address=address,
+                                                 port=setting.value)  # fmt: skip
         except AgentRefusal as refusal:
             if time.monotonic() > started_at + _patience_with(refusal):
                 raise _port_error(first.name, address, setting, refusal) from None

@@ -235,13 +235,7 @@ def node_env(job: Job, host: Host, facts: Facts, processes: int,
              network: NodeNetwork | None) -> dict[str, Setting[str]]:  # fmt: skip
     """Returns the variables for a node's ranks that the user has not set.
 
-    Args:
-        job: The job, with the user's variables.
-        host: The host, whose table may have variables of its own.
-        facts: What its agent reported.
-        processes: Number of ranks on it.
-        network: Its address and interface; ``None`` leaves those variables out, which the fork
-            server does not need.
+    ``network`` may be ``None``: the fork server needs no variables for the interface.
     """
     env = {
         "OMP_NUM_THREADS": threads_of(job, host, facts, processes),
@@ -254,25 +248,18 @@ def node_env(job: Job, host: Host, facts: Facts, processes: int,
         if job.debug.value:
             env |= {name: Setting(value, job.debug.source, "--debug")
                     for name, value in DEBUG_OF_RANKS.items()}  # fmt: skip
-        interface_env = interfaces.variables(network.interface, facts)
-        env |= {
-            name: Setting(value, Source.FOUND, network.reason)
-            for name, value in interface_env.items()
-        }
+        variables = interfaces.variables(network.interface, facts)
+        env |= {name: Setting(value, Source.FOUND, network.reason)
+                for name, value in variables.items()}  # fmt: skip
     if job.backend in ONECCL_BACKENDS:
-        bound = bind(job, host, facts, processes)
-        env |= {
-            name: Setting(value, Source.FOUND, f"--backend {job.backend}")
-            for name, value in oneccl(bound, network).items()
-        }
+        variables = oneccl(bind(job, host, facts, processes), network)
+        env |= {name: Setting(value, Source.FOUND, f"--backend {job.backend}")
+                for name, value in variables.items()}  # fmt: skip
     overrides, job_env = user_env(job, host), job.environment.variables()
     yields = job.environment.source <= Source.FILE
     table = f"[hosts.{host.name}.env] of {TOML_NAME}"
-    host_env = {
-        name: Setting(value, Source.FILE, table)
-        for name, value in host.env.items()
-        if yields or name not in job_env
-    }
+    host_env = {name: Setting(value, Source.FILE, table) for name, value in host.env.items()
+                if yields or name not in job_env}  # fmt: skip
     return {name: setting for name, setting in env.items() if name not in overrides} | host_env
 
 
@@ -280,11 +267,8 @@ def threads_of(job: Job, host: Host, facts: Facts, processes: int) -> Setting[st
     """Returns one thread per core of a rank, limited by the node's own environment."""
     threads = affinity.threads(facts, processes, bind(job, host, facts, processes))
     inherited = (facts.get("environment") or {}).get("OMP_NUM_THREADS", "")
-    if (
-        "OMP_NUM_THREADS" in job.environment.unset
-        or not inherited.isascii()
-        or not inherited.isdigit()
-    ):
+    is_number = inherited.isascii() and inherited.isdigit()
+    if "OMP_NUM_THREADS" in job.environment.unset or not is_number:
         return Setting(str(threads), Source.FOUND, "cores a rank")
     if not 0 < int(inherited) < threads:
         return Setting(str(threads), Source.FOUND, "cores a rank")
@@ -323,19 +307,16 @@ def defaults(job: Job, host: Host, facts: Facts) -> list[str]:
 
 
 def make_plan(job: Job, run_id: str, surveys: Sequence[HostSurvey], supplies: Supplies,
-              master_port: Setting[int], notes: Sequence[str] = (),
-              attempt: int = 0, spares: Sequence[HostSurvey] = ()) -> Plan:  # fmt: skip
-    """Makes the plan.
+              master_port: Setting[int], notes: Sequence[str],
+              spares: Sequence[HostSurvey] = ()) -> Plan:  # fmt: skip
+    """Makes the plan of the first start.
 
     Args:
-        job: What was asked for.
-        run_id: Names the run.
+        job, run_id, supplies: What runs, and what can be sent to hosts.
         surveys: What is known about each host; rank 0 runs on the first.
-        supplies: What can be sent to them.
         master_port: The port held on the first host.
         notes: What was decided on the way.
-        attempt: 0 for the first start.
-        spares: The same about hosts that get no ranks yet.
+        spares: What is known about hosts that get no ranks yet.
 
     Raises:
         SettingError: A host cannot hold so many ranks.
@@ -354,7 +335,7 @@ def make_plan(job: Job, run_id: str, surveys: Sequence[HostSurvey], supplies: Su
     hosts, facts = [survey.host for survey in surveys], surveys[0].facts
     return Plan(
         run_id=run_id,
-        attempt=attempt,
+        attempt=0,
         entry=job.entry,
         world_size=first_rank,
         master_addr=surveys[0].network.address,
@@ -396,13 +377,9 @@ def confirmed(planned: Plan, current: Plan) -> Plan:
 
 def next_attempt(plan: Plan, attempt: int, master_port: Setting[int], restarts: int) -> Plan:
     """Returns the plan of a further attempt, with a new port for a new store."""
-    return replace(
-        plan,
-        attempt=attempt,
-        restarts=restarts,
-        master_port=master_port.value,
-        settings={**plan.settings, "master_port": master_port},
-    )
+    settings = {**plan.settings, "master_port": master_port}
+    return replace(plan, attempt=attempt, restarts=restarts, master_port=master_port.value,
+                   settings=settings)  # fmt: skip
 
 
 def uses_agent_store(job: Job, facts: Facts) -> bool:
@@ -445,10 +422,7 @@ def newcomer_part(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str,
                   ranks: Sequence[int]) -> NodePlan:  # fmt: skip
     """Returns the plan of a host that joins a running job.
 
-    Args:
-        job, survey, supplies, run_id: As for :func:`make_plan`.
-        node_rank: Its number.
-        ranks: Numbers for its ranks; those that it cannot hold are not used.
+    Its ranks get the numbers ``ranks``, of which those that it cannot hold are not used.
     """
     part = _node(job, survey, place_on(job, survey, supplies, run_id), node_rank, 0)
     numbered = zip(part.ranks, ranks, strict=False)
@@ -493,10 +467,7 @@ def place_on(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str) -> P
     if job.data is not None:
         entry = replace(entry, args=tuple(job.data.on_node(arg, data) for arg in entry.args))
     if job.data is not None and survey.data is not None and not survey.data.in_place:
-        if job.ship.value == "never" and (survey.data.missing or survey.data.extra):
-            raise data_mismatch(job.data.path, host, survey.data)
-        if not job.follow_links:
-            reject_outward(Path(job.data.path), survey.data.outward)
+        check_data(job, host, survey.data)
         copies.append(Copy("data", job.data.path, data))
     return Place(code, workdir, entry, tuple(copies), data)
 
@@ -512,20 +483,16 @@ def link_notes(job: Job, supplies: Supplies, surveys: Sequence[HostSurvey]) -> l
     if not job.follow_links:
         return []
     trees = [*filter(None, [supplies.code]), *supplies.inputs.values()]
-    links = {
-        f"{tree.root}/{path}": target for tree in trees for path, target in tree.outward.items()
-    }
+    links = {f"{tree.root}/{path}": target
+             for tree in trees for path, target in tree.outward.items()}  # fmt: skip
     if job.data is not None:
         places = [survey.data for survey in surveys if survey.data is not None]
         links |= {f"{job.data.path}/{path}": target
                   for place in places for path, target in place.outward.items()}  # fmt: skip
     examples = ", ".join(f"{path} -> {target}" for path, target in [*links.items()][:5])
     remainder = f" and {len(links) - 5} more" if len(links) > 5 else ""
-    return (
-        [f"--follow-links: content from outside of the folders: {examples}{remainder}"]
-        if links
-        else []
-    )
+    note = f"--follow-links: content from outside of the folders: {examples}{remainder}"
+    return [note] if links else []
 
 
 def data_env(job: Job, place: Place) -> dict[str, Setting[str]]:
@@ -545,14 +512,18 @@ def inputs_env(place: Place) -> dict[str, Setting[str]]:
     return {jobenv.INPUTS: Setting(json.dumps(sent), Source.FOUND, "as sent")} if sent else {}
 
 
-def data_mismatch(path: str, host: Host, place: DataPlace) -> NodeError:
-    """Returns the error for missing data that may not be sent."""
-    return NodeError(
-        f"the data on {host.name} are not those of this machine, and --ship never was given",
-        found=f"{path} is missing or different there; its copy lacks"
-        f" {pluralize(len(place.missing), 'file')}, and has {len(place.extra)} too many",
-        remedy="Leave --ship out (what is missing is sent), or bring the folders into line",
-    )
+def check_data(job: Job, host: Host, place: DataPlace) -> None:
+    """Raises PacelineError if the data that a host lacks may not be sent."""
+    assert job.data is not None
+    if job.ship.value == "never" and (place.missing or place.extra):
+        raise NodeError(
+            f"the data on {host.name} are not those of this machine, and --ship never was given",
+            found=f"{job.data.path} is missing or different there; its copy lacks"
+            f" {pluralize(len(place.missing), 'file')}, and has {len(place.extra)} too many",
+            remedy="Leave --ship out (what is missing is sent), or bring the folders into line",
+        )
+    if not job.follow_links:
+        reject_outward(Path(job.data.path), place.outward)
 
 
 def code_root(host: Host, tree: Tree) -> str:

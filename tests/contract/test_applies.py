@@ -399,7 +399,7 @@ def test_what_is_typed_goes_before_the_file_where_a_run_is_left(
 ) -> None:  # fmt: skip
     (tmp_path / "paceline.toml").write_text(f"[run]\n{settings}\n")
     shown: list[str] = []
-    outcome = leave.DetachOutcome(None, Host("n1"), is_local=True, run_id="1")
+    outcome = leave.DetachOutcome(None, Host("n1", local=True), run_id="1")
     monkeypatch.setattr(leave, "detach", lambda *_: outcome)
     monkeypatch.setattr(attached, "attach_to_run", lambda run, **_: shown.append(str(run)) or 0)
     done = CliRunner(env=dict.fromkeys(ALLOCATION)).invoke(program, ["run", *words, "job.py"])

@@ -583,9 +583,7 @@ def test_hostile_events(tmp_path: Path) -> None:
     async def go() -> int:
         channel = Channel(Host("n2"), Said(b""))  # type: ignore[arg-type]
         node = Node(channel.host, channel)
-        fleet = SimpleNamespace(
-            running=True, lease_s=10.0, nodes=[node], absence=None, has=lambda node: True
-        )
+        fleet = SimpleNamespace(running=True, lease_s=10.0, nodes=[node], absence_s=0.0)
         refused = 0
         for kind, examples in TOLD.items():
             for example in examples:

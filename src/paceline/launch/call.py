@@ -89,8 +89,6 @@ def write_call(path: Path, function: Callable[..., Any], args: Sequence[Any],
     """Writes the file that every rank reads.
 
     Args:
-        path: The file.
-        function, args, kwargs: The call.
         by_value: Modules whose functions and classes are pickled by value.
 
     Returns:

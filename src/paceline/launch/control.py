@@ -60,8 +60,6 @@ class RunActions:
     """Actions that a person can request of a run. Used from the launcher's event loop only.
 
     Args:
-        run_id: Identifies the run.
-        recorder: Records the requests.
         note: Prints a line for the user of this terminal.
 
     Attributes:
@@ -82,13 +80,13 @@ class RunActions:
 
     # --- requests ----------------------------------------------------------------------------
 
-    def stop(self, *, immediately: bool = False, signum: signal.Signals = signal.SIGTERM) -> str:
+    def stop(self, *, immediately: bool = False) -> str:
         """Stops the run as a signal does: with time to save, or at once."""
         if self.interrupts is None:
             raise NodeError("the run cannot be stopped at this moment")
         self._recorder.event("asked", do="stop", text="at once" if immediately else "")
         for _ in range(2 if immediately else 1):
-            self.interrupts.receive(signum)
+            self.interrupts.receive(signal.SIGTERM)
         return "stopping at once" if immediately else "stopping"
 
     async def save(self) -> str:
@@ -201,11 +199,7 @@ def format_stacks(snapshots: Sequence[RankSnapshot]) -> str:
 
 
 class ControlServer:
-    """Answers requests of this user's other processes on the run's socket.
-
-    Args:
-        actions: Carries the requests out.
-    """
+    """Answers requests of this user's other processes on the run's socket."""
 
     def __init__(self, actions: RunActions) -> None:
         self._actions = actions

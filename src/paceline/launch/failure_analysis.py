@@ -183,7 +183,6 @@ def attribute_network_loss(
     """Attributes the loss of hosts that all became unreachable together to this launcher.
 
     Args:
-        failures: As known.
         unreachable_s: For how long each host sent nothing that was given up while none sent any.
         lease_s: How long nodes run without hearing from the launcher.
     """

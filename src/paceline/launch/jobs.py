@@ -35,7 +35,6 @@ class Takeover:
     """Decisions of the launching machine for a run that a supervisor takes over.
 
     Attributes:
-        run_id: Identifies the run.
         supplies: Files for the nodes, as they were on the launching machine; ``None`` if that is
             this machine.
         on_event: Called with every event of an agent.
@@ -98,7 +97,6 @@ def run_job(job: Job, cluster: Cluster, transport: Transport, screen: Screen, *,
         inspect: Checks the nodes' facts before anything starts.
         plan: Made by :func:`plan_job` from the same values: it is executed, or nothing starts.
         keep_warm_s: How long the hosts stay ready for the next command of this user, in seconds.
-        takeover: Decisions of another launching machine.
 
     Raises:
         PacelineError: The job could not be started.

@@ -37,12 +37,7 @@ ATTEMPT_MODULE = "paceline.launch.elastic.attempt"  # imported while hosts conne
 
 
 class Launcher:
-    """One run. Calls ``on_event`` with every event of an agent.
-
-    Attributes:
-        driver: Runs the attempts; has the plan.
-        recorder: Records events and output.
-    """
+    """One run. Calls ``on_event`` with every event of an agent."""
 
     def __init__(self, request: Request, screen: Screen, directory: RunDirectory,
                  on_event: Callable[[Event], None]) -> None:  # fmt: skip

@@ -98,7 +98,6 @@ class DetachedRun:
         run_dir: The run directory on this machine.
         command: The typed command, the program's name first.
         options: Further options of the supervisor: ``show``, ``check_level``, ``keep_results``.
-        ssh: How to log in.
         containers: Starts containers if agents run in them.
     """
 
@@ -120,14 +119,10 @@ class DetachOutcome:
 
     Attributes:
         exit_code: Exit status if the run is over already; ``None`` if it goes on.
-        host: The supervisor's host.
-        is_local: Whether that is this machine.
-        run_id: Identifies the run.
     """
 
     exit_code: int | None
     host: Host
-    is_local: bool
     run_id: str
 
 
@@ -168,7 +163,7 @@ class _DetachedStart:
                 if not self._interrupts.received:
                     raise
                 code = 128 + self._interrupts.received[0]
-        return DetachOutcome(code, self._host, self._host.local, self._request.run_id)
+        return DetachOutcome(code, self._host, self._request.run_id)
 
     def _interrupted(self, task: asyncio.Task[Any]) -> None:
         if len(self._interrupts.received) == 1:  # a second signal must not interrupt the closing
@@ -558,7 +553,6 @@ class Login:
     """A login with a program that may be detached from it.
 
     Attributes:
-        host: The host.
         is_detached: Whether the program reported that it is detached.
     """
 

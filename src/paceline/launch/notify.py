@@ -48,13 +48,9 @@ class RunEnd:
     """How a run ended.
 
     Attributes:
-        path: The run directory.
-        name: The run's name.
-        result: How it ended.
         seconds: From the call to the end.
         metrics: The last value of every metric.
         resumable: Whether it was asked to stop and has a checkpoint.
-        secrets: Values to redact.
     """
 
     path: Path
@@ -205,12 +201,9 @@ def display_target(target: str) -> str:
 
 def secret_addresses(targets: Sequence[str]) -> list[str]:
     """Returns the addresses that files may show only as :func:`display_target` does."""
-    return [target for target in targets if _ADDRESS.match(target) and _is_secret_address(target)]
-
-
-def _is_secret_address(address: str) -> bool:
-    parts = urlsplit(address)
-    return "@" in parts.netloc or bool(parts.path.strip("/") or parts.query)
+    parts = {target: urlsplit(target) for target in targets if _ADDRESS.match(target)}
+    return [target for target, part in parts.items()
+            if "@" in part.netloc or part.path.strip("/") or part.query]  # fmt: skip
 
 
 # --- notifications --------------------------------------------------------------------------------
@@ -222,7 +215,6 @@ def notify_all(targets: Sequence[str], run_end: RunEnd, note: Callable[[str], No
 
     Args:
         targets: Commands and addresses, as ``--notify`` takes them.
-        run_end: How the run ended.
         note: Takes a warning for each failed notification.
         timeout_s: For all notifications together.
     """

@@ -63,7 +63,6 @@ class Recorder:
     """Writes events to the run directory and the screen.
 
     Args:
-        directory, screen: Where output is written and shown.
         debug: Whether library diagnostics go into files of their own.
 
     Attributes:

@@ -51,7 +51,6 @@ class AgentStatus:
     """A warm agent.
 
     Attributes:
-        record: Its record.
         state: ``waits`` for a command (or did until now), is ``in use`` by one, or ``gone``.
     """
 

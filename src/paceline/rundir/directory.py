@@ -141,7 +141,6 @@ class RunDirectory:
         """Writes a JSON file atomically.
 
         Args:
-            name, value: Its name and content.
             durable: Whether it must survive a power failure, which takes longer.
         """
         with self._explained():
@@ -168,8 +167,6 @@ class RunDirectory:
         """Appends to any file of the run, without secrets, even if several calls bring one.
 
         Args:
-            name: The file.
-            data: The next bytes of a stream.
             stream: Name of the stream, if several streams share the file.
         """
         self._append(name, self._redactor.piece(name, stream, data))

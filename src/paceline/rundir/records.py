@@ -18,6 +18,7 @@ from typing import IO, Any
 MAX_OBJECT_BYTES = 8 << 20  # of a .json file
 RECORDS_BYTES = 4 << 20  # read of the beginning, and of the end, of a .jsonl file
 MAX_RECORD_BYTES = 1 << 20  # of one line of it
+NUM_SAMPLES = 64  # evenly spaced, of a huge file
 
 
 def open_regular(path: Path) -> IO[bytes]:
@@ -79,7 +80,6 @@ def read_records(path: Path, size: int = RECORDS_BYTES, but: bytes = b"") -> lis
     """The objects of a ``.jsonl`` file in order; of a huge one those at its beginning and end.
 
     Args:
-        path: The file.
         size: Bytes read of the beginning, and of the end.
         but: Skip lines that contain these bytes, without parsing them.
     """
@@ -103,15 +103,11 @@ def last_record(path: Path, size: int, predicate: Callable[[dict[str, Any]], boo
     return next(filter(predicate, objects), None)
 
 
-def sampled_records(
-    path: Path, size: int, num_samples: int = 64
-) -> tuple[list[dict[str, Any]], bool]:
+def sampled_records(path: Path, size: int) -> tuple[list[dict[str, Any]], bool]:
     """The objects of a ``.jsonl`` file in order; of a huge one samples from all over it.
 
     Args:
-        path: The file.
         size: Maximum number of bytes to read.
-        num_samples: Number of evenly spaced samples, including the beginning and the end.
 
     Returns:
         The objects, and whether these are all.
@@ -121,9 +117,9 @@ def sampled_records(
             file_size = os.fstat(stream.fileno()).st_size
             if file_size <= size:
                 return _objects(stream.read(size).split(b"\n")), True
-            sample_bytes, lines = size // num_samples, list[bytes]()
-            for sample in range(num_samples):
-                stream.seek((file_size - sample_bytes) * sample // (num_samples - 1))
+            sample_bytes, lines = size // NUM_SAMPLES, list[bytes]()
+            for sample in range(NUM_SAMPLES):
+                stream.seek((file_size - sample_bytes) * sample // (NUM_SAMPLES - 1))
                 lines += stream.read(sample_bytes).split(b"\n")  # partial lines are no valid JSON
     except (OSError, ValueError):
         return [], True

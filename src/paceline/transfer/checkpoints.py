@@ -159,10 +159,7 @@ class CheckpointFetcher:
 
     Args:
         channel, folder: The channel of rank 0's node, and the run's folder there.
-        run: The run directory.
-        fetcher: Fetches the files.
         keep: Number of checkpoints to keep besides the best; 0: unknown, or all.
-        note: Shows a message to the user.
     """
 
     def __init__(self, channel: Channel, folder: str, run: Path, fetcher: Fetcher, *,

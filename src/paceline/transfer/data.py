@@ -32,7 +32,6 @@ class DataFolder:
     """A data folder of the launching machine, read once when needed.
 
     Args:
-        root: Its absolute path.
         machine: Name of the launching machine.
         copy: Key and path of a copy, on another machine.
 

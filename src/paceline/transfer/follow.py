@@ -46,7 +46,6 @@ class RunState:
 
     Attributes:
         state: ``running``, ``ended``, or ``lost`` (its supervisor died without a result).
-        record: Its description.
         news: Whether any file was fetched.
     """
 
@@ -79,8 +78,6 @@ class Follower:
     """Mirrors the run directory of a supervisor's host.
 
     Args:
-        channel: Channel of an agent there.
-        run_id: Id of the run.
         path: The local folder, private to this user; links in it are not followed.
     """
 
@@ -225,7 +222,6 @@ class Follower:
 
         Args:
             state: The state: ``ended`` or ``lost``.
-            note: Shows a message to the user.
 
         Returns:
             False if some files were refused and stay there.

@@ -23,7 +23,6 @@ class Fetcher:
 
     Args:
         directory: The run directory; links inside it are not followed.
-        note: Shows a message to the user.
 
     Attributes:
         incomplete_hosts: Hosts whose run folder must be kept: some files were not fetched.
@@ -40,7 +39,6 @@ class Fetcher:
         """Fetches new and changed files below ``root`` of a node into ``target``.
 
         Args:
-            channel: The node's channel.
             root: Folder on the node.
             manifest: The folder's content before the job; ``None`` if it was empty.
             target: Local folder, in the run directory.

@@ -87,7 +87,7 @@ def with_lasting_inputs(job: Job, run_dir: Path) -> Job:
 def describe_commands(outcome: DetachOutcome, run_dir: Path) -> str:
     """Describes where the run goes on, and which commands follow it."""
     run = shell_text([short_name(run_dir)])
-    supervisor = "this machine" if outcome.is_local else outcome.host.name
+    supervisor = "this machine" if outcome.host.local else outcome.host.name
     return "\n".join([
         f"paceline: the run continues without this command, supervised on {supervisor}",
         f"  attach:     paceline attach {run}",

@@ -46,7 +46,6 @@ class Attempt:
     Attributes:
         is_watching: Whether the ranks run, and signals are passed to them.
         startup: What the ranks did before their first step.
-        recovery: Recovers from losses in place.
     """
 
     def __init__(self, plan: Plan, job: Job, fleet: Fleet, interrupts: Interrupts,
@@ -154,10 +153,9 @@ class Attempt:
             await self._fleet.tell("dump_stacks", closely=True)
         patience = asyncio.sleep(failure_analysis.settling_delay_s(self._failures))
         await first_of(self._ended.wait(), self._interrupts.wait(), patience)
-        absence, lease_s = self._fleet.absence, self._fleet.lease_s
-        absent_s = absence.seconds if absence else 0.0
+        absence_s, lease_s = self._fleet.absence_s, self._fleet.lease_s
         failures = failure_analysis.attribute_early_end(self._failures, self._early)
-        failures = failure_analysis.attribute_launcher_pause(failures, absent_s, lease_s)
+        failures = failure_analysis.attribute_launcher_pause(failures, absence_s, lease_s)
         failures = failure_analysis.attribute_network_loss(
             failures, self._fleet.common_silences, lease_s
         )

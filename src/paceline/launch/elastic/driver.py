@@ -25,7 +25,7 @@ from paceline.launch.failure_analysis import is_full_disk
 from paceline.launch.interrupts import Interrupts
 from paceline.launch.nodes import survey
 from paceline.launch.nodes.connect import HostDialer, Reconnector
-from paceline.launch.nodes.fleet import Fleet, Node, first_of
+from paceline.launch.nodes.fleet import Fleet, Node, first_of, try_request
 from paceline.launch.nodes.provisioner import Provisioner, fork_servers_up
 from paceline.launch.planning import planner
 from paceline.launch.planning.request import Request
@@ -33,7 +33,7 @@ from paceline.launch.recorder import Recorder
 from paceline.launch.results.collector import ResultCollector
 from paceline.launch.terminal.run_state import NodeWait
 from paceline.launch.terminal.screen import Screen
-from paceline.spec.errors import NodeError, PacelineError
+from paceline.spec.errors import NodeError
 from paceline.spec.events import Event
 from paceline.spec.failure import LAUNCHER_HOST, Failure, Recovery, Result
 from paceline.spec.formatting import format_size, pluralize, span
@@ -68,7 +68,6 @@ class Ending:
     """How the last attempt ended.
 
     Attributes:
-        result: The result of its ranks.
         failure: The final failure; ``None`` if all went well.
         is_collected: Whether the results have been collected already.
     """
@@ -82,7 +81,6 @@ class ElasticDriver:
     """Runs the attempts of a job on the hosts that are available.
 
     Args:
-        request, provisioner, results, actions, screen, recorder: Of the run.
         listener: Called with each event of an agent.
         announce: Shows the plan to the user, once, before its ranks start.
 
@@ -90,7 +88,6 @@ class ElasticDriver:
         fleet: The nodes, from :meth:`take_over` on.
         missing: Hosts that were missing at the start, with their errors.
         dialling: Their dialers, until the reconnector follows them.
-        policy: Decides what is tried again.
         plan: The current plan, once there is one.
         attempt: The running attempt; ``None`` while no ranks run.
         failure: The failure of the last attempt.
@@ -290,9 +287,7 @@ class ElasticDriver:
         """Decides whether all ranks start again after a failure, and prepares that start.
 
         Args:
-            failure: The first failure of the attempt.
             departing: Nodes that were asked to end; they are dismissed.
-            ran_s: How long the ranks ran.
             startup: What they did before their first step; ``None`` if they have recovered before.
         """
         request = self._request
@@ -512,9 +507,8 @@ async def full_disk(fleet: Fleet, failure: Failure) -> str:
     node = next((node for node in fleet.nodes if node.name == failure.host), None)
     if node is None or node.lost or not is_full_disk(failure):
         return ""
-    try:
-        answer = await node.channel.request("disk", paths=[node.run_folder])
-    except (PacelineError, ConnectionError):
+    answer = await try_request(node, "disk", paths=[node.run_folder])
+    if answer is None:
         return ""
     (disk,) = answer["disks"]
     free = disk.get("free")

@@ -81,7 +81,6 @@ class RankEvents(RankStates):
         """A rank had an error in a collective and waits for a new group.
 
         Args:
-            slot: The rank.
             unreachable_host: The host that it could not reach; empty after another kind of error.
             generation: The newest group that it knew.
         """
@@ -148,7 +147,7 @@ class RankEvents(RankStates):
         if rank.state == "in":
             rank.state = "done"
             group = self._generation
-            if self._is_stopping and not group.planned and slot in group.regrouping:
+            if self.is_stopping and not group.planned and slot in group.regrouping:
                 self._broken_at = self._now  # the others wait for it in the new group
             group.regrouping.discard(slot)
         elif rank.state in ("joining", "ready", "starting"):
@@ -158,11 +157,11 @@ class RankEvents(RankStates):
     def rank_lost(self, slot: int, failure: Failure) -> None:
         """A rank was ended by a signal or has failed."""
         rank = self._ranks[slot]
-        if self._is_stopping and failure.kind == "exception":
+        if self.is_stopping and failure.kind == "exception":
             rank.saved = failure.headline.startswith(STOPPED_PREFIX)
             return  # its end follows
         has_saved = rank.saved or failure.code == SAVED_EXIT_CODE
-        if self._is_stopping and failure.kind == "exit" and has_saved:
+        if self.is_stopping and failure.kind == "exit" and has_saved:
             self.rank_finished(slot)
             return
         ended = failure.kind in ("signal", "exit")
@@ -295,7 +294,7 @@ class RankEvents(RankStates):
                 losses=tuple(self._losses), slots=(*lost,), hosts=(*lost.values(),),
                 num_survivors=len({*self._generation.members} - {*lost}),
                 seconds=max(0.0, self._now - lost_at),
-                is_final=self._is_stopping or self._abandon_reason is not None,
+                is_final=self.is_stopping or self._abandon_reason is not None,
             ))  # fmt: skip
         for slot in self._generation.members:
             self._ranks[slot].lost_at = 0.0
@@ -317,7 +316,6 @@ class Members(RankEvents):
 
         Args:
             sides: Groups of slots that wait in the same collective.
-            headline: Why the strays are ended.
 
         Returns:
             Whether the others go on.
@@ -325,7 +323,7 @@ class Members(RankEvents):
         joined = {rank.number: rank.joined_generation for rank in self._in_state("in")}
         first = {slot for slot, generation in joined.items() if generation == min(joined.values())}
         first_side = next((side for side in sides if first <= {*side}), None)
-        if first_side is None or self._is_stopping:
+        if first_side is None or self.is_stopping:
             return False
         strays = [slot for slot in joined if slot not in first_side]
         for slot in strays:
@@ -351,10 +349,9 @@ class Members(RankEvents):
         """Excludes one host of each pair that cannot reach each other; returns whether it does.
 
         Args:
-            pairs: Two hosts each.
             progress_at: When the ranks gave their last sign of progress.
         """
-        is_connecting = self._is_connecting and not self._is_stopping
+        is_connecting = self._is_connecting and not self.is_stopping
         if self._broken_at is not None or self._unexplained or self._in_state("done"):
             return False
         if self._has_ended or self._abandon_reason or not (self.is_stable or is_connecting):
@@ -369,9 +366,9 @@ class Members(RankEvents):
         No rank joins any more. After a loss the survivors still regroup, however few nodes are
         left, so that they can finish their step and save.
         """
-        if self._has_ended or self._is_stopping:
+        if self._has_ended or self.is_stopping:
             return
-        self._is_stopping = True
+        self.is_stopping = True
         for rank in self._in_state("ready", "starting"):
             self._kill(rank)
 
@@ -394,7 +391,7 @@ class Members(RankEvents):
 
     def _classify_failures(self) -> None:
         """Counts failures that followed a loss as losses; others are the program's own."""
-        if self._is_stopping:  # the cause does not matter any more
+        if self.is_stopping:  # the cause does not matter any more
             self._attribute_to_loss(self._unexplained)
         if self._losses:
             self._attribute_to_loss([p for p in self._unexplained if p.failure.is_secondary])
@@ -416,7 +413,7 @@ class Members(RankEvents):
         self._unexplained = [pending for pending in self._unexplained if pending not in failures]
         for pending in failures:
             rank = self._ranks[pending.slot]
-            if rank.session_closed and not (self._is_stopping or self._has_ended):
+            if rank.session_closed and not (self.is_stopping or self._has_ended):
                 self._fail(pending.failure)
             else:
                 self._drop(rank, pending.failure)
@@ -427,7 +424,7 @@ class Members(RankEvents):
             self._has_ended = True
         elif self._losses:
             self._fail(*self._losses)
-        if self.is_finished or (self._has_ended and self._is_stopping):
+        if self.is_finished or (self._has_ended and self.is_stopping):
             for host in self._hosts:
                 newcomers = tuple(r.number for r in self._in_state("joining", "ready", "starting")
                                   if r.host == host)  # fmt: skip
@@ -440,7 +437,7 @@ class Members(RankEvents):
         Kills again after some time, because no newcomer starts before the old process has ended.
         """
         now = self._now
-        if self._is_stopping:
+        if self.is_stopping:
             self._stop_started_at = self._stop_started_at or now
             if now >= self._stop_started_at + STATE_TRANSFER_S:  # a large state, or a slow link
                 for rank in self._in_state("joining"):
@@ -469,7 +466,7 @@ class Members(RankEvents):
                 rank.kill_at = None
 
     def _restore_hosts(self) -> None:
-        if self._is_stopping:
+        if self.is_stopping:
             return
         for host, node in self._hosts.items():
             if not node.ordered and node.state in ("no server", "lost"):
@@ -489,7 +486,7 @@ class Members(RankEvents):
                 self._schedule_restart(rank)
         available = [name for name, h in self._hosts.items() if h.state in ("up", "no server")]
         too_few = len(available) < self._min_hosts
-        if too_few and self._abandon_reason is None and not self._is_stopping:
+        if too_few and self._abandon_reason is None and not self.is_stopping:
             self._wait_for_hosts(available)
             if self._abandon_reason is None:
                 if broken and self._can_share_state:
@@ -538,7 +535,7 @@ class Members(RankEvents):
         self._actions.append(Regroup(number, members, planned, host, is_paused))
 
     def _stop_if_abandoned(self) -> None:
-        loss = None if self._is_stopping else self._abandon_reason
+        loss = None if self.is_stopping else self._abandon_reason
         is_timed_out = self._now - self._generation.formed_at > STOP_TIMEOUT_S
         if loss is not None and (self.is_stable or is_timed_out):
             self._actions.append(Stop(loss))
@@ -550,8 +547,8 @@ class Members(RankEvents):
         If that has failed before, one host of each pair that cannot reach each other is excluded;
         without such a pair the ranks end.
         """
-        is_abandoned = self._abandon_reason is not None and not self._is_stopping
-        is_forming = self._is_stopping and not self.is_stable
+        is_abandoned = self._abandon_reason is not None and not self.is_stopping
+        is_forming = self.is_stopping and not self.is_stable
         if self._broken_at is not None or is_abandoned or is_forming:
             return
         newcomers = self._in_state("joining")
@@ -563,7 +560,7 @@ class Members(RankEvents):
         if self._unexplained or self._now - interrupted_at < INTERRUPT_TIMEOUT_S:
             return
 
-        is_group_intact = self._is_stopping or not self._in_state("done")
+        is_group_intact = self.is_stopping or not self._in_state("done")
         has_retried = bool(newcomers) or self._retried_step >= self._step or not is_group_intact
         joining_hosts = self._joining_hosts
         excluded = self._host_to_exclude(joining_hosts) if has_retried and is_group_intact else None
@@ -649,7 +646,7 @@ class Members(RankEvents):
 
     def _start_newcomers(self) -> None:
         """Starts newcomers for lost ranks on hosts that can start them."""
-        is_ending = self._has_ended or self._is_stopping or self._is_training_complete
+        is_ending = self._has_ended or self.is_stopping or self._is_training_complete
         if is_ending or self._abandon_reason is not None or self._broken_at is not None:
             return
         if not self.accepts_newcomers:
@@ -685,7 +682,7 @@ class Members(RankEvents):
     def _admit_newcomers(self) -> None:
         """Lets ready newcomers join; waits a little for others that are starting."""
         ready = self._in_state("ready")
-        is_ending = self._has_ended or self._is_stopping or self._is_training_complete
+        is_ending = self._has_ended or self.is_stopping or self._is_training_complete
         if is_ending or not ready or not self.is_stable:
             return
         first = min(rank.ready_at for rank in ready)

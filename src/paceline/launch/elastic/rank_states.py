@@ -26,7 +26,6 @@ class Regroup:
     """All living ranks form the process groups of a new generation.
 
     Attributes:
-        generation: Its number.
         members: Slots in rank order.
         planned: Ranks join between two steps. If False, ranks were lost: regroup at once.
         store_host: Host that opens a new rendezvous store; empty to reuse the current store.
@@ -109,7 +108,6 @@ class Fail:
     """The attempt has failed.
 
     Attributes:
-        failures: Of its ranks.
         reason: Why another attempt is useless; empty if unknown.
     """
 
@@ -122,8 +120,6 @@ class Recovered:
     """The surviving ranks have formed a group and continue training.
 
     Attributes:
-        losses: The failures in their order.
-        slots: The lost ranks.
         num_survivors: How many ranks continue without them.
         seconds: From the first loss, or from the last progress if a link was blocked, until all
             survivors had the new group.
@@ -237,11 +233,7 @@ class RankStates:
     """The state of ranks and hosts, and what follows from it without a decision.
 
     Args:
-        hosts_of: Host by slot.
-        min_hosts: How many hosts the training needs.
         patience_s: Seconds for which the ranks wait for them with their state in memory.
-        policy: Decides what is tried again.
-        clock: Returns the time in seconds.
     """
 
     def __init__(self, hosts_of: Mapping[int, str], min_hosts: int = 1,
@@ -269,7 +261,7 @@ class RankStates:
         self._exclusions: Counter[str] = Counter()
         self._abandon_reason: Failure | None = None
         self._deadlocked_at: float | None = None
-        self._is_stopping = False  # the ranks were asked to save and stop
+        self.is_stopping = False  # the ranks were asked to save and stop
         self._stop_started_at: float | None = None
         self._closed_reason = ""  # why no rank can join any more
         self._has_ended = False
@@ -301,11 +293,6 @@ class RankStates:
     def is_stable(self) -> bool:
         """Whether all members train in the present generation."""
         return not self._generation.regrouping and self._broken_at is None
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether the ranks were asked to save and stop."""
-        return self._is_stopping
 
     @property
     def accepts_newcomers(self) -> bool:
@@ -345,7 +332,7 @@ class RankStates:
 
     def starting_newcomers(self) -> list[tuple[int, str, float]]:
         """Returns newcomers that cannot join yet, as (slot, host, start time)."""
-        if self._is_stopping or not self.can_recover:
+        if self.is_stopping or not self.can_recover:
             return []
         return [(rank.number, rank.host, rank.started_at) for rank in self._in_state("starting")
                 if rank.alive and not rank.killed]  # fmt: skip

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import time
 from collections import Counter
@@ -30,7 +29,7 @@ from paceline.launch.elastic.rank_states import (
 )
 from paceline.launch.elastic.recovery_report import RecoveryReport, describe_exclusion, listed
 from paceline.launch.nodes.connect import RELEASED_REDIAL_S, Reconnector
-from paceline.launch.nodes.fleet import Fleet, Node
+from paceline.launch.nodes.fleet import Fleet, Node, try_request
 from paceline.launch.recorder import Recorder
 from paceline.launch.terminal.run_state import NodeWait
 from paceline.launch.terminal.screen import Screen
@@ -54,10 +53,6 @@ class RankCommands:
     """Sends commands to the hosts of one attempt and records which host has which ranks.
 
     The plan's ranks are the slots. ``run_dir`` is the run directory as the user names it.
-
-    Attributes:
-        parts: The plan of each host.
-        hosts_of: The host of each slot.
     """
 
     def __init__(self, plan: Plan, job: Job, fleet: Fleet, run_dir: str) -> None:
@@ -148,9 +143,8 @@ class RankCommands:
 
     async def request(self, host: str, op: str, **fields: Any) -> None:
         """Sends a request to an agent and ignores failures."""
-        with contextlib.suppress(PacelineError, ConnectionError, asyncio.TimeoutError):
-            channel = self._fleet.get(host).channel
-            await asyncio.wait_for(channel.request(op, **fields), REPLY_TIMEOUT_S)
+        if (node := self.node(host)) is not None:
+            await try_request(node, op, REPLY_TIMEOUT_S, **fields)
 
     async def open_store(self, host: str) -> None:
         """Opens a fresh rendezvous store on a host; raises what :meth:`Channel.request` does."""

@@ -22,7 +22,6 @@ class RecoveryReport:
     """Reports losses and new ranks to the user and counts the recoveries of one attempt.
 
     Attributes:
-        completed: The recoveries so far.
         untrained: Additional ranks that have not trained yet.
     """
 

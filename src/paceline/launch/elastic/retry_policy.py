@@ -116,7 +116,6 @@ class Verdict:
         number: How many failures have counted so far.
         limit: How many are allowed.
         is_start: Whether this repeats a start that came to no step.
-        notes: Messages for the user.
     """
 
     retries: bool
@@ -188,11 +187,8 @@ class RetryPolicy:
         """Counts a failed attempt and says whether the job starts again.
 
         Args:
-            failure: The first failure of the attempt.
-            diagnosis: What the hosts show.
             startup: What the attempt did before its first step; ``None`` if it has recovered.
             timestamp: Seconds of any monotonic clock.
-            ran_s: How long the ranks ran.
         """
         if startup is None or startup.has_work_to_lose:
             self._num_futile_starts = 0
@@ -222,7 +218,6 @@ class RetryPolicy:
         """Counts a failure of the program itself and returns whether the job continues.
 
         Args:
-            failure: The first failure of its attempt.
             timestamp: Seconds of any monotonic clock.
             step: The step of the session; ``None`` for a script, whose steps are unknown.
             ran_s: How long the ranks ran; a script that comes equally far takes equally long.

@@ -71,7 +71,6 @@ class RankSnapshot:
     """What one rank was doing at one moment.
 
     Attributes:
-        stack: Its stack.
         cpu_s: CPU time of it and its children, without gloo's event loops: one that is woken for
             nothing uses a whole CPU.
         pid: Process number on its host.
@@ -123,7 +122,6 @@ class Hang:
 
     Attributes:
         host, rank: The rank that the others wait for; ``None`` if all wait for each other.
-        text: One line for the user.
         kind: See :data:`Kind`.
         sure: Whether the rank waits for one single thing; otherwise it wakes up now and then.
         at: The line of code at which it stands.
@@ -449,7 +447,6 @@ def describe_frozen(host: str, rank: int, state: str, seconds: float, on: str, p
     """Describes a rank that something outside of the program holds up.
 
     Args:
-        host, rank, pid: The rank and its process.
         state: See ``agent.supervision.stalls.StallDetector.cause``.
         seconds: For how long.
         on: What holds it up, if known.

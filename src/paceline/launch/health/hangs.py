@@ -9,7 +9,6 @@ if all ranks are at the same place in three snapshots and have begun no other co
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -26,8 +25,7 @@ from paceline.launch.health.hang_verdict import (
     persists,
 )
 from paceline.launch.health.heartbeats import MIN_IDLE_S, HeartbeatStats, positions_json
-from paceline.launch.nodes.fleet import Fleet, Node
-from paceline.spec.errors import PacelineError
+from paceline.launch.nodes.fleet import Fleet, Node, try_request
 from paceline.spec.events import Event
 
 UNREPORTED_IDLE_S = 15.0  # without CPU time, for ranks that report no steps and poll
@@ -298,11 +296,9 @@ async def inspect_host(fleet: Fleet, host: str, closely: bool = False) -> list[R
     node = next((node for node in fleet.nodes if node.name == host and not node.lost), None)
     if node is None:
         return None
-    request: Any = node.channel.request("dump_stacks", closely=closely, stacks=True)
-    with contextlib.suppress(PacelineError, ConnectionError, asyncio.TimeoutError):
-        await asyncio.wait_for(request, PATIENCE_S)
-        return await _inspect_node(node, closely)
-    return None
+    if await try_request(node, "dump_stacks", PATIENCE_S, closely=closely, stacks=True) is None:
+        return None
+    return await _inspect_node(node, closely)
 
 
 async def _inspect_nodes(
@@ -315,9 +311,7 @@ async def _inspect_nodes(
 
 
 async def _inspect_node(node: Node, closely: bool) -> list[RankSnapshot] | None:
-    request: Any = node.channel.request("seen", closely=closely)
-    try:
-        answer = await asyncio.wait_for(request, PATIENCE_S)
-    except (PacelineError, ConnectionError, asyncio.TimeoutError):
+    answer = await try_request(node, "seen", PATIENCE_S, closely=closely)
+    if answer is None:
         return None if node.running else []
     return [RankSnapshot.from_report(node.name, report) for report in answer["ranks"]]

@@ -18,8 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.launch.nodes.fleet import Fleet, Node
-from paceline.spec.errors import PacelineError
+from paceline.launch.nodes.fleet import Fleet, Node, try_request
 
 MIN_IDLE_S = 2.0  # without a step (or a CPU's work), before anybody is asked
 POLL_S = 0.5  # between two questions, as long as some connection has no answer
@@ -194,7 +193,4 @@ class LinkWatch:
 
 async def _request(node: Node, op: str, patience_s: float = PATIENCE_S, **fields: Any) -> Any:
     """Returns an agent's answer; empty if there is none."""
-    try:
-        return await asyncio.wait_for(node.channel.request(op, **fields), patience_s)
-    except (PacelineError, ConnectionError, asyncio.TimeoutError):
-        return {}
+    return await try_request(node, op, patience_s, **fields) or {}

@@ -30,7 +30,6 @@ class HostDialer:
     """Dials one host until it answers.
 
     Attributes:
-        host: The host.
         error: The last error; empty before the first answer.
         channel: The connection, once there is one.
         is_unreachable: Whether no further call of this run can reach the host.
@@ -201,9 +200,7 @@ class Reconnector:
     Args:
         request: What to run, and where.
         fleet: Receives connected hosts as spares.
-        provisioner: Gives them what ranks need.
         on_ready: Called with every node that can start ranks, unless :meth:`reconnect` awaits it.
-        note: Tells the user.
     """
 
     def __init__(self, request: Request, fleet: Fleet, provisioner: Provisioner,

@@ -20,7 +20,6 @@ from paceline.remote.fanout import join_tasks
 from paceline.spec.errors import PacelineError
 from paceline.spec.events import Event
 from paceline.spec.hosts import Host
-from paceline.transfer.data import DataPlace
 
 REQUEST_PATIENCE_S = 3.0
 GOODBYE_S = 5.0
@@ -63,8 +62,6 @@ class Node:
     """A connected host and its state.
 
     Attributes:
-        host: Its description.
-        channel: The connection to its agent.
         offset: Launcher's monotonic clock minus the node's, in seconds.
         min_rtt_s: Round trip by which the offset was measured, in seconds.
         loaded: Versions that the fork server has loaded; empty until it is up.
@@ -82,7 +79,6 @@ class Node:
         active_at: When one of its ranks last worked or wrote, on the launcher's monotonic clock;
             ``None`` while none runs.
         copies: Trees that were built there for this job: name → (folder there, manifest).
-        data: Where it has the data, and what is missing; ``None`` without data, or if local.
         survey: What a plan needs to know of it, once that is known.
     """
 
@@ -103,7 +99,6 @@ class Node:
     common_silence_s: float = 0.0
     active_at: float | None = None
     copies: dict[str, tuple[str, list[list[object]]]] = field(default_factory=dict)
-    data: DataPlace | None = None
     survey: HostSurvey | None = None
 
     @property
@@ -169,19 +164,6 @@ class Node:
         elif error is not None:
             self.ready = asyncio.get_running_loop().create_future()
             self.ready.set_result(error)
-
-
-@dataclass(frozen=True, slots=True)
-class Absence:
-    """A time in which this process did not run: stopped, or its machine asleep.
-
-    Attributes:
-        since: Seconds of the monotonic clock.
-        seconds: How long, sleep of the machine included.
-    """
-
-    since: float
-    seconds: float
 
 
 class Silence:
@@ -256,8 +238,8 @@ class Fleet:
         self.probe_lock = asyncio.Lock()  # held while nodes try each other's addresses
         self.watchful = False  # whether ranks can go on without a node: notice losses sooner
         self.awaits_loss = False  # whether ranks wait to hear which node is lost
-        self._absence: Absence | None = None  # the longest of this process
-        self._ticked = (time.monotonic(), _awake_or_not())
+        self._absence_s = 0.0  # the longest of this process
+        self._ticked_at = _awake_or_not()
         self._beats = [asyncio.create_task(self._watch_ourselves())]
         self.nodes = [self._watch(channel) for channel in channels]
 
@@ -296,13 +278,12 @@ class Fleet:
         return not any(node.lost for node in self.nodes)
 
     @property
-    def absence(self) -> Absence | None:
-        """The longest time in which this process did not run, including one that has just ended."""
-        ticked_at, awake_s = self._ticked
-        gap = _awake_or_not() - awake_s - CLOCK_TICK_S
-        if gap > MIN_PAUSE_S and (self._absence is None or gap > self._absence.seconds):
-            self._absence = Absence(ticked_at, gap)
-        return self._absence
+    def absence_s(self) -> float:
+        """The longest time in which this process did not run: stopped, or its machine asleep."""
+        gap = _awake_or_not() - self._ticked_at - CLOCK_TICK_S
+        if gap > MIN_PAUSE_S:
+            self._absence_s = max(gap, self._absence_s)
+        return self._absence_s
 
     def facts(self) -> dict[str, Any]:
         """Returns the facts that agents reported, by host."""
@@ -379,9 +360,8 @@ class Fleet:
 
     def launcher_fault(self, node: Node) -> str:
         """Returns how the launcher itself explains a node's loss; empty if it does not."""
-        absence = self.absence
-        if absence is not None and absence.seconds > self.lease_s / 2:
-            return failure_analysis.describe_launcher_pause(absence.seconds, self.lease_s)
+        if self.absence_s > self.lease_s / 2:
+            return failure_analysis.describe_launcher_pause(self.absence_s, self.lease_s)
         if not node.common_silence_s:
             return ""
         return failure_analysis.describe_network_loss(node.common_silence_s, self.lease_s)
@@ -401,9 +381,9 @@ class Fleet:
     async def _watch_ourselves(self) -> None:
         """Notes when this process did not run."""
         while True:
-            self._ticked = (time.monotonic(), _awake_or_not())
+            self._ticked_at = _awake_or_not()
             await asyncio.sleep(CLOCK_TICK_S)
-            _ = self.absence
+            _ = self.absence_s
 
     async def silences_resolved(self) -> None:
         """Waits until every node that is silent now has spoken again or is lost."""
@@ -450,18 +430,13 @@ class Fleet:
         node.channel.on_event = lambda event: None
         if not node.lost:
             node.lost = True
-            with contextlib.suppress(PacelineError, ConnectionError, asyncio.TimeoutError):
-                await asyncio.wait_for(node.channel.request("bye"), REQUEST_PATIENCE_S)
+            await try_request(node, "bye")
         await node.channel.close(GOODBYE_S)
 
     async def tell(self, op: str, *, patience_s: float = REQUEST_PATIENCE_S, **fields: Any) -> None:
         """Sends a request to every live node and ignores failures."""
-
-        async def request(node: Node) -> None:
-            with contextlib.suppress(PacelineError, ConnectionError, asyncio.TimeoutError):
-                await asyncio.wait_for(node.channel.request(op, **fields), patience_s)
-
-        await asyncio.gather(*(request(node) for node in self.everyone if not node.lost))
+        await asyncio.gather(*(try_request(node, op, patience_s, **fields)
+                               for node in self.everyone if not node.lost))  # fmt: skip
 
     async def close(self, hurry: bool = False, keep_warm_s: float | None = 0.0) -> None:
         """Dismisses every agent and closes the connections.
@@ -486,6 +461,14 @@ class Fleet:
         nodes = [*self.everyone, *self.former]
         await asyncio.gather(*(node.channel.close(0.0 if node.lost else goodbye_s)
                                for node in nodes))  # fmt: skip
+
+
+async def try_request(node: Node, op: str, patience_s: float = REQUEST_PATIENCE_S,
+                      **fields: Any) -> dict[str, Any] | None:  # fmt: skip
+    """Sends a request; returns the answer, or ``None`` if none comes in time."""
+    with contextlib.suppress(PacelineError, ConnectionError, asyncio.TimeoutError):
+        return await asyncio.wait_for(node.channel.request(op, **fields), patience_s)
+    return None
 
 
 def _imported(node: Node) -> str:

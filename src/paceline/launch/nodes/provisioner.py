@@ -112,7 +112,6 @@ async def start_fork_server(node: Node, job: Job, token: str, package: str = "")
     """Starts a fork server that imports what the job's ranks need.
 
     Args:
-        node, job: The node and the job.
         token: Identifies processes of the job.
         package: Folder of this installation's ``paceline`` there, if it was sent.
     """
@@ -222,15 +221,12 @@ _MAX_APPEAR_POLLS = 30  # a network disk may show a new name late
 
 async def send_data(nodes: Sequence[Node], folder: DataFolder, progress: Progress) -> None:
     """Completes the nodes' copies of the data, once for each disk."""
-    signs = [node.data.sign for node in nodes if node.data]
+    places = {node.name: node.survey.data for node in nodes if node.survey and node.survey.data}
+    signs = [place.sign for place in places.values()]
     firsts, followers = _split(nodes, await _on_earlier_disk(nodes, signs))
-    sent = data.count_sent(progress, sum(node.data.size for node in firsts if node.data))
-    await together([
-        data.send(node.channel, folder, node.data, sent) for node in firsts if node.data
-    ])  # fmt: skip
+    sent = data.count_sent(progress, sum(places[node.name].size for node in firsts))
+    await together([data.send(node.channel, folder, places[node.name], sent) for node in firsts])
     await together([_appears(node, folder) for node in followers])
-    for node in nodes:
-        node.data = None
 
 
 def _split(items: Sequence[T], duplicates: Sequence[bool]) -> tuple[list[T], list[T]]:

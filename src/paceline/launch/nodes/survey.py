@@ -44,16 +44,12 @@ AGENT_EXIT_S = 5.0  # for an agent without launcher and its ranks to end
 def approve(request: Request, fleet: Fleet, inspect: Inspect | None) -> list[str]:
     """Rejects nodes that cannot train together; returns the notes of the plan so far."""
     noise = {node.name: node.channel.noise for node in fleet.everyone}
-    notes = [*request.notes, *check_nodes(fleet, request.job)]
-    return notes + (inspect(fleet.hosts, fleet.facts(), noise) if inspect else [])
-
-
-def check_nodes(fleet: Fleet, job: Job) -> list[str]:
-    """Rejects nodes that cannot train together; returns notes on harmless differences."""
     interpreters = {node.name: node.channel.agent_python for node in fleet.everyone}
-    notes = planner.check_agreement(fleet.hosts, job, fleet.facts(), interpreters)
-    noisy = [node.name for node in fleet.everyone if node.channel.noise.strip()]
-    return notes + [f"the shell start-up files of {name} print text: ignored" for name in noisy]
+    differences = planner.check_agreement(fleet.hosts, request.job, fleet.facts(), interpreters)
+    noisy = [f"the shell start-up files of {name} print text: ignored"
+             for name, text in noise.items() if text.strip()]  # fmt: skip
+    inspected = inspect(fleet.hosts, fleet.facts(), noise) if inspect else []
+    return [*request.notes, *differences, *noisy, *inspected]
 
 
 async def prepare(request: Request, fleet: Fleet, supplies: Awaitable[Supplies],
@@ -230,14 +226,13 @@ async def _locate_data(node: Node, job: Job, folder: DataFolder | None) -> DataP
     if folder is None or node.host.local:
         return None
     try:
-        node.data = await data.locate(node.channel, folder, needs_copy=job.ship.value == "always")
+        return await data.locate(node.channel, folder, needs_copy=job.ship.value == "always")
     except AgentRefusal as refusal:
         raise NodeError(
             f"{node.name} cannot look for the data in {folder.root}", found=refusal.found
         ) from None
     except OSError as error:
         raise data.unreadable(folder, error) from None
-    return node.data
 
 
 async def _compare(node: Node, job: Job, tree: Tree | None) -> Mapping[str, Any] | None:

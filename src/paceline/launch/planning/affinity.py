@@ -62,12 +62,8 @@ def _selected(gpus: list[Mapping[str, Any]], name: str, mask: str) -> list[Mappi
     if name == "ONEAPI_DEVICE_SELECTOR":
         return _by_selector(gpus, mask)
     if name == "ZE_AFFINITY_MASK":  # empty means all to Level Zero; "0.1" is a tile of card 0
-        identifiers = [identifier for identifier in mask.split(",") if identifier.strip()]
-        return (
-            _numbered(gpus, [identifier.partition(".")[0] for identifier in identifiers])
-            if identifiers
-            else gpus
-        )
+        cards = [tile.partition(".")[0] for tile in mask.split(",") if tile.strip()]
+        return _numbered(gpus, cards) if cards else gpus
     return _numbered(gpus, mask.split(","))
 
 
@@ -118,8 +114,6 @@ def bind(facts: Facts, processes: int, gpus: Sequence[Mapping[str, Any]]) -> Bin
     """Returns the CPUs of each local rank; empty for a single rank, or if they are too many.
 
     Args:
-        facts: Facts of the node.
-        processes: Number of ranks on it.
         gpus: GPUs that they see, one for each local rank; fewer if they compute on CPUs.
     """
     cores, cpu = cores_of(facts), facts.get("cpu") or {}
@@ -136,9 +130,8 @@ def bind(facts: Facts, processes: int, gpus: Sequence[Mapping[str, Any]]) -> Bin
     return [tuple(sorted(cpu_number for core in share for cpu_number in core)) for share in shares]
 
 
-def _split_near_gpus(
-    by_node: Mapping[int, list[Core]], numa_nodes: Sequence[int]
-) -> list[list[Core]] | None:
+def _split_near_gpus(by_node: Mapping[int, list[Core]],
+                     numa_nodes: Sequence[int]) -> list[list[Core]] | None:  # fmt: skip
     """Gives each rank cores of its GPU's NUMA node; ``None`` if that is impossible."""
     ranks = {node: numa_nodes.count(node) for node in numa_nodes}
     if any(len(by_node.get(node, ())) < count for node, count in ranks.items()) or -1 in ranks:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from pathlib import Path
 
 from paceline.agent.ranks.master_address import spawns_and_names_master
 from paceline.spec.errors import SettingError
+from paceline.spec.formatting import closest_match
 from paceline.spec.job import Entry
 
 
@@ -40,9 +40,8 @@ def local_rank_flag(script: str) -> str:
         text = Path(script).read_bytes()
     except OSError:
         return "--local_rank"
-    return "--local-rank" if b"--local-rank" in text and b"--local_rank" not in text else (
-        "--local_rank"
-    )  # fmt: skip
+    is_hyphenated = b"--local-rank" in text and b"--local_rank" not in text
+    return "--local-rank" if is_hyphenated else "--local_rank"
 
 
 def entry_argv(entry: Entry, python: str, local_rank: int | str = "LOCAL_RANK") -> list[str]:
@@ -90,7 +89,6 @@ def _is_text(entry: Entry) -> bool:
 
 def _suggestion(path: Path) -> str:
     scripts = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-    matches = difflib.get_close_matches(path.name, scripts, n=1)
-    if matches:
-        return f"Did you mean {path.parent / matches[0]}?"
+    if match := closest_match(path.name, scripts):
+        return f"Did you mean {path.parent / match}?"
     return "For a module add -m, for a program that is not Python --no-python"

@@ -36,7 +36,8 @@ def describe(plan: Plan) -> str:
         f"{pluralize(ranks, 'rank')} on {pluralize(hosts, 'host')}, rank 0 on {plan.nodes[0].host}",
         f"store: {plan.master_addr} port {plan.master_port}",
         f"hosts: {_sourced(plan.settings['hosts'])}",
-        *(f"{name}: {_sourced(setting)}" for name, setting in _explicit_settings(plan).items()),
+        *(f"{name}: {_sourced(setting)}" for name, setting in plan.settings.items()
+          if name != "hosts" and setting.source >= Source.FILE),
         "",
         *_table(plan),
         *([f"spares: {_abbreviate([node.host for node in plan.spares])}"] if plan.spares else []),
@@ -46,7 +47,7 @@ def describe(plan: Plan) -> str:
         *_per_host(plan),
         "",
         *(f"note: {note}" for note in plan.notes),
-    ]
+    ]  # fmt: skip
     return "\n".join(lines)
 
 
@@ -54,15 +55,6 @@ def _sourced(setting: Setting[Any]) -> str:
     """Returns a value with its source, unless they are equal."""
     source = setting.detail or setting.source.label
     return str(setting.value) if source == str(setting.value) else f"{setting.value} ({source})"
-
-
-def _explicit_settings(plan: Plan) -> dict[str, Setting[Any]]:
-    """Returns the settings that the user chose."""
-    return {
-        name: setting
-        for name, setting in plan.settings.items()
-        if name != "hosts" and setting.source >= Source.FILE
-    }
 
 
 def _table(plan: Plan) -> list[str]:
@@ -119,8 +111,8 @@ def _folder(node: NodePlan) -> str:
     return f"a copy of {code.source}" if code else node.workdir
 
 
-def _abbreviate(names: Sequence[str], limit: int = 6) -> str:
-    return ", ".join(names if len(names) <= limit else [*names[: limit - 2], "…", names[-1]])
+def _abbreviate(names: Sequence[str]) -> str:
+    return ", ".join(names if len(names) <= 6 else [*names[:4], "…", names[-1]])
 
 
 def describe_full(plan: Plan) -> str:
@@ -131,8 +123,9 @@ def describe_full(plan: Plan) -> str:
         f" (held by {'the agent' if plan.agent_store else 'rank 0'})",
         "",
         "settings",
-        *(f"  {name:<16} {_described(setting)}" for name, setting in plan.settings.items()),
-    ]
+        *(f"  {name:<16} {'found on each host' if setting.value is None else setting.describe()}"
+          for name, setting in plan.settings.items()),
+    ]  # fmt: skip
     if plan.environment:
         lines += ["", "environment", *(f"  {k}={v}" for k, v in plan.environment.items())]
     for note in plan.notes:
@@ -142,24 +135,17 @@ def describe_full(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _described(setting: Setting[Any]) -> str:
-    return "found on each host" if setting.value is None else setting.describe()
-
-
 def _variable(name: str, setting: Setting[str]) -> Setting[str]:
     return replace(setting, value=redact(name, setting.value))
 
 
 def _describe_node(plan: Plan, node: NodePlan) -> list[str]:
     login = "" if node.login == node.host else f" ({node.login})"
-    lines = [
+    return [
         f"{node.host}{login}: {pluralize(len(node.ranks), 'rank')}, {node.interface} "
         f"{node.address}, {node.devices}, code {node.code}",
-        *(
-            f"  {name:<32} {_variable(name, setting).describe()}"
-            for name, setting in node.env.items()
-        ),
-    ]
-    for rank in node.ranks:
-        lines.append(f"  rank {rank.rank}: {shell_text(rank_command(plan, node, rank))}")
-    return lines
+        *(f"  {name:<32} {_variable(name, setting).describe()}"
+          for name, setting in node.env.items()),
+        *(f"  rank {rank.rank}: {shell_text(rank_command(plan, node, rank))}"
+          for rank in node.ranks),
+    ]  # fmt: skip

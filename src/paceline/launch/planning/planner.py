@@ -53,9 +53,6 @@ class HostSurvey:
     """What is known about one host: its part of the plan follows from it.
 
     Attributes:
-        host: Its description.
-        facts: What its agent reported.
-        network: Its address and interface.
         code: How its code differs from the launcher's (``exists``, ``missing``, ``different``);
             ``None`` if there was nothing to compare.
         has_workdir: Whether the folder of :func:`required_workdir` exists.
@@ -625,9 +622,6 @@ def check_agreement(hosts: Sequence[Host], job: Job, facts: Mapping[str, Facts],
 
     Args:
         hosts: In rank order.
-        job: The job.
-        facts: Facts by host.
-        interpreters: The interpreter of each host's agent.
 
     Raises:
         NodeError: An interpreter is missing, torch is missing, or torch differs.

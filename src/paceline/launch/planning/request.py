@@ -28,7 +28,6 @@ class Request:
     """What is to run, and where.
 
     Attributes:
-        job: What to run.
         hosts: Where; rank 0 on the first.
         transport: How the agents are started and spoken to.
         package: Send this installation's ``paceline`` to the nodes (recipes need it), or parts.
@@ -38,7 +37,6 @@ class Request:
         keep_warm_s: How long the hosts stay ready for the next command after this one, at least,
             in seconds.
         supplies: What may have to be sent to the nodes, where that was read before.
-        run_id: Names the run.
         among: Names of all hosts that were described, where ``hosts`` were chosen among them.
     """
 

@@ -29,12 +29,7 @@ class _Model:
 
 
 class ResultCollector:
-    """Fetches the results of a run into its run directory.
-
-    Args:
-        directory: The run directory.
-        note: Prints a line for the user.
-    """
+    """Fetches the results of a run into its run directory."""
 
     def __init__(self, directory: RunDirectory, note: Callable[[str], None]) -> None:
         self.first: Node | None = None  # saves the checkpoints

@@ -26,8 +26,6 @@ class RunOutcome:
     """Outcome of a finished run.
 
     Attributes:
-        path: The run directory.
-        result: How it ended.
         events: The events of events.jsonl.
         metrics: The last reported value of every metric.
         seconds: From the call to the end.

@@ -13,6 +13,7 @@ import contextlib
 import os
 import sys
 import termios
+import tty
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -85,10 +86,7 @@ class Keys:
             return False
         try:
             saved = termios.tcgetattr(self._fd)
-            attributes = termios.tcgetattr(self._fd)
-            attributes[3] &= ~(termios.ICANON | termios.ECHO)
-            attributes[6][termios.VMIN], attributes[6][termios.VTIME] = 1, 0
-            termios.tcsetattr(self._fd, termios.TCSADRAIN, attributes)
+            tty.setcbreak(self._fd, termios.TCSADRAIN)
         except (OSError, termios.error):
             return False
         self._saved_attributes = saved

@@ -72,9 +72,6 @@ class LiveScreen:
     """The live screen of one run, visible while the process is in the terminal's foreground.
 
     Args:
-        state: The run's state.
-        target: The terminal.
-        title: The run's title.
         seconds: For how long it has run already.
         logs: The logs' folder, as the user types it.
         actions: Carries out the actions of keys; ``None`` if there are none.
@@ -400,18 +397,18 @@ class LiveScreen:
         if self._actions is None:
             self._notify("nothing can be asked of this run from here")
             return
+        actions = self._actions
         self._notify(notice, 60.0)
-        task = asyncio.ensure_future(self._perform(self._actions, act, show or self._notify))
+
+        async def perform() -> None:
+            try:
+                answer = act(actions)
+                text = answer if isinstance(answer, str) else await answer
+            except (PacelineError, ConnectionError) as error:
+                self._notify(f"{error}".split("\n", 1)[0])
+            else:
+                (show or self._notify)(text)
+
+        task = asyncio.ensure_future(perform())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _perform(self, actions: RunActions,
-                       act: Callable[[RunActions], str | Awaitable[str]],
-                       show: Callable[[str], None]) -> None:  # fmt: skip
-        try:
-            answer = act(actions)
-            text = answer if isinstance(answer, str) else await answer
-        except (PacelineError, ConnectionError) as error:
-            self._notify(f"{error}".split("\n", 1)[0])
-            return
-        show(text)

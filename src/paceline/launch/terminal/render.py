@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from paceline.launch.terminal.run_state import TRAINING, HostState, RankState, RunState, format_time
+from paceline.rundir.records import as_float, as_int
 from paceline.spec.events import PART_NAMES
 from paceline.spec.formatting import format_bit_rate, format_epoch, pluralize
 from paceline.spec.terminal import fixed_width, wrap
@@ -70,13 +71,11 @@ class View:
     """What the live screen shows besides the run's state.
 
     Attributes:
-        title: The run's title.
         seconds: Time since it began.
         now: Time of the state's clock.
         remaining_s: Estimated time until the end; ``None`` if unknown.
         selected: The rank whose log is shown; ``None`` for all.
         log: The latest lines; may contain colours.
-        log_title: Title of the log.
         page: Shown instead of the log unless empty.
         keys: The last line.
         notice: Shown instead of the keys unless empty.
@@ -147,20 +146,20 @@ class _Frame:
     def _progress(self) -> Text | None:
         """Renders the training's progress; ``None`` if no rank reports it."""
         progress, symbols = self._state.progress, self._symbols
-        step, steps = _int_or_none(progress.get("step")), _int_or_none(progress.get("steps"))
+        step, steps = as_int(progress.get("step")), as_int(progress.get("steps"))
         if step is None:
             return None
         parts = []
-        if (epoch := _int_or_none(progress.get("epoch"))) is not None:
-            parts.append(format_epoch(epoch, _int_or_none(progress.get("epochs"))))
+        if (epoch := as_int(progress.get("epoch"))) is not None:
+            parts.append(format_epoch(epoch, as_int(progress.get("epochs"))))
         parts.append(f"step {step:,}" + (f"/{steps:,}" if steps else ""))
         # the sum over the ranks if all report a rate, else that of the last record
         rates = [rank.samples_per_s for rank in self._state.ranks.values() if rank.state == "ok"]
         known_rates = [rate for rate in rates if rate is not None]
-        rate = _float_or_none(progress.get("samples_per_s"))
+        rate = as_float(progress.get("samples_per_s"))
         if known_rates and len(known_rates) == len(rates):
             rate = sum(known_rates)
-        if rate is not None:
+        if rate:
             parts.append(f"{format_rate(rate)} samples/s")
         if self._state.saved_step is not None:
             parts.append(f"saved at {self._state.saved_step:,}")
@@ -191,7 +190,7 @@ class _Frame:
         has_parts = any(rank.parts for rank in state.ranks.values())
         host_width = min(16, max([4, *(len(rank.host) for rank in visible)]))
         has_loads = has_side_load and any(map(_has_load, state.hosts.values()))
-        load = self._load_width() if has_loads else 0
+        load = 12 + self._gpu_width + 26 if has_loads else 0
         head = Text("  rank ", _DIM).append("host".ljust(host_width)).append("  phase     ")
         used_columns = 7 + host_width + 12
         if has_steps:
@@ -227,10 +226,9 @@ class _Frame:
         is_selected = rank.rank == self._view.selected
         sign = "!" if style else " "
         line = Text(symbols.marker if is_selected else " ").append(sign, style)
-        line.append(f"{rank.rank:>4} ").append(
-            abbreviate(rank.host, host_width, symbols.ellipsis, host=True).ljust(host_width)
-        )
-        line.append("  ").append(truncate(self._phase(rank), 10, symbols.ellipsis).ljust(10), style)
+        host = abbreviate(rank.host, host_width, symbols.ellipsis, host=True)
+        line.append(f"{rank.rank:>4} {host.ljust(host_width)}  ")
+        line.append(truncate(self._phase(rank), 10, symbols.ellipsis).ljust(10), style)
         if has_steps:
             line.append(f"{'' if rank.step is None else f'{rank.step:,}':>9}")
         ok = rank.state == "ok"
@@ -312,12 +310,9 @@ class _Frame:
         name_width = min(20, max([4, *(len(host.name) for host in visible)]))
         lines = [Text("  host ".ljust(4 + name_width), _DIM).append(self._load_head())]
         for host in visible:
-            line = Text("  ").append(
-                abbreviate(host.name, name_width, self._symbols.ellipsis, host=True).ljust(
-                    name_width
-                )
-            )
-            lines.append(line.append("  ").append_text(self._load(host)))
+            name = abbreviate(host.name, name_width, self._symbols.ellipsis, host=True)
+            line = Text(f"  {name.ljust(name_width)}  ").append_text(self._load(host))
+            lines.append(line)
         if hidden:
             cpus = [host.cpu for host in hidden if host.cpu is not None]
             average = f", cpu {sum(cpus) / len(cpus):.0%} on average" if cpus else ""
@@ -329,9 +324,6 @@ class _Frame:
         """Width of the column of GPUs."""
         num_gpus = max((len(host.gpus) for host in self._state.hosts.values()), default=0)
         return 0 if not num_gpus else min(5 * num_gpus, 20) + 1
-
-    def _load_width(self) -> int:
-        return 12 + self._gpu_width + 26
 
     def _load_head(self) -> str:
         gpus = "gpu".rjust(self._gpu_width) if self._gpu_width else ""
@@ -467,14 +459,10 @@ STRAGGLING, QUIET, FROZEN, LOST = 1, 2, 3, 4
 
 def severities(state: RunState, now: float) -> dict[int, int]:
     """Returns how much each rank needs attention; 0 for not at all."""
-    report_ages = {
-        rank: rank_state.report_age_s(now)
-        for rank, rank_state in state.ranks.items()
-        if rank_state.state == "ok"
-    }
-    min_age_s = min(
-        (rank_state for rank_state in report_ages.values() if rank_state is not None), default=0.0
-    )
+    report_ages = {rank: rank_state.report_age_s(now)
+                   for rank, rank_state in state.ranks.items()
+                   if rank_state.state == "ok"}  # fmt: skip
+    min_age_s = min((age_s for age_s in report_ages.values() if age_s is not None), default=0.0)
     straggler = state.straggler.rank if state.straggler is not None else None
     severity = {}
     for rank, rank_state in state.ranks.items():
@@ -607,12 +595,3 @@ def format_clock(seconds: float) -> str:
 
 def _has_load(host: HostState) -> bool:
     return host.cpu is not None or host.memory is not None
-
-
-def _int_or_none(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _float_or_none(value: object) -> float | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number else None  # type: ignore[arg-type]

@@ -67,11 +67,9 @@ class RankState:
 
     Attributes:
         rank: Its number in the plan.
-        host: Its host.
         phase: ``train``, ``evaluate``, …; ``running`` if it sends no reports.
         step: Global steps done; ``None`` if unknown.
         reported_at: Time of its last report by the state's clock; ``None`` if there was none.
-        samples_per_s: Its own samples per second.
         parts: Shares of its step time, by the names of ``events.PARTS``; they sum up to 1.
         state: ``ok``, ``ended``, ``failed``, ``lost``, ``frozen`` or ``late``.
         problem: What is wrong, in a few words.
@@ -97,7 +95,6 @@ class HostState:
     """One host.
 
     Attributes:
-        name: Its name in the host description.
         cpu, memory: Shares in use, from 0 to 1; ``None`` if unknown.
         gpus: Utilisation of each GPU, from 0 to 1.
         in_bps, out_bps: Bits per second over the job's interface.
@@ -165,8 +162,6 @@ class News:
 
     Attributes:
         time: Seconds since 1970.
-        text: The line.
-        is_bad: Whether it reports a problem.
     """
 
     time: float
@@ -209,10 +204,7 @@ class RunState:
         hang: Which rank hangs, in one line; empty if none does.
         waiting: What the job waits for, if it does.
         curves: By metric: ``train loss``, ``test accuracy``, …
-        latest_values: The last value of each curve.
         news: The latest news, oldest first.
-        saved_step: The step of the last checkpoint.
-        saves_checkpoints: Whether the script saves checkpoints.
         attempt: Number of the attempt, from 0.
     """
 
@@ -397,13 +389,7 @@ class RunState:
             self.latest_values[title] = value
 
     def add_vitals(self, host: str, report: Mapping[str, Any], interface: str = "") -> None:
-        """Applies a host's counters (see ``host_load.py``). Rates need two of them.
-
-        Args:
-            host: The host's name.
-            report: Its agent's answer.
-            interface: The interface of the job's traffic.
-        """
+        """Applies a host's counters (see ``host_load.py``). Rates need two of them."""
         state, previous = self._host(host), self._vitals.get(host)
         self._vitals[host] = report
         if state.state == "lost":
@@ -450,7 +436,6 @@ class RunState:
         """Loads the content of ``ranks.json``; returns False if it is malformed.
 
         Args:
-            message: The file's content.
             now, clock: As for :meth:`to_json`.
         """
         if not matches(RANKS_SCHEMA, message):

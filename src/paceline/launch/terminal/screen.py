@@ -303,7 +303,6 @@ class Screen:
         """Starts the live screen if it was requested and the terminal supports it.
 
         Args:
-            state: The run's state.
             options: See :class:`paceline.launch.terminal.live.LiveScreen`.
         """
         if self._display != "live" or not self.is_terminal or self._live is not None:

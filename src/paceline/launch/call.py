@@ -36,7 +36,7 @@ MAX_SCANNED_BYTES = 8 << 20  # of a pickle, for the names that it uses
 
 
 def entry_of_function(function: Callable[..., Any]) -> Entry:
-    """Returns the entry that calls a function, with this process's import path.
+    """Returns the entry that calls a function with this process's import path.
 
     Raises SettingError if it is not callable.
     """
@@ -86,16 +86,10 @@ def _library_folders() -> tuple[str, ...]:
 def write_call(path: Path, function: Callable[..., Any], args: Sequence[Any],
                kwargs: Mapping[str, Any],
                by_value: Sequence[ModuleType]) -> tuple[str, bytes]:  # fmt: skip
-    """Writes the file that every rank reads.
+    """Writes the file that every rank reads; SettingError names a part that cannot be pickled.
 
-    Args:
-        by_value: Modules whose functions and classes are pickled by value.
-
-    Returns:
-        The file's hash, and the beginning of the pickled call.
-
-    Raises:
-        SettingError: Names the part that cannot be pickled.
+    ``by_value`` are modules whose functions and classes are pickled by value. Returns the file's
+    hash, and the beginning of the pickled call.
     """
     import cloudpickle  # imported late: only functions as jobs need it
 
@@ -175,11 +169,7 @@ def _compiled_modules(package: ModuleType) -> dict[str, bytes]:
 
 
 def unshipped_modules(root: Path | None) -> list[ModuleType]:
-    """Returns the user's modules that no host can import, because they lie outside ``root``.
-
-    Args:
-        root: The folder that is shipped; ``None`` for none.
-    """
+    """Returns the user's modules outside ``root``, the folder that is shipped: no host has them."""
     modules = []
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)

@@ -121,10 +121,7 @@ class RunActions:
         return text
 
     async def stacks(self) -> str:
-        """Writes every rank's stack into the run directory and returns the text.
-
-        Raises NodeError when no ranks run.
-        """
+        """Writes every rank's stack into the run directory; returns it. NodeError without ranks."""
         snapshots = await self._running_ranks("to look at").snapshots()
         text = format_stacks(snapshots)
         name = f"{names.STACKS}/{time.strftime('%Y%m%d-%H%M%S')}.txt"

@@ -21,12 +21,7 @@ ECHO_DELAY_S = 2.5  # the same while all known failures are secondary
 
 
 def failure_of(event: Event, lease_s: float) -> Failure | None:
-    """Returns the failure that an agent's event reports; ``None`` if it reports none.
-
-    Args:
-        event: Its time is on the launcher's clock.
-        lease_s: How long nodes run without hearing from the launcher.
-    """
+    """Returns the failure that an event, with the launcher's time, reports; else ``None``."""
 
     def failed(kind: Kind, headline: str, **details: Any) -> Failure:
         return Failure(kind, event.host, event.rank, event.time, headline=headline, **details)
@@ -145,12 +140,7 @@ def _describe_memory(memory: Mapping[str, Any], peak_bytes: int) -> str:
 
 
 def attribute_early_end(failures: Sequence[Failure], early: Sequence[Failure]) -> list[Failure]:
-    """Adds ranks that ended early with status 0 if all failures merely follow from them.
-
-    Args:
-        failures: As reported.
-        early: Ranks that ended with status 0 while others were still training.
-    """
+    """Adds ranks that ended early with status 0 if all failures merely follow from them."""
     merged = merge(failures)
     if early and all(failure.is_secondary and failure.origin is None for failure in merged):
         earliest = min((failure.time for failure in failures), default=0.0)
@@ -162,13 +152,7 @@ def attribute_early_end(failures: Sequence[Failure], early: Sequence[Failure]) -
 
 def attribute_launcher_pause(failures: Sequence[Failure], pause_s: float,
                              lease_s: float) -> list[Failure]:  # fmt: skip
-    """Attributes expired leases to this launcher if it was stopped meanwhile.
-
-    Args:
-        failures: As reported.
-        pause_s: Longest time in which this launcher did not run; 0 when it always did.
-        lease_s: How long nodes run without hearing from the launcher.
-    """
+    """Attributes expired leases to this launcher if it did not run for ``pause_s`` meanwhile."""
     expired = [failure.time for failure in failures if failure.kind == "lease"]
     if not expired or pause_s < lease_s / 2:
         return list(failures)
@@ -182,9 +166,7 @@ def attribute_network_loss(
 ) -> list[Failure]:
     """Attributes the loss of hosts that all became unreachable together to this launcher.
 
-    Args:
-        unreachable_s: For how long each host sent nothing that was given up while none sent any.
-        lease_s: How long nodes run without hearing from the launcher.
+    ``unreachable_s`` is for how long each of them was silent while no host was heard.
     """
     lost = [f for f in failures if f.host in unreachable_s and f.kind == "lost"]
     if not lost:

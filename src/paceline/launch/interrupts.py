@@ -137,15 +137,14 @@ class _BackgroundRun(Generic[T]):
         self._outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def _run_thread(self) -> None:
+        async def main() -> T:
+            self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
+            return await self._main
+
         try:
-            self._outcome.set_result(asyncio.run(self._run_main()))
+            self._outcome.set_result(asyncio.run(main()))
         except BaseException as error:
             self._outcome.set_exception(error)
-
-    async def _run_main(self) -> T:
-        self._task = asyncio.current_task()
-        self._loop = asyncio.get_running_loop()
-        return await self._main
 
     def result(self) -> T:
         """Runs it and returns its result; KeyboardInterrupt if it did not handle a signal."""

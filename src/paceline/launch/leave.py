@@ -127,11 +127,7 @@ class DetachOutcome:
 
 
 def detach(run: DetachedRun, screen: Screen) -> DetachOutcome:
-    """Starts the run, and returns when its ranks run or it is over.
-
-    Raises:
-        PacelineError: It could not be started; nothing of it remains on any host.
-    """
+    """Starts the run; returns when its ranks run or it is over. After an error nothing is left."""
     return asyncio.run(_DetachedStart(run, screen).run())
 
 

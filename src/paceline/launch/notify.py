@@ -14,7 +14,6 @@ import os
 import platform
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import threading
@@ -169,9 +168,8 @@ def missing_programs(targets: Sequence[str]) -> list[str]:
     return [
         f"paceline: warning: --notify: there is no program {program} here"
         for program in map(_program, targets)
-        if program and shutil.which(os.path.expanduser(program)) is None  # noqa: PTH111
-        and not _is_shell_word(program)
-    ]  # fmt: skip
+        if program and not _exists(program)
+    ]
 
 
 def _program(target: str) -> str:
@@ -185,9 +183,9 @@ def _program(target: str) -> str:
     return ""
 
 
-def _is_shell_word(word: str) -> bool:
-    """Whether the shell itself knows it: echo, cd, exec, if."""
-    command = ["sh", "-c", 'command -v "$0"', word]
+def _exists(program: str) -> bool:
+    """Whether the shell finds a program, or knows the word itself: echo, cd, exec, if."""
+    command = ["sh", "-c", 'command -v "$0"', os.path.expanduser(program)]  # noqa: PTH111
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 

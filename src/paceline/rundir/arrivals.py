@@ -55,10 +55,7 @@ class Arrivals:
         )
 
     def place(self, path: str, host: str) -> str:
-        """The path below the folder for a file of a host.
-
-        ``path`` on the host is allowed by :func:`safe_paths.refusal_reason`.
-        """
+        """The path below the folder for a file of a host, if no reason refuses its own path."""
         is_free = not self._is_foreign(path)
         if names.is_product(path) and (self._is_exclusive or is_free):
             return path

@@ -54,11 +54,7 @@ class RunDirectory:
 
     @property
     def key(self) -> str:
-        """Identifies this folder on nodes that do not share it; a new folder has a new key.
-
-        Raises:
-            SettingError: The key file holds something else.
-        """
+        """Identifies this folder on nodes that do not share it. SettingError for another file."""
         with self._explained():
             key = self._read_key()
             if not key:
@@ -164,11 +160,7 @@ class RunDirectory:
         return self.append_line(names.EVENTS, {**record, "event": kind, **details})
 
     def append_bytes(self, name: str, data: bytes, stream: str = "") -> None:
-        """Appends to any file of the run, without secrets, even if several calls bring one.
-
-        Args:
-            stream: Name of the stream, if several streams share the file.
-        """
+        """Appends bytes of a stream to a file, without secrets, even if several calls bring one."""
         self._append(name, self._redactor.piece(name, stream, data))
 
     def finish(self, name: str) -> None:
@@ -241,9 +233,6 @@ def write_text(folder: Path, name: str, text: str) -> None:
 
     The file is written atomically and replaces a link, a pipe or a file of that name. No link is
     followed. Not for use while a launcher writes into the folder: see :class:`RunDirectory`.
-
-    Raises:
-        OSError: It cannot be written, for example because a folder has the name.
     """
     try:
         safe_paths.write_file(str(folder), name, text.encode())

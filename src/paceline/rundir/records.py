@@ -51,11 +51,7 @@ def folders_in(path: Path) -> Iterator[Path]:
 
 
 def head_and_tail(path: Path, head: int, tail: int) -> tuple[bytes, bytes]:
-    """The first and the last bytes of a regular file; of a short file, all and nothing.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """The first and last bytes of a regular file, or OSError; of a short file, all and nothing."""
     with open_regular(path) as stream:
         size = os.fstat(stream.fileno()).st_size
         if size <= head + tail:
@@ -106,11 +102,7 @@ def last_record(path: Path, size: int, predicate: Callable[[dict[str, Any]], boo
 def sampled_records(path: Path, size: int) -> tuple[list[dict[str, Any]], bool]:
     """The objects of a ``.jsonl`` file in order; of a huge one samples from all over it.
 
-    Args:
-        size: Maximum number of bytes to read.
-
-    Returns:
-        The objects, and whether these are all.
+    Reads at most ``size`` bytes. Also returns whether these are all objects.
     """
     try:
         with open_regular(path) as stream:

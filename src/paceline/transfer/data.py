@@ -163,13 +163,8 @@ class DataPlace:
 async def locate(channel: Channel, folder: DataFolder, needs_copy: bool = False) -> DataPlace:
     """Finds out where a node has the data, without sending any.
 
-    Args:
-        channel, folder: The node's channel, and the local data.
-        needs_copy: Ignore data that are in place.
-
-    Raises:
-        AgentRefusal: The node cannot read its folder.
-        OSError: A local file cannot be read.
+    ``needs_copy``: ignore data that are in place. Raises AgentRefusal if the node cannot read its
+    folder, and OSError for a local file.
     """
     path = str(folder.root)
     fields: dict[str, Any] = {"key": folder.key, "name": folder.name}
@@ -228,15 +223,10 @@ def _chunks(items: Sequence[Any], size: int) -> Iterator[list[Any]]:
 async def send(
     channel: Channel, folder: DataFolder, place: DataPlace, sent: Callable[[int], None]
 ) -> None:
-    """Makes a node's copy equal to the local folder.
+    """Makes a node's copy equal to the local folder, as :func:`locate` has found it.
 
-    Args:
-        channel, folder: The node's channel, and the local data.
-        place: The result of :func:`locate`.
-        sent: Called with the number of additional bytes on the node.
-
-    Raises:
-        NodeError: There is no space for them, or the node cannot take them.
+    Calls ``sent`` with the number of additional bytes. Raises NodeError if the node cannot take
+    them.
     """
     if place.size + RESERVED_BYTES > place.free and place.missing:
         raise _out_of_space(channel.host.name, folder, place, f"{_gib(place.free)} GiB are free")

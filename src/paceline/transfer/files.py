@@ -76,15 +76,12 @@ async def send_tree(channel: Channel, manifest: Sequence[Entry], locate: Callabl
     """Lets a node build a tree from its cache and from sent files; returns the tree's folder.
 
     Args:
-        channel: Of the node.
         manifest: Path, SHA-256, mode and size of every file.
         locate: Returns the local file of a path.
         folder, name: The job's folder on the node, and the tree's name in it; both are removed with
             the agent.
 
-    Raises:
-        AgentRefusal: The node cannot take it.
-        NodeError: The node's cache is damaged repeatedly.
+    Raises AgentRefusal if the node cannot take it, and NodeError for a damaged cache.
     """
     starts = range(0, max(1, len(manifest)), ENTRY_BATCH)
     for start in starts:
@@ -146,12 +143,7 @@ def grouped(items: Sequence[T], size_of: Callable[[T], int]) -> Iterator[list[T]
 
 
 async def send_blocks(channel: Channel, path: Path, op: str, /, **fields: Any) -> None:
-    """Sends a file by requests ``op``; the last has its size and, unless given, its hash.
-
-    Raises:
-        AgentRefusal: The node cannot take it.
-        OSError: It cannot be read.
-    """
+    """Sends a file by requests ``op``; the last has its size and, unless given, its hash."""
     digest, offset, is_final = hashlib.sha256(), 0, False
     with await asyncio.to_thread(path.open, "rb") as file:
         async with Window(channel) as window:
@@ -171,12 +163,10 @@ async def send_blocks(channel: Channel, path: Path, op: str, /, **fields: Any) -
 async def fetch_file(
     channel: Channel, root: str, path: str, size: int, target: IncomingFile
 ) -> None:
-    """Fetches a file from a node; it gets its name only when it is complete.
+    """Fetches a file of a node, which gets its name only when it is complete.
 
-    Raises:
-        AgentRefusal: The node cannot read it, or it has changed.
-        NodeError: The received content differs.
-        OSError: It cannot be written.
+    Raises AgentRefusal if the node cannot read it or it has changed, and NodeError or OSError if it
+    differs or cannot be written.
     """
     sha256 = ""
 

@@ -218,17 +218,10 @@ class Follower:
 
     async def finish(self, state: str = "ended",
                      note: Callable[[str], None] = lambda text: None) -> bool:  # fmt: skip
-        """Fetches all remaining files after the end, and records that.
+        """Fetches all remaining files after the end, and records that with the run's state.
 
-        Args:
-            state: The state: ``ended`` or ``lost``.
-
-        Returns:
-            False if some files were refused and stay there.
-
-        Raises:
-            NodeError: The results are too large, or cannot be written.
-            ConnectionError: The connection ended.
+        Returns False if some files were refused and stay there. Raises NodeError if results are too
+        large or cannot be written.
         """
         self._afresh = True
         await self.refresh()
@@ -257,11 +250,7 @@ class Follower:
         return path in _LOCAL_FILES or names.is_fetched_separately(path) or is_growing(path)
 
     async def ask(self, message: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The supervisor's reply to a message (see ``launch/control.py``); ``None`` if it is gone.
-
-        Raises:
-            AgentRefusal: It does not reply in time.
-        """
+        """The supervisor's reply to a message of ``launch/control.py``; ``None`` if it is gone."""
         answer = await self.channel.request("ask_run", run_id=self.run_id, wish=dict(message))
         if answer["answer"] is None:
             return None
@@ -286,9 +275,8 @@ class Follower:
 async def follow(path: Path, detached: SupervisorLocation) -> Follower:
     """Logs in to the supervisor's host of a run.
 
-    Raises:
-        ConnectError: The host cannot be reached; names the run's last known state.
-        SettingError: The location was not written by this user.
+    Raises ConnectError with the run's last known state, or SettingError if this user has not
+    written the location.
     """
     detached_file.require_authentic(path, detached)
     config = Path(detached.ssh_config) if detached.ssh_config else None

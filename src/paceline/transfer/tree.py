@@ -128,9 +128,7 @@ def read_tree(root: Path, parts: Sequence[str] = ()) -> Tree:
     """Hashes the code in ``root``: files that git does not ignore, else all visible files.
 
     Files of run directories are excluded. With ``parts`` only paths that begin with one of them.
-
-    Raises:
-        SettingError: The code is too large to be shipped at every start.
+    SettingError if the code is too large to be shipped at every start.
     """
     files = sorted(path for path in files_of(root) if _is_within(path, parts))
     sizes = {path: _stat(f"{root}/{path}").st_size for path in files}

@@ -312,13 +312,8 @@ class Members(RankEvents):
     def end_strays(self, sides: Sequence[Sequence[int]], headline: str) -> bool:
         """Ends newcomers that wait in another collective than the ranks that were there first.
 
-        Such newcomers follow a loop of their own, so that no other newcomer joins either.
-
-        Args:
-            sides: Groups of slots that wait in the same collective.
-
-        Returns:
-            Whether the others go on.
+        Such newcomers follow a loop of their own, so that no other newcomer joins either. ``sides``
+        are slots that wait in the same collective. Returns whether the others go on.
         """
         joined = {rank.number: rank.joined_generation for rank in self._in_state("in")}
         first = {slot for slot, generation in joined.items() if generation == min(joined.values())}
@@ -346,11 +341,7 @@ class Members(RankEvents):
         return True
 
     def separate(self, pairs: Sequence[tuple[str, str]], progress_at: float) -> bool:
-        """Excludes one host of each pair that cannot reach each other; returns whether it does.
-
-        Args:
-            progress_at: When the ranks gave their last sign of progress.
-        """
+        """Excludes one host of each pair that cannot reach each other; returns whether it does."""
         is_connecting = self._is_connecting and not self.is_stopping
         if self._broken_at is not None or self._unexplained or self._in_state("done"):
             return False

@@ -343,11 +343,7 @@ class RankStates:
         return {rank.number for rank in self._in_state("starting", "ready")}
 
     def is_forming(self, limit_s: float) -> bool:
-        """Returns whether ranks form or await a group or have just formed one, which is no hang.
-
-        Args:
-            limit_s: Seconds that ranks may stand still in a group.
-        """
+        """Returns whether ranks form or await a group, or formed one less than ``limit_s`` ago."""
         patience_s = limit_s if self.is_stable else FORMING_S
         is_recent = self._now - self._generation.formed_at < patience_s
         is_forming = (self._generation.number > 0 and is_recent) or self.is_waiting

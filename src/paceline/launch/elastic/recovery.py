@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
@@ -155,17 +154,12 @@ class RankCommands:
 
     def regroup_message(self, group: Regroup) -> dict[str, Any]:
         """Returns the message that describes the new group."""
-        sizes = Counter(self.hosts_of[slot] for slot in group.members)
-        num_numbered: Counter[str] = Counter()
-        local_ranks = {}
-        for slot in sorted(group.members):
-            local_ranks[slot] = num_numbered[self.hosts_of[slot]]
-            num_numbered[self.hosts_of[slot]] += 1
-        members = [
-            {"slot": slot, "host": host, "local_rank": local_ranks[slot], "local_size": sizes[host]}
-            for slot in group.members
-            for host in [self.hosts_of[slot]]
-        ]
+        members = []
+        for slot in group.members:
+            host = self.hosts_of[slot]
+            local = sorted(peer for peer in group.members if self.hosts_of[peer] == host)
+            members.append({"slot": slot, "host": host, "local_rank": local.index(slot),
+                            "local_size": len(local)})  # fmt: skip
         return {"control": "regroup", "generation": group.generation, "members": members,
                 "store": self._store, "planned": group.planned, "holds": group.is_paused,
                 "addresses": self._admitted()}  # fmt: skip

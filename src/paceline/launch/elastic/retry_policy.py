@@ -186,9 +186,7 @@ class RetryPolicy:
                       ran_s: float) -> Verdict:  # fmt: skip
         """Counts a failed attempt and says whether the job starts again.
 
-        Args:
-            startup: What the attempt did before its first step; ``None`` if it has recovered.
-            timestamp: Seconds of any monotonic clock.
+        ``timestamp`` is of any monotonic clock; ``startup`` is ``None`` if ranks have recovered.
         """
         if startup is None or startup.has_work_to_lose:
             self._num_futile_starts = 0

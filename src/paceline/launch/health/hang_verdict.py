@@ -446,10 +446,7 @@ def _wait_verb(stacks: Sequence[RankStack]) -> str:
 def describe_frozen(host: str, rank: int, state: str, seconds: float, on: str, pid: int) -> str:
     """Describes a rank that something outside of the program holds up.
 
-    Args:
-        state: See ``agent.supervision.stalls.StallDetector.cause``.
-        seconds: For how long.
-        on: What holds it up, if known.
+    ``state`` is of ``agent.supervision.stalls.StallDetector.cause``.
     """
     name, duration = format_location(host, rank), f"{seconds:.{0 if seconds >= 1 else 1}f} s"
     by = f": {on}" if on else ""

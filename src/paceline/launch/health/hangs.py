@@ -158,10 +158,7 @@ class HangWatch:
         self._on_hang(None, timestamp - self._hang_started_at)
 
     async def _has_resumed(self, hang: Hang, *, must_inspect: bool = False) -> bool:
-        """Returns whether the job goes on again, even if another hang has begun since.
-
-        ``must_inspect``: inspect the ranks even if none has used a CPU.
-        """
+        """Returns whether the job goes on again, even if another hang has begun since."""
         active = self._was_active(self._ignored_until_s)
         if self.heartbeats.is_calibrated or not hang.calls or not (active or must_inspect):
             return active

@@ -44,10 +44,7 @@ class StartDurations:
             self._started_at.pop(event.rank, None)
 
     def patience_s(self, limit_s: float | None) -> float:
-        """Returns the seconds before a newcomer is inspected; infinite if no start was measured.
-
-        ``limit_s`` is that of :class:`NewcomerWatch`.
-        """
+        """Returns the seconds before a newcomer is inspected; infinite if no start was measured."""
         if self.slowest_s is None:
             return math.inf
         return max(START_TIME_FACTOR * self.slowest_s, min(MIN_IDLE_S, (limit_s or math.inf) / 2))

@@ -77,15 +77,10 @@ async def connect_enough(transport: Transport, hosts: Sequence[Host], pythons: S
                          background: list[HostDialer] | None = None,
                          on_wait: WaitCallback = lambda waiting: None,
                          ) -> tuple[list[Channel], dict[str, str]]:  # fmt: skip
-    """Connects as many hosts as answer; see :func:`connect` for most arguments.
+    """Connects as many hosts as answer; arguments and result are those of :func:`connect`.
 
     Once there are enough, hosts that have neither answered nor refused get a few more seconds.
-
-    Returns:
-        The connections in the order of the hosts, and the errors of missing hosts by name.
-
-    Raises:
-        ConnectError: Fewer than ``min_hosts`` answered in ``patience_s``; names the missing ones.
+    Raises ConnectError if fewer than ``min_hosts`` have answered after ``patience_s``.
     """
     gate, changed = asyncio.Semaphore(MAX_PARALLEL_LOGINS), asyncio.Event()
     dialers = [HostDialer(transport, host, python, gate, changed)
@@ -175,8 +170,7 @@ async def connect(request: Request, on_connected: ConnectedCallback = ignore_cou
         background: Receives the dialers of missing hosts, which continue; ``None`` stops them.
         on_wait: Called if too few hosts are connected, with what is waited for.
 
-    Returns:
-        The connected nodes, and the errors of missing hosts by name.
+    Returns the connected nodes, and the errors of missing hosts by name.
     """
     job, hosts = request.job, request.hosts
     pythons = [planner.python_of(job, host) for host in hosts]

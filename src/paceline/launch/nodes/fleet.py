@@ -127,10 +127,6 @@ class Node:
         reported_at = float(answer["monotonic"]) + self.offset
         self.active_at = None if quiet_s is None else reported_at - quiet_s
 
-    def to_launcher_time(self, node_monotonic: float) -> float:
-        """Converts a time of the node's monotonic clock to the launcher's; 0 means now."""
-        return node_monotonic + self.offset if node_monotonic else time.monotonic()
-
     async def prepare(self) -> None:
         """Starts the fork server, or a new one after the first has died."""
         self.ready = asyncio.get_running_loop().create_future()
@@ -307,7 +303,8 @@ class Fleet:
 
         def route(event: Event) -> None:
             if event.kind != "connection ended":
-                self.on_event(node, replace(event, time=node.to_launcher_time(event.time)))
+                launcher_time = event.time + node.offset if event.time else time.monotonic()
+                self.on_event(node, replace(event, time=launcher_time))
             elif violation := event["trouble"]:
                 self.lose(node, f"{node.name} sent what no agent sends: {violation}")
             else:
@@ -387,12 +384,10 @@ class Fleet:
 
     async def silences_resolved(self) -> None:
         """Waits until every node that is silent now has spoken again or is lost."""
-        while any(self._in_doubt(node) for node in self.everyone):
+        loop = asyncio.get_running_loop()
+        while any(loop.time() - node.channel.received_at > 2 * MAX_BEAT_S
+                  for node in self.everyone if not node.lost):  # fmt: skip
             await asyncio.sleep(CLOCK_TICK_S)
-
-    def _in_doubt(self, node: Node) -> bool:
-        silence_s = asyncio.get_running_loop().time() - node.channel.received_at
-        return not node.lost and silence_s > 2 * MAX_BEAT_S
 
     def lose(self, node: Node, reason: str) -> None:
         """Marks a node as lost, once."""

@@ -116,13 +116,14 @@ async def start_fork_server(node: Node, job: Job, token: str, package: str = "")
         package: Folder of this installation's ``paceline`` there, if it was sent.
     """
     python = planner.python_of(job, node.host)
-    env = {**job.environment.variables(), **planner.early_env(job, node.host, node.facts)}
+    early, defaults = planner.early_env(job, node.host, node.facts)
+    env = {**job.environment.variables(), **early}
     if package:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [package, env.get("PYTHONPATH")]))
     node.preparation = {
         "python": python,
         "activate": list(job.activate.value),
-        "defaults": planner.defaults(job, node.host, node.facts),
+        "defaults": defaults,
         "preload": list(job.preload),
         "env": env,
         "unset": list(job.environment.unset),

@@ -189,12 +189,10 @@ def usable_gpus(job: Job, host: Host, facts: Facts) -> list[Mapping[str, Any]]:
 def slot_notes(job: Job, hosts: Sequence[Host]) -> list[str]:
     """Returns a note if more processes were requested than the scheduler has tasks."""
     count = job.nproc_per_node.value
-    oversubscribed = [h for h in hosts if h.slots_yield and h.slots and isinstance(count, int)
-            and count > h.slots]  # fmt: skip
-    if not oversubscribed:
-        return []
-    tasks = ", ".join(f"{host.name} {host.slots}" for host in oversubscribed)
-    return [f"{count} processes a node as asked for; the allocation's tasks are fewer: {tasks}"]
+    tasks = ", ".join(f"{h.name} {h.slots}" for h in hosts if h.slots_yield and h.slots
+                      and isinstance(count, int) and count > h.slots)  # fmt: skip
+    note = f"{count} processes a node as asked for; the allocation's tasks are fewer: {tasks}"
+    return [note] if tasks else []
 
 
 def gpu_notes(hosts: Sequence[Host], facts: Sequence[Facts]) -> list[str]:
@@ -290,17 +288,13 @@ def oneccl(bound: affinity.Binding, network: NodeNetwork | None) -> dict[str, st
     return variables
 
 
-def early_env(job: Job, host: Host, facts: Facts) -> dict[str, str]:
-    """Returns the variables that libraries read when they are loaded."""
-    settings = node_env(job, host, facts, processes_on(job, host, facts).value, None)
-    return {name: setting.value for name, setting in settings.items()}
-
-
-def defaults(job: Job, host: Host, facts: Facts) -> list[str]:
-    """Returns the variables that an activation script may override."""
-    nowhere = NodeNetwork("", "", "")
-    env = node_env(job, host, facts, processes_on(job, host, facts).value, nowhere)
-    return [name for name, setting in env.items() if setting.source <= Source.FOUND]
+def early_env(job: Job, host: Host, facts: Facts) -> tuple[dict[str, str], list[str]]:
+    """Returns the variables for libraries' loading, and those that activation may override."""
+    processes = processes_on(job, host, facts).value
+    settings = node_env(job, host, facts, processes, None)
+    ranks_settings = node_env(job, host, facts, processes, NodeNetwork("", "", ""))
+    defaults = [name for name, setting in ranks_settings.items() if setting.source <= Source.FOUND]
+    return {name: setting.value for name, setting in settings.items()}, defaults
 
 
 def make_plan(job: Job, run_id: str, surveys: Sequence[HostSurvey], supplies: Supplies,
@@ -322,13 +316,10 @@ def make_plan(job: Job, run_id: str, surveys: Sequence[HostSurvey], supplies: Su
     nodes: list[NodePlan] = []
     first_rank = 0
     for node_rank, survey in enumerate(surveys):
-        place = place_on(job, survey, supplies, run_id)
-        nodes.append(_node(job, survey, place, node_rank, first_rank))
+        nodes.append(_node(job, survey, supplies, run_id, node_rank, first_rank))
         first_rank += len(nodes[-1].ranks)
-    waiting = tuple(
-        replace(_node(job, survey, place_on(job, survey, supplies, run_id), node_rank, 0), ranks=())
-        for node_rank, survey in enumerate(spares, len(nodes))
-    )
+    waiting = tuple(replace(_node(job, survey, supplies, run_id, node_rank, 0), ranks=())
+                    for node_rank, survey in enumerate(spares, len(nodes)))  # fmt: skip
     hosts, facts = [survey.host for survey in surveys], surveys[0].facts
     return Plan(
         run_id=run_id,
@@ -390,8 +381,9 @@ def uses_agent_store(job: Job, facts: Facts) -> bool:
     return job.needs_torch or facts.get("torch") is not None
 
 
-def _node(job: Job, survey: HostSurvey, place: Place, node_rank: int, first_rank: int) -> NodePlan:
-    facts = survey.facts
+def _node(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str, node_rank: int,
+          first_rank: int) -> NodePlan:  # fmt: skip
+    facts, place = survey.facts, place_on(job, survey, supplies, run_id)
     processes = processes_on(job, survey.host, facts).value
     bound = bind(job, survey.host, facts, processes)
     return NodePlan(
@@ -407,9 +399,7 @@ def _node(job: Job, survey: HostSurvey, place: Place, node_rank: int, first_rank
         env=node_env(job, survey.host, facts, processes, survey.network)
         | data_env(job, place)
         | inputs_env(place),
-        ranks=tuple(
-            RankPlan(first_rank + local, local, bound[local]) for local in range(processes)
-        ),
+        ranks=tuple(RankPlan(first_rank + at, at, cpus) for at, cpus in enumerate(bound)),
         devices=_devices(job, survey.host, facts),
         copies=place.copies,
     )
@@ -421,7 +411,7 @@ def newcomer_part(job: Job, survey: HostSurvey, supplies: Supplies, run_id: str,
 
     Its ranks get the numbers ``ranks``, of which those that it cannot hold are not used.
     """
-    part = _node(job, survey, place_on(job, survey, supplies, run_id), node_rank, 0)
+    part = _node(job, survey, supplies, run_id, node_rank, 0)
     numbered = zip(part.ranks, ranks, strict=False)
     return replace(part, ranks=tuple(replace(rank, rank=number) for rank, number in numbered))
 
@@ -618,14 +608,7 @@ def _nodes_setting(job: Job, nodes: int) -> Setting[Any]:
 
 def check_agreement(hosts: Sequence[Host], job: Job, facts: Mapping[str, Facts],
                     interpreters: Mapping[str, str]) -> list[str]:  # fmt: skip
-    """Rejects nodes that cannot train together; returns notes on harmless differences.
-
-    Args:
-        hosts: In rank order.
-
-    Raises:
-        NodeError: An interpreter is missing, torch is missing, or torch differs.
-    """
+    """Returns notes on harmless differences; NodeError if hosts cannot train together."""
     for host in hosts:
         requested, actual = python_of(job, host), interpreters[host.name]
         problem = agreement.interpreter_problem(host, requested, actual, facts[host.name])

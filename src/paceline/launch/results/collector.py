@@ -118,8 +118,7 @@ class ResultCollector:
     def missing_results(self, fleet: Fleet) -> Failure | None:
         """Notes which lost hosts still hold results of a run that otherwise went well.
 
-        Returns:
-            A failure if rank 0's results or the model are missing, else ``None``.
+        Returns a failure if rank 0's results or the model are missing, else ``None``.
         """
         lost_nodes = [node for node in fleet.nodes if node.lost and not node.shared_run_dir]
         for node in lost_nodes:

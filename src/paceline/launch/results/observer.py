@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Callable
 
 from paceline.launch.nodes.fleet import Fleet, Node
@@ -11,7 +12,7 @@ from paceline.launch.recorder import Recorder
 from paceline.spec.errors import PacelineError
 
 STATE_PERIOD_S = 1.0  # between two versions of ranks.json
-VITALS_PERIOD_S = 2.0  # between two requests to a host
+VITALS_TICKS = 2  # periods between two requests to a host
 
 
 class Observer:
@@ -26,12 +27,9 @@ class Observer:
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
-        asked_at = float("-inf")
-        loop = asyncio.get_running_loop()
         try:
-            while True:
-                if loop.time() - asked_at >= VITALS_PERIOD_S:
-                    asked_at = loop.time()
+            for tick in itertools.count():
+                if tick % VITALS_TICKS == 0:
                     self._request_all()
                 await asyncio.sleep(STATE_PERIOD_S)
                 self._recorder.write_state()

@@ -229,12 +229,7 @@ class RunState:
     # --- updates -----------------------------------------------------------------------------
 
     def apply(self, event: Event, now: float) -> None:
-        """Applies an event.
-
-        Args:
-            event: From an agent or from ``events.jsonl``.
-            now: Time of a monotonic clock.
-        """
+        """Applies an event of an agent or of ``events.jsonl`` at ``now`` of a monotonic clock."""
         if event.rank is not None:
             self._apply_to_rank(event, event.rank, now)
         self._apply_to_job(event)
@@ -414,12 +409,7 @@ class RunState:
     # --- ranks.json --------------------------------------------------------------------------
 
     def to_json(self, now: float, clock: float) -> dict[str, Any]:
-        """Returns the content of ``ranks.json``.
-
-        Args:
-            now: Time of the clock of :meth:`apply`.
-            clock: Seconds since 1970.
-        """
+        """Returns the content of ``ranks.json``, given two clocks: monotonic, and since 1970."""
         first = {state.host: rank for rank, state in sorted(self.ranks.items(), reverse=True)}
         hosts = sorted(self.hosts.values(), key=lambda host: first.get(host.name, len(first)))
         return {
@@ -433,11 +423,7 @@ class RunState:
         }  # fmt: skip
 
     def load(self, message: Any, now: float, clock: float) -> bool:
-        """Loads the content of ``ranks.json``; returns False if it is malformed.
-
-        Args:
-            now, clock: As for :meth:`to_json`.
-        """
+        """Loads the content of ``ranks.json``; returns False if it is malformed."""
         if not matches(RANKS_SCHEMA, message):
             return False
         written_at = now - max(0.0, clock - message["time"])

@@ -300,11 +300,7 @@ class Screen:
     # --- the live screen ---------------------------------------------------------------------
 
     def start_live(self, state: RunState, **options: Any) -> None:
-        """Starts the live screen if it was requested and the terminal supports it.
-
-        Args:
-            options: See :class:`paceline.launch.terminal.live.LiveScreen`.
-        """
+        """Starts a :class:`LiveScreen` if it was requested and the terminal supports it."""
         if self._display != "live" or not self.is_terminal or self._live is not None:
             return
         from paceline.launch.terminal.live import LiveScreen, supports_live

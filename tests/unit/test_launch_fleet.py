@@ -451,7 +451,7 @@ class Starting(Launcher):
         self._request = request_for(job, Dialling(comes_back=True), "n1", "n2")
         self._screen, self._results = Mock(), AsyncMock()
         policy = RetryPolicy(retries_start=self._request.retries_start)
-        self.driver = Mock(policy=policy, recoveries=[])
+        self.driver = Mock(policy=policy, recoveries=[], run=AsyncMock(return_value=Result(0)))
         self.losses, self.connected = losses, list[bool]()
 
     def _read_supplies(self, delay_s: float = 0.0) -> Any:
@@ -468,9 +468,6 @@ class Starting(Launcher):
             fleet.lose(fleet.nodes[1], "unplugged")
             raise ConnectionError("gone")
         return Mock()
-
-    async def execute(self, *_: Any) -> Result:
-        return Result(0)
 
     async def _close_fleet(self, fleet: Fleet, interrupts: Any) -> None:
         await fleet.close()

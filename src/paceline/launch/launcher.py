@@ -104,7 +104,7 @@ class Launcher:
                         if lost is None:
                             raise
                         continue
-                    result = await self.execute(plan, fleet, interrupts)
+                    result = await self.driver.run(plan, interrupts)
                     await self._results.discard_run_folders(fleet)
                     return replace(result, recoveries=tuple(self.driver.recoveries))
             finally:
@@ -221,23 +221,6 @@ class Launcher:
         self._directory.write_json(names.HOSTS, dict(facts))
         inspect = self._request.inspect
         return inspect(hosts, facts, noise) if inspect is not None else []
-
-    # --- execute -----------------------------------------------------------------------------
-
-    async def execute(self, plan: Plan, fleet: Fleet, interrupts: Interrupts) -> Result:
-        """Has the driver run the plan on the provisioned nodes, and fetches the results."""
-        ending = await self.driver.run(plan, interrupts)
-        if not ending.is_collected:
-            await self._results.fetch_unless_hurried(fleet, interrupts)
-        result, failure = ending.result, ending.failure
-        if interrupts.received and failure is not None:
-            signum = interrupts.received[0]
-            return replace(result, exit_code=128 + signum, interrupted=signum)
-        lacking = failure if ending.is_collected else self._results.missing_results(fleet)
-        if result.exit_code == 0 and lacking is not None:
-            self.driver.failure = lacking
-            return replace(result, exit_code=1, failure=lacking)
-        return result
 
     def _announce(self, plan: Plan) -> None:
         """Announces the run once all nodes can start ranks."""

@@ -232,7 +232,9 @@ class Follower:
             self.channel, self._root, self._path, fetcher, keep=keep[-1] if keep else 0, note=note
         ).sync()
         await fetcher.fetch(
-            self.channel, self._root, None, self._path, skip=self._is_skipped,
+            self.channel, self._root, None, self._path,
+            skip=lambda path: path in _LOCAL_FILES or names.is_fetched_separately(path)
+            or is_growing(path),
             rejection_reason=lambda path: "" if is_remote(path) else names.reserved_reason(path),
             supervisor=True,
         )  # fmt: skip
@@ -244,10 +246,6 @@ class Follower:
         text = json.dumps(record, indent=2) + "\n"
         await asyncio.to_thread(write_text, self._path, DETACHED, text)
         return not fetcher.incomplete_hosts
-
-    def _is_skipped(self, path: str) -> bool:
-        """Whether a file was fetched before, or is only for the supervisor."""
-        return path in _LOCAL_FILES or names.is_fetched_separately(path) or is_growing(path)
 
     async def ask(self, message: Mapping[str, Any]) -> dict[str, Any] | None:
         """The supervisor's reply to a message of ``launch/control.py``; ``None`` if it is gone."""

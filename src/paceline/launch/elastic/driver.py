@@ -63,20 +63,6 @@ class _NextStart:
     patience_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How the last attempt ended.
-
-    Attributes:
-        failure: The final failure; ``None`` if all went well.
-        is_collected: Whether the results have been collected already.
-    """
-
-    result: Result
-    failure: Failure | None
-    is_collected: bool
-
-
 class ElasticDriver:
     """Runs the attempts of a job on the hosts that are available.
 
@@ -125,8 +111,11 @@ class ElasticDriver:
 
     # --- attempts ----------------------------------------------------------------------------
 
-    async def run(self, plan: Plan, interrupts: Interrupts) -> Ending:
-        """Runs the plan; after a failure starts all ranks again as often as the policy allows."""
+    async def run(self, plan: Plan, interrupts: Interrupts) -> Result:
+        """Runs the plan and fetches its results.
+
+        After a failure starts all ranks again as often as the policy allows.
+        """
         fleet = self._nodes
         hosts = Reconnector(self._request, fleet, self._provisioner, self.on_node_ready,
                             self._screen.note)  # fmt: skip
@@ -152,22 +141,38 @@ class ElasticDriver:
                         raise
                     result, failed_start = Result(1, lost), error if number == 1 else None
 
-                ending = Ending(result, result.failure, False)
+                failure, is_collected = result.failure, False
                 if attempt is not None and self._can_be_repeated(attempt, result, interrupts):
                     await self._results.fetch_unless_hurried(fleet, interrupts)
-                    missing = self._results.missing_results(fleet)
-                    ending, startup = Ending(result, missing, True), None
-                self.failure, ran_s = ending.failure, time.monotonic() - started_at
+                    failure, is_collected = self._results.missing_results(fleet), True
+                    startup = None
+                self.failure, ran_s = failure, time.monotonic() - started_at
 
-                if await self._prepare_restart(ending, attempt, startup, ran_s, interrupts):
+                if await self._prepare_restart(failure, is_collected, attempt, startup, ran_s,
+                                               interrupts):  # fmt: skip
                     continue
                 raises = not self._request.elastic and not interrupts.received
                 if failed_start is not None and raises:
                     raise failed_start
-                return ending
+                break
         finally:
             await hosts.close()
             self._screen.stop_live()
+        return await self._conclude(result, failure, is_collected, interrupts)
+
+    async def _conclude(self, result: Result, failure: Failure | None, is_collected: bool,
+                        interrupts: Interrupts) -> Result:  # fmt: skip
+        """Fetches the results unless that was done; without all of them, success is a failure."""
+        if not is_collected:
+            await self._results.fetch_unless_hurried(self._nodes, interrupts)
+        if interrupts.received and failure is not None:
+            signum = interrupts.received[0]
+            return replace(result, exit_code=128 + signum, interrupted=signum)
+        lacking = failure if is_collected else self._results.missing_results(self._nodes)
+        if result.exit_code == 0 and lacking is not None:
+            self.failure = lacking
+            return replace(result, exit_code=1, failure=lacking)
+        return result
 
     @property
     def _nodes(self) -> Fleet:
@@ -261,14 +266,13 @@ class ElasticDriver:
 
     # --- what follows an attempt -------------------------------------------------------------
 
-    async def _prepare_restart(self, ending: Ending, attempt: Attempt | None,
-                               startup: StartupTracker | None, ran_s: float,
-                               interrupts: Interrupts) -> bool:  # fmt: skip
+    async def _prepare_restart(self, failure: Failure | None, is_collected: bool,
+                               attempt: Attempt | None, startup: StartupTracker | None,
+                               ran_s: float, interrupts: Interrupts) -> bool:  # fmt: skip
         """Decides whether another attempt follows, and if so selects its nodes."""
-        failure = ending.failure
         if interrupts.received:
             return False
-        if ending.is_collected and failure is not None and failure.kind != "lost":
+        if is_collected and failure is not None and failure.kind != "lost":
             return False  # no other host could change that: the disk here is full
         if failure is None and (attempt is None or not attempt.recalled):
             return False

@@ -33,6 +33,7 @@ from paceline.launch.elastic.rank_states import (
     UnexplainedFailure,
     Wait,
 )
+from paceline.launch.elastic.retry_policy import MAX_STRIKES
 from paceline.spec.failure import NEWCOMER_DIVERGED, NEWCOMER_MISMATCH, Failure
 
 INTERRUPT_TIMEOUT_S = 3.0  # for an interrupted rank, until it is known which rank is lost
@@ -269,7 +270,7 @@ class RankEvents(RankStates):
             failure = replace(failure, headline=headline)
         step, count = rank.strikes
         rank.strikes = (self._step, count + 1 if step == self._step else 1)
-        if not self._policy.replaces_killed(rank.strikes[1]):
+        if rank.strikes[1] >= MAX_STRIKES:
             self._fail(failure)
             return
         crash = self._policy.repeated_crash(failure, self._step, self._generation.number)

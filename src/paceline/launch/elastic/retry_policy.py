@@ -276,11 +276,6 @@ class RetryPolicy:
         """Returns the seconds before a new rank is started again; ``None`` to give up."""
         return NEWCOMER_DELAYS_S[failed_starts] if failed_starts < len(NEWCOMER_DELAYS_S) else None
 
-    @staticmethod
-    def replaces_killed(strikes: int) -> bool:
-        """Whether to replace a rank that signals have ended that often without a step between."""
-        return strikes < MAX_STRIKES
-
     def repeated_crash(self, failure: Failure, step: int, generation: int) -> Failure | None:
         """Records a crash; returns an earlier one of another group at the same step, if any."""
         crash_signature = signature(failure)

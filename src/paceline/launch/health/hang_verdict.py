@@ -292,7 +292,8 @@ def _hang_of(snap: RankSnapshot, text: str, kind: Kind, sure: bool) -> Hang:
 
 
 def _describe_also(blocked: Sequence[RankSnapshot]) -> str:
-    places = [(snap.stack.label, _describe_place(snap)) for snap in blocked[:3]]
+    places = [(snap.stack.label, "held up from outside" if snap.is_stopped
+               else describe_position(snap.stack)) for snap in blocked[:3]]  # fmt: skip
     return "".join(f"; {label} stands still, too, {place}" for label, place in places)
 
 
@@ -366,10 +367,6 @@ def _describe_block(snap: RankSnapshot) -> str:
         return f"waits for its data {position}{_describe_workers(snap.children)}"
     cause = describe_cause(snap)
     return f"stands still {position}{cause and f' ({cause})'}"
-
-
-def _describe_place(snap: RankSnapshot) -> str:
-    return "held up from outside" if snap.is_stopped else describe_position(snap.stack)
 
 
 def _describe_workers(children: Sequence[Child]) -> str:

@@ -104,7 +104,7 @@ class BackgroundWriter:
     def _run(self) -> None:
         while text := self._next():
             try:
-                self._target.write(self._encodable(text))
+                self._target.write(text.encode(self.encoding, "replace").decode(self.encoding))
                 self._target.flush()
             except (OSError, ValueError):
                 self._abandon()
@@ -119,9 +119,6 @@ class BackgroundWriter:
             text = "".join(self._pending)
             self._pending.clear()
             return text  # it counts as pending until it is written
-
-    def _encodable(self, text: str) -> str:
-        return text.encode(self.encoding, "replace").decode(self.encoding)
 
     def _abandon(self) -> None:
         """Drops all text. The interpreter's flush at exit must not fail either."""

@@ -61,14 +61,19 @@ def check_address(text: str) -> str:
 
 
 def _check_is_host_address(text: str) -> None:
-    try:
-        ip = ipaddress.ip_address(text)
-    except ValueError:
-        return
-    if ip.is_unspecified or text == "255.255.255.255":
+    ip = parse_ip(text)
+    if ip is not None and (ip.is_unspecified or text == "255.255.255.255"):
         raise UnreadableError(f"an address of one machine, not `{text}`")
     if isinstance(ip, ipaddress.IPv6Address) and ip.is_link_local and not ip.scope_id:
         raise UnreadableError(f"an interface behind a link-local address: `{text}%eth0`")
+
+
+def parse_ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Returns the IP address; ``None`` for any other text."""
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
 
 
 def check_user(user: str) -> str:
@@ -80,10 +85,8 @@ def check_user(user: str) -> str:
 
 def canonical_address(address: str) -> str:
     """Returns one spelling for all spellings of an address or name."""
-    try:
-        return str(ipaddress.ip_address(address))
-    except ValueError:
-        return address.lower().rstrip(".")
+    ip = parse_ip(address)
+    return address.lower().rstrip(".") if ip is None else str(ip)
 
 
 def join_number(address: str, number: int | None) -> str:
@@ -115,16 +118,11 @@ def _parse_number(text: str | None) -> int | None:
 
 
 def _is_v6(text: str) -> bool:
-    try:
-        zone = ipaddress.IPv6Address(text).scope_id
-    except ValueError:
+    ip = parse_ip(text)
+    if not isinstance(ip, ipaddress.IPv6Address):
         return False
-    return zone is None or bool(_ZONE.fullmatch(zone))
+    return ip.scope_id is None or bool(_ZONE.fullmatch(ip.scope_id))
 
 
 def _is_v4(text: str) -> bool:
-    try:
-        ipaddress.IPv4Address(text)
-    except ValueError:
-        return False
-    return True
+    return isinstance(parse_ip(text), ipaddress.IPv4Address)

@@ -19,11 +19,7 @@ LIST_LABEL = "host list"
 
 
 class UnreadableError(ValueError):
-    """Raised by parsers that know neither file nor line; the caller adds both.
-
-    Args:
-        expected: Valid input, completing "expected …".
-    """
+    """Raised by parsers that know neither file nor line; its text completes "expected …"."""
 
     def __init__(self, expected: str) -> None:
         super().__init__(expected)
@@ -84,7 +80,7 @@ class Dialect:
         preserved_fields: Fields of Host that survive writing and reading back.
         is_environment: Whether it reads variables instead of text.
         colon: Meaning of ``host:n`` if the user names this dialect.
-        written_fields: Fields of Host that it writes; by default ``preserved_fields``.
+        written_fields: Fields of Host that it writes, if not ``preserved_fields``.
         is_complete: False if what it writes names the first host only.
     """
 
@@ -98,9 +94,6 @@ class Dialect:
     colon: ColonMeaning | None = None
     written_fields: frozenset[str] = frozenset()
     is_complete: bool = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "written_fields", self.written_fields or self.preserved_fields)
 
 
 MAX_LINE_CHARS = 120  # characters of a line worth showing

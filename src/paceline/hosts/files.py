@@ -27,7 +27,13 @@ def read_text(path: Path, label: str) -> str:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as problem:
-        raise _unreadable(label, problem) from None
+        is_folder = isinstance(problem, IsADirectoryError)
+        advice = f"name a file; if a host is called that, write `{label},`"
+        raise HostsError(
+            f"the host file {label} cannot be read",
+            found=problem.strerror or str(problem),
+            remedy=advice if is_folder else f"check the path and its permissions: ls -l {label}",
+        ) from None
     if len(data) > MAX_BYTES:
         raise HostsError(
             f"{label} is not a host file",
@@ -94,24 +100,11 @@ def _matches(pattern: str, folder: Path) -> list[Path]:
     for base in (Path("~/.ssh"), folder):
         try:
             absolute = base.expanduser() / Path(pattern).expanduser()
-            relative = re.sub(
-                r"\*+", "*", str(absolute.relative_to(absolute.anchor))
-            )  # ssh knows no **
-            paths = [
-                path for path in sorted(Path(absolute.anchor).glob(relative)) if path.is_file()
-            ]
+            root = Path(absolute.anchor)
+            relative = re.sub(r"\*+", "*", str(absolute.relative_to(root)))  # ssh knows no **
+            paths = [path for path in sorted(root.glob(relative)) if path.is_file()]
         except (OSError, ValueError, RuntimeError, NotImplementedError):  # no such user, no pattern
             continue
         if paths:
             return paths
     return []
-
-
-def _unreadable(label: str, problem: OSError) -> HostsError:
-    is_folder = isinstance(problem, IsADirectoryError)
-    advice = f"name a file; if a host is called that, write `{label},`"
-    return HostsError(
-        f"the host file {label} cannot be read",
-        found=problem.strerror or str(problem),
-        remedy=advice if is_folder else f"check the path and its permissions: ls -l {label}",
-    )

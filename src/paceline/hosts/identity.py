@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Collection
 
-from paceline.hosts.address import canonical_address
+from paceline.hosts.address import canonical_address, parse_ip
 from paceline.spec.errors import HostsError
 from paceline.spec.hosts import Cluster, Host
 
@@ -23,10 +22,7 @@ def find_local_host(
     a container or a tunnel). Loopback addresses of this machine never identify it. Of several
     hosts at one address only the one on the standard port can be this machine.
 
-    Args:
-        cluster: The hosts as described.
-        names: Host names of this machine, short or full.
-        addresses: IP addresses of this machine.
+    ``names`` are this machine's, short or full.
 
     Raises:
         HostsError: A loopback name is listed together with another name of this machine.
@@ -54,15 +50,14 @@ def find_local_host(
 
 def _is_forwarded(host: Host, cluster: Cluster) -> bool:
     """Whether the host is one of several at an address, and not on the standard port."""
-    hosts_there = [
-        h for h in cluster.hosts if canonical_address(h.address) == canonical_address(host.address)
-    ]
-    return len(hosts_there) > 1 and host.port not in _SSH_PORTS
+    addresses = [canonical_address(other.address) for other in cluster.hosts]
+    is_shared = addresses.count(canonical_address(host.address)) > 1
+    return is_shared and host.port not in _SSH_PORTS
 
 
 def _canonical_names(host: Host) -> set[str]:
-    texts = (host.address, host.job_address or host.address)
-    return {canonical_address(text) for text in texts} | {canonical_address(host.name)}
+    texts = (host.name, host.address, host.job_address or host.address)
+    return {canonical_address(text) for text in texts}
 
 
 def _matches_without_domain(host: Host, own_names: Collection[str]) -> bool:
@@ -76,8 +71,5 @@ def _differ_in_domain(first: str, second: str) -> bool:
 
 
 def _is_loopback(text: str) -> bool:
-    address = canonical_address(text)
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address in _LOOPBACK_NAMES
+    ip = parse_ip(text)
+    return canonical_address(text) in _LOOPBACK_NAMES if ip is None else ip.is_loopback

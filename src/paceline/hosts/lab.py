@@ -133,15 +133,9 @@ def lab_name(source: str) -> str | None:
 
 
 def find_lab(name: str, environ: Mapping[str, str]) -> Layout:
-    """Returns the files of a lab that is up.
+    """Returns the files of a lab that is up. Raises HostsError if none is, or several are.
 
-    Args:
-        name: Name of the lab; empty for that of ``PACELINE_LAB``, else the only one, else the one
-            called ``default``.
-        environ: Environment variables.
-
-    Raises:
-        HostsError: No such lab is up, or several are.
+    An empty ``name`` means that of ``PACELINE_LAB``, else the only one, else ``default``.
     """
     running = {layout.root.name: layout for layout in list_labs() if is_running(layout)}
     requested = name or environ.get("PACELINE_LAB", "")
@@ -150,8 +144,8 @@ def find_lab(name: str, environ: Mapping[str, str]) -> Layout:
     names = ", ".join(running)
     if requested:
         report = f"up are: {names}" if running else "no lab is up"
-        raise HostsError(f"no lab called {requested!r} is up", found=report,
-                         remedy=f"paceline lab up --name {requested}")  # fmt: skip
+        remedy = f"paceline lab up --name {requested}"
+        raise HostsError(f"no lab called {requested!r} is up", found=report, remedy=remedy)
     if not running:
         raise HostsError("no lab is up", remedy="paceline lab up; a host called that: `lab,`")
     first = next(iter(running))

@@ -17,7 +17,8 @@ from __future__ import annotations
 import getopt
 import ipaddress
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.hosts.address import (
@@ -28,6 +29,7 @@ from paceline.hosts.address import (
     join_number,
     parse_host_token,
     parse_integer,
+    parse_ip,
 )
 from paceline.hosts.dialect import ColonMeaning, Parsed, Reading, UnreadableError, line_error
 from paceline.hosts.nodelist import split_list
@@ -171,17 +173,15 @@ def read_line(text: str) -> list[Mention]:
     """Returns the mentions of one line without comment. Raises UnreadableError."""
     normalized = re.sub(r"\s*[,;]\s*", ",", re.sub(r"\s*=\s*", "=", text))
     head, *options = normalized.split()
-    if (head == "ssh" and options) or head.startswith("ssh://") or _has_flags(options):
+    has_flags = any(re.match(r"-[A-Za-z46]", option) for option in options)
+    if (head == "ssh" and options) or head.startswith("ssh://") or has_flags:
         return _ssh_call(options if head == "ssh" else [head, *options])
-    if _is_address(head) and options and not any("=" in token for token in options):
-        return _hosts_entry(head, options)
+    ip = parse_ip(head)
+    if ip is not None and options and not any("=" in token for token in options):
+        return _hosts_entry(ip, head, options)
     settings = _options(options)
     tokens = [token for item in _items(head) for token in parse_host_token(item)]
     return [_mention(token, settings) for token in tokens]
-
-
-def _has_flags(options: Sequence[str]) -> bool:
-    return any(re.match(r"-[A-Za-z46]", option) for option in options)
 
 
 def _ssh_call(arguments: list[str]) -> list[Mention]:
@@ -200,30 +200,22 @@ def _ssh_call(arguments: list[str]) -> list[Mention]:
             "~/.ssh/config and write the block's name here"
         )
     target = re.sub(r"^ssh://|/$", "", operands[0])
-    return [_mention(replace(token, number=None), _with_port(settings, token.number))
-            for token in parse_host_token(target)]  # fmt: skip
+    mentions = []
+    for token in parse_host_token(target):
+        port = {} if token.number is None else {"port": str(token.number)}
+        mentions.append(_mention(replace(token, number=None), {**port, **settings}))
+    return mentions
 
 
-def _with_port(settings: dict[str, str], number: int | None) -> dict[str, str]:
-    return settings if number is None else {"port": str(number), **settings}
-
-
-def _hosts_entry(address: str, names: list[str]) -> list[Mention]:
+def _hosts_entry(
+    ip: ipaddress.IPv4Address | ipaddress.IPv6Address, address: str, names: list[str]
+) -> list[Mention]:
     """Reads a line of ``/etc/hosts``; skips the addresses that every machine has."""
-    ip = ipaddress.ip_address(address)
     if ip.is_loopback or ip.is_multicast or ip.is_unspecified or address == "255.255.255.255":
         return []
     if not all(re.match("[A-Za-z]", name) for name in names):
         raise UnreadableError(_expected_after_host(names[0]))
     return [Mention(address, name=check_address(names[0]))]
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _read_numbered_line(label: str, number: int, line: str) -> list[Mention]:
@@ -289,6 +281,7 @@ def _mention(token: HostToken, settings: dict[str, str]) -> Mention:
 
 FIRST_USER_PORT = 1024
 SSH_PORT = 22
+MAX_NOTES = 3  # of a kind
 
 
 def parse_lines(reading: Reading) -> Parsed:
@@ -318,7 +311,8 @@ def colon_meaning(
         return choice
     if names_rendezvous(mentions):
         return "rendezvous"
-    return "port" if _is_port(mention.number) else "slots"
+    is_port = mention.number == SSH_PORT or mention.number >= FIRST_USER_PORT
+    return "port" if is_port else "slots"
 
 
 def names_rendezvous(mentions: Sequence[Mention]) -> bool:
@@ -344,26 +338,25 @@ def merge(label: str, mentions: Sequence[Mention]) -> tuple[tuple[Host, ...], li
     for mention in mentions:
         name = canonical_address(mention.name or mention.address)
         group = groups.setdefault((name, None if mention.name else mention.port), [])
-        if (
-            group
-            and mention.name
-            and canonical_address(mention.address) != canonical_address(group[0].address)
-        ):
-            used_address = group[0].address
-            second_addresses.append(
-                f"`{mention.name}` has several addresses: {used_address} is taken"
-            )
+        addresses = {canonical_address(m.address) for m in (mention, *group[:1])}
+        if mention.name and len(addresses) > 1:
+            note = f"`{mention.name}` has several addresses: {group[0].address} is taken"
+            second_addresses.append(note)
         else:
             group.append(mention)
-    count_mentions = any(_is_repeated_without_slots(group) for group in groups.values())
-    shared_addresses = _shared_addresses(list(groups))
-    hosts = [_host(label, group, count_mentions, shared_addresses) for group in groups.values()]
+    count_mentions = any(
+        len(group) > 1 and all(m.slots is None for m in group) for group in groups.values()
+    )
+    num_ports = Counter(address for address, _ in groups)
+    hosts = [_host(label, group, count_mentions, num_ports) for group in groups.values()]
     notes = [_repeat_note(h, g) for h, g in zip(hosts, groups.values(), strict=True) if len(g) > 1]
-    return tuple(hosts), [*_limit_notes(notes), *second_addresses[:3]]
+    if len(notes) > MAX_NOTES:
+        notes[MAX_NOTES:] = [f"{len(notes) - MAX_NOTES} more hosts are listed several times"]
+    return tuple(hosts), [*notes, *second_addresses[:MAX_NOTES]]
 
 
 def _host(
-    label: str, group: list[Mention], count_mentions: bool, shared_addresses: set[str]
+    label: str, group: list[Mention], count_mentions: bool, num_ports: Mapping[str, int]
 ) -> Host:
     first = group[0]
     for mention in group[1:]:
@@ -371,32 +364,19 @@ def _host(
             expected = f"the user and interface that line {first.line} gives this host"
             raise line_error(label, mention.line, mention.text, expected)
     name = first.name or first.address
-    ambiguous = canonical_address(name) in shared_addresses
+    is_ambiguous = num_ports[canonical_address(name)] > 1
+    slots = first.slots
+    if len(group) > 1 or count_mentions:
+        slots = sum(1 if m.slots is None else m.slots for m in group)
     return Host(
-        name=join_number(name, first.port) if ambiguous else name,
+        name=join_number(name, first.port) if is_ambiguous else name,
         address=first.address,
-        slots=_slots(group, count_mentions),
+        slots=slots,
         user=first.user,
         port=first.port,
         interface=first.interface,
         identity_file=first.identity_file,
     )
-
-
-def _slots(group: list[Mention], count_mentions: bool) -> int | None:
-    if len(group) == 1 and not count_mentions:
-        return group[0].slots
-    return sum(1 if m.slots is None else m.slots for m in group)
-
-
-def _is_repeated_without_slots(group: list[Mention]) -> bool:
-    return len(group) > 1 and all(m.slots is None for m in group)
-
-
-def _shared_addresses(keys: list[tuple[str, int | None]]) -> set[str]:
-    """Addresses that stand for several hosts behind different ports."""
-    addresses = [address for address, _ in keys]
-    return {address for address in addresses if addresses.count(address) > 1}
 
 
 def _check_slots(
@@ -406,10 +386,6 @@ def _check_slots(
         if meaning == "slots" and (mention.number or 0) > MAX_SLOTS:
             expected = f"at most {MAX_SLOTS} slots; `--colon port` reads the number as a port"
             raise line_error(label, mention.line, mention.text, expected)
-
-
-def _is_port(number: int) -> bool:
-    return number == SSH_PORT or number >= FIRST_USER_PORT
 
 
 def _repeat_note(host: Host, group: list[Mention]) -> str:
@@ -443,15 +419,6 @@ def _colon_notes(mentions: Sequence[Mention], meanings: Sequence[ColonMeaning | 
 def _unused_notes(mentions: Sequence[Mention]) -> list[str]:
     keys = list(dict.fromkeys(key for mention in mentions for key in mention.unused))
     return [f"`{key}=` was ignored: Paceline has no use for it" for key in keys]
-
-
-def _limit_notes(notes: list[str], limit: int = 3) -> list[str]:
-    remaining = len(notes) - limit
-    return (
-        notes
-        if remaining <= 0
-        else [*notes[:limit], f"{remaining} more hosts are listed several times"]
-    )
 
 
 # --- what detection needs

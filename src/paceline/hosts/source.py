@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -64,12 +64,14 @@ def missing_file_error(path: str, folder: Collection[str]) -> HostsError:
     """Returns the error for a path that does not exist; suggests the nearest name."""
     guess = closest_match(PurePath(path).name, folder)
     suggestion = f"did you mean `{PurePath(path).parent / guess}`? " if guess else ""
-    hint = f"If a host is called that, write `{path},`" if "/" not in path else ""
+    found, hint = "nothing at that path", ""
+    if "/" not in path:
+        found, hint = "no file of that name here", f"If a host is called that, write `{path},`"
+    remedy = f"{suggestion}{hint}".strip()
     return HostsError(
         f"there is no host file `{path}`",
-        found="no file of that name here" if "/" not in path else "nothing at that path",
-        remedy=(suggestion + hint).strip()
-        or "give the path of a host file, or a list such as n1,n2",
+        found=found,
+        remedy=remedy or "give the path of a host file, or a list such as n1,n2",
     )
 
 
@@ -197,7 +199,7 @@ def _exists(path: Path) -> bool:
 
 def _read_list(text: str, context: _Context, notes: tuple[str, ...] = ()) -> Cluster:
     reading = _reading(context, text, LIST_LABEL, context.dialect)
-    dialect = context.dialect or _detect_typed(reading)
+    dialect = context.dialect or _detect(reading, COMMAND_LINE_DIALECTS, "list")
     return _cluster(dialect.parse(reading), f"{text} ({dialect.title})", notes)
 
 
@@ -208,7 +210,7 @@ def _read_file(name: str, dialect: str | None, folder: Path, context: _Context) 
     text = read_text(path, name)
     forced = context.dialect or (DIALECTS[dialect] if dialect else None)
     reading = _reading(context, text, name, forced)
-    selected = forced or _detect_file(reading)
+    selected = forced or _detect(reading, DIALECTS, "plain")
     if selected.name == "ssh-config":
         reading = _reading(context, with_includes(text, path.parent), name, forced)
     parsed = selected.parse(reading) if text.strip() else Parsed()
@@ -237,7 +239,7 @@ def _read_environment(name: str, context: _Context) -> Cluster:
 def _resolve_reference(parsed: Parsed, source: str, folder: Path, context: _Context) -> Cluster:
     if parsed.reference is None:
         return _cluster(parsed, source)
-    inner_context = _Context(context.environ, context.cwd, context.colon, None)
+    inner_context = replace(context, dialect=None)
     base = folder if _exists(folder / parsed.reference.path) else context.cwd
     if not _exists(_path(parsed.reference.path, base)):
         raise HostsError(
@@ -257,20 +259,12 @@ def _cluster(parsed: Parsed, source: str, notes: tuple[str, ...] = ()) -> Cluste
 
 def _reading(context: _Context, text: str, label: str, forced: Dialect | None) -> Reading:
     colon = context.colon or (forced.colon if forced else None)
-    return Reading(
-        text=text, label=label, colon=colon, environ=context.environ, hostname=local_hostname()
-    )
+    return Reading(text, label, colon, context.environ, local_hostname())
 
 
-def _detect_file(reading: Reading) -> Dialect:
-    matches = (name for name in DIALECTS if DIALECTS[name].detect(reading))
-    return DIALECTS[next(matches, "plain")]
-
-
-def _detect_typed(reading: Reading) -> Dialect:
-    """Detects the dialect of a list typed on the command line."""
-    matches = (name for name in COMMAND_LINE_DIALECTS if DIALECTS[name].detect(reading))
-    return DIALECTS[next(matches, COMMAND_LINE_DIALECTS[-1])]
+def _detect(reading: Reading, names: Iterable[str], default: str) -> Dialect:
+    matches = (name for name in names if DIALECTS[name].detect(reading))
+    return DIALECTS[next(matches, default)]
 
 
 def _sibling_files(path: Path) -> list[str]:

@@ -66,7 +66,7 @@ def host_tables(document: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def with_table(host: Host, table: Mapping[str, Any]) -> Host:
     """Returns the host with the table's values over its own. Raises TableError."""
-    values: dict[str, Any] = {FIELDS[key]: _value(host.name, key, table[key]) for key in table}
+    values: dict[str, Any] = {FIELDS[k]: _value(host.name, k, v) for k, v in table.items()}
     if "slots" in values:
         values["slots_yield"] = False
     return replace(host, **values)
@@ -123,11 +123,8 @@ def _variables(host: str, table: Any) -> dict[str, str]:
             raise TableError(host, name, "the name of a variable: letters, digits and _")
         if jobenv.is_reserved(name):
             raise TableError(host, name, "a variable that does not say a rank's place")
-        if (
-            not isinstance(value, (str, int, float))
-            or isinstance(value, bool)
-            or "\0" in str(value)
-        ):
+        is_valid = isinstance(value, (str, int, float)) and not isinstance(value, bool)
+        if not is_valid or "\0" in str(value):
             raise TableError(host, name, f"text in quotes, or a number, for {name}")
         variables[name] = str(value)
     return variables
@@ -166,10 +163,6 @@ def apply_overrides(cluster: Cluster, toml: Mapping[str, Any]) -> Cluster:
     A table belongs to the host of that name, else of that address. Tables of hosts that are not in
     the cluster change nothing; a note reports those that look like misspellings.
 
-    Args:
-        cluster: The cluster as described elsewhere.
-        toml: The document of paceline.toml.
-
     Raises:
         HostsError: A table has an unknown key or an unusable value.
     """
@@ -177,10 +170,14 @@ def apply_overrides(cluster: Cluster, toml: Mapping[str, Any]) -> Cluster:
         tables = host_tables(toml)
         hosts = tuple(_overridden(host, tables) for host in cluster.hosts)
     except TableError as problem:
-        raise _error(problem) from None
-    return replace(
-        cluster, hosts=hosts, notes=(*cluster.notes, *_misspelling_notes(cluster, tables))
-    )
+        table = f"[hosts.{problem.host}]"
+        raise HostsError(
+            f"{TOML_NAME}, {table}: cannot be read",
+            found=problem.key or table,
+            remedy=f"expected {problem.expected}",
+        ) from None
+    notes = (*cluster.notes, *_misspelling_notes(cluster, tables))
+    return replace(cluster, hosts=hosts, notes=notes)
 
 
 def _overridden(host: Host, tables: Mapping[str, Mapping[str, Any]]) -> Host:
@@ -211,11 +208,3 @@ def _intended_host(name: str, candidates: Collection[str]) -> str:
     if any(name.translate(digits) == candidate.translate(digits) for candidate in candidates):
         return ""
     return closest_match(name, candidates, cutoff=0.8)
-
-
-def _error(problem: TableError) -> HostsError:
-    location = f"{TOML_NAME}, [hosts.{problem.host}]"
-    text = problem.key or f"[hosts.{problem.host}]"
-    return HostsError(
-        f"{location}: cannot be read", found=text, remedy=f"expected {problem.expected}"
-    )

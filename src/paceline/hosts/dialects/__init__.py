@@ -87,9 +87,8 @@ def canonical_name(name: str) -> str:
 # --- a cluster in another dialect
 
 
-_UNREPORTED_FIELDS = frozenset(
-    {"name", "address", "local", "slots_yield", "gpus"}
-)  # never lost in a way that matters to say
+# never lost in a way that matters to say
+_UNREPORTED_FIELDS = frozenset({"name", "address", "local", "slots_yield", "gpus"})
 
 
 def write_hosts(cluster: Cluster, dialect: str) -> str:
@@ -104,17 +103,11 @@ def write_hosts(cluster: Cluster, dialect: str) -> str:
 def lost_fields(cluster: Cluster, dialect: str) -> list[str]:
     """Returns what the dialect cannot express, one text for each field: ``port of n1, n2``."""
     target = _writable(dialect)[0]
-    names = [
-        f.name for f in fields(Host) if f.name not in target.written_fields | _UNREPORTED_FIELDS
-    ]
+    written = (target.written_fields or target.preserved_fields) | _UNREPORTED_FIELDS
+    names = [f.name for f in fields(Host) if f.name not in written]
     lost = [_lost_field_text(cluster, name) for name in names if _hosts_with(cluster, name)]
     omits_hosts = len(cluster.hosts) > 1 and not target.is_complete
     return ["the hosts after the first", *lost] if omits_hosts else lost
-
-
-def writable_names() -> list[str]:
-    """Returns the names of dialects that can be written."""
-    return [name for name, dialect in DIALECTS.items() if dialect.write]
 
 
 def _writable(name: str) -> tuple[Dialect, Callable[[Cluster], str]]:
@@ -123,7 +116,7 @@ def _writable(name: str) -> tuple[Dialect, Callable[[Cluster], str]]:
         raise SettingError(
             f"hosts cannot be written as `{name}`",
             found="no such dialect" if dialect is None else "it is a set of variables, not a text",
-            remedy=suggest(name, writable_names()),
+            remedy=suggest(name, [name for name, d in DIALECTS.items() if d.write]),
         )
     return dialect, dialect.write
 

@@ -77,9 +77,8 @@ def _mentions(reading: Reading, host: str, keys: Mapping[str, str]) -> list[Ment
     try:
         if any(re.search(r"\s", value) for key, value in keys.items() if key in KEYS):
             raise UnreadableError("values without blanks")
-        return (
-            [m for m in read_line(strip_comment(line)) if m.address] if strip_comment(line) else []
-        )
+        body = strip_comment(line)
+        return [mention for mention in read_line(body) if mention.address] if body else []
     except UnreadableError as problem:
         raise HostsError(
             f"{reading.label}: a host cannot be read",
@@ -198,15 +197,10 @@ def _add_group(reading: Reading, groups: dict[str, _Group], name: str, node: Any
 
 def _is_table(node: Any) -> bool:
     """Whether the node maps names to numbers of processes or keys: ``{"n1": 2}``."""
-    if not isinstance(node, Mapping) or set(node) & {
-        *_LISTS,
-        "all",
-        "children",
-        "vars",
-        "num_machines",
-    }:
+    group_keys = {*_LISTS, "all", "children", "vars", "num_machines"}
+    if not node or not isinstance(node, Mapping) or set(node) & group_keys:
         return False
-    return bool(node) and all(
+    return all(
         set(value) <= set(KEYS) if isinstance(value, Mapping) else type(value) is int
         for value in node.values()
     )
@@ -230,12 +224,11 @@ def _entries(reading: Reading, node: Any) -> Iterator[tuple[str, dict[str, str]]
                 found=printable(str(entry)),
                 remedy=f"expected {_FORM}",
             )
-        keys = {k: v for k, v in entry.items() if k not in _NAMES}
-        address = next(
-            (entry[key] for key in name_keys[1:] if "ip" in key or key == "address"), None
-        )
-        extra = {} if address is None else {"address": str(address)}
-        yield str(entry[name_keys[0]]), {**{str(k): str(v) for k, v in keys.items()}, **extra}
+        keys = {str(key): str(value) for key, value in entry.items() if key not in _NAMES}
+        addresses = [entry[key] for key in name_keys[1:] if "ip" in key or key == "address"]
+        if addresses:
+            keys["address"] = str(addresses[0])
+        yield str(entry[name_keys[0]]), keys
 
 
 def _keys(node: Any) -> dict[str, str]:

@@ -41,9 +41,8 @@ def parse(reading: Reading) -> Parsed:
     names = [_checked(name) for name in pod_names(first, max_pods)]
     slots = _first_of(environ, SLOTS)
     count = int(slots) if slots.isdecimal() and int(slots) > 0 else None
-    return Parsed(
-        tuple(Host(name, slots=count) for name in names), _notes(first, min_pods, max_pods)
-    )
+    hosts = tuple(Host(name, slots=count) for name in names)
+    return Parsed(hosts, _notes(first, min_pods, max_pods))
 
 
 def pod_names(first: str, count: int) -> list[str]:

@@ -51,10 +51,8 @@ def _unknown_hosts(environ: Mapping[str, str], size: int | None, local: int | No
     if size is None:
         report = "none of " + ", ".join((*SIZES, *HOST_FILES)) + " is set to something usable"
     else:
-        local_count = (
-            f"{local} of them here" if local is not None else "how many are here is not said"
-        )
-        report = f"{', '.join(variables)}: {size} processes, {local_count}"
+        here = "how many are here is not said" if local is None else f"{local} of them here"
+        report = f"{', '.join(variables)}: {size} processes, {here}"
     return HostsError(
         "MPI's variables tell the size of a job and a process's rank, not the names of its hosts",
         found=report,

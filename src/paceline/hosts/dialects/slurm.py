@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from paceline.hosts.address import check_address
 from paceline.hosts.dialect import Dialect, Parsed, Reading, UnreadableError
@@ -18,6 +19,7 @@ TASKS = ("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE")
 CPUS = "SLURM_JOB_CPUS_PER_NODE"
 GPUS_PER_NODE, GPUS, GPUS_ON_NODE = "SLURM_GPUS_PER_NODE", "SLURM_GPUS", "SLURM_GPUS_ON_NODE"
 _BRACKET = re.compile(r"\[[^\]:]*\]")  # with a colon inside it is an IPv6 address
+T = TypeVar("T")
 
 
 def detect(reading: Reading) -> bool:
@@ -45,7 +47,7 @@ def _allocation(environ: Mapping[str, str]) -> Parsed:
             found=f"none of {', '.join(NODE_LISTS)} is set",
             remedy="run this inside `salloc -N 2` or an `sbatch` script, or name a host file",
         )
-    names = _names(variable, environ[variable])
+    names = _read(variable, environ[variable], _names)
     slots_variable, slots = _slots(environ, len(names))
     gpus, gpu_notes = _gpus(environ, len(names))
     hosts = tuple(
@@ -56,11 +58,8 @@ def _allocation(environ: Mapping[str, str]) -> Parsed:
     return Parsed(hosts, tuple(notes))
 
 
-def _names(variable: str, value: str) -> list[str]:
-    try:
-        return list(dict.fromkeys(check_address(name) for name in expand(value.strip())))
-    except UnreadableError as problem:
-        raise _variable_error(variable, value, problem.expected) from None
+def _names(value: str) -> list[str]:
+    return list(dict.fromkeys(check_address(name) for name in expand(value.strip())))
 
 
 def _slots(environ: Mapping[str, str], nodes: int) -> tuple[str, Sequence[int | None]]:
@@ -70,7 +69,7 @@ def _slots(environ: Mapping[str, str], nodes: int) -> tuple[str, Sequence[int | 
     """
     for variable in TASKS:
         value = environ.get(variable, "")
-        counts = _task_counts(variable, value) if value else []
+        counts = _read(variable, value, expand_counts) if value else []
         if len(counts) == nodes and (max(counts) > 1 or _has_requested_tasks(environ)):
             return variable, counts
     return "", [None] * nodes
@@ -84,13 +83,6 @@ def _has_requested_tasks(environ: Mapping[str, str]) -> bool:
     )
 
 
-def _task_counts(variable: str, value: str) -> list[int]:
-    try:
-        return expand_counts(value)
-    except UnreadableError as problem:
-        raise _variable_error(variable, value, problem.expected) from None
-
-
 def _gpus(environ: Mapping[str, str], nodes: int) -> tuple[int | None, list[str]]:
     """Returns GPUs of each node with notes; ``None`` if nodes may differ.
 
@@ -100,18 +92,11 @@ def _gpus(environ: Mapping[str, str], nodes: int) -> tuple[int | None, list[str]
         value = environ.get(variable, "")
         if not value:
             continue
-        total = _gpu_total(variable, value)
+        total = sum(number for _, number in _read(variable, value, expand_gpus))
         if total % share:
             return None, [f"{total} GPUs (${variable}) are no equal share for {nodes} nodes"]
         return total // share, [f"GPUs on each node: {total // share} (${variable}={value})"]
     return None, []
-
-
-def _gpu_total(variable: str, value: str) -> int:
-    try:
-        return sum(number for _, number in expand_gpus(value))
-    except UnreadableError as problem:
-        raise _variable_error(variable, value, problem.expected) from None
 
 
 def _slot_notes(environ: Mapping[str, str], slots_variable: str, gpus: int | None) -> list[str]:
@@ -125,10 +110,14 @@ def _slot_notes(environ: Mapping[str, str], slots_variable: str, gpus: int | Non
     return notes
 
 
-def _variable_error(variable: str, value: str, expected: str) -> HostsError:
-    return HostsError(
-        f"${variable} cannot be read", found=value or "(empty)", remedy=f"expected {expected}"
-    )
+def _read(variable: str, value: str, parse: Callable[[str], T]) -> T:
+    """Parses the value of a variable; an error names the variable."""
+    try:
+        return parse(value)
+    except UnreadableError as problem:
+        raise HostsError(
+            f"${variable} cannot be read", found=value, remedy=f"expected {problem.expected}"
+        ) from None
 
 
 DIALECT = Dialect(

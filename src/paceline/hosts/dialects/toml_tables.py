@@ -25,9 +25,8 @@ _POSITION = re.compile(r"at line ([0-9]+)")
 
 def detect(reading: Reading) -> bool:
     """Whether the file ends in ``.toml``, or has a ``[hosts.…]`` header."""
-    return bool(reading.text) and (
-        reading.label.endswith(".toml") or bool(_TABLE.search(reading.text))
-    )
+    is_toml = reading.label.endswith(".toml") or bool(_TABLE.search(reading.text))
+    return is_toml and bool(reading.text)
 
 
 def parse(reading: Reading) -> Parsed:
@@ -78,21 +77,17 @@ def _line_number(lines: list[str], problem: TableError) -> int:
 
 def _dotted(lines: list[str], problem: TableError) -> int:
     """Returns the line of ``hosts.n1.slots = 2`` or ``n1 = { slots = 2 }``, or 0."""
-    key_pattern = re.compile(rf"\b{re.escape(problem.key or problem.host)}\b")
-    name_pattern = re.compile(rf"\b{re.escape(problem.host)}\b")
+    patterns = [rf"\b{re.escape(text)}\b" for text in (problem.host, problem.key or problem.host)]
     numbered = enumerate(lines, start=1)
-    return next(
-        (n for n, line in numbered if name_pattern.search(line) and key_pattern.search(line)), 0
-    )
+    return next((n for n, line in numbered if all(re.search(p, line) for p in patterns)), 0)
 
 
 def _table(host: Host) -> str:
     values = {key: getattr(host, field) for key, field in FIELDS.items()}
     if host.address == host.name:
         del values["address"]
-    lines = [
-        f"{key} = {_toml(value)}\n" for key, value in values.items() if value not in (None, {})
-    ]
+    given = {key: value for key, value in values.items() if value not in (None, {})}
+    lines = [f"{key} = {_toml(value)}\n" for key, value in given.items()]
     return f"[hosts.{_key(host.name)}]\n" + "".join(lines)
 
 

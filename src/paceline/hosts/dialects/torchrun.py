@@ -53,10 +53,8 @@ def hosts_from_ends(
     Args:
         label: Name of the description in errors.
         first: Address of node 0; may be empty.
-        hostname: This machine's name.
-        rank: This machine's node rank.
-        nodes: Number of nodes.
-        slots: Processes on each node.
+        hostname, rank: Name and node rank of this machine.
+        nodes, slots: Number of nodes, and of processes on each.
 
     Raises:
         HostsError: Some hosts cannot be derived.

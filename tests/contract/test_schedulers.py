@@ -216,7 +216,7 @@ def test_an_unknown_state_is_kept_as_said(name: str, commands_of: Callable[..., 
 def test_a_hostile_record_of_a_job_is_none(name: str, job: object, tmp_path: Path) -> None:
     """What stands in the file of a run directory becomes a word of the scheduler's command."""
     record = {"scheduler": name, "job": job, "output": "../../etc/passwd"}
-    (tmp_path / submission.BATCH_FILE).write_text(json.dumps(record))
+    (tmp_path / submission.BATCH).write_text(json.dumps(record))
     found = submission.read_submission(tmp_path)
     assert found is None or re.fullmatch(r"\w[\w.+\[\]-]*", found.job)
     assert found is None or found.outputs == ()

@@ -37,11 +37,7 @@ def find_program(scheduler: Scheduler, name: str, remedy: str, found: str = "") 
 def run_submit_command(scheduler: Scheduler, argv: Sequence[str], script: Path, job_id: str) -> str:
     """Runs a command that submits a script; returns the job's id from its output.
 
-    Args:
-        scheduler: The scheduler, for its name.
-        argv: The command.
-        script: The script that it submits.
-        job_id: Regular expression whose first group is the id.
+    ``job_id``: regular expression whose first group is the id.
     """
     result = subprocess.run(list(argv), capture_output=True, text=True, check=False)
     if result.returncode:

@@ -42,8 +42,6 @@ class Container:
     """The container for one host's agent.
 
     Attributes:
-        name: Name of the container.
-        image: Name of the image.
         workdir: Working directory, which exists there.
         mounts: ``SOURCE:TARGET[:ro]`` each.
         env: Variables, without secrets.
@@ -103,12 +101,9 @@ class Engine(Scheduler):
     """
 
     probe: str
-    start_options = (
-        START_OPTIONS
-        | SSH_OPTIONS
-        | DETACH_OPTIONS
-        | {"via_arg", "image", "mount", "shm_size", "wait_for_nodes"}
-    )
+    start_options = START_OPTIONS | SSH_OPTIONS | DETACH_OPTIONS | {
+        "via_arg", "image", "mount", "shm_size", "wait_for_nodes",
+    }  # fmt: skip
 
     def wrap(self, command: Sequence[str], container: Container) -> list[str]:
         """Returns the command that runs ``command`` in the container, with its streams."""
@@ -156,10 +151,9 @@ class ContainerTransport(SshTransport):
         assert isinstance(engine, Engine)
         transport = cls(engine, Options(container=ContainerOptions(**options)))
         transport._run, transport._digest = state["run"], state["digest"]
-        transport._num_started.update(host.name for host in hosts)
-        transport._removable = {
-            host.name: [container_name(host.name, transport._run)] for host in hosts
-        }
+        for host in hosts:
+            transport._num_started[host.name] = 1
+            transport._removable[host.name] = [container_name(host.name, transport._run)]
         return transport
 
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
@@ -264,15 +258,13 @@ def container_for(host: Host, probe: Probe, options: Options, run: str,
     project_mounts = tuple(mount for mount in folders if mount.split(":")[0] not in mounted)
     project = requested.folders[0] if requested.folders else ""
     by_path = (f"{BY_PATH}:{BY_PATH}:ro",) if probe.by_path else ()
-    env = {"XDG_CACHE_HOME": CACHE}
-    if probe.uid:
-        env["HOME"] = "/tmp"  # noqa: S108 - the image may not know this user
+    home = {"HOME": "/tmp"} if probe.uid else {}  # noqa: S108 - it may not know this user
     return Container(
         name=container_name(host.name, run, number),
         image=requested.image,
         workdir=project if project in probe.folders else "/",
         mounts=(*requested.mounts, *project_mounts, *by_path),
-        env=env,
+        env={"XDG_CACHE_HOME": CACHE, **home},
         uid=probe.uid,
         gid=probe.gid,
         groups=probe.groups if probe.dri else (),
@@ -307,10 +299,9 @@ def check_images(name: str, image: str, probes: Mapping[str, Probe], expected: s
     """Returns the image's digest, which must be the same on all hosts. Pure.
 
     Args:
-        name: The engine's.
-        image: The image's.
-        probes: What hosts say.
-        wanted: The digest on other hosts, where it is known.
+        name, image: The engine's and the image's name.
+        probes: By host.
+        expected: The digest on other hosts, if it is known.
 
     Raises:
         NodeError: A host lacks the image, or has another one of the same name.
@@ -371,8 +362,7 @@ _PROBE_SCRIPT = (
 
 def probe_command(engine: Engine, image: str, folders: Sequence[str]) -> list[str]:
     """Returns the command that prints the fields of :class:`Probe`, for any login shell."""
-    text = f"{_PROBE_SCRIPT}{engine.probe}"
-    return ["/bin/sh", "-c", text, "paceline", image, *folders]
+    return ["/bin/sh", "-c", f"{_PROBE_SCRIPT}{engine.probe}", "paceline", image, *folders]
 
 
 def parse_probe(text: str) -> Probe:

@@ -150,7 +150,7 @@ def _pod(request: BatchRequest, first: str) -> dict[str, Any]:
                 "image": request.image,
                 "workingDir": request.workdir,
                 "command": _command(request, first),
-                "env": [*_secrets(request), _index(), {"name": SUBMITTED_VARIABLE, "value": "1"}],
+                "env": [*_secrets(request), _INDEX, {"name": SUBMITTED_VARIABLE, "value": "1"}],
                 "ports": [{"containerPort": DEFAULT_PORT}],
                 "resources": _resources(request),
                 "volumeMounts": mounts,
@@ -173,10 +173,8 @@ def _command(request: BatchRequest, first: str) -> list[str]:
     derived = processes_per_node(request) if request.processes is None else None
     processes = ["-p", str(derived)] if derived else []
     run_dir, *words = (_literal(word) for word in (request.run_dir, *request.options))
-    setup = []
-    if request.setup:
-        lines = "\n".join([*request.setup, 'exec "$@"'])
-        setup = ["/bin/sh", "-c", _literal(lines), "sh"]
+    lines = _literal("\n".join([*request.setup, 'exec "$@"']))
+    setup = ["/bin/sh", "-c", lines, "sh"] if request.setup else []
     paceline = ["paceline", request.argv[-1], "--run-dir", run_dir]
     return [*setup, *paceline, *rendezvous, *processes, *words]
 
@@ -198,11 +196,9 @@ def _secrets(request: BatchRequest) -> list[dict[str, Any]]:
     ]
 
 
-def _index() -> dict[str, Any]:
-    """Returns the variable with the pod's index, for ``$(…)`` in the command."""
-    annotation = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    source = {"fieldRef": {"fieldPath": annotation}}
-    return {"name": "JOB_COMPLETION_INDEX", "valueFrom": source}
+# the variable with the pod's index, for ``$(…)`` in the command
+_ANNOTATION = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+_INDEX = {"name": "JOB_COMPLETION_INDEX", "valueFrom": {"fieldRef": {"fieldPath": _ANNOTATION}}}
 
 
 def _volumes(request: BatchRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -255,26 +251,25 @@ def _resources(request: BatchRequest) -> dict[str, Any]:
         limits["memory"] = _quantity(request.mem)
     if request.cpus_per_task:
         limits["cpu"] = str(request.cpus_per_task * (processes_per_node(request) or 1))
-    limits |= _devices(request)
+    if request.gpus or request.gpus_per_node:
+        limits[GPU] = _gpus(request)
+    limits |= _named_devices(request.gres)
     return {"limits": limits} if limits else {}
 
 
-def _devices(request: BatchRequest) -> dict[str, str]:
-    """Returns limits for GPUs and other devices: ``gpu:2``, ``amd.com/gpu:2``, ``rdma/hca:1``."""
+def _gpus(request: BatchRequest) -> str:
     gpus = gpus_per_node(request)
-    if request.gpus or request.gpus_per_node:
-        if any(kind for kind, _ in gpus):
-            raise SettingError(
-                f"GPUs {request.gpus or request.gpus_per_node} cannot be written for this batch"
-                " system",
-                found="Kubernetes tells kinds of GPUs by labels of its nodes",
-                remedy="--gpus-per-node N, and --constraint nvidia.com/gpu.product=NAME",
-            )
-        return {GPU: str(sum(number for _, number in gpus)), **_named(request.gres)}
-    return _named(request.gres)
+    if any(kind for kind, _ in gpus):
+        raise SettingError(
+            f"GPUs {request.gpus or request.gpus_per_node} cannot be written for this batch system",
+            found="Kubernetes tells kinds of GPUs by labels of its nodes",
+            remedy="--gpus-per-node N, and --constraint nvidia.com/gpu.product=NAME",
+        )
+    return str(sum(number for _, number in gpus))
 
 
-def _named(gres: str) -> dict[str, str]:
+def _named_devices(gres: str) -> dict[str, str]:
+    """Returns limits for ``gpu:2``, ``amd.com/gpu:2``, ``rdma/hca:1``."""
     limits = {}
     for entry in filter(None, gres.split(",")):
         match = re.fullmatch(r"(gpu|[a-z0-9.-]+/[\w.-]+):(\d+)", entry, re.ASCII)

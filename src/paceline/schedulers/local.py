@@ -18,8 +18,7 @@ class LocalTransport(SshTransport):
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
                    on_connected: ConnectedCallback = ignore_count) -> list[Channel]:  # fmt: skip
         """Starts the agent. Raises SettingError if a host is another machine."""
-        remote_hosts = [host.name for host in hosts if not host.local]
-        if remote_hosts:
+        if remote_hosts := [host.name for host in hosts if not host.local]:
             raise SettingError(
                 "--via local runs on this machine only",
                 found=f"other hosts: {', '.join(remote_hosts)}",

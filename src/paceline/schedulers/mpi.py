@@ -40,13 +40,7 @@ MAX_CONCURRENT_PROBES = 8
 
 @dataclass(frozen=True, slots=True)
 class Mpi:
-    """An installed MPI.
-
-    Attributes:
-        flavour: ``intel``, ``mpich`` or ``openmpi``.
-        version: Version that it reports.
-        path: Path of its mpiexec.
-    """
+    """An installed MPI: ``intel``, ``mpich`` or ``openmpi``, and the path of its mpiexec."""
 
     flavour: str
     version: str
@@ -73,18 +67,14 @@ def parse_version(text: str) -> tuple[str, str] | None:
     return None
 
 
-def find_mpi(requested: str | None, path: str | None = None) -> Mpi:
-    """Returns the MPI to use.
-
-    Args:
-        requested: The user's mpiexec; ``None`` searches ``PATH``.
-        path: Search path instead of ``PATH``.
+def find_mpi(requested: str | None) -> Mpi:
+    """Returns the MPI of the user's mpiexec; ``None`` searches ``PATH``.
 
     Raises:
         SettingError: There is none, or two different ones are mixed.
     """
     if requested is not None:
-        mpi = _read_version(shutil.which(requested, path=path) or requested)
+        mpi = _read_version(shutil.which(requested) or requested)
         if mpi is None:
             raise SettingError(
                 f"--mpiexec {requested} is no mpiexec that we know",
@@ -92,11 +82,8 @@ def find_mpi(requested: str | None, path: str | None = None) -> Mpi:
                 remedy=f"Try: {requested} --version",
             )
         return mpi
-    installed = [
-        m
-        for name in MPIEXEC_NAMES
-        if (location := shutil.which(name, path=path)) and (m := _read_version(location))
-    ]
+    paths = filter(None, map(shutil.which, MPIEXEC_NAMES))
+    installed = [mpi for path in paths if (mpi := _read_version(path))]
     if not installed:
         raise SettingError(
             "--via mpi needs an MPI, and there is none",
@@ -134,9 +121,7 @@ def command(mpi: Mpi, hosts: Sequence[Host], options: Options, ssh_config: str,
     """Returns the mpiexec call that starts one process on each host; append its command.
 
     Args:
-        mpi: The MPI.
-        hosts: The hosts.
-        options: The user's options.
+        mpi, hosts, options: The MPI, the hosts, and the user's options.
         ssh_config: Path of the ssh config for MPI's own logins.
         callback: Interface of this machine that the hosts reach; ``None`` if unknown.
     """
@@ -184,13 +169,12 @@ _RENDERERS: dict[str, _Renderer] = {
 
 def environment(mpi: Mpi, ssh_config: str, root: bool) -> dict[str, str | None]:
     """Returns variables for mpiexec itself."""
-    arguments = f"-F {ssh_config}"
     if mpi.flavour == "openmpi":
-        allow = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        return {**allow} if root else {}
+        names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") if root else ()
+        return dict.fromkeys(names, "1")
     return {
-        "HYDRA_LAUNCHER_EXTRA_ARGS": arguments,
-        "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": arguments,
+        "HYDRA_LAUNCHER_EXTRA_ARGS": f"-F {ssh_config}",
+        "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": f"-F {ssh_config}",
         "I_MPI_HYDRA_HOST_FILE": None,
         "HYDRA_HOST_FILE": None,
     }
@@ -211,12 +195,9 @@ def ssh_config(hosts: Sequence[Host], ssh: SshOptions) -> str:
         "    ConnectTimeout 5",
         *(f"    {name} {value}" for name, value in BATCH_SETTINGS.items()),
     ]
-    config = ssh.config.absolute() if ssh.config else "~/.ssh/config"
-    return "\n".join([*lines, *common, f"    Include {_quoted(str(config))}"]) + "\n"
-
-
-def _quoted(path: str) -> str:
-    return f'"{path}"' if " " in path else path
+    config = str(ssh.config.absolute()) if ssh.config else "~/.ssh/config"
+    quote = '"' if " " in config else ""
+    return "\n".join([*lines, *common, f"    Include {quote}{config}{quote}"]) + "\n"
 
 
 # --- which network: this machine's routes
@@ -230,12 +211,12 @@ async def interface_towards(hosts: Sequence[Host], ssh: SshOptions) -> str | Non
     remote_hosts = [host for host in hosts if not host.local][:MAX_ROUTES]
     if not remote_hosts:
         return "lo" if Path("/sys/class/net/lo").is_dir() else None
-    names = await asyncio.gather(*(effective_config(host, ssh) for host in remote_hosts))
-    targets = [name.get("hostname", [host.address])[0] for name, host in zip(names, remote_hosts,
-               strict=True)]  # fmt: skip
-    sources = await asyncio.gather(
-        *(asyncio.to_thread(source_towards, target) for target in targets)
-    )
+
+    async def source(host: Host) -> str | None:
+        config = await effective_config(host, ssh)
+        return await asyncio.to_thread(source_towards, config.get("hostname", [host.address])[0])
+
+    sources = await asyncio.gather(*map(source, remote_hosts))
     by_address = {str(entry["address"]): str(entry["interface"]) for entry in usable_addresses()}
     interfaces = Counter(by_address[source] for source in sources if source in by_address)
     return interfaces.most_common(1)[0][0] if interfaces else None
@@ -260,15 +241,6 @@ _HOPELESS = re.compile(
     r"Host key verification failed|ORTE was unable|Unable to run bstrap_proxy|"
     r"proxy: (not found|No such file)|unable to get host address for|getaddrinfo returned error"
 )
-
-
-def missing_mpi_refusal(mpi: Mpi, host: Host) -> Refusal:
-    """Returns the refusal of a host that has no MPI at that path."""
-    return Refusal(
-        "MPI is not installed there, or at another place",
-        f"there is no {mpi.path} on {host.name}",
-        f"Install {mpi.title} there, or take one that every host has: --mpiexec PATH",
-    )
 
 
 # pattern in MPI's output → cause and remedy
@@ -297,9 +269,7 @@ def find_cause(output: str, hosts: Sequence[Host]) -> tuple[str, str] | None:
     """Returns cause and remedy from MPI's output; ``None`` if no pattern matches."""
     for pattern, cause, remedy in _CAUSES:
         if match := re.search(pattern, output, re.DOTALL):
-            name = next(
-                (group for group in match.groupdict().values() if group), "the launching machine"
-            )
+            name = next(filter(None, match.groupdict().values()), "the launching machine")
             names = ", ".join(host.name for host in hosts)
             return cause, remedy.format(name=name, hosts=names, commands=_firewall_commands(hosts))
     return None
@@ -396,11 +366,14 @@ class MpiStarter:
             if status == SSH_FAILED or status is None:
                 return classify(output, status, host)
             if status:
-                return missing_mpi_refusal(self._mpi, host)
-        head = await self._command([host])
-        status, output = await run_command(
-            [*head, "hostname"], {KEY_VARIABLE: "", **self._environment()}
-        )
+                return Refusal(
+                    "MPI is not installed there, or at another place",
+                    f"there is no {self._mpi.path} on {host.name}",
+                    f"Install {self._mpi.title} there, or take one that every host has: "
+                    "--mpiexec PATH",
+                )
+        argv = [*await self._command([host]), "hostname"]
+        status, output = await run_command(argv, {KEY_VARIABLE: "", **self._environment()})
         return launch_refusal(host, output) if status != 0 else None
 
 
@@ -426,17 +399,15 @@ def no_callback_error(
     """Returns the error for hosts that MPI reaches alone but that did not connect to us."""
     names = ", ".join(host.name for host in missing)
     if status:
-        cause, remedy = find_cause(output, missing) or (
-            "",
-            "Try again, or do without MPI: --via ssh",
-        )
+        default = ("", "Try again, or do without MPI: --via ssh")
+        cause, remedy = find_cause(output, missing) or default
+        ending = f"mpiexec ended with status {status}"
         return ConnectError(
             f"{mpi.title} failed on all hosts together, and works on each of them alone"
             + (f": {cause}" if cause else ""),
-            found=f"mpiexec ended with status {status}\n{last_lines(output)}".strip(),
+            found=f"{ending}\n{last_lines(output)}".strip(),
             remedy=remedy,
-            brief=cause
-            or f"mpiexec ended with status {status}: {last_lines(output, 1) or 'no word'}",
+            brief=cause or f"{ending}: {last_lines(output, 1) or 'no word'}",
         )
     return ConnectError(
         f"{mpi.title} runs programs on all hosts, but no agent called from {names}",

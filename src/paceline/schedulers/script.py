@@ -105,9 +105,11 @@ def gpus_per_node(request: BatchRequest) -> list[tuple[str, int]]:
     Raises:
         SettingError: The request is unreadable, not divisible, or given by two options.
     """
-    gres_gpus = [entry for entry in request.gres.split(",") if _is_gpu(entry)]
-    requests = {"--gres": ",".join(entry.partition(":")[2] or "1" for entry in gres_gpus),
-            "--gpus-per-node": request.gpus_per_node, "--gpus": request.gpus}  # fmt: skip
+    # ``gpu:2``, or ``nvidia.com/gpu:2`` on Kubernetes
+    entries = [entry.partition(":") for entry in request.gres.split(",")]
+    gres_gpus = [number or "1" for name, _, number in entries if name.rpartition("/")[2] == "gpu"]
+    requests = {"--gres": ",".join(gres_gpus), "--gpus-per-node": request.gpus_per_node,
+                "--gpus": request.gpus}  # fmt: skip
     given = [(flag, text) for flag, text in requests.items() if text]
     if not given:
         return []
@@ -128,11 +130,6 @@ def gpus_per_node(request: BatchRequest) -> list[tuple[str, int]]:
             remedy="--gpus-per-node says it for each node",
         )
     return [(kind, number // share) for kind, number in gpus]
-
-
-def _is_gpu(resource: str) -> bool:
-    """Whether an entry of ``--gres`` is ``gpu:2``, or ``nvidia.com/gpu:2`` on Kubernetes."""
-    return resource.partition(":")[0].rpartition("/")[2] == "gpu"
 
 
 def plain_gpus_per_node(request: BatchRequest) -> int:
@@ -171,12 +168,7 @@ def prologue(request: BatchRequest) -> list[str]:
 
 
 def run_dir_of(request: BatchRequest, index: str = "") -> str:
-    """Returns the run directory as shell text.
-
-    Args:
-        request: The request.
-        index: Variable with a task's number in an array.
-    """
+    """Returns the run directory as shell text; ``index``: variable with a task's number."""
     folder = shlex.quote(request.run_dir)
     return f'{folder}/"${index}"' if request.array else folder
 
@@ -188,13 +180,6 @@ def bash_script(mark: str, directives: Sequence[str], lines: Sequence[str]) -> s
 
 
 def job_command(request: BatchRequest, via: Sequence[str], run_dir: str) -> str:
-    """Returns the line that runs the job.
-
-    Args:
-        request: The request.
-        via: Options that select the scheduler within the batch.
-        run_dir: Run directory as shell text.
-    """
-    head = bash_line(request.argv)
+    """Returns the line that runs the job; ``via`` selects the scheduler within the batch."""
     options = bash_line([*via, *request.options])
-    return f"{head} {request.folder} {run_dir} {options}"
+    return f"{bash_line(request.argv)} {request.folder} {run_dir} {options}"

@@ -152,11 +152,9 @@ def directives(request: BatchRequest) -> list[str]:
         "--array": request.array,
     }
     options += [f"{name}={value}" for name, value in optional.items() if value]
+    requeue = ["--requeue", f"--signal=B:USR1@{request.lead_s}"]
     options += [f'--output="{output}"', "--open-mode=append"]
-    if request.requeue:
-        options += ["--requeue", f"--signal=B:USR1@{request.lead_s}"]
-    else:
-        options += ["--no-requeue"]
+    options += requeue if request.requeue else ["--no-requeue"]
     return [*options, *request.arguments]
 
 
@@ -325,10 +323,7 @@ class SlurmStarter(Starter):
     Slurm ends a step of several nodes on all of them, in spite of ``--no-kill``, when one that had
     lost its power is back and its slurmd does not know the step any more.
 
-    Args:
-        path: Of srun.
-        arguments: Further flags for srun.
-        job: The allocation's id.
+    ``job`` is the allocation's id, ``arguments`` are further flags for srun.
     """
 
     starts_each_host = True
@@ -360,25 +355,18 @@ class SlurmStarter(Starter):
                 cause, remedy = explanation, advice
                 break
         names = ", ".join(host.name for host in missing)
+        lines = last_lines(output).splitlines() or [""]
+        first_error = next((line for line in lines if "error" in line.lower()), lines[-1])
         ending = "srun is still waiting" if status is None else f"srun ended with status {status}"
-        kind = (
-            PermanentConnectError
-            if cause in (ALLOCATION_ENDED, NODE_NOT_IN_ALLOCATION)
-            else ConnectError
-        )
-        return kind(
+        is_permanent = cause in (ALLOCATION_ENDED, NODE_NOT_IN_ALLOCATION)
+        error = PermanentConnectError if is_permanent else ConnectError
+        return error(
             f"no agent on {len(missing)} of {len(hosts)} nodes of Slurm's job {self._job}"
             f" ({names}): {cause}",
             found=f"{ending}\n{last_lines(report)}".strip(),
             remedy=remedy.format(count=len(hosts), job=self._job),
-            brief=f"{cause}: {_first_error(output) or ending}",
+            brief=f"{cause}: {first_error or ending}",
         )
-
-
-def _first_error(output: str) -> str:
-    """The first line of srun's output that mentions an error; the last line if none does."""
-    lines = last_lines(output).splitlines() or [""]
-    return next((line for line in lines if "error" in line.lower()), lines[-1])
 
 
 SCHEDULER = Slurm()

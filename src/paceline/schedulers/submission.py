@@ -21,20 +21,12 @@ from paceline.schedulers.scheduler import JobState, Scheduler
 from paceline.spec.errors import ConnectError, SettingError
 from paceline.spec.rundir import BATCH
 
-# Scheduler and job id, for status, logs and stop; and the command that was typed
-BATCH_FILE = BATCH
 POLL_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class SubmittedJob:
-    """A submitted job.
-
-    Attributes:
-        scheduler: The scheduler.
-        job: Id of the job.
-        outputs: Files with its output, as far as they are known.
-    """
+    """A submitted job: its id, and the files with its output as far as they are known."""
 
     scheduler: Scheduler
     job: str
@@ -59,8 +51,7 @@ def submit_job(scheduler: Scheduler, text: str, directory: Path, array: bool = F
     """Writes the script into the run directory, submits it, and records its id there.
 
     Args:
-        scheduler: The scheduler.
-        text: The script.
+        scheduler, text: The scheduler and its script.
         directory: The run directory, which is made.
         array: Whether it is an array, whose tasks have outputs of their own.
         typed: The command that submits it, without secrets.
@@ -78,7 +69,7 @@ def submit_job(scheduler: Scheduler, text: str, directory: Path, array: bool = F
     with contextlib.suppress(SettingError):  # without a seal the job is there all the same
         record[detached_file.SEAL] = detached_file.make_seal(record, directory)
     with _explained(directory, f"{scheduler.title} job {job} is submitted"):
-        write_text(directory, BATCH_FILE, json.dumps(record) + "\n")
+        write_text(directory, BATCH, json.dumps(record) + "\n")
     return SubmittedJob(scheduler, job, () if array else (directory / output,))
 
 
@@ -98,9 +89,9 @@ def _explained(directory: Path, note: str = "") -> Iterator[None]:
 def submitting_arguments(directory: Path, environ: Mapping[str, str]) -> tuple[str, ...]:
     """Returns the command that submitted the batch we run in; empty outside our batches."""
     submission = read_submission(directory)
-    record = records.read_object(directory / BATCH_FILE) or {}
     if submission is None or submission.scheduler.allocation(environ) != submission.job:
         return ()
+    record = records.read_object(directory / BATCH) or {}
     try:
         return tuple(shlex.split(str(record.get("typed", ""))))
     except ValueError:  # the file was changed
@@ -109,7 +100,7 @@ def submitting_arguments(directory: Path, environ: Mapping[str, str]) -> tuple[s
 
 def read_submission(directory: Path) -> SubmittedJob | None:
     """Returns the job that a run directory belongs to, if any."""
-    record = records.read_object(directory / BATCH_FILE) or {}
+    record = records.read_object(directory / BATCH) or {}
     name, job = record.get("scheduler"), str(record.get("job", ""))[:40]
     if name not in SCHEDULERS:
         return None
@@ -123,32 +114,26 @@ def require_own_submission(directory: Path, job: SubmittedJob) -> None:
 
     The directory may come from another user and name any job of this user.
     """
-    if not detached_file.has_valid_seal(
-        records.read_object(directory / BATCH_FILE) or {}, directory
-    ):
+    if not detached_file.has_valid_seal(records.read_object(directory / BATCH) or {}, directory):
         raise SettingError(
-            f"{directory / BATCH_FILE} was not written by you for this folder: {job.title} is left"
+            f"{directory / BATCH} was not written by you for this folder: {job.title} is left"
             " alone",
             remedy=f"If it is this run's, end it by {job.scheduler.title}'s own command",
         )
 
 
-async def follow(job: SubmittedJob, note: Callable[[str], None], cancel: bool = True) -> int:
-    """Shows a job's output and its states until it is over.
+async def follow(job: SubmittedJob, note: Callable[[str], None]) -> int:
+    """Shows a job's output and its states until it is over; returns its exit status.
 
     Args:
-        job: The job.
+        job: The job, which Ctrl-C cancels.
         note: Called with every new state.
-        cancel: Whether Ctrl-C cancels the job; else it only stops following.
-
-    Returns:
-        The job's exit status.
 
     Raises:
         ConnectError: The scheduler does not know the job.
     """
     tails = [FileTail(path) for path in job.outputs]
-    stop = InterruptHandler(job, cancel)
+    stop = InterruptHandler(job)
     last_shown = last_word = ""
     try:
         while True:
@@ -156,12 +141,16 @@ async def follow(job: SubmittedJob, note: Callable[[str], None], cancel: bool = 
             for tail in tails:
                 tail.show()
             if state is None:
-                raise _unknown(job)
+                raise ConnectError(
+                    f"{job.scheduler.title} does not know job {job.job} (any more)",
+                    found="it said nothing of it",
+                    remedy=job.scheduler.history.replace("{job}", job.job),
+                )
             if state.describe() != last_shown and not state.is_transient:
                 last_shown = state.describe()
                 note(f"paceline: {job.title}: {last_shown}")
             returns = state.may_return and last_word != state.state
-            if (state.is_over and not returns) or stop.is_detached:
+            if state.is_over and not returns:
                 return stop.exit_code or state.exit_code
             last_word = state.state
             await stop.wait(POLL_INTERVAL_S)
@@ -170,14 +159,6 @@ async def follow(job: SubmittedJob, note: Callable[[str], None], cancel: bool = 
         for tail in tails:
             tail.show()
             tail.close()
-
-
-def _unknown(job: SubmittedJob) -> ConnectError:
-    return ConnectError(
-        f"{job.scheduler.title} does not know job {job.job} (any more)",
-        found="it said nothing of it",
-        remedy=job.scheduler.history.replace("{job}", job.job),
-    )
 
 
 @dataclass
@@ -202,29 +183,26 @@ class FileTail:
 class InterruptHandler:
     """Ctrl-C while following: once cancels the job, twice kills it."""
 
-    def __init__(self, job: SubmittedJob, cancel: bool) -> None:
-        self.exit_code = 0
-        self.is_detached = False
-        self._job = job
+    def __init__(self, job: SubmittedJob) -> None:
         import asyncio
 
         from paceline.launch.interrupts import EchoFilter
 
-        self._cancel = cancel
+        self.exit_code = 0
+        self._job = job
         self._echoes = EchoFilter()
         self._received = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         for signum in _SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(signum, self._on_signal, signum)
+            self._loop.add_signal_handler(signum, self._on_signal, signum)
 
     def _on_signal(self, signum: int) -> None:
         if self._echoes.is_echo(signum):
             return
         is_repeated = self.exit_code != 0
         self.exit_code = 128 + signum
-        self.is_detached = not self._cancel
         self._received.set()
-        if self._cancel:
-            self._job.cancel(kill=is_repeated)
+        self._job.cancel(kill=is_repeated)
 
     async def wait(self, seconds: float) -> None:
         """Sleeps until the time is over or a signal arrives."""
@@ -237,10 +215,8 @@ class InterruptHandler:
         self._received.clear()
 
     def close(self) -> None:
-        import asyncio
-
         for signum in _SIGNALS:
-            asyncio.get_running_loop().remove_signal_handler(signum)
+            self._loop.remove_signal_handler(signum)
 
 
 _SIGNALS: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM)

@@ -15,14 +15,14 @@ from paceline.cli.settings import setting
 from paceline.rundir import records
 from paceline.rundir.directory import short
 from paceline.rundir.ownership import detached_of, owner_alive, read_owner
-from paceline.schedulers.submission import BATCH_FILE, read_submission
+from paceline.schedulers.submission import read_submission
 from paceline.spec import rundir as names
 from paceline.spec.detached import DETACHED
 from paceline.spec.errors import PacelineError, SettingError
 from paceline.spec.rundir import DEFAULT_PARENT
 from paceline.spec.settings import Source
 
-_MARKER_FILES = (names.PLAN, names.EVENTS, names.OWNER, BATCH_FILE, DETACHED)
+_MARKER_FILES = (names.PLAN, names.EVENTS, names.OWNER, names.BATCH, DETACHED)
 
 
 def is_run(path: Path) -> bool:

@@ -161,7 +161,7 @@ class Line(CutLine):
 
     def write(self, data: bytes) -> None:
         if self._meets is not None:
-            (name,) = re.findall(rb"attach\('([a-z0-9-]+)'\)", data)
+            (name,) = re.findall(rb"attach\('([a-z0-9-]+)', False\)", data)
             meets, self._meets = self._meets, None
             with contextlib.suppress(OSError):
                 meets(name.decode(), self._theirs)

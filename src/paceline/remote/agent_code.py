@@ -71,14 +71,9 @@ def agent_code() -> AgentCode:
 def reconnect_source(place: str, starts_session: bool = False) -> bytes:
     """Python source that connects to an agent waiting at ``place``, sent as the first line.
 
-    Args:
-        place: The agent's name for it.
-        starts_session: Begin a new conversation, for the next command.
+    ``starts_session``: begin a new conversation, for the next command.
     """
-    return _source(
-        ("reattach.py",),
-        f"attach({place!r}, {starts_session})" if starts_session else f"attach({place!r})",
-    )
+    return _source(("reattach.py",), f"attach({place!r}, {starts_session})")
 
 
 def detach_source(role: str) -> bytes:

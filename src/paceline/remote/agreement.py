@@ -13,14 +13,7 @@ Facts = Mapping[str, Any]
 
 
 def interpreter_problem(host: Host, requested: str, actual: str, facts: Facts) -> NodeError | None:
-    """An error if the agent had to use another interpreter than requested.
-
-    Args:
-        host: The host.
-        requested: Path of the interpreter for the job.
-        actual: Path of the agent's interpreter.
-        facts: The host's facts.
-    """
+    """An error if the agent had to use another interpreter than requested, both by their paths."""
     if actual == requested:
         return None
     torch = facts.get("torch")
@@ -46,17 +39,17 @@ def torch_problem(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> NodeErro
             remedy=f"On {lacking[0]}: {python} -m pip install torch"
             "\n(or --python PATH for another interpreter; --no-torch for a script without torch)",
         )
-    if len(set(versions.values())) > 1:
-        return NodeError(
-            "the nodes have different torch versions",
-            found="\n".join(f"{name}: torch {version}" for name, version in versions.items()),
-            remedy="\n".join(
-                f"On {name}: {facts[name]['python']['executable']} -m pip install "
-                f"torch=={_base_version(most_common(versions))}"
-                for name in outliers(versions)
-            ),
-        )
-    return None
+    if len(set(versions.values())) < 2:
+        return None
+    expected = (most_common(versions) or "").split("+")[0]
+    return NodeError(
+        "the nodes have different torch versions",
+        found="\n".join(f"{name}: torch {version}" for name, version in versions.items()),
+        remedy="\n".join(
+            f"On {name}: {facts[name]['python']['executable']} -m pip install torch=={expected}"
+            for name in outliers(versions)
+        ),
+    )
 
 
 LOADER_VARIABLES = (
@@ -81,10 +74,6 @@ def outliers(values: Mapping[str, str | None]) -> list[str]:
     """The names whose value differs from the most common one."""
     expected = most_common(values)
     return [name for name, value in values.items() if value != expected]
-
-
-def _base_version(version: str | None) -> str:
-    return (version or "").split("+")[0]
 
 
 def differences(subject: str, values: Mapping[str, str]) -> list[str]:

@@ -66,7 +66,6 @@ class Channel:
     """The connection to one host's agent.
 
     Attributes:
-        host: The host.
         facts: The agent's facts about its machine.
         identity: The agent's random identity, hexadecimal.
         noise: Output outside frames (login banners), decoded.
@@ -471,9 +470,8 @@ class Channel:
                 waiting.set_exception(self._lost_error())
         self._pending.clear()
         if not self._hello.done():
-            self._hello.set_exception(
-                InvalidValue(self.violation) if self.violation else EOFError()
-            )
+            error = InvalidValue(self.violation) if self.violation else EOFError()
+            self._hello.set_exception(error)
         stderr = self._stderr[self._stderr_offset :].decode(errors="replace")
         fields = {"stderr": stderr[-2000:], "trouble": self.violation}
         self.on_event(Event("connection ended", self.host.name, fields=fields))

@@ -24,10 +24,7 @@ async def probe_addresses(channels: Sequence[Channel],
                         gather: Gather = gather_results) -> Results:  # fmt: skip
     """Results of probing the other hosts' addresses, by connecting host.
 
-    Args:
-        channels: The hosts' channels, in rank order.
-        candidates: Addresses to probe, by host.
-        gather: Awaits several requests.
+    ``channels`` are in rank order; ``gather`` awaits several requests.
     """
     by_name = {channel.host.name: channel for channel in channels}
 

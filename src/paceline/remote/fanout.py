@@ -37,7 +37,14 @@ async def try_connect_hosts(
     Raises:
         ConnectError: This machine may not open so many files.
     """
-    _raise_file_limit(len(hosts))
+    try:
+        raise_descriptor_limit(FILES_PER_HOST * len(hosts))
+    except OSError as error:
+        raise ConnectError(
+            f"this machine may not hold connections to {len(hosts)} hosts",
+            found=str(error.strerror),
+            remedy="Raise its hard limit of open files, or take fewer hosts: --nnodes N",
+        ) from None
     use_pidfd_watcher()
     gate = asyncio.Semaphore(MAX_PARALLEL_LOGINS)
     counter = itertools.count(1)
@@ -77,17 +84,6 @@ async def join_tasks(tasks: Sequence[asyncio.Task[T]]) -> list[T]:
     if tasks:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     return await asyncio.gather(*tasks)
-
-
-def _raise_file_limit(hosts: int) -> None:
-    try:
-        raise_descriptor_limit(FILES_PER_HOST * hosts)
-    except OSError as error:
-        raise ConnectError(
-            f"this machine may not hold connections to {hosts} hosts",
-            found=str(error.strerror),
-            remedy="Raise its hard limit of open files, or take fewer hosts: --nnodes N",
-        ) from None
 
 
 def use_pidfd_watcher() -> None:
@@ -173,13 +169,11 @@ async def _details(error: LoginError, options: SshOptions) -> str:
 
 def _pinned_fingerprint(text: str) -> str | None:
     """The fingerprint of the pinned key that ssh's message names, with its file and line."""
-    location = offending_line(text)
-    if location is None:
+    if (location := offending_line(text)) is None:
         return None
     file, number = location
     try:
-        line = Path(file).read_text(errors="replace").splitlines()[number - 1]
+        key = fingerprint(Path(file).read_text(errors="replace").splitlines()[number - 1])
     except (OSError, IndexError):
         return None
-    key = fingerprint(line)
     return f"{key} ({file}, line {number})" if key else None

@@ -30,12 +30,7 @@ MAX_LINES = 8  # lines of an error
 
 
 def variables(interface: str, facts: Facts) -> dict[str, str]:
-    """The variables of a node's ranks.
-
-    Args:
-        interface: Interface of the node's address for the job.
-        facts: The node's facts, for its RDMA cards.
-    """
+    """The variables of a node's ranks: its interface for the job, and its RDMA cards."""
     # "=" asks NCCL for exactly this name; alone it would be a prefix
     values = {**dict.fromkeys(EXACT, interface), NCCL: f"={interface}"}
     devices = ucx_devices(interface, facts)
@@ -57,18 +52,11 @@ def validate_variables(hosts: Sequence[Host], facts: Mapping[str, Facts],
     """Raises SettingError if a variable names an interface or provider that a host lacks.
 
     Libraries would silently use another (libfabric), or fail in the first collective.
-
-    Args:
-        hosts, facts: The nodes.
-        environment: Variables for their ranks.
     """
     for variable in (*EXACT, NCCL, UCX, PROVIDER):
-        value = environment.get(variable, "")
-        lacking = {
-            host.name: missing
-            for host in hosts
-            if (missing := [*_MISSING.get(variable, _exact)(value, facts[host.name])])
-        }
+        value, find_missing = environment.get(variable, ""), _MISSING.get(variable, _exact)
+        missing = {host.name: [*find_missing(value, facts[host.name])] for host in hosts}
+        lacking = {name: absent for name, absent in missing.items() if absent}
         if lacking:
             raise _absent(variable, value, lacking, facts)
 
@@ -114,9 +102,8 @@ def _provider(value: str, facts: Facts) -> Iterator[str]:
     if value.startswith("^"):
         return
     for provider in re.split(r"[,;]", value.lower()):
-        if (provider in RDMA_PROVIDERS and cards == []) or (
-            provider not in PROVIDERS and _closest(provider)
-        ):
+        lacks_card = provider in RDMA_PROVIDERS and cards == []
+        if lacks_card or (provider not in PROVIDERS and _closest(provider)):
             yield provider
 
 

@@ -46,9 +46,8 @@ async def connect(host: Host, python: str, options: SshOptions, wrap: Wrap = not
     """Opens a connection, retrying transient failures; raises LoginError when that fails.
 
     Args:
-        host: The host.
+        host, options: The host, and how to log in.
         python: Interpreter for the agent there.
-        options: How to log in.
         wrap: Wraps the agent's command, for example in a container engine's.
         reuse: Use an agent that waits since an earlier command, and let this one wait later.
     """
@@ -98,12 +97,7 @@ async def _start(command: list[str], is_agent: bool = False) -> Link:
 async def connect_to_warm_agent(
     host: Host, python: str, options: SshOptions, slot: warm.WarmSlot
 ) -> Channel | None:
-    """Connects to an agent that waits for this command; ``None`` without one.
-
-    Args:
-        host, python, options: As for :func:`connect`.
-        slot: Where the agent may wait.
-    """
+    """Connects to an agent that waits for this command in ``slot``; ``None`` without one."""
     agent = slot.claim()
     if agent is None:
         return None

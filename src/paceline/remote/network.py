@@ -35,13 +35,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class NodeNetwork:
-    """The choice for a node.
-
-    Attributes:
-        address: Address that all other nodes can reach.
-        interface: Its interface.
-        reason: Reason for the choice, for people.
-    """
+    """The choice for a node: an address that all others can reach, and the reason for people."""
 
     address: str
     interface: str
@@ -65,10 +59,7 @@ def candidates(
 ) -> tuple[dict[str, list[Candidate]], list[str]]:
     """The candidates of each host, and notes about unusable addresses.
 
-    Args:
-        hosts: In rank order.
-        facts: The agents' facts by host name.
-        interface: The requested interface; a host's own setting takes precedence.
+    A host's own interface takes precedence over the requested one.
     """
     addresses = {host.name: _addresses(host, facts[host.name]) for host in hosts}
     _reject_duplicates(hosts, facts, addresses)
@@ -203,18 +194,11 @@ def decide(
         NodeError: A host is unreachable from another, or no address family serves all hosts.
     """
     results = _by_target(probes)
-    valid = {
-        host.name: [c for c in candidates[host.name] if _is_reachable(results.get(c.address, {}))]
-        for host in hosts
-    }
+    reason = "every node that tried has reached it"
     for family in (4, 6):
-        fastest = {
-            host.name: _fastest([c for c in valid[host.name] if c.family == family], results)
-            for host in hosts
-        }
+        fastest = {host.name: _fastest(candidates[host.name], family, results) for host in hosts}
         selected = {name: c for name, c in fastest.items() if c is not None}
         if len(selected) == len(hosts):
-            reason = "every node that tried has reached it"
             networks = {name: NodeNetwork(c.address, c.interface, reason)
                         for name, c in selected.items()}  # fmt: skip
             return networks, _route_notes(selected, results)
@@ -244,14 +228,16 @@ def _is_reachable(outcomes: Mapping[str, Mapping[str, Any]]) -> bool:
     return bool(outcomes) and all(outcome["ok"] for outcome in outcomes.values())
 
 
-def _fastest(valid: list[Candidate], results: Results) -> Candidate | None:
+def _fastest(candidates: Sequence[Candidate], family: int, results: Results) -> Candidate | None:
     """Prefers the most direct kind, then the fastest link, then the shortest round trip."""
 
     def order(c: Candidate) -> tuple[int, int, float]:
         rtt = max(outcome["rtt"] for outcome in results[c.address].values())
         return (_kind(c), -c.speed, rtt)
 
-    return min(valid, key=order, default=None)
+    family_candidates = [c for c in candidates if c.family == family]
+    reachable = [c for c in family_candidates if _is_reachable(results.get(c.address, {}))]
+    return min(reachable, key=order, default=None)
 
 
 def _kind(c: Candidate) -> int:
@@ -288,14 +274,11 @@ def _unreachable(
             for source, outcome in outcomes.items():
                 if not outcome["ok"]:
                     by_reason.setdefault(explain_failure(outcome), []).append(source)
-            for sources in by_reason.values():
-                addresses = [
-                    _source_address(candidates.get(source, ()), candidate) for source in sources
-                ]
-                advice.append(remedy_for(outcomes[sources[0]], host.name, sources, addresses))
             target = f"{host.name} at {candidate.address} ({candidate.interface})"
-            lines += [f"{_format_names(sources)} → {target}: {reason}"
-                      for reason, sources in by_reason.items()]  # fmt: skip
+            for reason, sources in by_reason.items():
+                addresses = [_source_address(candidates.get(s, ()), candidate) for s in sources]
+                advice.append(remedy_for(outcomes[sources[0]], host.name, sources, addresses))
+                lines.append(f"{_format_names(sources)} → {target}: {reason}")
     return NodeError(
         "the nodes cannot reach each other over TCP",
         found="\n".join(_truncate(lines)),
@@ -352,13 +335,7 @@ def allow_from(addresses: Sequence[str]) -> str:
 
 def remedy_for(outcome: Mapping[str, Any], host: str, sources: Sequence[str],
                addresses: Sequence[str]) -> str:  # fmt: skip
-    """What to do about a failed probe.
-
-    Args:
-        outcome: Result of the probe.
-        host: The target's name.
-        sources, addresses: The connecting hosts and their addresses, empty if unknown.
-    """
+    """What to do about a failed probe of ``host``; unknown ``addresses`` of sources are empty."""
     source, known_addresses = _format_names(sources), list(filter(None, addresses))
     code = outcome.get("errno")
     if code == errno.EBUSY:

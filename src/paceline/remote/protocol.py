@@ -127,7 +127,6 @@ EVENTS: dict[str, Schema] = {
 # --- answers ------------------------------------------------------------------------------------
 
 _EMPTY = record()
-_NONE: dict[str, Schema] = {}
 _ACTIVITY: dict[str, Schema] = {
     "pid": PROCESS, "stack": STACK, "call": SHORT_TEXT, "on": text(),
     "readers": list_of(PROCESS, 10_000),
@@ -159,9 +158,9 @@ ANSWERS: dict[str, Schema] = {
     "admit": _EMPTY,
     "dump_stacks": _EMPTY,
     "seen": record(ranks=list_of(
-        record(_NONE, rank=RANK, cpu_s=number, moved=number, sent=number, switches=SIZE,
+        record(None, rank=RANK, cpu_s=number, moved=number, sent=number, switches=SIZE,
                state=SHORT_TEXT, calls=list_of(text(), 100),
-               children=list_of(record(_NONE, name=SHORT_TEXT, **_ACTIVITY), 100), **_ACTIVITY)
+               children=list_of(record(None, name=SHORT_TEXT, **_ACTIVITY), 100), **_ACTIVITY)
     )),
     "stop": _EMPTY,
     "kill": record(killed=SIZE),
@@ -282,9 +281,11 @@ def _check_tree(fields: Fields, answer: Message) -> None:
 def _check_blobs(fields: Fields, answer: Message) -> None:
     hashes = {entry[1] for entry in fields["manifest"]}
     _check_subset(sorted({*answer.get("hashes", ()), *answer.get("damaged", ())}), hashes, "a hash")
-    if "root" in answer and not answer["root"].endswith(
-        f"/jobs/{fields['folder']}/{fields['name']}"
-    ):
+
+
+def _check_built_tree(fields: Fields, answer: Message) -> None:
+    _check_blobs(fields, answer)
+    if not answer["root"].endswith(f"/jobs/{fields['folder']}/{fields['name']}"):
         reject("the folder of a tree", answer["root"], "one of the job's folder")
 
 
@@ -336,7 +337,7 @@ BLOB_OPS = ("read_block", "read_part")  # answered with as many bytes as were re
 RELATIONS: dict[str, Relation] = {
     "compare_tree": _check_tree,
     "lacking_blobs": _check_blobs,
-    "build_tree": _check_blobs,
+    "build_tree": _check_built_tree,
     "run_folder": _check_run_folder,
     "list_results": _unique_files,
     "look": _check_paths,

@@ -52,7 +52,6 @@ class PendingLink:
     """A link to an agent that has not been authenticated yet.
 
     Attributes:
-        link: The new link.
         nonce: The agent's nonce, which our proof must contain.
         early: Bytes that followed the agent's first reply.
     """
@@ -123,10 +122,7 @@ async def authenticate(
 ) -> tuple[int, bytes]:
     """Authenticates both sides; returns how many frames the agent received, and early data.
 
-    Args:
-        pending: The agent's link.
-        address: The agent's address and key.
-        num_received: Number of its frames that this side has received.
+    ``num_received``: number of its frames that this side has received.
 
     Raises:
         AgentNotFound: One side could not prove the key.
@@ -159,8 +155,7 @@ async def read_boot_line(
     """Reads the next reply of the remote command; returns its words and the bytes after it.
 
     Args:
-        link: The link to it.
-        early: Bytes that were read before.
+        link, early: The link to it, and bytes that were read before.
         noise: Called with the output before the reply.
         replies: Allowed first words, with the number of words after each.
 

@@ -28,12 +28,9 @@ class Transport(Protocol):
 
     async def open(self, hosts: Sequence[Host], pythons: Sequence[str],
                    on_connected: ConnectedCallback = ignore_count) -> list[Channel]:  # fmt: skip
-        """Opens a channel to an agent on each host, in their order; cleans up after a failure.
+        """Opens a channel to an agent on each host, in rank order; cleans up after a failure.
 
-        Args:
-            hosts: In rank order.
-            pythons: The interpreter for each.
-            on_connected: Called for every connected host.
+        ``pythons`` has the interpreter for each.
 
         Raises:
             PacelineError: Names all hosts without an agent.
@@ -42,8 +39,7 @@ class Transport(Protocol):
     async def close(self, exit_code: int) -> None:
         """Called once, when all channels are closed or :meth:`open` failed.
 
-        Args:
-            exit_code: The job's exit status, for nodes that wait for it.
+        Nodes may wait for the job's ``exit_code``.
         """
 
     async def loss_reason(self, host: Host) -> str:

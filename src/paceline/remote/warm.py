@@ -163,8 +163,7 @@ class WarmSlot:
 
         Args:
             seconds: How long it waits.
-            boot: The host's boot id.
-            imported: The fork server's imports.
+            boot, imported: The host's boot id, and the fork server's imports.
             restart_timer: Restart the time; otherwise keep the previous end.
         """
         started_at, host, previous = time.time(), self.host, self.waiting

@@ -7,6 +7,7 @@ logs in to it over SSH, or starts a new container there.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -22,9 +23,7 @@ from paceline.spec.hosts import Host
 
 PATIENCE_S = 60.0  # for started callers; failures to start are reported sooner
 RETRY_LOGIN_S = 60.0  # between two logins to a host that refuses them
-AgentStarter = Callable[
-    [Host, str], Awaitable[Channel]
-]  # starts an agent on a host, with an interpreter
+AgentStarter = Callable[[Host, str], Awaitable[Channel]]  # on a host, with an interpreter
 _LOGIN_CAUSES = ("login refused", "host key not known", "host key changed", "name not found")
 
 
@@ -112,10 +111,8 @@ class CallbackTransport(Transport):
                 raise ConnectError(f"{host.name} did not call", found=self._missing[host.name])
             if loop.time() >= deadline:
                 raise self._timeout_error(host)
-            try:
+            with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), deadline - loop.time())
-            except asyncio.TimeoutError:
-                continue
         self._called.add(host.name)
         channel = self._peers.channel(place, reconnects=self._containers is None)
         if self._containers is not None:  # a container has other files than this machine
@@ -133,9 +130,7 @@ class CallbackTransport(Transport):
         return channel
 
     def _timeout_error(self, host: Host) -> ConnectError:
-        addresses = ", ".join(
-            f"{address} port {port}" for address, port in self._listener.addresses
-        )
+        addresses = ", ".join(f"{host} port {port}" for host, port in self._listener.addresses)
         return ConnectError(
             f"{host.name} did not call its supervisor within {PATIENCE_S:.0f} s",
             found=f"the supervisor listens on {addresses}",

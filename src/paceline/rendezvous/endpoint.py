@@ -154,9 +154,8 @@ def resolve(host: str) -> list[str]:
     except OSError:
         return []
     addresses = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
-    return [
-        a for a in addresses if not ipaddress.ip_address(a.split("%")[0]).is_loopback
-    ] or addresses
+    parsed = {a: ipaddress.ip_address(a.split("%")[0]) for a in addresses}
+    return [a for a in addresses if not parsed[a].is_loopback] or addresses
 
 
 def listening_addresses(endpoint: Endpoint) -> list[str]:

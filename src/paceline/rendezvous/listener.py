@@ -134,20 +134,21 @@ class Connection:
 
     def accept(self) -> None:
         """Accepts the node and proves the key."""
-        self._answer({"ok": True}, self.seal)
+        self._write(self.seal(json.dumps({"ok": True})))
 
     def reject(self, reason: str) -> None:
         """Sends the reason and closes the connection."""
-        self._answer({"error": reason}, self.seal)
+        self._write(self.seal(json.dumps({"error": reason})))
         self.writer.close()
 
-    def send_status(self, **message: Any) -> None:
-        """Sends a line of JSON on a connection of stream ``status``."""
-        self._answer(message)
+    def send_status(self, exit_code: int) -> None:
+        """Sends the job's exit status on a connection of stream ``status``, and closes it."""
+        self._write(json.dumps({"exit_code": exit_code}))
+        self.writer.close()
 
-    def _answer(self, message: Mapping[str, Any], seal: Callable[[str], str] = str) -> None:
+    def _write(self, line: str) -> None:
         with contextlib.suppress(OSError, RuntimeError):
-            self.writer.write(seal(json.dumps(message)).encode() + b"\n")
+            self.writer.write(line.encode() + b"\n")
 
 
 @dataclass
@@ -210,7 +211,7 @@ class Listener:
         """Handles a connection up to its proof; errors of the peer are ignored."""
         opened: list[asyncio.StreamWriter] = []
         try:
-            handshake = self._shake_hands(connection, peer, opened.append)
+            handshake = self._shake_hands(connection, peer, opened)
             proven = await asyncio.wait_for(handshake, HANDSHAKE_S)
         except (OSError, EOFError, ValueError, RecursionError, asyncio.LimitOverrunError,
                 asyncio.TimeoutError, asyncio.CancelledError):  # fmt: skip
@@ -220,15 +221,8 @@ class Listener:
             self.on_connection(proven)
 
     async def _shake_hands(
-        self, connection: socket.socket, peer: str, opened: Callable[[asyncio.StreamWriter], None]
+        self, connection: socket.socket, peer: str, opened: list[asyncio.StreamWriter]
     ) -> Connection:
-        reader, writer = await self._encrypted(connection)
-        opened(writer)
-        return await self._proven(reader, writer, peer)
-
-    async def _encrypted(
-        self, connection: socket.socket
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         loop = asyncio.get_running_loop()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -237,7 +231,9 @@ class Listener:
             lambda: asyncio.StreamReaderProtocol(reader), connection, ssl=self._context,
             ssl_handshake_timeout=HANDSHAKE_S,
         )  # fmt: skip
-        return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        opened.append(writer)
+        return await self._proven(reader, writer, peer)
 
     async def _proven(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str
@@ -295,13 +291,12 @@ def caller_config(
     """The configuration of a node's caller.
 
     Args:
-        addresses: Where the launcher listens.
+        addresses, patience_s: Where the launcher listens, and how long to try.
         pythons: The interpreter for each node, in rank order.
-        places: Variables with the node's rank; the first that is set counts.
+        places, names: Variables with the node's rank and with the scheduler's name for it; the
+            first that is set counts.
         strip: Regular expression of variables that the agent must not inherit.
-        patience_s: How long to try.
         info: Further entries of the node's description of itself.
-        names: Variables with the scheduler's name for the node; the first that is set counts.
         wrap: Wraps the agent's command, for example in a container engine's.
         is_single_use: The agent cannot reconnect: a broken connection is its end.
     """

@@ -26,12 +26,7 @@ from paceline.remote.channel import Channel
 from paceline.remote.login import connect
 from paceline.remote.openssh import SshOptions
 from paceline.remote.transport import ConnectedCallback, Transport, ignore_count
-from paceline.rendezvous.endpoint import (
-    KEY_VARIABLE,
-    Endpoint,
-    listening_addresses,
-    resolve,
-)
+from paceline.rendezvous.endpoint import KEY_VARIABLE, Endpoint, listening_addresses, resolve
 from paceline.rendezvous.listener import Listener, caller_command, caller_config
 from paceline.rendezvous.peers import CommandAdmission, Peers
 from paceline.spec.errors import ConnectError, SettingError
@@ -144,11 +139,6 @@ def _print(text: str) -> None:
 def serve(endpoint: Endpoint, command: Sequence[str], python: str) -> int:
     """Serves the first node until the job ends; returns the job's exit status.
 
-    Args:
-        endpoint: The rendezvous.
-        command: This node's command.
-        python: The interpreter of its ranks.
-
     Raises:
         ConnectError: The first node does not answer, rejects this node, or went away.
     """
@@ -186,9 +176,9 @@ def serve(endpoint: Endpoint, command: Sequence[str], python: str) -> int:
 def _place(endpoint: Endpoint) -> str:
     """This node's rank, if it is known here."""
     place = 1 if endpoint.nodes == 2 else endpoint.place
-    return (
-        f"one of {endpoint.nodes} nodes" if place is None else f"node {place} of {endpoint.nodes}"
-    )
+    if place is None:
+        return f"one of {endpoint.nodes} nodes"
+    return f"node {place} of {endpoint.nodes}"
 
 
 def rendezvous_error(endpoint: Endpoint, reason: str) -> ConnectError:
@@ -224,11 +214,6 @@ def _wait(status: socket.socket, agent: subprocess.Popen[bytes],
     """Waits for the job's exit status, or for the end of this node's agent.
 
     If the first node loses power, its connection stays open; only the agent's lease detects that.
-
-    Args:
-        status: The status connection.
-        agent: This node's agent.
-        reconnect: Opens another status connection.
     """
     lines: list[str] = []
 

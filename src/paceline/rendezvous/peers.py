@@ -190,8 +190,7 @@ class Peers:
     def dismiss(self, exit_code: int) -> None:
         """Sends the job's exit status to the waiting nodes."""
         for connection in self.waiting:
-            connection.send_status(exit_code=exit_code)
-            connection.writer.close()
+            connection.send_status(exit_code)
 
 
 class HostAdmission:
@@ -216,9 +215,8 @@ class HostAdmission:
         if not isinstance(place, int) or place not in self.places:
             raise AdmissionError(f"place {place} among {len(self._hosts)} nodes cannot be")
         if place in peers:
-            raise AdmissionError(
-                f"two processes were started as node {place}: one a node is needed"
-            )
+            error = f"two processes were started as node {place}: one a node is needed"
+            raise AdmissionError(error)
         return place, self._hosts[place]
 
 

@@ -215,8 +215,7 @@ class _Command:
 
     Args:
         number: Number within the run, which its agents send.
-        hosts: Hosts on which it starts agents.
-        pythons: Their interpreters.
+        hosts, pythons: Hosts on which it starts agents, and their interpreters.
         on_connected: Called with the number of connected hosts.
 
     Attributes:
@@ -241,17 +240,9 @@ class _Command:
             addresses, self._pythons, start.places, start.strip, CONNECT_S, {"start": self.number},
             start.names,
         )  # fmt: skip
-        env = {**os.environ, **start.env, caller.KEY_VARIABLE: key.hex()}
         self._name = Path(start.argv[0]).name
-        self._process = await asyncio.create_subprocess_exec(
-            *start.argv,
-            *caller_command(config),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env={name: value for name, value in env.items() if value is not None},
-            start_new_session=True,  # Ctrl-C is for the launcher, which ends the job in order
-        )
+        argv = [*start.argv, *caller_command(config)]
+        self._process = await _spawn(argv, {**start.env, caller.KEY_VARIABLE: key.hex()})
         assert self._process.stdout is not None
         self._reading = asyncio.create_task(_read(self._process.stdout, self._output))
         self._leftovers = asyncio.create_task(leftover_processes(self._process))
@@ -320,15 +311,7 @@ class _Command:
 
 async def run_command(argv: Sequence[str], env: Mapping[str, str | None]) -> tuple[int | None, str]:
     """Runs a command; returns its exit status (``None`` after a time-out) and output."""
-    merged: dict[str, str | None] = {**os.environ, **env}
-    process = await asyncio.create_subprocess_exec(
-        *argv,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env={name: value for name, value in merged.items() if value is not None},
-        start_new_session=True,
-    )
+    process = await _spawn(argv, env)
     assert process.stdout is not None
     output = bytearray()
     try:
@@ -339,6 +322,19 @@ async def run_command(argv: Sequence[str], env: Mapping[str, str | None]) -> tup
     status = process.returncode
     await end_group(process)
     return status, output.decode(errors="replace").strip()
+
+
+async def _spawn(argv: Sequence[str], env: Mapping[str, str | None]) -> asyncio.subprocess.Process:
+    """Starts a command with these variables on top of the launcher's; ``None`` removes one."""
+    merged: dict[str, str | None] = {**os.environ, **env}
+    return await asyncio.create_subprocess_exec(
+        *argv,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={name: value for name, value in merged.items() if value is not None},
+        start_new_session=True,  # Ctrl-C is for the launcher, which ends the job in order
+    )
 
 
 async def _read(stream: asyncio.StreamReader, output: bytearray) -> None:

@@ -119,9 +119,9 @@ def prepare(
     Raises:
         PacelineError: The job cannot run there. The text says what was found and what to do.
     """
+    options = locals()
     entry = entry_of(str(script), tuple(map(str, args)), module=module)
-    settings = _common_fields(hosts, python, env, nproc_per_node, nnodes, interface, follow_links,
-                              max_restarts, wait_for_nodes, restart_window)  # fmt: skip
+    settings = _common_fields(options)
     job = Job(
         name=Path(script).stem or "run",
         entry=entry,
@@ -221,10 +221,10 @@ def launch(
         PacelineError: The job could not be started.
         KeyboardInterrupt: Ctrl-C, after all ranks have ended.
     """
+    options = locals()
     entry = call.entry_of_function(function)
     _check_arguments(args, kwargs)
-    settings = _common_fields(hosts, python, env, nproc_per_node, nnodes, interface, follow_links,
-                              max_restarts, wait_for_nodes, restart_window)  # fmt: skip
+    settings = _common_fields(options)
     job = Job(
         name=call.function_name(function),
         entry=entry,
@@ -252,31 +252,24 @@ def launch(
     raise KeyboardInterrupt
 
 
-def _common_fields(
-    hosts: Hosts | None,
-    python: str | Path | None,
-    env: Mapping[str, str] | None,
-    nproc_per_node: Processes | None,
-    nnodes: int | str | None,
-    interface: str | None,
-    follow_links: bool,
-    max_restarts: int | None,
-    wait_for_nodes: float | str | None,
-    restart_window: float | str | None,
-) -> dict[str, Any]:
-    """Returns the fields of a job that ``prepare`` and ``launch`` share."""
-    return {
+def _common_fields(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a job's fields from the arguments that ``prepare`` and ``launch`` share."""
+    fields = {
         "workdir": str(Path.cwd()),
-        "python": str(python or this_machine.default_python()),
-        "environment": _environment(env),
-        "nproc_per_node": _process_count(nproc_per_node),
-        "nnodes": _argument(_node_count(nnodes)),
-        "hosts": _hosts_setting(hosts),
-        "interface": _argument(interface),
-        "max_restarts": _argument(max_restarts) if max_restarts is not None else Setting(0),
-        "follow_links": follow_links,
-        **_durations(wait_for_nodes_s=wait_for_nodes, restart_window_s=restart_window),
+        "python": str(options["python"] or this_machine.default_python()),
+        "environment": _environment(options["env"]),
+        "nproc_per_node": _process_count(options["nproc_per_node"]),
+        "nnodes": _argument(_node_count(options["nnodes"])),
+        "hosts": _hosts_setting(options["hosts"]),
+        "interface": _argument(options["interface"]),
+        "follow_links": options["follow_links"],
     }
+    if options["max_restarts"] is not None:
+        fields["max_restarts"] = _argument(options["max_restarts"])
+    for name in ("wait_for_nodes", "restart_window"):
+        if options[name] is not None:
+            fields[f"{name}_s"] = _argument(_seconds(name, options[name]))
+    return fields
 
 
 def _check_arguments(args: Any, kwargs: Any) -> None:
@@ -359,18 +352,12 @@ def _node_count(value: int | str | None) -> NodeCount | None:
         raise SettingError(f"nnodes: {error}", remedy='nnodes=2, or nnodes="1:3"') from None
 
 
-def _durations(**durations: float | str | None) -> dict[str, Any]:
-    """Returns the given durations as settings. Raises SettingError for other values."""
-    return {name: Setting(_seconds(name, value), Source.ARGUMENT)
-            for name, value in durations.items() if value is not None}  # fmt: skip
-
-
 def _seconds(name: str, value: float | str) -> float:
     try:
         return parse_duration(value)
     except (ValueError, TypeError):
         raise SettingError(
-            f"{name.removesuffix('_s')}: {value!r} is no length of time",
+            f"{name}: {value!r} is no length of time",
             remedy='A number of seconds, or a text: "90", "10m", "1h30m"',
         ) from None
 

@@ -136,8 +136,8 @@ def deed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deed:
                      sorted(places.items()), more.get("inspect") is None,
                      more.get("keep_warm_s"))  # fmt: skip
 
-    def planned(job: Any, cluster: Any, transport: Any, **how: Any) -> NoReturn:
-        done.is_done("plan", how["as_json"], how["verbose"])
+    def planned(ctx: Any, *_: Any) -> NoReturn:
+        done.is_done("plan", ctx.params["as_json"], ctx.params["verbose"])
 
     async def examined(*_: Any, **__: Any) -> NoReturn:
         done.is_done("examined")

@@ -35,12 +35,7 @@ MEASURING = frozenset({"scaling", "collectives", "forecast"})
 
 @dataclass(frozen=True, slots=True)
 class LaunchMode:
-    """How a command is carried out.
-
-    Attributes:
-        scheduler: By what.
-        submits: It writes a script for later, instead of starting nodes now.
-    """
+    """How a command is carried out: by which scheduler, and whether as a script for later."""
 
     scheduler: Scheduler
     submits: bool
@@ -59,18 +54,11 @@ class LaunchMode:
 
 
 def launch_modes() -> list[LaunchMode]:
-    """Returns all launch modes, first those that start nodes now."""
     schedulers = [load(name) for name in SCHEDULERS]
-    immediate = [
-        LaunchMode(scheduler, submits=False)
-        for scheduler in schedulers
-        if scheduler.start_options is not None
-    ]
-    return immediate + [
-        LaunchMode(scheduler, submits=True)
-        for scheduler in schedulers
-        if scheduler.submit_options is not None
-    ]
+    starting = [s for s in schedulers if s.start_options is not None]
+    submitting = [s for s in schedulers if s.submit_options is not None]
+    return [*(LaunchMode(scheduler, submits=False) for scheduler in starting),
+            *(LaunchMode(scheduler, submits=True) for scheduler in submitting)]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +160,9 @@ SUBMISSION = frozenset(name for name, where in OPTIONS.items() if where.submissi
 def specified_options(ctx: click.Context, names: Iterable[str] = OPTIONS) -> dict[str, str]:
     """Options that somebody gave, by parameter name, each as it was spelled and where."""
     spellings = {}
-    for option in _options(ctx):
+    for option in ctx.command.params:
+        if not isinstance(option, click.Option):
+            continue
         name = option.name or ""
         source = ctx.get_parameter_source(name)
         value = ctx.params.get(name)
@@ -194,10 +184,6 @@ def spelling(option: click.Option, value: object) -> str:
     return max((value is False and option.secondary_opts) or option.opts, key=len)
 
 
-def _options(ctx: click.Context) -> list[click.Option]:
-    return [param for param in ctx.command.params if isinstance(param, click.Option)]
-
-
 def check_applicable(ctx: click.Context, mode: LaunchMode, environ: Mapping[str, str]) -> None:
     """Raises SettingError, with exit status 2, for a given option that would have no effect."""
     verb = ctx.command.name or "run"
@@ -210,9 +196,10 @@ def check_applicable(ctx: click.Context, mode: LaunchMode, environ: Mapping[str,
             continue
         if verb not in rule.verbs_in(mode) or (rule.by_scheduler and not mode.accepts(name)):
             raise _not_applicable(name, spelled, mode, verb)
+    is_left = ctx.params.get("detach") or ctx.params.get("keep")
     for name in ("supervisor", "keep_results"):
         is_typed = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        if is_typed and not (ctx.params.get("detach") or ctx.params.get("keep")):
+        if is_typed and not is_left:
             raise SettingError(
                 f"{specified_options(ctx)[name]} does not apply to a run that is not left",
                 found="this command watches it itself",
@@ -220,7 +207,7 @@ def check_applicable(ctx: click.Context, mode: LaunchMode, environ: Mapping[str,
             )
     if ctx.params.get("detach") and ctx.params.get("keep"):
         resolve_detach_or_keep(ctx)
-    if (ctx.params.get("detach") or ctx.params.get("keep")) and ctx.params.get("keep_warm"):
+    if is_left and ctx.params.get("keep_warm"):
         reject_combination(ctx, "a run that is left", ["keep_warm"])
     screen = ctx.get_parameter_source("screen")  # in a file it is for other runs, too
     if ctx.params.get("detach") and screen is ParameterSource.COMMANDLINE:
@@ -237,10 +224,7 @@ def check_applicable(ctx: click.Context, mode: LaunchMode, environ: Mapping[str,
 
 
 def resolve_detach_or_keep(ctx: click.Context) -> None:
-    """Returns --detach or --keep, whichever has the stronger source; SettingError if equal.
-
-    They start a run in the same way; after that one returns, and the other stays.
-    """
+    """Keeps --detach or --keep, whichever has the stronger source; SettingError if equal."""
     names = ("detach", "keep")
     sources = {name: setting(ctx, name).source for name in names}
     if sources["detach"] == sources["keep"]:
@@ -254,10 +238,7 @@ def resolve_detach_or_keep(ctx: click.Context) -> None:
 
 
 def resolve_node_range(ctx: click.Context, mode: LaunchMode) -> None:
-    """Resolves a range of nodes where their number cannot change: only a fixed range is accepted.
-
-    SettingError, exit status 2, with the reason.
-    """
+    """Resolves a range of nodes; only a fixed one is accepted if their number cannot change."""
     nodes, verb = ctx.params.get("nnodes"), ctx.command.name or "run"
     if not isinstance(nodes, NodeRange):
         return
@@ -279,7 +260,7 @@ def resolve_node_range(ctx: click.Context, mode: LaunchMode) -> None:
 
 
 def reject_combination(ctx: click.Context, other: str, names: Iterable[str]) -> None:
-    """Raises SettingError, with exit status 2, for given options that ``what`` makes useless."""
+    """Raises SettingError, with exit status 2, for given options that ``other`` makes useless."""
     for spelled in specified_options(ctx, tuple(names)).values():
         raise SettingError(
             f"{spelled} does not go with {other}",

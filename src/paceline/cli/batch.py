@@ -22,24 +22,20 @@ def submit(ctx: click.Context, job: Job, directory: Path, scheduler: Scheduler,
            folder_option: str = "--run-dir") -> int:  # fmt: skip
     """Writes the script, and where that can be done submits and follows it.
 
-    Args:
-        ctx: The verb's context, with the common options.
-        job: What the batch runs.
-        directory: Where the script and the run go.
-        scheduler: Which.
-        folder_option: The verb's option for that directory.
-
     Returns:
         The job's exit status; 0 for one that is not followed.
     """
     import asyncio
+    import secrets
 
+    from paceline.rendezvous.endpoint import KEY_VARIABLE, TOKEN_DIGITS
     from paceline.schedulers import submission
 
     directory = directory.absolute()
     request = batch_request(ctx, job, directory, folder_option)
     if scheduler.stores_secrets and not ctx.params["plan_only"]:
-        request = replace(request, secrets=batch_secrets(job))
+        key = secrets.token_hex(TOKEN_DIGITS // 2)  # of this run's rendezvous
+        request = replace(request, secrets={KEY_VARIABLE: key, **job.environment.forwarded})
     text = scheduler.render(request)
     if ctx.params["plan_only"] or not scheduler.can_follow():
         click.echo(text, nl=False)
@@ -81,40 +77,27 @@ def batch_request(
         nodes=params["nnodes"],
         processes=params["nproc_per_node"] if isinstance(params["nproc_per_node"], int) else None,
         time=params["time_limit"] or "",
-        partition=params["partition"] or "",
-        account=params["account"] or "",
-        mem=params["mem"] or "",
-        gres=params["gres"] or "",
-        gpus=params["gpus"] or "",
-        gpus_per_node=params["gpus_per_node"] or "",
-        constraint=params["constraint"] or "",
         cpus_per_task=params["cpus_per_task"],
         arguments=tuple(params["sbatch_arg"]),
         setup=tuple(params["setup_command"]),
         requeue=params["requeue"],
-        array=params["array"] or "",
-        image=params["image"] or "",
         mounts=tuple(params["mount"]),
         shm_size=params["shm_size"] if "shm_size" in specified_options(ctx) else "",
         forwarded=tuple(job.environment.forwarded),
+        **{name: params[name] or "" for name in _TEXTS},
     )
 
 
-def batch_secrets(job: Job) -> dict[str, str]:
-    """Returns the secrets that a script contains: a key made for this run, and secret values."""
-    import secrets
-
-    from paceline.rendezvous.endpoint import KEY_VARIABLE, TOKEN_DIGITS
-
-    key = secrets.token_hex(TOKEN_DIGITS // 2)
-    return {KEY_VARIABLE: key, **job.environment.forwarded}
+# Options that are texts of the same names in the batch.
+_TEXTS = ("partition", "account", "mem", "gres", "gpus", "gpus_per_node", "constraint", "array",
+          "image")  # fmt: skip
 
 
 def inner_arguments(ctx: click.Context) -> tuple[str, ...]:
     """Returns the job's own arguments, as the command inside the batch gets them.
 
-    Written from the options' values, not from the words that were typed: a variable or a file of
-    the launching machine may not be there when the batch runs.
+    Written from the options' values, not from the typed words: a variable or a file of the
+    launching machine may not be there when the batch runs.
     """
     spellings = specified_options(ctx, [param.name or "" for param in ctx.command.params])
     passed = spellings.keys() - SUBMISSION - _CONSUMED

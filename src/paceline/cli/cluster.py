@@ -16,12 +16,7 @@ from paceline.spec.settings import TOML_NAME, Setting, Source
 
 
 def read_cluster(ctx: click.Context, source: str | None) -> Cluster:
-    """Reads the hosts and their tables in paceline.toml, and marks this machine.
-
-    Args:
-        ctx: The verb's context, with its settings.
-        source: Where the hosts are described: ``hosts`` of the settings, or what stands for it.
-    """
+    """Reads the hosts and their tables in paceline.toml, and marks this machine."""
     from paceline.hosts import apply_overrides, read_hosts
     from paceline.hosts.lab import lab_name
     from paceline.remote.this_machine import mark_local

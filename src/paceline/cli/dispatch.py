@@ -89,11 +89,9 @@ def hosts_source(params: Mapping[str, Any], environ: Mapping[str, str]) -> str |
     """Returns where the hosts are described: in an allocation, the allocation."""
     source: str | None = params["hosts"]
     scheduler = choose_scheduler(params, environ)
-    is_own_allocation = scheduler.allocation(environ) is not None and source in (
-        None,
-        scheduler.name,
-    )
-    return scheduler.hosts(environ) if is_own_allocation else source
+    if scheduler.allocation(environ) is not None and source in (None, scheduler.name):
+        return scheduler.hosts(environ)
+    return source
 
 
 def resolve_dispatch(
@@ -124,15 +122,7 @@ def resolve_dispatch(
 
 
 def require_transport(params: Mapping[str, Any], command: str) -> Transport:
-    """Returns a transport for one of several runs of a command; each run needs its own.
-
-    Args:
-        params: Of the command.
-        command: Its name, for the error message.
-
-    Raises:
-        SettingError: It would be a batch.
-    """
+    """Returns a transport for one of several runs; SettingError if it would be a batch."""
     transport = resolve_dispatch(params).transport
     if transport is None:
         raise SettingError(
@@ -142,12 +132,10 @@ def require_transport(params: Mapping[str, Any], command: str) -> Transport:
 
 
 def ssh_options(params: Mapping[str, Any]) -> SshOptions:
-    """Returns how to log in."""
     return SshOptions(params["ssh_config"], params["accept_new_host_keys"])
 
 
 def start_options(params: Mapping[str, Any]) -> Options:
-    """Returns the options of schedulers for starting nodes."""
     endpoint: Endpoint | None = None
     if params["rdzv"]:
         from paceline.rendezvous.endpoint import endpoint as meant

@@ -41,19 +41,15 @@ MIN_GROUPED = 20  # a verb with fewer options shows all of them at once
 def render_help(
     ctx: click.Context, extra_sections: Sequence[Section] = (), show_all: bool = False
 ) -> str:
-    """Renders the help of the context's verb.
-
-    Args:
-        ctx: The verb's context.
-        extra_sections: Sections before its options: verbs of a group, a recipe's options.
-        show_all: Also the options that are rarely needed.
-    """
+    """Renders the help of the context's verb; ``extra_sections`` precede its options."""
     command = ctx.command
     options = applicable_options(command, command.get_params(ctx))
     is_short = len(options) < MIN_GROUPED
     visible = [o for o in options if is_short or show_all or o.name not in _GROUPED - COMMON]
     own_options = [o for o in visible if o.name not in _GROUPED]
-    groups = {title: _select(visible, names) for title, names in GROUPS.items()}
+    by_name = {option.name: option for option in visible}
+    groups = {title: [by_name[name] for name in names if name in by_name]
+              for title, names in GROUPS.items()}  # fmt: skip
     if is_short:  # short enough for one list
         own_options, groups = visible, {}
     sections: dict[str, list[Row]] = {title: list(rows) for title, rows in extra_sections}
@@ -90,13 +86,7 @@ def has_hidden_options(command: click.Command) -> bool:
     return len(names) >= MIN_GROUPED - 1 and not COMMON.issuperset(_GROUPED.intersection(names))
 
 
-def _select(options: Sequence[click.Option], names: Sequence[str]) -> list[click.Option]:
-    by_name = {option.name: option for option in options}
-    return [by_name[name] for name in names if name in by_name]
-
-
 def row_of(option: click.Option) -> Row:
-    """Returns one option as a row."""
     flags = ", ".join(sorted(option.opts, key=len))
     if option.secondary_opts:
         flags += " / " + ", ".join(option.secondary_opts)
@@ -125,10 +115,7 @@ def _default(option: click.Option) -> str:
     value = option.default
     if option.is_flag:
         return ("on" if value is True else "off") if option.secondary_opts else ""
-    if value is None or option.multiple or callable(value) or value == "" or _unset(value):
+    is_unset = type(value).__name__ == "Sentinel"  # click 8.2 and later mark a missing default so
+    if value is None or option.multiple or callable(value) or value == "" or is_unset:
         return ""
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _unset(value: object) -> bool:
-    return type(value).__name__ == "Sentinel"  # click 8.2 and later mark a missing default so

@@ -27,14 +27,7 @@ _SETTINGS = {  # field of the job: option
 
 
 def build_job(ctx: click.Context, entry: Entry, name: str, **fields: Any) -> Job:
-    """Builds the job that the options describe.
-
-    Args:
-        ctx: The verb's context, with the common options.
-        entry: What every rank runs.
-        name: The run's name unless the user gave one.
-        fields: Fields of the job that only this verb sets.
-    """
+    """Builds the job that the options describe; ``fields`` are those that only this verb sets."""
     from paceline.remote import this_machine
 
     if ctx.params["notify"]:

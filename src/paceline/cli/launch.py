@@ -47,8 +47,6 @@ def launch_job(
     """Runs the job, or prints its plan; returns the exit status.
 
     Args:
-        ctx: The verb's context, with the common options.
-        job, cluster, dispatch: What, where, and how the nodes are started.
         package: Ship this installation's ``paceline`` to the nodes.
         parent: Folder of run directories when the user named none.
         on_success: Called with the run directory once the job has ended well.
@@ -71,15 +69,12 @@ def launch_job(
         cluster, reason = choose_fastest(job, cluster, ctx.params["run_dir"] or parent / job.name)
         say(wrap(f"paceline: {reason}", 80), err=True)
     dispatch.agree_on(job)
-    plan_only = ctx.params["plan_only"]
     run_dir = None
-    if not plan_only:
+    if not ctx.params["plan_only"]:
         run_dir = ctx.params["run_dir"] or ctx.with_resource(claimed(parent, job.name))
     inspect = make_inspect(ctx, job, cluster, dispatch, run_dir)
     if run_dir is None:
-        as_json, verbose = ctx.params["as_json"], ctx.params["verbose"]
-        return show_plan(job, cluster, dispatch.transport, as_json=as_json, verbose=verbose,
-                         package=package, inspect=inspect)  # fmt: skip
+        return show_plan(ctx, job, cluster, dispatch.transport, package, inspect)
     if ctx.params["detach"] or ctx.params["keep"]:
         from paceline.cli.runs.leave import start_detached
 
@@ -95,13 +90,7 @@ def launch_job(
 
 def make_inspect(ctx: click.Context, job: Job, cluster: Cluster, dispatch: Dispatch,
                run_dir: Path | None) -> Inspect | None:  # fmt: skip
-    """Runs the checks of --check that precede a run; returns those for the connected nodes.
-
-    Args:
-        ctx: The verb's context, with the common options.
-        job, cluster, dispatch: What, where, and how the nodes are started.
-        run_dir: Of the run; ``None`` for a plan, which has none.
-    """
+    """Runs the checks that precede a run, not a plan; returns those for connected nodes."""
     level = ctx.params["check_level"]
     if level == "none":
         return None
@@ -115,18 +104,20 @@ def make_inspect(ctx: click.Context, job: Job, cluster: Cluster, dispatch: Dispa
     return inspector(job, run_dir, links)
 
 
-def show_plan(job: Job, cluster: Cluster, transport: Transport, *, as_json: bool,
-              verbose: bool, package: bool, inspect: Inspect | None) -> int:  # fmt: skip
+def show_plan(ctx: click.Context, job: Job, cluster: Cluster, transport: Transport,
+              package: bool, inspect: Inspect | None) -> int:  # fmt: skip
     """Prints the plan that a run would execute."""
     from paceline.launch.jobs import plan_job
     from paceline.launch.planning.plan_text import describe, describe_full
 
     plan = plan_job(job, cluster, transport, package, inspect)
-    if as_json:
+    if ctx.params["as_json"]:
         click.echo(json.dumps(plan.to_json(), indent=2))
+    elif ctx.params["verbose"]:
+        say(describe_full(plan))
     else:
-        hint = "\nAll variables and the command of every rank: --plan -v, or --plan --json"
-        say(describe_full(plan) if verbose else f"{describe(plan)}{hint}")
+        hint = "All variables and the command of every rank: --plan -v, or --plan --json"
+        say(f"{describe(plan)}\n{hint}")
     return 0
 
 
@@ -145,11 +136,9 @@ def run_to_end(
     detached: Takeover | None = None,
     is_generated: bool = False,
 ) -> int:
-    """Runs a job and says how it ended; its exit status.
+    """Runs a job and says how it ended; returns its exit status.
 
     Args:
-        job, cluster, transport, screen, run_dir, parent, package, inspect, keep_warm_s,
-            detached: As ``run_job`` takes them; ``detached`` is its ``left``.
         on_success: Called with the run directory once the job has ended well.
         is_generated: The run directory has a generated name; it is removed when the job is refused
             before there is a plan.
@@ -172,9 +161,9 @@ def run_to_end(
 @contextlib.contextmanager
 def notify_on_end(job: Job, run_dir: Path, secrets: Sequence[str],
          screen: Screen) -> Iterator[list[RunOutcome]]:  # fmt: skip
-    """Tells those of a job who are to know how it ended, when all of its files are there.
+    """Notifies those that ``--notify`` names of how a job ended, when all of its files are there.
 
-    Its outcome is put into the list; without one it was not started, for the error that comes.
+    The caller puts the outcome into the list; without one the job was not started.
     """
     from paceline.launch import notify
 
@@ -204,7 +193,7 @@ def notify_on_end(job: Job, run_dir: Path, secrets: Sequence[str],
 @contextlib.contextmanager
 def record_refusal(job: Job, run_dir: Path, secrets: Sequence[str], *,
                       is_generated: bool) -> Iterator[None]:  # fmt: skip
-    """Writes down why a job could not be started, with a page; the error is shown by others."""
+    """Records why a job could not be started, with a page; the caller shows the error."""
     from paceline.rundir.directory import Redactor
     from paceline.rundir.ownership import read_owner
 

@@ -13,31 +13,27 @@ from paceline.cli.torchrun import Aliased, torchrun_options
 from paceline.cli.variables import F, as_settings, is_setting, key_of
 from paceline.schedulers import BY_HAND, SCHEDULERS
 from paceline.spec.formatting import parse_duration
-from paceline.spec.job import NodeRange, parse_node_count, parse_processes
-
-
-class Seconds(click.FloatRange):
-    """A length of time; not for ever, and not no number at all."""
-
-    name = "number of seconds"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        seconds = super().convert(value, param, ctx)
-        if not math.isfinite(seconds):
-            self.fail(f"{value} is not a duration", param, ctx)
-        return seconds
+from paceline.spec.job import NodeCount, NodeRange, parse_node_count, parse_processes
 
 
 class Number(click.FloatRange):
-    """A number with a lower bound; not an infinite one, and none that is no number."""
+    """A finite number with a lower bound."""
 
     name = "number"
+    problem = "is not a finite number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
-            self.fail(f"{value} is not a finite number", param, ctx)
+            self.fail(f"{value} {self.problem}", param, ctx)
         return number
+
+
+class Seconds(Number):
+    """A finite length of time."""
+
+    name = "number of seconds"
+    problem = "is not a duration"
 
 
 class Duration(Seconds):
@@ -53,38 +49,27 @@ class Duration(Seconds):
 
 
 class SecondsOrAuto(Seconds):
-    """The same, or ``auto``."""
-
     name = "number of seconds, or auto"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return value if value == "auto" else super().convert(value, param, ctx)
 
 
-class Processes(click.ParamType):  # type: ignore[type-arg]
-    """``N``, or torchrun's words for one that is found on each host: auto, gpu, cpu."""
+class Parsed(click.ParamType):  # type: ignore[type-arg]
+    """A value that a function parses; the message of its ValueError is shown."""
 
-    name = "number of processes"
+    def __init__(self, name: str, parse: Callable[[Any], Any]) -> None:
+        self.name, self._parse = name, parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            return parse_processes(value)
+            return self._parse(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
 
-class Nodes(click.ParamType):  # type: ignore[type-arg]
-    """A number of nodes, or torchrun's range."""
-
-    name = "number of nodes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, (int, NodeRange)):
-            return value
-        try:
-            return parse_node_count(str(value))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+def _parse_nodes(value: Any) -> NodeCount:
+    return value if isinstance(value, (int, NodeRange)) else parse_node_count(str(value))
 
 
 class SchedulerName(click.Choice[str]):
@@ -122,7 +107,8 @@ ACCEPT_NEW_HOST_KEYS = click.option(
     help="Accept and pin the keys of new hosts, and show them.",
 )  # fmt: skip
 NNODES = click.option(
-    "--nnodes", type=Nodes(), metavar="N|MIN:MAX", show_default="all",
+    "--nnodes", type=Parsed("number of nodes", _parse_nodes), metavar="N|MIN:MAX",
+    show_default="all",
     help="Use the first N hosts. MIN:MAX lets the job shrink and grow as nodes are lost and"
          " come back (MIN: means up to all hosts). Hosts beyond MAX are spares.",
 )  # fmt: skip
@@ -137,10 +123,9 @@ WAIT_FOR_NODES = click.option(
     show_default="10m",
 )  # fmt: skip
 NPROC_PER_NODE = click.option(
-    "-p", "--nproc-per-node", type=Processes(), metavar="N", help="Processes per node: a number,"
-                                                                  " gpu (one per GPU), cpu (one"
-                                                                  " per CPU), or auto (gpu, else"
-                                                                  " cpu).",
+    "-p", "--nproc-per-node", type=Parsed("number of processes", parse_processes), metavar="N",
+    help="Processes per node: a number, gpu (one per GPU), cpu (one per CPU), or auto (gpu, else"
+         " cpu).",
     show_default="its slots, else one per GPU, else 1",
 )  # fmt: skip
 IFACE = click.option(
@@ -307,21 +292,14 @@ RUN = [
     click.option("-m", "--module", is_flag=True, help="SCRIPT is a Python module."),
     click.option("--no-python", is_flag=True, help="SCRIPT is any program."),
     NO_TORCH,
-    click.option(
-        "--data",
-        type=click.Path(path_type=Path),
-        metavar="FOLDER",
-        help="Data folder; hosts that lack it get a copy, and only changes are sent. Ranks find"
-             " it as $PACELINE_DATA_DIR or in their arguments.",
-    ),
-    click.option(
-        "--pass-local-rank",
-        is_flag=True,
-        help="Pass SCRIPT its local rank as --local_rank=N (or --local-rank=N, as it spells it),"
-             " as DeepSpeed and torch.distributed.launch do.",
-    ),
-    click.option("--any-world", is_flag=True, help="Accept a world size other than the planned"
-                                                   " one.")
+    click.option("--data", type=click.Path(path_type=Path), metavar="FOLDER",
+                 help="Data folder; hosts that lack it get a copy, and only changes are sent."
+                      " Ranks find it as $PACELINE_DATA_DIR or in their arguments."),
+    click.option("--pass-local-rank", is_flag=True,
+                 help="Pass SCRIPT its local rank as --local_rank=N (or --local-rank=N, as it"
+                      " spells it), as DeepSpeed and torch.distributed.launch do."),
+    click.option("--any-world", is_flag=True,
+                 help="Accept a world size other than the planned one."),
 ]  # fmt: skip
 
 
@@ -332,21 +310,25 @@ def add_options(command: F, options: Sequence[Callable[[F], F]]) -> F:
     return command
 
 
-def with_settings(command: F, options: Sequence[Callable[[F], F]]) -> F:
-    """Adds options that may also stand in the environment and in paceline.toml."""
-    own_options = list(getattr(command, "__click_params__", []))
-    return as_settings(add_options(command, options), besides=own_options)
+def settings_options(*options: Callable[[Any], Any]) -> Callable[[F], F]:
+    """Returns a decorator that adds options which are settings, too."""
+
+    def add(command: F) -> F:
+        own_options = list(getattr(command, "__click_params__", []))
+        return as_settings(add_options(command, options), besides=own_options)
+
+    return add
 
 
 def run_lookup_options(command: F) -> F:
     """Adds what says which run is meant, that may have been started from another machine."""
-    options = [RUN_DIR_OF, HOSTS_OF_RUNS, SSH_CONFIG, ACCEPT_NEW_HOST_KEYS]
-    return click.argument("run", required=False)(with_settings(command, options))
+    options = settings_options(RUN_DIR_OF, HOSTS_OF_RUNS, SSH_CONFIG, ACCEPT_NEW_HOST_KEYS)
+    return click.argument("run", required=False)(options(command))
 
 
 def launch_options(command: F) -> F:
     """Adds the common options to a verb."""
-    return torchrun_options(with_settings(command, [*LAUNCH, *VIA_OPTIONS]))
+    return torchrun_options(settings_options(*LAUNCH, *VIA_OPTIONS)(command))
 
 
 def run_options(command: F) -> F:

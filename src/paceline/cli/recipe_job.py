@@ -88,9 +88,9 @@ def parse_recipe_options(ctx: click.Context, name: str, argv: Sequence[str]) -> 
 
 @contextmanager
 def prepared_job(ctx: click.Context, name: str, options: Options) -> Iterator[Job]:
-    """Returns the job that trains with a recipe, with all files of this machine that hosts need.
+    """Yields the job that trains with a recipe, with all files of this machine that hosts need.
 
-    It can be run as long as the context lasts: files of data lie in a folder that is removed then.
+    Files of data lie in a folder that is removed at the end.
     """
     files = {field: getattr(options, field, "") for field in DATA_FILES}
     portable = {field: absolute_folder(path) for field, path in files.items() if path}
@@ -100,10 +100,8 @@ def prepared_job(ctx: click.Context, name: str, options: Options) -> Iterator[Jo
     sends_files = has_effect("data_dir", options) and not options.data_dir
     with gather_files(list(files.values()) if sends_files else []) as folder:
         if folder:
-            absolute_paths: dict[str, Any] = {
-                field: absolute_file(path) for field, path in files.items() if path
-            }
-            options = dataclasses.replace(options, **absolute_paths)
+            absolute = {field: absolute_file(path) for field, path in files.items() if path}
+            options = dataclasses.replace(options, **dict[str, Any](absolute))
         job = add_data_folder(recipe_job(ctx, name, options), folder)
         inputs = () if job.ship.value == "never" else inputs
         yield dataclasses.replace(
@@ -146,7 +144,7 @@ def weights_input(weights: str) -> tuple[str, tuple[Input, ...]]:
 
 @contextmanager
 def gather_files(names: Sequence[str]) -> Iterator[str]:
-    """Makes a folder with links to the existing files among these names; empty if there are none.
+    """Yields a folder with links to the existing files among these names; "" if there are none.
 
     The folder is an input of the job: it travels to hosts, where the links are files. Recipes look
     there for the file names of their data first.
@@ -172,11 +170,7 @@ def add_data_folder(job: Job, folder: str) -> Job:
 
 
 def table_to_flags(name: str, table: Mapping[str, Any]) -> list[str]:
-    """Converts ``[train.NAME]`` of paceline.toml into flags.
-
-    Raises:
-        SettingError: A key is no option of the recipe, or its value none of the option.
-    """
+    """Converts ``[train.NAME]`` of paceline.toml into flags; SettingError if it has an error."""
     options_class, context = recipe(name).options, f"paceline.toml [train.{name}]"
     names, flags_by_key = option_names(options_class), dict[str, list[str]]()
     for key, value in table.items():

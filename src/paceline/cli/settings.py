@@ -72,8 +72,8 @@ def check_environment() -> None:
 def resolve_hosts(ctx: click.Context, from_file: FromFile) -> None:
     """Resolves hosts that nobody named, and how the lab's are reached.
 
-    Without any other word they are those of the allocation that we are in, else of the
-    ``[hosts.NAME]`` tables; nodes that meet at ``--rdzv`` need none.
+    They are those of the allocation that we are in, else of the ``[hosts.NAME]`` tables; nodes that
+    meet at ``--rdzv`` need none.
     """
     from paceline.schedulers import current_scheduler
 

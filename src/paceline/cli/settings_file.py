@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -107,30 +108,21 @@ class FromFile(Mapping[str, Any]):
             o.name: o for o in options if isinstance(o, click.Option) and is_setting(o)
         }
         self._cwd = cwd
-        self._toml: dict[str, Any] | None = None
 
-    @property
+    @cached_property
     def toml(self) -> dict[str, Any]:
-        """The whole file."""
-        if self._toml is None:
-            self._toml = read_settings_file(self._cwd)
-        return self._toml
+        return read_settings_file(self._cwd)
 
     def __getitem__(self, name: str) -> Any:
         if name not in self:
             raise KeyError(name)
-        option = self._options[name]
-        key, value = self._entry(option)
-        return convert_value(option, key, value)
-
-    def _entry(self, option: click.Option) -> tuple[str, Any]:
         from paceline.cli import trust
 
-        dashed = key_of(option)
-        table = self.toml.get(RUN_TABLE, {})
-        key = next(spelling for spelling in (dashed, dashed.replace("-", "_")) if spelling in table)
+        option = self._options[name]
+        dashed, table = key_of(option), self.toml[RUN_TABLE]
+        key = dashed if dashed in table else dashed.replace("-", "_")
         trust.require_trust(self._cwd / TOML_NAME, self.toml, dashed)
-        return key, table[key]
+        return convert_value(option, key, table[key])
 
     def __contains__(self, name: object) -> bool:
         option = self._options.get(name)  # type: ignore[call-overload]
@@ -138,12 +130,6 @@ class FromFile(Mapping[str, Any]):
             return False
         dashed, table = key_of(option), self.toml.get(RUN_TABLE, {})
         return dashed in table or dashed.replace("-", "_") in table
-
-    def get(self, name: str, default: Any = None) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            return default
 
     def __iter__(self) -> Iterator[str]:
         return (str(name) for name in self._options if name in self)

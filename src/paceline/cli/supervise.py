@@ -44,25 +44,18 @@ from paceline.transfer.data import DataFolder
 from paceline.transfer.tree import Tree
 
 MARK = b"\xf5PLleave "
-MIN_QUIET_S = (
-    2.0  # without a failure since the last rank began: what is wrong at once shows by then
-)
-MAX_SCREEN_BYTES = (
-    4 << 20
-)  # bytes of the ranks' output on the screen that is kept; the logs have all of it
+MIN_QUIET_S = 2.0  # without a failure since the last rank began
+MAX_SCREEN_BYTES = 4 << 20  # of the ranks' output that is kept for the screen; the logs have all
 LOG = "supervisor.log"  # its own errors
 FETCH_TIMEOUT_S = 600.0  # for the launching machine to fetch what a start that failed has left
 
 
 class LauncherLink:
-    """The line to the launching machine: our standard streams, as long as somebody is there.
+    """The connection to the launching machine: our standard streams, until they are released.
 
     Args:
-        needed: Descriptor of a pipe on which is said that they are needed no more.
+        needed: Descriptor of a pipe on which is said that the streams are needed no more.
         log: File that gets standard error from then on.
-
-    Attributes:
-        order: What there is to do.
     """
 
     def __init__(self, needed: int, log: Path) -> None:
@@ -74,11 +67,11 @@ class LauncherLink:
         self.order: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
 
     def listen(self, on_message: Callable[[Mapping[str, Any]], None]) -> None:
-        """Passes on what else is said there, from a thread."""
+        """Passes later messages on, from a thread."""
         threading.Thread(target=self._listen, args=(on_message,), name="line", daemon=True).start()
 
     def send(self, **fields: Any) -> None:
-        """Says something, to whoever is still there."""
+        """Sends a message while somebody is connected."""
         with self._lock:
             if self._is_connected:
                 with contextlib.suppress(OSError):
@@ -118,7 +111,7 @@ class LauncherLink:
             return True
 
     def finish(self, **fields: Any) -> bool:
-        """Says that it is over, and waits until it was heard; False where nobody was there."""
+        """Says that the run is over and waits for the answer; False if nobody is connected."""
         with self._lock:
             self._is_over = self._is_connected
         if not self._is_over:
@@ -184,12 +177,7 @@ class TeeScreen(Screen):
 
 
 class StartDetector:
-    """Notices that the ranks run: they joined their group, or nothing went wrong for a while.
-
-    Args:
-        lease_s: Of the job.
-        on_running: Called when it is so.
-    """
+    """Notices that the ranks run: they joined their group, or nothing went wrong for a while."""
 
     def __init__(self, lease_s: float, on_running: Callable[[], None]) -> None:
         self._lease_s, self._on_running = lease_s, on_running
@@ -197,7 +185,6 @@ class StartDetector:
         self._is_over = False
 
     def on_event(self, event: Event) -> None:
-        """Handles an agent's event."""
         if self._is_over:
             return
         if event.kind in ("world joined", "begin", "progress", "metrics"):
@@ -260,16 +247,8 @@ def main() -> int:
     return code
 
 
-def _supervise(
-    folder: Path,
-    run: Path,
-    line: LauncherLink,
-    job: Job,
-    cluster: Cluster,
-    out: TeeStream,
-    err: TeeStream,
-) -> int:
-    """Runs the job with agents that call."""
+def _supervise(folder: Path, run: Path, line: LauncherLink, job: Job, cluster: Cluster,
+               out: TeeStream, err: TeeStream) -> int:  # fmt: skip
     order = line.order
     hosts, loops = choose_hosts(job, cluster), list[asyncio.AbstractEventLoop]()
 
@@ -338,7 +317,6 @@ def _supplies(folder: Path, order: Mapping[str, Any]) -> Supplies | None:
 
 
 def _write_record(folder: Path, record: DetachedRecord) -> None:
-    """Writes about.json at once."""
     temporary = folder / f".{detached.RECORD_FILE}"
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         json.dump(record.to_json(), file, indent=2)

@@ -56,23 +56,16 @@ def guarded_settings(toml: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_trust(path: Path, toml: Mapping[str, Any], key: str) -> None:
-    """Raises SettingError if a key of ``[run]`` needs trust and the file does not have it.
-
-    Args:
-        path: The settings file.
-        toml: Its content.
-        key: With dashes.
-    """
+    """Raises SettingError if a key of ``[run]`` (with dashes) needs trust and the file has none."""
     if key in GUARDED:
         value = toml["run"].get(key, toml["run"].get(key.replace("-", "_")))
         _check_trust(path, toml, {f"[run] {key}": value}, key, GUARDED[key])
 
 
 def require_trust_of_hosts(path: Path, toml: Mapping[str, Any], described: bool) -> None:
-    """Raises SettingError if a table of a host needs trust and the file does not have it.
+    """Raises SettingError if a table of a host needs trust and the file has none.
 
     Args:
-        path, toml: The settings file and its content.
         described: Its ``[run] hosts`` is what describes the hosts, their tables included.
     """
     prefixes = ("[hosts.", "[run] hosts") if described else ("[hosts.",)
@@ -130,12 +123,10 @@ def _is_private_group(number: int) -> bool:
 
 
 def trust_file() -> Path:
-    """Returns the file that records what the user trusts."""
     return this_machine.config_folder() / "trusted"
 
 
 def _record(path: Path, toml: Mapping[str, Any]) -> str:
-    """Returns one record: the hash of what needs trust in a file, and its path."""
     text = json.dumps(guarded_settings(toml), sort_keys=True, default=str)
     return f"{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()} {path.resolve()}"
 

@@ -13,12 +13,7 @@ ENV_PREFIX = "PACELINE_OPT"  # PACELINE_OPT_NNODES=2 stands for --nnodes 2
 
 
 def as_settings(command: F, besides: Sequence[click.Parameter] = ()) -> F:
-    """Makes the options that a verb has so far settings: each gets its variable.
-
-    Args:
-        command: The verb's function, with its options.
-        besides: Options that are only this verb's own.
-    """
+    """Gives each option that a verb has so far its variable, except those in ``besides``."""
     for option in command.__click_params__:  # type: ignore[attr-defined]
         if not isinstance(option, click.Option) or option.hidden or option in besides:
             continue

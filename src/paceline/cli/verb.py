@@ -20,13 +20,7 @@ if TYPE_CHECKING:
 
 
 def say(text: str, err: bool = False, nl: bool = True) -> None:
-    """Prints text without anything that a terminal obeys: it may be a stranger's.
-
-    Args:
-        text: Of whatever origin.
-        err: On standard error.
-        nl: End the line.
-    """
+    """Prints text, which may be a stranger's, without what a terminal would obey."""
     click.echo(clean(text), err=err, nl=nl)
 
 
@@ -45,11 +39,7 @@ class Verb(WithSettings):
         super().__init__(*args, **more)
 
     def make_parser(self, ctx: click.Context) -> Any:
-        """Returns click's parser, changed to refuse repeated options that take one value.
-
-        Raises:
-            SettingError: By the parser; names the option.
-        """
+        """Returns click's parser, changed to refuse repeated options that take one value."""
         parser = super().make_parser(ctx)
         parse = parser.parse_args
 
@@ -73,7 +63,7 @@ class Verb(WithSettings):
         return params
 
     def get_help(self, ctx: click.Context) -> str:
-        """Returns the help as users see it; ``meta`` tells whether all of it is wanted."""
+        """Returns the help; ``meta`` tells whether all of it is wanted."""
         return render_help(ctx, self.sections(ctx), bool(ctx.meta.get(HELP_ALL)))
 
     def sections(self, ctx: click.Context) -> list[Section]:
@@ -93,7 +83,7 @@ _SINGLE_VALUED = {  # options that seem to add up, with the way to name several 
 
 
 def _reject_repeated(order: Sequence[click.Parameter]) -> None:
-    """Raises SettingError if an option of ``_ADDED_UP`` was given several times.
+    """Raises SettingError if an option of ``_SINGLE_VALUED`` was given several times.
 
     Of other options the last value counts, as everywhere: aliases and wrappers rely on it.
     """

@@ -107,17 +107,12 @@ def _assignments(variables: Mapping[str, str]) -> str:
 
 
 def draw(text: Sequence[str], tables: Sequence[tuple[list[str], list[list[str]]]],
-         footer: Sequence[str], out: TextIO) -> None:  # fmt: skip
-    """Writes lines, tables and lines, in colour if ``out`` is a terminal."""
-    if not out.isatty():
+         footer: Sequence[str], out: TextIO, is_plain: bool = False) -> None:  # fmt: skip
+    """Writes lines, tables and lines, in colour if ``out`` is a terminal unless ``is_plain``."""
+    if is_plain or not out.isatty():
         blocks = [text, *(aligned(*table) for table in tables), footer]
         out.write(clean("\n\n".join("\n".join(block) for block in blocks if block)) + "\n")
         return
-    _draw_rich(text, tables, footer, out)
-
-
-def _draw_rich(text: Sequence[str], tables: Sequence[tuple[list[str], list[list[str]]]],
-               footer: Sequence[str], out: TextIO) -> None:  # fmt: skip
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

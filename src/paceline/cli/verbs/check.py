@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -23,11 +24,9 @@ from paceline.cli.options import (
     NPROC_PER_NODE,
     PYTHON,
     SSH_CONFIG,
-    add_options,
-    with_settings,
+    settings_options,
 )
 from paceline.cli.settings import setting
-from paceline.cli.variables import F
 from paceline.cli.verb import Verb, say
 from paceline.remote import this_machine
 from paceline.remote.openssh import SshOptions
@@ -36,41 +35,29 @@ from paceline.spec.finding import Finding
 from paceline.spec.formatting import format_bit_rate
 from paceline.spec.hosts import Host
 from paceline.spec.job import Entry, Job, redact
-from paceline.spec.terminal import clean
 
 if TYPE_CHECKING:
     from paceline.checks.check import Level, Survey
 
 
-_TARGET_OPTIONS = [HOSTS, SSH_CONFIG, ACCEPT_NEW_HOST_KEYS, NNODES, NPROC_PER_NODE, PYTHON, IFACE,
-          MASTER_PORT, NO_TORCH]  # fmt: skip
-_CHECK_OPTIONS = [
-    click.option("--quick", is_flag=True, help="Do only the checks that take well under a second"
-                                               " per host."),
-    click.option("--trial/--no-trial", default=True,
-                 help="At the end, import torch on all hosts and try collectives."),
-    click.option("--data", multiple=True, metavar="PATH", help="Path whose content must be equal"
-                                                               " on all hosts."),
-    click.option("--shared", multiple=True, metavar="PATH",
-                 help="Folder that must be the same one on all hosts."),
-]  # fmt: skip
-
-
-def check_options(command: F) -> F:
-    """Adds the options that say what is checked."""
-    return with_settings(add_options(command, _CHECK_OPTIONS), _TARGET_OPTIONS)
-
-
 @click.command("check", cls=Verb)
-@check_options
+@settings_options(HOSTS, SSH_CONFIG, ACCEPT_NEW_HOST_KEYS, NNODES, NPROC_PER_NODE, PYTHON, IFACE,
+                  MASTER_PORT, NO_TORCH)  # fmt: skip
+@click.option(
+    "--quick", is_flag=True, help="Do only the checks that take well under a second per host."
+)
+@click.option("--trial/--no-trial", default=True,
+              help="At the end, import torch on all hosts and try collectives.")  # fmt: skip
+@click.option(
+    "--data", multiple=True, metavar="PATH", help="Path whose content must be equal on all hosts."
+)
+@click.option("--shared", multiple=True, metavar="PATH",
+              help="Folder that must be the same one on all hosts.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option("--plain", is_flag=True, help="Print no colours and no live line, for logs.")
-@click.option(
-    "--bundle",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Also write all findings to a .tar.gz for support, without secrets.",
-)
+@click.option("--bundle", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="Also write all findings to a .tar.gz for support,"
+                   " without secrets.")  # fmt: skip
 @click.pass_context
 def command(ctx: click.Context, /, as_json: bool, plain: bool, bundle: Path | None,
             **_: object) -> None:  # fmt: skip
@@ -88,20 +75,24 @@ def command(ctx: click.Context, /, as_json: bool, plain: bool, bundle: Path | No
     hosts, job, ssh = check_subject(ctx)
     paths = {name: ctx.params[name] for name in ("data", "shared")}
     requirements = replace(requirements_of(job, hosts), **paths)
-    with progress(quiet=as_json or plain) as say:
-        survey = asyncio.run(survey_hosts(hosts, ssh, requirements, level, say))
+    with progress(quiet=as_json or plain) as show_progress:
+        survey = asyncio.run(survey_hosts(hosts, ssh, requirements, level, show_progress))
         findings = evaluate(survey, level)
         if ctx.params["trial"] and needs_trial(survey, findings, level):
             from paceline.cli.measure.trial import run_trial
 
-            say("collectives")
+            show_progress("collectives")
             survey = survey.with_evidence("trial", run_trial(survey, job, ssh))
             findings = evaluate(survey, level)
     environment = environment_of(job, survey)
+    record = {"findings": [finding.to_json() for finding in findings], "environment": environment}
     if bundle is not None:
-        write_bundle(bundle, survey, findings, environment)
+        from paceline.report.bundle import write
+
+        write(bundle, {"findings.json": record, "scene.json": survey.to_json()})
+        say(f"paceline: wrote {bundle}", err=True)
     if as_json:
-        click.echo(json.dumps(to_json(findings, environment), indent=2))
+        click.echo(json.dumps(record, indent=2))
     else:
         show(survey, findings, environment, plain)
     ctx.exit(exit_status(findings))
@@ -109,13 +100,9 @@ def command(ctx: click.Context, /, as_json: bool, plain: bool, bundle: Path | No
 
 def needs_trial(survey: Survey, findings: Sequence[Finding], level: Level) -> bool:
     """Returns whether a job could run at all; otherwise a trial would only fail, too."""
-    has_no_failure = all(finding.outcome != "fail" for finding in findings)
-    return (
-        level == "full"
-        and has_no_failure
-        and survey.requirements.needs_torch
-        and len(survey.names) > 1
-    )
+    if any(finding.outcome == "fail" for finding in findings):
+        return False
+    return level == "full" and survey.requirements.needs_torch and len(survey.names) > 1
 
 
 def check_subject(ctx: click.Context) -> tuple[tuple[Host, ...], Job, SshOptions]:
@@ -134,8 +121,7 @@ def check_subject(ctx: click.Context) -> tuple[tuple[Host, ...], Job, SshOptions
         master_port=setting(ctx, "master_port"),
         needs_torch=not params["no_torch"],
     )
-    ssh = ssh_options(params)
-    return choose_hosts(job, cluster), job, ssh
+    return choose_hosts(job, cluster), job, ssh_options(params)
 
 
 def environment_of(job: Job, survey: Survey) -> dict[str, dict[str, str]]:
@@ -159,12 +145,6 @@ def environment_of(job: Job, survey: Survey) -> dict[str, dict[str, str]]:
     return environment
 
 
-def to_json(findings: Sequence[Finding],
-            environment: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:  # fmt: skip
-    """Returns the object of ``--json``."""
-    return {"findings": [finding.to_json() for finding in findings], "environment": environment}
-
-
 def show(survey: Survey, findings: Sequence[Finding], environment: Mapping[str, Mapping[str, str]],
          is_plain: bool) -> None:  # fmt: skip
     """Shows conclusion, remedies, hosts × checks, the matrix of pairs and the environment."""
@@ -173,12 +153,7 @@ def show(survey: Survey, findings: Sequence[Finding], environment: Mapping[str, 
     text = report.lines(conclusion(findings), findings, include_passed=is_plain)
     names = [host.name for host in survey.hosts]
     tables = [report.grid(names, findings), *_rates(survey)]
-    environment_lines = report.environment_lines(environment)
-    if is_plain:
-        blocks = [text, *(report.aligned(*table) for table in tables), environment_lines]
-        say(clean("\n\n".join("\n".join(block) for block in blocks if block)))
-    else:
-        report.draw(text, tables, environment_lines, sys.stdout)
+    report.draw(text, tables, report.environment_lines(environment), sys.stdout, is_plain)
 
 
 def _rates(survey: Survey) -> list[tuple[list[str], list[list[str]]]]:
@@ -186,43 +161,20 @@ def _rates(survey: Survey) -> list[tuple[list[str], list[list[str]]]]:
 
     pairs = (survey.evidence.get("link") or {}).get("pairs", [])
     rates = {
-        (pair["source"], pair["target"]): format_bit_rate(bits_per_s(pair))
-        if "bytes" in pair
-        else "nothing"
+        (pair["source"], pair["target"]):
+            format_bit_rate(bits_per_s(pair)) if "bytes" in pair else "nothing"
         for pair in pairs
-    }
+    }  # fmt: skip
     return [report.matrix(survey.names, rates, "from \\ to")] if rates else []
 
 
-def write_bundle(path: Path, survey: Survey, findings: Sequence[Finding],
-                 environment: Mapping[str, Mapping[str, str]]) -> None:  # fmt: skip
-    """Writes an archive for support, with JSON files. Facts hold no secrets."""
-    from paceline.report.bundle import write
+@contextlib.contextmanager
+def progress(quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Shows a live line on a terminal with what is being checked; yields its setter."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
 
-    contents = {
-        "findings.json": to_json(findings, environment),
-        "scene.json": survey.to_json(),
-    }
-    write(path, contents)
-    say(f"paceline: wrote {path}", err=True)
-
-
-class progress:  # noqa: N801 - used as a function
-    """A live line on a terminal that says what is being looked at; nothing elsewhere."""
-
-    def __init__(self, quiet: bool) -> None:
-        self._status: Any = None
-        if not quiet and sys.stderr.isatty():
-            from rich.console import Console
-
-            self._status = Console(stderr=True).status("…")
-
-    def __enter__(self) -> Callable[[str], None]:
-        if self._status is None:
-            return lambda text: None
-        self._status.start()
-        return lambda text: self._status.update(text)
-
-    def __exit__(self, *_: object) -> None:
-        if self._status is not None:
-            self._status.stop()
+    with Console(stderr=True).status("…") as status:
+        yield status.update

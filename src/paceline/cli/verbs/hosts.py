@@ -15,9 +15,8 @@ from click.core import ParameterSource
 
 from paceline.cli.applicability import reject_combination
 from paceline.cli.cluster import hosts_origin
-from paceline.cli.options import HOSTS, SSH_CONFIG, with_settings
+from paceline.cli.options import HOSTS, SSH_CONFIG, settings_options
 from paceline.cli.settings import setting, toml_of, use_lab
-from paceline.cli.variables import F
 from paceline.cli.verb import Verb, say
 from paceline.hosts import apply_overrides, lost_fields, read_hosts, write_hosts
 from paceline.report.findings import aligned
@@ -32,12 +31,8 @@ _TITLES = {"identity_file": "key", "job_address": "job address", "local": "this 
 _MANDATORY = ("name", "slots")
 
 
-def _settings(command: F) -> F:
-    return with_settings(command, [HOSTS, SSH_CONFIG])
-
-
 @click.command("hosts", cls=Verb)
-@_settings
+@settings_options(HOSTS, SSH_CONFIG)
 @click.argument("source", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--write", "target", metavar="DIALECT", help="Print the hosts in another dialect.")

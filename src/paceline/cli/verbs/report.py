@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from paceline.cli.options import RUN_DIR_OF, with_settings
+from paceline.cli.options import RUN_DIR_OF, Parsed, settings_options
 from paceline.cli.runs.run_lookup import current_run, find_run_folder
-from paceline.cli.variables import F
 from paceline.cli.verb import Verb
 from paceline.spec import rundir as names
 from paceline.spec.errors import PacelineError, SettingError
@@ -25,39 +24,28 @@ COMPARISON = "comparison.html"
 MAX_RUNS = 20  # runs on one page
 
 
-class GoalType(click.ParamType):  # type: ignore[type-arg]
-    """``METRIC=VALUE``, or ``SPLIT.METRIC=VALUE``."""
+def parse_goal(value: Any) -> Goal:
+    """Parses ``METRIC=VALUE`` or ``SPLIT.METRIC=VALUE``; ValueError for anything else."""
+    from paceline.report.comparison_page import Goal
 
-    name = "figure"
-
-    def convert(self, value: object, param: click.Parameter | None,
-                ctx: click.Context | None) -> Goal:  # fmt: skip
-        from paceline.report.comparison_page import Goal
-
-        if isinstance(value, Goal):
-            return value
-        name, equals, figure = str(value).partition("=")
-        split, dot, metric = name.rpartition(".")
-        try:
-            number = float(figure)
-        except ValueError:
-            number = math.nan
-        if not equals or not metric or (dot and not split) or not math.isfinite(number):
-            self.fail(
-                f"{value!r} is not a figure: type accuracy=0.9, or test.accuracy=0.9", param, ctx
-            )
-        return Goal(metric, number, split)
-
-
-def report_options(command: F) -> F:
-    """Adds what says which runs are meant."""
-    return with_settings(command, [RUN_DIR_OF])
+    if isinstance(value, Goal):
+        return value
+    name, _, figure = str(value).partition("=")
+    split, dot, metric = name.rpartition(".")
+    try:
+        number = float(figure)
+    except ValueError:
+        number = math.nan
+    if not metric or (dot and not split) or not math.isfinite(number):
+        raise ValueError(f"{value!r} is not a figure: type accuracy=0.9, or test.accuracy=0.9")
+    return Goal(metric, number, split)
 
 
 @click.command("report", cls=Verb)
-@report_options
+@settings_options(RUN_DIR_OF)
 @click.argument("runs", nargs=-1, metavar="[RUN]...")
-@click.option("--to", "goals", type=GoalType(), multiple=True, metavar="METRIC=VALUE",
+@click.option("--to", "goals", type=Parsed("figure", parse_goal), multiple=True,
+              metavar="METRIC=VALUE",
               help="With several runs: show when each first reached this value. Default: the"
                    " best value that all runs reached.")  # fmt: skip
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",

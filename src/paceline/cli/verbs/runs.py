@@ -14,7 +14,7 @@ import click
 
 from paceline.cli.cluster import read_cluster
 from paceline.cli.dispatch import ssh_options
-from paceline.cli.options import ACCEPT_NEW_HOST_KEYS, HOSTS_OF_RUNS, SSH_CONFIG, with_settings
+from paceline.cli.options import ACCEPT_NEW_HOST_KEYS, HOSTS_OF_RUNS, SSH_CONFIG, settings_options
 from paceline.cli.runs.run_lookup import is_run
 from paceline.cli.runs.state import read_state
 from paceline.cli.verb import Verb, say
@@ -75,12 +75,8 @@ class Row:
     here: bool = True
 
 
-def _options(command: Any) -> Any:
-    return with_settings(command, [HOSTS_OF_RUNS, SSH_CONFIG, ACCEPT_NEW_HOST_KEYS])
-
-
 @click.command("runs", cls=Verb)
-@_options
+@settings_options(HOSTS_OF_RUNS, SSH_CONFIG, ACCEPT_NEW_HOST_KEYS)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--prune", is_flag=True,
               help="Remove files of finished runs from the hosts; first fetch what belongs to a"

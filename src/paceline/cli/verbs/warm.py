@@ -26,10 +26,9 @@ from paceline.cli.options import (
     SSH_CONFIG,
     UNSET,
     Duration,
-    with_settings,
+    settings_options,
 )
 from paceline.cli.settings import setting
-from paceline.cli.variables import F
 from paceline.cli.verb import Verb, VerbGroup, say
 from paceline.launch.planning.entry import entry_of, preload_of
 from paceline.remote import this_machine
@@ -42,14 +41,6 @@ from paceline.spec.terminal import format_for
 
 if TYPE_CHECKING:
     from paceline.launch.warm import AgentStatus
-
-
-_UP = [HOSTS, SSH_CONFIG, ACCEPT_NEW_HOST_KEYS, NPROC_PER_NODE, ENV, ACTIVATE, UNSET, PYTHON,
-       NO_TORCH]  # fmt: skip
-
-
-def _settings(command: F) -> F:
-    return with_settings(command, _UP)
 
 
 _ONLY = click.option("-H", "--hosts", metavar="SOURCE", help="Only these hosts.",
@@ -67,7 +58,8 @@ def command() -> None:
 
 
 @command.command("up", cls=Verb)
-@_settings
+@settings_options(HOSTS, SSH_CONFIG, ACCEPT_NEW_HOST_KEYS, NPROC_PER_NODE, ENV, ACTIVATE, UNSET,
+                  PYTHON, NO_TORCH)  # fmt: skip
 @click.option("--for", "seconds", type=Duration(1.0), default=600.0, metavar="DURATION",
               help="How long to wait after the last use: 90, 10m, 1h.",
               show_default="10m")  # fmt: skip

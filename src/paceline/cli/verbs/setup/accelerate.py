@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.applicability import reject_combination
-from paceline.cli.options import IFACE, NPROC_PER_NODE, SETUP_HOSTS, SSH_CONFIG, with_settings
-from paceline.cli.variables import F
+from paceline.cli.options import IFACE, NPROC_PER_NODE, SETUP_HOSTS, SSH_CONFIG, settings_options
 from paceline.cli.verb import Verb, say
 from paceline.cli.verbs.setup.targets import cluster_hosts
 from paceline.remote import this_machine
@@ -25,13 +24,8 @@ if TYPE_CHECKING:
     from paceline.setup.accelerate import Machine
 
 
-def machine_options(command: F) -> F:
-    """Adds the options that say which hosts, and how many processes where."""
-    return with_settings(command, [SETUP_HOSTS, SSH_CONFIG, NPROC_PER_NODE, IFACE])
-
-
 @click.command("accelerate", cls=Verb)
-@machine_options
+@settings_options(SETUP_HOSTS, SSH_CONFIG, NPROC_PER_NODE, IFACE)
 @click.option("--port", type=click.IntRange(1024, 65535), default=29500, show_default=True,
               help="Port on which the first machine listens.")  # fmt: skip
 @click.option("--mixed-precision", type=click.Choice(PRECISIONS), default="no", show_default=True,

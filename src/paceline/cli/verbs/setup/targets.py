@@ -5,17 +5,13 @@ from __future__ import annotations
 import click
 
 from paceline.cli.cluster import read_chosen_cluster
-from paceline.cli.options import SETUP_HOSTS, SSH_CONFIG, with_settings
+from paceline.cli.options import SETUP_HOSTS, SSH_CONFIG, settings_options
 from paceline.cli.settings import setting
-from paceline.cli.variables import F
 from paceline.remote.openssh import SshOptions
 from paceline.spec.errors import SettingError
 from paceline.spec.hosts import Host
 
-
-def host_options(command: F) -> F:
-    """Adds the options that say which hosts."""
-    return with_settings(command, [SETUP_HOSTS, SSH_CONFIG])
+host_options = settings_options(SETUP_HOSTS, SSH_CONFIG)
 
 
 def cluster_hosts(ctx: click.Context) -> tuple[tuple[Host, ...], SshOptions]:

@@ -8,17 +8,13 @@ from lab_plans import plan
 from each_case import each_case
 from paceline.lab.faults import (
     FAULTS,
-    Boot,
+    Action,
     Fault,
     Fill,
-    Freeze,
-    Halt,
     Kill,
     OnHost,
     OnSwitch,
     Target,
-    Thaw,
-    Unfill,
     find_fault,
     size_bytes,
 )
@@ -97,18 +93,21 @@ def test_unknown_fault_and_wrong_number_of_arguments() -> None:
 
 def test_a_dying_host_is_unplugged_before_it_can_say_goodbye(target: Target) -> None:
     unplug = OnSwitch(("ip", "link", "set", "n1", "down"))
-    assert FAULTS["power-off"].strike(target, ()) == (unplug, Halt())
+    assert FAULTS["power-off"].strike(target, ()) == (unplug, Action.HALT)
     assert FAULTS["power-off"].undo is not None
-    assert FAULTS["power-off"].undo(target, ()) == (Boot(),)
+    assert FAULTS["power-off"].undo(target, ()) == (Action.BOOT,)
 
 
 def test_plain_steps(target: Target) -> None:
     freeze, fill = FAULTS["freeze"], FAULTS["fill-disk"]
     assert freeze.undo is not None
     assert fill.undo is not None
-    assert (freeze.strike(target, ()), freeze.undo(target, ())) == ((Freeze(),), (Thaw(),))
+    assert (freeze.strike(target, ()), freeze.undo(target, ())) == (
+        (Action.FREEZE,),
+        (Action.THAW,),
+    )
     assert fill.strike(target, ("/d", "1k")) == (Fill("/d", 1024),)
-    assert fill.undo(target, ("/d", "1k")) == (Unfill("/d"),)
+    assert fill.undo(target, ("/d", "1k")) == (OnHost(("rm", "-f", "/d/.paceline-lab-ballast")),)
     assert FAULTS["kill"].strike(target, ("python",)) == (Kill("python"),)
 
 

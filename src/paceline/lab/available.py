@@ -30,14 +30,8 @@ _FAULT_TOOLS = {"nft": "nftables"}
 
 
 def missing_tool(tool: str) -> LabError:
-    """The error for a tool that is not installed."""
     package = {**_TOOLS, **_FAULT_TOOLS}.get(tool, tool)
     return LabError(f"{tool} is not installed", remedy=f"sudo apt-get install {package}")
-
-
-def missing_packages() -> list[str]:
-    """Debian packages that a lab needs and this machine lacks."""
-    return sorted({package for tool, package in _TOOLS.items() if not find_tool(tool)})
 
 
 def find_tool(tool: str) -> str | None:
@@ -49,7 +43,7 @@ def require() -> None:
     """Raises LabError if this machine lacks programs that a lab needs; does not check rights."""
     if not sys.platform.startswith("linux"):
         raise LabError("a lab needs Linux", found=f"this is {sys.platform}")
-    if packages := missing_packages():
+    if packages := sorted({package for tool, package in _TOOLS.items() if not find_tool(tool)}):
         raise LabError(
             "a lab needs programs that this machine lacks",
             found=f"not installed: {', '.join(packages)}",
@@ -58,19 +52,24 @@ def require() -> None:
 
 
 def namespace_error(error: OSError) -> LabError:
-    """The error if the kernel refuses new namespaces."""
     return LabError(
         "this machine does not allow new namespaces", found=str(error), remedy=_namespace_remedy()
     )
 
 
+def enter_namespaces() -> None:
+    """Moves the calling process into new namespaces; raises OSError if that is refused."""
+    if os.geteuid() != 0:
+        kernel.enter_user_namespace()
+        kernel.preserve_capabilities()
+    kernel.unshare(LAB_NAMESPACES)
+    kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
+
+
 def main(_: list[str]) -> int:
     """Tries a lab's first steps, in a process of its own; prints the error if they fail."""
     try:
-        if os.geteuid() != 0:
-            kernel.enter_user_namespace()
-        kernel.unshare(LAB_NAMESPACES)
-        kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
+        enter_namespaces()
         kernel.mount("tmpfs", "/run", "tmpfs")
     except OSError as error:
         print(namespace_error(error))

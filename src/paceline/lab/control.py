@@ -17,10 +17,7 @@ class GoneError(Exception):
 def send_request(
     path: str, request: dict[str, Any], timeout: float = 60.0
 ) -> tuple[Any, list[int]]:
-    """Sends ``request`` to the owner listening at ``path``.
-
-    Returns:
-        The reply and its descriptors.
+    """Sends ``request`` to the owner listening at ``path``; returns its reply and descriptors.
 
     Raises:
         GoneError: The lab is down.
@@ -49,7 +46,7 @@ def _receive(connection: socket.socket) -> tuple[Any, list[int]]:
 
 
 def send_reply(connection: socket.socket, reply: Any, fds: list[int]) -> None:
-    """The owner's side of :func:`ask`."""
+    """The owner's side of :func:`send_request`."""
     data = json.dumps(reply).encode() + b"\n"
     if fds:
         num_sent = socket.send_fds(connection, [data], fds)

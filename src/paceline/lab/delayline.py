@@ -30,10 +30,9 @@ _MAX_QUEUE_BYTES = 64 << 20  # bytes in flight on one cable: 10 Gbit/s for 50 ms
 
 
 def lay_cable(switch_end: str, host_end: str, host_network: int, delay: float) -> int:
-    """Connects the calling process's network with a host's.
+    """Connects the calling process's network with a host's by two new interfaces.
 
     Args:
-        switch_end, host_end: Names of the interfaces to make.
         host_network: Descriptor of the host's network namespace.
         delay: Of frames from the host, in seconds.
 
@@ -102,18 +101,16 @@ class DelayLine:
         """Raises OSError when an interface is gone."""
         ends = (self._switch_tap, self._host_tap)
         while True:
-            for fd in select.select(ends, (), (), self._timeout())[0]:
-                if fd == self._switch_tap:
-                    _forward(self._switch_tap, self._host_tap)
-                else:
-                    self._enqueue()
+            timeout = None
+            if self._waiting:  # until the next frame is due
+                timeout = max(0.0, self._waiting[0][0] - time.monotonic())
+            ready = select.select(ends, (), (), timeout)[0]
+            if self._switch_tap in ready:
+                for frame in _frames(self._switch_tap):
+                    _send(self._host_tap, frame)
+            if self._host_tap in ready:
+                self._enqueue()
             self._dequeue(time.monotonic())
-
-    def _timeout(self) -> float | None:
-        """Seconds until the next frame is due."""
-        if not self._waiting:
-            return None
-        return max(0.0, self._waiting[0][0] - time.monotonic())
 
     def _enqueue(self) -> None:
         deadline = time.monotonic() + self._delay
@@ -127,11 +124,6 @@ class DelayLine:
             frame = self._waiting.popleft()[1]
             self._queued_bytes -= len(frame)
             _send(self._switch_tap, frame)
-
-
-def _forward(source: int, target: int) -> None:
-    for frame in _frames(source):
-        _send(target, frame)
 
 
 def _frames(fd: int) -> Iterator[bytes]:

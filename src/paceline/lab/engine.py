@@ -37,8 +37,6 @@ class Running:
 
 @dataclass(frozen=True)
 class ActiveFault:
-    """An active fault."""
-
     kind: str
     host: str
     arguments: tuple[str, ...]
@@ -52,13 +50,8 @@ class Engine:
         self._layout = layout
         self._running: dict[str, Running] = {}
         self._active: list[ActiveFault] = []
-        self._delay = network.delay(plan)
-        self._netem = self._delay > 0 and _kernel_has_netem()
-
-    @property
-    def delay(self) -> float:
-        """One-way delay in seconds."""
-        return self._delay
+        self.delay = network.delay(plan)
+        self._netem = self.delay > 0 and _kernel_has_netem()
 
     # --- hosts
 
@@ -84,12 +77,11 @@ class Engine:
         return host.start(self._plan, self._layout, plan, commands)
 
     def _connect(self, plans: Sequence[HostPlan]) -> None:
-        uses_taps = self._delay > 0 and not self._netem
+        uses_taps = self.delay > 0 and not self._netem
         for plan in plans if uses_taps else ():
             running = self._running[plan.name]
-            network_fd = running.namespace("net")
             running.forwarder = delayline.lay_cable(
-                plan.name, plan.interface, network_fd, self._delay
+                plan.name, plan.interface, running.namespace("net"), self.delay
             )
         pids = {self._running[plan.name].pid: plan for plan in plans}
         host.batch(network.ports_batch(pids, cables=not uses_taps))
@@ -98,7 +90,7 @@ class Engine:
 
     def _link_commands(self, plan: HostPlan) -> tuple[network.PlacedCommand, ...]:
         """The ``tc`` commands for the rate and delay of a host's link."""
-        delay = network.delay_by_netem(plan, self._delay) if self._netem else ()
+        delay = network.delay_by_netem(plan, self.delay) if self._netem else ()
         return (*delay, *network.shape(self._plan, plan, self._netem))
 
     def reap(self) -> None:
@@ -146,29 +138,26 @@ class Engine:
         ``namespace`` identifies a host's PID namespace, because process ids differ outside the lab.
         """
         self.reap()
-        running = {(p.namespace, p.inner) for p in processes.all_processes()}
-        hosts = [self._host_status(plan.name, running) for plan in self._plan.hosts]
+        alive = {(p.namespace, p.inner) for p in processes.all_processes()}
+        hosts = []
+        for plan in self._plan.hosts:
+            running = self._running.get(plan.name)
+            hosts.append({
+                "name": plan.name,
+                "address": plan.address,
+                "interface": plan.interface,
+                "up": running is not None,
+                "sshd": running is not None and (running.pid_namespace, running.sshd) in alive,
+                "namespace": running.pid_namespace if running else 0,
+            })  # fmt: skip
         return {"hosts": hosts, "faults": [asdict(active) for active in self._active]}
-
-    def _host_status(self, name: str, processes_running: set[tuple[int, int]]) -> dict[str, Any]:
-        plan, host_running = self._plan.host(name), self._running.get(name)
-        return {
-            "name": name,
-            "address": plan.address,
-            "interface": plan.interface,
-            "up": host_running is not None,
-            "sshd": host_running is not None
-            and (host_running.pid_namespace, host_running.sshd) in processes_running,
-            "namespace": host_running.pid_namespace if host_running else 0,
-        }
 
     def _processes_on(self, running: Running) -> list[processes.Process]:
         return processes.of_host(processes.all_processes(), running.pid_namespace)
 
     # --- faults
 
-    def strike(self, kind: str, name: str, arguments: Sequence[str]) -> dict[str, Any]:
-        """Applies a fault to a host."""
+    def strike(self, kind: str, name: str, arguments: Sequence[str]) -> None:
         target = self._target(name)
         fault = faults.find_fault(kind, arguments)
         active = ActiveFault(kind, name, tuple(arguments))
@@ -181,12 +170,11 @@ class Engine:
             self._drop_faults(name)
         if fault.undo:
             self._active.append(active)
-        return self.status()
 
     def _target(self, name: str) -> faults.Target:
         return faults.Target(self._plan, self._plan.host(name), self._netem)
 
-    def undo(self, kind: str, name: str, arguments: Sequence[str]) -> dict[str, Any]:
+    def undo(self, kind: str, name: str, arguments: Sequence[str]) -> None:
         """Undoes faults of a kind on a host: with these arguments, or all without arguments."""
         self._plan.host(name)
         selected = [
@@ -197,9 +185,9 @@ class Engine:
         ]
         if not selected:
             raise LabError(f"{kind} is not active on {name}")
-        return self._undo_faults(selected)
+        self._undo_faults(selected)
 
-    def heal(self, name: str | None) -> dict[str, Any]:
+    def heal(self, name: str | None) -> None:
         """Undoes every fault of a host, or of all hosts; starts those that are off. Idempotent."""
         if name is not None:
             self._plan.host(name)
@@ -207,13 +195,11 @@ class Engine:
         self.reap()
         names = [plan.name for plan in self._plan.hosts if name in (None, plan.name)]
         self.boot([name for name in names if name not in self._running])
-        return self.status()
 
-    def _undo_faults(self, selected: Sequence[ActiveFault]) -> dict[str, Any]:
+    def _undo_faults(self, selected: Sequence[ActiveFault]) -> None:
         for active in reversed(selected):
             self._apply(active.host, self._undo_steps(active))
             self._active.remove(active)
-        return self.status()
 
     def _undo_steps(self, active: ActiveFault) -> faults.Steps:
         fault = faults.FAULTS[active.kind]
@@ -223,51 +209,45 @@ class Engine:
     def _drop_faults(self, name: str) -> None:
         """Forgets the faults of a host that is off, and removes their state on the switch."""
         for active in [active for active in self._active if active.host == name]:
-            on_switch = [step for step in self._undo_steps(active)
-                         if isinstance(step, faults.OnSwitch)]  # fmt: skip
-            for step in on_switch:
-                with contextlib.suppress(OSError):  # its port is already gone
-                    self._apply(name, (step,))
+            for step in self._undo_steps(active):
+                if isinstance(step, faults.OnSwitch):
+                    with contextlib.suppress(OSError):  # its port is already gone
+                        self._apply(name, (step,))
             self._active.remove(active)
 
     def _apply(self, name: str, steps: faults.Steps) -> None:
         for step in steps:
             if isinstance(step, faults.OnSwitch):
                 host.run(list(step.argv), step.text)
-            elif isinstance(step, faults.Boot):
+            elif step is faults.Action.BOOT:
                 self.boot([name])
             else:
                 self._apply_on_host(name, step)
 
     def _apply_on_host(self, name: str, step: faults.Step) -> None:
         running = self._require_running(name)
-        in_mounts = partial(_enter, running, {"mnt": kernel.CLONE_NEWNS})
         match step:
             case faults.OnHost(argv):
                 kinds = {"net": kernel.CLONE_NEWNET, "mnt": kernel.CLONE_NEWNS}
                 host.run(list(argv), enter=partial(_enter, running, kinds))
-            case faults.Halt():
+            case faults.Action.HALT:
                 os.kill(running.pid, signal.SIGKILL)
                 os.waitpid(running.pid, 0)  # until every process of the host is gone
                 self._remove(name)
-            case faults.Freeze():
+            case faults.Action.FREEZE:
                 self._freeze(running)
-            case faults.Thaw():
+            case faults.Action.THAW:
                 _signal(self._processes_on(running), signal.SIGCONT)
             case faults.Kill(pattern):
-                victims = [
-                    process
-                    for process in self._processes_on(running)
-                    if process.pid != running.pid and _matches(pattern, process)
-                ]
+                others = (p for p in self._processes_on(running) if p.pid != running.pid)
+                victims = [process for process in others if _matches(pattern, process)]
                 if not victims:
                     raise LabError(f"no process on {name} is called {pattern!r}")
                 _signal(victims, signal.SIGKILL)
             case faults.Fill(path, free):
                 mountinfo = Path(f"/proc/{running.pid}/mountinfo").read_text()
+                in_mounts = partial(_enter, running, {"mnt": kernel.CLONE_NEWNS})
                 run_in_child(in_mounts, partial(fill, path, free, mountinfo))
-            case faults.Unfill(path):
-                run_in_child(in_mounts, partial(unfill, path))
 
     def _freeze(self, running: Running) -> None:
         """Repeats until nothing runs, because a process may fork while others are stopped."""
@@ -315,7 +295,6 @@ def _matches(pattern: str, process: processes.Process) -> bool:
 # --- filling a host's disk
 
 
-_BALLAST = ".paceline-lab-ballast"
 _MAX_FILL_BYTES = 1 << 30  # fills real memory
 _CHUNK_BYTES = 1 << 20
 _TMPFS = "tmpfs"
@@ -324,8 +303,7 @@ _TMPFS = "tmpfs"
 def fill(path: str, target_free: int, mountinfo: str) -> None:
     """Writes a file that leaves ``target_free`` bytes; refuses disks that are not the host's own.
 
-    Args:
-        mountinfo: /proc/PID/mountinfo of the host.
+    ``mountinfo`` is the text of /proc/PID/mountinfo of the host.
     """
     stats = os.statvfs(path)
     free_bytes = stats.f_bavail * stats.f_frsize
@@ -336,7 +314,7 @@ def fill(path: str, target_free: int, mountinfo: str) -> None:
             found=f"{free_bytes >> 20} MiB are free there, on a file system of type {kind}",
             remedy=f"bring the lab up with a small disk there: --private {path}:64m",
         )
-    _write_ballast(Path(path) / _BALLAST, max(0, free_bytes - target_free))
+    _write_ballast(Path(path) / faults.BALLAST, max(0, free_bytes - target_free))
 
 
 def kind_of(device: int, mountinfo: str) -> str:
@@ -355,10 +333,6 @@ def _write_ballast(file: Path, size: int) -> None:
                 size -= ballast.write(bytes(min(size, _CHUNK_BYTES)))
             except OSError:  # full, as intended
                 return
-
-
-def unfill(path: str) -> None:
-    (Path(path) / _BALLAST).unlink(missing_ok=True)
 
 
 def run_in_child(enter: Callable[[], None], work: Callable[[], None]) -> None:

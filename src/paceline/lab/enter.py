@@ -38,7 +38,8 @@ def dial(argv: list[str]) -> int:
         reason = os.strerror(error.errno) if error.errno else "Connection timed out"
         print(f"ssh: connect to host {host} port {port}: {reason}", file=sys.stderr)
         return 1
-    _send_to_ssh(connection)
+    with socket.socket(fileno=os.dup(1)) as ssh:
+        socket.send_fds(ssh, [b"\0"], [connection.fileno()])
     return 0
 
 
@@ -52,14 +53,11 @@ def _connect(state: str, host: str, port: int) -> socket.socket:
 
 def join(fds: list[int], kinds: tuple[int, ...]) -> None:
     """Enters namespaces; the user namespace only if this process is not in it."""
+    own = os.stat("/proc/self/ns/user").st_ino  # noqa: PTH116 - quick start
     for fd, kind in zip(fds, kinds, strict=True):
-        if kind != kernel.CLONE_NEWUSER or not _is_same_namespace(fd, "/proc/self/ns/user"):
+        if kind != kernel.CLONE_NEWUSER or os.fstat(fd).st_ino != own:
             kernel.setns(fd, kind)
         os.close(fd)
-
-
-def _is_same_namespace(fd: int, path: str) -> bool:
-    return os.fstat(fd).st_ino == os.stat(path).st_ino  # noqa: PTH116 - quick start
 
 
 def _connect_timeout() -> float | None:
@@ -70,11 +68,6 @@ def _connect_timeout() -> float | None:
     except OSError:
         return None
     return float(match[1]) if match else None
-
-
-def _send_to_ssh(connection: socket.socket) -> None:
-    with socket.socket(fileno=os.dup(1)) as ssh:
-        socket.send_fds(ssh, [b"\0"], [connection.fileno()])
 
 
 # --- run
@@ -114,8 +107,7 @@ def _supervise(folder: str, command: list[str]) -> int:
         _exec_command(folder, command, parent_alive)
     _forward_signals(child)
     os.close(parent_alive)
-    status = os.waitpid(child, 0)[1]
-    return _exit_like(status)
+    return _exit_like(os.waitpid(child, 0)[1])
 
 
 def _exec_command(folder: str, command: list[str], parent_alive: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from paceline.lab import network
 from paceline.lab.plan import HostPlan, LabPlan
@@ -29,24 +30,13 @@ class OnSwitch:
     text: str = ""
 
 
-@dataclass(frozen=True)
-class Halt:
-    """Sends SIGKILL to every process of the host; its namespaces end."""
+class Action(Enum):
+    """What is done to all processes of the host."""
 
-
-@dataclass(frozen=True)
-class Boot:
-    """Starts the host again."""
-
-
-@dataclass(frozen=True)
-class Freeze:
-    """Sends SIGSTOP to every process of the host."""
-
-
-@dataclass(frozen=True)
-class Thaw:
-    """Sends SIGCONT to every process of the host."""
+    HALT = "SIGKILL; its namespaces end"
+    BOOT = "start it again"
+    FREEZE = "SIGSTOP"
+    THAW = "SIGCONT"
 
 
 @dataclass(frozen=True)
@@ -64,14 +54,7 @@ class Fill:
     free: int
 
 
-@dataclass(frozen=True)
-class Unfill:
-    """Removes what :class:`Fill` wrote."""
-
-    path: str
-
-
-Step = OnHost | OnSwitch | Halt | Boot | Freeze | Thaw | Kill | Fill | Unfill
+Step = OnHost | OnSwitch | Action | Kill | Fill
 Steps = tuple[Step, ...]
 
 
@@ -92,9 +75,7 @@ class Fault:
     """A kind of fault.
 
     Attributes:
-        name: Its name on the command line.
-        usage: Its arguments, as shown to users.
-        summary: One line for users.
+        usage, summary: Its arguments, and one line for users.
         strike: Makes the steps; raises LabError for wrong arguments.
         undo: Makes the steps that undo it; ``None`` if it cannot be undone, or need not be.
         arguments: Minimum and maximum number of arguments.
@@ -147,8 +128,6 @@ _REJECT = {"tcp": ("-j", "REJECT", "--reject-with", "tcp-reset"), "udp": ("-j", 
 
 
 def _firewall(action: str, make_rules: Callable[[Target, Sequence[str]], _Rules]) -> _StepMaker:
-    """Makes steps that insert (``-I``) or delete (``-D``) rules of iptables."""
-
     def make_steps(target: Target, arguments: Sequence[str]) -> Steps:
         tool = "ip6tables" if target.plan.options.ipv6_only else "iptables"
         return tuple(OnHost((tool, "-w", action, *rule)) for rule in make_rules(target, arguments))
@@ -265,14 +244,15 @@ def size_bytes(text: str) -> int:
     return int(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}[match[2]]
 
 
+BALLAST = ".paceline-lab-ballast"  # the file that fills a disk
 _PORTS = "PORTS|all|all-ephemeral"
 FAULTS: dict[str, Fault] = {fault.name: fault for fault in (
     # the port goes down first, so that no FIN or RST leaves a host that lost power
     Fault("power-off", "", "the host dies at once, without closing connections",
-          lambda target, _: (_set_port(target, "down"), Halt()), lambda *_: (Boot(),), (0, 0),
-          True),
+          lambda target, _: (_set_port(target, "down"), Action.HALT), lambda *_: (Action.BOOT,),
+          (0, 0), True),
     Fault("freeze", "", "every process stops (SIGSTOP); the kernel keeps running",
-          lambda *_: (Freeze(),), lambda *_: (Thaw(),), (0, 0), True),
+          lambda *_: (Action.FREEZE,), lambda *_: (Action.THAW,), (0, 0), True),
     Fault("unplug", "", "the cable is pulled", lambda target, _: (_set_port(target, "down"),),
           lambda target, _: (_set_port(target, "up"),), (0, 0), True),
     Fault("drop", _PORTS, "incoming packets are dropped", _firewall("-I", _drop_rules),
@@ -287,6 +267,6 @@ FAULTS: dict[str, Fault] = {fault.name: fault for fault in (
     Fault("loss", "PERCENT", "packets are lost in both directions", _loss, _undo_loss, (1, 1),
           True),
     Fault("fill-disk", "PATH [FREE]", "the file system at PATH is full", _fill,
-          lambda _, arguments: (Unfill(arguments[0]),), (1, 2)),
+          lambda _, arguments: (OnHost(("rm", "-f", f"{arguments[0]}/{BALLAST}")),), (1, 2)),
     Fault("kill", "PID|PATTERN", "kill -9 of processes, by number or command", _kill, None, (1, 1)),
 )}  # fmt: skip

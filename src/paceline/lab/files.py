@@ -24,8 +24,8 @@ from paceline.lab.plan import (
     HostPlan,
     LabOptions,
     LabPlan,
-    PrivateFolder,
     Surroundings,
+    plan_lab,
 )
 from paceline.spec.errors import LabError
 
@@ -65,7 +65,6 @@ def environment(plan: LabPlan, host: HostPlan) -> dict[str, str]:
 
 
 def threads(plan: LabPlan) -> str:
-    """Number of threads of a host: its share of the CPUs, all of which it sees."""
     return str(max(1, plan.around.cpus // len(plan.hosts)))
 
 
@@ -84,7 +83,6 @@ def settings(plan: LabPlan) -> str:
 def etc_files(
     plan: LabPlan, host: HostPlan, machine_passwd: str, machine_group: str
 ) -> dict[str, str]:
-    """The contents of the host's files, by path below /etc."""
     return {
         "hosts": hosts_file(plan, host),
         "hostname": f"{host.name}\n",
@@ -146,8 +144,7 @@ def hosts_file(plan: LabPlan, host: HostPlan) -> str:
 def ssh_config(plan: LabPlan, layout: Layout, dialer: str) -> str:
     """The client's configuration, for use on the hosts and outside.
 
-    Args:
-        dialer: Command line that connects from outside, without host and port.
+    ``dialer`` is the command line that connects from outside, without host and port.
     """
     names = [name for host in plan.hosts for name in (host.name, host.address)]
     common = [
@@ -177,15 +174,14 @@ def ssh_config(plan: LabPlan, layout: Layout, dialer: str) -> str:
 
 def known_hosts(plan: LabPlan, public_keys: dict[str, str]) -> str:
     """One key for each host. ``public_keys``: line of the ``.pub`` file by host name."""
-    lines = []
+    text = ""
     for host in plan.hosts:
         kind, key = public_keys[host.name].split()[:2]
-        lines.append(f"{host.name},{host.address} {kind} {key}\n")
-    return "".join(lines)
+        text += f"{host.name},{host.address} {kind} {key}\n"
+    return text
 
 
 def sshd_config(plan: LabPlan, layout: Layout, host: HostPlan) -> str:
-    """sshd_config of ``host``."""
     lines = [
         "Port 22",
         f'HostKey "{layout.host_key(host.name)}"',
@@ -215,7 +211,6 @@ START = Path(__file__).with_name("start.py")
 
 
 def program(name: str) -> list[str]:
-    """Command line of one of the lab's programs."""
     return [sys.executable, "-I", "-S", str(START), name]
 
 
@@ -250,11 +245,7 @@ def write_owner(layout: Layout, pid: int) -> None:
 
 
 def claim(name: str) -> Layout:
-    """Makes an empty state folder for a lab called ``name``, and removes those of dead labs.
-
-    Raises:
-        LabError: A lab of that name is up.
-    """
+    """Makes an empty folder for a lab and removes those of dead labs; LabError if it is up."""
     parent = parent_folder()
     with (parent / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -282,14 +273,14 @@ def remove(layout: Layout) -> None:
 
 
 def write_files(plan: LabPlan, layout: Layout) -> None:
-    """Writes all files of a lab into its claimed folder."""
     if len(str(layout.control)) > 100:
         raise LabError(f"the path {layout.root} is too long for a socket", remedy="shorter --name")
     write_plan(plan, layout)
     _make_keys(plan, layout)
     _write(layout.hostfile, hostfile(plan))
     _write(layout.settings, settings(plan))
-    _write(layout.ssh_config, ssh_config(plan, layout, _dialer(layout)))
+    dialer = shlex.join([*program("dial"), str(layout.root)]).replace("%", "%%")  # for ssh
+    _write(layout.ssh_config, ssh_config(plan, layout, dialer))
     passwd, group = (Path(file).read_text() for file in ("/etc/passwd", "/etc/group"))
     for host in plan.hosts:
         _write_host(plan, layout, host, etc_files(plan, host, passwd, group))
@@ -306,11 +297,6 @@ def _write_host(plan: LabPlan, layout: Layout, host: HostPlan, etc: dict[str, st
     ssh.chmod(0o700)
     for file in ssh.iterdir():
         file.chmod(0o600)
-
-
-def _dialer(layout: Layout) -> str:
-    command = shlex.join([*program("dial"), str(layout.root)])
-    return command.replace("%", "%%")  # ssh expands %, then a shell parses it
 
 
 def _make_keys(plan: LabPlan, layout: Layout) -> None:
@@ -335,23 +321,18 @@ def _write(file: Path, text: str) -> None:
 
 
 def write_plan(plan: LabPlan, layout: Layout) -> None:
-    _write(layout.plan, json.dumps(asdict(plan)))
-
-
-def read_plan(layout: Layout) -> LabPlan:
-    """Reads the plan that :func:`write_plan` wrote."""
-    raw = json.loads(layout.plan.read_text())
-    options = {key: _frozen(value) for key, value in raw["options"].items()}
-    return LabPlan(
-        options=LabOptions(**options),
-        hosts=tuple(HostPlan(**host) for host in raw["hosts"]),
-        around=Surroundings(**{key: _frozen(value) for key, value in raw["around"].items()}),
-        prefix_length=raw["prefix_length"],
-        gateway=raw["gateway"],
-        private=tuple(PrivateFolder(**folder) for folder in raw["private"]),
-        shared=tuple(raw["shared"]),
+    """Writes what the plan follows from."""
+    _write(
+        layout.plan, json.dumps({"options": asdict(plan.options), "around": asdict(plan.around)})
     )
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def read_plan(layout: Layout) -> LabPlan:
+    """Makes the plan again from what :func:`write_plan` wrote."""
+
+    def fields(name: str) -> dict[str, Any]:
+        items = raw[name].items()
+        return {key: tuple(value) if isinstance(value, list) else value for key, value in items}
+
+    raw = json.loads(layout.plan.read_text())
+    return plan_lab(LabOptions(**fields("options")), Surroundings(**fields("around")))

@@ -18,7 +18,7 @@ from typing import Any, Literal, NoReturn
 
 from paceline.hosts.lab import Layout
 from paceline.lab import files, kernel, network, processes
-from paceline.lab.available import find_tool, missing_tool
+from paceline.lab.available import LAB_NAMESPACES, find_tool, missing_tool
 from paceline.lab.files import home_inside, home_outside
 from paceline.lab.plan import MARKER, HostPlan, LabPlan
 
@@ -58,7 +58,6 @@ class Mount:
 
 
 def host_mounts(plan: LabPlan, layout: Layout, host: HostPlan) -> tuple[Mount, ...]:
-    """Every mount of ``host``, in order."""
     return (
         Mount("fresh", "/proc", "proc"),
         Mount("fresh", "/sys", "sysfs"),
@@ -171,13 +170,6 @@ def _overlay(lower: str, step: Mount) -> None:
 # --- the first process
 
 
-_NAMESPACES = (
-    kernel.CLONE_NEWNET
-    | kernel.CLONE_NEWUTS
-    | kernel.CLONE_NEWIPC
-    | kernel.CLONE_NEWPID
-    | kernel.CLONE_NEWNS
-)
 _SSHD_DEADLINE = 20.0
 
 
@@ -202,8 +194,7 @@ Commands = Sequence[Sequence[str]]
 def start(plan: LabPlan, layout: Layout, host: HostPlan, commands: Commands) -> Starting:
     """Forks a host. The caller connects it, then calls :func:`release` and :func:`finish`.
 
-    Args:
-        commands: To run on the host when its network is up.
+    The ``commands`` are run on the host when its network is up.
     """
     ready_read, ready_write = os.pipe()
     report, report_write = os.pipe()
@@ -214,10 +205,7 @@ def start(plan: LabPlan, layout: Layout, host: HostPlan, commands: Commands) -> 
     os.close(ready_read)
     os.close(report_write)
     os.waitpid(intermediate, 0)
-    message = _read_line(report)
-    return Starting(
-        int(message["pid"]) if "pid" in message else _raise_failure(message), ready_write, report
-    )
+    return Starting(int(_read_message(report)["pid"]), ready_write, report)
 
 
 def release(starting: Starting) -> None:
@@ -227,37 +215,30 @@ def release(starting: Starting) -> None:
 
 
 def finish(starting: Starting) -> int | None:
-    """Waits until the host is up.
-
-    Returns:
-        The process id of its sshd on the host, or None.
-    """
-    message = _read_line(starting.report)
-    os.close(starting.report)
-    if "error" in message:
-        _raise_failure(message)
-    sshd: int | None = message["sshd"]
+    """Waits until the host is up; returns the process id of its sshd on the host, or None."""
+    try:
+        sshd: int | None = _read_message(starting.report)["sshd"]
+    finally:
+        os.close(starting.report)
     return sshd
 
 
 def raise_reported_error(starting: Starting) -> None:
-    """Raises the error of a host that has ended."""
     if select.select([starting.report], [], [], 0)[0]:
         finish(starting)
 
 
-def _raise_failure(message: dict[str, Any]) -> NoReturn:
-    raise OSError(message["error"])
-
-
-def _read_line(fd: int) -> dict[str, Any]:
+def _read_message(fd: int) -> dict[str, Any]:
+    """Reads a line of the host's report; raises OSError for an error."""
     data = b""
     while not data.endswith(b"\n"):
         byte = os.read(fd, 1)
         if not byte:
-            return {"error": "the host ended while starting"}
+            raise OSError("the host ended while starting")
         data += byte
     message: dict[str, Any] = json.loads(data)
+    if "error" in message:
+        raise OSError(message["error"])
     return message
 
 
@@ -276,7 +257,7 @@ def _report(fd: int, message: dict[str, Any]) -> None:
 
 
 def _fork_first(init: Callable[[], None], report: int) -> None:
-    kernel.unshare(_NAMESPACES)  # the next child is the first process of the PID namespace
+    kernel.unshare(LAB_NAMESPACES)  # the next child is the first process of the PID namespace
     first = os.fork()
     if first:
         _report(report, {"pid": first})
@@ -284,14 +265,8 @@ def _fork_first(init: Callable[[], None], report: int) -> None:
         _guarded(init, report)
 
 
-def _first_process(
-    plan: LabPlan,
-    layout: Layout,
-    host: HostPlan,
-    commands: Commands,
-    network_ready: int,
-    report: int,
-) -> None:
+def _first_process(plan: LabPlan, layout: Layout, host: HostPlan, commands: Commands,
+                   network_ready: int, report: int) -> None:  # fmt: skip
     _close_except(network_ready, report)
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGINT):
@@ -322,15 +297,9 @@ def _close_except(*retained: int) -> None:
 
 def _start_sshd(layout: Layout, host: HostPlan) -> int:
     config, log = str(layout.sshd_config(host.name)), str(layout.sshd_log(host.name))
+    program = find_tool("sshd") or "sshd"  # sshd requires its absolute path
     sshd = subprocess.Popen(
-        [
-            find_tool("sshd") or "sshd",
-            "-D",
-            "-f",
-            config,
-            "-E",
-            log,
-        ],  # sshd requires its absolute path
+        [program, "-D", "-f", config, "-E", log],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from paceline.hosts.lab import Layout, Owner, is_running, list_labs, parent_folder, read_owner
@@ -90,8 +89,7 @@ class Lab:
             lifeline_read, self._lifeline = os.pipe()
             output = _output([*command, "--held"], lifeline_read)
             os.close(lifeline_read)
-        reply = json.loads(output or '{"error": {"message": "the lab could not be started"}}')
-        _raise_error(reply)
+        _raise_error(json.loads(output or '{"error": {"message": "the lab could not be started"}}'))
 
     def down(self) -> None:
         """Takes the lab down and removes everything. Idempotent."""
@@ -108,12 +106,7 @@ class Lab:
     def __enter__(self) -> Lab:
         return self.up()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.down()
 
     # --- properties
@@ -232,34 +225,13 @@ class Lab:
             subprocess.TimeoutExpired: It was killed after ``timeout`` seconds.
             subprocess.CalledProcessError: It failed and ``check`` was set.
         """
-        stdin = subprocess.DEVNULL if input is None else subprocess.PIPE
-        child = self.popen(
-            name,
-            argv,
-            env=env,
-            cwd=cwd,
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        with child:
-            try:
-                out, err = child.communicate(input, timeout)
-            except BaseException:
-                child.kill()
-                raise
-        result = subprocess.CompletedProcess(list(argv), child.returncode, out, err)
-        if check:
-            result.check_returncode()
-        return result
+        command = self.command(name, argv, cwd=cwd)
+        return subprocess.run(command, env={**self.environment(name), **(env or {})},
+                              input=input or "", capture_output=True, text=True,
+                              timeout=timeout, check=check)  # fmt: skip
 
     def processes(self, name: str) -> list[tuple[int, str]]:
-        """Processes on a host, except its first one and its sshd listener.
-
-        Returns:
-            Pairs of the machine's process id and the command line.
-        """
+        """Process ids and command lines on a host, except its first process and sshd's listener."""
         sshd_config = str(self.layout.sshd_config(name))
         return [
             (process.pid, process.command)
@@ -270,25 +242,19 @@ class Lab:
 
     def listeners(self, name: str) -> list[str]:
         """Listening TCP sockets on a host as ``address:port``, except sshd's."""
-        addresses = proc.listeners(self._first_process(name))
+        first = next(process.pid for process in self._processes_on(name) if process.inner == 1)
+        addresses = proc.listeners(first)
         return [address for address in addresses if address not in ("0.0.0.0:22", "[::]:22")]
 
     def _processes_on(self, name: str) -> list[proc.Process]:
-        fds = self._namespaces(name)
+        reply, fds = self._request_with_fds({"do": "enter", "host": name})
+        _raise_error(reply)
         try:
             inode = os.fstat(fds[control.NAMESPACES.index("pid")]).st_ino
         finally:
             for fd in fds:
                 os.close(fd)
         return proc.of_host(proc.all_processes(), inode)
-
-    def _first_process(self, name: str) -> int:
-        return next(process.pid for process in self._processes_on(name) if process.inner == 1)
-
-    def _namespaces(self, name: str) -> list[int]:
-        reply, fds = self._request_with_fds({"do": "enter", "host": name})
-        _raise_error(reply)
-        return fds
 
     # --- faults
 
@@ -326,23 +292,13 @@ def _fault_request(
 
 
 def _output(command: list[str], stdin: int) -> str:
-    result = subprocess.run(
-        command,
-        stdin=stdin,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=_START_TIMEOUT_S,
-        env=_owner_environment(),
-        start_new_session=True,
-        check=False,
-    )
+    # a minimal environment, because every host can read it in /proc/1/environ
+    inherited = {k: os.environ[k] for k in ("LD_LIBRARY_PATH", "LANG") if k in os.environ}
+    environment = {"PATH": files.USUAL_PATH, **inherited}
+    result = subprocess.run(command, stdin=stdin, stdout=subprocess.PIPE, text=True,
+                            timeout=_START_TIMEOUT_S, env=environment, start_new_session=True,
+                            check=False)  # fmt: skip
     return result.stdout
-
-
-def _owner_environment() -> dict[str, str]:
-    """A minimal environment, because every host can read it in /proc/1/environ."""
-    inherited = ("LD_LIBRARY_PATH", "LANG")
-    return {"PATH": files.USUAL_PATH, **{k: os.environ[k] for k in inherited if k in os.environ}}
 
 
 def _raise_error(reply: Any) -> None:
@@ -357,7 +313,6 @@ def _check_folders(plan: LabPlan) -> None:
 
 
 def _stop_owner(owner: Owner, layout: Layout) -> None:
-    """Asks the owner to end, and kills it after a timeout."""
     try:
         handle = os.pidfd_open(owner.pid)
     except ProcessLookupError:
@@ -378,11 +333,9 @@ def _stop_owner(owner: Owner, layout: Layout) -> None:
 
 
 def names_up() -> list[str]:
-    """Names of this user's labs that are up."""
     return [layout.root.name for layout in list_labs() if is_running(layout)]
 
 
 def wait(lab: Lab) -> None:
-    """Waits until the lab has ended."""
     while is_running(lab.layout):
         time.sleep(0.2)

@@ -13,7 +13,6 @@ BRIDGE = "br0"
 
 
 def switch_batch(plan: LabPlan) -> list[str]:
-    """``ip`` lines that make the switch itself."""
     return [
         "link set lo up",
         f"link add name {BRIDGE} type bridge forward_delay 0",
@@ -43,7 +42,6 @@ def ports_batch(hosts: Mapping[int, HostPlan], cables: bool = True) -> list[str]
 
 
 def dead_port(host: HostPlan) -> str:
-    """The other end of the dead interface, which is connected to nothing."""
     return f"{host.name}-dead"
 
 
@@ -106,7 +104,6 @@ def shape(plan: LabPlan, host: HostPlan, netem: bool, rate: str = "") -> tuple[P
 
 
 def unshape(host: HostPlan, netem: bool) -> tuple[PlacedCommand, ...]:
-    """Commands that remove the rate limit of a link."""
     return (
         ("switch", ("tc", "qdisc", "del", "dev", host.name, "root")),
         ("host", ("tc", "qdisc", "del", "dev", host.interface, *_queue_parent(netem))),
@@ -114,7 +111,6 @@ def unshape(host: HostPlan, netem: bool) -> tuple[PlacedCommand, ...]:
 
 
 def delay_by_netem(host: HostPlan, seconds: float) -> tuple[PlacedCommand, ...]:
-    """Commands that delay what a host sends."""
     delay = ("netem", "delay", f"{seconds * 1000:g}ms", "limit", "100000")
     return (("host", (*_replace(host.interface, "root", "handle", "1:"), *delay)),)
 

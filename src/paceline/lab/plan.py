@@ -83,11 +83,8 @@ class HostPlan:
     Attributes:
         name: Host name; also the name of its port on the switch.
         address: Its address, without prefix length.
-        interface: Name of its interface.
-        mac: Hardware address of that interface.
+        mac: Hardware address of its interface.
         dead_address: Address of its dead interface, empty for none.
-        python: Its interpreter.
-        sshd: Whether sshd runs.
     """
 
     name: str
@@ -109,12 +106,11 @@ class PrivateFolder:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the plan needs to know about the machine.
+    """What the plan needs to know about the machine, and who logs in.
 
     Attributes:
         python: The running interpreter, without resolving links.
         shared: Folders that every host must see even below its private folders.
-        uid, gid, user, shell: Who logs in.
         cpus: How many all hosts share.
     """
 
@@ -129,8 +125,6 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class LabPlan:
-    """Everything the lab's owner needs to build it."""
-
     options: LabOptions
     hosts: tuple[HostPlan, ...]
     around: Surroundings
@@ -149,7 +143,6 @@ class LabPlan:
 
 
 def plan_lab(options: LabOptions, around: Surroundings) -> LabPlan:
-    """Makes the plan; raises LabError for invalid options."""
     _validate(options)
     network = _network(options)
     return LabPlan(

@@ -33,7 +33,6 @@ class Process:
 
 
 def all_processes() -> list[Process]:
-    """All visible and readable processes."""
     processes = (_read(Path(entry.path)) for entry in os.scandir("/proc") if entry.name.isdigit())
     return [process for process in processes if process is not None]
 
@@ -82,7 +81,6 @@ def listeners(pid: int) -> list[str]:
 
 
 def connected() -> int:
-    """Number of established TCP connections in the calling process's network."""
     tables = (Path(f"/proc/self/net/{table}") for table in ("tcp", "tcp6"))
     return sum(parse_connected(table.read_text()) for table in tables if table.exists())
 

@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     """Starts the owner, waits until the lab is up, and prints ``{}`` or an error as JSON."""
     layout = Layout(Path(argv[0]))
     try:
-        _enter_namespaces()
+        available.enter_namespaces()
     except OSError as error:
         print(json.dumps({"error": _error_fields(available.namespace_error(error))}))
         return 0
@@ -48,14 +48,6 @@ def main(argv: list[str]) -> int:
         output = report.read()
     print(output or json.dumps({"error": {"message": "the lab's owner ended while starting"}}))
     return 0
-
-
-def _enter_namespaces() -> None:
-    if os.geteuid() != 0:
-        kernel.enter_user_namespace()
-        kernel.preserve_capabilities()
-    kernel.unshare(available.LAB_NAMESPACES)
-    kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
 
 
 def _run_owner(layout: Layout, ready: int, ends_with_stdin: bool) -> NoReturn:
@@ -89,14 +81,12 @@ def _log_to(file: Path) -> None:
 
 def _set_up_switch(plan: LabPlan, layout: Layout) -> None:
     """Mounts /proc and /sys of the switch's namespaces, and a /run for its tools' locks."""
-    host.apply_mounts(
-        (
-            host.Mount("fresh", "/proc", "proc"),
-            host.Mount("fresh", "/sys", "sysfs"),
-            host.Mount("fresh", "/run", "tmpfs", "mode=755"),
-            *host.rebind_mounts([str(layout.root), *plan.shared]),
-        )
-    )
+    host.apply_mounts([
+        host.Mount("fresh", "/proc", "proc"),
+        host.Mount("fresh", "/sys", "sysfs"),
+        host.Mount("fresh", "/run", "tmpfs", "mode=755"),
+        *host.rebind_mounts([str(layout.root), *plan.shared]),
+    ])  # fmt: skip
     kernel.set_host_name("switch")
     batch(network.switch_batch(plan))
 
@@ -172,7 +162,6 @@ class Switch:
         self._is_stopping = True
 
     def serve(self) -> None:
-        """Serves until the lab is to end."""
         sources: list[Any] = [self._listener, self._wake, *([0] if self._ends_with_stdin else [])]
         while not self._is_stopping:
             ready = select.select(sources, [], [])[0]
@@ -187,15 +176,13 @@ class Switch:
     def _handle_connection(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, ValueError):
             connection.settimeout(5)
-            reply, fds = self._reply(json.loads(connection.makefile().readline()))
+            request = json.loads(connection.makefile().readline())
+            try:
+                reply, fds = self._handle(request)
+            except (PacelineError, OSError) as error:
+                reply, fds = {"error": _error_fields(error)}, []
             send_reply(connection, reply, fds)
             sys.stdout.flush()
-
-    def _reply(self, request: dict[str, Any]) -> tuple[Any, list[int]]:
-        try:
-            return self._handle(request)
-        except (PacelineError, OSError) as error:
-            return {"error": _error_fields(error)}, []
 
     def _handle(self, request: dict[str, Any]) -> tuple[Any, list[int]]:
         verb = request["do"]
@@ -207,10 +194,11 @@ class Switch:
             return self.engine.status(), []
         if verb in ("fault", "undo"):
             apply = self.engine.strike if verb == "fault" else self.engine.undo
-            return apply(request["kind"], request["host"], request["arguments"]), []
-        if verb == "heal":
-            return self.engine.heal(request["host"]), []
-        if verb == "down":
+            apply(request["kind"], request["host"], request["arguments"])
+        elif verb == "heal":
+            self.engine.heal(request["host"])
+        elif verb == "down":
             self._is_stopping = True
-            return {}, []
-        raise LabError(f"unknown request {verb!r}")
+        else:
+            raise LabError(f"unknown request {verb!r}")
+        return {}, []
